@@ -280,6 +280,11 @@ def lengths(config: Config, _: Scene) -> str:
     return repr(modalities(config.model, config.data, ()))
 
 
+def formats(config: Config, _: Scene) -> str:
+    """How items lie in rows, and who sees whom there."""
+    return repr({name: m.format for name, m in modalities(config.model, config.data, ()).items()})
+
+
 def examples(config: Config, _: Scene) -> Any:
     """The data: sources, their files and lengths, what is learned of them, the order and size of batches."""
     inputs = prepare(config, MESH)
@@ -556,7 +561,7 @@ EFFECTS: dict[str, Effect] = {
     **effects("model.audio", weights, norm="layer", key_bias="false", positions="table"),
     **effects("model.audio", encoder("audio"), stem_strides="[1, 2]"),
     **effects("model.audio", lengths, silence="heard", pool="2"),
-    **effects("model.audio", encoder("audio"), ("model.audio.chunk_frames=16",), attention="chunk"),
+    **effects("model.audio", formats, attention="chunk"),
     **effects("model.audio.projector", weights, mlp_width="24", linear="true"),
     **effects("model.audio.projector", encoder("audio"), gelu="exact"),
     **effects("model.diffusion", weights, DRAWS, **SHAPES | {"heads": "4"}, patch_size="7"),
