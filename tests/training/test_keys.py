@@ -282,7 +282,7 @@ def lengths(config: Config, _: Scene) -> str:
 
 def formats(config: Config, _: Scene) -> str:
     """How items lie in rows, and who sees whom there."""
-    return repr({name: m.format for name, m in modalities(config.model, config.data, ()).items()})
+    return repr(row_formats(modalities(config.model, config.data, ())))
 
 
 def examples(config: Config, _: Scene) -> Any:
