@@ -23,14 +23,16 @@ quickstart: $(VENV)/.runtime sample/.made
 	$(CPU_DEVICES) $(PY) -m jaxmllm train --config configs/quickstart.yaml
 
 shapes: $(VENV)/.runtime shapes/.made
-	rm -rf runs/shapes
+	rm -rf runs/shapes runs/shapes-clips
 	began=$$(date +%s) && \
-	JAX_PLATFORMS=cpu $(PY) -m jaxmllm train --config configs/shapes.yaml run.seed=$(SEED) && \
+	for config in shapes shapes-clips; do \
+		JAX_PLATFORMS=cpu $(PY) -m jaxmllm train --config configs/$$config.yaml run.seed=$(SEED) || exit; \
+	done && \
 	trained=$$(date +%s) && \
-	JAX_PLATFORMS=cpu $(PY) -m jaxmllm draw --run $(CURDIR)/runs/shapes --jsonl shapes/draw.jsonl --steps 20 --guidance 2.5 \
-		--seed $(SEED) --out runs/shapes/drawn && \
+	JAX_PLATFORMS=cpu $(PY) -m jaxmllm draw --run $(CURDIR)/runs/shapes-clips --jsonl shapes/draw.jsonl --steps 20 \
+		--guidance 2.5 --seed $(SEED) --out runs/shapes-clips/drawn && \
 	drawn=$$(date +%s) && \
-	$(PY) -m jaxmllm shapes --judge runs/shapes/drawn --json runs/shapes/judged.json \
+	$(PY) -m jaxmllm shapes --judge runs/shapes-clips/drawn --json runs/shapes-clips/judged.json \
 		--seconds-training $$((trained - began)) --seconds-sampling $$((drawn - trained))
 
 test: $(VENV)/.dev

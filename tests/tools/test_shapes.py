@@ -239,14 +239,28 @@ def test_wrong_arguments_are_one_line(words, reason, tmp_path, monkeypatch, caps
     assert reason in capsys.readouterr().err
 
 
-def test_the_config_reads_what_is_made():
-    config = load_config(ROOT / "configs/shapes.yaml", [])
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("shapes", ["pictures"]),
+        ("shapes-clips", ["pictures", "clips"]),
+        ("shapes-unified", ["pictures", "edits", "questions"]),
+    ],
+)
+def test_configs_read_what_is_made(name, kinds):
+    config = load_config(ROOT / f"configs/{name}.yaml", [])
     assert config.data.tokenizer == "shapes/tokenizer.json"
-    kinds = ("pictures", "clips")
     for sources, split in ((config.data.sources, "train"), (config.data.evaluation, "test")):
-        assert [source.path for source in sources] == [
-            f"shapes/{kind}-{split}.jsonl" for kind in kinds
-        ]
+        read = {source.name: source.path for source in sources}
+        assert read == {kind: f"shapes/{kind}-{split}.jsonl" for kind in kinds}
     assert config.objective.diffusion.prediction == "sample"
     patch = config.model.diffusion.patch_size
     assert not any(side % patch for side in (24, 32, 40, 48, 56, 64))
+
+
+def test_clips_go_on_with_the_model_of_pictures():
+    pictures, clips = (
+        load_config(ROOT / f"configs/{name}.yaml", []) for name in ("shapes", "shapes-clips")
+    )
+    assert clips.model.from_ == pictures.run.directory
+    assert clips.model.model_copy(update={"from_": None}) == pictures.model
