@@ -172,7 +172,7 @@ def read_arrays(location: Path, abstract: Any) -> Any:
             arguments = ocp.args.PyTreeRestore(
                 item=target, restore_args=arguments, partial_restore=True
             )
-            arrays = ocp.PyTreeCheckpointHandler().restore(location, args=arguments)
+            arrays = ocp.PyTreeCheckpointHandler().restore(location.absolute(), args=arguments)
     except Exception as error:  # a damaged file can fail anywhere in orbax, tensorstore and JSON
         problem = one_line(error)
     if problem := agreed_problem(problem):
@@ -186,7 +186,7 @@ def saved_specs(location: Path) -> dict[ArrayPath, ArraySpec]:
     specs = {}
     try:
         with quiet():
-            metadata = ocp.PyTreeCheckpointHandler().metadata(location)
+            metadata = ocp.PyTreeCheckpointHandler().metadata(location.absolute())
         specs = array_specs(metadata.tree)
     except Exception as error:  # as in `read_arrays`
         problem = one_line(error)

@@ -49,11 +49,13 @@ def source(by_example, tmp_path_factory) -> tuple[Path, dict]:
 
 
 @pytest.mark.parametrize("which", ["", "checkpoints/4"])
-def test_parameters_are_read_on_any_mesh(source, by_example, which):
+def test_parameters_are_read_on_any_mesh(source, by_example, which, monkeypatch):
+    """By a relative path, too."""
     folder, expected = source
     wanted = abstract_params(by_example(), {"data": 2, "fsdp": 2, "tensor": 2})
     lines: list[str] = []
-    params = read_parameters(str(folder / which), wanted, lines.append)
+    monkeypatch.chdir(folder.parent)
+    params = read_parameters(str(Path(folder.name) / which), wanted, lines.append)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), expected)
     for left, right in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
         assert left.sharding.is_equivalent_to(right.sharding, left.ndim)
