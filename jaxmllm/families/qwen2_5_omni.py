@@ -73,7 +73,7 @@ def _vision(config: FolderConfig) -> dict[str, Any]:
 
 
 def _merger(config: FolderConfig) -> dict[str, Any]:
-    return merger(_thinker(config), _language(config)["width"])
+    return merger(_thinker(config).part("vision_config"), _language(config)["width"])
 
 
 def _audio(config: FolderConfig) -> dict[str, Any]:

@@ -99,16 +99,13 @@ def windowed_tower(config: FolderConfig) -> dict[str, Any]:
     vision.expect("hidden_act", "silu")
     vision.expect("in_channels", 3)
     vision.expect("in_chans", 3)
-    rotary = vision.get("rope_parameters", {})
-    if not isinstance(rotary, dict) or rotary.get("rope_type", "axial") != "axial":
-        vision.refuse(f"has rope_parameters {rotary!r}", "rope_type axial alone is supported")
     layers, patch = vision.number("depth", 32), vision.number("patch_size", 14)
     tower = {
         "width": vision.number("hidden_size", 3584),
         "layers": layers,
         "heads": vision.number("num_heads", 16),
         "mlp_width": vision.number("intermediate_size", 3420),
-        "rope_theta": float(rotary.get("rope_theta", 10_000.0)),
+        "rope_theta": axial_theta(vision),
         "patch_size": patch,
         "patch_frames": vision.number("temporal_patch_size", 2),
         "patch_bias": False,
@@ -127,17 +124,25 @@ def windowed_tower(config: FolderConfig) -> dict[str, Any]:
     return tower | {"window": cells * cell // patch, "full_layers": full}
 
 
+def axial_theta(vision: FolderConfig) -> float:
+    """The base of the tower's rotary positions. Raises `FolderError` for others than those of rows and columns."""
+    rotary = vision.get("rope_parameters", {})
+    if not isinstance(rotary, dict) or rotary.get("rope_type", "axial") != "axial":
+        vision.refuse(f"has rope_parameters {rotary!r}", "rope_type axial alone is supported")
+    return float(rotary.get("rope_theta", 10_000.0))
+
+
 def _projector(config: FolderConfig) -> dict[str, Any]:
-    return merger(config, _language(config)["width"])
+    return merger(config.part("vision_config"), _language(config)["width"])
 
 
-def merger(config: FolderConfig, wide: int) -> dict[str, Any]:
+def merger(vision: FolderConfig, wide: int) -> dict[str, Any]:
     """The keys of the projector in the section of the tower.
 
     Args:
+      vision: the tower's part of config.json.
       wide: the width of the decoder.
     """
-    vision = config.part("vision_config")
     merge, width = vision.number("spatial_merge_size", 2), vision.number("hidden_size", 3584)
     made = vision.number("out_hidden_size", 3584)
     if made != wide:

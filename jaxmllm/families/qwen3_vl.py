@@ -18,6 +18,8 @@ from jaxmllm.families.qwen2_5_vl import (
     JOINED_ATTENTION,
     LANGUAGE,
     LAYER,
+    axial_theta,
+    merger,
     patch_letters,
     picture_processor,
 )
@@ -64,6 +66,7 @@ TEXT = {
     "rope_theta": 5e5,
     "max_position_embeddings": 128_000,
 }
+SEEING = {"hidden_size": 1152}
 SECTIONS = [24, 20, 20]  # rotary pairs of time, height and width
 DEEPSTACK_LAYERS = [8, 16, 24]
 
@@ -76,10 +79,8 @@ def qwen3_vl_decoder(config: FolderConfig, usual: Mapping[str, Any]) -> dict[str
     Args:
       usual: what a `text_config` that leaves a key out means by that.
     """
-    own = config.part("text_config")
-    given = {key: value for key, value in own.values.items() if value is not None}
     tied = config.flag("tie_word_embeddings")  # whatever text_config says
-    text = FolderConfig(config.path, {**usual, **given, "tie_word_embeddings": tied})
+    text = config.part("text_config").completed(usual).updated(tie_word_embeddings=tied)
     text.expect("use_sliding_window", False)
     rotary = text.get("rope_parameters", text.get("rope_scaling", {}))
     sections = SECTIONS
@@ -105,22 +106,19 @@ def _language(config: FolderConfig) -> dict[str, Any]:
 
 
 def _vision(config: FolderConfig) -> dict[str, Any]:
-    vision = config.part("vision_config")
+    vision = config.part("vision_config").completed(SEEING)
     vision.expect("hidden_act", "gelu_pytorch_tanh")
     vision.expect("in_channels", 3)
-    rotary = vision.get("rope_parameters", {})
-    if not isinstance(rotary, dict) or rotary.get("rope_type", "axial") != "axial":
-        vision.refuse(f"has rope_parameters {rotary!r}", "rope_type axial alone is supported")
     places = vision.number("num_position_embeddings", 2304)
     side = round(places**0.5)
     if side**2 != places:
         vision.refuse(f"has num_position_embeddings {places}", "it must be the square of a number")
     return {
-        "width": vision.number("hidden_size", 1152),
+        "width": vision.number("hidden_size"),
         "layers": vision.number("depth", 27),
         "heads": vision.number("num_heads", 16),
         "mlp_width": vision.number("intermediate_size", 4304),
-        "rope_theta": float(rotary.get("rope_theta", 10_000.0)),
+        "rope_theta": axial_theta(vision),
         "patch_size": vision.number("patch_size", 16),
         "patch_frames": vision.number("temporal_patch_size", 2),
         "positions": "rotary_and_resampled",
@@ -135,17 +133,9 @@ def _projector_of(language: Section) -> Section:
     """What keys of the section of the tower say of the projector."""
 
     def projector(config: FolderConfig) -> dict[str, Any]:
-        vision = config.part("vision_config")
-        merge, width = vision.number("spatial_merge_size", 2), vision.number("hidden_size", 1152)
-        made, wide = vision.number("out_hidden_size", 3584), language(config)["width"]
-        if made != wide:
-            vision.refuse(f"has out_hidden_size {made}", f"the decoder is {wide} wide")
+        vision = config.part("vision_config").completed(SEEING)
         tapped = vision.get("deepstack_visual_indexes", DEEPSTACK_LAYERS)
-        return {
-            "merge": merge,
-            "projector": {"mlp_width": merge**2 * width, "gelu": "exact"},
-            "deepstack_layers": tapped,
-        }
+        return merger(vision, language(config)["width"]) | {"deepstack_layers": tapped}
 
     return projector
 
