@@ -46,6 +46,7 @@ from jaxmllm.tools.shapes_scenes import (
     FRAMES,
     QUESTIONS,
     SCENES,
+    SIDES,
     Figure,
     Scene,
     caption,
@@ -117,8 +118,8 @@ def make_shapes(out: Path, seed: int = 0, train: int = 9216, test: int = len(SCE
         )
     made: dict[str, list[Record]] = {}
     for kind, record, scenes, (of_train, of_test) in (
-        ("pictures", _picture, SCENES, (train, test)),
-        ("clips", _clip, CLIP_SCENES, (train // 4, test // 3)),
+        ("pictures", _drawn, SCENES, (train, test)),
+        ("clips", _drawn, CLIP_SCENES, (train // 4, test // 3)),
         ("edits", _edit, SCENES, (train // 2, test // 2)),
         ("questions", _question, SCENES, (train // 2, test)),
     ):
@@ -143,10 +144,14 @@ class _Maker:
     out: Path
     folder: Path  # of its media, inside `out`
     random: np.random.Generator
-    scenes: Sequence[Scene]  # in turn
+    scenes: Sequence[Scene]  # of the records, in turn
 
     def __post_init__(self) -> None:
         (self.out / self.folder).mkdir(parents=True, exist_ok=True)
+
+    def scene(self, number: int) -> Scene:
+        """What record `number` shows."""
+        return self.scenes[number % len(self.scenes)]
 
     def save(self, name: str, frames: NDArray[np.uint8]) -> Path:
         path = self.folder / f"{name}.png"
@@ -160,18 +165,12 @@ class _Maker:
         return path
 
 
-def _picture(maker: _Maker, number: int) -> Record:
-    random, scene = maker.random, maker.scenes[number % len(maker.scenes)]
-    sides = size(random)
-    name = file_name(scene, number)
-    path = maker.save(name, Figure.of(random, scene, *sides).frames())
-    return Record((caption(random, scene),), path, name, sides)
-
-
-def _clip(maker: _Maker, number: int) -> Record:
-    random, scene = maker.random, maker.scenes[number % len(maker.scenes)]
-    sides = size(random, CLIP_SIDES)
-    frames = int(random.integers(FRAMES[0], FRAMES[1] + 1))
+def _drawn(maker: _Maker, number: int) -> Record:
+    """A caption with its picture or clip."""
+    random, scene = maker.random, maker.scene(number)
+    moving = scene.motion is not None
+    sides = size(random, CLIP_SIDES if moving else SIDES)
+    frames = int(random.integers(FRAMES[0], FRAMES[1] + 1)) if moving else 1
     name = file_name(scene, number)
     path = maker.save(name, Figure.of(random, scene, *sides, frames).frames())
     return Record((caption(random, scene),), path, name, sides, frames)
@@ -179,14 +178,14 @@ def _clip(maker: _Maker, number: int) -> Record:
 
 def _edit(maker: _Maker, number: int) -> Record:
     """Its scene is what is answered; what is shown has another colour, with which training has it, too."""
-    random, scene = maker.random, maker.scenes[number % len(maker.scenes)]
+    random, scene = maker.random, maker.scene(number)
     others = [
         other
         for other in maker.scenes
         if (other.shape, other.place) == (scene.shape, scene.place) and other != scene
     ]
     before = others[random.integers(len(others))]
-    sides = size(random)
+    sides = size(random, SIDES)
     figure = Figure.of(random, before, *sides)
     source = maker.save(f"{file_name(before, number)}-shown", figure.frames())
     name = file_name(scene, number)
@@ -195,8 +194,10 @@ def _edit(maker: _Maker, number: int) -> Record:
 
 
 def _question(maker: _Maker, number: int) -> Record:
-    random, scene = maker.random, maker.scenes[number % len(maker.scenes)]
-    picture = maker.save(file_name(scene, number), Figure.of(random, scene, *size(random)).frames())
+    random, scene = maker.random, maker.scene(number)
+    picture = maker.save(
+        file_name(scene, number), Figure.of(random, scene, *size(random, SIDES)).frames()
+    )
     aspect = list(QUESTIONS)[random.integers(len(QUESTIONS))]
     asked, answer = question(random, scene, aspect)
     return Record((picture, asked), answer)

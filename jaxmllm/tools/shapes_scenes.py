@@ -92,19 +92,18 @@ CLIP_SCENES: Final = tuple(_clip_scenes())
 
 def caption(random: np.random.Generator, scene: Scene) -> str:
     """One of many ways to say what a picture or clip shows."""
+    forms = CLIP_CAPTIONS if scene.place is None else CAPTIONS
+    form = forms[random.integers(len(forms))]
     shapes = SHAPE_WORDS[scene.shape]
-    if scene.place is None:
-        form = CLIP_CAPTIONS[random.integers(len(CLIP_CAPTIONS))]
-        shape = shapes[random.integers(len(shapes))]
-        return form.format(colour=scene.colour, shape=shape, motion=scene.motion)
-    height, width = scene.place.split("-")
+    shape = shapes[random.integers(len(shapes))]
+    place = _place(random, scene.place) if scene.place else None
+    return form.format(colour=scene.colour, shape=shape, place=place, motion=scene.motion)
+
+
+def _place(random: np.random.Generator, place: str) -> str:
+    height, width = place.split("-")
     words = PLACE_WORDS[height]
-    form = CAPTIONS[random.integers(len(CAPTIONS))]
-    return form.format(
-        colour=scene.colour,
-        shape=shapes[random.integers(len(shapes))],
-        place=f"{words[random.integers(len(words))]} {width}",
-    )
+    return f"{words[random.integers(len(words))]} {width}"
 
 
 def edit(random: np.random.Generator, colour: str) -> str:
@@ -118,7 +117,7 @@ def question(random: np.random.Generator, scene: Scene, aspect: str) -> tuple[st
     return forms[random.integers(len(forms))], str(getattr(scene, aspect)).replace("-", " ")
 
 
-def size(random: np.random.Generator, sides: tuple[int, int] = SIDES) -> tuple[int, int]:
+def size(random: np.random.Generator, sides: tuple[int, int]) -> tuple[int, int]:
     """Height and width of a picture, in pixels."""
     fewest, most = (side // STEP for side in sides)
     height, width = (STEP * random.integers(fewest, most + 1, 2)).tolist()
