@@ -293,12 +293,11 @@ class _Phase:
         if self.shapes.projector.linear:  # whose matrix no device splits
             return
         media = self.tokens / layout.parts / self.shapes.merged
-        features = getattr(self.shapes, "features_width", self.shapes.width)
-        beside = features // self.shapes.width  # projectors of one token
-        projected = beside * media * self.model.config.language.width * self.itemsize
+        projectors = self.shapes.projectors
+        projected = projectors * media * self.model.config.language.width * self.itemsize
         projector = self.model.components[f"{PROJECTOR}{self.phase}"].layout.mesh_axes("mlp")
         yield _send(layout, ALL_REDUCE, projector, projected)
-        yield _send(layout, ALL_REDUCE, projector, beside * size, self.backward)
+        yield _send(layout, ALL_REDUCE, projector, projectors * size, self.backward)
 
     def _adapters(self) -> Iterator[Send]:
         """Sums of what lies between two factors, over devices that split either of them: forward, and again, of those

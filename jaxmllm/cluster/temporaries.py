@@ -322,10 +322,10 @@ class _PhaseProgram:
         """What `encode` leaves for another program: of a trained tower's layers, of its stem, of its last norm, which
         is in float32, and of the projector; of a frozen tower its features."""
         if self.features_kept:
-            return self.slots * self.width * self._beside
+            return self.slots * self.width * self.shapes.projectors
         norm = self.tokens * 2 * WIDE * (self.width + 1)
         each = self.shapes.merged * self.width + PROJECTOR_KEPT * self._projector_width
-        projector = self._merged * self._beside * each
+        projector = self._merged * self.shapes.projectors * each
         stem = STEM_KEPT * self.slots * self.width if self._has_stem else 0.0
         return self.kept + stem + norm + projector
 
@@ -343,7 +343,7 @@ class _PhaseProgram:
         gradients = SUM_BYTES * sum(weights)
         if self.features:  # the first one is converted while the second one lies there
             gradients += self.itemsize * max(weights, default=0.0)
-        return gradients + 2 * self._merged * self._beside * self._language
+        return gradients + 2 * self._merged * self.shapes.projectors * self._language
 
     @property
     def _has_stem(self) -> bool:
@@ -353,11 +353,6 @@ class _PhaseProgram:
     def _merged(self) -> float:
         """Bytes of one value in every token that a projector gives."""
         return self.slots / self.shapes.merged
-
-    @property
-    def _beside(self) -> int:
-        """Projectors of one token: of what the last layer yields, and of other layers."""
-        return int(getattr(self.shapes, "features_width", self.width) // self.width)
 
     @property
     def _language(self) -> int:

@@ -17,7 +17,7 @@ from jaxmllm.config.layer_sections import (
 )
 from jaxmllm.config.rotary_scaling import RotaryScaling
 from jaxmllm.config.section import Auto, Section
-from jaxmllm.config.tower_sections import AudioConfig, VisionConfig
+from jaxmllm.config.tower_sections import AudioConfig, TowerConfig, VisionConfig
 
 
 class ExpertsConfig(Section):
@@ -192,9 +192,12 @@ class ModelConfig(Section):
         """Numbers of a slot that go from layer to layer in stages: what layers read and yield, and what deepstack
         takes of towers or adds to the decoder."""
         section = getattr(self, phase)
-        if isinstance(section, LanguageConfig):
-            return self.token_width
-        width: int = getattr(section, "features_width", section.width)
+        match section:
+            case LanguageConfig():
+                return self.token_width
+            case TowerConfig():
+                return section.features_width
+        width: int = section.width
         return width
 
     @property

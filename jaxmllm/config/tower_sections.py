@@ -40,6 +40,16 @@ class TowerConfig(Section):
         return 2
 
     @property
+    def projectors(self) -> int:
+        """Projectors of one token: of what the last layer yields, and of other layers."""
+        return 1
+
+    @property
+    def features_width(self) -> int:
+        """Numbers of a feature, as projectors read it."""
+        return self.projectors * self.width
+
+    @property
     def matrices(self) -> dict[str, tuple[int, int]]:
         """The matrices of every layer that can have adapters: see adapter_sections.py."""
         return tower_matrices(self.width, self.mlp_width, gated=self.mlp_matrices == 3)
@@ -135,9 +145,8 @@ class VisionConfig(LayerWindows, TowerConfig):
         return self.positions in ("resampled", "rotary_and_resampled")
 
     @property
-    def features_width(self) -> int:
-        """Numbers of a feature, as projectors read it: those of the last layer, and of `deepstack_layers`."""
-        return (1 + len(self.deepstack_layers)) * self.width
+    def projectors(self) -> int:
+        return 1 + len(self.deepstack_layers)
 
     @model_validator(mode="after")
     def _check_mlp(self) -> VisionConfig:

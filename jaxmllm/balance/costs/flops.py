@@ -362,9 +362,10 @@ def _vision(config: VisionConfig, language_width: int) -> tuple[Layer, ...]:
         windowed if narrow else block for narrow, block in zip(config.windowed, blocks, strict=True)
     ]
     group = config.merge**2
-    count = 1 + len(config.deepstack_layers)
     features = group * config.width
-    projector = _projector("vision", features, group, language_width, config.projector, count)
+    projector = _projector(
+        "vision", features, group, language_width, config.projector, config.projectors
+    )
     return (embedding, *blocks, projector)
 
 

@@ -26,6 +26,7 @@ from jaxmllm.training.objectives.flow import FlowSums
 from jaxmllm.training.programs.base import Job, Jobs, ProgramName, Programs
 from jaxmllm.training.programs.exchange_programs import DeviceTables, ExchangePrograms
 from sharding.parameters import map_rows
+from sharding.rules import Layout
 
 
 @dataclass(frozen=True)
@@ -135,14 +136,7 @@ class GeneratorPrograms(Programs):
         for capacity, span in spec.classes:
             functions = self.functions.spanned(phase, span)
             layout = functions.model.layout(phase)
-            rows = abstract_generator_rows(
-                layout,
-                capacity,
-                spec.max_segments,
-                row_format,
-                block,
-                crossed=phase in self.attention.crossed,
-            )
+            rows = self._abstract_generator_rows(phase, layout, capacity, row_format, block)
             arguments = (params, rows, pool, pool_offset, self._scalar(), grads, drawn)
             results = (pool, grads, drawn)
             by_device = GeneratorFunctions(functions.by_device(phase), phase)
@@ -161,6 +155,26 @@ class GeneratorPrograms(Programs):
                 (4,),
             )
         return jobs
+
+    def _abstract_generator_rows(
+        self,
+        phase: str,
+        layout: Layout,
+        capacity: int,
+        row_format: RowFormat,
+        block: int,
+        guided: bool = False,
+    ) -> GeneratorRows:
+        """Shapes, types and shardings of the rows of a phase, as the config has them."""
+        return abstract_generator_rows(
+            layout,
+            capacity,
+            self.spec.phases[phase].max_segments,
+            row_format,
+            block,
+            guided,
+            crossed=phase in self.attention.crossed,
+        )
 
     # ------------------------------------------------------------------ of all phases
 

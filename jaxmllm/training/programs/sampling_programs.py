@@ -16,7 +16,6 @@ import jax
 import numpy as np
 
 from jaxmllm.data.rows.masks import Row
-from jaxmllm.models.rows import abstract_generator_rows
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 from jaxmllm.training.generator_functions import GeneratorFunctions
@@ -75,14 +74,8 @@ class SamplingPrograms(PhasedPrograms):
         for capacity, span in spec.classes:
             functions = GeneratorFunctions(self.functions.spanned(phase, span), phase)
             layout = functions.step.model.layout(phase)
-            rows = abstract_generator_rows(
-                layout,
-                capacity,
-                spec.max_segments,
-                row_format,
-                block,
-                guided=True,
-                crossed=phase in self.attention.crossed,
+            rows = self._abstract_generator_rows(
+                phase, layout, capacity, row_format, block, guided=True
             )
             patches = jax.ShapeDtypeStruct(
                 rows.features.shape, functions.dtype, sharding=rows.features.sharding
