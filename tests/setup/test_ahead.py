@@ -111,8 +111,9 @@ def test_a_microbatch_gathers_what_it_computes_with_and_adds_gradients_within_sh
     assert (dtype == "bf16") == (chip != "cpu")  # where XLA sends no bfloat16, whatever it is asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chip", ["cpu", pytest.param("h100", marks=NEEDS_WHEELS)])
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("tied", [False, True])
 def test_with_reduce_step_no_microbatch_reduces_a_gradient(data, chip, tied):
     step = {f"components__{name}__reduce": "step" for name in COMPONENTS}
     programs, results = checked(

@@ -225,6 +225,7 @@ def command(data, tmp_path_factory):
     return folder / "config.yaml", out
 
 
+@pytest.mark.slow
 def test_the_command_measures_every_phase(command):
     measured = load_calibration(command[1], ("vision", "language"))
     assert (measured.platform, measured.device) == ("cpu", jax.devices()[0].device_kind)
@@ -241,6 +242,7 @@ def test_the_command_measures_every_phase(command):
     ]
 
 
+@pytest.mark.slow
 def test_a_calibration_changes_costs_and_leaves_flops_alone(command, caplog):
     path, calibration = command
     inputs, specs = None, []
@@ -262,6 +264,7 @@ def test_a_calibration_changes_costs_and_leaves_flops_alone(command, caplog):
         assert statistics[0][f"{name}/flops"] == statistics[1][f"{name}/flops"] > 0
 
 
+@pytest.mark.slow
 def test_a_poor_fit_is_said(command, capsys):
     measured = load_calibration(command[1], ("vision", "language"))
     for residual, said in ((0.01, False), (0.5, True)):
@@ -273,6 +276,7 @@ def test_a_poor_fit_is_said(command, capsys):
         assert ("fit of vision is poor" in capsys.readouterr().out) == said
 
 
+@pytest.mark.slow
 def test_another_device_warns_where_there_is_one(command, tmp_path, caplog):
     tree = json.loads(command[1].read_text())
     other = tmp_path / "other.json"
@@ -288,6 +292,7 @@ def test_another_device_warns_where_there_is_one(command, tmp_path, caplog):
         assert [("TPU v9" in record.message) for record in caplog.records] == [True] * warnings
 
 
+@pytest.mark.slow
 def test_user_errors_are_told_in_one_line(command, capsys):
     assert calibrate.main(["--config", str(command[0]), "data.batchsize=3"]) == 2
     assert calibrate.main(["--config", str(command[0]), "mesh.data=3"]) == 1

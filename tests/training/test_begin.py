@@ -49,7 +49,11 @@ def test_a_run_tells_which_gradients_stay_whole(data):
 @pytest.mark.parametrize("renamed", [True, False], ids=["after", "before"])
 @pytest.mark.parametrize(
     "writes",
-    [1, *(pytest.param(write, marks=EXHAUSTIVE) for write in (2, 3, 5)), 4],
+    [
+        1,
+        *(pytest.param(write, marks=EXHAUSTIVE) for write in (2, 3, 5)),
+        pytest.param(4, marks=pytest.mark.slow),
+    ],
 )
 def test_a_start_that_is_killed_can_be_begun_again(run, tmp_path, monkeypatch, writes, renamed):
     config = run.config.model_copy(

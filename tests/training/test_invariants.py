@@ -77,6 +77,7 @@ ALONG = {
 }
 WIDE = {"components__vision__layout": ENCODER_LAYOUT, "components__audio__layout": ENCODER_LAYOUT}
 SLOW_MESHES = {
+    "mixed-encoders-over-tensor": (8, {"data": 2, "fsdp": 2, "tensor": 2}, WIDE),
     "data2": (2, {"data": 2}, {}),
     "data4": (4, {"data": 4}, {}),
     "fsdp2": (2, {"fsdp": 2, "data": 1}, {}),
@@ -97,12 +98,8 @@ SLOW_MESHES = {
     "data2-context4-encoders-over-context": (8, {"data": 2, "context": 4}, ALONG),
 }
 MESHES = [  # devices, mesh, further changes; ranks are data * fsdp
-    pytest.param(8, {"data": 2, "fsdp": 2, "tensor": 2}, WIDE, id="mixed-encoders-over-tensor"),
     pytest.param(8, {"data": 8}, {}, id="data8"),
-    *slow_cases(
-        SLOW_MESHES,
-        {"fsdp2-context2-tensor2"},
-    ),
+    *slow_cases(SLOW_MESHES, {"mixed-encoders-over-tensor", "fsdp2-context2-tensor2"}),
 ]
 
 
@@ -140,6 +137,7 @@ def cramped(setups, by_example):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "phases"])
 def test_row_classes_pools_and_rounds_leave_the_mathematics_alone(cramped, whole, mode):
     step = cramped.step(EXAMPLES, mode=mode)
@@ -197,13 +195,7 @@ def media_are_cut(step):
 
 @pytest.mark.parametrize(
     "devices, mesh, spans_of_encoders, spans_of_language, changes",
-    [
-        pytest.param(*SPANS["data2"], id="data2"),
-        *slow_cases(
-            {name: case for name, case in SPANS.items() if name != "data2"},
-            {"encoders-over-context"},
-        ),
-    ],
+    slow_cases(SPANS, {"data2", "encoders-over-context"}),
 )
 def test_rows_of_several_ranks_leave_the_mathematics_alone(
     setups, by_example, whole, devices, mesh, spans_of_encoders, spans_of_language, changes

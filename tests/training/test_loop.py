@@ -194,6 +194,7 @@ def learnt(alone):
     return state.params
 
 
+@pytest.mark.slow
 def test_exact_match_is_what_greedy_decoding_reproduces(alone, learnt):
     right = greedy_decoder(alone, learnt)
     matches = []

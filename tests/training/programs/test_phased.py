@@ -74,6 +74,7 @@ def test_a_step_of_one_kind_trains_what_it_uses(mixed, kind):
 # ---------------------------------------------------------------------------- subsets of encoders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "encoders",
     [
@@ -124,6 +125,7 @@ FREEZES = {
 EXAMPLES = range(16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "freeze",
     [

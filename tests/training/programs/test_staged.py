@@ -72,6 +72,7 @@ def piped(setups, by_example):
 # ---------------------------------------------------------------------------- the same mathematics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples, runs", [(EXAMPLES, 1), (range(60), 2)])
 def test_loss_and_gradients_are_those_without_stages(piped, alone, examples, runs):
     """More examples than the samples had need more runs; nothing is dropped."""
@@ -85,6 +86,7 @@ def test_loss_and_gradients_are_those_without_stages(piped, alone, examples, run
     assert_same(computed(piped, step), alone.gradients(alone.step(examples)), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 12])
 def test_batches_of_one_kind(piped, alone, kind, count):
@@ -122,12 +124,14 @@ def test_parameters_trained_by_pattern(setups, by_example, alone, tmp_path, spli
     assert jax.tree.structure(moments) == jax.tree.structure(trained)
 
 
+@pytest.mark.slow
 def test_deferred_examples(piped, alone):
     batches = (np.random.default_rng(seed).permutation(96)[:28] for seed in range(200))
     batch = next(batch for batch in batches if deferred(piped, batch))
     assert_same(computed(piped, piped.step(batch)), alone.gradients(alone.step(batch)), 1e-5)
 
 
+@pytest.mark.slow
 def test_a_schedule_of_ones_own(piped, alone, data, monkeypatch):
     """An entry of the table is all that another schedule takes: the config names it, plans use and prove it, and the
     same compiled program computes the same loss and gradients by it."""
@@ -164,6 +168,7 @@ def deferred(setup, batch) -> bool:
     return plan.statistics["pipeline/deferred_examples"] > 0
 
 
+@pytest.mark.slow
 def test_evaluation_counts_the_same(piped, alone):
     results = []
     for setup in (piped, alone):
@@ -177,6 +182,7 @@ def test_evaluation_counts_the_same(piped, alone):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), *results)
 
 
+@pytest.mark.slow
 def test_an_undecodable_image_masks_its_example(piped, alone, monkeypatch):
     bad = alone.of_kind(["vision"])[0]
     reference = alone.corpus.example(bad).media[0].reference
@@ -200,6 +206,7 @@ def test_an_undecodable_image_masks_its_example(piped, alone, monkeypatch):
 # ---------------------------------------------------------------------------- whole steps
 
 
+@pytest.mark.slow
 def test_steps_and_checkpoints_are_those_without_stages(piped, alone, tmp_path):
     """Both ways: the state of either continues in the other."""
     batches = [EXAMPLES[:12], EXAMPLES[12:], EXAMPLES[4:18]]
@@ -226,6 +233,7 @@ def test_steps_and_checkpoints_are_those_without_stages(piped, alone, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_rows_of_several_classes_in_a_step(piped, alone):
     """A step has both in a phase; which rows have which is data, and each step is the same without stages."""
     mixes = set()
@@ -236,6 +244,7 @@ def test_rows_of_several_classes_in_a_step(piped, alone):
     assert {("vision", frozenset({96, 32})), ("language", frozenset({160, 96}))} <= mixes
 
 
+@pytest.mark.slow
 def test_batches_of_every_composition_use_the_same_program(piped, alone):
     random = np.random.default_rng(1)
     batches = [alone.of_kind(kind)[:12] for kind in KINDS]
