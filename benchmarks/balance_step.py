@@ -12,7 +12,8 @@ the collectives of fully sharded parameters, as hosts do. With one process all d
 machine, and a step takes what all ranks compute together. Both variants train on the same batches,
 each with the row sizes that a run would choose, and take turns step by step, so that a slow moment
 of the machine touches both. Rows are on the devices before the clock starts. `predicted` is the
-ratio of FLOPs of the slowest rows, padding included.
+ratio of FLOPs, padding included: of the slowest rows, which devices of their own wait for, and of all
+rows, which devices that share the machine compute in turn.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +30,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from benchmarks.balance import step_proxy
-from jaxmllm.balance.records import Mode, PlanSpec
+from jaxmllm.balance.records import Mode, PhaseItems, PhasePlan, PhaseSpec, PlanSpec
+from jaxmllm.balance.statistics import all_flops, slowest_flops
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.config.read import load_config
@@ -51,6 +52,11 @@ from sharding.mesh import make_mesh
 MODES: tuple[Mode, ...] = ("none", "phases")
 # What is compared, the baseline first.
 VARIANTS: dict[str, tuple[str, ...]] = {"modes": MODES, "spans": ("alone", "shared")}
+# FLOPs of a phase's rows, by which of them a step waits for.
+PREDICTED: dict[str, Callable[[PhasePlan, PhaseItems, PhaseSpec], float]] = {
+    "slowest": slowest_flops,
+    "all": all_flops,
+}
 WARM_UP = 2  # steps, not counted
 GENERATOR = "the batches of the run after those that its sizes were chosen from"
 
@@ -80,7 +86,9 @@ def measure(config: Config, steps: int, compared: str) -> dict[str, Any]:
 
     state = programs[variants[0]].init(config.run.seed)
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
-    predicted: dict[str, list[float]] = {variant: [] for variant in variants}
+    predicted: dict[str, dict[str, list[float]]] = {
+        kind: {variant: [] for variant in variants} for kind in PREDICTED
+    }
     for step in range(WARM_UP + steps):
         examples = batch_examples(inputs.order, config.data.batch_size, len(inputs.samples) + step)
         items = inputs.corpus.gather(examples)
@@ -95,14 +103,21 @@ def measure(config: Config, steps: int, compared: str) -> dict[str, Any]:
             if step >= WARM_UP:
                 seconds[variant].append(took)
                 spec = programs[variant].spec
-                predicted[variant].append(
-                    step_proxy(plan_step(items, spec), items, spec)["step_proxy_padded"]
-                )
+                plan = plan_step(items, spec)
+                for kind, flops in PREDICTED.items():
+                    predicted[kind][variant].append(
+                        sum(
+                            flops(plan.phases[name], items.phases[name], phase)
+                            for name, phase in spec.phases.items()
+                        )
+                    )
     workload = describe(inputs.samples[0])
     return {"seconds": seconds, "predicted": predicted, "workload": workload}
 
 
-def summarise(seconds: dict[str, list[float]], predicted: dict[str, list[float]]) -> dict[str, Any]:
+def summarise(
+    seconds: dict[str, list[float]], predicted: dict[str, dict[str, list[float]]]
+) -> dict[str, Any]:
     """Medians and quartiles of each variant, and of the ratio of the first to the second, of the same
     batch."""
     first, second = seconds
@@ -111,7 +126,9 @@ def summarise(seconds: dict[str, list[float]], predicted: dict[str, list[float]]
         **{variant: quartiles(times) for variant, times in seconds.items()},
         "ratio": quartiles(ratios),
         "ratio_of_medians": statistics.median(seconds[first]) / statistics.median(seconds[second]),
-        "predicted_ratio": sum(predicted[first]) / sum(predicted[second]),
+        "predicted_ratio": {
+            kind: sum(flops[first]) / sum(flops[second]) for kind, flops in predicted.items()
+        },
     }
 
 
@@ -199,7 +216,10 @@ def show(summary: dict[str, Any], title: str, variants: Sequence[str]) -> None:
     ratio = " / ".join(variants)
     rows.append([f"{ratio}, same batch", *summary["ratio"].values()])
     rows.append([f"{ratio}, of medians", summary["ratio_of_medians"], None, None])
-    rows.append(["predicted", summary["predicted_ratio"], None, None])
+    rows.extend(
+        [f"predicted, {kind} rows", predicted, None, None]
+        for kind, predicted in summary["predicted_ratio"].items()
+    )
     print_table(title, ["step", "median", "quarter below", "quarter above"], rows)
 
 

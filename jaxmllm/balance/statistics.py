@@ -87,6 +87,13 @@ def slowest_flops(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> float:
     return slowest_cost(plan, items, spec, spec.flops)
 
 
+def all_flops(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> float:
+    """FLOPs of all ranks together: what is linear on all slots, padding included, and the attention of all items."""
+    slots = spec.ranks * plan.capacity.sum(dtype=float)
+    attention = spec.flops.attention(items.length.astype(float), items.extra)
+    return float(spec.flops.linear * slots + attention.sum())
+
+
 def slowest_cost(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, cost: ItemCost) -> float:
     """Cost of the slowest rank of every microbatch, summed: what is linear on all slots of its
     row, padding included, and the attention of the row's items; of a shared row, a rank's part."""

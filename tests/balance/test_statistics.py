@@ -10,7 +10,7 @@ import pytest
 from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.records import RowClass
 from jaxmllm.balance.rows.assign import assign
-from jaxmllm.balance.statistics import phase_statistics
+from jaxmllm.balance.statistics import all_flops, phase_statistics
 from jaxmllm.balance.step_plan import plan_step
 
 
@@ -84,6 +84,9 @@ def test_statistics_of_shared_rows_against_plain_loops(make):
     real = items.real.astype(float)
     ideal = (cost.linear * real + cost.quadratic * real**2).sum() / ranks
     assert statistics["vision/over_ideal"] == pytest.approx(slowest / ideal)
+    slots = ranks * sum(plan.capacity.tolist())
+    attention = sum(cost.quadratic * int(length) ** 2 for length in items.length)
+    assert all_flops(plan, items, spec) == pytest.approx(cost.linear * slots + attention)
     assert statistics["vision/shared_rows"] == shared_rows
     assert statistics["vision/gathered_slots"] == gathered
     assert statistics["vision/synchronised"] == pytest.approx(synchronised / of_ranks.mean(), 1e-4)
