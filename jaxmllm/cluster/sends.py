@@ -297,7 +297,8 @@ class _Phase:
         projected = projectors * media * self.model.config.language.width * self.itemsize
         projector = self.model.components[f"{PROJECTOR}{self.phase}"].layout.mesh_axes("mlp")
         yield _send(layout, ALL_REDUCE, projector, projected)
-        yield _send(layout, ALL_REDUCE, projector, projectors * size, self.backward)
+        read = self.shapes.projector.inputs(1, self.shapes.merged) / self.shapes.merged
+        yield _send(layout, ALL_REDUCE, projector, read * projectors * size, self.backward)
 
     def _adapters(self) -> Iterator[Send]:
         """Sums of what lies between two factors, over devices that split either of them: forward, and again, of those

@@ -324,8 +324,11 @@ class _PhaseProgram:
         if self.features_kept:
             return self.slots * self.width * self.shapes.projectors
         norm = self.tokens * 2 * WIDE * (self.width + 1)
-        each = self.shapes.merged * self.width + PROJECTOR_KEPT * self._projector_width
+        shapes = self.shapes.projector
+        read = shapes.inputs(self.width, self.shapes.merged)
+        each = read + PROJECTOR_KEPT * self._projector_width
         projector = self._merged * self.shapes.projectors * each
+        norm += (shapes.norm is not None) * self.tokens / self.shapes.merged * 2 * WIDE * (read + 1)
         stem = STEM_KEPT * self.slots * self.width if self._has_stem else 0.0
         return self.kept + stem + norm + projector
 
@@ -371,7 +374,7 @@ class _PhaseProgram:
         gathered = [] if keeps else sorted(gathered)[-self.shapes.mlp_matrices :]  # the MLP's
         if self.projector:
             outer = (weight.numbers for weight in _weights(self.model, self.projector))
-            gathered.append(sorted(outer)[-2])
+            gathered.append(sorted(outer)[-2:][0])
         layer = self.slots * values + self.itemsize * sum(gathered)
         moments = {"layer forward": self.turned + layer}
         if self.decoder:

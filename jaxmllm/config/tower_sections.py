@@ -70,11 +70,22 @@ class TowerConfig(Section):
 
 
 class ProjectorShapes(Section):
-    """The two matrices of a projector and what lies between them; with `linear`, there is one matrix alone."""
+    """The two matrices of a projector and what lies between them; with `linear`, there is one matrix alone.
+
+    The features of a token are concatenated, or their mean is taken; with `norm`, what comes of that is normed.
+    """
 
     mlp_width: PositiveInt | None = None  # none: the width of the decoder
     gelu: Gelu = "tanh"
     linear: bool = False
+    bias: bool = True  # of the one matrix; two always have some
+    grouping: Literal["concatenated", "mean"] = "concatenated"
+    norm: Literal["layer", "zero_centred_rms"] | None = None
+    norm_epsilon: PositiveFloat = 1e-6
+
+    def inputs(self, features: int, group: int) -> int:
+        """Numbers that the first matrix reads, of `group` features of so many."""
+        return features if self.grouping == "mean" else group * features
 
     @model_validator(mode="after")
     def _check_linear(self) -> ProjectorShapes:
@@ -82,6 +93,19 @@ class ProjectorShapes(Section):
             value = getattr(self, key)
             if self.linear and value != type(self).model_fields[key].default:
                 raise ValueError(f"{key} ({value}): a linear projector has no MLP; leave it out")
+        if not self.bias and not self.linear:
+            raise ValueError(
+                "bias (False): the two matrices of a projector have biases; set linear: true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_norm(self) -> ProjectorShapes:
+        epsilon = self.norm_epsilon
+        if self.norm is None and epsilon != type(self).model_fields["norm_epsilon"].default:
+            raise ValueError(
+                f"norm_epsilon ({epsilon:g}): there is no norm; set norm, or leave it out"
+            )
         return self
 
 
@@ -185,6 +209,13 @@ class VisionConfig(LayerWindows, TowerConfig):
             raise ValueError(
                 "projector.linear: with deepstack_layers projectors have two matrices; leave one of them out"
             )
+        for key in ("grouping", "norm"):
+            value = getattr(self.projector, key)
+            if layers and value != ProjectorShapes.model_fields[key].default:
+                raise ValueError(
+                    f"projector.{key} ({value}): those of deepstack_layers concatenate features, and norm them in "
+                    "their own way; leave one of them out"
+                )
         if [*layers] != sorted({*layers}) or not all(0 <= layer < self.layers for layer in layers):
             raise ValueError(
                 f"deepstack_layers {[*layers]} must be layers 0 .. {self.layers - 1} in ascending order, each once"

@@ -1,11 +1,14 @@
 """Gemma 3: windows in five of six layers, which rotate by a base of their own; zero-centred norms around each part.
 
 gemma3_text  a decoder alone
-gemma3       the decoder of a folder with a vision tower, which is carried through
+gemma3       decoder, the vision tower of SigLIP, and a projector of means of its features
+
+The tokens of a picture see one another, and have positions one after another.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from jaxmllm.families.dense_decoder import (
@@ -16,8 +19,11 @@ from jaxmllm.families.dense_decoder import (
     dense_decoder,
     windows_by_type,
 )
-from jaxmllm.families.family import Family
+from jaxmllm.families.family import Family, Processor, patterns
 from jaxmllm.families.folder_config import FolderConfig
+from jaxmllm.families.siglip import CARRIED as HEADS
+from jaxmllm.families.siglip import PARAMETERS as TOWER
+from jaxmllm.families.siglip import patch_letters, square_processor, square_tower
 
 DEFAULTS = {  # of keys that published files leave out
     "vocab_size": 262_208,
@@ -39,9 +45,19 @@ TEXT_PARAMETERS = PARAMETERS | {
     "layers.mlp_norm.scale": f"{LAYER}.pre_feedforward_layernorm.weight: d -> layer d",
     "layers.post_mlp_norm.scale": f"{LAYER}.post_feedforward_layernorm.weight: d -> layer d",
 }
+PROJECTOR = {
+    "norm.scale": "mm_soft_emb_norm.weight: i -> i",
+    "linear": "mm_input_projection_weight: i d -> i d",
+}
 PREFIXES = ("model.language_model.", "language_model.model.")  # of transformers 5, and before
+IN_VISION = tuple(
+    f"{prefix}vision_tower.{inner}" for prefix in ("model.", "") for inner in ("vision_model.", "")
+)
+IN_PROJECTOR = ("model.multi_modal_projector.", "multi_modal_projector.")
 OTHER_PARTS = ("vision_tower.*", "multi_modal_projector.*")
 NOT_TEXT = (*OTHER_PARTS, *(f"model.{part}" for part in OTHER_PARTS))
+TEXT = ("model.language_model.*", "language_model.*", "lm_head.weight")
+BILINEAR = 2  # of Pillow
 
 
 def _text(config: FolderConfig) -> dict[str, Any]:
@@ -116,7 +132,42 @@ def _decoder(config: FolderConfig) -> dict[str, Any]:
     text = config.part("text_config")
     for part in (config, text):
         part.expect("tie_word_embeddings", True)
-    return _text(text)
+    return _text(text) | {"media_positions": "line"}
+
+
+def _tower(config: FolderConfig) -> dict[str, Any]:
+    config.part("vision_config").expect("model_type", "siglip_vision_model")
+    return square_tower(config)
+
+
+def _projector(config: FolderConfig) -> dict[str, Any]:
+    """The keys of the projector in the section of the tower."""
+    tower, language = _tower(config), _decoder(config)
+    tokens, grid = config.number("mm_tokens_per_image", 256), tower["position_grid"]
+    side = math.isqrt(tokens)
+    if not side or side**2 != tokens or grid % side:
+        config.refuse(
+            f"has mm_tokens_per_image {tokens}",
+            f"squares of {grid} patches a side become a square of tokens, each of whole patches",
+        )
+    window = language.get("window")
+    if (
+        window is not None and window < tokens
+    ):  # which cuts there what sees pictures in both directions
+        config.refuse(
+            f"has mm_tokens_per_image {tokens} and sliding_window {window}",
+            "a picture must fit into a window",
+        )
+    shapes = {"linear": True, "bias": False, "grouping": "mean", "norm": "zero_centred_rms"}
+    return {
+        "merge": grid // side,
+        "projector": shapes | {"norm_epsilon": tower["norm_epsilon"]},
+    }
+
+
+def _processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
+    file.expect("do_pan_and_scan", False)
+    return square_processor(file, section, BILINEAR)
 
 
 ALONE = Family("Gemma 3", "gemma3_text", _text, TEXT_PARAMETERS, COPIES, FREQUENCIES)
@@ -129,4 +180,26 @@ BESIDE_TOWER = Family(
     NOT_TEXT,
     prefixes=PREFIXES,
 )
-GEMMA3 = (ALONE, BESIDE_TOWER)
+VISION = Family(
+    "Gemma 3",
+    "gemma3",
+    _tower,
+    TOWER,
+    copies={},
+    carried=(*TEXT, *patterns(PROJECTOR.values(), IN_PROJECTOR), *patterns(HEADS, IN_VISION)),
+    component="vision",
+    prefixes=IN_VISION,
+    letters=patch_letters,
+    processor=_processor,
+)
+OF_VISION = Family(
+    "Gemma 3",
+    "gemma3",
+    _projector,
+    PROJECTOR,
+    copies={},
+    carried=(*TEXT, *(pattern for pattern in NOT_TEXT if "vision" in pattern)),
+    component="projector.vision",
+    prefixes=IN_PROJECTOR,
+)
+GEMMA3 = (ALONE, BESIDE_TOWER, VISION, OF_VISION)

@@ -1,7 +1,7 @@
 """A projector as a folder of its own, for whoever composes the exported parts elsewhere.
 
 config.json         what the projector is: `group` neighbouring features of a tower -> one vector of the decoder
-model.safetensors   linear_1, linear_2, or linear alone: weight [out, in] and bias [out]
+model.safetensors   linear_1, linear_2, or linear alone: weight [out, in] and bias [out]; norm before them
 
 Of a tower with `deepstack_layers` config.json names these, and each has a deepstack.N.linear_1 and linear_2 of its own,
 behind a deepstack.N.norm of the features of a group.
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmllm.config.schema import Gelu
+from jaxmllm.config.schema import Gelu, ProjectorShapes
 from jaxmllm.families.folder_config import CONFIG_JSON
 from jaxmllm.families.lines import Line
 from jaxmllm.families.model_folder import SINGLE
@@ -26,6 +26,8 @@ from jaxmllm.families.weight_files import write_tensors
 ACTIVATIONS: dict[Gelu, str] = {"tanh": "gelu_pytorch_tanh", "exact": "gelu"}
 DEEPSTACK = "deepstack.{layer}"
 LINES = {
+    "norm.scale": "norm.weight: i -> i",
+    "norm.bias": "norm.bias: i -> i",
     "mlp.up": "linear_1.weight: f i -> i f",
     "mlp.up_bias": "linear_1.bias: f -> f",
     "mlp.down": "linear_2.weight: d f -> f d",
@@ -45,7 +47,7 @@ def write_projector(
     folder: Path,
     parameters: Mapping[str, NDArray[Any]],
     group: int,
-    gelu: Gelu,
+    shapes: ProjectorShapes,
     deepstack_layers: Sequence[int] = (),
 ) -> None:
     """Make the folder.
@@ -53,6 +55,7 @@ def write_projector(
     Args:
       parameters: by dotted path.
       group: neighbouring features that become one token; of pictures, those of a square, row by row.
+      shapes: what it does to them.
     """
     tensors = {}
     for path, values in parameters.items():
@@ -72,7 +75,11 @@ def write_projector(
         "output_size": last[1],
     }
     if "linear" not in parameters:
-        config |= {"hidden_size": first[1], "hidden_act": ACTIVATIONS[gelu]}
+        config |= {"hidden_size": first[1], "hidden_act": ACTIVATIONS[shapes.gelu]}
+    if shapes.grouping != "concatenated":
+        config["grouping"] = shapes.grouping
+    if shapes.norm is not None:
+        config |= {"norm": shapes.norm, "norm_eps": shapes.norm_epsilon}
     if deepstack_layers:
         config["deepstack_layers"] = [*deepstack_layers]
     folder.mkdir(parents=True)

@@ -36,7 +36,7 @@ TEMPLATES = (
 # Files that say how media are read: of all media, and in older folders of one kind
 PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
 # Keys of model.language that are not the folder's, unless it says them: no text is computed otherwise
-OPEN = {"loss_chunk", "bidirectional", "rope_sections", "rope_interleaved"}
+OPEN = {"loss_chunk", "bidirectional", "media_positions", "rope_sections", "rope_interleaved"}
 # And of the towers; those of the projector only where it is not the folder's
 TOWER_OPEN = {"from", "silence"}
 PROJECTOR_OPEN = {"merge", "projector", "deepstack_layers"}

@@ -68,7 +68,8 @@ def _tower(config: FolderConfig) -> dict[str, Any]:
     }
 
 
-def _of_squares(config: FolderConfig) -> dict[str, Any]:
+def square_tower(config: FolderConfig) -> dict[str, Any]:
+    """The keys of `model.vision` of a tower that sees squares of one size."""
     tower = _tower(config)
     vision = _vision(config)
     side = vision.number("image_size", 224) // tower["patch_size"]
@@ -86,6 +87,15 @@ def _of_any_size(config: FolderConfig) -> dict[str, Any]:
 
 
 def _square_processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
+    return square_processor(file, section, kernel=3)
+
+
+def square_processor(file: FolderConfig, section: dict[str, Any], kernel: int) -> Processor:
+    """How images are read that all become squares of one size.
+
+    Args:
+      kernel: Pillow's number of the one that is used where the file names none.
+    """
     size = file.get("size", {"height": 224, "width": 224})
     if not isinstance(size, dict) or {*size} != {"height", "width"}:
         file.refuse(f"has size {size!r}", "height and width are understood")
@@ -95,7 +105,7 @@ def _square_processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
             f"has size {size!r}",
             f"the tower takes squares of {section['position_grid']} patches a side",
         )
-    return _processor(file, "square", side**2, kernel=3)
+    return _processor(file, "square", side**2, kernel)
 
 
 def _filling_processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
@@ -124,20 +134,21 @@ def _processor(file: FolderConfig, resize: str, pixels: int, kernel: int) -> Pro
     return Processor(tower, images)
 
 
-def _letters(section: dict[str, Any]) -> dict[str, int]:
+def patch_letters(section: dict[str, Any]) -> dict[str, int]:
+    """Sizes of what the line of patches joins."""
     return {"c": 3, "p": section["patch_size"], "q": section["patch_size"]}
 
 
 _WHOLE = Family(
     "SigLIP",
     "siglip",
-    _of_squares,
+    square_tower,
     PARAMETERS,
     copies={},
     carried=CARRIED,
     component="vision",
     prefixes=("vision_model.", ""),
-    letters=_letters,
+    letters=patch_letters,
     processor=_square_processor,
 )
 _WHOLE_OF_ANY_SIZE = replace(

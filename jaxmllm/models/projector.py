@@ -19,8 +19,8 @@ USUAL = ProjectorShapes()
 
 
 class Projector(nnx.Module):
-    """An MLP, or one matrix, over concatenated features. Neighbours are contiguous: rows hold images merge-group by
-    merge-group."""
+    """An MLP, or one matrix, over concatenated features or their mean, which may be normed. Neighbours are contiguous:
+    rows hold images merge-group by merge-group."""
 
     def __init__(
         self,
@@ -31,16 +31,21 @@ class Projector(nnx.Module):
         shapes: ProjectorShapes = USUAL,
     ):
         self.group = group
-        inputs = group * features
+        self.takes_mean = shapes.grouping == "mean"
+        inputs = shapes.inputs(features, group)
+        self.norm = NORMS[shapes.norm](inputs, shapes.norm_epsilon) if shapes.norm else None
         if shapes.linear:
             self.mlp = None
             self.linear = parameter(rngs, (inputs, width), ("embed", None), inputs)
-            self.linear_bias = bias((width,), (None,))
+            self.linear_bias = bias((width,), (None,)) if shapes.bias else None
         else:
             self.mlp = MLP(rngs, inputs, shapes.mlp_width or width, width, shapes.gelu)
 
     def __call__(self, features: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C/g O"]:
-        grouped = _grouped(features, self.group, layout)
+        join = _mean if self.takes_mean else _grouped
+        grouped = join(features, self.group, layout)
+        if self.norm is not None:
+            grouped = self.norm(grouped)
         if self.mlp is not None:
             return self.mlp(grouped, layout)
         tokens = affine(grouped, self.linear, self.linear_bias, layout)
@@ -100,3 +105,10 @@ def _grouped(
     ranks, slots, width = features.shape
     grouped = features.reshape(ranks, slots // group, group * width)
     return layout.constrain(grouped, ("batch", "sequence", None))
+
+
+def _mean(features: Float[Array, "R C D"], group: int, layout: Layout) -> Float[Array, "R C/g D"]:
+    """The mean of neighbouring features."""
+    ranks, slots, width = features.shape
+    mean = features.reshape(ranks, slots // group, group, width).mean(axis=2)
+    return layout.constrain(mean, ("batch", "sequence", None))

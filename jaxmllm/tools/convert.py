@@ -38,7 +38,6 @@ from jaxmllm.config.schema import (
     AdapterConfig,
     ComponentsConfig,
     ConfigError,
-    Gelu,
     ModelConfig,
     ProjectorShapes,
 )
@@ -160,19 +159,19 @@ def projector_folder(run: Path, out: Path, component: str) -> None:
         raise ConfigError(
             f"{run} is no run folder, whose config says what {component} is; name one"
         )
-    group, gelu = _projector_shapes(config.model, component.removeprefix(PROJECTOR))
+    group, shapes = _projector_shapes(config.model, component.removeprefix(PROJECTOR))
     values = {path: saved.values(path) for path in saved.shapes}
     vision = config.model.vision if component == f"{PROJECTOR}vision" else None
-    write_projector(out, values, group, gelu, vision.deepstack_layers if vision else ())
+    write_projector(out, values, group, shapes, vision.deepstack_layers if vision else ())
     print(f"{component} of {saved.location} -> {out}")
 
 
-def _projector_shapes(model: ModelConfig, phase: str) -> tuple[int, Gelu]:
-    """How many neighbouring features a projector takes, and its activation."""
+def _projector_shapes(model: ModelConfig, phase: str) -> tuple[int, ProjectorShapes]:
+    """How many neighbouring features a projector takes, and what it does to them."""
     if phase == LANGUAGE:
-        return 1, ProjectorShapes().gelu
+        return 1, ProjectorShapes()
     tower = getattr(model, phase)
-    return tower.merge**2 if phase == "vision" else tower.merge, tower.projector.gelu
+    return tower.merge**2 if phase == "vision" else tower.merge, tower.projector
 
 
 def to_adapters(

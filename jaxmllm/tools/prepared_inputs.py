@@ -54,6 +54,7 @@ from sharding.mesh import make_mesh
 
 ARGUMENTS = ("input_ids", "attention_mask", "labels")
 TYPES = "mm_token_type_ids"  # of tokens, where config.json does not name those of media
+TYPES_IN_GEMMA = "token_type_ids"  # the same
 PICTURE = 1  # among these
 # By encoder, its arguments, and what reads its items
 MEDIA: dict[str, tuple[tuple[str, ...], Callable[..., tuple[Modality, tuple[Spans, ...]]]]] = {
@@ -93,6 +94,8 @@ class PreparedTexts:
           readers: what reads media elsewhere, by encoder.
         """
         arrays = read_arrays(path)
+        if TYPES_IN_GEMMA in arrays:
+            arrays[TYPES] = arrays.pop(TYPES_IN_GEMMA)
         encoders = () if config is None else config.model.encoders
         known = [*ARGUMENTS, *(name for encoder in encoders for name in MEDIA[encoder][0])]
         if not placeholders.keys() >= {*encoders}:

@@ -1,6 +1,7 @@
 """Pictures that another program prepared: patches of normalised colors.
 
 pixel_values [patches, 3 * frames * size**2], image_grid_thw [pictures, 3] --> slots of rows, spans of texts
+pixel_values [pictures, 3, side, side], of towers that see squares alone   --> the same
 
 Rows hold colors as files have them, so the normalisation is taken back; what is no color of 8 bits is refused.
 """
@@ -30,10 +31,10 @@ COLOR_ERROR = 0.01  # of 255 levels, that rounding may have come to
 class PreparedImages(Images):
     """Images whose patches are there already."""
 
-    patches: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)  # by address
+    prepared: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)  # by address
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
-        return self.patches[media.address]
+        return self.prepared[media.address]
 
 
 def read_pictures(
@@ -52,9 +53,11 @@ def read_pictures(
       texts: columns that hold each text.
       images: what reads pictures elsewhere.
     """
+    assert isinstance(images, Images)
+    if images.resize == "square":
+        return _read_squares(path, arrays, texts, places, images, vision)
     if missing := [name for name in ARGUMENTS if name not in arrays]:
         raise ConfigError(f"{path} has pictures, but not {' and '.join(missing)}")
-    assert isinstance(images, Images)
     grids = _grids(path, arrays["image_grid_thw"], images.merge)
     colors = _colors(path, arrays["pixel_values"], vision)
     counts = [images.length(grid) for grid in grids]
@@ -63,10 +66,36 @@ def read_pictures(
             f"{path}: pixel_values has {len(colors)} patches, and image_grid_thw {sum(counts)}"
         )
     spans = places.spans(path, "the pictures of image_grid_thw", images, grids, texts)
-    parts = np.split(colors, np.cumsum(counts)[:-1])
+    return _prepared(images, np.split(colors, np.cumsum(counts)[:-1])), spans
+
+
+def _read_squares(
+    path: Path,
+    arrays: Mapping[str, NDArray[Any]],
+    texts: Sequence[Ints],
+    places: Places,
+    images: Images,
+    vision: VisionConfig,
+) -> tuple[PreparedImages, tuple[Spans, ...]]:
+    """`read_pictures` of squares of one size."""
+    if others := [name for name in ARGUMENTS[1:] if name in arrays]:
+        raise ConfigError(f"{path} has {others[0]}, and pictures of this model are squares")
+    pixels, side = arrays["pixel_values"], images.side
+    if pixels.ndim != 4 or pixels.shape[1:] != (3, side, side):
+        raise ConfigError(
+            f"{path}: pixel_values must be [pictures, 3, {side}, {side}] (got {list(pixels.shape)})"
+        )
+    shape = (1, *images.grid(side, side))
+    spans = places.spans(path, "the pictures of pixel_values", images, [shape] * len(pixels), texts)
+    colors = _levels(path, pixels.transpose(0, 2, 3, 1)[None], vision)
+    return _prepared(images, [images.patches(picture, shape) for picture in colors]), spans
+
+
+def _prepared(images: Images, pictures: Sequence[NDArray[np.uint8]]) -> PreparedImages:
+    """What reads these pictures, given as patches, by their numbers."""
     settings = {part.name: getattr(images, part.name) for part in fields(images)}
-    patches = {str(number): part for number, part in enumerate(parts)}
-    return PreparedImages(**settings, patches=patches), spans
+    patches = {str(number): picture for number, picture in enumerate(pictures)}
+    return PreparedImages(**settings, prepared=patches)
 
 
 def _grids(path: Path, values: NDArray[Any], merge: int) -> list[Shape]:
@@ -87,13 +116,18 @@ def _colors(path: Path, pixels: NDArray[Any], vision: VisionConfig) -> NDArray[n
         raise ConfigError(
             f"{path}: pixel_values must be [patches, {frames * vision.patch_features}] (got {list(pixels.shape)})"
         )
-    apart = pixels.astype(np.float64).reshape(-1, 3, frames, size, size).transpose(2, 0, 3, 4, 1)
-    levels = 255 * (apart * vision.pixel_std + vision.pixel_mean)
+    apart = pixels.reshape(-1, 3, frames, size, size).transpose(2, 0, 3, 4, 1)
+    return _levels(path, apart, vision).reshape(len(pixels), -1)
+
+
+def _levels(path: Path, frames: NDArray[Any], vision: VisionConfig) -> NDArray[np.uint8]:
+    """Colors as files have them, of normalised ones [frames, ..., 3] that are equal in all frames: [..., 3]."""
+    levels = 255 * (frames.astype(np.float64) * vision.pixel_std + vision.pixel_mean)
     colors = levels[0].round()
     rounded = np.abs(levels - colors).max(initial=0.0)
     if rounded > COLOR_ERROR or colors.min(initial=0) < 0 or colors.max(initial=0) > 255:
         raise ConfigError(
-            f"{path}: pixel_values are not colors of 8 bits, equal in all {frames} frames, less "
+            f"{path}: pixel_values are not colors of 8 bits, equal in all {len(frames)} frames, less "
             f"{list(vision.pixel_mean)}, over {list(vision.pixel_std)}; write what the folder's processor makes"
         )
-    return colors.astype(np.uint8).reshape(len(colors), -1)
+    return colors.astype(np.uint8)

@@ -160,6 +160,13 @@ def test_unknown_keys_name_the_nearest_valid_one(path, override, message):
             "model.vision.deepstack_layers=[1]",
             "must be layers 0 .. 0 in ascending order, each once",
         ),
+        (
+            "model.vision={width: 32, layers: 1, heads: 2, mlp_width: 64, deepstack_layers: [0], "
+            "projector: {grouping: mean}}",
+            "projector.grouping (mean): those of deepstack_layers concatenate features",
+        ),
+        ("model.vision.projector.bias=false", "the two matrices of a projector have biases"),
+        ("model.vision.projector.norm_epsilon=0.1", "norm_epsilon (0.1): there is no norm"),
         ("model.vision.width=36", "model.vision: width (36) must be a multiple of 4 * heads (2)"),
         ("mesh.fsdp=0", "mesh.fsdp: must be greater than 0 or -1 (got 0)"),
         ("mesh.data=-2", "mesh.data: must be greater than 0 or -1 (got -2)"),

@@ -7,7 +7,8 @@ FOLDER/NAME/inputs.npz     input_ids, attention_mask [B, T]
 FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the next tokens)
 FOLDER/NAME/gradients.npz  of the loss, by key of the tensor
 
-Those of models that read pictures or hear sounds hold more: see make_pictured_goldens.py and make_heard_goldens.py.
+Those of models that read pictures or hear sounds hold more: see make_pictured_goldens.py, make_square_goldens.py and
+make_heard_goldens.py.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 
 from tests.families.make_heard_goldens import HEARD, make_heard
 from tests.families.make_pictured_goldens import PICTURED, make_pictured
+from tests.families.make_square_goldens import SQUARE, make_square
 
 SIZES = {
     "vocab_size": 48,
@@ -101,22 +103,6 @@ MODELS: Mapping[str, tuple[str, dict[str, Any], str]] = {
         {**GEMMA, "attention_bias": True, "tie_word_embeddings": False},
         "bfloat16",
     ),
-    "gemma3-tower": ("gemma3", GEMMA, "float32"),
-}
-# Model types with other parts beside the decoder: their sections
-TOWERS: Mapping[str, dict[str, Any]] = {
-    "gemma3": {
-        "vision_config": {
-            "hidden_size": 8,
-            "intermediate_size": 8,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 8,
-            "patch_size": 4,
-        },
-        "mm_tokens_per_image": 1,
-        "image_token_id": 47,
-    }
 }
 # Other kernels ask for sizes that are no test's
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -124,12 +110,18 @@ LENGTHS = (23, 9, 14)  # of the texts, packed into one row by what is tested
 
 
 def main(
-    folder: Path, names: tuple[str, ...] = (*MODELS, *PICTURED, *HEARD), seed: int = 0, **sizes: Any
+    folder: Path,
+    names: tuple[str, ...] = (*MODELS, *PICTURED, *SQUARE, *HEARD),
+    seed: int = 0,
+    **sizes: Any,
 ) -> None:
     """Write the checkpoints and goldens of these names, those of texts alone with other sizes if given."""
     for name in names:
         if name in PICTURED:
             make_pictured(folder / name, *PICTURED[name], seed)
+            continue
+        if name in SQUARE:
+            make_square(folder / name, *SQUARE[name], seed)
             continue
         if name in HEARD:
             make_heard(folder / name, *HEARD[name], seed)
@@ -144,8 +136,7 @@ def make(folder: Path, model_type: str, values: dict[str, Any], dtype: str, seed
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    sections = {"text_config": values, **TOWERS[model_type]} if model_type in TOWERS else values
-    config = AutoConfig.for_model(model_type, **sections)
+    config = AutoConfig.for_model(model_type, **values)
     model = AutoModelForCausalLM.from_config(config, **EAGER)
     for key, parameter in model.named_parameters():
         if key.endswith(("bias", "norm.weight", "layernorm.weight")):  # which would be all 0, or 1
@@ -169,15 +160,12 @@ def make(folder: Path, model_type: str, values: dict[str, Any], dtype: str, seed
     save(folder / "reference.npz", valid=mask, logits=logits, loss=loss)
     gradients: dict[str, Any] = {}
     for key, parameter in model.named_parameters():
-        if parameter.grad is not None:  # as in towers, which texts do not reach
-            gradients |= as_stored(key, parameter.grad.numpy())
+        gradients |= as_stored(key, parameter.grad.numpy())
     save(folder / "gradients.npz", **gradients)
 
 
 def as_stored(key: str, values: np.ndarray) -> dict[str, np.ndarray]:
-    """By key of the tensors in files, which are apart where the reference joins experts, and two of their matrices;
-    where there is a tower, decoders have another prefix there."""
-    key = key.replace("model.language_model.", "language_model.model.")
+    """By key of the tensors in files, which are apart where the reference joins experts, and two of their matrices."""
     experts, joined, name = key.partition(".experts.")
     if not joined:
         return {key: values}

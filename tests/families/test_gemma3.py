@@ -6,8 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from jaxmllm.config.read import parse_config
+from jaxmllm.config.schema import Config
+from jaxmllm.data.media.modalities import modalities
+from jaxmllm.data.media.reference import File
 from jaxmllm.families.by_type import family_of
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.model_folder import INDEX, ModelFolder, write_folder
@@ -49,6 +53,31 @@ SPARSE = {
     "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
     "sliding_window": 1024,
 }
+
+
+def config_of(folder: Path, place: Path, **model) -> Config:
+    """A run of a folder's model, with other keys of `model` if given."""
+    tree = tiny_config(place, data__tokenizer="none.json")
+    tree["model"] = {"from": str(folder)} | model
+    del tree["data"]["images"], tree["data"]["audio"]
+    return parse_config(resolved(tree))
+
+
+def check_squares(folder: Path, config: Config, place: Path) -> None:
+    """The pixels of pictures are those of the processor."""
+    reader, vision = modalities(config.model, config.data, ())["vision"], config.model.vision
+    assert vision is not None
+    size, merge = vision.patch_size, vision.merge
+    processed = np.load(folder / "processed.npz")
+    for i, square in enumerate(processed["pixels"]):
+        Image.fromarray(processed[f"image_{i}"]).save(place / f"{i}.png")
+        shape = reader.measure(File(place / f"{i}.png"))
+        colors = reader.load(File(place / f"{i}.png"), shape).reshape(-1, size, size, 3) / 255
+        side = shape[1] // merge
+        cells = square.transpose(1, 2, 0).reshape(side, merge, size, side, merge, size, 3)
+        wanted = cells.transpose(0, 3, 1, 4, 2, 5, 6).reshape(-1, size, size, 3)
+        pixels = (colors - vision.pixel_mean) / vision.pixel_std
+        np.testing.assert_allclose(pixels, wanted, rtol=0, atol=1e-6)
 
 
 def language(**values) -> dict:
@@ -122,12 +151,54 @@ def test_what_is_not_supported_is_told_by_name(values, words):
 # ---------------------------------------------------------------------------- beside a tower
 
 
-def test_the_decoder_beside_a_tower_is_read(tower, tmp_path):
-    (tower / "tokenizer.json").write_text("{}")
-    tree = tiny_config(tmp_path)
-    tree["model"] = {"from": str(tower)}
-    config = parse_config(resolved(tree))
-    assert config.model.language.post_norms and config.model.encoders == ()
+def test_what_a_folder_with_a_tower_says_stands_in_the_config(tower, tmp_path):
+    config = config_of(tower, tmp_path)
+    language, vision, images = config.model.language, config.model.vision, config.data.images
+    assert vision is not None
+    assert language.post_norms and language.media_positions == "line"
+    assert "vision" in language.bidirectional
+    assert (vision.positions, vision.position_grid, vision.merge) == ("table", 4, 2)
+    projector = vision.projector
+    assert projector.linear and not projector.bias and projector.grouping == "mean"
+    assert (projector.norm, projector.norm_epsilon) == ("zero_centred_rms", 1e-6)
+    assert (images.resize, images.kernel, images.max_pixels) == ("square", "bilinear", 16**2)
+    # What the run folder keeps is read again, as it says nothing else
+    written = config.model_dump(mode="json", by_alias=True)
+    assert parse_config(resolved(written)) == config
+
+
+def test_a_run_may_leave_the_tower_out_or_take_it_alone(tower, tmp_path):
+    assert config_of(tower, tmp_path, vision=None).model.encoders == ()
+    (tower / "preprocessor_config.json").rename(tower / "other.json")
+    assert config_of(tower, tmp_path, vision=None).model.encoders == (), "nor is its processor read"
+    (tower / "other.json").rename(tower / "preprocessor_config.json")
+    alone = tiny_config(tmp_path)
+    alone["model"]["vision"] = {"from": str(tower), "merge": 4}
+    del alone["data"]["images"]
+    vision = parse_config(resolved(alone)).model.vision
+    assert vision is not None and not vision.projector.linear
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "words"),
+    [
+        ("config", {"mm_tokens_per_image": 5}, "has mm_tokens_per_image 5; squares of 4 patches"),
+        ("config", {"mm_tokens_per_image": 9}, "has mm_tokens_per_image 9; squares of 4 patches"),
+        ("config", {"mm_tokens_per_image": 16}, "16 and sliding_window 5; a picture must fit"),
+        ("config", {"vision_config": {"model_type": "other"}}, "has model_type 'other'; 'siglip_"),
+        ("preprocessor_config", {"do_pan_and_scan": True}, "has do_pan_and_scan True; False alone"),
+        ("preprocessor_config", {"size": {"height": 8, "width": 8}}, "squares of 4 patches a side"),
+    ],
+)
+def test_a_folder_with_a_tower_that_cannot_be(tower, tmp_path, file, values, words):
+    path = tower / f"{file}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    with pytest.raises(FolderError, match=words):
+        config_of(tower, tmp_path)
+
+
+def test_pixels_are_the_processors(tower, tmp_path):
+    check_squares(tower, config_of(tower, tmp_path), tmp_path)
 
 
 def test_an_own_head_beside_a_tower_is_refused(tower):

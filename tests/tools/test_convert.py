@@ -35,6 +35,7 @@ MARKS = {
     QUICK: (),
     "qwen2-windows": pytest.mark.slow,
     "gemma3": pytest.mark.slow,
+    "gemma3-tower": pytest.mark.slow,
 }
 BY_COMMAND = "llama"  # compared by `jaxmllm convert verify` itself
 ROWS = {"block": 32, "row_classes": 1, "spans": [1]}
@@ -61,6 +62,7 @@ def check_numbers(found: dict[str, Any], folder: Path) -> None:
         "mistral-wide",
         "qwen2_5_vl-flat",
         "qwen3_vl_moe",
+        pytest.param("gemma3-tower", marks=EXHAUSTIVE),
         pytest.param("qwen2_audio-untied", marks=EXHAUSTIVE),
         pytest.param("qwen2_5_omni", marks=pytest.mark.slow),
         pytest.param("qwen2_5_omni-thinker", marks=EXHAUSTIVE),
@@ -134,6 +136,20 @@ def test_pictures_that_are_none(tmp_path, capsys):
     ):
         arrays = {name: value for name, value in (inputs | changes).items() if value is not None}
         np.savez(tmp_path / "inputs.npz", **arrays)
+        assert main(["verify", str(folder), str(tmp_path / "inputs.npz")]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_squares_that_are_none(tmp_path, capsys):
+    folder = GOLDENS / "gemma3-tower"
+    inputs = dict(np.load(folder / "inputs.npz"))
+    pixels = inputs["pixel_values"]
+    for changes, words in (
+        ({"pixel_values": pixels[:, :, 1:]}, "pixel_values must be [pictures, 3, 16, 16] (got [3"),
+        ({"pixel_values": pixels[1:]}, "the pictures of pixel_values have [4, 4] tokens, and mm_"),
+        ({"image_grid_thw": np.ones((3, 3))}, "has image_grid_thw, and pictures of this model ar"),
+    ):
+        np.savez(tmp_path / "inputs.npz", **inputs | changes)
         assert main(["verify", str(folder), str(tmp_path / "inputs.npz")]) == 2
         assert words in capsys.readouterr().err
 
@@ -269,10 +285,11 @@ def logits_of(run: PreparedRun) -> list[np.ndarray]:
     return [values for _, values in sorted(run.logits(), key=lambda text: text[0])]
 
 
-TEXT_MODELS = ("llama-biased", "mistral", "qwen2-windows", "gemma3", "gemma3-tower", QUICK)
+TEXT_MODELS = ("llama-biased", "mistral", "qwen2-windows", "gemma3", QUICK)
 ADAPTED = {name: (name, "AutoModelForCausalLM") for name in TEXT_MODELS}
 ADAPTED |= {
-    name: (name, "AutoModelForImageTextToText") for name in ("qwen2_5_vl", "qwen3_vl-biased")
+    name: (name, "AutoModelForImageTextToText")
+    for name in ("qwen2_5_vl", "qwen3_vl-biased", "gemma3-tower")
 }
 
 
@@ -362,6 +379,8 @@ MESHES = {  # folder, mesh, and `phases.audio`: a part of a row holds whole chun
     "omni-fsdp": ("qwen2_5_omni", {"data": 1, "fsdp": 8}, {}),
     "omni-split": ("qwen2_5_omni", SPLIT, {}),
     "omni-parts": ("qwen2_5_omni", {"data": 1, "context": 2, "fsdp": 4}, {"block": 160}),
+    "squares-split": ("gemma3-tower", SPLIT, {}),
+    "squares-parts": ("gemma3-tower", {"context": 2, "fsdp": 2, "data": 2}, {}),
     "deepstack-split": ("qwen3_vl_moe", SPLIT, {}),
     "deepstack-parts": ("qwen3_vl", {"context": 2, "fsdp": 2, "data": 2}, {}),
 }
@@ -403,6 +422,7 @@ def test_projectors_of_a_frozen_tower_have_the_gradients_that_they_always_have()
         ("qwen2", "AutoModelForCausalLM"),
         pytest.param("qwen2_5_vl", "AutoModelForImageTextToText", marks=EXHAUSTIVE),
         pytest.param("qwen2_5_vl-flat", "AutoModelForImageTextToText", marks=EXHAUSTIVE),
+        pytest.param("gemma3-tower", "AutoModelForImageTextToText", marks=EXHAUSTIVE),
         pytest.param("qwen2_audio", "Qwen2AudioForConditionalGeneration", marks=EXHAUSTIVE),
         pytest.param("qwen3_vl-biased", "AutoModelForImageTextToText", marks=EXHAUSTIVE),
         pytest.param("qwen3_vl_moe", "AutoModelForImageTextToText", marks=EXHAUSTIVE),

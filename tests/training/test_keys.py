@@ -132,6 +132,13 @@ def text_of(function: Callable[..., Any], *arguments: Any) -> str:
     return re.sub(r"0x[0-9a-f]+", "", f"{traced} {constants}")
 
 
+def token_positions(config: Config, _: Scene) -> Any:
+    """Those of an image in a text."""
+    return (
+        modalities(config.model, config.data, ())["vision"].token_positions((1, 4, 4), 0).tolist()
+    )
+
+
 def step_of(config: Config) -> StepFunctions:
     return StepFunctions(model(config), config.optimizer, config.decay_steps, 1)
 
@@ -400,6 +407,8 @@ DRAWS = ("model.diffusion={width: 32, layers: 2, heads: 2, mlp_width: 48, patch_
 LATENTS = (*DRAWS, "model.diffusion.channels=4")
 READ_APART = (*DRAWS, "model.diffusion.conditioning=cross")
 NORMS = {"rope_theta": "100.0", "norm_epsilon": "0.01"}
+NORMED = ("model.vision.projector.norm=layer",)
+NORMED_SOUND = ("model.audio.projector.norm=zero_centred_rms",)
 DECODER_WINDOWS = ("model.language.window=16",)
 LINEAR = ("model.language.rope_scaling={{kind: linear, factor: 2}}",)
 BY_TURNS = (
@@ -522,6 +531,7 @@ EFFECTS: dict[str, Effect] = {
     ),
     **effects("model.language", language, DECODER_WINDOWS, window_rope_theta="100.0"),
     **effects("model.language", plan, bidirectional="[]"),
+    **effects("model.language", token_positions, media_positions="line"),
     **effects("model.language.rope_scaling", language, LINEAR, kind="yarn", factor="4"),
     **effects(
         "model.language.rope_scaling",
@@ -549,6 +559,11 @@ EFFECTS: dict[str, Effect] = {
     **effects("model.vision", weights, deepstack_layers="[0]"),
     **effects("model.vision.projector", weights, mlp_width="24", linear="true"),
     **effects("model.vision.projector", encoder("vision"), gelu="exact"),
+    **effects("model.vision.projector", weights, grouping="mean", norm="layer"),
+    **effects("model.vision.projector", encoder("vision"), NORMED, norm_epsilon="0.1"),
+    **effects(
+        "model.vision.projector", weights, ("model.vision.projector.linear=true",), bias="false"
+    ),
     **effects("model.vision", weights, RESAMPLED, position_grid="3"),
     **effects("model.vision", encoder("vision"), RESAMPLED, positions="table"),
     **effects(
@@ -564,6 +579,11 @@ EFFECTS: dict[str, Effect] = {
     **effects("model.audio", formats, attention="chunk"),
     **effects("model.audio.projector", weights, mlp_width="24", linear="true"),
     **effects("model.audio.projector", encoder("audio"), gelu="exact"),
+    **effects("model.audio.projector", weights, grouping="mean", norm="layer"),
+    **effects("model.audio.projector", encoder("audio"), NORMED_SOUND, norm_epsilon="0.1"),
+    **effects(
+        "model.audio.projector", weights, ("model.audio.projector.linear=true",), bias="false"
+    ),
     **effects("model.diffusion", weights, DRAWS, **SHAPES | {"heads": "4"}, patch_size="7"),
     **effects("model.diffusion", weights, DRAWS, modulation="shared", qk_norm="false"),
     **effects("model.diffusion", weights, DRAWS, output_modulation="vectors", norm="layer"),

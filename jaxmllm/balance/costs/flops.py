@@ -362,7 +362,7 @@ def _vision(config: VisionConfig, language_width: int) -> tuple[Layer, ...]:
         windowed if narrow else block for narrow, block in zip(config.windowed, blocks, strict=True)
     ]
     group = config.merge**2
-    features = group * config.width
+    features = config.projector.inputs(config.width, group)
     projector = _projector(
         "vision", features, group, language_width, config.projector, config.projectors
     )
@@ -381,7 +381,7 @@ def _audio(config: AudioConfig, language_width: int) -> tuple[Layer, ...]:
     block = _encoder_block("audio", config, per_token=stride)
     if config.attention == "chunk":
         block = replace(block, attention_squares=block.attention_squares[::-1])
-    features = config.merge * config.width
+    features = config.projector.inputs(config.width, config.merge)
     per_token = stride * config.merged
     projector = _projector("audio", features, per_token, language_width, config.projector)
     return (stem, *[block] * config.layers, projector)

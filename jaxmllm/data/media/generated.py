@@ -108,7 +108,7 @@ class GeneratedPixels(Generated, Images):
             )
         distinct, places = np.unique(numbers, return_inverse=True)
         frames = np.stack(list(self._frames(media, distinct.tolist(), shape)))
-        return self._patches(frames[places], shape)
+        return self.patches(frames[places], shape)
 
     def _found(self, media: Clip) -> tuple[Shape, Sequence[int]]:
         """The shape of a clip, and the numbers of the frames that it takes of its file or folder."""

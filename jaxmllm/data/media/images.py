@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import IO, Any, ClassVar, cast
 
@@ -79,6 +79,8 @@ class Images:
     kernel: ResizeKernel = "bicubic"
     # Rows hold the grid of its image with each patch, too
     with_grids: bool = False
+    # Tokens have positions one after another, as text has; no length depends on it
+    in_line: bool = field(default=False, repr=False)
 
     name = "vision"
     parts: ClassVar[tuple[str, ...]] = ("image",)
@@ -152,7 +154,7 @@ class Images:
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
         """uint8 [length, features]. Raises `MediaError`: those of `measure`, shape_changed,
         undecodable_image."""
-        return self._patches(self._pixels(media, shape), shape)
+        return self.patches(self._pixels(media, shape), shape)
 
     def _pixels(self, media: MediaReference, shape: Shape) -> NDArray[np.uint8]:
         """The resized image, with the errors of `load`: [grid_h * patch_size, grid_w * patch_size, 3]."""
@@ -185,7 +187,11 @@ class Images:
         return np.ones(self.length(shape), np.bool_)
 
     def token_positions(self, shape: Shape, start: int) -> NDArray[np.int32]:
-        """Time stands still over one image; height and width count merged cells: [tokens, 3]."""
+        """Time stands still over one image, and height and width count merged cells; or all go on from token to
+        token: [tokens, 3]."""
+        if self.in_line:
+            line = np.arange(start, start + self.tokens(shape), dtype=np.int32)
+            return np.repeat(line[:, None], 3, axis=1)
         rows, columns = np.divmod(
             np.arange(self.tokens(shape), dtype=np.int32), shape[2] // self.merge
         )
@@ -257,7 +263,8 @@ class Images:
             raise MediaError(reason, f"{media} does not decode: {error}") from error
         return pixels[:height, :width]
 
-    def _patches(self, pixels: NDArray[np.uint8], shape: Shape) -> NDArray[np.uint8]:
+    def patches(self, pixels: NDArray[np.uint8], shape: Shape) -> NDArray[np.uint8]:
+        """Colors [grid_h * patch_size, grid_w * patch_size, 3] -> [length, features], as rows hold them."""
         _, height, width = shape
         merge = self.merge
         size = self.patch_size

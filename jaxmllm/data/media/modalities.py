@@ -29,6 +29,7 @@ def modalities(model: ModelConfig, data: DataConfig, split: Collection[str]) -> 
                 resize=data.images.resize,
                 kernel=data.images.kernel,
                 with_grids=model.vision.resamples,
+                in_line=model.language.media_positions == "line",
             )
         if phase == "audio" and model.audio is not None:
             made[phase] = Sounds(

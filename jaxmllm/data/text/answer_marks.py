@@ -120,16 +120,17 @@ def written_pieces(
     _check_private(conversation)
     if not template.has_reasoning and any(turn.reasoning for turn in conversation.turns):
         raise _unclear("no_place", f"has no place for {REASONING}")
-    plain = template.write(_messages(conversation, None, mark=False))
+    strip = template.strips_parts
+    plain = template.write(_messages(conversation, None, strip, mark=False))
     if template.has_generation and conversation.targets == "assistant":
-        messages = _messages(conversation, control, mark=False)
+        messages = _messages(conversation, control, strip, mark=False)
         marked = template.write(messages, marked=True)
         problem = _unfound(marked, plain, control, None)
         learned = _between_marks(marked)
     else:
         answers = sum(_is_learned(conversation, turn) for turn in conversation.turns)
         for inline in (True, False):
-            marked = template.write(_messages(conversation, control, inline=inline))
+            marked = template.write(_messages(conversation, control, strip, inline=inline))
             problem = _unfound(marked, plain, control, answers)
             if problem is None:
                 break
@@ -181,6 +182,7 @@ def _is_learned(conversation: Conversation, turn: Turn) -> bool:
 def _messages(
     conversation: Conversation,
     control: ControlNames | None,
+    strip: bool,
     mark: bool = True,
     inline: bool = True,
 ) -> list[Message]:
@@ -188,6 +190,7 @@ def _messages(
 
     Args:
       control: what is spelled in them has marks, too; None: it stands as it is.
+      strip: texts beside media lose their outer white space.
       mark: put marks around what is learned.
       inline: reasoning inside a content has marks of its own.
     """
@@ -196,12 +199,13 @@ def _messages(
     hide = control.hide if control else str
     for turn in conversation.turns:
         content = ""
+        bare = strip and len(turn.parts) > 1
         for part in turn.parts:
             if isinstance(part, MediaPart):
                 content += chr(number)
                 number += 1
             else:
-                content += hide(part.text)
+                content += hide(part.text.strip() if bare else part.text)
         reasoning = hide(turn.reasoning)
         if mark and _is_learned(conversation, turn):
             found = _THOUGHT.fullmatch(content) if inline and turn.role == "assistant" else None

@@ -28,7 +28,7 @@ DATE_FORMAT = "%d %b %Y"
 QUESTION = {"role": "user", "content": "question"}
 UNUSUAL = "\U00100004"  # no template writes it by itself
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 class TemplateFileError(TokenizerError):
@@ -64,6 +64,7 @@ class ChatTemplate:
             )
         self.prompt = self._generation_prompt()
         self.has_reasoning = self._writes_reasoning()
+        self.strips_parts = self._strips_parts()
 
     @classmethod
     def read(cls, path: str | Path, names: Mapping[str, str], today: date | None) -> ChatTemplate:
@@ -150,6 +151,17 @@ class ChatTemplate:
             return UNUSUAL in self._run([QUESTION, answer])
         except ConversationError:
             return False
+
+    def _strips_parts(self) -> bool:
+        """Whether the template strips each of the texts between media, and not just a whole content."""
+        text = {"type": "text", "text": f" {UNUSUAL} "}
+        parts = [text, {"type": "image"}, text]
+        try:
+            written = self._run([{"role": "user", "content": parts}])
+        except ConversationError:
+            return False
+        spaced = (f" {UNUSUAL}", f"{UNUSUAL} ")
+        return written.count(UNUSUAL) == 2 and not any(text in written for text in spaced)
 
     def _forbid(self, error: Exception) -> NoReturn:
         self._fail(f"reaches out of its sandbox: {error}", "do not use it, or correct it")

@@ -104,9 +104,10 @@ def _render_turns(
             if isinstance(part, MediaPart):
                 modality = modality_of(part, modalities)
                 frame = layout.media[part.part]
-                sequence.add_text(frame.begin, learned and modality.generated)
+                made = learned and modality.generated
+                sequence.add_text((*tokenizer.encode(frame.before), *frame.begin), made)
                 sequence.add_item(part.reference, modality, next(remaining), frame.pad)
-                sequence.add_text(frame.end, learned and modality.generated)
+                sequence.add_text((*frame.end, *tokenizer.encode(frame.after)), made)
             else:
                 sequence.add_text(tokenizer.encode(part.text), learned)
         sequence.add_text((layout.turn_end,), learned)
@@ -147,9 +148,11 @@ def _render_pieces(
         part = media[piece.media]
         frame = tokenizer.layout.media[part.part]
         made = modality_of(part, modalities).generated  # by the assistant, and so is its frame
-        framed += [Piece(i, learned=made) for i in frame.begin]
+        before: list[str | int] = [frame.before, *frame.begin]
+        after: list[str | int] = [*frame.end, frame.after]
+        framed += [Piece(of, learned=made) for of in before if of != ""]
         framed.append(replace(piece, content=frame.pad))  # in the place of all its tokens
-        framed += [Piece(i, learned=made) for i in frame.end]
+        framed += [Piece(of, learned=made) for of in after if of != ""]
     encoded = tokenizer.encode_pieces([piece.content for piece in framed])
     if not encoded.ids:
         raise ConversationError("answers_unclear", "the chat template writes nothing of it")

@@ -22,11 +22,13 @@ class TokenizerError(ValueError):
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """Ids around a media item, and the id that stands where its tokens go."""
+    """Ids around a media item, texts around these, and the id that stands where its tokens go."""
 
     begin: Ids
     end: Ids
     pad: int
+    before: str = ""
+    after: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,15 @@ class ChatNames:
     )
 
 
-# Further frames of media, where a file has none of those of `ChatNames`
-FURTHER = {"image": ("<|vision_bos|>", "<|IMAGE|>", "<|vision_eos|>")}
+# Further frames of media, where a file has none of those of `ChatNames`: the first whose tokens all exist
+FURTHER = {
+    "image": (
+        ("<|vision_bos|>", "<|IMAGE|>", "<|vision_eos|>"),
+        ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+    )
+}
+# Texts before and after such a frame, by its first token, where the model's processor writes some
+AROUND = {"<start_of_image>": ("\n\n", "\n\n")}
 
 
 class FileTokenizer:
@@ -212,7 +221,7 @@ class FileTokenizer:
     def _further_frames(self, names: ChatNames) -> dict[str, MediaTokens]:
         """Around media parts that have no other frame."""
         missing = [part for part, triples in names.media.items() if self._frame(triples) is None]
-        found = {part: self._frame([FURTHER[part]]) for part in missing if part in FURTHER}
+        found = {part: self._frame(FURTHER[part]) for part in missing if part in FURTHER}
         return {part: frame for part, frame in found.items() if frame is not None}
 
     def _frame(self, triples: Sequence[tuple[str, str, str]]) -> MediaTokens | None:
@@ -220,7 +229,7 @@ class FileTokenizer:
         for triple in triples:
             begin, pad, end = map(self._tokenizer.token_to_id, triple)
             if begin is not None and pad is not None and end is not None:
-                return MediaTokens((begin,), (end,), pad)
+                return MediaTokens((begin,), (end,), pad, *AROUND.get(triple[0], ("", "")))
         return None
 
     def _control_ids(self, frame: set[int]) -> frozenset[int]:

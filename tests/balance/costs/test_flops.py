@@ -185,6 +185,14 @@ def test_pools_of_features_and_projectors_of_one_matrix():
     assert plain.linear(slots) == 3 * (product(1, 2 * 48, 64) + product(1, 64, 64))
 
 
+def test_projectors_of_means_read_one_feature():
+    choices = {"projector": ProjectorShapes(linear=True, grouping="mean")}
+    chosen = MODEL.model_copy(update={"vision": VISION.model_copy(update=choices)})
+    projector = phase_layers(chosen, "vision")[-1]
+    assert projector.parameters == VISION.width * 64
+    assert projector.linear(4) == product(1, VISION.width, 64)
+
+
 def test_deepstack_adds_projectors_side_by_side():
     """Their gradients go into the tower only where that is trained."""
     tapped = VISION.model_copy(update={"deepstack_layers": (0, 1)})

@@ -99,6 +99,7 @@ def character_tokenizer(special: tuple[str, ...]) -> tokenizers.Tokenizer:
 
 CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+IMAGE = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
 BOTH = ("<|vision_bos|>", "<|vision_eos|>", "<|IMAGE|>", "<|VIDEO|>")
 BOTH += ("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
 NO_SYSTEM = """\
@@ -190,7 +191,15 @@ MERGED = """\
         {{- raise_exception('roles must alternate') }}
     {%- endif %}
     {{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}
-    {{- (first if loop.first else '') + message.content | trim + '<end_of_turn>\\n' }}
+    {{- first if loop.first else '' }}
+    {%- if message['content'] is string %}
+        {{- message.content | trim }}
+    {%- else %}
+        {%- for item in message['content'] %}
+            {{- '<start_of_image>' if item['type'] == 'image' else item['text'] | trim }}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<end_of_turn>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
 INSTRUCTED = """\
@@ -233,7 +242,7 @@ DIALECTS = {
     ),
     "gemma3": Dialect(
         MERGED,
-        ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
+        ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", *IMAGE),
         {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"},
         by_bytes=False,
     ),

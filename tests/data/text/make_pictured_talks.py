@@ -88,7 +88,7 @@ def make(folder: Path, dialect: str) -> None:
     for number, talk in enumerate(TALKS):
         sizes = [part for _, parts in talk for part in parts if not isinstance(part, str)]
         pictures = [Image.new("RGB", (width, height)) for height, width in sizes]
-        messages = _messages(talk)
+        messages = messages_of(talk)
         text = processor.apply_chat_template(messages, tokenize=False)
         made = processor(text=[text], images=pictures or None, return_tensors="pt")
         ids = made["input_ids"]
@@ -103,7 +103,7 @@ def make(folder: Path, dialect: str) -> None:
     np.savez_compressed(folder / "talks.npz", **arrays)
 
 
-def _messages(talk: tuple[tuple[str, tuple[Any, ...]], ...]) -> list[dict[str, Any]]:
+def messages_of(talk: tuple[tuple[str, tuple[Any, ...]], ...]) -> list[dict[str, Any]]:
     """As both sides read them; pictures go by number."""
     numbers = itertools.count()
 

@@ -1,0 +1,81 @@
+"""Makes ids of conversations with pictures that become squares of one size, with the reference's processors.
+
+python -m tests.data.text.make_square_talks FOLDER        (needs torch 2.13 and transformers 5.23)
+
+FOLDER/DIALECT/tokenizer.json, tokenizer_config.json, chat_template.jinja, and the files of the processor
+FOLDER/DIALECT/talks.json      records, and the heights and widths of their pictures
+FOLDER/DIALECT/talks.npz       ids_I [L]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.data.text.dialects import DIALECTS, IMAGE
+from tests.data.text.make_pictured_talks import messages_of
+
+# (role, parts): texts, and sizes of pictures; Gemma's roles alternate
+TALKS: tuple[tuple[tuple[str, tuple[Any, ...]], ...], ...] = (
+    (("user", ((640, 480), "What is this?")), ("assistant", ("A cat.",))),
+    (
+        ("user", ("\nA cat: ", (300, 200), " and a red cat:\n\n", (90, 1000), "1234?")),
+        ("assistant", ("A cat,\n\n a red cat.",)),
+    ),
+    (
+        ("user", ((3000, 2000),)),
+        ("assistant", (" naïve",)),
+        ("user", ("What ", (30, 900), (2000, 11), " is?\n")),
+        ("assistant", ("猫",)),
+    ),
+    (("user", ("\n What is this?",)), ("assistant", ("A cat.",))),
+    (("user", ((20, 20), (20, 20), "\n")), ("assistant", ("A cat",)), ("user", (" ", (57, 83)))),
+)
+TOKENS = 4  # of a picture
+SIDE = 16  # of the squares
+
+
+def main(folder: Path) -> None:
+    """Write the files of all dialects."""
+    make(folder / "gemma3", "gemma3")
+
+
+def make(folder: Path, dialect: str) -> None:
+    """Write the files of one dialect."""
+    import transformers
+    from PIL import Image
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    DIALECTS[dialect].folder(folder)
+    images = Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    images.save_pretrained(folder)
+    names = zip(("boi_token", "eoi_token", "image_token"), IMAGE, strict=True)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        bos_token="<bos>",
+        extra_special_tokens=dict(names),
+    )
+    template = (folder / "chat_template.jinja").read_text()
+    processor = transformers.Gemma3Processor(
+        images, tokenizer, chat_template=template, image_seq_length=TOKENS
+    )
+    records, arrays = [], {}
+    for number, talk in enumerate(TALKS):
+        sizes = [part for _, parts in talk for part in parts if not isinstance(part, str)]
+        pictures = [Image.new("RGB", (width, height)) for height, width in sizes]
+        messages = messages_of(talk)
+        text = processor.apply_chat_template(messages, tokenize=False)
+        # The template has written what begins a text
+        made = processor(text=[text], images=pictures or None, add_special_tokens=False)
+        arrays[f"ids_{number}"] = np.array(made["input_ids"][0], np.int32)
+        records.append({"record": {"messages": messages}, "sizes": sizes})
+    (folder / "talks.json").write_text(json.dumps(records, indent=1) + "\n")
+    np.savez_compressed(folder / "talks.npz", **arrays)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,57 @@
+"""Conversations with pictures that become squares of one size: ids are those of the reference, positions in a line."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmllm.data.media.images import Images
+from jaxmllm.data.media.reference import File
+from jaxmllm.data.text.conversation import parse_conversation
+from jaxmllm.data.text.render import render
+from tests.data.text.dialects import DIALECTS, load
+
+FOLDER = Path(__file__).parent / "square_talks"
+NAMES = sorted(path.name for path in FOLDER.iterdir())
+TALKS = {name: json.loads((FOLDER / name / "talks.json").read_text()) for name in NAMES}
+IMAGES = Images(4, 2, 16**2, 16**2, resize="square", in_line=True)  # of four tokens
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def name(request) -> str:
+    """Of a dialect."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def tokenizer(name):
+    return load(FOLDER / name)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_ids_are_those_of_the_reference(tokenizer, name, number):
+    """Texts beside pictures are stripped, line breaks around pictures join those of texts."""
+    talk, expected = TALKS[name][number], np.load(FOLDER / name / "talks.npz")
+    conversation = parse_conversation(
+        talk["record"],
+        lambda path: File(Path(path)),
+        default_id="x",
+        default_source="s",
+        targets="all",
+    )
+    shapes = [(1, *IMAGES.grid(height, width)) for height, width in talk["sizes"]]
+    found = render(conversation, tokenizer, {"vision": IMAGES}, shapes)
+    np.testing.assert_array_equal(found.tokens, expected[f"ids_{number}"])
+    line = np.arange(len(found.tokens))
+    np.testing.assert_array_equal(found.positions, np.stack([line] * 3, axis=1))
+    pad = tokenizer.layout.media["image"].pad
+    assert (found.tokens == pad).sum() == 4 * len(shapes)
+    assert pad not in found.targets, "nothing is learned of pictures"
+
+
+def test_the_files_are_those_of_the_dialect(name, tmp_path):
+    """What the reference was asked with."""
+    DIALECTS[name].folder(tmp_path)
+    for file in ("chat_template.jinja", "tokenizer_config.json"):
+        assert (tmp_path / file).read_bytes() == (FOLDER / name / file).read_bytes()
