@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -50,6 +50,7 @@ class Deferred:
 Parameter = jax.Array | Deferred
 
 
+@lru_cache(maxsize=1024)
 def row_axes(layout: Layout) -> tuple[str, ...]:
     """Mesh axes whose devices have different slots of rows, and those of one device, which may count
     as anything; none where one device has all rows."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -76,7 +77,14 @@ class Layout:
 
     def size(self, name: str) -> int:
         """Number of parts that a logical axis of arrays is split into here."""
-        return math.prod(self.mesh.shape[axis] for axis in self._split(name))
+        if name not in self._sizes:
+            self._sizes[name] = math.prod(self.mesh.shape[axis] for axis in self._split(name))
+        return self._sizes[name]
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        """`size`, as far as it was asked for."""
+        return {}
 
     def spec(self, axes: Axes) -> P:
         """How arrays are split here."""
@@ -142,7 +150,7 @@ class Layout:
     def _with(self, **rules: tuple[str, ...]) -> Layout:
         return replace(self, rules=tuple((dict(self.rules) | rules).items()))
 
-    @property
+    @cached_property
     def manual_axes(self) -> frozenset[str]:
         """Mesh axes over which the code here is manual: it sees what one device along them has."""
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)

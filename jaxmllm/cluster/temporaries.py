@@ -10,6 +10,7 @@ attention, D width, F MLP width, Q width of all query heads, G of all key heads.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def residual_bytes(model: MLLM, name: ProgramName) -> int:
     Args:
       name: of `encode`, with capacity and span of its rows.
     """
-    return round(_PhaseProgram(model, name).residuals())
+    return round(PhaseProgram(model, name).residuals())
 
 
 def _staged(programs: StagedPrograms) -> Temporaries:
@@ -99,7 +100,7 @@ def _staged(programs: StagedPrograms) -> Temporaries:
     moments: dict[str, int] = {}
     for phase, spec in programs.spec.phases.items():
         for capacity, span in spec.classes:
-            operations = _PhaseProgram(
+            operations = PhaseProgram(
                 model, ProgramName("gradients", phase, capacity, span)
             ).staged()
             for operation, size in operations.items():
@@ -119,9 +120,7 @@ def program_temporaries(model: MLLM, name: ProgramName, keeps: bool = False) -> 
     """
     if name.function not in (*FORWARD, *BACKWARD) or not name.subject:
         return Temporaries({})
-    phase = _PhaseProgram(model, name)
-    moments = phase.backward() if name.function in BACKWARD else phase.forward(keeps)
-    return Temporaries({moment: round(size) for moment, size in moments.items()})
+    return PhaseProgram(model, name).temporaries(keeps)
 
 
 @dataclass(frozen=True)
@@ -169,10 +168,11 @@ def _weights(model: MLLM, name: str) -> list[_Weight]:
     return weights
 
 
-class _PhaseProgram:
-    """One program of a phase and row class."""
+class PhaseProgram:
+    """One program of a phase and row class, of `FORWARD` or `BACKWARD`."""
 
     def __init__(self, model: MLLM, name: ProgramName):
+        self.name = name
         self.phase = name.subject
         self.model = model.spanned(self.phase, name.span)
         self.component: Component = self.model.components[self.phase]
@@ -181,7 +181,8 @@ class _PhaseProgram:
         self.itemsize = self.component.dtype.itemsize
         self.decoder = self.phase == LANGUAGE
         stride = getattr(self.shapes, "stem_stride", 1)
-        self.tokens = name.capacity * name.span / stride / self.layout.parts
+        self._parts_of_slots = stride * self.layout.parts / name.span
+        self.tokens = name.capacity / self._parts_of_slots
         self.projector = None if self.decoder else f"{PROJECTOR}{self.phase}"
         trained = model.trainable.components
         self.given = name.function == "encode_grad_kept"
@@ -198,9 +199,24 @@ class _PhaseProgram:
         self.queries = shapes.heads * shapes.head_size / layout.size("heads")
         self.keys = kv_heads * shapes.head_size / layout.size("kv_heads")
 
+    def with_rows(self, capacity: int) -> PhaseProgram:
+        """The same program for rows of so many slots of a rank."""
+        other = copy.copy(self)
+        other.tokens = capacity / self._parts_of_slots
+        return other
+
+    def temporaries(self, keeps: bool = False) -> Temporaries:
+        """What it takes for itself; see `program_temporaries`."""
+        moments = self.backward() if self.name.function in BACKWARD else self.forward(keeps)
+        return Temporaries({moment: round(size) for moment, size in moments.items()})
+
     @cached_property
     def weights(self) -> list[_Weight]:
         return [weight for name in self.tower for weight in _weights(self.model, name)]
+
+    @cached_property
+    def projector_weights(self) -> list[_Weight]:
+        return [] if self.projector is None else _weights(self.model, self.projector)
 
     @property
     def slots(self) -> float:
@@ -340,9 +356,7 @@ class _PhaseProgram:
         """Of a tower: gradients of the projector, which wait until they are scattered, and its tokens."""
         if self.projector is None:
             return 0.0
-        weights = [
-            weight.numbers for weight in _weights(self.model, self.projector) if weight.trained
-        ]
+        weights = [weight.numbers for weight in self.projector_weights if weight.trained]
         gradients = SUM_BYTES * sum(weights)
         if self.features:  # the first one is converted while the second one lies there
             gradients += self.itemsize * max(weights, default=0.0)
@@ -373,8 +387,8 @@ class _PhaseProgram:
         gathered = [weight.numbers for weight in self.weights if weight.layers and weight.parts > 1]
         gathered = [] if keeps else sorted(gathered)[-self.shapes.mlp_matrices :]  # the MLP's
         if self.projector:
-            outer = (weight.numbers for weight in _weights(self.model, self.projector))
-            gathered.append(sorted(outer)[-2:][0])
+            outer = sorted(weight.numbers for weight in self.projector_weights)
+            gathered.append(outer[max(len(outer) - 2, 0)])  # the second largest, or the one there is
         layer = self.slots * values + self.itemsize * sum(gathered)
         moments = {"layer forward": self.turned + layer}
         if self.decoder:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -118,7 +119,7 @@ class MLLM:
     components: dict[str, Component]
     trainable: Trainable
 
-    @property
+    @cached_property
     def phases(self) -> dict[str, Phase]:
         return make_phases(self.config)
 

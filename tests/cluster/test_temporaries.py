@@ -11,6 +11,7 @@ import pytest
 from benchmarks.omni import omni_config
 from jaxmllm.cluster.device_peak import programs_peak
 from jaxmllm.cluster.temporaries import (
+    PhaseProgram,
     job_temporaries,
     program_temporaries,
 )
@@ -81,6 +82,15 @@ def test_freezing_takes_less_and_longer_rows_more():
             for of, capacity in ((frozen, 16384), (model, 16384), (model, 24576))
         ]
         assert 0 < sizes[0] < sizes[1] < sizes[2]
+
+
+def test_other_rows_of_a_program_take_what_that_program_does():
+    model = model_of("7B", FSDP)
+    for phase, program in (("language", LOSS), ("vision", GRAD), ("vision", "encode")):
+        short, long = (ProgramName(program, phase, capacity) for capacity in (2048, 24576))
+        other = PhaseProgram(model, short)
+        assert other.temporaries() == program_temporaries(model, short)
+        assert other.with_rows(24576).temporaries() == program_temporaries(model, long)
 
 
 def test_a_moment_is_named():

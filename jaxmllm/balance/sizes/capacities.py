@@ -231,13 +231,15 @@ class _Judge:
 
     def _bounds(self, classes: Classes) -> Floats:
         """Cost of the fewest rows that may hold each load, filled as far as rows get: [loads]."""
-        no_longer_than = [row_class.slots for row_class in classes[1:]]  # else no later class holds
         half = classes[0].slots // 2  # of the items over it, no two share a row
-        slots_by_class = [self.needs_over(length).slots for length in no_longer_than]
-        wanted = self.wanted(max(row_class.span for row_class in classes))
-        slots = np.stack([*slots_by_class, wanted], axis=1)
-        rows_by_class = [self.needs_over(max(length, half)).rows for length in (*no_longer_than, 0)]
-        rows = np.maximum(np.stack(rows_by_class, axis=1), slots > 0)
+        slots = np.empty((len(self.loads), len(classes)), np.int64)
+        rows = np.empty_like(slots)
+        for number, row_class in enumerate(classes[1:]):  # no later class holds longer items
+            slots[:, number] = self.needs_over(row_class.slots).slots
+            rows[:, number] = self.needs_over(max(row_class.slots, half)).rows
+        slots[:, -1] = self.wanted(max(row_class.span for row_class in classes))
+        rows[:, -1] = self.needs_over(half).rows
+        np.maximum(rows, slots > 0, out=rows)
         capacity = np.array([row_class.capacity for row_class in classes], np.int64)
         span = np.array([row_class.span for row_class in classes], np.int64)
         order = np.array(by_capacity(classes), np.int64)

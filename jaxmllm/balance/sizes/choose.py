@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from jaxmllm.arrays import Ints, Longs, round_up
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseSpec, PlanSpec
@@ -36,6 +37,7 @@ def choose_sizes(
     nodes: Mapping[str, Ints] | None = None,
     backend: str = "padded",
     others: Sequence[BatchItems] = (),
+    rows: PhaseRows | None = None,
 ) -> PlanSpec:
     """Fill in every size that the config leaves to `auto`, and check the others.
 
@@ -48,12 +50,13 @@ def choose_sizes(
       backend: of the exchange.
       others: batches that may come though no sample is like them, of each source alone for one:
         segments, pools and pair slots hold them without many rounds.
+      rows: of the same samples, which remembers what was chosen before.
 
     Raises:
       ConfigError: a size of the config is not a multiple of the alignment, or too small for the
         largest item.
     """
-    specs = _choose_rows(samples, phases, grids, balance)
+    specs = (rows or PhaseRows(samples)).chosen(phases, grids, balance)
     specs = {
         inputs.name: _with_segments_of(others, specs[inputs.name], inputs) for inputs in phases
     }
@@ -63,37 +66,72 @@ def choose_sizes(
     return PlanSpec(specs, routes, balance.mode, dict(nodes or {}))
 
 
-def _choose_rows(
-    samples: Sequence[BatchItems],
-    phases: Sequence[SizingInputs],
-    grids: Mapping[str, ExchangeGrid],
-    balance: BalanceConfig,
-) -> dict[str, PhaseSpec]:
-    """The rows of every phase, in the order of `phases`."""
-    batches = [*samples, *redraw(samples)]
-    encoders = {inputs.name: inputs for inputs in phases}
-    language = encoders.pop(LANGUAGE)
-    # By batch, where media stay with their example.
-    ranks_of_examples: list[Longs | None] = [None] * len(batches)
-    if balance.mode in ("none", "tokens"):
-        ranks_of_examples = [
-            example_ranks(batch, language.ranks, balance.mode) for batch in batches
-        ]
-    specs: dict[str, PhaseSpec] = {}
-    # Language first: encoders may follow where it places examples.
-    for inputs in (language, *encoders.values()):
-        loads = loads_of(batches, inputs, grids, ranks_of_examples)
-        specs[inputs.name] = _rows(inputs, loads)
-        if inputs is language and balance.mode == "language":
-            plans = [assign(specs[LANGUAGE], batch.phases[LANGUAGE]) for batch in batches]
+class PhaseRows:
+    """The rows of phases, chosen from sampled batches. Remembered, because meshes that are compared share many."""
+
+    def __init__(self, samples: Sequence[BatchItems]):
+        self.samples = samples
+        self._known: dict[str, PhaseSpec] = {}
+
+    def chosen(
+        self,
+        phases: Sequence[SizingInputs],
+        grids: Mapping[str, ExchangeGrid],
+        balance: BalanceConfig,
+        segments: bool = True,
+    ) -> dict[str, PhaseSpec]:
+        """The rows of every phase, in the order of `phases`.
+
+        Args:
+          segments: whether the most items of a row are chosen, too; else a row may have any number.
+        """
+        batches = self._batches
+        encoders = {inputs.name: inputs for inputs in phases}
+        language = encoders.pop(LANGUAGE)
+        # By batch, where media stay with their example.
+        ranks_of_examples: list[Longs | None] = [None] * len(batches)
+        if balance.mode in ("none", "tokens"):
             ranks_of_examples = [
-                example_ranks(batch, inputs.ranks, "language", plan)
-                for batch, plan in zip(batches, plans, strict=True)
+                example_ranks(batch, language.ranks, balance.mode) for batch in batches
             ]
-    return {inputs.name: specs[inputs.name] for inputs in phases}
+        specs: dict[str, PhaseSpec] = {}
+        # Language first: encoders may follow where it places examples.
+        for inputs in (language, *encoders.values()):
+            specs[inputs.name] = self._of_phase(inputs, grids, ranks_of_examples, segments)
+            if inputs is language and balance.mode == "language":
+                plans = [assign(specs[LANGUAGE], batch.phases[LANGUAGE]) for batch in batches]
+                ranks_of_examples = [
+                    example_ranks(batch, inputs.ranks, "language", plan)
+                    for batch, plan in zip(batches, plans, strict=True)
+                ]
+        return {inputs.name: specs[inputs.name] for inputs in phases}
+
+    @cached_property
+    def _batches(self) -> list[BatchItems]:
+        return [*self.samples, *redraw(self.samples)]
+
+    def _of_phase(
+        self,
+        inputs: SizingInputs,
+        grids: Mapping[str, ExchangeGrid],
+        ranks_of_examples: Sequence[Longs | None],
+        segments: bool,
+    ) -> PhaseSpec:
+        key = f"{segments} {_deciding(inputs)}"
+        if key not in self._known or any(ranks is not None for ranks in ranks_of_examples):
+            loads = loads_of(self._batches, inputs, grids, ranks_of_examples)
+            self._known[key] = _rows(inputs, loads, segments)
+        return self._known[key]
 
 
-def _rows(inputs: SizingInputs, loads: Sequence[Load]) -> PhaseSpec:
+def _deciding(inputs: SizingInputs) -> SizingInputs:
+    """What the rows of items that move freely depend on."""
+    if inputs.config.capacities == "auto":
+        return inputs
+    return replace(inputs, gather_cost=0, microbatch_cost=0, fitting=None)
+
+
+def _rows(inputs: SizingInputs, loads: Sequence[Load], segments: bool) -> PhaseSpec:
     """A phase with its row classes and the most items of a row."""
     config = inputs.config
     given = config.capacities
@@ -101,6 +139,8 @@ def _rows(inputs: SizingInputs, loads: Sequence[Load]) -> PhaseSpec:
     if config.max_segments != "auto":
         return phase_spec(inputs, classes, config.max_segments)
     unlimited = phase_spec(inputs, classes)
+    if not segments:
+        return unlimited
     most_segments = max((int(load.plan(unlimited).segment.max()) for load in loads), default=0)
     return replace(unlimited, max_segments=with_head_room(most_segments, SEGMENT_ALIGNMENT))
 

@@ -15,45 +15,58 @@ import numpy as np
 from jaxmllm.arrays import Ints
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseSpec
 from jaxmllm.balance.sizes.capacities import smallest_capacity
-from jaxmllm.balance.sizes.choose import choose_sizes
+from jaxmllm.balance.sizes.choose import PhaseRows
 from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.config.schema import BalanceConfig
 
 ENOUGH: Final = 4096  # examples of a batch that classes are chosen from
 
 
-def chosen_rows(
-    inputs: Sequence[SizingInputs],
-    samples: Sequence[BatchItems],
-    grids: Mapping[str, ExchangeGrid],
-    balance: BalanceConfig,
-) -> list[SizingInputs]:
-    """The same inputs with capacities and spans that are chosen.
+class RowChoice:
+    """The row classes of layouts, chosen from the same samples."""
 
-    A config gives a phase every capacity in every span. Where classes are chosen that are not like that, they are
-    chosen anew with the span of the largest alone.
+    def __init__(self, samples: Sequence[BatchItems]):
+        self._samples = samples
+        self._rows: dict[int, PhaseRows] = {}
 
-    Raises:
-      ConfigError: no row holds the longest item.
-    """
-    if all(one.config.capacities != "auto" for one in inputs):
-        return list(inputs)
-    share = _share(inputs, samples, grids)
-    few = [replace(one, ranks=one.ranks // share) for one in inputs]
-    if share > 1:  # ranks of many examples need not share rows to have equal work
-        few = [replace(one, spans=(_least_span(one),)) for one in few]
-    some = [_first(batch, share) for batch in samples]
-    parts = {phase: _first_peers(grid, share) for phase, grid in grids.items()}
-    spec = choose_sizes(some, few, parts, balance)
-    if any(not _is_product(one) for one in spec.phases.values()):
-        again = [
-            _given(one, spec.phases[one.name])
-            if _is_product(spec.phases[one.name])
-            else replace(one, spans=(spec.phases[one.name].classes[0].span,))
-            for one in few
-        ]
-        spec = choose_sizes(some, again, parts, balance)
-    return [_given(one, spec.phases[one.name]) for one in inputs]
+    def chosen(
+        self,
+        inputs: Sequence[SizingInputs],
+        grids: Mapping[str, ExchangeGrid],
+        balance: BalanceConfig,
+    ) -> list[SizingInputs]:
+        """The same inputs with capacities and spans that are chosen.
+
+        A config gives a phase every capacity in every span. Where classes are chosen that are not like that, they are
+        chosen anew with the span of the largest alone.
+
+        Raises:
+          ConfigError: no row holds the longest item.
+        """
+        if all(one.config.capacities != "auto" for one in inputs):
+            return list(inputs)
+        share = _share(inputs, self._samples, grids)
+        few = [replace(one, ranks=one.ranks // share) for one in inputs]
+        if share > 1:  # ranks of many examples need not share rows to have equal work
+            few = [replace(one, spans=(_least_span(one),)) for one in few]
+        parts = {phase: _first_peers(grid, share) for phase, grid in grids.items()}
+        rows = self._rows_of(share)
+        specs = rows.chosen(few, parts, balance, segments=False)
+        if any(not _is_product(spec) for spec in specs.values()):
+            again = [
+                _given(one, specs[one.name])
+                if _is_product(specs[one.name])
+                else replace(one, spans=(specs[one.name].classes[0].span,))
+                for one in few
+            ]
+            specs = rows.chosen(again, parts, balance, segments=False)
+        return [_given(one, specs[one.name]) for one in inputs]
+
+    def _rows_of(self, share: int) -> PhaseRows:
+        """Of the first of so many equal parts of the samples."""
+        if share not in self._rows:
+            self._rows[share] = PhaseRows([_first(batch, share) for batch in self._samples])
+        return self._rows[share]
 
 
 def _is_product(spec: PhaseSpec) -> bool:

@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh
 from jaxmllm.arrays import ceil_divide, round_up
 from jaxmllm.balance.records import PlanSpec
 from jaxmllm.balance.sizes.capacities import checked_capacities
-from jaxmllm.balance.sizes.choose import choose_sizes
+from jaxmllm.balance.sizes.choose import PhaseRows, choose_sizes
 from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.cluster.clusters import Cluster
@@ -51,8 +51,14 @@ from jaxmllm.cluster.search.layouts import (
 )
 from jaxmllm.cluster.search.mesh_choices import MeshChoice, mesh_choices, open_remat
 from jaxmllm.cluster.search.no_layout import why_none
-from jaxmllm.cluster.search.row_choice import chosen_rows
-from jaxmllm.cluster.search.step_bytes import Numbers, StepBytes, parameter_numbers, with_remat
+from jaxmllm.cluster.search.row_choice import RowChoice
+from jaxmllm.cluster.search.step_bytes import (
+    KnownPrograms,
+    Numbers,
+    StepBytes,
+    parameter_numbers,
+    with_remat,
+)
 from jaxmllm.cluster.simulate import simulate
 from jaxmllm.cluster.temporaries import residual_bytes
 from jaxmllm.config.schema import Config, ConfigError, Remat
@@ -96,7 +102,9 @@ class Planner:
     lengths: LengthsOf
     as_run: bool = False
     _known_plans: dict[str, Plans] = field(default_factory=dict)
-    _known_bytes: dict[object, int] = field(default_factory=dict)
+    _known_choices: dict[int, RowChoice] = field(default_factory=dict)
+    _known_rows: dict[int, PhaseRows] = field(default_factory=dict)
+    _known_bytes: KnownPrograms = field(default_factory=dict)
 
     @property
     def cluster(self) -> Cluster:
@@ -190,8 +198,9 @@ class Planner:
         except ConfigError as error:
             found.reject(str(error).partition(";")[0])
             return None
-        options = self._options(config, model, inputs)
-        lacking = self._lacking(choice, config, model, inputs, options)
+        size = self.step_bytes(config, model)
+        options = self._options(size, inputs)
+        lacking = self._lacking(choice, size, inputs, options)
         if lacking is not None:
             found.lacks(lacking)
             return None
@@ -199,15 +208,14 @@ class Planner:
         return self._estimated(LegalLayout(choice, config, model, spans, inputs, options), chosen)
 
     def _options(
-        self, config: Config, model: MLLM, inputs: Sequence[SizingInputs]
+        self, size: StepBytes, inputs: Sequence[SizingInputs]
     ) -> dict[str, dict[Remat, int]]:
         """Slots of rows for which there is room, by phase and remat, where they hold the longest item. What takes least
         memory stands first."""
         free = open_remat(self.config)
-        size = self.step_bytes(config, model)
         options: dict[str, dict[Remat, int]] = {}
         for one in inputs:
-            given = getattr(config.components, one.name).remat
+            given = getattr(size.config.components, one.name).remat
             options[one.name] = {}
             for remat in REMATS if one.name in free else (given,):
                 slots = size.fitting(one.name, self.budget, remat)
@@ -218,19 +226,18 @@ class Planner:
     def _lacking(
         self,
         choice: MeshChoice,
-        config: Config,
-        model: MLLM,
+        size: StepBytes,
         inputs: Sequence[SizingInputs],
         options: Mapping[str, Mapping[Remat, int]],
     ) -> Closest | None:
         """The phase without any option that lacks most; none where all have one."""
         free = open_remat(self.config)
-        size = self.step_bytes(config, model)
         closest = None
         for one in inputs:
             if options[one.name]:
                 continue
-            least = REMATS[0] if one.name in free else getattr(config.components, one.name).remat
+            given = getattr(size.config.components, one.name).remat
+            least = REMATS[0] if one.name in free else given
             peak = size.peak(one.name, _least_capacity(one), least)
             # Rows that fit are a power of two: the longest item may lack less than a byte
             lacking = Closest(choice, one.name, max(peak - self.budget, 1.0))
@@ -338,17 +345,27 @@ class Planner:
         ]
         key = repr((id(sampled), _deciding(inputs), config.balance, backend, [*map(hash, arrays)]))
         if key not in self._known_plans:
-            few = sampled.samples
             if not self.as_run:
-                inputs = chosen_rows(inputs, few, grids, config.balance)
+                inputs = self._row_choice(sampled).chosen(inputs, grids, config.balance)
                 # Clips are measured otherwise where several ranks hold a row
                 sampled = self.lengths(config, model, {one.name: one.spans for one in inputs})
                 inputs = [replace(one, longest=sampled.longest[one.name]) for one in inputs]
-                few = sampled.samples[: max(SAMPLED_EXAMPLES // config.data.batch_size, 1)]
-            spec = choose_sizes(few, inputs, grids, config.balance, nodes, backend, sampled.others)
+            rows = self._phase_rows(sampled)
+            spec = choose_sizes(
+                rows.samples, inputs, grids, config.balance, nodes, backend, sampled.others, rows
+            )
             plans = tuple(plan_step(items, spec) for items in sampled.steps)
             self._known_plans[key] = Plans(spec, plans, sampled)
         return self._known_plans[key]
+
+    def _row_choice(self, sampled: Sampled) -> RowChoice:
+        return self._known_choices.setdefault(id(sampled), RowChoice(sampled.samples))
+
+    def _phase_rows(self, sampled: Sampled) -> PhaseRows:
+        """Of as many batches as segments and pools are chosen from."""
+        number = max(SAMPLED_EXAMPLES // self.config.data.batch_size, 1)
+        few = sampled.samples if self.as_run else sampled.samples[:number]
+        return self._known_rows.setdefault(id(sampled), PhaseRows(few))
 
     def _kept_residuals(
         self, config: Config, model: MLLM, planned: Plans, used: Mapping[str, int]

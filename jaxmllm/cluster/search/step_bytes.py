@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Final
 
 import jax
 import jax.numpy as jnp
 
-from jaxmllm.cluster.temporaries import program_temporaries
+from jaxmllm.cluster.temporaries import PhaseProgram
 from jaxmllm.config.schema import Config, Remat
 from jaxmllm.models.mllm import MLLM, with_settings
 from jaxmllm.phases import LANGUAGE
@@ -37,6 +37,9 @@ LARGEST_ROW: Final = 1 << 24  # slots
 
 # By component and logical axes: all, and those that are trained
 Numbers = Mapping[str, Mapping[tuple[str | None, ...], tuple[int, int]]]
+# Bytes of the largest program of a phase by slots of its rows, by all else that tells it apart: many layouts have the
+# same
+KnownPrograms = dict[object, Callable[[int], int]]
 
 
 def parameter_numbers(model: MLLM) -> Numbers:
@@ -65,8 +68,7 @@ class StepBytes:
     model: MLLM
     pool_tokens: float  # media tokens of a rank of the language model, in a step
     numbers: Numbers  # of the model, see `parameter_numbers`
-    # Of programs, by all that tells them apart: many layouts have the same
-    known: dict[object, int] = field(default_factory=dict)
+    known: KnownPrograms = field(default_factory=dict)
 
     @cached_property
     def state(self) -> float:
@@ -121,18 +123,17 @@ class StepBytes:
         names = [phase, *(name for name in model.phases[phase].components if name != phase)]
         layouts = [model.components[name].layout for name in names]
         sizes = [(layout.parts, *map(layout.size, AXES)) for layout in layouts]
-        key = (phase, repr(remat), slots, *sizes)
+        key = (phase, repr(remat), *sizes)
         if key not in self.known:
-            programs = ["language_loss_and_grad"]
+            functions = ["language_loss_and_grad"]
             if phase != LANGUAGE:
                 trained = model.trainable.components
-                programs = ["encode"] + ["encode_grad"] * any(name in trained for name in names)
+                functions = ["encode"] + ["encode_grad"] * any(name in trained for name in names)
             model = with_settings(model, with_remat(self.config, {phase: remat}).components)
-            self.known[key] = max(
-                program_temporaries(model, ProgramName(program, phase, slots)).total
-                for program in programs
+            self.known[key] = _largest(
+                [PhaseProgram(model, ProgramName(function, phase, 1)) for function in functions]
             )
-        return self.known[key]
+        return self.known[key](slots)
 
     def peak(self, phase: str, slots: int, remat: Remat) -> float:
         """While programs of a phase run, or replicas reduce gradients."""
@@ -150,6 +151,11 @@ class StepBytes:
             key=lambda exponent: self.program(phase, 1 << exponent, remat) > left,
         )
         return (1 << fit) >> 1
+
+
+def _largest(programs: Sequence[PhaseProgram]) -> Callable[[int], int]:
+    """What the largest program takes, by slots of its rows."""
+    return cache(lambda slots: max(one.with_rows(slots).temporaries().total for one in programs))
 
 
 def with_remat(config: Config, remats: Mapping[str, Remat]) -> Config:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmllm.balance.records import Mode
-from jaxmllm.balance.sizes.choose import choose_sizes
+from jaxmllm.balance.sizes.choose import PhaseRows, choose_sizes
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.balance.validate_plan import validate
 from jaxmllm.config.schema import BalanceConfig, PhaseConfig
@@ -49,6 +49,20 @@ def test_chosen_sizes_plan_any_batch(make, seed, ranks, classes, mode, media):
     assert spec == choose_sizes(samples, inputs, spec_grids(spec), BalanceConfig(mode=mode))
     for batch in [*samples, make.batch(seed + 77, 12)]:  # also one that was not seen, with media
         validate(plan_step(batch, spec), batch, spec)
+
+
+def test_remembered_rows_are_those_chosen_anew(make):
+    samples = long_enough([make.batch(k, 4) for k in range(2)])
+    remembered = PhaseRows(samples)
+    configs = dict.fromkeys(PER_TOKEN, PhaseConfig(row_classes=1, max_capacity=2048))
+    for ranks in (1, 2):
+        args = (inputs_of(ranks, **configs), grids_of(make, ranks), BalanceConfig())
+        chosen = choose_sizes(samples, *args)
+        assert choose_sizes(samples, *args, rows=remembered) == chosen
+        assert remembered.chosen(*args) == chosen.phases
+        classes = {name: one.classes for name, one in chosen.phases.items()}
+        unlimited = remembered.chosen(*args, segments=False)
+        assert {name: one.classes for name, one in unlimited.items()} == classes
 
 
 def spec_grids(spec):
