@@ -32,7 +32,8 @@ Other kinds stand in files of their own, which say how they are made:
     kind scale             the search of `jaxmllm plan` for 84B (planner_search.py): `devices`, `considered`,
                            `cpu_seconds`, `peak_rss`
     kind simulated         a step of 84B on 2,560 devices (planner_simulated.py): `mode`, `step_s`, `low_s` and `high_s`
-                           (the interval that is printed), `mfu`, `parts`, `resident_bytes`
+                           (the interval that is printed), `mfu`, `parts`, `resident_bytes`, `peak_bytes` (but for the
+                           chain)
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from jaxmllm.balance.costs.flops import phase_layers
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.cluster.clusters import ALL_REDUCE, CLUSTERS
 from jaxmllm.cluster.collectives import Group, collective_seconds
+from jaxmllm.cluster.device_peak import programs_peak
 from jaxmllm.cluster.device_seconds import BACKWARD, UPDATED_BYTES, Device
 from jaxmllm.cluster.held import resident
 from jaxmllm.cluster.simulate import real_flops, simulate
@@ -64,7 +65,9 @@ def simulated_rows(seed: int) -> list[dict[str, Any]]:
     for mode in MODES:
         lengths = generated_lengths(_config(mode), abstract_mesh(MESH, DEVICES), seed)
         programs = lengths.programs()
-        step = simulate(programs, plan_step(lengths.items, programs.spec), lengths.items, device)
+        plan = plan_step(lengths.items, programs.spec)
+        step = simulate(programs, plan, lengths.items, device)
+        microbatches = {name: phase.microbatches for name, phase in plan.phases.items()}
         low, high = step.interval(device)
         rows.append(
             {
@@ -80,6 +83,7 @@ def simulated_rows(seed: int) -> list[dict[str, Any]]:
                 "hfu": step.hfu,
                 "parts": dict(step.parts),
                 "resident_bytes": resident(programs).total,
+                "peak_bytes": programs_peak(programs, microbatches=microbatches).bytes,
                 "capacities": {
                     name: list(phase.capacities) for name, phase in programs.spec.phases.items()
                 },

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import numpy as np
 
 from jaxmllm.balance.costs.flops import ItemCost
-from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec
+from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec, RowClass
 from jaxmllm.balance.rows.assign import item_costs, largest_share, part_costs
+
+ROWS_OF: Final = "rows_of_"  # a class
 
 
 def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[str, float]:
@@ -17,7 +20,8 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
     A row that several ranks hold costs each of them an equal part, rounded up.
 
     Returns:
-      Always: `<phase>/rows`, `<phase>/shared_rows` (those that several ranks hold),
+      Always: `<phase>/rows`, `<phase>/rows_of_<class>` (of each class, by `class_name`),
+        `<phase>/shared_rows` (those that several ranks hold),
         `<phase>/microbatches`, `<phase>/slots` (of all rows), `<phase>/gathered_slots` (slots of
         other ranks whose keys and values the ranks receive, in a layer), `<phase>/tokens` (slots
         that hold data), `<phase>/flops` (of real lengths). With rows:
@@ -43,6 +47,10 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
         f"{spec.name}/tokens": tokens,
         f"{spec.name}/flops": flops,
     }
+    for row_class in spec.classes:
+        of_class = (capacity == row_class.capacity) & (span == row_class.span)
+        number = int(of_class.sum()) * (spec.ranks // row_class.span)
+        statistics[f"{spec.name}/{ROWS_OF}{class_name(row_class)}"] = number
     if not rows:
         return statistics
     statistics[f"{spec.name}/real_token_fraction"] = tokens / slots
@@ -62,6 +70,11 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
         ideal = flops / spec.ranks
         statistics[f"{spec.name}/over_ideal"] = slowest_flops(plan, items, spec) / ideal
     return statistics
+
+
+def class_name(row_class: RowClass) -> str:
+    """Slots of a rank, and how many ranks hold a row where these are several: 512, or 512x2."""
+    return f"{row_class.capacity}" + (f"x{row_class.span}" if row_class.span > 1 else "")
 
 
 def step_statistics(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from jaxmllm.balance.records import StepPlan
+from jaxmllm.balance.statistics import ROWS_OF
 from jaxmllm.cluster.clusters import GB
 from jaxmllm.cluster.search.layouts import EQUAL, Found, PlannedLayout, program_words
 from jaxmllm.cluster.search.sieves import Planner
@@ -154,13 +155,17 @@ def record(layout: PlannedLayout, best: PlannedLayout, planner: Planner) -> dict
 
 def plan_record(plan: StepPlan) -> dict[str, Any]:
     """Rows of one step, named as a run logs them, and the capacities of its microbatches."""
-    statistics = {
-        f"{phase}/{name}": plan.statistics[f"{phase}/{name}"]
-        for phase in plan.phases
-        for name in STATISTICS
-        if f"{phase}/{name}" in plan.statistics
-    }
     capacities = {
         f"{phase}/capacities": one.capacity.tolist() for phase, one in plan.phases.items()
     }
-    return statistics | capacities
+    return planned_statistics(plan) | capacities
+
+
+def planned_statistics(plan: StepPlan) -> dict[str, float]:
+    """What a run logs of the rows of a step."""
+    return {
+        name: value
+        for name, value in plan.statistics.items()
+        if (place := name.split("/"))[0] in plan.phases
+        and (place[-1] in STATISTICS or place[-1].startswith(ROWS_OF))
+    }

@@ -257,6 +257,8 @@ def _compared(options: argparse.Namespace, cluster: Cluster) -> int:
         [[line.get(column) for column in columns] for line in lines],
         left_aligned=1,
     )
+    as_planned = plan_run.plan_conclusion(layout, run)
+    print(as_planned)
     print(
         f"a step took {run.seconds:.4g} s, the median of {len(run.records)}; predicted with an efficiency of "
         f"{planner.device.efficiency:.3g}: {before:.4g} s, with the fitted {device.efficiency:.3g}: "
@@ -271,7 +273,7 @@ def _compared(options: argparse.Namespace, cluster: Cluster) -> int:
         )
         (options.out / "cluster.yaml").write_text(text, encoding="utf-8")
         print(f"wrote {options.out / 'cluster.yaml'}: name it as --cluster")
-    _write_record(options, config, run=lines, efficiency=device.efficiency)
+    _write_record(options, config, run=lines, as_planned=as_planned, efficiency=device.efficiency)
     return 0
 
 

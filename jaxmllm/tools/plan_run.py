@@ -19,6 +19,7 @@ from jaxmllm.cluster.search.layouts import PlannedLayout
 from jaxmllm.cluster.simulate import StepTime, simulate
 from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.runtime.metrics import read_metrics
+from jaxmllm.tools.plan_figures import planned_statistics
 from jaxmllm.training.run_folder import read_config
 
 WARM_UP: Final = 3  # first steps, whose seconds hold what happens once
@@ -130,6 +131,19 @@ def comparison(
     lines += [{"part": name, "predicted_s": _mean_of(times, name)} for name in rest]
     step = {"part": "step, median", "predicted_s": _median(times), "measured_s": run.seconds}
     return [*lines, step]
+
+
+def plan_conclusion(layout: PlannedLayout, run: LoggedRun) -> str:
+    """One line: whether rows, their classes and real tokens of each step are exactly those that were planned."""
+    different: dict[str, int] = {}
+    for plan, record in zip(layout.plans, run.compared, strict=True):
+        for name, planned in planned_statistics(plan).items():
+            if record.get(name) != planned:
+                different[name] = different.get(name, 0) + 1
+    if not different:
+        return f"rows, their classes and real tokens of all {len(layout.plans)} steps are exactly those planned"
+    names = ", ".join(f"{name} in {count}" for name, count in different.items())
+    return f"of {len(layout.plans)} steps, other than planned: {names}"
 
 
 def _mean_of(times: Sequence[StepTime], prefix: str) -> float:

@@ -88,6 +88,11 @@ def test_statistics_of_shared_rows_against_plain_loops(make):
     attention = sum(cost.quadratic * int(length) ** 2 for length in items.length)
     assert all_flops(plan, items, spec) == pytest.approx(cost.linear * slots + attention)
     assert statistics["vision/shared_rows"] == shared_rows
+    of_classes = {name: rows for name, rows in statistics.items() if "/rows_of_" in name}
+    classes = {f"{shared.capacity}x4", "48x2", "64"}
+    assert of_classes.keys() == {f"vision/rows_of_{name}" for name in classes}
+    assert of_classes["vision/rows_of_64"] == ranks * int((plan.span == 1).sum())
+    assert sum(of_classes.values()) == statistics["vision/rows"]
     assert statistics["vision/gathered_slots"] == gathered
     assert statistics["vision/synchronised"] == pytest.approx(synchronised / of_ranks.mean(), 1e-4)
     assert statistics["vision/max_over_mean"] == pytest.approx(

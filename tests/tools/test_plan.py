@@ -237,7 +237,14 @@ def test_a_run_is_predicted_at_the_efficiency_that_it_shows(out, tmp_path, capsy
         assert line["planned_real_token_fraction"] == line["logged_real_token_fraction"]
     cluster = cluster_of(str(fitted / "cluster.yaml"))
     assert cluster.efficiency.share < 0.5 and cluster.memory == CLUSTERS["cpu"].memory
-    assert "predicted with an efficiency of 0.5" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "predicted with an efficiency of 0.5" in told
+    assert "all 2 steps are exactly those planned" in told
+    assert any("/rows_of_" in name for name in steps[0])
+    records[4]["language/rows"] += 1
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    assert main(["--from-run", str(folder), "--cluster", "cpu"]) == 0
+    assert "of 2 steps, other than planned: language/rows in 1" in capsys.readouterr().out
     (folder / "metrics.jsonl").write_text("".join(lines[:2]))
     assert main(["--from-run", str(folder), "--cluster", "cpu"]) == 1
     assert "let it run longer" in capsys.readouterr().err
