@@ -169,7 +169,7 @@ class GeneratedPixels(Generated, Images):
                 for number in numbers:
                     yield self._decoded(image, shape, media, "undecodable_video", first + number)
 
-    def _patches(self, pixels: NDArray[np.uint8], shape: Shape) -> NDArray[np.uint8]:
+    def patches(self, pixels: NDArray[np.uint8], shape: Shape) -> NDArray[np.uint8]:
         """Of an image [H, W, 3] or of frames [frames, H, W, 3]."""
         frames = pixels.reshape(-1, *pixels.shape[-3:])
         lacking = shape[0] * self.patch_frames - len(frames)
