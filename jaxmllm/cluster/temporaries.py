@@ -388,7 +388,9 @@ class PhaseProgram:
         gathered = [] if keeps else sorted(gathered)[-self.shapes.mlp_matrices :]  # the MLP's
         if self.projector:
             outer = sorted(weight.numbers for weight in self.projector_weights)
-            gathered.append(outer[max(len(outer) - 2, 0)])  # the second largest, or the one there is
+            gathered.append(
+                outer[max(len(outer) - 2, 0)]
+            )  # the second largest, or the one there is
         layer = self.slots * values + self.itemsize * sum(gathered)
         moments = {"layer forward": self.turned + layer}
         if self.decoder:

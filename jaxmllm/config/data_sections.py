@@ -91,6 +91,59 @@ class GeneratedDataConfig(ClipBounds, ImageDataConfig):
         return self
 
 
+class VideoDataConfig(Section):
+    """How videos are read, where `model.vision.videos` says so: which of their frames, how large, and how the decoder
+    knows their times.
+
+    Without `fps` all frames are taken, and videos with more than `max_frames` are refused. With it, so many per second
+    on average, but at least `min_frames` and at most `max_frames`:
+
+        steps   from the first one on in even steps, a whole number of patches of them (arXiv 2502.13923)
+        ends    evenly from the first one to the last (arXiv 2511.21631)
+
+    An animation has its own times, and a folder of frames `folder_fps`. `min_pixels` and `max_pixels` bound the
+    area of each frame, or with `bounds: video` that of all frames together; the rest is as `data.images` says.
+
+    A video has `positions_per_second` on the axis of time, rounded down; or its times are written:
+
+        positions   text after a video goes on as after an image, below the last times (arXiv 2502.13923)
+        line        text after a video goes on at the maximum + 1 (arXiv 2503.20215)
+        text        "<0.5 seconds>" before each group of frames, which stands there as an image would (arXiv 2511.21631)
+    """
+
+    fps: PositiveFloat | None = None
+    sampling: Literal["steps", "ends"] = "steps"
+    min_frames: PositiveInt = 4
+    max_frames: PositiveInt = 768
+    folder_fps: PositiveFloat | None = None
+    min_pixels: int = Field(28 * 28, ge=1)
+    max_pixels: PositiveInt = 768 * 28 * 28
+    bounds: Literal["frame", "video"] = "frame"
+    times: Literal["positions", "line", "text"] = "positions"
+    positions_per_second: PositiveFloat = 2.0
+
+    @model_validator(mode="after")
+    def _check_frames(self) -> VideoDataConfig:
+        if self.fps is not None and self.min_frames > self.max_frames:
+            raise ValueError(
+                f"min_frames ({self.min_frames}) is more than max_frames ({self.max_frames})"
+            )
+        usual = VideoDataConfig.model_fields
+        for key in ("sampling", "min_frames"):
+            if self.fps is None and getattr(self, key) != usual[key].default:
+                raise ValueError(
+                    f"{key} ({getattr(self, key)}): without fps all frames are taken; set fps, or leave it out"
+                )
+        if self.times == "text" and self.positions_per_second != (
+            usual["positions_per_second"].default
+        ):
+            raise ValueError(
+                f"positions_per_second ({self.positions_per_second:g}): with times (text), groups of frames have the "
+                "positions of images; leave it out"
+            )
+        return self
+
+
 class LatentsDataConfig(ClipBounds):
     """What is learned to be drawn, as latents x: the model draws (x - mean) / std, one number for all channels
     or one for each."""
@@ -125,6 +178,7 @@ class DataConfig(Section):
     chat_date: date | None = None
     images: ImageDataConfig = ImageDataConfig()
     audio: AudioDataConfig = AudioDataConfig()
+    videos: VideoDataConfig = VideoDataConfig()  # with model.vision.videos
     generated: GeneratedDataConfig = GeneratedDataConfig()  # of models that draw pixels
     latents: LatentsDataConfig = LatentsDataConfig()  # of models that draw latents
     index_cache: str | None = None  # folder of length indexes; none: next to each source

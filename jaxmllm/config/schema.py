@@ -42,6 +42,7 @@ from jaxmllm.config.data_sections import (
     ResizeRule,
     SourceConfig,
     Targets,
+    VideoDataConfig,
 )
 from jaxmllm.config.diffusion_section import DiffusionConfig
 from jaxmllm.config.layer_sections import Activation, Gelu, LayerWindows
@@ -127,6 +128,7 @@ __all__ = [
     "Targets",
     "TowerConfig",
     "TrainingConfig",
+    "VideoDataConfig",
     "VisionConfig",
 ]
 
@@ -157,6 +159,7 @@ class Config(Section):
         self._check_latents()
         self._check_experts()
         self._check_images()
+        self._check_videos()
         self._check_clips()
         projectors = [f"{PROJECTOR}{name}" for name in self.model.encoders]
         projectors += ["projector.language"] if self.model.generators else []
@@ -297,6 +300,36 @@ class Config(Section):
                 f"data.images.resize ({images.resize}), max_pixels ({images.max_pixels}): with "
                 f"model.vision.positions (table), every image has {grid} x {grid} patches; set resize: square, and "
                 f"min_pixels and max_pixels to {(grid * vision.patch_size) ** 2}"
+            )
+
+    def _check_videos(self) -> None:
+        vision, videos, resize = self.model.vision, self.data.videos, self.data.images.resize
+        if vision is None or not vision.videos:
+            if videos != VideoDataConfig():
+                raise ValueError(
+                    "data.videos: no videos are read; leave it out, or set model.vision.videos: true"
+                )
+            return
+        if self.model.language.media_positions == "line":
+            raise ValueError(
+                "model.language.media_positions (line): groups of frames have times on an axis of their own; set grid, "
+                "or model.vision.videos: false"
+            )
+        fewest = videos.max_frames if videos.fps is None else videos.min_frames
+        if fewest < vision.patch_frames:
+            raise ValueError(
+                f"data.videos.{'max' if videos.fps is None else 'min'}_frames ({fewest}) is less than one patch has, "
+                f"model.vision.patch_frames ({vision.patch_frames}); raise it"
+            )
+        if videos.bounds == "video" and resize != "smart":
+            raise ValueError(
+                f"data.videos.bounds (video): with data.images.resize ({resize}), it is the size of each frame that is "
+                "bounded; set bounds: frame, or resize: smart"
+            )
+        if vision.positions == "table" and videos.max_pixels != self.data.images.max_pixels:
+            raise ValueError(
+                f"data.videos.max_pixels ({videos.max_pixels}): with model.vision.positions (table), frames have the "
+                f"size of images; set it and min_pixels to {self.data.images.max_pixels}"
             )
 
     def _check_clips(self) -> None:

@@ -116,7 +116,8 @@ class VisionConfig(LayerWindows, TowerConfig):
     which see the whole image. With `gated_mlp`, MLPs are SwiGLU (arXiv 2002.05202) with biases.
 
     With `patch_frames`, a patch has weights for so many frames of a video, one after another. An image
-    is such a video that stands still, so that its patches meet the sum of these weights.
+    is such a video that stands still, so that its patches meet the sum of these weights. With `videos`, rows
+    hold all frames of each patch, twice the numbers for two, and conversations may have videos.
 
     With `deepstack_layers` (arXiv 2406.04334), what each of these layers yields has a projector of its own,
     normed over the patches of a token; what it makes is added to the hidden states of that token after the first
@@ -125,6 +126,7 @@ class VisionConfig(LayerWindows, TowerConfig):
 
     patch_size: PositiveInt = 14
     patch_frames: PositiveInt = 1
+    videos: bool = False
     patch_bias: bool = True
     gated_mlp: bool = False
     projector: ProjectorShapes = ProjectorShapes()
@@ -142,6 +144,11 @@ class VisionConfig(LayerWindows, TowerConfig):
     def patch_features(self) -> int:
         """Numbers per patch: three colors of every pixel."""
         return 3 * self.patch_size**2
+
+    @property
+    def row_frames(self) -> int:
+        """Frames of a patch that rows hold; an image is the same in all of them."""
+        return self.patch_frames if self.videos else 1
 
     @property
     def mlp_matrices(self) -> int:

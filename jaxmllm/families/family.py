@@ -50,8 +50,11 @@ class Family:
     letters: Callable[[dict[str, Any]], dict[str, int]] = field(default=lambda section: {})
     # The keys of `model` and `data` that say how media are read, from the processor's file
     processor: Callable[[FolderConfig, dict[str, Any]], Processor] | None = None
+    # The keys of `data.videos`, from config.json, the file of the processor of videos and the section
+    videos: Callable[[FolderConfig, FolderConfig, dict[str, Any]], dict[str, Any]] | None = None
     # Id of the token in whose place a media item's tokens stand, where config.json says it
     placeholder: Callable[[FolderConfig], int] | None = None
+    video_placeholder: Callable[[FolderConfig], int] | None = None  # likewise of a video
     # Lines that are others in some folders, from the section and the shapes of all tensors, by key without prefix
     variants: Callable[[dict[str, Any], Shapes], Mapping[str, str]] | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)  # of the letters of one folder

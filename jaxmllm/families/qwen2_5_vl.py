@@ -1,5 +1,5 @@
 """Qwen2.5-VL: the decoder of Qwen2.5 with positions of three axes, a vision tower with windows, and what merges its
-features, which is the projector. Its videos are not read.
+features, which is the projector.
 
 The norm of the merger is taken before features are grouped, and so is the last one of the tower.
 """
@@ -65,7 +65,10 @@ TEXT = {
 SECTIONS = [16, 24, 24]  # rotary pairs of time, height and width
 FULL_LAYERS = [7, 15, 23, 31]
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
-LEAST_PIXELS, MOST_PIXELS = 56 * 56, 28 * 28 * 1280
+PIXELS = 56 * 56, 28 * 28 * 1280  # least and most of a picture ...
+VIDEO_PIXELS = 128 * 28 * 28, 768 * 28 * 28  # ... and of each frame
+MIN_FRAMES, MAX_FRAMES = 4, 768
+TOKENS_PER_SECOND = 4
 BICUBIC = 3  # of Pillow
 
 
@@ -152,6 +155,13 @@ def merger(vision: FolderConfig, wide: int) -> dict[str, Any]:
 
 def picture_processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
     """How pictures are read."""
+    _expect_usual(file, section)
+    colors = {"pixel_mean": file.get("image_mean", MEAN), "pixel_std": file.get("image_std", STD)}
+    return Processor(colors, bounds(file, PIXELS) | {"resize": "smart", "kernel": "bicubic"})
+
+
+def _expect_usual(file: FolderConfig, section: dict[str, Any]) -> None:
+    """Refuse what is done otherwise than with all pictures and videos."""
     for step in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         file.expect(step, True)
     file.expect("rescale_factor", 1 / 255)
@@ -160,17 +170,47 @@ def picture_processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
     file.expect("temporal_patch_size", section["patch_frames"])
     if "merge" in section:
         file.expect("merge_size", section["merge"])
+
+
+def bounds(file: FolderConfig, usual: tuple[int, int]) -> dict[str, int]:
+    """Least and most pixels."""
     size = file.part("size") if file.get("size") is not None else FolderConfig(file.path, {})
-    least, most = (
-        file.number(key, size.number(edge, size.number(key, usual)))
-        for key, edge, usual in (
-            ("min_pixels", "shortest_edge", LEAST_PIXELS),
-            ("max_pixels", "longest_edge", MOST_PIXELS),
+    return {
+        key: file.number(key, size.number(edge, size.number(key, default)))
+        for key, edge, default in zip(
+            ("min_pixels", "max_pixels"), ("shortest_edge", "longest_edge"), usual, strict=True
         )
-    )
-    images = {"min_pixels": least, "max_pixels": most, "resize": "smart", "kernel": "bicubic"}
-    colors = {"pixel_mean": file.get("image_mean", MEAN), "pixel_std": file.get("image_std", STD)}
-    return Processor(colors, images)
+    }
+
+
+def video_processor(
+    file: FolderConfig, section: dict[str, Any], pixels: tuple[int, int], fps: float | None = None
+) -> dict[str, Any]:
+    """The keys of `data.videos` that say which frames are taken, and how large.
+
+    Args:
+      pixels: what a file without them means by least and most pixels.
+      fps: what it means by frames per second; none: all frames are taken.
+    """
+    _expect_usual(file, section)
+    for key in ("pixel_mean", "pixel_std"):
+        file.expect(key.replace("pixel", "image"), list(section[key]))
+    file.expect("cap_pixels_per_frame", False)
+    if (frames := file.get("num_frames")) is not None:
+        file.refuse(f"has num_frames {frames!r}", "videos are sampled by fps alone")
+    sizes: dict[str, Any] = bounds(file, pixels) | {
+        "max_frames": file.number("max_frames", MAX_FRAMES)
+    }
+    sampled = file.flag("do_sample_frames", fps is not None)
+    fps = file.get("fps", fps) if sampled else None
+    if fps is None:
+        return sizes
+    return sizes | {"fps": float(fps), "min_frames": file.number("min_frames", MIN_FRAMES)}
+
+
+def _videos(config: FolderConfig, file: FolderConfig, section: dict[str, Any]) -> dict[str, Any]:
+    rate = config.part("vision_config").number("tokens_per_second", TOKENS_PER_SECOND)
+    return video_processor(file, section, VIDEO_PIXELS) | {"positions_per_second": float(rate)}
 
 
 def patch_letters(section: dict[str, Any]) -> dict[str, int]:
@@ -209,6 +249,7 @@ QWEN2_5_VL = (
         prefixes=IN_VISION,
         letters=patch_letters,
         processor=picture_processor,
+        videos=_videos,
     ),
     Family(
         "Qwen2.5-VL",

@@ -1,5 +1,5 @@
 """Qwen3-VL: the decoder of Qwen3 with positions of three axes that take turns, a vision tower, and what merges its
-features and those of some of its layers, which are the projector. Its videos are not read.
+features and those of some of its layers, which are the projector.
 
 The norm of the last features is taken before they are grouped, and so is the last one of the tower; those of other
 layers come after their features are grouped.
@@ -22,6 +22,7 @@ from jaxmllm.families.qwen2_5_vl import (
     merger,
     patch_letters,
     picture_processor,
+    video_processor,
 )
 
 VISION = {
@@ -69,6 +70,8 @@ TEXT = {
 SEEING = {"hidden_size": 1152}
 SECTIONS = [24, 20, 20]  # rotary pairs of time, height and width
 DEEPSTACK_LAYERS = [8, 16, 24]
+VIDEO_PIXELS = 128 * 32 * 32, 768 * 32 * 32  # least and most of all frames together
+FPS = 2.0
 
 Section = Callable[[FolderConfig], dict[str, Any]]  # keys of a section of `model`
 
@@ -129,6 +132,11 @@ def _vision(config: FolderConfig) -> dict[str, Any]:
     }
 
 
+def _videos(config: FolderConfig, file: FolderConfig, section: dict[str, Any]) -> dict[str, Any]:
+    read = video_processor(file, section, VIDEO_PIXELS, FPS)
+    return read | {"sampling": "ends", "bounds": "video", "times": "text"}
+
+
 def _projector_of(language: Section) -> Section:
     """What keys of the section of the tower say of the projector."""
 
@@ -181,6 +189,7 @@ def qwen3_vl_family(
             prefixes=IN_VISION,
             letters=patch_letters,
             processor=picture_processor,
+            videos=_videos,
         ),
         Family(
             name,

@@ -5,7 +5,7 @@ generator."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,11 @@ TEMPLATES = (
 )
 # Files that say how media are read: of all media, and in older folders of one kind
 PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
+OF_VIDEOS = "video_preprocessor_config.json"
 # Keys of model.language that are not the folder's, unless it says them: no text is computed otherwise
 OPEN = {"loss_chunk", "bidirectional", "media_positions", "rope_sections", "rope_interleaved"}
 # And of the towers; those of the projector only where it is not the folder's
-TOWER_OPEN = {"from", "silence"}
+TOWER_OPEN = {"from", "silence", "videos"}
 PROJECTOR_OPEN = {"merge", "projector", "deepstack_layers"}
 # And of the generator, which may be drawn from other states than it was trained with
 GENERATOR_OPEN = {"from", "projector", "padded_conditions"}
@@ -207,19 +208,44 @@ def _with_tower(
     if family.processor is not None and isinstance(read, dict):
         processor = family.processor(_processor_file(config.path.parent, part), shapes)
         shapes = shapes | dict(processor.model)
-        tree = tree | {"data": data | {media: dict(processor.data) | read}}
+        data = data | {media: dict(processor.data) | read}
+        if family.videos is not None and own.get("videos") is True:
+            data = data | {"videos": _videos_of(family.videos, config, shapes, data.get("videos"))}
+        tree = tree | {"data": data}
     free = TOWER_OPEN | (PROJECTOR_OPEN - shapes.keys())
     _check_equal(component, section, free, own, shapes, config)
     return tree | {"model": model | {component: shapes | own}}
 
 
-def _processor_file(folder: Path, part: str) -> FolderConfig:
+def _videos_of(
+    said: Callable[[FolderConfig, FolderConfig, dict[str, Any]], dict[str, Any]],
+    config: FolderConfig,
+    shapes: dict[str, Any],
+    own: Any,
+) -> Any:
+    """`data.videos`, as the folder and the config say."""
+    if not isinstance(own, dict | None):
+        return own  # which the schema refuses
+    folder = config.path.parent
+    older = PREPROCESSOR if not (folder / OF_VIDEOS).is_file() else OF_VIDEOS
+    file = _processor_file(folder, "video_processor", older)
+    videos = said(config, file, shapes) | (own or {})
+    if videos.get("fps") is None:  # all frames are taken
+        videos = {
+            key: value
+            for key, value in videos.items()
+            if key in (own or {}) or key not in ("sampling", "min_frames")
+        }
+    return videos
+
+
+def _processor_file(folder: Path, part: str, own: str = PREPROCESSOR) -> FolderConfig:
     """What says how media are read: a part of a file of all media, or a file of its own."""
     if (folder / PROCESSOR).is_file():
         file = FolderConfig.read(folder, PROCESSOR)
         if part in file.values:
             return file.part(part)
-    return FolderConfig.read(folder, PREPROCESSOR)
+    return FolderConfig.read(folder, own)
 
 
 def _check_equal(

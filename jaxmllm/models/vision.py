@@ -52,17 +52,18 @@ class VisionTower(nnx.Module):
 
     def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C D"]:
         """What the first layer reads."""
-        x = self._normalised(rows.features, dtype) @ self._of_images(layout, dtype)
+        x = self._normalised(rows.features, dtype) @ self._patch(layout, dtype)
         if self.patch_bias is not None:
             x = biased(x, self.patch_bias, layout)
         if self.config.position_grid is not None:
             x = x + self._learned(rows.positions, layout, dtype)
         return layout.constrain(x, ("batch", "sequence", None))
 
-    def _of_images(self, layout: Layout, dtype: jnp.dtype) -> Float[Array, "F D"]:
-        """What a patch that is the same in all frames is multiplied by: their sum, added in at least float32."""
+    def _patch(self, layout: Layout, dtype: jnp.dtype) -> Float[Array, "F D"]:
+        """What patches of rows are multiplied by. One that is the same in all frames meets the sum of their weights,
+        added in at least float32."""
         patch = weight(self.patch, layout, dtype)
-        if (frames := self.config.patch_frames) == 1:
+        if (frames := self.config.patch_frames) == self.config.row_frames:
             return patch
         wide = jnp.promote_types(dtype, jnp.float32)
         return patch.reshape(frames, -1, patch.shape[1]).sum(axis=0, dtype=wide).astype(dtype)
@@ -78,7 +79,7 @@ class VisionTower(nnx.Module):
         if all(len({*values}) == 1 for values in per_color):
             scale, shift = (float(values[0]) for values in per_color)
         else:  # the colors of a pixel lie side by side
-            pixels = self.config.patch_size**2
+            pixels = self.config.row_frames * self.config.patch_size**2
             scale, shift = (jnp.asarray(np.tile(values, pixels), dtype) for values in per_color)
         return colors.astype(dtype) / scale - shift
 

@@ -40,7 +40,7 @@ def read_clips(
     path: Path,
     arrays: Mapping[str, NDArray[Any]],
     texts: Sequence[Ints],
-    places: Places,
+    places: Mapping[str, Places],
     sounds: Modality,
     audio: AudioConfig,
 ) -> tuple[PreparedSounds, tuple[Spans, ...]]:
@@ -78,7 +78,7 @@ def read_clips(
                 f"clip of {shape[0]}; fill clips up with silence, as the folder's processor does"
             )
     what = "the clips of feature_attention_mask"
-    spans = places.spans(path, what, sounds, shapes, texts)
+    spans = places["audio"].spans(path, what, sounds, shapes, texts)
     settings = {part.name: getattr(sounds, part.name) for part in fields(sounds)}
     frames = {str(number): clip.T.astype(np.float32) for number, clip in enumerate(features)}
     return PreparedSounds(**settings, frames=frames), spans

@@ -3,7 +3,8 @@
     INPUTS.npz: input_ids [B, T], attention_mask, labels --rows--> logits, loss, gradients by key
 
 Names are those of the reference's arguments. Ids that the mask leaves out are no tokens of their text; a label
-of -100 is no target, and without labels every next token is one. prepared_pictures.py says what pictures are.
+of -100 is no target, and without labels every next token is one. prepared_pictures.py says what pictures and
+videos are.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.rows.fill import HostStep, StepFiller
 from jaxmllm.data.text.render import Rendered
 from jaxmllm.families.by_type import components_of, family_of
+from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.model_folder import ModelFolder
 from jaxmllm.families.resolved import resolved
 from jaxmllm.models.mllm import build_model
@@ -43,8 +45,9 @@ from jaxmllm.setup.sizing import sizing_inputs
 from jaxmllm.setup.spans import mesh_spans, spans_of_phases
 from jaxmllm.tools.prepared_clips import ARGUMENTS as OF_CLIPS
 from jaxmllm.tools.prepared_clips import read_clips
-from jaxmllm.tools.prepared_media import Places, Spans, positions_of
+from jaxmllm.tools.prepared_media import Places, Spans, items_in, positions_of
 from jaxmllm.tools.prepared_pictures import ARGUMENTS as OF_PICTURES
+from jaxmllm.tools.prepared_pictures import VIDEOS as OF_VIDEOS
 from jaxmllm.tools.prepared_pictures import read_pictures
 from jaxmllm.trainable import leaves_by_path
 from jaxmllm.training.folder_parameters import read_folder
@@ -55,7 +58,9 @@ from sharding.mesh import make_mesh
 ARGUMENTS = ("input_ids", "attention_mask", "labels")
 TYPES = "mm_token_type_ids"  # of tokens, where config.json does not name those of media
 TYPES_IN_GEMMA = "token_type_ids"  # the same
-PICTURE = 1  # among these
+TYPE_OF = {"image": 1, "video": 2}  # among these
+# Of encoders, as conversations call them
+PARTS = {"vision": ("image", "video"), "audio": ("audio",)}
 # By encoder, its arguments, and what reads its items
 MEDIA: dict[str, tuple[tuple[str, ...], Callable[..., tuple[Modality, tuple[Spans, ...]]]]] = {
     "vision": (OF_PICTURES, read_pictures),
@@ -72,7 +77,7 @@ class PreparedTexts:
     slots: tuple[Ints, ...]  # [L] columns of the inputs that hold each text
     tokens: tuple[Ints, ...]  # [L]
     targets: tuple[Ints, ...]  # [L] the next token, -1: none
-    spans: tuple[Spans, ...]  # of each text
+    spans: tuple[Spans, ...]  # of the media of each text
     modalities: Mapping[str, Modality] = field(default_factory=dict)
     pairs: VisiblePairs = NOTHING_KNOWN
 
@@ -89,8 +94,8 @@ class PreparedTexts:
 
         Args:
           config: of a model that reads media.
-          placeholders: ids in whose places media stand, by encoder; where there is none, arguments say the types
-            of tokens.
+          placeholders: ids in whose places media stand, by what conversations call them; where there is none,
+            arguments say the types of tokens.
           readers: what reads media elsewhere, by encoder.
         """
         arrays = read_arrays(path)
@@ -98,7 +103,7 @@ class PreparedTexts:
             arrays[TYPES] = arrays.pop(TYPES_IN_GEMMA)
         encoders = () if config is None else config.model.encoders
         known = [*ARGUMENTS, *(name for encoder in encoders for name in MEDIA[encoder][0])]
-        if not placeholders.keys() >= {*encoders}:
+        if not placeholders.keys() >= {PARTS[encoder][0] for encoder in encoders}:
             known.append(TYPES)
         if "input_ids" not in arrays or not arrays.keys() <= {*known}:
             raise ConfigError(
@@ -154,7 +159,7 @@ class PreparedTexts:
         spans = [
             (n, span)
             for n, i in enumerate(examples)
-            for span in self.spans[i]
+            for span in items_in(self.spans[i], self.modalities)
             if span.phase == phase
         ]
         shapes = [span.shape for _, span in spans]
@@ -174,7 +179,8 @@ class PreparedTexts:
 
     def example(self, i: int) -> Rendered:
         positions = positions_of(len(self.tokens[i]), self.spans[i], self.modalities)
-        return Rendered(self.tokens[i], self.targets[i], positions, self.spans[i])
+        items = items_in(self.spans[i], self.modalities)
+        return Rendered(self.tokens[i], self.targets[i], positions, items)
 
 
 @dataclass(frozen=True)
@@ -209,9 +215,12 @@ class PreparedRun:
         folder = ModelFolder.open(source)
         families = {name: family_of(folder.config, name) for name in config.model.encoders}
         placeholders = {
-            name: family.placeholder(folder.config)
+            part: find(folder.config)
             for name, family in families.items()
-            if family.placeholder is not None
+            for part, find in zip(
+                PARTS[name], (family.placeholder, family.video_placeholder), strict=False
+            )
+            if find is not None
         }
         mesh = make_mesh(config.mesh_sizes, devices, spans=mesh_spans(config))
         model = build_model(config.model, vocabulary, config.components, mesh)
@@ -321,15 +330,21 @@ def _read_media(
     spans: list[Spans] = [()] * len(texts)
     for encoder in model.encoders:
         _, read = MEDIA[encoder]
-        places = _places(path, arrays, placeholders.get(encoder))
         section = getattr(model, encoder)
+        places = {
+            part: _places(path, arrays, part, placeholders.get(part))
+            for part in PARTS[encoder]
+            if part != "video" or section.videos
+        }
         media[encoder], of_texts = read(path, arrays, texts, places, readers[encoder], section)
         spans = [(*before, *more) for before, more in zip(spans, of_texts, strict=True)]
     in_order = (tuple(sorted(of_text, key=lambda span: span.slot)) for of_text in spans)
     return media, tuple(in_order)
 
 
-def _places(path: Path, arrays: Mapping[str, NDArray[Any]], placeholder: int | None) -> Places:
+def _places(
+    path: Path, arrays: Mapping[str, NDArray[Any]], part: str, placeholder: int | None
+) -> Places:
     """Where media of one kind stand. Raises `ConfigError` if nothing says so."""
     ids = arrays["input_ids"]
     if placeholder is not None:
@@ -343,13 +358,15 @@ def _places(path: Path, arrays: Mapping[str, NDArray[Any]], placeholder: int | N
         raise ConfigError(
             f"{path}: {TYPES} must be of the shape of input_ids, {list(ids.shape)} (got {list(types.shape)})"
         )
-    return Places(TYPES, types == PICTURE)
+    return Places(TYPES, types == TYPE_OF[part])
 
 
 def _config(source: Path, inputs: Path, sections: Mapping[str, Any]) -> Config:
     """A run of a folder's model, with those of its encoders that there are media for."""
-    tree = resolved({"model": {"from": str(source)}})
     given = read_arrays(inputs).keys()
+    sees = "vision" in components_of(FolderConfig.read(source))
+    videos = {"vision": {"videos": True}} if sees and not given.isdisjoint(OF_VIDEOS) else {}
+    tree = resolved({"model": {"from": str(source), **videos}})
     silent = [encoder for encoder, (names, _) in MEDIA.items() if given.isdisjoint(names)]
     model = {name: part for name, part in tree["model"].items() if name not in silent}
     data = {"sources": [{"name": "inputs", "path": str(inputs)}], "batch_size": 1}

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from jaxmllm.arrays import Ints
 from jaxmllm.config.schema import ConfigError
-from jaxmllm.data.media.modality import Modality, Shape
-from jaxmllm.data.media.reference import FileRange
-from jaxmllm.data.text.render import MediaSpan
+from jaxmllm.data.media.modality import ClipShape, Modality, Shape
+from jaxmllm.data.media.reference import FileRange, taken_as
+from jaxmllm.data.text.render import MediaSpan, items_of
 from jaxmllm.data.text.sequence_positions import SequencePositions
 
 Spans = tuple[MediaSpan, ...]  # of one text, in reading order
@@ -34,8 +34,9 @@ class Places:
         modality: Modality,
         shapes: Sequence[Shape],
         texts: Sequence[Ints],
+        prefix: str = "",
     ) -> tuple[Spans, ...]:
-        """The items in each text; their references have the number of the item as the address.
+        """The media in each text; their references have the number of the item as the address, after a prefix.
 
         Raises `ConfigError` if the items have other tokens.
 
@@ -52,10 +53,24 @@ class Places:
 
         def span(start: int, stop: int) -> MediaSpan:
             number = next(numbers)
-            reference = FileRange(path, 0, 0, f"{what}: {number}", address=str(number))
-            return MediaSpan(modality.name, reference, shapes[number], start, stop - start)
+            shape, address = shapes[number], f"{prefix}{number}"
+            reference = FileRange(path, 0, 0, f"{what}: {number}", address)
+            kind = "video" if isinstance(shape, ClipShape) else "image"
+            return MediaSpan(modality.name, taken_as(kind, reference), shape, start, stop - start)
 
         return tuple(tuple(span(*run) for run in of_text) for of_text in runs)
+
+
+def items_in(spans: Spans, modalities: Mapping[str, Modality]) -> Spans:
+    """The items of a text whose media are these: of a video its groups of frames."""
+    items: list[MediaSpan] = []
+    for span in spans:
+        slot = span.slot
+        for reference, shape in items_of(span.reference, span.shape):
+            tokens = modalities[span.phase].tokens(shape)
+            items.append(MediaSpan(span.phase, reference, shape, slot, tokens))
+            slot += tokens
+    return tuple(items)
 
 
 def positions_of(length: int, spans: Spans, modalities: Mapping[str, Modality]) -> Ints:

@@ -1,14 +1,15 @@
-"""Pictures that another program prepared: patches of normalised colors.
+"""Pictures and videos that another program prepared: patches of normalised colors.
 
-pixel_values [patches, 3 * frames * size**2], image_grid_thw [pictures, 3] --> slots of rows, spans of texts
-pixel_values [pictures, 3, side, side], of towers that see squares alone   --> the same
+pixel_values [patches, 3 * frames * size**2], image_grid_thw [pictures, 3]         --> slots of rows, spans of texts
+pixel_values [pictures, 3, side, side], of towers that see squares alone           --> the same
+pixel_values_videos, video_grid_thw, and the seconds from one group of frames to the next
 
 Rows hold colors as files have them, so the normalisation is taken back; what is no color of 8 bits is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -19,54 +20,95 @@ from numpy.typing import NDArray
 from jaxmllm.arrays import Ints
 from jaxmllm.config.schema import ConfigError, VisionConfig
 from jaxmllm.data.media.images import Images
-from jaxmllm.data.media.modality import Modality, Shape
-from jaxmllm.data.media.reference import MediaReference
+from jaxmllm.data.media.modality import ClipShape, Modality, Shape
+from jaxmllm.data.media.reference import Clip, MediaReference
+from jaxmllm.data.media.videos import ImagesAndVideos
 from jaxmllm.tools.prepared_media import Places, Spans
 
-ARGUMENTS = ("pixel_values", "image_grid_thw")
+PICTURES = ("pixel_values", "image_grid_thw")
+VIDEOS = ("pixel_values_videos", "video_grid_thw")
+SECONDS = ("second_per_grid_ts", "video_second_per_grid")  # as one family or another calls them
+ARGUMENTS = (*PICTURES, *VIDEOS, *SECONDS)
 COLOR_ERROR = 0.01  # of 255 levels, that rounding may have come to
+OF_VIDEO = "v"  # before numbers of videos
+
+# Of each item, or of all groups of frames of a video [groups, patches, numbers], by address
+Patches = Mapping[str, NDArray[np.uint8]]
 
 
 @dataclass(frozen=True)
 class PreparedImages(Images):
     """Images whose patches are there already."""
 
-    prepared: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)  # by address
+    prepared: Patches = field(default_factory=dict)
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
         return self.prepared[media.address]
+
+
+@dataclass(frozen=True)
+class PreparedVideos(ImagesAndVideos):
+    """The same with videos. The rate of a `ClipShape` is the seconds from one group of frames to the next."""
+
+    prepared: Patches = field(default_factory=dict)
+
+    def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
+        return self.prepared[media.address]
+
+    def load_groups(self, clip: Clip, numbers: Sequence[int]) -> Iterator[NDArray[Any]]:
+        return (self.prepared[clip.address][number] for number in numbers)
+
+    def group_seconds(self, shape: ClipShape) -> float:
+        return shape.rate
 
 
 def read_pictures(
     path: Path,
     arrays: Mapping[str, NDArray[Any]],
     texts: Sequence[Ints],
-    places: Places,
+    places: Mapping[str, Places],
     images: Modality,
     vision: VisionConfig,
-) -> tuple[PreparedImages, tuple[Spans, ...]]:
-    """The pictures of some texts, and where they stand in each.
+) -> tuple[Modality, tuple[Spans, ...]]:
+    """The pictures and videos of some texts, and where they stand in each.
 
-    Raises `ConfigError` for what is no picture that the tower takes, or has other tokens than the texts.
+    Raises `ConfigError` for what is none that the tower takes, or has other tokens than the texts.
 
     Args:
       texts: columns that hold each text.
+      places: of images and, where they are read, of videos.
       images: what reads pictures elsewhere.
     """
     assert isinstance(images, Images)
     if images.resize == "square":
-        return _read_squares(path, arrays, texts, places, images, vision)
-    if missing := [name for name in ARGUMENTS if name not in arrays]:
-        raise ConfigError(f"{path} has pictures, but not {' and '.join(missing)}")
-    grids = _grids(path, arrays["image_grid_thw"], images.merge)
-    colors = _colors(path, arrays["pixel_values"], vision)
-    counts = [images.length(grid) for grid in grids]
-    if len(colors) != sum(counts):
-        raise ConfigError(
-            f"{path}: pixel_values has {len(colors)} patches, and image_grid_thw {sum(counts)}"
-        )
-    spans = places.spans(path, "the pictures of image_grid_thw", images, grids, texts)
-    return _prepared(images, np.split(colors, np.cumsum(counts)[:-1])), spans
+        return _read_squares(path, arrays, texts, places["image"], images, vision)
+    patches: dict[str, NDArray[np.uint8]] = {}
+    spans: list[Spans] = [()] * len(texts)
+    for part, kind, names, prefix in (
+        ("image", "pictures", PICTURES, ""),
+        ("video", "videos", VIDEOS, OF_VIDEO),
+    ):
+        missing = [name for name in names if name not in arrays]
+        if missing == [*names]:
+            continue
+        if missing:
+            raise ConfigError(f"{path} has {kind}, but not {' and '.join(missing)}")
+        shapes = _shapes(path, names[1], arrays, images)
+        colors = _colors(path, names[0], arrays[names[0]], vision)
+        counts = [images.length(shape) for shape in shapes]
+        if len(colors) != sum(counts):
+            raise ConfigError(
+                f"{path}: {names[0]} has {len(colors)} patches, and {names[1]} {sum(counts)}"
+            )
+        what = f"the {kind} of {names[1]}"
+        of_texts = places[part].spans(path, what, images, shapes, texts, prefix)
+        spans = [(*before, *more) for before, more in zip(spans, of_texts, strict=True)]
+        parts = zip(shapes, np.split(colors, np.cumsum(counts)[:-1]), strict=True)
+        patches |= {
+            f"{prefix}{number}": _by_group(shape, of_item)
+            for number, (shape, of_item) in enumerate(parts)
+        }
+    return _prepared(images, patches), tuple(spans)
 
 
 def _read_squares(
@@ -76,7 +118,7 @@ def _read_squares(
     places: Places,
     images: Images,
     vision: VisionConfig,
-) -> tuple[PreparedImages, tuple[Spans, ...]]:
+) -> tuple[Modality, tuple[Spans, ...]]:
     """`read_pictures` of squares of one size."""
     if others := [name for name in ARGUMENTS[1:] if name in arrays]:
         raise ConfigError(f"{path} has {others[0]}, and pictures of this model are squares")
@@ -87,47 +129,74 @@ def _read_squares(
         )
     shape = (1, *images.grid(side, side))
     spans = places.spans(path, "the pictures of pixel_values", images, [shape] * len(pixels), texts)
-    colors = _levels(path, pixels.transpose(0, 2, 3, 1)[None], vision)
-    return _prepared(images, [images.patches(picture, shape) for picture in colors]), spans
+    (colors,) = _levels(path, "pixel_values", pixels.transpose(0, 2, 3, 1)[None], vision)
+    patches = {str(number): images.patches(picture, shape) for number, picture in enumerate(colors)}
+    return _prepared(images, patches), spans
 
 
-def _prepared(images: Images, pictures: Sequence[NDArray[np.uint8]]) -> PreparedImages:
-    """What reads these pictures, given as patches, by their numbers."""
+def _prepared(images: Images, patches: Patches) -> PreparedImages | PreparedVideos:
+    """What reads these patches in the place of `images`."""
     settings = {part.name: getattr(images, part.name) for part in fields(images)}
-    patches = {str(number): picture for number, picture in enumerate(pictures)}
-    return PreparedImages(**settings, prepared=patches)
+    prepared = PreparedVideos if isinstance(images, ImagesAndVideos) else PreparedImages
+    return prepared(**settings, prepared=patches)
 
 
-def _grids(path: Path, values: NDArray[Any], merge: int) -> list[Shape]:
-    grids = [(int(frames), int(rows), int(columns)) for frames, rows, columns in values]
+def _by_group(shape: Shape, patches: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    if not isinstance(shape, ClipShape):
+        return patches
+    return patches.reshape(shape[0], -1, patches.shape[-1])
+
+
+def _shapes(
+    path: Path, name: str, arrays: Mapping[str, NDArray[Any]], images: Images
+) -> list[Shape]:
+    """Of the pictures, or of the videos: those whose times are written have their groups of frames apart."""
+    grids = [(int(frames), int(rows), int(columns)) for frames, rows, columns in arrays[name]]
+    moving, merge = name in VIDEOS, images.merge
     for frames, *sides in grids:
-        if frames != 1 or any(side % merge for side in sides):
+        if (frames != 1 and not moving) or any(side % merge for side in sides):
             raise ConfigError(
-                f"{path}: image_grid_thw has {[frames, *sides]}; pictures have one frame, and whole cells of {merge} x "
+                f"{path}: {name} has {[frames, *sides]}; pictures have one frame, and whole cells of {merge} x "
                 f"{merge} patches"
             )
-    return grids
+    if not moving:
+        return [*grids]
+    assert isinstance(images, ImagesAndVideos)
+    if images.videos.times == "text":
+        return [(1, *grid[1:]) for grid in grids for _ in range(grid[0])]
+    seconds = next((arrays[key] for key in SECONDS if key in arrays), None)
+    if seconds is None or seconds.shape != (len(grids),):
+        raise ConfigError(
+            f"{path} has videos, but not {' or '.join(SECONDS)} [videos], the seconds from one group of frames to the "
+            "next"
+        )
+    return [
+        ClipShape(grid, grid[0], step) for grid, step in zip(grids, seconds.tolist(), strict=True)
+    ]
 
 
-def _colors(path: Path, pixels: NDArray[Any], vision: VisionConfig) -> NDArray[np.uint8]:
-    """uint8 [patches, (row, column, color)] of normalised (color, frame, row, column)."""
+def _colors(path: Path, name: str, pixels: NDArray[Any], vision: VisionConfig) -> NDArray[np.uint8]:
+    """uint8 [patches, (frame, row, column, color)], of as many frames as rows hold, of normalised
+    (color, frame, row, column)."""
     size, frames = vision.patch_size, vision.patch_frames
     if pixels.ndim != 2 or pixels.shape[1] != frames * vision.patch_features:
         raise ConfigError(
-            f"{path}: pixel_values must be [patches, {frames * vision.patch_features}] (got {list(pixels.shape)})"
+            f"{path}: {name} must be [patches, {frames * vision.patch_features}] (got {list(pixels.shape)})"
         )
     apart = pixels.reshape(-1, 3, frames, size, size).transpose(2, 0, 3, 4, 1)
-    return _levels(path, apart, vision).reshape(len(pixels), -1)
+    return _levels(path, name, apart, vision).swapaxes(0, 1).reshape(len(pixels), -1)
 
 
-def _levels(path: Path, frames: NDArray[Any], vision: VisionConfig) -> NDArray[np.uint8]:
-    """Colors as files have them, of normalised ones [frames, ..., 3] that are equal in all frames: [..., 3]."""
+def _levels(path: Path, name: str, frames: NDArray[Any], vision: VisionConfig) -> NDArray[np.uint8]:
+    """Colors as files have them, of normalised ones [frames, ..., 3], which are equal in all frames beyond those that
+    rows hold: [frames of rows, ..., 3]."""
     levels = 255 * (frames.astype(np.float64) * vision.pixel_std + vision.pixel_mean)
-    colors = levels[0].round()
+    colors = levels[: vision.row_frames].round()
     rounded = np.abs(levels - colors).max(initial=0.0)
     if rounded > COLOR_ERROR or colors.min(initial=0) < 0 or colors.max(initial=0) > 255:
+        equal = "" if vision.videos else f", equal in all {len(frames)} frames,"
         raise ConfigError(
-            f"{path}: pixel_values are not colors of 8 bits, equal in all {len(frames)} frames, less "
-            f"{list(vision.pixel_mean)}, over {list(vision.pixel_std)}; write what the folder's processor makes"
+            f"{path}: {name} are not colors of 8 bits{equal} less {list(vision.pixel_mean)}, over "
+            f"{list(vision.pixel_std)}; write what the folder's processor makes"
         )
     return colors.astype(np.uint8)

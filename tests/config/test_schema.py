@@ -306,6 +306,41 @@ def test_latents_and_pixels_have_sections_of_their_own(path):
         assert said in refusal(path, *keys)
 
 
+def test_videos_are_seen_where_the_tower_says_so(path):
+    seen = ("model.vision.videos=true", "model.vision.patch_frames=2")
+    assert load_config(path, [*seen, "data.videos.fps=2"]).data.videos.min_frames == 4
+    for said, keys in {
+        "data.videos: no videos are read; leave it out, or set model.vision": (
+            "data.videos.fps=2",
+        ),
+        "min_frames (9) is more than max_frames (8)": (
+            *seen,
+            "data.videos={fps: 2, min_frames: 9, max_frames: 8}",
+        ),
+        "sampling (ends): without fps all frames": (*seen, "data.videos.sampling=ends"),
+        "positions_per_second (4): with times (text)": (
+            *seen,
+            "data.videos={times: text, positions_per_second: 4}",
+        ),
+        "data.videos.max_frames (1) is less than one patch": (*seen, "data.videos.max_frames=1"),
+        "model.language.media_positions (line): groups of frames": (
+            *seen,
+            "model.language.media_positions=line",
+        ),
+        "data.videos.bounds (video): with data.images.resize (area)": (
+            *seen,
+            "data.videos.bounds=video",
+        ),
+        "data.videos.max_pixels (602112): with model.vision.positions (table)": (
+            *seen,
+            "model.vision.positions=table",
+            "model.vision.position_grid=4",
+            "data.images={resize: square, min_pixels: 3136, max_pixels: 3136}",
+        ),
+    }.items():
+        assert said in refusal(path, *keys)
+
+
 MIXTURE = "model.language.experts={count: 4, per_token: 2}"
 
 

@@ -54,8 +54,8 @@ def test_clips_are_the_processors(tmp_path):
 def test_clips_advance_positions_by_their_tokens(tmp_path):
     """25 a second, all three axes together."""
     reader = reader_of(config_of(WHOLE, tmp_path))
-    positions = reader.token_positions((100, 1, 1), 7)
-    assert positions.tolist() == [[7 + i] * 3 for i in range(25)]
+    positions, following = reader.token_positions((100, 1, 1), 7)
+    assert positions.tolist() == [[7 + i] * 3 for i in range(25)] and following == 32
 
 
 PUBLISHED_THINKER = {

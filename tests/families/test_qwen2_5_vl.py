@@ -10,7 +10,13 @@ import pytest
 from PIL import Image
 
 from jaxmllm.config.read import parse_config
-from jaxmllm.config.schema import ComponentsConfig, Config, ConfigError, ModelConfig
+from jaxmllm.config.schema import (
+    ComponentsConfig,
+    Config,
+    ConfigError,
+    ModelConfig,
+    VideoDataConfig,
+)
 from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.modalities import modalities
 from jaxmllm.data.media.reference import File
@@ -39,6 +45,12 @@ def reader_of(config: Config) -> Images:
     reader = modalities(config.model, config.data, ())["vision"]
     assert isinstance(reader, Images)
     return reader
+
+
+def videos_of(config: Config) -> VideoDataConfig:
+    """How they are read, by a reader that there is."""
+    assert reader_of(config).parts == ("image", "video")
+    return config.data.videos
 
 
 @pytest.fixture
@@ -70,6 +82,39 @@ def test_what_the_folder_says_stands_in_the_config(tmp_path):
     # What the run folder keeps is read again, as it says nothing else
     written = config.model_dump(mode="json", by_alias=True)
     assert parse_config(resolved(written)) == config
+
+
+def test_videos_are_read_as_the_folder_says(copy, tmp_path):
+    """By the file for pictures, or one of their own."""
+    assert reader_of(config_of(copy, tmp_path)).parts == ("image",)
+    seen = {"videos": True}
+    videos = videos_of(config_of(copy, tmp_path, vision=seen))
+    assert (videos.fps, videos.min_pixels, videos.max_pixels) == (None, 64, 768)
+    assert (videos.times, videos.positions_per_second) == ("positions", 4.0)
+    change(copy / "config.json", "vision_config", tokens_per_second=2)
+    own = json.loads((copy / "preprocessor_config.json").read_text())
+    own |= {"size": {"shortest_edge": 128, "longest_edge": 1024}, "max_frames": 16, "fps": 2}
+    file = copy / "video_preprocessor_config.json"
+    file.write_text(json.dumps(own | {"do_sample_frames": True, "min_frames": 6}))
+    config = config_of(copy, tmp_path, vision=seen)
+    videos = videos_of(config)
+    assert (videos.fps, videos.sampling, videos.min_frames) == (2.0, "steps", 6)
+    assert (videos.max_frames, videos.min_pixels, videos.max_pixels) == (16, 128, 1024)
+    assert videos.positions_per_second == 2.0
+    # What the run folder keeps is read again, and with all frames there is no sampling
+    written = config.model_dump(mode="json", by_alias=True)
+    assert parse_config(resolved(written)) == config
+    data = {"tokenizer": "none.json", "videos": {"fps": None}}
+    tree = {"model": {"from": str(copy), "vision": seen}, "data": data}
+    assert "min_frames" not in resolved(tree)["data"]["videos"]
+    for values, words in (
+        ({"image_mean": [0.5, 0.5, 0.5]}, r"has image_mean \[0.5, 0.5, 0.5\]; \[0.48145466"),
+        ({"num_frames": 8}, "has num_frames 8; videos are sampled by fps alone"),
+        ({"cap_pixels_per_frame": True}, "has cap_pixels_per_frame True; False alone is supp"),
+    ):
+        file.write_text(json.dumps(own | values))
+        with pytest.raises(FolderError, match=words):
+            config_of(copy, tmp_path, vision=seen)
 
 
 def test_configs_of_first_folders_are_flat(tmp_path):

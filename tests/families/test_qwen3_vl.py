@@ -15,7 +15,7 @@ from jaxmllm.families.resolved import resolved
 from jaxmllm.families.weight_files import FolderError, WeightFile, write_tensors
 from jaxmllm.models.mllm import build_model
 from sharding.mesh import make_mesh
-from tests.families.test_qwen2_5_vl import change, config_of
+from tests.families.test_qwen2_5_vl import change, config_of, videos_of
 from tests.support import tiny_config
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -42,6 +42,14 @@ def test_what_the_folder_says_stands_in_the_config(tmp_path):
     # What the run folder keeps is read again, as it says nothing else
     written = config.model_dump(mode="json", by_alias=True)
     assert parse_config(resolved(written)) == config
+
+
+def test_videos_are_read_as_the_folder_says(tmp_path):
+    """By the file for pictures: it says nothing of sampling."""
+    videos = videos_of(config_of(FOLDER, tmp_path, vision={"videos": True}))
+    assert (videos.fps, videos.sampling, videos.min_frames) == (2.0, "ends", 4)
+    assert (videos.bounds, videos.min_pixels, videos.max_pixels) == ("video", 64, 768)
+    assert videos.times == "text"
 
 
 def test_experts(tmp_path):

@@ -248,7 +248,10 @@ def change(path: Path, **values) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"model_type": "clip"}, "has model_type 'clip'; there are gemma3, siglip, siglip_vision_model"),
+        (
+            {"model_type": "clip"},
+            "has model_type 'clip'; there are gemma3, siglip, siglip_vision_model",
+        ),
         ({"model_type": "qwen3"}, "'qwen3' and so no vision; name the folder in model.from, or"),
         ({"vision_config": {"hidden_act": "relu"}}, "has hidden_act 'relu'; there are gelu_pyt"),
         ({"vision_config": {"num_patches": 17}}, "has num_patches 17; it must be the square"),

@@ -103,6 +103,7 @@ def test_inputs_that_are_none(tmp_path, capsys):
     folder = GOLDENS / QUICK
     for arrays, words in (
         ({"pixel_values": np.zeros(3)}, "holds pixel_values; it must hold input_ids"),
+        ({"pixel_values_videos": np.zeros(3)}, "holds pixel_values_videos; it must hold input"),
         ({"input_ids": np.zeros(3, int)}, "of one shape [texts, tokens]"),
         ({"input_ids": np.full((1, 3), 48)}, "must be 0 .. 47 (got 48)"),
     ):
@@ -129,10 +130,8 @@ def test_pictures_that_are_none(tmp_path, capsys):
         ({"pixel_values": pixels[:, 1:]}, "pixel_values must be [patches, 96] (got [68, 95])"),
         ({"pixel_values": pixels + 0.01}, "are not colors of 8 bits, equal in all 2 frames"),
         ({"pixel_values": 4 * pixels}, "are not colors of 8 bits, equal in all 2 frames"),
-        (
-            {"pixel_values_videos": pixels},
-            "it must hold input_ids, and may hold attention_mask, lab",
-        ),
+        ({"pixel_values_videos": pixels}, "has videos, but not video_grid_thw"),
+        ({"input_features": pixels}, "it must hold input_ids, and may hold attention_mask, lab"),
     ):
         arrays = {name: value for name, value in (inputs | changes).items() if value is not None}
         np.savez(tmp_path / "inputs.npz", **arrays)

@@ -420,6 +420,7 @@ YARN = (
 )
 RESAMPLED = ("model.vision.positions=resampled", "model.vision.position_grid=4")
 FIXED_AREA = ("data.images.min_pixels=7056", "data.images.max_pixels=7056")
+VIDEOS = ("model.vision.videos=true", "data.images.resize=smart")
 WINDOWED = ("model.vision.layers=2", "model.vision.window=4")
 STAGED = ("pipeline.stages=2", "pipeline.layout=chain", "mesh.data=1", "data.batch_size=8")
 SOURCES = "data.{split}=[{{name: a, path: {data}/train.jsonl}}, {{{first}}}]"
@@ -557,6 +558,7 @@ EFFECTS: dict[str, Effect] = {
     **effects("model.vision", weights, norm="layer", key_bias="false"),
     **effects("model.vision", weights, patch_frames="2", patch_bias="false", gated_mlp="true"),
     **effects("model.vision", weights, deepstack_layers="[0]"),
+    **effects("model.vision", formats, ("model.vision.patch_frames=2",), videos="true"),
     **effects("model.vision.projector", weights, mlp_width="24", linear="true"),
     **effects("model.vision.projector", encoder("vision"), gelu="exact"),
     **effects("model.vision.projector", weights, grouping="mean", norm="layer"),
@@ -629,6 +631,13 @@ EFFECTS: dict[str, Effect] = {
     **effects("data", cache_files, index_cache="{folder}"),
     **effects("data.images", lengths, min_pixels="1000", max_pixels="10000"),
     **effects("data.images", lengths, FIXED_AREA, resize="fill", kernel="lanczos"),
+    **effects("data.videos", lengths, VIDEOS, fps="2", max_frames="2", folder_fps="8"),
+    **effects("data.videos", lengths, VIDEOS, min_pixels="1000", max_pixels="10000"),
+    **effects("data.videos", lengths, VIDEOS, bounds="video", times="text"),
+    **effects("data.videos", lengths, VIDEOS, positions_per_second="4"),
+    **effects(
+        "data.videos", lengths, (*VIDEOS, "data.videos.fps=1"), sampling="ends", min_frames="2"
+    ),
     **effects(
         "data.audio",
         lengths,

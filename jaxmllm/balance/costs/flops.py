@@ -353,7 +353,7 @@ def _vision(config: VisionConfig, language_width: int) -> tuple[Layer, ...]:
     patch = config.patch_features * config.width
     table = config.learned_positions * config.width
     # A resampled position is a weighted sum of all learned ones; one of a table is looked up
-    multiplied = patch + table if config.resamples else patch
+    multiplied = config.row_frames * patch + (table if config.resamples else 0)
     weights = config.patch_frames * patch + table
     embedding = Layer("vision", weights, _product(multiplied))
     blocks = [_encoder_block("vision", config, per_token=1)] * config.layers

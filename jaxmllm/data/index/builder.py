@@ -34,9 +34,10 @@ from jaxmllm.data.index.length_index import (
     MediaKey,
     MediaTable,
     Rejected,
+    item_count,
     starts,
 )
-from jaxmllm.data.media.modality import Modality, Shape
+from jaxmllm.data.media.modality import ClipShape, Modality, Shape
 from jaxmllm.data.media.reference import MediaError, taken_as
 from jaxmllm.data.printable import shown
 from jaxmllm.data.sources.formats import open_source
@@ -208,7 +209,7 @@ class _Builder:
             if measured.shape is None:
                 self._reject(line, measured.failure)
                 return
-            rows.append(row)
+            rows += [row] * item_count(measured.shape)
             shapes.append(measured.shape)
         try:
             rendered = render(line.conversation, self.tokenizer, self.modalities, shapes)
@@ -283,6 +284,10 @@ class _Builder:
 
     def _media_table(self) -> MediaTable:
         measured = [measured for _, measured in self.media.values()]
+        clocks = [
+            (item.shape.frames, item.shape.rate) if isinstance(item.shape, ClipShape) else (0, 0.0)
+            for item in measured
+        ]
         return MediaTable(
             address=tuple(key.address for key in self.media),
             part=tuple(key.part for key in self.media),
@@ -291,6 +296,8 @@ class _Builder:
             shape=np.array([item.shape or (-1, -1, -1) for item in measured], np.int32).reshape(
                 -1, 3
             ),
+            frames=np.array([frames for frames, _ in clocks], np.int32),
+            rate=np.array([rate for _, rate in clocks], np.float64),
             failure={row: item.failure for row, item in enumerate(measured) if item.shape is None},
         )
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from jaxmllm.arrays import Ints, Longs
 from jaxmllm.config.schema import Targets
-from jaxmllm.data.media.modality import Shape
+from jaxmllm.data.media.modality import ClipShape, Shape
 from jaxmllm.data.printable import shown
 from jaxmllm.data.sources.source import Source
 
@@ -26,7 +26,7 @@ ITEM_COLUMNS: Final = (
     "item_tokens",
     "item_slot",
 )
-MEDIA_COLUMNS: Final = ("phase", "stamp", "shape")
+MEDIA_COLUMNS: Final = ("phase", "stamp", "shape", "frames", "rate")
 
 
 class MediaKey(NamedTuple):
@@ -69,6 +69,8 @@ class MediaTable:
     phase: NDArray[np.int8]  # [D]
     stamp: Longs  # [D, 2] see `Source.media_stamp`
     shape: Ints  # [D, 3]; -1 where the header is of no use
+    frames: Ints  # [D] of a `ClipShape`; 0: it is none
+    rate: NDArray[np.float64]  # [D] likewise
     failure: Mapping[int, tuple[str, str]]  # reason and message there
 
     def measured(self, row: int) -> Measured:
@@ -76,7 +78,14 @@ class MediaTable:
         size, modified = self.stamp[row].tolist()
         if row in self.failure:
             return Measured((size, modified), None, self.failure[row])
-        return Measured((size, modified), tuple(self.shape[row].tolist()))
+        return Measured((size, modified), self.shape_of(row))
+
+    def shape_of(self, row: int) -> Shape:
+        """The shape of one item whose header is of use."""
+        time, height, width = self.shape[row].tolist()
+        if not (frames := int(self.frames[row])):
+            return time, height, width
+        return ClipShape((time, height, width), frames, float(self.rate[row]))
 
 
 @dataclass(frozen=True)
@@ -117,8 +126,12 @@ class LengthIndex:
 
     def shapes(self, example: int) -> tuple[Shape, ...]:
         """Shapes of an example's media in reading order."""
-        items = self.item_shape[self.item_start[example] : self.item_start[example + 1]]
-        return tuple((time, height, width) for time, height, width in items.tolist())
+        shapes = []
+        item, end = self.item_start[example : example + 2].tolist()
+        while item < end:
+            shapes.append(self.media.shape_of(self.item_media[item]))
+            item += item_count(shapes[-1])
+        return tuple(shapes)
 
     def without(self, refused: Sequence[tuple[int, str, str]]) -> LengthIndex:
         """The index with some examples moved to `rejected`: (example, reason, message) of each,
@@ -139,6 +152,11 @@ class LengthIndex:
             sorted((*self.rejected, *moved), key=lambda refusal: (refusal.path, refusal.line))
         )
         return replace(self, **columns, item_start=starts(counts[keep]), rejected=rejected)
+
+
+def item_count(shape: Shape) -> int:
+    """Items that one of this shape becomes: a video has one for each group of frames."""
+    return shape[0] if isinstance(shape, ClipShape) else 1
 
 
 def starts(counts: Sequence[int] | NDArray[Any]) -> Longs:

@@ -6,15 +6,13 @@
                              +--> patches [slots, patch_frames * patch_size * patch_size * 3]
 
 Of an animation, the frames to take follow from the times in its blocks, so headers tell how long a clip is.
-Frames are decoded and resized one by one.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -25,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.arrays import ceil_divide
-from jaxmllm.data.media.animations import read_animation
-from jaxmllm.data.media.images import Images, opened
+from jaxmllm.data.media.clips import decoded_frames, first_size, frame_seconds
+from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import Clip, MediaError, MediaReference
 from jaxmllm.row_format import RowFormat
@@ -40,6 +38,9 @@ class Generated:
     parts: ClassVar[tuple[str, ...]] = ("image", "video")
     generated = True
     centred = False  # where rows and columns are counted from
+
+    def captions(self, shape: Shape) -> tuple[str, ...]:
+        return ()
 
     def length(self, shape: Shape) -> int:
         return math.prod(shape)
@@ -64,8 +65,8 @@ class Generated:
     def real_slots(self, shape: Shape) -> NDArray[np.bool_]:
         return np.ones(self.length(shape), np.bool_)
 
-    def token_positions(self, shape: Shape, start: int) -> NDArray[np.int32]:
-        return np.zeros((0, 3), np.int32)
+    def token_positions(self, shape: Shape, start: int) -> tuple[NDArray[np.int32], int]:
+        return np.zeros((0, 3), np.int32), start
 
 
 @dataclass(frozen=True)
@@ -107,27 +108,17 @@ class GeneratedPixels(Generated, Images):
                 "shape_changed", f"{media} was indexed as {shape} patches but is {shape_now} now"
             )
         distinct, places = np.unique(numbers, return_inverse=True)
-        frames = np.stack(list(self._frames(media, distinct.tolist(), shape)))
+        frames = np.stack(list(decoded_frames(self, media, distinct.tolist(), shape)))
         return self.patches(frames[places], shape)
 
     def _found(self, media: Clip) -> tuple[Shape, Sequence[int]]:
         """The shape of a clip, and the numbers of the frames that it takes of its file or folder."""
-        if files := media.files():
-            if self.fps is not None and self.folder_fps is None:
-                raise MediaError(
-                    "unknown_frame_rate",
-                    f"{media} is a folder of frames, and nothing says how many of them are one second; set "
-                    "data.generated.folder_fps, or leave out data.generated.fps to take them all",
-                )
-            seconds = (1 / Fraction(self.folder_fps or 1),) * len(files)
-            grid = Images.measure(self, files[0])
-        else:
-            with media.open() as file:
-                seconds = read_animation(file, media).seconds
-                with closing(opened(file, media)) as image:
-                    grid = self._shape(image, media)
+        anyhow = self.folder_fps or 1.0  # where all frames are taken, their times do not matter
+        folder_fps = anyhow if self.fps is None else self.folder_fps
+        seconds = frame_seconds(media, folder_fps, self.section)
+        grid = self.grid(*first_size(self, media))
         numbers = self._taken(seconds, media)
-        return (ceil_divide(len(numbers), self.patch_frames), *grid[1:]), numbers
+        return (ceil_divide(len(numbers), self.patch_frames), *grid), numbers
 
     def _taken(self, seconds: Sequence[Fraction], media: MediaReference) -> Sequence[int]:
         """Which frames are taken, given the time that each is shown: those in the middle of each 1 / fps
@@ -147,27 +138,6 @@ class GeneratedPixels(Generated, Images):
         ends = list(accumulate(seconds))
         middles = (Fraction(2 * number + 1, 2) / fps for number in numbers)
         return [min(bisect_right(ends, middle), len(ends) - 1) for middle in middles]
-
-    def _frames(
-        self, media: Clip, numbers: Sequence[int], shape: Shape
-    ) -> Iterator[NDArray[np.uint8]]:
-        """The frames of these rising numbers, resized: [height, width, 3] each."""
-        if files := media.files():
-            for number in numbers:
-                grid = Images.measure(self, files[number])
-                if grid[1:] != shape[1:]:
-                    raise MediaError(
-                        "unlike_frames",
-                        f"{files[number]} is of another size than the first frame of {media}; frames of a clip "
-                        "have the same",
-                    )
-                yield self._pixels(files[number], grid)
-            return
-        with media.open() as file:
-            first = read_animation(file, media).first
-            with closing(opened(file, media)) as image:
-                for number in numbers:
-                    yield self._decoded(image, shape, media, "undecodable_video", first + number)
 
     def patches(self, pixels: NDArray[np.uint8], shape: Shape) -> NDArray[np.uint8]:
         """Of an image [H, W, 3] or of frames [frames, H, W, 3]."""

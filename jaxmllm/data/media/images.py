@@ -142,6 +142,9 @@ class Images:
         with media.open() as file, closing(opened(file, media)) as image:
             return self._shape(image, media)
 
+    def captions(self, shape: Shape) -> tuple[str, ...]:
+        return ()
+
     def length(self, shape: Shape) -> int:
         return math.prod(shape)
 
@@ -154,9 +157,9 @@ class Images:
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
         """uint8 [length, features]. Raises `MediaError`: those of `measure`, shape_changed,
         undecodable_image."""
-        return self.patches(self._pixels(media, shape), shape)
+        return self.patches(self.pixels(media, shape), shape)
 
-    def _pixels(self, media: MediaReference, shape: Shape) -> NDArray[np.uint8]:
+    def pixels(self, media: MediaReference, shape: Shape) -> NDArray[np.uint8]:
         """The resized image, with the errors of `load`: [grid_h * patch_size, grid_w * patch_size, 3]."""
         with media.open() as file, closing(opened(file, media)) as image:
             if (shape_now := self._shape(image, media)) != shape:
@@ -166,7 +169,7 @@ class Images:
                 )
             if image.format == "JPEG":
                 _check_scans(file, media)
-            return self._decoded(image, shape, media, "undecodable_image")
+            return self.decoded(image, shape, media, "undecodable_image")
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
         """(0, row, column) of each patch in the grid: [length, 3]; with the rows and columns of the grid
@@ -186,16 +189,16 @@ class Images:
     def real_slots(self, shape: Shape) -> NDArray[np.bool_]:
         return np.ones(self.length(shape), np.bool_)
 
-    def token_positions(self, shape: Shape, start: int) -> NDArray[np.int32]:
+    def token_positions(self, shape: Shape, start: int) -> tuple[NDArray[np.int32], int]:
         """Time stands still over one image, and height and width count merged cells; or all go on from token to
         token: [tokens, 3]."""
         if self.in_line:
-            line = np.arange(start, start + self.tokens(shape), dtype=np.int32)
-            return np.repeat(line[:, None], 3, axis=1)
-        rows, columns = np.divmod(
-            np.arange(self.tokens(shape), dtype=np.int32), shape[2] // self.merge
-        )
-        return np.stack([np.zeros_like(rows), rows, columns], axis=-1) + np.int32(start)
+            end = start + self.tokens(shape)
+            line = np.arange(start, end, dtype=np.int32)
+            return np.repeat(line[:, None], 3, axis=1), end
+        cells = (1, *(side // self.merge for side in shape[1:]))
+        positions = np.indices(cells, np.int32).reshape(3, -1).T + np.int32(start)
+        return positions, start + max(cells)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Patch grid of an image of `height` x `width` pixels.
@@ -211,7 +214,7 @@ class Images:
             rows, columns = _filling(height, width, cell, self.max_pixels // cell**2)
             return rows * self.merge, columns * self.merge
         if self.resize == "smart":
-            rows, columns = _smart(height, width, cell, self.min_pixels, self.max_pixels)
+            rows, columns = smart_cells(height, width, cell, self.min_pixels, self.max_pixels)
             return rows * self.merge, columns * self.merge
         max_cells = self.max_pixels // cell**2
         rows = max(1, round(height / cell))
@@ -230,6 +233,10 @@ class Images:
         return rows * self.merge, columns * self.merge
 
     def _shape(self, image: Image.Image, media: MediaReference) -> Shape:
+        return 1, *self.grid(*self.size(image, media))
+
+    def size(self, image: Image.Image, media: MediaReference) -> tuple[int, int]:
+        """Height and width, upright. Raises `MediaError` for what is too large, too thin, or holds no colors."""
         width, height = image.size
         if width * height > MAX_SOURCE_PIXELS:
             raise _too_many_pixels(media)
@@ -240,11 +247,10 @@ class Images:
                 "extreme_aspect_ratio",
                 f"{media} is {width} x {height} pixels: its long side is over {MAX_ASPECT_RATIO} times the short one",
             )
-        if _orientation(image) >= 5:  # the file lies on its side
-            height, width = width, height
-        return 1, *self.grid(height, width)
+        # From 5 on, the file lies on its side
+        return (width, height) if _orientation(image) >= 5 else (height, width)
 
-    def _decoded(
+    def decoded(
         self, image: Image.Image, shape: Shape, media: MediaReference, reason: str, frame: int = 0
     ) -> NDArray[np.uint8]:
         """The pixels of a frame, resized and upright, all those of the grid. Raises `MediaError` with this reason."""
@@ -270,7 +276,7 @@ class Images:
         size = self.patch_size
         tiles = pixels.reshape(height // merge, merge, size, width // merge, merge, size, 3)
         return np.ascontiguousarray(tiles.transpose(0, 3, 1, 4, 2, 5, 6)).reshape(
-            -1, self.format.features
+            self.length(shape), -1
         )
 
 
@@ -370,17 +376,23 @@ def _filling(height: int, width: int, cell: int, max_cells: int) -> tuple[int, i
     return cells(least)
 
 
-def _smart(height: int, width: int, cell: int, least: int, most: int) -> tuple[int, int]:
+def smart_cells(
+    height: int, width: int, cell: int, least: int, most: int, frames: int = 1, whole: int = 1
+) -> tuple[int, int]:
     """Rows and columns of cells, both sides rounded to whole ones, or scaled until their pixels are within bounds.
 
     In the floating-point numbers of the published rule, which decide where sides are near whole cells.
+
+    Args:
+      frames: whose pixels are within the bounds together.
+      whole: the same, rounded to whole patches.
     """
     rows, columns = (round(size / cell) for size in (height, width))
-    if rows * columns * cell**2 > most:
-        scale = math.sqrt(height * width / most)
+    if whole * rows * columns * cell**2 > most:
+        scale = math.sqrt(frames * height * width / most)
         rows, columns = (max(1, math.floor(size / scale / cell)) for size in (height, width))
-    elif rows * columns * cell**2 < least:
-        scale = math.sqrt(least / (height * width))
+    elif whole * rows * columns * cell**2 < least:
+        scale = math.sqrt(least / (frames * height * width))
         rows, columns = (math.ceil(size * scale / cell) for size in (height, width))
     return rows, columns
 

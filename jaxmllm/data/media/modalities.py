@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from jaxmllm.config.schema import DataConfig, DiffusionConfig, ModelConfig
+from jaxmllm.config.schema import DataConfig, DiffusionConfig, ModelConfig, VisionConfig
 from jaxmllm.data.media.generated import GeneratedPixels
 from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.latents import GeneratedLatents
 from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.media.sounds import Sounds
+from jaxmllm.data.media.videos import ImagesAndVideos
 from jaxmllm.row_format import RowFormat
 
 
@@ -21,16 +22,8 @@ def modalities(model: ModelConfig, data: DataConfig, split: Collection[str]) -> 
     made: dict[str, Modality] = {}
     for phase in model.encoders:
         if phase == "vision" and model.vision is not None:
-            made[phase] = Images(
-                patch_size=model.vision.patch_size,
-                merge=model.vision.merge,
-                min_pixels=data.images.min_pixels,
-                max_pixels=data.images.max_pixels,
-                resize=data.images.resize,
-                kernel=data.images.kernel,
-                with_grids=model.vision.resamples,
-                in_line=model.language.media_positions == "line",
-            )
+            in_line = model.language.media_positions == "line"
+            made[phase] = _seen(model.vision, data, in_line)
         if phase == "audio" and model.audio is not None:
             made[phase] = Sounds(
                 sample_rate=data.audio.sample_rate,
@@ -49,6 +42,20 @@ def modalities(model: ModelConfig, data: DataConfig, split: Collection[str]) -> 
     if model.diffusion is not None:
         made["diffusion"] = _generated(model.diffusion, data)
     return made
+
+
+def _seen(model: VisionConfig, data: DataConfig, in_line: bool) -> Images:
+    """What reads pictures, and videos where there are some; `in_line` as `Images` have it."""
+    settings = data.images.model_dump() | {"with_grids": model.resamples, "in_line": in_line}
+    if not model.videos:
+        return Images(patch_size=model.patch_size, merge=model.merge, **settings)
+    return ImagesAndVideos(
+        patch_size=model.patch_size,
+        merge=model.merge,
+        patch_frames=model.patch_frames,
+        videos=data.videos,
+        **settings,
+    )
 
 
 def _generated(model: DiffusionConfig, data: DataConfig) -> Modality:

@@ -6,7 +6,7 @@ a conversation. Slots are what rows are packed with: patches of an image, log-me
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,31 @@ from jaxmllm.row_format import RowFormat
 
 # Time, height, width, in what the modality counts; 1 along the axes that it lacks
 Shape = tuple[int, int, int]
+
+
+class ClipShape(tuple[int, int, int]):
+    """Shape of a clip that is seen: (groups of frames, height, width), each group an item of its phase.
+
+    Attributes:
+      frames: of its file or folder.
+      rate: how many of these are shown per second, on average.
+    """
+
+    frames: int
+    rate: float
+
+    def __new__(cls, shape: Shape, frames: int, rate: float) -> Self:
+        made = super().__new__(cls, shape)
+        made.frames, made.rate = frames, rate
+        return made
+
+    def __getnewargs__(self) -> tuple[tuple[int, ...], int, float]:
+        return (*self,), self.frames, self.rate
+
+    @property
+    def group(self) -> Shape:
+        """Shape of each item."""
+        return (1, *self[1:])
 
 
 class Modality(Protocol):
@@ -50,7 +75,13 @@ class Modality(Protocol):
         ...
 
     def measure(self, media: MediaReference) -> Shape:
-        """Shape of the item from its header alone. Raises `MediaError`."""
+        """Shape of the item from its header alone: of a clip that becomes several items, a `ClipShape`. Raises
+        `MediaError`."""
+        ...
+
+    def captions(self, shape: Shape) -> tuple[str, ...]:
+        """What is written before each item of a clip, which then has a frame of its own; empty: nothing is, and
+        they stand in one frame."""
         ...
 
     def length(self, shape: Shape) -> int:
@@ -77,8 +108,7 @@ class Modality(Protocol):
         """Which slots hold data rather than padding inside the item: [length]."""
         ...
 
-    def token_positions(self, shape: Shape, start: int) -> NDArray[np.int32]:
+    def token_positions(self, shape: Shape, start: int) -> tuple[NDArray[np.int32], int]:
         """Three-axis positions (time, height, width) of its language tokens when the item begins at
-        position `start` (M-RoPE, arXiv 2409.12191): [tokens, 3]. The text after it continues at the
-        maximum + 1."""
+        position `start` (M-RoPE, arXiv 2409.12191): [tokens, 3]; and where the text after it goes on."""
         ...

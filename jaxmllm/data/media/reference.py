@@ -133,6 +133,27 @@ class Clip:
         return str(self.media)
 
 
+@dataclass(frozen=True)
+class FrameGroup:
+    """Neighbouring frames of a clip that are one item: those of this number."""
+
+    clip: Clip
+    number: int
+
+    @property
+    def address(self) -> str:
+        return self.clip.address
+
+    def open(self) -> Stream:
+        return self.clip.open()
+
+    def files(self) -> Sequence[MediaReference]:
+        return self.clip.files()
+
+    def __str__(self) -> str:
+        return f"{self.clip} (frames {self.number})"
+
+
 def taken_as(part: str, media: MediaReference) -> MediaReference:
     """A media item as the part of a conversation calls it."""
     return Clip(media) if part == "video" else media

@@ -102,6 +102,9 @@ class Sounds:
         with media.open() as file:
             return self._shape(self._header(file, media), media)
 
+    def captions(self, shape: Shape) -> tuple[str, ...]:
+        return ()
+
     def length(self, shape: Shape) -> int:
         whole = round_up(shape[0], self.chunk_frames)
         if self.silence == "heard":
@@ -161,10 +164,10 @@ class Sounds:
     def real_slots(self, shape: Shape) -> NDArray[np.bool_]:
         return np.arange(self.length(shape)) < self.real(shape)
 
-    def token_positions(self, shape: Shape, start: int) -> NDArray[np.int32]:
+    def token_positions(self, shape: Shape, start: int) -> tuple[NDArray[np.int32], int]:
         """A clip advances all three axes together, as text does: [tokens, 3]."""
-        line = np.arange(start, start + self.tokens(shape), dtype=np.int32)
-        return np.repeat(line[:, None], 3, axis=1)
+        end = start + self.tokens(shape)
+        return np.repeat(np.arange(start, end, dtype=np.int32)[:, None], 3, axis=1), end
 
     def _header(self, file: Stream, media: MediaReference) -> _Header:
         """Rate and length, without decoding."""

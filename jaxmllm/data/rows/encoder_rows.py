@@ -13,16 +13,21 @@ may be dealt to parts; `valid` and `places` are in the order of the plan.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from jaxmllm.arrays import Ints
 from jaxmllm.balance.records import PhaseItems, PhasePlan
 from jaxmllm.data.media.modality import Modality
-from jaxmllm.data.media.reference import MediaError, MediaReference
+from jaxmllm.data.media.reference import FrameGroup, MediaError, MediaReference
+from jaxmllm.data.media.videos import ImagesAndVideos
 from jaxmllm.data.printable import shown
 from jaxmllm.data.rows.batch import Batch, LocalRows, MisalignmentError
 from jaxmllm.data.rows.masks import AttentionSpec, Row, finish_encoder_row
@@ -92,13 +97,12 @@ class Filling(ABC):
             for item, span in batch.media(self.local.phase, index)
         }
 
-        def load(item: int) -> str | None:
-            if batch.cancelled():
-                raise CancelledError
-            return self._load(item, spans[item])
+        def load(together: Sequence[int]) -> list[str | None]:
+            return list(self._load(together, [spans[item] for item in together], batch.cancelled))
 
+        groups = _together(items.tolist(), spans, self.items.example)
         with ThreadPoolExecutor(max(1, threads)) as pool:
-            messages = list(pool.map(load, items.tolist()))
+            messages = list(itertools.chain.from_iterable(pool.map(load, groups)))
         failures = [
             (item, message)
             for item, message in zip(items.tolist(), messages, strict=True)
@@ -109,25 +113,49 @@ class Filling(ABC):
         # Two hosts may fill a row: the one with the first rank tells of it.
         return [message for item, message in failures if plan.rank[item] in self.local.ranks]
 
-    def _load(self, item: int, span: MediaSpan) -> str | None:
-        """Fill the slots of one item; the message where it does not load, which leaves zeros that
-        are not accepted.
+    def _load(
+        self, items: Sequence[int], spans: Sequence[MediaSpan], cancelled: Callable[[], bool]
+    ) -> Iterator[str | None]:
+        """Fill the slots of some items of one file; of each the message where it does not load, which leaves zeros
+        that are not accepted.
 
         Items own disjoint slots, so threads may write into one row; `failed`, which they share, is
         counted later.
         """
-        modality = self.modality
-        row = self.rows[self.local.plan.microbatch[item]]
-        number = self.local.row(item)
-        slots = self.local.slots(item, int(self.items.length[item]))
-        into = self.lay(row, number, item, span, slots)
-        try:
-            features = modality.load(span.reference, span.shape)
-        except MediaError as error:
-            return str(error)
-        except Exception as error:
-            raise _named(error, span.reference) from error
-        expected = (into.stop - into.start, modality.format.features)
+        loaded = self._features(spans)
+        broken: MediaError | None = None
+        for item, span in zip(items, spans, strict=True):
+            if cancelled():
+                raise CancelledError
+            row = self.rows[self.local.plan.microbatch[item]]
+            number = self.local.row(item)
+            slots = self.local.slots(item, int(self.items.length[item]))
+            into = self.lay(row, number, item, span, slots)
+            if broken is None:
+                try:
+                    features = next(loaded)
+                except MediaError as error:
+                    broken = error
+                except Exception as error:
+                    raise _named(error, span.reference) from error
+            message = self._unfit(features, into, span) if broken is None else str(broken)
+            if message is None:
+                np.copyto(row["features"][number, into], features, casting="same_kind")
+                self.accept(row, number, item, slots)
+            yield message
+
+    def _features(self, spans: Sequence[MediaSpan]) -> Iterator[NDArray[Any]]:
+        """The features of items of one file, as they are asked for."""
+        clips = {span.reference.clip for span in spans if isinstance(span.reference, FrameGroup)}
+        if not clips:
+            return (self.modality.load(span.reference, span.shape) for span in spans)
+        assert isinstance(self.modality, ImagesAndVideos)
+        (clip,) = clips
+        return self.modality.load_groups(clip, [_number(span) for span in spans])
+
+    def _unfit(self, features: NDArray[Any], into: slice, span: MediaSpan) -> str | None:
+        """Why features are of no use, if they are. Raises `MisalignmentError` for those of another shape."""
+        expected = (into.stop - into.start, self.modality.format.features)
         if features.shape != expected:
             raise MisalignmentError(
                 f"{span.reference} was loaded as {features.shape}, but the plan has room for {expected}"
@@ -136,9 +164,34 @@ class Filling(ABC):
             return shown(
                 f"{span.reference} was loaded as numbers that are not finite; leave it out, or write it again"
             )
-        np.copyto(row["features"][number, into], features, casting="same_kind")
-        self.accept(row, number, item, slots)
         return None
+
+
+def _together(
+    items: Sequence[int], spans: Mapping[int, MediaSpan], example: Ints
+) -> list[list[int]]:
+    """Items that are loaded one after the other: groups of frames of one video, so that it is decoded once."""
+    groups: list[list[int]] = []
+    for item in items:
+        before = groups[-1][-1] if groups else item
+        one, other = spans[before].reference, spans[item].reference
+        goes_on = (
+            isinstance(one, FrameGroup)
+            and isinstance(other, FrameGroup)
+            and (one.clip, example[before]) == (other.clip, example[item])
+            and one.number < other.number
+        )
+        if goes_on:
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+    return groups
+
+
+def _number(span: MediaSpan) -> int:
+    """Of a group of frames."""
+    assert isinstance(span.reference, FrameGroup)
+    return span.reference.number
 
 
 class _Filling(Filling):

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmllm.data.media.modality import Modality, Shape
-from jaxmllm.data.media.reference import MediaReference
+from jaxmllm.data.media.modality import ClipShape, Modality, Shape
+from jaxmllm.data.media.reference import Clip, FrameGroup, MediaReference
 from jaxmllm.data.text.answer_marks import Piece, written_pieces
 from jaxmllm.data.text.conversation import (
     DOCUMENT,
@@ -105,9 +105,11 @@ def _render_turns(
                 modality = modality_of(part, modalities)
                 frame = layout.media[part.part]
                 made = learned and modality.generated
-                sequence.add_text((*tokenizer.encode(frame.before), *frame.begin), made)
-                sequence.add_item(part.reference, modality, next(remaining), frame.pad)
-                sequence.add_text((*frame.end, *tokenizer.encode(frame.after)), made)
+                for caption, reference, shape in _framed(part, modality, next(remaining)):
+                    sequence.add_text(tokenizer.encode(caption))
+                    sequence.add_text((*tokenizer.encode(frame.before), *frame.begin), made)
+                    sequence.add_item(reference, modality, shape, frame.pad)
+                    sequence.add_text((*frame.end, *tokenizer.encode(frame.after)), made)
             else:
                 sequence.add_text(tokenizer.encode(part.text), learned)
         sequence.add_text((layout.turn_end,), learned)
@@ -141,18 +143,23 @@ def _render_pieces(
 ) -> Rendered:
     """All text as one, which control tokens and media part."""
     framed: list[Piece] = []
+    items: list[tuple[MediaReference, Modality, Shape]] = []
     for piece in pieces:
         if piece.media is None:
             framed.append(piece)
             continue
-        part = media[piece.media]
+        part, shape = media[piece.media], shapes[piece.media]
+        modality = modality_of(part, modalities)
         frame = tokenizer.layout.media[part.part]
-        made = modality_of(part, modalities).generated  # by the assistant, and so is its frame
+        made = modality.generated  # by the assistant, and so is its frame
         before: list[str | int] = [frame.before, *frame.begin]
         after: list[str | int] = [*frame.end, frame.after]
-        framed += [Piece(of, learned=made) for of in before if of != ""]
-        framed.append(replace(piece, content=frame.pad))  # in the place of all its tokens
-        framed += [Piece(of, learned=made) for of in after if of != ""]
+        for caption, reference, of_item in _framed(part, modality, shape):
+            framed += [Piece(caption)] if caption else []
+            framed += [Piece(of, learned=made) for of in before if of != ""]
+            framed.append(replace(piece, content=frame.pad, media=len(items)))  # for all its tokens
+            framed += [Piece(of, learned=made) for of in after if of != ""]
+            items.append((reference, modality, of_item))
     encoded = tokenizer.encode_pieces([piece.content for piece in framed])
     if not encoded.ids:
         raise ConversationError("answers_unclear", "the chat template writes nothing of it")
@@ -169,10 +176,28 @@ def _render_pieces(
         if number[start] < 0:
             sequence.add_text(ids, bool(learned[start]))
         else:
-            part = media[number[start]]
-            modality = modality_of(part, modalities)
-            sequence.add_item(part.reference, modality, shapes[number[start]], *ids)
+            sequence.add_item(*items[number[start]], *ids)
     return sequence.finish()
+
+
+def _framed(
+    part: MediaPart, modality: Modality, shape: Shape
+) -> list[tuple[str, MediaReference, Shape]]:
+    """(what is written before it, reference, shape) of all that has a frame of its own: a media item as a whole, or
+    each group of frames of a video."""
+    captions = modality.captions(shape)
+    if not captions:
+        return [("", part.reference, shape)]
+    items = items_of(part.reference, shape)
+    return [(caption, *item) for caption, item in zip(captions, items, strict=True)]
+
+
+def items_of(reference: MediaReference, shape: Shape) -> tuple[tuple[MediaReference, Shape], ...]:
+    """Reference and shape of each item that a media item of a conversation becomes: itself, or groups of frames."""
+    if not isinstance(shape, ClipShape):
+        return ((reference, shape),)
+    assert isinstance(reference, Clip)
+    return tuple((FrameGroup(reference, number), shape.group) for number in range(shape[0]))
 
 
 def _check_drawable(conversation: Conversation, modalities: Mapping[str, Modality]) -> None:
@@ -203,9 +228,11 @@ def modality_of(part: MediaPart, modalities: Mapping[str, Modality]) -> Modality
         if not modality.generated:
             return modality
     encoders = ", ".join(name for name, modality in modalities.items() if not modality.generated)
+    sees = part.part == "video" and "vision" in modalities
+    cure = "; set model.vision.videos, and see data.videos" if sees else ""
     raise ConversationError(
         "no_encoder",
-        f"holds {_a(part.part)}, but no encoder of the model takes it (encoders: {encoders or 'none'})",
+        f"holds {_a(part.part)}, but no encoder of the model takes it (encoders: {encoders or 'none'}){cure}",
     )
 
 
@@ -236,10 +263,11 @@ class _Sequence:
         if modality.generated:
             self._add_generated(reference, modality, shape)
             return
-        tokens = modality.tokens(shape)
-        self.media.append(MediaSpan(modality.name, reference, shape, len(self.tokens), tokens))
-        self.tokens += [pad] * tokens
-        self.learned += [False] * tokens
+        for item, of_item in items_of(reference, shape):
+            tokens = modality.tokens(of_item)
+            self.media.append(MediaSpan(modality.name, item, of_item, len(self.tokens), tokens))
+            self.tokens += [pad] * tokens
+            self.learned += [False] * tokens
         self.positions.add_item(modality, shape)
 
     def _add_generated(self, reference: MediaReference, modality: Modality, shape: Shape) -> None:

@@ -1,7 +1,7 @@
 """Three-axis positions of the tokens of a sequence.
 
-M-RoPE (arXiv 2409.12191): text advances time, height and width together, media spread over the axes, and what
-comes after them continues at the maximum + 1.
+M-RoPE (arXiv 2409.12191): text advances time, height and width together, media spread over the axes, and say where
+what comes after them continues.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ class SequencePositions:
 
     def add_item(self, modality: Modality, shape: Shape) -> None:
         """An item that has tokens in the sequence."""
-        positions = modality.token_positions(shape, self._following)
+        positions, self._following = modality.token_positions(shape, self._following)
         self._parts.append(positions)
-        self._following = int(positions.max()) + 1
 
     def finish(self) -> NDArray[np.int32]:
         """[L, 3] time, height, width of all that was added."""

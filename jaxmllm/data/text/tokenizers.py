@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -114,6 +114,8 @@ class ChatNames:
     )
 
 
+# In the places of the tokens of videos; without such a token, that of images is
+VIDEO_PADS = ("<|video_pad|>", "<|VIDEO|>")
 # Further frames of media, where a file has none of those of `ChatNames`: the first whose tokens all exist
 FURTHER = {
     "image": (
@@ -216,7 +218,11 @@ class FileTokenizer:
         without = MediaTokens((), (), pad)
         media = {part: self._frame(triples) or without for part, triples in names.media.items()}
         media |= self._further_frames(names)
-        return media | {"video": media["image"]}  # both are framed as vision
+        frame = media["image"]  # both are framed as vision
+        found = (self._tokenizer.token_to_id(name) for name in VIDEO_PADS)
+        return media | {
+            "video": replace(frame, pad=next((i for i in found if i is not None), frame.pad))
+        }
 
     def _further_frames(self, names: ChatNames) -> dict[str, MediaTokens]:
         """Around media parts that have no other frame."""

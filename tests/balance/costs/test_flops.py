@@ -169,6 +169,10 @@ def test_gated_towers_patches_of_frames_and_wider_projectors():
     assert block.parameters - plain_block.parameters == 32 * 128
     assert patches.linear(7) == plain_patches.linear(7), "a still image meets a sum of weights"
     assert patches.parameters == 2 * plain_patches.parameters
+    moving = chosen.model_copy(
+        update={"vision": VISION.model_copy(update=choices | {"videos": True})}
+    )
+    assert phase_layers(moving, "vision")[0].linear(7) == 2 * plain_patches.linear(7)
     assert projector.parameters == 4 * 32 * 48 + 48 * 64
     assert plain_projector.parameters == 4 * 32 * 64 + 64 * 64
     assert projector.linear(8) == product(2, 4 * 32, 48) + product(2, 48, 64)

@@ -150,9 +150,9 @@ def test_patches_against_a_loop(tmp_path: Path) -> None:
 
 
 def test_token_positions() -> None:
-    assert IMAGES.token_positions((1, 4, 6), 10).tolist() == [
-        [10, 10 + row, 10 + col] for row in (0, 1) for col in (0, 1, 2)
-    ]
+    positions, following = IMAGES.token_positions((1, 4, 6), 10)
+    assert positions.tolist() == [[10, 10 + row, 10 + col] for row in (0, 1) for col in (0, 1, 2)]
+    assert following == 13
     assert (
         IMAGES.tokens((1, 4, 6)) == 6 == IMAGES.length((1, 4, 6)) // IMAGES.format.slots_per_token
     )

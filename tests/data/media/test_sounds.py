@@ -146,7 +146,8 @@ def test_lengths_and_positions(tmp_path: Path) -> None:
     assert [SOUNDS.tokens((frames, 1, 1)) for frames in (1, 4, 5, 8, 9, 33)] == [1, 1, 1, 1, 2, 5]
     assert SOUNDS.positions((5, 1, 1)).tolist() == [[i // 4, 0, 0] for i in range(8)]
     assert SPLIT.positions((5, 1, 1)).tolist() == [[i // 4, 0, 0] for i in range(32)]
-    assert SOUNDS.token_positions((33, 1, 1), 7).tolist() == [[7 + i] * 3 for i in range(5)]
+    positions, following = SOUNDS.token_positions((33, 1, 1), 7)
+    assert positions.tolist() == [[7 + i] * 3 for i in range(5)] and following == 12
     assert (SOUNDS.format.slots_per_token, SOUNDS.format.stride, SOUNDS.format.alignment) == (
         8,
         4,

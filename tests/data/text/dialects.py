@@ -133,6 +133,15 @@ PICTURED = """\
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+# And videos
+MOVING = PICTURED.replace(
+    """            {%- else %}
+                {{- content""",
+    """            {%- elif content['type'] == 'video' %}
+                {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
+            {%- else %}
+                {{- content""",
+)
 LOOP = "{%- for message in messages %}\n"
 FIRST = """\
     {%- if loop.first and message['role'] != 'system' %}
@@ -229,6 +238,10 @@ DIALECTS = {
     "qwen2.5": Dialect(DEFAULT_SYSTEM, CHATML + VISION, _QWEN),
     "qwen2.5-vl": Dialect(WITH_SYSTEM, CHATML + VISION, _QWEN),
     "qwen3-vl": Dialect(PICTURED, CHATML + VISION, _QWEN),
+    "qwen2.5-vl-moving": Dialect(
+        MOVING.replace(LOOP, LOOP + FIRST), (*CHATML, *VISION, "<|video_pad|>"), _QWEN
+    ),
+    "qwen3-vl-moving": Dialect(MOVING, (*CHATML, *VISION, "<|video_pad|>"), _QWEN),
     "qwen2.5-omni": Dialect(HEARD, CHATML + BOTH, _QWEN),
     "qwen3": Dialect(REASONING, CHATML + VISION, _QWEN),
     "generation": Dialect(GENERATION, CHATML, _QWEN),

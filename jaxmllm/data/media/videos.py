@@ -1,0 +1,205 @@
+"""Images, and videos whose frames are seen in groups: a vision tower reads `patch_frames` of them at once.
+
+    image   --decode--> [1, H, W, 3], the same in all frames of a patch
+    video   --decode, some frames--> [frames, H, W, 3]
+                             |
+                             +--> for each group of frames an item, as of an image: patches [slots, frames * p * p * 3]
+
+No tower sees more than a group at once, so groups are packed, placed and sent like images.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxmllm.arrays import ceil_divide
+from jaxmllm.config.schema import VideoDataConfig
+from jaxmllm.data.media.clips import decoded_frames, first_size, frame_seconds
+from jaxmllm.data.media.images import Images, smart_cells
+from jaxmllm.data.media.modality import ClipShape, Shape
+from jaxmllm.data.media.reference import Clip, MediaError, MediaReference
+from jaxmllm.row_format import RowFormat
+
+
+@dataclass(frozen=True)
+class FrameImages(Images):
+    """Frames of one video, which all have the same size; with `together`, bounds of pixels are those of so many frames,
+    in whole patches of `patch_frames`."""
+
+    together: int | None = None
+    patch_frames: int = 1
+
+    section = "videos"
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        if self.together is None:
+            return super().grid(height, width)
+        cell = self.cell_size
+        if min(height, width) < cell:
+            scale = max(cell / height, cell / width)
+            height, width = int(height * scale), int(width * scale)
+        whole = round(self.together / self.patch_frames) * self.patch_frames
+        bounds = self.min_pixels, self.max_pixels
+        rows, columns = smart_cells(height, width, cell, *bounds, self.together, whole)
+        return rows * self.merge, columns * self.merge
+
+
+@dataclass(frozen=True)
+class ImagesAndVideos(Images):
+    """The vision modality of models that read videos, too. The shape of a video is a `ClipShape`, and each of its
+    groups of frames an item of the shape of an image.
+
+    A slot holds one patch as uint8 [patch_frames, patch_size, patch_size, 3] flattened.
+    """
+
+    patch_frames: int = 1
+    videos: VideoDataConfig = field(default_factory=VideoDataConfig)
+
+    parts: ClassVar[tuple[str, ...]] = ("image", "video")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.frame_images(self.patch_frames)  # whose bounds may be wrong
+
+    @cached_property
+    def format(self) -> RowFormat:
+        of_images = super().format
+        return replace(of_images, features=of_images.features * self.patch_frames)
+
+    def frame_images(self, frames: int) -> FrameImages:
+        """What reads the frames of a video that so many are taken of."""
+        return FrameImages(
+            patch_size=self.patch_size,
+            merge=self.merge,
+            min_pixels=self.videos.min_pixels,
+            max_pixels=self.videos.max_pixels,
+            resize=self.resize,
+            kernel=self.kernel,
+            together=frames if self.videos.bounds == "video" else None,
+            patch_frames=self.patch_frames,
+        )
+
+    def measure(self, media: MediaReference) -> Shape:
+        """Patch grid from headers; of a folder, from that of its first file. Raises `MediaError`: those of
+        images, broken_video_header, truncated_video, too_many_frames, too_few_frames, unknown_frame_rate."""
+        if not isinstance(media, Clip):
+            return super().measure(media)
+        seconds = frame_seconds(media, self.videos.folder_fps, "videos")
+        rate = float(len(seconds) / sum(seconds))
+        return self.clip_shape(len(seconds), rate, first_size(self, media), media)
+
+    def clip_shape(
+        self, frames: int, rate: float, size: tuple[int, int], media: MediaReference | None = None
+    ) -> ClipShape:
+        """Of a video of so many frames, `rate` of them per second, of this height and width. Raises `MediaError`:
+        too_many_frames, too_few_frames.
+
+        Args:
+          media: for messages.
+        """
+        count = len(self.taken(frames, rate, media))
+        grid = self.frame_images(count).grid(*size)
+        return ClipShape((ceil_divide(count, self.patch_frames), *grid), frames, rate)
+
+    def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
+        """uint8 [length, features]. Raises `MediaError`: those of images."""
+        colors = super().load(media, shape)
+        return np.tile(colors, (1, self.patch_frames))
+
+    def load_groups(self, clip: Clip, numbers: Sequence[int]) -> Iterator[NDArray[Any]]:
+        """Some groups of frames, by rising numbers: uint8 [length of a group, features] each.
+
+        Raises `MediaError`: those of `measure`, shape_changed, undecodable_video, unlike_frames.
+        """
+        shape = self.measure(clip)
+        assert isinstance(shape, ClipShape)
+        if numbers[-1] >= shape[0]:
+            raise MediaError(
+                "shape_changed",
+                f"{clip} was indexed with more than {numbers[-1] * self.patch_frames} frames, and has fewer now",
+            )
+        taken = self.taken(shape.frames, shape.rate, clip)
+        reader = self.frame_images(len(taken))
+        groups = [self._group(taken, number) for number in numbers]
+        distinct = sorted({frame for group in groups for frame in group})
+        frames = zip(distinct, decoded_frames(reader, clip, distinct, shape), strict=True)
+        held: dict[int, NDArray[Any]] = {}
+        for group in groups:
+            while group[-1] not in held:
+                frame, pixels = next(frames)
+                held[frame] = super().patches(pixels, shape.group)
+            yield np.concatenate([held[frame] for frame in group], axis=1)
+            held = {frame: patches for frame, patches in held.items() if frame >= group[-1]}
+
+    def captions(self, shape: Shape) -> tuple[str, ...]:
+        if self.videos.times != "text" or not isinstance(shape, ClipShape):
+            return ()
+        taken = self.taken(shape.frames, shape.rate)
+        groups = (self._group(taken, number) for number in range(shape[0]))
+        ends = ((group[0] / shape.rate, group[-1] / shape.rate) for group in groups)
+        return tuple(f"<{(first + last) / 2:.1f} seconds>" for first, last in ends)
+
+    def token_positions(self, shape: Shape, start: int) -> tuple[NDArray[np.int32], int]:
+        """Of an image, or of all groups of a video, whose times go on from `start` in steps that are rounded down."""
+        of_group, after = super().token_positions((1, *shape[1:]), start)
+        if not isinstance(shape, ClipShape):
+            return of_group, after
+        positions = np.tile(of_group, (shape[0], 1))
+        # In the numbers of the published rules, which decide where products are near whole numbers
+        seconds = np.float32(self.group_seconds(shape))
+        per_second = np.float32(self.videos.positions_per_second)
+        numbers = np.arange(shape[0], dtype=np.float32)
+        line = self.videos.times == "line"
+        times = numbers * seconds * per_second if line else numbers * (per_second * seconds)
+        positions[:, 0] += np.repeat(times.astype(np.int32), len(of_group))
+        return positions, int(positions.max()) + 1 if line else after
+
+    def group_seconds(self, shape: ClipShape) -> float:
+        """Seconds from one group of frames to the next."""
+        taken = self.taken(shape.frames, shape.rate)
+        return self.patch_frames / (len(taken) / shape.frames * shape.rate)
+
+    def _group(self, taken: Sequence[int], number: int) -> tuple[int, ...]:
+        """The frames of a group; the last one is repeated where there are no more."""
+        places = itertools.islice(itertools.count(number * self.patch_frames), self.patch_frames)
+        return tuple(taken[min(place, len(taken) - 1)] for place in places)
+
+    def taken(self, frames: int, rate: float, media: MediaReference | None = None) -> Sequence[int]:
+        """The frames that are taken of so many, `rate` of them per second; in the published arithmetic.
+
+        Raises `MediaError`: too_many_frames, too_few_frames.
+
+        Args:
+          media: for messages, where the frames are those of no index.
+        """
+        videos, patch = self.videos, self.patch_frames
+        if (videos.fps is not None or videos.bounds == "video") and frames < patch:
+            raise MediaError(
+                "too_few_frames",
+                f"{media} has {frames} frames, fewer than a patch (model.vision.patch_frames, {patch}); show it as an "
+                "image",
+            )
+        if videos.fps is None:
+            if frames > videos.max_frames:
+                raise MediaError(
+                    "too_many_frames",
+                    f"{media} has {frames} frames, more than data.videos.max_frames = {videos.max_frames}; raise it, "
+                    "set data.videos.fps, or split the video",
+                )
+            return range(frames)
+        wanted = frames / rate * videos.fps
+        if videos.sampling == "ends":
+            count = min(max(int(wanted), videos.min_frames), videos.max_frames, frames)
+            places: NDArray[Any] = np.linspace(0, frames - 1, count).round()
+        else:
+            most = min(videos.max_frames, frames) // patch * patch
+            count = max(int(min(max(wanted, videos.min_frames), most)) // patch, 1) * patch
+            places = (np.arange(count) * (frames / count)).astype(np.float32)
+        return places.astype(np.int64).tolist()

@@ -1,0 +1,189 @@
+"""Videos that a model sees: which frames are taken, how large, in which groups; pictures stay what they are."""
+
+import pickle
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxmllm.config.schema import VideoDataConfig
+from jaxmllm.data.media.images import Images
+from jaxmllm.data.media.modality import ClipShape
+from jaxmllm.data.media.reference import Clip, File, FrameGroup, MediaError
+from jaxmllm.data.media.videos import ImagesAndVideos
+
+GOLDENS = Path(__file__).parents[2] / "families" / "moving_goldens"
+BY_FRAME = {"times": "positions"}
+BY_VIDEO = {"times": "text", "bounds": "video"}
+FAMILIES = {"qwen2_5_vl": (BY_FRAME, 14), "qwen3_vl": (BY_VIDEO, 16)}
+COLORS = np.random.default_rng(0).integers(0, 256, (7, 16, 24, 3)).astype(np.uint8)  # of frames
+
+
+def reader(patch: int = 4, **videos: object) -> ImagesAndVideos:
+    bounds = {"min_pixels": 64, "max_pixels": 64 * 40} | videos
+    settings = VideoDataConfig(**bounds)  # type: ignore[arg-type]
+    return ImagesAndVideos(
+        patch, 2, 64, max(640, 4 * patch**2), resize="smart", patch_frames=2, videos=settings
+    )
+
+
+def animation(path: Path, colors: np.ndarray = COLORS, milliseconds: int = 250) -> Clip:
+    first, *others = map(Image.fromarray, colors)
+    first.save(path, save_all=True, append_images=others, duration=milliseconds, lossless=True)
+    return Clip(File(path))
+
+
+def folder(path: Path, colors: np.ndarray = COLORS) -> Clip:
+    path.mkdir()
+    for number, frame in enumerate(colors):
+        Image.fromarray(frame).save(path / f"{number}.png")
+    return Clip(File(path))
+
+
+@pytest.fixture(params=FAMILIES)
+def processed(request) -> tuple[str, dict[str, np.ndarray]]:
+    return request.param, dict(np.load(GOLDENS / request.param / "processed.npz"))
+
+
+# ---------------------------------------------------------------------------- against the reference
+
+
+def test_the_frames_that_are_taken_are_those_of_the_reference(processed):
+    name, arrays = processed
+    settings = {**FAMILIES[name][0], "fps": 2.0}
+    settings |= {"sampling": "ends"} if name == "qwen3_vl" else {}
+    for number, (frames, rate) in enumerate(arrays["lengths"].tolist()):
+        taken = reader(**settings).taken(int(frames), rate)
+        assert [*taken] == arrays[f"taken_{number}"].tolist(), (frames, rate)
+
+
+def test_grids_are_those_of_the_reference(processed):
+    name, arrays = processed
+    settings, patch = FAMILIES[name]
+    least, most = arrays["resized_bounds"].tolist()
+    made = reader(patch, **settings, min_pixels=least, max_pixels=most)
+    grids = [made.frame_images(frames).grid(*size) for frames, *size in arrays["sizes"].tolist()]
+    np.testing.assert_array_equal(patch * np.array(grids), arrays["resized"])
+
+
+def test_pixels_are_those_of_the_reference(processed, tmp_path):
+    """Of its processor of videos, for which Pillow had resized the frames: its own kernel rounds otherwise."""
+    name, arrays = processed
+    least, most = arrays["bounds"].tolist()
+    made = reader(**FAMILIES[name][0], min_pixels=least, max_pixels=most)
+    mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+    for number in range(3):
+        video = arrays[f"video_{number}"]
+        clip = animation(tmp_path / f"{number}.png", video)
+        shape = made.measure(clip)
+        assert shape == tuple(arrays[f"grid_{number}"])
+        groups = np.concatenate([*made.load_groups(clip, range(shape[0]))])
+        pixels = (groups.reshape(-1, 2, 4, 4, 3) / 255 - mean) / std
+        wanted = arrays[f"pixels_{number}"].reshape(-1, 3, 2, 4, 4).transpose(0, 2, 3, 4, 1)
+        np.testing.assert_allclose(pixels, wanted, rtol=0, atol=1e-6, err_msg=str(number))
+
+
+# ---------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("name", ["a.webp", "a.png", "clip"])
+def test_groups_hold_the_frames_of_a_file(name, tmp_path):
+    """Seven frames are four groups, the last of which has one twice; a group may be asked for alone."""
+    made = reader(folder_fps=4.0)
+    clip = (folder if name == "clip" else animation)(tmp_path / name)
+    shape = made.measure(clip)
+    assert isinstance(shape, ClipShape) and shape == (4, 4, 6)
+    assert (shape.frames, shape.rate, shape.group) == (7, 4.0, (1, 4, 6))
+    plain = Images(4, 2, 64, 640)
+    frames = [plain._patches(colors, (1, 4, 6)) for colors in COLORS]
+    pairs = [(0, 1), (2, 3), (4, 5), (6, 6)]
+    for numbers in ([0, 1, 2, 3], [3], [0, 2]):
+        for number, found in zip(numbers, made.load_groups(clip, numbers), strict=True):
+            first, second = pairs[number]
+            np.testing.assert_array_equal(found[:, :48], frames[first])
+            np.testing.assert_array_equal(found[:, 48:], frames[second])
+    sampled = reader(folder_fps=4.0, fps=2.0)
+    assert [*sampled.taken(7, 4.0)] == [0, 1, 3, 5]
+    first = next(sampled.load_groups(clip, [1]))
+    np.testing.assert_array_equal(first[:, :48], frames[3])
+
+
+def test_a_picture_is_the_same_in_all_frames(tmp_path):
+    Image.fromarray(COLORS[0]).save(tmp_path / "a.png")
+    file, made, plain = File(tmp_path / "a.png"), reader(), Images(4, 2, 64, 640, resize="smart")
+    shape = made.measure(file)
+    assert shape == plain.measure(file) and not isinstance(shape, ClipShape)
+    np.testing.assert_array_equal(made.load(file, shape), np.tile(plain.load(file, shape), 2))
+    assert made.format.features == 2 * plain.format.features
+
+
+def test_times_are_positions_or_words():
+    shape = ClipShape((3, 4, 8), 6, 5.0)  # a group every 0.4 seconds
+    positions, after = reader(positions_per_second=4.0).token_positions(shape, 10)
+    assert positions[:, 0].reshape(3, 8).tolist() == [[10] * 8, [11] * 8, [13] * 8]
+    assert after == 14 and positions[-1].tolist() == [13, 11, 13]
+    line = reader(positions_per_second=25.0, times="line")
+    assert line.token_positions(shape, 10)[1] == 31 and line.captions(shape) == ()
+    written = reader(times="text").captions(shape)
+    assert written == ("<0.1 seconds>", "<0.5 seconds>", "<0.9 seconds>")
+    again = pickle.loads(pickle.dumps(shape))
+    assert again == shape and (again.frames, again.rate) == (6, 5.0)
+
+
+def cut(path: Path) -> Clip:
+    clip = animation(path)
+    path.write_bytes(path.read_bytes()[:-400])
+    return clip
+
+
+def empty(path: Path) -> Clip:
+    path.mkdir()
+    return Clip(File(path))
+
+
+def unlike(path: Path) -> Clip:
+    clip = folder(path)
+    Image.new("RGB", (40, 40)).save(path / "5.png")
+    return clip
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Clip], dict[str, object], str]] = {
+    "too long": (lambda d: animation(d / "a.png"), {"max_frames": 6}, "too_many_frames"),
+    "too short": (
+        lambda d: animation(d / "a.png", COLORS[:1]),
+        {"fps": 2.0},
+        "too_few_frames",
+    ),
+    "no rate": (lambda d: folder(d / "clip"), {}, "unknown_frame_rate"),
+    "no frames": (lambda d: empty(d / "clip"), {"folder_fps": 4.0}, "missing_file"),
+    "cut": (lambda d: cut(d / "a.png"), {}, "truncated_video"),
+    "unlike": (lambda d: unlike(d / "clip"), {"folder_fps": 4.0}, "unlike_frames"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_seen_is_refused(name, tmp_path):
+    make, settings, reason = REFUSED[name]
+    made, clip = reader(**settings), make(tmp_path)
+    with pytest.raises(MediaError) as error:
+        shape = made.measure(clip)
+        [*made.load_groups(clip, range(shape[0]))]
+    assert error.value.reason == reason and "\n" not in str(error.value)
+    assert str(FrameGroup(clip, 3)).endswith("(frames 3)")
+
+
+def test_a_video_that_became_shorter(tmp_path):
+    made, clip = reader(), animation(tmp_path / "a.png")
+    assert made.measure(clip)[0] == 4
+    animation(tmp_path / "a.png", COLORS[:3])
+    with pytest.raises(MediaError, match="and has fewer now"):
+        next(made.load_groups(clip, [3]))
+
+
+def test_averages_of_uneven_times(tmp_path):
+    clip = animation(tmp_path / "a.png", COLORS[:4], [100, 100, 100, 700])  # type: ignore[arg-type]
+    shape = reader().measure(clip)
+    assert isinstance(shape, ClipShape) and shape.rate == float(4 / Fraction(1))

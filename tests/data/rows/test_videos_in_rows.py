@@ -1,0 +1,140 @@
+"""Videos from records to rows: an item for each group of frames, indexed, cached, planned, loaded, or masked."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxmllm.balance.records import PhasePlan
+from jaxmllm.config.schema import SourceConfig, VideoDataConfig
+from jaxmllm.data.corpus import Corpus
+from jaxmllm.data.media.images import Images
+from jaxmllm.data.media.modality import ClipShape
+from jaxmllm.data.media.reference import FrameGroup
+from jaxmllm.data.media.videos import ImagesAndVideos
+from jaxmllm.data.rows.batch import Batch, LocalRows
+from jaxmllm.data.rows.encoder_rows import _Filling, empty_rows
+from jaxmllm.data.text.tokenizers import ByteTokenizer
+
+COLORS = np.random.default_rng(0).integers(0, 256, (5, 16, 24, 3)).astype(np.uint8)
+ANSWER = {"role": "assistant", "content": "yes"}
+
+
+def reader(**videos: object) -> ImagesAndVideos:
+    settings = VideoDataConfig(min_pixels=64, max_pixels=640, **videos)  # type: ignore[arg-type]
+    return ImagesAndVideos(4, 2, 64, 640, resize="smart", patch_frames=2, videos=settings)
+
+
+@pytest.fixture
+def source(tmp_path) -> SourceConfig:
+    first, *others = map(Image.fromarray, COLORS)
+    first.save(tmp_path / "a.png")
+    first.save(tmp_path / "v.png", save_all=True, append_images=others, duration=500)
+    records = [
+        "<video> what",
+        "<image> and <video> and <video>",
+        "none",
+        "<video><image>",
+    ]
+    lines = []
+    for text in records:
+        record = {
+            "messages": [{"role": "user", "content": text}, ANSWER],
+            "images": ["a.png"] * text.count("<image>"),
+            "videos": ["v.png"] * text.count("<video>"),
+        }
+        lines.append(json.dumps(record) + "\n")
+    (tmp_path / "train.jsonl").write_text("".join(lines))
+    return SourceConfig(name="a", path=str(tmp_path / "train.jsonl"))
+
+
+@pytest.mark.parametrize("times", ["positions", "text"])
+def test_a_video_is_an_item_for_each_group_of_frames(source, times, tmp_path):
+    modality = reader(times=times)
+    corpus = Corpus.open([source], ByteTokenizer(), {"vision": modality})
+    items = corpus.gather(np.arange(4)).phases["vision"]
+    assert items.example.tolist() == [0] * 3 + [1] * 7 + [3] * 4
+    assert set(items.length.tolist()) == {24} and set(items.tokens.tolist()) == {6}
+    cached = Corpus.open([source], ByteTokenizer(), {"vision": modality})
+    for opened in (corpus, cached):
+        shapes = opened.indexes[0].shapes(1)
+        assert shapes == ((1, 4, 6), (3, 4, 6), (3, 4, 6))
+        assert isinstance(shapes[1], ClipShape) and (shapes[1].frames, shapes[1].rate) == (5, 2.0)
+    spans = cached.example(1).media
+    numbers = [s.reference.number for s in spans if isinstance(s.reference, FrameGroup)]
+    assert numbers == [0, 1, 2, 0, 1, 2]
+    slots = [span.slot for span in spans]
+    assert np.array_equal(slots, items.slot[items.example == 1])
+    gaps = np.diff(slots)[1:3]
+    assert (gaps == 6).all() if times == "positions" else (gaps > 6).all()
+
+
+def test_without_videos_their_records_are_refused(source):
+    index = Corpus.open(
+        [source], ByteTokenizer(), {"vision": Images(4, 2, 64, 640)}, progress=False
+    ).indexes[0]
+    assert len(index) == 1
+    assert {refusal.reason for refusal in index.rejected} == {"no_encoder"}
+    assert "set model.vision.videos, and see data.videos" in index.rejected[0].message
+
+
+def filled(source: SourceConfig) -> tuple[dict[str, np.ndarray], list[str], list[int]]:
+    """The first example's video in one row, the items in another order; messages, and groups that were decoded."""
+    modality = reader()
+    corpus = Corpus.open([source], ByteTokenizer(), {"vision": modality})
+    examples = np.array([0])
+    items = corpus.gather(examples)
+    batch = Batch(examples, items, corpus.example, corpus.modalities, lambda: False)
+    one, none = np.array([96]), np.zeros(3, np.int32)
+    plan = PhasePlan(
+        capacity=one,
+        span=np.array([1]),
+        pool=np.array([0]),
+        pool_offset=np.array([0]),
+        microbatch=none,
+        rank=none,
+        offset=np.array([48, 0, 24], np.int32),
+        segment=np.array([3, 1, 2], np.int32),
+    )
+    local = LocalRows("vision", plan, (0,))
+
+    def make(count: int, slots: int) -> dict[str, np.ndarray]:
+        return {
+            "features": np.zeros((count, slots, modality.format.features), np.uint8),
+            "segments": np.zeros((count, slots), np.int32),
+            "positions": np.zeros((count, slots, 2), np.int32),
+            "valid": np.zeros((count, slots // 4), np.bool_),
+            "failed": np.zeros(count, np.int32),
+        }
+
+    rows = empty_rows(local, make)
+    filling = _Filling(modality, items.phases["vision"], local, rows)
+    return rows[0], filling.load_all(batch, 2), [*plan.offset]
+
+
+def test_groups_lie_where_the_plan_has_them(source):
+    row, failures, offsets = filled(source)
+    plain = Images(4, 2, 64, 640)
+    frames = [plain._patches(colors, (1, 4, 6)) for colors in COLORS]
+    for offset, (first, second) in zip(offsets, ((0, 1), (2, 3), (4, 4)), strict=True):
+        features = row["features"][0, offset : offset + 24]
+        np.testing.assert_array_equal(features, np.hstack([frames[first], frames[second]]))
+    assert not failures and row["valid"][0, :18].all() and not row["valid"][0, 18:].any()
+
+
+def test_a_video_that_does_not_decode_is_masked_and_counted(source):
+    """Groups before the damage stay."""
+    path = Path(source.path).parent / "v.png"
+    Corpus.open([source], ByteTokenizer(), {"vision": reader()})
+    content = bytearray(path.read_bytes())
+    place = [at for at in range(len(content)) if content[at : at + 4] == b"fdAT"][1] + 30
+    content[place : place + 30] = bytes(30)
+    path.write_bytes(content)
+    row, failures, offsets = filled(source)
+    assert row["failed"].tolist() == [2] and len(failures) == 2
+    assert all("does not decode" in message for message in failures)
+    valid = [bool(row["valid"][0, offset // 4]) for offset in offsets]
+    assert valid == [True, False, False]
+    assert (row["segments"][0, :72] > 0).all()

@@ -1,0 +1,126 @@
+"""Makes ids and positions of conversations with pictures and videos, with the reference's processor and model.
+
+python -m tests.data.text.make_moving_talks FOLDER     (needs torch 2.13, torchvision and transformers 5.23)
+
+FOLDER/DIALECT/tokenizer.json, tokenizer_config.json, chat_template.jinja, preprocessor_config.json,
+               video_preprocessor_config.json
+FOLDER/DIALECT/talks.json      records; of their media in reading order heights and widths of pictures, and of videos
+                               frames, frames per second, height and width
+FOLDER/DIALECT/talks.npz       ids_I [L], positions_I [L, 3]
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.data.text.dialects import DIALECTS
+
+Talk = tuple[tuple[str, tuple[Any, ...]], ...]
+# (role, parts): texts, sizes of pictures, and frames, rates and sizes of videos
+TALKS: tuple[Talk, ...] = (
+    (("user", ((24, 8.0, 100, 180), "What is this?")), ("assistant", ("A cat.",))),
+    (
+        ("system", ("Be kind.",)),
+        ("user", ("\nA cat: ", (61, 10.0, 60, 60), " and ", (300, 200), (4, 2.5, 33, 70), "1234?")),
+        ("assistant", ("A cat,\n\n a red cat.",)),
+    ),
+    (
+        ("user", ((7, 29.97, 200, 40),)),
+        ("assistant", (" naïve",)),
+        ("user", ("What ", (90, 120), (40, 0.7, 50, 64), " is?")),
+        ("assistant", ("猫",)),
+    ),
+    (("user", ((31, 3.0, 57, 83),)), ("assistant", ("",))),
+)
+# Dialect -> the reference's names of it, sides of patches, and whether times are text
+REFERENCES = {
+    "qwen2.5-vl-moving": ("Qwen2_5_VL", "qwen2_5_vl", 14, False),
+    "qwen3-vl-moving": ("Qwen3VL", "qwen3_vl", 16, True),
+}
+FRAME = "<|vision_start|><|video_pad|><|vision_end|>"
+SIZE = {"shortest_edge": 4096, "longest_edge": 262_144}
+
+
+def main(folder: Path) -> None:
+    """Write the files of all dialects."""
+    for dialect in REFERENCES:
+        make(folder / dialect, dialect)
+
+
+def make(folder: Path, dialect: str) -> None:
+    """Write the files of one dialect."""
+    import torch
+    import transformers
+    from PIL import Image
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.video_utils import VideoMetadata
+
+    prefix, model_type, patch, written = REFERENCES[dialect]
+    DIALECTS[dialect].folder(folder)
+    images = Qwen2VLImageProcessorPil(patch_size=patch, size=SIZE)
+    kind = "Qwen3VLVideoProcessor" if written else "Qwen2VLVideoProcessor"
+    videos = getattr(transformers, kind)(
+        patch_size=patch, size=SIZE, do_sample_frames=True, fps=2, cap_pixels_per_frame=False
+    )
+    images.save_pretrained(folder)
+    videos.save_pretrained(folder)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    template = (folder / "chat_template.jinja").read_text()
+    processor: Any = getattr(transformers, f"{prefix}Processor")(
+        images, tokenizer, videos, chat_template=template
+    )
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    small |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 16}
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    vision |= {"deepstack_visual_indexes": [0]} if written else {"tokens_per_second": 2}
+    config = transformers.AutoConfig.for_model(model_type, text_config=small, vision_config=vision)
+    model = transformers.AutoModel.from_config(config)
+    records, arrays = [], {}
+    for number, talk in enumerate(TALKS):
+        media = [part for _, parts in talk for part in parts if not isinstance(part, str)]
+        messages = _messages(talk)
+        text = processor.apply_chat_template(messages, tokenize=False)
+        # As published processors write videos: this version of it leaves a second frame around them
+        text = text.replace(FRAME, "<|video_pad|>") if written else text
+        clips = [size for size in media if len(size) == 4]
+        pictures = [Image.new("RGB", size[::-1]) for size in media if len(size) == 2]
+        made = processor(
+            text=[text],
+            images=pictures or None,
+            videos=[torch.zeros((size[0], 3, *size[2:]), dtype=torch.uint8) for size in clips],
+            video_metadata=[VideoMetadata(total_num_frames=size[0], fps=size[1]) for size in clips],
+            return_tensors="pt",
+        )
+        ids = made["input_ids"]
+        asked = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+        grids = {name: made[name] for name in asked if name in made}
+        positions, _ = model.get_rope_index(ids, made["mm_token_type_ids"], **grids)
+        arrays[f"ids_{number}"] = ids[0].numpy().astype(np.int32)
+        arrays[f"positions_{number}"] = positions[:, 0].T.numpy().astype(np.int32)
+        records.append({"record": {"messages": messages}, "media": media})
+    (folder / "talks.json").write_text(json.dumps(records, indent=1) + "\n")
+    np.savez_compressed(folder / "talks.npz", **arrays)
+
+
+def _messages(talk: Talk) -> list[dict[str, Any]]:
+    """As both sides read them; media go by number."""
+    numbers = itertools.count()
+
+    def part(of: Any) -> dict[str, str]:
+        if isinstance(of, str):
+            return {"type": "text", "text": of}
+        if len(of) == 4:
+            return {"type": "video", "video": f"{next(numbers)}.gif"}
+        return {"type": "image", "image": f"{next(numbers)}.png"}
+
+    return [{"role": role, "content": [part(of) for of in parts]} for role, parts in talk]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

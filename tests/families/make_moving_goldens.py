@@ -1,0 +1,205 @@
+"""Makes the goldens of published families that read videos: what the reference makes of texts with videos and pictures,
+of the checkpoints of make_goldens.py.
+
+python -m tests.families.make_moving_goldens GOLDENS FOLDER [all]  (needs torch 2.13, torchvision, transformers 5.23)
+
+FOLDER/NAME/inputs.npz     input_ids, attention_mask, mm_token_type_ids, labels [B, T], pixel_values and
+                           pixel_values_videos [patches, numbers], image_grid_thw and video_grid_thw [media, 3], and
+                           the seconds from one group of frames to the next [videos], where the family has them
+FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the next tokens that are learned)
+FOLDER/NAME/gradients.npz  of the loss, by key of the tensor: of those that patches, and features of media, meet first,
+                           or with `all` of every tensor
+FOLDER/NAME/processed.npz  of some: bounds [2] of pixels; videos video_I [T, H, W, 3] and, of the processor of videos
+                           after Pillow has resized, pixels_I [patches, numbers], grid_I [3]; sizes [N, 3] (frames,
+                           height, width), and what these become, resized [N, 2]; lengths [M, 2] (frames, per
+                           second), and which frames of each are taken, taken_I [n]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BEGIN, END, PICTURE, VIDEO = 3, 4, 5, 6  # tokens
+CELLS = {
+    "tall": (1, 3, 2),
+    "small": (1, 1, 1),
+}  # of pictures: frames, rows and columns of merged cells ...
+CLIPS = {
+    "quick": (5, 2, 1),
+    "slow": (3, 1, 2),
+    "still": (1, 2, 2),
+}  # ... of videos groups of frames
+SECONDS = {"quick": 0.3, "slow": 1.7, "still": 1.0}  # from one of these to the next
+TEXTS = ((4, "slow", 3, "tall", 2, "quick", 4), (7,), (2, "still", 5, "small", 3))
+KEPT = ("patch_embed", "pos_embed", "merger.ln_q", "merger.norm", "embed_tokens")
+# name -> (prefix of the model's classes, whether its thinker is told of times in seconds, and by which argument)
+MOVING: Mapping[str, str | None] = {
+    "qwen2_5_vl": "second_per_grid_ts",
+    "qwen3_vl": None,
+    "qwen3_vl_moe": None,
+}
+PROCESSED = ("qwen2_5_vl", "qwen3_vl")
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+SMALL = {"shortest_edge": 8 * 8 * 3, "longest_edge": 8 * 8 * 40}
+RAGGED = (
+    (4, 24, 16),
+    (5, 29, 41),
+    (2, 9, 60),
+)  # frames, heights and widths of videos that are resized
+RATES = (1.0, 3.0, 9.97, 10.0, 24.0, 29.97, 30.0)
+
+
+def main(goldens: Path, folder: Path, everything: bool = False) -> None:
+    """Write the files of all families."""
+    for seed, name in enumerate(MOVING):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        make_moving(goldens / name, folder / name, MOVING[name], seed, everything)
+
+
+def make_moving(
+    source: Path, folder: Path, seconds: str | None, seed: int, everything: bool
+) -> None:
+    """What the reference computes of one checkpoint in float32."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from tests.families.make_pictured_goldens import _as_stored, _keys_in_files, _plain
+
+    config = AutoConfig.from_pretrained(source)
+    config.video_token_id = VIDEO
+    model = AutoModelForImageTextToText.from_pretrained(
+        source, config=config, dtype=torch.float32, **EAGER
+    )
+    random = np.random.default_rng(seed)
+    video = _processor(source.name)
+    inputs = _texts(random, video, seconds, config.text_config.vocab_size)
+    output = model(**{key: torch.tensor(value) for key, value in inputs.items()})
+    output.loss.backward()
+    logits, loss = (value.detach().numpy() for value in (output.logits, output.loss))
+    valid = inputs["attention_mask"].astype(bool)
+    stored = _keys_in_files(source)
+    gradients = {
+        stored[_plain(key)]: _as_stored(key, parameter.grad.numpy())
+        for key, parameter in model.named_parameters()
+        if everything or any(part in key for part in KEPT)
+    }
+    save = np.savez_compressed
+    save(folder / "inputs.npz", **inputs)
+    save(folder / "reference.npz", valid=valid, logits=logits, loss=loss)
+    save(folder / "gradients.npz", **gradients)
+    if source.name in PROCESSED:
+        save(folder / "processed.npz", **_processed(random, source.name))
+
+
+def _processor(name: str, **changes: Any) -> Any:
+    """The processor of videos of a family, of patches of four pixels."""
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    kind = Qwen3VLVideoProcessor if name.startswith("qwen3") else Qwen2VLVideoProcessor
+    usual = {"patch_size": 4, "cap_pixels_per_frame": False, "do_sample_frames": False}
+    if kind is Qwen3VLVideoProcessor:  # the goldens have the colors of Qwen2.5-VL
+        usual |= {"image_mean": Qwen2VLVideoProcessor.image_mean}
+        usual |= {"image_std": Qwen2VLVideoProcessor.image_std}
+    return kind(**usual | changes)
+
+
+def _texts(
+    random: np.random.Generator, video: Any, seconds: str | None, vocabulary: int
+) -> dict[str, np.ndarray]:
+    """Texts, in each of which media alternate with tokens; nothing is learned of media."""
+    cell = video.patch_size * video.merge_size
+    rows: list[list[int]] = []
+    media: dict[int, list[np.ndarray]] = {PICTURE: [], VIDEO: []}
+    steps = []
+    for text in TEXTS:
+        ids: list[int] = []
+        for part in text:
+            if isinstance(part, int):
+                ids += random.integers(VIDEO + 2, vocabulary, part).tolist()
+                continue
+            token = PICTURE if part in CELLS else VIDEO
+            frames, height, width = (CELLS | CLIPS)[part]
+            shape = (frames * (2 if token == VIDEO else 1), cell * height, cell * width, 3)
+            media[token].append(random.integers(0, 256, shape).astype(np.uint8))
+            # Whose times are written, stand apart
+            apart = frames if token == VIDEO and seconds is None else 1
+            for _ in range(apart):
+                ids += [BEGIN, *[token] * (frames * height * width // apart), END]
+            if token == VIDEO:
+                steps.append(SECONDS[part])
+        rows.append(ids)
+    length = max(map(len, rows))
+    ids = np.array([row + [0] * (length - len(row)) for row in rows])
+    mask = np.arange(length) < np.array([len(row) for row in rows])[:, None]
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": mask.astype(np.int64),
+        "mm_token_type_ids": (ids == PICTURE) + 2 * (ids == VIDEO),
+        "labels": np.where(mask & ~np.isin(ids, (PICTURE, VIDEO)), ids, -100),
+    }
+    for token, kind in ((PICTURE, "image"), (VIDEO, "video")):
+        made = [_patches(video, frames) for frames in media[token]]
+        name = "pixel_values" if token == PICTURE else "pixel_values_videos"
+        inputs[name] = np.concatenate([patches for patches, _ in made])
+        inputs[f"{kind}_grid_thw"] = np.array([grid for _, grid in made])
+    if seconds is not None:
+        inputs[seconds] = np.array(steps, np.float32)
+    return inputs
+
+
+def _patches(video: Any, frames: np.ndarray, resize: bool = False) -> tuple[np.ndarray, list[int]]:
+    """Patches and grid of a video, or of a picture, which is one that stands still."""
+    import torch
+
+    moving = torch.tensor(frames.transpose(0, 3, 1, 2))
+    made = video(videos=[moving], do_resize=resize, return_tensors="np")
+    return made["pixel_values_videos"], made["video_grid_thw"][0].tolist()
+
+
+def _processed(random: np.random.Generator, name: str) -> dict[str, Any]:
+    """Videos that are resized by Pillow, grids of many sizes, and the frames of many lengths that are taken."""
+    from PIL import Image
+    from transformers.models.qwen2_vl import video_processing_qwen2_vl as qwen2
+    from transformers.models.qwen3_vl import video_processing_qwen3_vl as qwen3
+    from transformers.video_utils import VideoMetadata
+
+    small = _processor(name, size=SMALL)
+    found: dict[str, Any] = {"bounds": [*SMALL.values()]}
+    for number, shape in enumerate(RAGGED):
+        video = random.integers(0, 256, (*shape, 3)).astype(np.uint8)
+        _, grid = _patches(small, video, resize=True)
+        # By Pillow: the kernel of the processor rounds otherwise
+        size = (small.patch_size * grid[2], small.patch_size * grid[1])
+        resized = [Image.fromarray(frame).resize(size, Image.Resampling.BICUBIC) for frame in video]
+        patches, _ = _patches(small, np.stack(resized))
+        found |= {f"video_{number}": video, f"pixels_{number}": patches, f"grid_{number}": grid}
+    sides = np.exp(random.uniform(np.log(8), np.log(3000), (300, 2))).round().astype(np.int32)
+    sides = sides[sides.max(axis=1) <= 100 * sides.min(axis=1)]
+    sizes = np.column_stack([random.integers(2, 99, len(sides)), sides]).astype(np.int32)
+    least, most = 128 * 28 * 28, 768 * 28 * 28
+    found |= {"sizes": sizes, "resized_bounds": [least, most]}
+    found["resized"] = np.array(
+        [
+            qwen3.smart_resize(*size, 2, 32, least, most)
+            if name == "qwen3_vl"
+            else qwen2.smart_resize(*size[1:], 28, least, most)
+            for size in sizes.tolist()
+        ],
+        np.int32,
+    )
+    lengths = [(frames, rate) for frames in (2, 3, 4, 5, 7, 11, 60, 97, 301) for rate in RATES]
+    found["lengths"] = np.array(lengths)
+    for number, (frames, rate) in enumerate(lengths):
+        metadata = VideoMetadata(total_num_frames=frames, fps=rate)
+        found[f"taken_{number}"] = np.asarray(small.sample_frames(metadata, fps=2)).astype(np.int32)
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), "all" in sys.argv[3:])
