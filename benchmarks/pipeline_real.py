@@ -12,6 +12,7 @@ with `remat: full` do with enough `pipeline.kept_residuals`, and with `none` not
                         tokens in all phases to 4 microbatches per stage. Nothing is padded, and ranks wait for nothing
                         but what they need.
     4 per stage         segments on `pipeline.microbatches` = 4 per stage, greedy
+    rows of one rank    what `auto` chooses with `phases.*.spans: [1]`
     sizes               what `auto` chooses
     + search            and searched orders
 
@@ -39,6 +40,7 @@ import numpy as np
 
 from jaxmllm.arrays import Longs, sums_by
 from jaxmllm.balance.costs.flops import phase_flops
+from jaxmllm.balance.costs.gather import flops_per_byte, gather_cost
 from jaxmllm.balance.records import BatchItems, PlanSpec
 from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.stages.chain_costs import ChainCosts, ChainLayers
@@ -75,6 +77,7 @@ from sharding.pipeline.schedules.schedule import Schedule, asynchronous, lockste
 from sharding.pipeline.slots import slots_needed
 
 REPLICAS: Final = 8
+SPANS: Final = (1, 2, 4, 8)  # replicas that may hold a row together
 PER_STAGE: Final = 4  # microbatches, where nothing chooses them
 FORWARD_TWICE: Final[Mapping[str, Remat]] = {"vision": "none", "audio": "none", LANGUAGE: "none"}
 SAMPLES: Final = 8  # batches that sizes are chosen from
@@ -148,9 +151,11 @@ class Lengths:
 
 VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "4 per stage": {"layout": "segments"},
+    "rows of one rank": {},
     "sizes": {},
     "+ search": {"schedule": "search"},
 }
+SHARING: Final = ("sizes", "+ search")  # variants whose rows several replicas may hold
 OTHERS: Final = "asynchronous 1F1B"
 
 
@@ -197,7 +202,9 @@ def from_files(instance: Instance, folder: Path, seeds: Sequence[int]) -> Length
 # ---------------------------------------------------------------------------- ours
 
 
-def sizing_inputs(instance: Instance, longest_items: Mapping[str, int]) -> list[SizingInputs]:
+def sizing_inputs(
+    instance: Instance, longest_items: Mapping[str, int], spans: tuple[int, ...]
+) -> list[SizingInputs]:
     """What sizes are chosen from besides samples."""
     return [
         SizingInputs(
@@ -208,6 +215,8 @@ def sizing_inputs(instance: Instance, longest_items: Mapping[str, int]) -> list[
             longest=longest_items[name],
             flops=phase_flops(instance.model, name, instance.trained),
             config=PhaseConfig(),
+            spans=spans,
+            gather_cost=gather_cost(instance.model, name, flops_per_byte("gpu")),
         )
         for name, phase in make_phases(instance.model).items()
     ]
@@ -216,12 +225,13 @@ def sizing_inputs(instance: Instance, longest_items: Mapping[str, int]) -> list[
 def ours(instance: Instance, lengths: Lengths, variant: str, rollouts: int) -> dict[str, Any]:
     """Figures of one variant of ours, means over batches."""
     settings = {"stages": instance.stages, "rollouts": rollouts, **VARIANTS[variant]}
+    spans = SPANS if variant in SHARING else (1,)
     if variant == "4 per stage":
         settings["microbatches"] = PER_STAGE * instance.stages
     began = time.process_time()
     sizes = choose_pipeline(
         lengths.samples,
-        sizing_inputs(instance, lengths.longest),
+        sizing_inputs(instance, lengths.longest, spans),
         PipelineConfig(**settings),
         instance.model,
         instance.trained,
@@ -238,6 +248,7 @@ def ours(instance: Instance, lengths: Lengths, variant: str, rollouts: int) -> d
         "sizing_s": chosen - began,
         "plan_s": (planned - chosen) / len(found),
         "capacities": {name: list(phase.capacities) for name, phase in sizes.spec.phases.items()},
+        "spans": {name: phase.widest for name, phase in sizes.spec.phases.items()},
         "chunks": {
             chain.name: chain.chunks_per_rank for chain in sizes.training.tables.ring.chains
         },

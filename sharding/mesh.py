@@ -15,6 +15,7 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 CUT = "."  # between the name of an axis and the number of a sub-axis
+STAGE = "stage"  # the axis of a pipeline's stages, which no row is split over
 
 
 class MeshError(ValueError):
@@ -114,14 +115,14 @@ def mesh_shape(sizes: Mapping[str, int], devices: int) -> tuple[int, ...]:
 def _cut_axes(sizes: Mapping[str, int], spans: Sequence[int]) -> dict[str, int]:
     """The axes with their sub-axes, outermost first; the outermost keeps the name, also at size 1.
 
-    Every axis is cut, for which of them are batch axes is the layouts' choice.
+    Every axis but that of stages is cut, for which of them are batch axes is the layouts' choice.
     """
     factors = _prime_factors(spans)
     axes: dict[str, int] = {}
     for name, size in sizes.items():
         inner: list[int] = []
         for factor in factors:
-            if size % factor == 0:
+            if name != STAGE and size % factor == 0:
                 size //= factor
                 inner.insert(0, factor)
         axes[name] = size

@@ -15,7 +15,7 @@ there; `reduced` sends it to the shards, once for many microbatches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -133,14 +133,13 @@ def _mapped(
 def _specs(axes: tuple[str, ...], tree: Any) -> Any:
     """How abstract arrays lie along some of the mesh's axes."""
 
-    def spec(leaf: Any) -> P:
-        kept = (
-            tuple(axis for axis in _tuple(dimension) if axis in axes)
-            for dimension in leaf.sharding.spec
-        )
-        return P(*(dimension or None for dimension in kept))
+    return jax.tree.map(lambda leaf: kept_spec(leaf.sharding.spec, axes), tree)
 
-    return jax.tree.map(spec, tree)
+
+def kept_spec(spec: P, axes: Collection[str]) -> P:
+    """A partition spec with some of the mesh's axes alone."""
+    kept = (tuple(axis for axis in _tuple(names) if axis in axes) for names in spec)
+    return P(*(dimension or None for dimension in kept))
 
 
 def is_split(layout: Layout, axes: Axes) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sharding.context import RANKS, SLOTS, permute, permute_back
+from sharding.context import RANKS, SLOTS, gather_parts, permute, permute_back
 from sharding.rules import Layout
 
 Residuals = tuple[jax.Array, jax.Array]  # pool, index
@@ -111,7 +111,7 @@ def add_to_first_rank(layout: Layout, x: jax.Array, rows: jax.Array) -> jax.Arra
     Args:
       layout: that of the rows, of span g.
     """
-    group = tuple(axis for axis in layout.mesh_axes("rank") if axis not in layout.batch_axes)
+    group = _group_axes(layout)
     if not group:
         return x + rows
 
@@ -119,6 +119,32 @@ def add_to_first_rank(layout: Layout, x: jax.Array, rows: jax.Array) -> jax.Arra
         return x + jnp.where(jax.lax.axis_index(group) == 0, rows, 0)
 
     return layout.local(on_device, (RANKS, ("batch",)), RANKS)(x, rows)
+
+
+def on_first_part(layout: Layout, x: jax.Array) -> jax.Array:
+    """What whole rows amount to, on the first of the devices that hold a row's parts, where code is manual
+    along them; zero on the others, for what is added over all devices."""
+    parts = tuple(axis for axis in layout.mesh_axes("sequence") if axis in layout.manual_axes)
+    return jnp.where(jax.lax.axis_index(parts) == 0, x, 0) if parts else x
+
+
+def of_group(layout: Layout, pool: Any) -> Any:
+    """The pools of a group's ranks end to end, on each of these ranks: every leaf [R, W, ...] becomes
+    [R, g * W, ...].
+
+    Args:
+      layout: of rows of span g.
+    """
+    group = _group_axes(layout)
+    if not group:
+        return pool
+    joined = layout.local(lambda x: gather_parts(x, group), (RANKS,), RANKS)
+    return jax.tree.map(joined, pool)
+
+
+def _group_axes(layout: Layout) -> tuple[str, ...]:
+    """Mesh axes of the ranks that hold a row together."""
+    return tuple(axis for axis in layout.mesh_axes("rank") if axis not in layout.batch_axes)
 
 
 def gather(values: jax.Array, index: jax.Array) -> jax.Array:

@@ -118,9 +118,24 @@ class PhaseSpec:
         return tuple(row_class.capacity for row_class in self.classes)
 
     @property
+    def spans(self) -> tuple[int, ...]:
+        """Ranks that hold a row of each class together."""
+        return tuple(row_class.span for row_class in self.classes)
+
+    @property
     def longest_row(self) -> int:
         """Slots of the largest row, which no item may exceed."""
         return self.classes[0].slots
+
+    @property
+    def widest(self) -> int:
+        """Most ranks that hold a row together."""
+        return max(self.spans)
+
+    @property
+    def row_tokens(self) -> int:
+        """Language tokens of the largest row on a rank."""
+        return max(self.capacities) // self.slots_per_token
 
     @property
     def flops(self) -> ItemCost:

@@ -3,13 +3,13 @@
     table, rows --_Operations--> seconds of every stage in every tick --slowest--> ticks, and what travels after each
 
 In a tick every stage does one operation and waits for the slowest; then edges move one place along the ring
-(sharding/pipeline/table.py). What operations compute is what the planner's chain costs say. XLA puts gathers of sharded
-weights, and sums over devices that split layers, into the operations: once for each layer and pass.
+(sharding/pipeline/table.py). What operations compute is what the planner's chain costs say. Gathers of sharded
+weights, and sums over devices that split layers, are parts of operations: once for each layer and pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
@@ -17,13 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.arrays import Floats, Ints
-from jaxmllm.balance.records import BatchItems, PipelineRun, StepPlan
+from jaxmllm.balance.records import BatchItems, PipelineRun, RowClass, StepPlan
 from jaxmllm.cluster.clusters import ALL_REDUCE
 from jaxmllm.cluster.device_seconds import ACCUMULATED_BYTES, Device, stored_bytes
 from jaxmllm.cluster.network import Network
 from jaxmllm.cluster.phase_seconds import Worked, row_squares
 from jaxmllm.cluster.sends import GATHER, SCATTER, SUM_BYTES, Leaf, Send, devices_along, leaves
 from jaxmllm.phases import LANGUAGE
+from sharding.mesh import STAGE
 from sharding.pipeline.graph import Kind, Pool
 from sharding.pipeline.ring import Chain
 from sharding.pipeline.table_spec import action_of
@@ -31,7 +32,6 @@ from sharding.pipeline.table_spec import action_of
 if TYPE_CHECKING:
     from jaxmllm.training.programs.staged import StagedPrograms
 
-STAGE: Final = "stage"
 PERMUTE: Final = "collective-permute"
 # What operations consist of, in the order of `ChainCosts`
 FORWARD, INPUT, WEIGHT, AGAIN = range(4)
@@ -52,8 +52,9 @@ def staged_work(
         for number in range(len(programs.sizes.training.tables.ring.chains))
     ]
     squares = {
-        phase: np.array(row_squares(plan.phases[phase], spec, items.phases[phase], device))
+        phase: np.array(row_squares(placed, spec, items.phases[phase], device)) / placed.span
         for phase, spec in programs.spec.phases.items()
+        for placed in (plan.phases[phase],)
     }
     once = _once(programs, network)
     total = Worked({})
@@ -81,8 +82,9 @@ def _run(
     for of_chain in operations:
         first, count = run.microbatches[of_chain.phase]
         rows = slice(first, first + count)
-        capacity = plan.phases[of_chain.phase].capacity[rows]
-        done = of_chain.ticks(columns, squares[of_chain.phase][:, rows], capacity)
+        phase = plan.phases[of_chain.phase]
+        shapes = map(RowClass, phase.capacity[rows].tolist(), phase.span[rows].tolist())
+        done = of_chain.ticks(columns, squares[of_chain.phase][:, rows], list(shapes))
         totals += done
         exposed = _together(device, done[0] + done[1], done[2]) - done[0] - done[1]
         for name, seconds in zip(
@@ -135,7 +137,8 @@ class _Operations:
         self.inner = devices_along(self.layout, self.layout.mesh_axes("mlp"))
         self.parts = devices_along(self.layout, self.layout.part_axes)
         # Of the rows of each class, on a device
-        self.slots = [capacity / self.parts for capacity in self.costs.capacities]
+        self.classes = programs.spec.phases[self.phase].classes
+        self.slots = [row_class.capacity / self.parts for row_class in self.classes]
         self.tokens = [slots / getattr(self.shapes, "stem_stride", 1) for slots in self.slots]
         self.key_values = model.key_value_bytes(self.phase) / self.shapes.layers
         parameters = model.abstract(programs.param_dtype)
@@ -144,14 +147,16 @@ class _Operations:
             for component in model.phases[self.phase].components
         }
 
-    def ticks(self, columns: Mapping[str, Ints], squares: Floats, capacity: Ints) -> Floats:
+    def ticks(
+        self, columns: Mapping[str, Ints], squares: Floats, shapes: Sequence[RowClass]
+    ) -> Floats:
         """Seconds of computing, inside of layers and of weights, and FLOPs, of every stage in every tick: [4, T, S].
 
         Args:
           squares: of the rows of the run, [kinds, M].
-          capacity: theirs, [M], in slots.
+          shapes: theirs, [M].
         """
-        row_class = np.array([self.costs.capacities.index(slots) for slots in capacity], np.intp)
+        row_class = np.array([self.classes.index(shape) for shape in shapes], np.intp)
         of_parts = np.stack(self._parts(squares, row_class))  # [4, part, D, M]
         done = np.zeros((4, *columns["action"].shape))
         for kind, gradients in GRADIENTS.items():
@@ -195,7 +200,10 @@ class _Operations:
         compute = products / rates[row_class] + pairs / self.device.attention_rate + moved
         inside = np.array(
             [
-                [self.network.seconds(self._inside(part, tokens)) for tokens in self.tokens]
+                [
+                    self.network.seconds(self._inside(part, tokens, row_class.span))
+                    for tokens, row_class in zip(self.tokens, self.classes, strict=True)
+                ]
                 for part in range(4)
             ]
         )
@@ -239,17 +247,18 @@ class _Operations:
         operation = SCATTER if part == WEIGHT else GATHER
         return Send(operation, leaf.gathered, devices_along(self.layout, leaf.gathered), whole, 1)
 
-    def _inside(self, part: int, tokens: float) -> list[Send]:
+    def _inside(self, part: int, tokens: float, span: int) -> list[Send]:
         """What a layer waits for: keys and values of the other parts of a row, and sums over devices that split it."""
-        axes = self.layout.mesh_axes("sequence")
-        keys = tokens * self.parts * self.key_values / self.layout.size("kv_heads")
+        axes = self.layout.spanned(span).mesh_axes("sequence")
+        holders = devices_along(self.layout, axes)
+        keys = tokens * holders * self.key_values / self.layout.size("kv_heads")
         split = self.layout.mesh_axes("mlp")
         sums = {FORWARD: 2, AGAIN: 2, INPUT: 5 if self.phase == LANGUAGE else 3, WEIGHT: 0}[part]
         activations = tokens * self.shapes.width * self.itemsize
         sends = [Send(ALL_REDUCE, split, self.inner, activations, sums)]
         if part != WEIGHT:
             operation = SCATTER if part == INPUT else GATHER
-            sends.append(Send(operation, axes, devices_along(self.layout, axes), keys, 1))
+            sends.append(Send(operation, axes, holders, keys, 1))
         return sends
 
 
@@ -277,14 +286,13 @@ def _once(programs: StagedPrograms, network: Network) -> Worked:
     replicas."""
     model = programs.functions.model
     stages = programs.sizes.training.tables.ring.stages
-    replicas = programs.replicas
     number = np.dtype(programs.param_dtype).itemsize
     gathers, sums = [], []
     for component, tree in model.abstract(programs.param_dtype).items():
         layout = model.layout(component)
-        others = devices_along(layout, replicas)
         trained = component in programs.trained
         for leaf in leaves(tree, layout):
+            replicas, others = leaf.replicas, devices_along(layout, leaf.replicas)
             held = leaf.size / leaf.split / devices_along(layout, leaf.gathered)
             if leaf.layer:
                 sums.append(Send(ALL_REDUCE, replicas, others, SUM_BYTES * held / stages, trained))

@@ -155,6 +155,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Config:
         self._check_adapters()
+        self._check_staged_balance()
         self._check_generator()
         self._check_latents()
         self._check_experts()
@@ -169,33 +170,31 @@ class Config(Section):
                 value = getattr(component, key)
                 if self.pipeline.stages > 1 and value != usual:
                     raise ValueError(
-                        f"components.{name}.{key} ({value}): with pipeline.stages, the "
-                        "compiler places these sums; leave it out"
+                        f"components.{name}.{key} ({value}): with pipeline.stages, gradients go to the shards of "
+                        "their parameters in every operation, in float32; leave it out"
                     )
         for name in self.model.phases:
             rows = getattr(self.phases, name)
-            several = rows.row_classes not in ("auto", 1)
-            if rows.capacities != "auto":
-                several = len(rows.capacities) > 1
-            if self.pipeline.stages > 1 and self.mesh.context != 1 and several:
-                raise ValueError(
-                    f"phases.{name}.row_classes: with pipeline.stages ({self.pipeline.stages}) and mesh.context "
-                    f"({self.mesh.context}), a phase has rows of one class; set it to 1, and give one of capacities"
-                )
             if rows.kept_residuals not in ("auto", 0):
                 self._check_kept_residuals(name, rows.kept_residuals)
             spans = rows.spans
             if spans not in ("auto", (1,)) and not self.may_share_rows:
-                reason = (
-                    f"pipeline.stages ({self.pipeline.stages})"
-                    if self.pipeline.stages > 1
-                    else f"balance.mode ({self.balance.mode})"
-                )
                 raise ValueError(
-                    f"phases.{name}.spans ({list(spans)}): with {reason}, every row lies on one rank; "
-                    "leave spans out, or set pipeline.stages: 1 and balance.mode: phases"
+                    f"phases.{name}.spans ({list(spans)}): with balance.mode ({self.balance.mode}), every row "
+                    "lies on one rank; leave spans out, or set balance.mode: phases"
                 )
         return self
+
+    def _check_staged_balance(self) -> None:
+        """Stages have microbatches of their own (docs/pipelines.md), and no exchange."""
+        usual = BalanceConfig()
+        for key in ("mode", "pool_slots", "pair_slots", "exchange"):
+            value = getattr(self.balance, key)
+            if self.pipeline.stages > 1 and value != getattr(usual, key):
+                raise ValueError(
+                    f"balance.{key} ({value}): with pipeline.stages ({self.pipeline.stages}), media run where their "
+                    "texts are read, in microbatches that are balanced in all phases; leave it out"
+                )
 
     def _check_adapters(self) -> None:
         for name in type(self.components.adapter).model_fields:
@@ -359,7 +358,7 @@ class Config(Section):
     @property
     def may_share_rows(self) -> bool:
         """Whether a row may lie on several ranks."""
-        return self.pipeline.stages == 1 and self.balance.mode == "phases"
+        return self.balance.mode == "phases"
 
     @property
     def decay_steps(self) -> int:

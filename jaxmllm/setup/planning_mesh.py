@@ -53,6 +53,5 @@ def staged_mesh(config: Config) -> AbstractMesh:
         )
     sizes = config.mesh_sizes
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    return abstract_mesh(
-        sizes, fixed * max(1, jax.device_count() // fixed) if -1 in sizes.values() else fixed
-    )
+    devices = fixed * max(1, jax.device_count() // fixed) if -1 in sizes.values() else fixed
+    return abstract_mesh(sizes, devices, spans=mesh_spans(config))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -18,7 +17,7 @@ from jaxmllm.balance.records import BatchItems, PlanSpec
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.stages.sizes import PipelineSizes, choose_pipeline
-from jaxmllm.config.schema import Config, ModelConfig, Remat
+from jaxmllm.config.schema import Config, ConfigError, ModelConfig, Remat
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
@@ -50,12 +49,19 @@ def plan_spec(config: Config, inputs: RunInputs) -> PlanSpec:
 
 
 def pipeline_sizes(config: Config, inputs: RunInputs) -> PipelineSizes:
-    """Rows, stages and slots of a pipeline."""
+    """Rows, stages and slots of a pipeline.
+
+    Raises:
+      ConfigError: components whose rows are split over different axes of the mesh, or as
+        `choose_pipeline` says.
+    """
+    axes = {phase: inputs.model.layout(phase).whole_axes("batch") for phase in inputs.model.phases}
+    if set(axes.values()) != {axes[LANGUAGE]}:
+        raise ConfigError(
+            f"pipeline.stages ({config.pipeline.stages}): all components need the same ranks, but their rows are "
+            f"split over {axes}; leave `batch` out of components.<name>.layout"
+        )
     phases = _sizing_inputs_of(config, inputs)
-    if config.mesh.context != 1:  # smaller rows would be split over the devices in another way
-        phases = [
-            replace(of, config=of.config.model_copy(update={"row_classes": 1})) for of in phases
-        ]
     largest = [
         largest_examples(corpus, phase)
         for corpus in inputs.corpora

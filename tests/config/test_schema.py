@@ -384,13 +384,12 @@ def test_a_frozen_decoder_that_nothing_trains_through_has_no_loss(path):
     load_config(path, [DRAWS, *frozen, "objective.language.weight=0.0"])
 
 
-def test_with_stages_and_context_rows_have_one_class(path):
-    for several in ("phases.vision.row_classes=2", "phases.vision.capacities=[256, 128]"):
-        load_config(path, [several, "pipeline.stages=4"])
-        assert (
-            "phases.vision.row_classes: with pipeline.stages (4) and mesh.context (2)"
-            in refusal(path, several, "pipeline.stages=4", "mesh.context=2")
-        )
+def test_with_stages_media_run_where_their_texts_are_read(path):
+    for key, value in (("mode", "tokens"), ("pool_slots", "64"), ("exchange", "ragged")):
+        given = f"balance.{key}={value}"
+        load_config(path, [given])
+        words = f"balance.{key} ({value}): with pipeline.stages (4)"
+        assert words in refusal(path, given, "pipeline.stages=4")
 
 
 def test_residuals_are_kept_where_there_is_something_to_keep(path):

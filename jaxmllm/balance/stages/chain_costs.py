@@ -4,7 +4,7 @@ in it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -29,7 +29,8 @@ class ChainCosts:
     """What the chunks of a chain cost for one row: forward, input gradient, weight gradient,
     recompute, each [4, D].
 
-    `linear` [classes, 4, D] is paid for every slot of a row of each class, filled or not. `attention`
+    `linear` [classes, 4, D] is paid for every slot of a row of each class on a rank, filled or not, and
+    `gathered`, likewise, for keys and values of other ranks that hold it (zero by default). `attention`
     [kinds, 4, D] is what attention adds, by kind of its squares (`ItemCost.squares`), where these are
     as many as of one item that fills a row of the first class, the largest.
     """
@@ -37,15 +38,17 @@ class ChainCosts:
     capacities: tuple[int, ...]
     linear: Longs
     attention: Longs
+    gathered: Longs | None = None
 
     @property
     def capacity(self) -> int:
-        """Slots of the largest rows."""
+        """Slots of the largest rows on a rank."""
         return self.capacities[0]
 
     def work(self, squares: Longs, row_class: Longs, backward: bool = True) -> ChainWork:
         """The work of M rows of these classes [M] whose items have squares of these sums [kinds, M]."""
-        costs = np.moveaxis(self.linear[row_class], 0, -1)
+        of_slots = self.linear if self.gathered is None else self.linear + self.gathered
+        costs = np.moveaxis(of_slots[row_class], 0, -1)
         for attention, attended in zip(
             self.attention,
             squares * ATTENTION_PARTS // self.capacity**2,
@@ -67,6 +70,10 @@ class ChainLayers:
     trained: Mapping[str, Fraction | int]  # share of the parameters, by component of which any is
     capacities: Mapping[str, tuple[int, ...]]
     remat: Mapping[str, Remat]  # by phase, of its tower or decoder; full where it is not said
+    # By phase and class; 1 where nothing is said
+    spans: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # By phase, what gathering a slot of another rank takes in all layers (`SizingInputs.gather_cost`)
+    gather_cost: Mapping[str, int] = field(default_factory=dict)
 
     def layers(
         self, squares: Mapping[str, Sequence[int]], slots: Mapping[str, int]
@@ -119,10 +126,32 @@ class ChainLayers:
             ]
             linear = [_columns(chunk_costs(chain, layers)) for layers in without_attention]
             totals = [_columns(chunk_costs(chain, layers[chain.name])) for layers in one_item]
+            attention = np.array(totals) - linear[0]
+            spans = self.spans.get(chain.name, (1,) * len(capacities))
+            price = self.gather_cost.get(chain.name, 0)
+            gathered = [
+                gathering(attention, price * (span - 1) * capacity)
+                for capacity, span in zip(capacities, spans, strict=True)
+            ]
             costs[chain.name] = ChainCosts(
-                capacities, np.array(linear), np.array(totals) - linear[0]
+                capacities, np.array(linear), attention, np.array(gathered)
             )
         return costs
+
+
+def gathering(attention: Longs, price: int) -> Longs:
+    """What gathering keys and values for a row adds to the costs of chunks: [4, D]. A third of the price
+    where a chunk runs forward, the rest where it goes back, by the attention that it has.
+
+    Args:
+      attention: [kinds, 4, D], as of `ChainCosts`.
+    """
+    forward, input_gradient, weight_gradient, _ = attention.sum(axis=0)
+    shares = forward / max(int(forward.sum()), 1)
+    costs = np.zeros(attention.shape[1:], np.int64)
+    costs[0] = price / 3 * shares
+    costs[1] = np.where(input_gradient + weight_gradient > 0, 2 * price / 3 * shares, 0)
+    return costs
 
 
 def computed_again(remat: Remat) -> dict[str, Any]:

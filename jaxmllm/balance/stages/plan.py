@@ -31,10 +31,10 @@ from jaxmllm.balance.records import (
     PhasePlan,
     PipelineRun,
     PlanSpec,
-    RoutePlan,
     StepPlan,
 )
 from jaxmllm.balance.stages.chain_costs import ChainCosts
+from jaxmllm.balance.stages.row_groups import group_route
 from jaxmllm.balance.stages.run_rows import RunRows, capacities_to_try, pack_run
 from jaxmllm.balance.statistics import phase_statistics
 from jaxmllm.config.schema import ConfigError, PipelineConfig
@@ -95,13 +95,15 @@ def plan_pipeline(items: BatchItems, spec: PlanSpec, pipeline: PipelineSpec) -> 
     began = time.perf_counter()
     runs = plan_runs(items, spec, pipeline)
     phases, arrivals = _joined([run.rows for run in runs], items, spec)
+    rows_read = dict(zip(arrivals, pipeline.tables.rows_read, strict=True))
+    pool = sum(spec.phases[name].row_tokens * count for name, count in rows_read.items())
     statistics: dict[str, float] = {}
     for name, phase in spec.phases.items():
         statistics |= phase_statistics(phases[name], items.phases[name], phase)
     statistics |= _statistics(runs)
     statistics["plan_ms"] = 1e3 * (time.perf_counter() - began)
     routes = {
-        name: RoutePlan.of_whole_items(items.phases[name].tokens, arrival)
+        name: group_route(phases[name], items.phases[name].tokens, arrival, name, spec, pool)
         for name, arrival in arrivals.items()
     }
     return StepPlan(phases, routes, statistics, _records(runs))
@@ -237,8 +239,8 @@ def _check_bounds(rows: RunRows, spec: PlanSpec, pipeline: PipelineSpec) -> None
     for name, phase_rows in rows.phases.items():
         phase = spec.phases[name]
         counts = phase_rows.counts(len(phase.capacities))
-        for capacity, count, most in zip(
-            phase.capacities, counts, pipeline.rows[name], strict=True
+        for (capacity, _), count, most in zip(
+            phase.classes, counts, pipeline.rows[name], strict=True
         ):
             if count > most:
                 key = "pipeline.microbatches" if phase.has_loss else f"phases.{name}.capacities"
@@ -312,8 +314,8 @@ def _joined(
     items: BatchItems,
     spec: PlanSpec,
 ) -> tuple[dict[str, PhasePlan], dict[str, Ints]]:
-    """Plans of all phases, the rows of a run after those of the run before; and arrivals of encoder
-    items."""
+    """Plans of all phases, the rows of a run after those of the run before; and where the rows of
+    encoder items begin in a rank's pool."""
     plans = {}
     arrivals = {}
     for name, phase in spec.phases.items():
@@ -332,9 +334,10 @@ def _joined(
             begin += rows.count
         row_class = np.concatenate([run.phases[name].row_class for run in runs])
         zeros = np.zeros(begin, np.int32)
+        capacity, span = np.array(phase.classes, np.int32)[row_class].T
         plans[name] = PhasePlan(
-            np.array(phase.capacities, np.int32)[row_class],
-            zeros + 1,
+            capacity,
+            span,
             zeros,
             zeros,
             microbatch,

@@ -2,19 +2,23 @@
 
 examples --plan_microbatches--> microbatches --pack_rows--> encoder rows
 encoder rows --> inputs: the rows that every microbatch reads; arrivals: where tokens lie there
+
+Where ranks share rows, the widest groups of a phase are filled as if each were one rank with the slots
+of all its ranks. Then a row whose items lie in narrower groups is given to these (row_groups.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxmllm.arrays import Ints, Longs, running_sums, sums_by
-from jaxmllm.balance.records import BatchItems, PhaseItems, PlanSpec
+from jaxmllm.arrays import Ints, Longs, ceil_divide, running_sums, sums_by
+from jaxmllm.balance.records import BatchItems, PhaseItems, PhaseSpec, PlanSpec, RowClass
 from jaxmllm.balance.rows.pack import lay_out
 from jaxmllm.balance.stages.microbatches import MicrobatchPlan, PhaseLoad, plan_microbatches
+from jaxmllm.balance.stages.row_groups import encoder_groups, narrowest
 from jaxmllm.phases import LANGUAGE
 
 WORK_BITS = 50  # of an example's work, at most: sums over a batch then fit 64 bits
@@ -24,19 +28,18 @@ WORK_BITS = 50  # of an example's work, at most: sums over a batch then fit 64 b
 class PhaseRows:
     """Items of a phase in the rows of one run: numbers [n] of the items, and where each lies."""
 
-    row_class: Longs  # [count] of the rows of every replica
+    row_class: Longs  # [count] of the rows of every rank
     item: Longs
     row: Longs
-    rank: Longs
+    rank: Longs  # the first of those that hold the item's row
     offset: Ints
     segment: Ints
-    squares: (
-        Longs  # [kinds, count] sums of the items' `ItemCost.squares`, of the replica that has most
-    )
+    # [kinds, count] sums of the items' `ItemCost.squares`, a rank's part of them where that is most
+    squares: Longs
 
     @property
     def count(self) -> int:
-        """Rows of every replica."""
+        """Rows of every rank."""
         return len(self.row_class)
 
     def counts(self, classes: int) -> tuple[int, ...]:
@@ -51,7 +54,8 @@ class RunRows:
     most."""
 
     phases: dict[str, PhaseRows]
-    arrivals: dict[str, Longs]  # by encoder: of the items in `phases`
+    # By encoder, of the items in `phases`: where their rows begin in the pool of a rank
+    arrivals: dict[str, Longs]
     inputs: tuple[tuple[tuple[int, int], ...], ...]
     rows_read: tuple[int, ...]
     deferred: int  # examples
@@ -82,48 +86,60 @@ def pack_run(
         plan = examples_in_microbatches(examples, items, spec, microbatches, deferral, capacity)
     members, owner, chosen = _items_of(examples, items)
     encoders = [name for name, phase in spec.phases.items() if not phase.has_loss]
-    ranks = spec.phases[LANGUAGE].ranks
-    replica = plan.replica.astype(np.int64)
-    # Microbatches without an example on any replica are left out.
+    language = spec.phases[LANGUAGE]
+    # Microbatches without an example on any group are left out.
     language_microbatch = np.unique(plan.language, return_inverse=True)[1].astype(np.int64)
-
-    def phase_rows(name: str, row: Longs, count: int) -> PhaseRows:
-        rank = replica[owner[name]]
-        row_on_rank = row * ranks + rank
-        offset, segment = lay_out(row_on_rank, chosen[name].length)
-
-        def most(of_items: Longs) -> Longs:
-            sums = sums_by(row_on_rank, of_items, count * ranks).reshape(count, ranks)
-            return np.asarray(sums.max(axis=1, initial=0))
-
-        squares = spec.phases[name].cost.squares(chosen[name].length, chosen[name].extra)
-        return PhaseRows(
-            classes_holding(most(chosen[name].length), spec.phases[name].capacities),
-            members[name],
-            row,
-            rank,
-            offset,
-            segment,
-            np.array([most(of_items) for of_items in squares]),
-        )
+    group_of_example = plan.replica.astype(np.int64)
 
     phases = {}
     for name in encoders:
-        row, count = _encoder_rows(
-            plan,
-            owner[name],
-            chosen[name].length,
-            spec.phases[name].capacities,
-            ranks,
+        phase = spec.phases[name]
+        group = encoder_groups(
+            group_of_example[owner[name]], chosen[name].length, language.widest, phase.widest
         )
-        phases[name] = phase_rows(name, row, count)
-    phases[LANGUAGE] = phase_rows(
-        LANGUAGE,
+        row, count = _encoder_rows(plan, group, owner[name], chosen[name].length, phase)
+        phases[name] = _phase_rows(phase, chosen[name], members[name], row, group, count)
+    phases[LANGUAGE] = _phase_rows(
+        language,
+        chosen[LANGUAGE],
+        members[LANGUAGE],
         language_microbatch[owner[LANGUAGE]],
+        group_of_example[owner[LANGUAGE]],
         int(language_microbatch.max(initial=-1)) + 1,
     )
     readers = {name: language_microbatch[owner[name]] for name in encoders}
     return _linked(phases, readers, spec, rows_read, int(plan.deferred.sum()))
+
+
+def _phase_rows(
+    phase: PhaseSpec, items: PhaseItems, numbers: Longs, row: Longs, group: Longs, count: int
+) -> PhaseRows:
+    """The rows of a phase, each of the least class that holds what lies in it on any group.
+
+    Args:
+      numbers: of the items.
+      row: [n] of the items.
+      group: [n] of the widest groups.
+    """
+    groups = phase.ranks // phase.widest
+    slots = sums_by(row * groups + group, items.length, count * groups).reshape(count, groups)
+    capacity = capacities_holding(slots.max(axis=1, initial=0), phase)
+    squares = phase.cost.squares(items.length, items.extra)
+    span, member = narrowest(phase, items.length, squares[0], row, group, capacity)
+    rank = group * phase.widest + member
+    offset, segment = lay_out(row * phase.ranks + rank, items.length)
+    most = np.array(
+        [
+            sums_by(row * phase.ranks + rank, of_items, count * phase.ranks)
+            .reshape(count, phase.ranks)
+            .max(axis=1, initial=0)
+            for of_items in squares
+        ]
+    )
+    by_shape = {shape: number for number, shape in enumerate(phase.classes)}
+    shapes = zip(capacity.tolist(), span.tolist(), strict=True)
+    row_class = np.array([by_shape[RowClass(*shape)] for shape in shapes], np.int64)
+    return PhaseRows(row_class, numbers, row, rank, offset, segment, ceil_divide(most, span))
 
 
 def examples_in_microbatches(
@@ -134,30 +150,33 @@ def examples_in_microbatches(
     deferral: bool,
     capacity: int | None = None,
 ) -> MicrobatchPlan:
-    """Replica and microbatches of these examples; of all sizes, the slots of a language microbatch
-    alone matter: `capacity`, or none for those of the largest rows."""
+    """Widest group and microbatches of these examples; of all sizes, the slots of a language microbatch
+    on a rank alone matter: `capacity`, or none for those of the largest rows."""
     _, owner, chosen = _items_of(examples, items)
     loads = _loads(items, spec, chosen, owner, len(examples))
+    phase = spec.phases[LANGUAGE]
     if capacity is not None:
-        loads[LANGUAGE] = replace(loads[LANGUAGE], capacity=capacity)
+        loads[LANGUAGE] = replace(loads[LANGUAGE], capacity=capacity * phase.widest)
     language = loads.pop(LANGUAGE)
-    ranks = spec.phases[LANGUAGE].ranks
-    return plan_microbatches(loads, language, ranks, microbatches, None if deferral else 0)
+    groups = phase.ranks // phase.widest
+    return plan_microbatches(loads, language, groups, microbatches, None if deferral else 0)
 
 
 def capacities_to_try(examples: Longs, items: BatchItems, spec: PlanSpec) -> list[int]:
-    """Capacities of language rows that hold the longest of these examples, ascending; the largest
-    where none does."""
+    """Capacities of language rows that hold the longest of these examples on the widest groups,
+    ascending; the largest where none does."""
     phase = spec.phases[LANGUAGE]
     *_, chosen = _items_of(examples, items)
     longest = int(chosen[LANGUAGE].length.max(initial=0))
-    holding = [capacity for capacity in phase.capacities if capacity >= longest]
-    return sorted(holding or phase.capacities[:1])
+    capacities = sorted(set(phase.capacities))
+    holding = [capacity for capacity in capacities if capacity * phase.widest >= longest]
+    return holding or capacities[-1:]
 
 
-def classes_holding(slots: Longs, capacities: Sequence[int]) -> Longs:
-    """Of rows with so many slots filled [M], the smallest class that holds each."""
-    return np.asarray((slots[:, None] <= np.array(capacities)).sum(axis=1) - 1)
+def capacities_holding(slots: Longs, phase: PhaseSpec) -> Longs:
+    """Of rows with so many slots filled on a widest group [M], the least capacity that holds each."""
+    capacities = np.array(sorted(set(phase.capacities)))
+    return np.asarray(capacities[np.searchsorted(capacities * phase.widest, slots)])
 
 
 def _items_of(
@@ -234,7 +253,7 @@ def _loads(
             work=sums_by(owner[name], work, examples),
             slots=sums_by(owner[name], length, examples),
             # Encoders have as many rows as their items need; a language microbatch is one row.
-            capacity=phase.capacities[0] if phase.has_loss else None,
+            capacity=phase.longest_row if phase.has_loss else None,
         )
     return loads
 
@@ -244,28 +263,30 @@ def _loads(
 
 def _encoder_rows(
     plan: MicrobatchPlan,
+    group: Longs,
     owner: Longs,
     length: Longs,
-    capacities: tuple[int, ...],
-    ranks: int,
+    phase: PhaseSpec,
 ) -> tuple[Longs, int]:
-    """Row [N] of every item of an encoder, and the number of rows: shared by groups of microbatches,
+    """Row [N] of every item of an encoder, and the number of rows: shared by consecutive microbatches,
     or one after another, begun as the largest rows or as what just holds the item; whichever have
     fewest slots."""
-    replica = plan.replica.astype(np.int64)[owner]
+    groups = phase.ranks // phase.widest
+    capacities = tuple(
+        capacity * phase.widest for capacity in sorted(set(phase.capacities), reverse=True)
+    )
     microbatch = plan.encoder[owner]
     packed = [
-        _grouped_rows(plan, microbatch, replica, length, capacities[0], ranks),
-        rows_in_turn(microbatch, replica, length, capacities[:1], ranks),
+        _grouped_rows(plan, microbatch, group, length, capacities[0], groups),
+        rows_in_turn(microbatch, group, length, capacities[:1], groups),
     ]
     if len(capacities) > 1:
-        packed.append(rows_in_turn(microbatch, replica, length, capacities, ranks))
+        packed.append(rows_in_turn(microbatch, group, length, capacities, groups))
 
     def slots(rows: tuple[Longs, int]) -> tuple[int, int]:
         row, count = rows
-        filled = sums_by(row * ranks + replica, length, count * ranks).reshape(count, ranks)
-        row_class = classes_holding(filled.max(axis=1, initial=0), capacities)
-        return int(np.array(capacities)[row_class].sum()), count
+        filled = sums_by(row * groups + group, length, count * groups).reshape(count, groups)
+        return int(capacities_holding(filled.max(axis=1, initial=0), phase).sum()), count
 
     return min(packed, key=slots)
 
@@ -280,7 +301,8 @@ def rows_in_turn(
     """Rows filled in the order in which microbatches run, so that the last ones of a microbatch
     also hold items of the next: row [N] of every item, and the number of rows. A row is begun with the
     least capacity that holds its first item; those of one capacity have consecutive numbers."""
-    row_class = classes_holding(length, capacities)
+    # The least that holds each item
+    row_class = np.asarray((length[:, None] <= np.array(capacities)).sum(axis=1) - 1)
     row = np.zeros(len(length), np.int64)
     # By replica and class
     free: list[list[list[int]]] = [[[] for _ in capacities] for _ in range(ranks)]
@@ -366,8 +388,8 @@ def _linked(
     rows_read: tuple[int, ...] | None,
     deferred: int,
 ) -> RunRows:
-    """Which microbatch reads which rows, and where it finds the tokens of each item: one row after
-    another.
+    """Which microbatch reads which rows, and where it finds them in the pool of a rank: one row after
+    another, each with room for the largest.
 
     Args:
       readers: by encoder, the language microbatch that reads each item [n].
@@ -387,10 +409,7 @@ def _linked(
     arrivals = {}
     base = 0
     for name, encoder_rows in zip(position, rows_read or needed, strict=True):
-        phase = spec.phases[name]
-        tokens = phase.capacities[0] // phase.slots_per_token
-        arrivals[name] = (
-            base + position[name] * tokens + phases[name].offset // phase.slots_per_token
-        )
+        tokens = spec.phases[name].row_tokens
+        arrivals[name] = base + position[name] * tokens
         base += encoder_rows * tokens
     return RunRows(phases, arrivals, tuple(map(tuple, inputs)), tuple(needed), deferred)

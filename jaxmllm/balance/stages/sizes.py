@@ -24,11 +24,10 @@ from jaxmllm.balance.stages.trials import (
     Keeps,
     Sampled,
     Trials,
-    choose_rows_and_cut,
+    choose_sampled,
     keeps_none,
 )
 from jaxmllm.config.schema import ConfigError, ModelConfig, PipelineConfig, Remat
-from jaxmllm.phases import LANGUAGE
 from sharding.pipeline.graph import Pool, PoolKey
 from sharding.pipeline.ring import PipelineError
 from sharding.pipeline.schedules.schedule import Schedule, lockstep
@@ -73,22 +72,16 @@ def choose_pipeline(
       keeps: what `kept_residuals: auto` comes to.
 
     Raises:
-      ConfigError: a setting of a phase that pipelines do not have, or slots that no schedule of a
-      sample fits.
+      ConfigError: capacities that hold no example, or slots that no schedule of a sample fits.
       PipelineError: more stages than layers.
     """
-    ranks = {inputs.name: inputs.ranks for inputs in phases}
-    if set(ranks.values()) != {ranks[LANGUAGE]}:
-        raise ConfigError(
-            f"pipeline.stages = {config.stages}: all components need the same ranks, but they have {ranks}; leave "
-            f"`batch` out of components.<name>.layout",
-        )
+    gather_cost = {inputs.name: inputs.gather_cost for inputs in phases}
 
-    def layers(capacities: Capacities) -> ChainLayers:
-        return ChainLayers(model, trained, capacities, remat)
+    def layers(capacities: Capacities, spans: Capacities) -> ChainLayers:
+        return ChainLayers(model, trained, capacities, remat, spans, gather_cost)
 
     trials = Trials(samples, phases, config, layers, examples, largest, keeps)
-    sampled = _scheduled(trials, trials.sampled(*choose_rows_and_cut(trials)))
+    sampled = _scheduled(*choose_sampled(trials))
     by_rows = sorted(
         sampled.fitting,
         key=lambda run: -sum(phase_rows.count for phase_rows in run.phases.values()),

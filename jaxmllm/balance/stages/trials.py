@@ -9,7 +9,8 @@ ticks. No formula weighs all of that up, so candidates are packed and scheduled 
 Smaller rows beside those that hold the longest item are full where these are not, and more of them
 keep more stages busy; each class of rows is code of its own in the compiled program.
 Coordinate by coordinate: layout and chunks; then the capacities of the language model, of each
-encoder, and once more layout and chunks, twice.
+encoder, and once more layout and chunks, twice. All of that for rows that most ranks hold together,
+which must hold the longest item, too, but are full with fewer examples; then for fewer ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Final
 import numpy as np
 
 from jaxmllm.arrays import ceil_divide, round_up
-from jaxmllm.balance.records import BatchItems, PhaseSpec, PlanSpec, row_classes
+from jaxmllm.balance.records import BatchItems, PhaseSpec, PlanSpec, RowClass
 from jaxmllm.balance.sizes.capacities import checked_capacities
 from jaxmllm.balance.sizes.inputs import SizingInputs, phase_spec, with_head_room
 from jaxmllm.balance.stages.chain_costs import ChainCosts, ChainLayers
@@ -116,7 +117,8 @@ class Sampled:
 
 
 Capacities = Mapping[str, tuple[int, ...]]  # of the rows of a phase by class, the largest first
-Layers = Callable[[Capacities], ChainLayers]
+# (capacities, spans), both by class, the largest first
+Layers = Callable[[Capacities, Capacities], ChainLayers]
 # (phase, its capacity, layers of a chunk) -> forwards of such chunks whose residuals a rank can keep
 Keeps = Callable[[str, int, int], int]
 
@@ -136,6 +138,7 @@ class Trials:
       examples: of a batch.
       largest: examples that shall fit a run by themselves.
       keeps: what `kept_residuals: auto` comes to.
+      widest: ranks that hold a row together, of phases that allow so many; else as many as they allow.
     """
 
     def __init__(
@@ -147,6 +150,7 @@ class Trials:
         examples: int,
         largest: Sequence[BatchItems] = (),
         keeps: Keeps = keeps_none,
+        widest: int = 1,
     ):
         self.samples = [batch for batch in samples if len(batch.examples)]
         self.inputs = {inputs.name: inputs for inputs in phases}
@@ -155,10 +159,17 @@ class Trials:
         self.examples = examples
         self.largest = largest
         self.keeps = keeps
+        self.widest = widest
         self.encoders = self.inputs[LANGUAGE].phase.reads
         self.microbatches = None if config.microbatches == "auto" else config.microbatches
         self._plans: dict[tuple[int, int], MicrobatchPlan] = {}
         self._runs: dict[tuple[tuple[int, ...], ...], list[list[RunRows]]] = {}
+
+    def of_span(self, widest: int) -> Trials:
+        """The same with rows that so many ranks hold together."""
+        inputs = list(self.inputs.values())
+        rest = self.config, self.layers, self.examples, self.largest, self.keeps, widest
+        return Trials(self.samples, inputs, *rest)
 
     def with_some(self) -> Trials:
         """The same with fewer samples, of fewer replicas, on which candidates are tried."""
@@ -166,11 +177,42 @@ class Trials:
         per_replica = ceil_divide(self.examples, ranks)
         fewest, most = CHOICE.samples
         replicas = min(ranks, max(1, CHOICE.examples // (fewest * per_replica)))
+        most_span = max(self.spans_to_try)
+        replicas = max(1, replicas // most_span) * most_span
         count = min(most, max(fewest, CHOICE.examples // (per_replica * replicas)))
-        inputs = [replace(each, ranks=replicas, spans=(1,)) for each in self.inputs.values()]
+        inputs = [replace(each, ranks=replicas) for each in self.inputs.values()]
         part = per_replica * replicas
         samples = [_first_examples(batch, part) for batch in self.samples[:count]]
         return Trials(samples, inputs, self.config, self.layers, part, keeps=self.keeps)
+
+    # ------------------------------------------------------------------------ spans
+
+    @property
+    def spans_to_try(self) -> list[int]:
+        """Ranks that may hold a row of some phase together, most first."""
+        spans = {span for inputs in self.inputs.values() for span in inputs.spans}
+        # Capacities that are given come with all spans that are.
+        least = max(
+            min(inputs.spans) if self.given(name) is None else max(inputs.spans)
+            for name, inputs in self.inputs.items()
+        )
+        return sorted((span for span in spans if span >= least), reverse=True)
+
+    def span(self, name: str) -> int:
+        """Most ranks that hold a row of a phase together."""
+        return max(span for span in self.inputs[name].spans if span <= self.widest)
+
+    def spans(self, name: str) -> tuple[int, ...]:
+        """Of each capacity of a phase, most first: all that are allowed where capacities are given."""
+        if self.given(name) is None:
+            return (self.span(name),)
+        return tuple(sorted(self.inputs[name].spans, reverse=True))
+
+    def classes(self, name: str, capacities: tuple[int, ...]) -> tuple[RowClass, ...]:
+        """By capacity, the largest first, and span."""
+        return tuple(
+            RowClass(capacity, span) for capacity in capacities for span in self.spans(name)
+        )
 
     # ------------------------------------------------------------------------ rows
 
@@ -178,7 +220,9 @@ class Trials:
         """Rows of these capacities."""
         return PlanSpec(
             {
-                name: _phase_spec(inputs, capacities[name], self.examples)
+                name: _phase_spec(
+                    inputs, self.classes(name, capacities[name]), self.examples, self.span(name)
+                )
                 for name, inputs in self.inputs.items()
             },
             {},
@@ -189,7 +233,7 @@ class Trials:
         inputs = self.inputs[name]
         if inputs.config.capacities == "auto":
             return None
-        return checked_capacities(inputs.config.capacities, inputs)
+        return checked_capacities(inputs.config.capacities, inputs, max(inputs.spans))
 
     def capacity(self, name: str, rows: float, slack: float) -> int:
         """The capacity with which so many rows hold `slack` times a replica's mean load, if they
@@ -199,9 +243,9 @@ class Trials:
         return max(self.least(name), min(inputs.largest_capacity, ideal))
 
     def least(self, name: str) -> int:
-        """The capacity that holds the longest item and no more."""
+        """The capacity of a rank with which rows hold the longest item and no more."""
         inputs = self.inputs[name]
-        return round_up(max(inputs.longest, 1), inputs.alignment)
+        return round_up(max(ceil_divide(inputs.longest, self.span(name)), 1), inputs.alignment)
 
     def candidates(self, name: str, microbatches: int) -> list[int]:
         """Capacities to try, ascending: few rows of a replica, or as many as the longest item
@@ -260,9 +304,13 @@ class Trials:
         # All language rows of a step may be of one class, and they hold integers alone.
         load = with_head_room(self.load(LANGUAGE), 1)
         rows[LANGUAGE] = tuple(
-            max(*rows[LANGUAGE], ceil_divide(load, capacity)) for capacity in capacities[LANGUAGE]
+            max(*rows[LANGUAGE], ceil_divide(load, capacity))
+            for capacity in spec.phases[LANGUAGE].capacities
         )
-        layers = self.layers(capacities)
+        layers = self.layers(
+            {name: phase.capacities for name, phase in spec.phases.items()},
+            {name: phase.spans for name, phase in spec.phases.items()},
+        )
         ring = _ring(layers, [of_batch[0] for of_batch in runs], self.config.stages, cut)
         costs = layers.costs(ring)
         ticks = len(ring.chains) * sum(map(sum, rows.values())) * CHOICE.ticks_per_row
@@ -332,14 +380,32 @@ class Trials:
 # ---------------------------------------------------------------------------- the search
 
 
-def choose_rows_and_cut(trials: Trials) -> tuple[dict[str, tuple[int, ...]], Cut]:
-    """Capacities and stages of least predicted step time. Where the number of microbatches is
-    given, an average one fills a row of every phase.
+def choose_sampled(trials: Trials) -> tuple[Trials, Sampled]:
+    """The samples in rows and stages of least predicted step time. Rows of most ranks are tried first,
+    then those of fewer as long as they cost less.
 
     Raises:
       PipelineError: more stages than layers.
     """
-    tried = trials.with_some()
+    some = trials.with_some()
+    best: _Best | None = None
+    for span in some.spans_to_try:
+        found = _choose_rows_and_cut(some.of_span(span))
+        if best is not None and found.cost_or_infinite >= best.cost_or_infinite:
+            break
+        best = found
+    assert best is not None
+    chosen = trials.of_span(best.trials.widest)
+    return chosen, chosen.sampled(best.capacities, best.cut)
+
+
+def _choose_rows_and_cut(tried: Trials) -> _Best:
+    """Capacities and stages of least predicted step time with rows of one span. Where the number of
+    microbatches is given, an average one fills a row of every phase.
+
+    Raises:
+      PipelineError: more stages than layers.
+    """
     best = _Best(tried, _first_capacities(tried), _first_cut(tried))
     to_choose = [] if tried.microbatches else [LANGUAGE, *tried.encoders]
     to_choose = [name for name in to_choose if tried.given(name) is None]
@@ -351,7 +417,7 @@ def choose_rows_and_cut(trials: Trials) -> tuple[dict[str, tuple[int, ...]], Cut
         best.choose_cut()
         if best.cost == before:
             break
-    return best.capacities, best.cut
+    return best
 
 
 def _first_capacities(trials: Trials) -> dict[str, tuple[int, ...]]:
@@ -383,6 +449,10 @@ class _Best:
         self.capacities = capacities
         self.cut = cut
         self.cost = trials.predicted(capacities, cut)
+
+    @property
+    def cost_or_infinite(self) -> float:
+        return math.inf if self.cost is None else self.cost
 
     def choose_capacity(self, name: str) -> None:
         """Rows of one class, and of one more as long as that gains enough."""
@@ -416,7 +486,7 @@ class _Best:
         """Whether these cost less, and are the best now."""
         if (capacities, cut) == (self.capacities, self.cut):
             return False
-        bound = math.inf if self.cost is None else worth * self.cost
+        bound = worth * self.cost_or_infinite
         cost = self.trials.predicted(capacities, cut, bound)
         if cost is not None and cost < bound:
             self.capacities, self.cut, self.cost = capacities, cut, cost
@@ -436,12 +506,14 @@ def _first_examples(batch: BatchItems, count: int) -> BatchItems:
     return BatchItems(batch.examples[:count], batch.targets, phases)
 
 
-def _phase_spec(inputs: SizingInputs, capacities: tuple[int, ...], examples: int) -> PhaseSpec:
+def _phase_spec(
+    inputs: SizingInputs, classes: tuple[RowClass, ...], examples: int, widest: int
+) -> PhaseSpec:
     config = inputs.config
-    # A replica gets its share of the examples, so a row never has more of them.
-    examples_per_replica = ceil_divide(examples, inputs.ranks)
-    segments = examples_per_replica if config.max_segments == "auto" else config.max_segments
-    return phase_spec(inputs, row_classes(capacities), max(segments, examples_per_replica))
+    # The ranks that share rows get their share of the examples, so a row never has more of them.
+    of_group = ceil_divide(examples, inputs.ranks // widest)
+    segments = of_group if config.max_segments == "auto" else config.max_segments
+    return phase_spec(inputs, classes, max(segments, of_group))
 
 
 def _alone(largest: Sequence[BatchItems], spec: PlanSpec) -> list[RunRows]:

@@ -11,19 +11,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmllm.balance.records import RowClass
 from jaxmllm.models.layers import checkpointed
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.trainable import Trainable, join
 from jaxmllm.training.objectives.tokens import Sums
-from jaxmllm.training.programs.stage_layers import LAYERS, STAGE, StageLayers
-from jaxmllm.training.step_functions import StepFunctions
+from jaxmllm.training.programs.stage_layers import LAYERS, StageLayers
+from jaxmllm.training.step_functions import StepFunctions, media_slots
+from sharding.context import by_rank
 from sharding.gradient import Params
-from sharding.pipeline.executor.component import Component, Inputs
-from sharding.pools import take_rows
+from sharding.mesh import STAGE
+from sharding.pipeline.executor.component import Component, Components, Inputs
+from sharding.pools import of_group, on_first_part
+from sharding.rules import Layout
 
 
 class Activation(NamedTuple):
@@ -35,42 +40,65 @@ class Activation(NamedTuple):
 
 class StageFunctions:
     """A step's mathematics as components of the executor, for code inside manual axes: stages and
-    `replicas`."""
+    those of rows.
+
+    classes: of the rows of each phase.
+    """
 
     def __init__(
         self,
         functions: StepFunctions,
-        replicas: tuple[str, ...],
+        manual: tuple[str, ...],
         stage_layers: Mapping[str, StageLayers],
+        classes: Mapping[str, tuple[RowClass, ...]],
     ):
-        model = functions.model
         self.stage_layers = stage_layers
-        # Their axes are manual here, so that layouts must not name them.
-        components = {
-            name: replace(component, layout=component.layout.inside(STAGE, *replicas))
-            for name, component in model.components.items()
-        }
-        self.functions = replace(functions, model=replace(model, components=components))
-        self.encoders = model.config.encoders
+        self.manual = manual
+        self.functions = functions
+        self.classes = classes
+        self.encoders = functions.model.config.encoders
 
     @property
     def model(self) -> MLLM:
-        """The model, with layouts as they are inside the manual axes."""
+        """The model, with layouts as they are outside of the manual axes."""
         return self.functions.model
 
-    def components(self) -> tuple[Component, ...]:
+    @property
+    def group(self) -> Layout:
+        """Layout of language rows that as many ranks hold as ever share a row of any phase: what one of
+        these ranks encodes, all of them may read."""
+        widest = max(row_class.span for of_phase in self.classes.values() for row_class in of_phase)
+        return self.model.layout(LANGUAGE).spanned(widest).inside(STAGE, *self.manual)
+
+    def components(self) -> Components:
         """Encoders in model order, then language."""
-        return (*map(self._encoder, self.encoders), self._language())
+        return tuple(
+            tuple(self._component(phase, row_class.span) for row_class in self.classes[phase])
+            for phase in self.model.phases
+        )
+
+    def _component(self, phase: str, span: int) -> Component:
+        functions = self._inside(phase, span)
+        return self._language(functions) if phase == LANGUAGE else self._encoder(phase, functions)
+
+    def _inside(self, phase: str, span: int) -> StepFunctions:
+        """The functions for rows of a phase that `span` ranks hold together, inside the manual axes."""
+        model = self.model.spanned(phase, span)
+        components = {
+            name: replace(component, layout=component.layout.inside(STAGE, *self.manual))
+            for name, component in model.components.items()
+        }
+        return replace(self.functions, model=replace(model, components=components))
 
     def inputs(
         self,
         params: Any,
         rows: Mapping[str, Any],
-        scale: jax.Array,
+        scale: Any,
         trainable: Trainable,
     ) -> Inputs:
-        """Staged parameters and rows as the executor takes them; `scale` is what losses are
-        multiplied by."""
+        """Staged parameters and rows, or their shapes, as the executor takes them; `scale` is what losses
+        are multiplied by."""
         layers = []
         outer = []
         for phase in self.model.phases:
@@ -114,38 +142,42 @@ class StageFunctions:
                 gradients[name] = tree | ({LAYERS: stacks[name]} if name in stacks else {})
         return gradients
 
-    def _encoder(self, phase: str) -> Component:
-        layout = self.model.layout(phase)
-        dtype = self.model.components[LANGUAGE].dtype
+    def _encoder(self, phase: str, functions: StepFunctions) -> Component:
+        model = functions.model
+        layout = model.layout(phase)
+        dtype = model.components[LANGUAGE].dtype
 
         def first(outer: Params, rows: EncoderRows, media: Any) -> Array:
-            return self.model.stem(_outer_params(outer), phase, rows)
+            return model.stem(_outer_params(outer), phase, rows)
 
         def layer(params: Params, x: Array, rows: EncoderRows) -> Array:
             frozen, *which = params.frozen
-            return self.model.layer(phase, join(params.trained, frozen), x, rows, *which)
+            return model.layer(phase, join(params.trained, frozen), x, rows, *which)
 
         def last(outer: Params, x: Array, rows: EncoderRows) -> TokenPool:
             params = _outer_params(outer)
-            tokens = self.model.project(
+            tokens = model.project(
                 params,
                 phase,
-                self.model.normed(params, phase, x),
+                model.normed(params, phase, x),
                 rows.places,
             )
-            return TokenPool(tokens.astype(dtype), rows.valid.astype(jnp.float32))
+            valid = by_rank(layout, rows.valid) if layout.span > 1 else rows.valid
+            return TokenPool(tokens.astype(dtype), valid.astype(jnp.float32))
 
         return Component(
             first,
             self._checkpointed(phase, layer),
             last,
-            layout.spec(("batch", "sequence")),
-            layout.spec(("batch",)),
+            _spec(layout, "batch", "sequence"),
+            _spec(layout, "rank"),
         )
 
-    def _language(self) -> Component:
-        layout = self.model.layout(LANGUAGE)
-        dtype = self.model.components[LANGUAGE].dtype
+    def _language(self, functions: StepFunctions) -> Component:
+        model = functions.model
+        layout = model.layout(LANGUAGE)
+        dtype = model.components[LANGUAGE].dtype
+        group = self.group
 
         def first(outer: Params, rows: LanguageRows, media: tuple[TokenPool, ...]) -> Activation:
             if media:
@@ -153,22 +185,22 @@ class StageFunctions:
                 pool = TokenPool(
                     *(jnp.concatenate(leaves, axis=1) for leaves in zip(*pools, strict=True)),
                 )
-                arrived = TokenPool(*(take_rows(layout, leaf, rows.media) for leaf in pool))
+                arrived = media_slots(rows).take(layout, of_group(group, pool))
             else:
                 ranks, slots = rows.tokens.shape
-                width = self.model.config.token_width
+                width = model.config.token_width
                 arrived = TokenPool(
                     jnp.zeros((ranks, slots, width), dtype),
                     jnp.zeros((ranks, slots)),
                 )
             return Activation(
-                self.model.begin(_outer_params(outer), rows, arrived.tokens),
+                model.begin(_outer_params(outer), rows, arrived.tokens),
                 arrived.valid,
             )
 
         def layer(params: Params, x: Activation, rows: LanguageRows) -> Activation:
             frozen, *which = params.frozen
-            hidden = self.model.layer(
+            hidden = model.layer(
                 LANGUAGE,
                 join(params.trained, frozen),
                 x.hidden,
@@ -180,10 +212,10 @@ class StageFunctions:
         def last(outer: Params, x: Activation, rows: LanguageRows) -> tuple[Array, Sums]:
             params = _outer_params(outer)
             scale = outer.frozen[1]
-            hidden = self.model.normed(params, LANGUAGE, x.hidden)
-            total, sums = self.functions.losses(hidden, self.model.head(params), rows, x.valid)
+            hidden = model.normed(params, LANGUAGE, x.hidden)
+            total, sums = functions.losses(hidden, model.head(params), rows, x.valid)
             return (total * scale).astype(jnp.float32), jax.tree.map(
-                lambda by_rank: by_rank.sum(0),
+                lambda of_rows: on_first_part(layout, of_rows.sum(0)),
                 sums,
             )
 
@@ -191,12 +223,19 @@ class StageFunctions:
             first,
             self._checkpointed(LANGUAGE, layer),
             last,
-            layout.spec(("batch", "sequence")),
+            _spec(layout, "batch", "sequence"),
         )
 
     def _checkpointed(self, phase: str, layer: Callable[..., Any]) -> Callable[..., Any]:
         """The layer, of which the executor keeps what `remat` of its component says."""
         return checkpointed(layer, self.model.components[phase].settings.remat)
+
+
+def _spec(layout: Layout, *axes: str) -> PartitionSpec | None:
+    """How arrays lie on the axes that are not manual; none where all are."""
+    if layout.manual_axes == set(layout.mesh.axis_names):
+        return None
+    return layout.spec(axes)
 
 
 def _layers_of(params: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import numpy as np
 from jaxmllm.arrays import Ints
 from sharding.pipeline.ring import Chain
 
-STAGE = "stage"  # the mesh axis
 LAYERS = "layers"  # name of the stacked layers among a tower's parameters
 
 

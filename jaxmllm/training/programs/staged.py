@@ -46,11 +46,13 @@ from jaxmllm.trainable import Trainable
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.programs.base import Evaluated, Job, Jobs, ProgramName, Programs
 from jaxmllm.training.programs.stage_functions import StageFunctions
-from jaxmllm.training.programs.stage_layers import LAYERS, STAGE, StageLayers
+from jaxmllm.training.programs.stage_layers import LAYERS, StageLayers
 from jaxmllm.training.programs.transfer import local_ranks, put_ranks
 from jaxmllm.training.step_functions import StepFunctions, TrainState
+from sharding.mesh import STAGE
+from sharding.parameters import kept_spec, row_axes
 from sharding.pipeline.executor.carry import Held
-from sharding.pipeline.executor.component import Inputs, TableArrays
+from sharding.pipeline.executor.component import Inputs, ManualAxes, TableArrays
 from sharding.pipeline.executor.executor import held_bytes, make_executor
 from sharding.pipeline.graph import Pool
 from sharding.pipeline.table_file import save_tables
@@ -146,7 +148,7 @@ class StagedPrograms(Programs):
         rows = self.rows
 
         def record(params: Any, scale: jax.Array) -> None:
-            stage_functions = StageFunctions(self.functions, self.replicas, self.stage_layers)
+            stage_functions = self._stage_functions
             inputs = stage_functions.inputs(params, rows, scale, self.functions.model.trainable)
             found.append(
                 held_bytes(
@@ -155,7 +157,7 @@ class StagedPrograms(Programs):
                     self._stages_mesh,
                     inputs,
                     STAGE,
-                    self.replicas,
+                    self._manual(self.functions.model.trainable),
                 )
             )
 
@@ -294,12 +296,10 @@ class StagedPrograms(Programs):
         table: TableArrays,
         scale: jax.Array,
     ) -> tuple[Any, Sums, jax.Array]:
-        stage_functions = StageFunctions(self.functions, self.replicas, self.stage_layers)
-        executor = self._executor(self.sizes.training, stage_functions)
-        out = executor(
-            table,
-            stage_functions.inputs(params, rows, scale, self.functions.model.trainable),
-        )
+        stage_functions = self._stage_functions
+        trainable = self.functions.model.trainable
+        executor = self._executor(self.sizes.training, stage_functions, trainable)
+        out = executor(table, stage_functions.inputs(params, rows, scale, trainable))
         grads = stage_functions.gradients(out.layers, out.outer)
         trained, _ = self.functions.model.trainable.split(params)
         grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, trained)
@@ -312,8 +312,8 @@ class StagedPrograms(Programs):
         table: TableArrays,
         evaluated: Evaluated,
     ) -> Evaluated:
-        stage_functions = StageFunctions(self.functions, self.replicas, self.stage_layers)
-        executor = self._executor(self.sizes.evaluation, stage_functions)
+        stage_functions = self._stage_functions
+        executor = self._executor(self.sizes.evaluation, stage_functions, NOTHING_TRAINED)
         scale = jnp.ones((), evaluated.sums.loss.dtype)
         out = executor(table, stage_functions.inputs(params, rows, scale, NOTHING_TRAINED))
         return jax.tree.map(
@@ -326,14 +326,20 @@ class StagedPrograms(Programs):
         self,
         pipeline: PipelineSpec,
         stage_functions: StageFunctions,
+        trainable: Trainable,
     ) -> Callable[[TableArrays, Inputs], Any]:
         return make_executor(
             pipeline.tables,
             stage_functions.components(),
             self._stages_mesh,
             STAGE,
-            self.replicas,
+            self._manual(trainable),
         )
+
+    @property
+    def _stage_functions(self) -> StageFunctions:
+        classes = {name: phase.classes for name, phase in self.spec.phases.items()}
+        return StageFunctions(self.functions, self._row_axes, self.stage_layers, classes)
 
     @property
     def _stages_mesh(self) -> Mesh:
@@ -349,17 +355,28 @@ class StagedPrograms(Programs):
         )
 
     @property
-    def replicas(self) -> tuple[str, ...]:
-        """Axes of replicas that share whole parameters: their gradients are added once a step."""
-        model = self.functions.model
-        used = {
-            axis
-            for component in model.components.values()
-            for name, axes in component.layout.rules
-            for axis in axes
-            if name not in ("batch", "rank")
-        }
-        return tuple(axis for axis in self.layouts[LANGUAGE].batch_axes if axis not in used)
+    def _row_axes(self) -> tuple[str, ...]:
+        """Mesh axes whose devices have different slots of the rows of some phase."""
+        used = {axis for layout in self.layouts.values() for axis in row_axes(layout)}
+        return tuple(axis for axis in self.mesh.axis_names if axis in used and axis != STAGE)
+
+    def _manual(self, trainable: Trainable) -> ManualAxes:
+        """How the executor's inputs lie on the stages and the axes of rows."""
+        axes = {STAGE, *self._row_axes}
+        params = self._gathered_params()
+        inputs = self._stage_functions.inputs(params, self.rows, self._scalar(), trainable)
+
+        def spec(leaf: Any) -> P:
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                return kept_spec(leaf.sharding.spec, axes)
+            return P(STAGE)  # numbers of layers
+
+        specs: Any = jax.tree.map(spec, inputs)
+        summed = [
+            tuple(axis for axis in row_axes(self.layouts[phase]) if axis in axes)
+            for phase in self.functions.model.phases
+        ]
+        return ManualAxes(self._row_axes, specs, tuple(summed))
 
     # ------------------------------------------------------------------ shapes
 
@@ -379,12 +396,12 @@ class StagedPrograms(Programs):
     def _abstract_rows(self, formats: Mapping[str, RowFormat]) -> dict[str, Any]:
         rows: dict[str, Any] = {}
         for phase, spec in self.spec.phases.items():
-            layout = self.layouts[phase]
             block = self.attention.blocks[phase]
             windows = phase in self.attention.windows
             counts = self.sizes.training.rows[phase]
             of_classes = []
-            for capacity, count in zip(spec.capacities, counts, strict=True):
+            for (capacity, span), count in zip(spec.classes, counts, strict=True):
+                layout = self.layouts[phase].spanned(span)
                 row: Any
                 if spec.has_loss:
                     most = spec.max_segments
@@ -409,16 +426,18 @@ class StagedPrograms(Programs):
         for phase, layout in self.layouts.items():
             kind: Any = LanguageRows if self.functions.model.phases[phase].has_loss else EncoderRows
             begin, count = run.microbatches[phase]
-            local = len(local_ranks(layout.rows, layout.ranks))
-            put = partial(_put_stacked, local)
+            held = list(zip(batch.capacities[phase], batch.spans[phase], strict=True))
             of_classes = []
-            capacities = self.spec.phases[phase].capacities
-            for capacity, shapes in zip(capacities, self.rows[phase], strict=True):
+            classes = self.spec.phases[phase].classes
+            for row_class, shapes in zip(classes, self.rows[phase], strict=True):
+                spanned = layout.spanned(row_class.span)
+                local = len(local_ranks(spanned.rows, spanned.groups))
                 filled = [
                     kind.of(dict(batch.rows[phase][number]))
                     for number in range(begin, begin + count)
-                    if batch.capacities[phase][number] == capacity
+                    if held[number] == row_class
                 ]
+                put = partial(_put_stacked, local)
                 of_classes.append(jax.tree.map(put, shapes, *filled))
             rows[phase] = tuple(of_classes)
         return rows

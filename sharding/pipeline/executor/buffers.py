@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from sharding.gradient import LayerGradient, SplitGradient
-from sharding.pipeline.executor.component import Component, Inputs
+from sharding.pipeline.executor.component import Components, Inputs
 from sharding.pipeline.executor.trees import (
     Tree,
     constrained,
@@ -88,7 +88,7 @@ class Shapes:
     others need lies in their corners.
     """
 
-    def __init__(self, spec: TableSpec, components: tuple[Component, ...], inputs: Inputs):
+    def __init__(self, spec: TableSpec, components: Components, inputs: Inputs):
         self.spec = spec
         self.components = components
         self.chains = spec.ring.chains
@@ -102,16 +102,19 @@ class Shapes:
         self.x: list[list[Tree]] = []
         self.tokens: list[list[Tree]] = []
         self.gradients: list[list[LayerGradient]] = []
-        for c, component in enumerate(components):
+        for c, of_classes in enumerate(components):
             data = [jax.eval_shape(lambda rows: read(rows, 0), rows) for rows in inputs.rows[c]]
             layer = jax.eval_shape(lambda stack: read(stack, 0), self.layers[c])
             media = self.media(c)
             self.x.append(
-                [jax.eval_shape(component.first, self.outer[c], row, media) for row in data]
+                [
+                    jax.eval_shape(component.first, self.outer[c], row, media)
+                    for component, row in zip(of_classes, data, strict=True)
+                ]
             )
             outputs = [
                 jax.eval_shape(component.last, self.outer[c], x, row)
-                for x, row in zip(self.x[c], data, strict=True)
+                for component, x, row in zip(of_classes, self.x[c], data, strict=True)
             ]
             if c == self.language:
                 self.sums = outputs[0][1]
@@ -120,7 +123,7 @@ class Shapes:
             self.gradients.append(
                 [
                     LayerGradient(component.layer, layer, x, row)
-                    for x, row in zip(self.x[c], data, strict=True)
+                    for component, x, row in zip(of_classes, self.x[c], data, strict=True)
                 ]
             )
             self._check_classes(c)
@@ -190,11 +193,11 @@ class Shapes:
 
     def specs(self, pool: Pool, c: int) -> list[PartitionSpec | None]:
         """How the leaves of a slot lie on the automatic axes; None: as the compiler likes."""
-        activation = self.components[c].activation
+        activation = self.components[c][0].activation
         of_slot = activation
         match pool:
             case Pool.TOKENS | Pool.TOKEN_GRADIENT:
-                of_slot = self.components[c].tokens
+                of_slot = self.components[c][0].tokens
             case Pool.RESIDUAL:
                 stack, x = self.slot(pool, c)
                 of_stack = None

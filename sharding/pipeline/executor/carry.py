@@ -45,7 +45,7 @@ class Held:
 
         def total(key: PoolKey, tree: Tree, leading: int) -> int:
             pool, c = key
-            activation = shapes.components[c].activation or PartitionSpec()
+            activation = shapes.components[c][0].activation or PartitionSpec()
             rows = jax.tree.leaves(shapes.x[c][0])[0].shape[0]
             found = 0
             for leaf, spec in zip(jax.tree.leaves(tree), shapes.specs(pool, c), strict=True):

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -19,8 +21,8 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Component:
-    """One component as pure functions; activations, tokens and media are pytrees of floating-point
-    arrays.
+    """One component as pure functions, for rows of one class; activations, tokens and media are
+    pytrees of floating-point arrays.
 
     Encoders: first(outer, row, ()) -> x; layer(params, x, row) -> x; last(outer, x, row) -> tokens.
     Language: first(outer, row, media) -> x, where media[e] holds the tokens of the consumed
@@ -37,6 +39,9 @@ class Component:
     tokens: PartitionSpec | None = None
 
 
+Components = tuple[tuple[Component, ...], ...]  # by component and class of row
+
+
 class Inputs(NamedTuple):
     """What one step computes on, each a tuple by component: encoders, then language.
 
@@ -48,6 +53,56 @@ class Inputs(NamedTuple):
     layers: tuple[Params, ...]
     outer: tuple[Params, ...]
     rows: tuple[tuple[Tree, ...], ...]
+
+
+class ManualAxes(NamedTuple):
+    """Mesh axes beside the stages that the program is manual over: components see what one device
+    along them has, and send what others need by collectives of their own.
+
+    inputs: partition specs over the stages and these axes, by leaf or prefix; none: layers lie on
+    stages alone, and rows are split along axis 1, after that of the microbatches.
+    summed: by component, the axes along which devices compute different parts of its gradients; none:
+    all. These are added once, after the loop, but along axes that split a parameter, where components
+    add them.
+    """
+
+    names: tuple[str, ...] = ()
+    inputs: Inputs | None = None
+    summed: tuple[tuple[str, ...], ...] | None = None
+
+    def input_specs(self, stage: str) -> Inputs:
+        """How inputs lie on the stages and these axes."""
+        if self.inputs is not None:
+            return self.inputs
+        specs: Any = (
+            PartitionSpec(stage),
+            PartitionSpec(),
+            PartitionSpec(None, self.names) if self.names else PartitionSpec(),
+        )
+        return Inputs(*specs)
+
+    def output_specs(self, stage: str) -> Outputs:
+        """How outputs do."""
+        specs = self.input_specs(stage)
+        replicated: Any = PartitionSpec()
+        if self.inputs is None:
+            return Outputs(replicated, replicated, specs.layers, specs.outer)
+        layers, outer = (tuple(of.trained for of in part) for part in (specs.layers, specs.outer))
+        return Outputs(replicated, replicated, layers, outer)
+
+    def added(self, c: int, gradients: Tree, specs: Tree, *others: str) -> Tree:
+        """Gradients of component c, summed over the axes along which they are parts, and over others."""
+        axes = self.names if self.summed is None else self.summed[c]
+
+        def of_leaf(gradient: Array, spec: PartitionSpec) -> Array:
+            split = {axis for names in spec if names for axis in _names(names)}
+            over = (*others, *(axis for axis in axes if axis not in split))
+            total: Array = lax.psum(gradient, over) if over else gradient
+            return total
+
+        if isinstance(specs, PartitionSpec):
+            return jax.tree.map(lambda gradient: of_leaf(gradient, specs), gradients)
+        return jax.tree.map(of_leaf, gradients, specs)
 
 
 class Outputs(NamedTuple):
@@ -75,3 +130,11 @@ class TableArrays(NamedTuple):
             jnp.asarray(table.wire_active),
             jnp.asarray(table.count, jnp.int32),
         )
+
+
+AUTOMATIC = ManualAxes()
+
+
+def _names(axes: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The axes of one dimension of a partition spec."""
+    return (axes,) if isinstance(axes, str) else axes

@@ -7,8 +7,8 @@
       4  ring ppermutes                   slot -> slot of the next or previous rank
 
 Loop bounds, slots and microbatch numbers are data, so another schedule or batch compiles nothing.
-shard_map is manual over `stage` alone, or over replicas too: other axes stay automatic inside the
-operations. Traps that shape the code:
+shard_map is manual over `stage` and `ManualAxes`; others stay automatic inside the operations.
+Traps that shape the code:
 
 * Ranks run different branches, so nothing inside one may communicate over `stage`: edges wait for
   the operation to end, and gradients of parameters that all ranks share are summed after the loop.
@@ -30,7 +30,14 @@ from jaxtyping import Array
 
 from sharding.pipeline.executor.buffers import Buffers, Pools, Row, Shapes, State
 from sharding.pipeline.executor.carry import Held
-from sharding.pipeline.executor.component import Component, Inputs, Outputs, TableArrays
+from sharding.pipeline.executor.component import (
+    AUTOMATIC,
+    Components,
+    Inputs,
+    ManualAxes,
+    Outputs,
+    TableArrays,
+)
 from sharding.pipeline.executor.program import Program
 from sharding.pipeline.executor.trees import Tree, corner, read, unchanged, with_corner, write
 from sharding.pipeline.graph import Pool
@@ -40,17 +47,16 @@ from sharding.pipeline.table_spec import TableSpec
 
 def make_executor(
     spec: TableSpec,
-    components: tuple[Component, ...],
+    components: Components,
     mesh: Mesh,
     axis: str = "stage",
-    replicas: tuple[str, ...] = (),
+    manual: ManualAxes = AUTOMATIC,
 ) -> Callable[[TableArrays, Inputs], Outputs]:
     """The function that runs tables of `spec`; jit it once. `mesh` has the axis `axis` of as many
     places as stages.
 
-    replicas: axes that split axis 1 of all rows, after that of the microbatches. Components then
-    see one replica's part of a row, and gradients are summed over replicas once, after the loop;
-    over an automatic axis that is done in every operation.
+    components: by component, and class of its rows. manual: axes along which gradients are added
+    once, after the loop; over an automatic axis that is done in every operation.
 
     Residuals can be kept where `spec.slots` has RESIDUAL slots, and split backwards run where it
     has PENDING slots; without them the program holds no code for either. Raises `PipelineError`
@@ -63,29 +69,28 @@ def make_executor(
     if len(components) != len(spec.ring.chains):
         raise PipelineError(f"{len(components)} components for a ring of {len(spec.ring.chains)}")
 
-    staged: Any = PartitionSpec(axis)
     table_rows: Any = PartitionSpec(None, axis)
     replicated: Any = PartitionSpec()
     return jax.shard_map(
-        lambda table, inputs: _run(spec, components, axis, replicas, table, inputs),
+        lambda table, inputs: _run(spec, components, axis, manual, table, inputs),
         mesh=mesh,
         in_specs=(
             TableArrays(table_rows, replicated, replicated),
-            _input_specs(axis, replicas),
+            manual.input_specs(axis),
         ),
-        out_specs=Outputs(loss=replicated, sums=replicated, layers=staged, outer=replicated),
-        axis_names={axis, *replicas},
+        out_specs=manual.output_specs(axis),
+        axis_names={axis, *manual.names},
         check_vma=False,
     )
 
 
 def held_bytes(
     spec: TableSpec,
-    components: tuple[Component, ...],
+    components: Components,
     mesh: Mesh,
     inputs: Inputs,
     axis: str = "stage",
-    replicas: tuple[str, ...] = (),
+    manual: ManualAxes = AUTOMATIC,
 ) -> Held:
     """What a device holds from tick to tick while `make_executor`'s program runs a table, whatever
     the table; beside that, sums of gradients, one for each trained number.
@@ -105,36 +110,29 @@ def held_bytes(
     mapped = jax.shard_map(
         start,
         mesh=mesh,
-        in_specs=(_input_specs(axis, replicas),),
+        in_specs=(manual.input_specs(axis),),
         out_specs=replicated,
-        axis_names={axis, *replicas},
+        axis_names={axis, *manual.names},
         check_vma=False,
     )
     jax.eval_shape(mapped, inputs)
     return found[-1]
 
 
-def _input_specs(axis: str, replicas: tuple[str, ...]) -> Inputs:
-    """How inputs lie on the manual axes, as prefixes of their trees."""
-    staged: Any = PartitionSpec(axis)
-    replicated: Any = PartitionSpec()
-    data_rows: Any = PartitionSpec(None, replicas) if replicas else replicated
-    return Inputs(staged, replicated, data_rows)
-
-
 def _run(
     spec: TableSpec,
-    components: tuple[Component, ...],
+    components: Components,
     axis: str,
-    replicas: tuple[str, ...],
+    manual: ManualAxes,
     table: TableArrays,
     inputs: Inputs,
 ) -> Outputs:
     """The program of one stage rank."""
     for c, rows in enumerate(inputs.rows):
-        if len(rows) != spec.classes(c):
+        if not len(rows) == len(components[c]) == spec.classes(c):
             raise PipelineError(
-                f"rows of {len(rows)} classes of {spec.ring.chains[c].name}, the tables have {spec.classes(c)}"
+                f"rows of {len(rows)} classes of {spec.ring.chains[c].name} and functions for "
+                f"{len(components[c])}, the tables have {spec.classes(c)}"
             )
     shapes = Shapes(spec, components, inputs)
     buffers = Buffers(shapes)
@@ -148,12 +146,21 @@ def _run(
         return State(_move_edges(shapes, axis, pools, row, table.wire_active[tick]), work)
 
     work = lax.fori_loop(0, table.ticks, run_tick, buffers.start()).work
-    layers = tuple(
-        jax.tree.map(lambda total, leaf: total.reshape(leaf.shape), gradients, params.trained)
-        for gradients, params in zip(work.layers, inputs.layers, strict=True)
-    )
-    loss, sums, outer = lax.psum((work.loss, work.sums, work.outer), (axis, *replicas))
-    return Outputs(loss, sums, lax.psum(layers, replicas) if replicas else layers, outer)
+    specs = manual.output_specs(axis)
+    loss, sums = lax.psum((work.loss, work.sums), (axis, *manual.names))
+    layers, outer = [], []
+    for c, params in enumerate(inputs.layers):
+        own = jax.tree.map(
+            lambda total, leaf: total.reshape(leaf.shape), work.layers[c], params.trained
+        )
+        layers.append(manual.added(c, own, _of_component(specs.layers, c)))
+        outer.append(manual.added(c, work.outer[c], _of_component(specs.outer, c), axis))
+    return Outputs(loss, sums, tuple(layers), tuple(outer))
+
+
+def _of_component(specs: Any, c: int) -> Any:
+    """The specs of one component's trained leaves, or that of them all."""
+    return specs if isinstance(specs, PartitionSpec) else specs[c]
 
 
 def _move_edges(shapes: Shapes, axis: str, pools: Pools, row: Row, wire_active: Array) -> Pools:

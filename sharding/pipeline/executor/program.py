@@ -120,20 +120,20 @@ class Program:
         data = read(self.rows[c][k], row["row"])
         values = self._of_class(c, k, values)
         scratch = dict(work.scratch)
-        y = self._input(c, row, data, values)
+        y = self._input(c, k, row, data, values)
         residual_key = (Pool.RESIDUAL, c)
         if self.shapes.has(*residual_key) and not self.chains[c].head_only:
             # Two loops, one of them of no turns: a condition would copy the residuals.
             keeps = row["write_residual"] >= 0
             stack, y_box = scratch[residual_key]
             stack, y = self._forward_with_residuals(c, k, row, data, y, stack, keeps)
-            y = self._through_layers(c, row, data, y, ~keeps)
+            y = self._through_layers(c, k, row, data, y, ~keeps)
             scratch[residual_key] = (stack, with_corner(y_box, y))
         else:
-            y = self._through_layers(c, row, data, y)
+            y = self._through_layers(c, k, row, data, y)
         if (Pool.INPUT, c) in scratch:
             scratch[Pool.INPUT, c] = with_corner(scratch[Pool.INPUT, c], y)
-        last = self.components[c].last
+        last = self.components[c][k].last
         if c == self.language:
 
             def count(totals: tuple[Array, Tree]) -> tuple[Array, Tree]:
@@ -153,12 +153,12 @@ class Program:
         data = read(self.rows[c][k], row["row"])
         values = self._of_class(c, k, values)
         if self.chains[c].head_only:
-            y = self._features(c, row, data, values)
-            return self._back_through_last(c, row, data, y, values, (values.dy, work))[1]
+            y = self._features(c, k, row, data, values)
+            return self._back_through_last(c, k, row, data, y, values, (values.dy, work))[1]
         residual_key = (Pool.RESIDUAL, c)
         stack, y_box = work.scratch[residual_key]
         recomputes = row["read_residual"] < 0
-        x = self._input(c, row, data, values)
+        x = self._input(c, k, row, data, values)
         is_last = True if self.chains[c].depth == 1 else row["last"] > 0
         stack, y = self._forward_with_residuals(
             c,
@@ -179,7 +179,7 @@ class Program:
         dy, work = self._if_last(
             c,
             row,
-            lambda carry: self._back_through_last(c, row, data, y, values, carry),
+            lambda carry: self._back_through_last(c, k, row, data, y, values, carry),
             (dy, work),
         )
         dx, work = self._back_through_layers(c, k, work, row, data, stack, dy, split)
@@ -189,7 +189,7 @@ class Program:
             work = work._replace(scratch=work.scratch | {gradient_key: box})
 
         def through_first(work: Work) -> Work:
-            return self._back_through_first(c, work, data, dx, values)
+            return self._back_through_first(c, k, work, data, dx, values)
 
         if self.chains[c].depth == 1:
             return through_first(work)
@@ -225,21 +225,21 @@ class Program:
             return function(operand)
         return lax.cond(row["last"] > 0, function, unchanged, operand)
 
-    def _input(self, c: int, row: Row, data: Tree, values: Values) -> Tree:
+    def _input(self, c: int, k: int, row: Row, data: Tree, values: Values) -> Tree:
         """What enters the layers of a chunk."""
 
         def first(x: Tree) -> Tree:
-            return self.components[c].first(self.outer[c], data, values.media)
+            return self.components[c][k].first(self.outer[c], data, values.media)
 
         if self.chains[c].depth == 1:
             return first(None)
         return lax.cond(row["first"] > 0, first, unchanged, values.x)
 
-    def _features(self, c: int, row: Row, data: Tree, values: Values) -> Tree:
+    def _features(self, c: int, k: int, row: Row, data: Tree, values: Values) -> Tree:
         """What the last layer of a chunk yielded, where only what follows it is trained."""
 
         def computed(x: Tree) -> Tree:
-            return self._through_layers(c, row, data, self._input(c, row, data, values))
+            return self._through_layers(c, k, row, data, self._input(c, k, row, data, values))
 
         if values.x is None:
             return computed(None)
@@ -255,6 +255,7 @@ class Program:
     def _through_layers(
         self,
         c: int,
+        k: int,
         row: Row,
         data: Tree,
         x: Tree,
@@ -263,7 +264,7 @@ class Program:
         """Through the layers of a chunk, if wanted."""
 
         def step(index: Array, x: Tree) -> Tree:
-            return self.components[c].layer(
+            return self.components[c][k].layer(
                 read(self.layers[c], self._layer(c, row, index)),
                 x,
                 data,
@@ -291,7 +292,7 @@ class Program:
 
         def through(index: Array, x: Tree) -> Tree:
             params = read(self.layers[c], self._layer(c, row, index))
-            return self.components[c].layer(params, x, data)
+            return self.components[c][k].layer(params, x, data)
 
         def step(index: Array, carry: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
             stack, x = carry
@@ -344,6 +345,7 @@ class Program:
     def _back_through_last(
         self,
         c: int,
+        k: int,
         row: Row,
         data: Tree,
         y: Tree,
@@ -355,7 +357,7 @@ class Program:
         work = carry[1]
 
         def last(outer: Params, y: Tree) -> Any:
-            return self.components[c].last(outer, y, data)
+            return self.components[c][k].last(outer, y, data)
 
         if c == self.language:
             vjp, add, results = self._outer_vjp(c, last, y, has_aux=True)
@@ -367,7 +369,9 @@ class Program:
             dy, weights = vjp(values.d_tokens)
         return dy, work._replace(outer=replaced(work.outer, c, add(work.outer[c], weights)))
 
-    def _back_through_first(self, c: int, work: Work, data: Tree, dx: Tree, values: Values) -> Work:
+    def _back_through_first(
+        self, c: int, k: int, work: Work, data: Tree, dx: Tree, values: Values
+    ) -> Work:
         """Gradients of what precedes the layers, and shares of the gradients of consumed tokens."""
         trained_encoders = [
             e
@@ -378,7 +382,7 @@ class Program:
         def first(outer: Params, trained_media: list[Tree]) -> Tree:
             chosen = dict(zip(trained_encoders, trained_media, strict=True))
             media = tuple(chosen.get(e, tokens) for e, tokens in enumerate(values.media))
-            return self.components[c].first(outer, data, media)
+            return self.components[c][k].first(outer, data, media)
 
         vjp, add, _ = self._outer_vjp(
             c,

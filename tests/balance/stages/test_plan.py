@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from jaxmllm.balance.costs.flops import phase_flops
 from jaxmllm.balance.records import BatchItems, PhaseItems
 from jaxmllm.balance.sizes.inputs import SizingInputs
-from jaxmllm.balance.stages.plan import plan_pipeline
-from jaxmllm.balance.stages.run_rows import pack_run
+from jaxmllm.balance.stages.plan import plan_pipeline, plan_runs
 from jaxmllm.balance.stages.sizes import choose_pipeline
 from jaxmllm.config.schema import (
     ConfigError,
@@ -75,10 +74,11 @@ def random_batch(seed: int, count: int = 24) -> BatchItems:
 
 
 def sizing(
-    replicas: int, model: ModelConfig = MODEL, trained=TRAINED, capacities=None
+    replicas: int, model: ModelConfig = MODEL, trained=TRAINED, capacities=None, spans=None
 ) -> list[SizingInputs]:
     """Everything but samples that sizes are chosen from: rows of one class, or of given capacities."""
     given = capacities or {}
+    shared = spans or {}
     return [
         SizingInputs(
             phase,
@@ -88,6 +88,7 @@ def sizing(
             longest=LONGEST[name],
             flops=phase_flops(model, name, trained),
             config=PhaseConfig(row_classes=1, capacities=given.get(name, "auto")),
+            spans=shared.get(name, (1,)),
         )
         for name, phase in make_phases(model).items()
     ]
@@ -100,12 +101,13 @@ def sizes(
     largest=(),
     trained=TRAINED,
     capacities=None,
+    spans=None,
     **config,
 ):
     samples = [random_batch(seed, examples) for seed in range(8)] if samples is None else samples
     return choose_pipeline(
         samples,
-        sizing(replicas, trained=trained, capacities=capacities),
+        sizing(replicas, trained=trained, capacities=capacities, spans=spans),
         PipelineConfig(**{"stages": 2} | config),
         MODEL,
         trained,
@@ -114,6 +116,7 @@ def sizes(
     )
 
 
+TEXT_ALONE = {"language": (128,), "vision": (16,)}
 CASES = {
     "auto": sizes(),
     "segments": sizes(layout="segments", microbatches=8),
@@ -125,6 +128,13 @@ CASES = {
     "one-replica": sizes(replicas=1, microbatches=3, layout="segments"),
     "no-deferral": sizes(deferral=False, microbatches=8, layout="segments"),
     "classes": sizes(layout="segments", capacities={"vision": (96, 64, 32), "language": (128, 96)}),
+    "shared": sizes(
+        replicas=4,
+        capacities={"vision": (48, 32), "language": (64, 32)},
+        spans={"vision": (1, 2), "language": (1, 2, 4)},
+    ),
+    "shared by encoders alone": sizes(replicas=4, spans={"vision": (1, 4)}, capacities=TEXT_ALONE),
+    "as many as pay": sizes(replicas=4, spans={"vision": (1, 2), "language": (1, 2, 4)}),
 }
 
 
@@ -146,20 +156,22 @@ def test_every_item_has_a_place_and_every_run_a_table(case, examples):
         plan = plan_pipeline(items, made.spec, pipeline)
         for name, spec in made.spec.phases.items():
             where, length = plan.phases[name], items.phases[name].length
-            taken = np.zeros((where.microbatches, spec.ranks, spec.capacities[0]), np.int32)
+            taken = np.zeros((where.microbatches, spec.ranks, spec.longest_row), np.int32)
             for m, rank, offset, size in zip(
                 where.microbatch, where.rank, where.offset, length, strict=True
             ):
-                assert offset + size <= where.capacity[m]
+                assert rank % where.span[m] == 0
+                assert offset + size <= where.capacity[m] * where.span[m]
                 taken[m, rank, offset : offset + size] += 1
             assert taken.max(initial=0) <= 1
             first = 0
             for run in plan.runs:
                 assert run.microbatches[name][0] == first
                 begin, count = run.microbatches[name]
-                held = where.capacity[begin : begin + count].tolist()
-                for capacity, most in zip(spec.capacities, pipeline.rows[name], strict=True):
-                    assert held.count(capacity) <= most
+                shapes = np.stack([where.capacity, where.span], axis=1)[begin : begin + count]
+                held = list(map(tuple, shapes.tolist()))
+                for row_class, most in zip(spec.classes, pipeline.rows[name], strict=True):
+                    assert held.count(row_class) <= most
                 first += run.microbatches[name][1]
             assert first == where.microbatches
         columns = pipeline.tables.columns
@@ -176,35 +188,48 @@ def test_every_item_has_a_place_and_every_run_a_table(case, examples):
 @pytest.mark.parametrize("case", sorted(CASES))
 @pytest.mark.parametrize("seed", range(4))
 def test_tokens_lie_where_microbatches_look_for_them(case, seed):
-    """The buffer of a microbatch, token by token, against what arrival says."""
+    """What the ranks of a group read for a microbatch, end to end and token by token, against what arrival says."""
     made, items = CASES[case], random_batch(seed)
     pipeline, vision, ranks = (
         made.training,
         items.phases["vision"],
-        made.spec.phases["language"].ranks,
+        made.spec.phases["vision"].ranks,
     )
-    placed = pack_run(
-        np.arange(24), items, made.spec, 6, pipeline.config.deferral, pipeline.tables.rows_read
-    )
-    rows, language, arrivals = (
-        placed.phases["vision"],
-        placed.phases["language"],
-        placed.arrivals["vision"],
-    )
-    per_row = made.spec.phases["vision"].capacities[0] // PER_TOKEN
-    held = np.full((rows.count, ranks, per_row), -1)
-    for n, row, rank, offset in zip(rows.item, rows.row, rows.rank, rows.offset, strict=True):
-        held[row, rank, offset // PER_TOKEN : (offset + vision.length[n]) // PER_TOKEN] = n
-    home = {
-        int(n): (int(m), int(rank))
-        for n, m, rank in zip(language.item, language.row, language.rank, strict=True)
-    }
-    for n, arrival in zip(rows.item, arrivals, strict=True):
-        microbatch, rank = home[int(vision.example[n])]
-        buffer = np.concatenate([held[row, rank] for _, row in placed.inputs[microbatch]])
-        found = buffer[arrival : arrival + vision.tokens[n]]
-        assert len(found) == vision.tokens[n] and (found == n).all()
-    assert placed.deferred == 0 or pipeline.config.deferral
+    (run,) = plan_runs(items, made.spec, pipeline)
+    plan = plan_pipeline(items, made.spec, pipeline)
+    where, language = plan.phases["vision"], plan.phases["language"]
+    per_row = made.spec.phases["vision"].row_tokens
+    held = np.full((where.microbatches, ranks, per_row, 2), -1)
+    for n, tokens in enumerate(vision.tokens.tolist()):
+        own = where.capacity[where.microbatch[n]] // PER_TOKEN
+        for token in range(tokens):
+            member, slot = divmod(where.offset[n] // PER_TOKEN + token, own)
+            held[where.microbatch[n], where.rank[n] + member, slot] = n, token
+    nothing = np.full((pipeline.tables.rows_read[0] * per_row, 2), -1)
+    group = max(phase.widest for phase in made.spec.phases.values())
+    route = plan.routes["vision"]
+    found = {n: [] for n in range(len(vision.tokens))}
+    for n, tokens, arrival in zip(route.item, route.tokens, route.arrival, strict=True):
+        reader = vision.example[n]
+        first = language.rank[reader] // group * group
+        pools = []
+        for rank in range(first, first + group):
+            rows = [held[row, rank] for _, row in run.rows.inputs[language.microbatch[reader]]]
+            pools.append(np.concatenate([*rows, nothing])[: len(nothing)])
+        found[n] += np.concatenate(pools)[arrival : arrival + tokens].tolist()
+    for n, tokens in enumerate(vision.tokens.tolist()):
+        assert found[n] == [[n, token] for token in range(tokens)]
+    assert run.rows.deferred == 0 or pipeline.config.deferral
+
+
+def test_rows_are_of_as_few_ranks_as_hold_their_items():
+    """Both spans of a capacity in one step: a row that no two groups of half the ranks can hold is of them all."""
+    made = sizes(replicas=2, capacities={"language": (64,)}, spans={"language": (1, 2)})
+    plan = plan_pipeline(batch([(90, []), (60, []), (60, []), (30, [])]), made.spec, made.training)
+    language = plan.phases["language"]
+    spans = language.span[language.microbatch].tolist()
+    assert spans[0] == 2 and set(spans) == {1, 2}
+    assert plan.statistics["language/shared_rows"] == 1
 
 
 def test_equal_batches_have_equal_plans_and_other_batches_others():

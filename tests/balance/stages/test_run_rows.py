@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxmllm.balance.stages.run_rows import classes_holding, pack_rows, rows_in_turn
+from jaxmllm.balance.stages.run_rows import pack_rows, rows_in_turn
 
 
 def test_rows_hold_items_side_by_side():
@@ -47,4 +47,3 @@ def test_rows_begun_for_short_items_are_small():
     slots = np.array([9, 3, 3, 3, 2, 1])
     row, count = rows_in_turn(microbatch, replica, slots, (12, 6), 2)
     assert row.tolist() == [0, 0, 1, 1, 1, 1] and count == 2
-    assert classes_holding(np.array([12, 6, 7, 0]), (12, 6)).tolist() == [0, 1, 0, 1]

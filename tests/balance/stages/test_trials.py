@@ -38,7 +38,7 @@ def trials(examples: int = 96, **config) -> Trials:
         [random_batch(seed, examples) for seed in range(6)],
         sizing(2, DEEP),
         PipelineConfig(**{"stages": 4} | config),
-        lambda capacities: ChainLayers(DEEP, TRAINED, capacities, {}),
+        lambda capacities, spans: ChainLayers(DEEP, TRAINED, capacities, {}, spans),
         examples,
     )
 

@@ -383,5 +383,6 @@ def program(
     row_classes = (len(TEXT),) * len(ring.chains) if classes else ()
     spec = TableSpec(ring, places, ticks, (fan,) * len(ring.encoders), row_classes)
     mesh = make_mesh({"stage": ring.stages}, jax.devices()[: ring.stages])
-    run = jax.jit(make_executor(spec, components(ring, policy), mesh))
+    parts = tuple((of,) * spec.classes(c) for c, of in enumerate(components(ring, policy)))
+    run = jax.jit(make_executor(spec, parts, mesh))
     return Program(spec, trained, sizes, run, *parameters(ring, trained))

@@ -59,8 +59,20 @@ def used(result: Result) -> dict:
     }
 
 
-# Rows of two sizes for images and for text
-CLASSES = {"phases__vision__capacities": [96, 32], "phases__language__capacities": [160, 96]}
+def rows_of_step(step) -> dict[str, list]:
+    """Capacity and span of every row, by phase."""
+    return {
+        name: list(zip(held, step.spans[name], strict=True))
+        for name, held in step.capacities.items()
+    }
+
+
+# Rows of two sizes for images, and of one rank or two for text
+CLASSES = {
+    "phases__vision__capacities": [96, 32],
+    "phases__language__capacities": [96],
+    "phases__language__spans": [1, 2],
+}
 
 
 @pytest.fixture(scope="module")
@@ -239,9 +251,10 @@ def test_rows_of_several_classes_in_a_step(piped, alone):
     mixes = set()
     for batch in (EXAMPLES, range(8)):
         step = piped.step(batch)
-        mixes |= {(name, frozenset(held)) for name, held in step.capacities.items()}
+        mixes |= {(name, frozenset(held)) for name, held in rows_of_step(step).items()}
         assert_same(computed(piped, step), alone.gradients(alone.step(batch)), 1e-5)
-    assert {("vision", frozenset({96, 32})), ("language", frozenset({160, 96}))} <= mixes
+    sizes, shared = frozenset({(96, 1), (32, 1)}), frozenset({(96, 1), (96, 2)})
+    assert {("vision", sizes), ("language", shared)} <= mixes
 
 
 @pytest.mark.slow
@@ -257,7 +270,7 @@ def test_batches_of_every_composition_use_the_same_program(piped, alone):
     for batch in batches:
         step = piped.step(batch)
         tables |= {run.table.tobytes() for run in step.runs}
-        mixes |= {tuple(sorted(held)) for held in step.capacities.values()}
+        mixes |= {tuple(sorted(held)) for held in rows_of_step(step).values()}
         state, metrics = piped.programs.train(state, piped.put(step))
         metrics = jax.device_get(metrics)
         assert metrics["targets_by_source"].sum() == step.targets and metrics["skipped"] == 0
@@ -311,6 +324,60 @@ def test_any_ring_and_schedule(setups, by_example, deep, devices, mesh, pipeline
     assert_same(computed(setup, setup.step(EXAMPLES)), deep.gradients(deep.step(EXAMPLES)), 1e-5)
 
 
+def rows_of(spans, capacities):
+    """Blocks so small that rows of few slots have parts."""
+    return {
+        f"phases__{name}": {"block": 16, "capacities": slots, "spans": spans}
+        for name, slots in capacities.items()
+    }
+
+
+# On these, both spans of one capacity occur in a step
+SHORT = {"vision": [64], "audio": [256], "language": [96]}
+SHARED = {  # devices, mesh, pipeline, changes
+    "data2-sizes": (
+        4,
+        {"data": 2},
+        SEGMENTS,
+        rows_of([1, 2], SHORT | {"vision": [64, 32], "language": [96, 64]}),
+    ),
+    "fsdp2": (4, {"data": 1, "fsdp": 2}, {"stages": 2, "layout": "chain"}, rows_of([1, 2], SHORT)),
+    "fsdp2-tensor2-split": (
+        8,
+        {"data": 1, "fsdp": 2, "tensor": 2},
+        {"stages": 2, "layout": "chain", "schedule": "1f1b", "split_backward": True},
+        rows_of([1, 2], SHORT),
+    ),
+    "data2-fsdp2-kept": (
+        8,
+        {"data": 2, "fsdp": 2},
+        SEGMENTS | {"kept_residuals": 2, "schedule": "interleaved"},
+        rows_of([1, 2, 4], SHORT) | {"components__language__remat": "none"},
+    ),
+    "fsdp2-context2": (
+        8,
+        {"data": 1, "fsdp": 2, "context": 2},
+        {"stages": 2, "layout": "parallel"},
+        rows_of([1, 2], SHORT),
+    ),
+    "encoders-alone": (
+        4,
+        {"data": 2},
+        {"stages": 2, "layout": "chain"},
+        rows_of([1, 2], {"vision": [64]}) | rows_of([1], {"audio": [512], "language": [192]}),
+    ),
+}
+
+
+@pytest.mark.parametrize("devices, mesh, pipeline, changes", slow_cases(SHARED, {"fsdp2"}))
+def test_rows_of_several_ranks(setups, by_example, deep, devices, mesh, pipeline, changes):
+    """Of one rank and of several in one step."""
+    setup = setups(by_example(mesh=mesh, pipeline=pipeline, **changes, **DEEP), devices)
+    step = setup.step(EXAMPLES)
+    assert {1, 2} <= {span for spans in step.spans.values() for span in spans}
+    assert_same(computed(setup, step), deep.gradients(deep.step(EXAMPLES)), 1e-5)
+
+
 ALL = {"vision", "audio", "projector.vision", "projector.audio", "language"}
 PROJECTORS = {"projector.vision", "projector.audio"}
 
@@ -331,12 +398,15 @@ PROJECTORS = {"projector.vision", "projector.audio"}
     ],
 )
 @pytest.mark.parametrize(
-    "layout", ["segments", pytest.param("chain", marks=pytest.mark.exhaustive)]
+    "layout, ranks", [("segments", 1), pytest.param("chain", 2, marks=pytest.mark.exhaustive)]
 )
-def test_any_freezing(setups, by_example, trained, layout):
+def test_any_freezing(setups, by_example, trained, layout, ranks):
+    """On two ranks, rows that they share."""
     frozen = {f"components__{name.replace('.', '__')}__freeze": True for name in ALL - trained}
     pipeline = {"stages": 2, "layout": layout, "split_backward": layout == "segments"}
-    setup = setups(by_example(pipeline=pipeline, **frozen, **DEEP), 2)
+    shared = rows_of([1, 2], SHORT) if ranks > 1 else {}
+    changes = {"mesh": {"data": ranks}, "pipeline": pipeline, **shared, **frozen, **DEEP}
+    setup = setups(by_example(**changes), 2 * ranks)
     alone = setups(by_example(**frozen, **DEEP), 1)
     result = computed(setup, setup.step(EXAMPLES))
     assert set(result.grads) == trained
@@ -534,7 +604,11 @@ def sizes(data, devices: int, **changes):
         ),
         (
             {"pipeline": {"stages": 2, "layout": "chain"}, "phases__language__spans": [1, 2]},
-            ["phases.language.spans", "pipeline.stages"],
+            ["phases.language.spans", "does not divide"],
+        ),
+        (
+            {"pipeline": {"stages": 2, "layout": "chain"}, "balance__mode": "none"},
+            ["balance.mode (none)", "pipeline.stages"],
         ),
         (
             {

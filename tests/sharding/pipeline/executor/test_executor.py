@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from sharding.gradient import Params
 from sharding.mesh import make_mesh
 from sharding.pipeline.build_graph import build_graph
-from sharding.pipeline.executor.component import Inputs, TableArrays
+from sharding.pipeline.executor.component import Inputs, ManualAxes, TableArrays
 from sharding.pipeline.executor.executor import make_executor
 from sharding.pipeline.graph import Kind, Pool
 from sharding.pipeline.ring import Chain, PipelineError, Ring
@@ -284,7 +284,8 @@ def test_data_and_tensor_axes_inside_of_stages(replicas):
         layers = jax.tree_util.tree_map_with_path(placed, found.layers)
         return found._replace(layers=layers, rows=jax.device_put(found.rows, split))
 
-    run = jax.jit(make_executor(plain.spec, tuple(parts), mesh, replicas=replicas))
+    parts = tuple((of,) for of in parts)
+    run = jax.jit(make_executor(plain.spec, parts, mesh, manual=ManualAxes(replicas)))
     of = dataclasses.replace(plain, run=run, put=put)
     of.check(greedy(build_graph(ring, workload_of(ring, 6, seed=9))), seed=9)
     of.check(interleaved(build_graph(ring, workload_of(ring, 6, seed=10))), seed=10)

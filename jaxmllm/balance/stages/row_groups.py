@@ -1,0 +1,116 @@
+"""Rows that neighbouring ranks hold together, in stages.
+
+language rows: widest groups --encoder_groups--> groups of an encoder's ranks, on the same ranks
+rows of widest groups        --narrowest-------> rows of fewer ranks, where their items fit (each C slots per rank)
+rows of encoders             --group_route-----> where tokens lie in the pools of the ranks of a group, end to end
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxmllm.arrays import Ints, Longs, running_sums
+from jaxmllm.balance.records import PhasePlan, PhaseSpec, PlanSpec, RoutePlan
+
+
+def encoder_groups(group: Longs, length: Longs, of_language: int, widest: int) -> Longs:
+    """Widest group of an encoder's ranks for each item [n]: of those with ranks of its example's
+    group, where there are several the one with fewest slots so far, the longest items first.
+
+    Args:
+      group: [n] widest group of the language ranks.
+      of_language, widest: ranks of these groups, and of the encoder's.
+    """
+    if widest >= of_language:
+        return group * of_language // widest
+    inside = of_language // widest
+    filled = np.zeros((int(group.max(initial=0)) + 1, inside), np.int64)
+    chosen = np.empty_like(group)
+    for item in np.argsort(-length, kind="stable").tolist():
+        of_group = filled[group[item]]
+        least = int(of_group.argmin())
+        of_group[least] += length[item]
+        chosen[item] = group[item] * inside + least
+    return chosen
+
+
+def narrowest(
+    phase: PhaseSpec, length: Longs, work: Longs, row: Longs, group: Longs, capacity: Longs
+) -> tuple[Longs, Longs]:
+    """Span of every row [count], the least of those with its capacity for which all widest groups can
+    split their items; and which rank of its widest group is the first to hold each item [n].
+
+    Args:
+      length, work, row, group: [n] slots, work of attention, row and widest group of each item.
+      capacity: [count] slots of each row on a rank.
+    """
+    span = np.full(len(capacity), phase.widest, np.int64)
+    member = np.zeros(len(length), np.int64)
+    if len(set(phase.spans)) == 1:
+        return span, member
+    for number, slots in enumerate(capacity.tolist()):
+        items = np.flatnonzero(row == number)
+        of_groups = [items[group[items] == one] for one in np.unique(group[items])]
+        spans = [row_class.span for row_class in phase.classes if row_class.capacity == slots]
+        for narrow in sorted(spans):
+            rows = phase.widest // narrow
+            parts = (split(length[of], work[of], narrow * slots, rows) for of in of_groups)
+            found = [part for part in parts if part is not None]
+            if len(found) < len(of_groups):
+                continue
+            span[number] = narrow
+            for of, part in zip(of_groups, found, strict=True):
+                member[of] = part * narrow
+            break
+    return span, member
+
+
+def split(length: Longs, work: Longs, capacity: int, rows: int) -> Longs | None:
+    """Which of some equal rows holds each item [n]: the costliest first, each to the row with least work
+    that has room; none where one finds no room."""
+    room = [capacity] * rows
+    load = [0] * rows
+    chosen = np.zeros(len(length), np.int64)
+    for item in np.lexsort((-length, -work)).tolist():
+        size = int(length[item])
+        with_room = [number for number in range(rows) if room[number] >= size]
+        if not with_room:
+            return None
+        least = min(with_room, key=load.__getitem__)
+        room[least] -= size
+        load[least] += int(work[item])
+        chosen[item] = least
+    return chosen
+
+
+def group_route(
+    plan: PhasePlan, tokens: Ints, row_start: Ints, name: str, spec: PlanSpec, pool: int
+) -> RoutePlan:
+    """Where the tokens of an encoder's items lie for those who read them: slots of the pools of all ranks
+    of a group, end to end.
+
+    Args:
+      tokens: [N] of each item.
+      row_start: [N] where its row begins in the pool of a rank.
+      name: of the encoder.
+      pool: slots of the pool of a rank.
+    """
+    per_token = spec.phases[name].slots_per_token
+    on_rank = plan.capacity[plan.microbatch] // per_token  # tokens of the row
+    first = plan.offset // per_token  # token of the row
+    last = np.maximum(first + tokens - 1, first)
+    item = np.repeat(np.arange(len(tokens)), last // on_rank - first // on_rank + 1)
+    first, end, on_rank = first[item], (first + tokens)[item], on_rank[item]
+    part = first // on_rank + running_sums(item, np.ones_like(item))  # which rank of the row
+    begin = np.maximum(first, part * on_rank)
+    end = np.minimum(end, (part + 1) * on_rank)
+    widest = max(phase.widest for phase in spec.phases.values())
+    member = plan.rank[item] % widest + part
+    arrival = member * pool + row_start[item] + begin - part * on_rank
+    return RoutePlan(
+        item=item.astype(np.int32),
+        skipped=np.asarray(begin - first, np.int32),
+        tokens=np.asarray(end - begin, np.int32),
+        arrival=arrival.astype(np.int32),
+        rounds=(),
+    )
