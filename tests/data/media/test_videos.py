@@ -98,7 +98,7 @@ def test_groups_hold_the_frames_of_a_file(name, tmp_path):
     assert isinstance(shape, ClipShape) and shape == (4, 4, 6)
     assert (shape.frames, shape.rate, shape.group) == (7, 4.0, (1, 4, 6))
     plain = Images(4, 2, 64, 640)
-    frames = [plain._patches(colors, (1, 4, 6)) for colors in COLORS]
+    frames = [plain.patches(colors, (1, 4, 6)) for colors in COLORS]
     pairs = [(0, 1), (2, 3), (4, 5), (6, 6)]
     for numbers in ([0, 1, 2, 3], [3], [0, 2]):
         for number, found in zip(numbers, made.load_groups(clip, numbers), strict=True):

@@ -117,7 +117,7 @@ def filled(source: SourceConfig) -> tuple[dict[str, np.ndarray], list[str], list
 def test_groups_lie_where_the_plan_has_them(source):
     row, failures, offsets = filled(source)
     plain = Images(4, 2, 64, 640)
-    frames = [plain._patches(colors, (1, 4, 6)) for colors in COLORS]
+    frames = [plain.patches(colors, (1, 4, 6)) for colors in COLORS]
     for offset, (first, second) in zip(offsets, ((0, 1), (2, 3), (4, 4)), strict=True):
         features = row["features"][0, offset : offset + 24]
         np.testing.assert_array_equal(features, np.hstack([frames[first], frames[second]]))
