@@ -147,6 +147,20 @@ class Line:
         view = split.transpose([order.index(letter) for letter in self.letters])
         return view[self._by_letter(shape, index)]
 
+    def read(self, tensor: NDArray[Any], shape: tuple[int, ...], index: Index) -> NDArray[Any]:
+        """The same in the axes of the parameter; a copy, of which joined axes may be cut."""
+        first = len(self.stacked)
+        joined = [" " in axis for axis in self.parameter[first:]]
+        outer = tuple(
+            slice(None) if whole else part for whole, part in zip(joined, index, strict=True)
+        )
+        inner = tuple(
+            part if whole else slice(None) for whole, part in zip(joined, index, strict=True)
+        )
+        parts = zip(shape[first:], outer, strict=True)
+        sizes = [len(range(*part.indices(size))) for size, part in parts]
+        return self.view(tensor, shape, outer).reshape(sizes)[inner]
+
     def _by_letter(self, shape: tuple[int, ...], index: Index) -> Index:
         slices: list[slice] = []
         first = len(self.stacked)

@@ -167,8 +167,7 @@ class Fit:
         sizes = [len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)]
         values = np.empty(sizes, dtype)
         for key, place, of_tensor in line.pieces(shape, index):
-            view = line.view(tensors[key].array(), shape, of_tensor)
-            values[place] = view.reshape(values[place].shape)
+            values[place] = line.read(tensors[key].array(), shape, of_tensor)
         return values
 
 

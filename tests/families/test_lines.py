@@ -48,15 +48,16 @@ def test_a_slice_is_read_and_written_like_the_whole(text, data):
     random = np.random.default_rng(0)
     tensors = {key: random.standard_normal(line.tensor_shape(shape)) for key in line.keys(shape)}
     bounds = [sorted(data.draw(st.tuples(st.integers(0, n - 1), st.integers(1, n)))) for n in shape]
-    index = tuple(
-        slice(0, size) if " " in axis else slice(first, max(first + 1, last))
-        for axis, size, (first, last) in zip(line.parameter, shape, bounds, strict=True)
+    cut = tuple(slice(first, max(first + 1, last)) for first, last in bounds)
+    part = np.empty([piece.stop - piece.start for piece in cut])
+    for key, place, of_tensor in line.pieces(shape, cut):
+        part[place] = line.read(tensors[key], shape, of_tensor)
+    np.testing.assert_array_equal(part, whole_of(line, tensors, shape)[cut])
+    index = tuple(  # what is written has joined axes whole
+        slice(0, size) if " " in axis else piece
+        for axis, size, piece in zip(line.parameter, shape, cut, strict=True)
     )
-    part = np.empty([piece.stop - piece.start for piece in index])
-    for key, place, of_tensor in line.pieces(shape, index):
-        view = line.view(tensors[key], shape, of_tensor)
-        part[place] = view.reshape(part[place].shape)
-    np.testing.assert_array_equal(part, whole_of(line, tensors, shape)[index])
+    part = whole_of(line, tensors, shape)[index]
     written = {key: np.zeros_like(tensor) for key, tensor in tensors.items()}
     for key, place, of_tensor in line.pieces(shape, index):
         view = line.view(written[key], shape, of_tensor)
