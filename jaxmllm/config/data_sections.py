@@ -107,7 +107,8 @@ class VideoDataConfig(Section):
     A video has `positions_per_second` on the axis of time, rounded down; or its times are written:
 
         positions   text after a video goes on as after an image, below the last times (arXiv 2502.13923)
-        line        text after a video goes on at the maximum + 1 (arXiv 2503.20215)
+        line        text after a video goes on at the maximum + 1; groups of frames are as far apart as `fps` says, also
+                    of videos that are too short or too long for it (arXiv 2503.20215)
         text        "<0.5 seconds>" before each group of frames, which stands there as an image would (arXiv 2511.21631)
     """
 

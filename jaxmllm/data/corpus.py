@@ -34,7 +34,7 @@ from jaxmllm.row_format import RowFormat
 SHOWN = 5  # refusals quoted in an error
 
 _RESIZED_BY = {
-    "vision": "lower data.images.max_pixels",
+    "vision": "lower data.images.max_pixels (data.videos.max_pixels)",
     "audio": "lower data.audio.max_seconds or split the clip",
     "diffusion": "lower data.generated.max_pixels, lower max_frames of data.generated or data.latents, or shorten what "
     "it is made from",
@@ -340,7 +340,7 @@ def _too_long(index: LengthIndex, limits: Mapping[str, int]) -> list[tuple[int, 
         refused.setdefault(
             example,
             f"the conversation is {index.language_length[example]} tokens long, but the largest language row holds "
-            f"{limit}: shorten it, lower data.images.max_pixels or data.audio.max_seconds (fewer media tokens), or "
-            f"raise phases.{LANGUAGE}.capacities",
+            f"{limit}: shorten it, lower data.images.max_pixels, data.videos.fps or data.audio.max_seconds (fewer "
+            f"media tokens), or raise phases.{LANGUAGE}.capacities",
         )
     return [(example, "longer_than_row", message) for example, message in sorted(refused.items())]

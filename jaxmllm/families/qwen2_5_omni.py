@@ -1,6 +1,6 @@
 """Qwen2.5-Omni's thinker: decoder, vision tower and merger of Qwen2.5-VL, and an audio tower that hears chunks of two
 seconds apart. Its talker is carried through, and so are the embeddings of begin and end of clips, which the reference
-does not use. Videos are not read.
+does not use. Of videos, frames are seen, and no sound is heard.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from jaxmllm.families.family import Family, patterns
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.qwen2_5_vl import LANGUAGE as DECODER
 from jaxmllm.families.qwen2_5_vl import PROJECTOR as MERGER
-from jaxmllm.families.qwen2_5_vl import VISION as JOINED_VISION
 from jaxmllm.families.qwen2_5_vl import (
+    VIDEO_PIXELS,
     axial_decoder,
     merger,
     patch_letters,
     picture_processor,
+    video_processor,
     windowed_tower,
 )
+from jaxmllm.families.qwen2_5_vl import VISION as JOINED_VISION
 from jaxmllm.families.qwen2_audio import HEARING, POOL
 from jaxmllm.families.whisper import PARAMETERS as ENCODER
 from jaxmllm.families.whisper import STRIDES, clip_processor, encoder, stem_letters
@@ -53,7 +55,8 @@ TEXT = {
     "max_window_layers": 28,
 }
 HALF_CHUNK, AUDIO_WIDTH = 100, 3584
-CLIP, PICTURE = 151_646, 151_655  # tokens
+CLIP, PICTURE, VIDEO = 151_646, 151_655, 151_656  # tokens
+FPS, POSITIONS_PER_SECOND = 2.0, 25
 
 
 def _thinker(config: FolderConfig) -> FolderConfig:
@@ -70,6 +73,22 @@ def _language(config: FolderConfig) -> dict[str, Any]:
 
 def _vision(config: FolderConfig) -> dict[str, Any]:
     return windowed_tower(_thinker(config))
+
+
+def _videos(config: FolderConfig, file: FolderConfig, section: dict[str, Any]) -> dict[str, Any]:
+    """The processor gives frames the bounds of its class, whatever the file says."""
+    rate = _thinker(config).number("position_id_per_seconds", POSITIONS_PER_SECOND)
+    read = video_processor(file, section, VIDEO_PIXELS, FPS)
+    bounds = dict(zip(("min_pixels", "max_pixels"), VIDEO_PIXELS, strict=True))
+    return (
+        read
+        | bounds
+        | {
+            "sampling": "ends",
+            "times": "line",
+            "positions_per_second": float(rate),
+        }
+    )
 
 
 def _merger(config: FolderConfig) -> dict[str, Any]:
@@ -144,7 +163,11 @@ def _families(kind: str, prefix: str) -> tuple[Family, ...]:
             prefixes=in_vision,
             letters=patch_letters,
             processor=picture_processor,
+            videos=_videos,
             placeholder=lambda config: int(_thinker(config).number("image_token_index", PICTURE)),
+            video_placeholder=lambda config: int(
+                _thinker(config).number("video_token_index", VIDEO)
+            ),
         ),
         Family(
             NAME,

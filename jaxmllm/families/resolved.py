@@ -227,9 +227,10 @@ def _videos_of(
     if not isinstance(own, dict | None):
         return own  # which the schema refuses
     folder = config.path.parent
-    older = PREPROCESSOR if not (folder / OF_VIDEOS).is_file() else OF_VIDEOS
-    file = _processor_file(folder, "video_processor", older)
-    videos = said(config, file, shapes) | (own or {})
+    kinds = (("video_processor", OF_VIDEOS), (TOWERS["vision"][2], PREPROCESSOR))
+    # Folders may have one for pictures and videos
+    part, name = kinds[0] if _has_processor(folder, *kinds[0]) else kinds[1]
+    videos = said(config, _processor_file(folder, part, name), shapes) | (own or {})
     if videos.get("fps") is None:  # all frames are taken
         videos = {
             key: value
@@ -237,6 +238,13 @@ def _videos_of(
             if key in (own or {}) or key not in ("sampling", "min_frames")
         }
     return videos
+
+
+def _has_processor(folder: Path, part: str, own: str) -> bool:
+    whole = folder / PROCESSOR
+    return (folder / own).is_file() or (
+        whole.is_file() and part in FolderConfig.read(folder, PROCESSOR).values
+    )
 
 
 def _processor_file(folder: Path, part: str, own: str = PREPROCESSOR) -> FolderConfig:

@@ -135,7 +135,7 @@ def make_heard(
     output.loss.backward()
     logits, loss = (value.detach().numpy() for value in (output.logits, output.loss))
     gradients = {
-        _stored(kind, key): parameter.grad.numpy()
+        stored_key(kind, key): parameter.grad.numpy()
         for key, parameter in model.named_parameters()
         if parameter.grad is not None
     }
@@ -180,7 +180,7 @@ def _model(kind: str, text: dict[str, Any], tied: bool) -> tuple[Any, Any]:
     return t.Qwen2_5OmniForConditionalGeneration(t.Qwen2_5OmniConfig(**whole)), read
 
 
-def _stored(kind: str, key: str) -> str:
+def stored_key(kind: str, key: str) -> str:
     """The key in files of a parameter by its name in memory."""
     if kind == "qwen2_audio":
         key = key.replace("model.language_model.", "language_model.model.")

@@ -18,13 +18,16 @@ FOLDER/NAME/processed.npz  of some: bounds [2] of pixels; videos video_I [T, H, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-BEGIN, END, PICTURE, VIDEO = 3, 4, 5, 6  # tokens
+from tests.families.make_heard_goldens import PICTURE, SEEN, SEES, VIDEO, stored_key
+from tests.families.make_pictured_goldens import as_stored, keys_in_files, plain_key
+
 CELLS = {
     "tall": (1, 3, 2),
     "small": (1, 1, 1),
@@ -37,14 +40,17 @@ CLIPS = {
 SECONDS = {"quick": 0.3, "slow": 1.7, "still": 1.0}  # from one of these to the next
 TEXTS = ((4, "slow", 3, "tall", 2, "quick", 4), (7,), (2, "still", 5, "small", 3))
 KEPT = ("patch_embed", "pos_embed", "merger.ln_q", "merger.norm", "embed_tokens")
-# name -> (prefix of the model's classes, whether its thinker is told of times in seconds, and by which argument)
-MOVING: Mapping[str, str | None] = {
-    "qwen2_5_vl": "second_per_grid_ts",
-    "qwen3_vl": None,
-    "qwen3_vl_moe": None,
+# name -> tokens that begin and end media, and that stand for pictures and videos; and what the argument of the seconds
+# is called, if there is one
+MOVING: Mapping[str, tuple[tuple[int, int, int, int], str | None]] = {
+    "qwen2_5_vl": ((3, 4, 5, 6), "second_per_grid_ts"),
+    "qwen3_vl": ((3, 4, 5, 6), None),
+    "qwen3_vl_moe": ((3, 4, 5, 6), None),
+    "qwen2_5_omni": ((SEES, SEEN, PICTURE, VIDEO), "video_second_per_grid"),
 }
+FIRST_WORD = 10  # after all these
 PROCESSED = ("qwen2_5_vl", "qwen3_vl")
-EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+VOCABULARY = 40
 SMALL = {"shortest_edge": 8 * 8 * 3, "longest_edge": 8 * 8 * 40}
 RAGGED = (
     (4, 24, 16),
@@ -58,35 +64,24 @@ def main(goldens: Path, folder: Path, everything: bool = False) -> None:
     """Write the files of all families."""
     for seed, name in enumerate(MOVING):
         (folder / name).mkdir(parents=True, exist_ok=True)
-        make_moving(goldens / name, folder / name, MOVING[name], seed, everything)
+        make_moving(goldens / name, folder / name, seed, everything)
 
 
-def make_moving(
-    source: Path, folder: Path, seconds: str | None, seed: int, everything: bool
-) -> None:
+def make_moving(source: Path, folder: Path, seed: int, everything: bool) -> None:
     """What the reference computes of one checkpoint in float32."""
     import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
 
-    from tests.families.make_pictured_goldens import _as_stored, _keys_in_files, _plain
-
-    config = AutoConfig.from_pretrained(source)
-    config.video_token_id = VIDEO
-    model = AutoModelForImageTextToText.from_pretrained(
-        source, config=config, dtype=torch.float32, **EAGER
-    )
     random = np.random.default_rng(seed)
-    video = _processor(source.name)
-    inputs = _texts(random, video, seconds, config.text_config.vocab_size)
+    model, keys = _model(source)
+    inputs = _texts(random, source.name)
     output = model(**{key: torch.tensor(value) for key, value in inputs.items()})
     output.loss.backward()
     logits, loss = (value.detach().numpy() for value in (output.logits, output.loss))
     valid = inputs["attention_mask"].astype(bool)
-    stored = _keys_in_files(source)
     gradients = {
-        stored[_plain(key)]: _as_stored(key, parameter.grad.numpy())
+        keys(key): as_stored(key, parameter.grad.numpy())
         for key, parameter in model.named_parameters()
-        if everything or any(part in key for part in KEPT)
+        if parameter.grad is not None and (everything or any(part in key for part in KEPT))
     }
     save = np.savez_compressed
     save(folder / "inputs.npz", **inputs)
@@ -94,6 +89,23 @@ def make_moving(
     save(folder / "gradients.npz", **gradients)
     if source.name in PROCESSED:
         save(folder / "processed.npz", **_processed(random, source.name))
+
+
+def _model(source: Path) -> tuple[Any, Callable[[str], str]]:
+    """A checkpoint, and the key in its files of a parameter by its name in memory."""
+    import torch
+    import transformers as t
+
+    exact = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if source.name == "qwen2_5_omni":
+        thinker = t.Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(source, **exact)
+        return thinker, partial(stored_key, source.name)
+    config = t.AutoConfig.from_pretrained(source)
+    config.video_token_id = MOVING[source.name][0][-1]
+    exact |= {"experts_implementation": "eager"}
+    model = t.AutoModelForImageTextToText.from_pretrained(source, config=config, **exact)
+    stored = keys_in_files(source)
+    return model, lambda key: stored[plain_key(key)]
 
 
 def _processor(name: str, **changes: Any) -> Any:
@@ -109,29 +121,29 @@ def _processor(name: str, **changes: Any) -> Any:
     return kind(**usual | changes)
 
 
-def _texts(
-    random: np.random.Generator, video: Any, seconds: str | None, vocabulary: int
-) -> dict[str, np.ndarray]:
+def _texts(random: np.random.Generator, name: str) -> dict[str, np.ndarray]:
     """Texts, in each of which media alternate with tokens; nothing is learned of media."""
+    (begin, end, picture, moving), seconds = MOVING[name]
+    video = _processor(name)
     cell = video.patch_size * video.merge_size
     rows: list[list[int]] = []
-    media: dict[int, list[np.ndarray]] = {PICTURE: [], VIDEO: []}
+    media: dict[int, list[np.ndarray]] = {picture: [], moving: []}
     steps = []
     for text in TEXTS:
         ids: list[int] = []
         for part in text:
             if isinstance(part, int):
-                ids += random.integers(VIDEO + 2, vocabulary, part).tolist()
+                ids += random.integers(FIRST_WORD, VOCABULARY, part).tolist()
                 continue
-            token = PICTURE if part in CELLS else VIDEO
+            token = picture if part in CELLS else moving
             frames, height, width = (CELLS | CLIPS)[part]
-            shape = (frames * (2 if token == VIDEO else 1), cell * height, cell * width, 3)
+            shape = (frames * (2 if token == moving else 1), cell * height, cell * width, 3)
             media[token].append(random.integers(0, 256, shape).astype(np.uint8))
             # Whose times are written, stand apart
-            apart = frames if token == VIDEO and seconds is None else 1
+            apart = frames if token == moving and seconds is None else 1
             for _ in range(apart):
-                ids += [BEGIN, *[token] * (frames * height * width // apart), END]
-            if token == VIDEO:
+                ids += [begin, *[token] * (frames * height * width // apart), end]
+            if token == moving:
                 steps.append(SECONDS[part])
         rows.append(ids)
     length = max(map(len, rows))
@@ -140,13 +152,14 @@ def _texts(
     inputs = {
         "input_ids": ids,
         "attention_mask": mask.astype(np.int64),
-        "mm_token_type_ids": (ids == PICTURE) + 2 * (ids == VIDEO),
-        "labels": np.where(mask & ~np.isin(ids, (PICTURE, VIDEO)), ids, -100),
+        "labels": np.where(mask & ~np.isin(ids, (picture, moving)), ids, -100),
     }
-    for token, kind in ((PICTURE, "image"), (VIDEO, "video")):
+    if name != "qwen2_5_omni":  # which knows media by their tokens
+        inputs["mm_token_type_ids"] = (ids == picture) + 2 * (ids == moving)
+    for token, kind in ((picture, "image"), (moving, "video")):
         made = [_patches(video, frames) for frames in media[token]]
-        name = "pixel_values" if token == PICTURE else "pixel_values_videos"
-        inputs[name] = np.concatenate([patches for patches, _ in made])
+        pixels = "pixel_values" if token == picture else "pixel_values_videos"
+        inputs[pixels] = np.concatenate([patches for patches, _ in made])
         inputs[f"{kind}_grid_thw"] = np.array([grid for _, grid in made])
     if seconds is not None:
         inputs[seconds] = np.array(steps, np.float32)

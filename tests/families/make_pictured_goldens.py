@@ -146,11 +146,11 @@ def make_pictured(
     logits, loss = (value.detach().numpy() for value in (output.logits, output.loss))
     valid = inputs["attention_mask"].astype(bool)
     gradients = {key: parameter.grad.numpy() for key, parameter in model.named_parameters()}
-    stored = _keys_in_files(folder)
+    stored = keys_in_files(folder)
     save = np.savez_compressed
     save(folder / "inputs.npz", **inputs)
     save(folder / "reference.npz", valid=valid, logits=logits, loss=loss)
-    of_files = {stored[_plain(key)]: _as_stored(key, g) for key, g in gradients.items()}
+    of_files = {stored[plain_key(key)]: as_stored(key, g) for key, g in gradients.items()}
     save(folder / "gradients.npz", **of_files)
     if folder.name == PROCESSED:
         save(folder / "processed.npz", **_processed(random, processor))
@@ -203,20 +203,20 @@ def _texts_with_pictures(
     }
 
 
-def _plain(key: str) -> str:
+def plain_key(key: str) -> str:
     """A key without what it begins with, in files of one spelling or another."""
     key = key.removeprefix("model.")
     return key.removeprefix("language_model.")
 
 
-def _as_stored(key: str, values: np.ndarray) -> np.ndarray:
+def as_stored(key: str, values: np.ndarray) -> np.ndarray:
     """A tensor as files have it."""
     return values.swapaxes(1, 2) if ".experts." in key else values
 
 
-def _keys_in_files(folder: Path) -> dict[str, str]:
+def keys_in_files(folder: Path) -> dict[str, str]:
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    return {_plain(key): key for key in index["weight_map"]}
+    return {plain_key(key): key for key in index["weight_map"]}
 
 
 def _transpose_experts(folder: Path) -> None:

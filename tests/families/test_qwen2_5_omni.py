@@ -44,6 +44,15 @@ def test_what_the_folder_says_stands_in_the_config(folder, tmp_path):
     assert parse_config(resolved(written)) == config
 
 
+@pytest.mark.parametrize("folder", [WHOLE, THINKER], ids=["whole", "thinker"])
+def test_videos_are_read_as_the_reference_reads_them(folder, tmp_path):
+    """Bounds of frames are those of its class."""
+    videos = config_of(folder, tmp_path, vision={"videos": True}).data.videos
+    assert (videos.fps, videos.sampling, videos.bounds) == (2.0, "ends", "frame")
+    assert (videos.min_pixels, videos.max_pixels) == (128 * 28 * 28, 768 * 28 * 28)
+    assert (videos.times, videos.positions_per_second) == ("line", 25.0)
+
+
 def test_clips_are_the_processors(tmp_path):
     """Frames hear silence after the clip, and none is kept of it; a clip may have many chunks."""
     reader = reader_of(config_of(WHOLE, tmp_path))

@@ -162,7 +162,9 @@ class ImagesAndVideos(Images):
         return positions, int(positions.max()) + 1 if line else after
 
     def group_seconds(self, shape: ClipShape) -> float:
-        """Seconds from one group of frames to the next."""
+        """Seconds from one group of frames to the next; on a line as if `fps` had always been kept."""
+        if self.videos.times == "line" and self.videos.fps is not None:
+            return self.patch_frames / self.videos.fps
         taken = self.taken(shape.frames, shape.rate)
         return self.patch_frames / (len(taken) / shape.frames * shape.rate)
 

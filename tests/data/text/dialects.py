@@ -155,6 +155,13 @@ HEARD = WITH_SYSTEM.replace(
             {%- elif content['type'] == 'audio' %}
                 {{- '<|audio_bos|><|AUDIO|><|audio_eos|>' }}""",
 )
+MOVING_BESIDE_SOUND = HEARD.replace(
+    "            {%- else %}\n                {{- content",
+    """            {%- elif content['type'] == 'video' %}
+                {{- '<|vision_bos|><|VIDEO|><|vision_eos|>' }}
+            {%- else %}
+                {{- content""",
+)
 # Reasoning is written after the last question alone
 REASONING = """\
 {%- set ns = namespace(last=0) %}
@@ -243,6 +250,7 @@ DIALECTS = {
     ),
     "qwen3-vl-moving": Dialect(MOVING, (*CHATML, *VISION, "<|video_pad|>"), _QWEN),
     "qwen2.5-omni": Dialect(HEARD, CHATML + BOTH, _QWEN),
+    "qwen2.5-omni-moving": Dialect(MOVING_BESIDE_SOUND, CHATML + BOTH, _QWEN),
     "qwen3": Dialect(REASONING, CHATML + VISION, _QWEN),
     "generation": Dialect(GENERATION, CHATML, _QWEN),
     "llama3.1": Dialect(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,24 @@ TALKS: tuple[Talk, ...] = (
     ),
     (("user", ((31, 3.0, 57, 83),)), ("assistant", ("",))),
 )
-# Dialect -> the reference's names of it, sides of patches, and whether times are text
+# Dialect -> the reference's names of it, sides of patches, and frames per second that are taken
 REFERENCES = {
-    "qwen2.5-vl-moving": ("Qwen2_5_VL", "qwen2_5_vl", 14, False),
-    "qwen3-vl-moving": ("Qwen3VL", "qwen3_vl", 16, True),
+    "qwen2.5-vl-moving": ("Qwen2_5_VL", "qwen2_5_vl", 14, 2.0),
+    "qwen3-vl-moving": ("Qwen3VL", "qwen3_vl", 16, 2.0),
+    "qwen2.5-omni-moving": ("Qwen2_5Omni", "qwen2_5_omni_thinker", 14, 3.0),
 }
 FRAME = "<|vision_start|><|video_pad|><|vision_end|>"
 SIZE = {"shortest_edge": 4096, "longest_edge": 262_144}
+# What the tokens of Qwen2.5-Omni are called
+NAMES = {
+    "image": "<|IMAGE|>",
+    "audio": "<|AUDIO|>",
+    "video": "<|VIDEO|>",
+    "vision_bos": "<|vision_bos|>",
+    "vision_eos": "<|vision_eos|>",
+    "audio_bos": "<|audio_bos|>",
+    "audio_eos": "<|audio_eos|>",
+}
 
 
 def main(folder: Path) -> None:
@@ -61,26 +73,26 @@ def make(folder: Path, dialect: str) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.video_utils import VideoMetadata
 
-    prefix, model_type, patch, written = REFERENCES[dialect]
+    prefix, model_type, patch, fps = REFERENCES[dialect]
+    heard, written = "omni" in dialect, "qwen3" in dialect
     DIALECTS[dialect].folder(folder)
     images = Qwen2VLImageProcessorPil(patch_size=patch, size=SIZE)
     kind = "Qwen3VLVideoProcessor" if written else "Qwen2VLVideoProcessor"
     videos = getattr(transformers, kind)(
-        patch_size=patch, size=SIZE, do_sample_frames=True, fps=2, cap_pixels_per_frame=False
+        patch_size=patch, size=SIZE, do_sample_frames=True, fps=fps, cap_pixels_per_frame=False
     )
     images.save_pretrained(folder)
     videos.save_pretrained(folder)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    template = (folder / "chat_template.jinja").read_text()
-    processor: Any = getattr(transformers, f"{prefix}Processor")(
-        images, tokenizer, videos, chat_template=template
+    special = {f"{name}_token": token for name, token in NAMES.items()} if heard else {}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), extra_special_tokens=special
     )
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    small |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 16}
-    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 16}
-    vision |= {"deepstack_visual_indexes": [0]} if written else {"tokens_per_second": 2}
-    config = transformers.AutoConfig.for_model(model_type, text_config=small, vision_config=vision)
-    model = transformers.AutoModel.from_config(config)
+    template = (folder / "chat_template.jinja").read_text()
+    parts = {"image_processor": images, "tokenizer": tokenizer, "video_processor": videos}
+    if heard:
+        parts["feature_extractor"] = transformers.WhisperFeatureExtractor()
+    processor: Any = getattr(transformers, f"{prefix}Processor")(**parts, chat_template=template)
+    model = _model(model_type, tokenizer.convert_tokens_to_ids)
     records, arrays = [], {}
     for number, talk in enumerate(TALKS):
         media = [part for _, parts in talk for part in parts if not isinstance(part, str)]
@@ -94,18 +106,53 @@ def make(folder: Path, dialect: str) -> None:
             text=[text],
             images=pictures or None,
             videos=[torch.zeros((size[0], 3, *size[2:]), dtype=torch.uint8) for size in clips],
-            video_metadata=[VideoMetadata(total_num_frames=size[0], fps=size[1]) for size in clips],
+            videos_kwargs={
+                "video_metadata": [
+                    VideoMetadata(total_num_frames=size[0], fps=size[1]) for size in clips
+                ],
+                "fps": fps,
+                "do_sample_frames": True,
+            },
             return_tensors="pt",
         )
         ids = made["input_ids"]
-        asked = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-        grids = {name: made[name] for name in asked if name in made}
-        positions, _ = model.get_rope_index(ids, made["mm_token_type_ids"], **grids)
+        asked = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "mm_token_type_ids")
+        given = {name: made[name] for name in asked if name in made}
+        if heard:
+            given = {name: value for name, value in given.items() if "thw" in name}
+            given["second_per_grids"] = torch.as_tensor(made["video_second_per_grid"])
+            given["attention_mask"] = made["attention_mask"]
+        positions, _ = model.get_rope_index(ids, **given)
         arrays[f"ids_{number}"] = ids[0].numpy().astype(np.int32)
         arrays[f"positions_{number}"] = positions[:, 0].T.numpy().astype(np.int32)
         records.append({"record": {"messages": messages}, "media": media})
     (folder / "talks.json").write_text(json.dumps(records, indent=1) + "\n")
     np.savez_compressed(folder / "talks.npz", **arrays)
+
+
+def _model(model_type: str, id_of: Callable[[str], int]) -> Any:
+    """A small model, which says positions."""
+    import transformers
+
+    text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 16}
+    vision: dict[str, Any] = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    if model_type == "qwen2_5_omni_thinker":
+        config = transformers.Qwen2_5OmniThinkerConfig(
+            text_config=text,
+            vision_config=vision,
+            audio_config={"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2},
+            image_token_index=id_of("<|IMAGE|>"),
+            video_token_index=id_of("<|VIDEO|>"),
+            audio_token_index=id_of("<|AUDIO|>"),
+            vision_start_token_id=id_of("<|vision_bos|>"),
+            audio_start_token_id=id_of("<|audio_bos|>"),
+        )
+        return transformers.Qwen2_5OmniThinkerForConditionalGeneration(config).model
+    moving = {"deepstack_visual_indexes": [0]}
+    vision |= moving if model_type == "qwen3_vl" else {"tokens_per_second": 2}
+    config = transformers.AutoConfig.for_model(model_type, text_config=text, vision_config=vision)
+    return transformers.AutoModel.from_config(config)
 
 
 def _messages(talk: Talk) -> list[dict[str, Any]]:
