@@ -55,7 +55,9 @@ class PreparedVideos(ImagesAndVideos):
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
         return self.prepared[media.address]
 
-    def load_groups(self, clip: Clip, numbers: Sequence[int]) -> Iterator[NDArray[Any]]:
+    def load_groups(
+        self, clip: Clip, numbers: Sequence[int], group: Shape
+    ) -> Iterator[NDArray[Any]]:
         return (self.prepared[clip.address][number] for number in numbers)
 
     def group_seconds(self, shape: ClipShape) -> float:

@@ -10,7 +10,6 @@ No tower sees more than a group at once, so groups are packed, placed and sent l
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -113,30 +112,34 @@ class ImagesAndVideos(Images):
         colors = super().load(media, shape)
         return np.tile(colors, (1, self.patch_frames))
 
-    def load_groups(self, clip: Clip, numbers: Sequence[int]) -> Iterator[NDArray[Any]]:
-        """Some groups of frames, by rising numbers: uint8 [length of a group, features] each.
+    def load_groups(
+        self, clip: Clip, numbers: Sequence[int], group: Shape
+    ) -> Iterator[NDArray[Any]]:
+        """Some groups of frames of this shape, by rising numbers: uint8 [length of a group, features] each.
 
         Raises `MediaError`: those of `measure`, shape_changed, undecodable_video, unlike_frames.
         """
         shape = self.measure(clip)
         assert isinstance(shape, ClipShape)
-        if numbers[-1] >= shape[0]:
+        if numbers[-1] >= shape[0] or shape.group != group:
             raise MediaError(
                 "shape_changed",
-                f"{clip} was indexed with more than {numbers[-1] * self.patch_frames} frames, and has fewer now",
+                f"{clip} was indexed as at least {numbers[-1] + 1} groups of {group[1:]} patches but is "
+                f"{shape[0]} of {shape.group[1:]} now",
             )
         taken = self.taken(shape.frames, shape.rate, clip)
         reader = self.frame_images(len(taken))
         groups = [self._group(taken, number) for number in numbers]
-        distinct = sorted({frame for group in groups for frame in group})
+        distinct = sorted({frame for of_group in groups for frame in of_group})
         frames = zip(distinct, decoded_frames(reader, clip, distinct, shape), strict=True)
         held: dict[int, NDArray[Any]] = {}
-        for group in groups:
-            while group[-1] not in held:
+        for of_group in groups:
+            while of_group[-1] not in held:
                 frame, pixels = next(frames)
-                held[frame] = super().patches(pixels, shape.group)
-            yield np.concatenate([held[frame] for frame in group], axis=1)
-            held = {frame: patches for frame, patches in held.items() if frame >= group[-1]}
+                held[frame] = self.patches(pixels, group)
+            yield np.concatenate([held[frame] for frame in of_group], axis=1)
+            # The next group may begin with the last frame of this one
+            held = {frame: patches for frame, patches in held.items() if frame >= of_group[-1]}
 
     def captions(self, shape: Shape) -> tuple[str, ...]:
         if self.videos.times != "text" or not isinstance(shape, ClipShape):
@@ -170,7 +173,7 @@ class ImagesAndVideos(Images):
 
     def _group(self, taken: Sequence[int], number: int) -> tuple[int, ...]:
         """The frames of a group; the last one is repeated where there are no more."""
-        places = itertools.islice(itertools.count(number * self.patch_frames), self.patch_frames)
+        places = range(number * self.patch_frames, (number + 1) * self.patch_frames)
         return tuple(taken[min(place, len(taken) - 1)] for place in places)
 
     def taken(self, frames: int, rate: float, media: MediaReference | None = None) -> Sequence[int]:

@@ -151,7 +151,7 @@ class Filling(ABC):
             return (self.modality.load(span.reference, span.shape) for span in spans)
         assert isinstance(self.modality, ImagesAndVideos)
         (clip,) = clips
-        return self.modality.load_groups(clip, [_number(span) for span in spans])
+        return self.modality.load_groups(clip, [_number(span) for span in spans], spans[0].shape)
 
     def _unfit(self, features: NDArray[Any], into: slice, span: MediaSpan) -> str | None:
         """Why features are of no use, if they are. Raises `MisalignmentError` for those of another shape."""

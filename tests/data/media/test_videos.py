@@ -80,7 +80,7 @@ def test_pixels_are_those_of_the_reference(processed, tmp_path):
         clip = animation(tmp_path / f"{number}.png", video)
         shape = made.measure(clip)
         assert shape == tuple(arrays[f"grid_{number}"])
-        groups = np.concatenate([*made.load_groups(clip, range(shape[0]))])
+        groups = np.concatenate([*made.load_groups(clip, range(shape[0]), shape.group)])
         pixels = (groups.reshape(-1, 2, 4, 4, 3) / 255 - mean) / std
         wanted = arrays[f"pixels_{number}"].reshape(-1, 3, 2, 4, 4).transpose(0, 2, 3, 4, 1)
         np.testing.assert_allclose(pixels, wanted, rtol=0, atol=1e-6, err_msg=str(number))
@@ -101,13 +101,15 @@ def test_groups_hold_the_frames_of_a_file(name, tmp_path):
     frames = [plain.patches(colors, (1, 4, 6)) for colors in COLORS]
     pairs = [(0, 1), (2, 3), (4, 5), (6, 6)]
     for numbers in ([0, 1, 2, 3], [3], [0, 2]):
-        for number, found in zip(numbers, made.load_groups(clip, numbers), strict=True):
+        for number, found in zip(
+            numbers, made.load_groups(clip, numbers, shape.group), strict=True
+        ):
             first, second = pairs[number]
             np.testing.assert_array_equal(found[:, :48], frames[first])
             np.testing.assert_array_equal(found[:, 48:], frames[second])
     sampled = reader(folder_fps=4.0, fps=2.0)
     assert [*sampled.taken(7, 4.0)] == [0, 1, 3, 5]
-    first = next(sampled.load_groups(clip, [1]))
+    first = next(sampled.load_groups(clip, [1], shape.group))
     np.testing.assert_array_equal(first[:, :48], frames[3])
 
 
@@ -170,17 +172,23 @@ def test_what_cannot_be_seen_is_refused(name, tmp_path):
     made, clip = reader(**settings), make(tmp_path)
     with pytest.raises(MediaError) as error:
         shape = made.measure(clip)
-        [*made.load_groups(clip, range(shape[0]))]
+        [*made.load_groups(clip, range(shape[0]), shape.group)]
     assert error.value.reason == reason and "\n" not in str(error.value)
     assert str(FrameGroup(clip, 3)).endswith("(frames 3)")
 
 
-def test_a_video_that_became_shorter(tmp_path):
+def test_a_video_that_changed(tmp_path):
+    """It has fewer frames, or larger ones, than when it was indexed."""
     made, clip = reader(), animation(tmp_path / "a.png")
-    assert made.measure(clip)[0] == 4
-    animation(tmp_path / "a.png", COLORS[:3])
-    with pytest.raises(MediaError, match="and has fewer now"):
-        next(made.load_groups(clip, [3]))
+    shape = made.measure(clip)
+    assert shape[0] == 4
+    for colors in (COLORS[:3], np.repeat(COLORS, 2, axis=1)):
+        animation(tmp_path / "a.png", colors)
+        with pytest.raises(
+            MediaError, match=r"as at least 4 groups of \(4, 6\) patches but is"
+        ) as e:
+            next(made.load_groups(clip, [3], shape.group))
+        assert e.value.reason == "shape_changed"
 
 
 def test_averages_of_uneven_times(tmp_path):
