@@ -48,6 +48,7 @@ WIDEST_AGAIN: Final = 2
 HEAD_ROWS: Final = 3  # [t, D] arrays beside the head's loop
 # [t, D] arrays of a stem of convolutions, whose first one has two positions for a token
 STEM_KEPT: Final = 18
+IN_FLIGHT: Final = 4  # microbatches per stage; see `PipelineConfig.microbatches_in_flight`
 PROJECTOR_KEPT: Final = 6  # arrays of a projector's tokens, as wide as its MLP
 GAPS: Final = 1.03  # the heap's, of what comes and goes
 
@@ -296,6 +297,12 @@ class PhaseProgram:
         if self.decoder:
             moments["head"] = self._head()
         return moments
+
+    def in_stages(self, stages: int) -> int:
+        """What a pipeline takes, before there is a schedule: its largest operation, what a chunk keeps, in its box and
+        beside it, and inputs of the microbatches that are under way."""
+        under_way = IN_FLIGHT * stages * self.slots * self.width
+        return round(max(self.staged().values()) + 2 * self.kept / stages + under_way)
 
     @property
     def stays(self) -> bool:

@@ -77,27 +77,35 @@ def kept_residuals(config: Config, model: MLLM, phase: str, capacity: int) -> in
     return 1 << int(math.log2(fitting)) if fitting >= 1 else 0
 
 
-def kept_forwards(config: Config, model: MLLM, phase: str, capacity: int, layers: int) -> int:
+def kept_forwards(
+    config: Config,
+    model: MLLM,
+    phase: str,
+    capacity: int,
+    layers: int,
+    memory: float | None = None,
+) -> int:
     """Forward operations of a phase's chunks in a pipeline that memory lets keep what `remat` says: a power of
     two, or none.
 
     Args:
       capacity: of the phase's rows, slots of a rank.
       layers: of the largest chunk.
+      memory: bytes of a device; none: of this process's.
     """
-    memory = _left(config, model) * KEPT_SHARE / len(model.phases)
+    room = _left(config, model, memory) * KEPT_SHARE / len(model.phases)
     slots = capacity / model.layout(phase).parts
     shapes = getattr(config.model, phase)
     values = layers * _kept_values(shapes, getattr(config.components, phase).remat)
     # What the chunk yields, and what goes beside what each of its layers reads
     values += config.model.carried_width(phase) + layers * _beside(config, phase)
-    fitting = memory / (slots * values * _itemsize(config, phase))
+    fitting = room / (slots * values * _itemsize(config, phase))
     return 1 << int(math.log2(fitting)) if fitting >= 1 else 0
 
 
-def _left(config: Config, model: MLLM) -> float:
+def _left(config: Config, model: MLLM, memory: float | None = None) -> float:
     """Bytes of a device that the state leaves."""
-    memory = _memory(model)
+    memory = memory or _memory(model)
     return max(memory - state_bytes(config, model), memory * LEAST_SHARE)
 
 

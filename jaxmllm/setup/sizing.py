@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -49,34 +49,51 @@ def plan_spec(config: Config, inputs: RunInputs) -> PlanSpec:
 
 
 def pipeline_sizes(config: Config, inputs: RunInputs) -> PipelineSizes:
-    """Rows, stages and slots of a pipeline.
-
-    Raises:
-      ConfigError: components whose rows are split over different axes of the mesh, or as
-        `choose_pipeline` says.
-    """
-    axes = {phase: inputs.model.layout(phase).whole_axes("batch") for phase in inputs.model.phases}
-    if set(axes.values()) != {axes[LANGUAGE]}:
-        raise ConfigError(
-            f"pipeline.stages ({config.pipeline.stages}): all components need the same ranks, but their rows are "
-            f"split over {axes}; leave `batch` out of components.<name>.layout"
-        )
-    phases = _sizing_inputs_of(config, inputs)
+    """Rows, stages and slots of a pipeline. Raises `ConfigError`: those of `stage_sizes`."""
     largest = [
         largest_examples(corpus, phase)
         for corpus in inputs.corpora
         for phase in inputs.model.phases[LANGUAGE].reads
     ]
+    phases = _sizing_inputs_of(config, inputs)
+    return stage_sizes(config, inputs.model, inputs.samples, phases, largest)
+
+
+def stage_sizes(
+    config: Config,
+    model: MLLM,
+    samples: Sequence[BatchItems],
+    phases: Sequence[SizingInputs],
+    largest: Sequence[BatchItems] = (),
+    memory: float | None = None,
+) -> PipelineSizes:
+    """The same for sampled batches.
+
+    Args:
+      phases: of `sizing_inputs`.
+      largest: examples each of which shall fit a run by itself.
+      memory: bytes of a device; none: of this process's.
+
+    Raises:
+      ConfigError: components whose rows are split over different axes of the mesh, or as
+        `choose_pipeline` says.
+    """
+    axes = {phase: model.layout(phase).whole_axes("batch") for phase in model.phases}
+    if set(axes.values()) != {axes[LANGUAGE]}:
+        raise ConfigError(
+            f"pipeline.stages ({config.pipeline.stages}): all components need the same ranks, but their rows are "
+            f"split over {axes}; leave `batch` out of components.<name>.layout"
+        )
     return choose_pipeline(
-        inputs.samples,
+        samples,
         phases,
         config.pipeline,
-        resolved_shapes(config, inputs.model),
-        inputs.model.trainable.shares,
+        resolved_shapes(config, model),
+        model.trainable.shares,
         config.data.batch_size,
         largest,
-        remat_of(config, inputs.model),
-        partial(kept_forwards, config, inputs.model),
+        remat_of(config, model),
+        partial(kept_forwards, config, model, memory=memory),
     )
 
 

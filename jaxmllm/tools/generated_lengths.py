@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxmllm.balance.records import BatchItems, PlanSpec
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import SizingInputs
-from jaxmllm.balance.stages.sizes import PipelineSizes, choose_pipeline
+from jaxmllm.balance.stages.sizes import PipelineSizes
 from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.media.modalities import row_formats
 from jaxmllm.data.text.load import load_tokenizer
@@ -21,8 +20,7 @@ from jaxmllm.row_format import RowFormat
 from jaxmllm.setup.build import phased_programs, staged_programs
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
 from jaxmllm.setup.prepare import run_modalities, vocabulary
-from jaxmllm.setup.row_memory import kept_forwards
-from jaxmllm.setup.sizing import remat_of, resolved_shapes, sizing_inputs
+from jaxmllm.setup.sizing import sizing_inputs, stage_sizes
 from jaxmllm.setup.spans import Spans, spans_of_phases
 from jaxmllm.tools.workload import DEFAULT_MIX, generated_batches, longest, mix_for
 from jaxmllm.training.programs.base import Programs
@@ -56,16 +54,7 @@ class GeneratedLengths:
     @property
     def pipeline(self) -> PipelineSizes:
         """The sizes that a run with stages would choose."""
-        return choose_pipeline(
-            self.samples,
-            self._sizing_inputs,
-            self.config.pipeline,
-            resolved_shapes(self.config, self.model),
-            self.model.trainable.shares,
-            self.config.data.batch_size,
-            remat=remat_of(self.config, self.model),
-            keeps=partial(kept_forwards, self.config, self.model),
-        )
+        return stage_sizes(self.config, self.model, self.samples, self._sizing_inputs)
 
     @property
     def _sizing_inputs(self) -> list[SizingInputs]:

@@ -17,6 +17,8 @@ WAITING: Final = (
     0.05  # share of a phase's time that ranks wait for the slowest one, from which on it is named
 )
 REST: Final = {
+    "bubble": "stages wait for each other",
+    "sends": "edges between stages",
     "exchange": "exchange of media tokens",
     "replicas": "gradients between replicas",
     "update": "update",
@@ -133,6 +135,7 @@ def record(layout: PlannedLayout, best: PlannedLayout, planner: Planner) -> dict
     phases = layout.spec.phases
     return {
         "mesh": layout.choice.sizes,
+        "stages": layout.choice.stages,
         "encoders_over": list(layout.choice.as_data),
         "remat": {phase: getattr(layout.config.components, phase).remat for phase in phases},
         "classes": {phase: [list(one) for one in spec.classes] for phase, spec in phases.items()},

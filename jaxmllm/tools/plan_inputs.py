@@ -39,10 +39,6 @@ def make_planner(
     Raises:
       ConfigError: the config cannot be planned.
     """
-    if config.pipeline.stages > 1:
-        raise ConfigError(
-            f"pipeline.stages ({config.pipeline.stages}): layouts with stages are not searched; set pipeline.stages=1"
-        )
     if config.model.generators:
         raise ConfigError(
             "model.diffusion: seconds and bytes of a model that draws are not known yet; plan it without, and leave "
@@ -122,9 +118,12 @@ def settle(config: Config, devices: int, mode: Mode) -> tuple[Config, MeshChoice
     Raises:
       MeshError: it has another number of devices.
     """
-    sizes = config.mesh.model_dump()
+    sizes = config.mesh_sizes
+    shape = dict(zip(sizes, mesh_shape(sizes, devices), strict=True))
+    data, fsdp, context, tensor = (shape[axis] for axis in AXES)
+    choice = MeshChoice(data, fsdp, context, tensor, stages=config.pipeline.stages)
     tree = config_tree(config)
-    tree["mesh"] = dict(zip(sizes, mesh_shape(sizes, devices), strict=True))
+    tree["mesh"] = choice.sizes
     tree["balance"]["mode"] = mode
     settled = parse_config(tree, "--simulate")
-    return settled, MeshChoice(**tree["mesh"])
+    return settled, choice

@@ -141,6 +141,10 @@ def _planned(options: argparse.Namespace, cluster: Cluster) -> int:
     if options.check:
         only_compile()
     config = load_run_config(options.config, options.overrides)
+    if options.check and config.pipeline.stages > 1:
+        raise ConfigError(
+            "--check: programs of pipeline stages are compiled by `jaxmllm check`; give it the plan.yaml of --out"
+        )
     (devices,) = options.devices
     planner = make_planner(config, cluster, devices, _seed(options))
     for note in notes(planner):

@@ -13,7 +13,9 @@ from jaxmllm.data.batches import batch_examples, example_order, source_batches
 from jaxmllm.data.media.modalities import row_formats
 from jaxmllm.data.text.tokenizers import Tokenizer
 from jaxmllm.models.mllm import MLLM
+from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.prepare import open_corpora, run_modalities, sizing_samples
+from jaxmllm.setup.sizing import largest_examples
 from jaxmllm.setup.spans import Spans
 from jaxmllm.tools.workload import DEFAULT_MIX, generated_batches, longest, mix_for
 
@@ -37,7 +39,8 @@ class DataLengths:
 
     def __call__(self, config: Config, model: MLLM, spans: Spans) -> Sampled:
         media = run_modalities(config, model, spans)
-        key = repr(media)
+        stages = config.pipeline.stages > 1
+        key = f"{stages} {media!r}"
         if key not in self._known:
             corpus, held_out = open_corpora(_unbounded(config), self.tokenizer, media, model, spans)
             corpora = [corpus] if held_out is None else [corpus, held_out]
@@ -52,6 +55,12 @@ class DataLengths:
                 },
                 formats=corpus.formats,
                 sources=len(corpus.sources),
+                largest=[
+                    largest_examples(one, phase)
+                    for one in corpora
+                    for phase in model.phases[LANGUAGE].reads
+                    if stages
+                ],
             )
         return self._known[key]
 

@@ -9,13 +9,16 @@ import jax
 import pytest
 from PIL import Image
 
+from jaxmllm.balance.stages.plan import plan_pipeline
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.cluster.clusters import CLUSTERS, cluster_of
+from jaxmllm.cluster.device_peak import programs_peak
 from jaxmllm.config.read import dump_config, load_config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.setup.ahead import OUTSIDE_STEPS, Memory
+from jaxmllm.setup.build import staged_programs
 from jaxmllm.setup.prepare import prepare
-from jaxmllm.setup.sizing import plan_spec
+from jaxmllm.setup.sizing import pipeline_sizes, plan_spec
 from jaxmllm.setup.spans import mesh_spans
 from jaxmllm.tools.plan_counts import Count, conclusion
 from jaxmllm.tools.plan_figures import plan_record
@@ -150,7 +153,8 @@ def test_the_layouts_are_drawn(out):
     [
         (["--cluster", "h10"], 2, "there is no cluster 'h10'; did you mean h100?"),
         (["language.width=4"], 1, "unknown key 'language'"),
-        (["pipeline.stages=2"], 1, "set pipeline.stages=1"),
+        (["pipeline.stages=3"], 1, "pipeline.stages 3"),
+        (["pipeline.stages=2", "--check", "1"], 1, "`jaxmllm check`"),
         (
             ["model.diffusion={width: 16, layers: 1, heads: 2, mlp_width: 24, patch_size: 4}"],
             1,
@@ -248,6 +252,40 @@ def test_a_run_is_predicted_at_the_efficiency_that_it_shows(out, tmp_path, capsy
     (folder / "metrics.jsonl").write_text("".join(lines[:2]))
     assert main(["--from-run", str(folder), "--cluster", "cpu"]) == 1
     assert "let it run longer" in capsys.readouterr().err
+
+
+STAGED = [*SMALL, "pipeline.stages=2", "mesh={fsdp: 1, context: 1, tensor: 1}"]
+
+
+@pytest.mark.slow
+def test_a_run_in_stages_has_the_rows_that_were_planned(config_file, tmp_path):
+    assert plan(config_file, "--out", str(tmp_path), *STAGED, devices=4) == 0
+    record = json.loads((tmp_path / "plan.json").read_text())
+    (layout,) = record["layouts"]
+    assert layout["stages"] == 2 and layout["mesh"]["data"] == 2
+    assert layout["parts"]["bubble"] >= 0 and layout["parts"]["sends"] > 0
+    assert sum(layout["parts"].values()) == pytest.approx(layout["step_s"])
+    config = load_config(tmp_path / "plan.yaml")
+    inputs = prepare(config, make_mesh(config.mesh_sizes, jax.devices()[:4]))
+    sizes = pipeline_sizes(config, inputs)
+    for step, predicted in enumerate(record["steps"]):
+        items = inputs.corpus.gather(batch_examples(inputs.order, config.data.batch_size, step))
+        planned = plan_record(plan_pipeline(items, sizes.spec, sizes.training))
+        assert json.loads(json.dumps(planned)) == predicted
+    programs = staged_programs(
+        config, inputs.model, inputs.corpus.formats, sizes, len(inputs.corpus.sources)
+    )
+    assert layout["peak_bytes"] == programs_peak(programs).bytes
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_stages_are_simulated_under_every_balance_mode(config_file, tmp_path):
+    record = tmp_path / "modes.json"
+    words = ["--generated", "--simulate", "--json", str(record), *STAGED]
+    assert plan(config_file, *words, "mesh={data: 2}", devices=4, cluster="h100") == 0
+    modes = json.loads(record.read_text())["modes"]
+    assert len(modes) == 4 and all(one["stages"] == 2 for one in modes)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxmllm.balance.records import PhaseSpec
+from jaxmllm.balance.records import PhaseSpec, PlanSpec
 from jaxmllm.cluster.search.layouts import PlannedLayout
 from jaxmllm.config.read import config_tree, parse_config
 from jaxmllm.config.schema import Config
@@ -12,9 +12,14 @@ from jaxmllm.config.schema import Config
 
 def chosen_config(layout: PlannedLayout) -> Config:
     """The config of a layout, with its mesh, row classes and segments."""
-    tree = config_tree(layout.config)
-    for phase, spec in layout.spec.phases.items():
-        tree["phases"][phase] |= _rows(spec)
+    return with_rows(layout.config, layout.spec)
+
+
+def with_rows(config: Config, spec: PlanSpec) -> Config:
+    """The config with these row classes and segments."""
+    tree = config_tree(config)
+    for phase, of_phase in spec.phases.items():
+        tree["phases"][phase] |= _rows(of_phase)
     return parse_config(tree, "the plan")
 
 

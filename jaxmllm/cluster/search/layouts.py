@@ -22,8 +22,7 @@ from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 from jaxmllm.setup.spans import Spans
-from jaxmllm.training.programs.base import ProgramName
-from jaxmllm.training.programs.phased import PhasedPrograms
+from jaxmllm.training.programs.base import ProgramName, Programs
 
 EQUAL: Final = 0.02  # times closer than that are not told apart
 OVER_MEMORY: Final = "over memory"
@@ -39,6 +38,9 @@ class Sampled:
     longest: Mapping[str, int]  # slots of the largest item, by phase
     formats: Mapping[str, RowFormat]  # by encoder phase
     sources: int  # whose losses are told apart
+    largest: Sequence[
+        BatchItems
+    ] = ()  # examples that a run in stages shall hold, where there are stages
 
 
 # How items are measured depends on whether several devices hold their rows
@@ -104,7 +106,7 @@ class PlannedLayout:
     choice: MeshChoice
     config: Config
     spec: PlanSpec
-    programs: PhasedPrograms
+    programs: Programs
     plans: tuple[StepPlan, ...]
     times: tuple[StepTime, ...]
     peak: Peak  # of a device

@@ -24,13 +24,14 @@ BATCH_AXES: Final = ("data", "fsdp")
 
 @dataclass(frozen=True, order=True)
 class MeshChoice:
-    """Devices along each axis, and the axes that encoders count as data."""
+    """Devices along each axis, the axes that encoders count as data, and pipeline stages, each on such a mesh."""
 
     data: int
     fsdp: int
     context: int
     tensor: int
     as_data: tuple[str, ...] = ()
+    stages: int = 1
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -38,23 +39,30 @@ class MeshChoice:
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """With stages, as `Config.mesh_sizes`."""
+        return ({"stage": self.stages} if self.stages > 1 else {}) | self.sizes
+
+    @property
     def sizes_key(self) -> tuple[int, ...]:
         """Of the mesh alone."""
-        return tuple(self.sizes.values())
+        return (self.stages, *self.sizes.values())
 
     @property
     def devices(self) -> int:
-        return math.prod(self.sizes.values())
+        return math.prod(self.mesh_sizes.values())
 
     @property
     def axes(self) -> int:
         """Axes of more than one device, and as many more as encoders count as data."""
-        return sum(size > 1 for size in self.sizes.values()) + len(self.as_data)
+        return sum(size > 1 for size in self.mesh_sizes.values()) + len(self.as_data)
 
     @property
     def words(self) -> str:
         """For tables."""
-        used = ", ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
+        stages = [f"{self.stages} stages"] if self.stages > 1 else []
+        axes = (f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
+        used = ", ".join([*stages, *axes])
         over = f"; encoders over {' and '.join(self.as_data)}" if self.as_data else ""
         return (used or "one device") + over
 
@@ -68,8 +76,10 @@ class MeshChoice:
                 for name in open_layouts(config)
             }
             components = components.model_copy(update=towers)
+        pipeline = config.pipeline.model_copy(update={"stages": self.stages})
+        mesh = MeshConfig(**self.sizes)
         return config.model_copy(
-            update={"mesh": MeshConfig(**self.sizes), "components": components}
+            update={"mesh": mesh, "components": components, "pipeline": pipeline}
         )
 
 
@@ -103,19 +113,22 @@ def mesh_choices(config: Config, devices: int) -> list[MeshChoice]:
       ConfigError: axes that the config fixes do not divide the devices.
     """
     fixed = fixed_axes(config)
-    product = math.prod(fixed.values())
+    stages = config.pipeline.stages
+    product = math.prod(fixed.values()) * stages
     if devices % product or (len(fixed) == len(AXES) and product != devices):
-        named = ", ".join(f"mesh.{axis} {size}" for axis, size in fixed.items())
+        parts = [f"pipeline.stages {stages}"] if stages > 1 else []
+        named = ", ".join([*parts, *(f"mesh.{axis} {size}" for axis, size in fixed.items())])
         below = devices // product * product if len(fixed) < len(AXES) else product
         near = below or product
         raise ConfigError(
             f"{named} need a multiple of {product} devices, not {devices}; say --devices {near}, or leave the axes "
             "open with mesh={}"
         )
-    inner = open_layouts(config)
+    # Rows of stages lie on the ranks of the decoder
+    inner = open_layouts(config) if stages == 1 else ()
     return [
-        MeshChoice(**sizes, as_data=as_data)
-        for factors in _factorizations(devices, [fixed.get(axis) for axis in AXES])
+        MeshChoice(**sizes, as_data=as_data, stages=stages)
+        for factors in _factorizations(devices // stages, [fixed.get(axis) for axis in AXES])
         for sizes in (dict(zip(AXES, factors, strict=True)),)
         for as_data in (_shared(sizes) if inner else [()])
     ]

@@ -31,6 +31,7 @@ from jaxmllm.cluster.device_peak import programs_peak
 from jaxmllm.cluster.device_seconds import Device
 from jaxmllm.cluster.search.cluster_mesh import cluster_mesh
 from jaxmllm.cluster.search.even_step import (
+    EvenRows,
     PhaseLoad,
     even_rows,
     even_spec,
@@ -52,6 +53,7 @@ from jaxmllm.cluster.search.layouts import (
 from jaxmllm.cluster.search.mesh_choices import MeshChoice, mesh_choices, open_remat
 from jaxmllm.cluster.search.no_layout import why_none
 from jaxmllm.cluster.search.row_choice import RowChoice
+from jaxmllm.cluster.search.staged_step import in_stages, planned_in_stages
 from jaxmllm.cluster.search.step_bytes import (
     KnownPrograms,
     Numbers,
@@ -72,11 +74,14 @@ from jaxmllm.setup.spans import Spans, spans_of_phases
 from jaxmllm.training.programs.base import ProgramName
 from jaxmllm.training.programs.phased import PhasedPrograms
 from sharding.mesh import MeshError
+from sharding.pipeline.ring import PipelineError
 
 REMATS: Final[tuple[Remat, ...]] = ("full", "dots", "none")
 # Layouts whose batches are planned: the fastest in closed form, as many as plan so many items, within bounds
 PLANNED_ITEMS: Final = 200_000
 FEWEST_PLANNED, MOST_PLANNED = 4, 12
+STAGED_PLANNED: Final = 4  # of those in stages, whose sizes are found by trial, in seconds
+WAVES: Final = 4  # microbatches per stage, of rows in closed form
 SAMPLED_EXAMPLES: Final = 1 << 16  # of which pools and segments are chosen, at most
 REFINED: Final = 24  # layouts of which every remat is tried
 ROOMY_ITEMS: Final = 2  # of the longest, that rows should hold before layers keep more for backward
@@ -134,7 +139,11 @@ class Planner:
         for index, estimate in enumerate(found.estimates):
             if index >= number and fitting:
                 break
-            planned = self.planned(estimate)
+            try:
+                planned = self.planned(estimate)
+            except PipelineError as error:
+                found.reject(f"pipeline.stages: {str(error).partition(';')[0]}")
+                continue
             if self.fits(planned, found):
                 fitting.append(planned)
         if not fitting:
@@ -178,7 +187,8 @@ class Planner:
         items = max(1, sum(len(items.length) for items in self.sampled.steps[0].phases.values()))
         steps = len(self.sampled.steps)
         number = PLANNED_ITEMS // (items * steps)
-        return min(max(number, FEWEST_PLANNED), MOST_PLANNED)
+        most = MOST_PLANNED if self.config.pipeline.stages == 1 else STAGED_PLANNED
+        return min(max(number, FEWEST_PLANNED), most)
 
     def _estimate(self, choice: MeshChoice, found: Found) -> Estimate | None:
         config = choice.of(self.config)
@@ -259,16 +269,46 @@ class Planner:
         model = with_settings(layout.model, config.components)
         fitting = {phase: layout.options[phase][remat] for phase, remat in remats.items()}
         rows = {
-            one.name: even_rows(self.loads[one.name], one, fitting[one.name])
+            one.name: even_rows(
+                self.loads[one.name], one, self._most_slots(one, fitting, layout.choice)
+            )
             for one in layout.inputs
         }
-        backend = exchange_backend(config, model)
-        spec = even_spec(model, layout.inputs, rows, config.balance, backend)
-        nothing_kept = dict.fromkeys(config.model.encoders, 0)
-        programs = self.programs(config, model, spec, nothing_kept)
-        parts = even_step(programs, self.loads, rows, self.device)
+        parts = self._even_parts(layout.choice, config, model, layout.inputs, rows)
         seconds = self.device.straggled(sum(parts.values()), layout.choice.devices)
         return Estimate(replace(layout, config=config, model=model), fitting, rows, parts, seconds)
+
+    def _most_slots(
+        self, inputs: SizingInputs, fitting: Mapping[str, int], choice: MeshChoice
+    ) -> int:
+        """Of a rank's row: what fits, or in stages so few that microbatches keep them busy."""
+        most = fitting[inputs.name]
+        if choice.stages == 1:
+            return most
+        share = self.loads[inputs.name].slots / inputs.ranks / (WAVES * choice.stages)
+        return min(most, max(_least_capacity(inputs), math.ceil(share)))
+
+    def _even_parts(
+        self,
+        choice: MeshChoice,
+        config: Config,
+        model: MLLM,
+        inputs: Sequence[SizingInputs],
+        rows: Mapping[str, EvenRows],
+    ) -> dict[str, float]:
+        """Seconds of a step in closed form, by part."""
+        of_stage = model
+        if choice.stages > 1:
+            mesh = cluster_mesh(config, choice.sizes, self.cluster)
+            of_stage = laid_out(model, config.components, mesh)
+        backend = exchange_backend(config, of_stage)
+        spec = even_spec(of_stage, inputs, rows, config.balance, backend)
+        nothing_kept = dict.fromkeys(config.model.encoders, 0)
+        programs = self.programs(config, of_stage, spec, nothing_kept)
+        parts = even_step(programs, self.loads, rows, self.device)
+        if choice.stages == 1:
+            return parts
+        return in_stages(parts, rows, choice.stages, model, self.device)
 
     def _refined(self, estimate: Estimate) -> Estimate:
         """With the remat of each phase that is fastest in closed form."""
@@ -289,9 +329,16 @@ class Planner:
     # ------------------------------------------------------------------ whole plans
 
     def planned(self, estimate: Estimate) -> PlannedLayout:
-        """Sizes for a layout, and its steps planned and simulated."""
+        """Sizes for a layout, and its steps planned and simulated.
+
+        Raises:
+          PipelineError: its layers cannot be cut into so many stages.
+        """
         sampled = self.lengths(estimate.config, estimate.model, estimate.layout.spans)
-        planned = self._plans(estimate, sampled, self._inputs(estimate, sampled))
+        inputs = self._inputs(estimate, sampled)
+        if estimate.choice.stages > 1:
+            return planned_in_stages(estimate, sampled, inputs, self.device, self.as_run)
+        planned = self._plans(estimate, sampled, inputs)
         spec, plans, sampled = planned.spec, planned.plans, planned.sampled
         config, model = estimate.config, estimate.model
         used = {
@@ -391,7 +438,7 @@ class Planner:
 
     def mesh(self, config: Config, choice: MeshChoice) -> AbstractMesh:
         """Devices of the cluster that need not exist."""
-        return cluster_mesh(config, choice.sizes, self.cluster)
+        return cluster_mesh(config, choice.mesh_sizes, self.cluster)
 
     def step_bytes(self, config: Config, model: MLLM) -> StepBytes:
         """What a step takes of a device."""

@@ -75,7 +75,7 @@ class StepBytes:
         """What lies there between the programs, but for pools."""
         components = self.model.components.values()
         if any(part.settings.reduce == "step" for part in components):
-            return state_bytes(self.config, self.model)
+            return state_bytes(self.config, self.model) / self.stages
         itemsize = jnp.dtype(self.config.run.param_dtype).itemsize
         trained_bytes = MOMENTS * itemsize + max(itemsize, SUM_BYTES)
         total = 0.0
@@ -86,7 +86,12 @@ class StepBytes:
             for axes, (numbers, trained) in of_component.items():
                 split = math.prod(sizes[axis] for axis in axes if axis)
                 total += (numbers * itemsize + trained * (trained_bytes + averaged_bytes)) / split
-        return total
+        return total / self.stages
+
+    @property
+    def stages(self) -> int:
+        """That layers are cut into; other parameters are split over them, too."""
+        return self.config.pipeline.stages
 
     def shards(self, name: str) -> float:
         """Numbers of a component that are trained, of one device."""
@@ -105,17 +110,33 @@ class StepBytes:
             for name, layout in layouts.items()
             if layout.ranks * layout.parts > layout.size("embed")
         )
-        return SUM_BYTES * sum(map(self.shards, several))
+        return SUM_BYTES * sum(map(self.shards, several)) / self.stages
 
     @cached_property
     def pools(self) -> float:
+        if self.stages > 1:  # tokens wait in slots of the pipeline
+            return 0.0
         token = self.model.config.token_width * self.model.components[LANGUAGE].dtype.itemsize
         return POOLS * POOL_ROOM * self.pool_tokens * token
 
     @property
     def resident(self) -> float:
-        """All that lies there between programs."""
-        return self.state + self.pools
+        """All that lies there between programs, and while a pipeline runs what it gathers once."""
+        return self.state + self.pools + (self._gathered if self.stages > 1 else 0.0)
+
+    @cached_property
+    def _gathered(self) -> float:
+        """Parameters outside of layers on every stage, and sums of all gradients."""
+        itemsize = jnp.dtype(self.config.run.param_dtype).itemsize
+        total = 0.0
+        for name, of_component in self.numbers.items():
+            layout = self.model.components[name].layout
+            for axes, (numbers, trained) in of_component.items():
+                split = math.prod(layout.size(axis) for axis in axes if axis)
+                of_layers = "layers" in axes
+                total += SUM_BYTES * trained / split / (self.stages if of_layers else 1)
+                total += 0.0 if of_layers else itemsize * numbers / split
+        return total
 
     def program(self, phase: str, slots: int, remat: Remat) -> int:
         """Of the largest program of a phase for itself."""
@@ -123,15 +144,18 @@ class StepBytes:
         names = [phase, *(name for name in model.phases[phase].components if name != phase)]
         layouts = [model.components[name].layout for name in names]
         sizes = [(layout.parts, *map(layout.size, AXES)) for layout in layouts]
-        key = (phase, repr(remat), *sizes)
+        key = (phase, repr(remat), self.stages, *sizes)
         if key not in self.known:
             functions = ["language_loss_and_grad"]
             if phase != LANGUAGE:
                 trained = model.trainable.components
                 functions = ["encode"] + ["encode_grad"] * any(name in trained for name in names)
             model = with_settings(model, with_remat(self.config, {phase: remat}).components)
+            if self.stages > 1:
+                functions = ["gradients"]
             self.known[key] = _largest(
-                [PhaseProgram(model, ProgramName(function, phase, 1)) for function in functions]
+                [PhaseProgram(model, ProgramName(function, phase, 1)) for function in functions],
+                self.stages,
             )
         return self.known[key](slots)
 
@@ -153,9 +177,13 @@ class StepBytes:
         return (1 << fit) >> 1
 
 
-def _largest(programs: Sequence[PhaseProgram]) -> Callable[[int], int]:
+def _largest(programs: Sequence[PhaseProgram], stages: int) -> Callable[[int], int]:
     """What the largest program takes, by slots of its rows."""
-    return cache(lambda slots: max(one.with_rows(slots).temporaries().total for one in programs))
+
+    def size(program: PhaseProgram) -> int:
+        return program.in_stages(stages) if stages > 1 else program.temporaries().total
+
+    return cache(lambda slots: max(size(one.with_rows(slots)) for one in programs))
 
 
 def with_remat(config: Config, remats: Mapping[str, Remat]) -> Config:

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import DictKey
 
@@ -154,7 +154,7 @@ class StagedPrograms(Programs):
                 held_bytes(
                     self.sizes.training.tables,
                     stage_functions.components(),
-                    self._stages_mesh,
+                    self.mesh,
                     inputs,
                     STAGE,
                     self._manual(self.functions.model.trainable),
@@ -243,7 +243,7 @@ class StagedPrograms(Programs):
         nothing splits, if there is one."""
         spec: list[Any] = [*leaf.sharding.spec, *[None] * (leaf.ndim - len(leaf.sharding.spec))]
         part = leaf.sharding.shard_shape(leaf.shape)
-        stages = self._stages_mesh.shape[STAGE]
+        stages = self.mesh.shape[STAGE]
         divisible = [axis for axis, size in enumerate(part) if size % stages == 0]
         if not divisible:
             return leaf
@@ -331,7 +331,7 @@ class StagedPrograms(Programs):
         return make_executor(
             pipeline.tables,
             stage_functions.components(),
-            self._stages_mesh,
+            self.mesh,
             STAGE,
             self._manual(trainable),
         )
@@ -340,11 +340,6 @@ class StagedPrograms(Programs):
     def _stage_functions(self) -> StageFunctions:
         classes = {name: phase.classes for name, phase in self.spec.phases.items()}
         return StageFunctions(self.functions, self._row_axes, self.stage_layers, classes)
-
-    @property
-    def _stages_mesh(self) -> Mesh:
-        assert isinstance(self.mesh, Mesh)
-        return self.mesh
 
     def _by_rank(self, sums: Sums) -> Sums:
         """Sums [N] of all ranks as those of the first of R."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sharding.pipeline.executor.buffers import Shapes, State
 from sharding.pipeline.executor.trees import Tree
@@ -36,7 +36,7 @@ class Held:
         return sum(self.pools.values()) + sum(self.boxes.values()) + self.media
 
     @staticmethod
-    def of(shapes: Shapes, state: State, mesh: Mesh) -> Held:
+    def of(shapes: Shapes, state: State, mesh: Mesh | AbstractMesh) -> Held:
         """What a state takes, seen inside of the manual axes.
 
         Of residuals that are not inputs alone the compiler chooses the layout; they are counted as
@@ -70,7 +70,7 @@ class Held:
         )
 
 
-def _bytes(leaf: Any, spec: Iterable[Any], leading: int, mesh: Mesh) -> int:
+def _bytes(leaf: Any, spec: Iterable[Any], leading: int, mesh: Mesh | AbstractMesh) -> int:
     """Of one device's part of an array with so many leading axes before those that `spec` splits."""
     sharding = NamedSharding(mesh, PartitionSpec(*(None,) * leading, *spec))
     return math.prod(sharding.shard_shape(leaf.shape)) * int(leaf.dtype.itemsize)

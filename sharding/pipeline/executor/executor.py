@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array
 
 from sharding.pipeline.executor.buffers import Buffers, Pools, Row, Shapes, State
@@ -48,7 +48,7 @@ from sharding.pipeline.table_spec import TableSpec
 def make_executor(
     spec: TableSpec,
     components: Components,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     axis: str = "stage",
     manual: ManualAxes = AUTOMATIC,
 ) -> Callable[[TableArrays, Inputs], Outputs]:
@@ -87,7 +87,7 @@ def make_executor(
 def held_bytes(
     spec: TableSpec,
     components: Components,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     inputs: Inputs,
     axis: str = "stage",
     manual: ManualAxes = AUTOMATIC,

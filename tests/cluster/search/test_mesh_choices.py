@@ -24,7 +24,7 @@ def test_all_meshes_are_there_once():
         for sizes in itertools.product((1, 2, 3, 4, 6, 8, 12, 24), repeat=4)
         if math.prod(sizes) == 24
     }
-    assert {one.sizes_key for one in choices} == every
+    assert {tuple(one.sizes.values()) for one in choices} == every
     both = [one for one in choices if one.context > 1 and one.tensor > 1 and one.as_data]
     assert len(both) == 3 * sum(sizes[2] > 1 and sizes[3] > 1 for sizes in every)
 
@@ -64,3 +64,16 @@ def test_encoders_over_an_axis_have_more_ranks():
     assert chosen.components.language.layout == {}
     assert chosen.mesh.model_dump() == {"data": 2, "fsdp": 2, "context": 1, "tensor": 2}
     assert choice.words == "data 2, fsdp 2, tensor 2; encoders over tensor" and choice.axes == 4
+
+
+def test_stages_lie_on_meshes_of_the_devices_that_each_has():
+    given = config(pipeline={"stages": 4}, mesh={"fsdp": 2, "context": 1, "data": -1})
+    choices = mesh_choices(given, 16)
+    assert [(one.data, one.tensor) for one in choices] == [(1, 2), (2, 1)]
+    assert {(one.stages, one.as_data, one.devices) for one in choices} == {(4, (), 16)}
+    assert choices[1].words == "4 stages, data 2, fsdp 2" and choices[1].axes == 3
+    assert choices[1].of(given).mesh_sizes == choices[1].mesh_sizes
+    with pytest.raises(
+        ConfigError, match=r"stages 4, mesh.fsdp 2, mesh.context 1 need a multiple of 8"
+    ):
+        mesh_choices(given, 12)

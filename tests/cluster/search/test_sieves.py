@@ -106,6 +106,33 @@ def test_the_fastest_plan_is_that_of_all_layouts(devices):
     assert min(one.seconds for one in found.ranked) <= 1.01 * best
 
 
+def test_stages_are_estimated_with_what_they_wait_for():
+    plain = planner(4, mesh={"context": 1}).estimates(4)
+    staged = planner(8, mesh={"context": 1}, pipeline={"stages": 2}).estimates(8)
+    assert staged.considered == len(staged.estimates) + sum(staged.rejected.values())
+    of_mesh = {one.choice: one for one in plain.estimates}
+    for one in staged.estimates:
+        parts = one.parts
+        assert parts["bubble"] > 0 and parts["sends"] > 0 and "exchange" not in parts
+        rows = one.rows["language"].microbatches
+        layers = sum(seconds for name, seconds in parts.items() if "/" in name)
+        assert parts["bubble"] == pytest.approx(layers / rows)
+        same = of_mesh[replace(one.choice, stages=1)]
+        assert parts["update"] == pytest.approx(same.parts["update"] / 2)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("devices", "stages"), [(8, 2), (16, 4)])
+def test_stages_take_about_what_was_estimated_and_stay_in_memory(devices, stages):
+    mesh = {"context": 1, "tensor": 1, "data": 2}
+    made = planner(devices, mesh=mesh, pipeline={"stages": stages})
+    found = made.search(devices)
+    for one in found.ranked:
+        assert 0.5 < one.seconds / one.even_seconds < 2.5
+        assert one.peak.bytes <= made.budget and one.peak.parts["program"] > 0
+
+
 def test_state_is_that_of_the_sizing_of_rows():
     averaged = {"language": {"ema": 0.9}}
     made = planner(mesh={"data": 2, "fsdp": 2, "tensor": 2}, components=averaged)
