@@ -18,8 +18,7 @@ class RowFormat:
       slots that become one language token. stride: slots that become one token of the tower's
       attention. alignment: slots that the tower or its projector takes as a whole; items and rows
       are multiples of it. axes: P position axes that rows keep, of (time, height, width): those
-      that the tower's rotary positions have. sees: slots of an item, counted from its first one,
-      that see one another and no others; none: all do.
+      that the tower's rotary positions have.
     """
 
     features: int
@@ -28,4 +27,3 @@ class RowFormat:
     stride: int
     alignment: int
     axes: tuple[int, ...]
-    sees: int | None = None

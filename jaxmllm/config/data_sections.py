@@ -42,7 +42,7 @@ class SourceConfig(Section):
 
 
 ResizeKernel = Literal["bicubic", "bilinear", "lanczos"]
-ResizeRule = Literal["area", "smart", "fill", "square"]
+ResizeRule = Literal["area", "smart", "fill", "square", "tiles"]
 
 
 class ImageDataConfig(Section):
@@ -53,8 +53,10 @@ class ImageDataConfig(Section):
                  file; thin images may exceed max_pixels
         fill     the largest within max_pixels, sides rounded up to whole merged cells (NaFlex, arXiv 2502.14786)
         square   the square of max_pixels, whatever the aspect ratio; what is left of whole patches is cut off
+        tiles    rows and columns of such squares, as near to the aspect ratio as there are, and the whole image as one
+                 more where these are several (arXiv 2404.16821)
 
-    With the last two an image always has about max_pixels, and min_pixels must be the same.
+    With the last three an image or tile always has about max_pixels, and min_pixels must be the same.
     """
 
     # At most what a file may have; see data/media/images.py.
@@ -62,6 +64,28 @@ class ImageDataConfig(Section):
     max_pixels: PositiveInt = 1024 * 1024
     resize: ResizeRule = "area"
     kernel: ResizeKernel = "bicubic"
+
+
+class ShownImagesConfig(ImageDataConfig):
+    """What encoders see: with `resize: tiles` an image becomes `min_tiles` to `max_tiles` tiles."""
+
+    min_tiles: PositiveInt = 1
+    max_tiles: PositiveInt = 12
+
+    @model_validator(mode="after")
+    def _check_tiles(self) -> ShownImagesConfig:
+        for key in ("min_tiles", "max_tiles"):
+            value = getattr(self, key)
+            if self.resize != "tiles" and value != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"{key} ({value}): with resize ({self.resize}) an image is not cut; set resize: tiles, or leave "
+                    "it out"
+                )
+        if self.min_tiles > self.max_tiles:
+            raise ValueError(
+                f"min_tiles ({self.min_tiles}) is more than max_tiles ({self.max_tiles})"
+            )
+        return self
 
 
 class ClipBounds(Section):
@@ -80,6 +104,12 @@ class GeneratedDataConfig(ClipBounds, ImageDataConfig):
 
     fps: PositiveFloat | None = None
     folder_fps: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _check_whole(self) -> GeneratedDataConfig:
+        if self.resize == "tiles":
+            raise ValueError("resize (tiles): what is drawn is not cut; name another rule")
+        return self
 
     @model_validator(mode="after")
     def _check_rates(self) -> GeneratedDataConfig:
@@ -177,7 +207,7 @@ class DataConfig(Section):
     chat_template: str = Field(CHATML, min_length=1)
     # That the template prints as today's date; none: it is given no clock
     chat_date: date | None = None
-    images: ImageDataConfig = ImageDataConfig()
+    images: ShownImagesConfig = ShownImagesConfig()
     audio: AudioDataConfig = AudioDataConfig()
     videos: VideoDataConfig = VideoDataConfig()  # with model.vision.videos
     generated: GeneratedDataConfig = GeneratedDataConfig()  # of models that draw pixels

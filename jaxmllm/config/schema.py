@@ -291,10 +291,15 @@ class Config(Section):
 
     def _check_images(self) -> None:
         vision, images = self.model.vision, self.data.images
+        if images.resize == "tiles" and not (vision is not None and vision.class_token):
+            raise ValueError(
+                "data.images.resize (tiles): towers with a class token see tiles; name another rule"
+            )
         if vision is None or vision.position_grid is None or vision.positions != "table":
             return
         grid = vision.position_grid
-        if images.resize != "square" or isqrt(images.max_pixels) // vision.patch_size != grid:
+        squares = images.resize in ("square", "tiles")
+        if not squares or isqrt(images.max_pixels) // vision.patch_size != grid:
             raise ValueError(
                 f"data.images.resize ({images.resize}), max_pixels ({images.max_pixels}): with "
                 f"model.vision.positions (table), every image has {grid} x {grid} patches; set resize: square, and "
@@ -309,6 +314,11 @@ class Config(Section):
                     "data.videos: no videos are read; leave it out, or set model.vision.videos: true"
                 )
             return
+        if vision.class_token:
+            raise ValueError(
+                "model.vision.class_token: tiles of images have one, and no videos are read; leave it out, or set "
+                "model.vision.videos: false"
+            )
         if self.model.language.media_positions == "line":
             raise ValueError(
                 "model.language.media_positions (line): groups of frames have times on an axis of their own; set grid, "

@@ -28,7 +28,10 @@ class TowerConfig(Section):
     norm: Literal["rms", "layer"] = "rms"  # layer: with biases
     norm_epsilon: PositiveFloat = 1e-6
     gelu: Gelu = "tanh"
-    key_bias: bool = True  # queries, values and the output always have one
+    qkv_bias: bool = True  # the output always has one
+    key_bias: bool = True
+    qk_norm: bool = False  # RMS norms of queries and keys, over all heads together
+    layer_scale: bool = False  # vectors multiply what attention and MLP add (arXiv 2103.17239)
 
     @property
     def head_size(self) -> int:
@@ -59,6 +62,12 @@ class TowerConfig(Section):
             raise ValueError(
                 f"rope_theta ({self.rope_theta:g}): {positions} positions are not rotary; leave it out"
             )
+
+    @model_validator(mode="after")
+    def _check_biases(self) -> TowerConfig:
+        if not self.qkv_bias and not self.key_bias:
+            raise ValueError("key_bias (False): without qkv_bias keys have none; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _check_heads(self) -> TowerConfig:
@@ -122,6 +131,9 @@ class VisionConfig(LayerWindows, TowerConfig):
     With `deepstack_layers` (arXiv 2406.04334), what each of these layers yields has a projector of its own,
     normed over the patches of a token; what it makes is added to the hidden states of that token after the first
     layer of the decoder, the second, and so on.
+
+    With `class_token`, one more token with an embedding and a position of its own goes through the layers of every
+    image, or of every tile of one, and leaves no feature (arXiv 2010.11929).
     """
 
     patch_size: PositiveInt = 14
@@ -129,6 +141,8 @@ class VisionConfig(LayerWindows, TowerConfig):
     videos: bool = False
     patch_bias: bool = True
     gated_mlp: bool = False
+    last_norm: bool = True
+    class_token: bool = False
     projector: ProjectorShapes = ProjectorShapes()
     deepstack_layers: tuple[int, ...] = ()  # counted from 0
     # Rotary; or learned, one for each place of a square grid that every image has (table), or that is
@@ -162,8 +176,8 @@ class VisionConfig(LayerWindows, TowerConfig):
 
     @property
     def learned_positions(self) -> int:
-        """Places of the grid of learned positions; none: 0."""
-        return (self.position_grid or 0) ** 2
+        """Places that have learned positions; none: 0."""
+        return (self.position_grid or 0) ** 2 + self.class_token
 
     @property
     def rotates(self) -> bool:
@@ -184,6 +198,15 @@ class VisionConfig(LayerWindows, TowerConfig):
         if self.gated_mlp and self.gelu != TowerConfig.model_fields["gelu"].default:
             raise ValueError(
                 f"gelu ({self.gelu}): with gated_mlp the activation is SiLU; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_class_token(self) -> VisionConfig:
+        if self.class_token and self.positions != "table":
+            raise ValueError(
+                f"class_token (True): it has a learned position, and {self.positions} ones have no place for it; set "
+                "positions: table"
             )
         return self
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxmllm.families.family import Family
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.gemma3 import GEMMA3
+from jaxmllm.families.internvl import INTERNVL
 from jaxmllm.families.llama import LLAMA
 from jaxmllm.families.mistral import MISTRAL
 from jaxmllm.families.qwen2 import QWEN2
@@ -21,7 +22,7 @@ from jaxmllm.families.whisper import WHISPER
 
 DECODERS = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, *GEMMA3)
 TOWERS = (*SIGLIP, *SIGLIP2, WHISPER)
-WHOLE_MODELS = (*QWEN2_5_VL, *QWEN2_AUDIO, *QWEN2_5_OMNI, *QWEN3_VL, *QWEN3_VL_MOE)
+WHOLE_MODELS = (*QWEN2_5_VL, *QWEN2_AUDIO, *QWEN2_5_OMNI, *QWEN3_VL, *QWEN3_VL_MOE, *INTERNVL)
 GENERATORS = (*WAN,)
 FAMILIES = {  # by kind, and component
     (family.model_type, family.component): family

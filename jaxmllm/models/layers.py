@@ -21,7 +21,7 @@ from jaxmllm.attention.attention import attention, attention_and_logsumexp, with
 from jaxmllm.attention.mask import Mask, TileLists, TokenIds
 from jaxmllm.config.schema import Activation, ExpertKernel, Gelu, Kernel, Remat, TowerConfig
 from jaxmllm.models.norms import NORMS, LayerNorm, MakeNorm, RMSNorm
-from jaxmllm.models.products import affine, bias, named, parameter
+from jaxmllm.models.products import affine, bias, layer_scale, named, parameter, scaled
 from jaxmllm.models.rotary import rotate
 from jaxmllm.models.rows import RowTiles
 from sharding.context import gather_parts, gathered_attention
@@ -262,7 +262,7 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm transformer layer; `attention` and `mlp` are made by the tower.
 
-    With `post_norms`, what these two add is normed, too.
+    With `post_norms`, what these two add is normed, too; `with_layer_scale`, it is multiplied by a vector.
     """
 
     def __init__(
@@ -273,9 +273,12 @@ class Block(nnx.Module):
         mlp: GatedMLP | MLP,
         norm: MakeNorm = RMSNorm,
         post_norms: bool = False,
+        with_layer_scale: bool = False,
     ):
         self.attention_norm = norm(width, epsilon)
         self.attention = attention
+        self.attention_scale = layer_scale(width) if with_layer_scale else None
+        self.mlp_scale = layer_scale(width) if with_layer_scale else None
         self.post_attention_norm = norm(width, epsilon) if post_norms else None
         self.mlp_norm = norm(width, epsilon)
         self.mlp = mlp
@@ -285,31 +288,45 @@ class Block(nnx.Module):
         mixed = self.attention(self.attention_norm(x), rows)
         if self.post_attention_norm is not None:
             mixed = self.post_attention_norm(mixed)
+        if self.attention_scale is not None:
+            mixed = scaled(mixed, self.attention_scale, rows.layout)
         x = x + mixed
         out = self.mlp(self.mlp_norm(x), rows.layout)
         if self.post_mlp_norm is not None:
             out = self.post_mlp_norm(named(out, "mlp"))
+        if self.mlp_scale is not None:
+            out = scaled(named(out, "mlp"), self.mlp_scale, rows.layout)
         return x + out
 
 
 def encoder_block(config: TowerConfig, rngs: nnx.Rngs) -> Block:
-    """A layer of an encoder tower: bidirectional attention and a plain or gated MLP, with biases."""
+    """A layer of an encoder tower: bidirectional attention and a plain or gated MLP, most of them with biases."""
     attention = SelfAttention(
         rngs,
         config.width,
         config.heads,
         config.heads,
         config.head_size,
-        qkv_bias=True,
+        qkv_bias=config.qkv_bias,
         out_bias=True,
+        qk_norm=config.qk_norm,
+        epsilon=config.norm_epsilon,
         key_bias=config.key_bias,
+        norm_heads=True,
     )
     mlp: GatedMLP | MLP
     if config.mlp_matrices == 3:
         mlp = GatedMLP(rngs, config.width, config.mlp_width, biases=True)
     else:
         mlp = MLP(rngs, config.width, config.mlp_width, gelu=config.gelu)
-    return Block(config.width, config.norm_epsilon, attention, mlp, NORMS[config.norm])
+    return Block(
+        config.width,
+        config.norm_epsilon,
+        attention,
+        mlp,
+        NORMS[config.norm],
+        with_layer_scale=config.layer_scale,
+    )
 
 
 def stacked(make_block: Callable[[nnx.Rngs], AnyBlock], layers: int, rngs: nnx.Rngs) -> AnyBlock:

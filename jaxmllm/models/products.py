@@ -37,6 +37,11 @@ def bias(shape: tuple[int, ...], axes: Axes) -> nnx.Param[Array]:
     return nnx.Param(jnp.zeros(shape), axes=axes, looked_up=False)
 
 
+def layer_scale(width: int) -> nnx.Param[Array]:
+    """Small at first, so that layers change little (arXiv 2103.17239)."""
+    return nnx.Param(jnp.full((width,), 0.1), axes=(None,), looked_up=False)
+
+
 def weight(p: nnx.Param[Array], layout: Layout, dtype: Any) -> Array:
     """The parameter as a computation in `dtype` needs it: cast, then gathered."""
     return gathered(layout, p[...], p.axes, dtype)
@@ -92,6 +97,11 @@ def named(x: Array, name: Kept) -> Array:
 def biased(x: Float[Array, "*S *F"], b: nnx.Param[Array], layout: Layout) -> Float[Array, "*S *F"]:
     """x with a bias added in every slot."""
     return plus_shared(x.ndim - b[...].ndim, x, weight(b, layout, x.dtype))
+
+
+def scaled(x: Float[Array, "*S D"], p: nnx.Param[Array], layout: Layout) -> Float[Array, "*S D"]:
+    """x times a vector in every slot."""
+    return times_shared(x, weight(p, layout, x.dtype))
 
 
 def affine(

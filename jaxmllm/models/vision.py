@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxmllm.attention.mask import item_ids
 from jaxmllm.config.schema import ComponentConfig, VisionConfig
@@ -30,10 +30,16 @@ class VisionTower(nnx.Module):
         self.patch = parameter(rngs, (patch, config.width), (None, "embed"), patch)
         self.patch_bias = bias((config.width,), (None,)) if config.patch_bias else None
         self.layers = stacked(lambda rngs: encoder_block(config, rngs), config.layers, rngs)
-        self.norm = NORMS[config.norm](config.width, config.norm_epsilon)
+        norm = NORMS[config.norm]
+        self.norm = norm(config.width, config.norm_epsilon) if config.last_norm else None
         if (side := config.position_grid) is not None:
+            places = (1, 1 + side**2) if config.class_token else (side, side)
             self.position_embedding = parameter(
-                rngs, (side, side, config.width), (None, None, "embed"), config.width
+                rngs, (*places, config.width), (None, None, "embed"), config.width
+            )
+        if config.class_token:
+            self.class_token = parameter(
+                rngs, (1, 1, config.width), (None, None, "embed"), config.width
             )
 
     def __call__(
@@ -48,13 +54,15 @@ class VisionTower(nnx.Module):
 
     def normed(self, x: Float[Array, "R C D"]) -> Float[Array, "R C D"]:
         """What the last layer yields -> features."""
-        return self.norm(x)
+        return x if self.norm is None else self.norm(x)
 
     def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C D"]:
         """What the first layer reads."""
         x = self._normalised(rows.features, dtype) @ self._patch(layout, dtype)
         if self.patch_bias is not None:
             x = biased(x, self.patch_bias, layout)
+        if self.config.class_token:
+            x = self._with_class(x, rows.positions, layout)
         if self.config.position_grid is not None:
             x = x + self._learned(rows.positions, layout, dtype)
         return layout.constrain(x, ("batch", "sequence", None))
@@ -88,6 +96,10 @@ class VisionTower(nnx.Module):
     ) -> Float[Array, "R C D"]:
         """The learned position of each patch."""
         table = weight(self.position_embedding, layout, dtype)
+        if self.config.class_token:  # whose place comes first
+            side = self.config.position_grid or 0
+            patch = 1 + positions[..., 0] * side + positions[..., 1]
+            return table[0, jnp.where(self._is_class(positions), 0, patch)]
         side, _, width = table.shape
         if self.config.positions == "table":
             return table[positions[..., 0], positions[..., 1]]
@@ -97,6 +109,18 @@ class VisionTower(nnx.Module):
         )
         both = (rows[..., :, None] * columns[..., None, :]).reshape(*rows.shape[:2], side**2)
         return both.astype(dtype) @ table.reshape(side**2, width)
+
+    def _is_class(self, positions: Int[Array, "R C A"]) -> Bool[Array, "R C"]:
+        """Slots of the class token: below the last row of patches."""
+        return jnp.equal(positions[..., 0], self.config.position_grid or 0)
+
+    def _with_class(
+        self, x: Float[Array, "R C D"], positions: Int[Array, "R C A"], layout: Layout
+    ) -> Float[Array, "R C D"]:
+        """Embedded patches, and in its slots the class token."""
+        slots = self._is_class(positions)[..., None].astype(x.dtype)
+        # As a product, whose gradient is added in float32
+        return x * (1 - slots) + slots @ weight(self.class_token, layout, x.dtype)[0]
 
     def context(
         self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig

@@ -27,6 +27,14 @@ class Places:
     source: str  # an argument
     inside: NDArray[np.bool_]  # [B, T]
 
+    def runs(self, texts: Sequence[Ints]) -> list[list[tuple[int, int]]]:
+        """Where each item begins and ends, by text.
+
+        Args:
+          texts: columns that hold each text.
+        """
+        return [_runs(row[columns]) for row, columns in zip(self.inside, texts, strict=True)]
+
     def spans(
         self,
         path: Path,
@@ -44,7 +52,7 @@ class Places:
           what: the items, with the argument that holds them.
           texts: columns that hold each text.
         """
-        runs = [_runs(row[columns]) for row, columns in zip(self.inside, texts, strict=True)]
+        runs = self.runs(texts)
         tokens = [modality.tokens(shape) for shape in shapes]
         found = [stop - start for of_text in runs for start, stop in of_text]
         if found != tokens:

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from jaxmllm.arrays import Ints
 from jaxmllm.config.schema import ConfigError, VisionConfig
-from jaxmllm.data.media.images import Images
+from jaxmllm.data.media.image_tiles import ClassedTiles
+from jaxmllm.data.media.images import SQUARES, Images
 from jaxmllm.data.media.modality import ClipShape, Modality, Shape
 from jaxmllm.data.media.reference import Clip, MediaReference
 from jaxmllm.data.media.videos import ImagesAndVideos
@@ -37,8 +38,8 @@ Patches = Mapping[str, NDArray[np.uint8]]
 
 
 @dataclass(frozen=True)
-class PreparedImages(Images):
-    """Images whose patches are there already."""
+class _Prepared:
+    """Patches that are there already."""
 
     prepared: Patches = field(default_factory=dict)
 
@@ -47,13 +48,18 @@ class PreparedImages(Images):
 
 
 @dataclass(frozen=True)
-class PreparedVideos(ImagesAndVideos):
+class PreparedImages(_Prepared, Images):
+    """Images whose patches are there already."""
+
+
+@dataclass(frozen=True)
+class PreparedTiles(_Prepared, ClassedTiles):
+    """The same of images in tiles."""
+
+
+@dataclass(frozen=True)
+class PreparedVideos(_Prepared, ImagesAndVideos):
     """The same with videos. The rate of a `ClipShape` is the seconds from one group of frames to the next."""
-
-    prepared: Patches = field(default_factory=dict)
-
-    def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
-        return self.prepared[media.address]
 
     def load_groups(
         self, clip: Clip, numbers: Sequence[int], group: Shape
@@ -82,7 +88,7 @@ def read_pictures(
       images: what reads pictures elsewhere.
     """
     assert isinstance(images, Images)
-    if images.resize == "square":
+    if images.resize in SQUARES:
         return _read_squares(path, arrays, texts, places["image"], images, vision)
     patches: dict[str, NDArray[np.uint8]] = {}
     spans: list[Spans] = [()] * len(texts)
@@ -129,17 +135,39 @@ def _read_squares(
         raise ConfigError(
             f"{path}: pixel_values must be [pictures, 3, {side}, {side}] (got {list(pixels.shape)})"
         )
-    shape = (1, *images.grid(side, side))
-    spans = places.spans(path, "the pictures of pixel_values", images, [shape] * len(pixels), texts)
+    grid = images.grid(side, side)
+    counts = _tiles_of(images, places, texts) or [1] * len(pixels)
+    if sum(counts) != len(pixels):
+        raise ConfigError(
+            f"{path}: pixel_values has {len(pixels)} tiles, and {places.source} {sum(counts)}"
+        )
+    shapes = [(count, *grid) for count in counts]
+    spans = places.spans(path, "the pictures of pixel_values", images, shapes, texts)
     (colors,) = _levels(path, "pixel_values", pixels.transpose(0, 2, 3, 1)[None], vision)
-    patches = {str(number): images.patches(picture, shape) for number, picture in enumerate(colors)}
+    pictures = np.split(colors.reshape(-1, side, 3), side * np.cumsum(counts)[:-1])
+    patches = {
+        str(number): images.patches(picture, shape)
+        for number, (picture, shape) in enumerate(zip(pictures, shapes, strict=True))
+    }
     return _prepared(images, patches), spans
 
 
-def _prepared(images: Images, patches: Patches) -> PreparedImages | PreparedVideos:
+def _tiles_of(images: Images, places: Places, texts: Sequence[Ints]) -> list[int]:
+    """How many tiles each picture has, by its tokens; none where pictures are not cut."""
+    if not isinstance(images, ClassedTiles):
+        return []
+    of_tile = images.tokens((1, *images.grid(images.side, images.side)))
+    return [(end - start) // of_tile for runs in places.runs(texts) for start, end in runs]
+
+
+def _prepared(images: Images, patches: Patches) -> Modality:
     """What reads these patches in the place of `images`."""
     settings = {part.name: getattr(images, part.name) for part in fields(images)}
-    prepared = PreparedVideos if isinstance(images, ImagesAndVideos) else PreparedImages
+    prepared: type[PreparedImages | PreparedTiles | PreparedVideos] = PreparedImages
+    if isinstance(images, ClassedTiles):
+        prepared = PreparedTiles
+    elif isinstance(images, ImagesAndVideos):
+        prepared = PreparedVideos
     return prepared(**settings, prepared=patches)
 
 

@@ -167,6 +167,9 @@ def test_unknown_keys_name_the_nearest_valid_one(path, override, message):
         ),
         ("model.vision.projector.bias=false", "the two matrices of a projector have biases"),
         ("model.vision.projector.norm_epsilon=0.1", "norm_epsilon (0.1): there is no norm"),
+        ("model.vision.class_token=true", "class_token (True): it has a learned position, and ro"),
+        ("data.images.resize=tiles", "data.images.resize (tiles): towers with a class token see"),
+        ("data.images.max_tiles=2", "max_tiles (2): with resize (area) an image is not cut"),
         ("model.vision.width=36", "model.vision: width (36) must be a multiple of 4 * heads (2)"),
         ("mesh.fsdp=0", "mesh.fsdp: must be greater than 0 or -1 (got 0)"),
         ("mesh.data=-2", "mesh.data: must be greater than 0 or -1 (got -2)"),
@@ -323,6 +326,13 @@ def test_videos_are_seen_where_the_tower_says_so(path):
             "data.videos={times: text, positions_per_second: 4}",
         ),
         "data.videos.max_frames (1) is less than one patch": (*seen, "data.videos.max_frames=1"),
+        "model.vision.class_token: tiles of images have one": (
+            *seen,
+            "model.vision.class_token=true",
+            "model.vision.positions=table",
+            "model.vision.position_grid=4",
+            "data.images={resize: square, min_pixels: 3136, max_pixels: 3136}",
+        ),
         "model.language.media_positions (line): groups of frames": (
             *seen,
             "model.language.media_positions=line",

@@ -72,6 +72,9 @@ class Squares:
     def positions(self, shape):
         return np.zeros((self.length(shape), 3), np.int32)
 
+    def apart(self, shape):
+        return None
+
     def real_slots(self, shape):
         return np.ones(self.length(shape), np.bool_)
 

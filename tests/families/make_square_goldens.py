@@ -11,6 +11,7 @@ FOLDER/NAME/processed.npz  image_I [H, W, 3], and what the processor makes of th
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,46 @@ GEMMA3: dict[str, Any] = {
     "boi_token_index": BEGIN,
     "eoi_token_index": END,
 }
+INTERNVL: dict[str, Any] = {
+    "text_config": {
+        "model_type": "qwen2",
+        "vocab_size": 40,
+        "hidden_size": 24,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "attention_bias": True,
+        "image_size": [16, 16],
+        "patch_size": [4, 4],
+    },
+    "image_token_id": PICTURE,
+    "image_seq_length": 4,
+    "tie_word_embeddings": False,
+}
+NORMED: dict[str, Any] = INTERNVL | {
+    "text_config": INTERNVL["text_config"] | {"model_type": "qwen3", "head_dim": 8},
+    "vision_config": INTERNVL["vision_config"]
+    | {"attention_bias": False, "use_qk_norm": True, "norm_type": "rms_norm"},
+    "tie_word_embeddings": True,
+}
+
+
+def _internvl(config: Any) -> tuple[Any, int]:
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    side = config.vision_config.image_size[0]
+    size = {"height": side, "width": side}
+    return GotOcr2ImageProcessorPil(size=size, max_patches=4), config.image_seq_length
 
 
 def _gemma3(config: Any) -> tuple[Any, int]:
@@ -59,12 +100,12 @@ def _gemma3(config: Any) -> tuple[Any, int]:
 # name -> (sections of its config, dtype, what makes its processor and says how many tokens a square has)
 SQUARE: Mapping[str, tuple[dict[str, Any], str, Callable[[Any], tuple[Any, int]]]] = {
     "gemma3-tower": (GEMMA3, "float32", _gemma3),
+    "internvl": (INTERNVL, "float32", _internvl),
+    "internvl-normed": (NORMED, "bfloat16", _internvl),
 }
+CUT = ("internvl",)  # whose pictures become tiles
 TYPED = ("gemma3",)  # model types that ask for the types of tokens
-SHARED = (
-    "vision_tower.encoder.layers.0.self_attn.k_proj.bias",
-    "vision_tower.encoder.layers.1.self_attn.k_proj.bias",
-)
+SHARED = re.compile(r".*vision_tower\.encoder\..*k_proj\.bias")
 ODD = ((37, 53), (120, 31), (9, 12))  # heights and widths of pictures
 TEXTS = ((6, "a", 4, "a", 3), (9,), (2, "a", 5))  # counts of tokens, and pictures
 
@@ -94,9 +135,13 @@ def make_square(
     processor.save_pretrained(folder)
     random = np.random.default_rng(seed)
     images = [random.integers(0, 256, (*size, 3)).astype(np.uint8) for size in ODD]
-    pixels = np.stack(processor(images=images)["pixel_values"])
+    cut = {"crop_to_patches": True} if config.model_type in CUT else {}
+    made = processor(images=images, **cut)
+    pixels = np.stack(made["pixel_values"])
+    tiles = made["num_patches"] if cut else [1] * len(images)
     vocabulary = config.get_text_config().vocab_size
-    inputs = _texts(random, tokens, vocabulary) | {"pixel_values": pixels}
+    inputs = _texts(random, [tokens * count for count in tiles], vocabulary)
+    inputs["pixel_values"] = pixels
     if config.model_type in TYPED:
         inputs["token_type_ids"] = (inputs["input_ids"] == PICTURE).astype(np.int64)
     output = model(**{key: torch.tensor(value) for key, value in inputs.items()})
@@ -108,7 +153,7 @@ def make_square(
         stored[_plain(key)]: parameter.grad.numpy()
         for key, parameter in model.named_parameters()
         # No loss reaches a head; and what all keys of a tower share is nothing to softmax
-        if parameter.grad is not None and not key.endswith(SHARED)
+        if parameter.grad is not None and not SHARED.fullmatch(key)
     }
     save = np.savez_compressed
     save(folder / "inputs.npz", **inputs)
@@ -118,16 +163,18 @@ def make_square(
     save(folder / "processed.npz", pixels=pixels, **pictures)
 
 
-def _texts(random: np.random.Generator, tokens: int, vocabulary: int) -> dict[str, np.ndarray]:
+def _texts(
+    random: np.random.Generator, tokens: list[int], vocabulary: int
+) -> dict[str, np.ndarray]:
     """Texts, in each of which pictures alternate with tokens; nothing is learned of a picture."""
-    rows = []
+    rows, remaining = [], iter(tokens)
     for text in TEXTS:
         ids: list[int] = []
         for part in text:
             if isinstance(part, int):
                 ids += random.integers(END + 1, vocabulary, part).tolist()
             else:
-                ids += [BEGIN, *[PICTURE] * tokens, END]
+                ids += [BEGIN, *[PICTURE] * next(remaining), END]
         rows.append(ids)
     length = max(map(len, rows))
     ids = np.array([row + [0] * (length - len(row)) for row in rows])

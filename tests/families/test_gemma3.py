@@ -10,6 +10,7 @@ from PIL import Image
 
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import Config
+from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.modalities import modalities
 from jaxmllm.data.media.reference import File
 from jaxmllm.families.by_type import family_of
@@ -55,29 +56,30 @@ SPARSE = {
 }
 
 
-def config_of(folder: Path, place: Path, **model) -> Config:
-    """A run of a folder's model, with other keys of `model` if given."""
+def config_of(folder: Path, place: Path, images: dict | None = None, **model) -> Config:
+    """A run of a folder's model, with other keys of `model` and `data.images` if given."""
     tree = tiny_config(place, data__tokenizer="none.json")
     tree["model"] = {"from": str(folder)} | model
     del tree["data"]["images"], tree["data"]["audio"]
+    tree["data"] |= {"images": images} if images else {}
     return parse_config(resolved(tree))
 
 
 def check_squares(folder: Path, config: Config, place: Path) -> None:
-    """The pixels of pictures are those of the processor."""
+    """The pixels of pictures are those of the processor, square for square."""
     reader, vision = modalities(config.model, config.data, ())["vision"], config.model.vision
-    assert vision is not None
-    size, merge = vision.patch_size, vision.merge
+    assert vision is not None and isinstance(reader, Images)
     processed = np.load(folder / "processed.npz")
-    for i, square in enumerate(processed["pixels"]):
+    wanted = processed["pixels"].transpose(0, 2, 3, 1) * vision.pixel_std + vision.pixel_mean
+    for i in range(len(processed.files) - 1):
         Image.fromarray(processed[f"image_{i}"]).save(place / f"{i}.png")
         shape = reader.measure(File(place / f"{i}.png"))
-        colors = reader.load(File(place / f"{i}.png"), shape).reshape(-1, size, size, 3) / 255
-        side = shape[1] // merge
-        cells = square.transpose(1, 2, 0).reshape(side, merge, size, side, merge, size, 3)
-        wanted = cells.transpose(0, 3, 1, 4, 2, 5, 6).reshape(-1, size, size, 3)
-        pixels = (colors - vision.pixel_mean) / vision.pixel_std
-        np.testing.assert_allclose(pixels, wanted, rtol=0, atol=1e-6)
+        squares, wanted = np.split(wanted, [shape[0]])
+        levels = 255 * squares.reshape(-1, squares.shape[2], 3)
+        assert np.abs(levels - levels.round()).max() < 1e-3
+        colors = reader.patches(levels.round().astype(np.uint8), shape)
+        np.testing.assert_array_equal(reader.load(File(place / f"{i}.png"), shape), colors)
+    assert not len(wanted)
 
 
 def language(**values) -> dict:

@@ -36,6 +36,7 @@ MARKS = {
     "qwen2-windows": pytest.mark.slow,
     "gemma3": pytest.mark.slow,
     "gemma3-tower": pytest.mark.slow,
+    "internvl": pytest.mark.slow,
 }
 BY_COMMAND = "llama"  # compared by `jaxmllm convert verify` itself
 ROWS = {"block": 32, "row_classes": 1, "spans": [1]}
@@ -63,6 +64,7 @@ def check_numbers(found: dict[str, Any], folder: Path) -> None:
         "qwen2_5_vl-flat",
         "qwen3_vl_moe",
         pytest.param("gemma3-tower", marks=EXHAUSTIVE),
+        pytest.param("internvl-normed", marks=EXHAUSTIVE),
         pytest.param("qwen2_audio-untied", marks=EXHAUSTIVE),
         pytest.param("qwen2_5_omni", marks=pytest.mark.slow),
         pytest.param("qwen2_5_omni-thinker", marks=EXHAUSTIVE),
@@ -288,7 +290,7 @@ TEXT_MODELS = ("llama-biased", "mistral", "qwen2-windows", "gemma3", QUICK)
 ADAPTED = {name: (name, "AutoModelForCausalLM") for name in TEXT_MODELS}
 ADAPTED |= {
     name: (name, "AutoModelForImageTextToText")
-    for name in ("qwen2_5_vl", "qwen3_vl-biased", "gemma3-tower")
+    for name in ("qwen2_5_vl", "qwen3_vl-biased", "gemma3-tower", "internvl")
 }
 
 
@@ -380,6 +382,8 @@ MESHES = {  # folder, mesh, and `phases.audio`: a part of a row holds whole chun
     "omni-parts": ("qwen2_5_omni", {"data": 1, "context": 2, "fsdp": 4}, {"block": 160}),
     "squares-split": ("gemma3-tower", SPLIT, {}),
     "squares-parts": ("gemma3-tower", {"context": 2, "fsdp": 2, "data": 2}, {}),
+    "tiles-split": ("internvl", SPLIT, {}),
+    "tiles-parts": ("internvl-normed", {"context": 2, "fsdp": 2, "data": 2}, {}),
     "deepstack-split": ("qwen3_vl_moe", SPLIT, {}),
     "deepstack-parts": ("qwen3_vl", {"context": 2, "fsdp": 2, "data": 2}, {}),
 }
@@ -422,6 +426,7 @@ def test_projectors_of_a_frozen_tower_have_the_gradients_that_they_always_have()
         pytest.param("qwen2_5_vl", "AutoModelForImageTextToText", marks=EXHAUSTIVE),
         pytest.param("qwen2_5_vl-flat", "AutoModelForImageTextToText", marks=EXHAUSTIVE),
         pytest.param("gemma3-tower", "AutoModelForImageTextToText", marks=EXHAUSTIVE),
+        pytest.param("internvl", "AutoModelForImageTextToText", marks=EXHAUSTIVE),
         pytest.param("qwen2_audio", "Qwen2AudioForConditionalGeneration", marks=EXHAUSTIVE),
         pytest.param("qwen3_vl-biased", "AutoModelForImageTextToText", marks=EXHAUSTIVE),
         pytest.param("qwen3_vl_moe", "AutoModelForImageTextToText", marks=EXHAUSTIVE),

@@ -419,6 +419,9 @@ YARN = (
     "model.language.rope_scaling={{kind: yarn, factor: 2, original_max_position_embeddings: 4096}}",
 )
 RESAMPLED = ("model.vision.positions=resampled", "model.vision.position_grid=4")
+TABLE = ("model.vision.positions=table", "model.vision.position_grid=4")
+TABLE += ("data.images.resize=square", "data.images.min_pixels=3136", "data.images.max_pixels=3136")
+TILES = (*TABLE, "model.vision.class_token=true", "data.images.resize=tiles")
 FIXED_AREA = ("data.images.min_pixels=7056", "data.images.max_pixels=7056")
 VIDEOS = ("model.vision.videos=true", "data.images.resize=smart")
 WINDOWED = ("model.vision.layers=2", "model.vision.window=4")
@@ -555,7 +558,9 @@ EFFECTS: dict[str, Effect] = {
     **effects("model.language", language, ("model.language.window=4",), full_layers="[1]"),
     **effects("model.vision", weights, **SHAPES, merge="4", patch_size="7"),
     **effects("model.vision", encoder("vision"), **NORMS, gelu="exact"),
-    **effects("model.vision", weights, norm="layer", key_bias="false"),
+    **effects("model.vision", weights, norm="layer", key_bias="false", qkv_bias="false"),
+    **effects("model.vision", weights, qk_norm="true", layer_scale="true", last_norm="false"),
+    **effects("model.vision", weights, TABLE, class_token="true"),
     **effects("model.vision", weights, patch_frames="2", patch_bias="false", gated_mlp="true"),
     **effects("model.vision", weights, deepstack_layers="[0]"),
     **effects("model.vision", formats, ("model.vision.patch_frames=2",), videos="true"),
@@ -576,6 +581,7 @@ EFFECTS: dict[str, Effect] = {
     **effects("model.audio", weights, **SHAPES, merge="4", mel_bins="16"),
     **effects("model.audio", encoder("audio"), **NORMS, chunk_frames="64", gelu="exact"),
     **effects("model.audio", weights, norm="layer", key_bias="false", positions="table"),
+    **effects("model.audio", weights, qkv_bias="false", qk_norm="true", layer_scale="true"),
     **effects("model.audio", encoder("audio"), stem_strides="[1, 2]"),
     **effects("model.audio", lengths, silence="heard", pool="2"),
     **effects("model.audio", formats, attention="chunk"),
@@ -638,6 +644,7 @@ EFFECTS: dict[str, Effect] = {
     **effects(
         "data.videos", lengths, (*VIDEOS, "data.videos.fps=1"), sampling="ends", min_frames="2"
     ),
+    **effects("data.images", lengths, TILES, min_tiles="2", max_tiles="3"),
     **effects(
         "data.audio",
         lengths,

@@ -4,6 +4,7 @@ images and clips in the decoder     their tokens see one another in both directi
 images in a tower with windows      windows at the edges are cut
 conditions of a generator           read by an attention apart, they see nothing and are no patches
 clips in a tower that sees chunks   the last one is cut
+tiles of an image                   each sees itself, and its class token
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class VisiblePairs:
     bidirectional: tuple[str, ...] = ()  # phases whose tokens see their whole item in the decoder
     crossed: tuple[str, ...] = ()  # phases whose patches attend to conditions apart
     chunk: int | None = None  # frames of a clip that see one another in a tower
+    tiled: bool = False  # whether images are tiles with a class token each
 
     @classmethod
     def of_model(cls, model: ModelConfig) -> VisiblePairs:
@@ -33,7 +35,9 @@ class VisiblePairs:
         tower = None if model.vision is None else model.vision.window
         language, audio = model.language, model.audio
         chunk = audio.chunk_frames if audio is not None and audio.attention == "chunk" else None
-        return cls(tower, language.window, language.bidirectional, tuple(model.crossed), chunk)
+        tiled = model.vision is not None and model.vision.class_token
+        crossed = tuple(model.crossed)
+        return cls(tower, language.window, language.bidirectional, crossed, chunk, tiled)
 
     def of_items(self, phase: str, shapes: Ints, tokens: Ints | None = None) -> Longs | None:
         """Of items of these shapes [N, 3]: the pairs that are seen, less those that `ItemCost.squares` counts, where
@@ -48,6 +52,12 @@ class VisiblePairs:
             conditions = tokens.astype(np.int64)
             slots = conditions + shapes.astype(np.int64).prod(axis=1)
             return np.stack([-conditions * slots, np.zeros_like(slots)], axis=1)
+        if phase == "vision" and self.tiled:
+            tiles, tile = (
+                shapes[:, 0].astype(np.int64),
+                1 + shapes[:, 1:].astype(np.int64).prod(axis=1),
+            )
+            return np.stack([tiles * tile**2 - (tiles * tile) ** 2, 0 * tiles], axis=1)
         side = {"vision": self.tower_window, "audio": self.chunk}.get(phase)
         if side is None:
             return None

@@ -65,6 +65,9 @@ class Generated:
     def real_slots(self, shape: Shape) -> NDArray[np.bool_]:
         return np.ones(self.length(shape), np.bool_)
 
+    def apart(self, shape: Shape) -> NDArray[np.int32] | None:
+        return None
+
     def token_positions(self, shape: Shape, start: int) -> tuple[NDArray[np.int32], int]:
         return np.zeros((0, 3), np.int32), start
 

@@ -30,6 +30,7 @@ from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, siz
 from jaxmllm.row_format import RowFormat
 
 MAX_ASPECT_RATIO = 200
+SQUARES: tuple[ResizeRule, ...] = ("square", "tiles")  # of one size
 # A header may promise more than memory holds; Pillow warns from here on
 MAX_SOURCE_PIXELS = 89_478_485
 # Room for a BMP of that many pixels; metadata are read whole
@@ -101,17 +102,18 @@ class Images:
             raise ValueError(
                 f"{key}.min_pixels ({self.min_pixels}) is more than {key}.max_pixels ({self.max_pixels})"
             )
-        if self.resize in ("fill", "square") and self.min_pixels != self.max_pixels:
+        if self.resize in ("fill", *SQUARES) and self.min_pixels != self.max_pixels:
             raise ValueError(
                 f"{key}.min_pixels ({self.min_pixels}): with resize ({self.resize}) every image has about max_pixels "
                 f"({self.max_pixels}); set it to the same"
             )
-        if self.resize == "square" and (
+        if self.resize in SQUARES and (
             self.side**2 != self.max_pixels or self.side // self.patch_size % self.merge
         ):
             raise ValueError(
-                f"{key}.max_pixels ({self.max_pixels}): with resize (square) it must be the square of a side whose "
-                f"patches of {self.patch_size} pixels are a multiple of merge ({self.merge}); set merge, or the size"
+                f"{key}.max_pixels ({self.max_pixels}): with resize ({self.resize}) it must be the square of a side "
+                f"whose patches of {self.patch_size} pixels are a multiple of merge ({self.merge}); set merge, or the "
+                "size"
             )
 
     @property
@@ -189,6 +191,9 @@ class Images:
     def real_slots(self, shape: Shape) -> NDArray[np.bool_]:
         return np.ones(self.length(shape), np.bool_)
 
+    def apart(self, shape: Shape) -> NDArray[np.int32] | None:
+        return None
+
     def token_positions(self, shape: Shape, start: int) -> tuple[NDArray[np.int32], int]:
         """Time stands still over one image, and height and width count merged cells; or all go on from token to
         token: [tokens, 3]."""
@@ -207,7 +212,7 @@ class Images:
         at most max_pixels, and at least min_pixels unless rounding to cells would then exceed the
         former. All in integers, so that every host finds the same grid. `resize` names other rules.
         """
-        if self.resize == "square":
+        if self.resize in SQUARES:
             return (self.side // self.patch_size,) * 2
         cell = self.cell_size
         if self.resize == "fill":
@@ -233,7 +238,7 @@ class Images:
         return rows * self.merge, columns * self.merge
 
     def _shape(self, image: Image.Image, media: MediaReference) -> Shape:
-        return 1, *self.grid(*self.size(image, media))
+        return self.shape_of(*self.size(image, media))
 
     def size(self, image: Image.Image, media: MediaReference) -> tuple[int, int]:
         """Height and width, upright. Raises `MediaError` for what is too large, too thin, or holds no colors."""
@@ -247,26 +252,33 @@ class Images:
                 "extreme_aspect_ratio",
                 f"{media} is {width} x {height} pixels: its long side is over {MAX_ASPECT_RATIO} times the short one",
             )
-        # From 5 on, the file lies on its side
-        return (width, height) if _orientation(image) >= 5 else (height, width)
+        return upright_size(image)
+
+    def shape_of(self, height: int, width: int) -> Shape:
+        """Of an image of `height` x `width` pixels."""
+        return 1, *self.grid(height, width)
 
     def decoded(
         self, image: Image.Image, shape: Shape, media: MediaReference, reason: str, frame: int = 0
     ) -> NDArray[np.uint8]:
         """The pixels of a frame, resized and upright, all those of the grid. Raises `MediaError` with this reason."""
-        _, height, width = (size * self.patch_size for size in shape)
-        whole = (self.side, self.side) if self.resize == "square" else (height, width)
         try:
             if frame:
                 image.seek(frame)
-            # Published rules resize from all pixels
-            pixels = _resized(image, *whole, KERNELS[self.kernel], self.resize == "area")
+            return self._drawn(image, shape)
         except MemoryError:  # the machine's fault, not the file's
             raise
         except (
             Exception
         ) as error:  # broken bodies surface as OSError, SyntaxError, struct.error, ...
             raise MediaError(reason, f"{media} does not decode: {error}") from error
+
+    def _drawn(self, image: Image.Image, shape: Shape) -> NDArray[np.uint8]:
+        """The pixels of the frame that an image is at. Raises what Pillow does."""
+        _, height, width = (size * self.patch_size for size in shape)
+        whole = (self.side, self.side) if self.resize == "square" else (height, width)
+        # Published rules resize from all pixels
+        pixels = resized(image, *whole, KERNELS[self.kernel], self.resize == "area")
         return pixels[:height, :width]
 
     def patches(self, pixels: NDArray[np.uint8], shape: Shape) -> NDArray[np.uint8]:
@@ -356,6 +368,12 @@ def _orientation(image: Image.Image) -> int:
     return orientation if orientation in _UPRIGHT else 1
 
 
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Height and width, turned as its metadata say."""
+    width, height = image.size
+    return (width, height) if _orientation(image) >= 5 else (height, width)
+
+
 def _filling(height: int, width: int, cell: int, max_cells: int) -> tuple[int, int]:
     """Rows and columns of cells of the largest image that has at most so many, sides rounded up.
 
@@ -397,7 +415,7 @@ def smart_cells(
     return rows, columns
 
 
-def _resized(
+def resized(
     image: Image.Image, height: int, width: int, kernel: Image.Resampling, reduced: bool
 ) -> NDArray[np.uint8]:
     """Decode, resize and turn upright: [height, width, 3]; `reduced` may decode fewer pixels."""

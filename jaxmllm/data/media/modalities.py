@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from jaxmllm.config.schema import DataConfig, DiffusionConfig, ModelConfig, VisionConfig
 from jaxmllm.data.media.generated import GeneratedPixels
+from jaxmllm.data.media.image_tiles import ClassedTiles
 from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.latents import GeneratedLatents
 from jaxmllm.data.media.modality import Modality
@@ -46,16 +48,22 @@ def modalities(model: ModelConfig, data: DataConfig, split: Collection[str]) -> 
 
 def _seen(model: VisionConfig, data: DataConfig, in_line: bool) -> Images:
     """What reads pictures, and videos where there are some; `in_line` as `Images` have it."""
-    settings = data.images.model_dump() | {"with_grids": model.resamples, "in_line": in_line}
-    if not model.videos:
-        return Images(patch_size=model.patch_size, merge=model.merge, **settings)
-    return ImagesAndVideos(
-        patch_size=model.patch_size,
-        merge=model.merge,
-        patch_frames=model.patch_frames,
-        videos=data.videos,
-        **settings,
-    )
+    images = data.images
+    settings: dict[str, Any] = {
+        "patch_size": model.patch_size,
+        "merge": model.merge,
+        "in_line": in_line,
+        **images.model_dump(exclude={"min_tiles", "max_tiles"}),
+    }
+    if model.class_token:
+        cut = images.resize == "tiles"
+        return ClassedTiles(
+            **settings, tiles=(images.min_tiles, images.max_tiles) if cut else (1, 1)
+        )
+    settings["with_grids"] = model.resamples
+    if model.videos:
+        return ImagesAndVideos(**settings, patch_frames=model.patch_frames, videos=data.videos)
+    return Images(**settings)
 
 
 def _generated(model: DiffusionConfig, data: DataConfig) -> Modality:

@@ -108,6 +108,11 @@ class Modality(Protocol):
         """Which slots hold data rather than padding inside the item: [length]."""
         ...
 
+    def apart(self, shape: Shape) -> NDArray[np.int32] | None:
+        """The number of the part of the item that each slot is of, where slots see their own part alone, else None:
+        [length]."""
+        ...
+
     def token_positions(self, shape: Shape, start: int) -> tuple[NDArray[np.int32], int]:
         """Three-axis positions (time, height, width) of its language tokens when the item begins at
         position `start` (M-RoPE, arXiv 2409.12191): [tokens, 3]; and where the text after it goes on."""

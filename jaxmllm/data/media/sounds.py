@@ -92,7 +92,6 @@ class Sounds:
             stride=stride,
             alignment=alignment,
             axes=(0, 1),  # the second is 0 everywhere: rows of all encoders have two
-            sees=self.chunk_frames if self.attention == "chunk" else None,
         )
 
     def measure(self, media: MediaReference) -> Shape:
@@ -163,6 +162,11 @@ class Sounds:
 
     def real_slots(self, shape: Shape) -> NDArray[np.bool_]:
         return np.arange(self.length(shape)) < self.real(shape)
+
+    def apart(self, shape: Shape) -> NDArray[np.int32] | None:
+        if self.attention == "clip":
+            return None
+        return np.arange(self.length(shape), dtype=np.int32) // self.chunk_frames
 
     def token_positions(self, shape: Shape, start: int) -> tuple[NDArray[np.int32], int]:
         """A clip advances all three axes together, as text does: [tokens, 3]."""

@@ -201,8 +201,8 @@ class _Filling(Filling):
         modality = self.modality
         segment = self.local.plan.segment
         own = np.full(slots.stop - slots.start, segment[item])
-        if (sees := modality.format.sees) is not None:  # what is apart has a number of its own
-            own += segment.max() * (np.arange(len(own), dtype=np.int32) // sees)
+        if (part := modality.apart(span.shape)) is not None:  # which has a number of its own
+            own += segment.max() * part
         row["segments"][number, slots] = np.where(modality.real_slots(span.shape), own, 0)
         row["positions"][number, slots] = modality.positions(span.shape)[:, modality.format.axes]
         return slots

@@ -121,10 +121,11 @@ FURTHER = {
     "image": (
         ("<|vision_bos|>", "<|IMAGE|>", "<|vision_eos|>"),
         ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+        ("<img>", "<IMG_CONTEXT>", "</img>"),
     )
 }
-# Texts before and after such a frame, by its first token, where the model's processor writes some
-AROUND = {"<start_of_image>": ("\n\n", "\n\n")}
+# Texts before and after such a frame, by its first token, where the model's processor or template writes some
+AROUND = {"<start_of_image>": ("\n\n", "\n\n"), "<img>": ("", "\n")}
 
 
 class FileTokenizer:

@@ -109,3 +109,11 @@ def test_a_model_says_what_counts():
     extra = VisiblePairs.of_model(model).of_items("audio", clips).T
     seen = layers * (2 * 96**2 + 8**2) / stride**2
     assert flops.attention(np.array([200]), extra) == pytest.approx(per_pair * seen)
+
+
+def test_tiles_see_themselves_and_their_class_token():
+    shapes = np.array([[1, 4, 4], [3, 2, 6]], np.int32)
+    extra = VisiblePairs(tiled=True).of_items("vision", shapes)
+    slots = np.array([17, 3 * 13])
+    np.testing.assert_array_equal(slots**2 + extra[:, 0], [17**2, 3 * 13**2])
+    assert not extra[:, 1].any(), "there are no windows"

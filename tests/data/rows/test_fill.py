@@ -71,6 +71,9 @@ class FakeModality:
         )
         return np.stack(axes, 1).astype(np.int32)
 
+    def apart(self, shape):
+        return None
+
     def real_slots(self, shape):
         return np.arange(self.length(shape)) < shape[0]
 

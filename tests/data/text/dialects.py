@@ -100,6 +100,7 @@ def character_tokenizer(special: tuple[str, ...]) -> tokenizers.Tokenizer:
 CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 IMAGE = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
+CONTEXT = ("<img>", "</img>", "<IMG_CONTEXT>", "<video>")
 BOTH = ("<|vision_bos|>", "<|vision_eos|>", "<|IMAGE|>", "<|VIDEO|>")
 BOTH += ("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
 NO_SYSTEM = """\
@@ -162,6 +163,7 @@ MOVING_BESIDE_SOUND = HEARD.replace(
             {%- else %}
                 {{- content""",
 )
+LINED = PICTURED.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\\n")
 # Reasoning is written after the last question alone
 REASONING = """\
 {%- set ns = namespace(last=0) %}
@@ -251,6 +253,7 @@ DIALECTS = {
     "qwen3-vl-moving": Dialect(MOVING, (*CHATML, *VISION, "<|video_pad|>"), _QWEN),
     "qwen2.5-omni": Dialect(HEARD, CHATML + BOTH, _QWEN),
     "qwen2.5-omni-moving": Dialect(MOVING_BESIDE_SOUND, CHATML + BOTH, _QWEN),
+    "internvl": Dialect(LINED, CHATML + CONTEXT, _QWEN),
     "qwen3": Dialect(REASONING, CHATML + VISION, _QWEN),
     "generation": Dialect(GENERATION, CHATML, _QWEN),
     "llama3.1": Dialect(

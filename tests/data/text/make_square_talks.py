@@ -1,4 +1,4 @@
-"""Makes ids of conversations with pictures that become squares of one size, with the reference's processors.
+"""Makes ids of conversations with pictures that become squares, one or several, with the reference's processors.
 
 python -m tests.data.text.make_square_talks FOLDER        (needs torch 2.13 and transformers 5.23)
 
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.data.text.dialects import DIALECTS, IMAGE
+from tests.data.text.dialects import CONTEXT, DIALECTS, IMAGE
 from tests.data.text.make_pictured_talks import messages_of
 
 # (role, parts): texts, and sizes of pictures; Gemma's roles alternate
@@ -41,28 +42,54 @@ SIDE = 16  # of the squares
 
 def main(folder: Path) -> None:
     """Write the files of all dialects."""
-    make(folder / "gemma3", "gemma3")
+    for dialect, processor_of in PROCESSORS.items():
+        make(folder / dialect, dialect, processor_of)
 
 
-def make(folder: Path, dialect: str) -> None:
-    """Write the files of one dialect."""
-    import transformers
-    from PIL import Image
+def _gemma3(tokenizer_file: str, template: str) -> Any:
+    from transformers import Gemma3Processor, PreTrainedTokenizerFast
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
-    DIALECTS[dialect].folder(folder)
     images = Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
-    images.save_pretrained(folder)
     names = zip(("boi_token", "eoi_token", "image_token"), IMAGE, strict=True)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"),
-        bos_token="<bos>",
-        extra_special_tokens=dict(names),
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=tokenizer_file, bos_token="<bos>", extra_special_tokens=dict(names)
     )
+    return Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=TOKENS)
+
+
+def _internvl(tokenizer_file: str, template: str) -> Any:
+    from transformers import InternVLProcessor, PreTrainedTokenizerFast
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    class Processor(InternVLProcessor):
+        """Without videos, for which it asks for torchvision."""
+
+        def __init__(self, image_processor: Any, tokenizer: Any, **options: Any):
+            super().__init__(image_processor, tokenizer, **options)
+
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return ["image_processor", "tokenizer"]
+
+    images = GotOcr2ImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    keys = ("start_image_token", "end_image_token", "context_image_token", "video_token")
+    names = dict(zip(keys, CONTEXT, strict=True))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=tokenizer_file, extra_special_tokens=names)
+    return Processor(images, tokenizer, chat_template=template, image_seq_length=TOKENS)
+
+
+PROCESSORS = {"gemma3": _gemma3, "internvl": _internvl}
+
+
+def make(folder: Path, dialect: str, processor_of: Callable[[str, str], Any]) -> None:
+    """Write the files of one dialect."""
+    from PIL import Image
+
+    DIALECTS[dialect].folder(folder)
     template = (folder / "chat_template.jinja").read_text()
-    processor = transformers.Gemma3Processor(
-        images, tokenizer, chat_template=template, image_seq_length=TOKENS
-    )
+    processor = processor_of(str(folder / "tokenizer.json"), template)
+    processor.image_processor.save_pretrained(folder)
     records, arrays = [], {}
     for number, talk in enumerate(TALKS):
         sizes = [part for _, parts in talk for part in parts if not isinstance(part, str)]

@@ -1,4 +1,4 @@
-"""Conversations with pictures that become squares of one size: ids are those of the reference, positions in a line."""
+"""Conversations with pictures that become squares, one or several: ids of the reference, positions in a line."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxmllm.data.media.image_tiles import ClassedTiles
 from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.reference import File
 from jaxmllm.data.text.conversation import parse_conversation
@@ -15,7 +16,12 @@ from tests.data.text.dialects import DIALECTS, load
 FOLDER = Path(__file__).parent / "square_talks"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
 TALKS = {name: json.loads((FOLDER / name / "talks.json").read_text()) for name in NAMES}
-IMAGES = Images(4, 2, 16**2, 16**2, resize="square", in_line=True)  # of four tokens
+# Of four tokens a square
+SQUARES = {"patch_size": 4, "merge": 2, "min_pixels": 16**2, "max_pixels": 16**2, "in_line": True}
+READERS = {
+    "gemma3": Images(**SQUARES, resize="square"),
+    "internvl": ClassedTiles(**SQUARES, resize="tiles", tiles=(1, 12)),
+}
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -40,13 +46,14 @@ def test_ids_are_those_of_the_reference(tokenizer, name, number):
         default_source="s",
         targets="all",
     )
-    shapes = [(1, *IMAGES.grid(height, width)) for height, width in talk["sizes"]]
-    found = render(conversation, tokenizer, {"vision": IMAGES}, shapes)
+    images = READERS[name]
+    shapes = [images.shape_of(height, width) for height, width in talk["sizes"]]
+    found = render(conversation, tokenizer, {"vision": images}, shapes)
     np.testing.assert_array_equal(found.tokens, expected[f"ids_{number}"])
     line = np.arange(len(found.tokens))
     np.testing.assert_array_equal(found.positions, np.stack([line] * 3, axis=1))
     pad = tokenizer.layout.media["image"].pad
-    assert (found.tokens == pad).sum() == 4 * len(shapes)
+    assert (found.tokens == pad).sum() == 4 * sum(tiles for tiles, *_ in shapes)
     assert pad not in found.targets, "nothing is learned of pictures"
 
 

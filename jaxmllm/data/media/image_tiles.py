@@ -1,0 +1,103 @@
+"""Images as squares of one size, each with a class token: one of the whole image, or tiles of it.
+
+pixels (h, w) --canvas--> rows x columns of tiles; several, and the whole image as one more
+--> patches of all tiles, then the class tokens of all tiles, then slots that fill up the last group
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from jaxmllm.arrays import round_up
+from jaxmllm.data.media.images import KERNELS, Images, resized, upright_size
+from jaxmllm.data.media.modality import Shape
+
+
+@dataclass(frozen=True)
+class ClassedTiles(Images):
+    """The vision modality of towers with a class token. A shape is (tiles, grid_h, grid_w); slots see their own tile
+    alone, and its class token.
+
+    The slot of a class token has the row after the last one for its position, and holds no pixels. No language token
+    comes of it: those of the patches come first.
+    """
+
+    tiles: tuple[int, int] = (1, 1)  # at least, and at most, the whole image not counted
+
+    @cached_property
+    def canvases(self) -> list[tuple[int, int]]:
+        """(rows, columns) of tiles that there are, those of fewer tiles first."""
+        least, most = self.tiles
+        sides = range(1, most + 1)
+        grids = [(rows, columns) for columns in sides for rows in sides]
+        return sorted(
+            (grid for grid in grids if least <= grid[0] * grid[1] <= most),
+            key=lambda grid: grid[0] * grid[1],
+        )
+
+    def canvas(self, height: int, width: int) -> tuple[int, int]:
+        """(rows, columns) of the tiles of an image: of the nearest aspect ratio; where several are as near, the most
+        tiles that have less than twice the pixels of the image. In floating-point numbers, as published."""
+        chosen, nearest = (1, 1), float("inf")
+        for rows, columns in self.canvases:
+            off = abs(width / height - columns / rows)
+            small = height * width > 0.5 * self.side**2 * rows * columns
+            if off < nearest or (off == nearest and small):
+                chosen, nearest = (rows, columns), off
+        return chosen
+
+    def shape_of(self, height: int, width: int) -> Shape:
+        rows, columns = self.canvas(height, width)
+        count = rows * columns
+        return count + (count > 1), *self.grid(height, width)
+
+    def length(self, shape: Shape) -> int:
+        return super().length(shape) + round_up(shape[0], self.merge**2)
+
+    def real(self, shape: Shape) -> int:
+        return super().real(shape) + shape[0]
+
+    def patches(self, pixels: NDArray[np.uint8], shape: Shape) -> NDArray[np.uint8]:
+        """Tiles one below the other [tiles * grid_h * patch_size, grid_w * patch_size, 3] -> [length, features]."""
+        count, height, width = shape
+        patches = super().patches(pixels, (1, count * height, width))
+        return np.pad(patches, ((0, self.length(shape) - len(patches)), (0, 0)))
+
+    def positions(self, shape: Shape) -> NDArray[np.int32]:
+        """(0, row, column) of each patch in its tile, and (0, grid_h, 0) of class tokens: [length, 3]."""
+        count, height, _ = shape
+        of_tile = super().positions((1, *shape[1:]))
+        positions = np.zeros((self.length(shape), 3), np.int32)
+        ends = count * len(of_tile)
+        positions[:ends] = np.tile(of_tile, (count, 1))
+        positions[ends : ends + count, 1] = height
+        return positions
+
+    def real_slots(self, shape: Shape) -> NDArray[np.bool_]:
+        return np.arange(self.length(shape)) < self.real(shape)
+
+    def apart(self, shape: Shape) -> NDArray[np.int32] | None:
+        count, height, width = shape
+        tiles = np.arange(count, dtype=np.int32)
+        parts = np.zeros(self.length(shape), np.int32)
+        parts[: self.real(shape)] = np.append(np.repeat(tiles, height * width), tiles)
+        return parts
+
+    def _drawn(self, image: Image.Image, shape: Shape) -> NDArray[np.uint8]:
+        rows, columns = self.canvas(*upright_size(image))
+        side, kernel = self.side, KERNELS[self.kernel]
+        whole = resized(image, rows * side, columns * side, kernel, reduced=False)
+        tiles = (
+            whole.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
+        )
+        if len(tiles) > 1:
+            tiles = np.concatenate([tiles, resized(image, side, side, kernel, reduced=False)[None]])
+        _, height, width = (size * self.patch_size for size in shape)
+        drawn: NDArray[Any] = tiles[:, :height, :width].reshape(-1, width, 3)
+        return drawn

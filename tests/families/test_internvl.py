@@ -1,0 +1,108 @@
+"""InternVL: what its folders say, in both spellings; its tiles against the reference's; what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmllm.config.schema import ConfigError
+from jaxmllm.families.model_folder import INDEX, ModelFolder
+from jaxmllm.families.weight_files import FolderError
+from tests.families.test_gemma3 import check_squares, config_of
+from tests.families.test_model_folder import GOLDENS, change_header, shapes_of
+
+FOLDER, NORMED = GOLDENS / "internvl", GOLDENS / "internvl-normed"
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    return Path(shutil.copytree(FOLDER, tmp_path / "copy"))
+
+
+def test_what_the_folder_says_stands_in_the_config(tmp_path):
+    config = config_of(FOLDER, tmp_path)
+    language, vision, images = config.model.language, config.model.vision, config.data.images
+    assert vision is not None and vision.class_token and vision.layer_scale and not vision.last_norm
+    assert vision.qkv_bias and not vision.qk_norm and vision.gelu == "exact"
+    assert (vision.position_grid, vision.merge, vision.projector.norm) == (4, 2, "layer")
+    assert vision.projector.norm_epsilon == 1e-5 and vision.projector.gelu == "exact"
+    assert language.qkv_bias and not language.tie_embeddings
+    assert (language.bidirectional, language.media_positions) == ((), "line")
+    assert (images.resize, images.min_tiles, images.max_tiles) == ("tiles", 1, 4)
+    normed = config_of(NORMED, tmp_path)
+    assert normed.model.language.qk_norm and normed.model.language.tie_embeddings
+    tower = normed.model.vision
+    assert tower is not None and tower.qk_norm and not tower.qkv_bias and tower.norm == "rms"
+
+
+def test_pixels_are_the_processors(tmp_path):
+    """Of one tile, of several, and of the whole pictures beside them."""
+    check_squares(FOLDER, config_of(FOLDER, tmp_path), tmp_path)
+
+
+def test_keys_as_in_memory_are_read(copy):
+    def in_memory(key: str) -> str:
+        if key == "language_model.lm_head.weight":
+            return "lm_head.weight"
+        return f"model.{key.replace('language_model.model.', 'language_model.')}"
+
+    before = ModelFolder.open(copy)
+    shapes = shapes_of(before)
+    wanted = before.check(shapes).part("head", (slice(None), slice(None)), np.float32)
+    index = json.loads((copy / INDEX).read_text())
+    index["weight_map"] = {in_memory(key): name for key, name in index["weight_map"].items()}
+    (copy / INDEX).write_text(json.dumps(index))
+
+    def change(header: dict) -> None:
+        for key in [key for key in header if key != "__metadata__"]:
+            header[in_memory(key)] = header.pop(key)
+
+    for file in before.files:
+        change_header(file.path, change)
+    found = (
+        ModelFolder.open(copy).check(shapes).part("head", (slice(None), slice(None)), np.float32)
+    )
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "words"),
+    [
+        ("text_config", {"model_type": "gpt_oss"}, "has model_type 'gpt_oss'; there are qwen2, qw"),
+        ("vision_config", {"image_size": [16, 8]}, r"has image_size \[16, 8\]; squares are under"),
+        ("vision_config", {"hidden_act": "silu"}, "has hidden_act 'silu'; there are"),
+        (
+            "vision_config",
+            {"norm_type": "batch"},
+            "has norm_type 'batch'; there are layer_norm, rm",
+        ),
+        ("vision_config", {"use_absolute_position_embeddings": False}, "True alone is supported"),
+        (
+            "vision_config",
+            {"hidden_dropout_prob": 0.1},
+            "has hidden_dropout_prob 0.1; 0.0 alone is",
+        ),
+        ("vision_config", {"use_qk_norm": True, "layer_norm_eps": 1e-5}, "are normed with 1e-6"),
+        (
+            "vision_config",
+            {"norm_type": "rms_norm", "use_mean_pooling": False},
+            "use_mean_pooling False; its last norm is another one",
+        ),
+        (None, {"vision_feature_layer": -2}, "has vision_feature_layer -2; -1 alone is supported"),
+        (None, {"downsample_ratio": 0.3}, "has downsample_ratio 0.3; one over a whole number"),
+        (None, {"projector_hidden_act": "relu"}, "has projector_hidden_act 'relu'"),
+    ],
+)
+def test_a_folder_that_cannot_be(copy, tmp_path, part, values, words):
+    whole = json.loads((copy / "config.json").read_text())
+    (whole if part is None else whole[part]).update(values)
+    (copy / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(FolderError, match=words):
+        config_of(copy, tmp_path)
+
+
+def test_a_tower_with_a_class_token_sees_squares_alone(tmp_path):
+    with pytest.raises(ConfigError, match=r"every image has 4 x 4 patches; set resize: square"):
+        config_of(FOLDER, tmp_path, images={"resize": "fill", "min_tiles": 1, "max_tiles": 12})
