@@ -287,9 +287,8 @@ class Images:
         merge = self.merge
         size = self.patch_size
         tiles = pixels.reshape(height // merge, merge, size, width // merge, merge, size, 3)
-        return np.ascontiguousarray(tiles.transpose(0, 3, 1, 4, 2, 5, 6)).reshape(
-            self.length(shape), -1
-        )
+        patches = np.ascontiguousarray(tiles.transpose(0, 3, 1, 4, 2, 5, 6))
+        return patches.reshape(height * width, -1)
 
 
 def opened(file: Stream, media: MediaReference) -> Image.Image:
