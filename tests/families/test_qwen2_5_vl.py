@@ -209,6 +209,12 @@ def test_a_run_may_take_another_tower_or_none(tmp_path):
     del alone["data"]["images"]
     tower = parse_config(resolved(alone)).model.vision
     assert tower is not None and tower.merge == 1 and tower.projector.mlp_width is None
+    alone["model"]["vision"] = {"from": str(FOLDER), "merge": 1, "videos": True}
+    assert videos_of(parse_config(resolved(alone))).positions_per_second == 4.0
+    alone["model"]["vision"] = {"from": str(SIGLIP), "merge": 1, "videos": True}
+    alone["data"]["videos"] = {"fps": 2.0, "min_pixels": 4096, "max_pixels": 4096}
+    videos = videos_of(parse_config(resolved(alone)))
+    assert (videos.fps, videos.times) == (2.0, "positions"), "of a tower of pictures: as it says"
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_a_run_reads_videos(golden, overrides, tmp_path):
         "phases": {
             name: {"block": 32, "row_classes": 1, "spans": [1]} for name in ("vision", "language")
         },
-        "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
+        "mesh": {"data": 4, "fsdp": 2},
         "logging": {"tensorboard": False, "every": 1},
     }
     (tmp_path / "config.yaml").write_text(write_text(tree))

@@ -56,4 +56,6 @@ def same(a: LengthIndex, b: LengthIndex) -> bool:
         and (a.media.address, a.media.failure) == (b.media.address, b.media.failure)
         and np.array_equal(a.media.stamp, b.media.stamp)
         and np.array_equal(a.media.shape, b.media.shape)
+        and np.array_equal(a.media.frames, b.media.frames)
+        and np.array_equal(a.media.rate, b.media.rate)
     )
