@@ -90,6 +90,11 @@ def read_pictures(
     assert isinstance(images, Images)
     if images.resize in SQUARES:
         return _read_squares(path, arrays, texts, places["image"], images, vision)
+    written = isinstance(images, ImagesAndVideos) and images.videos.times == "text"
+    if (seconds := sorted(arrays.keys() & {*SECONDS})) and (written or VIDEOS[1] not in arrays):
+        raise ConfigError(
+            f"{path}: {seconds[0]}: there are no videos whose times are positions; leave it out"
+        )
     patches: dict[str, NDArray[np.uint8]] = {}
     spans: list[Spans] = [()] * len(texts)
     for part, kind, names, prefix in (

@@ -63,7 +63,11 @@ def test_videos_that_are_none(tmp_path, capsys):
     pixels, grids = inputs["pixel_values_videos"], inputs["video_grid_thw"]
     types, seconds = inputs["mm_token_type_ids"], inputs["second_per_grid_ts"]
     for changes, words in (
-        ({"video_grid_thw": None}, "has videos, but not video_grid_thw"),
+        ({"video_grid_thw": None}, "second_per_grid_ts: there are no videos whose times are pos"),
+        (
+            {"video_grid_thw": None, "second_per_grid_ts": None},
+            "has videos, but not video_grid_thw",
+        ),
         ({"second_per_grid_ts": None}, "has videos, but not second_per_grid_ts or video_second_p"),
         ({"second_per_grid_ts": seconds[1:]}, "but not second_per_grid_ts or video_second_per_gr"),
         ({"pixel_values_videos": pixels[1:]}, "pixel_values_videos has 79 patches, and video_grid"),

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from jaxmllm.config.schema import ResizeKernel, ResizeRule
+from jaxmllm.config.schema import ConfigError, ResizeKernel, ResizeRule
 from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, size_of
 from jaxmllm.row_format import RowFormat
@@ -94,23 +94,23 @@ class Images:
     def __post_init__(self) -> None:
         key = f"data.{self.section}"
         if self.max_pixels < self.cell_size**2:
-            raise ValueError(
+            raise ConfigError(
                 f"{key}.max_pixels ({self.max_pixels}) is less than one {self.cell} of {self.cell_size} x "
                 f"{self.cell_size} pixels"
             )
         if self.min_pixels > self.max_pixels:
-            raise ValueError(
+            raise ConfigError(
                 f"{key}.min_pixels ({self.min_pixels}) is more than {key}.max_pixels ({self.max_pixels})"
             )
         if self.resize in ("fill", *SQUARES) and self.min_pixels != self.max_pixels:
-            raise ValueError(
+            raise ConfigError(
                 f"{key}.min_pixels ({self.min_pixels}): with resize ({self.resize}) every image has about max_pixels "
                 f"({self.max_pixels}); set it to the same"
             )
         if self.resize in SQUARES and (
             self.side**2 != self.max_pixels or self.side // self.patch_size % self.merge
         ):
-            raise ValueError(
+            raise ConfigError(
                 f"{key}.max_pixels ({self.max_pixels}): with resize ({self.resize}) it must be the square of a side "
                 f"whose patches of {self.patch_size} pixels are a multiple of merge ({self.merge}); set merge, or the "
                 "size"

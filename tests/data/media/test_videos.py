@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxmllm.config.schema import VideoDataConfig
+from jaxmllm.config.schema import ConfigError, VideoDataConfig
 from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.modality import ClipShape
 from jaxmllm.data.media.reference import Clip, File, FrameGroup, MediaError
@@ -189,6 +189,18 @@ def test_a_video_that_changed(tmp_path):
         ) as e:
             next(made.load_groups(clip, [3], shape.group))
         assert e.value.reason == "shape_changed"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_pixels": 63, "min_pixels": 1}, r"data.videos.max_pixels \(63\) is less than one m"),
+        ({"min_pixels": 9999}, r"data.videos.min_pixels \(9999\) is more than data.videos.max_p"),
+    ],
+)
+def test_bounds_that_no_frame_has(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        reader(**settings)
 
 
 def test_averages_of_uneven_times(tmp_path):
