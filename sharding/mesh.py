@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
+from sharding.pipeline.ring import STAGE
+
 CUT = "."  # between the name of an axis and the number of a sub-axis
-STAGE = "stage"  # the axis of a pipeline's stages, which no row is split over
 
 
 class MeshError(ValueError):

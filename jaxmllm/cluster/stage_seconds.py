@@ -24,9 +24,8 @@ from jaxmllm.cluster.network import Network
 from jaxmllm.cluster.phase_seconds import Worked, row_squares
 from jaxmllm.cluster.sends import GATHER, SCATTER, SUM_BYTES, Leaf, Send, devices_along, leaves
 from jaxmllm.phases import LANGUAGE
-from sharding.mesh import STAGE
 from sharding.pipeline.graph import Kind, Pool
-from sharding.pipeline.ring import Chain
+from sharding.pipeline.ring import STAGE, Chain
 from sharding.pipeline.table_spec import action_of
 
 if TYPE_CHECKING:

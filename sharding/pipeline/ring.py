@@ -6,6 +6,9 @@ Letters: S stage ranks, D chunks of a component (its depth), M microbatches of a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+STAGE: Final = "stage"  # the mesh axis along which these ranks lie, which no row is split over
 
 
 class PipelineError(ValueError):

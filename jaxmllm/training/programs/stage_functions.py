@@ -25,8 +25,8 @@ from jaxmllm.training.programs.stage_layers import LAYERS, StageLayers
 from jaxmllm.training.step_functions import StepFunctions, media_slots
 from sharding.context import by_rank
 from sharding.gradient import Params
-from sharding.mesh import STAGE
 from sharding.pipeline.executor.component import Component, Components, Inputs
+from sharding.pipeline.ring import STAGE
 from sharding.pools import of_group, on_first_part
 from sharding.rules import Layout
 

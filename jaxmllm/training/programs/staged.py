@@ -49,12 +49,12 @@ from jaxmllm.training.programs.stage_functions import StageFunctions
 from jaxmllm.training.programs.stage_layers import LAYERS, StageLayers
 from jaxmllm.training.programs.transfer import local_ranks, put_ranks
 from jaxmllm.training.step_functions import StepFunctions, TrainState
-from sharding.mesh import STAGE
 from sharding.parameters import kept_spec, row_axes
 from sharding.pipeline.executor.carry import Held
 from sharding.pipeline.executor.component import Inputs, ManualAxes, TableArrays
 from sharding.pipeline.executor.executor import held_bytes, make_executor
 from sharding.pipeline.graph import Pool
+from sharding.pipeline.ring import STAGE
 from sharding.pipeline.table_file import save_tables
 
 NOTHING_TRAINED = Trainable(frozenset(), {})
