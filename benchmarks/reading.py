@@ -1,0 +1,277 @@
+"""Reading a published folder into shardings: seconds, bytes and memory of each process.
+
+    python -m benchmarks.reading [--gigabytes 2] [--processes 1 2] [--devices 8] [--dtype bfloat16] [--json PATH]
+
+The folder is made: a decoder of the kind of Qwen2.5 in bfloat16, in five files with an index. It is read as a run with
+`mesh.fsdp` over all devices reads it, by one process and by two with half of the devices each. In CPU devices arrays
+lie in the memory of the host; they are not counted as extra.
+
+    disk      what the kernel read of the files for a process, over the bytes of all tensors; nothing of them is in
+              memory when reading begins. Pages hold neighbouring rows: processes of one machine share them, and where
+              rows are split, processes of several machines read the whole page
+    asked     what a process asks of the files, in the types that they have, over the bytes of all tensors
+    extra     anonymous memory beyond that before reading and that of the arrays which lie on devices already, at its
+              largest, sampled every few milliseconds; over the bytes of the largest tensor
+    mapped    pages of the files that are mapped, at their most, over the bytes of the largest tensor: the kernel may
+              take them back at any time
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxmllm.config.schema import ComponentsConfig, LanguageConfig, ModelConfig
+from jaxmllm.families.lines import Index
+from jaxmllm.families.model_folder import INDEX, Fit, ModelFolder
+from jaxmllm.families.weight_files import write_tensors
+from jaxmllm.models.mllm import build_model
+from jaxmllm.phases import LANGUAGE
+from jaxmllm.runtime.distributed import initialize_distributed
+from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.training.folder_parameters import read_folder
+from sharding.mesh import make_mesh
+
+FILES = 5
+LAYERS = 16
+BYTES = 2  # of a number in the files
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+SAMPLED_EVERY = 0.005  # seconds
+COUNTED = ("processes", "process", "devices", "seconds", "asked", "disk")
+GENERATOR = "numpy default_rng(seed): 16 random bits per number, exponents cut to numbers below 2"
+COLUMNS = [
+    *("processes", "process", "devices", "seconds", "asked of folder", "disk of folder"),
+    *("extra MB", "of largest tensor", "mapped MB", "of largest tensor"),
+]
+
+
+# ---------------------------------------------------------------------------- a folder
+
+
+def sizes_of(gigabytes: float) -> dict[str, int]:
+    """Keys of config.json."""
+    unit = max(1, round(17 * math.sqrt(gigabytes / 2)))  # 1/17 of the sides of a folder of two
+    return {
+        "vocab_size": 4096 * unit,
+        "hidden_size": 128 * unit,
+        "intermediate_size": 352 * unit,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    }
+
+
+def make_folder(folder: Path, gigabytes: float, seed: int) -> None:
+    """Write config.json, an index and files of random tensors."""
+    folder.mkdir(parents=True)
+    sizes = sizes_of(gigabytes) | {"model_type": "qwen2", "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(sizes))
+    tensors = [*shapes_of(sizes).items()]
+    random = np.random.default_rng(seed)
+    weight_map: dict[str, str] = {}
+    total, done, number = sum(math.prod(shape) for _, shape in tensors), 0, 0
+    pending: dict[str, Any] = {}
+    for place, (key, shape) in enumerate(tensors):
+        bits = random.integers(0, 2**16, shape, np.uint16) & 0xBFFF
+        pending[key] = bits.view(ml_dtypes.bfloat16)
+        done += math.prod(shape)
+        if done >= total * (number + 1) / FILES or place == len(tensors) - 1:
+            name = f"model-{number + 1:05}-of-{FILES:05}.safetensors"
+            write_tensors(folder / name, pending)
+            weight_map |= dict.fromkeys(pending, name)
+            pending, number = {}, number + 1
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def shapes_of(sizes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of a folder, by key."""
+    width, mlp = sizes["hidden_size"], sizes["intermediate_size"]
+    narrow = width * sizes["num_key_value_heads"] // sizes["num_attention_heads"]
+    shapes = {"model.embed_tokens.weight": (sizes["vocab_size"], width)}
+    for layer in range(sizes["num_hidden_layers"]):
+        inside = {
+            "self_attn.q_proj.weight": (width, width),
+            "self_attn.q_proj.bias": (width,),
+            "self_attn.k_proj.weight": (narrow, width),
+            "self_attn.k_proj.bias": (narrow,),
+            "self_attn.v_proj.weight": (narrow, width),
+            "self_attn.v_proj.bias": (narrow,),
+            "self_attn.o_proj.weight": (width, width),
+            "mlp.gate_proj.weight": (mlp, width),
+            "mlp.up_proj.weight": (mlp, width),
+            "mlp.down_proj.weight": (width, mlp),
+            "input_layernorm.weight": (width,),
+            "post_attention_layernorm.weight": (width,),
+        }
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in inside.items()}
+    return shapes | {"model.norm.weight": (width,)}
+
+
+# ---------------------------------------------------------------------------- one process
+
+
+class Memory:
+    """The most memory that a process takes while something runs."""
+
+    def __init__(self) -> None:
+        self.extra = self.mapped = 0
+        self._ends = threading.Event()
+
+    @contextmanager
+    def sampled(self) -> Iterator[Memory]:
+        first = _memory()
+        thread = threading.Thread(target=self._sample, args=first)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._ends.set()
+            thread.join()
+
+    def _sample(self, anonymous: int, mapped: int) -> None:
+        while not self._ends.wait(SAMPLED_EVERY):
+            on_devices = device_bytes()
+            now = _memory()
+            self.extra = max(self.extra, now[0] - anonymous - on_devices)
+            self.mapped = max(self.mapped, now[1] - mapped)
+
+
+def _memory() -> tuple[int, int]:
+    """(anonymous, mapped) bytes of this process."""
+    resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    return (resident - shared) * PAGE, shared * PAGE
+
+
+def device_bytes() -> int:
+    """Bytes of all buffers on the devices of this process."""
+    buffers = {}
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            buffers[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    return sum(buffers.values())
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """How many numbers each slice has that is asked of a folder meanwhile."""
+    part, numbers = Fit.part, []
+
+    def counting(fit: Fit, path: str, index: Index, dtype: Any) -> NDArray[Any]:
+        values = part(fit, path, index, dtype)
+        numbers.append(values.size)
+        return values
+
+    with mock.patch.object(Fit, "part", counting):
+        yield numbers
+
+
+def _from_disk() -> int:
+    """Bytes that the kernel has read for this process."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"])
+
+
+def forget(folder: Path) -> None:
+    """Let the kernel drop what it holds of the files."""
+    for path in folder.iterdir():
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure(folder: Path, dtype: str) -> dict[str, Any]:
+    """What reading takes in this process, on all devices of all processes."""
+    opened = ModelFolder.open(folder)
+    sizes = [tensor.size for tensor in opened.tensors.values()]
+    language = LanguageConfig(**opened.family.section(opened.config))
+    mesh = make_mesh({"data": 1, "fsdp": jax.device_count()})
+    vocabulary = opened.config.number("vocab_size")
+    model = build_model(ModelConfig(language=language), vocabulary, ComponentsConfig(), mesh)
+    abstract = model.abstract(dtype)[LANGUAGE]
+    with Memory().sampled() as memory, counted() as numbers:
+        began, before = time.perf_counter(), _from_disk()
+        parameters = jax.block_until_ready(read_folder(str(folder), abstract))
+        seconds, disk = time.perf_counter() - began, _from_disk() - before
+    del parameters
+    return {
+        "processes": jax.process_count(),
+        "process": jax.process_index(),
+        "devices": jax.local_device_count(),
+        "seconds": seconds,
+        "asked": BYTES * sum(numbers) / sum(sizes),
+        "disk": disk / sum(sizes),
+        "extra_bytes": memory.extra,
+        "mapped_bytes": memory.mapped,
+        "largest_tensor_bytes": max(sizes),
+        "folder_bytes": sum(sizes),
+    }
+
+
+# ---------------------------------------------------------------------------- all processes
+
+
+def run(folder: Path, processes: int, devices: int, dtype: str) -> list[dict[str, Any]]:
+    """The record of each process, with `devices` among them all. Raises `CalledProcessError`."""
+    own = [sys.executable, "-m", "benchmarks.reading", "--folder", str(folder), "--dtype", dtype]
+    with tempfile.TemporaryDirectory() as place:
+        forget(folder)
+        command = ["-m", "launch.local", "--processes", str(processes)]
+        command += ["--devices", str(devices // processes), "--", *own, "--into", place]
+        subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
+        return [json.loads(path.read_text()) for path in sorted(Path(place).iterdir())]
+
+
+def main() -> None:
+    parser = measuring_parser(__doc__)
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--dtype", default="bfloat16", help="of the parameters")
+    parser.add_argument("--folder", type=Path, help="one that is there already")
+    parser.add_argument("--into", type=Path, help="of one process: where its record goes")
+    options = parser.parse_args()
+    if options.into is not None:
+        initialize_distributed()
+        record = measure(options.folder, options.dtype)
+        (options.into / f"{jax.process_index()}.json").write_text(json.dumps(record))
+        return
+    with tempfile.TemporaryDirectory() as place:
+        folder = options.folder or Path(place) / "folder"
+        if options.folder is None:
+            make_folder(folder, options.gigabytes, options.seed)
+        records = [
+            record
+            for processes in options.processes
+            for record in run(folder, processes, options.devices, options.dtype)
+        ]
+    rows = []
+    for record in records:
+        largest = record["largest_tensor_bytes"]
+        row = [record[key] for key in COUNTED]
+        for key in ("extra_bytes", "mapped_bytes"):
+            row += [record[key] / 1e6, record[key] / largest]
+        rows.append(row)
+    size = records[0]["folder_bytes"] / 1e9
+    print_table(f"Reading a folder of {size:.2f} GB as {options.dtype}", COLUMNS, rows)
+    write_json(options.json, "reading", options.seed, GENERATOR, rows=records)
+
+
+if __name__ == "__main__":
+    main()

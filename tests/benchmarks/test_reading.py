@@ -1,0 +1,23 @@
+import pytest
+
+from benchmarks.reading import FILES, make_folder, run
+from jaxmllm.families.model_folder import ModelFolder
+
+
+def test_a_made_folder_is_one_of_a_model(tmp_path):
+    make_folder(tmp_path / "folder", 0.002, seed=0)
+    folder = ModelFolder.open(tmp_path / "folder")
+    assert len(folder.files) == FILES
+    assert folder.family.section(folder.config)["layers"] == 16
+
+
+@pytest.mark.slow
+def test_processes_read_their_shares(tmp_path):
+    """All of it once, and half of it each."""
+    make_folder(tmp_path / "folder", 0.002, seed=0)
+    (alone,) = run(tmp_path / "folder", 1, 8, "bfloat16")
+    assert alone["asked"] == pytest.approx(1, abs=0.01)
+    halves = run(tmp_path / "folder", 2, 8, "bfloat16")
+    assert [half["devices"] for half in halves] == [4, 4]
+    for half in halves:
+        assert half["asked"] == pytest.approx(0.5, abs=0.01)
