@@ -22,7 +22,7 @@ class Processor:
 
 
 def patterns(lines: Iterable[str], prefixes: Iterable[str]) -> tuple[str, ...]:
-    """Of the keys of some lines, for `Family.carried`."""
+    """Of the keys of some lines."""
     keys = {line.split(":")[0].split("[")[0].replace("{layer}", "*") for line in lines}
     return tuple(sorted(prefix + key for key in keys for prefix in prefixes))
 
@@ -59,6 +59,13 @@ class Family:
     variants: Callable[[dict[str, Any], Shapes], Mapping[str, str]] | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)  # of the letters of one folder
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Patterns of the keys of its parameters, in any folder."""
+        beside = [self.parameters[path] for path in self.unprefixed]
+        inside = [line for path, line in self.parameters.items() if path not in self.unprefixed]
+        return (*patterns(inside, self.prefixes), *patterns([*beside, *self.copies.values()], [""]))
+
     def of_folder(self, config: FolderConfig, shapes: Shapes) -> Family:
         """The same with the sizes, the prefix and the lines of one folder, whose tensors have these shapes by key."""
         found = [
@@ -94,3 +101,22 @@ class Family:
     def copy_lines(self) -> dict[str, Line]:
         """The same of the copies."""
         return {path: Line.of(text, self.sizes) for path, text in self.copies.items()}
+
+
+def together(*components: Family, carried: Iterable[str] = ()) -> tuple[Family, ...]:
+    """The components of one folder, each of which carries the keys of the others.
+
+    Args:
+      carried: further patterns, of keys that are of none of them.
+    """
+    return tuple(
+        replace(
+            one,
+            carried=(
+                *one.carried,
+                *carried,
+                *(key for other in components if other is not one for key in other.keys),
+            ),
+        )
+        for one in components
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxmllm.families.dense_decoder import FREQUENCIES
 from jaxmllm.families.dense_decoder import PARAMETERS as DECODER
-from jaxmllm.families.family import Family, Processor, Shapes, patterns
+from jaxmllm.families.family import Family, Processor, Shapes, patterns, together
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.qwen2 import QWEN2
 from jaxmllm.families.qwen3 import QWEN3
@@ -170,17 +170,13 @@ def _processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
     )
 
 
-_OF_LANGUAGE = (*patterns(LANGUAGE.values(), IN_LANGUAGE), *HEADS, *FREQUENCIES)
-_OF_VISION = (*patterns(VISION.values(), IN_VISION), *patterns([MASK], IN_VISION))
-_OF_PROJECTOR = patterns(PROJECTOR.values(), IN_PROJECTOR)
-INTERNVL = (
+INTERNVL = together(
     Family(
         "InternVL",
         KIND,
         _language,
         LANGUAGE,
         copies={"embedding": DECODER["head"].replace("d v", "v d")},
-        carried=(*FREQUENCIES, *_OF_VISION, *_OF_PROJECTOR),
         prefixes=IN_LANGUAGE,
         unprefixed=("head",),
         variants=_head,
@@ -191,7 +187,7 @@ INTERNVL = (
         _vision,
         VISION,
         copies={},
-        carried=(*_OF_LANGUAGE, *_OF_PROJECTOR, *patterns([MASK], IN_VISION)),
+        carried=HEADS,
         component="vision",
         prefixes=IN_VISION,
         letters=patch_letters,
@@ -204,8 +200,9 @@ INTERNVL = (
         _projector,
         PROJECTOR,
         copies={},
-        carried=(*_OF_LANGUAGE, *_OF_VISION),
+        carried=HEADS,
         component="projector.vision",
         prefixes=IN_PROJECTOR,
     ),
+    carried=(*FREQUENCIES, *patterns([MASK], IN_VISION)),
 )

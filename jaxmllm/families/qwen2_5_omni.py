@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxmllm.families.family import Family, patterns
+from jaxmllm.families.family import Family, patterns, together
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.qwen2_5_vl import LANGUAGE as DECODER
 from jaxmllm.families.qwen2_5_vl import PROJECTOR as MERGER
@@ -124,31 +124,13 @@ def _families(kind: str, prefix: str) -> tuple[Family, ...]:
     in_vision = ("model.visual.", f"{prefix}visual.")
     in_audio = ("model.audio_tower.", f"{prefix}audio_tower.")
     head = f"{prefix}{DECODER['head']}"
-    language = DECODER | {"head": head}
-    keys = {
-        "language": (
-            *patterns([line for path, line in language.items() if path != "head"], in_language),
-            *patterns([head], [""]),
-        ),
-        "vision": patterns(VISION.values(), in_vision),
-        "projector.vision": patterns(MERGER.values(), in_vision),
-        "audio": patterns(AUDIO.values(), in_audio),
-        "projector.audio": patterns(PROJECTOR.values(), in_audio),
-    }
-    of_none = (*(f"{start}{UNUSED}" for start in in_audio), "talker.*", "token2wav.*")
-
-    def carried(component: str) -> tuple[str, ...]:
-        others = (of_other for other, of_other in keys.items() if other != component)
-        return (*of_none, *(key for of_other in others for key in of_other))
-
-    return (
+    return together(
         Family(
             NAME,
             kind,
             _language,
-            language,
+            DECODER | {"head": head},
             copies={"embedding": head.replace("d v", "v d")},
-            carried=carried("language"),
             prefixes=in_language,
             unprefixed=("head",),
         ),
@@ -158,7 +140,6 @@ def _families(kind: str, prefix: str) -> tuple[Family, ...]:
             _vision,
             VISION,
             copies={},
-            carried=carried("vision"),
             component="vision",
             prefixes=in_vision,
             letters=patch_letters,
@@ -175,7 +156,6 @@ def _families(kind: str, prefix: str) -> tuple[Family, ...]:
             _merger,
             MERGER,
             copies={},
-            carried=carried("projector.vision"),
             component="projector.vision",
             prefixes=in_vision,
         ),
@@ -185,7 +165,6 @@ def _families(kind: str, prefix: str) -> tuple[Family, ...]:
             _audio,
             AUDIO,
             copies={},
-            carried=carried("audio"),
             component="audio",
             prefixes=in_audio,
             letters=stem_letters,
@@ -198,10 +177,10 @@ def _families(kind: str, prefix: str) -> tuple[Family, ...]:
             _audio_projector,
             PROJECTOR,
             copies={},
-            carried=carried("projector.audio"),
             component="projector.audio",
             prefixes=in_audio,
         ),
+        carried=(*patterns([UNUSED], in_audio), "talker.*", "token2wav.*"),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxmllm.families.dense_decoder import FREQUENCIES, dense_decoder, windows_by_layer
 from jaxmllm.families.dense_decoder import PARAMETERS as DECODER
-from jaxmllm.families.family import Family, Processor, patterns
+from jaxmllm.families.family import Family, Processor, together
 from jaxmllm.families.folder_config import FolderConfig
 
 KIND = "qwen2_5_vl"
@@ -220,21 +220,13 @@ def patch_letters(section: dict[str, Any]) -> dict[str, int]:
 
 
 _HEAD = DECODER["head"]
-_OF_LANGUAGE = (
-    *patterns(LANGUAGE.values(), IN_LANGUAGE),
-    *patterns([_HEAD], [""]),
-    *FREQUENCIES,
-)
-_OF_VISION = patterns(VISION.values(), IN_VISION)
-_OF_PROJECTOR = patterns(PROJECTOR.values(), IN_VISION)
-QWEN2_5_VL = (
+QWEN2_5_VL = together(
     Family(
         "Qwen2.5-VL",
         KIND,
         _language,
         LANGUAGE,
         copies={"embedding": _HEAD.replace("d v", "v d")},
-        carried=(*FREQUENCIES, *_OF_VISION, *_OF_PROJECTOR),
         prefixes=IN_LANGUAGE,
         unprefixed=("head",),
     ),
@@ -244,7 +236,6 @@ QWEN2_5_VL = (
         windowed_tower,
         VISION,
         copies={},
-        carried=(*_OF_LANGUAGE, *_OF_PROJECTOR),
         component="vision",
         prefixes=IN_VISION,
         letters=patch_letters,
@@ -257,8 +248,8 @@ QWEN2_5_VL = (
         _projector,
         PROJECTOR,
         copies={},
-        carried=(*_OF_LANGUAGE, *_OF_VISION),
         component="projector.vision",
         prefixes=IN_VISION,
     ),
+    carried=FREQUENCIES,
 )

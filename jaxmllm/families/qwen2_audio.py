@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxmllm.families.dense_decoder import FREQUENCIES, dense_decoder, windows_by_layer
 from jaxmllm.families.dense_decoder import PARAMETERS as DECODER
-from jaxmllm.families.family import Family, patterns
+from jaxmllm.families.family import Family, together
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.whisper import PARAMETERS as AUDIO
 from jaxmllm.families.whisper import chunk_processor, encoder, stem_letters
@@ -68,21 +68,13 @@ def _placeholder(config: FolderConfig) -> int:
     return int(config.number("audio_token_index", CLIP))
 
 
-_OF_LANGUAGE = (
-    *patterns([line for path, line in LANGUAGE.items() if path != "head"], IN_LANGUAGE),
-    *patterns([LANGUAGE["head"]], [""]),
-    *FREQUENCIES,
-)
-_OF_AUDIO = patterns(AUDIO.values(), IN_AUDIO)
-_OF_PROJECTOR = patterns(PROJECTOR.values(), IN_PROJECTOR)
-QWEN2_AUDIO = (
+QWEN2_AUDIO = together(
     Family(
         "Qwen2-Audio",
         KIND,
         _language,
         LANGUAGE,
         copies={},
-        carried=(*FREQUENCIES, *_OF_AUDIO, *_OF_PROJECTOR),
         prefixes=IN_LANGUAGE,
         unprefixed=("head",),
     ),
@@ -92,7 +84,6 @@ QWEN2_AUDIO = (
         _audio,
         AUDIO,
         copies={},
-        carried=(*_OF_LANGUAGE, *_OF_PROJECTOR),
         component="audio",
         prefixes=IN_AUDIO,
         letters=stem_letters,
@@ -105,8 +96,8 @@ QWEN2_AUDIO = (
         _projector,
         PROJECTOR,
         copies={},
-        carried=(*_OF_LANGUAGE, *_OF_AUDIO),
         component="projector.audio",
         prefixes=IN_PROJECTOR,
     ),
+    carried=FREQUENCIES,
 )

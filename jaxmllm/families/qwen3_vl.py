@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxmllm.families.dense_decoder import FREQUENCIES, dense_decoder
-from jaxmllm.families.family import Family, patterns
+from jaxmllm.families.family import Family, together
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.qwen2_5_vl import (
     IN_VISION,
@@ -148,10 +148,6 @@ def _projector_of(language: Section) -> Section:
     return projector
 
 
-_OF_VISION = patterns(VISION.values(), IN_VISION)
-_OF_PROJECTOR = patterns(PROJECTOR.values(), IN_VISION)
-
-
 def qwen3_vl_family(
     name: str, kind: str, language: Section, lines: Mapping[str, str]
 ) -> tuple[Family, ...]:
@@ -161,20 +157,13 @@ def qwen3_vl_family(
       kind: `model_type` of config.json.
       lines: of the decoder.
     """
-    head = lines["head"]
-    of_language = (
-        *patterns(lines.values(), IN_LANGUAGE),
-        *patterns([head], [""]),
-        *FREQUENCIES,
-    )
-    return (
+    return together(
         Family(
             name,
             kind,
             language,
             lines,
-            copies={"embedding": head.replace("d v", "v d")},
-            carried=(*FREQUENCIES, *_OF_VISION, *_OF_PROJECTOR),
+            copies={"embedding": lines["head"].replace("d v", "v d")},
             prefixes=IN_LANGUAGE,
             unprefixed=("head",),
         ),
@@ -184,7 +173,6 @@ def qwen3_vl_family(
             _vision,
             VISION,
             copies={},
-            carried=(*of_language, *_OF_PROJECTOR),
             component="vision",
             prefixes=IN_VISION,
             letters=patch_letters,
@@ -197,10 +185,10 @@ def qwen3_vl_family(
             _projector_of(language),
             PROJECTOR,
             copies={},
-            carried=(*of_language, *_OF_VISION),
             component="projector.vision",
             prefixes=IN_VISION,
         ),
+        carried=FREQUENCIES,
     )
 
 
