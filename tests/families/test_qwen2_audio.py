@@ -17,18 +17,10 @@ from jaxmllm.families.model_folder import ModelFolder
 from jaxmllm.families.qwen2_audio import QWEN2_AUDIO
 from jaxmllm.families.resolved import resolved
 from jaxmllm.families.weight_files import FolderError
-from tests.families.test_qwen2_5_vl import change
+from tests.families.test_qwen2_5_vl import change, config_of
 from tests.support import tiny_config
 
 FOLDER = Path(__file__).parent / "goldens" / "qwen2_audio"
-
-
-def config_of(folder: Path, place: Path, **model) -> Config:
-    """A run of a folder's model, with other keys of `model` if given."""
-    tree = tiny_config(place, data__tokenizer="none.json")
-    tree["model"] = {"from": str(folder)} | model
-    del tree["data"]["images"], tree["data"]["audio"]
-    return parse_config(resolved(tree))
 
 
 def reader_of(config: Config) -> Sounds:
