@@ -1,0 +1,477 @@
+"""Training a thinker of Qwen2.5-Omni on CPU beside transformers, from one folder and on the same examples.
+
+    python -m benchmarks.peer_hf --python PATH [--steps 7] [--examples 24] [--micro-batch 4] [--json PATH]
+
+PATH is an interpreter that has torch 2.13 and transformers 5.23, by default this one; without them says so in a line
+and exits with 2. The model is random, about 40 million parameters: text 8 layers of 512, pictures 6 of 320, sounds 6 of
+384, a vocabulary of 4,096. Examples are those of jaxmllm/tools/workload.py, made smaller: pictures and clips are noise.
+
+    padded     transformers and fused AdamW, each micro-batch padded by what its processor does
+    grouped    the same with the examples of a step sorted by length first
+    jaxmllm    the programs of a run on one CPU device: plan, rows, step
+
+Losses before the first step must be equal to 1e-4, or nothing is measured. Media are decoded before the clock starts;
+padding, normalising, planning and filling rows are `host`, and all else is `compute`. Systems take turns on each
+batch, so that a slow moment of the machine touches all; two steps of each are not counted. `tokens/s` are real ones,
+of each phase; `CPU s` mean something on a machine under other load, too; `peak` is the most memory of the process, of
+ours with data and compiler.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+import tokenizers
+
+from benchmarks.balance_step import quartiles
+from benchmarks.peer_torch import tell, use_cores
+from benchmarks.peers.examples import Example, KeptCorpus, write_generated
+from jaxmllm.config import strict_yaml
+from jaxmllm.config.schema import Config, ModelConfig
+from jaxmllm.data.batches import batch_examples
+from jaxmllm.data.rows.fill import StepFiller
+from jaxmllm.families.resolved import load_run_config, resolved
+from jaxmllm.setup.build import phased_programs
+from jaxmllm.setup.prepare import RunInputs, prepare
+from jaxmllm.setup.sizing import plan_spec
+from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.training.folder_parameters import read_folder
+from jaxmllm.training.run import USER_ERRORS
+from sharding.mesh import make_mesh
+
+PEERS: Final = ("padded", "grouped")
+SERVER: Final = Path(__file__).parent / "peers" / "hf_thinker.py"
+WARM_UP: Final = 2  # steps, not counted
+SAME_LOSS: Final = 1e-4
+WRITTEN: Final = 512  # examples
+LEARNING_RATE: Final = 1e-4
+GENERATOR: Final = "benchmarks.peers.examples.write_generated, and batches of the run"
+SPECIAL: Final = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    *("<|vision_bos|>", "<|IMAGE|>", "<|vision_eos|>"),
+    *("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>", "<|VIDEO|>"),
+)
+VOCABULARY: Final = 4096
+SIZES: Final[Mapping[str, dict[str, Any]]] = {
+    "40m": {
+        "text": (512, 8, 8, 4, 1024),  # width, layers, heads, key-value heads, MLP
+        "vision": (320, 6, 5, 640),  # width, layers, heads, MLP
+        "audio": (384, 6, 6, 768),
+        "mels": 128,
+    },
+    "tiny": {  # for trying out the code itself
+        "text": (64, 2, 4, 2, 64),
+        "vision": (32, 2, 2, 32),
+        "audio": (32, 1, 2, 32),
+        "mels": 16,
+    },
+}
+
+
+def thinker(size: str, ids: Mapping[str, int]) -> dict[str, Any]:
+    """What transformers calls the sections of config.json."""
+    shapes = SIZES[size]
+    width, layers, heads, kv_heads, mlp = shapes["text"]
+    pairs = width // heads // 2
+    sections = [pairs - 2 * (3 * pairs // 8), 3 * pairs // 8, 3 * pairs // 8]
+    text = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 32_768,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": sections,
+        },
+    }
+    seen, seen_layers, seen_heads, seen_mlp = shapes["vision"]
+    vision = {
+        "depth": seen_layers,
+        "hidden_size": seen,
+        "intermediate_size": seen_mlp,
+        "num_heads": seen_heads,
+        "out_hidden_size": width,
+        "fullatt_block_indexes": [seen_layers // 2 - 1, seen_layers - 1],
+    }
+    heard, heard_layers, heard_heads, heard_mlp = shapes["audio"]
+    audio = {
+        "d_model": heard,
+        "encoder_layers": heard_layers,
+        "encoder_attention_heads": heard_heads,
+        "encoder_ffn_dim": heard_mlp,
+        "num_mel_bins": shapes["mels"],
+        "output_dim": width,
+    }
+    return {
+        "text_config": text,
+        "vision_config": vision,
+        "audio_config": audio,
+        "vision_start_token_id": ids["<|vision_bos|>"],
+        "vision_end_token_id": ids["<|vision_eos|>"],
+        "image_token_index": ids["<|IMAGE|>"],
+        "video_token_index": ids["<|VIDEO|>"],
+        "audio_start_token_id": ids["<|audio_bos|>"],
+        "audio_end_token_id": ids["<|audio_eos|>"],
+        "audio_token_index": ids["<|AUDIO|>"],
+    }
+
+
+def make_folder(python: str, folder: Path, size: str, seed: int) -> None:
+    """A random model with a tokenizer of bytes, as published folders have them."""
+    folder.mkdir()
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=len(alphabet), initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator([], trainer)
+    made.add_special_tokens([*SPECIAL])
+    made.save(str(folder / "tokenizer.json"))
+    ids = {name: number for name, number in made.get_vocab().items() if name in SPECIAL}
+    pixels = {"patch_size": 14, "min_pixels": 56 * 56, "max_pixels": 1280 * 28 * 28}
+    sounds = {"feature_size": SIZES[size]["mels"], "chunk_length": 300}
+    settings = folder.with_suffix(".json")
+    sizes = {"model": thinker(size, ids), "images": pixels, "sounds": sounds, "seed": seed}
+    settings.write_text(json.dumps(sizes))
+    subprocess.run([python, str(SERVER), "make", str(folder), str(settings)], check=True)
+
+
+def config_of(folder: Path, place: Path, seed: int, examples: int, smaller: float) -> Config:
+    """A run of the folder's model on one device; generated data are written beside it."""
+    model = ModelConfig.model_validate_json(
+        json.dumps(resolved({"model": {"from": str(folder)}})["model"])
+    )
+    write_generated(place / "data", seed, WRITTEN, model, smaller)
+    kept = {"remat": ["attention", "projections", "mlp"]}
+    tree = {
+        "run": {"directory": str(place / "run"), "steps": 1000, "seed": seed},
+        "model": {"from": str(folder)},
+        "data": {
+            "root": str(place / "data"),
+            "sources": [{"name": "train", "path": "train.jsonl"}],
+            "index_cache": str(place / "indexes"),
+            "batch_size": examples,
+            "chat_template": "chatml",
+            "max_rejected": 0.05,
+        },
+        "components": dict.fromkeys(("vision", "audio", "language"), kept),
+        "phases": {"vision": {"block": 64}, "audio": {"block": 200}, "language": {"block": 64}},
+        "optimizer": {"learning_rate": LEARNING_RATE, "schedule": "constant", "warmup_steps": 0},
+        "mesh": {"data": 1},
+    }
+    path = place / "config.yaml"
+    path.write_text(strict_yaml.write_text(tree), encoding="utf-8")
+    return load_run_config(path)
+
+
+# ---------------------------------------------------------------------------- the systems
+
+
+class Ours:
+    """A run on one device from the folder's parameters."""
+
+    def __init__(self, folder: Path, config: Config, inputs: RunInputs, corpus: KeptCorpus):
+        began = time.perf_counter()
+        spec = plan_spec(config, inputs)
+        programs = phased_programs(
+            config, inputs.model, inputs.corpus.formats, spec, len(inputs.corpus.sources)
+        )
+        self.programs: Any = programs.compile()
+        self.compiled = time.perf_counter() - began
+        self.filler = StepFiller(corpus, spec, programs.local_share, programs.attention)
+        state = self.programs.init(config.run.seed)
+        abstract = self.programs.saved_state.params
+        params = {name: read_folder(str(folder), abstract[name], name) for name in abstract}
+        self.state = state._replace(params=params)
+        self.parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
+
+    def loss(self, examples: Any) -> float:
+        """The mean loss of a batch, of which nothing is learned."""
+        batch = self.programs.put(self.filler(0, examples))
+        _, sums, _ = self.programs.gradients(self.state.params, batch)
+        total, targets = (float(np.sum(jax.device_get(x))) for x in (sums.loss, sums.targets))
+        return total / targets
+
+    def __call__(self, step: int, examples: Any) -> dict[str, Any]:
+        """Seconds of a step, of the host's work in it, and the loss."""
+        began, cpu = time.perf_counter(), time.process_time()
+        host = self.filler(step, examples)
+        filled = time.perf_counter() - began
+        self.state, metrics = self.programs.train(self.state, self.programs.put(host))
+        jax.block_until_ready((self.state, metrics))
+        seconds = time.perf_counter() - began
+        slots = sum(row["segments"].size for row in host.rows["language"])
+        record = {"seconds": seconds, "cpu_seconds": time.process_time() - cpu, "host": filled}
+        record["loss"] = float(metrics["loss"])
+        return record | {"targets": host.targets, "slots": slots, "peak_bytes": peak_bytes()}
+
+
+class Peer:
+    """A process of another interpreter, which trains the folder's model with transformers."""
+
+    def __init__(self, python: str, folder: Path, settings: dict[str, Any], stack: ExitStack):
+        path = folder.with_name(f"{'grouped' if settings['grouped'] else 'padded'}.json")
+        path.write_text(json.dumps(settings))
+        self.process = stack.enter_context(
+            subprocess.Popen(
+                [python, str(SERVER), "serve", str(folder), str(path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        stack.callback(self.process.kill)
+        self.facts = self._answer()
+
+    def __call__(self, batch: Path, step: bool = True) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"batch": str(batch), "step": step}) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise ValueError("transformers has ended; its last lines say why")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+
+
+def write_batch(path: Path, examples: Sequence[Example]) -> None:
+    """Examples as arrays of texts, patches and frames, for another process."""
+    arrays: dict[str, Any] = {}
+    counts = []
+    for i, example in enumerate(examples):
+        arrays |= {f"tokens_{i}": example.tokens, f"targets_{i}": example.targets}
+        images = [item for item in example.items if item.phase == "vision"]
+        clips = [item for item in example.items if item.phase == "audio"]
+        counts.append((len(images), len(clips)))
+        for j, item in enumerate(images):
+            arrays |= {f"image_{i}_{j}": item.features, f"grid_{i}_{j}": np.array(item.shape)}
+        for j, item in enumerate(clips):
+            arrays[f"clip_{i}_{j}"] = item.features[: item.shape[0]]
+    np.savez(path, counts=np.array(counts), **arrays)
+
+
+def tokens_of(examples: Sequence[Example]) -> dict[str, int]:
+    """Real tokens of each phase: of texts with their media, patches, frames."""
+    found = {"language": sum(len(example.tokens) for example in examples)}
+    for phase in ("vision", "audio"):
+        items = (item for example in examples for item in example.items if item.phase == phase)
+        found[phase] = sum(item.real for item in items)
+    return found
+
+
+# ---------------------------------------------------------------------------- measuring
+
+
+def measure(options: Any, place: Path) -> dict[str, Any]:
+    """What every step took, by system."""
+    folder = place / "thinker"
+    make_folder(options.python, folder, options.size, options.seed)
+    config = config_of(folder, place, options.seed, options.examples, options.smaller)
+    tell("reads lengths and compiles")
+    inputs = prepare(config, make_mesh(config.mesh_sizes, jax.devices()[:1]))
+    corpus = KeptCorpus(inputs.corpus)
+    ours = Ours(folder, config, inputs, corpus)
+    vision, optimizer = config.model.vision, config.optimizer
+    assert vision is not None
+    settings = {
+        "threads": options.threads,
+        "micro_batch": options.micro_batch,
+        "learning_rate": LEARNING_RATE,
+        "betas": [optimizer.beta1, optimizer.beta2],
+        "weight_decay": optimizer.weight_decay,
+        "clip": optimizer.clip_norm,
+        "pixel_mean": vision.pixel_mean,
+        "pixel_std": vision.pixel_std,
+        "patch_size": vision.patch_size,
+        "patch_frames": vision.patch_frames,
+    }
+    with ExitStack() as stack:
+        peers = {
+            name: Peer(options.python, folder, settings | {"grouped": name == "grouped"}, stack)
+            for name in PEERS
+        }
+        told: dict[str, list[dict[str, Any]]] = {name: [] for name in (*PEERS, "jaxmllm")}
+        batches = []
+        for step in range(WARM_UP + options.steps):
+            numbers = batch_examples(inputs.order, options.examples, len(inputs.samples) + step)
+            examples = corpus.read(numbers)
+            path = place / "batch.npz"
+            write_batch(path, examples)
+            if not step:
+                own = ours.loss(numbers)
+                losses = {name: peer(path, step=False)["loss"] for name, peer in peers.items()}
+                check_losses(losses | {"jaxmllm": own})
+                tell(f"losses are equal: {own:.6f}; measures")
+            names = [*told]
+            for name in names[step % len(names) :] + names[: step % len(names)]:
+                result = ours(step, numbers) if name == "jaxmllm" else peers[name](path)
+                if step >= WARM_UP:
+                    told[name].append(result)
+            if step >= WARM_UP:
+                batches.append(tokens_of(examples))
+    return {
+        "told": told,
+        "batches": batches,
+        "first_losses": losses | {"jaxmllm": own},
+        "compile_seconds": ours.compiled,
+        "parameters": {name: peer.facts["parameters"] for name, peer in peers.items()}
+        | {"jaxmllm": ours.parameters},
+        "versions": peers["padded"].facts["versions"],
+    }
+
+
+def check_losses(losses: Mapping[str, float]) -> None:
+    """Raise ValueError unless all are equal before the first step."""
+    own = losses["jaxmllm"]
+    for name, loss in losses.items():
+        if not abs(loss - own) < SAME_LOSS:
+            raise ValueError(f"{name}: the loss is {loss}, and {own} in jaxmllm, before any step")
+
+
+def rows_of(measured: Mapping[str, Any], examples: int) -> list[dict[str, Any]]:
+    """A record for every system, medians over the steps."""
+    own, own_cpu = (
+        np.array([result[key] for result in measured["told"]["jaxmllm"]])
+        for key in ("seconds", "cpu_seconds")
+    )
+    real = {
+        phase: np.array([batch[phase] for batch in measured["batches"]])
+        for phase in ("language", "vision", "audio")
+    }
+    rows = []
+    for name, results in measured["told"].items():
+        seconds, host = (np.array([r[key] for r in results]) for key in ("seconds", "host"))
+        cpu, compute = np.array([r["cpu_seconds"] for r in results]), seconds - host
+        rows.append(
+            {
+                "system": name,
+                "seconds": quartiles(seconds.tolist()),
+                "host_seconds": float(np.median(host)),
+                "compute_seconds": float(np.median(compute)),
+                "over_jaxmllm": float(np.median(seconds / own)),
+                "cpu_seconds": float(np.median(cpu)),
+                "cpu_over_jaxmllm": float(np.median(cpu / own_cpu)),
+                "examples_per_second": float(np.median(examples / seconds)),
+                "examples_per_compute_second": float(np.median(examples / compute)),
+                "tokens_per_second": {
+                    phase: float(np.median(count / seconds)) for phase, count in real.items()
+                },
+                "padding": float(
+                    np.median(np.array([r["slots"] for r in results]) / real["language"])
+                ),
+                "peak_bytes": results[-1]["peak_bytes"],
+                "compile_seconds": measured["compile_seconds"] if name == "jaxmllm" else 0.0,
+                "loss": results[-1]["loss"],
+                "parameters": measured["parameters"][name],
+                "all_seconds": seconds.tolist(),
+            }
+        )
+    return rows
+
+
+def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    columns = ["system", "examples/s", "compute alone", "s/step", "over jaxmllm", "CPU s"]
+    lines = [
+        [
+            *(row["system"], row["examples_per_second"], row["examples_per_compute_second"]),
+            *(row["seconds"]["median"], row["over_jaxmllm"]),
+            *(row["cpu_seconds"], row["cpu_over_jaxmllm"]),
+        ]
+        for row in rows
+    ]
+    print_table(title, [*columns, "over jaxmllm"], lines, left_aligned=1)
+    columns = ["system", "text tokens/s", "patches/s", "frames/s", "slots/text token", "host s"]
+    lines = [
+        [
+            *(row["system"], *row["tokens_per_second"].values(), row["padding"]),
+            *(row["host_seconds"], row["peak_bytes"] / 1e9, row["compile_seconds"], row["loss"]),
+        ]
+        for row in rows
+    ]
+    columns += ["peak GB", "compile s", "last loss"]
+    print_table("real tokens, memory, compilation", columns, lines, left_aligned=1)
+
+
+def has_torch(python: str) -> bool:
+    """Whether an interpreter has what it needs."""
+    probe = [python, "-c", "import torch, transformers"]
+    try:
+        return not subprocess.run(probe, stderr=subprocess.DEVNULL, check=False).returncode
+    except OSError:
+        return False
+
+
+def main(command: Sequence[str] | None = None) -> int:
+    parser = measuring_parser(__doc__)
+    parser.add_argument("--python", default=sys.executable, metavar="PATH")
+    parser.add_argument("--size", choices=[*SIZES], default="40m")
+    parser.add_argument("--steps", type=int, default=7, help="measured steps of each system")
+    parser.add_argument("--examples", type=int, default=24, help="per step")
+    parser.add_argument("--micro-batch", type=int, default=4, help="examples, of transformers")
+    parser.add_argument("--smaller", type=float, default=8.0, help="examples than the workload's")
+    parser.add_argument("--threads", type=int, default=2, help="cores, for every system")
+    options = parser.parse_args(command)
+    if min(options.steps, options.examples, options.micro_batch, options.threads) < 1:
+        parser.error("--steps, --examples, --micro-batch and --threads must be positive")
+    if not has_torch(options.python):
+        print(
+            f"benchmarks.peer_hf measures nothing: {options.python} has no torch and transformers; name an interpreter "
+            "that has them in --python",
+            file=sys.stderr,
+        )
+        return 2
+    use_cores(options.threads)
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            measured = measure(options, Path(place))
+        except (*USER_ERRORS, ValueError, subprocess.CalledProcessError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    rows = rows_of(measured, options.examples)
+    million = measured["parameters"]["jaxmllm"] / 1e6
+    show(rows, f"{million:.1f}M parameters, {options.examples} examples, {options.threads} threads")
+    write_json(
+        options.json,
+        "peer_hf",
+        options.seed,
+        GENERATOR,
+        size=options.size,
+        examples=options.examples,
+        micro_batch=options.micro_batch,
+        smaller=options.smaller,
+        threads=options.threads,
+        first_losses=measured["first_losses"],
+        batches=measured["batches"],
+        peers=measured["versions"],
+        rows=rows,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

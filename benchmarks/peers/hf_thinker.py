@@ -1,0 +1,164 @@
+"""A thinker of Qwen2.5-Omni as users of transformers train it, for an interpreter that may have nothing else.
+
+    python hf_thinker.py make FOLDER SIZES.json      a random model, written as a published folder
+    python hf_thinker.py serve FOLDER SETTINGS.json  reads a line of JSON per step, {"batch": PATH, "step": true},
+                                                     and answers with one: seconds and the loss
+
+A batch is an .npz file of examples whose media are decoded (peer_hf.py writes it). The host's work is the
+processor's: texts of a micro-batch are padded to the longest of them, patches normalised and laid end to end, frames
+of clips padded to the longest. A step is forward, backward, clipping and PyTorch's fused AdamW in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+SCALE = 0.02  # of matrices, as in published configs
+NO_TARGET = -100
+
+Example = dict[str, Any]  # tokens, targets [L]; images, grids, clips: lists
+
+
+def make(folder: Path, sizes: Mapping[str, Any], seed: int) -> None:
+    """Write a random model, and the file that says how its media are read."""
+    torch.manual_seed(seed)
+    model = Qwen2_5OmniThinkerForConditionalGeneration(Qwen2_5OmniThinkerConfig(**sizes["model"]))
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, 0.0, SCALE)
+    model.save_pretrained(folder)
+    images = Qwen2VLImageProcessorPil(**sizes["images"])
+    sounds = transformers.WhisperFeatureExtractor(**sizes["sounds"])
+    parts = {"feature_extractor": sounds.to_dict(), "image_processor": images.to_dict()}
+    (folder / "processor_config.json").write_text(json.dumps(parts))
+
+
+def read(path: Path) -> list[Example]:
+    """The examples of a batch."""
+    with np.load(path) as arrays:
+        counts = arrays["counts"].tolist()
+        return [
+            {
+                "tokens": arrays[f"tokens_{i}"],
+                "targets": arrays[f"targets_{i}"],
+                "images": [arrays[f"image_{i}_{j}"] for j in range(images)],
+                "grids": [arrays[f"grid_{i}_{j}"] for j in range(images)],
+                "clips": [arrays[f"clip_{i}_{j}"] for j in range(clips)],
+            }
+            for i, (images, clips) in enumerate(counts)
+        ]
+
+
+def collate(examples: Sequence[Example], settings: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """What the processor makes of a micro-batch, media decoded."""
+    longest = max(len(example["tokens"]) for example in examples)
+    shape = (len(examples), longest)
+    ids, labels = np.zeros(shape, np.int64), np.full(shape, NO_TARGET, np.int64)
+    mask = np.zeros(shape, np.int64)
+    for row, example in enumerate(examples):
+        length = len(example["tokens"])
+        ids[row, :length], mask[row, :length] = example["tokens"], 1
+        following = example["targets"][: length - 1]
+        labels[row, 1:length] = np.where(following < 0, NO_TARGET, following)
+    made: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    images = [image for example in examples for image in example["images"]]
+    if images:
+        mean, std = (np.float32(settings[key]) for key in ("pixel_mean", "pixel_std"))
+        size, frames = settings["patch_size"], settings["patch_frames"]
+        colors = np.concatenate(images).reshape(-1, size, size, 3).astype(np.float32) / 255
+        still = ((colors - mean) / std).transpose(0, 3, 1, 2)[:, :, None]
+        made["pixel_values"] = np.repeat(still, frames, axis=2).reshape(len(still), -1)
+        grids = [grid for example in examples for grid in example["grids"]]
+        made["image_grid_thw"] = np.array(grids, np.int64)
+    clips = [clip for example in examples for clip in example["clips"]]
+    if clips:
+        frames = max(map(len, clips))
+        features = np.zeros((len(clips), clips[0].shape[1], frames), np.float32)
+        heard = np.zeros((len(clips), frames), np.int64)
+        for row, clip in enumerate(clips):
+            features[row, :, : len(clip)], heard[row, : len(clip)] = clip.T, 1
+        made |= {"input_features": features, "feature_attention_mask": heard}
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in made.items()}
+
+
+class Trainer:
+    """The model and its optimizer."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]):
+        torch.set_num_threads(settings["threads"])
+        self.settings = settings
+        model = Qwen2_5OmniThinkerForConditionalGeneration
+        self.model = model.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        for parameter in self.model.parameters():  # the reference keeps some positions
+            parameter.requires_grad_(True)
+        self.model.train()
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=settings["learning_rate"],
+            betas=tuple(settings["betas"]),
+            weight_decay=settings["weight_decay"],
+            fused=True,
+        )
+
+    def __call__(self, examples: list[Example], step: bool) -> dict[str, Any]:
+        """Seconds of a step, of the processor's work in it, and the loss; without `step` the loss alone."""
+        began, cpu, host = time.perf_counter(), time.process_time(), 0.0
+        if self.settings["grouped"]:
+            examples = sorted(examples, key=lambda example: len(example["tokens"]))
+        total = sum(int((example["targets"][:-1] >= 0).sum()) for example in examples)
+        loss, slots = 0.0, 0
+        for at in range(0, len(examples), self.settings["micro_batch"]):
+            before = time.perf_counter()
+            inputs = collate(examples[at : at + self.settings["micro_batch"]], self.settings)
+            host += time.perf_counter() - before
+            share = int((inputs["labels"] != NO_TARGET).sum()) / total
+            slots += inputs["input_ids"].numel()
+            with torch.set_grad_enabled(step):
+                part = share * self.model(**inputs, use_cache=False).loss
+            if step:
+                part.backward()
+            loss += part.item()
+        if step:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"])
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        found = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
+        return found | {"host": host, "loss": loss, "targets": total, "slots": slots}
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+
+
+def serve(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Answer requests until there are no more."""
+    trainer = Trainer(folder, settings)
+    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    print(json.dumps({"parameters": parameters, "versions": versions}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        found = trainer(read(Path(request["batch"])), request["step"])
+        print(json.dumps(found | {"peak_bytes": peak_bytes()}), flush=True)
+
+
+if __name__ == "__main__":
+    verb, where, given = sys.argv[1:]
+    values = json.loads(Path(given).read_text())
+    if verb == "make":
+        make(Path(where), values, values["seed"])
+    else:
+        serve(Path(where), values)

@@ -1,0 +1,73 @@
+"""The records that peer_hf writes and its check; where torch is installed, one run of a tiny model."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import peer_hf
+from benchmarks.peers.examples import Example, Item
+
+
+def told(seconds, loss=2.0):
+    common = {"host": 0.5, "loss": loss, "targets": 10, "slots": 30, "peak_bytes": 7}
+    return [{"seconds": took, "cpu_seconds": 2 * took, **common} for took in seconds]
+
+
+def test_without_torch_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(peer_hf, "has_torch", lambda python: False)
+    assert peer_hf.main([]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    monkeypatch.undo()
+    assert not peer_hf.has_torch("/no/such/python")
+
+
+def test_ratios_are_over_the_same_batch():
+    measured = {
+        "told": {"padded": told([2.5, 6.5, 3.5]), "jaxmllm": told([1.5, 2.5, 3.5])},
+        "batches": [{"language": 20, "vision": 40, "audio": 0}] * 3,
+        "compile_seconds": 5.0,
+        "parameters": {"padded": 8, "jaxmllm": 8},
+    }
+    padded, own = peer_hf.rows_of(measured, examples=6)
+    assert padded["over_jaxmllm"] == pytest.approx(2.5 / 1.5)
+    assert own["over_jaxmllm"] == own["cpu_over_jaxmllm"] == 1
+    assert own["compute_seconds"] == 2 and own["examples_per_compute_second"] == 3
+    assert own["tokens_per_second"] == {"language": 8, "vision": 16, "audio": 0}
+    assert own["padding"] == 1.5 and own["compile_seconds"] == 5 and not padded["compile_seconds"]
+
+
+def test_other_losses_end_it():
+    peer_hf.check_losses({"padded": 2.00005, "jaxmllm": 2.0})
+    for loss in (2.001, float("nan")):
+        with pytest.raises(ValueError, match=r"padded: the loss is .*, and 2.0 in jaxmllm"):
+            peer_hf.check_losses({"padded": loss, "jaxmllm": 2.0})
+
+
+def test_batches_hold_what_another_process_needs(tmp_path):
+    line = np.arange(5, dtype=np.int32)
+    shape, features = (1, 2, 2), np.ones((4, 3), np.uint8)
+    picture = Item("vision", 1, 1, 4, features, np.zeros((4, 2), np.int32), shape)
+    frames = np.ones((8, 2), np.float32)
+    clip = Item("audio", 2, 1, 5, frames, np.zeros((8, 2), np.int32), (5, 1, 1))
+    example = Example(line, line, np.zeros((5, 3), np.int32), (picture, clip))
+    peer_hf.write_batch(tmp_path / "batch.npz", [example])
+    arrays = np.load(tmp_path / "batch.npz")
+    assert arrays["counts"].tolist() == [[1, 1]]
+    assert arrays["grid_0_0"].tolist() == [1, 2, 2]
+    assert arrays["clip_0_0"].shape == (5, 2), "without what fills up its slots"
+    assert peer_hf.tokens_of([example]) == {"language": 5, "vision": 4, "audio": 5}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
+    reason="needs torch and transformers",
+)
+def test_a_tiny_model_begins_with_the_same_loss(tmp_path):
+    path = tmp_path / "found.json"
+    arguments = ["--size", "tiny", "--steps", "1", "--examples", "8", "--smaller", "32"]
+    assert peer_hf.main([*arguments, "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert [row["system"] for row in found["rows"]] == ["padded", "grouped", "jaxmllm"]
