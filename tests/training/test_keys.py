@@ -359,6 +359,7 @@ def stages(config: Config, scene: Scene) -> Any:
     made = plan_pipeline(inputs.samples[0], sizes.spec, sizes.training)
     return (
         repr(sizes.training.tables),
+        repr(sizes.spec),
         sizes.training.microbatches,
         made.digest(inputs.samples[0].examples),
     )
@@ -735,6 +736,12 @@ ELSEWHERE = {
 }
 
 
+STAGED_ELSEWHERE = {  # likewise with stages, by the last part of the key
+    "row_classes": "balance/stages/test_trials.py::test_where_the_longest_example_is_rare_rows_have_several_classes",
+    "check_every": ELSEWHERE["balance.check_every"],
+}
+
+
 def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     """Every leaf of the schema by dotted name; `*` stands for the entries of a list of sections."""
     for name, field in section.model_fields.items():
@@ -766,7 +773,7 @@ def test_every_key_of_the_schema_is_listed() -> None:
 
 
 def test_the_shown_elsewhere_are_shown() -> None:
-    for place in ELSEWHERE.values():
+    for place in (*ELSEWHERE.values(), *STAGED_ELSEWHERE.values()):
         file, name = place.split("::")
         tree = ast.parse((Path(__file__).parents[1] / file).read_text(encoding="utf-8"))
         assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, place
@@ -820,6 +827,33 @@ def test_a_key_changes_something_or_is_refused(key: str, observed: Callable[...,
     assert before != after
     if str(after).startswith("refused: "):
         assert any(word in after for word in key.split(".")), after
+
+
+# What makes no difference on the one rank of `Scene.staged` is seen on more
+STAGED_EFFECTS = {
+    "balance.ranks_per_node": Effect(shared, "2", ("phases.language.spans=auto",)),
+}
+
+
+def planned_keys() -> list[str]:
+    """Those that decide how a step is planned, but for the section of pipelines itself."""
+    chosen = (key for key in keys() if key.startswith(("phases.", "balance.")))
+    return [key for key in chosen if key.rpartition(".")[2] not in STAGED_ELSEWHERE]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", [key for key in planned_keys() if "diffusion" not in key])
+def test_with_stages_a_key_changes_something_or_is_refused(
+    key: str, observed: Callable[..., Any]
+) -> None:
+    effect = STAGED_EFFECTS.get(key, EFFECTS[key])
+    seen = stages if effect.seen is plan else effect.seen
+    before = observed(seen, *STAGED, *effect.given)
+    assert not str(before).startswith("refused: "), before
+    after = observed(seen, *STAGED, *effect.given, f"{key}={effect.value}")
+    assert before != after
+    if str(after).startswith("refused: "):
+        assert key in after or key.rpartition(".")[2] in after, after
 
 
 @pytest.mark.slow
