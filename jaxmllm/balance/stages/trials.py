@@ -390,7 +390,7 @@ def choose_sampled(trials: Trials) -> tuple[Trials, Sampled]:
     some = trials.with_some()
     best: _Best | None = None
     for span in some.spans_to_try:
-        found = _choose_rows_and_cut(some.of_span(span))
+        found = _choose_rows_and_cut(some.of_span(span), best)
         if best is not None and found.cost_or_infinite >= best.cost_or_infinite:
             break
         best = found
@@ -399,18 +399,30 @@ def choose_sampled(trials: Trials) -> tuple[Trials, Sampled]:
     return chosen, chosen.sampled(best.capacities, best.cut)
 
 
-def _choose_rows_and_cut(tried: Trials) -> _Best:
+def _choose_rows_and_cut(tried: Trials, similar: _Best | None = None) -> _Best:
     """Capacities and stages of least predicted step time with rows of one span. Where the number of
     microbatches is given, an average one fills a row of every phase.
+
+    Args:
+      similar: those of another span, from which the search goes on in one round.
 
     Raises:
       PipelineError: more stages than layers.
     """
-    best = _Best(tried, _first_capacities(tried), _first_cut(tried))
+    first = _first_capacities(tried)
+    rounds = CHOICE.rounds
+    if similar is not None and tried.microbatches is None:
+        first = {
+            name: tried.given(name) or (max(tried.least(name), largest),)
+            for name, (largest, *_) in similar.capacities.items()
+        }
+        rounds = 1
+    best = _Best(tried, first, _first_cut(tried) if similar is None else similar.cut)
     to_choose = [] if tried.microbatches else [LANGUAGE, *tried.encoders]
     to_choose = [name for name in to_choose if tried.given(name) is None]
-    best.choose_cut()
-    for _ in range(CHOICE.rounds if to_choose else 0):
+    if similar is None:
+        best.choose_cut()
+    for _ in range(rounds if to_choose else 0):
         before = best.cost
         for name in to_choose:
             best.choose_capacity(name)
