@@ -84,10 +84,6 @@ def test_auto_leaves_out_what_blocks_would_cut(tmp_path):
             {"phases__audio__spans": [1, 2], "balance__mode": "tokens"},
             r"phases\.audio\.spans \(\[1, 2\]\): with balance\.mode \(tokens\), .*on one rank",
         ),
-        (
-            {"phases__vision__spans": [2], "pipeline__stages": 2},
-            r"phases\.vision\.spans \(\[2\]\): with pipeline\.stages \(2\), .*on one rank",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(tmp_path, changes, message):
