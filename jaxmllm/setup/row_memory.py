@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.tree_util import DictKey
 
 from jaxmllm.arrays import ceil_divide
-from jaxmllm.balance.stages.trials import CHOICE
+from jaxmllm.balance.stages.trial_choice import CHOICE
 from jaxmllm.config.schema import (
     Config,
     DiffusionConfig,

@@ -1,6 +1,6 @@
 """Choosing the fixed sizes of a pipelined run, once, from sampled batches.
 
-    samples --trials.py--> capacities, ring --schedule--> slots, ticks
+    samples --trials.py, trial_search.py--> capacities, ring --schedule--> slots, ticks
 
 What later batches need beyond these sizes is computed in further runs within their step (plan.py).
 """
@@ -18,15 +18,10 @@ from jaxmllm.balance.sizes.inputs import SizingInputs, with_head_room
 from jaxmllm.balance.stages.chain_costs import ChainLayers
 from jaxmllm.balance.stages.plan import PipelineSpec, graph_of, schedule_of
 from jaxmllm.balance.stages.run_rows import RunRows
-from jaxmllm.balance.stages.trials import (
-    CHOICE,
-    Capacities,
-    Keeps,
-    Sampled,
-    Trials,
-    choose_sampled,
-    keeps_none,
-)
+from jaxmllm.balance.stages.trial_choice import CHOICE
+from jaxmllm.balance.stages.trial_search import choose_sampled
+from jaxmllm.balance.stages.trial_slots import Keeps, keeps_none
+from jaxmllm.balance.stages.trials import Capacities, Sampled, Trials
 from jaxmllm.config.schema import ConfigError, ModelConfig, PipelineConfig, Remat
 from sharding.pipeline.graph import Pool, PoolKey
 from sharding.pipeline.ring import PipelineError

@@ -8,9 +8,6 @@ or many that are not; few rows keep few stages busy; finer chunks keep more of t
 ticks. No formula weighs all of that up, so candidates are packed and scheduled as a step would be.
 Smaller rows beside those that hold the longest item are full where these are not, and more of them
 keep more stages busy; each class of rows is code of its own in the compiled program.
-Coordinate by coordinate: layout and chunks; then the capacities of the language model, of each
-encoder, and once more layout and chunks, twice. All of that for rows that most ranks hold together,
-which must hold the longest item, too, but are full with fewer examples; then for fewer ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 import numpy as np
 
@@ -26,7 +22,7 @@ from jaxmllm.arrays import ceil_divide, round_up
 from jaxmllm.balance.records import BatchItems, PhaseSpec, PlanSpec, RowClass
 from jaxmllm.balance.sizes.capacities import checked_capacities
 from jaxmllm.balance.sizes.inputs import SizingInputs, phase_spec, with_head_room
-from jaxmllm.balance.stages.chain_costs import ChainCosts, ChainLayers
+from jaxmllm.balance.stages.chain_costs import ChainLayers
 from jaxmllm.balance.stages.microbatches import MicrobatchPlan
 from jaxmllm.balance.stages.plan import PipelineSpec, best_rows, graph_of, predicted_cost
 from jaxmllm.balance.stages.run_rows import (
@@ -35,50 +31,13 @@ from jaxmllm.balance.stages.run_rows import (
     examples_in_microbatches,
     pack_run,
 )
+from jaxmllm.balance.stages.trial_choice import CHOICE
+from jaxmllm.balance.stages.trial_slots import Keeps, keeps_none, slot_budget
 from jaxmllm.config.schema import PipelineConfig
 from jaxmllm.phases import LANGUAGE
 from sharding.pipeline.cuts import LayoutName, partition
-from sharding.pipeline.graph import Pool, Slots
-from sharding.pipeline.ring import Chain, PipelineError, Ring
-from sharding.pipeline.schedules.by_name import scheduler_of
+from sharding.pipeline.ring import PipelineError, Ring
 from sharding.pipeline.table_spec import TableSpec
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What is tried, and what sizes aim at."""
-
-    # Of the slots of an average microbatch's rows, where their number is given
-    fill: float = 0.9
-    per_stage: int = 4  # language microbatches in flight for each stage
-    # Backwards of a component on a rank whose weight gradient waits: each needs much memory
-    pending: int = 2
-    # Of every chain: far more than any schedule has, while none is known yet
-    ticks_per_row: int = 64
-
-    # Capacities that hold a replica's mean load in so many rows, as a share of the most rows there
-    # can be, and so much more of it, because batches differ
-    row_shares: tuple[float, ...] = (1.0, 0.85, 0.7, 0.5, 0.3)
-    rows_per_stage: int = 8  # of language, at most
-    slacks: tuple[float, ...] = (1.04, 1.15)
-    # Further classes of rows have the slots of the largest divided by these; each must gain some
-    # hundredths, for it is more to compile.
-    divisors: tuple[float, ...] = (1.25, 1.5, 1.8, 2.2, 2.7, 3.3, 4, 5.5, 8)
-    class_worth: float = 0.97
-    # Chunks of a component on each rank; more of them must gain a hundredth, for each tick takes
-    # time besides its operations.
-    chunks: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
-    encoder_chunks: tuple[int, ...] = (1, 2, 3)
-    worth: float = 0.99
-    rounds: int = 2
-
-    # Samples that candidates are tried on, at least and at most, and their examples together; a
-    # sample has so many of its replicas that the fewest samples have no more.
-    samples: tuple[int, int] = (3, 6)
-    examples: int = 3072
-
-
-CHOICE: Final = Choice()
 
 
 @dataclass(frozen=True)
@@ -119,13 +78,6 @@ class Sampled:
 Capacities = Mapping[str, tuple[int, ...]]  # of the rows of a phase by class, the largest first
 # (capacities, spans), both by class, the largest first
 Layers = Callable[[Capacities, Capacities], ChainLayers]
-# (phase, its capacity, layers of a chunk) -> forwards of such chunks whose residuals a rank can keep
-Keeps = Callable[[str, int, int], int]
-
-
-def keeps_none(phase: str, capacity: int, layers: int) -> int:
-    """Where nothing is known of memory."""
-    return 0
 
 
 class Trials:
@@ -317,7 +269,7 @@ class Trials:
         # Until a schedule is chosen
         schedule = "greedy" if self.config.schedule == "auto" else self.config.schedule
         config = self.config.model_copy(update={"layout": cut.layout, "schedule": schedule})
-        slots = _slot_budget(ring, costs, rows_read, config, rows, self.keeps)
+        slots = slot_budget(ring, costs, rows_read, config, rows, self.keeps)
         classes = tuple(len(spec.phases[chain.name].classes) for chain in ring.chains)
         tables = TableSpec(ring, slots, ticks, rows_read, classes)
         pipeline = PipelineSpec(config, tables, rows, costs, self.microbatches, self.examples)
@@ -328,7 +280,7 @@ class Trials:
         pipeline = sampled.pipeline
         config = pipeline.config.model_copy(update={"schedule": schedule, "split_backward": split})
         tables = pipeline.tables
-        slots = _slot_budget(
+        slots = slot_budget(
             tables.ring, pipeline.costs, tables.rows_read, config, pipeline.rows, self.keeps
         )
         return replace(pipeline, config=config, tables=replace(tables, slots=slots))
@@ -375,135 +327,6 @@ class Trials:
             plan = examples_in_microbatches(*request, deferral, capacity)
             self._plans[number, capacity] = plan
         return pack_run(*request, deferral, plan=self._plans[number, capacity])
-
-
-# ---------------------------------------------------------------------------- the search
-
-
-def choose_sampled(trials: Trials) -> tuple[Trials, Sampled]:
-    """The samples in rows and stages of least predicted step time. Rows of most ranks are tried first,
-    then those of fewer as long as they cost less.
-
-    Raises:
-      PipelineError: more stages than layers.
-    """
-    some = trials.with_some()
-    best: _Best | None = None
-    for span in some.spans_to_try:
-        found = _choose_rows_and_cut(some.of_span(span), best)
-        if best is not None and found.cost_or_infinite >= best.cost_or_infinite:
-            break
-        best = found
-    assert best is not None
-    chosen = trials.of_span(best.trials.widest)
-    return chosen, chosen.sampled(best.capacities, best.cut)
-
-
-def _choose_rows_and_cut(tried: Trials, similar: _Best | None = None) -> _Best:
-    """Capacities and stages of least predicted step time with rows of one span. Where the number of
-    microbatches is given, an average one fills a row of every phase.
-
-    Args:
-      similar: those of another span, from which the search goes on in one round.
-
-    Raises:
-      PipelineError: more stages than layers.
-    """
-    first = _first_capacities(tried)
-    rounds = CHOICE.rounds
-    if similar is not None and tried.microbatches is None:
-        first = {
-            name: tried.given(name) or (max(tried.least(name), largest),)
-            for name, (largest, *_) in similar.capacities.items()
-        }
-        rounds = 1
-    best = _Best(tried, first, _first_cut(tried) if similar is None else similar.cut)
-    to_choose = [] if tried.microbatches else [LANGUAGE, *tried.encoders]
-    to_choose = [name for name in to_choose if tried.given(name) is None]
-    if similar is None:
-        best.choose_cut()
-    for _ in range(rounds if to_choose else 0):
-        before = best.cost
-        for name in to_choose:
-            best.choose_capacity(name)
-        best.choose_cut()
-        if best.cost == before:
-            break
-    return best
-
-
-def _first_capacities(trials: Trials) -> dict[str, tuple[int, ...]]:
-    """Rows that an average microbatch fills, of as many microbatches as the config says or the
-    longest example allows."""
-    microbatches = trials.microbatches
-    if microbatches is None:
-        most = CHOICE.per_stage * trials.config.stages
-        (*_, language) = trials.given(LANGUAGE) or (
-            trials.capacity(LANGUAGE, most, 1 / CHOICE.fill),
-        )
-        microbatches = max(1, ceil_divide(trials.load(LANGUAGE), language))
-    return {
-        name: trials.given(name) or (trials.capacity(name, microbatches, 1 / CHOICE.fill),)
-        for name in trials.inputs
-    }
-
-
-def _first_cut(trials: Trials) -> Cut:
-    layout = trials.config.layout
-    return Cut("segments" if layout == "auto" else layout)
-
-
-class _Best:
-    """The best sizes so far."""
-
-    def __init__(self, trials: Trials, capacities: dict[str, tuple[int, ...]], cut: Cut):
-        self.trials = trials
-        self.capacities = capacities
-        self.cut = cut
-        self.cost = trials.predicted(capacities, cut)
-
-    @property
-    def cost_or_infinite(self) -> float:
-        return math.inf if self.cost is None else self.cost
-
-    def choose_capacity(self, name: str) -> None:
-        """Rows of one class, and of one more as long as that gains enough."""
-        rows = max(
-            (run.phases[LANGUAGE].count for run, *_ in self.trials.runs(self.capacities)), default=1
-        )
-        if len(self.capacities[name]) == 1:
-            for capacity in self.trials.candidates(name, rows):
-                self._try(self.capacities | {name: (capacity,)}, self.cut)
-        for count in range(1, self.trials.inputs[name].row_classes):
-            worth = CHOICE.class_worth if len(self.capacities[name]) == count else 1.0
-            for capacities in self.trials.further(name, self.capacities[name][:count]):
-                if self._try(self.capacities | {name: capacities}, self.cut, worth):
-                    worth = 1.0
-            if len(self.capacities[name]) == count:
-                break
-
-    def choose_cut(self) -> None:
-        """Layouts, then chunks of every component, each in turn."""
-        config = self.trials.config
-        if config.layout == "auto":
-            for layout in ("chain", "parallel", "segments"):
-                self._try(self.capacities, Cut(layout))
-        if self.cut.layout != "segments":
-            return
-        for name in (LANGUAGE, *self.trials.encoders):
-            for count in CHOICE.chunks if name == LANGUAGE else CHOICE.encoder_chunks:
-                self._try(self.capacities, self.cut.with_chunks(name, count), CHOICE.worth)
-
-    def _try(self, capacities: dict[str, tuple[int, ...]], cut: Cut, worth: float = 1.0) -> bool:
-        """Whether these cost less, and are the best now."""
-        if (capacities, cut) == (self.capacities, self.cut):
-            return False
-        bound = worth * self.cost_or_infinite
-        cost = self.trials.predicted(capacities, cut, bound)
-        if cost is not None and cost < bound:
-            self.capacities, self.cut, self.cost = capacities, cut, cost
-            return True
-        return False
 
 
 # ---------------------------------------------------------------------------- rows
@@ -583,59 +406,3 @@ def _ring(layers: ChainLayers, sampled: Sequence[RunRows], stages: int, cut: Cut
     chunks = dict(cut.chunks) if cut.layout == "segments" else None
     of_layers = layers.layers(squares, slots)
     return partition(of_layers, stages, cut.layout, rows_per_microbatch, chunks=chunks)
-
-
-# ---------------------------------------------------------------------------- slots
-
-
-def _slot_budget(
-    ring: Ring,
-    costs: Mapping[str, ChainCosts],
-    rows_read: Sequence[int],
-    config: PipelineConfig,
-    rows: Mapping[str, tuple[int, ...]],
-    keeps: Keeps,
-) -> Slots:
-    """The most slots of every pool: those of `pipeline.microbatches_in_flight` microbatches with
-    all that they read."""
-    in_flight = config.microbatches_in_flight
-    if in_flight == "auto":
-        all_at_once = scheduler_of(config.schedule).all_in_flight
-        in_flight = sum(rows[LANGUAGE]) if all_at_once else CHOICE.per_stage * config.stages
-    slots: Slots = {}
-    for number, chain in enumerate(ring.chains):
-        encoder = number < len(rows_read)
-        rows_in_flight = in_flight * (rows_read[number] if encoder else 1)
-        if chain.depth > 1 or chain.head_only:
-            slots[Pool.INPUT, number] = rows_in_flight * chain.chunks_per_rank
-        if encoder:
-            slots[Pool.TOKENS, number] = rows_in_flight
-        goes_back = bool(costs[chain.name].linear[:, 1:].any())
-        if goes_back:
-            slots |= _backward_slots(number, chain, rows_in_flight, encoder, config)
-            most = rows_in_flight * chain.chunks_per_rank
-            if config.kept_residuals == "auto":
-                capacity = costs[chain.name].capacity
-                kept = min(most, keeps(chain.name, capacity, max(chain.layers)))
-            else:
-                kept = config.kept_residuals
-            if kept and not chain.head_only:  # there the features wait, and no residuals
-                slots[Pool.RESIDUAL, number] = kept
-    return slots
-
-
-def _backward_slots(
-    number: int,
-    chain: Chain,
-    rows_in_flight: int,
-    encoder: bool,
-    config: PipelineConfig,
-) -> Slots:
-    slots: Slots = {}
-    if chain.depth > 1 and not chain.head_only:
-        slots[Pool.GRADIENT, number] = rows_in_flight * chain.chunks_per_rank
-    if encoder:
-        slots[Pool.TOKEN_GRADIENT, number] = rows_in_flight
-    if config.split_backward is True:
-        slots[Pool.PENDING, number] = CHOICE.pending
-    return slots

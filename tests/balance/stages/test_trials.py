@@ -12,7 +12,8 @@ from jaxmllm.balance.records import BatchItems
 from jaxmllm.balance.stages.chain_costs import ChainLayers
 from jaxmllm.balance.stages.plan import graph_of, plan_pipeline, schedule_of
 from jaxmllm.balance.stages.sizes import choose_pipeline
-from jaxmllm.balance.stages.trials import Cut, Keeps, Trials, keeps_none
+from jaxmllm.balance.stages.trial_slots import Keeps, keeps_none
+from jaxmllm.balance.stages.trials import Cut, Trials
 from jaxmllm.config.schema import PhaseConfig, PipelineConfig
 from sharding.pipeline.graph import Pool
 from sharding.pipeline.schedules.schedule import lockstep

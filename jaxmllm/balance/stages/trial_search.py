@@ -1,0 +1,141 @@
+"""The search for rows and stages of a pipeline among trials.
+
+Coordinate by coordinate: layout and chunks; then the capacities of the language model, of each
+encoder, and once more layout and chunks, twice. All of that for rows that most ranks hold together,
+which must hold the longest item, too, but are full with fewer examples; then for fewer ranks.
+"""
+
+from __future__ import annotations
+
+import math
+
+from jaxmllm.arrays import ceil_divide
+from jaxmllm.balance.stages.trial_choice import CHOICE
+from jaxmllm.balance.stages.trials import Cut, Sampled, Trials
+from jaxmllm.phases import LANGUAGE
+
+
+def choose_sampled(trials: Trials) -> tuple[Trials, Sampled]:
+    """The samples in rows and stages of least predicted step time. Rows of most ranks are tried first,
+    then those of fewer as long as they cost less.
+
+    Raises:
+      PipelineError: more stages than layers.
+    """
+    some = trials.with_some()
+    best: _Best | None = None
+    for span in some.spans_to_try:
+        found = _choose_rows_and_cut(some.of_span(span), best)
+        if best is not None and found.cost_or_infinite >= best.cost_or_infinite:
+            break
+        best = found
+    assert best is not None
+    chosen = trials.of_span(best.trials.widest)
+    return chosen, chosen.sampled(best.capacities, best.cut)
+
+
+def _choose_rows_and_cut(tried: Trials, similar: _Best | None = None) -> _Best:
+    """Capacities and stages of least predicted step time with rows of one span. Where the number of
+    microbatches is given, an average one fills a row of every phase.
+
+    Args:
+      similar: those of another span, from which the search goes on in one round.
+
+    Raises:
+      PipelineError: more stages than layers.
+    """
+    first = _first_capacities(tried)
+    rounds = CHOICE.rounds
+    if similar is not None and tried.microbatches is None:
+        first = {
+            name: tried.given(name) or (max(tried.least(name), largest),)
+            for name, (largest, *_) in similar.capacities.items()
+        }
+        rounds = 1
+    best = _Best(tried, first, _first_cut(tried) if similar is None else similar.cut)
+    to_choose = [] if tried.microbatches else [LANGUAGE, *tried.encoders]
+    to_choose = [name for name in to_choose if tried.given(name) is None]
+    if similar is None:
+        best.choose_cut()
+    for _ in range(rounds if to_choose else 0):
+        before = best.cost
+        for name in to_choose:
+            best.choose_capacity(name)
+        best.choose_cut()
+        if best.cost == before:
+            break
+    return best
+
+
+def _first_capacities(trials: Trials) -> dict[str, tuple[int, ...]]:
+    """Rows that an average microbatch fills, of as many microbatches as the config says or the
+    longest example allows."""
+    microbatches = trials.microbatches
+    if microbatches is None:
+        most = CHOICE.per_stage * trials.config.stages
+        (*_, language) = trials.given(LANGUAGE) or (
+            trials.capacity(LANGUAGE, most, 1 / CHOICE.fill),
+        )
+        microbatches = max(1, ceil_divide(trials.load(LANGUAGE), language))
+    return {
+        name: trials.given(name) or (trials.capacity(name, microbatches, 1 / CHOICE.fill),)
+        for name in trials.inputs
+    }
+
+
+def _first_cut(trials: Trials) -> Cut:
+    layout = trials.config.layout
+    return Cut("segments" if layout == "auto" else layout)
+
+
+class _Best:
+    """The best sizes so far."""
+
+    def __init__(self, trials: Trials, capacities: dict[str, tuple[int, ...]], cut: Cut):
+        self.trials = trials
+        self.capacities = capacities
+        self.cut = cut
+        self.cost = trials.predicted(capacities, cut)
+
+    @property
+    def cost_or_infinite(self) -> float:
+        return math.inf if self.cost is None else self.cost
+
+    def choose_capacity(self, name: str) -> None:
+        """Rows of one class, and of one more as long as that gains enough."""
+        rows = max(
+            (run.phases[LANGUAGE].count for run, *_ in self.trials.runs(self.capacities)), default=1
+        )
+        if len(self.capacities[name]) == 1:
+            for capacity in self.trials.candidates(name, rows):
+                self._try(self.capacities | {name: (capacity,)}, self.cut)
+        for count in range(1, self.trials.inputs[name].row_classes):
+            worth = CHOICE.class_worth if len(self.capacities[name]) == count else 1.0
+            for capacities in self.trials.further(name, self.capacities[name][:count]):
+                if self._try(self.capacities | {name: capacities}, self.cut, worth):
+                    worth = 1.0
+            if len(self.capacities[name]) == count:
+                break
+
+    def choose_cut(self) -> None:
+        """Layouts, then chunks of every component, each in turn."""
+        config = self.trials.config
+        if config.layout == "auto":
+            for layout in ("chain", "parallel", "segments"):
+                self._try(self.capacities, Cut(layout))
+        if self.cut.layout != "segments":
+            return
+        for name in (LANGUAGE, *self.trials.encoders):
+            for count in CHOICE.chunks if name == LANGUAGE else CHOICE.encoder_chunks:
+                self._try(self.capacities, self.cut.with_chunks(name, count), CHOICE.worth)
+
+    def _try(self, capacities: dict[str, tuple[int, ...]], cut: Cut, worth: float = 1.0) -> bool:
+        """Whether these cost less, and are the best now."""
+        if (capacities, cut) == (self.capacities, self.cut):
+            return False
+        bound = worth * self.cost_or_infinite
+        cost = self.trials.predicted(capacities, cut, bound)
+        if cost is not None and cost < bound:
+            self.capacities, self.cut, self.cost = capacities, cut, cost
+            return True
+        return False

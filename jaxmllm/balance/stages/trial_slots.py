@@ -1,0 +1,74 @@
+"""Slots of a pipeline that are more than enough, while no schedule is known yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from jaxmllm.balance.stages.chain_costs import ChainCosts
+from jaxmllm.balance.stages.trial_choice import CHOICE
+from jaxmllm.config.schema import PipelineConfig
+from jaxmllm.phases import LANGUAGE
+from sharding.pipeline.graph import Pool, Slots
+from sharding.pipeline.ring import Chain, Ring
+from sharding.pipeline.schedules.by_name import scheduler_of
+
+# (phase, its capacity, layers of a chunk) -> forwards of such chunks whose residuals a rank can keep
+Keeps = Callable[[str, int, int], int]
+
+
+def keeps_none(phase: str, capacity: int, layers: int) -> int:
+    """Where nothing is known of memory."""
+    return 0
+
+
+def slot_budget(
+    ring: Ring,
+    costs: Mapping[str, ChainCosts],
+    rows_read: Sequence[int],
+    config: PipelineConfig,
+    rows: Mapping[str, tuple[int, ...]],
+    keeps: Keeps,
+) -> Slots:
+    """The most slots of every pool: those of `pipeline.microbatches_in_flight` microbatches with
+    all that they read."""
+    in_flight = config.microbatches_in_flight
+    if in_flight == "auto":
+        all_at_once = scheduler_of(config.schedule).all_in_flight
+        in_flight = sum(rows[LANGUAGE]) if all_at_once else CHOICE.per_stage * config.stages
+    slots: Slots = {}
+    for number, chain in enumerate(ring.chains):
+        encoder = number < len(rows_read)
+        rows_in_flight = in_flight * (rows_read[number] if encoder else 1)
+        if chain.depth > 1 or chain.head_only:
+            slots[Pool.INPUT, number] = rows_in_flight * chain.chunks_per_rank
+        if encoder:
+            slots[Pool.TOKENS, number] = rows_in_flight
+        goes_back = bool(costs[chain.name].linear[:, 1:].any())
+        if goes_back:
+            slots |= _backward_slots(number, chain, rows_in_flight, encoder, config)
+            most = rows_in_flight * chain.chunks_per_rank
+            if config.kept_residuals == "auto":
+                capacity = costs[chain.name].capacity
+                kept = min(most, keeps(chain.name, capacity, max(chain.layers)))
+            else:
+                kept = config.kept_residuals
+            if kept and not chain.head_only:  # there the features wait, and no residuals
+                slots[Pool.RESIDUAL, number] = kept
+    return slots
+
+
+def _backward_slots(
+    number: int,
+    chain: Chain,
+    rows_in_flight: int,
+    encoder: bool,
+    config: PipelineConfig,
+) -> Slots:
+    slots: Slots = {}
+    if chain.depth > 1 and not chain.head_only:
+        slots[Pool.GRADIENT, number] = rows_in_flight * chain.chunks_per_rank
+    if encoder:
+        slots[Pool.TOKEN_GRADIENT, number] = rows_in_flight
+    if config.split_backward is True:
+        slots[Pool.PENDING, number] = CHOICE.pending
+    return slots
