@@ -134,9 +134,10 @@ def text_of(function: Callable[..., Any], *arguments: Any) -> str:
 
 def token_positions(config: Config, _: Scene) -> Any:
     """Those of an image in a text."""
-    return (
-        modalities(config.model, config.data, ())["vision"].token_positions((1, 4, 4), 0).tolist()
+    positions, following = modalities(config.model, config.data, ())["vision"].token_positions(
+        (1, 4, 4), 0
     )
+    return positions.tolist(), following
 
 
 def step_of(config: Config) -> StepFunctions:
@@ -288,8 +289,14 @@ def lengths(config: Config, _: Scene) -> str:
 
 
 def formats(config: Config, _: Scene) -> str:
-    """How items lie in rows, and who sees whom there."""
+    """How items lie in rows."""
     return repr(row_formats(modalities(config.model, config.data, ())))
+
+
+def clip_parts(config: Config, _: Scene) -> Any:
+    """Which slots of a clip see one another."""
+    parts = modalities(config.model, config.data, ())["audio"].apart((64,))
+    return None if parts is None else parts.tolist()
 
 
 def examples(config: Config, _: Scene) -> Any:
@@ -585,7 +592,7 @@ EFFECTS: dict[str, Effect] = {
     **effects("model.audio", weights, qkv_bias="false", qk_norm="true", layer_scale="true"),
     **effects("model.audio", encoder("audio"), stem_strides="[1, 2]"),
     **effects("model.audio", lengths, silence="heard", pool="2"),
-    **effects("model.audio", formats, attention="chunk"),
+    **effects("model.audio", clip_parts, attention="chunk"),
     **effects("model.audio.projector", weights, mlp_width="24", linear="true"),
     **effects("model.audio.projector", encoder("audio"), gelu="exact"),
     **effects("model.audio.projector", weights, grouping="mean", norm="layer"),
