@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from jaxmllm.data.media.images import Images
-from jaxmllm.data.media.reference import File
 from jaxmllm.data.media.sounds import Sounds
-from jaxmllm.data.text.conversation import ConversationError, parse_conversation
+from jaxmllm.data.text.conversation import ConversationError
 from jaxmllm.data.text.render import render
 from tests.data.text.dialects import DIALECTS, load
+from tests.data.text.talks import conversation_of
 
 FOLDER = Path(__file__).parent / "heard_talks"
 TALKS = json.loads((FOLDER / "talks.json").read_text())
@@ -23,16 +23,6 @@ CLIPS = Sounds(16_000, 400, 160, 8, 200, 1, 300.0, stem_stride=2, silence="maske
 @pytest.fixture(scope="module")
 def tokenizer():
     return load(FOLDER)
-
-
-def conversation_of(record):
-    return parse_conversation(
-        record,
-        lambda path: File(Path(path)),
-        default_id="x",
-        default_source="s",
-        targets="all",
-    )
 
 
 @pytest.mark.parametrize("number", range(len(TALKS)))

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from jaxmllm.config.schema import VideoDataConfig
-from jaxmllm.data.media.reference import File
 from jaxmllm.data.media.videos import ImagesAndVideos
-from jaxmllm.data.text.conversation import parse_conversation
 from jaxmllm.data.text.render import Rendered, render
 from tests.data.text.dialects import DIALECTS, load
+from tests.data.text.talks import conversation_of
 
 FOLDER = Path(__file__).parent / "moving_talks"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
@@ -58,20 +57,13 @@ def reader(name) -> ImagesAndVideos:
 
 def rendered(name, number, tokenizer, reader) -> Rendered:
     talk = TALKS[name][number]
-    conversation = parse_conversation(
-        talk["record"],
-        lambda path: File(Path(path)),
-        default_id="x",
-        default_source="s",
-        targets="all",
-    )
     shapes = [
         reader.clip_shape(media[0], media[1], media[2:])
         if len(media) == 4
         else (1, *reader.grid(*media))
         for media in talk["media"]
     ]
-    return render(conversation, tokenizer, {"vision": reader}, shapes)
+    return render(conversation_of(talk["record"]), tokenizer, {"vision": reader}, shapes)
 
 
 @pytest.mark.parametrize("number", range(4))

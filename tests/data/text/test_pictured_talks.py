@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from jaxmllm.data.media.images import Images
-from jaxmllm.data.media.reference import File
-from jaxmllm.data.text.conversation import parse_conversation
 from jaxmllm.data.text.render import render
 from tests.data.text.dialects import DIALECTS, load
+from tests.data.text.talks import conversation_of
 
 FOLDER = Path(__file__).parent / "pictured_talks"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
@@ -38,15 +37,8 @@ def images(name) -> Images:
 @pytest.mark.parametrize("number", range(5))
 def test_ids_and_positions_are_those_of_the_reference(tokenizer, images, name, number):
     talk, expected = TALKS[name][number], np.load(FOLDER / name / "talks.npz")
-    conversation = parse_conversation(
-        talk["record"],
-        lambda path: File(Path(path)),
-        default_id="x",
-        default_source="s",
-        targets="all",
-    )
     shapes = [(1, *images.grid(height, width)) for height, width in talk["sizes"]]
-    found = render(conversation, tokenizer, {"vision": images}, shapes)
+    found = render(conversation_of(talk["record"]), tokenizer, {"vision": images}, shapes)
     np.testing.assert_array_equal(found.tokens, expected[f"ids_{number}"])
     np.testing.assert_array_equal(found.positions, expected[f"positions_{number}"])
     pad = tokenizer.layout.media["image"].pad

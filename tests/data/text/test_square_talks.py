@@ -8,10 +8,9 @@ import pytest
 
 from jaxmllm.data.media.image_tiles import ClassedTiles
 from jaxmllm.data.media.images import Images
-from jaxmllm.data.media.reference import File
-from jaxmllm.data.text.conversation import parse_conversation
 from jaxmllm.data.text.render import render
 from tests.data.text.dialects import DIALECTS, load
+from tests.data.text.talks import conversation_of
 
 FOLDER = Path(__file__).parent / "square_talks"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
@@ -39,16 +38,9 @@ def tokenizer(name):
 def test_ids_are_those_of_the_reference(tokenizer, name, number):
     """Texts beside pictures are stripped, line breaks around pictures join those of texts."""
     talk, expected = TALKS[name][number], np.load(FOLDER / name / "talks.npz")
-    conversation = parse_conversation(
-        talk["record"],
-        lambda path: File(Path(path)),
-        default_id="x",
-        default_source="s",
-        targets="all",
-    )
     images = READERS[name]
     shapes = [images.shape_of(height, width) for height, width in talk["sizes"]]
-    found = render(conversation, tokenizer, {"vision": images}, shapes)
+    found = render(conversation_of(talk["record"]), tokenizer, {"vision": images}, shapes)
     np.testing.assert_array_equal(found.tokens, expected[f"ids_{number}"])
     line = np.arange(len(found.tokens))
     np.testing.assert_array_equal(found.positions, np.stack([line] * 3, axis=1))

@@ -1,0 +1,20 @@
+"""Conversations of the reference, as the tests read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jaxmllm.data.media.reference import File
+from jaxmllm.data.text.conversation import Conversation, parse_conversation
+
+
+def conversation_of(record: dict[str, Any]) -> Conversation:
+    """All of it is learned; media go by number."""
+    return parse_conversation(
+        record,
+        lambda path: File(Path(path)),
+        default_id="x",
+        default_source="s",
+        targets="all",
+    )
