@@ -127,10 +127,11 @@ def _phase_rows(
     squares = phase.cost.squares(items.length, items.extra)
     span, member = narrowest(phase, items.length, squares[0], row, group, capacity)
     rank = group * phase.widest + member
-    offset, segment = lay_out(row * phase.ranks + rank, items.length)
+    row_on_rank = row * phase.ranks + rank
+    offset, segment = lay_out(row_on_rank, items.length)
     most = np.array(
         [
-            sums_by(row * phase.ranks + rank, of_items, count * phase.ranks)
+            sums_by(row_on_rank, of_items, count * phase.ranks)
             .reshape(count, phase.ranks)
             .max(axis=1, initial=0)
             for of_items in squares
@@ -168,15 +169,20 @@ def capacities_to_try(examples: Longs, items: BatchItems, spec: PlanSpec) -> lis
     phase = spec.phases[LANGUAGE]
     *_, chosen = _items_of(examples, items)
     longest = int(chosen[LANGUAGE].length.max(initial=0))
-    capacities = sorted(set(phase.capacities))
-    holding = [capacity for capacity in capacities if capacity * phase.widest >= longest]
-    return holding or capacities[-1:]
+    capacities = _distinct_capacities(phase)
+    holding = capacities[capacities * phase.widest >= longest].tolist()
+    return holding or capacities[-1:].tolist()
 
 
 def capacities_holding(slots: Longs, phase: PhaseSpec) -> Longs:
     """Of rows with so many slots filled on a widest group [M], the least capacity that holds each."""
-    capacities = np.array(sorted(set(phase.capacities)))
+    capacities = _distinct_capacities(phase)
     return np.asarray(capacities[np.searchsorted(capacities * phase.widest, slots)])
+
+
+def _distinct_capacities(phase: PhaseSpec) -> Longs:
+    """Slots that rows take on a rank, ascending; classes of several spans may have the same."""
+    return np.unique(np.array(phase.capacities, np.int64))
 
 
 def _items_of(
@@ -272,9 +278,7 @@ def _encoder_rows(
     or one after another, begun as the largest rows or as what just holds the item; whichever have
     fewest slots."""
     groups = phase.ranks // phase.widest
-    capacities = tuple(
-        capacity * phase.widest for capacity in sorted(set(phase.capacities), reverse=True)
-    )
+    capacities = tuple((_distinct_capacities(phase)[::-1] * phase.widest).tolist())
     microbatch = plan.encoder[owner]
     packed = [
         _grouped_rows(plan, microbatch, group, length, capacities[0], groups),
