@@ -43,6 +43,7 @@ class SourceConfig(Section):
 
 ResizeKernel = Literal["bicubic", "bilinear", "lanczos"]
 ResizeRule = Literal["area", "smart", "fill", "square", "tiles"]
+SQUARES: tuple[ResizeRule, ...] = ("square", "tiles")  # of one size
 
 
 class ImageDataConfig(Section):

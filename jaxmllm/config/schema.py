@@ -33,6 +33,7 @@ from jaxmllm.config.component_sections import (
 )
 from jaxmllm.config.data_sections import (
     CHATML,
+    SQUARES,
     AudioDataConfig,
     DataConfig,
     GeneratedDataConfig,
@@ -75,6 +76,7 @@ __all__ = [
     "ADAPTER",
     "CHATML",
     "PROJECTOR",
+    "SQUARES",
     "Activation",
     "AdapterComponents",
     "AdapterConfig",
@@ -298,7 +300,7 @@ class Config(Section):
         if vision is None or vision.position_grid is None or vision.positions != "table":
             return
         grid = vision.position_grid
-        squares = images.resize in ("square", "tiles")
+        squares = images.resize in SQUARES
         if not squares or isqrt(images.max_pixels) // vision.patch_size != grid:
             raise ValueError(
                 f"data.images.resize ({images.resize}), max_pixels ({images.max_pixels}): with "

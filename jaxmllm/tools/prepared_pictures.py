@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.arrays import Ints
-from jaxmllm.config.schema import ConfigError, VisionConfig
+from jaxmllm.config.schema import SQUARES, ConfigError, VisionConfig
 from jaxmllm.data.media.image_tiles import ClassedTiles
-from jaxmllm.data.media.images import SQUARES, Images
+from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.modality import ClipShape, Modality, Shape
 from jaxmllm.data.media.reference import Clip, MediaReference
 from jaxmllm.data.media.videos import ImagesAndVideos

@@ -24,13 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from jaxmllm.config.schema import ConfigError, ResizeKernel, ResizeRule
+from jaxmllm.config.schema import SQUARES, ConfigError, ResizeKernel, ResizeRule
 from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, size_of
 from jaxmllm.row_format import RowFormat
 
 MAX_ASPECT_RATIO = 200
-SQUARES: tuple[ResizeRule, ...] = ("square", "tiles")  # of one size
 # A header may promise more than memory holds; Pillow warns from here on
 MAX_SOURCE_PIXELS = 89_478_485
 # Room for a BMP of that many pixels; metadata are read whole
