@@ -11,17 +11,21 @@ so that what is left spelled out is the template's own.
 from __future__ import annotations
 
 import itertools
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.data.text.chat_template import ChatTemplate, Message, reasoning_fields
 from jaxmllm.data.text.conversation import (
+    CALLS,
     REASONING,
+    TOOLS,
     Conversation,
     ConversationError,
     MediaPart,
@@ -115,28 +119,31 @@ def written_pieces(
 
     Raises:
       ConversationError: answers_unclear or media_unclear, if they cannot be found again in what the template writes;
-        no_place for reasoning; private_characters; and what `ChatTemplate.write` raises.
+        no_place for reasoning, tools or calls; private_characters; and what `ChatTemplate.write` raises.
     """
     _check_private(conversation)
-    if not template.has_reasoning and any(turn.reasoning for turn in conversation.turns):
-        raise _unclear("no_place", f"has no place for {REASONING}")
+    _check_places(conversation, template)
     strip = template.strips_parts
-    plain = template.write(_messages(conversation, None, strip, mark=False))
-    if template.has_generation and conversation.targets == "assistant":
+    plain = template.write(_messages(conversation, None, strip, mark=False), conversation.tools)
+    tools = _with_texts(conversation.tools, control.hide)
+    answers = [_Answer.of(turn) for turn in conversation.turns if _is_learned(conversation, turn)]
+    said_by_template = template.has_generation and conversation.targets == "assistant"
+    if said_by_template:
         messages = _messages(conversation, control, strip, mark=False)
-        marked = template.write(messages, marked=True)
+        marked = template.write(messages, tools, marked=True)
         problem = _unfound(marked, plain, control, None)
-        learned = _between_marks(marked)
     else:
-        answers = sum(_is_learned(conversation, turn) for turn in conversation.turns)
+        marks = sum(answer.marks for answer in answers)
         for inline in (True, False):
-            marked = template.write(_messages(conversation, control, strip, inline=inline))
-            problem = _unfound(marked, plain, control, answers)
+            marked = template.write(_messages(conversation, control, strip, inline=inline), tools)
+            problem = _unfound(marked, plain, control, marks)
             if problem is None:
                 break
-        learned = _learned(marked, template, control)
     if problem is not None:
         raise _unclear("answers_unclear", problem)
+    learned = (
+        _between_marks(marked) if said_by_template else _learned(marked, template, control, answers)
+    )
     media = [ord(mark) - MEDIA for mark in _PRIVATE.findall(marked) if ord(mark) >= MEDIA]
     if media != list(range(len(conversation.media))):
         raise _unclear(
@@ -146,13 +153,13 @@ def written_pieces(
     return _split(marked, learned, control)
 
 
-def _unfound(marked: str, plain: str, control: ControlNames, answers: int | None) -> str | None:
-    """Why answers cannot be found again in a text, if they cannot; None as their number: at least one."""
+def _unfound(marked: str, plain: str, control: ControlNames, marks: int | None) -> str | None:
+    """Why answers cannot be found again in a text, if they cannot; None as their marks: at least one."""
     if control.show(marked) != plain:
         return "writes it otherwise when its texts are marked"
     order = "".join(_ANSWER_MARKS.findall(marked))
     found = order.count(OPEN)
-    if not _IN_ORDER.fullmatch(order) or (found != answers if answers is not None else not found):
+    if not _IN_ORDER.fullmatch(order) or (found != marks if marks is not None else not found):
         return "does not write each of its learned texts whole, and once"
     return None
 
@@ -168,11 +175,44 @@ def _check_private(conversation: Conversation) -> None:
         raise ConversationError("media_unclear", f"holds more than {MOST} media")
     for turn in conversation.turns:
         texts = [part.text for part in turn.parts if not isinstance(part, MediaPart)]
-        if found := _PRIVATE.search("\n".join([turn.reasoning, *texts])):
+        called = [conversation.tools, _calls(turn, str), turn.tool, turn.call]
+        named = json.dumps(called, ensure_ascii=False)
+        if found := _PRIVATE.search("\n".join([turn.reasoning, *texts, named])):
             raise ConversationError(
                 "private_characters",
                 f"holds the private character U+{ord(found[0]):X}, which marks answers in chat templates; remove it",
             )
+
+
+def _check_places(conversation: Conversation, template: ChatTemplate) -> None:
+    """Raise `ConversationError` for what the template would leave out."""
+    turns = conversation.turns
+    if any(turn.reasoning for turn in turns) and not template.has_reasoning:
+        raise _unclear("no_place", f"has no place for {REASONING}")
+    if any(turn.calls for turn in turns) and not template.writes_calls:
+        absent = CALLS
+    elif conversation.tools and not template.writes_tools:
+        absent = TOOLS
+    else:
+        return
+    raise ConversationError(
+        "no_place",
+        f"the chat template has no place for {absent}; use another template, or remove them",
+    )
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A learned turn."""
+
+    marks: (
+        int  # pairs of marks: around its content, if there is one, and around the name of each call
+    )
+    calls: bool
+
+    @classmethod
+    def of(cls, turn: Turn) -> _Answer:
+        return cls(len(turn.calls) + bool(turn.parts or not turn.calls), bool(turn.calls))
 
 
 def _is_learned(conversation: Conversation, turn: Turn) -> bool:
@@ -207,7 +247,8 @@ def _messages(
             else:
                 content += hide(part.text.strip() if bare else part.text)
         reasoning = hide(turn.reasoning)
-        if mark and _is_learned(conversation, turn):
+        marked = mark and _is_learned(conversation, turn)
+        if marked and (content or not turn.calls):
             found = _THOUGHT.fullmatch(content) if inline and turn.role == "assistant" else None
             if found and not reasoning:
                 begin, thought, end, answer = found.groups()
@@ -215,11 +256,41 @@ def _messages(
             else:
                 content = _enclosed(content, OPEN, CLOSE)
                 reasoning = reasoning and _thought(reasoning)
-        message = {"role": turn.role, "content": content}
+        message: Message = {"role": turn.role, "content": content}
         if reasoning:
             message |= reasoning_fields(reasoning)
+        if turn.calls:
+            message[CALLS] = _calls(turn, hide, marked)
+        for key, text in (("name", turn.tool), ("tool_call_id", turn.call)):
+            if text is not None:
+                message[key] = hide(text)
         messages.append(message)
     return messages
+
+
+def _calls(turn: Turn, hide: Callable[[str], str], mark: bool = False) -> list[Message]:
+    """The tools that a turn calls, as templates read them; `mark`: with marks around their names."""
+    calls = []
+    for call in turn.calls:
+        name = hide(call.name)
+        function = {
+            "name": _enclosed(name, OPEN, CLOSE) if mark else name,
+            "arguments": _with_texts(call.arguments, hide),
+        }
+        named = {} if call.id is None else {"id": hide(call.id)}
+        calls.append({"type": "function", **named, "function": function})
+    return calls
+
+
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with its texts changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): _with_texts(entry, change) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_texts(entry, change) for entry in value]
+    return value
 
 
 def _thought(text: str) -> str:
@@ -241,23 +312,40 @@ def _between_marks(marked: str) -> NDArray[np.bool_]:
     return learned
 
 
-def _learned(marked: str, template: ChatTemplate, control: ControlNames) -> NDArray[np.bool_]:
-    """Which characters are learned: from the first mark of a turn to the last, and the control token that follows.
+def _learned(
+    marked: str, template: ChatTemplate, control: ControlNames, answers: Sequence[_Answer]
+) -> NDArray[np.bool_]:
+    """Which characters are learned: of each turn from the first mark to the last, and the control token that follows.
 
     What the template writes before reasoning (`<think>`) is learned, too, from the place on where the model begins
-    to speak; and so is white space of the content there.
+    to speak; and so is white space of the content there. Of a turn that calls tools it is all from there to the control
+    token that ends an answer, for the template writes what stands around names and arguments.
+
+    Raises `ConversationError`: answers_unclear, if the template does not tell how an answer with calls begins or ends.
     """
     learned = np.zeros(len(marked), bool)
+    found = re.finditer(f"({THOUGHT_OPEN}[^{OPEN}]*)?{OPEN}[^{CLOSE}]*{CLOSE}", marked)
     after = 0
-    for turn in re.finditer(f"({THOUGHT_OPEN}[^{OPEN}]*)?{OPEN}[^{CLOSE}]*{CLOSE}", marked):
-        start = turn.start()
+    for answer in answers:
+        spans = list(itertools.islice(found, answer.marks))
+        start, last = spans[0].start(), spans[-1].end()
         begin = marked.rfind(template.prompt, after, start) if template.prompt else -1
         if begin >= 0:
             begin += len(template.prompt)
-            if turn[1] or not marked[begin:start].strip():
+            if spans[0][1] or answer.calls or not marked[begin:start].strip():
                 start = begin
-        end = control.turn_end.match(marked, turn.end())
-        after = end.end() if end else turn.end()
+        if answer.calls:
+            end = control.turn_end.match(template.after_answer)
+            turn_end = end[0].strip() if end else ""
+            at = marked.find(turn_end, last)
+            if begin < 0 or at < 0 or not turn_end:
+                raise _unclear(
+                    "answers_unclear", f"does not tell how an answer with {CALLS} begins or ends"
+                )
+            after = at + len(turn_end)
+        else:
+            end = control.turn_end.match(marked, last)
+            after = end.end() if end else last
         learned[start:after] = True
     return learned
 

@@ -7,6 +7,7 @@ import json
 import stat
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -77,18 +78,24 @@ class ChatTemplate:
         settings = [self.source, sorted(self.names.items()), str(self.today)]
         return hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
 
-    def write(self, messages: Sequence[Message], marked: bool = False) -> str:
+    def write(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        marked: bool = False,
+    ) -> str:
         """A conversation as one text.
 
         Args:
           messages: as the template reads them, with `role` and `content`.
+          tools: that can be called: JSON schemas.
           marked: put `sandbox.OPEN` and `sandbox.CLOSE` around what `{% generation %}` encloses.
 
         Raises:
           ConversationError: template_refused and template_failed, for this conversation alone.
           TemplateFileError: for every one, or without end.
         """
-        return self._run(messages, marked=marked)
+        return self._run(messages, tools, marked=marked)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_template": None}
@@ -111,10 +118,16 @@ class ChatTemplate:
             self._fail(f"is no template: {error}", "correct it")
         return tree
 
-    def _run(self, messages: Sequence[Message], prompt: bool = False, marked: bool = False) -> str:
+    def _run(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        prompt: bool = False,
+        marked: bool = False,
+    ) -> str:
         values = {
             "messages": messages,
-            "tools": None,
+            "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": prompt,
         }
@@ -136,6 +149,15 @@ class ChatTemplate:
                 f"the chat template {self.path} fails: {type(error).__name__}: {error}",
             ) from error
 
+    @cached_property
+    def after_answer(self) -> str:
+        """What stands behind the content of an answer, as far as the template says."""
+        try:
+            written = self._run([QUESTION, {"role": "assistant", "content": UNUSUAL}])
+        except ConversationError:
+            return ""
+        return written.partition(UNUSUAL)[2]
+
     def _generation_prompt(self) -> str:
         """What stands between a question and the answer that the model begins, as far as the template says."""
         try:
@@ -149,6 +171,27 @@ class ChatTemplate:
         answer = {"role": "assistant", "content": "answer", **reasoning_fields(UNUSUAL)}
         try:
             return UNUSUAL in self._run([QUESTION, answer])
+        except ConversationError:
+            return False
+
+    @cached_property
+    def writes_calls(self) -> bool:
+        """Whether the template has a place for the tools that an answer calls."""
+        function = {"name": UNUSUAL, "arguments": {}}
+        called = {"type": "function", "id": "123456789", "function": function}
+        answer = {"role": "assistant", "content": "", "tool_calls": [called]}
+        try:
+            return UNUSUAL in self._run([QUESTION, answer])
+        except ConversationError:
+            return False
+
+    @cached_property
+    def writes_tools(self) -> bool:
+        """Whether the template has a place for the tools that can be called."""
+        parameters = {"type": "object", "properties": {}, "required": []}
+        function = {"name": UNUSUAL, "description": "test", "parameters": parameters}
+        try:
+            return UNUSUAL in self._run([QUESTION], [{"type": "function", "function": function}])
         except ConversationError:
             return False
 

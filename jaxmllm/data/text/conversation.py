@@ -18,7 +18,17 @@ placeholders, or content parts. Interleaved pages are documents with images:
     "text", "text": "A cat sits on a mat."}, {"type": "image", "image": "a.png"}]}
 
 An assistant message may have "reasoning_content", a text that some chat templates put before the answer; without
-such a template it means nothing.
+such a template it means nothing. It may have "tool_calls", and then no "content"; a record may have "tools", which
+can be called, and messages of the role tool say what came of it:
+
+    {"tools": [{"type": "function", "function": {"name": "weather", "parameters": {...}}}],
+     "messages": [{"role": "user", "content": "Rain in Rome?"},
+                  {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name":
+                  "weather", "arguments": {"city": "Rome"}}}]},
+                  {"role": "tool", "name": "weather", "content": "sunny"},
+                  {"role": "assistant", "content": "No."}]}
+
+Tools and arguments may also be such JSON as a string.
 
 What is learned is up to the source: `targets: assistant` (the default) learns what the assistant
 says, so there must be such a turn; `targets: all` learns the text of every turn and of documents.
@@ -45,6 +55,8 @@ FORMS = ("messages", "text", "content")  # of records; the first one that is the
 # Part -> key of its list in the placeholder form
 MEDIA_LISTS = {"image": "images", "audio": "audios", "video": "videos"}
 REASONING = "reasoning_content"  # of an assistant's message
+CALLS = "tool_calls"  # of an assistant's message
+TOOLS = "tools"  # of a record
 MAX_ID = 256  # characters; ids are kept in a table of fixed width
 
 # What a record names -> where it is; may raise `ConversationError`
@@ -79,6 +91,13 @@ class MediaPart:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    name: str
+    arguments: dict[str, Any]  # JSON
+    id: str | None = None  # by which a turn of the role tool names it
+
+
+@dataclass(frozen=True)
 class Turn:
     """What one role says, or a whole `DOCUMENT`: non-empty texts, no two of them adjacent, and
     media between them."""
@@ -86,6 +105,9 @@ class Turn:
     role: str
     parts: tuple[TextPart | MediaPart, ...]
     reasoning: str = ""  # before what the assistant says, for templates that have a place for it
+    calls: tuple[ToolCall, ...] = ()  # after what the assistant says
+    tool: str | None = None  # that answers, in a turn of this role ...
+    call: str | None = None  # ... and the id of what it answers
 
 
 @dataclass(frozen=True)
@@ -94,6 +116,7 @@ class Conversation:
     source: str
     turns: tuple[Turn, ...]
     targets: Targets = "assistant"  # what of it is learned
+    tools: tuple[dict[str, Any], ...] = ()  # JSON schemas, as templates read them
 
     @property
     def media(self) -> tuple[MediaPart, ...]:
@@ -135,7 +158,9 @@ def parse_conversation(
     lists = {part: _paths(record, key) for part, key in MEDIA_LISTS.items()}
     pending = {part: iter(paths) for part, paths in lists.items()}
     form = next((key for key in FORMS if record.get(key) is not None), "messages")
+    tools: tuple[dict[str, Any], ...] = ()
     if form == "messages":
+        tools = _objects(record, TOOLS, "the record")
         messages = _field(record, "messages", list, "the record")
         _check_placeholders(
             [message.get("content") for message in messages if isinstance(message, dict)], lists
@@ -159,7 +184,11 @@ def parse_conversation(
     if not any(turn.parts or turn.role != DOCUMENT for turn in turns):
         raise ConversationError("nothing_to_learn", "holds neither a turn nor text nor media")
     return Conversation(
-        _label(record, "id", default_id), _label(record, "source", default_source), turns, targets
+        _label(record, "id", default_id),
+        _label(record, "source", default_source),
+        turns,
+        targets,
+        tools,
     )
 
 
@@ -171,22 +200,70 @@ def _turn(message: Any, where: str, pending: dict[str, Iterator[str]], resolve: 
         raise ConversationError(
             "unknown_role", f"{where} has the role {role!r}; roles are {', '.join(ROLES)}"
         )
+    calls = _calls(message, where) if role == "assistant" else ()
+    if calls and message.get("content") is None:
+        message = message | {"content": ""}
     content = _field(message, "content", (str, list), where)
     parts = _parts(content, f"{where}.content", pending, resolve)
+    if role == "tool":
+        tool = _optional_text(message, "name", where)
+        return Turn(role, parts, tool=tool, call=_optional_text(message, "tool_call_id", where))
     if role != "assistant":
         return Turn(role, parts)
     parts = tuple(
         replace(part, answered=True) if isinstance(part, MediaPart) else part for part in parts
     )
-    return Turn(role, parts, _reasoning(message, where))
+    return Turn(role, parts, _optional_text(message, REASONING, where) or "", calls)
 
 
-def _reasoning(message: dict[str, Any], where: str) -> str:
-    if message.get(REASONING) is None:
-        return ""
-    reasoning: str = _field(message, REASONING, str, where)
-    _check_encodable(reasoning, f"{where}.{REASONING}")
-    return reasoning
+def _optional_text(message: dict[str, Any], key: str, where: str) -> str | None:
+    if message.get(key) is None:
+        return None
+    text: str = _field(message, key, str, where)
+    _check_encodable(text, f"{where}.{key}")
+    return text
+
+
+def _calls(message: dict[str, Any], where: str) -> tuple[ToolCall, ...]:
+    calls = []
+    for i, call in enumerate(_objects(message, CALLS, where)):
+        call_where = f"{where}.{CALLS}[{i}]"
+        function = call
+        if call.get("function") is not None:
+            function = _field(call, "function", dict, call_where)
+        name = _field(function, "name", str, call_where)
+        if not name:
+            raise ConversationError("missing_field", f"{call_where}.name is empty")
+        arguments = _json_of(_field(function, "arguments", (dict, str), call_where), call_where)
+        if not isinstance(arguments, dict):
+            raise ConversationError(
+                "wrong_type", f"{call_where}.arguments must be an object, not {_kind(arguments)}"
+            )
+        calls.append(ToolCall(name, arguments, _optional_text(call, "id", call_where)))
+    return tuple(calls)
+
+
+def _objects(record: dict[str, Any], key: str, where: str) -> tuple[dict[str, Any], ...]:
+    """A list of objects, or such as JSON in a string; none where the key is not there, or null."""
+    if record.get(key) is None:
+        return ()
+    objects = _json_of(_field(record, key, (list, str), where), f"{where}.{key}")
+    if not isinstance(objects, list) or not all(isinstance(entry, dict) for entry in objects):
+        raise ConversationError("wrong_type", f"{where}.{key} must be a list of objects")
+    _check_encodable(json.dumps(objects, ensure_ascii=False), f"{where}.{key}")
+    return tuple(objects)
+
+
+def _json_of(value: Any, where: str) -> Any:
+    """A value, or what a string holds as JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ConversationError(
+            "wrong_type", f"{where} is a string, but no JSON: {error}"
+        ) from error
 
 
 def _parts(

@@ -23,7 +23,9 @@ from jaxmllm.data.media.modality import ClipShape, Modality, Shape
 from jaxmllm.data.media.reference import Clip, FrameGroup, MediaReference
 from jaxmllm.data.text.answer_marks import Piece, written_pieces
 from jaxmllm.data.text.conversation import (
+    CALLS,
     DOCUMENT,
+    TOOLS,
     Conversation,
     ConversationError,
     MediaPart,
@@ -70,8 +72,8 @@ def render(
     phase name.
 
     Raises `ConversationError("no_encoder")` for a media part that no modality takes, "nothing_to_draw" for
-    one that is made from nothing, or of what the tokenizer raises, and ValueError when the number of shapes
-    is not that of the media.
+    one that is made from nothing, "no_place" for what a layout leaves out, or of what the tokenizer raises,
+    and ValueError when the number of shapes is not that of the media.
     """
     media = conversation.media
     if len(shapes) != len(media):
@@ -82,6 +84,12 @@ def render(
     if isinstance(tokenizer, TemplateTokenizer):
         pieces = _pieces(conversation, tokenizer)
         return _render_pieces(pieces, media, tokenizer, modalities, shapes)
+    if conversation.tools or any(turn.calls for turn in conversation.turns):
+        raise ConversationError(
+            "no_place",
+            f"holds {TOOLS} or {CALLS}, for which the layout chatml has no place; set data.chat_template to the "
+            "template of a model, or remove them",
+        )
     return _render_turns(conversation, tokenizer, modalities, shapes)
 
 

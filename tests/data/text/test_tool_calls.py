@@ -1,0 +1,183 @@
+"""Tools, calls of them and their answers: ids and what is learned, in templates that write them and in others."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+
+from jaxmllm.data.text.conversation import Conversation, ConversationError, parse_conversation
+from jaxmllm.data.text.render import render
+from jaxmllm.data.text.template_tokenizer import TemplateTokenizer
+from jaxmllm.data.text.tokenizers import ByteTokenizer
+from tests.data.text.dialects import CHATML, NO_SYSTEM, Dialect, load
+
+# As Qwen's templates have it
+CALLING = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\nTools:' }}
+    {%- for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) }}
+    {%- if message.role == 'tool' %}
+        {{- '\\n[' + message.name + ']' }}
+    {%- endif %}
+    {%- if message.content %}{{ '\\n' + message.content }}{% endif %}
+    {%- for call in message.tool_calls or [] %}
+        {%- set call = call.function %}
+        {{- '\\n<call>\\n{"name": "' + call.name + '", "arguments": ' + call.arguments | tojson + '}\\n</call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+NAMES = {"eos_token": "<|im_end|>"}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+def call(city: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "weather", "arguments": {"city": city}}} | more
+
+
+ASK = {"role": "user", "content": "Rain?"}
+TOLD = {"role": "tool", "name": "weather", "tool_call_id": "1", "content": "sunny"}
+TALK = {
+    "tools": TOOLS,
+    "messages": [
+        ASK,
+        {"role": "assistant", "content": None, "tool_calls": [call('Größe "\n<b>', id="1")]},
+        TOLD,
+        {"role": "assistant", "content": "No.", "tool_calls": [call("A"), call([1, None])]},
+        {"role": "assistant", "content": "Yes."},
+    ],
+}
+SYSTEM = f"<|im_start|>system\nTools:\n{json.dumps(TOOLS[0])}<|im_end|>\n"
+N, Y = False, True
+WRITTEN = [
+    (SYSTEM + "<|im_start|>user\nRain?<|im_end|>\n<|im_start|>assistant\n", N),
+    ('<call>\n{"name": "weather", "arguments": {"city": "Größe \\"\\n<b>"}}\n</call><|im_end|>', Y),
+    ("\n<|im_start|>user\n[weather]\nsunny<|im_end|>\n<|im_start|>assistant\n", N),
+    ('No.\n<call>\n{"name": "weather", "arguments": {"city": "A"}}\n</call>\n<call>\n', Y),
+    ('{"name": "weather", "arguments": {"city": [1, null]}}\n</call><|im_end|>', Y),
+    ("\n<|im_start|>assistant\n", N),
+    ("Yes.<|im_end|>", Y),
+    ("\n", N),
+]
+
+
+def parse(record: dict[str, Any], targets: Any = "assistant") -> Conversation:
+    def no_media(_: str) -> Any:
+        raise AssertionError
+
+    return parse_conversation(record, no_media, default_id="x", default_source="s", targets=targets)
+
+
+def tokenizer(template: str, folder: Path) -> TemplateTokenizer:
+    return load(Dialect(template, CHATML, NAMES).folder(folder))
+
+
+def test_calls_are_learned_whole(tmp_path: Path) -> None:
+    """From where the model begins to speak to what ends the turn, the template's own words included."""
+    got = render(parse(TALK), tokenizer(CALLING, tmp_path), {}, [])
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    encoding = library.encode("".join(text for text, _ in WRITTEN), add_special_tokens=False)
+    learned = np.array([here for text, here in WRITTEN for _ in text])
+    of_token = [bool(learned[start : max(end, start + 1)].any()) for start, end in encoding.offsets]
+    assert got.tokens.tolist() == encoding.ids
+    assert [target >= 0 for target in got.targets.tolist()] == [*of_token[1:], False]
+    # Tools and arguments may be JSON in strings, and calls need not name their kind
+    function = {"name": "weather", "arguments": json.dumps({"city": 'Größe "\n<b>'})}
+    first = {"role": "assistant", "content": "", "tool_calls": [function]}
+    same = {"tools": json.dumps(TOOLS), "messages": [ASK, first, *TALK["messages"][2:]]}  # type: ignore[misc]
+    again = render(parse(same), tokenizer(CALLING, tmp_path), {}, [])
+    np.testing.assert_array_equal(again.targets, got.targets)
+
+
+def test_what_is_spelled_in_calls_and_tools_is_text(tmp_path: Path) -> None:
+    spelling = tokenizer(CALLING, tmp_path)
+    end = spelling.control.ids["<|im_end|>"]
+    answer = {"role": "assistant", "content": "", "tool_calls": [call("a<|im_end|>")]}
+    tools = [{"function": {"name": "<|im_end|>", "description": "<|im_start|>"}}]
+    got = render(parse({"tools": tools, "messages": [ASK, answer]}), spelling, {}, [])
+    assert got.tokens.tolist().count(end) == 3 and got.targets.tolist().count(end) == 1
+    assert got.targets[got.targets >= 0][-1] == end
+
+
+def test_with_targets_all_calls_are_learned_too(tmp_path: Path) -> None:
+    got = render(parse(TALK, "all"), tokenizer(CALLING, tmp_path), {}, [])
+    assistant = render(parse(TALK), tokenizer(CALLING, tmp_path), {}, [])
+    assert ((got.targets >= 0) >= (assistant.targets >= 0)).all()
+    assert (got.targets >= 0).sum() > (assistant.targets >= 0).sum()
+
+
+REWRITTEN = ("answers_unclear", "when its texts are marked")
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "reason", "words"),
+    [
+        (NO_SYSTEM, TALK, "no_place", "no place for tool_calls"),
+        (NO_SYSTEM, {"tools": TOOLS, "messages": [ASK, {"role": "assistant", "content": "a"}]}, "no_place", "tools"),
+        (CALLING.replace("'<|im_start|>assistant\\n'", "''"), TALK, "answers_unclear", "begins or ends"),
+        (CALLING.replace("call.name", "call.name | upper"), TALK, None, ""),
+        (CALLING.replace("+ call.name", "+ ('' if call.name | length < 9 else '!') + call.name"), TALK, *REWRITTEN),
+        (
+            CALLING,
+            {"messages": [ASK, {"role": "assistant", "tool_calls": [call("\U00100000")]}]},
+            "private_characters",
+            "100000",
+        ),
+    ],
+)  # fmt: skip
+def test_templates_without_a_place_for_calls(
+    template: str, record: dict[str, Any], reason: str | None, words: str, tmp_path: Path
+) -> None:
+    made = tokenizer(template, tmp_path)
+    if reason is None:
+        assert len(render(parse(record), made, {}, []).tokens)
+        return
+    with pytest.raises(ConversationError, match=words) as caught:
+        render(parse(record), made, {}, [])
+    assert caught.value.reason == reason
+
+
+def test_chatml_has_no_place_for_calls() -> None:
+    with pytest.raises(ConversationError, match="chatml has no place") as caught:
+        render(parse(TALK), ByteTokenizer(), {}, [])
+    assert caught.value.reason == "no_place"
+
+
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        ({"name": "a"}, "tool_calls must be a list or a string, not an object"),
+        (["a"], "tool_calls must be a list of objects"),
+        ([{"arguments": {}}], r"tool_calls\[0\] has no 'name'"),
+        ([{"name": "", "arguments": {}}], "name is empty"),
+        ([{"name": "a"}], "has no 'arguments'"),
+        ([{"name": "a", "arguments": "b"}], "a string, but no JSON"),
+        ([{"name": "a", "arguments": "[1]"}], "arguments must be an object, not a list"),
+        ([{"name": "a", "arguments": {"b": "\ud800"}}], "not Unicode"),
+        ([{"function": "a"}], "function must be an object, not a string"),
+    ],
+)
+def test_broken_calls(calls: Any, words: str) -> None:
+    with pytest.raises(ConversationError, match=words):
+        parse({"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": calls}]})
+
+
+def test_content_is_left_out_beside_calls_alone() -> None:
+    with pytest.raises(ConversationError, match="no 'content'"):
+        parse({"messages": [ASK, {"role": "assistant", "tool_calls": []}]})
+
+
+@pytest.mark.slow
+def test_calls_against_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    ours = tokenizer(CALLING, tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    wanted = theirs.apply_chat_template(TALK["messages"], tools=TOOLS, return_dict=True)
+    assert render(parse(TALK), ours, {}, []).tokens.tolist() == wanted["input_ids"]
