@@ -277,14 +277,10 @@ class Config(Section):
                         f"{key}: the decoder has no experts; leave it out, or give it model.language.experts"
                     )
             return
-        for key, present in (
-            (f"pipeline.stages ({self.pipeline.stages})", self.pipeline.stages > 1),
-            ("model.diffusion", self.model.diffusion is not None),
-        ):
-            if present:
-                raise ValueError(
-                    f"{key}: a decoder with model.language.experts runs without it; leave it out"
-                )
+        if self.model.diffusion is not None:
+            raise ValueError(
+                "model.diffusion: a decoder with model.language.experts runs without it; leave it out"
+            )
         if "mlp" in language.remat and not isinstance(language.remat, str):
             raise ValueError(
                 f"components.language.remat ({[*language.remat]}): the products of experts are computed again in any "

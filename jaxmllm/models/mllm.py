@@ -34,7 +34,7 @@ from jaxmllm.models.audio import AudioTower
 from jaxmllm.models.diffusion import DiffusionTower
 from jaxmllm.models.language import Decoder, OutputHead
 from jaxmllm.models.layers import checkpointed, with_added, with_tapped
-from jaxmllm.models.mixture import RouterSums
+from jaxmllm.models.mixture import MixtureBlock, RouterSums
 from jaxmllm.models.projector import Projector, vision_projector
 from jaxmllm.models.rows import EncoderRows, GeneratorRows, LanguageRows
 from jaxmllm.models.vision import VisionTower
@@ -344,8 +344,8 @@ class MLLM:
         rows: EncoderRows | LanguageRows,
         windowed: Bool[Array, ""] | None = None,
         number: Int[Array, ""] | None = None,
-    ) -> Array:
-        """One layer of a phase's tower or of the decoder.
+    ) -> tuple[Array, RouterSums | None]:
+        """One layer of a phase's tower or of the decoder, and sums over its routing [R, ...] where it has experts.
 
         Args:
           params: that layer's own, by component.
@@ -358,14 +358,21 @@ class MLLM:
         block = nnx.merge(nnx.split(tower.layers)[0], component.adapted(params)[phase])
         context = tower.context(rows, component.layout, component.dtype, component.settings)
         x, beside = self._parted(phase, x)
-        out: Array = block(x, context.for_layer(windowed))
+        out: Array
+        routed: RouterSums | None = None
+        if isinstance(block, MixtureBlock):
+            out, routed = block(x, context.for_layer(windowed))
+        else:
+            out = block(x, context.for_layer(windowed))
         if beside is None:
-            return out
+            return out, routed
         assert number is not None
         if phase == LANGUAGE:
-            return jnp.concatenate([with_added(out, beside, number), *beside], axis=-1)
-        taps = getattr(self.config, phase).deepstack_layers
-        return jnp.concatenate([out, *with_tapped(out, beside, taps, number)], axis=-1)
+            out = with_added(out, beside, number)
+        else:
+            taps = getattr(self.config, phase).deepstack_layers
+            beside = with_tapped(out, beside, taps, number)
+        return jnp.concatenate([out, *beside], axis=-1), routed
 
     def normed(self, params: Params, phase: str, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
         """What the last layer yields -> features of a tower, or hidden states of the decoder."""

@@ -240,7 +240,7 @@ class StepFunctions:
         """Sum of the losses of the rows' target tokens, and the sums by source."""
         hidden, head, routed = self.model.routed_hidden(params, rows, media)
         total, sums = self.losses(hidden, head, rows, valid)
-        return total, sums._replace(routed=self._routed(routed))
+        return total, sums._replace(routed=self.routed_sums(routed))
 
     def losses(
         self,
@@ -292,7 +292,7 @@ class StepFunctions:
             if self.learns_text:
                 total, sums = self.losses(hidden, head, rows, valid)
                 total *= scale
-                sums = sums._replace(routed=self._routed(routed))
+                sums = sums._replace(routed=self.routed_sums(routed))
             if routing is not None and routed is not None:
                 total += router_loss(self.objective.experts, routed, routing)
             if d_hidden is not None:  # its gradient is that of what reads the states
@@ -309,7 +309,7 @@ class StepFunctions:
         sums = sums if row_sums is None else self.added(LANGUAGE, sums, row_sums)
         return pool, accumulated(grads, d_params), sums
 
-    def _routed(self, sums: RouterSums | None) -> RouterSums | None:
+    def routed_sums(self, sums: RouterSums | None) -> RouterSums | None:
         """Sums over the routing of whole rows, for what is reported."""
         if sums is None:
             return None

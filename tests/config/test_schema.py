@@ -358,7 +358,6 @@ def test_experts_and_what_they_do_without(path):
     assert load_config(path, [MIXTURE, "objective.experts.balance=0.1"]).model.language.experts
     for changes, words in (
         ((MIXTURE, "model.language.experts.per_token=5"), "more than all experts, count (4)"),
-        ((MIXTURE, "pipeline.stages=2"), "pipeline.stages (2): a decoder with model.language.exp"),
         ((MIXTURE, DRAWS), "model.diffusion: a decoder with model.language.experts runs without"),
         ((MIXTURE, "components.language.remat=[attention, mlp]"), "computed again in any case"),
         (("components.language.experts=ragged_dot",), "the decoder has no experts; leave it out"),

@@ -13,8 +13,9 @@ from jaxmllm.models.mixture import RouterSums
 from jaxmllm.models.mllm import build_model
 from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.training.objectives.routing import Routing, router_loss, router_means
+from jaxmllm.training.programs.staged import StagedPrograms
 from sharding.mesh import MeshError, abstract_mesh
-from tests.support import added, assert_close, scaled, slow_cases, tiny_config
+from tests.support import EXHAUSTIVE, added, assert_close, scaled, slow_cases, tiny_config
 
 LAYERS, COUNT, PER_TOKEN = 2, 8, 2
 EXAMPLES = np.random.default_rng(0).permutation(24)[:16]
@@ -30,6 +31,8 @@ COUNTS = np.random.default_rng(1).integers(0, 100, (LAYERS, COUNT)).astype(np.in
 def computed(setup, step, counts=COUNTS):
     """(gradients, sums over the ranks)."""
     gradients, sums, _ = setup.programs.gradients(setup.params, setup.put(step), counts)
+    if isinstance(setup.programs, StagedPrograms):
+        gradients = setup.programs.joined(gradients)
     return jax.device_get((gradients, jax.tree.map(lambda leaf: leaf.sum(0), sums)))
 
 
@@ -110,10 +113,23 @@ MESHES = {  # devices, mesh, what else
     ),
     "ragged_dot": (2, {"data": 1, "fsdp": 2}, {"components__language__experts": "ragged_dot"}),
     "kept": (2, {"data": 1, "fsdp": 2}, {"components__language__remat": "none"}),
+    "stages2-fsdp2": (4, {"data": 1, "fsdp": 2}, {"pipeline": {"stages": 2, "layout": "chain"}}),
+    "stages2-tensor2-split": (
+        4,
+        {"data": 1, "tensor": 2},
+        {"pipeline": {"stages": 2, "split_backward": True}},
+    ),
+    "stages2-context2": (
+        4,
+        {"data": 1, "context": 2},
+        {"pipeline": {"stages": 2, "layout": "segments"}, "components__language__remat": "none"},
+    ),
 }
 
 
-@pytest.mark.parametrize("devices, mesh, changes", slow_cases(MESHES, {"data2-fsdp2-tensor2"}))
+@pytest.mark.parametrize(
+    "devices, mesh, changes", slow_cases(MESHES, {"data2-fsdp2-tensor2", "stages2-fsdp2"})
+)
 def test_no_mesh_changes_the_mathematics(setups, texts, whole, devices, mesh, changes):
     setup = setups(texts(mesh=mesh, **changes), devices)
     gradients, sums = computed(setup, setup.step(EXAMPLES))
@@ -123,20 +139,28 @@ def test_no_mesh_changes_the_mathematics(setups, texts, whole, devices, mesh, ch
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_media_are_routed_like_text(setups, by_example):
-    alone, many = (
-        setups(by_example(mesh=mesh, **MODEL), devices)
-        for mesh, devices in (({"data": 1}, 1), ({"data": 1, "context": 2, "fsdp": 4}, 8))
-    )
+@pytest.mark.parametrize(
+    "mesh, pipeline",
+    [
+        ({"data": 1, "context": 2, "fsdp": 4}, {"stages": 1}),
+        ({"data": 2, "fsdp": 1}, {"stages": 4, "layout": "chain"}),
+    ],
+)
+def test_media_are_routed_like_text(setups, by_example, mesh, pipeline):
+    alone = setups(by_example(mesh={"data": 1}, **MODEL), 1)
+    many = setups(by_example(mesh=mesh, pipeline=pipeline, **MODEL), 8)
     gradients, sums = computed(many, many.step(EXAMPLES))
     expected, expected_sums = computed(alone, alone.step(EXAMPLES))
     assert_close(gradients, expected, 1e-5)
     assert_routed_alike(sums, expected_sums)
 
 
-@pytest.mark.slow
-def test_counts_are_the_states_and_batches_compile_nothing_anew(one):
+@pytest.mark.parametrize(
+    "stages", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=EXHAUSTIVE)]
+)
+def test_counts_are_the_states_and_batches_compile_nothing_anew(setups, texts, stages):
     """The update puts the counts of its step into the state, which the next one's balance loss takes."""
+    one = setups(texts(pipeline={"stages": stages}), stages)
     state = one.programs.init(0)
     assert not state.expert_counts.any()
     batches = [one.put(one.step(range(first, first + 16))) for first in range(0, 9, 2)]

@@ -37,6 +37,7 @@ from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 from jaxmllm.training.averages import with_averages
 from jaxmllm.training.objectives.flow import FlowSums
+from jaxmllm.training.objectives.routing import Routing
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.optimizer import make_optimizer
 from jaxmllm.training.programs.transfer import local_ranks
@@ -46,6 +47,7 @@ from sharding.rules import Layout
 
 COMPILE_THREADS = os.cpu_count()
 NOTHING_KEPT: Mapping[str, int] = {}
+TOKENS = f"{LANGUAGE}/tokens"  # of a step's statistics
 
 
 class ProgramName(NamedTuple):
@@ -243,6 +245,14 @@ class Programs(abc.ABC):
     def _planned_targets(self, batch: Any) -> np.ndarray:
         return np.asarray(batch.host.targets, self._real_dtype)
 
+    def _routing(self, statistics: Mapping[str, float], counts: Any = None) -> Routing | None:
+        """What the router's losses take, of a decoder with experts, given a step's statistics."""
+        shape = self.functions.routing_shape
+        if shape is None:
+            return None
+        counts = np.zeros(shape, np.int32) if counts is None else counts
+        return Routing(counts, np.asarray(statistics[TOKENS], self._real_dtype))
+
     # ------------------------------------------------------------------ checkpoints
 
     @property
@@ -358,6 +368,10 @@ class Programs(abc.ABC):
             make(by_expert, self._real_dtype),
             make(by_expert[:2], self._real_dtype),
         )
+
+    def _abstract_routing(self) -> Routing | None:
+        shape = self.functions.routing_shape
+        return shape and Routing(self._replicated(shape, np.int32), self._scalar())
 
     def _by_rank_and_source(self, phase: str) -> Any:
         layout = self.layouts[phase]

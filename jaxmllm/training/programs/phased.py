@@ -43,9 +43,8 @@ from jaxmllm.models.rows import (
 )
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
-from jaxmllm.training.objectives.routing import Routing
 from jaxmllm.training.objectives.tokens import Sums
-from jaxmllm.training.programs.base import Evaluated, Job, Jobs, ProgramName, zeros_job
+from jaxmllm.training.programs.base import TOKENS, Evaluated, Job, Jobs, ProgramName, zeros_job
 from jaxmllm.training.programs.exchange_programs import ExchangePrograms
 from jaxmllm.training.programs.generator_programs import DeviceStep, GeneratorPrograms
 from jaxmllm.training.programs.gradient_sums import GradientSums
@@ -58,8 +57,6 @@ from jaxmllm.training.step_functions import (
     TrainState,
 )
 from sharding.parameters import map_rows, results_of_devices
-
-TOKENS = f"{LANGUAGE}/tokens"  # of a step's statistics
 
 
 class PhaseBuffers(NamedTuple):
@@ -366,8 +363,7 @@ class PhasedPrograms(GeneratorPrograms):
         sums = self._abstract_sums()._replace(drawn=None)
         generates = bool(self.generators)
         d_states = (pool.tokens,) if self.functions.trains_states else ()
-        shape = self.functions.routing_shape
-        routing = shape and Routing(self._replicated(shape, np.int32), self._scalar())
+        routing = self._abstract_routing()
         windows = LANGUAGE in self.functions.model.config.windows
         jobs = {
             ProgramName("zero", LANGUAGE): zeros_job(pool),
@@ -457,14 +453,6 @@ class PhasedPrograms(GeneratorPrograms):
             )
         )
         return tuple(dict.fromkeys(trained))
-
-    def _routing(self, statistics: Mapping[str, float], counts: Any = None) -> Routing | None:
-        """What the router's losses take, of a decoder with experts, given a step's statistics."""
-        shape = self.functions.routing_shape
-        if shape is None:
-            return None
-        counts = np.zeros(shape, np.int32) if counts is None else counts
-        return Routing(counts, np.asarray(statistics[TOKENS], self._real_dtype))
 
     def _put_row(
         self, phase: str, row: Mapping[str, Any], span: int

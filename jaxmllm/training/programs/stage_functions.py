@@ -16,10 +16,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmllm.balance.records import RowClass
 from jaxmllm.models.layers import checkpointed
+from jaxmllm.models.mixture import RouterSums
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.trainable import Trainable, join
+from jaxmllm.training.objectives.routing import Routing, router_loss
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.programs.stage_layers import LAYERS, StageLayers
 from jaxmllm.training.step_functions import StepFunctions, media_slots
@@ -36,6 +38,15 @@ class Activation(NamedTuple):
 
     hidden: Float[Array, "R C D"]
     valid: Float[Array, "R C"]  # 0 where a media token could not be computed
+    # Over the layers so far, [R, L, ...], of a decoder with experts: real numbers all, for gradients come back
+    routed: RouterSums | None = None
+
+
+class LossConstants(NamedTuple):
+    """What losses take from outside of the pipeline."""
+
+    scale: Any  # what the sum over targets is multiplied by
+    routing: Routing | None = None  # of a decoder with experts, in training
 
 
 class StageFunctions:
@@ -94,11 +105,10 @@ class StageFunctions:
         self,
         params: Any,
         rows: Mapping[str, Any],
-        scale: Any,
+        constants: LossConstants,
         trainable: Trainable,
     ) -> Inputs:
-        """Staged parameters and rows, or their shapes, as the executor takes them; `scale` is what losses
-        are multiplied by."""
+        """Staged parameters and rows, or their shapes, as the executor takes them."""
         layers = []
         outer = []
         for phase in self.model.phases:
@@ -111,7 +121,7 @@ class StageFunctions:
                     (_layers_of(frozen), self._windowed(phase), self._numbers(phase)),
                 ),
             )
-            outer.append(Params(_without_layers(trained), (_without_layers(frozen), scale)))
+            outer.append(Params(_without_layers(trained), (_without_layers(frozen), constants)))
         return Inputs(
             tuple(layers),
             tuple(outer),
@@ -129,7 +139,8 @@ class StageFunctions:
     def _numbers(self, phase: str) -> Int[Array, "S K L"] | None:
         """Numbers of a phase's layers, where something goes beside what they yield: likewise."""
         shapes = getattr(self.model.config, phase)
-        if self.model.config.carried_width(phase) == shapes.width:
+        routes = phase == LANGUAGE and self.functions.routing_shape is not None
+        if self.model.config.carried_width(phase) == shapes.width and not routes:
             return None
         index = self.stage_layers[phase].index
         return jnp.where(index < 0, shapes.layers, index)  # nothing is added after what is no layer
@@ -152,7 +163,7 @@ class StageFunctions:
 
         def layer(params: Params, x: Array, rows: EncoderRows) -> Array:
             frozen, *which = params.frozen
-            return model.layer(phase, join(params.trained, frozen), x, rows, *which)
+            return model.layer(phase, join(params.trained, frozen), x, rows, *which)[0]
 
         def last(outer: Params, x: Array, rows: EncoderRows) -> TokenPool:
             params = _outer_params(outer)
@@ -196,25 +207,36 @@ class StageFunctions:
             return Activation(
                 model.begin(_outer_params(outer), rows, arrived.tokens),
                 arrived.valid,
+                self._not_routed(len(rows.tokens)),
             )
 
         def layer(params: Params, x: Activation, rows: LanguageRows) -> Activation:
-            frozen, *which = params.frozen
-            hidden = model.layer(
+            frozen, windowed, number = params.frozen
+            hidden, routed = model.layer(
                 LANGUAGE,
                 join(params.trained, frozen),
                 x.hidden,
                 rows,
-                *which,
+                windowed,
+                number,
             )
-            return x._replace(hidden=hidden)
+            if x.routed is None or routed is None:
+                return x._replace(hidden=hidden)
+            return x._replace(hidden=hidden, routed=_with_layer(x.routed, routed, number))
 
         def last(outer: Params, x: Activation, rows: LanguageRows) -> tuple[Array, Sums]:
             params = _outer_params(outer)
-            scale = outer.frozen[1]
+            constants: LossConstants = outer.frozen[1]
             hidden = model.normed(params, LANGUAGE, x.hidden)
             total, sums = functions.losses(hidden, model.head(params), rows, x.valid)
-            return (total * scale).astype(jnp.float32), jax.tree.map(
+            total *= constants.scale
+            if x.routed is not None:
+                counts = jnp.round(x.routed.counts).astype(jnp.int32)
+                routed = x.routed._replace(counts=counts)
+                sums = sums._replace(routed=functions.routed_sums(routed))
+                if constants.routing is not None:
+                    total += router_loss(functions.objective.experts, routed, constants.routing)
+            return total.astype(jnp.float32), jax.tree.map(
                 lambda of_rows: on_first_part(layout, of_rows.sum(0)),
                 sums,
             )
@@ -226,9 +248,29 @@ class StageFunctions:
             _spec(layout, "batch", "sequence"),
         )
 
+    def _not_routed(self, rows: int) -> RouterSums | None:
+        """Zeros for the sums over the routing of rows, of a decoder with experts."""
+        shape = self.functions.routing_shape
+        if shape is None:
+            return None
+        layers, experts = shape
+        dtype = jnp.promote_types(self.model.components[LANGUAGE].dtype, jnp.float32)
+        by_expert = jnp.zeros((rows, layers, experts), dtype)
+        return RouterSums(by_expert, by_expert, jnp.zeros((rows, layers), dtype))
+
     def _checkpointed(self, phase: str, layer: Callable[..., Any]) -> Callable[..., Any]:
         """The layer, of which the executor keeps what `remat` of its component says."""
         return checkpointed(layer, self.model.components[phase].settings.remat)
+
+
+def _with_layer(sums: RouterSums, of_layer: RouterSums, number: Int[Array, ""]) -> RouterSums:
+    """Sums by layer [R, L, ...] with those of one; what is no layer has the number L."""
+    added: RouterSums = jax.tree.map(
+        lambda total, own: total.at[:, number].add(own.astype(total.dtype), mode="drop"),
+        sums,
+        of_layer,
+    )
+    return added
 
 
 def _spec(layout: Layout, *axes: str) -> PartitionSpec | None:

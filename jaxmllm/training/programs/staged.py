@@ -45,7 +45,7 @@ from jaxmllm.row_format import RowFormat
 from jaxmllm.trainable import Trainable
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.programs.base import Evaluated, Job, Jobs, ProgramName, Programs
-from jaxmllm.training.programs.stage_functions import StageFunctions
+from jaxmllm.training.programs.stage_functions import LossConstants, StageFunctions
 from jaxmllm.training.programs.stage_layers import LAYERS, StageLayers
 from jaxmllm.training.programs.transfer import local_ranks, put_ranks
 from jaxmllm.training.step_functions import StepFunctions, TrainState
@@ -120,7 +120,10 @@ class StagedPrograms(Programs):
                 params,
                 rows,
                 table,
-                1 / self._planned_targets(batch),
+                LossConstants(
+                    1 / self._planned_targets(batch),
+                    self._routing(batch.host.statistics, expert_counts),
+                ),
             )
             results = run_results if results is None else self._call("add")(results, run_results)
         assert results is not None, "a batch has at least one run"
@@ -147,9 +150,9 @@ class StagedPrograms(Programs):
         found: list[Held] = []
         rows = self.rows
 
-        def record(params: Any, scale: jax.Array) -> None:
+        def record(params: Any, constants: LossConstants) -> None:
             stage_functions = self._stage_functions
-            inputs = stage_functions.inputs(params, rows, scale, self.functions.model.trainable)
+            inputs = stage_functions.inputs(params, rows, constants, self.functions.model.trainable)
             found.append(
                 held_bytes(
                     self.sizes.training.tables,
@@ -157,11 +160,11 @@ class StagedPrograms(Programs):
                     self.mesh,
                     inputs,
                     STAGE,
-                    self._manual(self.functions.model.trainable),
+                    self._manual(self.functions.model.trainable, self._abstract_constants()),
                 )
             )
 
-        jax.eval_shape(record, self.params, self._scalar())
+        jax.eval_shape(record, self.params, self._abstract_constants())
         return found[-1]
 
     @property
@@ -268,7 +271,7 @@ class StagedPrograms(Programs):
         return self._common_jobs(self.trained) | {
             ProgramName("gradients"): Job(
                 self._gradients,
-                (self.params, rows, table, self._scalar()),
+                (self.params, rows, table, self._abstract_constants()),
                 results,
             ),
             ProgramName("add"): Job(
@@ -294,12 +297,13 @@ class StagedPrograms(Programs):
         params: Any,
         rows: Any,
         table: TableArrays,
-        scale: jax.Array,
+        constants: LossConstants,
     ) -> tuple[Any, Sums, jax.Array]:
         stage_functions = self._stage_functions
         trainable = self.functions.model.trainable
-        executor = self._executor(self.sizes.training, stage_functions, trainable)
-        out = executor(table, stage_functions.inputs(params, rows, scale, trainable))
+        lying = self._manual(trainable, self._abstract_constants())
+        executor = self._executor(self.sizes.training, stage_functions, lying)
+        out = executor(table, stage_functions.inputs(params, rows, constants, trainable))
         grads = stage_functions.gradients(out.layers, out.outer)
         trained, _ = self.functions.model.trainable.split(params)
         grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, trained)
@@ -313,9 +317,10 @@ class StagedPrograms(Programs):
         evaluated: Evaluated,
     ) -> Evaluated:
         stage_functions = self._stage_functions
-        executor = self._executor(self.sizes.evaluation, stage_functions, NOTHING_TRAINED)
-        scale = jnp.ones((), evaluated.sums.loss.dtype)
-        out = executor(table, stage_functions.inputs(params, rows, scale, NOTHING_TRAINED))
+        constants = LossConstants(jnp.ones((), evaluated.sums.loss.dtype))
+        lying = self._manual(NOTHING_TRAINED, LossConstants(self._scalar()))
+        executor = self._executor(self.sizes.evaluation, stage_functions, lying)
+        out = executor(table, stage_functions.inputs(params, rows, constants, NOTHING_TRAINED))
         return jax.tree.map(
             jnp.add,
             evaluated,
@@ -326,14 +331,14 @@ class StagedPrograms(Programs):
         self,
         pipeline: PipelineSpec,
         stage_functions: StageFunctions,
-        trainable: Trainable,
+        manual: ManualAxes,
     ) -> Callable[[TableArrays, Inputs], Any]:
         return make_executor(
             pipeline.tables,
             stage_functions.components(),
             self.mesh,
             STAGE,
-            self._manual(trainable),
+            manual,
         )
 
     @property
@@ -355,11 +360,11 @@ class StagedPrograms(Programs):
         used = {axis for layout in self.layouts.values() for axis in row_axes(layout)}
         return tuple(axis for axis in self.mesh.axis_names if axis in used and axis != STAGE)
 
-    def _manual(self, trainable: Trainable) -> ManualAxes:
-        """How the executor's inputs lie on the stages and the axes of rows."""
+    def _manual(self, trainable: Trainable, constants: LossConstants) -> ManualAxes:
+        """How the executor's inputs lie on the stages and the axes of rows; `constants` are abstract."""
         axes = {STAGE, *self._row_axes}
         params = self._gathered_params()
-        inputs = self._stage_functions.inputs(params, self.rows, self._scalar(), trainable)
+        inputs = self._stage_functions.inputs(params, self.rows, constants, trainable)
 
         def spec(leaf: Any) -> P:
             if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -387,6 +392,10 @@ class StagedPrograms(Programs):
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
 
         return self._on_layers(self.functions.model.abstract(self.param_dtype), staged)
+
+    def _abstract_constants(self) -> LossConstants:
+        """Those of training."""
+        return LossConstants(self._scalar(), self._abstract_routing())
 
     def _abstract_rows(self, formats: Mapping[str, RowFormat]) -> dict[str, Any]:
         rows: dict[str, Any] = {}

@@ -81,7 +81,9 @@ def stacked_shapes(shapes: Tree, count: int) -> Tree:
 
 
 def zero_sum(leaf: Any) -> Array:
-    """An empty sum of such leaves: at least in float32."""
+    """An empty sum of such leaves: at least in float32, or of integers."""
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+        return jnp.zeros(leaf.shape, leaf.dtype)
     return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
 
 
