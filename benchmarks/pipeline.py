@@ -1,19 +1,26 @@
 """What layouts, schedules and deferral make of a pipelined step: modelled, nothing is compiled or run.
 
-    python -m benchmarks.pipeline [--seeds N] [--microbatches M] [--stages S] [--modes ...]
-                                  [--live L] [--rollouts N] [--long N] [--json PATH]
+    python -m benchmarks.pipeline [--model vision_language | text_to_video] [--seeds N] [--microbatches M] [--stages S]
+                                  [--modes ...] [--live L] [--rollouts N] [--long N] [--json PATH]
     python -m benchmarks.pipeline --families real [--real-seeds N] [--profiles 8B 72B] [--mixes all images speech]
                                   [--data DIR] [--real-modes ...] [--real-stages 4 8] [--per-replica 8 32 128]
 
 A vision encoder of 5B and a language model of 8B parameters on 4 pipeline ranks. A batch has M microbatches of 16
 examples and 0 to 48 images each, all numbers equally likely; an image is 576 patches and 144 tokens. Rows have fixed
-shapes: a language row 8,192 tokens, an encoder row 8 images. They cost what all their slots cost, and
-the attention of what is in them: FLOPs by layer, everything recomputed. Every line of the table adds to the one before:
+shapes: a language row 8,192 tokens, an encoder row 8 images.
+
+Or (`--model text_to_video`) the language model and a diffusion transformer of 3.5B that reads its states, trained by
+the loss of what is drawn: microbatches of up to 8 clips and 16 s in all (benchmarks/pipeline_video.py). A language row
+has 1,024 tokens of captions, a row of the generator 9,216 slots.
+
+Rows cost what all their slots cost, and the attention of what is in them: FLOPs by layer, everything recomputed. Every
+line of the table adds to the one before; where it says encoder and language, these are language and generator:
 
     chain by parameters   encoder, then language, cut into stages of equal parameters; 1F1B
     chain                 cut by cost, aware of what is frozen
     parallel              encoder and language on ranks of their own; greedy schedule
-    segments              both on every rank, in chunks of like cost
+    segments              both on every rank, in chunks of like cost; of text_to_video, in those that take least time on
+                          another batch
     + search              the best of greedy, 1F1B and `--rollouts` schedules of sharding/pipeline/schedules/search.py
     + split               backward split into input and weight gradients
     + deferral            examples placed anew: full encoder rows, every microbatch as costly as the others
@@ -30,7 +37,8 @@ the attention of what is in them: FLOPs by layer, everything recomputed. Every l
 Of what split backwards leave, a rank has room for 2 chunks of each component. Everything else may wait as it likes, or
 (`--live`) there is room for so many language microbatches and 4 encoder rows of each.
 
-Modes: `train_all` trains everything, `alignment` the projector alone.
+Modes: `train_all` trains everything, `alignment` the projector alone, `frozen_text` the generator and what it makes of
+states.
 
 Then search by itself, on the batches of the last line: how much longer greedy and searched schedules are than the best
 that is known, from `--long` rollouts with another seed; how much longer that is than the lower bound; and in how much
@@ -56,6 +64,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.pipeline_batches import VISION_LANGUAGE, Chains, Rows
 from benchmarks.pipeline_real import (
     FILES,
     MIXES,
@@ -65,13 +74,12 @@ from benchmarks.pipeline_real import (
     show_real,
 )
 from benchmarks.pipeline_real import MODES as REAL_MODES
+from benchmarks.pipeline_video import TEXT_TO_VIDEO
 from jaxmllm.arrays import Longs, sums_by
-from jaxmllm.balance.costs.flops import phase_layers
 from jaxmllm.balance.stages.microbatches import MicrobatchPlan, PhaseLoad, plan_microbatches
-from jaxmllm.config.schema import VisionConfig
+from jaxmllm.config.schema import ModelConfig
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
-from jaxmllm.tools.workload import MODEL as WORKLOAD_MODEL
 from sharding.pipeline.build_graph import build_graph
 from sharding.pipeline.cuts import CutBy, LayoutName, partition
 from sharding.pipeline.graph import Graph, Pool, Slots, Workload
@@ -84,32 +92,15 @@ from sharding.pipeline.schedules.schedule import Schedule, asynchronous, duratio
 from sharding.pipeline.schedules.search import ROLLOUTS, search
 from sharding.pipeline.slots import slots_needed
 
-MODEL = WORKLOAD_MODEL.model_copy(
-    update={
-        "audio": None,
-        "vision": VisionConfig(
-            width=3072, layers=44, heads=24, mlp_width=12_288, patch_size=14, merge=2
-        ),
-    }
-)
-MODES: Mapping[str, frozenset[str]] = {
-    "train_all": frozenset({"vision", "projector.vision", "language"}),
-    "alignment": frozenset({"projector.vision"}),
-}
-PATCHES, TOKENS, FRAME = 576, 144, 2  # of an image: 24 x 24 patches; and two tokens around it
-MOST_IMAGES = 48  # of a microbatch
-ROW_IMAGES = 8  # of an encoder row
-ROW_TOKENS = 8192
-EXAMPLES = 16  # of a microbatch
-FILL = (0.85, 0.97)  # of a language row, as examples are drawn
-LEAST_TEXT = 16  # tokens of an example
-LIVE_ROWS = 4  # encoder rows that have room for every language microbatch that has
+MODELS: Mapping[str, Chains] = {"vision_language": VISION_LANGUAGE, "text_to_video": TEXT_TO_VIDEO}
+MODES = tuple(dict.fromkeys(mode for chains in MODELS.values() for mode in chains.modes))
 PENDING = 2  # slots of a rank for what split backwards of a component leave
 LONG = 1000  # rollouts of a search that is taken for the best
 WITHIN = 1.02  # of the best: near it
+SAMPLE_SEED = 2**40  # of the batch on which chunks are tried
 FAMILIES = ("layouts", "microbatches", "real")
 UNIT = 10**9  # FLOPs: durations of operations are small enough for 32 bits
-GENERATOR = "benchmarks.pipeline.generate(seed + i, microbatches), i = 0 .. seeds - 1"
+GENERATOR = "benchmarks.pipeline.MODELS[model].generate(seed + i, microbatches), i = 0 .. seeds - 1"
 
 
 @dataclass(frozen=True)
@@ -135,148 +126,104 @@ VARIANTS = (
 )
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Examples in the order drawn: `microbatch`, images and text tokens of each."""
-
-    microbatch: Longs
-    images: Longs
-    text: Longs
-
-    @property
-    def tokens(self) -> Longs:
-        """Of an example's language sequence."""
-        return self.text + self.images * (TOKENS + FRAME)
-
-
-def generate(seed: int, microbatches: int) -> Batch:
-    """Microbatches of `EXAMPLES` examples; the images of a microbatch fall to them with random shares."""
-    random = np.random.default_rng(seed)
-    images, text = [], []
-    for total in random.integers(0, MOST_IMAGES + 1, microbatches):
-        images.append(random.multinomial(total, random.dirichlet(np.ones(EXAMPLES))))
-        left = (
-            int(ROW_TOKENS * random.uniform(*FILL))
-            - int(total) * (TOKENS + FRAME)
-            - LEAST_TEXT * EXAMPLES
-        )
-        text.append(
-            LEAST_TEXT + random.multinomial(max(left, 0), random.dirichlet(np.ones(EXAMPLES)))
-        )
-    return Batch(
-        np.repeat(np.arange(microbatches), EXAMPLES), np.concatenate(images), np.concatenate(text)
-    )
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What is computed, row by row: images of every encoder row, squared tokens of every language row, and the encoder
-    rows that each language row reads."""
-
-    images: list[int]
-    squares: list[int]
-    inputs: list[set[int]]
-
-
-def drawn_rows(batch: Batch) -> Rows:
-    """Every microbatch as drawn, with encoder rows of its own."""
-    count = int(batch.microbatch.max()) + 1
-    images: list[int] = []
-    inputs: list[set[int]] = []
-    for total in sums_by(batch.microbatch, batch.images, count).tolist():
-        rows = [min(ROW_IMAGES, total - start) for start in range(0, total, ROW_IMAGES)]
-        inputs.append(set(range(len(images), len(images) + len(rows))))
-        images += rows
-    squares = sums_by(batch.microbatch, batch.tokens**2, count).tolist()
-    return Rows(images, squares, inputs)
-
-
-def planned_rows(batch: Batch) -> Rows:
-    """Examples placed by `plan_microbatches`; encoder rows are filled in the order in which microbatches run."""
-    image_work = sum(layer.linear(PATCHES) for layer in phase_layers(MODEL, "vision"))
-    token_work = sum(layer.linear(1) for layer in phase_layers(MODEL, "language"))
-    patches, tokens = batch.images * PATCHES, batch.tokens
-    plan = plan_microbatches(
-        {"vision": PhaseLoad(batch.images * image_work, patches)},
-        PhaseLoad(tokens * token_work, tokens, ROW_TOKENS),
-        replicas=1,
-        microbatches=int(batch.microbatch.max()) + 1,
-    )
-    images: list[int] = []
-    inputs: list[set[int]] = [set() for _ in range(plan.microbatches)]
-    for example in np.lexsort((plan.language, plan.encoder)).tolist():
-        for _ in range(int(batch.images[example])):
-            if not images or images[-1] == ROW_IMAGES:
-                images.append(0)
-            images[-1] += 1
-            inputs[plan.language[example]].add(len(images) - 1)
-    squares = sums_by(plan.language, tokens**2, plan.microbatches).tolist()
-    return Rows(images, squares, inputs)
-
-
 # ---------------------------------------------------------------------------- costs
 
 
-def chains(trainable: frozenset[str], images: int, squares: int) -> dict[str, list[Layer]]:
-    """Layers of both chains for an encoder row that holds some images, and a language row of some squared lengths."""
-    slots = {"vision": ROW_IMAGES * PATCHES, "language": ROW_TOKENS}
-    lengths = {"vision": images * PATCHES**2, "language": squares}
+def layers_of(
+    chains: Chains, trainable: frozenset[str], squares: Mapping[str, int]
+) -> dict[str, list[Layer]]:
+    """Layers of both chains for rows of some squared lengths, 0 where a chain is left out."""
     return {
         name: [
             Layer(
                 component=layer.component,
-                linear=layer.linear(slots[name]) // UNIT,
-                attention=layer.attention((lengths[name], 0)) // UNIT,
+                linear=layer.linear(chains.slots[name]) // UNIT,
+                attention=layer.attention((squares.get(name, 0), 0)) // UNIT,
                 parameters=layer.parameters,
                 trainable=layer.component in trainable,
             )
-            for layer in phase_layers(MODEL, name)
+            for layer in layers
         ]
-        for name in slots
+        for name, layers in chains.layers.items()
     }
 
 
 def make_ring(
-    trainable: frozenset[str], stages: int, layout: LayoutName, cut_by: CutBy = "cost"
+    chains: Chains,
+    trainable: frozenset[str],
+    stages: int,
+    layout: LayoutName,
+    cut_by: CutBy = "cost",
+    chunks: Sequence[int] = (),
 ) -> Ring:
-    """Stages for the average microbatch."""
-    average = chains(trainable, ROW_IMAGES, ROW_TOKENS**2 // EXAMPLES)
-    return partition(average, stages, layout, {"vision": MOST_IMAGES / 2 / ROW_IMAGES}, cut_by)
+    """Stages for the average microbatch; of segments, so many chunks per rank of either chain."""
+    feeding, _ = chains.layers
+    return partition(
+        layers_of(chains, trainable, chains.squares),
+        stages,
+        layout,
+        {feeding: float(chains.read)},
+        cut_by,
+        dict(zip(chains.layers, chunks, strict=True)) if chunks else None,
+    )
 
 
-def make_workload(ring: Ring, trainable: frozenset[str], rows: Rows) -> Workload:
+def best_chunks(
+    chains: Chains, variant: Variant, mode: str, microbatches: int, stages: int
+) -> tuple[int, ...]:
+    """Of the chunks that are tried, those with which a greedy schedule of a batch that is not measured takes least
+    time; none where none are tried."""
+    if variant.layout != "segments" or not chains.chunks:
+        return ()
+    shape = (chains, variant, mode, SAMPLE_SEED, microbatches, stages)
+    graphs = {chunks: make_graph(*shape, chunks) for chunks in chains.chunks}
+    return min(
+        graphs,
+        key=lambda chunks: lockstep(greedy(graphs[chunks], make_slots(chains, graphs[chunks]))),
+    )
+
+
+def make_workload(chains: Chains, ring: Ring, trainable: frozenset[str], rows: Rows) -> Workload:
     """What the chunks of a ring do in a batch."""
-    known: dict[tuple[int, int], dict[str, tuple[LayerCost, ...]]] = {}
+    known: dict[tuple[str, int], tuple[LayerCost, ...]] = {}
 
-    def costs(images: int, squares: int) -> dict[str, tuple[LayerCost, ...]]:
-        key = (images, squares)
+    def costs(name: str, squares: int) -> tuple[LayerCost, ...]:
+        key = (name, squares)
         if key not in known:
-            known[key] = layer_costs(chains(trainable, *key))
+            known[key] = layer_costs(layers_of(chains, trainable, {name: squares}))[name]
         return known[key]
 
-    vision = [costs(images, 0)["vision"] for images in rows.images]
-    language = [costs(0, squares)[LANGUAGE] for squares in rows.squares]
     return Workload(
         tuple(
-            chain_work(chain, each)
-            for chain, each in zip(ring.chains, (vision, language), strict=True)
+            chain_work(chain, [costs(chain.name, each) for each in squares])
+            for chain, squares in zip(ring.chains, (rows.feeding, rows.reading), strict=True)
         ),
         tuple(tuple((0, row) for row in sorted(each)) for each in rows.inputs),
     )
 
 
-def make_graph(variant: Variant, mode: str, batch: Batch, stages: int) -> Graph:
+def make_graph(
+    chains: Chains,
+    variant: Variant,
+    mode: str,
+    seed: int,
+    microbatches: int,
+    stages: int,
+    chunks: Sequence[int] = (),
+) -> Graph:
     """Operations of a batch."""
-    ring = make_ring(MODES[mode], stages, variant.layout, variant.cut_by)
-    rows = planned_rows(batch) if variant.deferred else drawn_rows(batch)
-    return build_graph(ring, make_workload(ring, MODES[mode], rows), split=variant.split)
+    trainable = chains.modes[mode]
+    batch = chains.generate(seed, microbatches)
+    ring = make_ring(chains, trainable, stages, variant.layout, variant.cut_by, chunks)
+    rows = chains.planned_rows(batch) if variant.deferred else chains.drawn_rows(batch)
+    return build_graph(ring, make_workload(chains, ring, trainable, rows), split=variant.split)
 
 
-def make_slots(graph: Graph, live: int | None = None) -> Slots:
-    """Room for `live` language microbatches at a time; none: for whatever waits."""
+def make_slots(chains: Chains, graph: Graph, live: int | None = None) -> Slots:
+    """Room for `live` microbatches of the reader at a time; none: for whatever waits."""
     slots: Slots = {}
     for number, chain in enumerate(graph.ring.chains):
-        rows = LIVE_ROWS if chain.name == "vision" else 1
+        rows = chains.room if number == 0 else 1
         room = graph.size if live is None else live * rows * chain.chunks_per_rank
         slots |= {(pool, number): room for pool in Pool}
         slots[Pool.PENDING, number] = PENDING
@@ -284,36 +231,43 @@ def make_slots(graph: Graph, live: int | None = None) -> Slots:
 
 
 def make_schedule(
-    variant: Variant, graph: Graph, live: int | None = None, rollouts: int = ROLLOUTS
+    chains: Chains,
+    variant: Variant,
+    graph: Graph,
+    live: int | None = None,
+    rollouts: int = ROLLOUTS,
 ) -> Schedule:
     """The schedule that a variant stands for."""
-    slots = make_slots(graph, live)
+    slots = make_slots(chains, graph, live)
     return scheduler_of(variant.schedule).make(graph, slots, rollouts)
 
 
-def waiting_bytes(schedule: Schedule) -> float:
+def waiting_bytes(chains: Chains, schedule: Schedule) -> float:
     """Bytes of the slots that a schedule needs on every rank."""
-    vision, language = MODEL.vision, MODEL.language
-    assert vision is not None
-    rows = (ROW_IMAGES * PATCHES, ROW_TOKENS)
-    widths = (vision.width, language.width)
-    # What goes into the matrix products of a block, and the gradients of what comes out of them.
-    heads = language.heads * language.head_size
-    keys = 2 * language.kv_heads * language.head_size
-    products = (
-        9 * vision.width + 2 * vision.mlp_width,
-        3 * language.width + 2 * heads + keys + 3 * language.mlp_width + language.width,
-    )
+    width = chains.model.language.width
     total = 0
     for (pool, chain), count in slots_needed([schedule]).items():
+        name = schedule.graph.ring.chains[chain].name
         blocks = max(schedule.graph.ring.chains[chain].layers)
         numbers = {
-            Pool.TOKENS: ROW_IMAGES * TOKENS * language.width,
-            Pool.TOKEN_GRADIENT: ROW_IMAGES * TOKENS * language.width,
-            Pool.PENDING: rows[chain] * products[chain] * blocks,
+            Pool.TOKENS: chains.tokens * width,
+            Pool.TOKEN_GRADIENT: chains.tokens * width,
+            Pool.PENDING: chains.slots[name] * _products(chains.model, name) * blocks,
         }
-        total += 2 * count * numbers.get(pool, rows[chain] * widths[chain])
+        own_width = getattr(chains.model, name).width
+        total += 2 * count * numbers.get(pool, chains.slots[name] * own_width)
     return float(total)
+
+
+def _products(model: ModelConfig, name: str) -> int:
+    """Numbers of a slot that go into the matrix products of a block, and gradients of what comes out of them."""
+    if name != LANGUAGE:
+        tower = getattr(model, name)
+        return int(9 * tower.width + tower.mlp_matrices * tower.mlp_width)
+    language = model.language
+    heads = language.heads * language.head_size
+    keys = 2 * language.kv_heads * language.head_size
+    return 3 * language.width + 2 * heads + keys + 3 * language.mlp_width + language.width
 
 
 def efficiency(schedule: Schedule, makespan: int) -> float:
@@ -326,6 +280,7 @@ def efficiency(schedule: Schedule, makespan: int) -> float:
 
 
 def measure(
+    model: str,
     mode: str,
     variant: Variant,
     seeds: Sequence[int],
@@ -335,22 +290,31 @@ def measure(
     rollouts: int = ROLLOUTS,
 ) -> dict[str, Any]:
     """One record: means over batches."""
+    chains = MODELS[model]
+    chunks = best_chunks(chains, variant, mode, microbatches, stages)
     found = []
     for seed in seeds:
-        graph = make_graph(variant, mode, generate(seed, microbatches), stages)
+        graph = make_graph(chains, variant, mode, seed, microbatches, stages, chunks)
         began = time.perf_counter()
-        schedule = make_schedule(variant, graph, live, rollouts)
+        schedule = make_schedule(chains, variant, graph, live, rollouts)
         seconds = time.perf_counter() - began
         ticks, time_ = len(schedule.ticks), lockstep(schedule)
         shares = time_ * UNIT / 1e15, asynchronous(schedule) * UNIT / 1e15
         found.append(
-            (*shares, efficiency(schedule, time_), ticks, waiting_bytes(schedule) / 1e9, seconds)
+            (
+                *shares,
+                efficiency(schedule, time_),
+                ticks,
+                waiting_bytes(chains, schedule) / 1e9,
+                seconds,
+            )
         )
     means = [statistics.fmean(column) for column in zip(*found, strict=True)]
     names = ("lockstep", "asynchronous", "efficiency", "ticks", "waiting_gb", "seconds")
     worst = min(each[2] for each in found)
     return {
         "family": "layouts",
+        "model": model,
         "mode": mode,
         "variant": variant.name,
         **dict(zip(names, means, strict=True)),
@@ -363,6 +327,7 @@ def measure(
 
 
 def measure_search(
+    model: str,
     mode: str,
     seeds: Sequence[int],
     microbatches: int,
@@ -372,10 +337,12 @@ def measure_search(
     long: int = LONG,
 ) -> dict[str, Any]:
     """One record: how much longer schedules are than the best known, means over batches, and time to come near it."""
+    chains = MODELS[model]
+    chunks = best_chunks(chains, VARIANTS[-1], mode, microbatches, stages)
     found = []
     for seed in seeds:
-        graph = make_graph(VARIANTS[-1], mode, generate(seed, microbatches), stages)
-        slots = make_slots(graph, live)
+        graph = make_graph(chains, VARIANTS[-1], mode, seed, microbatches, stages, chunks)
+        slots = make_slots(chains, graph, live)
         simple = lockstep(greedy(graph, slots))
         began = time.process_time()
         search(graph, fixed_orders(), slots, rollouts=0)
@@ -398,6 +365,7 @@ def measure_search(
     )
     times = [each[-1] for each in found if each[-1] != float("inf")]
     return {
+        "model": model,
         "mode": mode,
         "instances": len(found),
         "greedy_gap": greedy_gap,
@@ -461,7 +429,10 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--long", type=int, default=LONG, help="rollouts of a search that is taken for the best"
     )
-    parser.add_argument("--modes", nargs="+", choices=tuple(MODES), default=list(MODES))
+    parser.add_argument(
+        "--model", choices=tuple(MODELS), default="vision_language", help="of drawn microbatches"
+    )
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="default: all of the model")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     real = parser.add_argument_group("real")
     real.add_argument("--profiles", nargs="+", choices=tuple(PROFILES), default=["8B"])
@@ -501,12 +472,13 @@ def _layouts(options: Namespace) -> dict[str, Any]:
     """Layouts and schedules of drawn microbatches."""
     seeds = range(options.seed, options.seed + options.seeds)
     shape = (seeds, options.microbatches, options.stages, options.live, options.rollouts)
+    modes = options.modes or list(MODELS[options.model].modes)
     rows = []
-    for mode in options.modes:
-        of_mode = [measure(mode, variant, *shape) for variant in VARIANTS]
+    for mode in modes:
+        of_mode = [measure(options.model, mode, variant, *shape) for variant in VARIANTS]
         show(mode, of_mode)
         rows += of_mode
-    quality = [measure_search(mode, *shape, options.long) for mode in options.modes]
+    quality = [measure_search(options.model, mode, *shape, options.long) for mode in modes]
     print_table(
         "Search against the best known", [*quality[0]], [[*row.values()] for row in quality]
     )

@@ -165,7 +165,7 @@ def _of_step(
         ]
         save_tables(save, sizes.training.tables, rows, wire_active)
     microbatches = sum(
-        run.rows.phases[sizes.training.tables.ring.language.name].count for run in runs
+        run.rows.phases[sizes.training.tables.ring.reader.name].count for run in runs
     )
     chosen = sizes.training.config
     settings = _in_words(chosen.schedule, chosen.split_backward is True)

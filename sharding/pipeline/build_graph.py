@@ -48,7 +48,7 @@ def _check(ring: Ring, workload: Workload) -> None:
     microbatches = workload.chains[-1].shape[1]
     if len(workload.inputs) != microbatches:
         raise PipelineError(
-            f"inputs of {len(workload.inputs)} language microbatches, of which there are {microbatches}",
+            f"inputs of {len(workload.inputs)} {ring.reader.name} microbatches, of which there are {microbatches}",
         )
     for microbatch in range(microbatches):
         _check_inputs(ring, workload, microbatch)
@@ -57,7 +57,7 @@ def _check(ring: Ring, workload: Workload) -> None:
         for sub in range(workload.chains[encoder].shape[1]):
             if (encoder, sub) not in consumed:
                 raise PipelineError(
-                    f"no language microbatch consumes encoder row {sub} of {chain.name}",
+                    f"no {ring.reader.name} microbatch consumes row {sub} of {chain.name}",
                 )
 
 
@@ -90,18 +90,18 @@ def _check_inputs(ring: Ring, workload: Workload, microbatch: int) -> None:
     inputs = workload.inputs[microbatch]
     if len(set(inputs)) < len(inputs):
         raise PipelineError(
-            f"language microbatch {microbatch} names an encoder row twice: {inputs}",
+            f"{ring.reader.name} microbatch {microbatch} names a row twice: {inputs}",
         )
     for encoder, sub in inputs:
         if not (0 <= encoder < len(ring.encoders) and 0 <= sub < workload.chains[encoder].shape[1]):
             raise PipelineError(
-                f"language microbatch {microbatch} consumes encoder row {sub} of encoder {encoder}, "
+                f"{ring.reader.name} microbatch {microbatch} consumes row {sub} of chain {encoder}, "
                 f"which does not exist",
             )
         trained = _goes_back(workload.chains[encoder], -1, sub)
         if trained and not _goes_back(workload.chains[-1], 0, microbatch):
             raise PipelineError(
-                f"encoder row {sub} of {ring.chains[encoder].name} waits for a gradient from language "
+                f"row {sub} of {ring.chains[encoder].name} waits for a gradient from {ring.reader.name} "
                 f"microbatch {microbatch}, which has no backward",
             )
 
@@ -266,7 +266,7 @@ class _Builder:
         hops = self.ring.delivery_hops(c)
         depth = self.ring.chains[c].depth - 1
         source = self.ring.chains[c].stages[-1]
-        target = self.ring.language.stages[0]
+        target = self.ring.reader.stages[0]
         for sub, users in enumerate(self.consumers[c]):
             forward = self.forward[c][-1][sub]
             back = self.back[c][-1][sub]

@@ -8,11 +8,12 @@
     rank 2  [language  ]     rank 2  [vision 2][lang 2]     rank 2  [language]
     rank 3  [language  ]     rank 3  [vision 3][lang 3]     rank 3  [language]
 
-A chain is an encoder or the language model: first its stem or embedding, then its blocks, last its
-projector, or its head and loss. Each is a layer with a cost of its own; stems stay with the first
-block, projectors with the last one. Encoder chains come first and feed the language chain, the
-last. Stages that heed what is frozen, and encoders on ranks of their own, are after Cornstarch
-(arXiv 2503.11367); segments, every chain over all ranks, are after DIP (arXiv 2504.14145).
+A chain is an encoder, the language model or a generator: first its stem or embedding, then its blocks,
+last its projector, or its head and loss. Each is a layer with a cost of its own; stems stay with the first
+block, projectors with the last one. Chains come first that feed the last one, their reader: encoders
+before the language model, or the language model before a generator. Stages that heed what is frozen,
+and encoders on ranks of their own, are after Cornstarch (arXiv 2503.11367); segments, every chain over
+all ranks, are after DIP (arXiv 2504.14145).
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def partition(
     parallel   every chain has ranks of its own; the split of the ranks is the best of all
 
     Args:
-      chains: by name, encoders first and language last; of each a stem, blocks, and what comes
+      chains: by name, encoders first and their reader last; of each a stem, blocks, and what comes
       after.
       stages: ranks of the pipeline.
       rows: of each chain in an average microbatch; one where it is left out.
@@ -133,7 +134,7 @@ def partition(
         )
     costs = layer_costs(chains)
     row_counts = {name: (rows or {}).get(name, 1) for name in chains}
-    language = [*chains][-1]
+    *_, reader = chains
     weights = {}
     for name, layers in chains.items():
         if cut_by == "cost":
@@ -142,7 +143,7 @@ def partition(
         else:
             layer_weights = [layer.parameters for layer in layers]
             row_count = 1
-        weights[name] = _units(layer_weights, row_count, is_language=name == language)
+        weights[name] = _units(layer_weights, row_count, is_reader=name == reader)
     match layout:
         case "chain":
             placed = _chain(weights, stages)
@@ -157,7 +158,7 @@ def partition(
 @dataclass(frozen=True)
 class _Units:
     """What cuts go between: the blocks of a chain, the first with the stem; after them the head as
-    a unit, or, in an encoder, the projector in the last block's."""
+    a unit of the reader; of others, in the last block's."""
 
     costs: list[int]  # for one row
     blocks: int
@@ -172,13 +173,12 @@ class _Units:
         return self.blocks
 
 
-def _units(weights: Sequence[int], rows: float, is_language: bool) -> _Units:
+def _units(weights: Sequence[int], rows: float, is_reader: bool) -> _Units:
     stem, *blocks, head = weights
     count = len(blocks)
     blocks[0] += stem
-    if (
-        is_language
-    ):  # the head may have a stage of its own, for a vocabulary is as much work as a few blocks
+    # A head may have a stage of its own, for a vocabulary is as much work as a few blocks
+    if is_reader:
         return _Units([*blocks, head], count, rows)
     blocks[-1] += head
     return _Units(blocks, count, rows)

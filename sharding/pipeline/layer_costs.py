@@ -86,13 +86,13 @@ def layer_costs(chains: Mapping[str, Sequence[Layer]]) -> dict[str, tuple[LayerC
     gradient, or, in a layer with nothing trainable upstream, as weight gradient.
 
     Args:
-      chains: encoders first; upstream of the last one, language, is all of them.
+      chains: encoders first; upstream of the last one, their reader, is all of them.
     """
-    *encoders, language = chains
+    *encoders, reader = chains
     encoder_trained = any(layer.trainable for name in encoders for layer in chains[name])
     costs: dict[str, tuple[LayerCost, ...]] = {}
     for name, layers in chains.items():
-        up = name == language and encoder_trained
+        up = name == reader and encoder_trained
         chain_costs = []
         for layer in layers:
             chain_costs.append(_cost(layer, up))

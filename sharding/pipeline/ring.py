@@ -1,5 +1,9 @@
 """A ring of pipeline ranks, and the chunks of every component that lie on them.
 
+The last chain is the reader: it consumes what the others deliver, and has the loss. That is the language model, fed by
+encoders, or a generator, fed by the language model; where files of this room say language and encoders, they mean the
+reader and those that feed it.
+
 Letters: S stage ranks, D chunks of a component (its depth), M microbatches of a component.
 """
 
@@ -48,10 +52,9 @@ class Chain:
 
 @dataclass(frozen=True)
 class Ring:
-    """Where the chunks of every component lie: encoders in model order, then the language model, on
-    S ranks.
+    """Where the chunks of every component lie: encoders in model order, then their reader, on S ranks.
 
-    The last chunk of an encoder delivers its tokens to the first language chunk, over as many ring
+    The last chunk of an encoder delivers its tokens to the first chunk of the reader, over as many ring
     hops as lie between them. Raises `PipelineError` when chains cannot be laid on the ring.
     """
 
@@ -86,12 +89,12 @@ class Ring:
 
     @property
     def encoders(self) -> tuple[Chain, ...]:
-        """The chains that deliver tokens to the language model."""
+        """The chains that deliver tokens to the reader."""
         return self.chains[:-1]
 
     @property
-    def language(self) -> Chain:
-        """The chain of the language model."""
+    def reader(self) -> Chain:
+        """The chain that the others deliver to."""
         return self.chains[-1]
 
     def hops(self, source: int, target: int) -> int:
@@ -99,5 +102,5 @@ class Ring:
         return (target - source) % self.stages
 
     def delivery_hops(self, encoder: int) -> int:
-        """Ring hops from the last chunk of an encoder to the first language chunk."""
-        return self.hops(self.chains[encoder].stages[-1], self.language.stages[0])
+        """Ring hops from the last chunk of an encoder to the first chunk of the reader."""
+        return self.hops(self.chains[encoder].stages[-1], self.reader.stages[0])

@@ -80,7 +80,7 @@ def _check_rows_read(graph: Graph, spec: TableSpec) -> None:
             count = sum(source == encoder for source, _ in inputs)
             if count > spec.rows_read[encoder]:
                 raise PipelineError(
-                    f"language microbatch {microbatch} consumes {count} encoder rows of {chain.name}, the tables "
+                    f"{spec.ring.reader.name} microbatch {microbatch} consumes {count} rows of {chain.name}, tables "
                     f"have room for {spec.rows_read[encoder]}; raise the rows that a microbatch of the pipeline reads",
                 )
 

@@ -367,7 +367,11 @@ class _Proof:
         if label is None:
             return "nothing"
         name = self.ring.chains[label.chain].name
-        users = f" from language microbatches {sorted(label.users)}" if label.users else ""
+        users = (
+            f" from {self.ring.reader.name} microbatches {sorted(label.users)}"
+            if label.users
+            else ""
+        )
         return (
             f"the {label.what} of {name} chunk {label.depth}, microbatch {label.microbatch}{users}"
         )

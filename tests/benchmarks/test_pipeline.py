@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from benchmarks import pipeline
-from benchmarks.pipeline import (
-    MODES,
-    VARIANTS,
-    drawn_rows,
-    generate,
-    main,
-    make_graph,
-    planned_rows,
-)
+from benchmarks.pipeline import MODELS, VARIANTS, best_chunks, main, make_graph
+from benchmarks.pipeline_batches import PATCHES, drawn_rows, generate, planned_rows
+from benchmarks.pipeline_video import MOST_CLIPS, MOST_FRAMES, ROW_SLOTS, ROW_TEXT
+from jaxmllm.arrays import sums_by
+
+VISION_LANGUAGE, TEXT_TO_VIDEO = MODELS.values()
+MODES = tuple(VISION_LANGUAGE.modes)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,8 @@ def test_json_has_a_record_for_every_mode_and_variant(report):
         (mode, variant.name) for mode in ("train_all", "alignment") for variant in VARIANTS
     ]
     for row in report["rows"]:
-        assert row["family"] == "layouts" and 0 < row["asynchronous"] <= row["lockstep"]
+        assert (row["family"], row["model"]) == ("layouts", "vision_language")
+        assert 0 < row["asynchronous"] <= row["lockstep"]
         assert 0 < row["efficiency_worst"] <= row["efficiency"] <= 1
         assert 0.1 < row["waiting_gb"] < 80
     assert (
@@ -70,8 +70,8 @@ def test_search_is_compared_with_the_best_known(report):
 
 def test_figures_are_those_of_a_loop_over_ticks(report):
     variant = VARIANTS[3]
-    graph = make_graph(variant, "train_all", generate(0, 6), 4)
-    schedule = pipeline.make_schedule(variant, graph)
+    graph = make_graph(VISION_LANGUAGE, variant, "train_all", 0, 6, 4)
+    schedule = pipeline.make_schedule(VISION_LANGUAGE, variant, graph)
     total, work = 0, [0] * 4
     for row in schedule.ticks.tolist():
         total += max(graph.duration[n] for n in row if n >= 0)
@@ -94,18 +94,19 @@ def test_both_ways_to_make_rows_compute_every_image_where_it_is_read(seed):
         per_microbatch.max() <= 48 and np.bincount(batch.microbatch, batch.tokens, 8).max() <= 8192
     )
     for rows in (drawn_rows(batch), planned_rows(batch)):
-        assert sum(rows.images) == batch.images.sum() and max(rows.images) <= 8
-        assert set().union(*rows.inputs) == set(range(len(rows.images)))
+        images = np.array(rows.feeding) // PATCHES**2
+        assert images.sum() == batch.images.sum() and images.max() <= 8
+        assert set().union(*rows.inputs) == set(range(len(images)))
     assert [len(each) for each in drawn_rows(batch).inputs] == [
         -(-int(n) // 8) for n in per_microbatch
     ]
-    assert len(planned_rows(batch).images) == -(-int(batch.images.sum()) // 8), (
+    assert len(planned_rows(batch).feeding) == -(-int(batch.images.sum()) // 8), (
         "no row is half empty but the last"
     )
 
 
 def test_frozen_towers_have_no_backward():
-    graph = make_graph(VARIANTS[3], "alignment", generate(0, 4), 4)
+    graph = make_graph(VISION_LANGUAGE, VARIANTS[3], "alignment", 0, 4, 4)
     kinds = {
         (graph.ring.chains[c].name, d)
         for c, d, k in zip(graph.chain, graph.depth, graph.kind, strict=True)
@@ -115,3 +116,57 @@ def test_frozen_towers_have_no_backward():
         "the projector stands on the last rank"
     )
     assert {depth for name, depth in kinds if name == "language"} == set(range(8))
+
+
+# ---------------------------------------------------------------------------- text to video
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_clips_are_drawn_within_their_bounds_and_all_are_computed(seed):
+    batch = TEXT_TO_VIDEO.generate(seed, 8)
+    slots = sums_by(batch.microbatch, batch.slots, 8)
+    assert (
+        np.bincount(batch.microbatch, minlength=8).max() <= MOST_CLIPS and slots.max() <= ROW_SLOTS
+    )
+    assert (
+        sums_by(batch.microbatch, batch.latents, 8).max()
+        <= MOST_FRAMES // 8 * 256 + 256 * MOST_CLIPS
+    )
+    longest = batch.caption.max() + 2
+    for rows in (TEXT_TO_VIDEO.drawn_rows(batch), TEXT_TO_VIDEO.planned_rows(batch)):
+        assert (
+            sum(rows.feeding) == (batch.text**2).sum()
+            and sum(rows.reading) == (batch.slots**2).sum()
+        )
+        assert set().union(*rows.inputs) == set(range(len(rows.feeding)))
+    planned = len(TEXT_TO_VIDEO.planned_rows(batch).feeding)
+    least, most = batch.text.sum() / ROW_TEXT, batch.text.sum() / (ROW_TEXT - longest)
+    assert least <= planned <= most + 1 < len(TEXT_TO_VIDEO.drawn_rows(batch).feeding)
+
+
+def test_a_frozen_text_model_runs_forward_alone_and_before_what_reads_it():
+    for mode, goes_back in (("train_all", True), ("frozen_text", False)):
+        graph = make_graph(TEXT_TO_VIDEO, VARIANTS[3], mode, 0, 4, 4, (1, 2))
+        operations = list(zip(graph.chain, graph.depth, graph.microbatch, graph.kind, strict=True))
+        assert [chain.name for chain in graph.ring.chains] == ["language", "diffusion"]
+        assert any(chain == 0 and kind > 0 for chain, _, _, kind in operations) == goes_back
+        schedule = pipeline.make_schedule(TEXT_TO_VIDEO, VARIANTS[3], graph)
+        tick = {int(n): t for t, row in enumerate(schedule.ticks) for n in row if n >= 0}
+        for reader, inputs in enumerate(graph.workload.inputs):
+            (first,) = (n for n, key in enumerate(operations) if key == (1, 0, reader, 0))
+            for _, row in inputs:
+                (last,) = (n for n, key in enumerate(operations) if key == (0, 3, row, 0))
+                assert tick[last] < tick[first]
+
+
+def test_stages_of_text_to_video_pay():
+    """On four microbatches, where the pipeline's ends weigh most."""
+    few = replace(TEXT_TO_VIDEO, chunks=((1, 2), (1, 7)))
+    chunks = best_chunks(few, VARIANTS[3], "train_all", 4, 4)
+    assert chunks == (1, 7)
+    makespans = []
+    for variant, tried in ((VARIANTS[0], ()), (VARIANTS[3], chunks)):
+        graph = make_graph(TEXT_TO_VIDEO, variant, "train_all", 0, 4, 4, tried)
+        schedule = pipeline.make_schedule(TEXT_TO_VIDEO, variant, graph)
+        makespans.append(pipeline.lockstep(schedule))
+    assert makespans[0] > 1.5 * makespans[1]

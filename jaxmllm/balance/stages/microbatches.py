@@ -63,6 +63,7 @@ def plan_microbatches(
     replicas: int,
     microbatches: int,
     max_deferred: int | None = None,
+    reader: str = LANGUAGE,
 ) -> MicrobatchPlan:
     """Place the examples of a batch.
 
@@ -73,14 +74,15 @@ def plan_microbatches(
     Args:
       encoders: by phase, "vision" for one; may be empty.
       microbatches: M of one replica. Where rows are short of slots, the plan has more.
+      reader: the name of `language`: another phase may read what others compute, such as a generator.
       max_deferred: most language slots that one microbatch may leave to the next; 0 defers nothing.
 
     Raises:
       ValueError: no replica or microbatch, arrays of different lengths, negative numbers, or an
         example that does not fit a row of its own.
     """
-    phases = {**encoders, LANGUAGE: language}
-    _check(phases, replicas, microbatches)
+    phases = {**encoders, reader: language}
+    _check(phases, reader, replicas, microbatches)
     demands = _demands(list(phases.values()))
     replica = _to_replicas(demands, replicas)
     members = [np.flatnonzero(replica == number) for number in range(replicas)]
@@ -99,17 +101,17 @@ def plan_microbatches(
     return MicrobatchPlan(replica.astype(np.int32), encoder_microbatch, language_microbatch, count)
 
 
-def _check(phases: Mapping[str, PhaseLoad], replicas: int, microbatches: int) -> None:
+def _check(phases: Mapping[str, PhaseLoad], reader: str, replicas: int, microbatches: int) -> None:
     if replicas < 1 or microbatches < 1:
         raise ValueError(
             f"a plan needs at least one replica and one microbatch, not {replicas} and {microbatches}",
         )
-    examples = len(phases[LANGUAGE].work)
+    examples = len(phases[reader].work)
     for phase, load in phases.items():
         if not len(load.work) == len(load.slots) == examples:
             raise ValueError(
                 f"phase {phase!r} has work of {len(load.work)} and slots of {len(load.slots)} examples, "
-                f"but the language phase has {examples}",
+                f"but the {reader} phase has {examples}",
             )
         if examples and (load.work.min() < 0 or load.slots.min() < 0):
             raise ValueError(f"phase {phase!r} has negative work or slots")

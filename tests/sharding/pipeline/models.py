@@ -106,7 +106,7 @@ def parameters(
         weights = {"up": matrix(count, width, 2 * width), "down": matrix(count, 2 * width, width)}
         scale = {"scale": 1 + 0.1 * matrix(count, 1, 2 * width)[:, 0]}
         layers.append(Params(weights, scale) if of.layers else Params({}, weights | scale))
-        if chain == ring.language:
+        if chain == ring.reader:
             first, last = {"embed": matrix(VOCABULARY, width)}, {"head": matrix(width, VOCABULARY)}
         else:
             first = {"stem": matrix(5, width)}
@@ -293,7 +293,7 @@ def workload_of(
     for chain, of, count in zip(ring.chains, trained, (*counts, microbatches), strict=True):
         shape = (chain.depth, count)
         forward = random.integers(1, 4, (chain.depth, 1)) + np.zeros(shape, np.int64)
-        above = up and chain == ring.language
+        above = up and chain == ring.reader
         back = np.zeros(shape, np.int64) + int(of.layers or of.first or above)
         weight = back * int(of.layers)
         if of.last:

@@ -121,7 +121,7 @@ def test_tokens_travel_as_far_as_they_must():
         (Workload((work(2, 1), work(2, 1)), (((1, 0),),)), "does not exist"),
         (
             Workload((work(2, 2), work(2, 1)), (((0, 1),),)),
-            "no language microbatch consumes encoder row 0",
+            "no language microbatch consumes row 0",
         ),
         (Workload((work(2, 1), work(2, 1, 1, 0, 0)), (((0, 0),),)), "which has no backward"),
     ],

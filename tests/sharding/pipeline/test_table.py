@@ -28,7 +28,7 @@ def test_tables_that_do_not_fit():
         PipelineError, match=f"{len(schedule.ticks)} ticks for tables of 7; raise the ticks"
     ):
         make_table(schedule, TableSpec(RING, slots, 7, (4,)))
-    with pytest.raises(PipelineError, match="encoder rows of vision, the tables have room for 0"):
+    with pytest.raises(PipelineError, match="rows of vision, tables have room for 0"):
         make_table(schedule, TableSpec(RING, slots, 500, (0,)))
     several = greedy(build_graph(RING, workload_of(RING, 6, seed=1, classes=True)))
     with pytest.raises(PipelineError, match="row of vision of class 1, the tables have 1 classes"):

@@ -1,0 +1,153 @@
+"""Text to video in a pipeline: captions go through a language model, and a diffusion transformer reads its states. Part
+of benchmarks/pipeline.py, as its model `text_to_video`.
+
+The decoder of 8B and the transformer of benchmarks/diffusion.py, captions and seconds of clips as there; frames have
+the area of 256 x 256 pixels. Clips are drawn one after another, and a microbatch takes them as long as it has no more
+than 8 of them and 16 s. Only the generator has a loss (`objective.language.weight: 0`), so the decoder has no head.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+
+from benchmarks.diffusion import (
+    CAPTION,
+    CLIP_SIDES,
+    DIFFUSION,
+    FRAME_RATE,
+    FRAME_TOKENS,
+    FRAMES,
+    MODEL,
+    SECONDS,
+    SIDE,
+    TRAINED,
+)
+from benchmarks.pipeline_batches import Chains, Rows
+from jaxmllm.arrays import Longs, sums_by
+from jaxmllm.balance.costs.flops import Layer, phase_layers
+from jaxmllm.balance.stages.microbatches import PhaseLoad, plan_microbatches
+from jaxmllm.phases import LANGUAGE
+
+MOST_CLIPS = 8  # of a microbatch, as drawn
+MOST_FRAMES = 16 * FRAME_RATE
+FRAME_SLOTS = (min(CLIP_SIDES) // SIDE) ** 2  # of the frames of a slot
+ROW_TEXT = 1024  # tokens of a row of the decoder
+ROW_SLOTS = MOST_FRAMES // FRAMES * FRAME_SLOTS + ROW_TEXT  # of the generator
+CAPTIONS, CLIPS = 10, 3  # of an average row of the decoder, and of the generator
+
+
+@dataclass(frozen=True)
+class Clips:
+    """Clips in the order drawn: `microbatch`, slots of latents and tokens of the caption of each."""
+
+    microbatch: Longs
+    latents: Longs
+    caption: Longs
+
+    @property
+    def text(self) -> Longs:
+        """Of a clip's language sequence."""
+        return self.caption + FRAME_TOKENS
+
+    @property
+    def slots(self) -> Longs:
+        """That the generator has of a clip: latents and the states that it reads."""
+        return self.latents + self.caption
+
+
+def generate(seed: int, microbatches: int) -> Clips:
+    """Microbatches that take clips in the order drawn, each until the next clip has no room."""
+    random = np.random.default_rng(seed)
+    placed: list[tuple[int, int, int]] = []
+    number, clips, frames, slots = 0, 0, 0, 0
+    while True:
+        drawn = round(SECONDS.draw(random, 1)[0] * FRAME_RATE)
+        caption = round(CAPTION.draw(random, 1)[0])
+        latents = -(-drawn // FRAMES) * FRAME_SLOTS
+        clips, frames, slots = clips + 1, frames + drawn, slots + latents + caption
+        if clips > MOST_CLIPS or frames > MOST_FRAMES or slots > ROW_SLOTS:
+            number, clips, frames, slots = number + 1, 1, drawn, latents + caption
+        if number == microbatches:
+            return Clips(*np.array(placed, np.int64).T)
+        placed.append((number, latents, caption))
+
+
+def drawn_rows(batch: Clips) -> Rows:
+    """Every microbatch as drawn, with rows of the decoder of its own."""
+    count = int(batch.microbatch.max()) + 1
+    return _rows(batch, np.argsort(batch.microbatch, kind="stable"), batch.microbatch, count, True)
+
+
+def planned_rows(batch: Clips) -> Rows:
+    """Clips placed by `plan_microbatches`; rows of the decoder are filled in the order in which microbatches run."""
+    plan = plan_microbatches(
+        {LANGUAGE: PhaseLoad(batch.text * _work(LANGUAGE, batch.text), batch.text)},
+        PhaseLoad(batch.slots * _work(DIFFUSION, batch.slots), batch.slots, ROW_SLOTS),
+        replicas=1,
+        microbatches=int(batch.microbatch.max()) + 1,
+        reader=DIFFUSION,
+    )
+    order = np.lexsort((plan.language, plan.encoder))
+    return _rows(batch, order, plan.language.astype(np.int64), plan.microbatches, False)
+
+
+def _work(phase: str, lengths: Longs) -> Longs:
+    """FLOPs of a slot of items of some lengths."""
+    linear = sum(layer.linear(1) for layer in LAYERS[phase])
+    return linear + sum(layer.attention((1, 0)) for layer in LAYERS[phase]) * lengths
+
+
+def _rows(batch: Clips, order: Longs, microbatch: Longs, count: int, apart: bool) -> Rows:
+    """Captions in rows of the decoder, one after another in some order; apart: no row has captions of several
+    microbatches."""
+    inputs: list[set[int]] = [set() for _ in range(count)]
+    feeding: list[int] = []
+    filled, last = ROW_TEXT, -1
+    for clip in order.tolist():
+        text, reader = int(batch.text[clip]), int(microbatch[clip])
+        if filled + text > ROW_TEXT or (apart and reader != last):
+            feeding.append(0)
+            filled = 0
+        filled, last = filled + text, reader
+        feeding[-1] += text**2
+        inputs[reader].add(len(feeding) - 1)
+    return Rows(feeding, sums_by(microbatch, batch.slots**2, count).tolist(), inputs)
+
+
+def _language_layers() -> tuple[Layer, ...]:
+    """Without the head: what follows the blocks is a norm."""
+    *layers, head = phase_layers(MODEL, LANGUAGE)
+    return (*layers, replace(head, parameters=0, products=()))
+
+
+def _generator_layers() -> tuple[Layer, ...]:
+    """What makes states and patches into slots of the blocks is one stem."""
+    projector, stem, *blocks = phase_layers(MODEL, DIFFUSION)
+    products = (*projector.products, *stem.products)
+    parameters = projector.parameters + stem.parameters
+    return (replace(stem, parameters=parameters, products=products), *blocks)
+
+
+LAYERS = {LANGUAGE: _language_layers(), DIFFUSION: _generator_layers()}
+
+TEXT_TO_VIDEO = Chains(
+    model=MODEL,
+    layers=LAYERS,
+    modes={
+        "train_all": frozenset({LANGUAGE, *TRAINED}),
+        "frozen_text": frozenset(TRAINED),
+    },
+    slots={LANGUAGE: ROW_TEXT, DIFFUSION: ROW_SLOTS},
+    squares={LANGUAGE: ROW_TEXT**2 // CAPTIONS, DIFFUSION: ROW_SLOTS**2 // CLIPS},
+    read=Fraction(1),
+    room=2,
+    tokens=ROW_TEXT,
+    generate=generate,
+    drawn_rows=drawn_rows,
+    planned_rows=planned_rows,
+    chunks=tuple(itertools.product((1, 2, 3), (1, 2, 4, 5, 7))),
+)
