@@ -100,11 +100,13 @@ class GeneratedDataConfig(ClipBounds, ImageDataConfig):
     """What is learned to be drawn, as pixels: areas are those of an image and of each frame of a clip.
 
     With `fps`, clips are sampled at so many frames per second, an animation by the times of its frames, and a
-    folder of frames by `folder_fps`. Without, all frames are taken.
+    folder of frames by `folder_fps`. Without, all frames are taken. A video file with `sound` is refused, or what is
+    heard is left out.
     """
 
     fps: PositiveFloat | None = None
     folder_fps: PositiveFloat | None = None
+    sound: Literal["refuse", "ignore"] = "refuse"
 
     @model_validator(mode="after")
     def _check_whole(self) -> GeneratedDataConfig:
@@ -134,6 +136,7 @@ class VideoDataConfig(Section):
 
     An animation has its own times, and a folder of frames `folder_fps`. `min_pixels` and `max_pixels` bound the
     area of each frame, or with `bounds: video` that of all frames together; the rest is as `data.images` says.
+    A video file with `sound` is refused, or what is heard is left out.
 
     A video has `positions_per_second` on the axis of time, rounded down; or its times are written:
 
@@ -148,6 +151,7 @@ class VideoDataConfig(Section):
     min_frames: PositiveInt = 4
     max_frames: PositiveInt = 768
     folder_fps: PositiveFloat | None = None
+    sound: Literal["refuse", "ignore"] = "refuse"
     min_pixels: int = Field(28 * 28, ge=1)
     max_pixels: PositiveInt = 768 * 28 * 28
     bounds: Literal["frame", "video"] = "frame"

@@ -6,10 +6,10 @@
 
 A size is height x width in pixels. Each line of the file is one picture or clip: {"prompt": .., "size": "256x384"}, or
 "messages" in the place of the prompt, as in training, which may show images; and, if need be, "frames", "seed" and
-"name". All are written as NAME.png, clips as animated ones; latents as NAME.npy, [channels, (frames,) height, width],
-with sizes in their numbers. The picture of a prompt and seed is the same whatever else is drawn with it. Weights are
-those of the run's latest checkpoint, averages (components.<name>.ema) where it has any. Overrides may say where and
-how rows are computed.
+"name". All are written as NAME.png, clips as animated ones, or with --clips mp4 as NAME.mp4, by the package av (pip
+install av); latents as NAME.npy, [channels, (frames,) height, width], with sizes in their numbers. The picture of a
+prompt and seed is the same whatever else is drawn with it. Weights are those of the run's latest checkpoint, averages
+(components.<name>.ema) where it has any. Overrides may say where and how rows are computed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,6 +27,7 @@ from PIL import Image
 
 from jaxmllm.config.command_line import add_overrides, parse
 from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.data.media.video_files import lacks_writer, write_video
 from jaxmllm.data.sources.requests import Requests
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.distributed import LaunchError, start_jax
@@ -49,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", metavar="HxW", help="of the picture of --prompt, in pixels")
     parser.add_argument("--frames", type=int, help="of a clip of --prompt; none: a picture")
     parser.add_argument("--fps", type=float, help="of clips; none: data.generated.fps, or 8")
+    parser.add_argument("--clips", choices=["png", "mp4"], default="png", help="files of clips")
     parser.add_argument("--steps", type=int, default=20, help="from noise to picture")
     parser.add_argument("--guidance", type=float, default=2.5, help="1: none")
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
@@ -69,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = drawing_config(options.run, options.overrides)
         check_guidance(config, options.guidance)
+        check_clips(config, options.clips)
         check_writable(options.out, "--out")
         if options.jsonl is None:
             requests = Requests.of_prompt(
@@ -77,7 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             requests = Requests.of_file(options.jsonl, options.seed)
         start_jax(config)
-        draw(config, requests, options.steps, options.guidance, options.out, options.fps)
+        rate = options.fps or config.data.generated.fps or FPS
+        writer = Writer(options.out, rate, options.clips)
+        draw(config, requests, options.steps, options.guidance, writer)
     except (
         *USER_ERRORS,
         CheckpointError,
@@ -89,15 +96,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def draw(
-    config: Config,
-    requests: Requests,
-    steps: int,
-    guidance: float,
-    out: Path,
-    fps: float | None = None,
-) -> None:
-    """Write a file of each request into a folder, and say how many in which time.
+def check_clips(config: Config, clips: str) -> None:
+    """Raise `ConfigError` for files of clips that cannot be written."""
+    if clips == "png":
+        return
+    if config.model.diffusion is not None and config.model.diffusion.channels is not None:
+        raise ConfigError(
+            f"--clips {clips}: the run draws latents (model.diffusion.channels), which are written as .npy; leave it "
+            "out"
+        )
+    if why := lacks_writer():
+        raise ConfigError(f"--clips {clips}: {why}; or leave it out for animated .png")
+
+
+def draw(config: Config, requests: Requests, steps: int, guidance: float, writer: Writer) -> None:
+    """Write a file of each request, and say how many in which time.
 
     Raises:
       ConfigError, MeshError: a config that cannot be run on these devices.
@@ -115,20 +128,30 @@ def draw(
     began = time.monotonic()
     count = 0
     for drawn in drawing.drawn(params, steps, guidance):
-        write(out, drawn, fps or config.data.generated.fps or FPS)
+        writer(drawn)
         count += 1
-    print(f"{count} drawn in {time.monotonic() - began:.1f} s: {out}")
+    print(f"{count} drawn in {time.monotonic() - began:.1f} s: {writer.folder}")
 
 
-def write(out: Path, drawn: Drawn, fps: float) -> None:
-    """Write what was drawn into a folder."""
-    if drawn.is_latent:
-        latents = np.moveaxis(drawn.frames, -1, 0).astype(np.float32)
-        np.save(out / f"{drawn.name}.npy", latents if drawn.is_clip else latents[:, 0])
-        return
-    first, *others = map(Image.fromarray, drawn.pixels)
-    path = out / f"{drawn.name}.png"
-    if drawn.is_clip:
-        first.save(path, save_all=True, append_images=others, duration=1000 / fps, loop=0)
-    else:
-        first.save(path)
+@dataclass(frozen=True)
+class Writer:
+    """Writes what was drawn into a folder."""
+
+    folder: Path
+    fps: float = FPS  # of clips
+    clips: str = "png"  # or "mp4"
+
+    def __call__(self, drawn: Drawn) -> None:
+        if drawn.is_latent:
+            latents = np.moveaxis(drawn.frames, -1, 0).astype(np.float32)
+            np.save(self._path(drawn, "npy"), latents if drawn.is_clip else latents[:, 0])
+        elif drawn.is_clip and self.clips == "mp4":
+            write_video(self._path(drawn, "mp4"), drawn.pixels, self.fps)
+        else:
+            first, *others = map(Image.fromarray, drawn.pixels)
+            moving: dict[str, Any] = {"save_all": True, "append_images": others, "loop": 0}
+            moving["duration"] = 1000 / self.fps
+            first.save(self._path(drawn, "png"), **(moving if drawn.is_clip else {}))
+
+    def _path(self, drawn: Drawn, kind: str) -> Path:
+        return self.folder / f"{drawn.name}.{kind}"

@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from jaxmllm.config.read import parse_config
+from jaxmllm.data.media import video_files
 from jaxmllm.setup.sampling import Drawn
 from jaxmllm.tools import draw
 from jaxmllm.training.run_folder import write_config
 from tests.support import tiny_config
-from tests.training.drawing import drawing_config
+from tests.training.drawing import drawing_config, latents_config
 
 TEXT_ALONE = {"model__vision": None, "model__audio": None}
 
@@ -95,8 +97,37 @@ def test_wrong_options_end_with_a_usage(run, capsys):
 @pytest.mark.parametrize("is_clip", [False, True])
 def test_latents_are_written_as_arrays(tmp_path, is_clip):
     frames = np.random.default_rng(0).normal(size=(3 if is_clip else 1, 4, 6, 5))
-    draw.write(tmp_path, Drawn("a", is_clip, True, frames), fps=8)
+    draw.Writer(tmp_path)(Drawn("a", is_clip, True, frames))
     written = np.load(tmp_path / "a.npy")
     assert written.dtype == np.float32
     channels_first = np.moveaxis(frames, -1, 0).astype(np.float32)
     np.testing.assert_array_equal(written, channels_first if is_clip else channels_first[:, 0])
+
+
+@pytest.mark.parametrize("clips", ["png", "mp4"])
+def test_clips_are_written_as_asked_for(tmp_path, monkeypatch, clips):
+    """A picture is a PNG file in any case."""
+    videos = []
+    monkeypatch.setattr(draw, "write_video", lambda *arguments: videos.append(arguments))
+    write = draw.Writer(tmp_path, 4, clips)
+    frames = np.linspace(-1, 1, 3 * 8 * 4 * 3).reshape(3, 8, 4, 3)
+    write(Drawn("still", False, False, frames[:1]))
+    write(Drawn("moving", True, False, frames))
+    found = {path.name: Image.open(path) for path in sorted(tmp_path.iterdir())}
+    assert found["still.png"].size == (4, 8)
+    if clips == "png":
+        moving: Any = found["moving.png"]
+        assert (moving.n_frames, moving.info["duration"], videos) == (3, 250, [])
+    else:
+        ((path, pixels, fps),) = videos
+        assert (path, pixels.shape, fps) == (tmp_path / "moving.mp4", (3, 8, 4, 3), 4)
+
+
+def test_mp4_files_that_cannot_be_written(run, refusal, tmp_path, monkeypatch):
+    monkeypatch.setattr(video_files, "INSTALLED", False)
+    error = refusal(run, *asked(), "--clips", "mp4")
+    assert "--clips mp4: the package av, which writes MP4, is not installed; pip install" in error
+    latents = tmp_path / "latents"
+    write_config(latents, parse_config(latents_config(latents)))
+    error = refusal(latents, *asked("4x4"), "--clips", "mp4")
+    assert "--clips mp4: the run draws latents (model.diffusion.channels)" in error

@@ -615,6 +615,7 @@ EFFECTS: dict[str, Effect] = {
     **adapter("diffusion", DRAWS),
     **effects("data.generated", lengths, DRAWS, min_pixels="1000", max_pixels="10000"),
     **effects("data.generated", lengths, DRAWS, max_frames="2", shorten="true", fps="4"),
+    **effects("data.generated", lengths, DRAWS, sound="ignore"),
     **effects("data.generated", lengths, (*DRAWS, "data.generated.fps=4"), folder_fps="8"),
     **effects("data.latents", lengths, LATENTS, mean="[1]", std="[2]", max_frames="2"),
     **effects("data.latents", lengths, LATENTS, shorten="true"),
@@ -648,7 +649,7 @@ EFFECTS: dict[str, Effect] = {
     **effects("data.videos", lengths, VIDEOS, fps="2", max_frames="2", folder_fps="8"),
     **effects("data.videos", lengths, VIDEOS, min_pixels="1000", max_pixels="10000"),
     **effects("data.videos", lengths, VIDEOS, bounds="video", times="text"),
-    **effects("data.videos", lengths, VIDEOS, positions_per_second="4"),
+    **effects("data.videos", lengths, VIDEOS, positions_per_second="4", sound="ignore"),
     **effects(
         "data.videos", lengths, (*VIDEOS, "data.videos.fps=1"), sampling="ends", min_frames="2"
     ),

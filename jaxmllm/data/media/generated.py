@@ -1,11 +1,12 @@
 """What a model learns to draw, in slots: patches of images and of clips, one after the other in time, height and width.
 
     image   --decode--> [1, H, W, 3]
-    video   --decode, frames at `fps`--> [frames, H, W, 3]         animation, or folder with a file per frame
+    video   --decode, frames at `fps`--> [frames, H, W, 3]         animation, MP4, or folder with a file per frame
                              |
                              +--> patches [slots, patch_frames * patch_size * patch_size * 3]
 
-Of an animation, the frames to take follow from the times in its blocks, so headers tell how long a clip is.
+The frames to take follow from the times in the blocks of an animation, or the packets of an MP4 file, so nothing is
+decoded to tell how long a clip is.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -23,10 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.arrays import ceil_divide
-from jaxmllm.data.media.clips import decoded_frames, first_size, frame_seconds
+from jaxmllm.data.media.clips import Frames, opened_clip
 from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import Clip, MediaError, MediaReference
+from jaxmllm.data.media.video_files import FORMATS, Sound
 from jaxmllm.row_format import RowFormat
 
 
@@ -85,9 +88,11 @@ class GeneratedPixels(Generated, Images):
     fps: float | None = None  # of clips; none: all frames, whatever their times
     folder_fps: float | None = None  # of the files of a folder
     shorten: bool = False  # clips with more than `max_frames`, instead of refusing them
+    sound: Sound = "refuse"  # of MP4 files
     centred: bool = False
 
     section = "generated"
+    formats = (*Images.formats, *FORMATS)
     cell = "patch (model.diffusion.patch_size)"
 
     @cached_property
@@ -97,30 +102,37 @@ class GeneratedPixels(Generated, Images):
 
     def measure(self, media: MediaReference) -> Shape:
         """Patch grid from headers; of a folder, from that of its first file. Raises `MediaError`: those of
-        images, broken_video_header, truncated_video, too_many_frames, unknown_frame_rate."""
-        return self._found(media)[0] if isinstance(media, Clip) else super().measure(media)
+        images and of `opened_clip`."""
+        if not isinstance(media, Clip):
+            return super().measure(media)
+        with self._opened(media) as frames:
+            return self._found(frames, media)[0]
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
         """uint8 [length, features]. Raises `MediaError`: those of `measure`, shape_changed,
         undecodable_image, undecodable_video, unlike_frames."""
         if not isinstance(media, Clip):
             return super().load(media, shape)
-        shape_now, numbers = self._found(media)
-        if shape_now != shape:
-            raise MediaError(
-                "shape_changed", f"{media} was indexed as {shape} patches but is {shape_now} now"
-            )
-        distinct, places = np.unique(numbers, return_inverse=True)
-        frames = np.stack(list(decoded_frames(self, media, distinct.tolist(), shape)))
-        return self.patches(frames[places], shape)
+        with self._opened(media) as frames:
+            shape_now, numbers = self._found(frames, media)
+            if shape_now != shape:
+                raise MediaError(
+                    "shape_changed",
+                    f"{media} was indexed as {shape} patches but is {shape_now} now",
+                )
+            distinct, places = np.unique(numbers, return_inverse=True)
+            pixels = np.stack(list(frames.decoded(self, distinct.tolist(), shape)))
+        return self.patches(pixels[places], shape)
 
-    def _found(self, media: Clip) -> tuple[Shape, Sequence[int]]:
-        """The shape of a clip, and the numbers of the frames that it takes of its file or folder."""
+    def _opened(self, media: Clip) -> AbstractContextManager[Frames]:
         anyhow = self.folder_fps or 1.0  # where all frames are taken, their times do not matter
         folder_fps = anyhow if self.fps is None else self.folder_fps
-        seconds = frame_seconds(media, folder_fps, self.section)
-        grid = self.grid(*first_size(self, media))
-        numbers = self._taken(seconds, media)
+        return opened_clip(media, folder_fps, self.sound, self.section)
+
+    def _found(self, frames: Frames, media: Clip) -> tuple[Shape, Sequence[int]]:
+        """The shape of a clip, and the numbers of the frames that it takes of its file or folder."""
+        grid = self.grid(*frames.size(self))
+        numbers = self._taken(frames.seconds, media)
         return (ceil_divide(len(numbers), self.patch_frames), *grid), numbers
 
     def _taken(self, seconds: Sequence[Fraction], media: MediaReference) -> Sequence[int]:

@@ -11,6 +11,7 @@ No tower sees more than a group at once, so groups are packed, placed and sent l
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -20,10 +21,11 @@ from numpy.typing import NDArray
 
 from jaxmllm.arrays import ceil_divide
 from jaxmllm.config.schema import VideoDataConfig
-from jaxmllm.data.media.clips import decoded_frames, first_size, frame_seconds
+from jaxmllm.data.media.clips import Frames, opened_clip
 from jaxmllm.data.media.images import Images, smart_cells
 from jaxmllm.data.media.modality import ClipShape, Shape
 from jaxmllm.data.media.reference import Clip, MediaError, MediaReference
+from jaxmllm.data.media.video_files import FORMATS
 from jaxmllm.row_format import RowFormat
 
 
@@ -62,6 +64,7 @@ class ImagesAndVideos(Images):
     videos: VideoDataConfig = field(default_factory=VideoDataConfig)
 
     parts: ClassVar[tuple[str, ...]] = ("image", "video")
+    formats = (*Images.formats, *FORMATS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,12 +90,19 @@ class ImagesAndVideos(Images):
 
     def measure(self, media: MediaReference) -> Shape:
         """Patch grid from headers; of a folder, from that of its first file. Raises `MediaError`: those of
-        images, broken_video_header, truncated_video, too_many_frames, too_few_frames, unknown_frame_rate."""
+        images and of `opened_clip`, too_few_frames."""
         if not isinstance(media, Clip):
             return super().measure(media)
-        seconds = frame_seconds(media, self.videos.folder_fps, "videos")
+        with self._opened(media) as frames:
+            return self._shape_of_frames(frames, media)
+
+    def _opened(self, media: Clip) -> AbstractContextManager[Frames]:
+        return opened_clip(media, self.videos.folder_fps, self.videos.sound, "videos")
+
+    def _shape_of_frames(self, frames: Frames, media: Clip) -> ClipShape:
+        seconds = frames.seconds
         rate = float(len(seconds) / sum(seconds))
-        return self.clip_shape(len(seconds), rate, first_size(self, media), media)
+        return self.clip_shape(len(seconds), rate, frames.size(self), media)
 
     def clip_shape(
         self, frames: int, rate: float, size: tuple[int, int], media: MediaReference | None = None
@@ -119,24 +129,30 @@ class ImagesAndVideos(Images):
 
         Raises `MediaError`: those of `measure`, shape_changed, undecodable_video, unlike_frames.
         """
-        shape = self.measure(clip)
-        assert isinstance(shape, ClipShape)
-        if numbers[-1] >= shape[0] or shape.group != group:
-            raise MediaError(
-                "shape_changed",
-                f"{clip} was indexed as at least {numbers[-1] + 1} groups of {group[1:]} patches but is "
-                f"{shape[0]} of {shape.group[1:]} now",
-            )
+        with self._opened(clip) as frames:
+            shape = self._shape_of_frames(frames, clip)
+            if numbers[-1] >= shape[0] or shape.group != group:
+                raise MediaError(
+                    "shape_changed",
+                    f"{clip} was indexed as at least {numbers[-1] + 1} groups of {group[1:]} patches but is "
+                    f"{shape[0]} of {shape.group[1:]} now",
+                )
+            yield from self._groups(frames, numbers, shape, clip)
+
+    def _groups(
+        self, frames: Frames, numbers: Sequence[int], shape: ClipShape, clip: Clip
+    ) -> Iterator[NDArray[Any]]:
+        """The same of an open clip of this shape."""
         taken = self.taken(shape.frames, shape.rate, clip)
-        reader = self.frame_images(len(taken))
         groups = [self._group(taken, number) for number in numbers]
         distinct = sorted({frame for of_group in groups for frame in of_group})
-        frames = zip(distinct, decoded_frames(reader, clip, distinct, shape), strict=True)
+        reader = self.frame_images(len(taken))
+        decoded = zip(distinct, frames.decoded(reader, distinct, shape), strict=True)
         held: dict[int, NDArray[Any]] = {}
         for of_group in groups:
             while of_group[-1] not in held:
-                frame, pixels = next(frames)
-                held[frame] = self.patches(pixels, group)
+                frame, pixels = next(decoded)
+                held[frame] = self.patches(pixels, shape.group)
             yield np.concatenate([held[frame] for frame in of_group], axis=1)
             # The next group may begin with the last frame of this one
             held = {frame: patches for frame, patches in held.items() if frame >= of_group[-1]}
