@@ -1,14 +1,18 @@
 """A model that sees pictures, and draws pictures and clips: what must not change the mathematics."""
 
 import json
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO
 
 import jax
 import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
 from jaxmllm.data.rows.fill import HostStep
+from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.train import main
 from tests.support import ENCODER_LAYOUT, Setup, added, assemble, assert_close, scaled, slow_cases
 from tests.training.drawing import (
@@ -69,6 +73,64 @@ def assert_as(actual, expected, tolerance=1e-5):
 def without_pictures(setup: Setup) -> list[int]:
     corpus = setup.corpus
     return [i for i in range(len(corpus)) if not corpus.example(i).media]
+
+
+# ---------------------------------------------------------------------------- programs
+
+TIMES = ({"times": "uniform"}, {"times": "uniform", "shift": 4.0}, {"times": "logit_normal"})
+
+
+@pytest.mark.slow
+def test_batches_of_any_sizes_and_times_compile_nothing_anew(tmp_path):
+    """Twenty steps of text, questions, pictures of 20 sizes and clips of 20 lengths, each with other times."""
+    with make_pictures(tmp_path, examples=60).open("a") as file:
+        shown = [{"type": "image", "image": "2-shown.png"}, {"type": "text", "text": "what is it?"}]
+        record("question", shown, "it is red", file)
+        for patches in range(1, 21):
+            clip = moving(tmp_path / f"{patches}.png", 2 * patches)
+            record(f"clip{patches}", "draw it", [{"type": "video", "video": clip.name}], file)
+    setup = assemble(drawing_config(tmp_path), 1)
+    setups = [of_times(setup, times) for times in TIMES]
+    question, *clips = range(60, 81)
+    pictures = np.random.default_rng(0).permutation(60).reshape(20, 3)
+    state = setup.programs.init(0)
+    state, _ = setup.programs.train(state, setup.put(setup.step([0, 1, 2, 3])))
+    counter, shapes = CompilationCounter(), set()
+    for step, (clip, others) in enumerate(zip(clips, pictures, strict=True)):
+        examples = [question, clip, *others.tolist()]
+        host = setups[step % len(setups)].step(examples)
+        state, metrics = setup.programs.train(state, setup.put(host))
+        assert np.isfinite(jax.device_get(metrics["loss"]))
+        media = [item for i in examples for item in setup.corpus.example(i).media]
+        shapes |= {item.shape for item in media if item.phase == "diffusion"}
+    assert counter.names == []
+    counter.close()
+    assert len({shape[1:] for shape in shapes}) >= 20
+    assert len({shape[0] for shape in shapes}) >= 20
+    drawn_at = [of.step([1]).rows["diffusion"][0]["times"][0, 0] for of in setups]
+    assert len(set(map(float, drawn_at))) == len(TIMES)
+
+
+def of_times(setup: Setup, times: dict[str, Any]) -> Setup:
+    """The same programs, fed with noise of other times."""
+    objective = setup.config.objective
+    changed = objective.diffusion.model_copy(update=times)
+    objective = objective.model_copy(update={"diffusion": changed})
+    return replace(setup, config=setup.config.model_copy(update={"objective": objective}))
+
+
+def moving(path: Path, frames: int) -> Path:
+    """A clip of noise."""
+    colors = np.random.default_rng(frames).integers(0, 256, (frames, 8, 8, 3)).astype(np.uint8)
+    first, *others = map(Image.fromarray, colors)
+    first.save(path, save_all=True, append_images=others)
+    return path
+
+
+def record(name: str, asked: Any, answer: Any, file: TextIO) -> None:
+    """Write a conversation of one question and answer, a source of its own."""
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    file.write(json.dumps({"id": name, "source": name, "messages": messages}) + "\n")
 
 
 # ---------------------------------------------------------------------------- one rank
