@@ -183,6 +183,8 @@ class Found:
     closest: Closest | None = None
     # Legal, but with more ranks than examples: the fewest ranks of any
     fewest_ranks: int | None = None
+    # Of the last layout whose stages could not be planned
+    failure: str | None = None
     estimates: list[Estimate] = field(default_factory=list)
     ranked: list[PlannedLayout] = field(default_factory=list)
     # Planned, and then not taken: each with the reason in words
@@ -196,6 +198,11 @@ class Found:
         self.reject(f"{OVER_MEMORY} in {closest.place}")
         if self.closest is None or closest.lacking < self.closest.lacking:
             self.closest = closest
+
+    def fails(self, error: Exception) -> None:
+        """Count a layout in stages that cannot be planned."""
+        self.failure = str(error)
+        self.reject(f"in stages: {self.failure.partition(';')[0]}")
 
 
 def program_words(name: ProgramName) -> str:

@@ -36,6 +36,8 @@ def why_none(planner: Planner, found: Found, devices: int) -> str:
             f"data.batch_size ({planner.config.data.batch_size}): every mesh of {devices} devices has more ranks; "
             f"raise it to {found.fewest_ranks} or more"
         )
+    if found.failure is not None:
+        return f"no layout in stages on {devices} devices can be planned: {found.failure}"
     near = " or ".join(map(str, _legal_devices(planner, devices))) or "another number"
     reasons = "; ".join(found.rejected)
     return f"no mesh of {devices} devices is legal ({reasons}); say --devices {near}"

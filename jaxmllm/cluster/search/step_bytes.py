@@ -193,3 +193,12 @@ def with_remat(config: Config, remats: Mapping[str, Remat]) -> Config:
         for phase, remat in remats.items()
     }
     return config.model_copy(update={"components": config.components.model_copy(update=towers)})
+
+
+def with_kept(config: Config, kept: Mapping[str, int]) -> Config:
+    """A config whose encoders keep residuals of so many microbatches."""
+    phases = {
+        phase: getattr(config.phases, phase).model_copy(update={"kept_residuals": microbatches})
+        for phase, microbatches in kept.items()
+    }
+    return config.model_copy(update={"phases": config.phases.model_copy(update=phases)})

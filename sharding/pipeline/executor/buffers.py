@@ -140,8 +140,8 @@ class Shapes:
     def _check_fits(self, c: int, value: Tree, largest: Tree) -> None:
         if not fits(value, largest):
             raise PipelineError(
-                f"a row of {self.chains[c].name} holds {value}, which does not fit where the largest "
-                f"one has {largest}: give its rows one class"
+                f"rows of {self.chains[c].name} need one class; a smaller one holds {value}, which does not fit "
+                f"where the largest one has {largest}"
             )
 
     def has(self, pool: Pool, c: int) -> bool:

@@ -72,7 +72,7 @@ def test_plans_over_memory_are_struck_out_with_their_program(monkeypatch):
         more = {"more": 2 * int(made.budget)} if axes & over else {}
         return replace(known, parts={**known.parts, **more})
 
-    monkeypatch.setattr("jaxmllm.cluster.search.sieves.programs_peak", peak)
+    monkeypatch.setattr("jaxmllm.cluster.search.whole_plans.programs_peak", peak)
     found = made.search(2)
     assert [one.choice.fsdp for one in found.ranked] == [2]
     ((layout, why),) = found.struck
@@ -86,7 +86,7 @@ def test_plans_over_memory_are_struck_out_with_their_program(monkeypatch):
 def test_the_first_bytes_are_those_of_planned_layouts(searched):
     made, found = searched
     for one in found.ranked:
-        size = made.step_bytes(one.config, one.programs.functions.model)
+        size = made.legal.step_bytes(one.config, one.programs.functions.model)
         first = max(
             size.peak(phase, max(spec.capacities), getattr(one.config.components, phase).remat)
             for phase, spec in one.spec.phases.items()
@@ -119,6 +119,21 @@ def test_stages_are_estimated_with_what_they_wait_for():
         assert parts["bubble"] == pytest.approx(layers / rows)
         same = of_mesh[replace(one.choice, stages=1)]
         assert parts["update"] == pytest.approx(same.parts["update"] / 2)
+
+
+def test_stages_that_cannot_be_planned_are_counted_with_their_reason(monkeypatch):
+    made = planner(8, mesh={"context": 1, "tensor": 1, "data": 2}, pipeline={"stages": 2})
+
+    def refused(estimate, *_):
+        raise ConfigError("example 7 does not fit the pipeline by itself; raise something")
+
+    monkeypatch.setattr("jaxmllm.cluster.search.whole_plans.planned_in_stages", refused)
+    with pytest.raises(ConfigError, match=r"no layout in stages on 8 .* example 7 .* raise some"):
+        made.search(8)
+    found = made.estimates(8)
+    assert made._planned_whole(found.estimates, 4, found) == []
+    reason = "in stages: example 7 does not fit the pipeline by itself"
+    assert found.rejected[reason] == len(found.estimates)
 
 
 @pytest.mark.slow

@@ -1,0 +1,109 @@
+"""The second sieve: the time of legal layouts in closed form (even_step.py, staged_step.py), with remat by phase."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from jaxmllm.balance.sizes.inputs import SizingInputs
+from jaxmllm.cluster.search.cluster_mesh import cluster_mesh
+from jaxmllm.cluster.search.even_step import EvenRows, even_rows, even_spec, even_step
+from jaxmllm.cluster.search.layouts import Estimate, LegalLayout
+from jaxmllm.cluster.search.legal_layouts import REMATS, least_capacity
+from jaxmllm.cluster.search.mesh_choices import MeshChoice
+from jaxmllm.cluster.search.request import Request
+from jaxmllm.cluster.search.staged_step import in_stages
+from jaxmllm.cluster.search.step_bytes import with_kept, with_remat
+from jaxmllm.config.schema import Config, Remat
+from jaxmllm.models.mllm import MLLM, laid_out, with_settings
+from jaxmllm.setup.build import phased_programs
+from jaxmllm.setup.exchange_layout import exchange_backend
+
+WAVES: Final = 4  # microbatches per stage, of rows in closed form
+ROOMY_ITEMS: Final = 2  # of the longest, that rows should hold before layers keep more for backward
+
+
+class ClosedForm:
+    """Estimates for a request."""
+
+    def __init__(self, request: Request):
+        self._request = request
+
+    def estimate(self, layout: LegalLayout) -> Estimate:
+        """With what is computed again as memory suggests."""
+        remats = {one.name: self._roomy(one, layout.options) for one in layout.inputs}
+        return self._estimated(layout, remats)
+
+    def refined(self, estimate: Estimate) -> Estimate:
+        """With the remat of each phase that is fastest in closed form."""
+        options = estimate.layout.options
+        best = {phase: getattr(estimate.config.components, phase).remat for phase in options}
+        fastest = {phase: estimate.phase_seconds(phase) for phase in options}
+        for remat in REMATS:
+            trial = {phase: remat if remat in options[phase] else best[phase] for phase in options}
+            if trial == best:
+                continue
+            tried = self._estimated(estimate.layout, trial)
+            for phase in options:
+                if tried.phase_seconds(phase) < fastest[phase]:
+                    fastest[phase] = tried.phase_seconds(phase)
+                    best[phase] = trial[phase]
+        return self._estimated(estimate.layout, best)
+
+    def _roomy(self, inputs: SizingInputs, options: Mapping[str, Mapping[Remat, int]]) -> Remat:
+        """What is computed again least and still leaves room for rows of a few items or of all that a rank has."""
+        of_phase = options[inputs.name]
+        load = math.ceil(self._request.loads[inputs.name].slots / inputs.ranks)
+        enough = max(least_capacity(inputs), min(load, ROOMY_ITEMS * inputs.longest))
+        roomy = [remat for remat, slots in of_phase.items() if slots >= enough]
+        return roomy[-1] if roomy else next(iter(of_phase))
+
+    def _estimated(self, layout: LegalLayout, remats: Mapping[str, Remat]) -> Estimate:
+        """A layout with what is computed again."""
+        config = with_remat(layout.config, remats)
+        model = with_settings(layout.model, config.components)
+        fitting = {phase: layout.options[phase][remat] for phase, remat in remats.items()}
+        rows = {
+            one.name: even_rows(
+                self._request.loads[one.name], one, self._most_slots(one, fitting, layout.choice)
+            )
+            for one in layout.inputs
+        }
+        parts = self._even_parts(layout.choice, config, model, layout.inputs, rows)
+        seconds = self._request.device.straggled(sum(parts.values()), layout.choice.devices)
+        return Estimate(replace(layout, config=config, model=model), fitting, rows, parts, seconds)
+
+    def _most_slots(
+        self, inputs: SizingInputs, fitting: Mapping[str, int], choice: MeshChoice
+    ) -> int:
+        """Of a rank's row: what fits, or in stages so few that microbatches keep them busy."""
+        most = fitting[inputs.name]
+        if choice.stages == 1:
+            return most
+        share = self._request.loads[inputs.name].slots / inputs.ranks / (WAVES * choice.stages)
+        return min(most, max(least_capacity(inputs), math.ceil(share)))
+
+    def _even_parts(
+        self,
+        choice: MeshChoice,
+        config: Config,
+        model: MLLM,
+        inputs: Sequence[SizingInputs],
+        rows: Mapping[str, EvenRows],
+    ) -> dict[str, float]:
+        """Seconds of a step in closed form, by part."""
+        of_stage = model
+        if choice.stages > 1:
+            mesh = cluster_mesh(config, choice.sizes, self._request.cluster)
+            of_stage = laid_out(model, config.components, mesh)
+        backend = exchange_backend(config, of_stage)
+        spec = even_spec(of_stage, inputs, rows, config.balance, backend)
+        nothing_kept = with_kept(config, dict.fromkeys(config.model.encoders, 0))
+        sampled = self._request.sampled
+        programs = phased_programs(nothing_kept, of_stage, sampled.formats, spec, sampled.sources)
+        parts = even_step(programs, self._request.loads, rows, self._request.device)
+        if choice.stages == 1:
+            return parts
+        return in_stages(parts, rows, choice.stages, model, self._request.device)

@@ -1,0 +1,156 @@
+"""The first sieve: layouts that the model can have, and what of their rows fits in memory.
+
+MeshChoice --axes divide, ranks have examples, bytes fit--> LegalLayout, or why not
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from jaxmllm.arrays import ceil_divide, round_up
+from jaxmllm.balance.sizes.capacities import checked_capacities
+from jaxmllm.balance.sizes.inputs import SizingInputs
+from jaxmllm.cluster.search.layouts import Closest, Found, LegalLayout
+from jaxmllm.cluster.search.mesh_choices import MeshChoice, open_remat
+from jaxmllm.cluster.search.request import Request
+from jaxmllm.cluster.search.step_bytes import (
+    KnownPrograms,
+    Numbers,
+    StepBytes,
+    parameter_numbers,
+)
+from jaxmllm.config.schema import Config, ConfigError, Remat
+from jaxmllm.models.mllm import MLLM, laid_out
+from jaxmllm.phases import LANGUAGE
+from jaxmllm.setup.row_shapes import alignment
+from jaxmllm.setup.spans import Spans, spans_of_phases
+from sharding.mesh import MeshError
+
+# What takes least memory stands first
+REMATS: Final[tuple[Remat, ...]] = ("full", "dots", "none")
+UNEVEN: Final = "an axis of parameters not divisible"
+IDLE: Final = "more ranks than examples"
+_AXIS = re.compile(r"^([\w.]+).*: axis '(\w+)' of length (\d+)")
+
+
+class LegalLayouts:
+    """Of a request."""
+
+    def __init__(self, request: Request):
+        self._request = request
+        self._numbers: Numbers = parameter_numbers(request.model)
+        self._known_bytes: KnownPrograms = {}
+
+    def of(self, choice: MeshChoice, found: Found) -> LegalLayout | None:
+        """A mesh with what fits there; none where it is rejected, which is counted."""
+        config = choice.of(self._request.config)
+        try:
+            model = laid_out(
+                self._request.model, config.components, self._request.mesh(config, choice)
+            )
+            if model.layout(LANGUAGE).ranks > self._request.config.data.batch_size:
+                found.reject(IDLE)
+                ranks = model.layout(LANGUAGE).ranks
+                found.fewest_ranks = min(found.fewest_ranks or ranks, ranks)
+                return None
+            spans = spans_of_phases(config, model)
+            inputs = self._even_inputs(config, model, spans)
+            _check_given(inputs)
+        except MeshError as error:
+            found.reject(_uneven(error))
+            return None
+        except ConfigError as error:
+            found.reject(str(error).partition(";")[0])
+            return None
+        size = self.step_bytes(config, model)
+        options = self._options(size, inputs)
+        lacking = self._lacking(choice, size, inputs, options)
+        if lacking is not None:
+            found.lacks(lacking)
+            return None
+        return LegalLayout(choice, config, model, spans, inputs, options)
+
+    def step_bytes(self, config: Config, model: MLLM) -> StepBytes:
+        """What a step takes of a device."""
+        media = sum(self._request.loads[phase].tokens for phase in model.config.encoders)
+        tokens = media / model.layout(LANGUAGE).ranks
+        return StepBytes(config, model, tokens, self._numbers, self._known_bytes)
+
+    def _options(
+        self, size: StepBytes, inputs: Sequence[SizingInputs]
+    ) -> dict[str, dict[Remat, int]]:
+        """Slots of rows for which there is room, by phase and remat, where they hold the longest item. What takes least
+        memory stands first."""
+        free = open_remat(self._request.config)
+        options: dict[str, dict[Remat, int]] = {}
+        for one in inputs:
+            given = getattr(size.config.components, one.name).remat
+            options[one.name] = {}
+            for remat in REMATS if one.name in free else (given,):
+                slots = size.fitting(one.name, self._request.budget, remat)
+                if slots >= least_capacity(one):
+                    options[one.name][remat] = slots
+        return options
+
+    def _lacking(
+        self,
+        choice: MeshChoice,
+        size: StepBytes,
+        inputs: Sequence[SizingInputs],
+        options: Mapping[str, Mapping[Remat, int]],
+    ) -> Closest | None:
+        """The phase without any option that lacks most; none where all have one."""
+        free = open_remat(self._request.config)
+        closest = None
+        for one in inputs:
+            if options[one.name]:
+                continue
+            given = getattr(size.config.components, one.name).remat
+            least = REMATS[0] if one.name in free else given
+            peak = size.peak(one.name, least_capacity(one), least)
+            # Rows that fit are a power of two: the longest item may lack less than a byte
+            lacking = Closest(choice, one.name, max(peak - self._request.budget, 1.0))
+            if closest is None or lacking.lacking > closest.lacking:
+                closest = lacking
+        return closest
+
+    def _even_inputs(self, config: Config, model: MLLM, spans: Spans) -> list[SizingInputs]:
+        """The same on a mesh."""
+        formats = self._request.sampled.formats
+        layouts = {one.name: model.layout(one.name) for one in self._request.inputs}
+        return [
+            replace(
+                one,
+                ranks=layouts[one.name].ranks,
+                alignment=alignment(config, one.name, formats, layouts[one.name].parts),
+                spans=spans[one.name] if config.may_share_rows else (1,),
+            )
+            for one in self._request.inputs
+        ]
+
+
+def _check_given(inputs: Sequence[SizingInputs]) -> None:
+    """Raise `ConfigError` for capacities of the config that rows on a mesh cannot have."""
+    for one in inputs:
+        given = one.config.capacities
+        if given != "auto":
+            checked_capacities(given, one, max(one.spans))
+
+
+def least_capacity(inputs: SizingInputs) -> int:
+    """Slots of a rank's row that holds the longest item, shared by as many ranks as may."""
+    given = inputs.config.capacities
+    if given != "auto":
+        return max(given)
+    return round_up(max(ceil_divide(inputs.longest, max(inputs.spans)), 1), inputs.alignment)
+
+
+def _uneven(error: MeshError) -> str:
+    """What no axis divides, without the sizes of the mesh."""
+    match = _AXIS.match(str(error))
+    return (
+        f"{UNEVEN}: {match[2]} of {match[1]}, {match[3]}" if match else str(error).partition(";")[0]
+    )

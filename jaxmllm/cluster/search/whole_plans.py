@@ -1,0 +1,162 @@
+"""The third sieve: sizes for a layout, and its sampled batches planned and simulated whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from jaxmllm.balance.sizes.choose import PhaseRows, choose_sizes
+from jaxmllm.balance.sizes.inputs import SizingInputs
+from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.cluster.device_peak import programs_peak
+from jaxmllm.cluster.search.layouts import Estimate, PlannedLayout, Plans, Sampled
+from jaxmllm.cluster.search.request import Request
+from jaxmllm.cluster.search.row_choice import RowChoice
+from jaxmllm.cluster.search.staged_step import planned_in_stages
+from jaxmllm.cluster.search.step_bytes import with_kept
+from jaxmllm.cluster.simulate import simulate
+from jaxmllm.cluster.temporaries import residual_bytes
+from jaxmllm.config.schema import Config
+from jaxmllm.models.mllm import MLLM
+from jaxmllm.setup.build import phased_programs
+from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
+from jaxmllm.setup.sizing import sizing_inputs
+from jaxmllm.training.programs.base import ProgramName
+
+SAMPLED_EXAMPLES: Final = 1 << 16  # of which pools and segments are chosen, at most
+KEPT_SHARE: Final = 0.5  # of memory that is left, for residuals of encoders between their passes
+
+
+class WholePlans:
+    """Planned layouts of a request. Layouts of the same ranks and rows share their plans."""
+
+    def __init__(self, request: Request):
+        self._request = request
+        self._known_plans: dict[str, Plans] = {}
+        self._known_choices: dict[int, RowChoice] = {}
+        self._known_rows: dict[int, PhaseRows] = {}
+
+    def planned(self, estimate: Estimate) -> PlannedLayout:
+        """Sizes for a layout, and its steps planned and simulated.
+
+        Raises:
+          PipelineError: its layers cannot be cut into so many stages.
+        """
+        sampled = self._request.lengths(estimate.config, estimate.model, estimate.layout.spans)
+        inputs = self._inputs(estimate, sampled)
+        if estimate.choice.stages > 1:
+            return planned_in_stages(
+                estimate, sampled, inputs, self._request.device, self._request.as_run
+            )
+        planned = self._plans(estimate, sampled, inputs)
+        spec, plans, sampled = planned.spec, planned.plans, planned.sampled
+        config, model = estimate.config, estimate.model
+        used = {
+            phase: max(plan.phases[phase].microbatches for plan in plans) for phase in spec.phases
+        }
+        config = with_kept(config, self._kept_residuals(config, model, planned, used))
+        programs = phased_programs(config, model, sampled.formats, spec, sampled.sources)
+        times = tuple(
+            simulate(programs, plan, items, self._request.device)
+            for plan, items in zip(plans, sampled.steps, strict=True)
+        )
+        return PlannedLayout(
+            choice=estimate.choice,
+            config=config,
+            spec=spec,
+            programs=programs,
+            plans=plans,
+            times=times,
+            peak=programs_peak(programs, microbatches=used),
+            even_seconds=estimate.seconds,
+        )
+
+    def _inputs(self, estimate: Estimate, sampled: Sampled) -> list[SizingInputs]:
+        """What sizes are chosen by: memory is that of the cluster, and a microbatch takes what it waits for weights."""
+        inputs = sizing_inputs(
+            estimate.config, estimate.model, sampled.formats, sampled.longest, estimate.layout.spans
+        )
+        if self._request.as_run:
+            return inputs
+        rate = self._request.device.peak * self._request.device.efficiency
+        return [
+            replace(
+                one,
+                fitting=estimate.fitting[one.name],
+                microbatch_cost=max(
+                    one.microbatch_cost, _rounded(estimate.gather_seconds(one.name) * rate)
+                ),
+            )
+            for one in inputs
+        ]
+
+    def _plans(self, estimate: Estimate, sampled: Sampled, inputs: Sequence[SizingInputs]) -> Plans:
+        """Shared by layouts of the same ranks and rows."""
+        config, model = estimate.config, estimate.model
+        grids = exchange_grids(model)
+        nodes = nodes_of_ranks(config, model)
+        backend = exchange_backend(config, model)
+        arrays = [array.tobytes() for array in nodes.values()]
+        arrays += [
+            part.tobytes() for grid in grids.values() for part in (grid.encoder, grid.language)
+        ]
+        key = repr((id(sampled), _deciding(inputs), config.balance, backend, [*map(hash, arrays)]))
+        if key not in self._known_plans:
+            if not self._request.as_run:
+                inputs = self._row_choice(sampled).chosen(inputs, grids, config.balance)
+                # Clips are measured otherwise where several ranks hold a row
+                sampled = self._request.lengths(
+                    config, model, {one.name: one.spans for one in inputs}
+                )
+                inputs = [replace(one, longest=sampled.longest[one.name]) for one in inputs]
+            rows = self._phase_rows(sampled)
+            spec = choose_sizes(
+                rows.samples, inputs, grids, config.balance, nodes, backend, sampled.others, rows
+            )
+            plans = tuple(plan_step(items, spec) for items in sampled.steps)
+            self._known_plans[key] = Plans(spec, plans, sampled)
+        return self._known_plans[key]
+
+    def _row_choice(self, sampled: Sampled) -> RowChoice:
+        return self._known_choices.setdefault(id(sampled), RowChoice(sampled.samples))
+
+    def _phase_rows(self, sampled: Sampled) -> PhaseRows:
+        """Of as many batches as segments and pools are chosen from."""
+        number = max(SAMPLED_EXAMPLES // self._request.config.data.batch_size, 1)
+        few = sampled.samples if self._request.as_run else sampled.samples[:number]
+        return self._known_rows.setdefault(id(sampled), PhaseRows(few))
+
+    def _kept_residuals(
+        self, config: Config, model: MLLM, planned: Plans, used: Mapping[str, int]
+    ) -> dict[str, int]:
+        """Microbatches of encoders whose residuals stay between their passes, where the config leaves it open: at most
+        those of a step."""
+        spec, sampled = planned.spec, planned.sampled
+        nothing = with_kept(config, dict.fromkeys(config.model.encoders, 0))
+        programs = phased_programs(nothing, model, sampled.formats, spec, sampled.sources)
+        left = self._request.budget - programs_peak(programs, microbatches=used).bytes
+        left *= KEPT_SHARE / max(len(config.model.encoders), 1)
+        kept = {}
+        for phase in config.model.encoders:
+            given = getattr(config.phases, phase).kept_residuals
+            if given == "auto":
+                names = (ProgramName("encode", phase, *one) for one in spec.phases[phase].classes)
+                one = max(residual_bytes(model, name) for name in names)
+                given = 1 << int(math.log2(left / one)) if left >= one else 0
+            kept[phase] = min(given, used[phase])
+        return kept
+
+
+def _rounded(amount: float) -> int:
+    """To a power of two: layouts that differ little then share their rows."""
+    return 1 << round(math.log2(amount)) if amount >= 1 else 0
+
+
+def _deciding(inputs: Sequence[SizingInputs]) -> list[tuple[object, ...]]:
+    """What of the inputs differs between layouts."""
+    return [
+        (one.name, one.ranks, one.alignment, one.spans, one.largest_capacity, one.microbatch_cost)
+        for one in inputs
+    ]
