@@ -57,6 +57,12 @@ class StartedStep:
     completed: Future[float]  # when they had run
 
 
+DENOMINATORS = (
+    "where media do not decode, gradients stay divided by the planned numbers of target tokens and patches, and losses "
+    "in metrics are over those that are left"
+)
+
+
 @dataclass
 class RunReport:
     """Turns device metrics and plan statistics into records, enforces the limits, keeps what the summary needs.
@@ -72,6 +78,7 @@ class RunReport:
     evaluation: dict[str, Any] | None = None  # the last one, with its step
     loss: float | None = None
     streak: int = 0  # updates in a row, up to the last one written, that were not finite
+    _explained: bool = False  # whether it was said what masked items leave of the denominators
     _step: int = 0  # the last one that was started
     _pending: StartedStep | None = None
     _times: StepTimes = field(default_factory=StepTimes)
@@ -112,8 +119,13 @@ class RunReport:
         self._times.pause()
 
     def tell(self, step: int, failures: Sequence[str], what: str = "masked") -> None:
-        """Say which media items of a step this process could not decode, before the step's programs are started."""
-        self.messages.tell(step, [f"{what}: {failure}" for failure in failures])
+        """Say which media items of a step this process could not decode, before the step's programs are started; of a
+        model that draws also what its losses are then divided by, once."""
+        lines = [f"{what}: {failure}" for failure in failures]
+        if lines and what == "masked" and self.run.config.model.generators and not self._explained:
+            self._explained = True
+            lines.insert(0, DENOMINATORS)
+        self.messages.tell(step, lines)
         self._publish()
 
     # ------------------------------------------------------------------ evaluation

@@ -279,6 +279,12 @@ def test_a_model_that_draws_has_what_its_losses_need(path):
     assert "is not measured" in refusal(path, DRAWS, "balance.calibration=times.json")
     assert "nothing to keep" in refusal(path, DRAWS, "phases.diffusion.kept_residuals=1")
     assert "at least 8 numbers in a head" in refusal(path, DRAWS, "model.diffusion.heads=8")
+    frozen = "components.diffusion={freeze: true, ema: 0.9}"
+    assert "components.diffusion: ema (0.9): the component is frozen" in refusal(
+        path, DRAWS, frozen
+    )
+    no_loss = "objective={language: {weight: 0}, diffusion: {weight: 0}}"
+    assert "objective.diffusion.weight: must be greater than 0" in refusal(path, DRAWS, no_loss)
     for said, *keys in (
         ("rope_sections (4, 2, 1) must add up to half of width / heads", "rope_sections=[4, 2, 1]"),
         ("and be at least 0", "rope_sections=[-1, 2, 7]"),

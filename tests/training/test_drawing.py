@@ -12,6 +12,7 @@ import yaml
 from PIL import Image
 
 from jaxmllm.data.rows.fill import HostStep
+from jaxmllm.data.sources.source import DataError
 from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.train import main
 from tests.support import ENCODER_LAYOUT, Setup, added, assemble, assert_close, scaled, slow_cases
@@ -172,6 +173,18 @@ def test_steps_without_pictures_and_without_text_just_work(drawing):
     grads, sums = computed(drawing, text)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
     assert sums.drawn.patches.sum() == 0
+
+
+def test_items_larger_than_a_row_are_refused_by_the_keys_that_bound_them(drawing):
+    longest = max(m.conditions + np.prod(m.shape) for i in range(24) for m in media_of(drawing, i))
+    less = drawing.corpus.refuse({"diffusion": int(longest) - 1})
+    assert less.rejected_counts()["longer_than_row"] == 24 - len(less) >= 1
+    with pytest.raises(DataError, match=r"slots of the diffusion phase.*data\.generated\.max_pix"):
+        less.check_rejected(0)
+
+
+def media_of(drawing: Setup, example: int) -> Any:
+    return drawing.corpus.example(example).media
 
 
 def test_hidden_conditions_and_noise_are_those_of_the_item_in_any_batch(drawing):

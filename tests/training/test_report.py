@@ -14,7 +14,7 @@ import pytest
 from jaxmllm.runtime.metrics import MetricsWriter, read_metrics
 from jaxmllm.runtime.progress import ProgressBar
 from jaxmllm.training.process_messages import Messages
-from jaxmllm.training.report import RunReport, StartedStep, TrainingError
+from jaxmllm.training.report import DENOMINATORS, RunReport, StartedStep, TrainingError
 from tests.training.test_process_messages import Store
 
 PHASE = {
@@ -52,6 +52,7 @@ def make_run(**config: Any) -> Any:
         "run": SimpleNamespace(steps=8),
         "optimizer": SimpleNamespace(max_skipped=3),
         "data": SimpleNamespace(max_failed_media=2),
+        "model": SimpleNamespace(generators=()),
     }
     return SimpleNamespace(
         config=SimpleNamespace(**sections | config),
@@ -159,6 +160,16 @@ def test_a_limits_error_comes_after_the_lines_of_all_processes(
         (2, 1, "masked: b.png: broken"),
         (2, 1, "masked: c.wav: broken"),
     ]
+
+
+def test_a_model_that_draws_says_once_what_its_losses_are_divided_by() -> None:
+    run, out = make_run(model=SimpleNamespace(generators=("diffusion",))), Written()
+    report: Any = RunReport(run, out, out, None)  # type: ignore[arg-type]
+    for step in (1, 2):
+        report.tell(step, ("a.png: broken",))
+    report.tell(3, ())
+    broken = [f"step {step}: masked: a.png: broken" for step in (1, 2)]
+    assert out.lines == [f"step 1: {DENOMINATORS}", *broken]
 
 
 OTHERS = ["step 2: process 1: masked: b.png: broken", "step 2: process 1: masked: c.wav: broken"]
