@@ -122,7 +122,7 @@ class VideoFile:
         if len(videos) != 1:
             self._refuse(f"has {len(videos)} streams of pictures; write it with one")
         (video,) = videos
-        if video.codec_context.codec is None or not video.width:
+        if video.codec_context is None or not video.codec_context.width:
             self._refuse("is of a codec that this build of av does not decode; write it anew")
         if video.width * video.height > MAX_SOURCE_PIXELS:
             raise MediaError(

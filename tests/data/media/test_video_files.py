@@ -162,6 +162,12 @@ def header_alone(path: Path) -> Clip:
     return Clip(File(path))
 
 
+def of_no_known_codec(path: Path) -> Clip:
+    clip = film(path)
+    path.write_bytes(path.read_bytes().replace(b"avc1", b"none"))
+    return clip
+
+
 def with_sound(path: Path) -> Clip:
     return film(path, sound=True)
 
@@ -175,6 +181,7 @@ REFUSED: dict[Callable[[Path], Clip], str] = {
     cut_at_its_end: "truncated_video",
     damaged: "undecodable_video",
     header_alone: "broken_video_header",
+    of_no_known_codec: "unsupported_video",
     with_sound: "video_with_sound",
     with_wide_pixels: "unsupported_video",
 }
