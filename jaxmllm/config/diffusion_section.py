@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from jaxmllm.config.layer_sections import attention_matrices, tower_matrices
+from jaxmllm.config.layer_sections import attention_matrices, matrices_of_mlp, tower_matrices
 from jaxmllm.config.section import Section
+from jaxmllm.config.tower_sections import ProjectorShapes
 
 EDGE_WAVES = 8  # of the distance of a patch from an edge
 
@@ -17,8 +18,9 @@ class DiffusionConfig(Section):
     latents of so many `channels`.
 
     What an image is drawn from are states of the decoder, its conditions. With `conditioning: joint` they are one
-    sequence with its patches, and share all weights (arXiv 2503.21758). With `cross`, layers read them by attention
-    of its own, between that of the patches and the MLP (arXiv 2310.00426), and do not change them.
+    sequence with its patches, and share all weights (arXiv 2503.21758) or, with `streams: 2`, meet in attention alone:
+    conditions have all other weights of the layers for themselves (arXiv 2403.03206). With `cross`, layers read them
+    by attention of its own, between that of the patches and the MLP (arXiv 2310.00426), and do not change them.
 
     `modulation`: each layer makes scales, shifts and gates of the time with weights of its own (`layer`,
     arXiv 2212.09748), or all take the same and add a vector of their own (`shared`, arXiv 2310.00426).
@@ -29,6 +31,9 @@ class DiffusionConfig(Section):
     With `edge_distances`, a patch reads how far it is from the edges of its item, too, before and behind along every
     axis: rotary positions alone tell no patch how large a picture is.
 
+    With `condition_positions: time`, conditions advance time, in row and column 0, and patches stand at the time after
+    them. With `diagonal`, they stand behind the patches along all axes (arXiv 2508.02324).
+
     With `padded_conditions`, an item is drawn from so many states at least, as where texts were padded in training:
     those that it lacks are zeros.
 
@@ -38,7 +43,9 @@ class DiffusionConfig(Section):
 
     from_: str | None = Field(None, alias="from")
     projector: Literal["new", "folder"] = "new"
+    projector_layers: Literal["mlp", "normed_linear"] = "mlp"  # of projector.language
     conditioning: Literal["joint", "cross"] = "joint"
+    streams: Literal[1, 2] = 1  # of weights
     pooled_conditions: bool = False
     padded_conditions: PositiveInt | None = None
     width: PositiveInt
@@ -60,6 +67,7 @@ class DiffusionConfig(Section):
     # Rotary pairs of the (time, height, width) axes; none: 1/4, 3/8, 3/8
     rope_sections: tuple[int, int, int] | None = None
     rope_origin: Literal["corner", "centre"] = "corner"  # from where rows and columns are counted
+    condition_positions: Literal["time", "diagonal"] = "time"
     norm_epsilon: PositiveFloat = 1e-6
 
     @property
@@ -94,9 +102,22 @@ class DiffusionConfig(Section):
     def matrices(self) -> dict[str, tuple[int, int]]:
         """The matrices of every layer that can have adapters: see adapter_sections.py."""
         matrices = tower_matrices(self.width, self.mlp_width)
+        widths = (self.width, self.width, self.width)
         if self.conditioning == "cross":
-            matrices |= attention_matrices(self.width, self.width, self.width, "cross_attention")
+            matrices |= attention_matrices(*widths, "cross_attention")
+        if self.streams == 2:
+            matrices |= attention_matrices(*widths, "conditions.attention")
+            matrices |= matrices_of_mlp(
+                self.width, self.mlp_width, gated=False, part="conditions.mlp"
+            )
         return matrices
+
+    @property
+    def projector_shapes(self) -> ProjectorShapes:
+        """What `projector.language` does to states of the decoder."""
+        if self.projector_layers == "mlp":
+            return ProjectorShapes()
+        return ProjectorShapes(linear=True, norm="rms", norm_epsilon=self.norm_epsilon)
 
     @property
     def attentions(self) -> int:
@@ -114,16 +135,32 @@ class DiffusionConfig(Section):
                 f"padded_conditions ({self.padded_conditions}): with conditioning: joint an item has the states of its "
                 "text alone; leave it out, or set conditioning: cross"
             )
-        if self.conditioning == "cross" and self.rope_origin != "corner":
+        if self.conditioning == "cross":
+            self._check_apart()
+        if self.streams == 2 and self.modulation == "shared":
             raise ValueError(
-                f"rope_origin ({self.rope_origin}): with conditioning: cross no position is told from another but "
-                "those of an item's patches, so that it changes nothing; leave it out"
+                "modulation (shared): with streams: 2 layers have weights of their own for patches and for conditions; "
+                "leave it out"
             )
         if not self.qk_norm and self.qk_norm_over != "head":
             raise ValueError(
                 f"qk_norm_over ({self.qk_norm_over}): without qk_norm nothing is normed; leave it out"
             )
         return self
+
+    def _check_apart(self) -> None:
+        for key in ("rope_origin", "condition_positions"):
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"{key} ({value}): with conditioning: cross no position is told from another but "
+                    "those of an item's patches, so that it changes nothing; leave it out"
+                )
+        if self.streams == 2:
+            raise ValueError(
+                "streams (2): with conditioning: cross layers change no conditions, and have nothing else of their own "
+                "for them; leave it out, or set conditioning: joint"
+            )
 
     @model_validator(mode="after")
     def _check_sections(self) -> DiffusionConfig:

@@ -54,11 +54,13 @@ def attention_matrices(
     return in_layers(part, matrices)
 
 
-def matrices_of_mlp(width: int, mlp_width: int, gated: bool) -> dict[str, tuple[int, int]]:
+def matrices_of_mlp(
+    width: int, mlp_width: int, gated: bool, part: str = "mlp"
+) -> dict[str, tuple[int, int]]:
     """Those of an MLP."""
     inner = ("gate", "up") if gated else ("up",)
     mlp = dict.fromkeys(inner, (width, mlp_width)) | {"down": (mlp_width, width)}
-    return in_layers("mlp", mlp)
+    return in_layers(part, mlp)
 
 
 def tower_matrices(width: int, mlp_width: int, gated: bool = False) -> dict[str, tuple[int, int]]:

@@ -89,7 +89,7 @@ class ProjectorShapes(Section):
     linear: bool = False
     bias: bool = True  # of the one matrix; two always have some
     grouping: Literal["concatenated", "mean"] = "concatenated"
-    norm: Literal["layer", "zero_centred_rms"] | None = None
+    norm: Literal["layer", "rms", "zero_centred_rms"] | None = None
     norm_epsilon: PositiveFloat = 1e-6
 
     def inputs(self, features: int, group: int) -> int:

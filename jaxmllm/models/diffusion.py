@@ -4,7 +4,9 @@
                                       one sequence --layers, modulated by the time--> predictions of the patches
     patches --embed----------------- /
 
-So it is with `conditioning: joint`. With `cross`, patches alone are a sequence, and layers read conditions beside it:
+So it is with `conditioning: joint`; with `streams: 2`, conditions have weights of their own in all layers, and meet
+patches in attention (models/streams.py). With `cross`, patches alone are a sequence, and layers read conditions beside
+it:
 
     patches --embed--> attention, attention to conditions, MLP: layer by layer --> predictions of the patches
 
@@ -17,7 +19,9 @@ Letters: R ranks, C slots, D width, F numbers of a patch, S segments of a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -33,6 +37,7 @@ from jaxmllm.models.norms import MODULATED_NORMS, NORMS
 from jaxmllm.models.products import bias, biased, parameter, weight
 from jaxmllm.models.rotary import rotary_angles_by_axis
 from jaxmllm.models.rows import GeneratorRows
+from jaxmllm.models.streams import ConditionSlots, in_streams
 from sharding.context import SLOTS
 from sharding.rules import Layout
 
@@ -106,11 +111,12 @@ class DiffusionTower(nnx.Module):
             embedded += self.pooled(mean, layout)
         time = jax.nn.silu(embedded)
         shared = None if self.modulation is None else self.modulation(time, layout)
+        where = ConditionSlots.of(layout, is_condition) if config.streams == 2 else None
         graph, parameters = nnx.split(self.layers)
 
         def layer(x: Array, parameters: Any) -> tuple[Array, None]:
             block = nnx.merge(graph, parameters)
-            return block(x, context, time, shared, rows.owners, apart), None
+            return block(x, context, time, shared, rows.owners, apart, where), None
 
         x, _ = jax.lax.scan(checkpointed(layer, settings.remat), x, parameters)
         if self.output_modulation is not None:
@@ -171,9 +177,9 @@ class _Modulation(nnx.Module):
         )
 
 
-class _DiffusionBlock(nnx.Module):
-    """A layer of attention and an MLP, each modulated before it and gated after it, and where conditions are apart of
-    attention to them between the two, which time does not touch."""
+class _Stream(nnx.Module):
+    """What a layer does around the attention of its slots: it is modulated before attention and MLP and gated after
+    each. Where conditions are apart, attention to them lies between the two, which time does not touch."""
 
     def __init__(self, config: DiffusionConfig, rngs: nnx.Rngs):
         width, norm = config.width, MODULATED_NORMS[config.norm]
@@ -188,6 +194,53 @@ class _DiffusionBlock(nnx.Module):
         self.modulation = _Modulation(width, MODULATIONS) if own else None
         self.modulation_bias = None if own else bias((MODULATIONS, width), (None, None))
 
+    def vectors(
+        self, time: Float[Array, "R S D"], shared: Float[Array, "R S 6 D"] | None, layout: Layout
+    ) -> Float[Array, "R S 6 D"]:
+        """Shift, scale and gate of attention and of the MLP."""
+        if self.modulation is not None:
+            return self.modulation(time, layout)
+        assert shared is not None and self.modulation_bias is not None
+        return biased(shared, self.modulation_bias, layout)
+
+    def read(
+        self,
+        vectors: Float[Array, "R S 6 D"],
+        rows: RowContext,
+        owners: Int[Array, "R C"],
+        x: Float[Array, "R C D"],
+    ) -> tuple[Array, Array, Array]:
+        """Queries, keys and values."""
+        shift, scale = by_slot(rows.layout, vectors[:, :, :2], owners)
+        return self.attention.projections(_modulated(self.attention_norm(x), shift, scale), rows)
+
+    def finish(
+        self,
+        vectors: Float[Array, "R S 6 D"],
+        rows: RowContext,
+        owners: Int[Array, "R C"],
+        x: Float[Array, "R C D"],
+        mixed: Float[Array, "R C H K"],
+        apart: ConditionsApart | None = None,
+    ) -> Float[Array, "R C D"]:
+        """What the layer yields, once attention has mixed values."""
+        gate, shift, scale, mlp_gate = by_slot(rows.layout, vectors[:, :, 2:], owners)
+        x = x + _gated(self.attention.output(mixed, rows), gate)
+        if self.cross_attention is not None:
+            assert self.cross_norm is not None and apart is not None
+            conditions, to_conditions = apart
+            x = x + self.cross_attention(self.cross_norm(x), to_conditions, conditions)
+        out = self.mlp(_modulated(self.mlp_norm(x), shift, scale), rows.layout)
+        return x + _gated(out, mlp_gate)
+
+
+class _DiffusionBlock(_Stream):
+    """A layer. With two streams it is that of the patches, and conditions have one of their own."""
+
+    def __init__(self, config: DiffusionConfig, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
+        self.conditions = _Stream(config, rngs) if config.streams == 2 else None
+
     def __call__(
         self,
         x: Float[Array, "R C D"],
@@ -196,22 +249,23 @@ class _DiffusionBlock(nnx.Module):
         shared: Float[Array, "R S 6 D"] | None,
         owners: Int[Array, "R C"],
         apart: ConditionsApart | None,
+        where: ConditionSlots | None,
     ) -> Float[Array, "R C D"]:
         layout = rows.layout
-        if self.modulation is not None:
-            modulation = self.modulation(time, layout)
-        else:
-            assert shared is not None and self.modulation_bias is not None
-            modulation = biased(shared, self.modulation_bias, layout)
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = by_slot(layout, modulation, owners)
-        mixed = self.attention(_modulated(self.attention_norm(x), shift, scale), rows)
-        x = x + _gated(mixed, gate)
-        if self.cross_attention is not None:
-            assert self.cross_norm is not None and apart is not None
-            conditions, to_conditions = apart
-            x = x + self.cross_attention(self.cross_norm(x), to_conditions, conditions)
-        out = self.mlp(_modulated(self.mlp_norm(x), mlp_shift, mlp_scale), layout)
-        return x + _gated(out, mlp_gate)
+        vectors = self.vectors(time, shared, layout)
+        if self.conditions is None:
+            mixed = self.attention.mixed(*self.read(vectors, rows, owners, x), rows)
+            return self.finish(vectors, rows, owners, x, mixed, apart)
+        assert where is not None
+        conditions, theirs = self.conditions, self.conditions.vectors(time, shared, layout)
+
+        def in_both(step: Callable[..., Any], *slots: Array) -> Any:
+            of_patches = partial(step, self, vectors, rows)
+            of_conditions = partial(step, conditions, theirs, rows)
+            return in_streams(layout, where, of_patches, of_conditions, owners, *slots)
+
+        queries, keys, values = in_both(_Stream.read, x)
+        return in_both(_Stream.finish, x, self.attention.mixed(queries, keys, values, rows))
 
 
 def _attention(config: DiffusionConfig, rngs: nnx.Rngs) -> SelfAttention:

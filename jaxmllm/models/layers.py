@@ -133,11 +133,21 @@ class SelfAttention(nnx.Module):
         Args:
           given: what keys and values are made of; none: x.
         """
-        layout = rows.layout
+        return self.output(self.mixed(*self.projections(x, rows, given), rows), rows)
+
+    def projections(
+        self, x: Float[Array, "R C D"], rows: RowContext, given: Float[Array, "R C D"] | None = None
+    ) -> tuple[Float[Array, "R C H K"], Float[Array, "R C G K"], Float[Array, "R C G K"]]:
+        """Queries, keys and values, normed and not yet rotated; `given` as above."""
         given = x if given is None else given
         q = self._project(x, self.query, self.query_bias, self.query_norm, rows)
         k = self._project(given, self.key, self.key_bias, self.key_norm, rows)
         v = self._project(given, self.value, self.value_bias, None, rows)
+        return q, k, v
+
+    def mixed(self, q: Array, k: Array, v: Array, rows: RowContext) -> Float[Array, "R C H K"]:
+        """What queries mix of the values in the same rows, by head."""
+        layout = rows.layout
         if rows.angles is not None:
             q, k = (rotate(x, rows.angles, rows.multiplier) for x in (q, k))
         query_axes = ("batch", "sequence", "heads", None)
@@ -160,8 +170,12 @@ class SelfAttention(nnx.Module):
             k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
             out, logsumexp = mixed
             mixed = with_repeated_key(out, logsumexp, q, k, v, rows.repeated, scale=self.scale)
-        out = affine(mixed, self.out, self.out_bias, layout, inputs=2)
-        return named(layout.constrain(out, ("batch", "sequence", None)), "projections")
+        return mixed
+
+    def output(self, mixed: Float[Array, "R C H K"], rows: RowContext) -> Float[Array, "R C D"]:
+        """The heads of every slot through one matrix."""
+        out = affine(mixed, self.out, self.out_bias, rows.layout, inputs=2)
+        return named(rows.layout.constrain(out, ("batch", "sequence", None)), "projections")
 
     @staticmethod
     def _project(

@@ -425,7 +425,9 @@ def build_model(
         makers["diffusion"] = settings.diffusion, lambda rngs: DiffusionTower(diffusion, rngs)
         makers[f"{PROJECTOR}{LANGUAGE}"] = (
             settings.projector.language,
-            lambda rngs: Projector(language.width, 1, diffusion.width, rngs),
+            lambda rngs: Projector(
+                language.width, 1, diffusion.width, rngs, diffusion.projector_shapes
+            ),
         )
     layouts = _layouts({name: setting for name, (setting, _) in makers.items()}, mesh)
     components = {

@@ -169,7 +169,8 @@ def projector_folder(run: Path, out: Path, component: str) -> None:
 def _projector_shapes(model: ModelConfig, phase: str) -> tuple[int, ProjectorShapes]:
     """How many neighbouring features a projector takes, and what it does to them."""
     if phase == LANGUAGE:
-        return 1, ProjectorShapes()
+        assert model.diffusion is not None
+        return 1, model.diffusion.projector_shapes
     tower = getattr(model, phase)
     return tower.merge**2 if phase == "vision" else tower.merge, tower.projector
 

@@ -290,6 +290,13 @@ def test_a_model_that_draws_has_what_its_losses_need(path):
         ("and be at least 0", "rope_sections=[-1, 2, 7]"),
         ("padded_conditions (512): with conditioning: joint", "padded_conditions=512"),
         ("rope_origin (centre): with cond", "conditioning=cross", "rope_origin=centre"),
+        (
+            "condition_positions (diagonal): with",
+            "conditioning=cross",
+            "condition_positions=diagonal",
+        ),
+        ("streams (2): with conditioning: cross", "conditioning=cross", "streams=2"),
+        ("modulation (shared): with streams: 2", "streams=2", "modulation=shared"),
         ("qk_norm_over (heads): without", "qk_norm=false", "qk_norm_over=heads"),
         ("projector (folder): without from", "projector=folder"),
     ):

@@ -24,8 +24,8 @@ from jaxmllm.training.run_folder import write_config
 from jaxmllm.training.saved_parameters import saved_parameters
 from sharding.mesh import make_mesh
 from tests.support import EXHAUSTIVE
+from tests.training.drawing import TWO_STREAMS, latents_config, make_pictures, perturbed
 from tests.training.drawing import drawing_config as run_config
-from tests.training.drawing import latents_config, make_pictures, perturbed
 
 ALONE = {"prompt": "draw aaa", "size": "20x24", "name": "alone"}
 SHOWN = [{"type": "image", "image": "2-shown.png"}, {"type": "text", "text": "the same"}]
@@ -149,6 +149,22 @@ def test_a_picture_is_the_same_whatever_is_drawn_with_it(run, alone, mesh):
     assert len(together) == 7 and together["clip"].shape == (3, 8, 4, 3)
     np.testing.assert_allclose(together["alone"], alone.values()["alone"], atol=1e-4)
     assert not np.allclose(together["0005"][:4, :8], together["0006"][:4, :8])
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_two_streams_draw_a_picture_whatever_is_drawn_with_it(tmp_path):
+    make_pictures(tmp_path)
+    changes = {f"model__diffusion__{key}": value for key, value in TWO_STREAMS.items()}
+    run = saved_run(tmp_path / "run", run_config(tmp_path, **changes))
+    alone = compiled(run, [ALONE], 1).values()["alone"]
+    asked = [entry for entry in OTHERS if "messages" not in entry]
+    together = compiled(run, [*asked, ALONE], 4, *MESHES["context2"][1], "mesh.fsdp=2")
+    np.testing.assert_allclose(together.values()["alone"], alone, atol=1e-4)
+    counter = CompilationCounter()
+    free, seen = (together.values(1, guidance)["alone"] for guidance in (0.0, 1.0))
+    assert counter.count == 0
+    assert np.abs(seen - free).max() > 1e-3, "what is drawn depends on the prompt"
 
 
 @pytest.mark.slow

@@ -18,6 +18,15 @@ from tests.support import tiny_config
 
 PATCH = 4
 CHANNELS = 5  # of latents
+TWO_STREAMS = {  # of weights, with all that Qwen-Image has besides
+    "streams": 2,
+    "pooled_conditions": True,
+    "norm": "layer",
+    "attention_bias": True,
+    "rope_origin": "centre",
+    "condition_positions": "diagonal",
+    "projector_layers": "normed_linear",
+}
 
 
 def make_pictures(folder: Path, examples: int = 24, shown: bool = True) -> Path:

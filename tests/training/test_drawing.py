@@ -15,8 +15,18 @@ from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.sources.source import DataError
 from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.train import main
-from tests.support import ENCODER_LAYOUT, Setup, added, assemble, assert_close, scaled, slow_cases
+from tests.support import (
+    ENCODER_LAYOUT,
+    EXHAUSTIVE,
+    Setup,
+    added,
+    assemble,
+    assert_close,
+    scaled,
+    slow_cases,
+)
 from tests.training.drawing import (
+    TWO_STREAMS,
     drawing_config,
     latents_config,
     make_latents,
@@ -359,54 +369,65 @@ def test_plans_and_meshes_leave_the_mathematics_alone(pictures, both, whole, cas
 
 
 READ_APART = {  # conditions, by an attention of their own, and all else that a generator can be otherwise
-    f"model__diffusion__{key}": value
-    for key, value in {
-        "conditioning": "cross",
-        "pooled_conditions": True,
-        "edge_distances": True,
-        "padded_conditions": 40,
-        "modulation": "shared",
-        "output_modulation": "vectors",
-        "norm": "layer",
-        "attention_bias": True,
-        "qk_norm_over": "heads",
-        "rope_sections": [0, 2, 2],
-    }.items()
+    "conditioning": "cross",
+    "pooled_conditions": True,
+    "edge_distances": True,
+    "padded_conditions": 40,
+    "modulation": "shared",
+    "output_modulation": "vectors",
+    "norm": "layer",
+    "attention_bias": True,
+    "qk_norm_over": "heads",
+    "rope_sections": [0, 2, 2],
+}
+CONDITIONED = {
+    name: DRAWING_ALONE | {f"model__diffusion__{key}": value for key, value in keys.items()}
+    for name, keys in {"read-apart": READ_APART, "two-streams": TWO_STREAMS}.items()
 }
 
 
-@pytest.fixture(scope="module")
-def reading_apart(captions):
-    return assemble(drawing_config(captions, **DRAWING_ALONE, **READ_APART), 1)
+@pytest.fixture(
+    scope="module", params=["read-apart", pytest.param("two-streams", marks=EXHAUSTIVE)]
+)
+def conditioned(captions, request) -> tuple[dict[str, Any], Setup]:
+    changes = CONDITIONED[request.param]
+    return changes, assemble(drawing_config(captions, **changes), 1)
 
 
 @pytest.mark.slow
-def test_conditions_that_are_read_apart(captions, reading_apart):
+def test_conditions_with_weights_of_their_own(captions, conditioned):
     """Packed or alone, and on one device or with rows in parts; texts are shorter and longer than what pads them."""
-    step = reading_apart.step(EXAMPLES)
-    padded = np.concatenate([row["padded"].ravel() for row in step.rows["diffusion"]])
-    assert {0, 40} < {*padded.tolist()}, (
-        "some see no zeros, and those whose text is hidden zeros alone"
-    )
-    assert_packed_as_alone(reading_apart)
+    changes, alone = conditioned
+    step = alone.step(EXAMPLES)
+    if changes is CONDITIONED["read-apart"]:
+        padded = np.concatenate([row["padded"].ravel() for row in step.rows["diffusion"]])
+        assert {0, 40} < {*padded.tolist()}, (
+            "some see no zeros, and those whose text is hidden zeros alone"
+        )
+    assert_packed_as_alone(alone)
     mesh = {"data": 2, "fsdp": 2, "context": 2}
-    tree = drawing_config(captions, mesh=mesh, **DRAWING_ALONE, **READ_APART)
-    split = assemble(tree, 8)
-    expected = computed(reading_apart, step)
-    assert_as(computed(split, split.step(EXAMPLES)), expected, 2e-5)
+    split = assemble(drawing_config(captions, mesh=mesh, **changes), 8)
+    assert_as(computed(split, split.step(EXAMPLES)), computed(alone, step), 2e-5)
+    counter = CompilationCounter()
+    random = np.random.default_rng(2)
+    for size in range(1, 21):  # a loss each, whatever share of a row texts take
+        _, sums = computed(alone, alone.step(random.choice(len(alone.corpus), size, replace=False)))
+        assert np.isfinite(sums.drawn.loss).all()
+    assert counter.count == 0
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ["small-rows-and-pools", "wide", "shared-rows"])
-def test_conditions_that_are_read_apart_in_other_plans(captions, reading_apart, case):
+def test_conditions_with_weights_of_their_own_in_other_plans(captions, conditioned, case):
     devices, changes = CASES[case]
     here = {key: value for key, value in changes.items() if "vision" not in key}
-    setup = assemble(drawing_config(captions, **DRAWING_ALONE, **READ_APART, **here), devices)
+    own, alone = conditioned
+    setup = assemble(drawing_config(captions, **own, **here), devices)
     step = setup.step(EXAMPLES)
     if case.startswith("shared"):
         assert set(step.spans["diffusion"]) == {1, 2}
-    expected = computed(reading_apart, reading_apart.step(EXAMPLES))
+    expected = computed(alone, alone.step(EXAMPLES))
     assert_as(computed(setup, step), expected, 2e-5)
 
 

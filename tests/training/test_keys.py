@@ -32,6 +32,7 @@ from jaxmllm.balance.stages.plan import plan_pipeline
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.config.strict_yaml import write_text
+from jaxmllm.data.media.generated import Generated
 from jaxmllm.data.media.modalities import modalities, row_formats
 from jaxmllm.data.text.load import load_tokenizer
 from jaxmllm.models.mllm import MLLM, build_model
@@ -286,6 +287,13 @@ def updates(config: Config, _: Scene) -> Any:
 def lengths(config: Config, _: Scene) -> str:
     """What length indexes are named by."""
     return repr(modalities(config.model, config.data, ()))
+
+
+def condition_positions(config: Config, _: Scene) -> Any:
+    """Where texts stand from which pictures are drawn."""
+    modality = modalities(config.model, config.data, ())["diffusion"]
+    assert isinstance(modality, Generated)
+    return modality.condition_positions((1, 4, 6), 3).tolist(), modality.first_time(3)
 
 
 def formats(config: Config, _: Scene) -> str:
@@ -605,7 +613,9 @@ EFFECTS: dict[str, Effect] = {
     **effects("model.diffusion", weights, DRAWS, output_modulation="vectors", norm="layer"),
     **effects("model.diffusion", weights, DRAWS, attention_bias="true", qk_norm_over="heads"),
     **effects("model.diffusion", weights, DRAWS, conditioning="cross", pooled_conditions="true"),
-    **effects("model.diffusion", weights, DRAWS, edge_distances="true"),
+    **effects("model.diffusion", weights, DRAWS, edge_distances="true", streams="2"),
+    **effects("model.diffusion", weights, DRAWS, projector_layers="normed_linear"),
+    **effects("model.diffusion", condition_positions, DRAWS, condition_positions="diagonal"),
     **effects("model.diffusion", generator, READ_APART, padded_conditions="8"),
     **effects("model.diffusion", generator, DRAWS, **NORMS, rope_sections="[4, 2, 2]"),
     **effects("model.diffusion", lengths, DRAWS, rope_origin="centre"),

@@ -391,12 +391,12 @@ def _diffusion(config: DiffusionConfig, language_width: int) -> tuple[Layer, ...
     """Every slot counts as a patch and as a state that is read: what is not there of either is little. What depends on
     times alone, once per item, is left out."""
     patch = config.patch_features * config.width
-    projector = Layer(
-        f"{PROJECTOR}{LANGUAGE}",
-        language_width * config.width + config.width**2,
-        _product(language_width * config.width) + _product(config.width**2),
-    )
-    blocks = [_encoder_block("diffusion", config, per_token=1)] * config.layers
+    shapes = config.projector_shapes
+    projector = _projector(LANGUAGE, language_width, 1, config.width, shapes)
+    block = _encoder_block("diffusion", config, per_token=1)
+    # With two streams a slot is in one of them
+    block = replace(block, parameters=config.streams * block.parameters)
+    blocks = [block] * config.layers
     outer = Layer("diffusion", patch, _product(patch))
     inner = patch + config.edge_features * config.width
     return (projector, Layer("diffusion", inner, _product(inner)), *blocks, outer)

@@ -116,6 +116,12 @@ class Blanks(Generated):
     def positions(self, shape: Shape) -> NDArray[np.int32]:
         return np.tile(self.learned.positions(shape), (COPIES, 1))
 
+    def condition_positions(self, shape: Shape, count: int) -> NDArray[np.int32]:
+        return self.learned.condition_positions(shape, count)
+
+    def first_time(self, conditions: int) -> int:
+        return self.learned.first_time(conditions)
+
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
         """Zeros: drawing begins with noise alone."""
         return np.zeros((self.length(shape), self.format.features), self.format.dtype)

@@ -15,7 +15,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
@@ -41,6 +41,7 @@ class Generated:
     parts: ClassVar[tuple[str, ...]] = ("image", "video")
     generated = True
     centred = False  # where rows and columns are counted from
+    diagonal = False  # whether conditions stand behind the patches along all axes
 
     def captions(self, shape: Shape) -> tuple[str, ...]:
         return ()
@@ -64,6 +65,23 @@ class Generated:
         if self.centred:
             positions[:, 1:] -= [ceil_divide(side, 2) for side in shape[1:]]
         return positions
+
+    def condition_positions(self, shape: Shape, count: int) -> NDArray[np.int32]:
+        """(time, row, column) of what an item is drawn from: [count, 3].
+
+        They advance time in row and column 0. Diagonal, they advance along all axes, from the first number that is
+        no row and no column of the picture (arXiv 2508.02324).
+        """
+        positions = np.zeros((count, 3), np.int32)
+        positions[:, 0] = np.arange(count)
+        if self.diagonal:
+            first = max(side // 2 if self.centred else side for side in shape[1:])
+            positions[:] = first + positions[:, :1]
+        return positions
+
+    def first_time(self, conditions: int) -> int:
+        """The time at which an item begins that is drawn from so many conditions."""
+        return 0 if self.diagonal else conditions
 
     def real_slots(self, shape: Shape) -> NDArray[np.bool_]:
         return np.ones(self.length(shape), np.bool_)
@@ -90,6 +108,7 @@ class GeneratedPixels(Generated, Images):
     shorten: bool = False  # clips with more than `max_frames`, instead of refusing them
     sound: Sound = "refuse"  # of MP4 files
     centred: bool = False
+    diagonal: bool = field(default=False, repr=False)  # lengths do not depend on it
 
     section = "generated"
     formats = (*Images.formats, *FORMATS)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -51,6 +51,7 @@ class GeneratedLatents(Generated):
     max_frames: int
     shorten: bool  # clips with more frames, instead of refusing them
     centred: bool = False
+    diagonal: bool = field(default=False, repr=False)  # lengths do not depend on it
 
     formats = ("NPY", "SAFETENSORS")
 

@@ -73,6 +73,7 @@ def _generated(model: DiffusionConfig, data: DataConfig) -> Modality:
             merge=1,
             patch_frames=model.patch_frames,
             centred=model.rope_origin == "centre",
+            diagonal=model.condition_positions == "diagonal",
             **data.generated.model_dump(),
         )
     return GeneratedLatents(
@@ -80,6 +81,7 @@ def _generated(model: DiffusionConfig, data: DataConfig) -> Modality:
         patch_frames=model.patch_frames,
         patch_size=model.patch_size,
         centred=model.rope_origin == "centre",
+        diagonal=model.condition_positions == "diagonal",
         **data.latents.model_dump(),
     )
 

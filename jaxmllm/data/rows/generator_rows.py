@@ -9,7 +9,7 @@ An item holds first its conditions, a slot for each language token that it reads
 A row has, with q local ranks, C slots, F features and S segments:
     features [q, C, F], owners int32 [q, C] (segment of the item, 0: padding), segments int32 [q, C] (the
     same for attention: 0 also where conditions are hidden from their item), positions int32 [q, C, 3]
-    (time, height, width: conditions advance time, patches stand at the time after them), patches int32
+    (time, height, width: see data/media/generated.py), patches int32
     [q, C] (number of the patch in its item; -1: none, or it did not load), conditions int32 [q, C] (slot
     of its rank's row in the order of the plan, which is where its state arrives; -1: none), noise uint32
     [q, S, 2] (key of each segment's noise), times float32 [q, S], sources int32 [q, S] (-1: none), failed
@@ -32,6 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxmllm.balance.records import PhasePlan
+from jaxmllm.data.media.generated import Generated
 from jaxmllm.data.rows.batch import Batch, LocalRows
 from jaxmllm.data.rows.draws import Draws
 from jaxmllm.data.rows.encoder_rows import Filling, empty_rows
@@ -103,9 +104,12 @@ class _Filling(Filling):
         if self.draws[item].hidden:
             row["segments"][number, conditions] = 0
         row["conditions"][number, conditions] = conditions % capacity
-        row["positions"][number, conditions, 0] = np.arange(span.conditions)
-        row["positions"][number, patches] = self.modality.positions(span.shape)
-        row["positions"][number, patches, 0] += span.conditions
+        modality = self.modality
+        assert isinstance(modality, Generated)
+        of_conditions = modality.condition_positions(span.shape, span.conditions)
+        row["positions"][number, conditions] = of_conditions
+        row["positions"][number, patches] = modality.positions(span.shape)
+        row["positions"][number, patches, 0] += modality.first_time(span.conditions)
         return patches
 
     def accept(self, row: Row, number: int, item: int, slots: slice) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmllm.attention.mask import TokenIds, causal_ids, item_ids, visible
-from jaxmllm.balance.costs.flops import ItemCost, phase_flops
+from jaxmllm.balance.costs.flops import ItemCost, phase_flops, phase_layers
 from jaxmllm.balance.costs.gather import gathered_bytes
 from jaxmllm.balance.costs.visible_pairs import VisiblePairs
 from jaxmllm.config.schema import ModelConfig
@@ -80,6 +80,23 @@ def test_an_attention_apart_costs_and_sends_as_much_as_the_first():
     assert costs[1].quadratic == costs[0].quadratic
     sent = [gathered_bytes(model, "diffusion") for model in (joint, cross)]
     assert sent[1] == 2 * sent[0]
+
+
+def test_of_two_streams_a_slot_runs_one():
+    drawing = {"width": 16, "layers": 3, "heads": 2, "mlp_width": 24}
+    tree = MODEL.model_dump(by_alias=True)
+    models = [
+        ModelConfig.model_validate(tree | {"diffusion": drawing | {"streams": streams}})
+        for streams in (1, 2)
+    ]
+    one, two = (phase_flops(model, "diffusion", NOTHING) for model in models)
+    assert one == two
+    one, two = (
+        sum(layer.parameters for layer in phase_layers(model, "diffusion")) for model in models
+    )
+    assert two - one == 3 * (4 * 16**2 + 2 * 16 * 24)
+    adapted = [len(model.diffusion.matrices) for model in models]
+    assert adapted == [6, 12]
 
 
 def test_a_model_says_what_counts():

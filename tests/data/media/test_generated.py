@@ -184,3 +184,17 @@ def test_rows_and_columns_are_counted_from_the_middle():
     assert_equal(centred - pixels().positions(shape), np.tile([0, -2, -2], (24, 1)))
     blanks = Blanks(pixels(centred=True)).positions(shape)  # what is drawn lies as what was learned
     assert_equal(blanks, np.tile(centred, (2, 1)))
+
+
+def test_texts_advance_time_or_stand_behind_pictures_along_all_axes():
+    shape = (1, 3, 5)
+    in_time = pixels(centred=True)
+    assert in_time.condition_positions(shape, 2).tolist() == [[0, 0, 0], [1, 0, 0]]
+    assert in_time.first_time(2) == 2
+    for centred, first in ((True, 2), (False, 5)):
+        behind = pixels(centred=centred, diagonal=True)
+        assert behind.positions(shape)[:, 1:].max() == first - 1
+        for modality in (behind, Blanks(behind)):
+            expected = [[first] * 3, [first + 1] * 3]
+            assert modality.condition_positions(shape, 2).tolist() == expected
+            assert modality.first_time(2) == 0
