@@ -23,7 +23,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,24 +34,22 @@ import tokenizers
 
 from benchmarks.balance_step import quartiles
 from benchmarks.peer_torch import tell, use_cores
+from benchmarks.peers import processes
 from benchmarks.peers.examples import Example, KeptCorpus, write_generated
+from benchmarks.peers.own_run import OwnRun
+from benchmarks.peers.processes import Peer, check_losses, has_modules
 from jaxmllm.config import strict_yaml
 from jaxmllm.config.schema import Config, ModelConfig
 from jaxmllm.data.batches import batch_examples
-from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.families.resolved import load_run_config, resolved
-from jaxmllm.setup.build import phased_programs
-from jaxmllm.setup.prepare import RunInputs, prepare
-from jaxmllm.setup.sizing import plan_spec
+from jaxmllm.setup.prepare import prepare
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
-from jaxmllm.training.folder_parameters import read_folder
 from jaxmllm.training.run import USER_ERRORS
 from sharding.mesh import make_mesh
 
 PEERS: Final = ("padded", "grouped")
 SERVER: Final = Path(__file__).parent / "peers" / "hf_thinker.py"
 WARM_UP: Final = 2  # steps, not counted
-SAME_LOSS: Final = 1e-4
 WRITTEN: Final = 512  # examples
 LEARNING_RATE: Final = 1e-4
 GENERATOR: Final = "benchmarks.peers.examples.write_generated, and batches of the run"
@@ -145,10 +142,8 @@ def make_folder(python: str, folder: Path, size: str, seed: int) -> None:
     ids = {name: number for name, number in made.get_vocab().items() if name in SPECIAL}
     pixels = {"patch_size": 14, "min_pixels": 56 * 56, "max_pixels": 1280 * 28 * 28}
     sounds = {"feature_size": SIZES[size]["mels"], "chunk_length": 300}
-    settings = folder.with_suffix(".json")
     sizes = {"model": thinker(size, ids), "images": pixels, "sounds": sounds, "seed": seed}
-    settings.write_text(json.dumps(sizes))
-    subprocess.run([python, str(SERVER), "make", str(folder), str(settings)], check=True)
+    processes.make_folder(python, SERVER, folder, sizes)
 
 
 def config_of(folder: Path, place: Path, seed: int, examples: int, smaller: float) -> Config:
@@ -179,84 +174,7 @@ def config_of(folder: Path, place: Path, seed: int, examples: int, smaller: floa
     return load_run_config(path)
 
 
-# ---------------------------------------------------------------------------- the systems
-
-
-class Ours:
-    """A run on one device from the folder's parameters."""
-
-    def __init__(self, folder: Path, config: Config, inputs: RunInputs, corpus: KeptCorpus):
-        began = time.perf_counter()
-        spec = plan_spec(config, inputs)
-        programs = phased_programs(
-            config, inputs.model, inputs.corpus.formats, spec, len(inputs.corpus.sources)
-        )
-        self.programs: Any = programs.compile()
-        self.compiled = time.perf_counter() - began
-        self.filler = StepFiller(corpus, spec, programs.local_share, programs.attention)
-        state = self.programs.init(config.run.seed)
-        abstract = self.programs.saved_state.params
-        params = {name: read_folder(str(folder), abstract[name], name) for name in abstract}
-        self.state = state._replace(params=params)
-        self.parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
-
-    def loss(self, examples: Any) -> float:
-        """The mean loss of a batch, of which nothing is learned."""
-        batch = self.programs.put(self.filler(0, examples))
-        _, sums, _ = self.programs.gradients(self.state.params, batch)
-        total, targets = (float(np.sum(jax.device_get(x))) for x in (sums.loss, sums.targets))
-        return total / targets
-
-    def __call__(self, step: int, examples: Any) -> dict[str, Any]:
-        """Seconds of a step, of the host's work in it, and the loss."""
-        began, cpu = time.perf_counter(), time.process_time()
-        host = self.filler(step, examples)
-        filled = time.perf_counter() - began
-        self.state, metrics = self.programs.train(self.state, self.programs.put(host))
-        jax.block_until_ready((self.state, metrics))
-        seconds = time.perf_counter() - began
-        slots = sum(row["segments"].size for row in host.rows["language"])
-        record = {"seconds": seconds, "cpu_seconds": time.process_time() - cpu, "host": filled}
-        record["loss"] = float(metrics["loss"])
-        return record | {"targets": host.targets, "slots": slots, "peak_bytes": peak_bytes()}
-
-
-class Peer:
-    """A process of another interpreter, which trains the folder's model with transformers."""
-
-    def __init__(self, python: str, folder: Path, settings: dict[str, Any], stack: ExitStack):
-        path = folder.with_name(f"{'grouped' if settings['grouped'] else 'padded'}.json")
-        path.write_text(json.dumps(settings))
-        self.process = stack.enter_context(
-            subprocess.Popen(
-                [python, str(SERVER), "serve", str(folder), str(path)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
-        stack.callback(self.process.kill)
-        self.facts = self._answer()
-
-    def __call__(self, batch: Path, step: bool = True) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"batch": str(batch), "step": step}) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise ValueError("transformers has ended; its last lines say why")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
-def peak_bytes() -> int:
-    """The most memory that this process has had."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+# ---------------------------------------------------------------------------- batches for the others
 
 
 def write_batch(path: Path, examples: Sequence[Example]) -> None:
@@ -295,7 +213,7 @@ def measure(options: Any, place: Path) -> dict[str, Any]:
     tell("reads lengths and compiles")
     inputs = prepare(config, make_mesh(config.mesh_sizes, jax.devices()[:1]))
     corpus = KeptCorpus(inputs.corpus)
-    ours = Ours(folder, config, inputs, corpus)
+    ours = OwnRun(folder, config, inputs, corpus)
     vision, optimizer = config.model.vision, config.optimizer
     assert vision is not None
     settings = {
@@ -312,7 +230,10 @@ def measure(options: Any, place: Path) -> dict[str, Any]:
     }
     with ExitStack() as stack:
         peers = {
-            name: Peer(options.python, folder, settings | {"grouped": name == "grouped"}, stack)
+            name: Peer(
+                *(options.python, SERVER, folder, name),
+                *(settings | {"grouped": name == "grouped"}, stack),
+            )
             for name in PEERS
         }
         told: dict[str, list[dict[str, Any]]] = {name: [] for name in (*PEERS, "jaxmllm")}
@@ -343,14 +264,6 @@ def measure(options: Any, place: Path) -> dict[str, Any]:
         | {"jaxmllm": ours.parameters},
         "versions": peers["padded"].facts["versions"],
     }
-
-
-def check_losses(losses: Mapping[str, float]) -> None:
-    """Raise ValueError unless all are equal before the first step."""
-    own = losses["jaxmllm"]
-    for name, loss in losses.items():
-        if not abs(loss - own) < SAME_LOSS:
-            raise ValueError(f"{name}: the loss is {loss}, and {own} in jaxmllm, before any step")
 
 
 def rows_of(measured: Mapping[str, Any], examples: int) -> list[dict[str, Any]]:
@@ -417,15 +330,6 @@ def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
     print_table("real tokens, memory, compilation", columns, lines, left_aligned=1)
 
 
-def has_torch(python: str) -> bool:
-    """Whether an interpreter has what it needs."""
-    probe = [python, "-c", "import torch, transformers"]
-    try:
-        return not subprocess.run(probe, stderr=subprocess.DEVNULL, check=False).returncode
-    except OSError:
-        return False
-
-
 def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
     parser.add_argument("--python", default=sys.executable, metavar="PATH")
@@ -438,7 +342,7 @@ def main(command: Sequence[str] | None = None) -> int:
     options = parser.parse_args(command)
     if min(options.steps, options.examples, options.micro_batch, options.threads) < 1:
         parser.error("--steps, --examples, --micro-batch and --threads must be positive")
-    if not has_torch(options.python):
+    if not has_modules(options.python, "torch", "transformers"):
         print(
             f"benchmarks.peer_hf measures nothing: {options.python} has no torch and transformers; name an interpreter "
             "that has them in --python",

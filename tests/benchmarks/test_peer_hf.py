@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -16,11 +17,12 @@ def told(seconds, loss=2.0):
 
 
 def test_without_torch_it_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(peer_hf, "has_torch", lambda python: False)
+    monkeypatch.setattr(peer_hf, "has_modules", lambda *names: False)
     assert peer_hf.main([]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     monkeypatch.undo()
-    assert not peer_hf.has_torch("/no/such/python")
+    assert not peer_hf.has_modules("/no/such/python", "json")
+    assert not peer_hf.has_modules(sys.executable, "no_such_module")
 
 
 def test_ratios_are_over_the_same_batch():

@@ -1,0 +1,377 @@
+"""Training a transformer of Wan 2.1 on CPU beside diffusers, from one folder and on the same clips and captions.
+
+    python -m benchmarks.peer_diffusers --python PATH [--mix clips] [--steps 7] [--items 16] [--threads 1] [--json PATH]
+        [key=value ...]
+
+PATH is an interpreter that has torch 2.13 and diffusers 0.42, by default this one; without them says so in a line and
+exits with 2. The model is random, of Wan's form with 6 layers of 256. Latents are noise of the sizes and captions of
+benchmarks/diffusion.py, with sides `--smaller` times smaller; few are of one shape.
+
+    by shape   diffusers and fused AdamW: items of one shape are a batch, texts are padded with zeros to 512 states
+    jaxmllm    the programs of a run on one CPU device: plan, packed rows, step
+
+Texts are states of the same frozen decoder of one layer. diffusers is given them, computed before the clock starts;
+jaxmllm, which keeps no states, computes them anew in every step. Both attend to 512 states (`padded_conditions`), both
+train all parameters of the folder in float32, and losses of the first batch, with the same noise and times, must be
+equal to 1e-4, or nothing is measured. Latents are decoded before the clock starts; noise, planning and filling rows are
+timed. Systems take turns on each batch; two steps of each are not counted. `ratio` is the median over steps of the
+seconds of diffusers over ours, of the same batch; tokens are those of the texts and the patches, without padding.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.balance_step import quartiles
+from benchmarks.diffusion import MIXES, draw
+from benchmarks.diffusion_buckets import FRAMES, MOST_TEXT, SIDE
+from benchmarks.peer_torch import tell, use_cores
+from benchmarks.peers.examples import KeptCorpus
+from benchmarks.peers.own_run import OwnRun
+from benchmarks.peers.processes import Peer, check_losses, has_modules, make_folder
+from jaxmllm.arrays import Longs, ceil_divide
+from jaxmllm.config import strict_yaml
+from jaxmllm.config.schema import Config
+from jaxmllm.data.batches import batch_examples
+from jaxmllm.data.media.generated import frames_of
+from jaxmllm.data.rows.draws import DrawRule
+from jaxmllm.families.resolved import load_run_config
+from jaxmllm.models.rows import LanguageRows
+from jaxmllm.setup.prepare import prepare
+from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.training.objectives.flow import patch_noise
+from jaxmllm.training.run import USER_ERRORS
+from sharding.mesh import make_mesh
+
+SERVER: Final = Path(__file__).parent / "peers" / "diffusers_wan.py"
+PEER, OWN = "by shape", "jaxmllm"
+DIFFUSION = "diffusion"
+COMPONENTS: Final = (DIFFUSION, "projector.language")
+WARM_UP: Final = 2  # steps, not counted
+WRITTEN: Final = 256  # items
+LEARNING_RATE: Final = 1e-4
+GENERATOR: Final = "benchmarks.diffusion.draw([seed], 256, share of clips), and batches of the run"
+SIZES: Final[Mapping[str, dict[str, int]]] = {  # of the transformer
+    "6m": {"layers": 6, "heads": 4, "head": 64, "mlp": 1024, "text": 256, "channels": 16},
+    # For trying out the code itself
+    "tiny": {"layers": 1, "heads": 2, "head": 12, "mlp": 32, "text": 16, "channels": 4},
+}
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def wan(size: str) -> dict[str, Any]:
+    """What diffusers calls the shapes of a size."""
+    shape = SIZES[size]
+    return {
+        "num_layers": shape["layers"],
+        "num_attention_heads": shape["heads"],
+        "attention_head_dim": shape["head"],
+        "ffn_dim": shape["mlp"],
+        "text_dim": shape["text"],
+        "in_channels": shape["channels"],
+        "out_channels": shape["channels"],
+        "freq_dim": 256,
+        "patch_size": [1, 2, 2],
+    }
+
+
+def write_items(folder: Path, seed: int, clips: float, smaller: float, channels: int) -> None:
+    """Latents of pictures and clips, and a JSONL file of their captions, a letter for a token."""
+    (folder / "latents").mkdir(parents=True)
+    media = draw([seed], WRITTEN, clips)
+    random = np.random.default_rng([seed, WRITTEN])
+    lines = []
+    for number in range(WRITTEN):
+        height, width = (
+            2 * max(1, round(side / SIDE / smaller))
+            for side in (int(media.height[number]), int(media.width[number]))
+        )
+        frames = ceil_divide(int(media.frames[number]), FRAMES)
+        latents = random.standard_normal((channels, frames, height, width), np.float32)
+        path = f"latents/{number:04d}.npy"
+        np.save(folder / path, latents.astype(np.float16))
+        letters = random.integers(ord("a"), ord("z") + 1, int(media.text[number]))
+        messages = [
+            {"role": "user", "content": bytes(letters.astype(np.uint8)).decode()},
+            {"role": "assistant", "content": [{"type": "video", "video": path}]},
+        ]
+        lines.append(json.dumps({"id": f"{number:04d}", "messages": messages}) + "\n")
+    (folder / "train.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def config_of(folder: Path, place: Path, options: Any) -> Config:
+    """A run of the folder's model on one device; its data are written beside it."""
+    shape = SIZES[options.size]
+    write_items(
+        place / "data", options.seed, MIXES[options.mix], options.smaller, shape["channels"]
+    )
+    kept = {"remat": ["attention", "projections", "mlp"]}
+    drawn: dict[str, Any] = {"block": 64} | ({"row_classes": 1} if options.size == "tiny" else {})
+    width = shape["text"]
+    tree = {
+        "run": {"directory": str(place / "run"), "steps": 1000, "seed": options.seed},
+        "model": {
+            "language": {
+                **{"width": width, "layers": 1, "heads": 2, "kv_heads": 1},
+                **{"head_size": width // 2, "mlp_width": width},
+            },
+            DIFFUSION: {"from": str(folder), "projector": "folder"},
+        },
+        "objective": {"language": {"weight": 0.0}, DIFFUSION: {"condition_drop": 0.0}},
+        "components": {"language": {"freeze": True}, DIFFUSION: kept},
+        "data": {
+            "root": str(place / "data"),
+            "sources": [{"name": "train", "path": "train.jsonl"}],
+            "index_cache": str(place / "indexes"),
+            "batch_size": options.items,
+        },
+        "phases": {"language": {"block": 64, "row_classes": 1}, DIFFUSION: drawn},
+        "optimizer": {"learning_rate": LEARNING_RATE, "schedule": "constant", "warmup_steps": 0},
+        "mesh": {"data": 1},
+    }
+    path = place / "config.yaml"
+    path.write_text(strict_yaml.write_text(tree), encoding="utf-8")
+    return load_run_config(path, options.overrides)
+
+
+# ---------------------------------------------------------------------------- batches for diffusers
+
+
+class Batches:
+    """What a step's items are for another system: latents, states of texts, noise and times; states are kept."""
+
+    def __init__(self, config: Config, own: OwnRun, corpus: KeptCorpus):
+        self.corpus = corpus
+        self.own = own
+        self.rule = DrawRule(config.run.seed, config.objective.diffusion)
+        assert config.model.diffusion is not None
+        self.patch = config.model.diffusion.patch_frames, config.model.diffusion.patch_size
+        model = own.programs.functions.model
+        width = config.model.language.width
+
+        def hidden(params: Any, rows: LanguageRows) -> Any:
+            media = jnp.zeros((*rows.tokens.shape, width))
+            return model.hidden(params, rows, media)[0]
+
+        self.hidden = jax.jit(hidden)
+        self.kept: dict[int, NDArray[Any]] = {}
+
+    def __call__(self, step: int, numbers: Longs) -> list[Arrays]:
+        """The items of some examples."""
+        return [self._item(step, number) for number in numbers.tolist()]
+
+    def _item(self, step: int, number: int) -> Arrays:
+        (item,) = self.corpus.read(np.array([number]))[0].items
+        drawn = self.rule.of(step, self.corpus.id(number), 0)
+        count, features = item.features.shape
+        keys = jnp.tile(jnp.array(drawn.noise, jnp.uint32), (count, 1))
+        noise = patch_noise(keys, jnp.arange(count), features)
+        latents, noise_of_latents = (
+            np.moveaxis(frames_of(np.asarray(patches), item.shape, *self.patch), -1, 0)
+            for patches in (item.features, noise)
+        )
+        return {
+            "latents": np.ascontiguousarray(latents),
+            "noise": np.ascontiguousarray(noise_of_latents),
+            "states": self._states(number),
+            "time": np.array(drawn.time, np.float32),
+        }
+
+    def _states(self, number: int) -> NDArray[Any]:
+        """States of the tokens that the item of an example is drawn from: [L, D]."""
+        if number not in self.kept:
+            host = self.own.filler(0, np.array([number]))
+            (row,) = (row for row in host.rows["language"] if row["segments"].any())
+            found = np.asarray(self.hidden(self.own.state.params, LanguageRows.of(row)))
+            (span,) = self.corpus.example(number).media
+            self.kept[number] = found[0, span.slot : span.slot + span.conditions]
+        return self.kept[number]
+
+
+def write_batch(path: Path, items: Sequence[Arrays]) -> None:
+    """Items as arrays, for another process."""
+    arrays: dict[str, Any] = {"count": np.array(len(items))}
+    for i, item in enumerate(items):
+        arrays |= {f"{name}_{i}": array for name, array in item.items()}
+    np.savez(path, **arrays)
+
+
+def tokens_of(items: Sequence[Arrays], patch: tuple[int, int]) -> int:
+    """Tokens of texts and patches."""
+    frames, side = patch
+    patches = sum(item["latents"][0].size // (frames * side**2) for item in items)
+    return patches + sum(len(item["states"]) for item in items)
+
+
+# ---------------------------------------------------------------------------- measuring
+
+
+def measure(options: Any, place: Path) -> dict[str, Any]:
+    """What every step took, by system."""
+    folder = place / "wan"
+    make_folder(options.python, SERVER, folder, {"model": wan(options.size), "seed": options.seed})
+    config = config_of(folder, place, options)
+    tell("reads lengths and compiles")
+    inputs = prepare(config, make_mesh(config.mesh_sizes, jax.devices()[:1]))
+    corpus = KeptCorpus(inputs.corpus)
+    own = OwnRun(folder, config, inputs, corpus, COMPONENTS, DIFFUSION)
+    batches = Batches(config, own, corpus)
+    optimizer = config.optimizer
+    settings = {
+        "threads": options.threads,
+        "padded_text": MOST_TEXT,
+        "learning_rate": LEARNING_RATE,
+        "betas": [optimizer.beta1, optimizer.beta2],
+        "weight_decay": optimizer.weight_decay,
+        "clip": optimizer.clip_norm,
+    }
+    told: dict[str, list[dict[str, Any]]] = {PEER: [], OWN: []}
+    tokens = []
+    path = place / "batch.npz"
+    with ExitStack() as stack:
+        peer = Peer(options.python, SERVER, folder, "peer", settings, stack)
+        for step in range(WARM_UP + options.steps):
+            numbers = batch_examples(inputs.order, options.items, len(inputs.samples) + step)
+            items = batches(step, numbers)
+            write_batch(path, items)
+            if not step:
+                losses = {PEER: peer(path, step=False)["loss"], OWN: own.loss(numbers)}
+                check_losses(losses)
+                tell(f"losses are equal: {losses[OWN]:.6f}; measures")
+            for name in (PEER, OWN) if step % 2 else (OWN, PEER):
+                result = own(step, numbers) if name == OWN else peer(path)
+                if step >= WARM_UP:
+                    told[name].append(result)
+            if step >= WARM_UP:
+                tokens.append(tokens_of(items, batches.patch))
+    return {
+        "told": told,
+        "tokens": tokens,
+        "first_losses": losses,
+        "compile_seconds": own.compiled,
+        "parameters": {PEER: peer.facts["parameters"], OWN: own.parameters},
+        "versions": peer.facts["versions"],
+    }
+
+
+def ratio(measured: Mapping[str, Any], clock: str) -> dict[str, float]:
+    """Median and quartiles over steps of the peer's time over ours, of the same batch."""
+    peer, own = ([result[clock] for result in measured["told"][name]] for name in (PEER, OWN))
+    return quartiles((np.array(peer) / np.array(own)).tolist())
+
+
+def rows_of(measured: Mapping[str, Any], items: int) -> list[dict[str, Any]]:
+    """A record for every system, medians over the steps."""
+    rows = []
+    for name, results in measured["told"].items():
+        seconds, cpu = (
+            np.array([result[clock] for result in results]) for clock in ("seconds", "cpu_seconds")
+        )
+        rows.append(
+            {
+                "system": name,
+                "seconds": quartiles(seconds.tolist()),
+                "cpu_seconds": quartiles(cpu.tolist()),
+                "items_per_second": float(np.median(items / seconds)),
+                "tokens_per_second": float(np.median(np.array(measured["tokens"]) / seconds)),
+                "items_per_cpu_second": float(np.median(items / cpu)),
+                "tokens_per_cpu_second": float(np.median(np.array(measured["tokens"]) / cpu)),
+                "peak_bytes": results[-1]["peak_bytes"],
+                "parameters": measured["parameters"][name],
+                "loss": results[-1]["loss"],
+                "all_seconds": seconds.tolist(),
+            }
+        )
+    told = measured["told"]
+    rows[0]["batches"] = float(np.median([result["batches"] for result in told[PEER]]))
+    rows[1]["slots"] = float(np.median([result["slots"] for result in told[OWN]]))
+    rows[1]["compile_seconds"] = measured["compile_seconds"]
+    return rows
+
+
+def show(rows: Sequence[Mapping[str, Any]], ratios: Mapping[str, Any], title: str) -> None:
+    names = ("items_per_second", "tokens_per_second", "items_per_cpu_second")
+    lines = [
+        [
+            *(row["system"], *row["seconds"].values(), row["cpu_seconds"]["median"]),
+            *(row[name] for name in names),
+            *(row["peak_bytes"] / 1e9, row["loss"]),
+        ]
+        for row in rows
+    ]
+    columns = ["system", "s/step", "quarter below", "quarter above", "CPU s", "items/s", "tokens/s"]
+    columns += ["items/CPU s", "peak GB", "last loss"]
+    print_table(title, columns, lines, left_aligned=1)
+    lines = [[clock, *found.values()] for clock, found in ratios.items()]
+    columns = ["clock", "diffusers over jaxmllm", "quarter below", "quarter above"]
+    print_table("ratio", columns, lines, left_aligned=1)
+
+
+def main(command: Sequence[str] | None = None) -> int:
+    parser = measuring_parser(__doc__)
+    parser.add_argument("--python", default=sys.executable, metavar="PATH")
+    parser.add_argument("--size", choices=[*SIZES], default="6m")
+    parser.add_argument("--mix", choices=[*MIXES], default="clips")
+    parser.add_argument("--steps", type=int, default=7, help="measured steps of each system")
+    parser.add_argument("--items", type=int, default=16, help="per step")
+    parser.add_argument("--smaller", type=float, default=4.0, help="sides than the workload's")
+    parser.add_argument("--threads", type=int, default=1, help="cores, for both systems")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of our config")
+    options = parser.parse_args(command)
+    if min(options.steps, options.items, options.threads) < 1 or options.smaller <= 0:
+        parser.error("--steps, --items, --threads and --smaller must be positive")
+    if not has_modules(options.python, "torch", "diffusers"):
+        print(
+            f"benchmarks.peer_diffusers measures nothing: {options.python} has no torch and diffusers; name an "
+            "interpreter that has them in --python",
+            file=sys.stderr,
+        )
+        return 2
+    use_cores(options.threads)
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            measured = measure(options, Path(place))
+        except (*USER_ERRORS, ValueError, subprocess.CalledProcessError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    rows = rows_of(measured, options.items)
+    ratios = {clock: ratio(measured, clock) for clock in ("seconds", "cpu_seconds")}
+    million = measured["parameters"][OWN] / 1e6
+    title = f"{options.mix}: {million:.1f}M parameters, {options.items} items, {options.threads} threads"
+    show(rows, ratios, title)
+    write_json(
+        options.json,
+        "peer_diffusers",
+        options.seed,
+        GENERATOR,
+        size=options.size,
+        mix=options.mix,
+        items=options.items,
+        smaller=options.smaller,
+        threads=options.threads,
+        overrides=options.overrides,
+        first_losses=measured["first_losses"],
+        tokens=measured["tokens"],
+        peers=measured["versions"],
+        ratio=ratios["seconds"],
+        cpu_ratio=ratios["cpu_seconds"],
+        rows=rows,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""A transformer of Wan 2.1 as users of diffusers train it, for an interpreter that may have nothing else.
+
+    python diffusers_wan.py make FOLDER SIZES.json      a random model, written as a published folder
+    python diffusers_wan.py serve FOLDER SETTINGS.json  reads a line of JSON per step, {"batch": PATH, "step": true},
+                                                        and answers with one: seconds and the loss
+
+A batch is an .npz file (peer_diffusers.py writes it) of latents, of the states of their texts, and of times. Items of
+one shape are a batch of the model, and texts are padded with zeros to the states that it was published with. A step is
+forward, backward, clipping and PyTorch's fused AdamW in float32. Noise is drawn in the step; the loss alone
+(`"step": false`) is that of the batch's own noise.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from diffusers import WanTransformer3DModel
+from safetensors.torch import load_file
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+TIMES = 1000  # by which the model counts from 0 to noise
+
+Item = dict[str, torch.Tensor]  # latents, noise [C, F, H, W]; states [L, D]; time []
+
+
+def make(folder: Path, sizes: Mapping[str, Any], seed: int) -> None:
+    """Write a random model, no parameter of which is zero."""
+    torch.manual_seed(seed)
+    model = WanTransformer3DModel(**sizes)
+    for parameter in model.parameters():
+        scale = parameter.ndim == 1 and parameter.mean() > 0.5  # of a norm
+        spread = 0.1 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
+        torch.nn.init.normal_(parameter, float(scale), spread)
+    model.save_pretrained(folder)
+
+
+def read(path: Path) -> list[Item]:
+    """The items of a batch."""
+    with np.load(path) as arrays:
+        names = ("latents", "noise", "states", "time")
+        return [
+            {name: torch.from_numpy(arrays[f"{name}_{i}"]) for name in names}
+            for i in range(int(arrays["count"]))
+        ]
+
+
+def by_shape(items: Sequence[Item]) -> list[list[Item]]:
+    """Items whose latents are of one shape, together."""
+    groups = defaultdict(list)
+    for item in items:
+        groups[tuple(item["latents"].shape)].append(item)
+    return list(groups.values())
+
+
+def padded(states: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+    """States of texts with zeros behind them: [items, length, D]."""
+    return torch.stack(
+        [torch.nn.functional.pad(text, (0, 0, 0, length - len(text))) for text in states]
+    )
+
+
+class Trainer:
+    """The model and its optimizer."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]):
+        torch.set_num_threads(settings["threads"])
+        self.settings = settings
+        # `from_pretrained` asks for one more package
+        self.model = WanTransformer3DModel.from_config(WanTransformer3DModel.load_config(folder))
+        self.model.load_state_dict(load_file(folder / WEIGHTS))
+        self.model.train()
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=settings["learning_rate"],
+            betas=tuple(settings["betas"]),
+            weight_decay=settings["weight_decay"],
+            fused=True,
+        )
+
+    def __call__(self, items: list[Item], step: bool) -> dict[str, Any]:
+        """Seconds of a step and the loss; without `step` the loss alone."""
+        began, cpu = time.perf_counter(), time.process_time()
+        numbers = sum(item["latents"].numel() for item in items)
+        loss, texts = 0.0, 0
+        groups = by_shape(items)
+        for group in groups:
+            with torch.set_grad_enabled(step):
+                part = self._errors(group, drawn=step) / numbers
+            if step:
+                part.backward()
+            loss += part.item()
+            texts += len(group) * self.settings["padded_text"]
+        if step:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"])
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        found = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
+        return found | {"loss": loss, "batches": len(groups), "padded_text": texts}
+
+    def _errors(self, group: Sequence[Item], drawn: bool) -> torch.Tensor:
+        """The sum of the squared errors of the velocity, of items of one shape."""
+        latents = torch.stack([item["latents"] for item in group])
+        noise = torch.stack([item["noise"] for item in group])
+        if drawn:
+            noise = torch.randn_like(latents)
+        times = torch.stack([item["time"] for item in group])
+        noisy = torch.lerp(latents, noise, times[:, None, None, None, None])
+        text = padded([item["states"] for item in group], self.settings["padded_text"])
+        velocity = self.model(noisy, TIMES * times, text, return_dict=False)[0]
+        return (velocity - (noise - latents)).square().sum()
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+
+
+def serve(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Answer requests until there are no more."""
+    trainer = Trainer(folder, settings)
+    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    versions = {"torch": torch.__version__, "diffusers": diffusers.__version__}
+    print(json.dumps({"parameters": parameters, "versions": versions}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        found = trainer(read(Path(request["batch"])), request["step"])
+        print(json.dumps(found | {"peak_bytes": peak_bytes()}), flush=True)
+
+
+if __name__ == "__main__":
+    verb, where, given = sys.argv[1:]
+    values = json.loads(Path(given).read_text())
+    if verb == "make":
+        make(Path(where), values["model"], values["seed"])
+    else:
+        serve(Path(where), values)

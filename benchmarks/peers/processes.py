@@ -1,0 +1,81 @@
+"""A system of another interpreter as a process that answers line by line, and what is asked of all systems."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+SAME_LOSS: Final = 1e-4
+
+
+class Peer:
+    """A process of another interpreter, which trains the model of a folder.
+
+    `python SERVER serve FOLDER SETTINGS` writes a line of JSON when it has begun (`facts`), and one for each that
+    it reads, {"batch": PATH, "step": true}.
+    """
+
+    def __init__(
+        self,
+        python: str,
+        server: Path,
+        folder: Path,
+        name: str,
+        settings: Mapping[str, Any],
+        stack: ExitStack,
+    ):
+        path = folder.with_name(f"{name}.json")
+        path.write_text(json.dumps(settings))
+        self.name = server.stem
+        self.process = stack.enter_context(
+            subprocess.Popen(
+                [python, str(server), "serve", str(folder), str(path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        stack.callback(self.process.kill)
+        self.facts = self._answer()
+
+    def __call__(self, batch: Path, step: bool = True) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"batch": str(batch), "step": step}) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise ValueError(f"{self.name} has ended; its last lines say why")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def make_folder(python: str, server: Path, folder: Path, sizes: Mapping[str, Any]) -> None:
+    """Let a server write a random model of some sizes as a published folder."""
+    path = folder.with_suffix(".json")
+    path.write_text(json.dumps(sizes))
+    subprocess.run([python, str(server), "make", str(folder), str(path)], check=True)
+
+
+def has_modules(python: str, *names: str) -> bool:
+    """Whether an interpreter has what a peer needs."""
+    probe = [python, "-c", f"import {', '.join(names)}"]
+    try:
+        return not subprocess.run(probe, stderr=subprocess.DEVNULL, check=False).returncode
+    except OSError:
+        return False
+
+
+def check_losses(losses: Mapping[str, float]) -> None:
+    """Raise ValueError unless all are equal before the first step."""
+    own = losses["jaxmllm"]
+    for name, loss in losses.items():
+        if not abs(loss - own) < SAME_LOSS:
+            raise ValueError(f"{name}: the loss is {loss}, and {own} in jaxmllm, before any step")
