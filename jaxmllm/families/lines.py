@@ -18,6 +18,10 @@ A tensor that joins several parameters along its first axis has a line for each:
 Along another axis, whose number is said:
 
     experts.gate_up_proj[0/2, axis 2]: e d f -> layer e d f
+
+A letter with a minus counts backward in the tensor: this one has first what the parameter has last.
+
+    norm_out.linear.bias: (-n d) -> n d
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ _LINE = re.compile(
     r"(?P<key>[^\s\[]+)(?:\[(?P<part>\d+)/(?P<parts>\d+)(?:, axis (?P<axis>\d+))?\])?: "
     r"(?P<tensor>.+) -> (?P<parameter>.+)"
 )
-_AXIS = re.compile(r"\(([\w ]+)\)|(\w+)")
+_AXIS = re.compile(r"\(([-\w ]+)\)|(-?\w+)")
 
 Index = tuple[slice, ...]  # of a parameter
 
@@ -53,6 +57,7 @@ class Line:
     part: int = 0  # of the `parts` of the tensor
     parts: int = 1
     part_axis: int = 0  # along which they lie
+    backward: frozenset[str] = frozenset()  # letters that count backward in the tensor
 
     @classmethod
     def of(cls, text: str, sizes: Mapping[str, int] | None = None) -> Line:
@@ -64,9 +69,12 @@ class Line:
         match = _LINE.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not of the form 'key: axes -> axes'")
-        tensor = tuple(
-            tuple((group or letter).split()) for group, letter in _AXIS.findall(match["tensor"])
+        axes = _AXIS.findall(match["tensor"])
+        signed = [(group or letter).split() for group, letter in axes]
+        backward = frozenset(
+            letter[1:] for group in signed for letter in group if letter.startswith("-")
         )
+        tensor = tuple(tuple(letter.removeprefix("-") for letter in group) for group in signed)
         parameter = tuple(group or letter for group, letter in _AXIS.findall(match["parameter"]))
         joined = " ".join(axis for axis in parameter if " " in axis).split()
         if missing := [letter for letter in joined if letter not in (sizes or {})]:
@@ -78,7 +86,7 @@ class Line:
         axis = int(match["axis"] or 0)
         if axis and (axis >= len(tensor) or len(tensor[axis]) > 1):
             raise ValueError(f"{text!r}: there is no axis {axis} of one letter to part")
-        line = cls(match["key"], tensor, parameter, of_joined, part, parts, axis)
+        line = cls(match["key"], tensor, parameter, of_joined, part, parts, axis, backward)
         if line.parameter[: len(line.stacked)] != line.stacked or {*STACKED} & {*line.letters}:
             raise ValueError(
                 f"{text!r}: {{layer}} and {{expert}} in the key go with layer and expert as the first axes"
@@ -144,6 +152,7 @@ class Line:
             tensor = tensor[(slice(None),) * self.part_axis + (own,)]
         split = tensor.reshape([sizes[letter] for letter in order])
         assert np.shares_memory(split, tensor) or not tensor.size, "a view, not a copy"
+        split = np.flip(split, tuple(order.index(letter) for letter in self.backward))
         view = split.transpose([order.index(letter) for letter in self.letters])
         return view[self._by_letter(shape, index)]
 

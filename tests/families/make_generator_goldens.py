@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 PADDED = 512  # states of a text, which zeros fill up
-SIZES = {
+TIMES = 1000  # Wan counts them in thousandths
+WAN = {
     "num_attention_heads": 2,
     "attention_head_dim": 12,
     "in_channels": 4,
@@ -28,25 +29,49 @@ SIZES = {
     "ffn_dim": 20,
     "num_layers": 2,
 }
-OTHERS = SIZES | {"num_attention_heads": 3, "attention_head_dim": 16, "patch_size": (2, 2, 2)}
-MODELS: Mapping[str, dict[str, Any]] = {"wan": SIZES, "wan-frames": OTHERS}  # name -> sizes
-# (frames, height, width) of latents, states of the text: the last one is drawn without any
-ITEMS = (((4, 6, 8), 7), ((2, 4, 10), 19), ((2, 8, 4), 0))
+QWEN_IMAGE = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "in_channels": 12,
+    "out_channels": 3,
+    "joint_attention_dim": 16,
+    "num_layers": 2,
+    "axes_dims_rope": (2, 2, 4),
+}
+MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {  # name -> class, sizes
+    "wan": ("WanTransformer3DModel", WAN),
+    "wan-frames": (
+        "WanTransformer3DModel",
+        WAN | {"num_attention_heads": 3, "attention_head_dim": 16, "patch_size": (2, 2, 2)},
+    ),
+    "qwen-image": ("QwenImageTransformer2DModel", QWEN_IMAGE),
+    "qwen-image-wide": (
+        "QwenImageTransformer2DModel",
+        QWEN_IMAGE
+        | {"num_attention_heads": 3, "attention_head_dim": 16, "axes_dims_rope": (2, 8, 6)}
+        | {"num_layers": 3, "in_channels": 36, "out_channels": 4, "patch_size": 3},
+    ),
+}
+# (frames, height, width) of latents, states of the text, where Wan has an item without any
+ITEMS = {
+    "WanTransformer3DModel": (((4, 6, 8), 7), ((2, 4, 10), 19), ((2, 8, 4), 0)),
+    "QwenImageTransformer2DModel": (((1, 6, 12), 7), ((1, 18, 6), 19), ((1, 6, 6), 1)),
+}
 
 
-def main(folder: Path, names: tuple[str, ...] = ("wan",), seed: int = 0) -> None:
+def main(folder: Path, names: tuple[str, ...] = ("wan", "qwen-image"), seed: int = 0) -> None:
     """Write the checkpoints and goldens of these names."""
     for name in names:
-        make(folder / name, MODELS[name], seed)
+        make(folder / name, *MODELS[name], seed)
 
 
-def make(folder: Path, sizes: dict[str, Any], seed: int) -> None:
+def make(folder: Path, kind: str, sizes: dict[str, Any], seed: int) -> None:
     """One random checkpoint, and what the reference computes of it in float32."""
+    import diffusers
     import torch
-    from diffusers import WanTransformer3DModel
 
     torch.manual_seed(seed)
-    model = WanTransformer3DModel(**sizes)
+    model = getattr(diffusers, kind)(**sizes)
     for parameter in model.parameters():
         mean = 1.0 if parameter.ndim == 1 and parameter.mean() > 0.5 else 0.0  # scales of norms
         spread = 0.2 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
@@ -55,24 +80,56 @@ def make(folder: Path, sizes: dict[str, Any], seed: int) -> None:
     random = np.random.default_rng(seed)
     inputs: dict[str, Any] = {}
     reference: dict[str, Any] = {}
-    for i, (shape, length) in enumerate(ITEMS):
-        latents, direction = random.standard_normal((2, sizes["in_channels"], *shape), np.float32)
-        states = random.standard_normal((length, sizes["text_dim"]), np.float32)
+    width = sizes.get("text_dim", sizes.get("joint_attention_dim"))
+    for i, (shape, length) in enumerate(ITEMS[kind]):
+        latents, direction = random.standard_normal((2, sizes["out_channels"], *shape), np.float32)
+        states = random.standard_normal((length, width), np.float32)
         time = np.float32(random.uniform())
         inputs |= {f"latents_{i}": latents, f"direction_{i}": direction}
         inputs |= {f"states_{i}": states, f"time_{i}": time}
         leaves = [torch.tensor(values, requires_grad=True) for values in (latents, states)]
-        text = torch.nn.functional.pad(leaves[1], (0, 0, 0, PADDED - length))
-        when = torch.tensor([1000 * time])
-        velocity = model(leaves[0][None], when, text[None], return_dict=False)[0][0]
+        velocity = DRAWN[kind](model, *leaves, torch.tensor([time]))
         (velocity * torch.tensor(direction)).sum().backward()
         reference[f"velocity_{i}"] = velocity.detach().numpy()
         reference[f"latents_gradient_{i}"] = leaves[0].grad.numpy()
         reference[f"states_gradient_{i}"] = leaves[1].grad.numpy()
-    gradients = {key: parameter.grad.numpy() for key, parameter in model.named_parameters()}
+    gradients = {  # the last layer's conditions are of no use
+        key: np.zeros(parameter.shape, np.float32)
+        if parameter.grad is None
+        else parameter.grad.numpy()
+        for key, parameter in model.named_parameters()
+    }
     np.savez_compressed(folder / "inputs.npz", **inputs)
     np.savez_compressed(folder / "reference.npz", **reference)
     np.savez_compressed(folder / "gradients.npz", **gradients)
+
+
+def _wan(model: Any, latents: Any, states: Any, time: Any) -> Any:
+    """Velocity [channels, frames, height, width]; zeros fill up the text."""
+    import torch
+
+    text = torch.nn.functional.pad(states, (0, 0, 0, PADDED - len(states)))
+    return model(latents[None], TIMES * time, text[None], return_dict=False)[0][0]
+
+
+def _qwen_image(model: Any, latents: Any, states: Any, time: Any) -> Any:
+    """The same of a picture, packed outside of the model as in its pipeline: channels first in a patch."""
+    channels, frames, height, width = latents.shape
+    side = model.config.patch_size
+    rows, columns = height // side, width // side
+    cut = latents.view(channels, rows, side, columns, side).permute(1, 3, 0, 2, 4)
+    drawn = model(
+        cut.reshape(1, rows * columns, -1),
+        states[None],
+        timestep=time,
+        img_shapes=[[(frames, rows, columns)]],
+        return_dict=False,
+    )[0]
+    whole = drawn.view(rows, columns, channels, side, side).permute(2, 0, 3, 1, 4)
+    return whole.reshape(latents.shape)
+
+
+DRAWN = {"WanTransformer3DModel": _wan, "QwenImageTransformer2DModel": _qwen_image}
 
 
 if __name__ == "__main__":

@@ -21,12 +21,14 @@ from jaxmllm.config.schema import (
     ComponentsConfig,
     Config,
     ConfigError,
+    DiffusionConfig,
     ProjectorComponents,
     ProjectorConfig,
 )
 from jaxmllm.data.media.generated import patches_of
+from jaxmllm.data.media.latents import GeneratedLatents
 from jaxmllm.data.rows.masks import AttentionSpec, finish_generator_row
-from jaxmllm.families.model_folder import INDEX, ModelFolder, write_folder
+from jaxmllm.families.model_folder import INDEX, OF_GENERATORS, ModelFolder, write_folder
 from jaxmllm.families.resolved import resolved
 from jaxmllm.families.weight_files import FolderError
 from jaxmllm.models.mllm import MLLM, build_model
@@ -46,7 +48,8 @@ BLOCK = 32
 def config_of(folder: Path, place: Path, width: int | None = None, **generator) -> Config:
     """A run with this generator, and a decoder as wide as the states that it reads."""
     tree = tiny_config(place)
-    reads = json.loads((folder / "config.json").read_text())["text_dim"]
+    said = json.loads((folder / "config.json").read_text())
+    reads = said.get("text_dim", said.get("joint_attention_dim"))
     language = tree["model"]["language"] | {"width": width or reads}
     generator = {"from": str(folder), "projector": "folder"} | generator
     tree["model"] = {"language": language, "diffusion": generator}
@@ -79,13 +82,24 @@ def test_the_mesh_changes_nothing(name, tmp_path):
     reason="needs torch and diffusers",
 )
 def test_generators_that_are_drawn_anew(tmp_path):
-    """Live, from another seed and with other dimensions."""
+    """Live, from another seed and with other dimensions; the reference reads what is written strictly."""
+    import diffusers
+    from safetensors.torch import load_file
+
     from tests.families.make_generator_goldens import MODELS
     from tests.families.make_generator_goldens import main as make
 
     make(tmp_path, tuple(MODELS), seed=3)
-    for name in MODELS:
+    for name, (kind, _) in MODELS.items():
         check_golden(tmp_path / name, tmp_path)
+        write_again(tmp_path / name, tmp_path / "written" / name)
+        reference = getattr(diffusers, kind)
+        values = load_file(tmp_path / "written" / name / OF_GENERATORS)
+        config = reference.load_config(tmp_path / "written" / name)
+        reference.from_config(config).load_state_dict(values, strict=True)
+        first = load_file(tmp_path / name / OF_GENERATORS)
+        assert first.keys() == values.keys()
+        assert all((first[key] == values[key]).all() for key in first)
 
 
 def check_golden(
@@ -132,6 +146,21 @@ def model_of(config: Config, sizes: Mapping[str, int]) -> MLLM:
     return build_model(config.model, 8, config.components, mesh)
 
 
+def modality_of(generator: DiffusionConfig) -> GeneratedLatents:
+    assert generator.channels is not None
+    return GeneratedLatents(
+        generator.channels,
+        generator.patch_frames,
+        generator.patch_size,
+        mean=(0.0,),
+        std=(1.0,),
+        max_frames=8,
+        shorten=False,
+        centred=generator.rope_origin == "centre",
+        diagonal=generator.condition_positions == "diagonal",
+    )
+
+
 def patches_in(model: MLLM, latents: np.ndarray) -> np.ndarray:
     """[slots, features] of latents [channels, frames, height, width]."""
     generator = model.config.diffusion
@@ -156,6 +185,7 @@ class Packed:
         states = np.zeros((1, slots, model.config.language.width), np.float32)
         noisy, direction = np.zeros((2, 1, slots, generator.patch_features), np.float32)
         where, start = [], 0
+        lies = modality_of(generator)
         for number, i in enumerate(items, 1):
             given, drawn = inputs[f"states_{i}"], patches_in(model, inputs[f"latents_{i}"])
             conditions = slice(start, start + len(given))
@@ -163,10 +193,11 @@ class Packed:
             for name in ("owners", "segments"):
                 row[name][0, start : of_item.stop] = number
             row["conditions"][0, conditions] = np.arange(conditions.start, conditions.stop)
-            grid = np.array(inputs[f"latents_{i}"].shape[1:])
-            grid //= [generator.patch_frames, generator.patch_size, generator.patch_size]
-            row["positions"][0, of_item] = np.indices(grid).reshape(3, -1).T
-            row["positions"][0, of_item, 0] += len(given)
+            _, frames, *sides = inputs[f"latents_{i}"].shape
+            grid = (frames // generator.patch_frames, *(n // generator.patch_size for n in sides))
+            row["positions"][0, conditions] = lies.condition_positions(grid, len(given))
+            row["positions"][0, of_item] = lies.positions(grid)
+            row["positions"][0, of_item, 0] += lies.first_time(len(given))
             row["times"][0, number - 1] = inputs[f"time_{i}"]
             states[0, conditions], noisy[0, of_item] = given, drawn
             direction[0, of_item] = patches_in(model, inputs[f"direction_{i}"])
@@ -190,8 +221,9 @@ class Packed:
 
 
 @pytest.mark.slow
-def test_packed_items_are_as_each_alone_in_double_precision(tmp_path):
-    folder = GOLDENS / "wan"
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_items_are_as_each_alone_in_double_precision(name, tmp_path):
+    folder = GOLDENS / name
     config = config_of(folder, tmp_path)
     wide = ComponentConfig(compute_dtype="float64")
     projectors = ProjectorComponents(language=ProjectorConfig(compute_dtype="float64"))
@@ -236,19 +268,23 @@ def empty_row(slots: int, segments: int, features: int) -> dict[str, np.ndarray]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_folder_is_written_as_it_was(name, tmp_path):
-    config = config_of(GOLDENS / name, tmp_path)
+    write_again(GOLDENS / name, tmp_path / "out")
+    for file in (GOLDENS / name).iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def write_again(folder: Path, out: Path) -> None:
+    """Read the parameters of a folder onto a mesh, and write them into another."""
+    config = config_of(folder, out.parent)
     mesh = make_mesh({"data": 1, "fsdp": 8})
     abstract = build_model(config.model, 8, config.components, mesh).abstract("float32")
     parts = []
     for component in COMPONENTS:
         shapes = {path: leaf.shape for path, leaf in leaves_by_path(abstract[component])}
-        fit = ModelFolder.open(GOLDENS / name, component).check(shapes)
-        read = read_folder(str(GOLDENS / name), abstract[component], component)
-        params = dict(leaves_by_path(read))
+        fit = ModelFolder.open(folder, component).check(shapes)
+        params = dict(leaves_by_path(read_folder(str(folder), abstract[component], component)))
         parts.append((fit, lambda path, params=params: np.asarray(params[path])))
-    assert write_folder(parts, tmp_path / "out") == ()
-    for file in (GOLDENS / name).iterdir():
-        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+    assert write_folder(parts, out) == ()
 
 
 @pytest.fixture
@@ -272,6 +308,25 @@ def test_a_config_that_cannot_be(copy, tmp_path, values, words):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
     with pytest.raises(FolderError, match=words):
         config_of(copy, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"guidance_embeds": True}, "has guidance_embeds True; False alone is supported"),
+        ({"zero_cond_t": True}, "has zero_cond_t True; False alone is supported"),
+        ({"use_layer3d_rope": True}, "has use_layer3d_rope True; False alone is supported"),
+        ({"in_channels": 14}, "has in_channels 14; patches of 2 x 2 numbers have a multiple of 4"),
+        ({"out_channels": 12}, "has out_channels 12; 3 alone is supported"),
+        ({"axes_dims_rope": [2, 2, 2]}, r"has axes_dims_rope \[2, 2, 2\]; three even numbers that"),
+        ({"axes_dims_rope": [2, 3, 3]}, r"has axes_dims_rope \[2, 3, 3\]; three even numbers that"),
+    ],
+)
+def test_a_config_of_two_streams_that_cannot_be(tmp_path, values, words):
+    path = Path(shutil.copytree(GOLDENS / "qwen-image", tmp_path / "copy")) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    with pytest.raises(FolderError, match=words):
+        config_of(path.parent, tmp_path)
 
 
 def test_what_the_folder_says_stands_in_the_config(copy, tmp_path):

@@ -25,6 +25,7 @@ def whole_of(line: Line, tensors: dict[str, np.ndarray], shape: tuple[int, ...])
             letters = axis.split()
             sizes = [LETTERS[letter] for letter in letters]
             at |= dict(zip(letters, np.unravel_index(number, sizes), strict=True))
+        at |= {letter: LETTERS[letter] - 1 - at[letter] for letter in line.backward}
         index = []
         for group in line.tensor:
             number = 0
