@@ -9,7 +9,7 @@ weights, and sums over devices that split layers, are parts of operations: once 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
@@ -29,6 +29,7 @@ from sharding.pipeline.ring import STAGE, Chain
 from sharding.pipeline.table_spec import action_of
 
 if TYPE_CHECKING:
+    from jaxmllm.models.mllm import MLLM
     from jaxmllm.training.programs.staged import StagedPrograms
 
 PERMUTE: Final = "collective-permute"
@@ -281,23 +282,36 @@ def _edges(programs: StagedPrograms) -> Iterator[list[Send]]:
 
 
 def _once(programs: StagedPrograms, network: Network) -> Worked:
-    """What a run sends once: parameters outside of the layers to all stages, and sums of gradients over stages and
-    replicas."""
-    model = programs.functions.model
+    """What a run sends once."""
     stages = programs.sizes.training.tables.ring.stages
-    number = np.dtype(programs.param_dtype).itemsize
+    seconds = once_seconds(
+        programs.functions.model, programs.param_dtype, programs.trained, stages, network
+    )
+    return Worked({"replicas": seconds}, low=seconds, high=seconds)
+
+
+def once_seconds(
+    model: MLLM, param_dtype: str, trained: Container[str], stages: int, network: Network
+) -> float:
+    """What a run sends once: parameters outside of the layers to all stages, and sums of gradients over stages and
+    replicas.
+
+    Args:
+      trained: components of which anything is.
+      network: of the mesh with stages.
+    """
+    number = np.dtype(param_dtype).itemsize
     gathers, sums = [], []
-    for component, tree in model.abstract(programs.param_dtype).items():
+    for component, tree in model.abstract(param_dtype).items():
         layout = model.layout(component)
-        trained = component in programs.trained
+        often = int(component in trained)
         for leaf in leaves(tree, layout):
             replicas, others = leaf.replicas, devices_along(layout, leaf.replicas)
             held = leaf.size / leaf.split / devices_along(layout, leaf.gathered)
             if leaf.layer:
-                sums.append(Send(ALL_REDUCE, replicas, others, SUM_BYTES * held / stages, trained))
+                sums.append(Send(ALL_REDUCE, replicas, others, SUM_BYTES * held / stages, often))
             else:
                 axes = (STAGE, *replicas)
                 gathers.append(Send(GATHER, (STAGE,), stages, number * held, 1))
-                sums.append(Send(ALL_REDUCE, axes, stages * others, SUM_BYTES * held, trained))
-    seconds = network.seconds(gathers) + network.seconds(sums)
-    return Worked({"replicas": seconds}, low=seconds, high=seconds)
+                sums.append(Send(ALL_REDUCE, axes, stages * others, SUM_BYTES * held, often))
+    return network.seconds(gathers) + network.seconds(sums)

@@ -32,6 +32,7 @@ class Checked:
     asked: int  # layouts
     compiled: int = 0  # of them, those that were struck out included
     not_checked: str | None = None  # why nothing was compiled
+    staged: int = 0  # of those asked for, layouts in stages, which are not compiled here
 
     @property
     def line(self) -> str:
@@ -39,12 +40,16 @@ class Checked:
             return (
                 f"not checked by a compiler, bytes of all layouts are estimates: {self.not_checked}"
             )
-        return f"layouts compiled: {self.compiled}; bytes of the others are estimates"
+        staged = f"; {self.staged} in stages: give their plan.yaml to `jaxmllm check`"
+        return (
+            f"layouts compiled: {self.compiled}; bytes of the others are estimates"
+            + staged * bool(self.staged)
+        )
 
 
 def check(found: Found, planner: Planner, number: int) -> Checked:
     """Compile the first layouts of `found.ranked`. Their bytes are then the compiler's; those that do not fit are
-    struck out.
+    struck out. Layouts in stages stay estimates.
 
     Raises:
       ConfigError: none is left.
@@ -53,7 +58,9 @@ def check(found: Found, planner: Planner, number: int) -> Checked:
     devices = found.ranked[0].choice.devices
     try:
         chip = chip_of_cluster(planner.cluster)
-        while todo := [one for one in found.ranked[:number] if id(one) not in done]:
+        while todo := [
+            one for one in found.ranked[:number] if id(one) not in done and one.choice.stages == 1
+        ]:
             layout = _compiled(found, planner, todo[0], chip)
             others = [one for one in found.ranked if one is not todo[0]]
             kept = others if layout is None else [*others, layout]
@@ -63,7 +70,8 @@ def check(found: Found, planner: Planner, number: int) -> Checked:
             done.add(id(layout if layout is not None else todo[0]))
     except ChipError as error:
         return Checked(number, len(done), str(error))
-    return Checked(number, len(done))
+    staged = sum(one.choice.stages > 1 for one in found.ranked[:number])
+    return Checked(number, len(done), staged=staged)
 
 
 def chip_of_cluster(cluster: Cluster) -> Chip:

@@ -60,7 +60,7 @@ def _bars(axes: Axes, layouts: Sequence[Mapping[str, float]]) -> None:
     longest = max(sum(parts.values()) for parts in layouts)
     names = [
         name
-        for name in layouts[0]
+        for name in dict.fromkeys(part for parts in layouts for part in parts)
         if max(parts.get(name, 0.0) for parts in layouts) > SMALL * longest
     ]
     left = [0.0] * len(layouts)

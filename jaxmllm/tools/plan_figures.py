@@ -92,7 +92,7 @@ def why_lost(layout: PlannedLayout, best: PlannedLayout) -> str:
     """One line: what takes most more than in the layout that was chosen."""
     if layout.seconds <= best.seconds * (1 + EQUAL):
         return "as fast, with no fewer axes"
-    more = {name: seconds - best.parts[name] for name, seconds in layout.parts.items()}
+    more = {name: seconds - best.parts.get(name, 0.0) for name, seconds in layout.parts.items()}
     name = max(more, key=lambda part: more[part])
     phase, _, kind = name.partition("/")
     share = f"{100 * layout.parts[name] / layout.seconds:.0f} % of the step"

@@ -13,6 +13,8 @@ from jaxmllm.balance.stages.plan import plan_pipeline
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.cluster.clusters import CLUSTERS, cluster_of
 from jaxmllm.cluster.device_peak import programs_peak
+from jaxmllm.cluster.search.layouts import Found
+from jaxmllm.cluster.search.mesh_choices import MeshChoice
 from jaxmllm.config.read import dump_config, load_config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.setup.ahead import OUTSIDE_STEPS, Memory
@@ -20,6 +22,7 @@ from jaxmllm.setup.build import staged_programs
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.sizing import pipeline_sizes, plan_spec
 from jaxmllm.setup.spans import mesh_spans
+from jaxmllm.tools import plan_check
 from jaxmllm.tools.plan_counts import Count, conclusion
 from jaxmllm.tools.plan_figures import plan_record
 from jaxmllm.tools.plan_layout import main
@@ -120,6 +123,14 @@ def test_programs_of_a_planned_layout_compile(config_file, tmp_path, monkeypatch
     assert plan(config_file, *words, devices=2) == 0
     first = json.loads(record.read_text())["layouts"][0]
     assert first["peak_moment"] == "compiled" and first["peak_parts"]["program"] > 1 << 20
+
+
+def test_layouts_in_stages_are_left_to_the_other_command():
+    staged = SimpleNamespace(choice=MeshChoice(2, 1, 1, 1, stages=2))
+    found = Found(ranked=[staged])
+    checked = plan_check.check(found, SimpleNamespace(cluster=CLUSTERS["h100"]), 2)
+    assert (checked.compiled, checked.staged, found.ranked) == (0, 1, [staged])
+    assert "1 in stages: give their plan.yaml to `jaxmllm check`" in checked.line
 
 
 def test_without_a_compiler_the_plan_goes_on(config_file, tmp_path, monkeypatch, capsys):

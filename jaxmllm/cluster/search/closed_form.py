@@ -106,4 +106,4 @@ class ClosedForm:
         parts = even_step(programs, self._request.loads, rows, self._request.device)
         if choice.stages == 1:
             return parts
-        return in_stages(parts, rows, choice.stages, model, self._request.device)
+        return in_stages(parts, rows, config, model, self._request.device)

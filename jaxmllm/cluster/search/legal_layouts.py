@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Final
 
 from jaxmllm.arrays import ceil_divide, round_up
@@ -22,6 +23,7 @@ from jaxmllm.cluster.search.step_bytes import (
     StepBytes,
     parameter_numbers,
 )
+from jaxmllm.config.read import config_tree, parse_config
 from jaxmllm.config.schema import Config, ConfigError, Remat
 from jaxmllm.models.mllm import MLLM, laid_out
 from jaxmllm.phases import LANGUAGE
@@ -32,6 +34,7 @@ from sharding.mesh import MeshError
 # What takes least memory stands first
 REMATS: Final[tuple[Remat, ...]] = ("full", "dots", "none")
 UNEVEN: Final = "an axis of parameters not divisible"
+FEWER_LAYERS: Final = "in stages: more of them than layers"
 IDLE: Final = "more ranks than examples"
 _AXIS = re.compile(r"^([\w.]+).*: axis '(\w+)' of length (\d+)")
 
@@ -46,6 +49,9 @@ class LegalLayouts:
 
     def of(self, choice: MeshChoice, found: Found) -> LegalLayout | None:
         """A mesh with what fits there; none where it is rejected, which is counted."""
+        if why := self._without_stages(choice.stages):
+            found.reject(why)
+            return None
         config = choice.of(self._request.config)
         try:
             model = laid_out(
@@ -73,6 +79,25 @@ class LegalLayouts:
             return None
         return LegalLayout(choice, config, model, spans, inputs, options)
 
+    def _without_stages(self, stages: int) -> str:
+        """Why the config cannot have so many stages; empty where it can."""
+        if stages == 1:
+            return ""
+        model = self._request.model
+        layers = sum(getattr(model.config, phase).layers for phase in model.phases)
+        return FEWER_LAYERS if stages > layers else self._refused_in_stages
+
+    @cached_property
+    def _refused_in_stages(self) -> str:
+        """Why a config with these keys cannot have stages; empty where it can."""
+        tree = config_tree(self._request.config)
+        tree["pipeline"]["stages"] = max(self._request.config.pipeline.stages, 2)
+        try:
+            parse_config(tree, "stages")
+        except ConfigError as error:
+            return f"in stages: {str(error).partition(';')[0]}"
+        return ""
+
     def step_bytes(self, config: Config, model: MLLM) -> StepBytes:
         """What a step takes of a device."""
         media = sum(self._request.loads[phase].tokens for phase in model.config.encoders)
@@ -85,11 +110,14 @@ class LegalLayouts:
         """Slots of rows for which there is room, by phase and remat, where they hold the longest item. What takes least
         memory stands first."""
         free = open_remat(self._request.config)
+        # Where stages are open: microbatches in flight leave no room for what layers could keep
+        as_given = size.stages == self._request.config.pipeline.stages
+        open_remats = REMATS if as_given else REMATS[:1]
         options: dict[str, dict[Remat, int]] = {}
         for one in inputs:
             given = getattr(size.config.components, one.name).remat
             options[one.name] = {}
-            for remat in REMATS if one.name in free else (given,):
+            for remat in open_remats if one.name in free else (given,):
                 slots = size.fitting(one.name, self._request.budget, remat)
                 if slots >= least_capacity(one):
                     options[one.name][remat] = slots

@@ -20,6 +20,7 @@ AXES: Final = ("data", "fsdp", "context", "tensor")
 # Axes that split rows or layers of the decoder, over which encoders may have more ranks instead
 INNER_AXES: Final = ("context", "tensor")
 BATCH_AXES: Final = ("data", "fsdp")
+STAGES: Final = (1, 2, 4, 8, 16)  # that are tried where stages are open
 
 
 @dataclass(frozen=True, order=True)
@@ -106,6 +107,13 @@ def open_remat(config: Config) -> tuple[str, ...]:
     )
 
 
+def stage_counts(config: Config) -> tuple[int, ...]:
+    """Numbers of pipeline stages: the config's, or several where it names neither them nor the size of an axis."""
+    if "stages" in config.pipeline.model_fields_set or fixed_axes(config):
+        return (config.pipeline.stages,)
+    return STAGES
+
+
 def mesh_choices(config: Config, devices: int) -> list[MeshChoice]:
     """All ways to lay out so many devices, in a fixed order.
 
@@ -124,14 +132,23 @@ def mesh_choices(config: Config, devices: int) -> list[MeshChoice]:
             f"{named} need a multiple of {product} devices, not {devices}; say --devices {near}, or leave the axes "
             "open with mesh={}"
         )
+    return [
+        choice
+        for count in stage_counts(config)
+        if devices % count == 0
+        for choice in _of_stages(config, devices // count, count)
+    ]
+
+
+def _of_stages(config: Config, devices: int, stages: int) -> Iterator[MeshChoice]:
+    """Meshes of the devices of a stage."""
+    fixed = fixed_axes(config)
     # Rows of stages lie on the ranks of the decoder
     inner = open_layouts(config) if stages == 1 else ()
-    return [
-        MeshChoice(**sizes, as_data=as_data, stages=stages)
-        for factors in _factorizations(devices // stages, [fixed.get(axis) for axis in AXES])
-        for sizes in (dict(zip(AXES, factors, strict=True)),)
-        for as_data in (_shared(sizes) if inner else [()])
-    ]
+    for factors in _factorizations(devices, [fixed.get(axis) for axis in AXES]):
+        sizes = dict(zip(AXES, factors, strict=True))
+        for as_data in _shared(sizes) if inner else [()]:
+            yield MeshChoice(**sizes, as_data=as_data, stages=stages)
 
 
 def _shared(sizes: dict[str, int]) -> list[tuple[str, ...]]:

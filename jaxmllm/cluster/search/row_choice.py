@@ -19,7 +19,8 @@ from jaxmllm.balance.sizes.choose import PhaseRows
 from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.config.schema import BalanceConfig
 
-ENOUGH: Final = 4096  # examples of a batch that classes are chosen from
+ENOUGH: Final = 2048  # examples of a batch that classes are chosen from
+NO_GRIDS: Final[Mapping[str, ExchangeGrid]] = {}
 
 
 class RowChoice:
@@ -45,7 +46,7 @@ class RowChoice:
         """
         if all(one.config.capacities != "auto" for one in inputs):
             return list(inputs)
-        share = _share(inputs, self._samples, grids)
+        share = equal_parts(inputs, self._samples, grids)
         few = [replace(one, ranks=one.ranks // share) for one in inputs]
         if share > 1:  # ranks of many examples need not share rows to have equal work
             few = [replace(one, spans=(_least_span(one),)) for one in few]
@@ -65,7 +66,7 @@ class RowChoice:
     def _rows_of(self, share: int) -> PhaseRows:
         """Of the first of so many equal parts of the samples."""
         if share not in self._rows:
-            self._rows[share] = PhaseRows([_first(batch, share) for batch in self._samples])
+            self._rows[share] = PhaseRows([first_examples(batch, share) for batch in self._samples])
         return self._rows[share]
 
 
@@ -98,10 +99,10 @@ def _given(inputs: SizingInputs, spec: PhaseSpec) -> SizingInputs:
 # ---------------------------------------------------------------------------- a share of a batch
 
 
-def _share(
+def equal_parts(
     inputs: Sequence[SizingInputs],
     samples: Sequence[BatchItems],
-    grids: Mapping[str, ExchangeGrid],
+    grids: Mapping[str, ExchangeGrid] = NO_GRIDS,
 ) -> int:
     """How many equal parts the ranks have of which one has examples enough."""
     most = min(len(batch.examples) for batch in samples) // ENOUGH
@@ -113,7 +114,7 @@ def _share(
     return 1
 
 
-def _first(batch: BatchItems, share: int) -> BatchItems:
+def first_examples(batch: BatchItems, share: int) -> BatchItems:
     """The first of equal parts of a batch."""
     if share == 1:
         return batch

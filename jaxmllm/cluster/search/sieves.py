@@ -11,13 +11,14 @@ Times within `EQUAL` count as equal: then the mesh with fewer axes is preferred.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
 from jaxmllm.cluster.search.closed_form import ClosedForm
-from jaxmllm.cluster.search.layouts import Estimate, Found, PlannedLayout, by_time, ranked
+from jaxmllm.cluster.search.layouts import EQUAL, Estimate, Found, PlannedLayout, by_time, ranked
 from jaxmllm.cluster.search.legal_layouts import LegalLayouts
 from jaxmllm.cluster.search.mesh_choices import MeshChoice, mesh_choices
 from jaxmllm.cluster.search.no_layout import why_none
@@ -30,7 +31,9 @@ from sharding.pipeline.ring import PipelineError
 PLANNED_ITEMS: Final = 200_000
 FEWEST_PLANNED, MOST_PLANNED = 4, 12
 STAGED_PLANNED: Final = 4  # of those in stages, whose sizes are found by trial, in seconds
+STAGED_BESIDE: Final = 2  # the same, where layouts without stages fit
 REFINED: Final = 24  # layouts of which every remat is tried
+REFINED_STAGED: Final = 8
 
 
 @dataclass(frozen=True)
@@ -58,23 +61,37 @@ class Planner(Request):
         found = self.estimates(devices)
         if not found.estimates:
             raise ConfigError(why_none(self, found, devices))
-        found.estimates.sort(key=by_time)
-        for index, estimate in enumerate(found.estimates[:REFINED]):
-            found.estimates[index] = self.closed_form.refined(estimate)
-        found.estimates.sort(key=by_time)
-        fitting = self._planned_whole(found.estimates, self._finalists(), found)
+        plain = self._fastest(found, False, REFINED)
+        staged = self._fastest(found, True, REFINED_STAGED)
+        found.estimates = sorted([*plain, *staged], key=by_time)
+        fitting = self._planned_whole(plain, self._finalists(), found)
+        if fitting:
+            # Beside layouts without stages, those that may be faster
+            quicker = [one for one in staged if one.seconds < _least(fitting)]
+            staged = quicker[:STAGED_BESIDE]
+        fitting += self._planned_whole(staged, STAGED_PLANNED, found)
         if not fitting:
             raise ConfigError(why_none(self, found, devices))
         found.ranked = ranked(fitting)
         return found
 
+    def _fastest(self, found: Found, staged: bool, refined: int) -> list[Estimate]:
+        """Layouts with stages or without them, by time; of the first ones every remat is tried."""
+        ordered = sorted(
+            (one for one in found.estimates if (one.choice.stages > 1) == staged), key=by_time
+        )
+        first = [self.closed_form.refined(one) for one in ordered[:refined]]
+        return sorted([*first, *ordered[refined:]], key=by_time)
+
     def _planned_whole(
         self, estimates: Sequence[Estimate], number: int, found: Found
     ) -> list[PlannedLayout]:
-        """Those of the first so many layouts that fit, planned whole; where none does, the next ones."""
+        """Those of the first so many layouts that fit, planned whole; where none does, the next ones. After the
+        fewest, only layouts that may be as fast as those: in closed form nothing waits."""
         fitting: list[PlannedLayout] = []
         for index, estimate in enumerate(estimates):
-            if index >= number and fitting:
+            slower = estimate.seconds > _least(fitting) * (1 + EQUAL)
+            if fitting and (index >= number or (slower and index >= FEWEST_PLANNED)):
                 break
             planned = self._planned(estimate, found)
             if planned is not None and self.fits(planned, found):
@@ -131,9 +148,13 @@ class Planner(Request):
         items = max(1, sum(len(items.length) for items in self.sampled.steps[0].phases.values()))
         steps = len(self.sampled.steps)
         number = PLANNED_ITEMS // (items * steps)
-        most = MOST_PLANNED if self.config.pipeline.stages == 1 else STAGED_PLANNED
-        return min(max(number, FEWEST_PLANNED), most)
+        return min(max(number, FEWEST_PLANNED), MOST_PLANNED)
 
     def _estimate(self, choice: MeshChoice, found: Found) -> Estimate | None:
         layout = self.legal.of(choice, found)
         return None if layout is None else self.closed_form.estimate(layout)
+
+
+def _least(planned: Sequence[PlannedLayout]) -> float:
+    """Seconds of the fastest; infinite where there is none."""
+    return min((one.seconds for one in planned), default=math.inf)

@@ -11,15 +11,18 @@ from dataclasses import replace
 
 from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.stages.plan import plan_pipeline
+from jaxmllm.balance.stages.sizes import PipelineSizes
 from jaxmllm.cluster.device_peak import programs_peak
 from jaxmllm.cluster.device_seconds import Device
 from jaxmllm.cluster.network import Network
 from jaxmllm.cluster.search.chosen_config import with_rows
 from jaxmllm.cluster.search.even_step import EvenRows
 from jaxmllm.cluster.search.layouts import Estimate, PlannedLayout, Sampled
+from jaxmllm.cluster.search.row_choice import equal_parts, first_examples
 from jaxmllm.cluster.sends import Send
 from jaxmllm.cluster.simulate import EXCHANGE, simulate
-from jaxmllm.cluster.stage_seconds import PERMUTE, STAGE
+from jaxmllm.cluster.stage_seconds import PERMUTE, STAGE, once_seconds
+from jaxmllm.config.schema import Config, PhaseConfig
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.build import staged_programs
@@ -31,7 +34,7 @@ WAYS = 2  # over an edge: activations, and their gradients back
 def in_stages(
     parts: Mapping[str, float],
     rows: Mapping[str, EvenRows],
-    stages: int,
+    config: Config,
     model: MLLM,
     device: Device,
 ) -> dict[str, float]:
@@ -42,6 +45,7 @@ def in_stages(
       parts: of the same step without stages on the devices of one.
       model: on the mesh with stages.
     """
+    stages = config.pipeline.stages
     shares = {name: seconds / stages for name, seconds in parts.items() if name != EXCHANGE}
     of_layers = sum(seconds for name, seconds in shares.items() if "/" in name)
     bubble = of_layers * (stages - 1) / rows[LANGUAGE].microbatches
@@ -50,7 +54,8 @@ def in_stages(
         _edge(model, phase, of_phase.capacity, stages, of_phase.microbatches + stages - 1)
         for phase, of_phase in rows.items()
     ]
-    return shares | {"bubble": bubble, "sends": network.seconds(edges)}
+    once = once_seconds(model, config.run.param_dtype, model.trainable.components, stages, network)
+    return shares | {"replicas": once, "bubble": bubble, "sends": network.seconds(edges)}
 
 
 def _edge(model: MLLM, phase: str, capacity: int, stages: int, ticks: int) -> Send:
@@ -76,12 +81,10 @@ def planned_in_stages(
     """
     config, model = estimate.config, estimate.model
     memory = device.cluster.budget
-    sizes = stage_sizes(config, model, sampled.samples, inputs, sampled.largest, memory)
-    if not as_run:
-        # What a run finds by trial where these rows are given
-        config = with_rows(config, sizes.spec)
-        inputs = [replace(one, config=getattr(config.phases, one.name)) for one in inputs]
+    if as_run:
         sizes = stage_sizes(config, model, sampled.samples, inputs, sampled.largest, memory)
+    else:
+        config, sizes = _searched_sizes(config, model, sampled, inputs, memory)
     plans = tuple(plan_pipeline(items, sizes.spec, sizes.training) for items in sampled.steps)
     programs = staged_programs(config, model, sampled.formats, sizes, sampled.sources)
     times = tuple(
@@ -97,4 +100,49 @@ def planned_in_stages(
         times=times,
         peak=programs_peak(programs),
         even_seconds=estimate.seconds,
+    )
+
+
+def _searched_sizes(
+    config: Config, model: MLLM, sampled: Sampled, inputs: Sequence[SizingInputs], memory: float
+) -> tuple[Config, PipelineSizes]:
+    """The config with one class of rows for each phase, and what a run finds by trial where these rows are given.
+
+    Both are found from one of the equal parts of a large batch.
+    """
+    parts = equal_parts(inputs, sampled.samples)
+    few = [
+        replace(one, ranks=one.ranks // parts, config=_with_one_class(one.config)) for one in inputs
+    ]
+    data = config.data.model_copy(update={"batch_size": config.data.batch_size // parts})
+    of_part = config.model_copy(update={"data": data})
+    samples = [first_examples(batch, parts) for batch in sampled.samples]
+
+    def sizes_of(inputs: Sequence[SizingInputs]) -> PipelineSizes:
+        return stage_sizes(of_part, model, samples, inputs, sampled.largest, memory)
+
+    config = with_rows(config, sizes_of(few).spec)
+    given = [
+        replace(one, config=rows, spans=rows.spans)
+        for one in few
+        for rows in (getattr(config.phases, one.name),)
+    ]
+    sizes = sizes_of(given)
+    return config, _of_all_ranks(sizes, inputs, config.data.batch_size)
+
+
+def _with_one_class(config: PhaseConfig) -> PhaseConfig:
+    """Where the config leaves it open: each class takes as many trials again, and programs of more code."""
+    return config.model_copy(update={"row_classes": 1}) if config.row_classes == "auto" else config
+
+
+def _of_all_ranks(
+    sizes: PipelineSizes, inputs: Sequence[SizingInputs], examples: int
+) -> PipelineSizes:
+    """The same for a whole batch, whose replicas have equal parts."""
+    phases = {one.name: replace(sizes.spec.phases[one.name], ranks=one.ranks) for one in inputs}
+    return PipelineSizes(
+        replace(sizes.spec, phases=phases),
+        replace(sizes.training, examples=examples),
+        replace(sizes.evaluation, examples=examples),
     )

@@ -17,7 +17,7 @@ def config(**sections):
 
 
 def test_all_meshes_are_there_once():
-    choices = mesh_choices(config(), 24)
+    choices = mesh_choices(config(pipeline={"stages": 1}), 24)
     assert len(set(choices)) == len(choices)
     every = {
         sizes
@@ -77,3 +77,13 @@ def test_stages_lie_on_meshes_of_the_devices_that_each_has():
         ConfigError, match=r"stages 4, mesh.fsdp 2, mesh.context 1 need a multiple of 8"
     ):
         mesh_choices(given, 12)
+
+
+def test_stages_are_open_where_neither_they_nor_an_axis_are_named():
+    choices = mesh_choices(config(), 24)
+    assert {one.stages for one in choices} == {1, 2, 4, 8}
+    assert all(one.devices == 24 and (one.stages == 1 or not one.as_data) for one in choices)
+    of_eight = {tuple(one.sizes.values()) for one in choices if one.stages == 8}
+    assert of_eight == {tuple(3 if axis == named else 1 for axis in AXES) for named in AXES}
+    for named in ({"pipeline": {"stages": 1}}, {"mesh": {"tensor": 2}}):
+        assert {one.stages for one in mesh_choices(config(**named), 24)} == {1}

@@ -11,6 +11,8 @@ from benchmarks.omni import omni_config
 from jaxmllm.cluster.clusters import CLUSTERS
 from jaxmllm.cluster.device_peak import programs_peak
 from jaxmllm.cluster.search.layouts import EQUAL, program_words, ranked
+from jaxmllm.cluster.search.legal_layouts import FEWER_LAYERS
+from jaxmllm.cluster.search.mesh_choices import MeshChoice
 from jaxmllm.cluster.search.step_bytes import StepBytes, parameter_numbers
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.setup.row_memory import state_bytes
@@ -97,12 +99,19 @@ def test_the_first_bytes_are_those_of_planned_layouts(searched):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [8, pytest.param(16, marks=EXHAUSTIVE)])
-def test_the_fastest_plan_is_that_of_all_layouts(devices):
-    made = planner(devices)
+@pytest.mark.parametrize(
+    ("devices", "sections"),
+    [
+        (8, {"pipeline": {"stages": 1}}),
+        pytest.param(16, {"pipeline": {"stages": 1}}, marks=EXHAUSTIVE),
+        pytest.param(8, {}, marks=EXHAUSTIVE),
+    ],
+)
+def test_the_fastest_plan_is_that_of_all_layouts(devices, sections):
+    made = planner(devices, **sections)
     found = made.search(devices)
-    every = [made.planned(estimate) for estimate in found.estimates]
-    best = min(one.seconds for one in every)
+    every = [made._planned(estimate, found) for estimate in found.estimates]
+    best = min(one.seconds for one in every if one is not None)
     assert min(one.seconds for one in found.ranked) <= 1.01 * best
 
 
@@ -119,6 +128,45 @@ def test_stages_are_estimated_with_what_they_wait_for():
         assert parts["bubble"] == pytest.approx(layers / rows)
         same = of_mesh[replace(one.choice, stages=1)]
         assert parts["update"] == pytest.approx(same.parts["update"] / 2)
+
+
+def test_stages_are_open_and_what_refuses_them_is_counted():
+    found = planner(4).estimates(4)
+    assert found.considered == len(found.estimates) + sum(found.rejected.values())
+    assert {one.choice.stages for one in found.estimates} == {1, 2, 4}
+    refused = planner(4, balance={"mode": "none"}).estimates(4)
+    assert {one.choice.stages for one in refused.estimates} == {1}
+    # 2 devices of a stage have four meshes, one has one
+    (counted,) = (count for why, count in refused.rejected.items() if "balance.mode" in why)
+    assert counted == 5
+    assert planner(8).legal.of(MeshChoice(1, 1, 1, 1, stages=8), found) is None
+    assert found.rejected[FEWER_LAYERS] == 1
+
+
+def test_beside_others_only_stages_that_may_be_faster_are_planned(monkeypatch):
+    made = planner(4)
+    planned = []
+
+    def whole(estimate):
+        planned.append(estimate.choice.stages)
+        seconds = {1: 1.0, 2: 0.7, 4: 0.8}[estimate.choice.stages]
+        peak = SimpleNamespace(bytes=0)
+        return SimpleNamespace(choice=estimate.choice, seconds=seconds, peak=peak)
+
+    def estimates(devices):
+        found = type(made).estimates(made, devices)
+        faster = {2: 0.5, 4: 1.5}
+        found.estimates = [
+            replace(one, seconds=faster.get(one.choice.stages, 0.9)) for one in found.estimates
+        ]
+        return found
+
+    monkeypatch.setattr(made.whole, "planned", whole)
+    monkeypatch.setattr(made.closed_form, "refined", lambda estimate: estimate)
+    object.__setattr__(made, "estimates", estimates)
+    found = made.search(4)
+    assert planned.count(2) == 2 and planned.count(4) == 0 and planned.count(1) >= 4
+    assert found.ranked[0].choice.stages == 2
 
 
 def test_stages_that_cannot_be_planned_are_counted_with_their_reason(monkeypatch):
