@@ -48,7 +48,7 @@ class Example(NamedTuple):
 
     tokens: Ints  # [L]
     targets: Ints  # [L], -1: none
-    positions: Ints  # [L, 3]
+    positions: NDArray[np.float32]  # [L, 3]
     items: tuple[Item, ...]
 
 

@@ -143,6 +143,7 @@ class VideoDataConfig(Section):
         positions   text after a video goes on as after an image, below the last times (arXiv 2502.13923)
         line        text after a video goes on at the maximum + 1; groups of frames are as far apart as `fps` says, also
                     of videos that are too short or too long for it (arXiv 2503.20215)
+        fractions   likewise, and nothing is rounded down (arXiv 2509.17765)
         text        "<0.5 seconds>" before each group of frames, which stands there as an image would (arXiv 2511.21631)
     """
 
@@ -155,7 +156,7 @@ class VideoDataConfig(Section):
     min_pixels: int = Field(28 * 28, ge=1)
     max_pixels: PositiveInt = 768 * 28 * 28
     bounds: Literal["frame", "video"] = "frame"
-    times: Literal["positions", "line", "text"] = "positions"
+    times: Literal["positions", "line", "fractions", "text"] = "positions"
     positions_per_second: PositiveFloat = 2.0
 
     @model_validator(mode="after")

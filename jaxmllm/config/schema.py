@@ -70,7 +70,13 @@ from jaxmllm.config.run_sections import (
     RunConfig,
 )
 from jaxmllm.config.section import ConfigError, RenamedKeyError, Section
-from jaxmllm.config.tower_sections import AudioConfig, ProjectorShapes, TowerConfig, VisionConfig
+from jaxmllm.config.tower_sections import (
+    AudioConfig,
+    ProjectorShapes,
+    Silence,
+    TowerConfig,
+    VisionConfig,
+)
 
 __all__ = [
     "ADAPTER",
@@ -126,6 +132,7 @@ __all__ = [
     "RotaryScaling",
     "RunConfig",
     "Section",
+    "Silence",
     "SourceConfig",
     "Targets",
     "TowerConfig",

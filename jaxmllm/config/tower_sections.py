@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -253,43 +255,81 @@ class VisionConfig(LayerWindows, TowerConfig):
         return self
 
 
+Silence = Literal["unseen", "cut", "masked", "stem", "heard"]
+
+
 class AudioConfig(TowerConfig):
     """Log-mel encoder: a convolutional stem inside chunks of `chunk_frames` frames, then the tower.
+
+    The stem is two convolutions along time, of `stem_strides`; or with `stem_channels`, three along time and mels, each
+    of stride 2 and with so many channels, and a matrix (arXiv 2509.17765). Then a chunk is followed by empty slots up
+    to a whole token.
 
     A clip ends inside a chunk, and no token of what is left of the chunk reaches the decoder. `silence` says
     what the tower makes of it:
 
         unseen    zeros in the frames; attention does not see it
+        cut       likewise, and the last frames of the clip hear silence after it
         masked    likewise, and zeros after the first convolution
         stem      frames of silence, which the convolutions hear, and attention does not see
         heard     frames of silence, which the tower hears like the clip
 
-    With `attention: chunk`, tokens see their own chunk, not the whole clip. The means of `pool` neighbouring
-    tokens are normed last, those of whole groups alone: what is left at the end of a clip is dropped.
+    With `attention: chunk`, tokens see their own chunk, or `window_chunks` of them, not the whole clip. The means
+    of `pool` neighbouring tokens are normed last, those of whole groups alone: what is left at the end of a clip is
+    dropped.
     """
 
-    # The stem is two convolutions of this kernel width
+    # The width of all convolutions of the stem
     stem_kernel: ClassVar[int] = 3
+    # Of those along time and mels
+    plane_strides: ClassVar[tuple[int, ...]] = (2, 2, 2)
 
     mel_bins: PositiveInt = 80
     chunk_frames: PositiveInt = 64
     stem_strides: tuple[Literal[1, 2], Literal[2]] = (2, 2)
+    stem_channels: PositiveInt | None = None
     # One for each place of a chunk: learned (table), or waves (sinusoidal, arXiv 1706.03762)
     positions: Literal["rotary", "table", "sinusoidal"] = "rotary"
-    silence: Literal["unseen", "masked", "stem", "heard"] = "unseen"
+    silence: Silence = "unseen"
     attention: Literal["clip", "chunk"] = "clip"
+    window_chunks: PositiveInt = 1
     pool: PositiveInt = 1
     projector: ProjectorShapes = ProjectorShapes()
 
     @property
     def stem_stride(self) -> int:
         """Frames that become one token of attention."""
-        return math.prod(self.stem_strides)
+        return math.prod(self.stem_strides if self.stem_channels is None else self.plane_strides)
+
+    @property
+    def stem_mels(self) -> tuple[int, ...]:
+        """Mels that are left after each convolution along time and mels."""
+        mels = [self.mel_bins]
+        for stride in self.plane_strides:
+            mels.append(-(-mels[-1] // stride))
+        return tuple(mels[1:])
+
+    @property
+    def stem_numbers(self) -> int:
+        """Numbers per slot that convolutions along time and mels yield, all together."""
+        slots = itertools.accumulate(self.plane_strides, operator.mul)
+        outputs = zip(self.stem_mels, slots, strict=True)
+        return (self.stem_channels or 0) * sum(-(-mels // per) for mels, per in outputs)
 
     @property
     def chunk_tokens(self) -> int:
         """Tokens of attention of a chunk."""
-        return self.chunk_frames // self.stem_stride
+        return -(-self.chunk_frames // self.stem_stride)
+
+    @property
+    def chunk_slots(self) -> int:
+        """Slots of a row that a chunk takes: its frames, up to a whole token."""
+        return self.chunk_tokens * self.stem_stride
+
+    @property
+    def seen_slots(self) -> int:
+        """Slots that see one another with `attention: chunk`."""
+        return self.window_chunks * self.chunk_slots
 
     @property
     def merged(self) -> int:
@@ -304,7 +344,8 @@ class AudioConfig(TowerConfig):
     @model_validator(mode="after")
     def _check_chunk(self) -> AudioConfig:
         token = self.stem_stride * self.merged
-        if self.chunk_frames % token:
+        slots = self.chunk_frames if self.stem_channels is None else self.chunk_slots
+        if slots % token:
             raise ValueError(
                 f"chunk_frames ({self.chunk_frames}) must be a multiple of {self.stem_stride} * pool * merge ({token})"
             )
@@ -313,6 +354,26 @@ class AudioConfig(TowerConfig):
         if self.attention == "chunk" and self.silence == "heard":
             raise ValueError(
                 f"silence ({self.silence}): with attention (chunk), the last chunk of a clip sees itself alone; set "
-                "silence: unseen, masked or stem"
+                "silence: unseen, cut, masked or stem"
+            )
+        if self.attention == "clip" and self.window_chunks > 1:
+            raise ValueError(
+                f"window_chunks ({self.window_chunks}): with attention (clip), tokens see the whole clip; leave it "
+                "out, or set attention: chunk"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_stem(self) -> AudioConfig:
+        if self.stem_channels is None:
+            return self
+        if self.stem_strides != AudioConfig.model_fields["stem_strides"].default:
+            raise ValueError(
+                f"stem_strides ({[*self.stem_strides]}): with stem_channels there are three strides of 2; leave it out"
+            )
+        if self.silence not in ("unseen", "cut"):
+            raise ValueError(
+                f"silence ({self.silence}): convolutions along time and mels (stem_channels) take zeros after a clip; "
+                "set silence: unseen or cut"
             )
         return self

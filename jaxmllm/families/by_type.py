@@ -14,6 +14,7 @@ from jaxmllm.families.qwen2_5_vl import QWEN2_5_VL
 from jaxmllm.families.qwen2_audio import QWEN2_AUDIO
 from jaxmllm.families.qwen3 import QWEN3
 from jaxmllm.families.qwen3_moe import QWEN3_MOE
+from jaxmllm.families.qwen3_omni_moe import QWEN3_OMNI_MOE
 from jaxmllm.families.qwen3_vl import QWEN3_VL
 from jaxmllm.families.qwen3_vl_moe import QWEN3_VL_MOE
 from jaxmllm.families.qwen_image import QWEN_IMAGE
@@ -23,7 +24,10 @@ from jaxmllm.families.whisper import WHISPER
 
 DECODERS = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, *GEMMA3)
 TOWERS = (*SIGLIP, *SIGLIP2, WHISPER)
-WHOLE_MODELS = (*QWEN2_5_VL, *QWEN2_AUDIO, *QWEN2_5_OMNI, *QWEN3_VL, *QWEN3_VL_MOE, *INTERNVL)
+WHOLE_MODELS = (
+    *(*QWEN2_5_VL, *QWEN2_AUDIO, *QWEN2_5_OMNI),
+    *(*QWEN3_VL, *QWEN3_VL_MOE, *QWEN3_OMNI_MOE, *INTERNVL),
+)
 GENERATORS = (*WAN, *QWEN_IMAGE)
 FAMILIES = {  # by kind, and component
     (family.model_type, family.component): family

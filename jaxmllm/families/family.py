@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,7 +24,7 @@ class Processor:
 
 def patterns(lines: Iterable[str], prefixes: Iterable[str]) -> tuple[str, ...]:
     """Of the keys of some lines."""
-    keys = {line.split(":")[0].split("[")[0].replace("{layer}", "*") for line in lines}
+    keys = {re.sub(r"{\w+}", "*", line.split(":")[0].split("[")[0]) for line in lines}
     return tuple(sorted(prefix + key for key in keys for prefix in prefixes))
 
 

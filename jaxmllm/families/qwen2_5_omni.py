@@ -59,25 +59,25 @@ CLIP, PICTURE, VIDEO = 151_646, 151_655, 151_656  # tokens
 FPS, POSITIONS_PER_SECOND = 2.0, 25
 
 
-def _thinker(config: FolderConfig) -> FolderConfig:
+def thinker_of(config: FolderConfig) -> FolderConfig:
     """Its part of a config.json, which may hold that of a talker, too."""
     return config.part("thinker_config") if "thinker_config" in config.values else config
 
 
 def _language(config: FolderConfig) -> dict[str, Any]:
-    thinker = _thinker(config)
+    thinker = thinker_of(config)
     text = thinker.part("text_config").completed(TEXT)
     tied = thinker.flag("tie_word_embeddings")  # whatever the part for text says
     return axial_decoder(text.updated(tie_word_embeddings=tied))
 
 
 def _vision(config: FolderConfig) -> dict[str, Any]:
-    return windowed_tower(_thinker(config))
+    return windowed_tower(thinker_of(config))
 
 
 def _videos(config: FolderConfig, file: FolderConfig, section: dict[str, Any]) -> dict[str, Any]:
     """The processor gives frames the bounds of its class, whatever the file says."""
-    rate = _thinker(config).number("position_id_per_seconds", POSITIONS_PER_SECOND)
+    rate = thinker_of(config).number("position_id_per_seconds", POSITIONS_PER_SECOND)
     read = video_processor(file, section, VIDEO_PIXELS, FPS)
     bounds = dict(zip(("min_pixels", "max_pixels"), VIDEO_PIXELS, strict=True))
     return (
@@ -92,11 +92,11 @@ def _videos(config: FolderConfig, file: FolderConfig, section: dict[str, Any]) -
 
 
 def _merger(config: FolderConfig) -> dict[str, Any]:
-    return merger(_thinker(config).part("vision_config"), _language(config)["width"])
+    return merger(thinker_of(config).part("vision_config"), _language(config)["width"])
 
 
 def _audio(config: FolderConfig) -> dict[str, Any]:
-    audio = _thinker(config).part("audio_config").completed(HEARING)
+    audio = thinker_of(config).part("audio_config").completed(HEARING)
     half, places = audio.number("n_window", HALF_CHUNK), audio.number("max_source_positions")
     if half > places:
         audio.refuse(f"has n_window {half}", f"there are {places} positions (max_source_positions)")
@@ -111,7 +111,7 @@ def _audio(config: FolderConfig) -> dict[str, Any]:
 
 def _audio_projector(config: FolderConfig) -> dict[str, Any]:
     """Keys of the section of the tower."""
-    audio, wide = _thinker(config).part("audio_config"), _language(config)["width"]
+    audio, wide = thinker_of(config).part("audio_config"), _language(config)["width"]
     if (made := audio.number("output_dim", AUDIO_WIDTH)) != wide:
         audio.refuse(f"has output_dim {made}", f"the decoder is {wide} wide")
     return {"merge": 1, "projector": {"linear": True}}
@@ -145,9 +145,9 @@ def _families(kind: str, prefix: str) -> tuple[Family, ...]:
             letters=patch_letters,
             processor=picture_processor,
             videos=_videos,
-            placeholder=lambda config: int(_thinker(config).number("image_token_index", PICTURE)),
+            placeholder=lambda config: int(thinker_of(config).number("image_token_index", PICTURE)),
             video_placeholder=lambda config: int(
-                _thinker(config).number("video_token_index", VIDEO)
+                thinker_of(config).number("video_token_index", VIDEO)
             ),
         ),
         Family(
@@ -169,7 +169,7 @@ def _families(kind: str, prefix: str) -> tuple[Family, ...]:
             prefixes=in_audio,
             letters=stem_letters,
             processor=clip_processor,
-            placeholder=lambda config: int(_thinker(config).number("audio_token_index", CLIP)),
+            placeholder=lambda config: int(thinker_of(config).number("audio_token_index", CLIP)),
         ),
         Family(
             NAME,

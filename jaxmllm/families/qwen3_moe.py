@@ -19,6 +19,15 @@ EXPERT_PARAMETERS = {
 
 
 def _language(config: FolderConfig) -> dict[str, Any]:
+    return qwen3_decoder(config) | experts_of(config)
+
+
+def experts_of(config: FolderConfig, renormalise: bool = False) -> dict[str, Any]:
+    """The keys of `model.language` that say the experts.
+
+    Args:
+      renormalise: what a file that leaves norm_topk_prob out means by that.
+    """
     config.expect("decoder_sparse_step", 1)
     config.expect("mlp_only_layers", [])
     # Older files say num_experts
@@ -26,10 +35,9 @@ def _language(config: FolderConfig) -> dict[str, Any]:
     experts = {
         "count": count,
         "per_token": config.number("num_experts_per_tok", 8),
-        "renormalise": config.flag("norm_topk_prob"),
+        "renormalise": config.flag("norm_topk_prob", renormalise),
     }
-    mlp_width = config.number("moe_intermediate_size", 768)
-    return qwen3_decoder(config) | {"mlp_width": mlp_width, "experts": experts}
+    return {"mlp_width": config.number("moe_intermediate_size", 768), "experts": experts}
 
 
 QWEN3_MOE = Family(

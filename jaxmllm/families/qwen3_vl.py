@@ -108,7 +108,8 @@ def _language(config: FolderConfig) -> dict[str, Any]:
     return qwen3_vl_decoder(config, TEXT)
 
 
-def _vision(config: FolderConfig) -> dict[str, Any]:
+def vision_tower(config: FolderConfig) -> dict[str, Any]:
+    """The keys of `model.vision` but for those of the projector."""
     vision = config.part("vision_config").completed(SEEING)
     vision.expect("hidden_act", "gelu_pytorch_tanh")
     vision.expect("in_channels", 3)
@@ -137,15 +138,21 @@ def _videos(config: FolderConfig, file: FolderConfig, section: dict[str, Any]) -
     return read | {"sampling": "ends", "bounds": "video", "times": "text"}
 
 
+def mergers(config: FolderConfig, wide: int) -> dict[str, Any]:
+    """The keys of the projectors in the section of the tower.
+
+    Args:
+      wide: the width of the decoder.
+    """
+    vision = config.part("vision_config").completed(SEEING)
+    tapped = vision.get("deepstack_visual_indexes", DEEPSTACK_LAYERS)
+    return merger(vision, wide) | {"deepstack_layers": tapped}
+
+
 def _projector_of(language: Section) -> Section:
     """What keys of the section of the tower say of the projector."""
 
-    def projector(config: FolderConfig) -> dict[str, Any]:
-        vision = config.part("vision_config").completed(SEEING)
-        tapped = vision.get("deepstack_visual_indexes", DEEPSTACK_LAYERS)
-        return merger(vision, language(config)["width"]) | {"deepstack_layers": tapped}
-
-    return projector
+    return lambda config: mergers(config, language(config)["width"])
 
 
 def qwen3_vl_family(
@@ -170,7 +177,7 @@ def qwen3_vl_family(
         Family(
             name,
             kind,
-            _vision,
+            vision_tower,
             VISION,
             copies={},
             component="vision",

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 from numpy.typing import NDArray
 
 from jaxmllm.attention.mask import item_ids
 from jaxmllm.config.schema import AudioConfig, ComponentConfig, Gelu
 from jaxmllm.models.layers import RowContext, encoder_block, run_stack, stacked
+from jaxmllm.models.mel_planes import PlaneStem
 from jaxmllm.models.norms import NORMS
 from jaxmllm.models.products import bias, biased, parameter, weight
 from jaxmllm.models.rotary import rotary_angles
@@ -64,9 +65,13 @@ class AudioTower(nnx.Module):
 
     def __init__(self, config: AudioConfig, rngs: nnx.Rngs):
         self.config = config
-        first, second = config.stem_strides
-        self.stem_mels = StemConvolution(config.mel_bins, config.width, first, config.gelu, rngs)
-        self.stem_width = StemConvolution(config.width, config.width, second, config.gelu, rngs)
+        if config.stem_channels is None:
+            first, second = config.stem_strides
+            mels, width, gelu = config.mel_bins, config.width, config.gelu
+            self.stem_mels = StemConvolution(mels, width, first, gelu, rngs)
+            self.stem_width = StemConvolution(width, width, second, gelu, rngs)
+        else:
+            self.stem = PlaneStem(config, rngs)
         self.layers = stacked(lambda rngs: encoder_block(config, rngs), config.layers, rngs)
         self.norm = NORMS[config.norm](config.width, config.norm_epsilon)
         if places := config.learned_positions:
@@ -94,22 +99,33 @@ class AudioTower(nnx.Module):
         ranks, slots, mels = rows.features.shape
         # Parts of rows hold whole chunks, kept apart here so that no window reaches over the edge of a part.
         stride = self.config.stem_stride
-        stretch = self.config.chunk_frames if layout.parts > 1 else slots
+        stretch = self.config.chunk_slots if layout.parts > 1 else slots
         x = rows.features.astype(dtype).reshape(ranks, -1, stretch, mels)
-        first = rows.positions[:, ::stride, 0] % (self.config.chunk_frames // stride) == 0
-        first = first.reshape(ranks, -1, stretch // stride)
-        first_halves = jnp.stack([first, jnp.zeros_like(first)], axis=-1).reshape(
-            ranks, -1, 2 * stretch // stride
-        )
-        x = self.stem_mels(x, first_halves, layout)
-        if self.config.silence == "masked":
-            real = rows.segments[:, :: self.stem_mels.stride] > 0
-            x = jnp.where(real.reshape(*x.shape[:3], 1), x, 0)
-        x = self.stem_width(x, first, layout).reshape(ranks, slots // stride, -1)
+        places = rows.positions[:, ::stride, 0] % self.config.chunk_tokens
+        of_spans = places.reshape(ranks, -1, stretch // stride)
+        if self.config.stem_channels is None:
+            x = self._line_stem(x, jnp.equal(of_spans, 0), rows.segments, layout)
+        else:
+            x = self.stem(x, of_spans, layout)
+        x = x.reshape(ranks, slots // stride, -1)
         if self.config.positions != "rotary":
-            table = self._position_table(layout, dtype)
-            x = x + table[rows.positions[:, ::stride, 0] % self.config.chunk_tokens]
+            x = x + self._position_table(layout, dtype)[places]
         return layout.constrain(x, ("batch", "sequence", None))
+
+    def _line_stem(
+        self,
+        x: Float[Array, "R N T M"],
+        first: Bool[Array, "R N T/s"],
+        segments: Int[Array, "R C"],
+        layout: Layout,
+    ) -> Float[Array, "R N T/s D"]:
+        """Two convolutions along time; tokens that are `first` in their chunk see nothing before it."""
+        first_halves = jnp.stack([first, jnp.zeros_like(first)], axis=-1)
+        x = self.stem_mels(x, first_halves.reshape(*first.shape[:2], -1), layout)
+        if self.config.silence == "masked":
+            real = segments[:, :: self.stem_mels.stride] > 0
+            x = jnp.where(real.reshape(*x.shape[:3], 1), x, 0)
+        return self.stem_width(x, first, layout)
 
     def _position_table(self, layout: Layout, dtype: jnp.dtype) -> Float[Array, "P D"]:
         """The position of each place of a chunk."""

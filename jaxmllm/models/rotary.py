@@ -6,13 +6,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from jaxmllm.config.schema import RotaryScaling
 
 
 def rotary_angles(
-    positions: Int[Array, "R C A"],
+    positions: Real[Array, "R C A"],
     sections: tuple[int, ...],
     theta: float,
     dtype: Any = jnp.float32,

@@ -78,7 +78,7 @@ class LanguageRows(NamedTuple):
     tokens: Int[Array, "R/g g*C"]
     targets: Int[Array, "R/g g*C"]  # the next token where it carries loss, else -1
     segments: Int[Array, "R/g g*C"]
-    positions: Int[Array, "R/g g*C 3"]
+    positions: Float[Array, "R/g g*C 3"]  # in float32: times of videos may lie between whole ones
     # Slot of an encoder's token in the pool of the rank that holds it in packed order, else -1
     media: Int[Array, "R/g g*C"]
     sources: Int[Array, "R/g S"]  # source number of each segment, else -1
@@ -191,7 +191,7 @@ def abstract_language_rows(
         tokens=slots,
         targets=slots,
         segments=slots,
-        positions=_shape((tokens, 3)),
+        positions=_shape((tokens, 3), np.float32),
         media=slots,
         sources=_shape((max_segments,)),
         groups=slots,

@@ -17,6 +17,7 @@ from jax.tree_util import DictKey
 from jaxmllm.arrays import ceil_divide
 from jaxmllm.balance.stages.trial_choice import CHOICE
 from jaxmllm.config.schema import (
+    AudioConfig,
     Config,
     DiffusionConfig,
     LanguageConfig,
@@ -51,6 +52,7 @@ CROSS_KEPT_WIDTHS = {"full": 0, "dots": 4, "none": 6}
 # Besides, for each layer of a tower that adds to layers of the decoder: what it yields or adds, in two types, and its
 # gradient
 DEEPSTACK_WIDTHS = 4
+STEM_COPIES = 4  # besides, of what convolutions along time and mels yield: before and after GELU, and gradients
 MODULATED_WIDTHS = 12  # besides, of a layer that is modulated: vectors of the time, in float32
 # Capacities that differ by little must not differ between hosts: down to a power of two.
 
@@ -174,6 +176,8 @@ def slot_bytes(config: Config, phase: str) -> float:
     if _has_experts(shapes):  # whose hidden values are those of a block
         running_mlp = 0
     values = running * shapes.width + running_mlp * shapes.mlp_width
+    if isinstance(shapes, AudioConfig):
+        values += STEM_COPIES * shapes.stem_numbers
     if isinstance(shapes, VisionConfig) and shapes.resamples:
         values += shapes.learned_positions  # a weight for each
     if isinstance(shapes, VisionConfig | LanguageConfig):

@@ -49,6 +49,11 @@ def make_planner(
             "model.language.experts: seconds and bytes of experts are not known yet; plan it with an MLP of per_token "
             "times the width, and leave room for the parameters of all experts"
         )
+    if (audio := config.model.audio) is not None and audio.stem_channels is not None:
+        raise ConfigError(
+            "model.audio.stem_channels: bytes of convolutions along time and mels are not known yet; plan it with "
+            "stem_strides, and leave room for what they take"
+        )
     config = with_nodes(config, cluster, devices)
     tokenizer = load_tokenizer(config.data)
     sizes = dict.fromkeys(AXES, 1) | {"data": devices}

@@ -30,10 +30,7 @@ class PreparedSounds(Sounds):
     frames: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # by address
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
-        slots = np.zeros((self.length(shape), self.mel_bins), np.float32)
-        heard = slots[: self.heard(shape)]
-        heard[:] = self.frames[media.address][: len(heard)]
-        return slots
+        return self.laid_out(self.frames[media.address], shape)
 
 
 def read_clips(

@@ -81,7 +81,9 @@ def items_in(spans: Spans, modalities: Mapping[str, Modality]) -> Spans:
     return tuple(items)
 
 
-def positions_of(length: int, spans: Spans, modalities: Mapping[str, Modality]) -> Ints:
+def positions_of(
+    length: int, spans: Spans, modalities: Mapping[str, Modality]
+) -> NDArray[np.float32]:
     """Three-axis positions [L, 3] of a text with media."""
     positions, at = SequencePositions(), 0
     for span in spans:

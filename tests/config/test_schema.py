@@ -182,6 +182,18 @@ def test_unknown_keys_name_the_nearest_valid_one(path, override, message):
             "model.audio={width: 32, layers: 1, heads: 2, mlp_width: 64, chunk_frames: 20}",
             "chunk_frames (20) must be",
         ),
+        (
+            "model.audio={width: 32, layers: 1, heads: 2, mlp_width: 64, window_chunks: 2}",
+            "window_chunks (2): with attention (clip), tokens see the whole clip; leave it out, or se",
+        ),
+        (
+            "model.audio={width: 32, layers: 1, heads: 2, mlp_width: 64, stem_channels: 4, stem_strides: [1, 2]}",
+            "stem_strides ([1, 2]): with stem_channels there are three strides of 2; leave it out",
+        ),
+        (
+            "model.audio={width: 32, layers: 1, heads: 2, mlp_width: 64, stem_channels: 4, silence: stem}",
+            "silence (stem): convolutions along time and mels (stem_channels) take zeros after a cl",
+        ),
     ],
 )
 def test_ill_typed_values_name_the_key_the_type_and_the_value(path, override, message):

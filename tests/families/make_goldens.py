@@ -7,8 +7,8 @@ FOLDER/NAME/inputs.npz     input_ids, attention_mask [B, T]
 FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the next tokens)
 FOLDER/NAME/gradients.npz  of the loss, by key of the tensor
 
-Those of models that read pictures or hear sounds hold more: see make_pictured_goldens.py, make_square_goldens.py and
-make_heard_goldens.py.
+Those of models that read pictures or hear sounds hold more: see make_pictured_goldens.py, make_square_goldens.py,
+make_heard_goldens.py and make_omni_goldens.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from tests.families.make_heard_goldens import HEARD, make_heard
+from tests.families.make_omni_goldens import LIVE, OMNI, experts_as_stored, make_omni
 from tests.families.make_pictured_goldens import PICTURED, make_pictured
 from tests.families.make_square_goldens import SQUARE, make_square
 
@@ -111,7 +112,7 @@ LENGTHS = (23, 9, 14)  # of the texts, packed into one row by what is tested
 
 def main(
     folder: Path,
-    names: tuple[str, ...] = (*MODELS, *PICTURED, *SQUARE, *HEARD),
+    names: tuple[str, ...] = (*MODELS, *PICTURED, *SQUARE, *HEARD, *OMNI),
     seed: int = 0,
     **sizes: Any,
 ) -> None:
@@ -125,6 +126,9 @@ def main(
             continue
         if name in HEARD:
             make_heard(folder / name, *HEARD[name], seed)
+            continue
+        if name in OMNI | LIVE:
+            make_omni(folder / name, *(OMNI | LIVE)[name], seed)
             continue
         model_type, changes, dtype = MODELS[name]
         make(folder / name, model_type, SIZES | changes | sizes, dtype, seed)
@@ -160,21 +164,8 @@ def make(folder: Path, model_type: str, values: dict[str, Any], dtype: str, seed
     save(folder / "reference.npz", valid=mask, logits=logits, loss=loss)
     gradients: dict[str, Any] = {}
     for key, parameter in model.named_parameters():
-        gradients |= as_stored(key, parameter.grad.numpy())
+        gradients |= experts_as_stored(key, parameter.grad.numpy())
     save(folder / "gradients.npz", **gradients)
-
-
-def as_stored(key: str, values: np.ndarray) -> dict[str, np.ndarray]:
-    """By key of the tensors in files, which are apart where the reference joins experts, and two of their matrices."""
-    experts, joined, name = key.partition(".experts.")
-    if not joined:
-        return {key: values}
-    names = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
-    return {
-        f"{experts}.experts.{expert}.{part}.weight": matrix
-        for expert, of_expert in enumerate(values)
-        for part, matrix in zip(names, np.split(of_expert, len(names)), strict=True)
-    }
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ def _texts(
             if isinstance(part, int):
                 ids += random.integers(VIDEO + 1, vocabulary, part).tolist()
             elif part in SAMPLES:
-                sounds.append(_sound(random, SAMPLES[part]))
+                sounds.append(random_sound(random, SAMPLES[part]))
                 ids += [HEARS, *[CLIP] * tokens_of(SAMPLES[part]), HEARD_ALL]
             elif sees:
                 height, width = CELLS[part]
@@ -267,7 +267,7 @@ def tokens_of(samples: int) -> int:
     return ((frames - 1) // 2 + 1 - 2) // 2 + 1
 
 
-def _sound(random: np.random.Generator, count: int) -> np.ndarray:
+def random_sound(random: np.random.Generator, count: int) -> np.ndarray:
     """Tones with noise, 16 bits."""
     times = np.arange(count) / 16_000
     tones = np.sin(2 * np.pi * 440 * times) + np.sin(2 * np.pi * 1_234 * times)

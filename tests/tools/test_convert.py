@@ -37,6 +37,7 @@ MARKS = {
     "gemma3": pytest.mark.slow,
     "gemma3-tower": pytest.mark.slow,
     "internvl": pytest.mark.slow,
+    "qwen3_omni_moe": pytest.mark.slow,
 }
 BY_COMMAND = "llama"  # compared by `jaxmllm convert verify` itself
 ROWS = {"block": 32, "row_classes": 1, "spans": [1]}
@@ -68,6 +69,7 @@ def check_numbers(found: dict[str, Any], folder: Path) -> None:
         pytest.param("qwen2_audio-untied", marks=EXHAUSTIVE),
         pytest.param("qwen2_5_omni", marks=pytest.mark.slow),
         pytest.param("qwen2_5_omni-thinker", marks=EXHAUSTIVE),
+        pytest.param("qwen3_omni_moe", marks=EXHAUSTIVE),
     ],
 )
 def test_a_folder_through_a_checkpoint_is_what_it_was(name, tmp_path, capsys):
@@ -380,6 +382,10 @@ MESHES = {  # folder, mesh, and `phases.audio`: a part of a row holds whole chun
     "omni-fsdp": ("qwen2_5_omni", {"data": 1, "fsdp": 8}, {}),
     "omni-split": ("qwen2_5_omni", SPLIT, {}),
     "omni-parts": ("qwen2_5_omni", {"data": 1, "context": 2, "fsdp": 4}, {"block": 160}),
+    "thinker-data": ("qwen3_omni_moe", {"data": 8}, {}),
+    "thinker-fsdp": ("qwen3_omni_moe", {"data": 1, "fsdp": 8}, {}),
+    "thinker-split": ("qwen3_omni_moe", SPLIT, {}),
+    "thinker-parts": ("qwen3_omni_moe", {"data": 1, "context": 2, "fsdp": 4}, {"block": 416}),
     "squares-split": ("gemma3-tower", SPLIT, {}),
     "squares-parts": ("gemma3-tower", {"context": 2, "fsdp": 2, "data": 2}, {}),
     "tiles-split": ("internvl", SPLIT, {}),
@@ -432,6 +438,11 @@ def test_projectors_of_a_frozen_tower_have_the_gradients_that_they_always_have()
         pytest.param("qwen3_vl_moe", "AutoModelForImageTextToText", marks=EXHAUSTIVE),
         pytest.param(
             "qwen2_5_omni-thinker", "Qwen2_5OmniThinkerForConditionalGeneration", marks=EXHAUSTIVE
+        ),
+        pytest.param(
+            "qwen3_omni_moe-thinker",
+            "Qwen3OmniMoeThinkerForConditionalGeneration",
+            marks=EXHAUSTIVE,
         ),
     ],
 )

@@ -176,6 +176,11 @@ def test_the_layouts_are_drawn(out):
             1,
             "model.language.experts: seconds and bytes of experts are not known",
         ),
+        (
+            ["model.audio.stem_channels=4"],
+            1,
+            "model.audio.stem_channels: bytes of convolutions along time and mels are not known",
+        ),
         (["mesh={data: 3}"], 1, "mesh.data 3 need a multiple of 3 devices, not 8"),
         (["--devices", "13", "data.batch_size=4", "mesh={context: 1}"], 1, "raise it to 13"),
         (

@@ -601,6 +601,8 @@ EFFECTS: dict[str, Effect] = {
     **effects("model.audio", encoder("audio"), stem_strides="[1, 2]"),
     **effects("model.audio", lengths, silence="heard", pool="2"),
     **effects("model.audio", clip_parts, attention="chunk"),
+    **effects("model.audio", clip_parts, ("model.audio.attention=chunk",), window_chunks="2"),
+    **effects("model.audio", weights, stem_channels="4"),
     **effects("model.audio.projector", weights, mlp_width="24", linear="true"),
     **effects("model.audio.projector", encoder("audio"), gelu="exact"),
     **effects("model.audio.projector", weights, grouping="mean", norm="layer"),

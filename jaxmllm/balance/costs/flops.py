@@ -210,9 +210,9 @@ def phase_flops(model: ModelConfig, phase: str, trained: Shares) -> ItemCost:
 
 
 def _window_slots(model: ModelConfig, phase: str) -> int:
-    """Slots that a layer with windows sees of an item: of a clip a chunk, of an image a square."""
+    """Slots that a layer with windows sees of an item: of a clip its chunks, of an image a square."""
     if phase == "audio" and model.audio is not None:
-        return model.audio.chunk_frames
+        return model.audio.seen_slots
     window = model.windows[phase].window
     assert window is not None
     return window if phase == LANGUAGE else window**2
@@ -371,13 +371,7 @@ def _vision(config: VisionConfig, language_width: int) -> tuple[Layer, ...]:
 
 def _audio(config: AudioConfig, language_width: int) -> tuple[Layer, ...]:
     stride = config.stem_stride
-    mels = config.stem_kernel * config.mel_bins * config.width
-    halves = config.stem_kernel * config.width**2
-    # The second convolution halves what the first one yields
-    after_first = _product(mels, per_token=stride // 2)
-    table = config.learned_positions * config.width  # looked up
-    products = after_first + _product(halves, per_token=stride)
-    stem = Layer("audio", mels + halves + table, products)
+    stem = _stem(config) if config.stem_channels is None else _plane_stem(config)
     block = _encoder_block("audio", config, per_token=stride)
     if config.attention == "chunk":
         block = replace(block, attention_squares=block.attention_squares[::-1])
@@ -385,6 +379,32 @@ def _audio(config: AudioConfig, language_width: int) -> tuple[Layer, ...]:
     per_token = stride * config.merged
     projector = _projector("audio", features, per_token, language_width, config.projector)
     return (stem, *[block] * config.layers, projector)
+
+
+def _stem(config: AudioConfig) -> Layer:
+    """Two convolutions along time."""
+    mels = config.stem_kernel * config.mel_bins * config.width
+    halves = config.stem_kernel * config.width**2
+    # The second convolution halves what the first one yields
+    after_first = _product(mels, per_token=config.stem_stride // 2)
+    table = config.learned_positions * config.width  # looked up
+    products = after_first + _product(halves, per_token=config.stem_stride)
+    return Layer("audio", mels + halves + table, products)
+
+
+def _plane_stem(config: AudioConfig) -> Layer:
+    """Convolutions along time and mels, each at all mels that it leaves, and a matrix."""
+    channels, inputs, per_token = config.stem_channels or 0, 1, 1
+    products: tuple[Fraction, ...] = ()
+    weights = config.learned_positions * config.width  # looked up
+    for stride, mels in zip(config.plane_strides, config.stem_mels, strict=True):
+        kernel = config.stem_kernel**2 * inputs * channels
+        per_token *= stride
+        weights += kernel
+        products += _product(mels * kernel, per_token)
+        inputs = channels
+    matrix = config.stem_mels[-1] * channels * config.width
+    return Layer("audio", weights + matrix, products + _product(matrix, per_token))
 
 
 def _diffusion(config: DiffusionConfig, language_width: int) -> tuple[Layer, ...]:

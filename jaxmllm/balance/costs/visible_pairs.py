@@ -3,7 +3,7 @@
 images and clips in the decoder     their tokens see one another in both directions
 images in a tower with windows      windows at the edges are cut
 conditions of a generator           read by an attention apart, they see nothing and are no patches
-clips in a tower that sees chunks   the last one is cut
+clips in a tower that sees chunks   the last one is cut, or the last few
 tiles of an image                   each sees itself, and its class token
 """
 
@@ -26,7 +26,9 @@ class VisiblePairs:
     language_window: int | None = None
     bidirectional: tuple[str, ...] = ()  # phases whose tokens see their whole item in the decoder
     crossed: tuple[str, ...] = ()  # phases whose patches attend to conditions apart
-    chunk: int | None = None  # frames of a clip that see one another in a tower
+    chunk: int | None = None  # slots of a clip that see one another in a tower
+    # Frames of a chunk, and slots after them that are empty
+    chunk_frames: tuple[int, int] = (1, 0)
     tiled: bool = False  # whether images are tiles with a class token each
 
     @classmethod
@@ -34,10 +36,14 @@ class VisiblePairs:
         """As the model's config says."""
         tower = None if model.vision is None else model.vision.window
         language, audio = model.language, model.audio
-        chunk = audio.chunk_frames if audio is not None and audio.attention == "chunk" else None
+        chunk, frames = None, (1, 0)
+        if audio is not None and audio.attention == "chunk":
+            chunk = audio.seen_slots
+            frames = audio.chunk_frames, audio.chunk_slots - audio.chunk_frames
         tiled = model.vision is not None and model.vision.class_token
         crossed = tuple(model.crossed)
-        return cls(tower, language.window, language.bidirectional, crossed, chunk, tiled)
+        both = language.bidirectional
+        return cls(tower, language.window, both, crossed, chunk, frames, tiled)
 
     def of_items(self, phase: str, shapes: Ints, tokens: Ints | None = None) -> Longs | None:
         """Of items of these shapes [N, 3]: the pairs that are seen, less those that `ItemCost.squares` counts, where
@@ -63,6 +69,9 @@ class VisiblePairs:
             return None
         axes = slice(1, 3) if phase == "vision" else slice(0, 1)
         sizes = shapes[:, axes].astype(np.int64)
+        if phase == "audio":
+            frames, empty = self.chunk_frames
+            sizes += sizes // frames * empty
         whole, rest = np.divmod(sizes, side)
         # Of each axis the sum of squared sizes of windows: those of the plane are all their products
         seen = (whole * side**2 + rest**2).prod(axis=1)

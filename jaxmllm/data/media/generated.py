@@ -89,7 +89,7 @@ class Generated:
     def apart(self, shape: Shape) -> NDArray[np.int32] | None:
         return None
 
-    def token_positions(self, shape: Shape, start: int) -> tuple[NDArray[np.int32], int]:
+    def token_positions(self, shape: Shape, start: float) -> tuple[NDArray[Any], float]:
         return np.zeros((0, 3), np.int32), start
 
 

@@ -193,15 +193,14 @@ class Images:
     def apart(self, shape: Shape) -> NDArray[np.int32] | None:
         return None
 
-    def token_positions(self, shape: Shape, start: int) -> tuple[NDArray[np.int32], int]:
+    def token_positions(self, shape: Shape, start: float) -> tuple[NDArray[Any], float]:
         """Time stands still over one image, and height and width count merged cells; or all go on from token to
         token: [tokens, 3]."""
         if self.in_line:
-            end = start + self.tokens(shape)
-            line = np.arange(start, end, dtype=np.int32)
-            return np.repeat(line[:, None], 3, axis=1), end
+            line = start + np.arange(self.tokens(shape))
+            return np.repeat(line[:, None], 3, axis=1), start + len(line)
         cells = (1, *(side // self.merge for side in shape[1:]))
-        positions = np.indices(cells, np.int32).reshape(3, -1).T + np.int32(start)
+        positions = start + np.indices(cells).reshape(3, -1).T
         return positions, start + max(cells)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:

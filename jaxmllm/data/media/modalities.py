@@ -39,6 +39,7 @@ def modalities(model: ModelConfig, data: DataConfig, split: Collection[str]) -> 
                 stem_stride=model.audio.stem_stride,
                 silence=model.audio.silence,
                 attention=model.audio.attention,
+                window_chunks=model.audio.window_chunks,
                 pool=model.audio.pool,
             )
     if model.diffusion is not None:

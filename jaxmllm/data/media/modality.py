@@ -113,7 +113,8 @@ class Modality(Protocol):
         [length]."""
         ...
 
-    def token_positions(self, shape: Shape, start: int) -> tuple[NDArray[np.int32], int]:
+    def token_positions(self, shape: Shape, start: float) -> tuple[NDArray[Any], float]:
         """Three-axis positions (time, height, width) of its language tokens when the item begins at
-        position `start` (M-RoPE, arXiv 2409.12191): [tokens, 3]; and where the text after it goes on."""
+        position `start` (M-RoPE, arXiv 2409.12191): [tokens, 3]; and where the text after it goes on. Whole numbers,
+        but for times of videos that are not rounded, and what comes after these."""
         ...

@@ -27,6 +27,7 @@ import soxr
 from numpy.typing import NDArray
 
 from jaxmllm.arrays import ceil_divide, round_up
+from jaxmllm.config.schema import Silence
 from jaxmllm.data.media import mpeg
 from jaxmllm.data.media.containers import (
     check_flac,
@@ -57,7 +58,8 @@ class Sounds:
     """The audio modality. A shape is (frames, 1, 1); a clip occupies the slots of whole language tokens.
 
     A slot holds one float32 [mel_bins] frame, mostly within [-1, 1]; slots past the last frame are
-    zero or silence, and not real, or silence that is.
+    zero or silence, and not real, or silence that is. Where tokens do not divide a chunk, empty slots follow its
+    frames, up to a whole token.
     """
 
     sample_rate: int
@@ -71,8 +73,9 @@ class Sounds:
     whole_chunks: bool = False
     stem_stride: int = 4  # slots of a token of attention
     # What the tower makes of what is left of a clip's last chunk
-    silence: Literal["unseen", "masked", "stem", "heard"] = "unseen"
+    silence: Silence = "unseen"
     attention: Literal["clip", "chunk"] = "clip"  # what tokens see
+    window_chunks: int = 1  # chunks that see one another
     pool: int = 1  # tokens of attention whose mean is a feature, where the clip has them all
 
     name = "audio"
@@ -84,7 +87,7 @@ class Sounds:
     def format(self) -> RowFormat:
         stride = self.stem_stride
         slots = stride * self.pool * self.merge
-        alignment = self.chunk_frames if self.whole_chunks else slots
+        alignment = self.chunk_slots if self.whole_chunks else slots
         return RowFormat(
             features=self.mel_bins,
             dtype=np.dtype(np.float32),
@@ -104,22 +107,45 @@ class Sounds:
     def captions(self, shape: Shape) -> tuple[str, ...]:
         return ()
 
+    @property
+    def chunk_slots(self) -> int:
+        """Slots of the frames of a chunk."""
+        return round_up(self.chunk_frames, self.stem_stride)
+
     def length(self, shape: Shape) -> int:
-        whole = round_up(shape[0], self.chunk_frames)
+        whole = ceil_divide(shape[0], self.chunk_frames) * self.chunk_slots
         if self.silence == "heard":
             return whole
-        heard = shape[0] + (REACH if self.silence == "stem" else 0)
+        heard = self._slots(shape) + (REACH if self.silence == "stem" else 0)
         return min(whole, round_up(heard, self.format.alignment))
 
+    def _slots(self, shape: Shape) -> int:
+        """Slots from its first frame to the last one."""
+        chunks, place = divmod(shape[0] - 1, self.chunk_frames)
+        return chunks * self.chunk_slots + place + 1
+
     def real(self, shape: Shape) -> int:
-        return self.length(shape) if self.silence == "heard" else shape[0]
+        return self.length(shape) if self.silence == "heard" else self._slots(shape)
 
     def heard(self, shape: Shape) -> int:
-        """Slots of it that hold frames of the clip or of silence."""
-        return self.length(shape) if self.silence == "stem" else self.real(shape)
+        """Frames of the clip or of silence that the tower takes."""
+        return self.length(shape) if self.silence in ("stem", "heard") else shape[0]
+
+    def laid_out(self, frames: NDArray[np.float32], shape: Shape) -> NDArray[np.float32]:
+        """Those frames in their slots, and zeros in the others: [length, mel_bins].
+
+        Args:
+          frames: [at least `heard`, mel_bins].
+        """
+        slots = np.zeros((self.length(shape), self.mel_bins), np.float32)
+        numbers = np.arange(self.heard(shape))
+        chunks, places = np.divmod(numbers, self.chunk_frames)
+        slots[chunks * self.chunk_slots + places] = frames[: len(numbers)]
+        return slots
 
     def tokens(self, shape: Shape) -> int:
-        return ceil_divide(ceil_divide(shape[0], self.stem_stride) // self.pool, self.merge)
+        seen = ceil_divide(self._slots(shape), self.stem_stride)
+        return ceil_divide(seen // self.pool, self.merge)
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
         """float32 [length, mel_bins], finite. Raises `MediaError`: those of `measure`,
@@ -137,20 +163,18 @@ class Sounds:
             )
         # The resampler rounds by its own rule
         samples = _pad_or_cut(samples, self._samples(header))
-        slots = np.zeros((self.length(shape), self.mel_bins), np.float32)
         if self.silence != "unseen":  # heard also by the spectrogram, whose ends are mirrored
             samples = _pad_or_cut(samples, self._with_silence(len(samples), shape))
-        heard = self.heard(shape)
-        slots[:heard] = log_mel(
+        frames = log_mel(
             samples, self.sample_rate, self.window_length, self.hop_length, self.mel_bins
-        )[:heard]
-        return slots
+        )
+        return self.laid_out(frames, shape)
 
     def _with_silence(self, samples: int, shape: Shape) -> int:
-        """Samples of a clip and the silence after it that frames hear: at most its last chunk, unless that is masked,
-        where silence goes on."""
+        """Samples of a clip and the silence after it that frames hear: at most its last chunk, unless no frames of
+        silence are heard, where it goes on."""
         within = max(samples + self.window_length, self.length(shape) * self.hop_length)
-        if self.silence == "masked":
+        if self.silence in ("cut", "masked"):
             return within
         chunks = round_up(shape[0], self.chunk_frames) * self.hop_length
         return chunks if self.silence == "heard" else min(within, chunks)
@@ -166,12 +190,13 @@ class Sounds:
     def apart(self, shape: Shape) -> NDArray[np.int32] | None:
         if self.attention == "clip":
             return None
-        return np.arange(self.length(shape), dtype=np.int32) // self.chunk_frames
+        seen = self.window_chunks * self.chunk_slots
+        return np.arange(self.length(shape), dtype=np.int32) // seen
 
-    def token_positions(self, shape: Shape, start: int) -> tuple[NDArray[np.int32], int]:
+    def token_positions(self, shape: Shape, start: float) -> tuple[NDArray[Any], float]:
         """A clip advances all three axes together, as text does: [tokens, 3]."""
-        end = start + self.tokens(shape)
-        return np.repeat(np.arange(start, end, dtype=np.int32)[:, None], 3, axis=1), end
+        line = start + np.arange(self.tokens(shape))
+        return np.repeat(line[:, None], 3, axis=1), start + len(line)
 
     def _header(self, file: Stream, media: MediaReference) -> _Header:
         """Rate and length, without decoding."""

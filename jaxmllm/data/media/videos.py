@@ -28,6 +28,8 @@ from jaxmllm.data.media.reference import Clip, MediaError, MediaReference
 from jaxmllm.data.media.video_files import FORMATS
 from jaxmllm.row_format import RowFormat
 
+LINES = ("line", "fractions")  # of which text after a video goes on at the maximum + 1
+
 
 @dataclass(frozen=True)
 class FrameImages(Images):
@@ -165,24 +167,27 @@ class ImagesAndVideos(Images):
         ends = ((group[0] / shape.rate, group[-1] / shape.rate) for group in groups)
         return tuple(f"<{(first + last) / 2:.1f} seconds>" for first, last in ends)
 
-    def token_positions(self, shape: Shape, start: int) -> tuple[NDArray[np.int32], int]:
-        """Of an image, or of all groups of a video, whose times go on from `start` in steps that are rounded down."""
+    def token_positions(self, shape: Shape, start: float) -> tuple[NDArray[Any], float]:
+        """Of an image, or of all groups of a video, whose times go on from `start` in steps that are rounded down,
+        unless `times` says otherwise."""
         of_group, after = super().token_positions((1, *shape[1:]), start)
         if not isinstance(shape, ClipShape):
             return of_group, after
-        positions = np.tile(of_group, (shape[0], 1))
+        positions = np.tile(of_group, (shape[0], 1)).astype(np.float64)
         # In the numbers of the published rules, which decide where products are near whole numbers
         seconds = np.float32(self.group_seconds(shape))
         per_second = np.float32(self.videos.positions_per_second)
         numbers = np.arange(shape[0], dtype=np.float32)
-        line = self.videos.times == "line"
+        line = self.videos.times in LINES
         times = numbers * seconds * per_second if line else numbers * (per_second * seconds)
-        positions[:, 0] += np.repeat(times.astype(np.int32), len(of_group))
-        return positions, int(positions.max()) + 1 if line else after
+        if self.videos.times != "fractions":
+            times = np.floor(times)
+        positions[:, 0] += np.repeat(times, len(of_group))
+        return positions, float(positions.max()) + 1 if line else after
 
     def group_seconds(self, shape: ClipShape) -> float:
         """Seconds from one group of frames to the next; on a line as if `fps` had always been kept."""
-        if self.videos.times == "line" and self.videos.fps is not None:
+        if self.videos.times in LINES and self.videos.fps is not None:
             return self.patch_frames / self.videos.fps
         taken = self.taken(shape.frames, shape.rate)
         return self.patch_frames / (len(taken) / shape.frames * shape.rate)

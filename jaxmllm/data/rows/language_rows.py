@@ -1,7 +1,7 @@
 """Rows of the language phase: tokens of examples, and where the media tokens that they read will arrive.
 
 A row holds, with q local ranks, C slots and S segments:
-    tokens, targets int32 [q, C] (target -1: none), segments int32 [q, C], positions int32 [q, C,
+    tokens, targets int32 [q, C] (target -1: none), segments int32 [q, C], positions float32 [q, C,
     3], media int32 [q, C] (slot of the language pool where this token's embedding arrives; -1:
     text), sources int32 [q, S] (source of segment s at s - 1; -1: none), groups int32 [q, C] (media
     seen in both directions), order int32 [q, C] (slot before the row was dealt to parts), tiles
@@ -100,7 +100,7 @@ def _empty_row(count: int, slots: int, max_segments: int) -> Row:
         "tokens": np.zeros((count, slots), np.int32),
         "targets": np.full((count, slots), -1, np.int32),
         "segments": np.zeros((count, slots), np.int32),
-        "positions": np.zeros((count, slots, 3), np.int32),
+        "positions": np.zeros((count, slots, 3), np.float32),
         "media": np.full((count, slots), -1, np.int32),
         "groups": np.zeros((count, slots), np.int32),
         "sources": np.full((count, max_segments), -1, np.int32),

@@ -58,7 +58,7 @@ class Rendered:
 
     tokens: NDArray[np.int32]  # [L]
     targets: NDArray[np.int32]  # [L] the next token where it is learned, else -1
-    positions: NDArray[np.int32]  # [L, 3] time, height, width
+    positions: NDArray[np.float32]  # [L, 3] time, height, width
     media: tuple[MediaSpan, ...]
 
 

@@ -6,6 +6,8 @@ what comes after them continues.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,11 +18,11 @@ class SequencePositions:
     """Positions of text and media in the order in which they are added."""
 
     def __init__(self) -> None:
-        self._parts: list[NDArray[np.int32]] = []
-        self._following = 0
+        self._parts: list[NDArray[Any]] = []
+        self._following: float = 0
 
     def add_text(self, tokens: int) -> None:
-        line = np.arange(self._following, self._following + tokens, dtype=np.int32)
+        line = self._following + np.arange(tokens)
         self._parts.append(np.repeat(line[:, None], 3, axis=1))
         self._following += tokens
 
@@ -29,6 +31,7 @@ class SequencePositions:
         positions, self._following = modality.token_positions(shape, self._following)
         self._parts.append(positions)
 
-    def finish(self) -> NDArray[np.int32]:
-        """[L, 3] time, height, width of all that was added."""
-        return np.concatenate(self._parts)
+    def finish(self) -> NDArray[np.float32]:
+        """[L, 3] time, height, width of all that was added: whole numbers but for times of videos that lie between
+        them, and what comes after these."""
+        return np.concatenate(self._parts).astype(np.float32)

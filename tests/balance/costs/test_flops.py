@@ -296,6 +296,17 @@ def test_a_stem_of_stride_one_costs_its_outputs():
     assert cost(flops, n) == stem.linear(64) + matrices + attention + projector
 
 
+def test_a_stem_along_time_and_mels_costs_its_outputs():
+    """Of 41 mels 21, 11 and 6 are left, of 64 slots 8 tokens."""
+    audio = {"stem_channels": 4, "mel_bins": 41, "positions": "sinusoidal"}
+    stem, *_ = phase_layers(
+        MODEL.model_copy(update={"audio": AUDIO.model_copy(update=audio)}), "audio"
+    )
+    outputs = 32 * 21 * 9 * 4, 16 * 11 * 9 * 16, 8 * 6 * 9 * 16, 8 * 6 * 4 * 48
+    assert stem.linear(64) == 2 * sum(outputs)
+    assert stem.parameters == 9 * 4 + 2 * 9 * 16 + 6 * 4 * 48
+
+
 def test_the_cost_of_items():
     item = ItemCost(7, 3)
     length = np.array([60, 100])

@@ -126,6 +126,12 @@ def test_a_model_says_what_counts():
     extra = VisiblePairs.of_model(model).of_items("audio", clips).T
     seen = layers * (2 * 96**2 + 8**2) / stride**2
     assert flops.attention(np.array([200]), extra) == pytest.approx(per_pair * seen)
+    tree["audio"] |= {"stem_channels": 2, "chunk_frames": 99, "window_chunks": 2}
+    model = ModelConfig.model_validate(tree | {"audio": tree["audio"] | {"merge": 1}})
+    pairs, clips = VisiblePairs.of_model(model), np.array([[250, 1, 1]], np.int32)
+    slots = 2 * 104 + 52
+    extra = pairs.of_items("audio", clips).T
+    assert extra.tolist() == [[0], [208**2 + 52**2 - slots * 208]], "two chunks see each other"
 
 
 def test_tiles_see_themselves_and_their_class_token():

@@ -80,9 +80,7 @@ def test_render_against_a_loop(tokenizer: Tokenizer) -> None:
     assert got.tokens.tolist() == tokens
     assert got.targets.tolist() == targets
     assert got.positions.tolist() == [list(position) for position in positions]
-    assert {array.dtype for array in (got.tokens, got.targets, got.positions)} == {
-        np.dtype(np.int32)
-    }
+    assert got.tokens.dtype == got.targets.dtype == np.int32 and got.positions.dtype == np.float32
     assert [(span.phase, span.shape, span.tokens) for span in got.media] == [
         ("vision", (1, 4, 6), 6),
         ("audio", (20, 1, 1), 3),

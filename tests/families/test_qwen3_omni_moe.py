@@ -1,0 +1,155 @@
+"""Qwen3-Omni's thinker: what its folder says beside a talker; its clips against the processor's; times of videos."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxmllm.config.read import parse_config
+from jaxmllm.config.schema import ComponentsConfig, ConfigError, ModelConfig
+from jaxmllm.data.media.modalities import modalities
+from jaxmllm.data.media.modality import ClipShape
+from jaxmllm.data.media.videos import ImagesAndVideos
+from jaxmllm.families.folder_config import FolderConfig
+from jaxmllm.families.model_folder import ModelFolder
+from jaxmllm.families.qwen3_omni_moe import QWEN3_OMNI_MOE
+from jaxmllm.families.resolved import resolved
+from jaxmllm.families.weight_files import FolderError
+from jaxmllm.models.mllm import build_model
+from sharding.mesh import make_mesh
+from tests.families.test_qwen2_audio import check_clips, config_of, reader_of
+
+FOLDER = Path(__file__).parent / "goldens" / "qwen3_omni_moe"
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    return Path(shutil.copytree(FOLDER, tmp_path / "copy"))
+
+
+def test_what_the_folder_says_stands_in_the_config(tmp_path):
+    config = config_of(FOLDER, tmp_path, vision={"videos": True})
+    language, vision, audio = config.model.language, config.model.vision, config.model.audio
+    assert vision is not None and audio is not None and language.experts is not None
+    assert language.rope_interleaved and language.rope_sections == (2, 1, 1)
+    assert (language.mlp_width, language.experts.count, language.qk_norm) == (8, 8, True)
+    assert language.experts.renormalise and language.bidirectional == ()
+    assert (vision.deepstack_layers, vision.positions) == ((0,), "rotary_and_resampled")
+    assert (audio.chunk_frames, audio.chunk_slots, audio.window_chunks) == (100, 104, 2)
+    assert (audio.stem_channels, audio.silence, audio.pool, audio.merge) == (8, "cut", 1, 1)
+    assert (audio.projector.mlp_width, audio.projector.gelu, audio.key_bias) == (16, "exact", True)
+    videos = config.data.videos
+    assert (videos.fps, videos.times, videos.positions_per_second) == (1.0, "fractions", 13.0)
+    assert (videos.min_pixels, videos.max_pixels) == (128 * 32 * 32, 768 * 32 * 32)
+    assert config.data.audio.max_seconds == 2400, "40 minutes, whatever its chunk_length"
+    written = config.model_dump(mode="json", by_alias=True)
+    assert parse_config(resolved(written)) == config
+
+
+def test_clips_are_the_processors(tmp_path):
+    """Of a clip beside a longer one: frames hear silence after it. Four empty slots follow each whole chunk."""
+    reader = reader_of(config_of(FOLDER, tmp_path))
+    check_clips(reader, FOLDER, tmp_path)
+    shapes = [(frames, 1, 1) for frames in (1, 8, 97, 100, 101, 250)]
+    assert [reader.length(shape) for shape in shapes] == [8, 8, 104, 104, 112, 264]
+    assert [reader.tokens(shape) for shape in shapes] == [1, 1, 13, 13, 14, 33]
+    assert reader.apart(shapes[-1]).tolist() == [0] * 208 + [1] * 56
+
+
+def test_times_of_videos_are_not_rounded(tmp_path):
+    """And what comes after one goes on at the maximum + 1, between whole numbers, too."""
+    config = config_of(FOLDER, tmp_path, vision={"videos": True})
+    reader = modalities(config.model, config.data, ())["vision"]
+    assert isinstance(reader, ImagesAndVideos)
+    reader = replace(reader, videos=reader.videos.model_copy(update={"fps": 4.0}))
+    positions, after = reader.token_positions(ClipShape((3, 2, 4), 6, 1.0), 7.5)
+    assert positions.tolist() == [
+        [7.5 + 6.5 * group, 7.5, 7.5 + column] for group in range(3) for column in range(2)
+    ]
+    assert after == 21.5
+
+
+PUBLISHED = {
+    "audio_config": {"output_dim": 2048},
+    "vision_config": {"out_hidden_size": 2048},
+    "text_config": {
+        "vocab_size": 152_064,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "rope_scaling": {"mrope_section": [24, 20, 20], "rope_type": "default", "type": "default"},
+    },
+    "position_id_per_seconds": 13,
+}
+
+
+def test_the_published_model_has_its_number_of_parameters(copy):
+    """31.7 billion, of a vocabulary of 152,064; keys that are left out are those that the reference means."""
+    (copy / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_omni_moe", "thinker_config": PUBLISHED})
+    )
+    (copy / "preprocessor_config.json").write_text(
+        json.dumps({"feature_size": 128, "chunk_length": 300, "patch_size": 16})
+    )
+    tree = resolved({"model": {"from": str(copy)}})
+    model = build_model(
+        ModelConfig.model_validate_json(json.dumps(tree["model"])),
+        152_064,
+        ComponentsConfig(),
+        make_mesh({"data": 1}, jax.devices()[:1]),
+    )
+    sizes = {
+        name: sum(leaf.size for leaf in jax.tree.leaves(part.shapes))
+        for name, part in model.components.items()
+    }
+    layer = 4 * (1280**2 + 1280) + 2 * 1280 * 5120 + 5120 + 1280 + 4 * 1280
+    stem = 9 * 480 * (1 + 2 * 480) + 3 * 480 + 480 * 16 * 1280
+    assert sizes["audio"] == 32 * layer + stem + 2 * 1280
+    assert sizes["projector.audio"] == 1280**2 + 1280 + 1280 * 2048 + 2048
+    attention = 2048 * 128 * (32 + 4 + 4 + 32) + 2 * 128 + 2 * 2048
+    experts = 128 * (3 * 2048 * 768 + 2048)
+    assert sizes["language"] == 48 * (attention + experts) + 2 * 152_064 * 2048 + 2048
+    assert sizes["projector.vision"] == 4 * (4608**2 + 4608 + 4608 * 2048 + 2048) + 3 * 2 * 4608
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "words"),
+    [
+        ("audio_config", {"n_window": 40}, "has n_window 40; chunks have 10 tokens then, and the"),
+        ("audio_config", {"n_window_infer": 99}, "has n_window_infer 99; a chunk has 100 frames"),
+        ("audio_config", {"output_dim": 8}, "has output_dim 8; the decoder is 16 wide"),
+        ("text_config", {"mlp_only_layers": [0]}, r"has mlp_only_layers \[0\]; \[\] alone is"),
+        (None, {"vision_config": None}, "has vision_config None; it must be a JSON object"),
+    ],
+)
+def test_a_folder_that_cannot_be(copy, tmp_path, part, values, words):
+    config = json.loads((copy / "config.json").read_text())
+    thinker = config["thinker_config"]
+    (thinker if part is None else thinker[part]).update(values)
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FolderError, match=words):
+        config_of(copy, tmp_path)
+
+
+def test_a_tower_of_it_alone_wants_whole_chunks_of_tokens(tmp_path):
+    """13 of them, which no smaller number divides."""
+    with pytest.raises(ConfigError, match=r"chunk_frames \(100\) must be a multiple of 8 \* pool"):
+        config_of(FOLDER, tmp_path, audio={"from": str(FOLDER), "merge": 5})
+
+
+def test_all_tensors_belong_to_one_component_or_are_carried():
+    """What speaks."""
+    named: list[str] = []
+    tensors = ModelFolder.open(FOLDER).tensors
+    kind = FolderConfig.read(FOLDER).get("model_type")
+    for family in QWEN3_OMNI_MOE:
+        if family.model_type == kind:
+            lines = ModelFolder.open(FOLDER, family.component).family.lines.values()
+            patterns = {line.key.split("{layer}")[0] for line in lines}
+            named += [key for key in tensors if key.startswith(tuple(patterns))]
+    left = tensors.keys() - {*named}
+    assert left and all(key.startswith(("talker.", "code2wav.")) for key in left)
