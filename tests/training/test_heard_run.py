@@ -98,17 +98,23 @@ def test_projectors_and_adapters_alone_change(folder, config, trained, tmp_path)
     assert changed(folder, tmp_path / "run", tmp_path / "out") == trained
 
 
+PARTS = ["mesh.data=1", "mesh.context=2", "mesh.tensor=1", "mesh.fsdp=4", "phases.audio.block=160"]
+STAGES = ["mesh.data=1", "pipeline.stages=2"]
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "overrides",
+    ("folder", "overrides", "trained"),
     [
-        ["mesh.data=1", "mesh.context=2", "mesh.tensor=1", "mesh.fsdp=4", "phases.audio.block=160"],
-        ["mesh.data=1", "pipeline.stages=2"],
+        ("qwen2_5_omni", PARTS, TRAINED),
+        ("qwen2_5_omni", STAGES, TRAINED),
+        ("qwen3_omni_moe", STAGES, OF_QWEN3),
     ],
-    ids=["parts", "stages"],
+    ids=["parts", "stages", "stages-of-experts"],
+    indirect=["folder"],
 )
-def test_parts_and_stages_train_the_same(folder, config, tmp_path, overrides):
+def test_parts_and_stages_train_the_same(folder, config, tmp_path, overrides, trained):
     run = [f"run.directory={tmp_path / 'run'}", *overrides]
     assert train(["--config", str(config), *run]) == 0
-    assert changed(folder, tmp_path / "run", tmp_path / "out") == TRAINED
+    assert changed(folder, tmp_path / "run", tmp_path / "out") == trained
