@@ -1,0 +1,113 @@
+"""Bytes of a device that trains the thinkers of Qwen2.5-Omni-7B and Qwen3-Omni-30B-A3B on eight, from shapes and
+shardings: nothing is allocated, and no program compiled.
+
+    python -m benchmarks.thinker_bytes [--frozen-towers] [--json PATH]
+
+Shapes are those of configs/, everything is trained unless towers are to be frozen, parameters and moments are float32,
+computations bfloat16. Rows, pools and kept residuals are those that `auto` chooses for 64 generated examples and
+80 GiB.
+
+    gradients   in which microbatches add up, in float32
+    optimizer   two moments, and counts of updates, and of tokens by expert
+    kept        what `encode` leaves of so many microbatches for the backward pass: residuals, or features of a frozen
+                tower
+    pools       tokens of encoders, and their gradients
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxmllm.cluster.held import device_bytes, resident
+from jaxmllm.config.read import load_config
+from jaxmllm.config.schema import Config
+from jaxmllm.setup.planning_mesh import planning_mesh
+from jaxmllm.tools.generated_lengths import GeneratedLengths, generated_lengths
+from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.training.programs.base import ProgramName
+from jaxmllm.training.programs.phased import PhasedPrograms
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+MODELS = ("qwen2.5-omni-7b", "qwen3-omni-30b-a3b")
+MESHES = {
+    "fsdp 8": {"data": 1, "fsdp": 8, "tensor": 1},
+    "fsdp 4 x tensor 2": {"data": 1, "fsdp": 4, "tensor": 2},
+}
+TOWERS = ("vision", "audio")
+PARTS = ("parameters", "gradients", "optimizer", "kept", "pools")
+COLUMNS = ["model", "mesh", "parameters, 10^9", *(f"{part} GiB" for part in PARTS), "sum GiB"]
+GENERATOR = "lengths of jaxmllm.tools.workload"
+
+
+def thinker(name: str, mesh: str, frozen: bool = False) -> Config:
+    """The config of a thinker on a mesh.
+
+    Args:
+      frozen: whether its towers are.
+    """
+    sizes = [f"mesh.{axis}={size}" for axis, size in MESHES[mesh].items()]
+    freeze = [f"components.{tower}.freeze={str(frozen).lower()}" for tower in TOWERS]
+    return load_config(CONFIGS / f"{name}.yaml", [*sizes, *freeze])
+
+
+def programs_of(lengths: GeneratedLengths) -> PhasedPrograms:
+    programs = lengths.programs()
+    assert isinstance(programs, PhasedPrograms)
+    return programs
+
+
+def kept_bytes(programs: PhasedPrograms) -> int:
+    """Of all microbatches whose residuals stay; of a frozen tower's features, of one."""
+    total = 0
+    for phase in programs.functions.model.config.encoders:
+        capacity, span = max(programs.spec.phases[phase].classes)
+        _, kept, _ = programs.jobs[ProgramName("encode", phase, capacity, span)].result
+        total += max(programs.kept_residuals.get(phase, 0), 1) * device_bytes(kept)
+    return total
+
+
+def bytes_of(programs: PhasedPrograms) -> dict[str, int]:
+    """Of one device, by what they are."""
+    held = resident(programs)
+    return {
+        "parameters": held.parameters,
+        "gradients": held.gradients,
+        "optimizer": held.optimizer,
+        "kept": kept_bytes(programs),
+        "pools": held.pools + held.pool_gradients,
+    }
+
+
+def measured(name: str, mesh: str, seed: int, frozen: bool = False) -> dict[str, Any]:
+    """One row of the table."""
+    config = thinker(name, mesh, frozen)
+    programs = programs_of(generated_lengths(config, planning_mesh(config), seed))
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(programs.params))
+    found = bytes_of(programs)
+    return {"model": name, "mesh": mesh, "numbers": numbers, **found, "sum": sum(found.values())}
+
+
+def main() -> None:
+    parser = measuring_parser(__doc__)
+    parser.add_argument("--frozen-towers", action="store_true", help="train decoder and projectors")
+    given = parser.parse_args()
+    rows = [
+        measured(name, mesh, given.seed, given.frozen_towers) for name in MODELS for mesh in MESHES
+    ]
+    title = (
+        f"bytes of one of 8 devices, {'towers frozen' if given.frozen_towers else 'all trained'}"
+    )
+    table = [
+        [row["model"], row["mesh"], f"{row['numbers'] / 1e9:.2f}"]
+        + [f"{row[part] / 2**30:.2f}" for part in (*PARTS, "sum")]
+        for row in rows
+    ]
+    print_table(title, COLUMNS, table, left_aligned=2)
+    write_json(given.json, "thinker_bytes", given.seed, GENERATOR, rows=rows)
+
+
+if __name__ == "__main__":
+    main()
