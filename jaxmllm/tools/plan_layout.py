@@ -200,11 +200,13 @@ def _write_record(options: argparse.Namespace, config: Config, **figures: Any) -
 
 
 def _simulated(options: argparse.Namespace, cluster: Cluster) -> int:
-    """This config alone, under every balance mode."""
+    """This config alone, under every balance mode that it may have."""
     config = load_run_config(options.config, options.overrides)
     (devices,) = options.devices
     lines, records = [], []
-    for mode in get_args(Mode):
+    # Stages have microbatches of their own, in the usual mode alone
+    modes = get_args(Mode) if config.pipeline.stages == 1 else (config.balance.mode,)
+    for mode in modes:
         settled, choice = settle(config, devices, mode)
         planner = make_planner(settled, cluster, devices, _seed(options))
         layout = planner.alone(choice)

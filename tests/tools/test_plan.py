@@ -296,12 +296,12 @@ def test_a_run_in_stages_has_the_rows_that_were_planned(config_file, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_stages_are_simulated_under_every_balance_mode(config_file, tmp_path):
+def test_stages_are_simulated_under_the_mode_that_they_have(config_file, tmp_path):
     record = tmp_path / "modes.json"
     words = ["--generated", "--simulate", "--json", str(record), *STAGED]
     assert plan(config_file, *words, "mesh={data: 2}", devices=4, cluster="h100") == 0
     modes = json.loads(record.read_text())["modes"]
-    assert len(modes) == 4 and all(one["stages"] == 2 for one in modes)
+    assert [(one["mode"], one["stages"]) for one in modes] == [("phases", 2)]
 
 
 @pytest.mark.slow
