@@ -878,7 +878,8 @@ def test_with_stages_a_key_changes_something_or_is_refused(
 
 @pytest.mark.slow
 def test_what_is_seen_does_not_change_by_itself(base: Path, scene: Scene) -> None:
-    needed = {stages: STAGED, generator: DRAWS, draws: DRAWS, objective: DRAWS}
+    drawing = (generator, draws, objective, condition_positions)
+    needed = {stages: STAGED} | dict.fromkeys(drawing, DRAWS)
     for seen in {effect.seen for effect in EFFECTS.values()}:
         given = needed.get(seen, ())
         assert seen(load_config(base, given), scene) == seen(load_config(base, given), scene)
