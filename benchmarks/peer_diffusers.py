@@ -55,7 +55,7 @@ from jaxmllm.training.objectives.flow import patch_noise
 from jaxmllm.training.run import USER_ERRORS
 from sharding.mesh import make_mesh
 
-SERVER: Final = Path(__file__).parent / "peers" / "diffusers_wan.py"
+MODULE: Final = "benchmarks.peers.diffusers_wan"
 PEER, OWN = "by shape", "jaxmllm"
 DIFFUSION = "diffusion"
 COMPONENTS: Final = (DIFFUSION, "projector.language")
@@ -222,7 +222,7 @@ def tokens_of(items: Sequence[Arrays], patch: tuple[int, int]) -> int:
 def measure(options: Any, place: Path) -> dict[str, Any]:
     """What every step took, by system."""
     folder = place / "wan"
-    make_folder(options.python, SERVER, folder, {"model": wan(options.size), "seed": options.seed})
+    make_folder(options.python, MODULE, folder, {"model": wan(options.size), "seed": options.seed})
     config = config_of(folder, place, options)
     tell("reads lengths and compiles")
     inputs = prepare(config, make_mesh(config.mesh_sizes, jax.devices()[:1]))
@@ -242,7 +242,7 @@ def measure(options: Any, place: Path) -> dict[str, Any]:
     tokens = []
     path = place / "batch.npz"
     with ExitStack() as stack:
-        peer = Peer(options.python, SERVER, folder, "peer", settings, stack)
+        peer = Peer(options.python, MODULE, folder, "peer", settings, stack)
         for step in range(WARM_UP + options.steps):
             numbers = batch_examples(inputs.order, options.items, len(inputs.samples) + step)
             items = batches(step, numbers)

@@ -48,7 +48,7 @@ from jaxmllm.training.run import USER_ERRORS
 from sharding.mesh import make_mesh
 
 PEERS: Final = ("padded", "grouped")
-SERVER: Final = Path(__file__).parent / "peers" / "hf_thinker.py"
+MODULE: Final = "benchmarks.peers.hf_thinker"
 WARM_UP: Final = 2  # steps, not counted
 WRITTEN: Final = 512  # examples
 LEARNING_RATE: Final = 1e-4
@@ -143,7 +143,7 @@ def make_folder(python: str, folder: Path, size: str, seed: int) -> None:
     pixels = {"patch_size": 14, "min_pixels": 56 * 56, "max_pixels": 1280 * 28 * 28}
     sounds = {"feature_size": SIZES[size]["mels"], "chunk_length": 300}
     sizes = {"model": thinker(size, ids), "images": pixels, "sounds": sounds, "seed": seed}
-    processes.make_folder(python, SERVER, folder, sizes)
+    processes.make_folder(python, MODULE, folder, sizes)
 
 
 def config_of(folder: Path, place: Path, seed: int, examples: int, smaller: float) -> Config:
@@ -231,7 +231,7 @@ def measure(options: Any, place: Path) -> dict[str, Any]:
     with ExitStack() as stack:
         peers = {
             name: Peer(
-                *(options.python, SERVER, folder, name),
+                *(options.python, MODULE, folder, name),
                 *(settings | {"grouped": name == "grouped"}, stack),
             )
             for name in PEERS

@@ -1,8 +1,6 @@
 """A transformer of Wan 2.1 as users of diffusers train it, for an interpreter that may have nothing else.
 
-    python diffusers_wan.py make FOLDER SIZES.json      a random model, written as a published folder
-    python diffusers_wan.py serve FOLDER SETTINGS.json  reads a line of JSON per step, {"batch": PATH, "step": true},
-                                                        and answers with one: seconds and the loss
+It makes a random model as a published folder, and answers with seconds and the loss of each step (answering.py).
 
 A batch is an .npz file (peer_diffusers.py writes it) of latents, of the states of their texts, and of times. Items of
 one shape are a batch of the model, and texts are padded with zeros to the states that it was published with. A step is
@@ -12,8 +10,6 @@ forward, backward, clipping and PyTorch's fused AdamW in float32. Noise is drawn
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -26,16 +22,18 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file
 
+from benchmarks.peers.answering import answer
+
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 TIMES = 1000  # by which the model counts from 0 to noise
 
 Item = dict[str, torch.Tensor]  # latents, noise [C, F, H, W]; states [L, D]; time []
 
 
-def make(folder: Path, sizes: Mapping[str, Any], seed: int) -> None:
+def make(folder: Path, sizes: Mapping[str, Any]) -> None:
     """Write a random model, no parameter of which is zero."""
-    torch.manual_seed(seed)
-    model = WanTransformer3DModel(**sizes)
+    torch.manual_seed(sizes["seed"])
+    model = WanTransformer3DModel(**sizes["model"])
     for parameter in model.parameters():
         scale = parameter.ndim == 1 and parameter.mean() > 0.5  # of a norm
         spread = 0.1 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
@@ -119,28 +117,6 @@ class Trainer:
         return (velocity - (noise - latents)).square().sum()
 
 
-def peak_bytes() -> int:
-    """The most memory that this process has had."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
-
-
-def serve(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Answer requests until there are no more."""
-    trainer = Trainer(folder, settings)
-    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-    versions = {"torch": torch.__version__, "diffusers": diffusers.__version__}
-    print(json.dumps({"parameters": parameters, "versions": versions}), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        found = trainer(read(Path(request["batch"])), request["step"])
-        print(json.dumps(found | {"peak_bytes": peak_bytes()}), flush=True)
-
-
 if __name__ == "__main__":
-    verb, where, given = sys.argv[1:]
-    values = json.loads(Path(given).read_text())
-    if verb == "make":
-        make(Path(where), values["model"], values["seed"])
-    else:
-        serve(Path(where), values)
+    versions = {"torch": torch.__version__, "diffusers": diffusers.__version__}
+    answer(make, Trainer, read, versions)

@@ -1,8 +1,6 @@
 """A thinker of Qwen2.5-Omni as users of transformers train it, for an interpreter that may have nothing else.
 
-    python hf_thinker.py make FOLDER SIZES.json      a random model, written as a published folder
-    python hf_thinker.py serve FOLDER SETTINGS.json  reads a line of JSON per step, {"batch": PATH, "step": true},
-                                                     and answers with one: seconds and the loss
+It makes a random model as a published folder, and answers with seconds and the loss of each step (answering.py).
 
 A batch is an .npz file of examples whose media are decoded (peer_hf.py writes it). The host's work is the
 processor's: texts of a micro-batch are padded to the longest of them, patches normalised and laid end to end, frames
@@ -12,7 +10,6 @@ of clips padded to the longest. A step is forward, backward, clipping and PyTorc
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,15 +21,17 @@ import transformers
 from transformers import Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from benchmarks.peers.answering import answer
+
 SCALE = 0.02  # of matrices, as in published configs
 NO_TARGET = -100
 
 Example = dict[str, Any]  # tokens, targets [L]; images, grids, clips: lists
 
 
-def make(folder: Path, sizes: Mapping[str, Any], seed: int) -> None:
+def make(folder: Path, sizes: Mapping[str, Any]) -> None:
     """Write a random model, and the file that says how its media are read."""
-    torch.manual_seed(seed)
+    torch.manual_seed(sizes["seed"])
     model = Qwen2_5OmniThinkerForConditionalGeneration(Qwen2_5OmniThinkerConfig(**sizes["model"]))
     for parameter in model.parameters():
         if parameter.ndim > 1:
@@ -137,28 +136,6 @@ class Trainer:
         return found | {"host": host, "loss": loss, "targets": total, "slots": slots}
 
 
-def peak_bytes() -> int:
-    """The most memory that this process has had."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
-
-
-def serve(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Answer requests until there are no more."""
-    trainer = Trainer(folder, settings)
-    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    print(json.dumps({"parameters": parameters, "versions": versions}), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        found = trainer(read(Path(request["batch"])), request["step"])
-        print(json.dumps(found | {"peak_bytes": peak_bytes()}), flush=True)
-
-
 if __name__ == "__main__":
-    verb, where, given = sys.argv[1:]
-    values = json.loads(Path(given).read_text())
-    if verb == "make":
-        make(Path(where), values, values["seed"])
-    else:
-        serve(Path(where), values)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    answer(make, Trainer, read, versions)

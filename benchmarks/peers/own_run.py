@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.peers.answering import peak_bytes
 from benchmarks.peers.examples import KeptCorpus
 from jaxmllm.config.schema import Config
 from jaxmllm.data.rows.fill import StepFiller
@@ -76,9 +77,3 @@ class OwnRun:
         record = {"seconds": seconds, "cpu_seconds": time.process_time() - cpu, "host": filled}
         record["loss"] = float(metrics["loss"])
         return record | {"targets": host.targets, "slots": slots, "peak_bytes": peak_bytes()}
-
-
-def peak_bytes() -> int:
-    """The most memory that this process has had."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -10,19 +11,20 @@ from pathlib import Path
 from typing import Any, Final
 
 SAME_LOSS: Final = 1e-4
+ROOT: Final = Path(__file__).parents[2]
 
 
 class Peer:
     """A process of another interpreter, which trains the model of a folder.
 
-    `python SERVER serve FOLDER SETTINGS` writes a line of JSON when it has begun (`facts`), and one for each that
-    it reads, {"batch": PATH, "step": true}.
+    Its module (see answering.py) writes a line of JSON when it has begun (`facts`), and one for each that it reads,
+    {"batch": PATH, "step": true}.
     """
 
     def __init__(
         self,
         python: str,
-        server: Path,
+        module: str,
         folder: Path,
         name: str,
         settings: Mapping[str, Any],
@@ -30,13 +32,14 @@ class Peer:
     ):
         path = folder.with_name(f"{name}.json")
         path.write_text(json.dumps(settings))
-        self.name = server.stem
+        self.name = module
         self.process = stack.enter_context(
             subprocess.Popen(
-                [python, str(server), "serve", str(folder), str(path)],
+                [python, "-m", module, "serve", str(folder), str(path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
+                env=environment(),
             )
         )
         stack.callback(self.process.kill)
@@ -57,11 +60,18 @@ class Peer:
         return answer
 
 
-def make_folder(python: str, server: Path, folder: Path, sizes: Mapping[str, Any]) -> None:
-    """Let a server write a random model of some sizes as a published folder."""
+def environment() -> dict[str, str]:
+    """In which another interpreter finds these modules."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def make_folder(python: str, module: str, folder: Path, sizes: Mapping[str, Any]) -> None:
+    """Let a peer write a random model of some sizes as a published folder."""
     path = folder.with_suffix(".json")
     path.write_text(json.dumps(sizes))
-    subprocess.run([python, str(server), "make", str(folder), str(path)], check=True)
+    command = [python, "-m", module, "make", str(folder), str(path)]
+    subprocess.run(command, check=True, env=environment())
 
 
 def has_modules(python: str, *names: str) -> bool:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -104,8 +105,7 @@ class _Filling(Filling):
         if self.draws[item].hidden:
             row["segments"][number, conditions] = 0
         row["conditions"][number, conditions] = conditions % capacity
-        modality = self.modality
-        assert isinstance(modality, Generated)
+        modality = cast(Generated, self.modality)
         of_conditions = modality.condition_positions(span.shape, span.conditions)
         row["positions"][number, conditions] = of_conditions
         row["positions"][number, patches] = modality.positions(span.shape)

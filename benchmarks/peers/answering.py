@@ -1,0 +1,57 @@
+"""A peer's process: makes a folder, or answers a line of JSON for every step. It runs in interpreters without jax.
+
+python -m benchmarks.peers.PEER make FOLDER SIZES.json
+python -m benchmarks.peers.PEER serve FOLDER SETTINGS.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Trainer(Protocol):
+    """Trains a model of torch."""
+
+    model: Any
+
+    def __call__(self, batch: Any, step: bool, /) -> dict[str, Any]:
+        """The loss of a batch, and what it took; with `step`, parameters are updated, too."""
+        ...
+
+
+def answer(
+    make: Callable[[Path, dict[str, Any]], None],
+    begin: Callable[[Path, dict[str, Any]], Trainer],
+    read: Callable[[Path], Any],
+    versions: Mapping[str, str],
+) -> None:
+    """Do what the command line asks for.
+
+    Args:
+      make: writes a random model of some sizes as a published folder.
+      begin: a trainer of the model of a folder, by its settings.
+      read: a batch from a file.
+      versions: of the packages that train.
+    """
+    verb, where, given = sys.argv[1:]
+    values = json.loads(Path(given).read_text())
+    if verb == "make":
+        make(Path(where), values)
+        return
+    trainer = begin(Path(where), values)
+    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    print(json.dumps({"parameters": parameters, "versions": versions}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        found = trainer(read(Path(request["batch"])), request["step"])
+        print(json.dumps(found | {"peak_bytes": peak_bytes()}), flush=True)
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
