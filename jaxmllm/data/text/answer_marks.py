@@ -173,15 +173,20 @@ def _unclear(reason: str, what: str) -> ConversationError:
 def _check_private(conversation: Conversation) -> None:
     if len(conversation.media) > MOST:
         raise ConversationError("media_unclear", f"holds more than {MOST} media")
-    for turn in conversation.turns:
-        texts = [part.text for part in turn.parts if not isinstance(part, MediaPart)]
-        called = [conversation.tools, _calls(turn, str), turn.tool, turn.call]
-        named = json.dumps(called, ensure_ascii=False)
-        if found := _PRIVATE.search("\n".join([turn.reasoning, *texts, named])):
-            raise ConversationError(
-                "private_characters",
-                f"holds the private character U+{ord(found[0]):X}, which marks answers in chat templates; remove it",
-            )
+    texts: list[Any] = [conversation.tools]
+    texts += [
+        [
+            turn.reasoning,
+            [part.text for part in turn.parts if not isinstance(part, MediaPart)],
+            [_calls(turn, str), turn.tool, turn.call],
+        ]
+        for turn in conversation.turns
+    ]
+    if found := _PRIVATE.search(json.dumps(texts, ensure_ascii=False)):
+        raise ConversationError(
+            "private_characters",
+            f"holds the private character U+{ord(found[0]):X}, which marks answers in chat templates; remove it",
+        )
 
 
 def _check_places(conversation: Conversation, template: ChatTemplate) -> None:
@@ -205,9 +210,7 @@ def _check_places(conversation: Conversation, template: ChatTemplate) -> None:
 class _Answer:
     """A learned turn."""
 
-    marks: (
-        int  # pairs of marks: around its content, if there is one, and around the name of each call
-    )
+    marks: int  # pairs of them: around its content, if there is one, and the name of each call
     calls: bool
 
     @classmethod
