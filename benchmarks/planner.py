@@ -4,6 +4,7 @@
     python -m benchmarks.planner --kinds configuration             stages of components, seconds
     python -m benchmarks.planner --kinds measured                  eight CPU devices of this machine, ten minutes
     python -m benchmarks.planner --kinds scale                     84B searched on 2,560 and 512 devices, minutes
+    python -m benchmarks.planner --kinds optimum                   all layouts of 8 and 16 devices, half an hour
     python -m benchmarks.planner --kinds simulated                 84B on 2,560 devices, minutes
     python -m benchmarks.planner --kinds memory                    compiled for H100s that are not there, an hour
     python -m benchmarks.planner --rows runs.jsonl                 other runs, predicted by what those say
@@ -31,6 +32,8 @@ Other kinds stand in files of their own, which say how they are made:
                            cores), `spread` (between quartiles, as a share), `wall_s`, `calibrates`
     kind scale             the search of `jaxmllm plan` for 84B (planner_search.py): `devices`, `considered`,
                            `cpu_seconds`, `peak_rss`
+    kind optimum           the chosen layout beside the best of all (planner_optimum.py): `devices`, `mix`, `layouts`,
+                           `over_best`
     kind simulated         a step of 84B on 2,560 devices (planner_simulated.py): `mode`, `step_s`, `low_s` and `high_s`
                            (the interval that is printed), `mfu`, `parts`, `resident_bytes`, `peak_bytes` (but for the
                            chain)
@@ -53,6 +56,7 @@ from benchmarks import (
     planner_batches,
     planner_configuration,
     planner_measured,
+    planner_optimum,
     planner_search,
     planner_simulated,
 )
@@ -87,6 +91,7 @@ OTHERS: Final[Mapping[str, Callable[[argparse.Namespace], list[dict[str, Any]]]]
         options.seed
     ),
     planner_measured.MEASURED: lambda options: planner_measured.measured_rows(options.turns),
+    planner_optimum.OPTIMUM: lambda options: planner_optimum.optimum_rows(options.seed),
     planner_search.SCALE: lambda options: planner_search.scale_rows(options.seed),
     planner_simulated.SIMULATED: lambda options: planner_simulated.simulated_rows(options.seed),
 }

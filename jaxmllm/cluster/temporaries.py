@@ -14,7 +14,6 @@ import copy
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from jaxmllm.cluster.sends import BACKWARD, SUM_BYTES
@@ -199,6 +198,8 @@ class PhaseProgram:
         self.mlp = shapes.mlp_width / layout.size("mlp")
         self.queries = shapes.heads * shapes.head_size / layout.size("heads")
         self.keys = kv_heads * shapes.head_size / layout.size("kv_heads")
+        self.weights = [weight for name in self.tower for weight in _weights(self.model, name)]
+        self.projector_weights = _weights(self.model, self.projector) if self.projector else []
 
     def with_rows(self, capacity: int) -> PhaseProgram:
         """The same program for rows of so many slots of a rank."""
@@ -210,14 +211,6 @@ class PhaseProgram:
         """What it takes for itself; see `program_temporaries`."""
         moments = self.backward() if self.name.function in BACKWARD else self.forward(keeps)
         return Temporaries({moment: round(size) for moment, size in moments.items()})
-
-    @cached_property
-    def weights(self) -> list[_Weight]:
-        return [weight for name in self.tower for weight in _weights(self.model, name)]
-
-    @cached_property
-    def projector_weights(self) -> list[_Weight]:
-        return [] if self.projector is None else _weights(self.model, self.projector)
 
     @property
     def slots(self) -> float:

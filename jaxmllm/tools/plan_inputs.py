@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxmllm.balance.costs.calibration import load_calibration
@@ -21,6 +21,7 @@ from jaxmllm.models.mllm import build_model
 from jaxmllm.setup.prepare import vocabulary
 from jaxmllm.setup.sizing import model_flops
 from jaxmllm.tools.plan_lengths import DataLengths, MadeUpLengths, planned_steps
+from jaxmllm.tools.workload import DEFAULT_MIX
 from sharding.mesh import mesh_shape
 
 
@@ -30,11 +31,13 @@ def make_planner(
     devices: int,
     seed: int | None,
     steps: Sequence[int] | None = None,
+    mix: Mapping[str, float] = DEFAULT_MIX,
 ) -> Planner:
     """A planner on a config's data, or (with a seed) on generated lengths.
 
     Args:
       steps: numbers of the batches of the data that are planned; none: the first few.
+      mix: weight of each task, of generated lengths.
 
     Raises:
       ConfigError: the config cannot be planned.
@@ -68,7 +71,7 @@ def make_planner(
     lengths: LengthsOf = (
         DataLengths(tokenizer, steps or range(planned_steps(config.data.batch_size)))
         if seed is None
-        else MadeUpLengths(seed)
+        else MadeUpLengths(seed, mix)
     )
     planner = Planner(config, model, device, lengths)
     _check_calibration(planner, devices)

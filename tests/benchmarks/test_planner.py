@@ -14,6 +14,7 @@ from benchmarks import (
     planner_batches,
     planner_configuration,
     planner_measured,
+    planner_optimum,
     planner_search,
     planner_simulated,
 )
@@ -234,6 +235,18 @@ def test_a_search_at_scale_is_told_with_what_it_took(tmp_path, monkeypatch):
     (row,) = planner_search.scale_rows(0, devices=[2])
     assert row["same"] and row["cpu_seconds"] > 0 and row["peak_rss"] > 1 << 20
     assert row["considered"] >= row["planned"] + sum(row["rejected"].values()) > 0
+
+
+@pytest.mark.slow
+def test_the_chosen_layout_is_compared_with_all_others():
+    phases = {
+        phase: {"capacities": [slots], "spans": [1]}
+        for phase, slots in {"vision": 16384, "audio": 16384, "language": 12288}.items()
+    }
+    (row,) = planner_optimum.optimum_rows(0, "tiny", [2], ["images"], phases=phases)
+    assert row["layouts"] > 2 and row["layouts"] > row["over_memory"] + row["failed"]
+    assert 1 <= row["fastest_over_best"] <= 1.01 and row["fastest_over_best"] <= row["over_best"]
+    assert row["chosen"] and row["best_s"] > 0
 
 
 def test_stages_by_cost_are_never_slower(monkeypatch):

@@ -1,0 +1,99 @@
+"""What the sieves of `jaxmllm plan` miss: the layout that they choose beside the best of all legal ones.
+
+    python -m benchmarks.planner --kinds optimum
+
+An omni model of 2B on 8 and on 16 H100s, 32 generated examples per device, three mixes of tasks; stages and mesh are
+open. Every layout that is legal and fits in closed form is planned and simulated whole, too. The JSON's `rows`:
+
+    kind optimum        `devices`, `mix`, `layouts` simulated whole, `over_memory` and `failed` (those that then do not
+                        fit, or whose stages cannot be planned), `best` of them with `best_s`; `chosen` by the command,
+                        `chosen_s` and `over_best` (1 where it is the best; times within 2 % count as equal there, and
+                        fewer axes win), `fastest_over_best` (of the layouts that it planned whole)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from benchmarks.omni import omni_config
+from benchmarks.pipeline_real import MIXES
+from jaxmllm.cluster.clusters import CLUSTERS
+from jaxmllm.cluster.search.layouts import PlannedLayout
+from jaxmllm.cluster.search.sieves import Planner
+from jaxmllm.config.schema import ConfigError
+from jaxmllm.tools.output import print_table
+from jaxmllm.tools.plan_inputs import make_planner
+from sharding.pipeline.ring import PipelineError
+
+OPTIMUM: Final = "optimum"
+MODEL: Final = "2B"
+DEVICES: Final = (8, 16)
+PER_DEVICE: Final = 32
+COLUMNS: Final = (
+    "devices",
+    "mix",
+    "layouts",
+    "over_memory",
+    "failed",
+    "best",
+    "best_s",
+    "chosen",
+    "over_best",
+    "fastest_over_best",
+)
+
+
+def optimum_rows(
+    seed: int,
+    model: str = MODEL,
+    devices: Sequence[int] = DEVICES,
+    mixes: Sequence[str] = tuple(MIXES),
+    **sections: Any,
+) -> list[dict[str, Any]]:
+    """A row per number of devices and mix.
+
+    Args:
+      model: of `omni_config`, whose sections the others are.
+    """
+    rows = []
+    for count in devices:
+        for mix in mixes:
+            data = {"batch_size": PER_DEVICE * count}
+            config = omni_config(model, data=data, **sections)
+            planner = make_planner(config, CLUSTERS["h100"], count, seed, mix=MIXES[mix])
+            rows.append({"kind": OPTIMUM, "devices": count, "mix": mix} | _compared(planner, count))
+    print_table(
+        "chosen, and best of all", COLUMNS, [[row[name] for name in COLUMNS] for row in rows]
+    )
+    return rows
+
+
+def _compared(planner: Planner, devices: int) -> dict[str, Any]:
+    found = planner.search(devices)
+    chosen = found.ranked[0]
+    fastest = min(layout.seconds for layout in found.ranked)
+    fitting: list[PlannedLayout] = []
+    over_memory = failed = 0
+    for estimate in found.estimates:
+        try:
+            layout = planner.whole.planned(estimate)
+        except (ConfigError, PipelineError):
+            failed += 1
+            continue
+        if layout.peak.bytes <= planner.budget:
+            fitting.append(layout)
+        else:
+            over_memory += 1
+    best = min(fitting, key=lambda layout: layout.seconds)
+    return {
+        "layouts": len(found.estimates),
+        "over_memory": over_memory,
+        "failed": failed,
+        "best": best.choice.words,
+        "best_s": best.seconds,
+        "chosen": chosen.choice.words,
+        "chosen_s": chosen.seconds,
+        "over_best": chosen.seconds / best.seconds,
+        "fastest_over_best": fastest / best.seconds,
+    }
