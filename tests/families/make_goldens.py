@@ -5,7 +5,7 @@ python -m tests.families.make_goldens FOLDER        (needs torch 2.13 and transf
 FOLDER/NAME/               config.json, safetensors, as the reference writes them
 FOLDER/NAME/inputs.npz     input_ids, attention_mask [B, T]
 FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the next tokens)
-FOLDER/NAME/gradients.npz  of the loss, by key of the tensor
+FOLDER/NAME/gradients.npz  of the loss, by key of the tensor (golden_files.py: rounded, and not of all tensors)
 
 Those of models that read pictures or hear sounds hold more: see make_pictured_goldens.py, make_square_goldens.py,
 make_heard_goldens.py and make_omni_goldens.py.
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.families.golden_files import write_numbers
 from tests.families.make_heard_goldens import HEARD, make_heard
 from tests.families.make_omni_goldens import LIVE, OMNI, experts_as_stored, make_omni
 from tests.families.make_pictured_goldens import PICTURED, make_pictured
@@ -88,12 +89,12 @@ MODELS: Mapping[str, tuple[str, dict[str, Any], str]] = {
     ),
     "qwen3": ("qwen3", {"head_dim": 8, "rope_parameters": YARN}, "float32"),
     "qwen3-biased": ("qwen3", {"head_dim": 4, "attention_bias": True}, "float32"),
-    "qwen3-moe": (
+    "qwen3_moe": (
         "qwen3_moe",
         {"head_dim": 8, **EXPERTS, "norm_topk_prob": True, "rope_parameters": YARN},
         "float32",
     ),
-    "qwen3-moe-weighted": ("qwen3_moe", {"head_dim": 4, **EXPERTS}, "bfloat16"),
+    "qwen3_moe-weighted": ("qwen3_moe", {"head_dim": 4, **EXPERTS}, "bfloat16"),
     "gemma3": (
         "gemma3_text",
         {**GEMMA, "rope_parameters": dict(zip(LAYER_TYPES, (LOCAL, LINEAR), strict=True))},
@@ -158,14 +159,12 @@ def make(folder: Path, model_type: str, values: dict[str, Any], dtype: str, seed
         labels=torch.tensor(np.where(mask, ids, -100)),
     )
     output.loss.backward()
-    save = np.savez_compressed
-    save(folder / "inputs.npz", input_ids=ids, attention_mask=mask.astype(np.int64))
     logits, loss = (value.detach().numpy() for value in (output.logits, output.loss))
-    save(folder / "reference.npz", valid=mask, logits=logits, loss=loss)
     gradients: dict[str, Any] = {}
     for key, parameter in model.named_parameters():
         gradients |= experts_as_stored(key, parameter.grad.numpy())
-    save(folder / "gradients.npz", **gradients)
+    inputs = {"input_ids": ids, "attention_mask": mask.astype(np.int64)}
+    write_numbers(folder, inputs, logits, loss, gradients)
 
 
 if __name__ == "__main__":

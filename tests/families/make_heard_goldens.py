@@ -5,7 +5,7 @@ FOLDER/NAME/inputs.npz     input_ids, attention_mask, labels [B, T], input_featu
                            feature_attention_mask [clips, F]; with pictures pixel_values [patches, numbers],
                            image_grid_thw [pictures, 3]
 FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the next tokens that are learned)
-FOLDER/NAME/gradients.npz  of the loss, by key of the tensor
+FOLDER/NAME/gradients.npz  of the loss, by key of the tensor, rounded (golden_files.py)
 FOLDER/NAME/processed.npz  of some: sound_I [N] 16 bits; of the processor mel_I [F, M] and the number tokens_I
 """
 
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests.families.golden_files import write_numbers
 
 AUDIO = {
     "d_model": 16,
@@ -91,9 +93,9 @@ WAVES = {
 # name -> (model_type, section of text, whether its config.json says that it has one matrix for embedding and head,
 # dtype). The reference never ties those of Qwen2-Audio.
 HEARD: Mapping[str, tuple[str, dict[str, Any], bool, str]] = {
-    "qwen2_audio": ("qwen2_audio", TEXT, False, "float32"),
+    "qwen2_audio": ("qwen2_audio", TEXT, False, "bfloat16"),
     "qwen2_audio-untied": ("qwen2_audio", TEXT | {"rms_norm_eps": 1e-5}, True, "bfloat16"),
-    "qwen2_5_omni": ("qwen2_5_omni", IN_OMNI, False, "float32"),
+    "qwen2_5_omni": ("qwen2_5_omni", IN_OMNI, False, "bfloat16"),
     "qwen2_5_omni-thinker": ("qwen2_5_omni_thinker", IN_OMNI, True, "bfloat16"),
 }
 PROCESSED = ("qwen2_audio", "qwen2_5_omni")  # of which processed.npz is made
@@ -139,12 +141,9 @@ def make_heard(
         for key, parameter in model.named_parameters()
         if parameter.grad is not None
     }
-    save, valid = np.savez_compressed, inputs["attention_mask"].astype(bool)
-    save(folder / "inputs.npz", **inputs)
-    save(folder / "reference.npz", valid=valid, logits=logits, loss=loss)
-    save(folder / "gradients.npz", **gradients)
+    write_numbers(folder, inputs, logits, loss, gradients)
     if folder.name in PROCESSED:
-        save(folder / "processed.npz", **_processed(extractor, sounds))
+        np.savez_compressed(folder / "processed.npz", **_processed(extractor, sounds))
 
 
 def _model(kind: str, text: dict[str, Any], tied: bool) -> tuple[Any, Any]:

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.families.golden_files import write_numbers
 from tests.families.make_heard_goldens import PICTURE, SEEN, SEES, VIDEO, stored_key
 from tests.families.make_pictured_goldens import as_stored, keys_in_files, plain_key
 
@@ -77,18 +78,14 @@ def make_moving(source: Path, folder: Path, seed: int, everything: bool) -> None
     output = model(**{key: torch.tensor(value) for key, value in inputs.items()})
     output.loss.backward()
     logits, loss = (value.detach().numpy() for value in (output.logits, output.loss))
-    valid = inputs["attention_mask"].astype(bool)
     gradients = {
         keys(key): as_stored(key, parameter.grad.numpy())
         for key, parameter in model.named_parameters()
         if parameter.grad is not None and (everything or any(part in key for part in KEPT))
     }
-    save = np.savez_compressed
-    save(folder / "inputs.npz", **inputs)
-    save(folder / "reference.npz", valid=valid, logits=logits, loss=loss)
-    save(folder / "gradients.npz", **gradients)
+    write_numbers(folder, inputs, logits, loss, gradients)
     if source.name in PROCESSED:
-        save(folder / "processed.npz", **_processed(random, source.name))
+        np.savez_compressed(folder / "processed.npz", **_processed(random, source.name))
 
 
 def _model(source: Path) -> tuple[Any, Callable[[str], str]]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.families.golden_files import write_numbers
 from tests.families.make_heard_goldens import (
     CLIP,
     HEARD_ALL,
@@ -100,7 +101,7 @@ WAVES = {
 # name -> (model_type, sizes of text, of vision, of audio, whether it has one matrix for embedding and head, dtype)
 Sizes = dict[str, Any]
 OMNI: dict[str, tuple[str, Sizes, Sizes, Sizes, bool, str]] = {
-    "qwen3_omni_moe": ("qwen3_omni_moe", TEXT, VISION, AUDIO, False, "float32"),
+    "qwen3_omni_moe": ("qwen3_omni_moe", TEXT, VISION, AUDIO, False, "bfloat16"),
 }
 # Of other sizes, tied and without a talker: compared live alone
 LIVE = {
@@ -170,13 +171,10 @@ def make_omni(
         if "audio_tower" in key and key.endswith("k_proj.bias"):
             continue  # 0: softmax does not see what all keys share
         gradients |= _as_stored(kind, key, parameter.grad.numpy())
-    save, valid = np.savez_compressed, inputs["attention_mask"].astype(bool)
-    save(folder / "inputs.npz", **inputs)
-    save(folder / "reference.npz", valid=valid, logits=logits, loss=loss)
-    save(folder / "gradients.npz", **gradients)
+    write_numbers(folder, inputs, logits, loss, gradients)
     if folder.name in OMNI:
         few = [sounds[name] for name in PROCESSED]
-        save(folder / "processed.npz", **_processed(extractor, few))
+        np.savez_compressed(folder / "processed.npz", **_processed(extractor, few))
 
 
 def _model(

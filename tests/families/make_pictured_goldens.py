@@ -4,7 +4,7 @@ texts with pictures. make_goldens.py calls it.
 FOLDER/NAME/inputs.npz     input_ids, attention_mask, mm_token_type_ids, labels [B, T], pixel_values [patches, numbers],
                            image_grid_thw [pictures, 3]
 FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the next tokens that are learned)
-FOLDER/NAME/gradients.npz  of the loss, by key of the tensor
+FOLDER/NAME/gradients.npz  of the loss, by key of the tensor, rounded (golden_files.py)
 FOLDER/NAME/processed.npz  of one: image_I [H, W, 3]; of the processor pixels_I [n, numbers], grid_I [3]; bounds [K, 2]
                            of pixels, sizes [N, 2], and what these become, resized [K, N, 2]
 """
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests.families.golden_files import write_numbers
 
 TEXT: dict[str, Any] = {
     "vocab_size": 40,
@@ -76,7 +78,7 @@ PICTURED: Mapping[str, tuple[dict[str, Any], dict[str, Any], bool, str, bool]] =
         "bfloat16",
         True,
     ),
-    "qwen3_vl": (TEXT_3, VISION_3, True, "float32", False),
+    "qwen3_vl": (TEXT_3, VISION_3, True, "bfloat16", False),
     "qwen3_vl-biased": (
         TEXT_3
         | {"head_dim": 16, "attention_bias": True, "hidden_size": 24}
@@ -92,7 +94,7 @@ PICTURED: Mapping[str, tuple[dict[str, Any], dict[str, Any], bool, str, bool]] =
         | {"num_hidden_layers": 2},
         VISION_3 | {"deepstack_visual_indexes": [0, 1]},
         False,
-        "float32",
+        "bfloat16",
         True,
     ),
 }
@@ -144,16 +146,12 @@ def make_pictured(
     output = model(**{key: torch.tensor(value) for key, value in inputs.items()})
     output.loss.backward()
     logits, loss = (value.detach().numpy() for value in (output.logits, output.loss))
-    valid = inputs["attention_mask"].astype(bool)
     gradients = {key: parameter.grad.numpy() for key, parameter in model.named_parameters()}
     stored = keys_in_files(folder)
-    save = np.savez_compressed
-    save(folder / "inputs.npz", **inputs)
-    save(folder / "reference.npz", valid=valid, logits=logits, loss=loss)
     of_files = {stored[plain_key(key)]: as_stored(key, g) for key, g in gradients.items()}
-    save(folder / "gradients.npz", **of_files)
+    write_numbers(folder, inputs, logits, loss, of_files)
     if folder.name == PROCESSED:
-        save(folder / "processed.npz", **_processed(random, processor))
+        np.savez_compressed(folder / "processed.npz", **_processed(random, processor))
 
 
 def _processed(random: np.random.Generator, processor: Any) -> dict[str, np.ndarray]:

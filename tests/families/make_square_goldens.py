@@ -4,7 +4,7 @@ reference makes of texts with pictures. make_goldens.py calls it.
 FOLDER/NAME/inputs.npz     input_ids, attention_mask, labels [B, T], pixel_values [squares, 3, S, S]; token_type_ids
                            [B, T], where the reference asks for them
 FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the next tokens that are learned)
-FOLDER/NAME/gradients.npz  of the loss, by key of the tensor
+FOLDER/NAME/gradients.npz  of the loss, by key of the tensor, rounded (golden_files.py)
 FOLDER/NAME/processed.npz  image_I [H, W, 3], and what the processor makes of them: pixels [I, 3, S, S]
 """
 
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests.families.golden_files import write_numbers
 
 PICTURE, BEGIN, END = 3, 4, 5  # tokens
 GEMMA3: dict[str, Any] = {
@@ -99,8 +101,8 @@ def _gemma3(config: Any) -> tuple[Any, int]:
 
 # name -> (sections of its config, dtype, what makes its processor and says how many tokens a square has)
 SQUARE: Mapping[str, tuple[dict[str, Any], str, Callable[[Any], tuple[Any, int]]]] = {
-    "gemma3-tower": (GEMMA3, "float32", _gemma3),
-    "internvl": (INTERNVL, "float32", _internvl),
+    "gemma3-tower": (GEMMA3, "bfloat16", _gemma3),
+    "internvl": (INTERNVL, "bfloat16", _internvl),
     "internvl-normed": (NORMED, "bfloat16", _internvl),
 }
 CUT = ("internvl",)  # whose pictures become tiles
@@ -147,7 +149,6 @@ def make_square(
     output = model(**{key: torch.tensor(value) for key, value in inputs.items()})
     output.loss.backward()
     logits, loss = (value.detach().numpy() for value in (output.logits, output.loss))
-    valid = inputs["attention_mask"].astype(bool)
     stored = _keys_in_files(folder)
     gradients = {
         stored[_plain(key)]: parameter.grad.numpy()
@@ -155,12 +156,9 @@ def make_square(
         # No loss reaches a head; and what all keys of a tower share is nothing to softmax
         if parameter.grad is not None and not SHARED.fullmatch(key)
     }
-    save = np.savez_compressed
-    save(folder / "inputs.npz", **inputs)
-    save(folder / "reference.npz", valid=valid, logits=logits, loss=loss)
-    save(folder / "gradients.npz", **gradients)
+    write_numbers(folder, inputs, logits, loss, gradients)
     pictures = {f"image_{i}": image for i, image in enumerate(images)}
-    save(folder / "processed.npz", pixels=pixels, **pictures)
+    np.savez_compressed(folder / "processed.npz", pixels=pixels, **pictures)
 
 
 def _texts(

@@ -325,3 +325,9 @@ def test_a_run_takes_the_chat_template(copy, tmp_path):
     (copy / "tokenizer_config.json").write_text("{")
     with pytest.raises(FolderError, match=r"tokenizer_config\.json cannot be read: .*; copy the"):
         template()
+
+
+def test_all_goldens_of_families_take_less_than_four_megabytes():
+    folders = [GOLDENS, *(GOLDENS.with_name(f"{kind}_goldens") for kind in ("moving", "tower"))]
+    sizes = [file.stat().st_size for folder in folders for file in folder.rglob("*.*")]
+    assert len(sizes) > 200 and sum(sizes) < 4e6

@@ -1,0 +1,45 @@
+"""How makers of goldens write what the reference computes, so that many families take little space."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+BITS: Final = 16
+
+
+def write_numbers(
+    folder: Path,
+    inputs: Mapping[str, np.ndarray],
+    logits: np.ndarray,
+    loss: np.ndarray,
+    gradients: Mapping[str, np.ndarray],
+) -> None:
+    """What a decoder makes of inputs with their `attention_mask` [B, T]: logits [B, T, V], loss, and its gradients."""
+    valid = inputs["attention_mask"].astype(bool)
+    np.savez_compressed(folder / "inputs.npz", **inputs)
+    np.savez_compressed(folder / "reference.npz", valid=valid, logits=logits, loss=loss)
+    write_gradients(folder, gradients)
+
+
+def write_gradients(folder: Path, gradients: Mapping[str, np.ndarray]) -> None:
+    """Gradients by key of the tensor, rounded. Of a variant, which has the name of a family, a hyphen and what is other,
+    those of vectors alone: every layer has some, and the family tells what matrices get."""
+    kept = {
+        key: rounded(gradient)
+        for key, gradient in gradients.items()
+        if "-" not in folder.name or gradient.ndim == 1
+    }
+    np.savez_compressed(folder / "gradients.npz", **kept)
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """Values to 1.6e-5 of the largest one: what is left of their bits takes half the space once compressed."""
+    largest = float(np.abs(values).max(initial=0.0))
+    if largest == 0:
+        return values
+    step = 2.0 ** (np.ceil(np.log2(largest)) - BITS)
+    return (np.round(values / step) * step).astype(values.dtype)
