@@ -7,8 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxmllm.families.family import Family, patterns, together
+from jaxmllm.families.family import Family
 from jaxmllm.families.folder_config import FolderConfig
+from jaxmllm.families.omni_thinker import (
+    CLIP,
+    PICTURE,
+    VIDEO,
+    check_width,
+    thinker_of,
+    thinkers,
+    token,
+    videos,
+)
 from jaxmllm.families.qwen2_5_vl import LANGUAGE as DECODER
 from jaxmllm.families.qwen2_5_vl import PROJECTOR as MERGER
 from jaxmllm.families.qwen2_5_vl import (
@@ -17,7 +27,6 @@ from jaxmllm.families.qwen2_5_vl import (
     merger,
     patch_letters,
     picture_processor,
-    video_processor,
     windowed_tower,
 )
 from jaxmllm.families.qwen2_5_vl import VISION as JOINED_VISION
@@ -40,7 +49,7 @@ AUDIO = {path: line for path, line in ENCODER.items() if path != "position_embed
     "norm.bias": "ln_post.bias: d -> d",
 }
 PROJECTOR = {"linear": "proj.weight: d i -> i d", "linear_bias": "proj.bias: d -> d"}
-UNUSED = "audio_bos_eos_token.weight"
+UNUSED = "*audio_tower.audio_bos_eos_token.weight"
 # What a config.json that leaves a key out means by that
 TEXT = {
     "vocab_size": 152_064,
@@ -54,14 +63,7 @@ TEXT = {
     "max_position_embeddings": 32_768,
     "max_window_layers": 28,
 }
-HALF_CHUNK, AUDIO_WIDTH = 100, 3584
-CLIP, PICTURE, VIDEO = 151_646, 151_655, 151_656  # tokens
-FPS, POSITIONS_PER_SECOND = 2.0, 25
-
-
-def thinker_of(config: FolderConfig) -> FolderConfig:
-    """Its part of a config.json, which may hold that of a talker, too."""
-    return config.part("thinker_config") if "thinker_config" in config.values else config
+HALF_CHUNK, FPS = 100, 2.0
 
 
 def _language(config: FolderConfig) -> dict[str, Any]:
@@ -73,22 +75,6 @@ def _language(config: FolderConfig) -> dict[str, Any]:
 
 def _vision(config: FolderConfig) -> dict[str, Any]:
     return windowed_tower(thinker_of(config))
-
-
-def _videos(config: FolderConfig, file: FolderConfig, section: dict[str, Any]) -> dict[str, Any]:
-    """The processor gives frames the bounds of its class, whatever the file says."""
-    rate = thinker_of(config).number("position_id_per_seconds", POSITIONS_PER_SECOND)
-    read = video_processor(file, section, VIDEO_PIXELS, FPS)
-    bounds = dict(zip(("min_pixels", "max_pixels"), VIDEO_PIXELS, strict=True))
-    return (
-        read
-        | bounds
-        | {
-            "sampling": "ends",
-            "times": "line",
-            "positions_per_second": float(rate),
-        }
-    )
 
 
 def _merger(config: FolderConfig) -> dict[str, Any]:
@@ -111,80 +97,44 @@ def _audio(config: FolderConfig) -> dict[str, Any]:
 
 def _audio_projector(config: FolderConfig) -> dict[str, Any]:
     """Keys of the section of the tower."""
-    audio, wide = thinker_of(config).part("audio_config"), _language(config)["width"]
-    if (made := audio.number("output_dim", AUDIO_WIDTH)) != wide:
-        audio.refuse(f"has output_dim {made}", f"the decoder is {wide} wide")
+    check_width(thinker_of(config).part("audio_config"), _language(config)["width"])
     return {"merge": 1, "projector": {"linear": True}}
 
 
-def _families(kind: str, prefix: str) -> tuple[Family, ...]:
-    """Of folders of one model_type, whose keys of the thinker begin with `prefix`."""
-    # As the reference names its modules, and as folders have it
-    in_language = ("model.language_model.", f"{prefix}model.")
-    in_vision = ("model.visual.", f"{prefix}visual.")
-    in_audio = ("model.audio_tower.", f"{prefix}audio_tower.")
-    head = f"{prefix}{DECODER['head']}"
-    return together(
-        Family(
-            NAME,
-            kind,
-            _language,
-            DECODER | {"head": head},
-            copies={"embedding": head.replace("d v", "v d")},
-            prefixes=in_language,
-            unprefixed=("head",),
-        ),
-        Family(
-            NAME,
-            kind,
-            _vision,
-            VISION,
-            copies={},
-            component="vision",
-            prefixes=in_vision,
-            letters=patch_letters,
-            processor=picture_processor,
-            videos=_videos,
-            placeholder=lambda config: int(thinker_of(config).number("image_token_index", PICTURE)),
-            video_placeholder=lambda config: int(
-                thinker_of(config).number("video_token_index", VIDEO)
-            ),
-        ),
-        Family(
-            NAME,
-            kind,
-            _merger,
-            MERGER,
-            copies={},
-            component="projector.vision",
-            prefixes=in_vision,
-        ),
-        Family(
-            NAME,
-            kind,
-            _audio,
-            AUDIO,
-            copies={},
-            component="audio",
-            prefixes=in_audio,
-            letters=stem_letters,
-            processor=clip_processor,
-            placeholder=lambda config: int(thinker_of(config).number("audio_token_index", CLIP)),
-        ),
-        Family(
-            NAME,
-            kind,
-            _audio_projector,
-            PROJECTOR,
-            copies={},
-            component="projector.audio",
-            prefixes=in_audio,
-        ),
-        carried=(*patterns([UNUSED], in_audio), "talker.*", "token2wav.*"),
-    )
-
-
-QWEN2_5_OMNI = (
-    *_families("qwen2_5_omni", "thinker."),
-    *_families("qwen2_5_omni_thinker", ""),
+PARTS = (
+    Family(
+        NAME,
+        "",
+        _language,
+        DECODER,
+        copies={"embedding": DECODER["head"].replace("d v", "v d")},
+        unprefixed=("head",),
+    ),
+    Family(
+        NAME,
+        "",
+        _vision,
+        VISION,
+        copies={},
+        component="vision",
+        letters=patch_letters,
+        processor=picture_processor,
+        videos=videos(VIDEO_PIXELS, FPS, sampling="ends", times="line"),
+        placeholder=token("image_token_index", PICTURE),
+        video_placeholder=token("video_token_index", VIDEO),
+    ),
+    Family(NAME, "", _merger, MERGER, copies={}, component="projector.vision"),
+    Family(
+        NAME,
+        "",
+        _audio,
+        AUDIO,
+        copies={},
+        component="audio",
+        letters=stem_letters,
+        processor=clip_processor,
+        placeholder=token("audio_token_index", CLIP),
+    ),
+    Family(NAME, "", _audio_projector, PROJECTOR, copies={}, component="projector.audio"),
 )
+QWEN2_5_OMNI = thinkers("qwen2_5_omni", PARTS, (UNUSED, "talker.*", "token2wav.*"))

@@ -9,11 +9,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxmllm.config.schema import AudioConfig
-from jaxmllm.families.family import Family, Processor, together
+from jaxmllm.families.family import Family, Processor
 from jaxmllm.families.folder_config import FolderConfig
-from jaxmllm.families.qwen2_5_omni import AUDIO_WIDTH, CLIP, PICTURE, VIDEO, thinker_of
+from jaxmllm.families.omni_thinker import (
+    CLIP,
+    PICTURE,
+    VIDEO,
+    check_width,
+    thinker_of,
+    thinkers,
+    token,
+    videos,
+)
 from jaxmllm.families.qwen2_5_vl import LANGUAGE as DECODER
-from jaxmllm.families.qwen2_5_vl import patch_letters, picture_processor, video_processor
+from jaxmllm.families.qwen2_5_vl import patch_letters, picture_processor
 from jaxmllm.families.qwen2_audio import HEARING
 from jaxmllm.families.qwen3_moe import EXPERT_PARAMETERS, experts_of
 from jaxmllm.families.qwen3_vl import PROJECTOR as MERGERS
@@ -75,7 +84,7 @@ TEXT = {
 }
 IN_CHUNKS = HEARING | {"n_window": 50, "n_window_infer": 800, "downsample_hidden_size": 480}
 CHUNK_TOKENS = 13  # which the reference counts, however many frames a chunk has
-FPS, POSITIONS_PER_SECOND = 1.0, 25
+FPS = 1.0
 LONGEST = 2400.0  # seconds of a clip: the reference has no bound, and was trained with 40 minutes
 
 
@@ -87,14 +96,6 @@ def _language(config: FolderConfig) -> dict[str, Any]:
 
 def _vision(config: FolderConfig) -> dict[str, Any]:
     return vision_tower(thinker_of(config))
-
-
-def _videos(config: FolderConfig, file: FolderConfig, section: dict[str, Any]) -> dict[str, Any]:
-    """The processor gives frames the bounds of its class, whatever the file says."""
-    rate = thinker_of(config).number("position_id_per_seconds", POSITIONS_PER_SECOND)
-    bounds = dict(zip(("min_pixels", "max_pixels"), VIDEO_PIXELS, strict=True))
-    times = {"times": "fractions", "positions_per_second": float(rate)}
-    return video_processor(file, section, VIDEO_PIXELS, FPS) | bounds | times
 
 
 def _mergers(config: FolderConfig) -> dict[str, Any]:
@@ -127,9 +128,7 @@ def _audio(config: FolderConfig) -> dict[str, Any]:
 def _audio_projector(config: FolderConfig) -> dict[str, Any]:
     """Keys of the section of the tower."""
     audio = thinker_of(config).part("audio_config").completed(IN_CHUNKS)
-    wide = _language(config)["width"]
-    if (made := audio.number("output_dim", AUDIO_WIDTH)) != wide:
-        audio.refuse(f"has output_dim {made}", f"the decoder is {wide} wide")
+    check_width(audio, _language(config)["width"])
     return {"merge": 1, "projector": {"mlp_width": audio.number("d_model"), "gelu": "exact"}}
 
 
@@ -146,76 +145,40 @@ def _stem_letters(section: dict[str, Any]) -> dict[str, int]:
     return {"t": side, "m": side, "one": 1, "c": section["stem_channels"], "f": mels}
 
 
-def _families(kind: str, prefix: str) -> tuple[Family, ...]:
-    """Of folders of one model_type, whose keys of the thinker begin with `prefix`."""
-    # As the reference names its modules, and as folders have it
-    in_language = ("model.language_model.", f"{prefix}model.")
-    in_vision = ("model.visual.", f"{prefix}visual.")
-    in_audio = ("model.audio_tower.", f"{prefix}audio_tower.")
-    head = f"{prefix}{DECODER['head']}"
-
-    def token(key: str, usual: int) -> Any:
-        return lambda config: int(thinker_of(config).number(key, usual))
-
-    return together(
-        Family(
-            NAME,
-            kind,
-            _language,
-            LANGUAGE | {"head": head},
-            copies={"embedding": head.replace("d v", "v d")},
-            prefixes=in_language,
-            unprefixed=("head",),
-        ),
-        Family(
-            NAME,
-            kind,
-            _vision,
-            VISION,
-            copies={},
-            component="vision",
-            prefixes=in_vision,
-            letters=patch_letters,
-            processor=picture_processor,
-            videos=_videos,
-            placeholder=token("image_token_id", PICTURE),
-            video_placeholder=token("video_token_id", VIDEO),
-        ),
-        Family(
-            NAME,
-            kind,
-            _mergers,
-            MERGER,
-            copies={},
-            component="projector.vision",
-            prefixes=in_vision,
-        ),
-        Family(
-            NAME,
-            kind,
-            _audio,
-            AUDIO,
-            copies={},
-            component="audio",
-            prefixes=in_audio,
-            letters=_stem_letters,
-            processor=_clip_processor,
-            placeholder=token("audio_token_id", CLIP),
-        ),
-        Family(
-            NAME,
-            kind,
-            _audio_projector,
-            PROJECTOR,
-            copies={},
-            component="projector.audio",
-            prefixes=in_audio,
-        ),
-        carried=("talker.*", "code2wav.*"),
-    )
-
-
-QWEN3_OMNI_MOE = (
-    *_families("qwen3_omni_moe", "thinker."),
-    *_families("qwen3_omni_moe_thinker", ""),
+PARTS = (
+    Family(
+        NAME,
+        "",
+        _language,
+        LANGUAGE,
+        copies={"embedding": LANGUAGE["head"].replace("d v", "v d")},
+        unprefixed=("head",),
+    ),
+    Family(
+        NAME,
+        "",
+        _vision,
+        VISION,
+        copies={},
+        component="vision",
+        letters=patch_letters,
+        processor=picture_processor,
+        videos=videos(VIDEO_PIXELS, FPS, times="fractions"),
+        placeholder=token("image_token_id", PICTURE),
+        video_placeholder=token("video_token_id", VIDEO),
+    ),
+    Family(NAME, "", _mergers, MERGER, copies={}, component="projector.vision"),
+    Family(
+        NAME,
+        "",
+        _audio,
+        AUDIO,
+        copies={},
+        component="audio",
+        letters=_stem_letters,
+        processor=_clip_processor,
+        placeholder=token("audio_token_id", CLIP),
+    ),
+    Family(NAME, "", _audio_projector, PROJECTOR, copies={}, component="projector.audio"),
 )
+QWEN3_OMNI_MOE = thinkers("qwen3_omni_moe", PARTS, ("talker.*", "code2wav.*"))

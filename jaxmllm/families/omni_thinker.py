@@ -1,0 +1,81 @@
+"""What the thinkers of the Omni models share: where a folder has them, and what it says of all their media."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Final
+
+from jaxmllm.families.family import Family, together
+from jaxmllm.families.folder_config import FolderConfig
+from jaxmllm.families.qwen2_5_vl import video_processor
+
+# Keys of a thinker's parts begin so; behind "model." as the reference names its modules, or behind those of a thinker
+MODULES: Final = {
+    "language": ("language_model.", "model."),
+    "vision": ("visual.", "visual."),
+    "audio": ("audio_tower.", "audio_tower."),
+}
+THINKER: Final = "thinker."  # before the keys of a folder that has a talker, too
+CLIP, PICTURE, VIDEO = 151_646, 151_655, 151_656  # tokens
+AUDIO_WIDTH, POSITIONS_PER_SECOND = 3584, 25
+
+
+def thinker_of(config: FolderConfig) -> FolderConfig:
+    """Its part of a config.json, which may hold that of a talker, too."""
+    return config.part("thinker_config") if "thinker_config" in config.values else config
+
+
+def token(key: str, usual: int) -> Callable[[FolderConfig], int]:
+    """The id of a token that config.json has under a key."""
+    return lambda config: int(thinker_of(config).number(key, usual))
+
+
+def videos(
+    pixels: tuple[int, int], fps: float, **times: str
+) -> Callable[[FolderConfig, FolderConfig, dict[str, Any]], dict[str, Any]]:
+    """Of `Family.videos`: the processor gives frames the bounds of its class, whatever the file says."""
+    bounds = dict(zip(("min_pixels", "max_pixels"), pixels, strict=True))
+
+    def read(config: FolderConfig, file: FolderConfig, section: dict[str, Any]) -> dict[str, Any]:
+        rate = thinker_of(config).number("position_id_per_seconds", POSITIONS_PER_SECOND)
+        seconds = times | {"positions_per_second": float(rate)}
+        return video_processor(file, section, pixels, fps) | bounds | seconds
+
+    return read
+
+
+def check_width(audio: FolderConfig, width: int) -> None:
+    """Raise `FolderError` where a projector's tokens are not as wide as the decoder."""
+    if (made := audio.number("output_dim", AUDIO_WIDTH)) != width:
+        audio.refuse(f"has output_dim {made}", f"the decoder is {width} wide")
+
+
+def thinkers(kind: str, parts: Iterable[Family], carried: Iterable[str]) -> tuple[Family, ...]:
+    """The parts of a thinker in folders of a `model_type`, which have a talker, too, and in those of the thinker alone.
+
+    Args:
+      parts: without a model_type and prefixes.
+      carried: patterns of keys of a whole folder that are of none of them.
+    """
+    of_folders = {kind: THINKER, f"{kind}_thinker": ""}
+    return tuple(
+        family
+        for model_type, prefix in of_folders.items()
+        for family in together(
+            *(_inside(part, model_type, prefix) for part in parts), carried=carried
+        )
+    )
+
+
+def _inside(part: Family, model_type: str, prefix: str) -> Family:
+    """A part whose keys begin as those of its module do, but for the head's."""
+    named, stored = MODULES[part.component.removeprefix("projector.")]
+    beside = {path: prefix + part.parameters[path] for path in part.unprefixed}
+    return replace(
+        part,
+        model_type=model_type,
+        parameters={**part.parameters, **beside},
+        copies={path: prefix + line for path, line in part.copies.items()},
+        prefixes=(f"model.{named}", f"{prefix}{stored}"),
+    )
