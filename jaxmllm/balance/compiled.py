@@ -9,7 +9,7 @@ their own module.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from numba import njit
 
@@ -19,7 +19,20 @@ F = TypeVar("F", bound=Callable[..., object])
 def compiled(function: F) -> F:
     """`function` compiled by numba: it may use numbers, arrays and tuples of them, and call others
     like it."""
+    return _compile(function)
+
+
+def compiled_leaf(function: F) -> F:
+    """The same of a function that makes no array, for those that run many times in a loop.
+
+    It does not count references to the arrays it is given: counting is atomic, and takes longer
+    than a short function does.
+    """
+    return _compile(function, _nrt=False)
+
+
+def _compile(function: F, **options: Any) -> F:
     try:
-        return cast(F, njit(cache=True)(function))
+        return cast(F, njit(cache=True, **options)(function))
     except RuntimeError:  # no directory to keep it in
-        return cast(F, njit(function))
+        return cast(F, njit(**options)(function))

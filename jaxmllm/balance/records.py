@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -49,7 +50,7 @@ class PhaseItems:
         """`extra_squares` by kind of layer, as `ItemCost` takes them."""
         return (0, 0) if self.extra_squares is None else tuple(self.extra_squares.T)
 
-    @property
+    @cached_property
     def most(self) -> tuple[int, list[int]]:
         """The largest length and `extra`, at least 0: an item of these costs as much as any."""
         return int(self.length.max(initial=0)), [

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmllm.arrays import Longs
-from jaxmllm.balance.compiled import compiled
-from jaxmllm.balance.rows.level import COST, RowState
+from jaxmllm.balance.compiled import compiled, compiled_leaf
+from jaxmllm.balance.rows.level import COST, SLOTS, RowState
 
 # Compiled code needs constants of the module.
 COMPANIONS = 6  # an item moves alone, or with one of up to 5 misplaced items of its row
@@ -60,6 +60,16 @@ class _Misplaced(NamedTuple):
     following: Longs  # [N] the next item of the same row
 
 
+class _Choices(NamedTuple):
+    """What a row may pass in a swap, one or two of its items: all [choices]."""
+
+    first: Longs
+    second: Longs  # N where there is none
+    gain: Longs
+    slots: Longs
+    cost: Longs
+
+
 def reduce_traffic(state: RowState, destinations: Destinations, least_benefit: int) -> None:
     """Swap items until that saves little.
 
@@ -90,9 +100,38 @@ def _sweep(state: RowState, destinations: Destinations, ranks_of_block: Longs, o
     """Make the best swap of every misplaced item with a row of its block; return the benefit."""
     no_item = len(state.row_of)
     rows = state.remaining.shape[1]
-    ranks = len(destinations.node)
     misplaced = _Misplaced(np.full(rows, no_item), np.empty(no_item, np.int64))
-    for item in order[::-1]:
+    # Made once and written anew for each item: to make them takes longer than many a search.
+    given = _no_choices(COMPANIONS)
+    taken = _no_choices(no_item + PARTNERS * PARTNERS)
+    return _swap_in_order(state, destinations, ranks_of_block, order, misplaced, given, taken)
+
+
+@compiled
+def _no_choices(size: int) -> _Choices:
+    return _Choices(
+        np.empty(size, np.int64),
+        np.empty(size, np.int64),
+        np.empty(size, np.int64),
+        np.empty(size, np.int64),
+        np.empty(size, np.int64),
+    )
+
+
+@compiled_leaf
+def _swap_in_order(
+    state: RowState,
+    destinations: Destinations,
+    ranks_of_block: Longs,
+    order: Longs,
+    misplaced: _Misplaced,
+    given: _Choices,
+    taken: _Choices,
+) -> int:
+    """`_sweep`, with arrays to write to."""
+    ranks = len(destinations.node)
+    for number in range(len(order) - 1, -1, -1):
+        item = order[number]
         if not _in_block(destinations, item, state.row_of[item] % ranks):
             _add(misplaced, state.row_of[item], item)
     benefit = 0
@@ -100,92 +139,168 @@ def _sweep(state: RowState, destinations: Destinations, ranks_of_block: Longs, o
         source = state.row_of[item]
         if _in_block(destinations, item, source % ranks):
             continue
-        block_ranks = ranks_of_block[destinations.wanted_block[item]]
-        best = _best_swap(state, destinations, misplaced, block_ranks, item)
+        best = _best_swap(state, destinations, misplaced, ranks_of_block, item, given, taken)
         gain, goal, companion, partner, second = best
         if gain:
             benefit += gain
-            for given in (item, companion):
-                _move(state, destinations, misplaced, given, source, goal)
-            for taken in (partner, second):
-                _move(state, destinations, misplaced, taken, goal, source)
+            _move(state, destinations, misplaced, item, source, goal)
+            _move(state, destinations, misplaced, companion, source, goal)
+            _move(state, destinations, misplaced, partner, goal, source)
+            _move(state, destinations, misplaced, second, goal, source)
     return benefit
 
 
-@compiled
+@compiled_leaf
 def _best_swap(
     state: RowState,
     destinations: Destinations,
     misplaced: _Misplaced,
-    block_ranks: Longs,
+    ranks_of_block: Longs,
     item: int,
+    given: _Choices,
+    taken: _Choices,
 ) -> tuple[int, int, int, int, int]:
     """(benefit, row, companion, partner, second partner) of an item's best swap with a row of its
     block. Companion and second partner may be none, which is N. Of equals it is the swap of most
-    similar cost."""
-    cost = state.amounts[COST]
+    similar cost; of these the first by row, partner, second partner and companion."""
     no_item = len(state.row_of)
     ranks = len(destinations.node)
     source = state.row_of[item]
     source_rank = source % ranks
+    block = destinations.wanted_block[item]
     best_gain = 0
     best_miss = 0
+    best_order = 0
     best = (source, no_item, no_item, no_item)
-
-    companions = np.full(COMPANIONS, no_item)  # the first is none
-    companion_gains = np.zeros(COMPANIONS, np.int64)
-    companion_count = 1
-    companion = misplaced.first[source]
-    while companion != no_item and companion_count < COMPANIONS:
-        if companion != item:
-            companions[companion_count] = companion
-            companion_count += 1
-        companion = misplaced.following[companion]
-
-    seconds = np.full(PARTNERS, no_item)  # the first is none
-    second_gains = np.zeros(PARTNERS, np.int64)
+    given_count = _list_given(state, misplaced, item, given)
     for first_row in range(0, state.remaining.shape[1], ranks):
-        for goal_rank in block_ranks:
+        for goal_rank in ranks_of_block[block]:
             goal = first_row + goal_rank
             item_gain = _gain(destinations, item, source_rank, goal_rank)
-            for index in range(companion_count):
-                companion = companions[index]
-                companion_gains[index] = _gain(destinations, companion, source_rank, goal_rank)
-            second_count = 1
-            partner = misplaced.first[goal]
-            while partner != no_item:
-                partner_gain = _gain(destinations, partner, goal_rank, source_rank)
-                # None, and the partners before this one: so every pair is tried once.
-                for second_index in range(second_count if second_count < PARTNERS else 1):
-                    for index in range(companion_count):
-                        gain = item_gain + companion_gains[index]
-                        gain += partner_gain + second_gains[second_index]
-                        if gain < max(best_gain, 1):
-                            continue
-                        companion = companions[index]
-                        second = seconds[second_index]
-                        given_cost = cost[item] + cost[companion]
-                        miss = abs(given_cost - cost[partner] - cost[second])
-                        if gain == best_gain and miss >= best_miss:
-                            continue
-                        if _fits(state, source, goal, (item, companion), (partner, second)):
-                            best_gain = gain
-                            best_miss = miss
-                            best = (goal, companion, partner, second)
-                if second_count < PARTNERS:
-                    seconds[second_count] = partner
-                    second_gains[second_count] = partner_gain
-                    second_count += 1
-                partner = misplaced.following[partner]
+            most_given = item_gain
+            given.gain[0] = item_gain
+            for index in range(1, given_count):
+                companion = given.second[index]
+                gain = item_gain + _gain(destinations, companion, source_rank, goal_rank)
+                given.gain[index] = gain
+                most_given = max(most_given, gain)
+            least_gain = max(best_gain, 1) - most_given
+            taken_count = _list_taken(
+                state, destinations, misplaced, goal, source, least_gain, taken
+            )
+            source_slots = max(state.remaining[SLOTS, source], 0)
+            source_cost = max(state.remaining[COST, source], 0)
+            goal_slots = max(state.remaining[SLOTS, goal], 0)
+            goal_cost = max(state.remaining[COST, goal], 0)
+            for index in range(given_count):
+                given_gain = given.gain[index]
+                given_slots = given.slots[index]
+                given_cost = given.cost[index]
+                # Hardly any swap fits: first see in a loop without branches whether one may.
+                worth_trying = 0
+                for number in range(taken_count):
+                    gain = given_gain + taken.gain[number]
+                    slots = given_slots - taken.slots[number]
+                    cost = given_cost - taken.cost[number]
+                    fits = (slots <= goal_slots) & (-slots <= source_slots)
+                    fits &= (cost <= goal_cost) & (-cost <= source_cost)
+                    nearer = (gain == best_gain) & (abs(cost) <= best_miss)
+                    worth_trying += fits & ((gain > best_gain) | nearer)
+                if not worth_trying:
+                    continue
+                for number in range(taken_count):
+                    gain = given_gain + taken.gain[number]
+                    miss = abs(given_cost - taken.cost[number])
+                    if gain < best_gain or (gain == best_gain and miss > best_miss):
+                        continue
+                    order = number * COMPANIONS + index
+                    equal = gain == best_gain and miss == best_miss
+                    if equal and (goal != best[0] or order > best_order):
+                        continue
+                    passed = (given.first[index], given.second[index])
+                    returned = (taken.first[number], taken.second[number])
+                    if _fits(state, source, goal, passed, returned):
+                        best_gain = gain
+                        best_miss = miss
+                        best_order = order
+                        best = (goal, passed[1], returned[0], returned[1])
     return best_gain, best[0], best[1], best[2], best[3]
 
 
-@compiled
+@compiled_leaf
+def _list_given(state: RowState, misplaced: _Misplaced, item: int, given: _Choices) -> int:
+    """List an item alone and with each of its companions; return how many choices there are."""
+    no_item = len(state.row_of)
+    given.first[:] = item
+    given.second[0] = no_item
+    given.slots[0] = state.amounts[SLOTS, item]
+    given.cost[0] = state.amounts[COST, item]
+    count = 1
+    companion = misplaced.first[state.row_of[item]]
+    while companion != no_item and count < COMPANIONS:
+        if companion != item:
+            given.second[count] = companion
+            given.slots[count] = given.slots[0] + state.amounts[SLOTS, companion]
+            given.cost[count] = given.cost[0] + state.amounts[COST, companion]
+            count += 1
+        companion = misplaced.following[companion]
+    return count
+
+
+@compiled_leaf
+def _list_taken(
+    state: RowState,
+    destinations: Destinations,
+    misplaced: _Misplaced,
+    goal: int,
+    source: int,
+    least_gain: int,
+    taken: _Choices,
+) -> int:
+    """List the misplaced items of the row `goal`, alone and the first of them in pairs, that bring
+    at least `least_gain` on the way to the row `source`; return how many choices there are."""
+    no_item = len(state.row_of)
+    ranks = len(destinations.node)
+    source_rank = source % ranks
+    goal_rank = goal % ranks
+    count = 0
+    number = 0
+    partner = misplaced.first[goal]
+    while partner != no_item:
+        number += 1
+        slots = state.amounts[SLOTS, partner]
+        cost = state.amounts[COST, partner]
+        partner_gain = _gain(destinations, partner, goal_rank, source_rank)
+        if partner_gain >= least_gain:
+            taken.first[count] = partner
+            taken.second[count] = no_item
+            taken.gain[count] = partner_gain
+            taken.slots[count] = slots
+            taken.cost[count] = cost
+            count += 1
+        if number < PARTNERS:
+            # With those before it, so that every pair is listed once.
+            second = misplaced.first[goal]
+            while second != partner:
+                gain = partner_gain + _gain(destinations, second, goal_rank, source_rank)
+                if gain >= least_gain:
+                    taken.first[count] = partner
+                    taken.second[count] = second
+                    taken.gain[count] = gain
+                    taken.slots[count] = slots + state.amounts[SLOTS, second]
+                    taken.cost[count] = cost + state.amounts[COST, second]
+                    count += 1
+                second = misplaced.following[second]
+        partner = misplaced.following[partner]
+    return count
+
+
+@compiled_leaf
 def _in_block(destinations: Destinations, item: int, rank: int) -> bool:
     return destinations.block[rank] == destinations.wanted_block[item]
 
 
-@compiled
+@compiled_leaf
 def _gain(destinations: Destinations, item: int, from_rank: int, to_rank: int) -> int:
     """Benefit of moving an item, or none."""
     if item == len(destinations.tokens):
@@ -197,7 +312,7 @@ def _gain(destinations: Destinations, item: int, from_rank: int, to_rank: int) -
     return gain * destinations.tokens[item]
 
 
-@compiled
+@compiled_leaf
 def _fits(
     state: RowState, source: int, goal: int, given: tuple[int, int], taken: tuple[int, int]
 ) -> bool:
@@ -212,7 +327,7 @@ def _fits(
     return True
 
 
-@compiled
+@compiled_leaf
 def _move(
     state: RowState,
     destinations: Destinations,
@@ -225,8 +340,9 @@ def _move(
     if item == len(state.row_of):
         return
     state.row_of[item] = goal
-    state.remaining[:, source] += state.amounts[:, item]
-    state.remaining[:, goal] -= state.amounts[:, item]
+    for kind in range(len(state.amounts)):
+        state.remaining[kind, source] += state.amounts[kind, item]
+        state.remaining[kind, goal] -= state.amounts[kind, item]
     previous = misplaced.first[source]
     if previous == item:
         misplaced.first[source] = misplaced.following[item]
@@ -238,7 +354,7 @@ def _move(
         _add(misplaced, goal, item)
 
 
-@compiled
+@compiled_leaf
 def _add(misplaced: _Misplaced, row: int, item: int) -> None:
     misplaced.following[item] = misplaced.first[row]
     misplaced.first[row] = item

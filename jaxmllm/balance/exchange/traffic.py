@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from jaxmllm.arrays import Ints, Longs
+from jaxmllm.arrays import Ints, Longs, sums_by
 from jaxmllm.balance.exchange.pieces import Pieces, Runs
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhasePlan
 from jaxmllm.phases import LANGUAGE
@@ -23,7 +23,7 @@ def media_of_examples(items: BatchItems) -> Longs:
     """Tokens that the media of each example become, all encoder phases together: [B]."""
     tokens = np.zeros(len(items.examples), np.int64)
     for media in items.phases.values():
-        np.add.at(tokens, media.example, media.tokens)
+        tokens += sums_by(media.example, media.tokens.astype(np.int64), len(tokens))
     return tokens
 
 
@@ -45,10 +45,10 @@ def media_tokens(
 
 def arriving_tokens(pieces: Iterable[Pieces], microbatches: int, ranks: int) -> Longs:
     """Tokens of some pieces that each language rank takes in for each microbatch: [M, R]."""
-    arriving = np.zeros((microbatches, ranks), np.int64)
+    arriving = np.zeros(microbatches * ranks, np.int64)
     for of_phase in pieces:
-        np.add.at(arriving, (of_phase.microbatch, of_phase.rank), of_phase.tokens)
-    return arriving
+        arriving += sums_by(of_phase.row(ranks), of_phase.tokens, microbatches * ranks)
+    return arriving.reshape(microbatches, ranks)
 
 
 @dataclass(frozen=True)

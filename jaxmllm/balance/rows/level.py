@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmllm.arrays import INT64_MAX, Longs, ceil_divide, sums_by
-from jaxmllm.balance.compiled import compiled
+from jaxmllm.arrays import INT64_MAX, Longs
+from jaxmllm.balance.compiled import compiled, compiled_leaf
 
 # The amounts of a `RowState`. All callers have the first three; attention is a part of the cost.
 SLOTS, SEGMENTS, COST, ATTENTION = range(4)
@@ -35,8 +35,7 @@ CHOICE_A = np.array([0] + [a for b in range(1, OFFERED + 1) for a in range(b)])
 CHOICE_B = np.array([0] + [b for b in range(1, OFFERED + 1) for a in range(b)])
 
 
-@dataclass(frozen=True)
-class SwapSearch:
+class SwapSearch(NamedTuple):
     """Constants of the sweeps in which pairs of rows swap items."""
 
     sweeps: int = 14  # at most
@@ -90,16 +89,25 @@ class RowState(NamedTuple):
           limits: K of [rows] or one number, what rows may hold.
           rows: number of rows.
         """
-        remaining = [
-            limit - sums_by(row_of, amount, rows)
-            for amount, limit in zip(amounts, limits, strict=True)
-        ]
-        with_sentinel = [np.append(amount, 0) for amount in amounts]
-        return cls(row_of.copy(), np.stack(with_sentinel), np.stack(remaining))
+        with_sentinel = np.zeros((len(amounts), len(row_of) + 1), np.int64)
+        remaining = np.empty((len(limits), rows), np.int64)
+        for kind, (amount, limit) in enumerate(zip(amounts, limits, strict=True)):
+            with_sentinel[kind, :-1] = amount
+            remaining[kind] = limit
+        _take(remaining, with_sentinel, row_of)
+        return cls(row_of.copy(), with_sentinel, remaining)
 
     def in_order(self, kind: int) -> Longs:
         """[N] items by the amount they take."""
         return np.argsort(self.amounts[kind, :-1], kind="stable")
+
+
+@compiled
+def _take(remaining: Longs, amounts: Longs, row_of: Longs) -> None:
+    """Take what the items need from what their rows have."""
+    for kind in range(len(amounts)):
+        for item in range(len(row_of)):
+            remaining[kind, row_of[item]] -= amounts[kind, item]
 
 
 def fix_overflow(state: RowState, search: bool = False) -> bool:
@@ -112,6 +120,8 @@ def fix_overflow(state: RowState, search: bool = False) -> bool:
     room = state.remaining[SLOTS]  # a view: swaps change it
     if room.sum() < 0:  # swapping items does not change the sum
         return False
+    if (room >= 0).all():
+        return True
     order = state.in_order(SLOTS)
     for sweep in range(SWAP_SEARCH.sweeps + (SWAP_SEARCH.further_sweeps if search else 0)):
         rows = np.argsort(room, kind="stable")
@@ -173,59 +183,116 @@ def balance_attention(state: RowState, classes: RowsByClass) -> None:
 def _balance(state: RowState, classes: RowsByClass, weight: int, sweeps: int) -> None:
     """Make rows that run together have nearly the same of the amount `weight`, which nothing limits
     (0); those before it are limited."""
-    order = state.in_order(COST)
-    load = -state.remaining[weight]
-    last_slowest = INT64_MAX
-    patience = SWAP_SEARCH.patience
-    for sweep in range(sweeps):
-        slowest = 0
-        slow_enough = 0
-        heavy_rows: list[Longs] = []
-        light_rows: list[Longs] = []
-        for microbatches, span in zip(classes.microbatches(load), classes.spans, strict=True):
-            pairs = _uneven_pairs(load, microbatches, sweep)
-            heavy_rows.append(pairs.heavy)
-            light_rows.append(pairs.light)
-            # Of a rank, whose part of a row takes as long as the others' parts.
-            slowest += int(ceil_divide(load[microbatches[:, 0]], span).sum())
-            slow_enough += int(ceil_divide(pairs.slow_enough, span).sum())
-        gains = (last_slowest - slowest) * SWAP_SEARCH.least_gain > slowest
-        patience = SWAP_SEARCH.patience if gains else patience - 1
-        if slowest <= slow_enough or not patience:
-            return
-        last_slowest = slowest
-        heavy = np.concatenate(heavy_rows)
-        light = np.concatenate(light_rows)
-        if not len(heavy):
-            return
-        _swap_items(state, order, heavy, light, sweep, weight, limited=weight)
-        load = -state.remaining[weight]
+    rows_of_class = np.array([len(rows) for rows in classes.rows])
+    groups = np.array([classes.ranks // span for span in classes.spans])
+    rows = np.concatenate(classes.rows) if classes.rows else np.zeros(0, np.int64)
+    by_class = _ClassRows(rows, rows_of_class, groups, np.array(classes.spans))
+    _sweep_microbatches(state, state.in_order(COST), by_class, weight, sweeps, SWAP_SEARCH)
+
+
+class _ClassRows(NamedTuple):
+    """`RowsByClass` for compiled code."""
+
+    rows: Longs  # of all classes
+    rows_of_class: Longs  # [classes] how many of them
+    groups: Longs  # [classes] rows of a microbatch
+    spans: Longs  # [classes]
 
 
 class _Pairs(NamedTuple):
-    heavy: Longs  # [pairs]
-    light: Longs  # [pairs]
-    slow_enough: Longs  # [M] load of a microbatch's heaviest row that needs no swap
+    """Rows that should swap items."""
+
+    heavy: Longs
+    light: Longs
 
 
-def _uneven_pairs(load: Longs, microbatches: Longs, sweep: int) -> _Pairs:
-    """Rows of a microbatch that should swap items.
+@compiled
+def _sweep_microbatches(
+    state: RowState,
+    order: Longs,
+    classes: _ClassRows,
+    weight: int,
+    sweeps: int,
+    search: SwapSearch,
+) -> None:
+    """Sweep until the slowest rows of the microbatches are about as slow as their means."""
+    by_load = np.empty(len(classes.rows), np.int64)
+    pairs = _Pairs(np.empty(len(by_load), np.int64), np.empty(len(by_load), np.int64))
+    scratch = _no_scratch(state)
+    last_slowest = INT64_MAX
+    patience = search.patience
+    for sweep in range(sweeps):
+        stop = 0
+        for rows_of_class in classes.rows_of_class:
+            rows = classes.rows[stop : stop + rows_of_class]
+            # Only a merge sort keeps rows of equal load in order.
+            heaviest_first = np.argsort(state.remaining[weight][rows], kind="mergesort")
+            by_load[stop : stop + rows_of_class] = rows[heaviest_first]
+            stop += rows_of_class
+        slowest, slow_enough, pairs_count = _pair_rows(
+            state.remaining[weight], by_load, classes, sweep, search, pairs
+        )
+        gains = (last_slowest - slowest) * search.least_gain > slowest
+        patience = search.patience if gains else patience - 1
+        if slowest <= slow_enough or not patience or not pairs_count:
+            return
+        last_slowest = slowest
+        heavy = pairs.heavy[:pairs_count]
+        light = pairs.light[:pairs_count]
+        _swap_each_pair(state, order, heavy, light, sweep, weight, weight, scratch)
+
+
+@compiled_leaf
+def _pair_rows(
+    remaining: Longs,
+    by_load: Longs,
+    classes: _ClassRows,
+    sweep: int,
+    search: SwapSearch,
+    pairs: _Pairs,
+) -> tuple[int, int, int]:
+    """Pair the rows of each microbatch that should swap items, the heaviest with the lightest in
+    the first sweep.
 
     Args:
-      load: [rows]
-      microbatches: [M, n] rows, heaviest first.
+      remaining: [rows] of the amount to balance, which nothing limits: minus the load.
+      by_load: [rows] of all classes, in each heaviest first.
+      pairs: to be overwritten.
+
+    Returns:
+      (loads of the slowest rows of all microbatches, those that need no swap, number of pairs).
+      Loads are those of a rank, whose part of a row takes as long as the others' parts.
     """
-    rows = microbatches.shape[1]
-    half = rows // 2
-    mean = load[microbatches].sum(axis=1, keepdims=True) // rows
-    heavy = microbatches[:, :half]
-    lightest_first = microbatches[:, rows - half :][:, ::-1]
-    light = np.roll(lightest_first, SWAP_SEARCH.partner_step * sweep, axis=1)
-    uneven = load[heavy] - load[light] > mean // SWAP_SEARCH.stop_within
-    if sweep >= SWAP_SEARCH.sweeps_of_all_pairs:
-        uneven &= load[heavy] > mean + mean // (2 * SWAP_SEARCH.stop_within)
-    slow_enough = (mean + mean // SWAP_SEARCH.stop_within)[:, 0]
-    return _Pairs(heavy[uneven], light[uneven], slow_enough)
+    slowest = 0
+    slow_enough = 0
+    count = 0
+    first = 0
+    for number in range(len(classes.spans)):
+        groups = classes.groups[number]
+        span = classes.spans[number]
+        half = groups // 2
+        for _ in range(classes.rows_of_class[number] // groups):
+            last = first + groups - 1
+            load = 0
+            for index in range(first, last + 1):
+                load -= remaining[by_load[index]]
+            mean = load // groups
+            slowest += -(remaining[by_load[first]] // span)
+            slow_enough += -(-(mean + mean // search.stop_within) // span)
+            least = mean + mean // (2 * search.stop_within)
+            for index in range(half):
+                heavy = by_load[first + index]
+                partner = (index - search.partner_step * sweep) % half
+                light = by_load[last - partner]
+                uneven = remaining[light] - remaining[heavy] > mean // search.stop_within
+                if sweep >= search.sweeps_of_all_pairs:
+                    uneven &= -remaining[heavy] > least
+                if uneven:
+                    pairs.heavy[count] = heavy
+                    pairs.light[count] = light
+                    count += 1
+            first = last + 1
+    return slowest, slow_enough, count
 
 
 def balance_ranks(state: RowState, ranks: int) -> None:
@@ -271,49 +338,92 @@ def _swap_items(
       limited: of the amounts before this one, except `weight`, no row may take more than it has
         remaining.
     """
-    items_of_rows = np.bincount(state.row_of, minlength=state.remaining.shape[1])
-    start = np.zeros(len(items_of_rows) + 1, np.int64)
-    start[1:] = np.cumsum(items_of_rows)
-    return _swap_pairs(state, order, start, heavy, light, sweep, weight, limited)
+    return _swap_pairs(state, order, heavy, light, sweep, weight, limited)
+
+
+class _Scratch(NamedTuple):
+    """What swaps write to: made once, for making arrays takes longer than some swaps."""
+
+    by_row: Longs  # [N] items by row
+    start: Longs  # [rows + 1] first of each row in `by_row`
+    end: Longs  # [rows + 1]
+    offered: Longs  # [2, OFFERED + 1] items of either row
+    weights: Longs  # [2, choices] what they have of the amount to balance
+    slots: Longs  # [2, choices]
+
+
+@compiled
+def _no_scratch(state: RowState) -> _Scratch:
+    items = len(state.row_of)
+    rows = state.remaining.shape[1]
+    return _Scratch(
+        np.empty(items, np.int64),
+        np.empty(rows + 1, np.int64),
+        np.empty(rows + 1, np.int64),
+        np.empty((2, OFFERED + 1), np.int64),
+        np.empty((2, len(CHOICE_A)), np.int64),
+        np.empty((2, len(CHOICE_A)), np.int64),
+    )
 
 
 @compiled
 def _swap_pairs(
     state: RowState,
     order: Longs,
-    start: Longs,
     heavy: Longs,
     light: Longs,
     sweep: int,
     weight: int,
     limited: int,
 ) -> int:
-    """`_swap_items`; the items of row r are those from start[r] on in a list by row."""
+    """`_swap_items`."""
+    scratch = _no_scratch(state)
+    return _swap_each_pair(state, order, heavy, light, sweep, weight, limited, scratch)
+
+
+@compiled_leaf
+def _swap_each_pair(
+    state: RowState,
+    order: Longs,
+    heavy: Longs,
+    light: Longs,
+    sweep: int,
+    weight: int,
+    limited: int,
+    scratch: _Scratch,
+) -> int:
+    """`_swap_items`, with arrays to write to."""
     row_of, amounts, remaining = state
-    by_row = np.empty(len(order), np.int64)
-    end = start.copy()
-    for item in order:
-        by_row[end[row_of[item]]] = item
-        end[row_of[item]] += 1
-    offered = np.full((2, OFFERED + 1), len(row_of))
-    weights = np.empty((2, len(CHOICE_A)), np.int64)
-    choices = np.empty(2, np.int64)
+    offered = scratch.offered
+    weights = scratch.weights
+    slots = scratch.slots
+    _list_by_row(row_of, order, scratch)
     swaps = 0
     for pair in range(len(heavy)):
         rows = heavy[pair], light[pair]
-        for side in range(2):
-            items = _offer(offered[side], by_row[start[rows[side]] : start[rows[side] + 1]], sweep)
-            choices[side] = 1 + items * (items + 1) // 2
-            for choice in range(choices[side]):
-                a = offered[side, CHOICE_A[choice]]
-                b = offered[side, CHOICE_B[choice]]
-                weights[side, choice] = amounts[weight, a] + amounts[weight, b]
+        heavy_choices = _list_choices(amounts, scratch, 0, rows[0], sweep, weight)
+        light_choices = _list_choices(amounts, scratch, 1, rows[1], sweep, weight)
         gap = remaining[weight, rows[1]] - remaining[weight, rows[0]]
+        heavy_room = max(remaining[SLOTS, rows[0]], 0)
+        light_room = max(remaining[SLOTS, rows[1]], 0)
+        if weight == SLOTS:  # is not limited then
+            heavy_room = light_room = INT64_MAX
         best_miss = gap
         best = (0, 0)
-        for from_heavy in range(choices[0]):
-            for from_light in range(choices[1]):
-                miss = abs(2 * (weights[0, from_heavy] - weights[1, from_light]) - gap)
+        for from_heavy in range(heavy_choices):
+            heavy_weight = weights[0, from_heavy]
+            heavy_slots = slots[0, from_heavy]
+            # Hardly any swap fits: first see in a loop without branches whether one may.
+            worth_trying = 0
+            for from_light in range(light_choices):
+                miss = abs(2 * (heavy_weight - weights[1, from_light]) - gap)
+                passed = heavy_slots - slots[1, from_light]
+                fits = (passed <= light_room) & (-passed <= heavy_room)
+                worth_trying += (miss < best_miss) & fits
+            if not worth_trying:
+                continue
+            for from_light in range(light_choices):
+                miss = abs(2 * (heavy_weight - weights[1, from_light]) - gap)
                 if miss >= best_miss:
                     continue
                 if _fits(state, offered, rows, from_heavy, from_light, weight, limited):
@@ -324,24 +434,57 @@ def _swap_pairs(
             for item in (offered[side, CHOICE_A[best[side]]], offered[side, CHOICE_B[best[side]]]):
                 if item < len(row_of):
                     row_of[item] = rows[1 - side]
-                    remaining[:, rows[side]] += amounts[:, item]
-                    remaining[:, rows[1 - side]] -= amounts[:, item]
+                    for kind in range(len(amounts)):
+                        remaining[kind, rows[side]] += amounts[kind, item]
+                        remaining[kind, rows[1 - side]] -= amounts[kind, item]
     return swaps
 
 
-@compiled
-def _offer(offered: Longs, items: Longs, sweep: int) -> int:
-    """Put items of a row into `offered` from 1 on: all, or some evenly spread; returns how many."""
-    size = len(items)
-    if size <= OFFERED:
-        offered[1 : size + 1] = items
-        return size
-    for index in range(OFFERED):
-        offered[index + 1] = items[(index * size + sweep % size) // OFFERED]
-    return OFFERED
+@compiled_leaf
+def _list_by_row(row_of: Longs, order: Longs, scratch: _Scratch) -> None:
+    """List the items of every row in the given order."""
+    start = scratch.start
+    end = scratch.end
+    start[:] = 0
+    for item in range(len(row_of)):
+        start[row_of[item] + 1] += 1
+    for row in range(len(start) - 1):
+        start[row + 1] += start[row]
+        end[row] = start[row]
+    for item in order:
+        row = row_of[item]
+        scratch.by_row[end[row]] = item
+        end[row] += 1
 
 
-@compiled
+@compiled_leaf
+def _list_choices(
+    amounts: Longs, scratch: _Scratch, side: int, row: int, sweep: int, weight: int
+) -> int:
+    """List what a row may give: items of which it offers all, or some evenly spread, from 1 on; and
+    what each choice of them has. Return how many choices there are."""
+    offered = scratch.offered
+    first = scratch.start[row]
+    size = scratch.start[row + 1] - first
+    items = min(size, OFFERED)
+    offered[side, 0] = amounts.shape[1] - 1  # no item
+    for index in range(items):
+        if size > OFFERED:
+            offered[side, index + 1] = scratch.by_row[
+                first + (index * size + sweep % size) // OFFERED
+            ]
+        else:
+            offered[side, index + 1] = scratch.by_row[first + index]
+    choices = 1 + items * (items + 1) // 2
+    for choice in range(choices):
+        a = offered[side, CHOICE_A[choice]]
+        b = offered[side, CHOICE_B[choice]]
+        scratch.weights[side, choice] = amounts[weight, a] + amounts[weight, b]
+        scratch.slots[side, choice] = amounts[SLOTS, a] + amounts[SLOTS, b]
+    return choices
+
+
+@compiled_leaf
 def _fits(
     state: RowState,
     offered: Longs,

@@ -19,7 +19,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from jaxmllm.arrays import Ints, Longs, running_sums
+from jaxmllm.arrays import Ints, Longs
 from jaxmllm.balance.compiled import compiled
 
 
@@ -154,15 +154,27 @@ def lay_out(row_of: Longs, length: Longs) -> tuple[Ints, Ints]:
     """Offset and segment of each item when the items of a row lie end to end, by item number.
 
     Args:
-      row_of: [N] any number that tells rows apart.
+      row_of: [N] number of the row, at least 0.
       length: [N] slots.
 
     Returns:
       (offset [N] in slots from the start of the row, segment [N] counted from 1).
     """
-    order = np.argsort(row_of, kind="stable")
-    offset = np.empty(len(order), np.int32)
-    offset[order] = running_sums(row_of[order], length[order])
-    segment = np.empty(len(order), np.int32)
-    segment[order] = running_sums(row_of[order], np.ones_like(row_of)) + 1
+    offset = np.empty(len(row_of), np.int32)
+    segment = np.empty(len(row_of), np.int32)
+    rows = int(row_of.max(initial=-1)) + 1
+    _lay_out(row_of, length, np.zeros(rows, np.int64), np.zeros(rows, np.int32), offset, segment)
     return offset, segment
+
+
+@compiled
+def _lay_out(
+    row_of: Longs, length: Longs, slots: Longs, items: Ints, offset: Ints, segment: Ints
+) -> None:
+    """Write offsets and segments; `slots` and `items` are those of each row so far."""
+    for item in range(len(row_of)):
+        row = row_of[item]
+        offset[item] = slots[row]
+        slots[row] += length[item]
+        items[row] += 1
+        segment[item] = items[row]
