@@ -25,8 +25,8 @@ def compiled(function: F) -> F:
 def compiled_leaf(function: F) -> F:
     """The same of a function that makes no array, for those that run many times in a loop.
 
-    It does not count references to the arrays it is given: counting is atomic, and takes longer
-    than a short function does.
+    It does not count references to the arrays it is given (`_nrt`, an option of numba that its
+    documentation leaves out): counting is atomic, and takes longer than a short function does.
     """
     return _compile(function, _nrt=False)
 

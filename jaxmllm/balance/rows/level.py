@@ -325,22 +325,6 @@ def balance_ranks(state: RowState, ranks: int) -> None:
         load = -state.remaining[weight, start : start + ranks]
 
 
-def _swap_items(
-    state: RowState, order: Longs, heavy: Longs, light: Longs, sweep: int, weight: int, limited: int
-) -> int:
-    """One swap for every pair of rows that gains by it; returns how many do.
-
-    Args:
-      order: [N] items; those that a row offers are spread evenly over it, and others in every
-        sweep.
-      heavy, light: [pairs] different rows.
-      weight: the amount to balance; heavy rows have less of it remaining.
-      limited: of the amounts before this one, except `weight`, no row may take more than it has
-        remaining.
-    """
-    return _swap_pairs(state, order, heavy, light, sweep, weight, limited)
-
-
 class _Scratch(NamedTuple):
     """What swaps write to: made once, for making arrays takes longer than some swaps."""
 
@@ -367,7 +351,7 @@ def _no_scratch(state: RowState) -> _Scratch:
 
 
 @compiled
-def _swap_pairs(
+def _swap_items(
     state: RowState,
     order: Longs,
     heavy: Longs,
@@ -376,7 +360,16 @@ def _swap_pairs(
     weight: int,
     limited: int,
 ) -> int:
-    """`_swap_items`."""
+    """One swap for every pair of rows that gains by it; returns how many do.
+
+    Args:
+      order: [N] items; those that a row offers are spread evenly over it, and others in every
+        sweep.
+      heavy, light: [pairs] different rows.
+      weight: the amount to balance; heavy rows have less of it remaining.
+      limited: of the amounts before this one, except `weight`, no row may take more than it has
+        remaining.
+    """
     scratch = _no_scratch(state)
     return _swap_each_pair(state, order, heavy, light, sweep, weight, limited, scratch)
 
