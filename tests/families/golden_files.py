@@ -1,4 +1,4 @@
-"""How makers of goldens write what the reference computes, so that many families take little space."""
+"""How makers of goldens write what the reference computes, and how those of many families take little space."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ def write_numbers(
     valid = inputs["attention_mask"].astype(bool)
     np.savez_compressed(folder / "inputs.npz", **inputs)
     np.savez_compressed(folder / "reference.npz", valid=valid, logits=logits, loss=loss)
-    write_gradients(folder, gradients)
+    np.savez_compressed(folder / "gradients.npz", **gradients)
 
 
-def write_gradients(folder: Path, gradients: Mapping[str, np.ndarray]) -> None:
-    """Gradients by key of the tensor, rounded. Of a variant, which has the name of a family, a hyphen and what is other,
-    those of vectors alone: every layer has some, and the family tells what matrices get."""
-    kept = {
-        key: rounded(gradient)
-        for key, gradient in gradients.items()
-        if "-" not in folder.name or gradient.ndim == 1
-    }
-    np.savez_compressed(folder / "gradients.npz", **kept)
+def compact(folder: Path) -> None:
+    """Write the gradients of all goldens of a folder anew, rounded. Of a variant, which has the name of a family, a
+    hyphen and what is other, those of vectors alone: every layer has some, and the family tells what matrices get."""
+    for file in folder.glob("*/gradients.npz"):
+        with np.load(file) as gradients:
+            kept = {
+                key: rounded(gradient)
+                for key, gradient in gradients.items()
+                if "-" not in file.parent.name or gradient.ndim == 1
+            }
+        np.savez_compressed(file, **kept)
 
 
 def rounded(values: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ python -m tests.families.make_goldens FOLDER        (needs torch 2.13 and transf
 FOLDER/NAME/               config.json, safetensors, as the reference writes them
 FOLDER/NAME/inputs.npz     input_ids, attention_mask [B, T]
 FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the next tokens)
-FOLDER/NAME/gradients.npz  of the loss, by key of the tensor (golden_files.py: rounded, and not of all tensors)
+FOLDER/NAME/gradients.npz  of the loss, by key of the tensor; golden_files.py says which, and how exact they stay
 
 Those of models that read pictures or hear sounds hold more: see make_pictured_goldens.py, make_square_goldens.py,
 make_heard_goldens.py and make_omni_goldens.py.
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.families.golden_files import write_numbers
+from tests.families.golden_files import compact, write_numbers
 from tests.families.make_heard_goldens import HEARD, make_heard
 from tests.families.make_omni_goldens import LIVE, OMNI, experts_as_stored, make_omni
 from tests.families.make_pictured_goldens import PICTURED, make_pictured
@@ -169,3 +169,4 @@ def make(folder: Path, model_type: str, values: dict[str, Any], dtype: str, seed
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    compact(Path(sys.argv[1]))

@@ -5,7 +5,7 @@ FOLDER/NAME/inputs.npz     input_ids, attention_mask, labels [B, T], input_featu
                            feature_attention_mask [clips, F]; with pictures pixel_values [patches, numbers],
                            image_grid_thw [pictures, 3]
 FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the next tokens that are learned)
-FOLDER/NAME/gradients.npz  of the loss, by key of the tensor, rounded (golden_files.py)
+FOLDER/NAME/gradients.npz  of the loss, by key of the tensor
 FOLDER/NAME/processed.npz  of some: sound_I [N] 16 bits; of the processor mel_I [F, M] and the number tokens_I
 """
 

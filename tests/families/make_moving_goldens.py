@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.families.golden_files import write_numbers
+from tests.families.golden_files import compact, write_numbers
 from tests.families.make_heard_goldens import PICTURE, SEEN, SEES, VIDEO, stored_key
 from tests.families.make_pictured_goldens import as_stored, keys_in_files, plain_key
 
@@ -212,4 +212,6 @@ def _processed(random: np.random.Generator, name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), "all" in sys.argv[3:])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), everything := "all" in sys.argv[3:])
+    if not everything:
+        compact(Path(sys.argv[2]))

@@ -4,7 +4,7 @@ texts with pictures. make_goldens.py calls it.
 FOLDER/NAME/inputs.npz     input_ids, attention_mask, mm_token_type_ids, labels [B, T], pixel_values [patches, numbers],
                            image_grid_thw [pictures, 3]
 FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the next tokens that are learned)
-FOLDER/NAME/gradients.npz  of the loss, by key of the tensor, rounded (golden_files.py)
+FOLDER/NAME/gradients.npz  of the loss, by key of the tensor
 FOLDER/NAME/processed.npz  of one: image_I [H, W, 3]; of the processor pixels_I [n, numbers], grid_I [3]; bounds [K, 2]
                            of pixels, sizes [N, 2], and what these become, resized [K, N, 2]
 """

@@ -4,7 +4,7 @@ reference makes of texts with pictures. make_goldens.py calls it.
 FOLDER/NAME/inputs.npz     input_ids, attention_mask, labels [B, T], pixel_values [squares, 3, S, S]; token_type_ids
                            [B, T], where the reference asks for them
 FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the next tokens that are learned)
-FOLDER/NAME/gradients.npz  of the loss, by key of the tensor, rounded (golden_files.py)
+FOLDER/NAME/gradients.npz  of the loss, by key of the tensor
 FOLDER/NAME/processed.npz  image_I [H, W, 3], and what the processor makes of them: pixels [I, 3, S, S]
 """
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.families.golden_files import write_gradients
+from tests.families.golden_files import compact
 
 PATCH = 7
 SIZES = {
@@ -178,7 +178,7 @@ def _save(
     }
     np.savez_compressed(folder / "inputs.npz", **inputs)
     np.savez_compressed(folder / "reference.npz", **reference)
-    write_gradients(folder, gradients)
+    np.savez_compressed(folder / "gradients.npz", **gradients)
 
 
 def _sound(random: np.random.Generator, count: int) -> np.ndarray:
@@ -231,3 +231,4 @@ def _patches(processor: Any, image: np.ndarray) -> tuple[np.ndarray, tuple[int, 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    compact(Path(sys.argv[1]))
