@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,26 @@ OUTPUT_MODULATIONS = 2  # shift and scale before the output
 SHORTEST_EDGE_WAVE, LONGEST_EDGE_WAVE = 3.0, 192.0  # patches: of the features of a distance
 
 ConditionsApart = tuple[Array, RowContext]  # [R, C, D], and what patches see of them
+
+
+class Drawn(NamedTuple):
+    """What goes through the layers of a row. They change `x` alone and read the others."""
+
+    x: Float[Array, "R C D"]
+    embedded: Float[Array, "R S D"]  # the time of each segment
+    shared: Float[Array, "R S 6 D"] | None = (
+        None  # its scales, shifts and gates, where layers share weights of them
+    )
+    conditions: Float[Array, "R C D"] | None = None  # where an attention to them is apart
+
+
+class DrawnContext(NamedTuple):
+    """What layers know of a row besides: nothing of it has gradients."""
+
+    rows: RowContext
+    owners: Int[Array, "R C"]
+    apart: RowContext | None  # of attention to conditions
+    where: ConditionSlots | None  # of conditions, with two streams
 
 
 class DiffusionTower(nnx.Module):
@@ -86,6 +106,26 @@ class DiffusionTower(nnx.Module):
         settings: ComponentConfig,
     ) -> Float[Array, "R C F"]:
         """Predictions for the slots of patches; those of others mean nothing."""
+        start = self.begin(rows, noisy, conditions, layout, dtype)
+        context = self.context(rows, layout, dtype, settings)
+        graph, parameters = nnx.split(self.layers)
+
+        def layer(x: Array, parameters: Any) -> tuple[Array, None]:
+            block = nnx.merge(graph, parameters)
+            return block(start._replace(x=x), context), None
+
+        x, _ = jax.lax.scan(checkpointed(layer, settings.remat), start.x, parameters)
+        return self.finish(rows, start._replace(x=x), layout, dtype)
+
+    def begin(
+        self,
+        rows: GeneratorRows,
+        noisy: Float[Array, "R C F"],
+        conditions: Float[Array, "R C D"],
+        layout: Layout,
+        dtype: jnp.dtype,
+    ) -> Drawn:
+        """What the first layer reads."""
         config = self.config
         patches = biased(
             noisy.astype(dtype) @ weight(self.patch, layout, dtype), self.patch_bias, layout
@@ -94,16 +134,11 @@ class DiffusionTower(nnx.Module):
             distances = edge_distances(layout, rows)
             waves = edge_features(distances, config.edge_features // distances.shape[-1])
             patches += waves.astype(dtype) @ weight(self.edges, layout, dtype)
-        is_condition = rows.conditions >= 0
-        x, seen = patches, rows.segments
-        if config.conditioning == "cross":
-            seen = jnp.where(is_condition, 0, seen)
-        else:
+        x, apart = patches, config.conditioning == "cross"
+        if not apart:
+            is_condition = rows.conditions >= 0
             x = jnp.where(is_condition[..., None], conditions.astype(dtype), patches)
         x = layout.constrain(x, ("batch", "sequence", None))
-        angles = rotary_angles_by_axis(rows.positions, config.sections, config.rope_theta, dtype)
-        context = RowContext(layout, item_ids(seen), rows.tiles, angles, settings.attention)
-        apart = self._conditions_apart(conditions.astype(dtype), context, rows)
         wide = jnp.promote_types(dtype, jnp.float32)
         embedded = self.time(time_features(rows.times, wide), layout)
         if self.pooled is not None:
@@ -111,14 +146,28 @@ class DiffusionTower(nnx.Module):
             embedded += self.pooled(mean, layout)
         time = jax.nn.silu(embedded)
         shared = None if self.modulation is None else self.modulation(time, layout)
+        return Drawn(x, embedded, shared, conditions.astype(dtype) if apart else None)
+
+    def context(
+        self, rows: GeneratorRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
+    ) -> DrawnContext:
+        """What layers know of rows. Where attention to conditions is apart, patches alone see one another."""
+        config = self.config
+        is_condition = rows.conditions >= 0
+        crossed = config.conditioning == "cross"
+        seen = jnp.where(is_condition, 0, rows.segments) if crossed else rows.segments
+        angles = rotary_angles_by_axis(rows.positions, config.sections, config.rope_theta, dtype)
+        context = RowContext(layout, item_ids(seen), rows.tiles, angles, settings.attention)
         where = ConditionSlots.of(layout, is_condition) if config.streams == 2 else None
-        graph, parameters = nnx.split(self.layers)
+        apart = self._to_conditions(context, rows) if crossed else None
+        return DrawnContext(context, rows.owners, apart, where)
 
-        def layer(x: Array, parameters: Any) -> tuple[Array, None]:
-            block = nnx.merge(graph, parameters)
-            return block(x, context, time, shared, rows.owners, apart, where), None
-
-        x, _ = jax.lax.scan(checkpointed(layer, settings.remat), x, parameters)
+    def finish(
+        self, rows: GeneratorRows, drawn: Drawn, layout: Layout, dtype: jnp.dtype
+    ) -> Float[Array, "R C F"]:
+        """Predictions, of what the last layer yields."""
+        x, embedded = drawn.x, drawn.embedded
+        time = jax.nn.silu(embedded)
         if self.output_modulation is not None:
             output_modulation = self.output_modulation(time, layout)
         else:
@@ -129,20 +178,15 @@ class DiffusionTower(nnx.Module):
         x = _modulated(self.norm(x), shift, scale)
         return biased(x @ weight(self.output, layout, dtype), self.output_bias, layout)
 
-    def _conditions_apart(
-        self, conditions: Array, context: RowContext, rows: GeneratorRows
-    ) -> ConditionsApart | None:
-        """Conditions, and the rows as patches see these in them, where they have an attention of their own."""
-        if self.config.conditioning != "cross":
-            return None
+    def _to_conditions(self, context: RowContext, rows: GeneratorRows) -> RowContext:
+        """The rows as patches see conditions in them, which have an attention of their own."""
         assert rows.cross_tiles is not None
         keys = jnp.where(rows.conditions >= 0, rows.segments, 0)
         # Where there is no state its place holds zeros, and so every slot has key and value of a padded one
         repeated = None if self.config.padded_conditions is None else rows.padded
-        to_conditions = replace(
+        return replace(
             context, keys=item_ids(keys), tiles=rows.cross_tiles, angles=None, repeated=repeated
         )
-        return conditions, to_conditions
 
 
 class _Embedding(nnx.Module):
@@ -241,16 +285,13 @@ class _DiffusionBlock(_Stream):
         super().__init__(config, rngs)
         self.conditions = _Stream(config, rngs) if config.streams == 2 else None
 
-    def __call__(
-        self,
-        x: Float[Array, "R C D"],
-        rows: RowContext,
-        time: Float[Array, "R S D"],
-        shared: Float[Array, "R S 6 D"] | None,
-        owners: Int[Array, "R C"],
-        apart: ConditionsApart | None,
-        where: ConditionSlots | None,
-    ) -> Float[Array, "R C D"]:
+    def __call__(self, drawn: Drawn, context: DrawnContext) -> Float[Array, "R C D"]:
+        x, embedded, shared, conditions_apart = drawn
+        rows, owners, to_conditions, where = context
+        apart: ConditionsApart | None = None
+        if conditions_apart is not None and to_conditions is not None:
+            apart = conditions_apart, to_conditions
+        time = jax.nn.silu(embedded)
         layout = rows.layout
         vectors = self.vectors(time, shared, layout)
         if self.conditions is None:

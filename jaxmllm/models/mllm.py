@@ -31,7 +31,7 @@ from jaxmllm.config.schema import (
 )
 from jaxmllm.models.adapters import Adapter, with_adapters
 from jaxmllm.models.audio import AudioTower
-from jaxmllm.models.diffusion import DiffusionTower
+from jaxmllm.models.diffusion import DiffusionTower, Drawn
 from jaxmllm.models.language import Decoder, OutputHead
 from jaxmllm.models.layers import checkpointed, with_added, with_tapped
 from jaxmllm.models.mixture import MixtureBlock, RouterSums
@@ -381,6 +381,44 @@ class MLLM:
         if beside is None or phase == LANGUAGE:
             return out
         return jnp.concatenate([out, *beside], axis=-1)
+
+    def begin_drawing(
+        self,
+        params: Params,
+        phase: str,
+        rows: GeneratorRows,
+        noisy: Float[Array, "R C F"],
+        states: Float[Array, "R C D"],
+    ) -> Drawn:
+        """What the first layer of a generator reads, given what `draw` is given."""
+        conditions = self._projected(params, f"{PROJECTOR}{LANGUAGE}", states)
+        component = self.components[phase]
+        begun: Drawn = component.module(params).begin(
+            rows, noisy, conditions, component.layout, component.dtype
+        )
+        return begun
+
+    def draw_layer(self, phase: str, params: Params, drawn: Drawn, rows: GeneratorRows) -> Drawn:
+        """One layer of a generator.
+
+        Args:
+          params: that layer's own, by component.
+        """
+        component = self.components[phase]
+        tower = component.module({phase: {}})
+        block = nnx.merge(nnx.split(tower.layers)[0], component.adapted(params)[phase])
+        context = tower.context(rows, component.layout, component.dtype, component.settings)
+        return drawn._replace(x=block(drawn, context))
+
+    def finish_drawing(
+        self, params: Params, phase: str, rows: GeneratorRows, drawn: Drawn
+    ) -> Float[Array, "R C F"]:
+        """What a generator predicts, of what its last layer yields."""
+        component = self.components[phase]
+        predictions: Array = component.module(params).finish(
+            rows, drawn, component.layout, component.dtype
+        )
+        return predictions
 
     def _parted(
         self, phase: str, x: Float[Array, "R T W"]
