@@ -87,6 +87,42 @@ def by_rank(layout: Layout, x: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
+def to_ranks(layout: Layout, x: Any, order: jax.Array) -> Any:
+    """Slots of rows in packed order, each rank's whole on all its devices: [R, C, ...].
+
+    Differentiable: a device takes its slots' gradients out of those of its rank, which are sums over
+    all devices that read them.
+
+    Args:
+      layout: that of the rows, of span g.
+      x: [R / g, g * C, ...] in parts, or a tree of such arrays.
+      order: int32 [R / g, g * C] in parts, place of each slot in the packed row.
+    """
+    return jax.tree.map(partial(by_rank, layout), permute_back(layout, x, order))
+
+
+def _to_ranks_forward(layout: Layout, x: Any, order: jax.Array) -> tuple[Any, jax.Array]:
+    return to_ranks(layout, x, order), order
+
+
+def _to_ranks_backward(layout: Layout, order: jax.Array, d_ranks: Any) -> tuple[Any, None]:
+    axes = layout.part_axes
+
+    def on_device(of_rank: jax.Array) -> jax.Array:
+        if not axes:
+            return of_rank
+        count = of_rank.shape[1] // jax.lax.axis_size(axes)
+        first = jax.lax.axis_index(axes) * count
+        return jax.lax.dynamic_slice_in_dim(of_rank, first, count, axis=1)
+
+    own = jax.tree.map(layout.local(on_device, (RANKS,), SLOTS), d_ranks)
+    return permute(layout, own, order), None
+
+
+to_ranks.defvjp(_to_ranks_forward, _to_ranks_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def permute(layout: Layout, x: Any, index: jax.Array) -> Any:
     """Slots of rows in another order, still in parts: y[row, j] = x[row, index[row, j]].
 

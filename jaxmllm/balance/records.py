@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxmllm.arrays import Bools, Ints, Longs
+from jaxmllm.arrays import Bools, Ints, Longs, running_sums
 from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.phases import Phase
 
@@ -344,6 +344,13 @@ class RoutePlan:
         """With one piece for each of N items, of the given tokens and arrivals [N]."""
         item = np.arange(len(tokens), dtype=np.int32)
         return cls(item, np.zeros_like(item), tokens, arrival, rounds)
+
+    def arrivals(self, item: int) -> Longs:
+        """Slot of the pool for each token of an item."""
+        begin, end = np.searchsorted(self.item, [item, item + 1])
+        first, amount = self.arrival[begin:end], self.tokens[begin:end]
+        piece = np.repeat(np.arange(len(first)), amount)
+        return first[piece] + running_sums(piece, np.ones_like(piece))
 
 
 @dataclass(frozen=True)

@@ -221,11 +221,6 @@ class Config(Section):
                     "cross-entropy of text; leave it out, or give it model.diffusion"
                 )
             return
-        if self.pipeline.stages > 1:
-            raise ValueError(
-                f"pipeline.stages ({self.pipeline.stages}): a model with model.diffusion runs without stages; "
-                "set it to 1"
-            )
         if self.balance.calibration is not None:
             raise ValueError(
                 f"balance.calibration ({self.balance.calibration}): what the rows of model.diffusion take is not "

@@ -187,7 +187,7 @@ def slot_bytes(config: Config, phase: str) -> float:
         if in_flight == "auto":
             in_flight = CHOICE.per_stage * config.pipeline.stages
         # Inputs of chunks and gradients of their outputs
-        values += 2 * in_flight * config.model.carried_width(phase)
+        values += 2 * in_flight * (shapes.width + _beside(config, phase))
     return kept_bytes(config, phase) + float(values * _itemsize(config, phase))
 
 
@@ -206,6 +206,9 @@ def kept_bytes(config: Config, phase: str) -> float:
 
 def _beside(config: Config, phase: str) -> int:
     """Numbers of a slot that go in stages beside what layers read and yield."""
+    shapes = getattr(config.model, phase)
+    if isinstance(shapes, DiffusionConfig):  # conditions that have an attention of their own
+        return shapes.width if shapes.conditioning == "cross" else 0
     width: int = getattr(config.model, phase).width
     return config.model.carried_width(phase) - width
 

@@ -21,7 +21,7 @@ from jaxmllm.balance.costs.visible_pairs import VisiblePairs
 from jaxmllm.balance.records import PlanSpec
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.config.read import load_config
-from jaxmllm.config.schema import Config, ConfigError, TrainingConfig
+from jaxmllm.config.schema import Config, ConfigError, PipelineConfig, TrainingConfig
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.index.builder import uncached_index
 from jaxmllm.data.media.blanks import Blank, Blanks
@@ -116,7 +116,7 @@ class Drawing:
 
 
 def drawing_config(run: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a run folder for drawing alone: nothing trains, text has no loss.
+    """The config of a run folder for drawing alone: nothing trains, text has no loss, and there are no stages.
 
     Raises:
       ConfigError: there is no run, it has no generator, or an override changes more than where and how
@@ -134,7 +134,12 @@ def drawing_config(run: Path, overrides: Sequence[str] = ()) -> Config:
     objective = config.objective.model_copy(update={"language": silent})
     folder = config.run.model_copy(update={"directory": str(run)})
     return config.model_copy(
-        update={"components": _untrained(config.components), "objective": objective, "run": folder}
+        update={
+            "components": _untrained(config.components),
+            "objective": objective,
+            "pipeline": PipelineConfig(),
+            "run": folder,
+        }
     )
 
 

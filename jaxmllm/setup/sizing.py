@@ -53,7 +53,8 @@ def pipeline_sizes(config: Config, inputs: RunInputs) -> PipelineSizes:
     largest = [
         largest_examples(corpus, phase)
         for corpus in inputs.corpora
-        for phase in inputs.model.phases[LANGUAGE].reads
+        for phase in inputs.model.phases
+        if phase != LANGUAGE
     ]
     phases = _sizing_inputs_of(config, inputs)
     return stage_sizes(config, inputs.model, inputs.samples, phases, largest)
@@ -94,6 +95,7 @@ def stage_sizes(
         largest,
         remat_of(config, model),
         partial(kept_forwards, config, model, memory=memory),
+        learns_text=config.objective.language.weight > 0,
     )
 
 

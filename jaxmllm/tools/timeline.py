@@ -33,6 +33,7 @@ from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.batches import Segment, continued_examples
 from jaxmllm.families.resolved import load_run_config
+from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.planning_mesh import staged_mesh
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.sizing import pipeline_sizes
@@ -164,9 +165,7 @@ def _of_step(
             run.table.wire_active[:count] for run, count in zip(runs, counts, strict=True)
         ]
         save_tables(save, sizes.training.tables, rows, wire_active)
-    microbatches = sum(
-        run.rows.phases[sizes.training.tables.ring.reader.name].count for run in runs
-    )
+    microbatches = sum(run.rows.phases[LANGUAGE].count for run in runs)
     chosen = sizes.training.config
     settings = _in_words(chosen.schedule, chosen.split_backward is True)
     if any(run.fallback for run in runs):

@@ -23,6 +23,7 @@ from jaxmllm.models.rows import GeneratorRows, TokenPool
 from jaxmllm.trainable import join
 from jaxmllm.training.objectives.flow import (
     FlowSums,
+    NoisyPatches,
     euler_step,
     flow_losses,
     flow_sums,
@@ -127,14 +128,31 @@ class GeneratorFunctions:
         dtype = self.step.model.components[self.phase].dtype
         return jnp.dtype(jnp.promote_types(dtype, jnp.float32))
 
+    def conditions(self, rows: GeneratorRows, pool: TokenPool) -> TokenPool:
+        """The states that are the conditions of rows, and which could be computed: [R / g, g * C, ...]."""
+        taken: TokenPool = _condition_slots(rows, jnp.int32(0)).take(
+            self.step.model.layout(self.phase), pool
+        )
+        return taken
+
     def _loss(
         self, params: Params, rows: GeneratorRows, states: Array, valid: Array
     ) -> tuple[Float[Array, ""], FlowSums]:
         """Sum of the losses of the rows' patches, and the sums by source."""
         model = self.step.model
-        layout = model.layout(self.phase)
-        patches = noisy_patches(layout, rows, self.dtype)
+        patches = noisy_patches(model.layout(self.phase), rows, self.dtype)
         predicted = model.draw(params, self.phase, rows, patches.noisy, states)
+        return self.losses(rows, patches, predicted, valid)
+
+    def losses(
+        self,
+        rows: GeneratorRows,
+        patches: NoisyPatches,
+        predicted: Float[Array, "R C F"],
+        valid: Array,
+    ) -> tuple[Float[Array, ""], FlowSums]:
+        """The same from what is predicted; valid [R, C] is 0 where a state could not be computed."""
+        layout = self.step.model.layout(self.phase)
         missing = (rows.conditions >= 0) & (valid == 0)
         failed = failed_examples(layout, missing, rows.owners, rows.sources.shape[1])
         counted = (rows.patches >= 0) & ~failed

@@ -251,7 +251,7 @@ class StepFunctions:
     ) -> tuple[Float[Array, ""], Sums]:
         """The same from hidden states; valid [R, C] is 0 where a media token could not be computed."""
         layout = self.model.layout(LANGUAGE)
-        counted = (rows.targets >= 0) & ~self._failed(rows, valid)
+        counted = (rows.targets >= 0) & ~self.failed_tokens(rows, valid)
         total, losses, hits = token_losses(
             hidden,
             head,
@@ -325,12 +325,12 @@ class StepFunctions:
         layout = self.model.layout(LANGUAGE)
         media, valid = self._arrived(rows, pool)
         hidden, _ = self.model.hidden(params, rows, media)
-        computed = ~self._failed(rows, valid)
+        computed = ~self.failed_tokens(rows, valid)
         states = TokenPool(hidden.astype(pool.tokens.dtype), computed.astype(pool.valid.dtype))
         put: TokenPool = states_slots(rows).put(layout, states, pool)
         return put
 
-    def _failed(self, rows: LanguageRows, valid: Array) -> Array:
+    def failed_tokens(self, rows: LanguageRows, valid: Array) -> Array:
         """Which tokens belong to examples with a media token that could not be computed."""
         missing = (rows.media >= 0) & (valid == 0)
         layout = self.model.layout(LANGUAGE)

@@ -43,22 +43,23 @@ def _check(ring: Ring, workload: Workload) -> None:
         raise PipelineError(
             f"work of {len(workload.chains)} components for a ring of {len(ring.chains)}",
         )
-    for number in range(len(ring.chains)):
+    consumed = set()
+    for number, chain in enumerate(ring.chains):
         _check_chain(ring, workload, number)
-    microbatches = workload.chains[-1].shape[1]
-    if len(workload.inputs) != microbatches:
-        raise PipelineError(
-            f"inputs of {len(workload.inputs)} {ring.reader.name} microbatches, of which there are {microbatches}",
-        )
-    for microbatch in range(microbatches):
-        _check_inputs(ring, workload, microbatch)
-    consumed = {pair for inputs in workload.inputs for pair in inputs}
+        microbatches = workload.chains[number].shape[1]
+        inputs = workload.inputs_of(number)
+        if len(inputs) != microbatches:
+            raise PipelineError(
+                f"inputs of {len(inputs)} {chain.name} microbatches, of which there are {microbatches}",
+            )
+        for microbatch in range(microbatches):
+            _check_inputs(ring, workload, number, microbatch)
+            consumed |= set(inputs[microbatch])
     for encoder, chain in enumerate(ring.encoders):
         for sub in range(workload.chains[encoder].shape[1]):
-            if (encoder, sub) not in consumed:
-                raise PipelineError(
-                    f"no {ring.reader.name} microbatch consumes row {sub} of {chain.name}",
-                )
+            if (encoder, sub) not in consumed and not chain.optional:
+                reader = ring.chains[ring.readers[encoder]].name
+                raise PipelineError(f"no {reader} microbatch consumes row {sub} of {chain.name}")
 
 
 def _check_chain(ring: Ring, workload: Workload, number: int) -> None:
@@ -86,23 +87,21 @@ def _check_chain(ring: Ring, workload: Workload, number: int) -> None:
         )
 
 
-def _check_inputs(ring: Ring, workload: Workload, microbatch: int) -> None:
-    inputs = workload.inputs[microbatch]
+def _check_inputs(ring: Ring, workload: Workload, reader: int, microbatch: int) -> None:
+    inputs = workload.inputs_of(reader)[microbatch]
+    where = f"{ring.chains[reader].name} microbatch {microbatch}"
     if len(set(inputs)) < len(inputs):
-        raise PipelineError(
-            f"{ring.reader.name} microbatch {microbatch} names a row twice: {inputs}",
-        )
+        raise PipelineError(f"{where} names a row twice: {inputs}")
     for encoder, sub in inputs:
-        if not (0 <= encoder < len(ring.encoders) and 0 <= sub < workload.chains[encoder].shape[1]):
+        if not (encoder in ring.feeding(reader) and 0 <= sub < workload.chains[encoder].shape[1]):
             raise PipelineError(
-                f"{ring.reader.name} microbatch {microbatch} consumes row {sub} of chain {encoder}, "
-                f"which does not exist",
+                f"{where} consumes row {sub} of chain {encoder}, which does not exist",
             )
         trained = _goes_back(workload.chains[encoder], -1, sub)
-        if trained and not _goes_back(workload.chains[-1], 0, microbatch):
+        if trained and not _goes_back(workload.chains[reader], 0, microbatch):
             raise PipelineError(
-                f"row {sub} of {ring.chains[encoder].name} waits for a gradient from {ring.reader.name} "
-                f"microbatch {microbatch}, which has no backward",
+                f"row {sub} of {ring.chains[encoder].name} waits for a gradient from {where}, "
+                "which has no backward",
             )
 
 
@@ -131,13 +130,23 @@ class _Builder:
             tuple[int, int, int, int, int, int]
         ] = []  # kind, chain, depth, microbatch, rank, time
         self.buffers: list[Buffer] = []
-        # By encoder and row: the language microbatches that read it.
+        # By encoder and row: the microbatches of its reader that read it.
         self.consumers: list[list[list[int]]] = [
             [[] for _ in range(work.shape[1])] for work in workload.chains
         ]
-        for microbatch, inputs in enumerate(workload.inputs):
-            for encoder, sub in inputs:
-                self.consumers[encoder][sub].append(microbatch)
+        for reader in range(len(ring.chains)):
+            for microbatch, consumed in enumerate(workload.inputs_of(reader)):
+                for encoder, sub in consumed:
+                    self.consumers[encoder][sub].append(microbatch)
+        # By chain and row: whether any gradient reaches what its last chunk yields.
+        self.wanted: list[list[bool]] = [[True] * work.shape[1] for work in workload.chains]
+        for c, reader in reversed(list(enumerate(ring.readers))):
+            if not ring.has_loss(c):
+                self.wanted[c] = [
+                    any(self.wanted[reader][user] for user in users) for users in self.consumers[c]
+                ]
+        # First and last group of the rows of every chain
+        self.groups: list[list[tuple[int, int]]] = self._groups()
         self.forward: list[Numbers] = []
         self.entry: list[Numbers] = []
         self.back: list[Numbers] = []
@@ -194,8 +203,8 @@ class _Builder:
         fused = depths - 1 if self.fused and c == len(self.ring.chains) - 1 else NONE
         for d in range(depths):
             for m in range(microbatches):
-                x_time = input_time[d][m]
-                w_time = weight_time[d][m]
+                x_time = input_time[d][m] if self.wanted[c][m] else 0
+                w_time = weight_time[d][m] if self.wanted[c][m] else 0
                 if d == fused and x_time + w_time:
                     again = forward_time[d][m]
                 else:
@@ -218,10 +227,39 @@ class _Builder:
         return len(self.operations) - 1
 
     def _group(self, kind: int, c: int, d: int, m: int) -> int:
-        """The language microbatch that an operation belongs to."""
-        if c == len(self.ring.chains) - 1:
-            return m
-        return (min if kind == Kind.FORWARD else max)(self.consumers[c][m])
+        """The group that an operation belongs to: a language microbatch with what it reads."""
+        first, last = self.groups[c][m]
+        return first if kind == Kind.FORWARD else last
+
+    def _groups(self) -> list[list[tuple[int, int]]]:
+        """First and last group of all rows. A row that nothing reads is a group of its own, after the groups of
+        microbatches that read no later rows."""
+        chains = len(self.ring.chains)
+        # (row of an optional chain that a group waits for, whether it is that row alone, chain, row)
+        keys: list[tuple[int, bool, int, int]] = []
+        unread = {
+            (c, m)
+            for c, users_of in enumerate(self.consumers[:-1])
+            for m, users in enumerate(users_of)
+            if not users
+        }
+        alone = {c for c, _ in unread}
+        for m, consumed in enumerate(self.workload.inputs):
+            latest = max((sub for c, sub in consumed if c in alone), default=-1)
+            keys.append((latest, False, chains - 1, m))
+        keys += [(m, True, c, m) for c, m in unread]
+        number = {(c, m): group for group, (*_, c, m) in enumerate(sorted(keys))}
+        groups: list[list[tuple[int, int]]] = [[] for _ in range(chains)]
+        for c in reversed(range(chains)):
+            for m in range(self.workload.chains[c].shape[1]):
+                if (c, m) in number:
+                    groups[c].append((number[c, m],) * 2)
+                else:
+                    of_users = [groups[self.ring.readers[c]][user] for user in self.consumers[c][m]]
+                    groups[c].append(
+                        (min(first for first, _ in of_users), max(last for _, last in of_users))
+                    )
+        return groups
 
     def _connect(self, c: int) -> None:
         """Edges and buffers inside one component."""
@@ -262,16 +300,19 @@ class _Builder:
             )
 
     def _deliver(self, c: int) -> None:
-        """Edges and buffers between an encoder and the first language chunk."""
+        """Edges and buffers between an encoder and the first chunk of its reader."""
         hops = self.ring.delivery_hops(c)
         depth = self.ring.chains[c].depth - 1
         source = self.ring.chains[c].stages[-1]
-        target = self.ring.reader.stages[0]
+        reader = self.ring.readers[c]
+        target = self.ring.chains[reader].stages[0]
         for sub, users in enumerate(self.consumers[c]):
+            if not users:
+                continue
             forward = self.forward[c][-1][sub]
             back = self.back[c][-1][sub]
-            entries = [self.entry[-1][0][m] for m in users]
-            user_backs = [self.back[-1][0][m] for m in users]
+            entries = [self.entry[reader][0][m] for m in users]
+            user_backs = [self.back[reader][0][m] for m in users]
             for entry in entries:
                 self.successors[forward].append((entry, max(1, hops)))
             # An operation's number is greater than that of its forward, and NONE is less than both.
@@ -279,11 +320,11 @@ class _Builder:
             self.buffers.append(
                 Buffer(Pool.TOKENS, c, depth, sub, target, (forward,), readers, hops),
             )
-            if back == NONE:
+            writers = tuple(user_back for user_back in user_backs if user_back != NONE)
+            if back == NONE or not writers:
                 continue
-            for user_back in user_backs:
+            for user_back in writers:
                 self.returns[user_back].append((c, sub, back))
-            writers = tuple(user_backs)
             summed = Buffer(
                 Pool.TOKEN_GRADIENT,
                 c,

@@ -11,16 +11,16 @@
 A chain is an encoder, the language model or a generator: first its stem or embedding, then its blocks,
 last its projector, or its head and loss. Each is a layer with a cost of its own; stems stay with the first
 block, projectors with the last one. Chains come first that feed the last one, their reader: encoders
-before the language model, or the language model before a generator. Stages that heed what is frozen,
-and encoders on ranks of their own, are after Cornstarch (arXiv 2503.11367); segments, every chain over
-all ranks, are after DIP (arXiv 2504.14145).
+before the language model, or the language model before a generator, or (`Reading`) all three. Stages that
+heed what is frozen, and encoders on ranks of their own, are after Cornstarch (arXiv 2503.11367); segments,
+every chain over all ranks, are after DIP (arXiv 2504.14145).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -28,6 +28,21 @@ import numpy as np
 from sharding.pipeline.layer_costs import Layer, LayerCost, layer_costs
 from sharding.pipeline.ring import Chain, PipelineError, Ring
 
+
+@dataclass(frozen=True)
+class Reading:
+    """Who reads whom, where that is not simply the last chain all others.
+
+    readers: by chain that another than the last one reads, that one. losses: chains with a loss although they are
+    read. optional: those of which rows may have no reader.
+    """
+
+    readers: Mapping[str, str] = field(default_factory=dict)
+    losses: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
+
+
+USUAL = Reading()
 LayoutName = Literal["chain", "segments", "parallel"]
 CutBy = Literal["cost", "parameters"]
 MINOR = 0.1  # of a microbatch's forward passes: a chain with less does not decide how finely the others are cut
@@ -104,6 +119,7 @@ def partition(
     rows: Mapping[str, float] | None = None,
     cut_by: CutBy = "cost",
     chunks: Mapping[str, int] | None = None,
+    reading: Reading = USUAL,
 ) -> Ring:
     """Lay chains over the ranks of a pipeline.
 
@@ -122,6 +138,7 @@ def partition(
       cut_by: what shall be equal over stages; "parameters" ignores freezing and the sizes of
       inputs.
       chunks: for segments, chunks of a chain on each rank instead of T_i // T_1.
+      reading: who reads whom, and has a loss besides.
 
     Raises:
       PipelineError: more stages than a chain has blocks (segments), or than there are blocks, or
@@ -132,7 +149,7 @@ def partition(
             f"pipeline.stages = {stages} with {', '.join(chains) or 'no chain'}: a pipeline has at least one stage, "
             "and a chain at least a stem, a block, and a projector or head",
         )
-    costs = layer_costs(chains)
+    costs = layer_costs(chains, reading.readers)
     row_counts = {name: (rows or {}).get(name, 1) for name in chains}
     *_, reader = chains
     weights = {}
@@ -143,7 +160,8 @@ def partition(
         else:
             layer_weights = [layer.parameters for layer in layers]
             row_count = 1
-        weights[name] = _units(layer_weights, row_count, is_reader=name == reader)
+        has_loss = name == reader or name in reading.losses
+        weights[name] = _units(layer_weights, row_count, has_loss)
     match layout:
         case "chain":
             placed = _chain(weights, stages)
@@ -152,13 +170,22 @@ def partition(
             placed = _segments(weights, stages, counts)
         case "parallel":
             placed = _parallel(weights, stages)
-    return Ring(stages, tuple(_joined(name, placed[name], costs[name]) for name in chains))
+    laid = [
+        replace(
+            _joined(name, placed[name], costs[name]),
+            reader=reading.readers.get(name, ""),
+            has_loss=name in reading.losses,
+            optional=name in reading.optional,
+        )
+        for name in chains
+    ]
+    return Ring(stages, tuple(laid))
 
 
 @dataclass(frozen=True)
 class _Units:
-    """What cuts go between: the blocks of a chain, the first with the stem; after them the head as
-    a unit of the reader; of others, in the last block's."""
+    """What cuts go between: the blocks of a chain, the first with the stem; after them the head with its
+    loss as a unit; without one, what follows is in the last block's."""
 
     costs: list[int]  # for one row
     blocks: int
@@ -173,12 +200,12 @@ class _Units:
         return self.blocks
 
 
-def _units(weights: Sequence[int], rows: float, is_reader: bool) -> _Units:
+def _units(weights: Sequence[int], rows: float, has_loss: bool) -> _Units:
     stem, *blocks, head = weights
     count = len(blocks)
     blocks[0] += stem
     # A head may have a stage of its own, for a vocabulary is as much work as a few blocks
-    if is_reader:
+    if has_loss:
         return _Units([*blocks, head], count, rows)
     blocks[-1] += head
     return _Units(blocks, count, rows)

@@ -10,8 +10,8 @@ microbatches of the language model.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 
@@ -98,17 +98,28 @@ class ChainWork:
         return tuple(rows)
 
 
+# By microbatch of a reader, the rows that it consumes: (number of the chain, its microbatch)
+Consumed = tuple[tuple[tuple[int, int], ...], ...]
+
+
 @dataclass(frozen=True)
 class Workload:
     """The work of one batch on a ring: `chains` as in the ring, the last one the language model's.
 
     `inputs[m]` lists what language microbatch m consumes, as (encoder, encoder row) pairs. With
     deferral an encoder row feeds two language microbatches, and its backward waits for the
-    gradients of both.
+    gradients of both. `before` has the same of readers that are read themselves, by number of their chain.
     """
 
     chains: tuple[ChainWork, ...]
-    inputs: tuple[tuple[tuple[int, int], ...], ...]
+    inputs: Consumed
+    before: Mapping[int, Consumed] = field(default_factory=dict)
+
+    def inputs_of(self, chain: int) -> Consumed:
+        """What the microbatches of a chain consume; nothing where it is no reader."""
+        if chain == len(self.chains) - 1:
+            return self.inputs
+        return self.before.get(chain, ((),) * self.chains[chain].shape[1])
 
 
 @dataclass(frozen=True)

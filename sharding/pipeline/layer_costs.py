@@ -12,6 +12,8 @@ import numpy as np
 from sharding.pipeline.graph import ChainWork
 from sharding.pipeline.ring import Chain, PipelineError
 
+LAST_READS_ALL: Mapping[str, str] = {}
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -73,7 +75,9 @@ class LayerCost:
         )
 
 
-def layer_costs(chains: Mapping[str, Sequence[Layer]]) -> dict[str, tuple[LayerCost, ...]]:
+def layer_costs(
+    chains: Mapping[str, Sequence[Layer]], readers: Mapping[str, str] = LAST_READS_ALL
+) -> dict[str, tuple[LayerCost, ...]]:
     """Costs of all layers, as far as freezing demands them.
 
         up(l)   = something trainable strictly upstream of l
@@ -86,17 +90,20 @@ def layer_costs(chains: Mapping[str, Sequence[Layer]]) -> dict[str, tuple[LayerC
     gradient, or, in a layer with nothing trainable upstream, as weight gradient.
 
     Args:
-      chains: encoders first; upstream of the last one, their reader, is all of them.
+      chains: those that are read before their readers.
+      readers: of each chain that another than the last one reads, that one.
     """
-    *encoders, reader = chains
-    encoder_trained = any(layer.trainable for name in encoders for layer in chains[name])
+    *_, last = chains
     costs: dict[str, tuple[LayerCost, ...]] = {}
+    upstream: set[str] = set()  # chains that read something trained
     for name, layers in chains.items():
-        up = name == reader and encoder_trained
+        up = name in upstream
         chain_costs = []
         for layer in layers:
             chain_costs.append(_cost(layer, up))
             up = up or layer.trainable
+        if up:
+            upstream.add(readers.get(name, last))
         costs[name] = tuple(chain_costs)
     return costs
 

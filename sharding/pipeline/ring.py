@@ -1,8 +1,14 @@
 """A ring of pipeline ranks, and the chunks of every component that lie on them.
 
-The last chain is the reader: it consumes what the others deliver, and has the loss. That is the language model, fed by
-encoders, or a generator, fed by the language model; where files of this room say language and encoders, they mean the
-reader and those that feed it.
+The last chain is the reader of all that name no other: it consumes what they deliver, and has a loss. That is the
+language model, fed by encoders, or a generator, fed by the language model. Where encoders feed a language model that
+feeds a generator, they name it as their reader:
+
+    vision   --tokens-->
+                          language   --states-->   diffusion        language names none, or diffusion
+    audio    --tokens-->
+
+Where files of this room say language and encoders, they mean a reader and those that feed it.
 
 Letters: S stage ranks, D chunks of a component (its depth), M microbatches of a component.
 """
@@ -10,6 +16,7 @@ Letters: S stage ranks, D chunks of a component (its depth), M microbatches of a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 STAGE: Final = "stage"  # the mesh axis along which these ranks lie, which no row is split over
@@ -28,12 +35,18 @@ class Chain:
     chunk also holds what comes before the layers (stem, embedding), the last one what comes after
     (projector, head and loss).
     head_only: of a whole component, nothing but what comes after the layers may have a gradient.
+    reader: name of the chain that reads what the last chunk delivers; empty: the last of the ring.
+    has_loss: whether the last chunk has a loss although it is read; that of the ring's last chain always has.
+    optional: whether there may be rows that no microbatch reads: of text, from which nothing is drawn.
     """
 
     name: str
     stages: tuple[int, ...]
     layers: tuple[int, ...]
     head_only: bool = False
+    reader: str = ""
+    has_loss: bool = False
+    optional: bool = False
 
     @property
     def depth(self) -> int:
@@ -52,9 +65,9 @@ class Chain:
 
 @dataclass(frozen=True)
 class Ring:
-    """Where the chunks of every component lie: encoders in model order, then their reader, on S ranks.
+    """Where the chunks of every component lie: encoders in model order, then their reader and its own, on S ranks.
 
-    The last chunk of an encoder delivers its tokens to the first chunk of the reader, over as many ring
+    The last chunk of a chain delivers its tokens to the first chunk of its reader, over as many ring
     hops as lie between them. Raises `PipelineError` when chains cannot be laid on the ring.
     """
 
@@ -65,8 +78,13 @@ class Ring:
         names = [chain.name for chain in self.chains]
         if not names or len(set(names)) < len(names):
             raise PipelineError(f"a ring needs components of distinct names, not {names}")
-        for chain in self.chains:
+        for number, chain in enumerate(self.chains):
             self._check(chain)
+            if chain.reader and chain.reader not in names[number + 1 :]:
+                raise PipelineError(
+                    f"{chain.name} is read by {chain.reader!r}, which is none of the chains after it: "
+                    f"{names[number + 1 :]}"
+                )
 
     def _check(self, chain: Chain) -> None:
         if not chain.stages or len(chain.layers) != len(chain.stages):
@@ -89,18 +107,33 @@ class Ring:
 
     @property
     def encoders(self) -> tuple[Chain, ...]:
-        """The chains that deliver tokens to the reader."""
+        """The chains that deliver tokens to a reader: all but the last."""
         return self.chains[:-1]
 
     @property
     def reader(self) -> Chain:
-        """The chain that the others deliver to."""
+        """The chain that delivers to none."""
         return self.chains[-1]
+
+    @cached_property
+    def readers(self) -> tuple[int, ...]:
+        """Of every chain but the last, the number of the one that reads what it delivers."""
+        number = {chain.name: number for number, chain in enumerate(self.chains)}
+        return tuple(number[chain.reader or self.reader.name] for chain in self.encoders)
+
+    def feeding(self, reader: int) -> tuple[int, ...]:
+        """Numbers of the chains that a chain reads."""
+        return tuple(chain for chain, by in enumerate(self.readers) if by == reader)
+
+    def has_loss(self, chain: int) -> bool:
+        """Whether the last chunk of a chain has a loss."""
+        return chain == len(self.chains) - 1 or self.chains[chain].has_loss
 
     def hops(self, source: int, target: int) -> int:
         """Places of the ring from one rank to another, going up."""
         return (target - source) % self.stages
 
     def delivery_hops(self, encoder: int) -> int:
-        """Ring hops from the last chunk of an encoder to the first chunk of the reader."""
-        return self.hops(self.chains[encoder].stages[-1], self.reader.stages[0])
+        """Ring hops from the last chunk of an encoder to the first chunk of its reader."""
+        target = self.chains[self.readers[encoder]].stages[0]
+        return self.hops(self.chains[encoder].stages[-1], target)

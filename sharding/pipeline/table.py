@@ -75,13 +75,15 @@ def _idle_rows(spec: TableSpec, ticks: int) -> Ints:
 
 
 def _check_rows_read(graph: Graph, spec: TableSpec) -> None:
-    for microbatch, inputs in enumerate(graph.workload.inputs):
-        for encoder, chain in enumerate(spec.ring.encoders):
+    for encoder, chain in enumerate(spec.ring.encoders):
+        reader = spec.ring.readers[encoder]
+        for microbatch, inputs in enumerate(graph.workload.inputs_of(reader)):
             count = sum(source == encoder for source, _ in inputs)
             if count > spec.rows_read[encoder]:
                 raise PipelineError(
-                    f"{spec.ring.reader.name} microbatch {microbatch} consumes {count} rows of {chain.name}, tables "
-                    f"have room for {spec.rows_read[encoder]}; raise the rows that a microbatch of the pipeline reads",
+                    f"{spec.ring.chains[reader].name} microbatch {microbatch} consumes {count} rows of {chain.name}, "
+                    f"tables have room for {spec.rows_read[encoder]}; raise the rows that a microbatch of the "
+                    "pipeline reads",
                 )
 
 
@@ -200,7 +202,8 @@ class _Writer:
 
     def _input_index(self, n: int, buffer: Buffer) -> int:
         """Which of the consumed encoder rows of its encoder this one is."""
-        inputs = self.graph.workload.inputs[self.graph.microbatch[n]]
+        graph = self.graph
+        inputs = graph.workload.inputs_of(graph.chain[n])[graph.microbatch[n]]
         return [sub for encoder, sub in inputs if encoder == buffer.chain].index(buffer.microbatch)
 
     # ------------------------------------------------------------------------ operations
@@ -214,7 +217,7 @@ class _Writer:
         kind = graph.kind[n]
         last = depth == chain.depth - 1
         fused = (Kind.FORWARD, c, depth, graph.microbatch[n]) not in graph.number
-        ends_language = c == len(self.spec.ring.chains) - 1 and last
+        has_loss = last and self.spec.ring.has_loss(c)
         row_class, row = graph.row_of(c, graph.microbatch[n])
         computes_loss = kind == Kind.FORWARD or (fused and kind != Kind.WEIGHT_GRADIENT)
         values = {
@@ -226,7 +229,7 @@ class _Writer:
             "microbatch": graph.microbatch[n],
             "row_class": row_class,
             "row": row,
-            "count_loss": int(ends_language and computes_loss),
+            "count_loss": int(has_loss and computes_loss),
         }
         for column, value in values.items():
             self._put_at(tick, rank, column, value)

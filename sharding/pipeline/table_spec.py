@@ -64,7 +64,7 @@ class Wire:
 class TableSpec:
     """All that tables of one compiled program share.
 
-    `rows_read` is the most rows of each encoder that one language microbatch consumes;
+    `rows_read` is, of each chain but the last, the most rows that one microbatch of its reader consumes;
     `ticks` the most ticks of a table; `row_classes` how many classes the rows of each component
     have, one where it is empty.
     """

@@ -49,7 +49,7 @@ class Operation(NamedTuple):
     chain: Chain
     first: bool
     last: bool
-    language: bool
+    language: bool  # of the last chain, which delivers to none
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -85,11 +85,17 @@ class _Proof:
         self.ring = graph.ring
         self.done: dict[int, int] = {}  # tick of each operation
         self.held: dict[SlotKey, Label] = {}
-        # Language microbatches that read the tokens of each (encoder, encoder row).
+        # Language microbatches that return gradients of the tokens of each (encoder, encoder row).
         self.users: dict[tuple[int, int], frozenset[int]] = {}
-        for microbatch, inputs in enumerate(graph.workload.inputs):
-            for pair in inputs:
-                self.users[pair] = self.users.get(pair, frozenset()) | {microbatch}
+        for reader in range(len(self.ring.chains)):
+            for microbatch, inputs in enumerate(graph.workload.inputs_of(reader)):
+                key = (reader, 0, microbatch)
+                if (Kind.BACKWARD, *key) in graph.number or (
+                    Kind.INPUT_GRADIENT,
+                    *key,
+                ) in graph.number:
+                    for pair in inputs:
+                        self.users[pair] = self.users.get(pair, frozenset()) | {microbatch}
         self.where = ""  # for messages: the tick and rank, and the operation once it is known
 
     def run(self, tick: int) -> None:
@@ -172,8 +178,8 @@ class _Proof:
                 Label("pending", *operation.key),
             )
             return None
-        if operation.first and operation.language:
-            self._read_tokens(rank, operation.m, row)
+        if operation.first and self.ring.feeding(operation.c):
+            self._read_tokens(rank, operation.c, operation.m, row)
         if operation.kind == Kind.FORWARD:
             return self._forward(rank, row, operation)
         return self._backward(tick, rank, row, operation)
@@ -269,13 +275,15 @@ class _Proof:
             self._read((Pool.INPUT, c, rank, row["input"]), Label("input", *operation.key))
         if not operation.last:
             self._read((Pool.GRADIENT, c, rank, row["gradient"]), Label("gradient", *operation.key))
-        elif not operation.language:
+        elif not operation.language and (c, m) in self.users:
             label = Label("token gradient", *operation.key, self.users[c, m])
             self._read((Pool.TOKEN_GRADIENT, c, rank, row["gradient"]), label)
+        elif row["gradient"] >= 0:
+            self._fail(f"reads gradient slot {row['gradient']}, but nothing returns one")
         if row["pending"] >= 0 and operation.kind == Kind.INPUT_GRADIENT:
             self._write((Pool.PENDING, c, rank, row["pending"]), Label("pending", *operation.key))
-        if operation.first and operation.language:
-            self._add_token_gradients(rank, m, row)
+        if operation.first and self.ring.feeding(c):
+            self._add_token_gradients(rank, c, m, row)
         if operation.first:
             return None
         return self._leave(
@@ -285,9 +293,11 @@ class _Proof:
         )
 
     def _counts_loss(self, operation: Operation) -> bool:
-        """Loss and sums count once: in the last language forward, or in the backward that takes its
+        """Loss and sums count once: in the last forward of a chain that has them, or in the backward that takes its
         place."""
-        if not operation.language or not operation.last or operation.kind == Kind.WEIGHT_GRADIENT:
+        if not (operation.last and self.ring.has_loss(operation.c)):
+            return False
+        if operation.kind == Kind.WEIGHT_GRADIENT:
             return False
         fused = (Kind.FORWARD, *operation.key) not in self.graph.number
         return operation.kind == Kind.FORWARD or fused
@@ -301,17 +311,17 @@ class _Proof:
 
     # ------------------------------------------------------------------------ tokens
 
-    def _consumed(self, m: int) -> Iterator[tuple[int, int, int]]:
-        """(encoder, index among its consumed ones, encoder row) of all that a language
-        microbatch consumes."""
+    def _consumed(self, c: int, m: int) -> Iterator[tuple[int, int, int]]:
+        """(encoder, index among its consumed ones, encoder row) of all that a microbatch of reader c
+        consumes."""
         indices = [0] * len(self.ring.encoders)
-        for encoder, sub in self.graph.workload.inputs[m]:
+        for encoder, sub in self.graph.workload.inputs_of(c)[m]:
             yield encoder, indices[encoder], sub
             indices[encoder] += 1
 
-    def _read_tokens(self, rank: int, m: int, row: RowValues) -> None:
+    def _read_tokens(self, rank: int, c: int, m: int, row: RowValues) -> None:
         expected = set()
-        for encoder, index, sub in self._consumed(m):
+        for encoder, index, sub in self._consumed(c, m):
             column = f"tokens.{encoder}.{index}"
             expected.add(column)
             depth = self.ring.chains[encoder].depth - 1
@@ -323,8 +333,8 @@ class _Proof:
             if column.startswith("tokens.") and column not in expected and slot >= 0:
                 self._fail(f"reads slot {slot} as {column}, which this microbatch does not have")
 
-    def _add_token_gradients(self, rank: int, m: int, row: RowValues) -> None:
-        for encoder, index, sub in self._consumed(m):
+    def _add_token_gradients(self, rank: int, c: int, m: int, row: RowValues) -> None:
+        for encoder, index, sub in self._consumed(c, m):
             slot = row[f"grad_slot.{encoder}.{index}"]
             if slot < 0:  # frozen: no gradient is wanted
                 continue
@@ -367,11 +377,10 @@ class _Proof:
         if label is None:
             return "nothing"
         name = self.ring.chains[label.chain].name
-        users = (
-            f" from {self.ring.reader.name} microbatches {sorted(label.users)}"
-            if label.users
-            else ""
-        )
+        users = ""
+        if label.users:
+            reader = self.ring.chains[self.ring.readers[label.chain]].name
+            users = f" from {reader} microbatches {sorted(label.users)}"
         return (
             f"the {label.what} of {name} chunk {label.depth}, microbatch {label.microbatch}{users}"
         )

@@ -287,7 +287,7 @@ def test_a_model_that_draws_has_what_its_losses_need(path):
     assert "objective: it says how the losses of a model that draws" in refusal(
         path, "objective.diffusion.shift=4.0"
     )
-    assert "model.diffusion runs without stages" in refusal(path, DRAWS, "pipeline.stages=2")
+    assert load_config(path, [DRAWS, "pipeline.stages=2"]).pipeline.stages == 2
     assert "is not measured" in refusal(path, DRAWS, "balance.calibration=times.json")
     assert "nothing to keep" in refusal(path, DRAWS, "phases.diffusion.kept_residuals=1")
     assert "at least 8 numbers in a head" in refusal(path, DRAWS, "model.diffusion.heads=8")

@@ -4,7 +4,7 @@ in it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -14,6 +14,8 @@ from jaxmllm.arrays import Longs
 from jaxmllm.balance.costs.flops import NO_SQUARES, phase_layers
 from jaxmllm.balance.costs.flops import Layer as FlopsLayer
 from jaxmllm.config.schema import Kept, ModelConfig, Remat
+from jaxmllm.phases import make_phases
+from sharding.pipeline.cuts import USUAL, Reading
 from sharding.pipeline.graph import ChainWork
 from sharding.pipeline.layer_costs import Layer, LayerCost, chunk_costs, layer_costs
 from sharding.pipeline.ring import Ring
@@ -74,6 +76,7 @@ class ChainLayers:
     spans: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     # By phase, what gathering a slot of another rank takes in all layers (`SizingInputs.gather_cost`)
     gather_cost: Mapping[str, int] = field(default_factory=dict)
+    reading: Reading = USUAL
 
     def layers(
         self, squares: Mapping[str, Sequence[int]], slots: Mapping[str, int]
@@ -98,12 +101,27 @@ class ChainLayers:
     def _with_recomputation(self, phase: str) -> Iterator[tuple[FlopsLayer, dict[str, Any]]]:
         """The layers of a phase, and what their own backward pass computes again: only between the first,
         a stem or embedding, and the last, a projector or head."""
-        layers = phase_layers(self.model, phase)
+        layers = self._flops_layers(phase)
         for number, layer in enumerate(layers):
             if 0 < number < len(layers) - 1:
                 yield layer, computed_again(self.remat.get(phase, "full"))
             else:
                 yield layer, {}
+
+    def _flops_layers(self, phase: str) -> tuple[FlopsLayer, ...]:
+        """A stem or embedding, layers, and a projector or head."""
+        layers = phase_layers(self.model, phase)
+        record = make_phases(self.model)[phase]
+        if record.generates:  # what makes conditions and patches into slots is one stem
+            projector, stem, *others = layers
+            products = (*projector.products, *stem.products)
+            parameters = projector.parameters + stem.parameters
+            either = projector if projector.is_trained(self.trained) else stem
+            return (replace(either, parameters=parameters, products=products), *others)
+        if phase in self.reading.optional - self.reading.losses:  # a norm follows the layers
+            *others, head = layers
+            return (*others, replace(head, parameters=0, products=()))
+        return layers
 
     def costs(self, ring: Ring) -> dict[str, ChainCosts]:
         """Costs of the chunks of every chain."""
@@ -114,14 +132,16 @@ class ChainLayers:
             full = {
                 name: [capacity**2 * share for share in unit] for name, capacity in largest.items()
             }
-            one_item.append(layer_costs(self.layers(full, largest)))
+            one_item.append(layer_costs(self.layers(full, largest), self.reading.readers))
         nothing = dict.fromkeys(self.capacities, (0,) * kinds)
         costs = {}
         for chain in ring.chains:
             capacities = self.capacities[chain.name]
             # All chains together: the first language chunk returns gradients where an encoder is trained.
             without_attention = [
-                layer_costs(self.layers(nothing, {**largest, chain.name: capacity}))[chain.name]
+                layer_costs(
+                    self.layers(nothing, {**largest, chain.name: capacity}), self.reading.readers
+                )[chain.name]
                 for capacity in capacities
             ]
             linear = [_columns(chunk_costs(chain, layers)) for layers in without_attention]

@@ -66,6 +66,12 @@ class PipelineSpec:
     examples: int
     backward: bool = True  # false: evaluation
 
+    @property
+    def rows_read(self) -> dict[str, int]:
+        """Of every phase that is read, the rows that one microbatch of its reader may read."""
+        names = (chain.name for chain in self.tables.ring.encoders)
+        return dict(zip(names, self.tables.rows_read, strict=True))
+
 
 @dataclass(frozen=True)
 class PlannedRun:
@@ -95,17 +101,19 @@ def plan_pipeline(items: BatchItems, spec: PlanSpec, pipeline: PipelineSpec) -> 
     began = time.perf_counter()
     runs = plan_runs(items, spec, pipeline)
     phases, arrivals = _joined([run.rows for run in runs], items, spec)
-    rows_read = dict(zip(arrivals, pipeline.tables.rows_read, strict=True))
-    pool = sum(spec.phases[name].row_tokens * count for name, count in rows_read.items())
+    room = {
+        name: spec.phases[name].row_tokens * count for name, count in pipeline.rows_read.items()
+    }
+    pool_of_language = sum(slots for name, slots in room.items() if name != LANGUAGE)
     statistics: dict[str, float] = {}
     for name, phase in spec.phases.items():
         statistics |= phase_statistics(phases[name], items.phases[name], phase)
     statistics |= _statistics(runs)
     statistics["plan_ms"] = 1e3 * (time.perf_counter() - began)
-    routes = {
-        name: group_route(phases[name], items.phases[name].tokens, arrival, name, spec, pool)
-        for name, arrival in arrivals.items()
-    }
+    routes = {}
+    for name, arrival in arrivals.items():
+        pool = room[LANGUAGE] if spec.phases[name].phase.generates else pool_of_language
+        routes[name] = group_route(phases, items.phases, arrival, name, spec, pool)
     return StepPlan(phases, routes, statistics, _records(runs))
 
 
@@ -182,7 +190,7 @@ def _possible_rows(
             spec,
             microbatches,
             pipeline.config.deferral,
-            pipeline.tables.rows_read,
+            pipeline.rows_read,
             capacity=capacity,
         )
         try:
@@ -225,12 +233,8 @@ def quick_schedule(graph: Graph, pipeline: PipelineSpec) -> Schedule:
 
 
 def _check_bounds(rows: RunRows, spec: PlanSpec, pipeline: PipelineSpec) -> None:
-    for name, needed, most in zip(
-        rows.arrivals,
-        rows.rows_read,
-        pipeline.tables.rows_read,
-        strict=True,
-    ):
+    for name, most in pipeline.rows_read.items():
+        needed = rows.rows_read[name]
         if needed > most:
             raise PipelineError(
                 f"a microbatch reads {needed} rows of {name}, room is for {most}: "
@@ -243,7 +247,7 @@ def _check_bounds(rows: RunRows, spec: PlanSpec, pipeline: PipelineSpec) -> None
             phase.classes, counts, pipeline.rows[name], strict=True
         ):
             if count > most:
-                key = "pipeline.microbatches" if phase.has_loss else f"phases.{name}.capacities"
+                key = f"phases.{name}.capacities" if name != LANGUAGE else "pipeline.microbatches"
                 raise PipelineError(
                     f"{count} rows of {name} of {capacity} slots, a run has {most}: raise {key}",
                 )
@@ -260,10 +264,15 @@ def graph_of(rows: RunRows, pipeline: PipelineSpec) -> Graph:
         for chain in ring.chains
         for of_phase in (rows.phases[chain.name],)
     )
+    before = {
+        number: rows.inputs[chain.name]
+        for number, chain in enumerate(ring.encoders)
+        if chain.name in rows.inputs
+    }
     config = pipeline.config
     return build_graph(
         ring,
-        Workload(work, rows.inputs),
+        Workload(work, rows.inputs[ring.reader.name], before),
         split=config.split_backward is True,
         overhead=round(config.flops_per_tick),
     )
@@ -314,8 +323,8 @@ def _joined(
     items: BatchItems,
     spec: PlanSpec,
 ) -> tuple[dict[str, PhasePlan], dict[str, Ints]]:
-    """Plans of all phases, the rows of a run after those of the run before; and where the rows of
-    encoder items begin in a rank's pool."""
+    """Plans of all phases, the rows of a run after those of the run before; and where the rows that
+    encoder items lie in, or a generator's items read, begin in a rank's pool."""
     plans = {}
     arrivals = {}
     for name, phase in spec.phases.items():
@@ -345,7 +354,7 @@ def _joined(
             offset,
             segment,
         )
-        if not phase.has_loss:
+        if name != LANGUAGE:
             arrivals[name] = arrival
     return plans, arrivals
 

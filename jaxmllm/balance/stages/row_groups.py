@@ -3,14 +3,18 @@
 language rows: widest groups --encoder_groups--> groups of an encoder's ranks, on the same ranks
 rows of widest groups        --narrowest-------> rows of fewer ranks, where their items fit (each C slots per rank)
 rows of encoders             --group_route-----> where tokens lie in the pools of the ranks of a group, end to end
+rows of language             --group_route-----> the same of states that a generator reads
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from jaxmllm.arrays import Ints, Longs, running_sums
-from jaxmllm.balance.records import PhasePlan, PhaseSpec, PlanSpec, RoutePlan
+from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec, PlanSpec, RoutePlan
+from jaxmllm.phases import LANGUAGE
 
 
 def encoder_groups(group: Longs, length: Longs, of_language: int, widest: int) -> Longs:
@@ -84,20 +88,32 @@ def split(length: Longs, work: Longs, capacity: int, rows: int) -> Longs | None:
 
 
 def group_route(
-    plan: PhasePlan, tokens: Ints, row_start: Ints, name: str, spec: PlanSpec, pool: int
+    plans: Mapping[str, PhasePlan],
+    items: Mapping[str, PhaseItems],
+    row_start: Ints,
+    name: str,
+    spec: PlanSpec,
+    pool: int,
 ) -> RoutePlan:
-    """Where the tokens of an encoder's items lie for those who read them: slots of the pools of all ranks
-    of a group, end to end.
+    """Where the tokens of an encoder's items, or the states that a generator's items read, lie for those
+    who read them: slots of the pools of all ranks of a group, end to end.
 
     Args:
-      tokens: [N] of each item.
-      row_start: [N] where its row begins in the pool of a rank.
-      name: of the encoder.
+      row_start: [N] where the row that is read begins in the pool of a rank.
+      name: of the encoder or generator.
       pool: slots of the pool of a rank.
     """
-    per_token = spec.phases[name].slots_per_token
-    on_rank = plan.capacity[plan.microbatch] // per_token  # tokens of the row
-    first = plan.offset // per_token  # token of the row
+    tokens = items[name].tokens
+    if spec.phases[name].phase.generates:  # what it reads are slots of language rows
+        plan, per_token = plans[LANGUAGE], 1
+        examples = items[LANGUAGE].example  # ascending, one item each
+        held = np.searchsorted(examples, items[name].example)
+        first = plan.offset[held] + items[name].slot
+    else:
+        plan, per_token = plans[name], spec.phases[name].slots_per_token
+        held = np.arange(len(tokens))
+        first = plan.offset // per_token  # token of the row
+    on_rank = plan.capacity[plan.microbatch[held]] // per_token  # tokens of the row
     last = np.maximum(first + tokens - 1, first)
     item = np.repeat(np.arange(len(tokens)), last // on_rank - first // on_rank + 1)
     first, end, on_rank = first[item], (first + tokens)[item], on_rank[item]
@@ -105,7 +121,7 @@ def group_route(
     begin = np.maximum(first, part * on_rank)
     end = np.minimum(end, (part + 1) * on_rank)
     widest = max(phase.widest for phase in spec.phases.values())
-    member = plan.rank[item] % widest + part
+    member = plan.rank[held[item]] % widest + part
     arrival = member * pool + row_start[item] + begin - part * on_rank
     return RoutePlan(
         item=item.astype(np.int32),

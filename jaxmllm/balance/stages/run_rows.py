@@ -1,7 +1,8 @@
 """The rows of one run of the executor: which items lie in which row, and who reads which rows.
 
-examples --plan_microbatches--> microbatches --pack_rows--> encoder rows
+examples --plan_microbatches--> microbatches --pack_rows--> encoder rows, and those of a generator
 encoder rows --> inputs: the rows that every microbatch reads; arrivals: where tokens lie there
+language rows --> the same for rows of a generator
 
 Where ranks share rows, the widest groups of a phase are filled as if each were one rank with the slots
 of all its ranks. Then a row whose items lie in narrower groups is given to these (row_groups.py).
@@ -20,6 +21,7 @@ from jaxmllm.balance.rows.pack import lay_out
 from jaxmllm.balance.stages.microbatches import MicrobatchPlan, PhaseLoad, plan_microbatches
 from jaxmllm.balance.stages.row_groups import encoder_groups, narrowest
 from jaxmllm.phases import LANGUAGE
+from sharding.pipeline.graph import Consumed
 
 WORK_BITS = 50  # of an example's work, at most: sums over a batch then fit 64 bits
 
@@ -49,15 +51,16 @@ class PhaseRows:
 
 @dataclass(frozen=True)
 class RunRows:
-    """Examples in rows. `inputs[m]` are the (encoder, row) that language microbatch m reads, the
-    same on all replicas; `rows_read` is how many of each encoder the microbatch reads that reads
-    most."""
+    """Examples in rows. `inputs[reader][m]` are the (phase, row) that microbatch m of a phase reads, the
+    same on all replicas, phases by number; `rows_read` is, of each phase that is read, how many rows the
+    microbatch reads that reads most."""
 
     phases: dict[str, PhaseRows]
-    # By encoder, of the items in `phases`: where their rows begin in the pool of a rank
+    # By encoder or generator, of the items in `phases`: where the rows that they are read from or read
+    # begin in the pool of a rank
     arrivals: dict[str, Longs]
-    inputs: tuple[tuple[tuple[int, int], ...], ...]
-    rows_read: tuple[int, ...]
+    inputs: dict[str, Consumed]
+    rows_read: dict[str, int]
     deferred: int  # examples
 
 
@@ -67,7 +70,7 @@ def pack_run(
     spec: PlanSpec,
     microbatches: int,
     deferral: bool,
-    rows_read: tuple[int, ...] | None = None,
+    rows_read: Mapping[str, int] | None = None,
     plan: MicrobatchPlan | None = None,
     capacity: int | None = None,
 ) -> RunRows:
@@ -76,8 +79,8 @@ def pack_run(
 
     Args:
       examples: numbers in the batch, ascending.
-      rows_read: rows of each encoder whose tokens lie end to end where a microbatch finds them;
-        none: as many as needed.
+      rows_read: rows of each phase that is read whose tokens lie end to end where a microbatch finds
+        them; none: as many as needed.
       plan: what `examples_in_microbatches` made of the same; none: it is asked.
       capacity: most slots of a language microbatch on a replica; none: those of the largest rows.
         Whatever it is, a row is of the smallest class that holds what lies in it.
@@ -86,18 +89,22 @@ def pack_run(
         plan = examples_in_microbatches(examples, items, spec, microbatches, deferral, capacity)
     members, owner, chosen = _items_of(examples, items)
     encoders = [name for name, phase in spec.phases.items() if not phase.has_loss]
+    generators = [name for name, phase in spec.phases.items() if phase.phase.generates]
     language = spec.phases[LANGUAGE]
     # Microbatches without an example on any group are left out.
     language_microbatch = np.unique(plan.language, return_inverse=True)[1].astype(np.int64)
     group_of_example = plan.replica.astype(np.int64)
 
     phases = {}
-    for name in encoders:
+    for name in (*encoders, *generators):
         phase = spec.phases[name]
-        group = encoder_groups(
-            group_of_example[owner[name]], chosen[name].length, language.widest, phase.widest
-        )
-        row, count = _encoder_rows(plan, group, owner[name], chosen[name].length, phase)
+        microbatch_of_example = language_microbatch if name in generators else plan.encoder
+        length = chosen[name].length
+        group = encoder_groups(group_of_example[owner[name]], length, language.widest, phase.widest)
+        if name in generators:  # no row shall have more items than segments
+            length = np.maximum(length, ceil_divide(phase.longest_row, phase.max_segments))
+        microbatch = microbatch_of_example[owner[name]]
+        row, count = _media_rows(microbatch, plan.microbatches, group, length, phase)
         phases[name] = _phase_rows(phase, chosen[name], members[name], row, group, count)
     phases[LANGUAGE] = _phase_rows(
         language,
@@ -107,8 +114,9 @@ def pack_run(
         group_of_example[owner[LANGUAGE]],
         int(language_microbatch.max(initial=-1)) + 1,
     )
-    readers = {name: language_microbatch[owner[name]] for name in encoders}
-    return _linked(phases, readers, spec, rows_read, int(plan.deferred.sum()))
+    phases = {name: phases[name] for name in spec.phases}
+    sequences = {name: language_microbatch[owner[name]] for name in (*encoders, *generators)}
+    return _linked(phases, sequences, spec, rows_read, int(plan.deferred.sum()))
 
 
 def _phase_rows(
@@ -160,7 +168,9 @@ def examples_in_microbatches(
         loads[LANGUAGE] = replace(loads[LANGUAGE], capacity=capacity * phase.widest)
     language = loads.pop(LANGUAGE)
     groups = phase.ranks // phase.widest
-    return plan_microbatches(loads, language, groups, microbatches, None if deferral else 0)
+    # What is deferred is what follows encoders
+    defers = deferral and bool(phase.phase.reads)
+    return plan_microbatches(loads, language, groups, microbatches, None if defers else 0)
 
 
 def capacities_to_try(examples: Longs, items: BatchItems, spec: PlanSpec) -> list[int]:
@@ -258,30 +268,25 @@ def _loads(
         loads[name] = PhaseLoad(
             work=sums_by(owner[name], work, examples),
             slots=sums_by(owner[name], length, examples),
-            # Encoders have as many rows as their items need; a language microbatch is one row.
-            capacity=phase.longest_row if phase.has_loss else None,
+            # Others have as many rows as their items need; a language microbatch is one row.
+            capacity=phase.longest_row if name == LANGUAGE else None,
         )
     return loads
 
 
-# ---------------------------------------------------------------------------- encoder rows
+# ---------------------------------------------------------------------------- rows of media
 
 
-def _encoder_rows(
-    plan: MicrobatchPlan,
-    group: Longs,
-    owner: Longs,
-    length: Longs,
-    phase: PhaseSpec,
+def _media_rows(
+    microbatch: Ints | Longs, microbatches: int, group: Longs, length: Longs, phase: PhaseSpec
 ) -> tuple[Longs, int]:
-    """Row [N] of every item of an encoder, and the number of rows: shared by consecutive microbatches,
-    or one after another, begun as the largest rows or as what just holds the item; whichever have
-    fewest slots."""
+    """Row [N] of every item of an encoder or generator, and the number of rows: shared by consecutive
+    microbatches, or one after another, begun as the largest rows or as what just holds the item;
+    whichever have fewest slots."""
     groups = phase.ranks // phase.widest
     capacities = tuple((_distinct_capacities(phase)[::-1] * phase.widest).tolist())
-    microbatch = plan.encoder[owner]
     packed = [
-        _grouped_rows(plan, microbatch, group, length, capacities[0], groups),
+        _grouped_rows(microbatches, microbatch, group, length, capacities[0], groups),
         rows_in_turn(microbatch, group, length, capacities[:1], groups),
     ]
     if len(capacities) > 1:
@@ -296,7 +301,7 @@ def _encoder_rows(
 
 
 def rows_in_turn(
-    microbatch: Ints,
+    microbatch: Ints | Longs,
     replica: Longs,
     length: Longs,
     capacities: tuple[int, ...],
@@ -339,24 +344,24 @@ def rows_in_turn(
 
 
 def _grouped_rows(
-    plan: MicrobatchPlan,
-    microbatch: Ints,
+    microbatches: int,
+    microbatch: Ints | Longs,
     replica: Longs,
     length: Longs,
     capacity: int,
     ranks: int,
 ) -> tuple[Longs, int]:
     """The same where groups of consecutive microbatches have rows of their own."""
-    sharing = _sharing_groups(microbatch, replica, length, capacity, plan.microbatches)
+    sharing = _sharing_groups(microbatch, replica, length, capacity, microbatches)
     group = sharing[microbatch]
     row_in_group, _ = pack_rows(group * ranks + replica, length, capacity)
-    rows_before = np.zeros(plan.microbatches + 1, np.int64)
+    rows_before = np.zeros(microbatches + 1, np.int64)
     np.maximum.at(rows_before, group + 1, row_in_group + 1)
     return np.cumsum(rows_before)[group] + row_in_group, int(rows_before.sum())
 
 
 def _sharing_groups(
-    microbatch: Ints,
+    microbatch: Ints | Longs,
     replica: Longs,
     length: Longs,
     capacity: int,
@@ -387,33 +392,41 @@ def _sharing_groups(
 
 def _linked(
     phases: dict[str, PhaseRows],
-    readers: Mapping[str, Longs],
+    sequences: Mapping[str, Longs],
     spec: PlanSpec,
-    rows_read: tuple[int, ...] | None,
+    rows_read: Mapping[str, int] | None,
     deferred: int,
 ) -> RunRows:
     """Which microbatch reads which rows, and where it finds them in the pool of a rank: one row after
     another, each with room for the largest.
 
     Args:
-      readers: by encoder, the language microbatch that reads each item [n].
+      sequences: by encoder or generator, the language microbatch that reads each item [n], or is read.
     """
-    inputs: list[list[tuple[int, int]]] = [[] for _ in range(phases[LANGUAGE].count)]
-    position = {}  # of an item's row among those that its reader reads
-    needed = []
-    for encoder, (name, reader) in enumerate(readers.items()):
-        rows = phases[name]
-        pairs, pair_of_item = np.unique(reader * (rows.count + 1) + rows.row, return_inverse=True)
-        microbatch, row = np.divmod(pairs, rows.count + 1)
+    number = {name: place for place, name in enumerate(phases)}
+    inputs: dict[str, list[list[tuple[int, int]]]] = {}
+    position = {}  # of the row that is read among those of its reader
+    needed: dict[str, int] = {}
+    for name, sequence in sequences.items():
+        read, reader = (LANGUAGE, name) if spec.phases[name].phase.generates else (name, LANGUAGE)
+        of_item = phases[name].row
+        row, reading = (sequence, of_item) if reader == name else (of_item, sequence)
+        count = phases[read].count + 1
+        pairs, pair_of_item = np.unique(reading * count + row, return_inverse=True)
+        microbatch, row = np.divmod(pairs, count)
         pair_position = running_sums(microbatch, np.ones_like(microbatch))
-        for m, number in zip(microbatch.tolist(), row.tolist(), strict=True):
-            inputs[m].append((encoder, number))
+        of_reader = inputs.setdefault(reader, [[] for _ in range(phases[reader].count)])
+        for m, read_row in zip(microbatch.tolist(), row.tolist(), strict=True):
+            of_reader[m].append((number[read], read_row))
         position[name] = pair_position[pair_of_item]
-        needed.append(int(pair_position.max(initial=-1)) + 1)
+        needed[read] = int(pair_position.max(initial=-1)) + 1
+    inputs.setdefault([*phases][-1], [[] for _ in range(phases[[*phases][-1]].count)])
     arrivals = {}
-    base = 0
-    for name, encoder_rows in zip(position, rows_read or needed, strict=True):
-        tokens = spec.phases[name].row_tokens
-        arrivals[name] = base + position[name] * tokens
-        base += encoder_rows * tokens
-    return RunRows(phases, arrivals, tuple(map(tuple, inputs)), tuple(needed), deferred)
+    base = dict.fromkeys(inputs, 0)
+    for name in position:
+        read, reader = (LANGUAGE, name) if spec.phases[name].phase.generates else (name, LANGUAGE)
+        tokens = spec.phases[read].row_tokens
+        arrivals[name] = base[reader] + position[name] * tokens
+        base[reader] += (rows_read or needed)[read] * tokens
+    consumed = {reader: tuple(map(tuple, of_reader)) for reader, of_reader in inputs.items()}
+    return RunRows(phases, arrivals, consumed, needed, deferred)

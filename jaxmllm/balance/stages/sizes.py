@@ -23,6 +23,8 @@ from jaxmllm.balance.stages.trial_search import choose_sampled
 from jaxmllm.balance.stages.trial_slots import Keeps, keeps_none
 from jaxmllm.balance.stages.trials import Capacities, Sampled, Trials
 from jaxmllm.config.schema import ConfigError, ModelConfig, PipelineConfig, Remat
+from jaxmllm.phases import LANGUAGE, Phase
+from sharding.pipeline.cuts import USUAL, Reading
 from sharding.pipeline.graph import Pool, PoolKey
 from sharding.pipeline.ring import PipelineError
 from sharding.pipeline.schedules.schedule import Schedule, lockstep
@@ -53,6 +55,7 @@ def choose_pipeline(
     largest: Sequence[BatchItems] = (),
     remat: Mapping[str, Remat] = ALL_FULL,
     keeps: Keeps = keeps_none,
+    learns_text: bool = True,
 ) -> PipelineSizes:
     """Fill in every size of a pipeline.
 
@@ -65,15 +68,17 @@ def choose_pipeline(
       largest: the examples of the whole data that have most slots; each shall fit a run by itself.
       remat: by phase, of its tower or decoder; full where it is not said.
       keeps: what `kept_residuals: auto` comes to.
+      learns_text: whether the decoder has a loss.
 
     Raises:
       ConfigError: capacities that hold no example, or slots that no schedule of a sample fits.
       PipelineError: more stages than layers.
     """
     gather_cost = {inputs.name: inputs.gather_cost for inputs in phases}
+    reading = _reading([inputs.phase for inputs in phases], learns_text)
 
     def layers(capacities: Capacities, spans: Capacities) -> ChainLayers:
-        return ChainLayers(model, trained, capacities, remat, spans, gather_cost)
+        return ChainLayers(model, trained, capacities, remat, spans, gather_cost, reading)
 
     trials = Trials(samples, phases, config, layers, examples, largest, keeps)
     sampled = _scheduled(*choose_sampled(trials))
@@ -85,6 +90,15 @@ def choose_pipeline(
     evaluation = _fitted(replace(sampled.pipeline, backward=False), by_rows)
     ticks = max(training.tables.ticks, evaluation.tables.ticks)
     return PipelineSizes(sampled.spec, _with_ticks(training, ticks), _with_ticks(evaluation, ticks))
+
+
+def _reading(phases: Sequence[Phase], learns_text: bool) -> Reading:
+    """Who reads whom in stages."""
+    if not any(phase.generates for phase in phases):
+        return USUAL
+    readers = {read: phase.name for phase in phases for read in phase.reads}
+    language = frozenset({LANGUAGE})
+    return Reading(readers, language if learns_text else frozenset(), optional=language)
 
 
 def _scheduled(trials: Trials, sampled: Sampled) -> Sampled:

@@ -53,7 +53,7 @@ def _choose_rows_and_cut(tried: Trials, similar: _Best | None = None) -> _Best:
         }
         rounds = 1
     best = _Best(tried, first, _first_cut(tried) if similar is None else similar.cut)
-    to_choose = [] if tried.microbatches else [LANGUAGE, *tried.encoders]
+    to_choose = [] if tried.microbatches else [LANGUAGE, *tried.media]
     to_choose = [name for name in to_choose if tried.given(name) is None]
     if similar is None:
         best.choose_cut()
@@ -125,8 +125,9 @@ class _Best:
                 self._try(self.capacities, Cut(layout))
         if self.cut.layout != "segments":
             return
-        for name in (LANGUAGE, *self.trials.encoders):
-            for count in CHOICE.chunks if name == LANGUAGE else CHOICE.encoder_chunks:
+        for name in (LANGUAGE, *self.trials.media):
+            is_encoder = name in self.trials.encoders
+            for count in CHOICE.encoder_chunks if is_encoder else CHOICE.chunks:
                 self._try(self.capacities, self.cut.with_chunks(name, count), CHOICE.worth)
 
     def _try(self, capacities: dict[str, tuple[int, ...]], cut: Cut, worth: float = 1.0) -> bool:

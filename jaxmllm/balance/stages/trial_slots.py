@@ -34,11 +34,19 @@ def slot_budget(
     in_flight = config.microbatches_in_flight
     if in_flight == "auto":
         all_at_once = scheduler_of(config.schedule).all_in_flight
-        in_flight = sum(rows[LANGUAGE]) if all_at_once else CHOICE.per_stage * config.stages
+        # Of a reader, and of what it reads those rows that nothing reads
+        of_language = sum(rows[LANGUAGE])
+        of_reader = sum(rows[ring.reader.name])
+        most = of_reader if ring.reader.name == LANGUAGE else of_reader + of_language
+        in_flight = most if all_at_once else CHOICE.per_stage * config.stages
+    # Of every chain, by microbatch of the last one
+    rows_each = [1] * len(ring.chains)
+    for number, reader in reversed(list(enumerate(ring.readers))):
+        rows_each[number] = rows_each[reader] * rows_read[number]
     slots: Slots = {}
     for number, chain in enumerate(ring.chains):
         encoder = number < len(rows_read)
-        rows_in_flight = in_flight * (rows_read[number] if encoder else 1)
+        rows_in_flight = in_flight * rows_each[number]
         if chain.depth > 1 or chain.head_only:
             slots[Pool.INPUT, number] = rows_in_flight * chain.chunks_per_rank
         if encoder:

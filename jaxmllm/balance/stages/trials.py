@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxmllm.arrays import ceil_divide, round_up
+from jaxmllm.arrays import Longs, ceil_divide, round_up
 from jaxmllm.balance.records import BatchItems, PhaseSpec, PlanSpec, RowClass
 from jaxmllm.balance.sizes.capacities import checked_capacities
 from jaxmllm.balance.sizes.inputs import SizingInputs, phase_spec, with_head_room
@@ -63,12 +63,12 @@ class Sampled:
     @property
     def fitting(self) -> list[RunRows]:
         """The best of each batch whose microbatches read no more rows than there is room for."""
-        most = self.pipeline.tables.rows_read
+        most = self.pipeline.rows_read
         fitting = [
             [
                 run
                 for run in of_batch
-                if all(need <= room for need, room in zip(run.rows_read, most, strict=True))
+                if all(run.rows_read[name] <= room for name, room in most.items())
             ]
             for of_batch in self.runs
         ]
@@ -113,6 +113,9 @@ class Trials:
         self.keeps = keeps
         self.widest = widest
         self.encoders = self.inputs[LANGUAGE].phase.reads
+        # Encoders and generators, and all that others read
+        self.media = tuple(name for name in self.inputs if name != LANGUAGE)
+        self.read = tuple(self.inputs)[:-1]
         self.microbatches = None if config.microbatches == "auto" else config.microbatches
         self._plans: dict[tuple[int, int], MicrobatchPlan] = {}
         self._runs: dict[tuple[tuple[int, ...], ...], list[list[RunRows]]] = {}
@@ -172,13 +175,25 @@ class Trials:
         """Rows of these capacities."""
         return PlanSpec(
             {
-                name: _phase_spec(
-                    inputs, self.classes(name, capacities[name]), self.examples, self.span(name)
-                )
-                for name, inputs in self.inputs.items()
+                name: self._phase_spec(name, self.classes(name, capacities[name]))
+                for name in self.inputs
             },
             {},
         )
+
+    def _phase_spec(self, name: str, classes: tuple[RowClass, ...]) -> PhaseSpec:
+        inputs = self.inputs[name]
+        config = inputs.config
+        if inputs.phase.generates:
+            segments = config.max_segments
+            if segments == "auto":
+                lengths = [batch.phases[name].length for batch in self.samples]
+                segments = _segments(np.concatenate([*lengths, np.zeros(0, np.int64)]), classes)
+            return phase_spec(inputs, classes, segments)
+        # The ranks that share rows get their share of the examples, so a row never has more of them.
+        of_group = ceil_divide(self.examples, inputs.ranks // self.span(name))
+        segments = of_group if config.max_segments == "auto" else config.max_segments
+        return phase_spec(inputs, classes, max(segments, of_group))
 
     def given(self, name: str) -> tuple[int, ...] | None:
         """The capacities that the config gives a phase; none: they are to be chosen."""
@@ -245,13 +260,13 @@ class Trials:
         runs = self.runs(capacities)
         of_samples = [run for of_batch in runs for run in of_batch]
         alone = _alone(self.largest, spec)
-        rows_read = _rows_read(of_samples, alone, len(self.encoders), self.config)
+        rows_read = _rows_read(of_samples, alone, self.read, self.config)
         rows = {
             name: _most_rows([*of_samples, *alone], name, len(phase.classes))
             for name, phase in spec.phases.items()
         }
         # One microbatch may read as many rows as that, so a run has them.
-        for name, fewest in zip(self.encoders, rows_read, strict=True):
+        for name, fewest in zip(self.read, rows_read, strict=True):
             rows[name] = tuple(max(count, fewest) for count in rows[name])
         # All language rows of a step may be of one class, and they hold integers alone.
         load = with_head_room(self.load(LANGUAGE), 1)
@@ -341,14 +356,12 @@ def _first_examples(batch: BatchItems, count: int) -> BatchItems:
     return BatchItems(batch.examples[:count], batch.targets, phases)
 
 
-def _phase_spec(
-    inputs: SizingInputs, classes: tuple[RowClass, ...], examples: int, widest: int
-) -> PhaseSpec:
-    config = inputs.config
-    # The ranks that share rows get their share of the examples, so a row never has more of them.
-    of_group = ceil_divide(examples, inputs.ranks // widest)
-    segments = of_group if config.max_segments == "auto" else config.max_segments
-    return phase_spec(inputs, classes, max(segments, of_group))
+def _segments(lengths: Longs, classes: tuple[RowClass, ...]) -> int:
+    """Items of a generator in a row at most: as many as fill the largest one where all are as short as a quarter of
+    the sampled ones. Every layer has scales and shifts for each."""
+    ordered = np.sort(lengths)
+    short = int(ordered[len(ordered) // 4]) if len(ordered) else classes[0].slots
+    return ceil_divide(classes[0].slots, max(short, 1))
 
 
 def _alone(largest: Sequence[BatchItems], spec: PlanSpec) -> list[RunRows]:
@@ -371,20 +384,18 @@ def _most_rows(runs: Sequence[RunRows], name: str, classes: int) -> tuple[int, .
 def _rows_read(
     sampled: Sequence[RunRows],
     alone: Sequence[RunRows],
-    encoders: int,
+    read: Sequence[str],
     config: PipelineConfig,
 ) -> tuple[int, ...]:
-    """Rows of each encoder that one microbatch may read: enough for the samples, and for each of
-    the largest examples by itself."""
+    """Rows of each phase that is read which one microbatch of its reader may read: enough for the
+    samples, and for each of the largest examples by itself."""
     if config.encoder_rows_per_microbatch != "auto":
-        return (config.encoder_rows_per_microbatch,) * encoders
-    at_least_one = [1] * encoders
-    of_samples = np.array([at_least_one, *(run.rows_read for run in sampled)]).max(axis=0).tolist()
-    of_largest = np.array([at_least_one, *(run.rows_read for run in alone)]).max(axis=0).tolist()
-    return tuple(
-        max(with_head_room(usual, 1), needed)
-        for usual, needed in zip(of_samples, of_largest, strict=True)
-    )
+        return (config.encoder_rows_per_microbatch,) * len(read)
+
+    def most(runs: Sequence[RunRows], name: str) -> int:
+        return max([1, *(run.rows_read[name] for run in runs)])
+
+    return tuple(max(with_head_room(most(sampled, name), 1), most(alone, name)) for name in read)
 
 
 # ---------------------------------------------------------------------------- stages
@@ -405,4 +416,11 @@ def _ring(layers: ChainLayers, sampled: Sequence[RunRows], stages: int, cut: Cut
     rows_per_microbatch = {name: count[name] / max(count[LANGUAGE], 1) for name in count}
     chunks = dict(cut.chunks) if cut.layout == "segments" else None
     of_layers = layers.layers(squares, slots)
-    return partition(of_layers, stages, cut.layout, rows_per_microbatch, chunks=chunks)
+    return partition(
+        of_layers,
+        stages,
+        cut.layout,
+        rows_per_microbatch,
+        chunks=chunks,
+        reading=layers.reading,
+    )

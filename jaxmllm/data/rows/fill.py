@@ -135,6 +135,7 @@ def fill(
                 lambda example, item, rule=draws: rule.of(step, corpus.id(example), item),  # type: ignore[misc]
                 threads,
                 draws.guided,
+                plan.routes[phase] if plan.runs else None,
             )
         else:
             rows[phase], messages = encoder_rows(*of_phase, threads)

@@ -11,7 +11,8 @@ A row has, with q local ranks, C slots, F features and S segments:
     same for attention: 0 also where conditions are hidden from their item), positions int32 [q, C, 3]
     (time, height, width: see data/media/generated.py), patches int32
     [q, C] (number of the patch in its item; -1: none, or it did not load), conditions int32 [q, C] (slot
-    of its rank's row in the order of the plan, which is where its state arrives; -1: none), noise uint32
+    of its rank's row in the order of the plan, which is where its state arrives, or in stages slot of the
+    pool of all language rows that the microbatch reads; -1: none), noise uint32
     [q, S, 2] (key of each segment's noise), times float32 [q, S], sources int32 [q, S] (-1: none), failed
     int32 [q] (items that did not load), order and tiles (see masks.py).
 Of guided items, the second half of the patches are the first ones again, which do not see the conditions:
@@ -32,7 +33,7 @@ from typing import cast
 
 import numpy as np
 
-from jaxmllm.balance.records import PhasePlan
+from jaxmllm.balance.records import PhasePlan, RoutePlan
 from jaxmllm.data.media.generated import Generated
 from jaxmllm.data.rows.batch import Batch, LocalRows
 from jaxmllm.data.rows.draws import Draws
@@ -53,12 +54,14 @@ def generator_rows(
     draw: Callable[[int, int], Draws],
     threads: int,
     guided: bool = False,
+    route: RoutePlan | None = None,
 ) -> tuple[list[Row], list[str]]:
     """Rows of every microbatch, and messages as of `encoder_rows`, with the same errors.
 
     Args:
       draw: what is random of an item, by example number and number of the item in its example.
       guided: whether items lie in their rows with and without their conditions.
+      route: where the states that items read lie, in stages; none: they arrive at the slots of conditions.
     """
     row_format = batch.modalities[phase].format
     items = batch.items.phases[phase]
@@ -82,7 +85,7 @@ def generator_rows(
                 np.arange(row["owners"].shape[1], dtype=np.int32), (len(row["owners"]), 1)
             )
     kind = _GuidedFilling if guided else _Filling
-    filling = kind(batch.modalities[phase], items, local, rows, draws)
+    filling = kind(batch.modalities[phase], items, local, rows, draws, route)
     failures = filling.load_all(batch, threads)
     for row, span in zip(rows, plan.span.tolist(), strict=True):
         if span > 1:
@@ -94,17 +97,21 @@ def generator_rows(
 @dataclass(frozen=True)
 class _Filling(Filling):
     draws: dict[int, Draws]  # by item
+    route: RoutePlan | None
 
     def lay(self, row: Row, number: int, item: int, span: MediaSpan, slots: slice) -> slice:
         plan = self.local.plan
         patches = slice(slots.start + span.conditions, slots.stop)
         conditions = np.arange(slots.start, patches.start)
-        capacity = int(plan.capacity[plan.microbatch[item]])
         row["owners"][number, slots] = plan.segment[item]
         row["segments"][number, slots] = plan.segment[item]
         if self.draws[item].hidden:
             row["segments"][number, conditions] = 0
-        row["conditions"][number, conditions] = conditions % capacity
+        if self.route is None:
+            capacity = int(plan.capacity[plan.microbatch[item]])
+            row["conditions"][number, conditions] = conditions % capacity
+        else:
+            row["conditions"][number, conditions] = self.route.arrivals(item)
         modality = cast(Generated, self.modality)
         of_conditions = modality.condition_positions(span.shape, span.conditions)
         row["positions"][number, conditions] = of_conditions

@@ -20,7 +20,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxmllm.arrays import Ints, Longs, running_sums
 from jaxmllm.balance.records import StepPlan
 from jaxmllm.data.rows.batch import CHANGED, Batch, LocalRows, MisalignmentError
 from jaxmllm.data.rows.masks import AttentionSpec, Row, finish_language_row
@@ -44,14 +43,15 @@ def language_rows(
         _empty_row(len(local.groups(span)), capacity * span, max_segments)
         for capacity, span in shapes
     ]
-    generates = any(modality.generated for modality in batch.modalities.values())
+    # In stages a generator reads whole rows
+    routes = {
+        name: route
+        for name, route in plan.routes.items()
+        if not (plan.runs and batch.modalities[name].generated)
+    }
+    generates = any(batch.modalities[name].generated for name in routes)
     if generates:
         rows = [row | {"states": np.full_like(row["media"], -1)} for row in rows]
-    # Pieces of item n are those from pieces[n] on.
-    pieces = {
-        encoder: np.searchsorted(route.item, np.arange(len(batch.items.phases[encoder].tokens) + 1))
-        for encoder, route in plan.routes.items()
-    }
     for item in local.items.tolist():
         index = int(items.example[item])
         row = rows[phase.microbatch[item]]
@@ -69,14 +69,12 @@ def language_rows(
         row["positions"][group, slots] = example.positions
         row["segments"][group, slots] = phase.segment[item]
         row["sources"][group, phase.segment[item] - 1] = source_of(number)
-        for encoder, route in plan.routes.items():
+        for encoder, route in routes.items():
             column = "states" if batch.modalities[encoder].generated else "media"
             for media, span in batch.media(encoder, index):
                 first = slots.start + span.slot
                 last = first + span.tokens
-                begin, end = pieces[encoder][media : media + 2]
-                places = _consecutive(route.arrival[begin:end], route.tokens[begin:end])
-                row[column][group, first:last] = places
+                row[column][group, first:last] = route.arrivals(media)
                 if encoder in attention.bidirectional:
                     # A number that no other item of the row has
                     row["groups"][group, first:last] = first + 1
@@ -87,12 +85,6 @@ def language_rows(
                 row["leaving"] = row["states"].copy()
         finish_language_row(row, attention, span)
     return rows
-
-
-def _consecutive(first: Ints, amount: Ints) -> Longs:
-    """The numbers first[k] .. first[k] + amount[k] of each piece, end to end."""
-    piece = np.repeat(np.arange(len(first)), amount)
-    return first[piece] + running_sums(piece, np.ones_like(piece))
 
 
 def _empty_row(count: int, slots: int, max_segments: int) -> Row:

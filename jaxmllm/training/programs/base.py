@@ -118,8 +118,10 @@ class Programs(abc.ABC):
     ):
         self.functions = functions
         self.spec = spec
-        self.encoders = tuple(phase for phase, route in spec.routes.items() if not route.outward)
-        self.generators = tuple(phase for phase, route in spec.routes.items() if route.outward)
+        self.encoders = tuple(name for name, phase in spec.phases.items() if not phase.has_loss)
+        self.generators = tuple(
+            name for name, phase in spec.phases.items() if phase.phase.generates
+        )
         self.layouts: dict[str, Layout] = {
             phase: functions.model.layout(phase) for phase in spec.phases
         }
@@ -244,6 +246,10 @@ class Programs(abc.ABC):
 
     def _planned_targets(self, batch: Any) -> np.ndarray:
         return np.asarray(batch.host.targets, self._real_dtype)
+
+    def _scale(self, weight: float, planned: int) -> np.ndarray:
+        """Of losses whose mean over a planned number of targets has a weight in the objective."""
+        return np.asarray(weight, self._real_dtype) / np.asarray(max(planned, 1), self._real_dtype)
 
     def _routing(self, statistics: Mapping[str, float], counts: Any = None) -> Routing | None:
         """What the router's losses take, of a decoder with experts, given a step's statistics."""

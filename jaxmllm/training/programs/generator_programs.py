@@ -200,10 +200,6 @@ class GeneratorPrograms(Programs):
     def _owners(self, phases: Iterable[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self.exchange_owner[phase] for phase in phases))
 
-    def _scale(self, weight: float, planned: int) -> np.ndarray:
-        """Of losses whose mean over a planned number of targets has a weight in the objective."""
-        return np.asarray(weight, self._real_dtype) / np.asarray(max(planned, 1), self._real_dtype)
-
     def _params_of(self, params: Any, phase: str) -> Any:
         return {name: params[name] for name in self.functions.model.phases[phase].components}
 

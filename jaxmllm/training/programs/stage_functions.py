@@ -1,6 +1,7 @@
 """A step's mathematics in stages: every phase as a component of the pipeline executor.
 
-rows --first--> x --layer, layer, ..--> x --last--> tokens of an encoder, or loss and sums
+rows --first--> x --layer, layer, ..--> x --last--> tokens of an encoder; states of a decoder that a generator
+                                                    reads, loss and sums where it has one; loss and sums of that
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmllm.balance.records import RowClass
+from jaxmllm.models.diffusion import Drawn
 from jaxmllm.models.layers import checkpointed
 from jaxmllm.models.mixture import RouterSums
 from jaxmllm.models.mllm import MLLM
-from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
+from jaxmllm.models.rows import EncoderRows, GeneratorRows, LanguageRows, TokenPool
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.trainable import Trainable, join
+from jaxmllm.training.generator_functions import GeneratorFunctions
+from jaxmllm.training.objectives.flow import FlowSums, noisy_patches
 from jaxmllm.training.objectives.routing import Routing, router_loss
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.programs.stage_layers import LAYERS, StageLayers
 from jaxmllm.training.step_functions import StepFunctions, media_slots
-from sharding.context import by_rank
+from sharding.context import by_rank, to_ranks
 from sharding.gradient import Params
 from sharding.pipeline.executor.component import Component, Components, Inputs
 from sharding.pipeline.ring import STAGE
@@ -42,11 +46,19 @@ class Activation(NamedTuple):
     routed: RouterSums | None = None
 
 
+class Drawing(NamedTuple):
+    """What goes from one chunk of a generator to the next."""
+
+    drawn: Drawn
+    valid: Float[Array, "R C"]  # 0 where a state that is read could not be computed
+
+
 class LossConstants(NamedTuple):
     """What losses take from outside of the pipeline."""
 
     scale: Any  # what the sum over targets is multiplied by
     routing: Routing | None = None  # of a decoder with experts, in training
+    drawn_scale: Any = None  # with a generator, what the sum over patches is multiplied by
 
 
 class StageFunctions:
@@ -67,7 +79,9 @@ class StageFunctions:
         self.manual = manual
         self.functions = functions
         self.classes = classes
-        self.encoders = functions.model.config.encoders
+        config = functions.model.config
+        self.generators = config.generators
+        self.media = (*config.encoders, *config.generators)
 
     @property
     def model(self) -> MLLM:
@@ -82,7 +96,7 @@ class StageFunctions:
         return self.model.layout(LANGUAGE).spanned(widest).inside(STAGE, *self.manual)
 
     def components(self) -> Components:
-        """Encoders in model order, then language."""
+        """Encoders in model order, language, then its generator."""
         return tuple(
             tuple(self._component(phase, row_class.span) for row_class in self.classes[phase])
             for phase in self.model.phases
@@ -90,7 +104,10 @@ class StageFunctions:
 
     def _component(self, phase: str, span: int) -> Component:
         functions = self._inside(phase, span)
-        return self._language(functions) if phase == LANGUAGE else self._encoder(phase, functions)
+        if phase == LANGUAGE:
+            return self._language(functions)
+        generates = self.model.phases[phase].generates
+        return (self._generator if generates else self._encoder)(phase, functions)
 
     def _inside(self, phase: str, span: int) -> StepFunctions:
         """The functions for rows of a phase that `span` ranks hold together, inside the manual axes."""
@@ -192,11 +209,7 @@ class StageFunctions:
 
         def first(outer: Params, rows: LanguageRows, media: tuple[TokenPool, ...]) -> Activation:
             if media:
-                pools = [jax.tree.map(_concat_rows, tokens) for tokens in media]
-                pool = TokenPool(
-                    *(jnp.concatenate(leaves, axis=1) for leaves in zip(*pools, strict=True)),
-                )
-                arrived = media_slots(rows).take(layout, of_group(group, pool))
+                arrived = media_slots(rows).take(layout, of_group(group, _joined(media)))
             else:
                 ranks, slots = rows.tokens.shape
                 width = model.config.token_width
@@ -224,10 +237,23 @@ class StageFunctions:
                 return x._replace(hidden=hidden)
             return x._replace(hidden=hidden, routed=_with_layer(x.routed, routed, number))
 
-        def last(outer: Params, x: Activation, rows: LanguageRows) -> tuple[Array, Sums]:
+        generates, learns = bool(self.generators), functions.learns_text
+
+        def last(outer: Params, x: Activation, rows: LanguageRows) -> Any:
+            hidden = model.normed(_outer_params(outer), LANGUAGE, x.hidden)
+            losses = text_loss(outer, x, hidden, rows) if learns else None
+            if not generates:
+                return losses
+            computed = ~functions.failed_tokens(rows, x.valid)
+            states = TokenPool(hidden.astype(dtype), computed.astype(jnp.float32))
+            pool: TokenPool = to_ranks(layout, states, rows.order)
+            return (pool, losses) if learns else pool
+
+        def text_loss(
+            outer: Params, x: Activation, hidden: Array, rows: LanguageRows
+        ) -> tuple[Array, Sums]:
             params = _outer_params(outer)
             constants: LossConstants = outer.frozen[1]
-            hidden = model.normed(params, LANGUAGE, x.hidden)
             total, sums = functions.losses(hidden, model.head(params), rows, x.valid)
             total *= constants.scale
             if x.routed is not None:
@@ -246,6 +272,38 @@ class StageFunctions:
             self._checkpointed(LANGUAGE, layer),
             last,
             _spec(layout, "batch", "sequence"),
+            _spec(layout, "rank"),
+        )
+
+    def _generator(self, phase: str, functions: StepFunctions) -> Component:
+        model = functions.model
+        layout = model.layout(phase)
+        drawing = GeneratorFunctions(functions, phase)
+        group = self.group
+
+        def first(outer: Params, rows: GeneratorRows, media: tuple[TokenPool, ...]) -> Drawing:
+            states, valid = drawing.conditions(rows, of_group(group, _joined(media)))
+            noisy = noisy_patches(layout, rows, drawing.dtype).noisy
+            begun = model.begin_drawing(_outer_params(outer), phase, rows, noisy, states)
+            return Drawing(begun, valid)
+
+        def layer(params: Params, x: Drawing, rows: GeneratorRows) -> Drawing:
+            own = join(params.trained, params.frozen[0])
+            return x._replace(drawn=model.draw_layer(phase, own, x.drawn, rows))
+
+        def last(outer: Params, x: Drawing, rows: GeneratorRows) -> tuple[Array, FlowSums]:
+            constants: LossConstants = outer.frozen[1]
+            predicted = model.finish_drawing(_outer_params(outer), phase, rows, x.drawn)
+            patches = noisy_patches(layout, rows, drawing.dtype)
+            total, sums = drawing.losses(rows, patches, predicted, x.valid)
+            total *= constants.drawn_scale
+            return total.astype(jnp.float32), jax.tree.map(
+                lambda of_rows: on_first_part(layout, of_rows.sum(0)),
+                sums,
+            )
+
+        return Component(
+            first, self._checkpointed(phase, layer), last, _spec(layout, "batch", "sequence")
         )
 
     def _not_routed(self, rows: int) -> RouterSums | None:
@@ -296,6 +354,12 @@ def _outer_params(outer: Params) -> dict[str, Any]:
     """Parameters outside the layers, by component."""
     params: dict[str, Any] = join(outer.trained, outer.frozen[0])
     return params
+
+
+def _joined(media: tuple[TokenPool, ...]) -> TokenPool:
+    """The tokens of all rows that a microbatch reads, end to end: [R, W, ...]."""
+    pools = [jax.tree.map(_concat_rows, tokens) for tokens in media]
+    return TokenPool(*(jnp.concatenate(leaves, axis=1) for leaves in zip(*pools, strict=True)))
 
 
 def _concat_rows(tokens: jax.Array) -> jax.Array:

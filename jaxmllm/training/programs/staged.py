@@ -36,8 +36,10 @@ from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.models.rows import (
     EncoderRows,
+    GeneratorRows,
     LanguageRows,
     abstract_encoder_rows,
+    abstract_generator_rows,
     abstract_language_rows,
 )
 from jaxmllm.phases import LANGUAGE
@@ -120,14 +122,22 @@ class StagedPrograms(Programs):
                 params,
                 rows,
                 table,
-                LossConstants(
-                    1 / self._planned_targets(batch),
-                    self._routing(batch.host.statistics, expert_counts),
-                ),
+                self._constants(batch.host, expert_counts),
             )
             results = run_results if results is None else self._call("add")(results, run_results)
         assert results is not None, "a batch has at least one run"
         return results
+
+    def _constants(self, host: HostStep, expert_counts: Any) -> LossConstants:
+        objective = self.functions.objective
+        drawn = None
+        if self.generators:
+            drawn = self._scale(objective.diffusion.weight, host.patches)
+        return LossConstants(
+            self._scale(objective.language.weight, host.targets),
+            self._routing(host.statistics, expert_counts),
+            drawn,
+        )
 
     def evaluate(
         self,
@@ -307,7 +317,7 @@ class StagedPrograms(Programs):
         grads = stage_functions.gradients(out.layers, out.outer)
         trained, _ = self.functions.model.trainable.split(params)
         grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, trained)
-        return grads, self._by_rank(out.sums), _failed(rows, stage_functions)
+        return grads, self._sums(out.sums), _failed(rows, stage_functions)
 
     def _evaluate(
         self,
@@ -317,14 +327,15 @@ class StagedPrograms(Programs):
         evaluated: Evaluated,
     ) -> Evaluated:
         stage_functions = self._stage_functions
-        constants = LossConstants(jnp.ones((), evaluated.sums.loss.dtype))
-        lying = self._manual(NOTHING_TRAINED, LossConstants(self._scalar()))
+        one = jnp.ones((), evaluated.sums.loss.dtype)
+        constants = LossConstants(one, drawn_scale=one if self.generators else None)
+        lying = self._manual(NOTHING_TRAINED, self._abstract_constants()._replace(routing=None))
         executor = self._executor(self.sizes.evaluation, stage_functions, lying)
         out = executor(table, stage_functions.inputs(params, rows, constants, NOTHING_TRAINED))
         return jax.tree.map(
             jnp.add,
             evaluated,
-            Evaluated(self._by_rank(out.sums), _failed(rows, stage_functions)),
+            Evaluated(self._sums(out.sums), _failed(rows, stage_functions)),
         )
 
     def _executor(
@@ -346,13 +357,26 @@ class StagedPrograms(Programs):
         classes = {name: phase.classes for name, phase in self.spec.phases.items()}
         return StageFunctions(self.functions, self._row_axes, self.stage_layers, classes)
 
-    def _by_rank(self, sums: Sums) -> Sums:
-        """Sums [N] of all ranks as those of the first of R."""
+    def _sums(self, by_component: tuple[Any, ...]) -> Sums:
+        """Sums [N] of all ranks and components as those of the first of R."""
+        found = dict(zip(self.spec.phases, by_component, strict=True))
         ranks = self.layouts[LANGUAGE].ranks
-        return jax.tree.map(
-            lambda total: jnp.zeros((ranks, *total.shape), total.dtype).at[0].set(total),
-            sums,
-        )
+
+        def by_rank(sums: Any) -> Any:
+            return jax.tree.map(
+                lambda total: jnp.zeros((ranks, *total.shape), total.dtype).at[0].set(total),
+                sums,
+            )
+
+        if self.functions.learns_text:
+            sums: Sums = by_rank(found[LANGUAGE])
+        else:
+            sums = jax.tree.map(
+                lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._abstract_sums()
+            )
+        for phase in self.generators:
+            sums = sums._replace(drawn=by_rank(found[phase]))
+        return sums
 
     @property
     def _row_axes(self) -> tuple[str, ...]:
@@ -395,7 +419,8 @@ class StagedPrograms(Programs):
 
     def _abstract_constants(self) -> LossConstants:
         """Those of training."""
-        return LossConstants(self._scalar(), self._abstract_routing())
+        drawn = self._scalar() if self.generators else None
+        return LossConstants(self._scalar(), self._abstract_routing(), drawn)
 
     def _abstract_rows(self, formats: Mapping[str, RowFormat]) -> dict[str, Any]:
         rows: dict[str, Any] = {}
@@ -407,8 +432,14 @@ class StagedPrograms(Programs):
             for (capacity, span), count in zip(spec.classes, counts, strict=True):
                 layout = self.layouts[phase].spanned(span)
                 row: Any
-                if spec.has_loss:
-                    most = spec.max_segments
+                most = spec.max_segments
+                if phase in self.generators:
+                    crossed = phase in self.attention.crossed
+                    of_media = formats[phase], block
+                    row = abstract_generator_rows(
+                        layout, capacity, most, *of_media, crossed=crossed
+                    )
+                elif spec.has_loss:
                     row = abstract_language_rows(layout, capacity, most, block, windows)
                 else:
                     row = abstract_encoder_rows(layout, capacity, formats[phase], block, windows)
@@ -428,7 +459,9 @@ class StagedPrograms(Programs):
     def _put_rows(self, batch: HostStep, run: PipelineRun) -> dict[str, Any]:
         rows: dict[str, Any] = {}
         for phase, layout in self.layouts.items():
-            kind: Any = LanguageRows if self.functions.model.phases[phase].has_loss else EncoderRows
+            kind: Any = EncoderRows if phase in self.encoders else LanguageRows
+            if phase in self.generators:
+                kind = GeneratorRows
             begin, count = run.microbatches[phase]
             held = list(zip(batch.capacities[phase], batch.spans[phase], strict=True))
             of_classes = []
@@ -469,11 +502,11 @@ class StagedPrograms(Programs):
 
 
 def _failed(rows: Mapping[str, Any], stage_functions: StageFunctions) -> jax.Array:
-    """Media items of all encoder rows that could not be decoded."""
+    """Media items of all rows that could not be decoded."""
     return sum(
         (
             of_class.failed.sum(dtype=jnp.int32)
-            for phase in stage_functions.encoders
+            for phase in stage_functions.media
             for of_class in rows[phase]
         ),
         jnp.int32(0),

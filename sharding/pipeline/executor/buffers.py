@@ -47,7 +47,7 @@ class Work(NamedTuple):
     layers: tuple[Tree, ...]
     outer: tuple[Tree, ...]
     loss: Array
-    sums: Tree
+    sums: tuple[Tree, ...]
 
 
 class State(NamedTuple):
@@ -91,8 +91,9 @@ class Shapes:
     def __init__(self, spec: TableSpec, components: Components, inputs: Inputs):
         self.spec = spec
         self.components = components
+        self.ring = spec.ring
         self.chains = spec.ring.chains
-        self.language = len(components) - 1
+        self.reader = len(components) - 1  # the last, which delivers to none
         self.outer = inputs.outer
         self.per_chunk = [max(1, *chain.layers) for chain in self.chains]  # L
         self.layers = [
@@ -101,6 +102,7 @@ class Shapes:
         ]
         self.x: list[list[Tree]] = []
         self.tokens: list[list[Tree]] = []
+        self.sums: list[Tree] = []
         self.gradients: list[list[LayerGradient]] = []
         for c, of_classes in enumerate(components):
             data = [jax.eval_shape(lambda rows: read(rows, 0), rows) for rows in inputs.rows[c]]
@@ -116,10 +118,11 @@ class Shapes:
                 jax.eval_shape(component.last, self.outer[c], x, row)
                 for component, x, row in zip(of_classes, self.x[c], data, strict=True)
             ]
-            if c == self.language:
-                self.sums = outputs[0][1]
-            else:
-                self.tokens.append(outputs)
+            parts = [self.parted(c, output) for output in outputs]
+            tokens, losses = zip(*parts, strict=True)
+            self.sums.append(losses[0][1] if self.ring.has_loss(c) else ())
+            if c < self.reader:
+                self.tokens.append(list(tokens))
             self.gradients.append(
                 [
                     LayerGradient(component.layer, layer, x, row)
@@ -129,10 +132,19 @@ class Shapes:
             self._check_classes(c)
         self._splits: dict[tuple[int, int], SplitGradient] = {}
 
+    def parted(self, c: int, output: Tree) -> tuple[Tree, Tree]:
+        """What `last` of a component yields: tokens, and (loss, sums); none of what it does not have."""
+        if c == self.reader:
+            return None, output
+        if self.ring.has_loss(c):
+            tokens, losses = output
+            return tokens, losses
+        return output, None
+
     def _check_classes(self, c: int) -> None:
         """Whatever a smaller row needs fits into the corner of what the largest one does."""
         held = [self.x[c], [gradient.residuals for gradient in self.gradients[c]]]
-        held += [] if c == self.language else [self.tokens[c]]
+        held += [] if c == self.reader else [self.tokens[c]]
         for largest, *others in held:
             for other in others:
                 self._check_fits(c, other, largest)
@@ -153,11 +165,11 @@ class Shapes:
         gradient_arrives = (
             self.chains[c].depth == 1 or self.chains[c].head_only or self.has(Pool.GRADIENT, c)
         )
-        if c < self.language:
+        if not self.ring.has_loss(c):
             return gradient_arrives and self.has(Pool.TOKEN_GRADIENT, c)
         trained = bool(jax.tree.leaves((self.layers[c].trained, self.outer[c].trained)))
         return gradient_arrives and (
-            trained or any(self.has(Pool.TOKEN_GRADIENT, e) for e in range(c))
+            trained or any(self.has(Pool.TOKEN_GRADIENT, e) for e in self.ring.feeding(c))
         )
 
     def split(self, c: int, row_class: int = 0) -> SplitGradient:
@@ -172,12 +184,11 @@ class Shapes:
     def media(self, c: int) -> Tree:
         """Tokens that a component's first chunk reads: of all encoders for language, none for an
         encoder."""
-        if c < self.language:
-            return ()
-        return tuple(
-            stacked_shapes(tokens[0], rows_read)
-            for rows_read, tokens in zip(self.spec.rows_read, self.tokens, strict=True)
-        )
+        return tuple(self.read_from(e) for e in self.ring.feeding(c))
+
+    def read_from(self, e: int) -> Tree:
+        """Tokens of an encoder that one microbatch reads."""
+        return stacked_shapes(self.tokens[e][0], self.spec.rows_read[e])
 
     def slot(self, pool: Pool, c: int) -> Tree:
         """What one slot of a pool holds."""
@@ -215,7 +226,8 @@ class Buffers:
     def __init__(self, shapes: Shapes):
         self.shapes = shapes
         self.spec = shapes.spec
-        self.language = shapes.language
+        self.ring = shapes.ring
+        self.reader = shapes.reader
 
     # ------------------------------------------------------------------------ at the start
 
@@ -228,11 +240,11 @@ class Buffers:
             for pool, c in pools
             if pool not in (Pool.RESIDUAL, Pool.TOKEN_GRADIENT)
         }
-        for c in range(self.language + 1):
+        for c in range(self.reader + 1):
             if shapes.goes_back(c) and not shapes.chains[c].head_only:
                 scratch[Pool.RESIDUAL, c] = self._empty(Pool.RESIDUAL, c)
-        media = shapes.media(self.language)
-        for e in range(self.language):
+        media = tuple(shapes.read_from(e) for e in range(self.reader))
+        for e in range(self.reader):
             if shapes.has(Pool.TOKEN_GRADIENT, e):
                 scratch[Pool.TOKEN_GRADIENT, e] = jax.tree.map(zeros, media[e])
         work = Work(
@@ -241,14 +253,14 @@ class Buffers:
             layers=tuple(jax.tree.map(zero_sum, params.trained) for params in shapes.layers),
             outer=tuple(jax.tree.map(zero_sum, params.trained) for params in shapes.outer),
             loss=jnp.zeros((), jnp.float32),
-            sums=jax.tree.map(zero_sum, shapes.sums),
+            sums=jax.tree.map(zero_sum, tuple(shapes.sums)),
         )
         return State(pools, work)
 
     def _pool_keys(self) -> list[PoolKey]:
         """The pools of the spec, and those that operations write whatever the table."""
         keys = [key for key, slots in self.spec.slots.items() if slots]
-        keys += [(Pool.TOKENS, c) for c in range(self.language)]
+        keys += [(Pool.TOKENS, c) for c in range(self.reader)]
         for c, chain in enumerate(self.shapes.chains):
             if chain.depth > 1:
                 keys.append((Pool.INPUT, c))
@@ -275,7 +287,7 @@ class Buffers:
         none."""
         pools = dict(state.pools)
         scratch = dict(state.work.scratch)
-        for c in range(self.language + 1):
+        for c in range(self.reader + 1):
             backward = does(row, c, Kind.BACKWARD, Kind.INPUT_GRADIENT)
             weight = does(row, c, Kind.WEIGHT_GRADIENT)
             for key, column, reads in (
@@ -292,13 +304,13 @@ class Buffers:
                     )
         media = list(state.work.media)
         is_first = row["first"] > 0
-        for e in range(self.language):
+        for e in range(self.reader):
             key = (Pool.TOKENS, e)
             if self.spec.rows_read[e] and self.shapes.has(*key):
                 slots = jnp.stack(
                     [row[f"tokens.{e}.{index}"] for index in range(self.spec.rows_read[e])],
                 )
-                wanted = does(row, self.language, *Kind) & is_first
+                wanted = does(row, self.ring.readers[e], *Kind) & is_first
                 media[e], pools[key] = once(wanted, _collect, (media[e], pools[key]), slots)
         return pools, state.work._replace(scratch=scratch, media=tuple(media))
 
@@ -308,7 +320,7 @@ class Buffers:
         scratch = work.scratch
         is_last = row["last"] > 0
         is_first = row["first"] > 0
-        for c in range(self.language + 1):
+        for c in range(self.reader + 1):
             forward = does(row, c, Kind.FORWARD)
             backward = does(row, c, Kind.BACKWARD, Kind.INPUT_GRADIENT)
             for pool, slot, writes in (
@@ -334,11 +346,12 @@ class Buffers:
 
     def _add_token_gradients(self, pools: Pools, scratch: dict[PoolKey, Tree], row: Row) -> Pools:
         """Each consumed token gradient joins the sum that its encoder row waits for."""
-        writes = does(row, self.language, Kind.BACKWARD, Kind.INPUT_GRADIENT) & (row["first"] > 0)
-        for e in range(self.language):
+        for e in range(self.reader):
             key = (Pool.TOKEN_GRADIENT, e)
             if not self.shapes.has(*key):
                 continue
+            reader = self.ring.readers[e]
+            writes = does(row, reader, Kind.BACKWARD, Kind.INPUT_GRADIENT) & (row["first"] > 0)
             for index in range(self.spec.rows_read[e]):
                 slot = self._slot(*key, row[f"grad_slot.{e}.{index}"], writes)
                 old = read(pools[key], slot)

@@ -57,7 +57,7 @@ class Held:
                 found += _bytes(leaf, activation[:1] if is_of_rows else (), axes, mesh)
             return found
 
-        encoders = range(shapes.language)
+        encoders = range(shapes.reader)
         # The box of gradients of tokens has one for each row that is read
         leading = {(Pool.TOKEN_GRADIENT, e): 1 for e in encoders}
         return Held(

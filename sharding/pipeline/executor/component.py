@@ -26,10 +26,10 @@ class Component:
 
     Encoders: first(outer, row, ()) -> x; layer(params, x, row) -> x; last(outer, x, row) -> tokens.
     Language: first(outer, row, media) -> x, where media[e] holds the tokens of the consumed
-    rows of encoder e, [rows read, ...], zeros where there are fewer; last(outer, x,
-    row) -> (loss, sums), float32 scalars. `outer` are the component's parameters outside its
-    layers, `row` one microbatch of its rows. `activation` and `tokens` say how x and tokens lie on
-    the automatic axes.
+    rows of the e-th encoder that it reads, [rows read, ...], zeros where there are fewer; last(outer, x,
+    row) -> (loss, sums), float32 scalars, or, where it is read and has a loss, (tokens, (loss, sums)).
+    `outer` are the component's parameters outside its layers, `row` one microbatch of its rows.
+    `activation` and `tokens` say how x and tokens lie on the automatic axes.
     """
 
     first: Callable[[Params, Tree, Tree], Tree]
@@ -106,11 +106,11 @@ class ManualAxes(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Summed loss and sums, and gradients of `Inputs.layers` and `Inputs.outer` (trained leaves, at
-    least float32)."""
+    """Summed loss and, by component that has a loss, sums, () of others; gradients of `Inputs.layers` and
+    `Inputs.outer` (trained leaves, at least float32)."""
 
     loss: Float[Array, ""]
-    sums: Tree
+    sums: tuple[Tree, ...]
     layers: tuple[Tree, ...]
     outer: tuple[Tree, ...]
 

@@ -41,8 +41,9 @@ class Program:
     def __init__(self, shapes: Shapes, rows: tuple[tuple[Tree, ...], ...]):
         self.shapes = shapes
         self.components = shapes.components
+        self.ring = shapes.ring
         self.chains = shapes.chains
-        self.language = shapes.language
+        self.reader = shapes.reader
         self.layers = shapes.layers
         self.outer = shapes.outer
         self.rows = rows
@@ -96,16 +97,20 @@ class Program:
         def slot(pool: Pool, column: str) -> Tree:
             return read(pools[pool, c], jnp.maximum(row[column], 0)) if (pool, c) in pools else None
 
+        d_tokens = slot(Pool.TOKEN_GRADIENT, "gradient")
+        if self.chains[c].optional and d_tokens is not None:  # nothing may have read the tokens
+            returned = row["gradient"] >= 0
+            d_tokens = jax.tree.map(lambda leaf: jnp.where(returned, leaf, 0), d_tokens)
         return Values(
             x=slot(Pool.INPUT, "input"),
             dy=slot(Pool.GRADIENT, "gradient"),
-            d_tokens=slot(Pool.TOKEN_GRADIENT, "gradient"),
-            media=tuple(work.media) if c == self.language else (),
+            d_tokens=d_tokens,
+            media=tuple(work.media[e] for e in self.ring.feeding(c)),
         )
 
     def _of_class(self, c: int, k: int, values: Values) -> Values:
         """As much of the values as a row of class k has."""
-        x, tokens = self.shapes.x[c][k], () if c == self.language else self.shapes.tokens[c][k]
+        x, tokens = self.shapes.x[c][k], () if c == self.reader else self.shapes.tokens[c][k]
 
         def part(value: Tree, shape: Tree) -> Tree:
             return None if value is None else corner(value, shape)
@@ -134,20 +139,19 @@ class Program:
         if (Pool.INPUT, c) in scratch:
             scratch[Pool.INPUT, c] = with_corner(scratch[Pool.INPUT, c], y)
         last = self.components[c][k].last
-        if c == self.language:
 
-            def count(totals: tuple[Array, Tree]) -> tuple[Array, Tree]:
-                return _counted(row, totals, last(self.outer[c], y, data))
+        def finish(given: tuple[Tree, tuple[Array, Tree]]) -> tuple[Tree, tuple[Array, Tree]]:
+            box, totals = given
+            tokens, losses = self.shapes.parted(c, last(self.outer[c], y, data))
+            box = box if tokens is None else with_corner(box, tokens)
+            return box, totals if losses is None else _counted(row, totals, losses)
 
-            loss, sums = self._if_last(c, row, count, (work.loss, work.sums))
-            return work._replace(scratch=scratch, loss=loss, sums=sums)
-        scratch[Pool.TOKENS, c] = self._if_last(
-            c,
-            row,
-            lambda tokens: with_corner(tokens, last(self.outer[c], y, data)),
-            scratch[Pool.TOKENS, c],
+        box, (loss, sums) = self._if_last(
+            c, row, finish, (scratch.get((Pool.TOKENS, c)), (work.loss, work.sums[c]))
         )
-        return work._replace(scratch=scratch)
+        if box is not None:
+            scratch[Pool.TOKENS, c] = box
+        return work._replace(scratch=scratch, loss=loss, sums=replaced(work.sums, c, sums))
 
     def _backward(self, c: int, k: int, work: Work, row: Row, values: Values, split: bool) -> Work:
         data = read(self.rows[c][k], row["row"])
@@ -243,7 +247,7 @@ class Program:
 
         if values.x is None:
             return computed(None)
-        if c < self.language:
+        if c < self.reader:
             return values.x
         # A language backward that counts the loss stands for its forward as well.
         return lax.cond(row["count_loss"] > 0, computed, unchanged, values.x)
@@ -359,35 +363,37 @@ class Program:
         def last(outer: Params, y: Tree) -> Any:
             return self.components[c][k].last(outer, y, data)
 
-        if c == self.language:
-            vjp, add, results = self._outer_vjp(c, last, y, has_aux=True)
-            loss, sums = _counted(row, (work.loss, work.sums), results)
-            work = work._replace(loss=loss, sums=sums)
-            dy, weights = vjp(jnp.ones_like(results[0]))
-        else:
+        if not self.ring.has_loss(c):
             vjp, add, _ = self._outer_vjp(c, last, y, has_aux=False)
             dy, weights = vjp(values.d_tokens)
+            return dy, work._replace(outer=replaced(work.outer, c, add(work.outer[c], weights)))
+
+        def with_sums(outer: Params, y: Tree) -> Any:
+            tokens, (loss, sums) = self.shapes.parted(c, last(outer, y))
+            return (tokens, loss), sums
+
+        vjp, add, ((_, loss), sums) = self._outer_vjp(c, with_sums, y, has_aux=True)
+        d_loss = jnp.ones_like(loss)
+        loss, sums = _counted(row, (work.loss, work.sums[c]), (loss, sums))
+        work = work._replace(loss=loss, sums=replaced(work.sums, c, sums))
+        dy, weights = vjp((values.d_tokens if c < self.reader else None, d_loss))
         return dy, work._replace(outer=replaced(work.outer, c, add(work.outer[c], weights)))
 
     def _back_through_first(
         self, c: int, k: int, work: Work, data: Tree, dx: Tree, values: Values
     ) -> Work:
         """Gradients of what precedes the layers, and shares of the gradients of consumed tokens."""
-        trained_encoders = [
-            e
-            for e in range(self.language)
-            if c == self.language and self.shapes.has(Pool.TOKEN_GRADIENT, e)
-        ]
+        media_of = dict(zip(self.ring.feeding(c), values.media, strict=True))
+        trained_encoders = [e for e in media_of if self.shapes.has(Pool.TOKEN_GRADIENT, e)]
 
         def first(outer: Params, trained_media: list[Tree]) -> Tree:
-            chosen = dict(zip(trained_encoders, trained_media, strict=True))
-            media = tuple(chosen.get(e, tokens) for e, tokens in enumerate(values.media))
-            return self.components[c][k].first(outer, data, media)
+            media = media_of | dict(zip(trained_encoders, trained_media, strict=True))
+            return self.components[c][k].first(outer, data, tuple(media.values()))
 
         vjp, add, _ = self._outer_vjp(
             c,
             first,
-            [values.media[e] for e in trained_encoders],
+            [media_of[e] for e in trained_encoders],
             has_aux=False,
         )
         shares, weights = vjp(dx)

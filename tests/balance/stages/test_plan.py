@@ -214,7 +214,10 @@ def test_tokens_lie_where_microbatches_look_for_them(case, seed):
         first = language.rank[reader] // group * group
         pools = []
         for rank in range(first, first + group):
-            rows = [held[row, rank] for _, row in run.rows.inputs[language.microbatch[reader]]]
+            rows = [
+                held[row, rank]
+                for _, row in run.rows.inputs["language"][language.microbatch[reader]]
+            ]
             pools.append(np.concatenate([*rows, nothing])[: len(nothing)])
         found[n] += np.concatenate(pools)[arrival : arrival + tokens].tolist()
     for n, tokens in enumerate(vision.tokens.tolist()):

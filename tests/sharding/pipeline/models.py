@@ -345,7 +345,7 @@ class Program:
             TableArrays.of(table), self.put(inputs(ring, self.layers, self.outer, batch))
         )
         np.testing.assert_allclose(found.loss, loss, rtol=1e-5)
-        np.testing.assert_allclose(found.sums["right"], sums["right"])
+        np.testing.assert_allclose(found.sums[-1]["right"], sums["right"])
         expected = tuple(stacked(ring, c, of) for c, of in enumerate(layers)), tuple(outer)
         for got, want in zip(
             jax.tree.leaves((found.layers, found.outer)), jax.tree.leaves(expected), strict=True
