@@ -16,6 +16,7 @@ from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.tools import draw, timeline
 from jaxmllm.train import main
 from jaxmllm.training.programs.staged import StagedPrograms
+from sharding.pipeline.graph import Pool
 from tests.support import EXHAUSTIVE, Setup, assemble, assert_close, slow_cases
 from tests.training.drawing import TWO_STREAMS, drawing_config, make_pictures, perturbed
 from tests.training.test_drawing import READ_APART
@@ -118,15 +119,14 @@ def test_batches_of_every_composition(three, alone):
         for kind in (set(), {"diffusion"}, {"vision", "diffusion"})
     ]
     batches = [*by_kind, by_kind[1][:1], by_kind[0][:1] + by_kind[2][:2]]
-    counter = CompilationCounter()
     params = params_of(three)
+    counter = CompilationCounter()
     found = []
     for batch in batches:
         step = three.step(batch)
         found.append(jax.device_get(three.programs.gradients(params, three.put(step))))
-    names = [name for name in counter.names if name in ("gradients", "add", "_gradients")]
+    assert counter.names == []
     counter.close()
-    assert names == []
     for batch, (grads, sums, _) in zip(batches, found, strict=True):
         joined = jax.device_get(three.programs.joined(grads))
         assert_same((joined, jax.tree.map(lambda x: x.sum(0), sums)), computed(alone, batch), 2e-5)
@@ -148,7 +148,7 @@ def test_evaluations_count_the_same(three, alone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["vision", "diffusion"])
-def test_a_picture_that_does_not_decode(three, alone, monkeypatch, phase):
+def test_a_picture_that_does_not_decode(made, three, alone, monkeypatch, phase):
     """A shown one masks what is read behind it, in both losses; a drawn one masks itself."""
     bad, media = next(
         (i, media)
@@ -168,7 +168,8 @@ def test_a_picture_that_does_not_decode(three, alone, monkeypatch, phase):
     result, expected = computed(three, EXAMPLES, 1), computed(alone, EXAMPLES, 1)
     assert_same(result, expected)
     source = alone.corpus.source_of(bad)
-    assert result[1].drawn.patches[source] == 0
+    whole = made(**THREE_LEVELS)[1][1]
+    assert result[1].drawn.patches[source] < whole.drawn.patches[source]
     assert (result[1].targets[source] == 0) == (phase == "vision")
 
 
@@ -270,9 +271,8 @@ def test_any_ring_mesh_and_freezing(made, folders, devices, mesh, pipeline, mode
     result = computed(setup, EXAMPLES)
     assert_same(result, expected)
     if "components" in model and model["components"].get("language"):
-        backward = [
-            key for key in setup.pipeline.training.tables.slots if key[1] == 0 and key[0] in (1, 3)
-        ]
+        slots = setup.pipeline.training.tables.slots
+        backward = {(Pool.GRADIENT, 0), (Pool.TOKEN_GRADIENT, 0)} & slots.keys()
         assert not backward and LANGUAGE not in result[0], "frozen text runs forward alone"
 
 
