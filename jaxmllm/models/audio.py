@@ -14,7 +14,7 @@ from jaxmllm.config.schema import AudioConfig, ComponentConfig, Gelu
 from jaxmllm.models.layers import RowContext, encoder_block, run_stack, stacked
 from jaxmllm.models.mel_planes import PlaneStem
 from jaxmllm.models.norms import NORMS
-from jaxmllm.models.products import bias, biased, parameter, weight
+from jaxmllm.models.products import bias, biased, parameter, times_matrix, weight
 from jaxmllm.models.rotary import rotary_angles
 from jaxmllm.models.rows import EncoderRows
 from sharding.rules import Layout
@@ -43,7 +43,9 @@ class StemConvolution(nnx.Module):
         before = jnp.where(first[..., None], 0, before)
         windows = jnp.concatenate([before, here, after], axis=-1)
         return jax.nn.gelu(
-            biased(windows @ weight(self.kernel, layout, x.dtype), self.bias, layout),
+            biased(
+                times_matrix(1, windows, weight(self.kernel, layout, x.dtype)), self.bias, layout
+            ),
             approximate=self.gelu == "tanh",
         )
 

@@ -76,12 +76,12 @@ def product(
     """
     value: Any = p[...]
     if not isinstance(value, Adapted):
-        return jnp.tensordot(x, gathered(layout, value, p.axes, x.dtype), inputs)
+        return times_matrix(inputs, x, gathered(layout, value, p.axes, x.dtype))
     matrix = gathered(layout, value.matrix, p.axes, x.dtype)
     a = gathered(layout, value.a, (*p.axes[:inputs], None), x.dtype)
     b = gathered(layout, value.b, (None, *p.axes[inputs:]), x.dtype)
-    low = layout.constrain(jnp.tensordot(x, a, inputs), ("batch", "sequence", None))
-    return jnp.tensordot(x, matrix, inputs) + jnp.tensordot(value.scale * low, b, 1)
+    low = layout.constrain(times_matrix(inputs, x, a), ("batch", "sequence", None))
+    return times_matrix(inputs, x, matrix) + times_matrix(1, value.scale * low, b)
 
 
 def named(x: Array, name: Kept) -> Array:
@@ -114,6 +114,63 @@ def affine(
     """`product`, and a bias where there is one."""
     out = product(x, p, layout, inputs)
     return out if b is None else biased(out, b, layout)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def times_matrix(inputs: int, x: Float[Array, "*S *I"], matrix: Float[Array, "*I *O"]) -> Array:
+    """x times a matrix whose first `inputs` axes are I, in every slot: [*S, *O].
+
+    The matrix's gradient is written as one product, for what JAX derives is the transpose of another
+    one: XLA's CPU backend makes a product of two transposed factors of that, which takes twice as long.
+    """
+    return jnp.tensordot(x, matrix, inputs)
+
+
+def _matrix_forward(inputs: int, x: Any, matrix: Any) -> tuple[Array, tuple[Any, Any]]:
+    kept = x.value if matrix.perturbed else None, matrix.value if x.perturbed else None
+    return jnp.tensordot(x.value, matrix.value, inputs), kept
+
+
+def _matrix_backward(
+    inputs: int, kept: tuple[Array | None, Array | None], gradient: Array
+) -> tuple[Array | None, Array | None]:
+    x, matrix = kept
+    d_x = d_matrix = None
+    if matrix is not None:
+        outputs = matrix.ndim - inputs
+        d_x = jnp.tensordot(gradient, matrix, (_last(gradient, outputs), _last(matrix, outputs)))
+    if x is not None:
+        d_matrix = _product_over_slots(x, gradient, x.ndim - inputs)
+    return d_x, d_matrix
+
+
+times_matrix.defvjp(_matrix_forward, _matrix_backward, symbolic_zeros=True)
+
+
+def _last(x: Array, count: int) -> tuple[int, ...]:
+    return tuple(range(x.ndim - count, x.ndim))
+
+
+def _product_over_slots(
+    x: Float[Array, "*S *I"], y: Float[Array, "*S *O"], slots: int
+) -> Float[Array, "*I *O"]:
+    """The sum over slots of the outer products of x and y. `slots`: dimensions of S."""
+    over = tuple(range(slots))
+
+    def plain(x: Array, y: Array) -> Array:
+        return jnp.tensordot(x, y, (over, over))
+
+    def narrow_first(x: Array, y: Array) -> Array:
+        # XLA would turn the product around again
+        turned = jax.lax.optimization_barrier(plain(y, x))
+        outputs = y.ndim - slots
+        return turned.transpose(*range(outputs, turned.ndim), *range(outputs))
+
+    if x.size <= y.size:
+        return plain(x, y)
+    # A CPU lays out the first factor anew, which should be the narrow one
+    product: Array = jax.lax.platform_dependent(x, y, cpu=narrow_first, default=plain)
+    return product
 
 
 # What all slots share, added or multiplied. Its gradient is a sum over slots, which `slot_sum` writes.

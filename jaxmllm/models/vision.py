@@ -13,7 +13,7 @@ from jaxmllm.attention.mask import item_ids
 from jaxmllm.config.schema import ComponentConfig, VisionConfig
 from jaxmllm.models.layers import RowContext, encoder_block, run_stack, run_tapped_stack, stacked
 from jaxmllm.models.norms import NORMS
-from jaxmllm.models.products import bias, biased, parameter, weight
+from jaxmllm.models.products import bias, biased, parameter, times_matrix, weight
 from jaxmllm.models.rotary import rotary_angles_2d
 from jaxmllm.models.rows import EncoderRows
 from sharding.rules import Layout
@@ -58,7 +58,7 @@ class VisionTower(nnx.Module):
 
     def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C D"]:
         """What the first layer reads."""
-        x = self._normalised(rows.features, dtype) @ self._patch(layout, dtype)
+        x = times_matrix(1, self._normalised(rows.features, dtype), self._patch(layout, dtype))
         if self.patch_bias is not None:
             x = biased(x, self.patch_bias, layout)
         if self.config.class_token:
