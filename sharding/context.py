@@ -30,7 +30,12 @@ RANKS = ("rank",)  # logical axes of [R, ...]
 
 def gather_parts(x: jax.Array, axes: Sequence[str], axis: int = 1) -> jax.Array:
     """Inside shard_map: the parts of `x` end to end along `axis`, in the order of the mesh axes."""
-    return jax.lax.all_gather(x, tuple(axes), axis=axis, tiled=True) if axes else x
+    return jax.lax.all_gather(x, tuple(axes), axis=axis, tiled=True) if _split(axes) else x
+
+
+def _split(axes: Sequence[str]) -> bool:
+    """Inside shard_map: whether there is more than one device along the axes."""
+    return bool(axes) and jax.lax.axis_size(tuple(axes)) > 1
 
 
 def take_slots(layout: Layout, x: jax.Array, slots: jax.Array) -> jax.Array:
@@ -199,9 +204,9 @@ def gathered_attention(
       k: [1, C/X, G, K], this device's.
       v: [1, C/X, G, K], this device's.
       block: slots of a block of attention; parts hold whole blocks.
-      axes: mesh axes that rows are split over; none: nothing is gathered.
+      axes: mesh axes that rows are split over; without any, or with one device along them, nothing is gathered.
     """
-    if not axes:
+    if not _split(axes):
         return attend(q, k, v)
     groups = _head_groups(k, axes)
     queries, keys, values = (jnp.split(x, groups, axis=2) for x in (q, k, v))

@@ -80,3 +80,21 @@ def test_groups_of_heads_change_nothing(groups, monkeypatch):
     np.testing.assert_allclose(out, want, atol=1e-5)
     for gradient, wanted in zip(pull(out), pull_whole(want), strict=True):
         np.testing.assert_allclose(gradient, wanted, atol=1e-5)
+
+
+def test_one_device_along_the_axes_gathers_nothing():
+    """Not even in groups of heads."""
+    layout = make_layout(make_mesh({"data": 8, "fsdp": 1, "context": 1}))
+    axes = layout.mesh_axes("sequence")
+    assert axes == ("context",)
+    slots = ("batch", "sequence", None, None)
+
+    def attend(q, k, v):
+        assert k.shape == (1, 32, 4, 2)
+        return q + k + v
+
+    local = layout.local(lambda *x: gathered_attention(attend, *x, 4, axes), (slots,) * 3, slots)
+    x = jnp.ones((8, 32, 4, 2))
+    assert not {"all_gather", "transpose", "concatenate"} & set(
+        str(jax.make_jaxpr(local)(x, x, x)).replace("[", " ").split()
+    )
