@@ -30,6 +30,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmllm.attention import kernel_gpu, kernel_jax
 from jaxmllm.attention.mask import Mask
+from jaxmllm.attention.slot_products import slot_dots, times_factors
 from jaxmllm.config.schema import Kernel
 
 # As JAX calls the platform of NVIDIA's devices, and that which programs are compiled for
@@ -124,14 +125,14 @@ def with_repeated_key(
     """
     dtype, wide = out.dtype, logsumexp.dtype
     out, q, key, value = (x.astype(wide) for x in (out, q, key, value))
-    logits = (q * key).sum(axis=-1)
+    logits = slot_dots(q, key)
     logits = logits * (_scale(q) if scale is None else scale)
     times = count[..., None]
     sees = jnp.isfinite(logsumexp)
     ahead = logits + jnp.log(times.astype(logits.dtype)) - jnp.where(sees, logsumexp, 0)
     # A query without other keys has the whole of this one; without this one, too, it has nothing
-    share = jnp.where(sees, jax.nn.sigmoid(ahead), (times > 0).astype(logits.dtype))[..., None]
-    return (out + share * (value - out)).astype(dtype)
+    share = jnp.where(sees, jax.nn.sigmoid(ahead), (times > 0).astype(logits.dtype))
+    return (out + times_factors(value - out, share)).astype(dtype)
 
 
 def _scale(q: Array) -> float:
@@ -162,22 +163,12 @@ def _backward(
     d_out, d_logsumexp = gradients
     # Of a logit: its weight times (d_out . value - delta)
     wide = logsumexp.dtype
-    delta = _sums(d_out.astype(wide) * out.astype(wide)) - d_logsumexp
+    delta = slot_dots(d_out.astype(wide), out.astype(wide)) - d_logsumexp
     backward = _choose(kernel, scale, q, mask, kernel_jax.backward, kernel_gpu.backward)
     return *backward(q, k, v, mask, delta, logsumexp, d_out), None
 
 
 _attention.defvjp(_forward, _backward)
-
-
-def _sums(x: Float[Array, "*B K"]) -> Float[Array, "*B"]:
-    """Sums over the last axis."""
-    return jax.lax.platform_dependent(x, cpu=_sums_on_cpu, default=partial(jnp.sum, axis=-1))
-
-
-def _sums_on_cpu(x: Array) -> Array:
-    # XLA's CPU backend takes 15 times as long for sums of so few
-    return jnp.tensordot(x, jnp.ones_like(x, shape=x.shape[-1:]), 1, precision="highest")
 
 
 def _choose(

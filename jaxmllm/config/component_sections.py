@@ -65,7 +65,7 @@ class ComponentConfig(TrainingConfig):
 
         attention     its output and logsumexp, so that it runs once; not what it reads
         projections   the products that make queries, keys, values and its output
-        mlp           the products before its activation, and with `post_norms` the last one
+        mlp           the products before its activation, and the last one where it is normed or gated
     """
 
     compute_dtype: DType = "float32"

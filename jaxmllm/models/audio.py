@@ -15,7 +15,7 @@ from jaxmllm.models.layers import RowContext, encoder_block, run_stack, stacked
 from jaxmllm.models.mel_planes import PlaneStem
 from jaxmllm.models.norms import NORMS
 from jaxmllm.models.products import bias, biased, parameter, times_matrix, weight
-from jaxmllm.models.rotary import rotary_angles
+from jaxmllm.models.rotary import Rotation, rotary_angles
 from jaxmllm.models.rows import EncoderRows
 from sharding.rules import Layout
 
@@ -141,13 +141,14 @@ class AudioTower(nnx.Module):
         """What all layers know of the rows; depends on no parameters."""
         stride = self.config.stem_stride
         sections = (self.config.head_size // 2,)
-        angles = None
+        rotation = None
         if self.config.positions == "rotary":
             angles = rotary_angles(
                 rows.positions[:, ::stride, :1], sections, self.config.rope_theta, dtype
             )
+            rotation = Rotation.of(angles)
         ids = item_ids(rows.segments[:, ::stride])
-        return RowContext(layout, ids, rows.tiles, angles, settings.attention)
+        return RowContext(layout, ids, rows.tiles, rotation, settings.attention)
 
 
 def sinusoids(places: int, width: int) -> NDArray[np.float64]:

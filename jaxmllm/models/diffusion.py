@@ -34,8 +34,8 @@ from jaxmllm.attention.mask import item_ids
 from jaxmllm.config.schema import ComponentConfig, DiffusionConfig
 from jaxmllm.models.layers import MLP, RowContext, SelfAttention, checkpointed, stacked
 from jaxmllm.models.norms import MODULATED_NORMS, NORMS
-from jaxmllm.models.products import bias, biased, parameter, weight
-from jaxmllm.models.rotary import rotary_angles_by_axis
+from jaxmllm.models.products import bias, biased, named, parameter, weight
+from jaxmllm.models.rotary import Rotation, rotary_angles_by_axis
 from jaxmllm.models.rows import GeneratorRows
 from jaxmllm.models.streams import ConditionSlots, in_streams
 from sharding.context import SLOTS
@@ -157,7 +157,8 @@ class DiffusionTower(nnx.Module):
         crossed = config.conditioning == "cross"
         seen = jnp.where(is_condition, 0, rows.segments) if crossed else rows.segments
         angles = rotary_angles_by_axis(rows.positions, config.sections, config.rope_theta, dtype)
-        context = RowContext(layout, item_ids(seen), rows.tiles, angles, settings.attention)
+        rotation = Rotation.of(angles)
+        context = RowContext(layout, item_ids(seen), rows.tiles, rotation, settings.attention)
         where = ConditionSlots.of(layout, is_condition) if config.streams == 2 else None
         apart = self._to_conditions(context, rows) if crossed else None
         return DrawnContext(context, rows.owners, apart, where)
@@ -185,7 +186,7 @@ class DiffusionTower(nnx.Module):
         # Where there is no state its place holds zeros, and so every slot has key and value of a padded one
         repeated = None if self.config.padded_conditions is None else rows.padded
         return replace(
-            context, keys=item_ids(keys), tiles=rows.cross_tiles, angles=None, repeated=repeated
+            context, keys=item_ids(keys), tiles=rows.cross_tiles, rotation=None, repeated=repeated
         )
 
 
@@ -275,6 +276,7 @@ class _Stream(nnx.Module):
             conditions, to_conditions = apart
             x = x + self.cross_attention(self.cross_norm(x), to_conditions, conditions)
         out = self.mlp(_modulated(self.mlp_norm(x), shift, scale), rows.layout)
+        out = named(out, "mlp")  # for the gradient of the gate
         return x + _gated(out, mlp_gate)
 
 

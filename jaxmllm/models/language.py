@@ -24,7 +24,7 @@ from jaxmllm.models.layers import (
 from jaxmllm.models.mixture import MixtureBlock, RouterSums
 from jaxmllm.models.norms import NORMS
 from jaxmllm.models.products import parameter
-from jaxmllm.models.rotary import rotary_angles
+from jaxmllm.models.rotary import Rotation, rotary_angles
 from jaxmllm.models.rows import LanguageRows
 from sharding.parameters import Deferred, looked_up
 from sharding.rules import Axes, Layout
@@ -145,16 +145,17 @@ class Decoder(nnx.Module):
         )
         multiplier = config.rope_scaling.multiplier if config.rope_scaling else 1.0
         ids = TokenIds(rows.segments, rows.groups, rows.order)
-        windows, window_angles = None, None
+        rotation = Rotation.of(angles, multiplier)
+        windows, window_rotation = None, None
         if rows.window_tiles is not None:
             windows = ids.within(config.window), rows.window_tiles
             ids = ids.within(None)  # layers of both kinds read arrays of one shape
             if config.window_rope_theta is not None:
-                window_angles = rotary_angles(
+                angles = rotary_angles(
                     *positions, config.window_rope_theta, dtype, interleaved=interleaved
                 )
+                window_rotation = Rotation.of(angles, multiplier)
         return RowContext(
-            *(layout, ids, rows.tiles, angles, settings.attention, windows, window_angles),
-            multiplier=multiplier,
+            *(layout, ids, rows.tiles, rotation, settings.attention, windows, window_rotation),
             experts=settings.experts,
         )

@@ -22,7 +22,7 @@ from jaxmllm.attention.mask import Mask, TileLists, TokenIds
 from jaxmllm.config.schema import Activation, ExpertKernel, Gelu, Kernel, Remat, TowerConfig
 from jaxmllm.models.norms import NORMS, LayerNorm, MakeNorm, RMSNorm
 from jaxmllm.models.products import affine, bias, layer_scale, named, parameter, scaled
-from jaxmllm.models.rotary import rotate
+from jaxmllm.models.rotary import Rotation, rotate
 from jaxmllm.models.rows import RowTiles
 from sharding.context import gather_parts, gathered_attention
 from sharding.rules import Layout
@@ -37,15 +37,12 @@ class RowContext:
     layout: Layout
     ids: TokenIds  # [R, C] each
     tiles: RowTiles
-    angles: (
-        Float[Array, "R C K/2"] | None
-    )  # none: positions were added to what the first layer reads
+    rotation: Rotation | None  # none: positions were added to what the first layer reads
     kernel: Kernel = "auto"  # of attention
     # Ids and tiles of layers that attend in windows, instead
     windows: tuple[TokenIds, RowTiles] | None = None
-    # Angles of these layers, where they are others
-    window_angles: Float[Array, "R C K/2"] | None = None
-    multiplier: float = 1.0  # of rotated queries and keys
+    # Of these layers, where it is another
+    window_rotation: Rotation | None = None
     added: Float[Array, "N R C D"] | None = None  # to what the first N layers yield
     experts: ExpertKernel = "auto"  # the kernel of a mixture
     # Ids of keys and values, where they are others than those of queries
@@ -63,10 +60,12 @@ class RowContext:
             return self
         choose = lambda window, whole: jnp.where(windowed, window, whole)  # noqa: E731
         ids, tiles = jax.tree.map(choose, self.windows, (self.ids, self.tiles))
-        angles = self.angles
-        if self.window_angles is not None:
-            angles = choose(self.window_angles, angles)
-        return replace(self, ids=ids, tiles=tiles, angles=angles, windows=None, window_angles=None)
+        rotation = self.rotation
+        if self.window_rotation is not None:
+            rotation = jax.tree.map(choose, self.window_rotation, rotation)
+        return replace(
+            self, ids=ids, tiles=tiles, rotation=rotation, windows=None, window_rotation=None
+        )
 
     def add(self, x: Float[Array, "R C D"], layer: Int[Array, ""] | None) -> Float[Array, "R C D"]:
         """What this layer has yielded, with what is added to it."""
@@ -148,8 +147,8 @@ class SelfAttention(nnx.Module):
     def mixed(self, q: Array, k: Array, v: Array, rows: RowContext) -> Float[Array, "R C H K"]:
         """What queries mix of the values in the same rows, by head."""
         layout = rows.layout
-        if rows.angles is not None:
-            q, k = (rotate(x, rows.angles, rows.multiplier) for x in (q, k))
+        if rows.rotation is not None:
+            q, k = (rotate(x, rows.rotation) for x in (q, k))
         query_axes = ("batch", "sequence", "heads", None)
         kv_axes = ("batch", "sequence", "kv_heads", None)
         if layout.mesh_axes("heads") != layout.mesh_axes(

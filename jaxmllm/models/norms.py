@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxmllm.attention.slot_products import times_factors
 from jaxmllm.models.products import bias, plus_shared, times_shared
 
 
@@ -25,12 +26,14 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(shape) - offset, axes=axes, looked_up=False)
         self.epsilon = epsilon
         self.offset = offset
-        self.over = tuple(range(-len(shape), 0))
+        self.axes = len(shape)
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        mean = jnp.mean(wide * wide, axis=self.over, keepdims=True)
-        normed = wide * jax.lax.rsqrt(mean + self.epsilon)
+        # Over one axis, whose sums are dot products
+        normed = _over_root_mean_square(
+            wide.reshape(*x.shape[: x.ndim - self.axes], -1), self.epsilon
+        ).reshape(x.shape)
         scale = self.scale[...].astype(wide.dtype)
         if self.offset:
             scale = scale + self.offset
@@ -52,13 +55,17 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
-        normed = centred * jax.lax.rsqrt(variance + self.epsilon)
+        normed = _over_root_mean_square(centred, self.epsilon)
         if self.scale is None or self.bias is None:
             return normed.astype(x.dtype)
         scaled = times_shared(normed, self.scale[...].astype(wide.dtype))
         shift = self.bias[...].astype(wide.dtype)
         return plus_shared(x.ndim - 1, scaled, shift).astype(x.dtype)
+
+
+def _over_root_mean_square(x: Float[Array, "*B D"], epsilon: float) -> Float[Array, "*B D"]:
+    """x over the root of the mean of its squares and epsilon."""
+    return times_factors(x, jax.lax.rsqrt(jnp.mean(x * x, axis=-1) + epsilon))
 
 
 MakeNorm = Callable[[int, float], RMSNorm | LayerNorm]  # of width and epsilon

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,13 +62,26 @@ def _angles(positions: Array, frequency: np.ndarray, axis: np.ndarray, dtype: An
     return positions[..., axis].astype(dtype) * jnp.asarray(frequency, dtype)
 
 
-def rotate(
-    x: Float[Array, "R C H K"], angles: Float[Array, "R C K/2"], multiplier: float = 1.0
-) -> Float[Array, "R C H K"]:
-    """Rotate pairs (x[i], x[i + K/2]) by their angles, and multiply them."""
-    cos, sin = (part(angles)[:, :, None] for part in (jnp.cos, jnp.sin))
-    if multiplier != 1.0:
-        cos, sin = cos * multiplier, sin * multiplier
+class Rotation(NamedTuple):
+    """By which pairs of a slot are turned and multiplied.
+
+    Made before the loop over layers: of angles that enter it, XLA's CPU backend computes cosines and sines anew for
+    every head, forward and backward, which took as long as products with weights.
+    """
+
+    cos: Float[Array, "R C K/2"]
+    sin: Float[Array, "R C K/2"]
+
+    @classmethod
+    def of(cls, angles: Float[Array, "R C K/2"], multiplier: float = 1.0) -> Rotation:
+        """By these angles."""
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        return cls(cos, sin) if multiplier == 1.0 else cls(cos * multiplier, sin * multiplier)
+
+
+def rotate(x: Float[Array, "R C H K"], rotation: Rotation) -> Float[Array, "R C H K"]:
+    """Rotate pairs (x[i], x[i + K/2])."""
+    cos, sin = (part[:, :, None] for part in rotation)
     first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, cos.dtype)), 2, axis=-1)
     return jnp.concatenate(
         [first * cos - second * sin, second * cos + first * sin], axis=-1

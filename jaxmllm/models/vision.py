@@ -14,7 +14,7 @@ from jaxmllm.config.schema import ComponentConfig, VisionConfig
 from jaxmllm.models.layers import RowContext, encoder_block, run_stack, run_tapped_stack, stacked
 from jaxmllm.models.norms import NORMS
 from jaxmllm.models.products import bias, biased, parameter, times_matrix, weight
-from jaxmllm.models.rotary import rotary_angles_2d
+from jaxmllm.models.rotary import Rotation, rotary_angles_2d
 from jaxmllm.models.rows import EncoderRows
 from sharding.rules import Layout
 
@@ -126,16 +126,17 @@ class VisionTower(nnx.Module):
         self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
     ) -> RowContext:
         """What all layers know of the rows; depends on no parameters."""
-        angles = None
+        rotation = None
         if self.config.rotates:
             angles = rotary_angles_2d(
                 rows.positions, self.config.head_size // 2, self.config.rope_theta, dtype
             )
+            rotation = Rotation.of(angles)
         windows = None
         if rows.windows is not None and rows.window_tiles is not None:
             windows = item_ids(rows.windows), rows.window_tiles
         return RowContext(
-            layout, item_ids(rows.segments), rows.tiles, angles, settings.attention, windows
+            layout, item_ids(rows.segments), rows.tiles, rotation, settings.attention, windows
         )
 
 

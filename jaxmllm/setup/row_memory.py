@@ -245,6 +245,7 @@ def _kept_values(shapes: TowerConfig | DiffusionConfig | LanguageConfig, remat: 
         of_name |= {
             name: shapes.attentions * of_name[name] for name in ("attention", "projections")
         }
+        of_name["mlp"] += shapes.width  # what is gated
     widths, _ = KEPT_WIDTHS["full"]
     return widths * shapes.width + sum(of_name[name] for name in remat)
 

@@ -20,9 +20,9 @@ from jaxmllm.models.layers import (
     run_stack,
     stacked,
 )
-from jaxmllm.models.norms import RMSNorm
+from jaxmllm.models.norms import LayerNorm, RMSNorm
 from jaxmllm.models.products import biased, times_matrix
-from jaxmllm.models.rotary import rotary_angles, rotary_angles_2d, rotate
+from jaxmllm.models.rotary import Rotation, rotary_angles, rotary_angles_2d, rotate
 from jaxmllm.models.rows import RowTiles
 from sharding.gradient import LayerGradient, Params
 from sharding.mesh import make_mesh
@@ -45,8 +45,10 @@ def context(layout):
         layout,
         TokenIds(*(jnp.asarray(row[name]) for name in ("segments", "groups", "order"))),
         RowTiles(**row["tiles"]),
-        rotary_angles(
-            jnp.tile(jnp.arange(SLOTS)[None, :, None], (4, 1, 1)), (HEAD_SIZE // 2,), 100.0
+        Rotation.of(
+            rotary_angles(
+                jnp.tile(jnp.arange(SLOTS)[None, :, None], (4, 1, 1)), (HEAD_SIZE // 2,), 100.0
+            )
         ),
     )
 
@@ -70,6 +72,20 @@ def test_rms_norm(offset):
         np.testing.assert_array_equal(norm.scale[...], np.full(8, 1 - offset))
         norm.scale[...] = jnp.asarray(scale) - offset
         np.testing.assert_allclose(norm(jnp.asarray(x)), want, rtol=1e-13)
+
+
+@pytest.mark.parametrize("make", [RMSNorm, LayerNorm, partial(LayerNorm, affine=False)])
+def test_gradients_of_norms(make):
+    """Over one axis or two, by differences."""
+    rng = np.random.default_rng(0)
+    x, d_y, step = (rng.standard_normal((2, 3, 2, 4)) for _ in range(3))
+    with jax.enable_x64(True):
+        norms = [make(4, 1e-3)] + ([make(4, 1e-3, heads=2)] if make is RMSNorm else [])
+        for norm in norms:
+            total = lambda x, norm=norm: (norm(x) * d_y).sum()  # noqa: E731
+            found = float((jax.grad(total)(jnp.asarray(x)) * step).sum())
+            ends = [float(total(jnp.asarray(x + sign * 1e-5 * step))) for sign in (1, -1)]
+            assert found == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-7)
 
 
 def test_rms_norm_of_bfloat16_is_computed_in_float32():
@@ -128,7 +144,7 @@ def test_rotate_turns_pairs_as_complex_numbers():
     x, angles = rng.standard_normal((2, 5, 3, 8)), rng.standard_normal((2, 5, 4)) * 50
     turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angles)[:, :, None]
     with jax.enable_x64(True):
-        got = rotate(jnp.asarray(x), jnp.asarray(angles))
+        got = rotate(jnp.asarray(x), Rotation.of(jnp.asarray(angles)))
     np.testing.assert_allclose(
         got, np.concatenate([turned.real, turned.imag], axis=-1), rtol=0, atol=1e-12
     )
@@ -476,9 +492,10 @@ def test_a_norm_after_an_mlp_has_what_it_reads_kept():
 
 
 def products(jaxpr):
-    """How many matrix products a jaxpr writes down; those in loops count once, and of branches those of one."""
+    """How many matrix products a jaxpr writes down, but no dot products of slots; those in loops count once, and of
+    branches those of one."""
     return sum(
-        (eqn.primitive.name == "dot_general")
+        (eqn.primitive.name == "dot_general" and not is_slot_dots(eqn))
         + (max if eqn.primitive.name == "cond" else sum)(
             [0, *map(products, core.jaxprs_in_params(eqn.params))]
         )
@@ -486,8 +503,13 @@ def products(jaxpr):
     )
 
 
-# Of a layer: four products of attention with weights and two in its loop, whose backward pass has five and a
-# sum; three or two of the MLP, for the last of
+def is_slot_dots(eqn):
+    """Whether nothing but batch dimensions is left of a product (attention/slot_products.py)."""
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    return len(batch) == eqn.outvars[0].aval.ndim
+
+
+# Of a layer: four products of attention with weights and two in its loop; three or two of the MLP, for the last of
 # which no gradient asks unless a norm follows
 ATTENTION, LOOP = 4, 2
 
@@ -519,5 +541,5 @@ def test_only_what_is_not_kept_is_computed_again(make, mlp, asked, remat, again)
     stack = nnx.eval_shape(lambda: stacked(make, LAYERS, nnx.Rngs(0)))
     gradient = jax.grad(partial(loss_of, nnx.graphdef(stack), remat), argnums=(0, 1))
     jaxpr = jax.make_jaxpr(gradient)(nnx.state(stack), inputs()).jaxpr
-    forward, backward = ATTENTION + LOOP + mlp, 2 * (ATTENTION + mlp) + 6
+    forward, backward = ATTENTION + LOOP + mlp, 2 * (ATTENTION + mlp) + 5
     assert products(jaxpr) == forward + backward + again(asked)
