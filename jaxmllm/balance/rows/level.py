@@ -232,7 +232,8 @@ def _sweep_microbatches(
         slowest, slow_enough, pairs_count = _pair_rows(
             state.remaining[weight], by_load, classes, sweep, search, pairs
         )
-        gains = (last_slowest - slowest) * search.least_gain > slowest
+        # Divided, not multiplied: a product of the first difference would overflow.
+        gains = last_slowest - slowest > slowest // search.least_gain
         patience = search.patience if gains else patience - 1
         if slowest <= slow_enough or not patience or not pairs_count:
             return
