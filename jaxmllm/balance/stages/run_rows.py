@@ -23,6 +23,8 @@ from jaxmllm.balance.stages.row_groups import encoder_groups, narrowest
 from jaxmllm.phases import LANGUAGE
 from sharding.pipeline.graph import Consumed
 
+# How many microbatches later encoder rows still take items: tried, and the fewest slots kept
+REACHES = (1, 2, 4)
 WORK_BITS = 50  # of an example's work, at most: sums over a batch then fit 64 bits
 
 
@@ -287,10 +289,11 @@ def _media_rows(
     capacities = tuple((_distinct_capacities(phase)[::-1] * phase.widest).tolist())
     packed = [
         _grouped_rows(microbatches, microbatch, group, length, capacities[0], groups),
-        rows_in_turn(microbatch, group, length, capacities[:1], groups),
     ]
-    if len(capacities) > 1:
-        packed.append(rows_in_turn(microbatch, group, length, capacities, groups))
+    for reach in REACHES:
+        packed.append(rows_in_turn(microbatch, group, length, capacities[:1], groups, reach))
+        if len(capacities) > 1:
+            packed.append(rows_in_turn(microbatch, group, length, capacities, groups, reach))
 
     def slots(rows: tuple[Longs, int]) -> tuple[int, int]:
         row, count = rows
@@ -306,30 +309,33 @@ def rows_in_turn(
     length: Longs,
     capacities: tuple[int, ...],
     ranks: int,
+    reach: int = 1,
 ) -> tuple[Longs, int]:
     """Rows filled in the order in which microbatches run, so that the last ones of a microbatch
     also hold items of the next: row [N] of every item, and the number of rows. A row is begun with the
-    least capacity that holds its first item; those of one capacity have consecutive numbers."""
+    least capacity that holds its first item; those of one capacity have consecutive numbers.
+
+    Args:
+      reach: how many microbatches later a row still takes items.
+    """
     # The least that holds each item
     row_class = np.asarray((length[:, None] <= np.array(capacities)).sum(axis=1) - 1)
     row = np.zeros(len(length), np.int64)
     # By replica and class
     free: list[list[list[int]]] = [[[] for _ in capacities] for _ in range(ranks)]
-    # Rows before these were begun for a microbatch before the last one, and take nothing more.
-    first = [[0 for _ in capacities] for _ in range(ranks)]
-    begun = [[0 for _ in capacities] for _ in range(ranks)]
-    last = [-1] * ranks
+    # Of each replica, the microbatches in reach, and how many rows there were before each
+    recent: list[list[tuple[int, list[int]]]] = [[] for _ in range(ranks)]
     for item in np.lexsort((-length, microbatch)).tolist():
         number, of = int(replica[item]), int(microbatch[item])
         rows = free[number]
-        if of != last[number]:
-            lengths = [len(of_class) for of_class in rows]
-            first[number] = begun[number] if of == last[number] + 1 else lengths
-            begun[number], last[number] = lengths, of
+        if not recent[number] or recent[number][-1][0] != of:
+            recent[number] = [begun for begun in recent[number] if begun[0] >= of - reach]
+            recent[number].append((of, [len(of_class) for of_class in rows]))
+        _, first = recent[number][0]
         size = int(length[item])
         smallest = int(row_class[item])
         for k in range(smallest + 1):
-            chosen = first[number][k]
+            chosen = first[k]
             while chosen < len(rows[k]) and rows[k][chosen] < size:
                 chosen += 1
             if chosen < len(rows[k]):

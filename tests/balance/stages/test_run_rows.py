@@ -23,13 +23,14 @@ def test_an_item_that_no_row_holds_is_named():
         pack_rows(np.zeros(1, np.int64), np.array([12]), 10)
 
 
-def test_rows_filled_in_turn_hold_what_they_can_and_join_neighbours_alone():
+@pytest.mark.parametrize("reach", [1, 2, 4])
+def test_rows_filled_in_turn_hold_what_they_can_and_join_neighbours_alone(reach):
     """Microbatches of 12 slots on rows of 10 need two each by themselves, and 1.25 in turn."""
     random = np.random.default_rng(0)
     microbatch = np.repeat(np.arange(16), 6)
     replica = np.tile([0, 1], 48)
     slots = random.integers(1, 8, 96)
-    row, count = rows_in_turn(microbatch, replica, slots, (10,), 2)
+    row, count = rows_in_turn(microbatch, replica, slots, (10,), 2, reach)
     assert row.max() + 1 == count
     for number in (0, 1):
         mine = replica == number
@@ -38,7 +39,18 @@ def test_rows_filled_in_turn_hold_what_they_can_and_join_neighbours_alone():
         assert filled.sum() / (10 * (row[mine].max() + 1)) > 0.8
         for one in range(count):
             held = microbatch[mine & (row == one)]
-            assert len(held) == 0 or held.max() - held.min() <= 1
+            assert len(held) == 0 or held.max() - held.min() <= reach
+
+
+def test_rows_that_take_items_for_longer_are_fewer():
+    """Of microbatches with 4, 4, 4, 4 and 1 slots on rows of 9, the last finds room in a row alone that
+    was begun before the one before it."""
+    microbatch = np.arange(5)
+    slots = np.array([4, 4, 4, 4, 1])
+    row, count = rows_in_turn(microbatch, np.zeros(5, np.int64), slots, (9,), 1)
+    assert row.tolist() == [0, 0, 1, 1, 2] and count == 3
+    row, count = rows_in_turn(microbatch, np.zeros(5, np.int64), slots, (9,), 1, reach=4)
+    assert row.tolist() == [0, 0, 1, 1, 0] and count == 2
 
 
 def test_rows_begun_for_short_items_are_small():
