@@ -4,6 +4,7 @@
     python -m benchmarks.balance --quick
     python -m benchmarks.balance --settings 64x32 [RANKSxEXAMPLES ...] --batches 8
     python -m benchmarks.balance --settings 512x1 --widest 64    rows of up to 64 ranks
+    python -m benchmarks.balance --settings 64x4 --data DIR      lengths of real files: DIR holds train.jsonl
 
 Every setting is planned twice: with rows of one rank (`spans` [1]), and with rows that up to 8
 neighbours may hold together (`auto`).
@@ -44,10 +45,12 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 
+from benchmarks.file_lengths import FileLengths
 from jaxmllm.balance.costs.gather import gathered_bytes
 from jaxmllm.balance.records import (
     BatchItems,
@@ -91,15 +94,22 @@ GENERATOR = (
 
 
 def measure(
-    setting: Setting, batches: int, repeats: int, seed: int, row_classes: int, widest: int = NODE
+    setting: Setting,
+    batches: int,
+    repeats: int,
+    seed: int,
+    row_classes: int,
+    widest: int = NODE,
+    files: FileLengths | None = None,
 ) -> list[dict[str, Any]]:
     """With rows of one rank, then with rows of up to `widest`: one record for every phase, then one
     for the step."""
     ranks, per_rank = setting
     examples = ranks * per_rank
     sampled = min(max(SAMPLED_EXAMPLES // examples, FEWEST_SAMPLED), MOST_SAMPLED)
-    samples = [generate([seed, SAMPLE_STREAM, i], examples) for i in range(sampled)]
-    held_out = [generate([seed, HELD_OUT_STREAM, i], examples) for i in range(batches)]
+    draw = files.draw if files else generate
+    samples = [draw([seed, SAMPLE_STREAM, i], examples) for i in range(sampled)]
+    held_out = [draw([seed, HELD_OUT_STREAM, i], examples) for i in range(batches)]
     records = []
     for spans in (ALONE, spans_up_to(widest, ranks)):
         setting_record = {
@@ -118,6 +128,7 @@ def measure(
                 ranks_per_node=NODE,
                 backend="ragged",
                 spans=spans,
+                longest_items=files.longest if files else None,
             )
             plans = [plan_step(batch, spec) for batch in held_out]
             figures = [
@@ -364,9 +375,11 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--widest", type=int, default=NODE, help="most ranks that hold a row together (default: 8)"
     )
+    parser.add_argument("--data", type=Path, metavar="DIR", help="files whose lengths to plan")
     parser.add_argument("--quick", action="store_true", help="one batch of small settings")
     options = parser.parse_args(command)
     settings = options.settings or (QUICK if options.quick else SETTINGS)
+    files = FileLengths.of(options.data, tuple(PHASES)) if options.data else None
     rows: list[dict[str, Any]] = []
     for setting in settings:
         began = time.perf_counter()
@@ -378,6 +391,7 @@ def main(command: Sequence[str] | None = None) -> int:
             options.seed,
             options.row_classes,
             options.widest,
+            files,
         )
         print(
             f"{setting[0]} ranks x {setting[1]} in {time.perf_counter() - began:.0f} s",
@@ -389,7 +403,7 @@ def main(command: Sequence[str] | None = None) -> int:
         options.json,
         "balance",
         options.seed,
-        GENERATOR,
+        "examples of train.jsonl, drawn with replacement" if files else GENERATOR,
         settings=[f"{ranks}x{per_rank}" for ranks, per_rank in settings],
         row_classes=options.row_classes,
         widest=options.widest,

@@ -4,6 +4,7 @@
                                   [--modes ...] [--live L] [--rollouts N] [--long N] [--json PATH]
     python -m benchmarks.pipeline --families real [--real-seeds N] [--profiles 8B 72B] [--mixes all images speech]
                                   [--data DIR] [--real-modes ...] [--real-stages 4 8] [--per-replica 8 32 128]
+                                  [--real-variants ...]
 
 A vision encoder of 5B and a language model of 8B parameters on 4 pipeline ranks. A batch has M microbatches of 16
 examples and 0 to 48 images each, all numbers equally likely; an image is 576 patches and 144 tokens. Rows have fixed
@@ -74,6 +75,7 @@ from benchmarks.pipeline_real import (
     show_real,
 )
 from benchmarks.pipeline_real import MODES as REAL_MODES
+from benchmarks.pipeline_real import VARIANTS as REAL_VARIANTS
 from benchmarks.pipeline_video import TEXT_TO_VIDEO
 from jaxmllm.arrays import Longs, sums_by
 from jaxmllm.balance.stages.microbatches import MicrobatchPlan, PhaseLoad, plan_microbatches
@@ -442,6 +444,9 @@ def main(command: Sequence[str] | None = None) -> int:
     real.add_argument("--per-replica", nargs="+", type=int, default=[8, 32, 128])
     real.add_argument("--real-modes", nargs="+", choices=tuple(REAL_MODES), default=["train_all"])
     real.add_argument("--real-seeds", type=int, default=2, help="batches of each instance")
+    real.add_argument(
+        "--real-variants", nargs="+", choices=tuple(REAL_VARIANTS), default=list(REAL_VARIANTS)
+    )
     options = parser.parse_args(command)
     found: dict[str, Any] = {"rows": []}
     if "layouts" in options.families:
@@ -493,7 +498,9 @@ def _real(options: Namespace) -> list[dict[str, Any]]:
     for instance in instances(
         options.profiles, mixes, options.real_modes, options.real_stages, options.per_replica
     ):
-        of_instance = measure_real(instance, seeds, options.rollouts, options.data)
+        of_instance = measure_real(
+            instance, seeds, options.rollouts, options.data, options.real_variants
+        )
         show_real(of_instance)
         rows += of_instance
     return rows

@@ -38,6 +38,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from benchmarks.file_lengths import FileLengths
 from jaxmllm.arrays import Longs, sums_by
 from jaxmllm.balance.costs.flops import phase_flops
 from jaxmllm.balance.costs.gather import flops_per_byte, gather_cost
@@ -46,7 +47,6 @@ from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.stages.chain_costs import ChainCosts, ChainLayers
 from jaxmllm.balance.stages.plan import PipelineSpec, PlannedRun, plan_runs
 from jaxmllm.balance.stages.sizes import choose_pipeline
-from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import (
     LanguageConfig,
     ModelConfig,
@@ -56,8 +56,6 @@ from jaxmllm.config.schema import (
     VisionConfig,
 )
 from jaxmllm.phases import LANGUAGE, component_names, make_phases
-from jaxmllm.setup.planning_mesh import staged_mesh
-from jaxmllm.setup.prepare import prepare
 from jaxmllm.tools.output import print_table
 from jaxmllm.tools.workload import (
     ALIGNMENTS,
@@ -178,24 +176,12 @@ def generated(instance: Instance, seeds: Sequence[int]) -> Lengths:
 
 
 def from_files(instance: Instance, folder: Path, seeds: Sequence[int]) -> Lengths:
-    """Batches of the files of configs/real-small.yaml in a folder: its tokens (bytes), patches and frames. Media that a
-    model has no encoder for stay as so many tokens of text."""
-    overrides = [f"data.root={folder}", "pipeline.stages=2", "mesh.data=1", "mesh.fsdp=1"]
-    config = load_config(Path(__file__).parents[1] / "configs" / "real-small.yaml", overrides)
-    corpus = prepare(config, staged_mesh(config)).corpus
-    phases = make_phases(instance.model)
-
-    def batch(seed: list[int]) -> BatchItems:
-        random = np.random.default_rng(seed)
-        items = corpus.gather(np.sort(random.integers(0, len(corpus), instance.examples)))
-        return BatchItems(
-            items.examples, items.targets, {name: items.phases[name] for name in phases}
-        )
-
+    """Batches of the files of a folder."""
+    files = FileLengths.of(folder, tuple(make_phases(instance.model)))
     return Lengths(
-        [batch([1, index]) for index in range(SAMPLES)],
-        [batch([0, seed]) for seed in seeds],
-        {phase: corpus.longest(phase) for phase in phases},
+        [files.draw([1, index], instance.examples) for index in range(SAMPLES)],
+        [files.draw([0, seed], instance.examples) for seed in seeds],
+        files.longest,
     )
 
 
@@ -461,9 +447,13 @@ def instances(
 
 
 def measure_real(
-    instance: Instance, seeds: Sequence[int], rollouts: int, folder: Path | None
+    instance: Instance,
+    seeds: Sequence[int],
+    rollouts: int,
+    folder: Path | None,
+    variants: Sequence[str] = tuple(VARIANTS),
 ) -> list[dict[str, Any]]:
-    """A record for each variant."""
+    """A record for what others run, and for each variant."""
     if instance.mix == FILES:
         assert folder is not None
         lengths = from_files(instance, folder, seeds)
@@ -471,7 +461,7 @@ def measure_real(
         lengths = generated(instance, seeds)
     first = others(instance, lengths)
     figures = {OTHERS: first} | {
-        variant: ours(instance, lengths, variant, rollouts) for variant in VARIANTS
+        variant: ours(instance, lengths, variant, rollouts) for variant in variants
     }
     return [
         {

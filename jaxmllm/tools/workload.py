@@ -280,18 +280,20 @@ def make_spec(
     backend: str = "padded",
     spans: tuple[int, ...] = (1,),
     others: Sequence[BatchItems] = (),
+    longest_items: Mapping[str, int] | None = None,
 ) -> PlanSpec:
     """Sizes for planning generated batches on `ranks` data ranks, the same ranks in every phase,
     chosen from `samples` as a run chooses them: row capacities `auto`, costs by the FLOPs of
     `MODEL`, rows that as many ranks may hold together as `spans` says. `others` are batches unlike
-    the samples that may come, too."""
+    the samples that may come, too; `longest_items` has the longest of each phase, or none where the
+    mix tells it."""
     needs = [
         SizingInputs(
             phase=phase,
             ranks=ranks,
             alignment=ALIGNMENTS[name],
             slots_per_token=slots_per_token(name, MODEL),
-            longest=longest(name, mix),
+            longest=longest(name, mix) if longest_items is None else longest_items[name],
             flops=phase_flops(MODEL, name, dict.fromkeys(component_names(PHASES), 1)),
             config=PhaseConfig(row_classes=row_classes),
             spans=spans,

@@ -1,0 +1,48 @@
+"""Lengths of examples of a folder of real files, for benchmarks that plan and run nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxmllm.balance.records import BatchItems
+from jaxmllm.config.read import load_config
+from jaxmllm.data.corpus import Corpus
+from jaxmllm.setup.planning_mesh import staged_mesh
+from jaxmllm.setup.prepare import prepare
+
+CONFIG = Path(__file__).parents[1] / "configs" / "real-small.yaml"
+
+
+@dataclass(frozen=True)
+class FileLengths:
+    """The tokens (bytes), patches and frames that configs/real-small.yaml makes of a folder's examples.
+
+    Attributes:
+      phases: those of a model. Media that it has no encoder for stay as so many tokens of text.
+    """
+
+    corpus: Corpus
+    phases: Collection[str]
+
+    @classmethod
+    def of(cls, folder: Path, phases: Collection[str]) -> FileLengths:
+        """Of a folder that holds train.jsonl."""
+        overrides = [f"data.root={folder}", "pipeline.stages=2", "mesh.data=1", "mesh.fsdp=1"]
+        config = load_config(CONFIG, overrides)
+        return cls(prepare(config, staged_mesh(config)).corpus, phases)
+
+    def draw(self, seed: Sequence[int], examples: int) -> BatchItems:
+        """A batch of examples that are drawn with replacement."""
+        random = np.random.default_rng(seed)
+        items = self.corpus.gather(np.sort(random.integers(0, len(self.corpus), examples)))
+        of_phases = {name: items.phases[name] for name in self.phases}
+        return BatchItems(items.examples, items.targets, of_phases)
+
+    @property
+    def longest(self) -> dict[str, int]:
+        """Slots of the largest item of each phase."""
+        return {phase: self.corpus.longest(phase) for phase in self.phases}
