@@ -23,6 +23,9 @@ class Choice:
     row_shares: tuple[float, ...] = (1.0, 0.85, 0.7, 0.5, 0.3)
     rows_per_stage: int = 8  # of language, at most
     slacks: tuple[float, ...] = (1.04, 1.15)
+    # Other capacities must gain two thousandths: what is less is chance of the samples, and was lost
+    # on other batches.
+    capacity_worth: float = 0.998
     # Further classes of rows have the slots of the largest divided by these; each must gain some
     # hundredths, for it is more to compile.
     divisors: tuple[float, ...] = (1.25, 1.5, 1.8, 2.2, 2.7, 3.3, 4, 5.5, 8)

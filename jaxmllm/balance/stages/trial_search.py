@@ -108,12 +108,14 @@ class _Best:
         )
         if len(self.capacities[name]) == 1:
             for capacity in self.trials.candidates(name, rows):
-                self._try(self.capacities | {name: (capacity,)}, self.cut)
+                tried = self.capacities | {name: (capacity,)}
+                self._try(tried, self.cut, CHOICE.capacity_worth)
         for count in range(1, self.trials.inputs[name].row_classes):
-            worth = CHOICE.class_worth if len(self.capacities[name]) == count else 1.0
+            further = len(self.capacities[name]) == count
+            worth = CHOICE.class_worth if further else CHOICE.capacity_worth
             for capacities in self.trials.further(name, self.capacities[name][:count]):
                 if self._try(self.capacities | {name: capacities}, self.cut, worth):
-                    worth = 1.0
+                    worth = CHOICE.capacity_worth
             if len(self.capacities[name]) == count:
                 break
 
