@@ -42,7 +42,6 @@ from jaxmllm.config import strict_yaml
 from jaxmllm.config.schema import Config, ModelConfig
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.families.resolved import load_run_config, resolved
-from jaxmllm.runtime.kept_pages import keep_pages
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.training.run import USER_ERRORS
@@ -351,7 +350,6 @@ def main(command: Sequence[str] | None = None) -> int:
         )
         return 2
     use_cores(options.threads)
-    keep_pages()  # as a run on CPU does; transformers has a process of its own
     with tempfile.TemporaryDirectory() as place:
         try:
             measured = measure(options, Path(place))

@@ -60,7 +60,6 @@ from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.data.rows.fill import HostStep, StepFiller
-from jaxmllm.runtime.kept_pages import keep_pages
 from jaxmllm.setup.build import phased_programs
 from jaxmllm.setup.prepare import RunInputs, prepare
 from jaxmllm.setup.sizing import plan_spec
@@ -414,7 +413,6 @@ def main(command: Sequence[str] | None = None) -> int:
         )
         return 2
     use_cores(options.threads)
-    keep_pages()  # as a run on CPU does; PyTorch has a process of its own
     with tempfile.TemporaryDirectory() as folder:
         try:
             config = config_of(

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from jaxmllm.runtime.kept_pages import keep_pages
 
 USAGE = "usage: jaxmllm VERB [options]        (also: python -m jaxmllm VERB)"
 
@@ -72,8 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         print(f"error: {unknown(verb)}", file=sys.stderr)
         return 2
-    if arguments is None and os.environ.get("JAX_PLATFORMS") == "cpu":
-        keep_pages()  # in a process of our own, before numpy and JAX start threads
     return int(importlib.import_module(VERBS[verb].module).main(options))
 
 

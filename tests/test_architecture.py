@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 # At the bottom: what rooms tell one another in
 RECORDS = {"config", "phases", "trainable", "arrays", "row_format"}
 ARROWS = {  # from the top of the house to the bottom: a room imports only rooms that stand below it
-    "jaxmllm/__main__.py": {"runtime"},  # imports the verb that is called, by its name
+    "jaxmllm/__main__.py": set(),  # imports the verb that is called, by its name
     "jaxmllm/tools": RECORDS
     | {
         "families",
