@@ -13,13 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from jaxmllm.config.read import parse_config
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.model_folder import ModelFolder
 from jaxmllm.families.resolved import resolved
-from jaxmllm.families.weight_files import WeightFile
+from jaxmllm.families.weight_files import WeightFile, write_tensors
 from jaxmllm.models.mllm import build_model
 from jaxmllm.runtime.checkpoint import Checkpoints
 from jaxmllm.tools.convert import main
@@ -304,7 +303,7 @@ def in_float32(source: Path, folder: Path) -> Path:
     for path in folder.glob("*.safetensors"):
         tensors = WeightFile.open(path).tensors
         wide = {key: tensor.array().astype(np.float32) for key, tensor in tensors.items()}
-        save_file(wide, path, {"format": "pt"})
+        write_tensors(path, wide)
     return folder
 
 
