@@ -368,13 +368,14 @@ def prices(config: Config, scene: Scene) -> Any:
 
 
 def stages(config: Config, scene: Scene) -> Any:
-    """Sizes of a pipeline, and the schedule of a batch."""
+    """Sizes of a pipeline with attention in its rows, and the schedule of a batch."""
     inputs = scene.staged
     sizes = pipeline_sizes(config, inputs)
     made = plan_pipeline(inputs.samples[0], sizes.spec, sizes.training)
     return (
         repr(sizes.training.tables),
         repr(sizes.spec),
+        repr(attention_spec(config, inputs.model, inputs.corpus.formats, sizes.spec)),
         sizes.training.microbatches,
         made.digest(inputs.samples[0].examples),
     )
