@@ -52,9 +52,14 @@ def _language(config: FolderConfig) -> dict[str, Any]:
 
 
 def _as_stored(section: dict[str, Any], shapes: Shapes) -> Mapping[str, str]:
-    down = (section["experts"]["count"], section["width"], section["mlp_width"])
-    key = f"{MLP}.experts.down_proj".format(layer=0)
-    return AS_WRITTEN if shapes.get(key) == down else {}
+    experts, width, mlp_width = section["experts"]["count"], section["width"], section["mlp_width"]
+    # Either may be square, but not both
+    written = {
+        "gate_up_proj": (experts, 2 * mlp_width, width),
+        "down_proj": (experts, width, mlp_width),
+    }
+    found = (shapes.get(f"{MLP}.experts.{name}".format(layer=0)) for name in written)
+    return AS_WRITTEN if tuple(found) == tuple(written.values()) else {}
 
 
 _DECODER, *_OTHERS = qwen3_vl_family(

@@ -11,6 +11,7 @@ import pytest
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ComponentsConfig, ConfigError, ModelConfig
 from jaxmllm.families.model_folder import ModelFolder
+from jaxmllm.families.qwen3_vl_moe import QWEN3_VL_MOE
 from jaxmllm.families.resolved import resolved
 from jaxmllm.families.weight_files import FolderError, WeightFile, write_tensors
 from jaxmllm.models.mllm import build_model
@@ -132,6 +133,19 @@ def test_experts_are_read_in_both_layouts(tmp_path):
     key = "model.language_model.layers.0.mlp.experts.gate_up_proj"
     assert published.tensors[key].shape == (8, 16, 24), "in, out"
     assert written.tensors[key].shape == (8, 24, 16)
+
+
+@pytest.mark.parametrize(("width", "mlp_width"), [(16, 12), (16, 16), (16, 8)])
+def test_square_matrices_do_not_hide_the_layout_of_experts(width, mlp_width):
+    """One of the two tensors of a layer may have the same shape in both orders."""
+    family = QWEN3_VL_MOE[0]
+    section = {"width": width, "mlp_width": mlp_width, "experts": {"count": 3}}
+    keys = [f"layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    published = dict(zip(keys, [(3, width, 2 * mlp_width), (3, mlp_width, width)], strict=True))
+    written = {key: (shape[0], *shape[:0:-1]) for key, shape in published.items()}
+    assert family.variants is not None
+    assert not family.variants(section, published)
+    assert len(family.variants(section, written)) == 3
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ IMAGE = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
 CONTEXT = ("<img>", "</img>", "<IMG_CONTEXT>", "<video>")
 BOTH = ("<|vision_bos|>", "<|vision_eos|>", "<|IMAGE|>", "<|VIDEO|>")
 BOTH += ("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
+ALL = (*VISION, "<|video_pad|>", "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>")
 NO_SYSTEM = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' + message.content + '<|im_end|>' + '\\n' }}
@@ -155,6 +156,13 @@ HEARD = WITH_SYSTEM.replace(
     """{{- '<|vision_bos|><|IMAGE|><|vision_eos|>' }}
             {%- elif content['type'] == 'audio' %}
                 {{- '<|audio_bos|><|AUDIO|><|audio_eos|>' }}""",
+)
+HEARD_PLAIN = MOVING.replace(
+    "            {%- else %}\n                {{- content",
+    """            {%- elif content['type'] == 'audio' %}
+                {{- '<|audio_start|><|audio_pad|><|audio_end|>' }}
+            {%- else %}
+                {{- content""",
 )
 MOVING_BESIDE_SOUND = HEARD.replace(
     "            {%- else %}\n                {{- content",
@@ -253,6 +261,7 @@ DIALECTS = {
     "qwen3-vl-moving": Dialect(MOVING, (*CHATML, *VISION, "<|video_pad|>"), _QWEN),
     "qwen2.5-omni": Dialect(HEARD, CHATML + BOTH, _QWEN),
     "qwen2.5-omni-moving": Dialect(MOVING_BESIDE_SOUND, CHATML + BOTH, _QWEN),
+    "qwen3-omni": Dialect(HEARD_PLAIN, CHATML + ALL, _QWEN),
     "internvl": Dialect(LINED, CHATML + CONTEXT, _QWEN),
     "qwen3": Dialect(REASONING, CHATML + VISION, _QWEN),
     "generation": Dialect(GENERATION, CHATML, _QWEN),
