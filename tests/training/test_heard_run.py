@@ -100,6 +100,7 @@ def test_projectors_and_adapters_alone_change(folder, config, trained, tmp_path)
 
 PARTS = ["mesh.data=1", "mesh.context=2", "mesh.tensor=1", "mesh.fsdp=4", "phases.audio.block=160"]
 STAGES = ["mesh.data=1", "pipeline.stages=2"]
+FOUR_STAGES = ["mesh.data=1", "mesh.fsdp=1", "pipeline.stages=4"]
 
 
 @pytest.mark.slow
@@ -109,9 +110,11 @@ STAGES = ["mesh.data=1", "pipeline.stages=2"]
     [
         ("qwen2_5_omni", PARTS, TRAINED),
         ("qwen2_5_omni", STAGES, TRAINED),
+        ("qwen2_5_omni", FOUR_STAGES, TRAINED),
         ("qwen3_omni_moe", STAGES, OF_QWEN3),
+        ("qwen3_omni_moe", FOUR_STAGES, OF_QWEN3),
     ],
-    ids=["parts", "stages", "stages-of-experts"],
+    ids=["parts", "stages", "four-stages", "stages-of-experts", "four-stages-of-experts"],
     indirect=["folder"],
 )
 def test_parts_and_stages_train_the_same(folder, config, tmp_path, overrides, trained):
