@@ -39,22 +39,22 @@ class Segment:
 
 
 def example_order(
-    members: Sequence[Member], seed: int, taken: Sequence[int] | None = None
+    members: Sequence[Member], seed: int, skipped: Sequence[int] | None = None
 ) -> grain.MapDataset[int]:
     """Endless weighted mixture of the sources, each reshuffled every epoch: random access to
     example numbers.
 
-    `taken` examples of each source are passed over: those of earlier segments. Raises `DataError`
-    when a source has no examples.
+    The first `skipped` examples of each source are passed over: those of earlier segments. Raises
+    `DataError` when a source has no examples.
     """
     sources = []
-    for number, (name, _, examples) in enumerate(members):
+    for index, (name, _, examples) in enumerate(members):
         if not len(examples):
             raise DataError(
                 f"source {name!r} of data.sources has no usable example; remove it, or see its refusals"
             )
-        source = grain.MapDataset.source(examples).shuffle(seed=_source_seed(seed, number)).repeat()
-        sources.append(source[taken[number] :] if taken else source)
+        source = grain.MapDataset.source(examples).shuffle(seed=_source_seed(seed, index)).repeat()
+        sources.append(source[skipped[index] :] if skipped else source)
     return grain.MapDataset.mix(sources, [weight for _, weight, _ in members])
 
 
@@ -68,13 +68,13 @@ def taken_examples(weights: Sequence[float], positions: int) -> list[int]:
     # Numbers n * sources + s: the n-th example of source s.
     numbered = [grain.MapDataset.range(source, sys.maxsize, sources) for source in range(sources)]
     mixture = grain.MapDataset.mix(numbered, list(weights))
-    taken: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for position in range(positions - 1, -1, -1):
-        number, source = divmod(mixture[position], sources)
-        taken.setdefault(source, number + 1)
-        if len(taken) == sources:
+        nth, source = divmod(mixture[position], sources)
+        counts.setdefault(source, nth + 1)
+        if len(counts) == sources:
             break
-    return [taken.get(source, 0) for source in range(sources)]
+    return [counts.get(source, 0) for source in range(sources)]
 
 
 def evaluation_order(members: Sequence[Member], limit: int | None = None) -> grain.MapDataset[int]:
@@ -88,22 +88,24 @@ def evaluation_order(members: Sequence[Member], limit: int | None = None) -> gra
 @dataclass(frozen=True)
 class Steps:
     """This host's share of every step: `Elements` for a reader, and a sequence. Raises `IndexError`
-    beyond the end, and before step `start`, whose first example is number `first` of the order."""
+    beyond the end, and before step `start`, whose examples stand from `start_position` of the order
+    on."""
 
     order: grain.MapDataset[int]
     batch_size: int
     filler: Callable[..., HostStep]  # (step, examples), as StepFiller
     name: str = "step"
     start: int = 0
-    first: int = 0
+    start_position: int = 0
 
     def examples(self, k: int) -> Longs:
         """Example numbers of step k over all hosts, without planning or loading."""
-        return batch_examples(self.order, self.batch_size, k - self.start, self.first)
+        return batch_examples(self.order, self.batch_size, k - self.start, self.start_position)
 
     def __len__(self) -> int:
         return min(
-            sys.maxsize, self.start + ceil_divide(len(self.order) - self.first, self.batch_size)
+            sys.maxsize,
+            self.start + ceil_divide(len(self.order) - self.start_position, self.batch_size),
         )
 
     def __getitem__(self, k: int) -> HostStep:
@@ -127,8 +129,8 @@ def continued_steps(
     A new batch size continues in the same order. New weights begin a new mixture, in which every
     source continues where it stands, in the middle of its epoch.
     """
-    order, segment, first = _continued(members, seed, history)
-    return Steps(order, segment.batch_size, filler, "step", segment.step, first)
+    order, segment, position = _continued(members, seed, history)
+    return Steps(order, segment.batch_size, filler, "step", segment.step, position)
 
 
 def continued_examples(
@@ -136,8 +138,8 @@ def continued_examples(
 ) -> Longs:
     """Example numbers [B] of a step of the last segment, without planning or loading. Raises
     `IndexError` before that segment."""
-    order, segment, first = _continued(members, seed, history)
-    return batch_examples(order, segment.batch_size, step - segment.step, first)
+    order, segment, position = _continued(members, seed, history)
+    return batch_examples(order, segment.batch_size, step - segment.step, position)
 
 
 def _continued(
@@ -146,20 +148,22 @@ def _continued(
     """(the order of the last segment, that segment, where in the order it begins)."""
     segment = history[0]
     weights = segment.weights
-    taken = [0] * len(members)  # examples of each source before the mixture of these weights
-    first = 0  # position in that mixture
+    skipped = [0] * len(members)  # examples of each source before the mixture of these weights
+    position = 0  # position in that mixture
     for following in history[1:]:
-        first += (following.step - segment.step) * segment.batch_size
+        position += (following.step - segment.step) * segment.batch_size
         if following.weights != weights:
-            taken = [sum(pair) for pair in zip(taken, taken_examples(weights, first), strict=True)]
+            skipped = [
+                sum(pair) for pair in zip(skipped, taken_examples(weights, position), strict=True)
+            ]
             weights = following.weights
-            first = 0
+            position = 0
         segment = following
     weighted = [
         (name, weight, numbers) for (name, _, numbers), weight in zip(members, weights, strict=True)
     ]
-    order = example_order(weighted, seed, taken if any(taken) else None)
-    return order, segment, first
+    order = example_order(weighted, seed, skipped if any(skipped) else None)
+    return order, segment, position
 
 
 def evaluation_steps(filler: StepFiller, batch_size: int, limit: int | None = None) -> Steps:
@@ -170,29 +174,29 @@ def evaluation_steps(filler: StepFiller, batch_size: int, limit: int | None = No
 
 
 def batch_examples(
-    order: grain.MapDataset[int], batch_size: int, step: int, begin: int = 0
+    order: grain.MapDataset[int], batch_size: int, step: int, start_position: int = 0
 ) -> Longs:
     """Example numbers [B] of any step, without planning or loading; the last batch of a finite
     order may be short.
 
-    Step 0 begins at number `begin` of the order. Raises `IndexError` outside the order.
+    Step 0 begins at `start_position` of the order. Raises `IndexError` outside the order.
     """
-    first = begin + step * batch_size
-    if step < 0 or not first < len(order):
+    start = start_position + step * batch_size
+    if step < 0 or not start < len(order):
         raise IndexError(
             f"step {step} of {batch_size} examples is outside an order of {len(order)}"
         )
-    return _numbers([order[i] for i in range(first, min(first + batch_size, len(order)))])
+    return _numbers([order[i] for i in range(start, min(start + batch_size, len(order)))])
 
 
 def sample_batches(
-    order: grain.MapDataset[int], corpus: Lengths, batch_size: int, count: int
+    order: grain.MapDataset[int], corpus: Lengths, batch_size: int, max_batches: int
 ) -> list[BatchItems]:
-    """Lengths of the first `count` batches (fewer if the order ends), for capacity statistics."""
+    """Lengths of the first `max_batches` batches (fewer if the order ends), for capacity statistics."""
     available = ceil_divide(len(order), batch_size)
     return [
         corpus.gather(batch_examples(order, batch_size, step))
-        for step in range(min(count, available))
+        for step in range(min(max_batches, available))
     ]
 
 
@@ -208,9 +212,9 @@ def source_batches(members: Sequence[Member], corpus: Lengths, batch_size: int) 
     ]
 
 
-def _source_seed(seed: int, number: int) -> int:
+def _source_seed(seed: int, index: int) -> int:
     # grain seeds epoch e with seed + e: neighbouring seeds would replay one another's epochs.
-    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+    return int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
 
 
 def _numbers(examples: Sequence[int]) -> Longs:

@@ -40,6 +40,24 @@ _RESIZED_BY = {
     "it is made from",
 }
 
+_COLUMNS = (
+    "language_length",
+    "targets",
+    "item_phase",
+    "item_length",
+    "item_real",
+    "item_tokens",
+    "item_slot",
+)
+_FINGERPRINTED = (
+    "language_length",
+    "targets",
+    "item_phase",
+    "item_tokens",
+    "item_slot",
+    "item_count",
+)
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -52,9 +70,8 @@ class Corpus:
     weights: tuple[float, ...]  # of the indexes, for mixing
     tokenizer: Tokenizer
     modalities: Mapping[str, Modality]
-    names: tuple[
-        str, ...
-    ] = ()  # source labels to number by, where there are more than those of `indexes`
+    # Source labels to number by, where there are more than those of `indexes`
+    names: tuple[str, ...] = ()
     pairs: VisiblePairs = NOTHING_KNOWN  # what attention sees, for costs
 
     @classmethod
@@ -130,13 +147,13 @@ class Corpus:
     def gather(self, examples: Longs) -> BatchItems:
         """Lengths of a batch of example numbers [B], which may repeat."""
         columns = self._columns
-        first = columns["item_start"][examples]
+        item_start = columns["item_start"][examples]
         counts = columns["item_count"][examples]
         owner = np.repeat(np.arange(len(examples), dtype=np.int32), counts)
-        items = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        items = np.repeat(item_start - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
         phases = {}
-        for number, phase in enumerate(self.modalities):
-            of_phase = columns["item_phase"][items] == number
+        for phase_index, phase in enumerate(self.modalities):
+            of_phase = columns["item_phase"][items] == phase_index
             chosen = items[of_phase]
             lengths = {name: columns[f"item_{name}"][chosen] for name in ("length", "real")}
             tokens = columns["item_tokens"][chosen].astype(np.int32)
@@ -202,15 +219,13 @@ class Corpus:
         total = len(self) + len(rejected)
         if len(self) and len(rejected) <= max_rejected * total:
             return
-        counts = (
-            ", ".join(f"{count} {reason}" for reason, count in self.rejected_counts().items())
-            or "none"
-        )
+        by_reason = self.rejected_counts().items()
+        counts = ", ".join(f"{examples} {reason}" for reason, examples in by_reason) or "none"
         quoted = "".join(f"\n  {refusal}" for refusal in rejected[:SHOWN])
-        others = f"\n  and {len(rejected) - SHOWN} more" if len(rejected) > SHOWN else ""
+        unquoted = f"\n  and {len(rejected) - SHOWN} more" if len(rejected) > SHOWN else ""
         raise DataError(
             f"{len(rejected)} of {total} examples are refused, data.max_rejected allows a share of {max_rejected:g} "
-            f"and at least one must remain; by reason: {counts}.{quoted}{others}\n"
+            f"and at least one must remain; by reason: {counts}.{quoted}{unquoted}\n"
             "Fix the records, or raise data.max_rejected to train without them."
         )
 
@@ -247,9 +262,9 @@ class Corpus:
 
     @cached_property
     def _label(self) -> Ints:
-        number = {label: n for n, label in enumerate(self.sources)}
+        label_index = {label: n for n, label in enumerate(self.sources)}
         tables = [
-            np.array([number[label] for label in index.labels], np.int32)[index.label]
+            np.array([label_index[label] for label in index.labels], np.int32)[index.label]
             for index in self.indexes
         ]
         return np.concatenate([np.zeros(0, np.int32), *tables])
@@ -262,21 +277,12 @@ class Corpus:
     @cached_property
     def _columns(self) -> dict[str, Longs]:
         """Example and item columns of all indexes on end; item_start counts over all items."""
-        names = (
-            "language_length",
-            "targets",
-            "item_phase",
-            "item_length",
-            "item_real",
-            "item_tokens",
-            "item_slot",
-        )
         none = np.zeros(0, np.int64)
         columns = {
             name: np.concatenate([none, *(getattr(index, name) for index in self.indexes)]).astype(
                 np.int64
             )
-            for name in names
+            for name in _COLUMNS
         }
         columns["item_count"] = np.concatenate(
             [none, *(np.diff(index.item_start) for index in self.indexes)]
@@ -287,8 +293,8 @@ class Corpus:
     def _locate(self, example: int) -> tuple[LengthIndex, int]:
         if not 0 <= example < len(self):
             raise IndexError(f"example {example} of {len(self)}")
-        number = int(np.searchsorted(self._starts, example, side="right")) - 1
-        return self.indexes[number], int(example - self._starts[number])
+        index_number = int(np.searchsorted(self._starts, example, side="right")) - 1
+        return self.indexes[index_number], int(example - self._starts[index_number])
 
 
 def _flat_shapes(shapes: Ints) -> Ints:
@@ -298,35 +304,25 @@ def _flat_shapes(shapes: Ints) -> Ints:
     They had when fingerprints of runs were first written, and these must stay the same.
     """
     flat = shapes == 1
-    kept = np.ones_like(flat)
+    keep = np.ones_like(flat)
     has_flat = flat.any(axis=1)
-    kept[has_flat, flat.argmax(axis=1)[has_flat]] = False
-    return shapes[kept]
+    keep[has_flat, flat.argmax(axis=1)[has_flat]] = False
+    return shapes[keep]
 
 
 def _not_indexed(index: LengthIndex, example: int) -> str:
     return f"{index.place(example)}: not the record {str(index.id[example])!r} that was indexed"
 
 
-_FINGERPRINTED = (
-    "language_length",
-    "targets",
-    "item_phase",
-    "item_tokens",
-    "item_slot",
-    "item_count",
-)
-
-
 def _too_long(index: LengthIndex, limits: Mapping[str, int]) -> list[tuple[int, str, str]]:
     """(example, reason, message) of the examples with an item beyond the limits; the first such
     item speaks."""
     refused: dict[int, str] = {}
-    for number, phase in enumerate(index.phases):
+    for phase_index, phase in enumerate(index.phases):
         if phase not in limits:
             continue
         for item in np.flatnonzero(
-            (index.item_phase == number) & (index.item_length > limits[phase])
+            (index.item_phase == phase_index) & (index.item_length > limits[phase])
         ):
             example = int(np.searchsorted(index.item_start, item, side="right")) - 1
             media = index.source.media(index.media.address[index.item_media[item]])

@@ -132,9 +132,8 @@ class _Builder:
         self.modalities = modalities
         self.known = known
         self.phases = tuple(modalities)
-        self.media: dict[
-            MediaKey, tuple[int, Measured]
-        ] = {}  # row in the table, what its header said
+        # Row in the table, and what the header said
+        self.media: dict[MediaKey, tuple[int, Measured]] = {}
         self.labels: dict[str, int] = {}
         self.examples: list[tuple[str, int, int, int, int, int, int]] = []  # as EXAMPLE_COLUMNS
         self.counts: list[int] = []  # items of each example
@@ -317,16 +316,16 @@ def chunks(records: Iterable[RawRecord]) -> Iterator[list[RawRecord]]:
         yield chunk
 
 
-def _columns(rows: Sequence[tuple[Any, ...]], count: int) -> list[tuple[Any, ...]]:
-    return list(zip(*rows, strict=True)) if rows else [()] * count
+def _columns(rows: Sequence[tuple[Any, ...]], width: int) -> list[tuple[Any, ...]]:
+    return list(zip(*rows, strict=True)) if rows else [()] * width
 
 
 @contextmanager
-def _progress_bar(source: Source, wanted: bool) -> Iterator[Any]:
-    """Yields a function that advances the bar by so many bytes."""
+def _progress_bar(source: Source, visible: bool) -> Iterator[Any]:
+    """Yields a function that advances the bar by a number of bytes."""
     console = Console(stderr=True)
     with Progress(
-        console=console, disable=not (wanted and console.is_terminal), transient=True
+        console=console, disable=not (visible and console.is_terminal), transient=True
     ) as bar:
         task = bar.add_task(f"indexing {source.path.name}", total=source.size())
-        yield lambda count: bar.advance(task, count)
+        yield lambda byte_count: bar.advance(task, byte_count)

@@ -91,8 +91,8 @@ def still_known(stored: Stored, formats: Formats) -> dict[MediaKey, Measured]:
         phase: _trust(stored.formats.get(phase, ()), formats[phase]) for phase in index.phases
     }
     groups = [
-        media.address[first : first + STAMPS_AT_ONCE]
-        for first in range(0, len(media.address), STAMPS_AT_ONCE)
+        media.address[start : start + STAMPS_AT_ONCE]
+        for start in range(0, len(media.address), STAMPS_AT_ONCE)
     ]
     with ThreadPoolExecutor(STAMP_THREADS) as pool:
         stamps = chain.from_iterable(

@@ -149,8 +149,8 @@ def check_last_page(file: Stream, media: MediaReference) -> None:
 
     Raises `MediaError`: truncated_audio, joined_audio.
     """
-    first = _page(file, 0)
-    if first is None:
+    first_page = _page(file, 0)
+    if first_page is None:
         return  # libsndfile will say what is wrong with it
     size = size_of(file)
     begin = max(0, size - 2 * _LARGEST_PAGE)
@@ -163,7 +163,7 @@ def check_last_page(file: Stream, media: MediaReference) -> None:
         raise _cut(media, "its end holds no whole page")
     if not only_zeros(file, pages[-1].end):
         raise _cut(media, f"the page at byte {pages[-1].end} is not whole")
-    if pages[-1].serial not in _serials(file, first):
+    if pages[-1].serial not in _serials(file, first_page):
         raise _joined(media)
 
 
@@ -173,21 +173,21 @@ def check_pages(file: Stream, media: MediaReference) -> None:
     Raises `MediaError`: truncated_audio, joined_audio, undecodable_audio (damaged or missing pages,
     which libsndfile leaves out without a word).
     """
-    numbers: dict[int, int] = {}  # of the next page of each stream
+    next_numbers: dict[int, int] = {}  # of the next page of each stream
     end = 0
     begun = False  # whether a page other than the first ones of streams was met
     for page in _pages(file, 0):
         if page.flags & _FIRST:
             if begun:
                 raise _joined(media)
-            numbers[page.serial] = page.number
+            next_numbers[page.serial] = page.number
         begun = begun or not page.flags & _FIRST
-        if not page.intact or numbers.get(page.serial) != page.number:
+        if not page.intact or next_numbers.get(page.serial) != page.number:
             raise MediaError(
                 "undecodable_audio",
                 f"{media} is damaged or lacks a part before byte {page.end}; copy it again",
             )
-        numbers[page.serial] += 1
+        next_numbers[page.serial] += 1
         end = page.end
     if not only_zeros(file, end):
         size = size_of(file)
@@ -221,10 +221,10 @@ def _pages(file: Stream, position: int) -> Iterator[_Page]:
         position = page.end
 
 
-def _serials(file: Stream, first: _Page) -> set[int]:
+def _serials(file: Stream, first_page: _Page) -> set[int]:
     """Streams that begin at the beginning of the file, side by side."""
-    serials = {first.serial}
-    for page in islice(_pages(file, first.end), _STREAMS):
+    serials = {first_page.serial}
+    for page in islice(_pages(file, first_page.end), _STREAMS):
         if not page.flags & _FIRST:
             break
         serials.add(page.serial)
@@ -255,15 +255,17 @@ def check_flac(file: Stream, samples: int, media: MediaReference) -> None:
         second = _FLAC_BEGIN.search(data)
         for match in _FLAC_FRAME.finditer(data, 0, second.start() if second else len(data)):
             head = data[match.start() : match.start() + _FLAC_HEAD]
-            number = _flac_number(head)
+            coded_number = _flac_number(head)
             varying = head[1] & 1  # frames are then numbered by their first samples
-            if number == (samples if varying else expected) and (varying or frames == expected):
+            if coded_number == (samples if varying else expected) and (
+                varying or frames == expected
+            ):
                 raise MediaError(
                     "wrong_audio_length",
                     f"{media} continues at byte {position + match.start()} after the {samples} samples that its header "
                     "tells of; encode the clip again",
                 )
-            frames += number == frames and not varying
+            frames += coded_number == frames and not varying
         if second:
             raise _joined(media)
 
@@ -276,15 +278,15 @@ def _flac_number(head: bytes) -> int | None:
     if size == 1 or head[4] == 0xFF:
         return None
     size = max(1, size)
-    number = head[4] & (0x7F if size == 1 else 0x7F >> size)
+    coded_number = head[4] & (0x7F if size == 1 else 0x7F >> size)
     for byte in head[5 : 4 + size]:
-        number = number << 6 | byte & 0x3F
+        coded_number = coded_number << 6 | byte & 0x3F
     # Some codes of the frame's size and rate say that the value follows the number, in 1 or 2
     # bytes.
     size_bytes = {6: 1, 7: 2}.get(head[2] >> 4, 0)
     rate_bytes = {12: 1, 13: 2, 14: 2}.get(head[2] & 15, 0)
     end = 4 + size + size_bytes + rate_bytes
-    return number if end < len(head) and _crc_8(head[:end]) == head[end] else None
+    return coded_number if end < len(head) and _crc_8(head[:end]) == head[end] else None
 
 
 def _crc_8(data: bytes) -> int:

@@ -66,17 +66,17 @@ class Generated:
             positions[:, 1:] -= [ceil_divide(side, 2) for side in shape[1:]]
         return positions
 
-    def condition_positions(self, shape: Shape, count: int) -> NDArray[np.int32]:
+    def condition_positions(self, shape: Shape, conditions: int) -> NDArray[np.int32]:
         """(time, row, column) of what an item is drawn from: [count, 3].
 
         They advance time in row and column 0. Diagonal, they advance along all axes, from the first number that is
         no row and no column of the picture (arXiv 2508.02324).
         """
-        positions = np.zeros((count, 3), np.int32)
-        positions[:, 0] = np.arange(count)
+        positions = np.zeros((conditions, 3), np.int32)
+        positions[:, 0] = np.arange(conditions)
         if self.diagonal:
-            first = max(side // 2 if self.centred else side for side in shape[1:])
-            positions[:] = first + positions[:, :1]
+            start = max(side // 2 if self.centred else side for side in shape[1:])
+            positions[:] = start + positions[:, :1]
         return positions
 
     def first_time(self, conditions: int) -> int:
@@ -125,7 +125,7 @@ class GeneratedPixels(Generated, Images):
         if not isinstance(media, Clip):
             return super().measure(media)
         with self._opened(media) as frames:
-            return self._found(frames, media)[0]
+            return self._shape_and_frames(frames, media)[0]
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
         """uint8 [length, features]. Raises `MediaError`: those of `measure`, shape_changed,
@@ -133,44 +133,44 @@ class GeneratedPixels(Generated, Images):
         if not isinstance(media, Clip):
             return super().load(media, shape)
         with self._opened(media) as frames:
-            shape_now, numbers = self._found(frames, media)
+            shape_now, numbers = self._shape_and_frames(frames, media)
             if shape_now != shape:
                 raise MediaError(
                     "shape_changed",
                     f"{media} was indexed as {shape} patches but is {shape_now} now",
                 )
-            distinct, places = np.unique(numbers, return_inverse=True)
+            distinct, inverse = np.unique(numbers, return_inverse=True)
             pixels = np.stack(list(frames.decoded(self, distinct.tolist(), shape)))
-        return self.patches(pixels[places], shape)
+        return self.patches(pixels[inverse], shape)
 
     def _opened(self, media: Clip) -> AbstractContextManager[Frames]:
         anyhow = self.folder_fps or 1.0  # where all frames are taken, their times do not matter
         folder_fps = anyhow if self.fps is None else self.folder_fps
         return opened_clip(media, folder_fps, self.sound, self.section)
 
-    def _found(self, frames: Frames, media: Clip) -> tuple[Shape, Sequence[int]]:
+    def _shape_and_frames(self, frames: Frames, media: Clip) -> tuple[Shape, Sequence[int]]:
         """The shape of a clip, and the numbers of the frames that it takes of its file or folder."""
         grid = self.grid(*frames.size(self))
-        numbers = self._taken(frames.seconds, media)
+        numbers = self._sampled(frames.seconds, media)
         return (ceil_divide(len(numbers), self.patch_frames), *grid), numbers
 
-    def _taken(self, seconds: Sequence[Fraction], media: MediaReference) -> Sequence[int]:
+    def _sampled(self, seconds: Sequence[Fraction], media: MediaReference) -> Sequence[int]:
         """Which frames are taken, given the time that each is shown: those in the middle of each 1 / fps
         seconds, or all."""
         sampled = self.fps is not None and len(seconds) > 1
         fps = Fraction(self.fps or 1)
-        count = max(1, round(sum(seconds) * fps)) if sampled else len(seconds)
-        if count > self.max_frames and not self.shorten:
+        frame_count = max(1, round(sum(seconds) * fps)) if sampled else len(seconds)
+        if frame_count > self.max_frames and not self.shorten:
             raise MediaError(
                 "too_many_frames",
-                f"{media} has {count} frames, more than data.generated.max_frames = {self.max_frames}; raise it, "
+                f"{media} has {frame_count} frames, more than data.generated.max_frames = {self.max_frames}; raise it, "
                 "lower data.generated.fps, split the clip, or let data.generated.shorten cut it",
             )
-        numbers = range(min(count, self.max_frames))
+        indices = range(min(frame_count, self.max_frames))
         if not sampled:
-            return numbers
+            return indices
         ends = list(accumulate(seconds))
-        middles = (Fraction(2 * number + 1, 2) / fps for number in numbers)
+        middles = (Fraction(2 * index + 1, 2) / fps for index in indices)
         return [min(bisect_right(ends, middle), len(ends) - 1) for middle in middles]
 
     def patches(self, pixels: NDArray[np.uint8], shape: Shape) -> NDArray[np.uint8]:
@@ -184,9 +184,9 @@ class GeneratedPixels(Generated, Images):
 def patches_of(frames: NDArray[Any], patch_frames: int, patch_size: int) -> NDArray[Any]:
     """Frames [T * patch_frames, H * patch_size, W * patch_size, K] -> patches [T * H * W, F], each in the order
     (frame, row, column, channel)."""
-    count, height, width, channels = frames.shape
+    frame_count, height, width, channels = frames.shape
     tiles = frames.reshape(
-        count // patch_frames,
+        frame_count // patch_frames,
         patch_frames,
         height // patch_size,
         patch_size,

@@ -35,8 +35,9 @@ MAX_SOURCE_PIXELS = 89_478_485
 # Room for a BMP of that many pixels; metadata are read whole
 MAX_FILE_BYTES = 4 * MAX_SOURCE_PIXELS + 2**20
 MAX_SCANS = 200  # of a JPEG: a pass over all pixels each, for a few bytes; encoders write 10, damage adds a few
-FILL_STEP = 1e-5  # of the scale of an image that fills max_pixels, where the search for it ends
-FILL_MOST = 100.0
+# Scale of an image that fills max_pixels: where the search for it ends, and the largest that is tried
+FILL_STEP = 1e-5
+FILL_MAX_SCALE = 100.0
 _BAND = 1 << 20  # pixels converted to RGB at once
 
 # Such images are refused below, so the warning would say it twice.
@@ -266,17 +267,16 @@ class Images:
             return self._drawn(image, shape)
         except MemoryError:  # the machine's fault, not the file's
             raise
-        except (
-            Exception
-        ) as error:  # broken bodies surface as OSError, SyntaxError, struct.error, ...
+        # Broken bodies surface as OSError, SyntaxError, struct.error, ...
+        except Exception as error:
             raise MediaError(reason, f"{media} does not decode: {error}") from error
 
     def _drawn(self, image: Image.Image, shape: Shape) -> NDArray[np.uint8]:
         """The pixels of the frame that an image is at. Raises what Pillow does."""
         _, height, width = (size * self.patch_size for size in shape)
-        whole = (self.side, self.side) if self.resize == "square" else (height, width)
+        full_size = (self.side, self.side) if self.resize == "square" else (height, width)
         # Published rules resize from all pixels
-        pixels = resized(image, *whole, KERNELS[self.kernel], self.resize == "area")
+        pixels = resized(image, *full_size, KERNELS[self.kernel], self.resize == "area")
         return pixels[:height, :width]
 
     def patches(self, pixels: NDArray[np.uint8], shape: Shape) -> NDArray[np.uint8]:
@@ -320,9 +320,8 @@ def _too_many_pixels(media: MediaReference) -> MediaError:
 def _check_tiff(image: Image.Image, media: MediaReference) -> None:
     """Refuse what only TIFF files hold: tiles larger than any image, and numbers without a range."""
     tags = getattr(image, "tag_v2", {})
-    if (
-        tags.get(_TILE_WIDTH, 0) * tags.get(_TILE_LENGTH, 0) > MAX_SOURCE_PIXELS
-    ):  # each is decoded as a whole
+    # A tile is decoded as a whole
+    if tags.get(_TILE_WIDTH, 0) * tags.get(_TILE_LENGTH, 0) > MAX_SOURCE_PIXELS:
         raise _too_many_pixels(media)
     if image.mode in ("I", "F"):
         raise MediaError(
@@ -337,11 +336,11 @@ def _check_scans(file: Stream, media: MediaReference) -> None:
     position = file.tell()
     file.seek(0)
     scans = 0
-    last = b""
+    last_byte = b""
     while block := file.read(1 << 20):
         # Within the pixels, a byte of 255 is followed by a zero
-        scans += (last + block).count(b"\xff\xda")
-        last = block[-1:]
+        scans += (last_byte + block).count(b"\xff\xda")
+        last_byte = block[-1:]
     file.seek(position)
     if scans > MAX_SCANS:
         raise MediaError(
@@ -381,18 +380,25 @@ def _filling(height: int, width: int, cell: int, max_cells: int) -> tuple[int, i
         rows, columns = (max(1, math.ceil(size * scale / cell)) for size in (height, width))
         return rows, columns
 
-    least, most = FILL_STEP / 10, FILL_MOST
-    while most - least >= FILL_STEP:
-        scale = (least + most) / 2
+    low = FILL_STEP / 10
+    high = FILL_MAX_SCALE
+    while high - low >= FILL_STEP:
+        scale = (low + high) / 2
         if math.prod(cells(scale)) <= max_cells:
-            least = scale
+            low = scale
         else:
-            most = scale
-    return cells(least)
+            high = scale
+    return cells(low)
 
 
 def smart_cells(
-    height: int, width: int, cell: int, least: int, most: int, frames: int = 1, whole: int = 1
+    height: int,
+    width: int,
+    cell: int,
+    min_pixels: int,
+    max_pixels: int,
+    frames: int = 1,
+    patched_frames: int = 1,
 ) -> tuple[int, int]:
     """Rows and columns of cells, both sides rounded to whole ones, or scaled until their pixels are within bounds.
 
@@ -400,14 +406,14 @@ def smart_cells(
 
     Args:
       frames: whose pixels are within the bounds together.
-      whole: the same, rounded to whole patches.
+      patched_frames: the same, rounded to whole patches.
     """
     rows, columns = (round(size / cell) for size in (height, width))
-    if whole * rows * columns * cell**2 > most:
-        scale = math.sqrt(frames * height * width / most)
+    if patched_frames * rows * columns * cell**2 > max_pixels:
+        scale = math.sqrt(frames * height * width / max_pixels)
         rows, columns = (max(1, math.floor(size / scale / cell)) for size in (height, width))
-    elif whole * rows * columns * cell**2 < least:
-        scale = math.sqrt(least / (frames * height * width))
+    elif patched_frames * rows * columns * cell**2 < min_pixels:
+        scale = math.sqrt(min_pixels / (frames * height * width))
         rows, columns = (math.ceil(size * scale / cell) for size in (height, width))
     return rows, columns
 
@@ -441,12 +447,10 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _rgb_band(image: Image.Image) -> Image.Image:
-    if image.mode == "I" or image.mode.startswith(
-        "I;16"
-    ):  # Pillow would clip 16 bits, not scale them
-        return Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8)).convert(
-            "RGB"
-        )
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        # Pillow would clip 16 bits, not scale them
+        eight_bit = (np.asarray(image).clip(0, 65535) // 257).astype(np.uint8)
+        return Image.fromarray(eight_bit).convert("RGB")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")

@@ -74,14 +74,14 @@ class VideoFile:
             self._first = next(self._frames)
         return self._first
 
-    def images(self, numbers: Sequence[int]) -> Iterator[Image.Image]:
-        """The frames of these rising numbers. Raises `MediaError("undecodable_video")`."""
+    def images(self, indices: Sequence[int]) -> Iterator[Image.Image]:
+        """The frames of these rising indices. Raises `MediaError("undecodable_video")`."""
         frames = self._all()
-        at = -1
-        for number in numbers:
-            while at < number:
+        decoded = -1
+        for index in indices:
+            while decoded < index:
                 image = next(frames)
-                at += 1
+                decoded += 1
             yield image
 
     def _all(self) -> Iterator[Image.Image]:
@@ -142,23 +142,24 @@ class VideoFile:
         """How long each frame is shown, from its packet."""
         with self._opened("broken_video_header") as (container, video):
             stated = video.frames
-            shown, found = [], 0
+            shown = []
+            packets = 0
             for packet in container.demux(video):
                 if not packet.size:  # after the last one
                     continue
-                found += 1
+                packets += 1
                 if packet.is_corrupt:
                     self._cut()
                 if packet.pts is None:
                     self._refuse("does not say when its frames are shown; write it anew")
                 if not packet.is_discard:  # which an edit list has cut away
                     shown.append((packet.pts, packet.duration or 0))
-                if found > MAX_FRAMES:
+                if packets > MAX_FRAMES:
                     raise MediaError(
                         "too_many_frames",
                         f"{self.media} has more than {MAX_FRAMES} frames; split it",
                     )
-            if found < stated or not shown:
+            if packets < stated or not shown:
                 self._cut()
             shown.sort()
             unit = Fraction(video.time_base)
@@ -166,23 +167,23 @@ class VideoFile:
         between = [after - before for before, after in pairwise(starts)]
         if any(ticks <= 0 for ticks in between):
             self._refuse("shows two frames at one time; write it anew")
-        last = shown[-1][1] or (between[-1] if between else 0)
-        return tuple((ticks or 1) * unit for ticks in (*between, last))
+        last_ticks = shown[-1][1] or (between[-1] if between else 0)
+        return tuple((ticks or 1) * unit for ticks in (*between, last_ticks))
 
     def _decoded(self) -> Iterator[Image.Image]:
         with self._opened("undecodable_video") as (container, video):
             video.codec_context.options = {"err_detect": "explode"}
-            count = 0
+            decoded = 0
             for frame in container.decode(video):
                 if frame.is_corrupt:
                     break
-                count += 1
+                decoded += 1
                 # Counter-clockwise, as both count it
                 yield frame.to_image().rotate(frame.rotation, expand=True)
-            if count < len(self.seconds):
+            if decoded < len(self.seconds):
                 raise MediaError(
                     "undecodable_video",
-                    f"{self.media} has {len(self.seconds)} frames, of which {count} decode; copy it again",
+                    f"{self.media} has {len(self.seconds)} frames, of which {decoded} decode; copy it again",
                 )
 
     def _cut(self) -> NoReturn:
@@ -216,7 +217,8 @@ def write_video(path: Path, frames: NDArray[np.uint8], fps: float) -> None:
     rate = Fraction(fps).limit_denominator(1_000_000)
     with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream(ENCODER, rate=rate, options={"crf": QUALITY})
-        stream.width, stream.height = width, height
+        stream.width = width
+        stream.height = height
         stream.pix_fmt = "yuv444p" if height % 2 or width % 2 else "yuv420p"
         for pixels in frames:
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")

@@ -48,9 +48,9 @@ class FrameImages(Images):
         if min(height, width) < cell:
             scale = max(cell / height, cell / width)
             height, width = int(height * scale), int(width * scale)
-        whole = round(self.together / self.patch_frames) * self.patch_frames
+        patched_frames = round(self.together / self.patch_frames) * self.patch_frames
         bounds = self.min_pixels, self.max_pixels
-        rows, columns = smart_cells(height, width, cell, *bounds, self.together, whole)
+        rows, columns = smart_cells(height, width, cell, *bounds, self.together, patched_frames)
         return rows * self.merge, columns * self.merge
 
 
@@ -115,9 +115,9 @@ class ImagesAndVideos(Images):
         Args:
           media: for messages.
         """
-        count = len(self.taken(frames, rate, media))
-        grid = self.frame_images(count).grid(*size)
-        return ClipShape((ceil_divide(count, self.patch_frames), *grid), frames, rate)
+        sampled = len(self.sampled_frames(frames, rate, media))
+        grid = self.frame_images(sampled).grid(*size)
+        return ClipShape((ceil_divide(sampled, self.patch_frames), *grid), frames, rate)
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
         """uint8 [length, features]. Raises `MediaError`: those of images."""
@@ -145,10 +145,10 @@ class ImagesAndVideos(Images):
         self, frames: Frames, numbers: Sequence[int], shape: ClipShape, clip: Clip
     ) -> Iterator[NDArray[Any]]:
         """The same of an open clip of this shape."""
-        taken = self.taken(shape.frames, shape.rate, clip)
-        groups = [self._group(taken, number) for number in numbers]
+        sampled = self.sampled_frames(shape.frames, shape.rate, clip)
+        groups = [self._group(sampled, group_index) for group_index in numbers]
         distinct = sorted({frame for of_group in groups for frame in of_group})
-        reader = self.frame_images(len(taken))
+        reader = self.frame_images(len(sampled))
         decoded = zip(distinct, frames.decoded(reader, distinct, shape), strict=True)
         held: dict[int, NDArray[Any]] = {}
         for of_group in groups:
@@ -162,10 +162,10 @@ class ImagesAndVideos(Images):
     def captions(self, shape: Shape) -> tuple[str, ...]:
         if self.videos.times != "text" or not isinstance(shape, ClipShape):
             return ()
-        taken = self.taken(shape.frames, shape.rate)
-        groups = (self._group(taken, number) for number in range(shape[0]))
+        sampled = self.sampled_frames(shape.frames, shape.rate)
+        groups = (self._group(sampled, group_index) for group_index in range(shape[0]))
         ends = ((group[0] / shape.rate, group[-1] / shape.rate) for group in groups)
-        return tuple(f"<{(first + last) / 2:.1f} seconds>" for first, last in ends)
+        return tuple(f"<{(start + end) / 2:.1f} seconds>" for start, end in ends)
 
     def token_positions(self, shape: Shape, start: float) -> tuple[NDArray[Any], float]:
         """Of an image, or of all groups of a video, whose times go on from `start` in steps that are rounded down,
@@ -189,15 +189,17 @@ class ImagesAndVideos(Images):
         """Seconds from one group of frames to the next; on a line as if `fps` had always been kept."""
         if self.videos.times in LINES and self.videos.fps is not None:
             return self.patch_frames / self.videos.fps
-        taken = self.taken(shape.frames, shape.rate)
-        return self.patch_frames / (len(taken) / shape.frames * shape.rate)
+        sampled = self.sampled_frames(shape.frames, shape.rate)
+        return self.patch_frames / (len(sampled) / shape.frames * shape.rate)
 
-    def _group(self, taken: Sequence[int], number: int) -> tuple[int, ...]:
+    def _group(self, sampled: Sequence[int], group_index: int) -> tuple[int, ...]:
         """The frames of a group; the last one is repeated where there are no more."""
-        places = range(number * self.patch_frames, (number + 1) * self.patch_frames)
-        return tuple(taken[min(place, len(taken) - 1)] for place in places)
+        indices = range(group_index * self.patch_frames, (group_index + 1) * self.patch_frames)
+        return tuple(sampled[min(index, len(sampled) - 1)] for index in indices)
 
-    def taken(self, frames: int, rate: float, media: MediaReference | None = None) -> Sequence[int]:
+    def sampled_frames(
+        self, frames: int, rate: float, media: MediaReference | None = None
+    ) -> Sequence[int]:
         """The frames that are taken of so many, `rate` of them per second; in the published arithmetic.
 
         Raises `MediaError`: too_many_frames, too_few_frames.
@@ -205,7 +207,8 @@ class ImagesAndVideos(Images):
         Args:
           media: for messages, where the frames are those of no index.
         """
-        videos, patch = self.videos, self.patch_frames
+        videos = self.videos
+        patch = self.patch_frames
         if (videos.fps is not None or videos.bounds == "video") and frames < patch:
             raise MediaError(
                 "too_few_frames",
@@ -220,12 +223,14 @@ class ImagesAndVideos(Images):
                     "set data.videos.fps, or split the video",
                 )
             return range(frames)
-        wanted = frames / rate * videos.fps
+        at_fps = frames / rate * videos.fps
         if videos.sampling == "ends":
-            count = min(max(int(wanted), videos.min_frames), videos.max_frames, frames)
-            places: NDArray[Any] = np.linspace(0, frames - 1, count).round()
+            frame_count = min(max(int(at_fps), videos.min_frames), videos.max_frames, frames)
+            indices: NDArray[Any] = np.linspace(0, frames - 1, frame_count).round()
         else:
-            most = min(videos.max_frames, frames) // patch * patch
-            count = max(int(min(max(wanted, videos.min_frames), most)) // patch, 1) * patch
-            places = (np.arange(count) * (frames / count)).astype(np.float32)
-        return places.astype(np.int64).tolist()
+            max_frames = min(videos.max_frames, frames) // patch * patch
+            frame_count = (
+                max(int(min(max(at_fps, videos.min_frames), max_frames)) // patch, 1) * patch
+            )
+            indices = (np.arange(frame_count) * (frames / frame_count)).astype(np.float32)
+        return indices.astype(np.int64).tolist()

@@ -44,12 +44,12 @@ class Batch:
     def media(self, phase: str, index: int) -> Iterator[tuple[int, MediaSpan]]:
         """Item number and span of each media item of one example. Raises `MisalignmentError`."""
         items = self.items.phases[phase]
-        number = int(self.examples[index])
+        example = int(self.examples[index])
         start, stop = np.searchsorted(items.example, [index, index + 1]).tolist()
         spans = [span for span in self.example(index).media if span.phase == phase]
         if len(spans) != stop - start:
             raise MisalignmentError(
-                f"example {number} has {len(spans)} {phase} items, but the plan was made for {stop - start}: {CHANGED}"
+                f"example {example} has {len(spans)} {phase} items, but the plan was made for {stop - start}: {CHANGED}"
             )
         for item, span in zip(range(start, stop), spans, strict=True):
             slots = self.modalities[phase].length(span.shape) + span.conditions
@@ -57,7 +57,7 @@ class Batch:
             planned = (int(items.length[item]), int(items.tokens[item]), int(items.slot[item]))
             if rendered != planned:
                 raise MisalignmentError(
-                    f"{span.reference} of example {number} has (slots, tokens, first token) {rendered}, "
+                    f"{span.reference} of example {example} has (slots, tokens, first token) {rendered}, "
                     f"but the plan was made for {planned}: {CHANGED}"
                 )
             yield item, span
@@ -81,10 +81,10 @@ class LocalRows:
     def items(self) -> Longs:
         """Numbers of the items that lie in these rows."""
         span_of_item = self.plan.span[self.plan.microbatch]
-        here = np.zeros(len(span_of_item), np.bool_)
+        is_local = np.zeros(len(span_of_item), np.bool_)
         for span in np.unique(span_of_item).tolist():
-            here |= (span_of_item == span) & np.isin(self.plan.rank // span, self.groups(span))
-        return np.flatnonzero(here)
+            is_local |= (span_of_item == span) & np.isin(self.plan.rank // span, self.groups(span))
+        return np.flatnonzero(is_local)
 
     def row(self, item: int) -> int:
         """Which of the microbatch's rows on this host an item lies in."""

@@ -51,7 +51,7 @@ def encoder_rows(
     row_format = batch.modalities[phase].format
     _check_tokens(phase, plan, row_format)
     local = LocalRows(phase, plan, ranks)
-    rows = empty_rows(local, lambda count, slots: _empty_row(count, slots, row_format))
+    rows = empty_rows(local, lambda row_count, slots: _empty_row(row_count, slots, row_format))
     filling = _Filling(batch.modalities[phase], batch.items.phases[phase], local, rows)
     failures = filling.load_all(batch, threads)
     for row, span in zip(rows, plan.span.tolist(), strict=True):
@@ -60,7 +60,7 @@ def encoder_rows(
 
 
 def empty_rows(local: LocalRows, make: Callable[[int, int], Row]) -> list[Row]:
-    """Rows of every microbatch; `make` makes so many of so many slots."""
+    """Rows of every microbatch; `make(rows, slots)` returns empty ones."""
     plan = local.plan
     return [
         make(len(local.groups(span)), capacity * span)
@@ -78,12 +78,12 @@ class Filling(ABC):
     rows: Sequence[Row]
 
     @abstractmethod
-    def lay(self, row: Row, number: int, item: int, span: MediaSpan, slots: slice) -> slice:
-        """Fill what is known of an item before it is loaded into these slots of row `number`; the
-        slots of its features."""
+    def lay(self, row: Row, row_index: int, item: int, span: MediaSpan, slots: slice) -> slice:
+        """Fill what is known of an item before it is loaded into these slots of row `row_index`;
+        returns the slots of its features."""
 
     @abstractmethod
-    def accept(self, row: Row, number: int, item: int, slots: slice) -> None:
+    def accept(self, row: Row, row_index: int, item: int, slots: slice) -> None:
         """Mark an item that was loaded."""
 
     def load_all(self, batch: Batch, threads: int) -> list[str]:
@@ -128,9 +128,9 @@ class Filling(ABC):
             if cancelled():
                 raise CancelledError
             row = self.rows[self.local.plan.microbatch[item]]
-            number = self.local.row(item)
+            row_index = self.local.row(item)
             slots = self.local.slots(item, int(self.items.length[item]))
-            into = self.lay(row, number, item, span, slots)
+            feature_slots = self.lay(row, row_index, item, span, slots)
             if broken is None:
                 try:
                     features = next(loaded)
@@ -138,10 +138,14 @@ class Filling(ABC):
                     broken = error
                 except Exception as error:
                     raise _named(error, span.reference) from error
-            message = self._unfit(features, into, span) if broken is None else str(broken)
+            message = (
+                self._unusable_reason(features, feature_slots, span)
+                if broken is None
+                else str(broken)
+            )
             if message is None:
-                np.copyto(row["features"][number, into], features, casting="same_kind")
-                self.accept(row, number, item, slots)
+                np.copyto(row["features"][row_index, feature_slots], features, casting="same_kind")
+                self.accept(row, row_index, item, slots)
             yield message
 
     def _features(self, spans: Sequence[MediaSpan]) -> Iterator[NDArray[Any]]:
@@ -151,11 +155,13 @@ class Filling(ABC):
             return (self.modality.load(span.reference, span.shape) for span in spans)
         assert isinstance(self.modality, ImagesAndVideos)
         (clip,) = clips
-        return self.modality.load_groups(clip, [_number(span) for span in spans], spans[0].shape)
+        return self.modality.load_groups(
+            clip, [_group_number(span) for span in spans], spans[0].shape
+        )
 
-    def _unfit(self, features: NDArray[Any], into: slice, span: MediaSpan) -> str | None:
+    def _unusable_reason(self, features: NDArray[Any], slots: slice, span: MediaSpan) -> str | None:
         """Why features are of no use, if they are. Raises `MisalignmentError` for those of another shape."""
-        expected = (into.stop - into.start, self.modality.format.features)
+        expected = (slots.stop - slots.start, self.modality.format.features)
         if features.shape != expected:
             raise MisalignmentError(
                 f"{span.reference} was loaded as {features.shape}, but the plan has room for {expected}"
@@ -173,13 +179,13 @@ def _together(
     """Items that are loaded one after the other: groups of frames of one video, so that it is decoded once."""
     groups: list[list[int]] = []
     for item in items:
-        before = groups[-1][-1] if groups else item
-        one, other = spans[before].reference, spans[item].reference
+        last_item = groups[-1][-1] if groups else item
+        last_media, media = spans[last_item].reference, spans[item].reference
         goes_on = (
-            isinstance(one, FrameGroup)
-            and isinstance(other, FrameGroup)
-            and (one.clip, example[before]) == (other.clip, example[item])
-            and one.number < other.number
+            isinstance(last_media, FrameGroup)
+            and isinstance(media, FrameGroup)
+            and (last_media.clip, example[last_item]) == (media.clip, example[item])
+            and last_media.number < media.number
         )
         if goes_on:
             groups[-1].append(item)
@@ -188,8 +194,8 @@ def _together(
     return groups
 
 
-def _number(span: MediaSpan) -> int:
-    """Of a group of frames."""
+def _group_number(span: MediaSpan) -> int:
+    """Number of a group of frames in its clip."""
     assert isinstance(span.reference, FrameGroup)
     return span.reference.number
 
@@ -197,19 +203,19 @@ def _number(span: MediaSpan) -> int:
 class _Filling(Filling):
     """Rows of an encoder."""
 
-    def lay(self, row: Row, number: int, item: int, span: MediaSpan, slots: slice) -> slice:
+    def lay(self, row: Row, row_index: int, item: int, span: MediaSpan, slots: slice) -> slice:
         modality = self.modality
         segment = self.local.plan.segment
-        own = np.full(slots.stop - slots.start, segment[item])
-        if (part := modality.apart(span.shape)) is not None:  # which has a number of its own
-            own += segment.max() * part
-        row["segments"][number, slots] = np.where(modality.real_slots(span.shape), own, 0)
-        row["positions"][number, slots] = modality.positions(span.shape)[:, modality.format.axes]
+        segments = np.full(slots.stop - slots.start, segment[item])
+        if (subsegment := modality.apart(span.shape)) is not None:  # which has a number of its own
+            segments += segment.max() * subsegment
+        row["segments"][row_index, slots] = np.where(modality.real_slots(span.shape), segments, 0)
+        row["positions"][row_index, slots] = modality.positions(span.shape)[:, modality.format.axes]
         return slots
 
-    def accept(self, row: Row, number: int, item: int, slots: slice) -> None:
-        first = slots.start // self.modality.format.slots_per_token
-        row["valid"][number, first : first + int(self.items.tokens[item])] = True
+    def accept(self, row: Row, row_index: int, item: int, slots: slice) -> None:
+        first_token = slots.start // self.modality.format.slots_per_token
+        row["valid"][row_index, first_token : first_token + int(self.items.tokens[item])] = True
 
 
 def _check_tokens(phase: str, plan: PhasePlan, row_format: RowFormat) -> None:
@@ -233,12 +239,12 @@ def _named(error: Exception, media: MediaReference) -> Exception:
     return RuntimeError(f"{where} cannot be loaded: {type(error).__name__}: {error}")
 
 
-def _empty_row(count: int, slots: int, row_format: RowFormat) -> Row:
+def _empty_row(rows: int, slots: int, row_format: RowFormat) -> Row:
     tokens = slots // row_format.slots_per_token
     return {
-        "features": np.zeros((count, slots, row_format.features), row_format.dtype),
-        "segments": np.zeros((count, slots), np.int32),
-        "positions": np.zeros((count, slots, len(row_format.axes)), np.int32),
-        "valid": np.zeros((count, tokens), np.bool_),
-        "failed": np.zeros(count, np.int32),
+        "features": np.zeros((rows, slots, row_format.features), row_format.dtype),
+        "segments": np.zeros((rows, slots), np.int32),
+        "positions": np.zeros((rows, slots, len(row_format.axes)), np.int32),
+        "valid": np.zeros((rows, tokens), np.bool_),
+        "failed": np.zeros(rows, np.int32),
     }

@@ -55,29 +55,29 @@ def language_rows(
     for item in local.items.tolist():
         index = int(items.example[item])
         row = rows[phase.microbatch[item]]
-        number = int(batch.examples[index])
+        example_number = int(batch.examples[index])
         example = batch.example(index)
         if len(example.tokens) != items.length[item]:
             raise MisalignmentError(
-                f"example {number} has {len(example.tokens)} tokens, but the plan was made for {items.length[item]}: "
-                f"{CHANGED}"
+                f"example {example_number} has {len(example.tokens)} tokens, but the plan was made for "
+                f"{items.length[item]}: {CHANGED}"
             )
-        group = local.row(item)
+        row_index = local.row(item)
         slots = local.slots(item, len(example.tokens))
-        row["tokens"][group, slots] = example.tokens
-        row["targets"][group, slots] = example.targets
-        row["positions"][group, slots] = example.positions
-        row["segments"][group, slots] = phase.segment[item]
-        row["sources"][group, phase.segment[item] - 1] = source_of(number)
+        row["tokens"][row_index, slots] = example.tokens
+        row["targets"][row_index, slots] = example.targets
+        row["positions"][row_index, slots] = example.positions
+        row["segments"][row_index, slots] = phase.segment[item]
+        row["sources"][row_index, phase.segment[item] - 1] = source_of(example_number)
         for encoder, route in routes.items():
             column = "states" if batch.modalities[encoder].generated else "media"
             for media, span in batch.media(encoder, index):
-                first = slots.start + span.slot
-                last = first + span.tokens
-                row[column][group, first:last] = route.arrivals(media)
+                first_slot = slots.start + span.slot
+                end_slot = first_slot + span.tokens
+                row[column][row_index, first_slot:end_slot] = route.arrivals(media)
                 if encoder in attention.bidirectional:
                     # A number that no other item of the row has
-                    row["groups"][group, first:last] = first + 1
+                    row["groups"][row_index, first_slot:end_slot] = first_slot + 1
     for row, (_, span) in zip(rows, shapes, strict=True):
         if span > 1:
             row["arrived"] = row["media"].copy()
@@ -87,13 +87,13 @@ def language_rows(
     return rows
 
 
-def _empty_row(count: int, slots: int, max_segments: int) -> Row:
+def _empty_row(rows: int, slots: int, max_segments: int) -> Row:
     return {
-        "tokens": np.zeros((count, slots), np.int32),
-        "targets": np.full((count, slots), -1, np.int32),
-        "segments": np.zeros((count, slots), np.int32),
-        "positions": np.zeros((count, slots, 3), np.float32),
-        "media": np.full((count, slots), -1, np.int32),
-        "groups": np.zeros((count, slots), np.int32),
-        "sources": np.full((count, max_segments), -1, np.int32),
+        "tokens": np.zeros((rows, slots), np.int32),
+        "targets": np.full((rows, slots), -1, np.int32),
+        "segments": np.zeros((rows, slots), np.int32),
+        "positions": np.zeros((rows, slots, 3), np.float32),
+        "media": np.full((rows, slots), -1, np.int32),
+        "groups": np.zeros((rows, slots), np.int32),
+        "sources": np.full((rows, max_segments), -1, np.int32),
     }

@@ -93,8 +93,8 @@ def finish_language_row(row: Row, attention: AttentionSpec, span: int = 1) -> No
     """
     block, parts = attention.of(LANGUAGE)
     parts *= span
-    both = zip(row["segments"], row["groups"], strict=True)
-    ids = [causal_ids(segments, groups) for segments, groups in both]
+    rank_ids = zip(row["segments"], row["groups"], strict=True)
+    ids = [causal_ids(segments, groups) for segments, groups in rank_ids]
     layers = {"tiles": (1, ids)}
     if LANGUAGE in attention.windows:
         windows = attention.windows[LANGUAGE]
@@ -124,13 +124,13 @@ def finish_generator_row(row: Row, attention: AttentionSpec, phase: str, span: i
     if phase in attention.crossed:
         is_condition = row["conditions"] >= 0
         seen, conditions = np.where(is_condition, 0, seen), np.where(is_condition, seen, 0)
-        both = zip(seen, conditions, strict=True)
-        crossed = [crossed_tiles(*of_rank, block) for of_rank in both]
+        rank_segments = zip(seen, conditions, strict=True)
+        crossed = [crossed_tiles(*of_rank, block) for of_rank in rank_segments]
         row["padded"] = lacking(seen, conditions, attention.crossed[phase])
         moved.append("padded")
     ids = [item_ids(of_rank) for of_rank in seen]
-    count = seen.shape[1] // block
-    apart = [TILE * np.bincount(tiles.query, minlength=count) for tiles in crossed]
+    block_count = seen.shape[1] // block
+    apart = [TILE * np.bincount(tiles.query, minlength=block_count) for tiles in crossed]
     blocks = deal_blocks([(1, ids)], seen.shape[1], block, parts, apart)
     row["tiles"] = tile_tables(ids, blocks, block, parts)
     if phase in attention.crossed:
@@ -139,12 +139,12 @@ def finish_generator_row(row: Row, attention: AttentionSpec, phase: str, span: i
     if parts > 1:
         if "partners" in row:
             moved.append("partners")
-            places = np.argsort(row["order"], axis=1).astype(np.int32)
-            row["partners"] = np.take_along_axis(places, row["partners"], axis=1)
+            new_slots = np.argsort(row["order"], axis=1).astype(np.int32)
+            row["partners"] = np.take_along_axis(new_slots, row["partners"], axis=1)
         _reorder(row, moved, row["order"])
 
 
-def lacking(patches: Ints, conditions: Ints, least: int) -> Ints:
+def lacking(patches: Ints, conditions: Ints, min_conditions: int) -> Ints:
     """How many conditions each patch lacks that is to have so many at least; 0 elsewhere: [r, C].
 
     Args:
@@ -152,9 +152,11 @@ def lacking(patches: Ints, conditions: Ints, least: int) -> Ints:
       conditions: [r, C] likewise of conditions that are seen.
     """
     lacks = np.zeros_like(patches)
-    for of_rank, segments, given in zip(lacks, patches, conditions, strict=True):
-        counts = np.bincount(given, minlength=int(segments.max()) + 1)
-        of_rank[:] = np.where(segments > 0, (least - counts[segments]).clip(0), 0)
+    for of_rank, patch_segments, condition_segments in zip(lacks, patches, conditions, strict=True):
+        counts = np.bincount(condition_segments, minlength=int(patch_segments.max()) + 1)
+        of_rank[:] = np.where(
+            patch_segments > 0, (min_conditions - counts[patch_segments]).clip(0), 0
+        )
     return lacks
 
 
@@ -230,7 +232,7 @@ def deal_blocks(
     order = np.tile(np.arange(tokens // block, dtype=np.int32), (ranks, 1))
     if parts > 1:
         for rank in range(ranks):
-            work = sum(count * block_work(ids[rank], block) for count, ids in layers)
+            work = sum(layer_count * block_work(ids[rank], block) for layer_count, ids in layers)
             if apart:
                 work = work + apart[rank]
             order[rank] = np.argsort(assign_blocks(work, parts), kind="stable")
@@ -253,8 +255,8 @@ def dealt_tables(tiles: list[Tiles], order: Ints, parts: int) -> dict[str, Ints]
         "key_blocks": np.zeros((len(tiles), parts, bound), np.int32),
     }
     for rank, of_rank in enumerate(tiles):
-        places = np.argsort(order[rank]).astype(np.int32)
-        for part, lists in enumerate(dealt_tiles(of_rank, places, parts, bound)):
+        new_blocks = np.argsort(order[rank]).astype(np.int32)
+        for part, lists in enumerate(dealt_tiles(of_rank, new_blocks, parts, bound)):
             values = lists.queries.spans, lists.queries.blocks, lists.keys.spans, lists.keys.blocks
             for table, value in zip(tables.values(), values, strict=True):
                 table[rank, part] = value

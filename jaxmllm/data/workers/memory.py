@@ -1,7 +1,7 @@
 """Values in anonymous shared memory: arrays reach another process without a copy, and nothing can
 be left behind.
 
-    value --pickle--> rest, arrays --share--> one block of memory
+    value --pickle--> bytes, arrays --share--> one block of memory
                                                   | its descriptor, over a socket
     value, whose arrays are views  <--attach--  the same block
 
@@ -31,16 +31,16 @@ def share(value: Any) -> int:
     """Descriptor of a new block that holds `value`; close it once it is sent. Raises `OSError`
     without memory."""
     buffers: list[pickle.PickleBuffer] = []
-    rest = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    parts = [memoryview(rest), *(buffer.raw() for buffer in buffers)]
-    header = array.array("q", [len(parts), *(part.nbytes for part in parts)])
+    pickled = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    views = [memoryview(pickled), *(buffer.raw() for buffer in buffers)]
+    header = array.array("q", [len(views), *(view.nbytes for view in views)])
     offsets, size = _layout(header[1:])
     descriptor = _anonymous_file()
     try:
         os.ftruncate(descriptor, size)
-        for part, offset in zip((memoryview(header).cast("B"), *parts), (0, *offsets), strict=True):
+        for view, offset in zip((memoryview(header).cast("B"), *views), (0, *offsets), strict=True):
             # Not through a mapping: without memory that would be a SIGBUS
-            _write(descriptor, part, offset)
+            _write(descriptor, view, offset)
     except BaseException:
         os.close(descriptor)
         raise
@@ -60,10 +60,10 @@ def attach(descriptor: int) -> Any:
     buffer_count = view[:WORD].cast("q")[0]
     sizes = view[WORD : WORD * (buffer_count + 1)].cast("q").tolist()
     offsets, _ = _layout(sizes)
-    rest, *buffers = (
+    pickled, *buffers = (
         view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)
     )
-    return pickle.loads(rest, buffers=buffers)
+    return pickle.loads(pickled, buffers=buffers)
 
 
 def send(connection: socket.socket, descriptor: int) -> None:
@@ -95,14 +95,13 @@ def _layout(sizes: Any) -> tuple[list[int], int]:
 def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("jaxmllm")
-    with (
-        tempfile.TemporaryFile() as file
-    ):  # a file that has lost its name: the same on other systems
+    # A file that has lost its name: the same on other systems
+    with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 
-def _write(descriptor: int, part: memoryview, offset: int) -> None:
-    while part.nbytes:  # the system writes at most 2 GB at a time
-        written = os.pwrite(descriptor, part, offset)
-        part = part[written:]
+def _write(descriptor: int, view: memoryview, offset: int) -> None:
+    while view.nbytes:  # the system writes at most 2 GB at a time
+        written = os.pwrite(descriptor, view, offset)
+        view = view[written:]
         offset += written

@@ -104,22 +104,26 @@ class Loader(Generic[T]):
         self._workers: dict[int, Worker] = {}  # by the number of their thread
         self._functions = share([source.filler for source in sources]) if workers else None
         self._threads = [
-            threading.Thread(target=self._run, args=(number,), name=f"data-{number}", daemon=True)
-            for number in range(max(1, workers))
+            threading.Thread(
+                target=self._run, args=(thread_index,), name=f"data-{thread_index}", daemon=True
+            )
+            for thread_index in range(max(1, workers))
         ]
         for thread in self._threads:
             thread.start()
 
     def read(self, source: Elements[T], start: int, stop: int) -> Reader[T]:
         """Elements start .. stop - 1 of one of the sources, in order."""
-        (number,) = (
-            number for number, candidate in enumerate(self._sources) if candidate is source
+        (source_index,) = (
+            source_index
+            for source_index, candidate in enumerate(self._sources)
+            if candidate is source
         )
-        return Reader(self, number, start, stop)
+        return Reader(self, source_index, start, stop)
 
-    def submit(self, source: int, number: int) -> _Task[T]:
+    def submit(self, source: int, element: int) -> _Task[T]:
         """Let an element be loaded."""
-        task: _Task[T] = _Task(source, number, f"{self._sources[source].name} {number + 1}")
+        task: _Task[T] = _Task(source, element, f"{self._sources[source].name} {element + 1}")
         if self._closed.is_set():
             raise LoadError(f"{task.what}: the loader of its data is closed")
         self._tasks.put(task)

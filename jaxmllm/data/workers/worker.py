@@ -59,9 +59,8 @@ class Worker:
                 env={**ONE_THREAD, **os.environ, "PYTHONPATH": paths},
             )
         self.pid = self._process.pid
-        with contextlib.suppress(
-            ConnectionError
-        ):  # it has died already, as the first call will tell
+        # It may have died already, as the first call will tell
+        with contextlib.suppress(ConnectionError):
             send(self._connection, functions)
 
     def call(self, function: int, *arguments: Any) -> Any:
@@ -110,8 +109,8 @@ def block_signals() -> None:
 def serve(descriptor: int) -> None:
     """What a worker does until the socket closes, which the end of the other process does, however
     it came."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in SIGNALS:
+        signal.signal(signal_number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)
     blocks: queue.SimpleQueue[int] = queue.SimpleQueue()
     # A thread of its own notices the end of the other process even while an element is computed.

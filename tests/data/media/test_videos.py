@@ -56,7 +56,7 @@ def test_the_frames_that_are_taken_are_those_of_the_reference(processed):
     settings = {**FAMILIES[name][0], "fps": 2.0}
     settings |= {"sampling": "ends"} if name == "qwen3_vl" else {}
     for number, (frames, rate) in enumerate(arrays["lengths"].tolist()):
-        taken = reader(**settings).taken(int(frames), rate)
+        taken = reader(**settings).sampled_frames(int(frames), rate)
         assert [*taken] == arrays[f"taken_{number}"].tolist(), (frames, rate)
 
 
@@ -108,7 +108,7 @@ def test_groups_hold_the_frames_of_a_file(name, tmp_path):
             np.testing.assert_array_equal(found[:, :48], frames[first])
             np.testing.assert_array_equal(found[:, 48:], frames[second])
     sampled = reader(folder_fps=4.0, fps=2.0)
-    assert [*sampled.taken(7, 4.0)] == [0, 1, 3, 5]
+    assert [*sampled.sampled_frames(7, 4.0)] == [0, 1, 3, 5]
     first = next(sampled.load_groups(clip, [1], shape.group))
     np.testing.assert_array_equal(first[:, :48], frames[3])
 
