@@ -89,13 +89,13 @@ def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
     span begins and ends with a token that is seen, and that of padding is [0, 0).
     """
     slots = np.flatnonzero(ids.document > 0)
-    count = len(slots)
+    real_tokens = len(slots)
     spans = np.zeros((2, len(ids.document)), np.int32)
-    if not count:
+    if not real_tokens:
         return spans[0], spans[1]
     # With no padding but at the end nothing need be gathered, which takes about half of the time.
-    ends_padded = slots[-1] + 1 == count
-    document, group, position, window = ids.at(slice(count) if ends_padded else slots)
+    ends_padded = slots[-1] + 1 == real_tokens
+    document, group, position, window = ids.at(slice(real_tokens) if ends_padded else slots)
     new_document = document[1:] != document[:-1]
     new_group = new_document | (group[1:] != group[:-1])
     rises = position[1:] > position[:-1]
@@ -108,24 +108,29 @@ def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
         document[media].astype(np.int64) << 32 | group[media]
     ):
         return None
-    tokens = np.arange(1, count + 1, dtype=np.int32)
-    first = np.repeat(document_starts, np.diff(document_starts, append=count))
-    group_ends = np.append(group_starts[1:], count).astype(np.int32)
+    tokens = np.arange(1, real_tokens + 1, dtype=np.int32)
+    first_seen = np.repeat(document_starts, np.diff(document_starts, append=real_tokens))
+    group_ends = np.append(group_starts[1:], real_tokens).astype(np.int32)
     if window is not None:
         if (window > position).any():
             return None
         # Positions ascend in a document, and documents are numbered in the order of the row: both in one key.
-        number = (
-            np.repeat(np.arange(len(document_starts)), np.diff(document_starts, append=count)) << 32
+        document_key = (
+            np.repeat(np.arange(len(document_starts)), np.diff(document_starts, append=real_tokens))
+            << 32
         )
-        first = np.searchsorted(number | position, number | np.maximum(window, 0)).astype(np.int32)
-        group_start = np.repeat(group_starts, np.diff(group_starts, append=count))
-        first = np.where(group > 0, np.minimum(first, group_start), first)
-    end = np.where(group > 0, np.repeat(group_ends, np.diff(group_starts, append=count)), tokens)
+        first_seen = np.searchsorted(
+            document_key | position, document_key | np.maximum(window, 0)
+        ).astype(np.int32)
+        group_start = np.repeat(group_starts, np.diff(group_starts, append=real_tokens))
+        first_seen = np.where(group > 0, np.minimum(first_seen, group_start), first_seen)
+    end = np.where(
+        group > 0, np.repeat(group_ends, np.diff(group_starts, append=real_tokens)), tokens
+    )
     if ends_padded:
-        spans[0, :count], spans[1, :count] = first, end
+        spans[0, :real_tokens], spans[1, :real_tokens] = first_seen, end
     else:
-        spans[0, slots], spans[1, slots] = np.take(slots, first), np.take(slots, end - 1) + 1
+        spans[0, slots], spans[1, slots] = np.take(slots, first_seen), np.take(slots, end - 1) + 1
     return spans[0], spans[1]
 
 

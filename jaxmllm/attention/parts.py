@@ -36,8 +36,8 @@ def block_size(tokens: int, ranks: int, block: int = BLOCK, min_blocks: int = MI
     Raises:
       ValueError: the tokens are no whole number of blocks on every rank.
     """
-    few = tokens < min_blocks * block * ranks
-    size = min(block, SMALLER_BLOCK) if few or tokens % (block * ranks) else block
+    too_few = tokens < min_blocks * block * ranks
+    size = min(block, SMALLER_BLOCK) if too_few or tokens % (block * ranks) else block
     if not tokens or tokens % (size * ranks):
         raise ValueError(
             f"a row of {tokens} tokens is not a whole number of blocks of {size} on each of {ranks} context ranks; "
@@ -90,8 +90,8 @@ def span_work(start: Ints, stop: Ints, block: int) -> Longs:
     high = np.where(real, stop.reshape(-1, block), 0).max(axis=1)
     tiles = held_before[-(-high // block)] - held_before[low // block]
     token = np.arange(len(stop), dtype=np.int32).reshape(-1, block)
-    last = np.where(real, token, -1).max(axis=1)
-    looks_ahead = (real & (stop.reshape(-1, block) > token + 1) & (token < last[:, None])).any(
+    last_real = np.where(real, token, -1).max(axis=1)
+    looks_ahead = (real & (stop.reshape(-1, block) > token + 1) & (token < last_real[:, None])).any(
         axis=1
     )
     return np.where(held, TILE * tiles - ~looks_ahead, 0)
@@ -229,8 +229,11 @@ def _swapped(work: Longs, owner: Ints, ranks: int, enough: int, search: Search) 
         swap = _single_swap(amounts, gap, heavy) or _double_swap(amounts, gap, heavy, search.pairs)
         if swap is None:
             break
-        light, given, taken = swap
-        members[heavy, given], members[light, taken] = members[light, taken], members[heavy, given]
+        light, passed, returned = swap
+        members[heavy, passed], members[light, returned] = (
+            members[light, returned],
+            members[heavy, passed],
+        )
         for rank in (heavy, light):
             members[rank] = members[rank][np.argsort(work[members[rank]], kind="stable")]
             load[rank] = work[members[rank]].sum()
@@ -272,34 +275,34 @@ def _double_swap(amounts: Longs, gap: Longs, heavy: int, max_pairs: int) -> Swap
     swap = _closest(pairs[heavy], np.take_along_axis(pairs[light], ascending, axis=1), gap[light])
     if swap is None:
         return None
-    row, given, rising = swap
-    taken = ascending[row, rising]
+    row, heavy_pair, rising = swap
+    light_pair = ascending[row, rising]
     return (
         int(light[row]),
-        [int(first[given]), int(second[given])],
-        [int(first[taken]), int(second[taken])],
+        [int(first[heavy_pair]), int(second[heavy_pair])],
+        [int(first[light_pair]), int(second[light_pair])],
     )
 
 
-def _closest(heavy: Longs, others: Longs, gap: Longs) -> tuple[int, int, int] | None:
-    """Row of `others` and indices in `heavy` and in that row, whose difference takes most off the higher of two loads.
+def _closest(heavy: Longs, lighter: Longs, gap: Longs) -> tuple[int, int, int] | None:
+    """Row of `lighter` and indices in `heavy` and in that row, whose difference takes most off the higher of two loads.
 
     Args:
       heavy: [a] amounts of the heaviest rank.
-      others: [rows, b] amounts, ascending in each row.
+      lighter: [rows, b] amounts, ascending in each row.
       gap: [rows] how much higher the load of the heaviest rank is than the row's.
     """
-    rows, width = others.shape
-    reach = int(max(heavy.max(), others.max())) + 1
+    rows, width = lighter.shape
+    reach = int(max(heavy.max(), lighter.max())) + 1
     row = np.arange(rows)[:, None]
-    # The best amount to take is half the gap below the one given: looked up in all rows at once, each in a range of
-    # its own.
-    wanted = np.clip(heavy - gap[:, None] // 2, 0, reach - 1)
-    right = np.searchsorted((others + row * reach).ravel(), wanted + row * reach) - row * width
-    taken = np.clip(np.stack([right - 1, right]), 0, width - 1)
-    passed = heavy - others[row, taken]
+    # The best amount to take back is half the gap below the one passed on: looked up in all rows at once, each in a
+    # range of its own.
+    wished = np.clip(heavy - gap[:, None] // 2, 0, reach - 1)
+    right = np.searchsorted((lighter + row * reach).ravel(), wished + row * reach) - row * width
+    candidates = np.clip(np.stack([right - 1, right]), 0, width - 1)
+    passed = heavy - lighter[row, candidates]
     gain = np.minimum(passed, gap[:, None] - passed)
-    side, chosen, given = np.unravel_index(int(gain.argmax()), gain.shape)
-    if gain[side, chosen, given] <= 0:
+    side, chosen, heavy_index = np.unravel_index(int(gain.argmax()), gain.shape)
+    if gain[side, chosen, heavy_index] <= 0:
         return None
-    return int(chosen), int(given), int(taken[side, chosen, given])
+    return int(chosen), int(heavy_index), int(candidates[side, chosen, heavy_index])

@@ -78,7 +78,7 @@ def dealt_tiles(tiles: Tiles, places: Ints, parts: int, bound: int | None = None
     blocks_per_part = blocks // parts
     key = places[tiles.key].astype(np.int64)
     part, query = np.divmod(places[tiles.query].astype(np.int64), blocks_per_part)
-    members = (np.flatnonzero(part == number) for number in range(parts))
+    members = (np.flatnonzero(part == index) for index in range(parts))
     return [
         tile_lists(Tiles(query[m], key[m], tiles.full[m]), blocks_per_part, blocks, bound)
         for m in members
@@ -111,12 +111,14 @@ def crossed_tiles(queries: Ints, keys: Ints, block: int) -> Tiles:
     query_document, query_block, query_size = _documents_by_block(queries, block)
     key_document, key_block, key_size = _documents_by_block(keys, block)
     begin = np.searchsorted(key_document, query_document, side="left")
-    count = np.searchsorted(key_document, query_document, side="right") - begin
-    query = np.repeat(np.arange(len(count)), count)
-    key = np.arange(len(query)) + np.repeat(begin - (np.cumsum(count) - count), count)
-    tiles, place = np.unique(query_block[query] * blocks + key_block[key], return_inverse=True)
+    met = np.searchsorted(key_document, query_document, side="right") - begin
+    query = np.repeat(np.arange(len(met)), met)
+    key = np.arange(len(query)) + np.repeat(begin - (np.cumsum(met) - met), met)
+    tiles, tile_of_pair = np.unique(
+        query_block[query] * blocks + key_block[key], return_inverse=True
+    )
     pairs = np.zeros(len(tiles), np.int64)
-    np.add.at(pairs, place, query_size[query] * key_size[key])
+    np.add.at(pairs, tile_of_pair, query_size[query] * key_size[key])
     return Tiles(tiles // blocks, tiles % blocks, pairs == block * block)
 
 
@@ -147,10 +149,12 @@ def _tiles_of_spans(start: Ints, stop: Ints, block: int) -> Tiles:
     query = np.repeat(queries, met)
     key = np.arange(len(query)) + np.repeat(low - (np.cumsum(met) - met), met)
     # A tile is full if neither of its blocks has padding, and every query's span holds the key block.
-    whole = np.all(real, axis=1)
+    unpadded = np.all(real, axis=1)
     first_for_all = -(-start.max(axis=1) // block)
     end_for_all = stop.min(axis=1) // block
-    full = whole[query] & whole[key] & (key >= first_for_all[query]) & (key < end_for_all[query])
+    full = (
+        unpadded[query] & unpadded[key] & (key >= first_for_all[query]) & (key < end_for_all[query])
+    )
     listed = held[key]
     return Tiles(query[listed], key[listed], full[listed])
 
@@ -169,9 +173,9 @@ def _tiles_of_pieces(ids: TokenIds, block: int) -> Tiles:
         np.cumsum(partners), np.arange(0, partners.sum(), PAIRS_AT_ONCE), side="right"
     )
     for low, high in zip(edges, np.append(edges[1:], len(document)), strict=True):
-        count = partners[low:high]
-        query = np.repeat(np.arange(low, high), count)
-        key = np.arange(len(query)) + np.repeat(begin[low:high] - (np.cumsum(count) - count), count)
+        met = partners[low:high]
+        query = np.repeat(np.arange(low, high), met)
+        key = np.arange(len(query)) + np.repeat(begin[low:high] - (np.cumsum(met) - met), met)
         tile = at_block[query] * blocks + at_block[key]
         some, every = pieces.see(query, key)
         seen[tile[some]] = True
@@ -182,17 +186,17 @@ def _tiles_of_pieces(ids: TokenIds, block: int) -> Tiles:
     return Tiles(tiles // blocks, tiles % blocks, pairs[tiles] == block * block)
 
 
-def _lists(side: Longs, other: Longs, full: Bools, count: int, bound: int) -> TileLists:
-    order = np.lexsort((other, full, side))
-    other = other[order]
-    fulls = np.bincount(side[full], minlength=count)
-    tiles = np.bincount(side, minlength=count)
+def _lists(side: Longs, partner: Longs, full: Bools, side_blocks: int, bound: int) -> TileLists:
+    order = np.lexsort((partner, full, side))
+    partner = partner[order]
+    fulls = np.bincount(side[full], minlength=side_blocks)
+    tiles = np.bincount(side, minlength=side_blocks)
     ends = np.cumsum(tiles)
     spans = np.stack([ends - tiles, tiles - fulls, fulls], axis=1).astype(np.int32)
     blocks = np.zeros(bound, np.int32)
-    blocks[: min(len(other), bound)] = other[:bound]
+    blocks[: min(len(partner), bound)] = partner[:bound]
     for i in np.flatnonzero(ends > bound):
-        met = other[ends[i] - tiles[i] : ends[i]]
+        met = partner[ends[i] - tiles[i] : ends[i]]
         if len(met):
             spans[i] = -1 - met.min(), met.max() - met.min() + 1, 0
     return TileLists(spans, blocks)

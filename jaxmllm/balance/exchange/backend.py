@@ -95,12 +95,12 @@ class Backend(ABC):
 
     @abstractmethod
     def hop_on_host(
-        self, source: Longs, buffer: Longs, number: int, *, hop: Hop, route: RouteSpec
+        self, source: Longs, buffer: Longs, hop_index: int, *, hop: Hop, route: RouteSpec
     ) -> None:
         """Run a hop on all exchange ranks: source [X, W], buffer [X, U], which is filled in place.
 
         Args:
-          number: of the hop in its round.
+          hop_index: of the hop in its round.
         """
 
     @abstractmethod
@@ -108,14 +108,14 @@ class Backend(ABC):
         self,
         pool: jax.Array,
         buffer: jax.Array,
-        number: jax.Array,
+        hop_index: jax.Array,
         tables: tuple[jax.Array, ...],
         axes: tuple[str, ...],
     ) -> jax.Array:
         """Run a hop on one device inside shard_map: pool [W, ...], buffer [U, ...] -> buffer.
 
         Args:
-          number: of the hop in its round.
+          hop_index: of the hop in its round.
           tables: the arrays of the `Hop`, for this exchange rank.
           axes: mesh axes over which the peers lie; none: there is but one.
         """
@@ -135,5 +135,5 @@ def fill(table: Ints, row: Longs, chosen: Bools | bool, slot: Longs, values: Lon
 
 def take(values: Longs, index: Ints) -> Longs:
     """values[x, index[x, ..]], 0 where the index is -1."""
-    taken = np.take_along_axis(values, np.maximum(index, 0).astype(np.int64), axis=1)
-    return np.where(index >= 0, taken, 0)
+    gathered = np.take_along_axis(values, np.maximum(index, 0).astype(np.int64), axis=1)
+    return np.where(index >= 0, gathered, 0)

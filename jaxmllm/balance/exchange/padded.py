@@ -140,20 +140,20 @@ class Padded(Backend):
         return "a token is sent so late that the round has no hop for it"
 
     def hop_on_host(
-        self, source: Longs, buffer: Longs, number: int, *, hop: Hop, route: RouteSpec
+        self, source: Longs, buffer: Longs, hop_index: int, *, hop: Hop, route: RouteSpec
     ) -> None:
         peers = route.grid.peers
         chunks = take(np.concatenate([source, buffer], axis=1), hop.index.reshape(len(source), -1))
         slots = chunks.shape[1]
         by_peers = chunks.reshape(peers, -1, peers, slots // peers)  # sender, group, receiver, slot
         received = np.swapaxes(by_peers, 0, 2).reshape(chunks.shape)
-        buffer[:, number * slots : (number + 1) * slots] = received
+        buffer[:, hop_index * slots : (hop_index + 1) * slots] = received
 
     def hop_on_device(
         self,
         pool: jax.Array,
         buffer: jax.Array,
-        number: jax.Array,
+        hop_index: jax.Array,
         tables: tuple[jax.Array, ...],
         axes: tuple[str, ...],
     ) -> jax.Array:
@@ -166,7 +166,7 @@ class Padded(Backend):
         if axes:
             chunks = jax.lax.all_to_all(chunks, axes, 0, 0, tiled=True)
         received = chunks.reshape(-1, *chunks.shape[2:])
-        return jax.lax.dynamic_update_slice_in_dim(buffer, received, number * len(received), 0)
+        return jax.lax.dynamic_update_slice_in_dim(buffer, received, hop_index * len(received), 0)
 
 
 class _Leg(NamedTuple):

@@ -62,14 +62,14 @@ class Runs:
     @classmethod
     def of(cls, pieces: Pieces, plan: PhasePlan, slots_per_token: int) -> Runs:
         """Of the pieces of the items of an encoder plan."""
-        place = plan.offset[pieces.item].astype(np.int64) // slots_per_token + pieces.skipped
+        row_token = plan.offset[pieces.item].astype(np.int64) // slots_per_token + pieces.skipped
         held = plan.capacity[plan.microbatch[pieces.item]].astype(np.int64) // slots_per_token
-        piece, skipped, tokens = cut(place, pieces.tokens, held)
+        piece, skipped, tokens = cut(row_token, pieces.tokens, held)
         item = pieces.item[piece]
-        slot = (place[piece] + skipped) * slots_per_token
+        slot = (row_token[piece] + skipped) * slots_per_token
         rank = owning_rank(plan, item, slot)
         passed = (rank - plan.rank[item]) * held[piece]
-        return cls(piece, skipped, tokens, rank, place[piece] + skipped - passed)
+        return cls(piece, skipped, tokens, rank, row_token[piece] + skipped - passed)
 
 
 def owning_rank(plan: PhasePlan, item: Longs, slot: Longs) -> Longs:
@@ -90,12 +90,12 @@ def cut(start: Longs, amount: Ints | Longs, size: Ints | Longs) -> tuple[Longs, 
       (stretch that each part is of, places before it in the stretch, its places), by stretch and
       place. A stretch of no places has one part.
     """
-    first = start // size
-    parts = np.maximum(start + amount - 1, start) // size - first + 1
-    stretch = np.repeat(np.arange(len(start)), parts)
-    number = running_sums(stretch, np.ones_like(stretch))
+    first_cell = start // size
+    part_counts = np.maximum(start + amount - 1, start) // size - first_cell + 1
+    stretch = np.repeat(np.arange(len(start)), part_counts)
+    part_index = running_sums(stretch, np.ones_like(stretch))
     size = size[stretch].astype(np.int64)
-    edge = (first[stretch] + number) * size - start[stretch]
+    edge = (first_cell[stretch] + part_index) * size - start[stretch]
     begin = np.maximum(edge, 0)
     end = np.minimum(edge + size, amount[stretch])
     return stretch, begin, end - begin

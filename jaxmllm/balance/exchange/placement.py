@@ -172,10 +172,10 @@ class _Movable:
     def moved(self, plan: PhasePlan) -> PhasePlan:
         """The plan with the items where they lie now."""
         row_of = self.state.row_of
-        number, group = np.divmod(row_of, self.groups)
+        microbatch_index, group = np.divmod(row_of, self.groups)
         offset, segment = lay_out(row_of, self.state.amounts[SLOTS, :-1])
         now = {
-            "microbatch": self.microbatches[number],
+            "microbatch": self.microbatches[microbatch_index],
             "rank": group * self.span,
             "offset": offset,
             "segment": segment,
@@ -201,10 +201,10 @@ def _movable(
 
     chosen = plan.span == span
     microbatches = np.flatnonzero(chosen)
-    number = np.cumsum(chosen) - 1
+    microbatch_index = np.cumsum(chosen) - 1
     items = np.flatnonzero(chosen[plan.microbatch])
     group = plan.rank[items] // span
-    row_of = number[plan.microbatch[items]].astype(np.int64) * groups + group
+    row_of = microbatch_index[plan.microbatch[items]].astype(np.int64) * groups + group
     length = of_phase.length[items].astype(np.int64)
     cost = all_costs[items]
     attention = attention_costs(spec, of_phase)[items]
@@ -240,5 +240,5 @@ def _most(amount: Longs, margin: Longs) -> Longs:
     """What a row of each microbatch may have of an amount [M, G]: as much as the one that has most,
     or a margin [M, 1] above the mean. [M, 1]"""
     mean = amount.sum(axis=1, keepdims=True) // amount.shape[1]
-    most: Longs = np.maximum(amount.max(axis=1, initial=0, keepdims=True), mean + margin)
-    return most
+    limit: Longs = np.maximum(amount.max(axis=1, initial=0, keepdims=True), mean + margin)
+    return limit

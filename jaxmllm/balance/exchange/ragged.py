@@ -53,8 +53,8 @@ class Ragged(Backend):
         leaving = np.cumsum(sent, axis=1) - sent
         landing = np.cumsum(expected, axis=1) - expected
 
-        near = (local[round_.sender] >= 0) | (local[round_.receiver] >= 0)
-        stretch, step = tokens_of(np.flatnonzero(near), round_.tokens)
+        has_local_end = (local[round_.sender] >= 0) | (local[round_.receiver] >= 0)
+        stretch, step = tokens_of(np.flatnonzero(has_local_end), round_.tokens)
         sender = round_.sender[stretch].astype(np.int64)
         receiver = round_.receiver[stretch].astype(np.int64)
         start = round_.start[stretch] + step
@@ -101,21 +101,21 @@ class Ragged(Backend):
         return sum(int(tokens.sum(dtype=np.int64)) for tokens in moving)
 
     def hop_on_host(
-        self, source: Longs, buffer: Longs, number: int, *, hop: Hop, route: RouteSpec
+        self, source: Longs, buffer: Longs, hop_index: int, *, hop: Hop, route: RouteSpec
     ) -> None:
         assert hop.sizes is not None
         groups = route.grid.groups
         chunks = take(np.concatenate([source, buffer], axis=1), hop.index)
         for rank, peer in np.ndindex(len(source), route.grid.peers):
-            begin, amount, land, _ = hop.sizes[rank, :, peer]
+            begin, tokens, land, _ = hop.sizes[rank, :, peer]
             receiver = peer * groups + rank % groups
-            buffer[receiver, land : land + amount] = chunks[rank, begin : begin + amount]
+            buffer[receiver, land : land + tokens] = chunks[rank, begin : begin + tokens]
 
     def hop_on_device(
         self,
         pool: jax.Array,
         buffer: jax.Array,
-        number: jax.Array,
+        hop_index: jax.Array,
         tables: tuple[jax.Array, ...],
         axes: tuple[str, ...],
     ) -> jax.Array:

@@ -274,14 +274,14 @@ def token_paths(
 
 def _passing(round_: RouteRound, *, peers: int, groups: int, local: Longs) -> tuple[Longs, Longs]:
     """(stretch, number in the stretch) of every token that begins, passes or ends at a local rank."""
-    near = (local[round_.sender] >= 0) | (local[round_.receiver] >= 0)
-    near_stretch, near_step = tokens_of(np.flatnonzero(near), round_.tokens)
+    has_local_end = (local[round_.sender] >= 0) | (local[round_.receiver] >= 0)
+    near_stretch, near_step = tokens_of(np.flatnonzero(has_local_end), round_.tokens)
 
     # Of the other stretches, a local rank of the group relays every A-th token.
-    far = np.flatnonzero(~near & ~round_.direct)
+    passing = np.flatnonzero(~has_local_end & ~round_.direct)
     ranks = np.flatnonzero(local >= 0)
-    stretch = np.repeat(far, len(ranks))
-    rank = np.tile(ranks, len(far))
+    stretch = np.repeat(passing, len(ranks))
+    rank = np.tile(ranks, len(passing))
     same_group = round_.sender[stretch] % groups == rank % groups
     stretch = stretch[same_group]
     rank = rank[same_group]

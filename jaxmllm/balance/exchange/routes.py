@@ -215,8 +215,8 @@ def _rounds_between(
     }
     direct = np.concatenate([nothing > 0, stretches.direct])
     rounds = []
-    for number, (first_leg, second_leg) in enumerate(stretches.hops):
-        members = np.flatnonzero(round_of == number)
+    for round_index, (first_leg, second_leg) in enumerate(stretches.hops):
+        members = np.flatnonzero(round_of == round_index)
         if len(members):
             rounds.append(
                 RouteRound(

@@ -87,11 +87,11 @@ def reduce_traffic(state: RowState, destinations: Destinations, least_benefit: i
 def _ranks_of_block(block: Longs) -> Longs:
     """The ranks of each block: [blocks, E]; of one that has fewer than others, some twice."""
     by_block = np.argsort(block, kind="stable")
-    count = np.bincount(block)
-    member = np.minimum(np.arange(count.max()), np.maximum(count - 1, 0)[:, None])
-    first = np.cumsum(count) - count
+    sizes = np.bincount(block)
+    member = np.minimum(np.arange(sizes.max()), np.maximum(sizes - 1, 0)[:, None])
+    starts = np.cumsum(sizes) - sizes
     # Nothing is wanted in a block without ranks.
-    ranks: Longs = by_block[np.minimum(first[:, None] + member, len(block) - 1)]
+    ranks: Longs = by_block[np.minimum(starts[:, None] + member, len(block) - 1)]
     return ranks
 
 
@@ -102,9 +102,9 @@ def _sweep(state: RowState, destinations: Destinations, ranks_of_block: Longs, o
     rows = state.remaining.shape[1]
     misplaced = _Misplaced(np.full(rows, no_item), np.empty(no_item, np.int64))
     # Made once and written anew for each item: to make them takes longer than many a search.
-    given = _no_choices(COMPANIONS)
-    taken = _no_choices(no_item + PARTNERS * PARTNERS)
-    return _swap_in_order(state, destinations, ranks_of_block, order, misplaced, given, taken)
+    outgoing = _no_choices(COMPANIONS)
+    incoming = _no_choices(no_item + PARTNERS * PARTNERS)
+    return _swap_in_order(state, destinations, ranks_of_block, order, misplaced, outgoing, incoming)
 
 
 @compiled
@@ -125,13 +125,13 @@ def _swap_in_order(
     ranks_of_block: Longs,
     order: Longs,
     misplaced: _Misplaced,
-    given: _Choices,
-    taken: _Choices,
+    outgoing: _Choices,
+    incoming: _Choices,
 ) -> int:
     """`_sweep`, with arrays to write to."""
     ranks = len(destinations.node)
-    for number in range(len(order) - 1, -1, -1):
-        item = order[number]
+    for position in range(len(order) - 1, -1, -1):
+        item = order[position]
         if not _in_block(destinations, item, state.row_of[item] % ranks):
             _add(misplaced, state.row_of[item], item)
     benefit = 0
@@ -139,7 +139,7 @@ def _swap_in_order(
         source = state.row_of[item]
         if _in_block(destinations, item, source % ranks):
             continue
-        best = _best_swap(state, destinations, misplaced, ranks_of_block, item, given, taken)
+        best = _best_swap(state, destinations, misplaced, ranks_of_block, item, outgoing, incoming)
         gain, goal, companion, partner, second = best
         if gain:
             benefit += gain
@@ -157,8 +157,8 @@ def _best_swap(
     misplaced: _Misplaced,
     ranks_of_block: Longs,
     item: int,
-    given: _Choices,
-    taken: _Choices,
+    outgoing: _Choices,
+    incoming: _Choices,
 ) -> tuple[int, int, int, int, int]:
     """(benefit, row, companion, partner, second partner) of an item's best swap with a row of its
     block. Companion and second partner may be none, which is N. Of equals it is the swap of most
@@ -172,53 +172,53 @@ def _best_swap(
     best_miss = 0
     best_order = 0
     best = (source, no_item, no_item, no_item)
-    given_count = _list_given(state, misplaced, item, given)
+    out_count = _list_outgoing(state, misplaced, item, outgoing)
     for first_row in range(0, state.remaining.shape[1], ranks):
         for goal_rank in ranks_of_block[block]:
             goal = first_row + goal_rank
             item_gain = _gain(destinations, item, source_rank, goal_rank)
-            most_given = item_gain
-            given.gain[0] = item_gain
-            for index in range(1, given_count):
-                companion = given.second[index]
+            max_out_gain = item_gain
+            outgoing.gain[0] = item_gain
+            for out_index in range(1, out_count):
+                companion = outgoing.second[out_index]
                 gain = item_gain + _gain(destinations, companion, source_rank, goal_rank)
-                given.gain[index] = gain
-                most_given = max(most_given, gain)
-            least_gain = max(best_gain, 1) - most_given
-            taken_count = _list_taken(
-                state, destinations, misplaced, goal, source, least_gain, taken
+                outgoing.gain[out_index] = gain
+                max_out_gain = max(max_out_gain, gain)
+            least_gain = max(best_gain, 1) - max_out_gain
+            in_count = _list_incoming(
+                state, destinations, misplaced, goal, source, least_gain, incoming
             )
             source_slots = max(state.remaining[SLOTS, source], 0)
             source_cost = max(state.remaining[COST, source], 0)
             goal_slots = max(state.remaining[SLOTS, goal], 0)
             goal_cost = max(state.remaining[COST, goal], 0)
-            for index in range(given_count):
-                given_gain = given.gain[index]
-                given_slots = given.slots[index]
-                given_cost = given.cost[index]
+            for out_index in range(out_count):
+                out_gain = outgoing.gain[out_index]
+                out_slots = outgoing.slots[out_index]
+                out_cost = outgoing.cost[out_index]
                 # Hardly any swap fits: first see in a loop without branches whether one may.
                 worth_trying = 0
-                for number in range(taken_count):
-                    gain = given_gain + taken.gain[number]
-                    slots = given_slots - taken.slots[number]
-                    cost = given_cost - taken.cost[number]
+                for in_index in range(in_count):
+                    gain = out_gain + incoming.gain[in_index]
+                    slots = out_slots - incoming.slots[in_index]
+                    cost = out_cost - incoming.cost[in_index]
                     fits = (slots <= goal_slots) & (-slots <= source_slots)
                     fits &= (cost <= goal_cost) & (-cost <= source_cost)
                     nearer = (gain == best_gain) & (abs(cost) <= best_miss)
                     worth_trying += fits & ((gain > best_gain) | nearer)
                 if not worth_trying:
                     continue
-                for number in range(taken_count):
-                    gain = given_gain + taken.gain[number]
-                    miss = abs(given_cost - taken.cost[number])
+                for in_index in range(in_count):
+                    gain = out_gain + incoming.gain[in_index]
+                    miss = abs(out_cost - incoming.cost[in_index])
                     if gain < best_gain or (gain == best_gain and miss > best_miss):
                         continue
-                    order = number * COMPANIONS + index
+                    order = in_index * COMPANIONS + out_index
                     equal = gain == best_gain and miss == best_miss
                     if equal and (goal != best[0] or order > best_order):
                         continue
-                    passed = (given.first[index], given.second[index])
-                    returned = (taken.first[number], taken.second[number])
+                    passed = (outgoing.first[out_index], outgoing.second[out_index])
+                    returned = (incoming.first[in_index], incoming.second[in_index])
                     if _fits(state, source, goal, passed, returned):
                         best_gain = gain
                         best_miss = miss
@@ -228,34 +228,34 @@ def _best_swap(
 
 
 @compiled_leaf
-def _list_given(state: RowState, misplaced: _Misplaced, item: int, given: _Choices) -> int:
+def _list_outgoing(state: RowState, misplaced: _Misplaced, item: int, outgoing: _Choices) -> int:
     """List an item alone and with each of its companions; return how many choices there are."""
     no_item = len(state.row_of)
-    given.first[:] = item
-    given.second[0] = no_item
-    given.slots[0] = state.amounts[SLOTS, item]
-    given.cost[0] = state.amounts[COST, item]
-    count = 1
+    outgoing.first[:] = item
+    outgoing.second[0] = no_item
+    outgoing.slots[0] = state.amounts[SLOTS, item]
+    outgoing.cost[0] = state.amounts[COST, item]
+    choices = 1
     companion = misplaced.first[state.row_of[item]]
-    while companion != no_item and count < COMPANIONS:
+    while companion != no_item and choices < COMPANIONS:
         if companion != item:
-            given.second[count] = companion
-            given.slots[count] = given.slots[0] + state.amounts[SLOTS, companion]
-            given.cost[count] = given.cost[0] + state.amounts[COST, companion]
-            count += 1
+            outgoing.second[choices] = companion
+            outgoing.slots[choices] = outgoing.slots[0] + state.amounts[SLOTS, companion]
+            outgoing.cost[choices] = outgoing.cost[0] + state.amounts[COST, companion]
+            choices += 1
         companion = misplaced.following[companion]
-    return count
+    return choices
 
 
 @compiled_leaf
-def _list_taken(
+def _list_incoming(
     state: RowState,
     destinations: Destinations,
     misplaced: _Misplaced,
     goal: int,
     source: int,
     least_gain: int,
-    taken: _Choices,
+    incoming: _Choices,
 ) -> int:
     """List the misplaced items of the row `goal`, alone and the first of them in pairs, that bring
     at least `least_gain` on the way to the row `source`; return how many choices there are."""
@@ -263,36 +263,36 @@ def _list_taken(
     ranks = len(destinations.node)
     source_rank = source % ranks
     goal_rank = goal % ranks
-    count = 0
-    number = 0
+    choices = 0
+    partners = 0
     partner = misplaced.first[goal]
     while partner != no_item:
-        number += 1
+        partners += 1
         slots = state.amounts[SLOTS, partner]
         cost = state.amounts[COST, partner]
         partner_gain = _gain(destinations, partner, goal_rank, source_rank)
         if partner_gain >= least_gain:
-            taken.first[count] = partner
-            taken.second[count] = no_item
-            taken.gain[count] = partner_gain
-            taken.slots[count] = slots
-            taken.cost[count] = cost
-            count += 1
-        if number < PARTNERS:
+            incoming.first[choices] = partner
+            incoming.second[choices] = no_item
+            incoming.gain[choices] = partner_gain
+            incoming.slots[choices] = slots
+            incoming.cost[choices] = cost
+            choices += 1
+        if partners < PARTNERS:
             # With those before it, so that every pair is listed once.
             second = misplaced.first[goal]
             while second != partner:
                 gain = partner_gain + _gain(destinations, second, goal_rank, source_rank)
                 if gain >= least_gain:
-                    taken.first[count] = partner
-                    taken.second[count] = second
-                    taken.gain[count] = gain
-                    taken.slots[count] = slots + state.amounts[SLOTS, second]
-                    taken.cost[count] = cost + state.amounts[COST, second]
-                    count += 1
+                    incoming.first[choices] = partner
+                    incoming.second[choices] = second
+                    incoming.gain[choices] = gain
+                    incoming.slots[choices] = slots + state.amounts[SLOTS, second]
+                    incoming.cost[choices] = cost + state.amounts[COST, second]
+                    choices += 1
                 second = misplaced.following[second]
         partner = misplaced.following[partner]
-    return count
+    return choices
 
 
 @compiled_leaf
@@ -314,14 +314,14 @@ def _gain(destinations: Destinations, item: int, from_rank: int, to_rank: int) -
 
 @compiled_leaf
 def _fits(
-    state: RowState, source: int, goal: int, given: tuple[int, int], taken: tuple[int, int]
+    state: RowState, source: int, goal: int, outgoing: tuple[int, int], incoming: tuple[int, int]
 ) -> bool:
     """Whether both rows can take what they would get."""
     amounts = state.amounts
     remaining = state.remaining
     for kind in range(len(amounts)):
-        passed = amounts[kind, given[0]] + amounts[kind, given[1]]
-        passed -= amounts[kind, taken[0]] + amounts[kind, taken[1]]
+        passed = amounts[kind, outgoing[0]] + amounts[kind, outgoing[1]]
+        passed -= amounts[kind, incoming[0]] + amounts[kind, incoming[1]]
         if passed > max(remaining[kind, goal], 0) or -passed > max(remaining[kind, source], 0):
             return False
     return True

@@ -53,6 +53,6 @@ def run_hops(
     """
     backend = backend_of(route)
     buffer = np.zeros((len(source), backend.buffer_slots(route)[direction]), source.dtype)
-    for number, hop in enumerate(hops):
-        backend.hop_on_host(source, buffer, number, hop=hop, route=route)
+    for hop_index, hop in enumerate(hops):
+        backend.hop_on_host(source, buffer, hop_index, hop=hop, route=route)
     return take(np.concatenate([buffer, source], axis=1), gather)

@@ -69,11 +69,11 @@ class Traffic:
         return Traffic(**columns)
 
     @classmethod
-    def joined(cls, parts: list[Traffic]) -> Traffic:
+    def joined(cls, traffic: list[Traffic]) -> Traffic:
         """The runs of several phases."""
         return cls(
             **{
-                column.name: np.concatenate([getattr(part, column.name) for part in parts])
+                column.name: np.concatenate([getattr(runs, column.name) for runs in traffic])
                 for column in fields(cls)
             }
         )
@@ -122,8 +122,8 @@ def exchange_ranks(
     return sending_peer * grid.groups + group, receiving_peer * grid.groups + group
 
 
-def _row_and_column(table: Ints, wanted: Ints | Longs) -> tuple[Longs, Longs]:
+def _row_and_column(table: Ints, numbers: Ints | Longs) -> tuple[Longs, Longs]:
     """Where each wanted rank number stands in a table that holds every number once."""
     position = np.empty(table.size, np.int64)
     position[table.reshape(-1)] = np.arange(table.size)
-    return np.divmod(position[wanted], table.shape[1])
+    return np.divmod(position[numbers], table.shape[1])
