@@ -53,10 +53,10 @@ def take_slots(layout: Layout, x: jax.Array, slots: jax.Array) -> jax.Array:
     def on_device(x: jax.Array, slots: jax.Array) -> jax.Array:
         return jnp.take_along_axis(gather_parts(x, axes), slots[..., None], axis=1)
 
-    taken = layout.local(
+    rank_slots = layout.local(
         on_device, in_axes=(("batch", "sequence"), ("batch",)), out_axes=("batch",)
     )(x, slots)
-    return _copied(layout, taken)
+    return _copied(layout, rank_slots)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -116,12 +116,12 @@ def _to_ranks_backward(layout: Layout, order: jax.Array, d_ranks: Any) -> tuple[
     def on_device(of_rank: jax.Array) -> jax.Array:
         if not axes:
             return of_rank
-        count = of_rank.shape[1] // jax.lax.axis_size(axes)
-        first = jax.lax.axis_index(axes) * count
-        return jax.lax.dynamic_slice_in_dim(of_rank, first, count, axis=1)
+        part_slots = of_rank.shape[1] // jax.lax.axis_size(axes)
+        first_slot = jax.lax.axis_index(axes) * part_slots
+        return jax.lax.dynamic_slice_in_dim(of_rank, first_slot, part_slots, axis=1)
 
-    own = jax.tree.map(layout.local(on_device, (RANKS,), SLOTS), d_ranks)
-    return permute(layout, own, order), None
+    d_slots = jax.tree.map(layout.local(on_device, (RANKS,), SLOTS), d_ranks)
+    return permute(layout, d_slots, order), None
 
 
 to_ranks.defvjp(_to_ranks_forward, _to_ranks_backward)
@@ -152,8 +152,8 @@ def permute_back(layout: Layout, y: Any, index: jax.Array) -> Any:
 
     def on_device(y: Any, index: jax.Array) -> Any:
         inverse = jax.vmap(_inverse)(gather_parts(index, axes))
-        first = jax.lax.axis_index(axes) * index.shape[1] if axes else 0
-        held = jax.lax.dynamic_slice_in_dim(inverse, first, index.shape[1], axis=1)
+        first_slot = jax.lax.axis_index(axes) * index.shape[1] if axes else 0
+        held = jax.lax.dynamic_slice_in_dim(inverse, first_slot, index.shape[1], axis=1)
         return jax.tree.map(lambda leaf: _of_rows(gather_parts(leaf, axes), held), y)
 
     return _permuted(layout, on_device, y, index)
@@ -228,8 +228,8 @@ def gathered_attention(
 def _head_groups(k: jax.Array, axes: Sequence[str]) -> int:
     """In how many groups of heads the keys k [1, C/X, G, K] and their values are gathered."""
     received = 2 * k.size * k.dtype.itemsize * jax.lax.axis_size(tuple(axes))
-    most = max(1, min(HEAD_GROUPS, k.shape[2], received // GROUP_BYTES))
-    return next(n for n in range(most, 0, -1) if k.shape[2] % n == 0)
+    max_groups = max(1, min(HEAD_GROUPS, k.shape[2], received // GROUP_BYTES))
+    return next(n for n in range(max_groups, 0, -1) if k.shape[2] % n == 0)
 
 
 def _gathered(
@@ -241,7 +241,7 @@ def _gathered(
     them: then only the device's own part is transposed, for the compiler drops what undoes itself.
     """
     heads = k.shape[2]
-    parts = jnp.concatenate([k, v], axis=2).reshape(-1, block, 2 * heads, k.shape[3])
-    whole = gather_parts(parts.swapaxes(1, 2), axes, axis=0).swapaxes(1, 2)
-    both = whole.reshape(1, -1, 2 * heads, k.shape[3])
-    return both[:, :, :heads], both[:, :, heads:]
+    blocks = jnp.concatenate([k, v], axis=2).reshape(-1, block, 2 * heads, k.shape[3])
+    all_blocks = gather_parts(blocks.swapaxes(1, 2), axes, axis=0).swapaxes(1, 2)
+    keys_values = all_blocks.reshape(1, -1, 2 * heads, k.shape[3])
+    return keys_values[:, :, :heads], keys_values[:, :, heads:]

@@ -85,21 +85,23 @@ class Exchange(LayoutPair):
 
     hop_on_device: HopOnDevice
 
-    def hop(self, encoder_pool: Pool, buffer: Pool, number: jax.Array, *tables: jax.Array) -> Pool:
+    def hop(
+        self, encoder_pool: Pool, buffer: Pool, hop_index: jax.Array, *tables: jax.Array
+    ) -> Pool:
         """One hop on the way to the language ranks.
 
         Args:
           buffer: arrays [X, U, ...], which it fills.
-          number: of the hop in its round.
+          hop_index: of the hop in its round.
           tables: int32 [X, ...], as the backend makes them: they index pool ++ buffer.
         """
-        return self._hop(encoder_pool, buffer, number, tables, self.encoder)
+        return self._hop(encoder_pool, buffer, hop_index, tables, self.encoder)
 
     def hop_back(
-        self, d_language_pool: Pool, buffer: Pool, number: jax.Array, *tables: jax.Array
+        self, d_language_pool: Pool, buffer: Pool, hop_index: jax.Array, *tables: jax.Array
     ) -> Pool:
         """One hop on the way back; as `hop`."""
-        return self._hop(d_language_pool, buffer, number, tables, self.language)
+        return self._hop(d_language_pool, buffer, hop_index, tables, self.language)
 
     def deliver(
         self, encoder_pool: Pool, buffer: Pool, language_pool: Pool, gather: jax.Array
@@ -132,13 +134,15 @@ class Exchange(LayoutPair):
         )
 
     def _hop(
-        self, source: Pool, buffer: Pool, number: jax.Array, tables: Tables, layout: Layout
+        self, source: Pool, buffer: Pool, hop_index: jax.Array, tables: Tables, layout: Layout
     ) -> Pool:
-        def on_device(source: Pool, buffer: Pool, number: jax.Array, *tables: jax.Array) -> Pool:
+        def on_device(source: Pool, buffer: Pool, hop_index: jax.Array, *tables: jax.Array) -> Pool:
             own_tables = tuple(table[0] for table in tables)
 
             def move(pool: jax.Array, received: jax.Array) -> jax.Array:
-                buffer = self.hop_on_device(pool[0], received[0], number, own_tables, self.shared)
+                buffer = self.hop_on_device(
+                    pool[0], received[0], hop_index, own_tables, self.shared
+                )
                 return buffer[None]
 
             return jax.tree.map(move, source, buffer)
@@ -151,7 +155,7 @@ class Exchange(LayoutPair):
             in_specs=(by_rank, by_exchange_rank, P(), *(by_exchange_rank for _ in tables)),
             out_specs=by_exchange_rank,
             check_vma=False,
-        )(source, buffer, number, *tables)
+        )(source, buffer, hop_index, *tables)
 
     def _deliver(
         self,

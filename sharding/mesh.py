@@ -127,7 +127,7 @@ def _cut_axes(sizes: Mapping[str, int], spans: Sequence[int]) -> dict[str, int]:
                 size //= factor
                 inner.insert(0, factor)
         axes[name] = size
-        axes |= {f"{name}{CUT}{number}": part for number, part in enumerate(inner, 1)}
+        axes |= {f"{name}{CUT}{index}": length for index, length in enumerate(inner, 1)}
     return axes
 
 
@@ -142,12 +142,13 @@ def _prime_factors(spans: Sequence[int]) -> list[int]:
     for span in sorted(set(spans)):
         if span < 1 or span % shorter:
             raise MeshError(f"spans {list(spans)} must be positive, and each divide the next one")
-        rest, factor = span // shorter, 2
-        while rest > 1:
-            if rest % factor:
+        remaining = span // shorter
+        factor = 2
+        while remaining > 1:
+            if remaining % factor:
                 factor += 1
             else:
                 factors.append(factor)
-                rest //= factor
+                remaining //= factor
         shorter = span
     return factors

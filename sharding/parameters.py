@@ -138,8 +138,8 @@ def _specs(axes: tuple[str, ...], tree: Any) -> Any:
 
 def kept_spec(spec: P, axes: Collection[str]) -> P:
     """A partition spec with some of the mesh's axes alone."""
-    kept = (tuple(axis for axis in _tuple(names) if axis in axes) for names in spec)
-    return P(*(dimension or None for dimension in kept))
+    dimensions = (tuple(axis for axis in _tuple(names) if axis in axes) for names in spec)
+    return P(*(dimension or None for dimension in dimensions))
 
 
 def is_split(layout: Layout, axes: Axes) -> bool:
@@ -150,16 +150,16 @@ def is_split(layout: Layout, axes: Axes) -> bool:
 
 def deferred(layout: Layout, shard: jax.Array, axes: Axes, dtype: Any) -> Deferred:
     """A parameter whose whole gradient is wanted, in `dtype`."""
-    parts = (
+    shard_counts = (
         math.prod(layout.mesh.shape[axis] for axis in names) for names in _shards_here(layout, axes)
     )
-    shape = tuple(length * n for length, n in zip(shard.shape, parts, strict=True))
+    shape = tuple(length * n for length, n in zip(shard.shape, shard_counts, strict=True))
     return Deferred(shard, jnp.zeros(shape, dtype))
 
 
-def whole_gradient(whole: jax.Array | None) -> Any:
+def whole_gradient(gradient: jax.Array | None) -> Any:
     """The gradient of a `Deferred` parameter, for a gradient rule to return; none where none is asked for."""
-    return Deferred(None, whole)  # type: ignore[arg-type]  # None is JAX's word for zero
+    return Deferred(None, gradient)  # type: ignore[arg-type]  # None is JAX's word for zero
 
 
 def reduced(
@@ -179,17 +179,19 @@ def reduced(
     replicas = tuple(axis for axis in devices if axis not in split)
 
     def on_device(total: jax.Array) -> jax.Array:
-        whole = total[0].astype(dtype) if layout.narrow_gradients else total[0]
-        shard = _scattered(inside, axes, whole).astype(total.dtype)
+        gradient = total[0].astype(dtype) if layout.narrow_gradients else total[0]
+        shard = _scattered(inside, axes, gradient).astype(total.dtype)
         return jax.lax.psum(shard, replicas) if replicas else shard
 
     # Manual along all axes, for XLA's partitioner knows no copies between what is so in part
-    kept = inside.spec(kept_axes(axes))
+    inside_spec = inside.spec(kept_axes(axes))
     return jax.shard_map(
         on_device,
         mesh=layout.mesh,
-        in_specs=P(devices, *kept),
-        out_specs=P(*(names or own for names, own in zip(shards, kept, strict=True))),
+        in_specs=P(devices, *inside_spec),
+        out_specs=P(
+            *(names or inside_axes for names, inside_axes in zip(shards, inside_spec, strict=True))
+        ),
         check_vma=False,
     )
 
@@ -221,9 +223,9 @@ def looked_up(
         return gathered(layout, table, axes, table.dtype)[rows].astype(dtype)
     if isinstance(table, Deferred):
         table = _own_part(layout, axes, table.stand_in.dtype, table)
-    everyones = jax.lax.all_gather(rows, names, axis=0, tiled=True)
-    found = layout.constrain(table, kept_axes(axes))[everyones].astype(dtype)
-    return _returned(layout, names, found)
+    all_rows = jax.lax.all_gather(rows, names, axis=0, tiled=True)
+    part_rows = layout.constrain(table, kept_axes(axes))[all_rows].astype(dtype)
+    return _returned(layout, names, part_rows)
 
 
 def kept_axes(axes: Axes) -> Axes:
@@ -251,7 +253,9 @@ def _shards_here(layout: Layout, axes: Axes) -> list[tuple[str, ...]]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _gathered(layout: Layout, axes: Axes, dtype: Any, own: Any, shard: jax.Array) -> jax.Array:
+def _gathered(
+    layout: Layout, axes: Axes, dtype: Any, param_dtype: Any, shard: jax.Array
+) -> jax.Array:
     def on_device(shard: jax.Array) -> jax.Array:
         for dimension, names in enumerate(_shards_here(layout, axes)):
             if names:
@@ -263,94 +267,96 @@ def _gathered(layout: Layout, axes: Axes, dtype: Any, own: Any, shard: jax.Array
 
 
 def _gathered_forward(
-    layout: Layout, axes: Axes, dtype: Any, own: Any, shard: jax.Array
+    layout: Layout, axes: Axes, dtype: Any, param_dtype: Any, shard: jax.Array
 ) -> tuple[jax.Array, None]:
-    return _gathered(layout, axes, dtype, own, shard), None
+    return _gathered(layout, axes, dtype, param_dtype, shard), None
 
 
 def _gathered_backward(
-    layout: Layout, axes: Axes, dtype: Any, own: Any, _: None, gradient: jax.Array
+    layout: Layout, axes: Axes, dtype: Any, param_dtype: Any, _: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
     if not layout.narrow_gradients:
-        gradient = gradient.astype(jnp.promote_types(own, jnp.float32))
+        gradient = gradient.astype(jnp.promote_types(param_dtype, jnp.float32))
     scatter = partial(_scattered, layout, axes)
     scattered = layout.local(scatter, (kept_axes(axes),), kept_axes(axes))(gradient)
-    return (layout.constrain(scattered.astype(own), axes),)
+    return (layout.constrain(scattered.astype(param_dtype), axes),)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
-def _scattered(layout: Layout, axes: Axes, whole: jax.Array) -> jax.Array:
+def _scattered(layout: Layout, axes: Axes, gradient: jax.Array) -> jax.Array:
     for dimension, names in enumerate(_shards_here(layout, axes)):
         if names:
-            whole = jax.lax.psum_scatter(whole, names, scatter_dimension=dimension, tiled=True)
-    return whole
+            gradient = jax.lax.psum_scatter(
+                gradient, names, scatter_dimension=dimension, tiled=True
+            )
+    return gradient
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _gathered_alone(
-    layout: Layout, axes: Axes, dtype: Any, own: Any, weight: Deferred
+    layout: Layout, axes: Axes, dtype: Any, param_dtype: Any, weight: Deferred
 ) -> jax.Array:
     return _gathered(layout, axes, dtype, weight.dtype, weight.shard)
 
 
 def _gathered_alone_forward(
-    layout: Layout, axes: Axes, dtype: Any, own: Any, weight: Deferred
+    layout: Layout, axes: Axes, dtype: Any, param_dtype: Any, weight: Deferred
 ) -> tuple[jax.Array, None]:
-    return _gathered_alone(layout, axes, dtype, own, weight), None
+    return _gathered_alone(layout, axes, dtype, param_dtype, weight), None
 
 
 def _gathered_alone_backward(
-    layout: Layout, axes: Axes, dtype: Any, own: Any, _: None, gradient: jax.Array
+    layout: Layout, axes: Axes, dtype: Any, param_dtype: Any, _: None, gradient: jax.Array
 ) -> tuple[Deferred]:
-    return (whole_gradient(layout.constrain(gradient.astype(own), kept_axes(axes))),)
+    return (whole_gradient(layout.constrain(gradient.astype(param_dtype), kept_axes(axes))),)
 
 
 _gathered_alone.defvjp(_gathered_alone_forward, _gathered_alone_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _own_part(layout: Layout, axes: Axes, own: Any, table: Deferred) -> jax.Array:
+def _own_part(layout: Layout, axes: Axes, param_dtype: Any, table: Deferred) -> jax.Array:
     """The shard [V, D / F] of a table, whose gradient is one of the whole that is zero elsewhere."""
     return table.shard
 
 
 def _own_part_forward(
-    layout: Layout, axes: Axes, own: Any, table: Deferred
+    layout: Layout, axes: Axes, param_dtype: Any, table: Deferred
 ) -> tuple[jax.Array, None]:
     return table.shard, None
 
 
 def _own_part_backward(
-    layout: Layout, axes: Axes, own: Any, _: None, gradient: jax.Array
+    layout: Layout, axes: Axes, param_dtype: Any, _: None, gradient: jax.Array
 ) -> tuple[Deferred]:
     names = _shards_here(layout, axes)[1]
-    parts = math.prod(layout.mesh.shape[axis] for axis in names)
+    shards = math.prod(layout.mesh.shape[axis] for axis in names)
 
-    def on_device(part: jax.Array) -> jax.Array:
-        width = part.shape[1]
-        whole = jnp.zeros((len(part), parts * width), part.dtype)
+    def on_device(d_shard: jax.Array) -> jax.Array:
+        width = d_shard.shape[1]
+        d_table = jnp.zeros((len(d_shard), shards * width), d_shard.dtype)
         begin = jax.lax.axis_index(names) * width
-        return jax.lax.dynamic_update_slice_in_dim(whole, part, begin, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(d_table, d_shard, begin, axis=1)
 
-    part = gradient.astype(own)
-    return (whole_gradient(layout.local(on_device, (kept_axes(axes),), kept_axes(axes))(part)),)
+    d_shard = gradient.astype(param_dtype)
+    return (whole_gradient(layout.local(on_device, (kept_axes(axes),), kept_axes(axes))(d_shard)),)
 
 
 _own_part.defvjp(_own_part_forward, _own_part_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _returned(layout: Layout, names: tuple[str, ...], found: jax.Array) -> jax.Array:
+def _returned(layout: Layout, names: tuple[str, ...], part_rows: jax.Array) -> jax.Array:
     """Parts of everyone's rows [F * R, C, D / F] -> the whole of its own [R, C, D]."""
-    return _exchanged(layout, names, found, 0, 2)
+    return _exchanged(layout, names, part_rows, 0, 2)
 
 
 def _returned_forward(
-    layout: Layout, names: tuple[str, ...], found: jax.Array
+    layout: Layout, names: tuple[str, ...], part_rows: jax.Array
 ) -> tuple[jax.Array, None]:
-    return _returned(layout, names, found), None
+    return _returned(layout, names, part_rows), None
 
 
 def _returned_backward(
@@ -365,11 +371,11 @@ _returned.defvjp(_returned_forward, _returned_backward)
 def _exchanged(
     layout: Layout, names: tuple[str, ...], x: jax.Array, split: int, joined: int
 ) -> jax.Array:
-    whole = (None,) * x.ndim
+    unsplit = (None,) * x.ndim
     exchange = partial(
         jax.lax.all_to_all, axis_name=names, split_axis=split, concat_axis=joined, tiled=True
     )
-    return layout.local(exchange, (whole,), whole)(x)
+    return layout.local(exchange, (unsplit,), unsplit)(x)
 
 
 def _tuple(axes: Any) -> tuple[str, ...]:

@@ -97,10 +97,10 @@ def put_rows(layout: Layout, rows: jax.Array, index: jax.Array, pool: jax.Array)
         target = jnp.where(index[0] >= 0, index[0], slots)  # -1 would wrap; the end is dropped
         row_slots = jnp.arange(index.shape[1], dtype=jnp.int32)
         inverse = jnp.full(slots, -1, jnp.int32).at[target].set(row_slots, mode="drop")
-        put, taken = gather(rows[0], inverse)[None].astype(pool.dtype), (inverse >= 0)[None]
+        put, is_filled = gather(rows[0], inverse)[None].astype(pool.dtype), (inverse >= 0)[None]
         if parts:  # each has some slots of its rank's
-            put, taken = jax.lax.psum((put, taken.astype(jnp.int32)), parts)
-        return jnp.where(_expanded(taken > 0, put), put, pool)
+            put, is_filled = jax.lax.psum((put, is_filled.astype(jnp.int32)), parts)
+        return jnp.where(_expanded(is_filled > 0, put), put, pool)
 
     return layout.local(on_device, (SLOTS, SLOTS, RANKS), RANKS)(rows, index, pool)
 
@@ -149,8 +149,8 @@ def _group_axes(layout: Layout) -> tuple[str, ...]:
 
 def gather(values: jax.Array, index: jax.Array) -> jax.Array:
     """values[index], zero where index is -1."""
-    taken = values[jnp.maximum(index, 0)]
-    return jnp.where(_expanded(index >= 0, taken), taken, 0)
+    gathered = values[jnp.maximum(index, 0)]
+    return jnp.where(_expanded(index >= 0, gathered), gathered, 0)
 
 
 def gather_either(first: jax.Array, second: jax.Array, index: jax.Array) -> jax.Array:
@@ -158,8 +158,8 @@ def gather_either(first: jax.Array, second: jax.Array, index: jax.Array) -> jax.
     end = len(first)
     from_first = first[jnp.clip(index, 0, end - 1)]
     from_second = second[jnp.maximum(index - end, 0)]
-    taken = jnp.where(_expanded(index < end, from_first), from_first, from_second)
-    return jnp.where(_expanded(index >= 0, from_first), taken, 0)
+    gathered = jnp.where(_expanded(index < end, from_first), from_first, from_second)
+    return jnp.where(_expanded(index >= 0, from_first), gathered, 0)
 
 
 def _expanded(mask: jax.Array, values: jax.Array) -> jax.Array:

@@ -53,17 +53,18 @@ class RotaryScaling(Section):
         if missing := [key for key in needed if getattr(self, key) is None]:
             raise ValueError(f"kind {self.kind!r} needs {', '.join(missing)}")
         known = {"kind", "factor", *needed, *possible}
-        other = [
+        unused = [
             key
             for key, field in type(self).model_fields.items()
             if key not in known and getattr(self, key) != field.default
         ]
-        if other:
-            raise ValueError(f"kind {self.kind!r} has no {', '.join(other)}; leave it out")
+        if unused:
+            raise ValueError(f"kind {self.kind!r} has no {', '.join(unused)}; leave it out")
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            first, last = getattr(self, low), getattr(self, high)
-            if first is not None and last is not None and first >= last:
-                raise ValueError(f"{low} ({first:g}) must be less than {high} ({last:g})")
+            low_value = getattr(self, low)
+            high_value = getattr(self, high)
+            if low_value is not None and high_value is not None and low_value >= high_value:
+                raise ValueError(f"{low} ({low_value:g}) must be less than {high} ({high_value:g})")
         return self
 
     @property
@@ -77,8 +78,8 @@ class RotaryScaling(Section):
 
     def scaled(self, frequencies: Frequencies, theta: float) -> Frequencies:
         """The frequencies of all pairs, theta ** (-i / pairs), as this scaling changes them."""
-        kept = self._kept(frequencies, theta)
-        return frequencies * (kept + (1 - kept) / self.factor)
+        unslowed = self._kept(frequencies, theta)
+        return frequencies * (unslowed + (1 - unslowed) / self.factor)
 
     def _kept(self, frequencies: Frequencies, theta: float) -> Frequencies:
         """How much of each frequency stays: 1 all of it, 0 none beyond 1 / factor."""
@@ -87,19 +88,22 @@ class RotaryScaling(Section):
         positions = self.original_max_position_embeddings
         assert positions is not None
         if self.kind == "llama3":
-            low, high = self.low_freq_factor, self.high_freq_factor
+            low = self.low_freq_factor
+            high = self.high_freq_factor
             assert low is not None and high is not None
             turns = positions * frequencies / (2 * math.pi)
             return np.clip((turns - low) / (high - low), 0, 1)
         pairs = len(frequencies)
         # The pairs, as fractions, that make so many turns
-        first, last = (
+        ramp_start, ramp_end = (
             pairs * math.log(positions / (turns * 2 * math.pi)) / math.log(theta)
             for turns in (self.beta_fast, self.beta_slow)
         )
         if self.truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, 2 * pairs - 1)
-        if first == last:
-            last += 0.001
-        return 1 - np.clip((np.arange(pairs) - first) / (last - first), 0, 1)
+            ramp_start = math.floor(ramp_start)
+            ramp_end = math.ceil(ramp_end)
+        ramp_start = max(ramp_start, 0)
+        ramp_end = min(ramp_end, 2 * pairs - 1)
+        if ramp_start == ramp_end:
+            ramp_end += 0.001
+        return 1 - np.clip((np.arange(pairs) - ramp_start) / (ramp_end - ramp_start), 0, 1)

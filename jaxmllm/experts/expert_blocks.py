@@ -51,19 +51,19 @@ def block_rows(pairs: int, experts: int) -> int:
 def list_blocks(chosen: Int[Array, "N k"], experts: int, rows: int) -> Blocks:
     """The blocks of own experts 0 .. experts - 1; other numbers in `chosen` are not computed here."""
     expert = chosen.reshape(-1)
-    own = (expert >= 0) & (expert < experts)
-    expert = jnp.where(own, expert, experts)
+    is_own = (expert >= 0) & (expert < experts)
+    expert = jnp.where(is_own, expert, experts)
     pairs = jnp.argsort(expert, stable=True).astype(jnp.int32)
     counts = (expert[:, None] == jnp.arange(experts)).sum(axis=0, dtype=jnp.int32)
     blocks = -(-counts // rows)
-    last = jnp.cumsum(blocks)
-    places = jnp.cumsum(counts) - counts
+    block_ends = jnp.cumsum(blocks)
+    first_pairs = jnp.cumsum(counts) - counts
     index = jnp.arange(expert.size // rows + experts, dtype=jnp.int32)
-    of_block = jnp.searchsorted(last, index, side="right").astype(jnp.int32)
+    of_block = jnp.searchsorted(block_ends, index, side="right").astype(jnp.int32)
     of_block = jnp.minimum(of_block, experts - 1)  # of blocks that there are not
-    begin = places[of_block] + rows * (index - (last - blocks)[of_block])
-    end = jnp.minimum(begin + rows, (places + counts)[of_block])
-    return Blocks(jnp.pad(pairs, (0, rows)), of_block, begin, end, last[-1])
+    begin = first_pairs[of_block] + rows * (index - (block_ends - blocks)[of_block])
+    end = jnp.minimum(begin + rows, (first_pairs + counts)[of_block])
+    return Blocks(jnp.pad(pairs, (0, rows)), of_block, begin, end, block_ends[-1])
 
 
 def forward(
@@ -77,7 +77,8 @@ def forward(
     Args:
       chosen: different experts of a token; those that are not 0 .. E - 1 are not computed here.
     """
-    k, experts = chosen.shape[1], len(matrices.gate)
+    k = chosen.shape[1]
+    experts = len(matrices.gate)
     rows = block_rows(chosen.size, experts)
     blocks = list_blocks(chosen, experts, rows)
     wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -86,11 +87,11 @@ def forward(
         pairs, live = _pairs(blocks, index, rows)
         tokens = _places(pairs // k, live, len(x))
         gate, up, down = (matrix[blocks.expert[index]] for matrix in matrices)
-        given = _rows(x, tokens)
-        hidden = jax.nn.silu(given @ gate) * (given @ up)
-        made = jnp.matmul(hidden, down, preferred_element_type=wide)
+        inputs = _rows(x, tokens)
+        hidden = jax.nn.silu(inputs @ gate) * (inputs @ up)
+        outputs = jnp.matmul(hidden, down, preferred_element_type=wide)
         weight = jnp.where(live, weights.reshape(-1)[pairs], 0).astype(wide)
-        return _added(out, tokens, weight[:, None] * made)
+        return _added(out, tokens, weight[:, None] * outputs)
 
     return jax.lax.fori_loop(0, blocks.number, add_block, jnp.zeros(x.shape, wide))
 
@@ -105,7 +106,8 @@ def backward(
 ) -> tuple[Float[Array, "N D"], Float[Array, "N k"], Matrices | None]:
     """Gradients of x, weights and, if wanted, matrices, in at least float32; computes the products before the
     activation again."""
-    k, experts = chosen.shape[1], len(matrices.gate)
+    k = chosen.shape[1]
+    experts = len(matrices.gate)
     rows = block_rows(chosen.size, experts)
     blocks = list_blocks(chosen, experts, rows)
     wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -124,9 +126,10 @@ def backward(
         tokens = _places(pairs // k, live, len(x))
         expert = blocks.expert[index]
         gate, up, down = (matrix[expert] for matrix in matrices)
-        given, d_made = _rows(x, tokens), _rows(d_out, tokens)
-        gated, act_vjp = jax.vjp(jax.nn.silu, given @ gate)
-        raised = given @ up
+        inputs = _rows(x, tokens)
+        d_made = _rows(d_out, tokens)
+        gated, act_vjp = jax.vjp(jax.nn.silu, inputs @ gate)
+        raised = inputs @ up
         hidden = gated * raised
         weight = jnp.where(live, flat_weights[pairs], 0)[:, None]
         d_hidden = jnp.matmul(d_made, down.T, preferred_element_type=wide)
@@ -138,15 +141,15 @@ def backward(
         d_given += jnp.matmul(d_raised, up.T, preferred_element_type=wide)
         if d_matrices is not None:
             d_made = (weight * d_made).astype(x.dtype)
-            factors = Matrices((given, d_gated), (given, d_raised), (hidden, d_made))
+            factors = Matrices((inputs, d_gated), (inputs, d_raised), (hidden, d_made))
             d_matrices = Matrices(
                 *(
                     d_matrix.at[expert].add(jnp.matmul(left.T, right, preferred_element_type=wide))
                     for d_matrix, (left, right) in zip(d_matrices, factors, strict=True)
                 )
             )
-        places = _places(pairs, live, len(d_weights))
-        return _added(d_x, tokens, d_given), _added(d_weights, places, of_weight), d_matrices
+        pair_slots = _places(pairs, live, len(d_weights))
+        return _added(d_x, tokens, d_given), _added(d_weights, pair_slots, of_weight), d_matrices
 
     d_x, d_weights, d_matrices = jax.lax.fori_loop(0, blocks.number, add_block, begin)
     return d_x, d_weights.reshape(weights.shape), d_matrices
@@ -159,14 +162,14 @@ def _pairs(blocks: Blocks, index: Array, rows: int) -> tuple[Array, Array]:
     return pairs, begin + jnp.arange(rows) < blocks.end[index]
 
 
-def _places(places: Array, live: Array, length: int) -> Array:
+def _places(indices: Array, live: Array, length: int) -> Array:
     """Where there is no pair, a place beyond the end, each another one: a block writes to no place twice."""
-    return jnp.where(live, places, length + jnp.arange(len(places), dtype=places.dtype))
+    return jnp.where(live, indices, length + jnp.arange(len(indices), dtype=indices.dtype))
 
 
-def _rows(x: Array, places: Array) -> Array:
-    return x.at[places].get(mode="fill", fill_value=0, unique_indices=True)
+def _rows(x: Array, indices: Array) -> Array:
+    return x.at[indices].get(mode="fill", fill_value=0, unique_indices=True)
 
 
-def _added(total: Array, places: Array, values: Array) -> Array:
-    return total.at[places].add(values, mode="drop", unique_indices=True)
+def _added(total: Array, indices: Array, values: Array) -> Array:
+    return total.at[indices].add(values, mode="drop", unique_indices=True)

@@ -25,17 +25,17 @@ def forward(
     wide = jnp.promote_types(x.dtype, jnp.float32)
     experts = len(matrices.gate)
     expert = chosen.reshape(-1)
-    own = (expert >= 0) & (expert < experts)
-    pairs = jnp.argsort(jnp.where(own, expert, experts), stable=True)
+    is_own = (expert >= 0) & (expert < experts)
+    pairs = jnp.argsort(jnp.where(is_own, expert, experts), stable=True)
     counts = (expert[:, None] == jnp.arange(experts)).sum(axis=0, dtype=jnp.int32)
     product = partial(jax.lax.ragged_dot, group_sizes=counts)
     tokens = pairs // chosen.shape[1]
-    given = x[tokens]
-    hidden = jax.nn.silu(product(given, matrices.gate)) * product(given, matrices.up)
-    made = product(hidden, matrices.down, preferred_element_type=wide)
+    inputs = x[tokens]
+    hidden = jax.nn.silu(product(inputs, matrices.gate)) * product(inputs, matrices.up)
+    outputs = product(hidden, matrices.down, preferred_element_type=wide)
     weight = weights.reshape(-1)[pairs].astype(wide)
     # Rows of others' experts lie behind those of own ones, where products are not defined
-    weighted = jnp.where(own[pairs][:, None], weight[:, None] * made, 0)
+    weighted = jnp.where(is_own[pairs][:, None], weight[:, None] * outputs, 0)
     return jnp.zeros(x.shape, wide).at[tokens].add(weighted)
 
 

@@ -76,11 +76,11 @@ def _forward_rule(
 def _backward_rule(
     mixture: _Mixture, residuals: tuple[Any, ...], d_out: Any
 ) -> tuple[Array, None, Array, Matrices]:
-    x, chosen, weights, matrices, wanted = residuals
+    x, chosen, weights, matrices, matrices_marker = residuals
     if isinstance(d_out, jax.custom_derivatives.SymbolicZero):
         d_out = jnp.zeros(d_out.shape, d_out.dtype)
     d_x, d_weights, d_matrices = mixture.backward(
-        x, chosen, weights, matrices, d_out, wanted is not None
+        x, chosen, weights, matrices, d_out, matrices_marker is not None
     )
     if d_matrices is None:
         return d_x, None, d_weights, Matrices(None, None, None)
@@ -145,7 +145,9 @@ class _Mixture:
         )
         if d_matrices is not None:
             d_matrices = jax.tree.map(
-                lambda gradient, own: self._summed(gradient, self._replicas).astype(own.dtype),
+                lambda gradient, matrix: self._summed(gradient, self._replicas).astype(
+                    matrix.dtype
+                ),
                 d_matrices,
                 matrices,
             )
@@ -172,8 +174,8 @@ class _Mixture:
 
     def _returned(self, partial_sums: Array, shape: tuple[int, ...]) -> Array:
         """Sums over all experts and all parts of their matrices, of the own tokens."""
-        others = [a for a in self._split("experts", "mlp") if a not in self._token_axes]
-        total = self._summed(partial_sums, tuple(others))
+        sum_axes = [a for a in self._split("experts", "mlp") if a not in self._token_axes]
+        total = self._summed(partial_sums, tuple(sum_axes))
         if self._token_axes:
             total = jax.lax.psum_scatter(total, self._token_axes, scatter_dimension=0, tiled=True)
         return total.reshape(shape)
@@ -190,8 +192,8 @@ class _Mixture:
     @property
     def _replicas(self) -> tuple[str, ...]:
         """Mesh axes along which the same experts see other tokens; in manual code these keep sums of their own."""
-        kept = {*self._split("experts"), *self.layout.manual_axes}
-        return tuple(axis for axis in self._split(*SLOTS) if axis not in kept)
+        split_axes = {*self._split("experts"), *self.layout.manual_axes}
+        return tuple(axis for axis in self._split(*SLOTS) if axis not in split_axes)
 
     def _split(self, *names: str) -> tuple[str, ...]:
         """Mesh axes of several devices that split logical axes."""
@@ -200,9 +202,10 @@ class _Mixture:
 
 
 def _check_shapes(x: Array, chosen: Array, weights: Array, matrices: Matrices) -> None:
-    width, mlp_width = x.shape[-1], matrices.gate.shape[-1]
-    count = len(matrices.gate)
-    expected = ((count, width, mlp_width),) * 2 + ((count, mlp_width, width),)
+    width = x.shape[-1]
+    mlp_width = matrices.gate.shape[-1]
+    experts = len(matrices.gate)
+    expected = ((experts, width, mlp_width),) * 2 + ((experts, mlp_width, width),)
     if tuple(matrix.shape for matrix in matrices) != expected:
         raise ValueError(
             f"experts: x {x.shape} needs gate and up [E, {width}, F] and down [E, F, {width}], got "
