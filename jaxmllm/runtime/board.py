@@ -88,9 +88,9 @@ class RemoteBoard:
             if self._socket is None:
                 self._socket = socket.create_connection(self._address, timeout=REPLY_SECONDS)
                 self._pending = b""
-                taken = self._send("hello", self._process, self._name)
-                if taken is not None:
-                    host = taken.partition(" ")[0]
+                holder = self._send("hello", self._process, self._name)
+                if holder is not None:
+                    host = holder.partition(" ")[0]
                     raise HostsError(
                         f"process number {self._process} is taken by another process, on {host}: give every process "
                         f"a number of its own"

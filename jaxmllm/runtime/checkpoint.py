@@ -106,9 +106,9 @@ class Checkpoints:
         steps = self.steps
         step = self.latest_step if step is None else step
         if step not in steps:
-            wanted = "a checkpoint" if step is None else f"checkpoint {step}"
+            sought = "a checkpoint" if step is None else f"checkpoint {step}"
             raise CheckpointError(
-                f"{self.directory} does not hold {wanted} (steps there: {steps or 'none'}); "
+                f"{self.directory} does not hold {sought} (steps there: {steps or 'none'}); "
                 "check run.directory, or start without --resume"
             )
         location = self.directory / str(step)
@@ -146,9 +146,11 @@ class Checkpoints:
             except DamagedError as error:
                 damaged.append((step, str(error)))
                 continue
-            for number, problem in damaged:
-                say(f"{problem}; put aside as {number}{DAMAGED}, continuing from checkpoint {step}")
-                self._put_aside(number)
+            for damaged_step, problem in damaged:
+                say(
+                    f"{problem}; put aside as {damaged_step}{DAMAGED}, continuing from checkpoint {step}"
+                )
+                self._put_aside(damaged_step)
             return state, step
         if damaged:
             raise DamagedError(

@@ -112,15 +112,15 @@ def is_sound(location: Path) -> bool:
         return False
 
 
-def _damage(location: Path, first: int, step: int) -> str | None:
-    """What is wrong with every `step`-th file from the `first` on; none: nothing."""
+def _damage(location: Path, start: int, step: int) -> str | None:
+    """What is wrong with every `step`-th file from number `start` on; none: nothing."""
     try:
         files = dict(_checksums(location)["files"])
     except FileNotFoundError:
         return f"{CHECKSUMS_FILE} is missing"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{CHECKSUMS_FILE} cannot be read ({one_line(error)})"
-    names = sorted(files)[first::step]
+    names = sorted(files)[start::step]
     with ThreadPoolExecutor(READ_THREADS) as threads:
         problems = threads.map(lambda name: _file_damage(location, name, files[name]), names)
         return next((problem for problem in problems if problem), None)

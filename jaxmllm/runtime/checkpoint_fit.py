@@ -36,13 +36,15 @@ def with_trained_components(
     unused: Components = {}
     target = {name: value for name, value in fields.items() if value is not None}
     for field in BY_COMPONENT.keys() & fields.keys():
-        wanted = {} if fields[field] is None else fields[field]
-        if not isinstance(wanted, dict):
+        abstract_fields = {} if fields[field] is None else fields[field]
+        if not isinstance(abstract_fields, dict):
             continue
-        there = {path[1] for path in saved if path[0] == field and len(path) > 1}
-        fresh[field] = sorted(wanted.keys() - there)
-        unused[field] = sorted(there - wanted.keys())
-        target[field] = {name: wanted[name] for name in wanted if name in there}
+        saved_names = {path[1] for path in saved if path[0] == field and len(path) > 1}
+        fresh[field] = sorted(abstract_fields.keys() - saved_names)
+        unused[field] = sorted(saved_names - abstract_fields.keys())
+        target[field] = {
+            name: abstract_fields[name] for name in abstract_fields if name in saved_names
+        }
         if not target[field]:
             del target[field]
     left_out = {
@@ -65,10 +67,10 @@ def differences(
 ) -> Iterator[str]:
     """A line for each array that one side lacks, or has in another shape or dtype."""
     for path in sorted(saved.keys() | expected.keys()):
-        left = saved.get(path)
-        right = expected.get(path)
-        if left != right:
-            yield f"{'.'.join(path)}: saved {_spec_text(left)}, this model has {_spec_text(right)}"
+        saved_spec = saved.get(path)
+        model_spec = expected.get(path)
+        if saved_spec != model_spec:
+            yield f"{'.'.join(path)}: saved {_spec_text(saved_spec)}, this model has {_spec_text(model_spec)}"
 
 
 def _spec_text(spec: ArraySpec | None) -> str:

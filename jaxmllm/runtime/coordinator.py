@@ -61,10 +61,10 @@ class BoardServer:
 
     def enter(self, process: int, name: str) -> str | None:
         """Note a connection; the host that has this process number already, if it is another."""
-        taken = self.hosts.get(process)
+        holder = self.hosts.get(process)
         self.connections[process] = self.connections.get(process, 0) + 1
-        if taken not in (None, name):
-            return taken
+        if holder not in (None, name):
+            return holder
         self.hosts[process] = name
         return None
 

@@ -180,7 +180,12 @@ def _join(
 
 
 def _meet(
-    board: Board, process: int, processes: int, name: str, place: str, limits: DistributedConfig
+    board: Board,
+    process: int,
+    processes: int,
+    name: str,
+    coordinator_address: str,
+    limits: DistributedConfig,
 ) -> tuple[str, ...]:
     """Host names of all processes, once all have come."""
     board.key_value_set(f"here/{process}", json.dumps([name, processes]), True)
@@ -189,20 +194,20 @@ def _meet(
         return (
             f"process{'es' if len(absent) > 1 else ''} {', '.join(map(str, absent[: hosts.SHOWN]))} of {processes} "
             f"{'have' if len(absent) > 1 else 'has'} not started within {limits.start_timeout:.0f} s: start all with "
-            f"{COORDINATOR}={place}, or raise distributed.start_timeout"
+            f"{COORDINATOR}={coordinator_address}, or raise distributed.start_timeout"
         )
 
-    here = {
+    told_by_process = {
         p: json.loads(told)
         for p, told in gather(board, "here", processes, limits.start_timeout, missing).items()
     }
-    for other, (host, count) in sorted(here.items()):
-        if count != processes:
+    for told_process, (host, told_processes) in sorted(told_by_process.items()):
+        if told_processes != processes:
             raise HostsError(
-                f"process {other} ({host}) was told {PROCESSES}={count}, process {process} ({name}) {processes}: give "
-                f"all the same number"
+                f"process {told_process} ({host}) was told {PROCESSES}={told_processes}, process {process} ({name}) "
+                f"{processes}: give all the same number"
             )
-    return tuple(here[p][0] for p in range(processes))
+    return tuple(told_by_process[p][0] for p in range(processes))
 
 
 def _join_detected(limits: DistributedConfig, facts: Mapping[str, str]) -> None:
@@ -309,8 +314,8 @@ def _read(environment: Mapping[str, str]) -> tuple[str, int, int, int] | None:
     return host.strip("[]"), int(port), processes, process_id
 
 
-def _integer(environment: Mapping[str, str], name: str, least: int) -> int:
+def _integer(environment: Mapping[str, str], name: str, minimum: int) -> int:
     text = environment[name]
-    if not text.isdecimal() or int(text) < least:
-        raise LaunchError(f"{name}={text!r} must be an integer of at least {least}")
+    if not text.isdecimal() or int(text) < minimum:
+        raise LaunchError(f"{name}={text!r} must be an integer of at least {minimum}")
     return int(text)

@@ -62,11 +62,11 @@ class Hosts:
 
     def compare(self, what: str, facts: Mapping[str, str], advice: str) -> None:
         """Raise `HostsError` on all processes unless `facts` are equal on all; names process, key and both values."""
-        number = next(self._meetings)
-        self.board.key_value_set(f"facts/{number}/{self.process}", json.dumps(dict(facts)))
+        meeting = next(self._meetings)
+        self.board.key_value_set(f"facts/{meeting}/{self.process}", json.dumps(dict(facts)))
         late = self._late(f"has not told its {what}")
         if self.process == 0:
-            told = gather(self.board, f"facts/{number}", self.processes, self.start_timeout, late)
+            told = gather(self.board, f"facts/{meeting}", self.processes, self.start_timeout, late)
             lines = [
                 self._difference(process, json.loads(told[process]), facts)
                 for process in range(self.processes)
@@ -77,9 +77,9 @@ class Hosts:
                 if differing
                 else ""
             )
-            self.board.key_value_set(f"verdict/{number}/0", verdict)
+            self.board.key_value_set(f"verdict/{meeting}/0", verdict)
         else:
-            verdict = gather(self.board, f"verdict/{number}", 1, self.start_timeout, late)[0]
+            verdict = gather(self.board, f"verdict/{meeting}", 1, self.start_timeout, late)[0]
         if verdict:
             raise HostsError(verdict)
 

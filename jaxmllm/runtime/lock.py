@@ -164,8 +164,8 @@ class RunLock:
             self.path.rename(aside)
         except FileNotFoundError:
             return
-        taken = aside.read_text(encoding="utf-8", errors="replace")
-        if taken.find(holder.token) < 0:  # a living one's, made since: give it back
+        content = aside.read_text(encoding="utf-8", errors="replace")
+        if content.find(holder.token) < 0:  # a living one's, made since: give it back
             aside.replace(self.path)
         else:
             aside.unlink()

@@ -215,16 +215,16 @@ def _trim(path: Path, step: int) -> None:
     content = path.read_bytes()
     lines = content.decode("utf-8", "replace").split("\n")
     records = [(line, _parsed(line)) for line in lines]
-    kept = [
+    sound_lines = [
         f"{line}\n" for line, record in records if record is not None and record["step"] <= step
     ]
-    if count := sum(record is None and bool(line.strip()) for line, record in records[:-1]):
+    if damaged := sum(record is None and bool(line.strip()) for line, record in records[:-1]):
         aside = path.with_name(f"{path.name}.damaged")
         aside.write_bytes(content)
         print(
-            f"{path}: {count} lines are no records and are left out; the file as it was is {aside.name}"
+            f"{path}: {damaged} lines are no records and are left out; the file as it was is {aside.name}"
         )
-    write_atomically(path, "".join(kept))
+    write_atomically(path, "".join(sound_lines))
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

@@ -13,23 +13,23 @@ class ProfilerWindow:
 
     def __init__(self, directory: str | Path, start: int, steps: int) -> None:
         # Processes of one host would write files of the same name.
-        part = f"process_{jax.process_index()}" if jax.process_count() > 1 else ""
-        self.directory = Path(directory) / part
+        process_folder = f"process_{jax.process_index()}" if jax.process_count() > 1 else ""
+        self.directory = Path(directory) / process_folder
         self._window = range(start, start + steps)
         self._open = False
 
     def before_step(self, step: int, pending: Any = None) -> bool:
         """Open or close the trace as `step` demands; at these edges only, wait for the arrays of
         `pending`. Whether this was one."""
-        wanted = step in self._window
-        if wanted == self._open:
+        in_window = step in self._window
+        if in_window == self._open:
             return False
         jax.block_until_ready(pending)
-        if wanted:
+        if in_window:
             jax.profiler.start_trace(self.directory)
         else:
             jax.profiler.stop_trace()
-        self._open = wanted
+        self._open = in_window
         return True
 
     @property

@@ -116,27 +116,30 @@ class StopSignals:
             if received[0] in SIGNALS:
                 self._receive(signal.Signals(received[0]))
 
-    def _receive(self, number: signal.Signals) -> None:
+    def _receive(self, received: signal.Signals) -> None:
         self.requested = True
         now = time.monotonic()
-        first, self._first_signal = self._first_signal, self._first_signal or now
-        if first is not None and now - first < SAME_REQUEST_SECONDS:
+        first_seconds, self._first_signal = self._first_signal, self._first_signal or now
+        if first_seconds is not None and now - first_seconds < SAME_REQUEST_SECONDS:
             return
-        if first is not None:
-            self._end(number, f"stopped by a second signal, {number.name}: nothing more is saved")
+        if first_seconds is not None:
+            self._end(
+                received, f"stopped by a second signal, {received.name}: nothing more is saved"
+            )
         elif not self._training:
             self._end(
-                number, f"stopped by {number.name} before the first step: there is nothing to save"
+                received,
+                f"stopped by {received.name} before the first step: there is nothing to save",
             )
 
-    def _end(self, number: signal.Signals, line: str) -> None:
+    def _end(self, received: signal.Signals, line: str) -> None:
         """End the process from this thread, since the main thread may be anywhere."""
         os.write(2, f"{line}\n".encode())
         if self.tell is not None:
             teller = threading.Thread(target=self.tell, args=(line,), daemon=True)
             teller.start()
             teller.join(TELL_SECONDS)
-        os._exit(128 + number)
+        os._exit(128 + received)
 
 
 class Agreement:

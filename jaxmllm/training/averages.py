@@ -19,9 +19,9 @@ from jaxtyping import Array, Bool, Int
 from jaxmllm.trainable import Params
 
 
-def averaged_dtype(own: Any) -> jnp.dtype:
-    """Of the averages of parameters of type `own`: small steps are lost in fewer bits than float32 has."""
-    return jnp.dtype(jnp.promote_types(own, jnp.float32))
+def averaged_dtype(param_dtype: Any) -> jnp.dtype:
+    """Of the averages of parameters of type `param_dtype`: small steps are lost in fewer bits than float32 has."""
+    return jnp.dtype(jnp.promote_types(param_dtype, jnp.float32))
 
 
 def first_averages(trained: Params, ema: Mapping[str, float]) -> Params:

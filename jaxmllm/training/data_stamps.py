@@ -64,12 +64,12 @@ def write_data(run_directory: Path, corpus: Corpus) -> None:
 def stamps_of(corpus: Corpus) -> dict[str, np.ndarray]:
     """Arrays by "<number of the source>/<what>": checksum [N]; media, JSON of D addresses; stamp [D, 2] size, time."""
     arrays: dict[str, np.ndarray] = {}
-    for number, index in enumerate(corpus.indexes):
-        arrays[f"{number}/checksum"] = index.checksum.astype(np.uint32)
-        arrays[f"{number}/media"] = np.frombuffer(
+    for index_number, index in enumerate(corpus.indexes):
+        arrays[f"{index_number}/checksum"] = index.checksum.astype(np.uint32)
+        arrays[f"{index_number}/media"] = np.frombuffer(
             json.dumps(index.media.address).encode(), np.uint8
         )
-        arrays[f"{number}/stamp"] = index.media.stamp
+        arrays[f"{index_number}/stamp"] = index.media.stamp
     return arrays
 
 
@@ -81,13 +81,13 @@ def _compare(run_directory: Path, corpus: Corpus, say: Callable[[str], None]) ->
         f"restore it, or begin another run with this one's parameters: a new run.directory and "
         f"model.from={run_directory}"
     )
-    for number, index in enumerate(corpus.indexes):
-        if f"{number}/checksum" not in stamps:
+    for index_number, index in enumerate(corpus.indexes):
+        if f"{index_number}/checksum" not in stamps:
             continue
-        if record := _changed_record(index, stamps[f"{number}/checksum"]):
+        if record := _changed_record(index, stamps[f"{index_number}/checksum"]):
             raise CheckpointError(f"{record}; {advice}")
-        addresses = json.loads(stamps[f"{number}/media"].tobytes())
-        before = dict(zip(addresses, stamps[f"{number}/stamp"].tolist(), strict=True))
+        addresses = json.loads(stamps[f"{index_number}/media"].tobytes())
+        before = dict(zip(addresses, stamps[f"{index_number}/stamp"].tolist(), strict=True))
         now = dict(zip(index.media.address, index.media.stamp.tolist(), strict=True))
         common = [address for address in now if address in before]
         if resized := [name for name in common if now[name][0] != before[name][0]]:

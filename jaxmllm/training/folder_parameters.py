@@ -29,18 +29,19 @@ def read_folder(
     Args:
       abstract: their shapes, types and shardings, as nested dicts.
     """
-    problem, found = None, None
+    problem = None
+    arrays = None
     try:
         leaves = dict(leaves_by_path(abstract))
         folder = ModelFolder.open(source, component)
         fit = folder.check({path: leaf.shape for path, leaf in leaves.items()})
-        found = {path: _array(fit, path, leaf) for path, leaf in leaves.items()}
+        arrays = {path: _array(fit, path, leaf) for path, leaf in leaves.items()}
     except FolderError as error:
         problem = str(error)
     if problem := agreed_problem(problem):
         raise FolderError(problem)
-    assert found is not None
-    tree: dict[str, Any] = unflatten_dict(found, sep=".")
+    assert arrays is not None
+    tree: dict[str, Any] = unflatten_dict(arrays, sep=".")
     return tree
 
 
@@ -48,7 +49,9 @@ def _array(fit: Fit, path: str, leaf: Any) -> jax.Array:
     """One parameter, slice by slice."""
     devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
-        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
+        bounds = tuple(
+            extent.indices(size)[:2] for extent, size in zip(index, leaf.shape, strict=True)
+        )
         devices.setdefault(bounds, []).append(device)
     pieces = []
     for bounds, holders in devices.items():

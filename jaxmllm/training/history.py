@@ -69,13 +69,16 @@ def continued_history(
 
     Segments after that step belong to steps that no checkpoint holds: they are dropped.
     """
-    kept = [segment for segment in history if segment.step < current.step]
+    earlier = [segment for segment in history if segment.step < current.step]
     dropped = [segment for segment in history if segment.step > current.step]
     lines = [
         f"{run_directory / HISTORY_FILE}: the batch size {segment.batch_size} and weights {list(segment.weights)} from "
         f"step {segment.step} on are dropped, the run continues from step {current.step}"
         for segment in dropped
     ]
-    if kept and (kept[-1].batch_size, kept[-1].weights) == (current.batch_size, current.weights):
-        return tuple(kept), lines
-    return (*kept, current), lines
+    if earlier and (earlier[-1].batch_size, earlier[-1].weights) == (
+        current.batch_size,
+        current.weights,
+    ):
+        return tuple(earlier), lines
+    return (*earlier, current), lines

@@ -46,13 +46,13 @@ def initial_state(
         return state
     saved = programs.to_saved(state)
     abstract = programs.saved_state.params
-    taken = {}
+    parameters = {}
     for name, folder in towers.items():
-        taken[name] = read_folder(folder, abstract[name], name)
+        parameters[name] = read_folder(folder, abstract[name], name)
         say(f"{_key(name, config.model)}: {name} from {folder}")
     if source is not None:
-        taken |= read_parameters(source, abstract, say, towers)
-    saved = saved._replace(params=saved.params | taken)
+        parameters |= read_parameters(source, abstract, say, towers)
+    saved = saved._replace(params=saved.params | parameters)
     if saved.averages is not None:
         averages = begun_averages(saved.params, programs.saved_state.averages)
         saved = saved._replace(averages=averages)
@@ -107,13 +107,13 @@ def read_parameters(
     it. Raises `CheckpointError` if shapes or dtypes differ, or nothing usable is there, and
     `FolderError` if a published folder does not hold what it should.
     """
-    abstract = {name: part for name, part in abstract.items() if name not in elsewhere}
+    abstract = {name: component for name, component in abstract.items() if name not in elsewhere}
     if is_model_folder(source):
-        taken = {
+        parameters = {
             name: read_folder(source, abstract[name], name) for name in _held(source, abstract)
         }
-        _say_taken(source, taken.keys(), abstract.keys(), say)
-        return taken
+        _say_taken(source, parameters.keys(), abstract.keys(), say)
+        return parameters
     problems = []
     for location in _agreed(source_checkpoints(source)):
         try:
@@ -125,10 +125,12 @@ def read_parameters(
     raise CheckpointError(f"model.from: no checkpoint of {source} is usable: {problems[0]}")
 
 
-def _held(source: str, wanted: Collection[str]) -> list[str]:
+def _held(source: str, components: Collection[str]) -> list[str]:
     """Those of the wanted components that a published folder has; a projector goes with its tower."""
-    there = components_of(FolderConfig.read(Path(source)))
-    return [name for name in there if name in wanted and name.removeprefix(PROJECTOR) in wanted]
+    held = components_of(FolderConfig.read(Path(source)))
+    return [
+        name for name in held if name in components and name.removeprefix(PROJECTOR) in components
+    ]
 
 
 def _read(
@@ -138,37 +140,37 @@ def _read(
     elsewhere: Collection[str],
 ) -> dict[str, Any]:
     saved = {path[1:]: spec for path, spec in saved_specs(location).items() if path[0] == "params"}
-    there = {path[0] for path in saved}
-    if twice := sorted(there & {*elsewhere}):
+    saved_components = {path[0] for path in saved}
+    if twice := sorted(saved_components & {*elsewhere}):
         raise CheckpointError(
             f"model.from: {location} has {', '.join(twice)}, which model.{twice[0]}.from reads from a published "
             f"folder; leave model.{twice[0]}.from out to go on with what was trained (the section stays)"
         )
-    common = sorted(there & abstract.keys())
+    common = sorted(saved_components & abstract.keys())
     if not common:
         raise CheckpointError(
-            f"model.from: {location} has the components {', '.join(sorted(there))}, this model has "
+            f"model.from: {location} has the components {', '.join(sorted(saved_components))}, this model has "
             f"{', '.join(sorted(abstract))}: none in common"
         )
-    wanted = {name: abstract[name] for name in common}
-    kept = {path: spec for path, spec in saved.items() if path[0] in wanted}
-    if unequal := list(differences(kept, array_specs(wanted))):
+    common_specs = {name: abstract[name] for name in common}
+    common_saved = {path: spec for path, spec in saved.items() if path[0] in common_specs}
+    if unequal := list(differences(common_saved, array_specs(common_specs))):
         raise CheckpointError(
             f"model.from: {len(unequal)} arrays of {location} do not fit this model:\n{listed(unequal)}\n"
             "Give the model section the shapes (and run.param_dtype) of that run, or leave model.from out."
         )
-    _say_taken(location, there, abstract.keys(), say)
-    if extra := sorted(there - abstract.keys()):
+    _say_taken(location, saved_components, abstract.keys(), say)
+    if extra := sorted(saved_components - abstract.keys()):
         say(f"model.from: {', '.join(extra)} of {location} not in this model: left out")
-    parameters: dict[str, Any] = read_arrays(location, {"params": wanted})["params"]
+    parameters: dict[str, Any] = read_arrays(location, {"params": common_specs})["params"]
     return parameters
 
 
 def _say_taken(
-    source: str | Path, there: Set[str], wanted: Set[str], say: Callable[[str], None]
+    source: str | Path, held: Set[str], components: Set[str], say: Callable[[str], None]
 ) -> None:
-    say(f"model.from: {', '.join(sorted(there & wanted))} from {source}")
-    if missing := sorted(wanted - there):
+    say(f"model.from: {', '.join(sorted(held & components))} from {source}")
+    if missing := sorted(components - held):
         say(f"model.from: {', '.join(missing)} not in {source}: initialized at random")
 
 

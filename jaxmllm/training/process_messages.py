@@ -97,9 +97,9 @@ class Messages:
 
 def bounded(lines: Sequence[str]) -> list[str]:
     """The first few lines, each short and printable, and how many more there were."""
-    few = [shown(line, SHOWN_CHARACTERS) for line in lines[:SHOWN_LINES]]
-    left_out = len(lines) - len(few)
-    return [*few, f"and {left_out} more like these"] if left_out else few
+    sent_lines = [shown(line, SHOWN_CHARACTERS) for line in lines[:SHOWN_LINES]]
+    left_out = len(lines) - len(sent_lines)
+    return [*sent_lines, f"and {left_out} more like these"] if left_out else sent_lines
 
 
 class WarningLog(logging.Handler):

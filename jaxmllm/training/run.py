@@ -67,14 +67,20 @@ class Run:
             ranks = f"{phase.ranks} ranks" + (f" of {parts} parts" if parts > 1 else "")
             model, block = self.programs.functions.model, self.programs.attention.blocks[name]
             kernel = model.attention_choice(name, block).kernel
-            kept = self.programs.kept_residuals.get(name)
-            residuals = f"residuals of up to {kept} microbatches kept, " if kept else ""
+            kept_microbatches = self.programs.kept_residuals.get(name)
+            residuals = (
+                f"residuals of up to {kept_microbatches} microbatches kept, "
+                if kept_microbatches
+                else ""
+            )
             lines.append(
                 f"{name}: {ranks}, rows of {rows} slots, at most {phase.max_segments} segments, "
                 f"{residuals}attention kernel {kernel}"
             )
-        if whole := self.programs.whole_gradient_bytes:
-            sizes = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in whole.items())
+        if gradient_bytes := self.programs.whole_gradient_bytes:
+            sizes = ", ".join(
+                f"{name} {size / 1e9:.2f} GB" for name, size in gradient_bytes.items()
+            )
             lines.append(
                 f"gradients reduced once a step, whole on every device until then: {sizes}"
             )

@@ -144,11 +144,11 @@ def check_folder(config: Config, resume: bool | str) -> Config:
 def _check_adapters(config: Config, source: str) -> None:
     """Raise `CheckpointError` unless components that come from another run have the adapters that they have there."""
     begun = config_of(source)
-    there = {} if begun is None else begun.model.adapters.by_component
-    for name, adapter in there.items():
-        own = config.model.adapters.by_component.get(name)
-        if name in config.model.phases and own != adapter:
-            said = "none" if own is None else str(own)
+    trained_adapters = {} if begun is None else begun.model.adapters.by_component
+    for name, adapter in trained_adapters.items():
+        configured = config.model.adapters.by_component.get(name)
+        if name in config.model.phases and configured != adapter:
+            said = "none" if configured is None else str(configured)
             raise CheckpointError(
                 f"model.adapters.{name}: {name} of {source} was trained with an adapter of {adapter}, this model has "
                 f"{said}; say the same here, or begin from a folder that they are merged into (jaxmllm convert to-hf)"

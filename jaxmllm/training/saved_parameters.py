@@ -46,9 +46,9 @@ def _read(location: Path, abstract: Params, say: Callable[[str], None]) -> Param
     check_files(location)
     paths = [path[1:] for path in saved_specs(location) if path[0] == "averages"]
     averaged = Trainable(frozenset(".".join(path) for path in paths), {})
-    averages, others = averaged.split(abstract)
+    averages, unaveraged = averaged.split(abstract)
     names = ", ".join(sorted(averages))
     say(f"weights of {location}{f', averaged: {names}' if names else ''}")
-    wanted = {"params": others, "averages": averages}
-    arrays = read_arrays(location, {name: tree for name, tree in wanted.items() if tree})
+    abstract_by_field = {"params": unaveraged, "averages": averages}
+    arrays = read_arrays(location, {name: tree for name, tree in abstract_by_field.items() if tree})
     return join(arrays.get("averages", {}), arrays.get("params", {}))
