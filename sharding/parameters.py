@@ -71,10 +71,12 @@ def replica_axes(layout: Layout, sharding: NamedSharding) -> tuple[str, ...]:
 def by_replica(layout: Layout, leaf: Any, dtype: Any) -> jax.ShapeDtypeStruct:
     """Where the gradient of a parameter adds up: [replicas, ...], or [...] where there is one."""
     axes = replica_axes(layout, leaf.sharding)
-    shape, spec = leaf.shape, leaf.sharding.spec
+    shape = leaf.shape
+    spec = leaf.sharding.spec
     if axes:
         replicas = math.prod(layout.mesh.shape[axis] for axis in axes)
-        shape, spec = (replicas, *shape), P(axes, *spec)
+        shape = (replicas, *shape)
+        spec = P(axes, *spec)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(leaf.sharding.mesh, spec))
 
 
@@ -174,7 +176,8 @@ def reduced(
       dtype: in which sums go to the shards, where the layout has narrow gradients.
     """
     inside = layout.inside(*rows)
-    devices, shards = _row_devices(inside), _shards_here(inside, axes)
+    devices = _row_devices(inside)
+    shards = _shards_here(inside, axes)
     split = {axis for names in shards for axis in names}
     replicas = tuple(axis for axis in devices if axis not in split)
 

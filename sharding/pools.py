@@ -97,7 +97,8 @@ def put_rows(layout: Layout, rows: jax.Array, index: jax.Array, pool: jax.Array)
         target = jnp.where(index[0] >= 0, index[0], slots)  # -1 would wrap; the end is dropped
         row_slots = jnp.arange(index.shape[1], dtype=jnp.int32)
         inverse = jnp.full(slots, -1, jnp.int32).at[target].set(row_slots, mode="drop")
-        put, is_filled = gather(rows[0], inverse)[None].astype(pool.dtype), (inverse >= 0)[None]
+        put = gather(rows[0], inverse)[None].astype(pool.dtype)
+        is_filled = (inverse >= 0)[None]
         if parts:  # each has some slots of its rank's
             put, is_filled = jax.lax.psum((put, is_filled.astype(jnp.int32)), parts)
         return jnp.where(_expanded(is_filled > 0, put), put, pool)

@@ -102,7 +102,8 @@ def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
     rises |= (position[1:] == position[:-1]) & ~new_group & (group[1:] > 0)
     if not (new_document | rises).all():
         return None
-    document_starts, group_starts = _starts(new_document), _starts(new_group)
+    document_starts = _starts(new_document)
+    group_starts = _starts(new_group)
     media = group_starts[group[group_starts] > 0]
     if _repeats(document[document_starts]) or _repeats(
         document[media].astype(np.int64) << 32 | group[media]
@@ -128,9 +129,11 @@ def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
         group > 0, np.repeat(group_ends, np.diff(group_starts, append=real_tokens)), tokens
     )
     if ends_padded:
-        spans[0, :real_tokens], spans[1, :real_tokens] = first_seen, end
+        spans[0, :real_tokens] = first_seen
+        spans[1, :real_tokens] = end
     else:
-        spans[0, slots], spans[1, slots] = np.take(slots, first_seen), np.take(slots, end - 1) + 1
+        spans[0, slots] = np.take(slots, first_seen)
+        spans[1, slots] = np.take(slots, end - 1) + 1
     return spans[0], spans[1]
 
 
@@ -148,7 +151,8 @@ class DocumentPieces(NamedTuple):
             return visible(self.last.at(query), self.first.at(key)), visible(
                 self.first.at(query), self.last.at(key)
             )
-        earliest, latest = self.first.at(key), self.last.at(key)
+        earliest = self.first.at(key)
+        latest = self.last.at(key)
         widest = self.last._replace(first=self.first.first).at(query)
         narrowest = self.first._replace(first=self.last.first).at(query)
         nearest = latest._replace(

@@ -150,7 +150,8 @@ def assign_blocks(work: ArrayLike, ranks: int, search: Search = DEFAULT_SEARCH) 
         if promising or _loads(amounts, start, ranks).max() < max_load:
             owner, load = _swapped(amounts, start, ranks, enough, search)
             if load < max_load:
-                best, max_load = owner, load
+                best = owner
+                max_load = load
     return best
 
 
@@ -198,7 +199,8 @@ def zigzag(blocks: int, ranks: int) -> Ints:
 
 def longest_first(work: Longs, ranks: int, limit: int | None = None) -> Ints:
     """[N] owner: by descending work, each block to the lightest rank, of those with fewer than `limit` blocks."""
-    amounts, limit = work.tolist(), len(work) if limit is None else limit
+    amounts = work.tolist()
+    limit = len(work) if limit is None else limit
     owner = np.empty(len(amounts), np.int32)
     room = [limit] * ranks
     lightest = [(0, rank) for rank in range(ranks)]
@@ -225,7 +227,8 @@ def _swapped(work: Longs, owner: Ints, ranks: int, enough: int, search: Search) 
         heavy = int(load.argmax())
         if load[heavy] <= enough:
             break
-        amounts, gap = work[members], load[heavy] - load
+        amounts = work[members]
+        gap = load[heavy] - load
         swap = _single_swap(amounts, gap, heavy) or _double_swap(amounts, gap, heavy, search.pairs)
         if swap is None:
             break

@@ -110,6 +110,7 @@ def crossed_tiles(queries: Ints, keys: Ints, block: int) -> Tiles:
     blocks = len(queries) // block
     query_document, query_block, query_size = _documents_by_block(queries, block)
     key_document, key_block, key_size = _documents_by_block(keys, block)
+    # Each piece of queries meets all pieces of keys of its document: ranges of keys, end to end
     begin = np.searchsorted(key_document, query_document, side="left")
     met = np.searchsorted(key_document, query_document, side="right") - begin
     query = np.repeat(np.arange(len(met)), met)
@@ -187,6 +188,7 @@ def _tiles_of_pieces(ids: TokenIds, block: int) -> Tiles:
 
 
 def _lists(side: Longs, partner: Longs, full: Bools, side_blocks: int, bound: int) -> TileLists:
+    # By block of the side, of each the partial tiles before the full ones, both ascending (`TileLists`)
     order = np.lexsort((partner, full, side))
     partner = partner[order]
     fulls = np.bincount(side[full], minlength=side_blocks)
@@ -195,6 +197,7 @@ def _lists(side: Longs, partner: Longs, full: Bools, side_blocks: int, bound: in
     spans = np.stack([ends - tiles, tiles - fulls, fulls], axis=1).astype(np.int32)
     blocks = np.zeros(bound, np.int32)
     blocks[: min(len(partner), bound)] = partner[:bound]
+    # Where the list has no room, an interval of blocks stands for it, which a negative first tells
     for i in np.flatnonzero(ends > bound):
         met = partner[ends[i] - tiles[i] : ends[i]]
         if len(met):

@@ -150,6 +150,7 @@ class Corpus:
         item_start = columns["item_start"][examples]
         counts = columns["item_count"][examples]
         owner = np.repeat(np.arange(len(examples), dtype=np.int32), counts)
+        # Ranges item_start .. item_start + count of all examples, end to end
         items = np.repeat(item_start - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
         phases = {}
         for phase_index, phase in enumerate(self.modalities):

@@ -63,6 +63,8 @@ def list_blocks(chosen: Int[Array, "N k"], experts: int, rows: int) -> Blocks:
     of_block = jnp.minimum(of_block, experts - 1)  # of blocks that there are not
     begin = first_pairs[of_block] + rows * (index - (block_ends - blocks)[of_block])
     end = jnp.minimum(begin + rows, (first_pairs + counts)[of_block])
+    # A block reads `rows` pairs whatever it has. Without room behind the last pair, dynamic_slice would
+    # move its start to the left, and the block would read another expert's pairs.
     return Blocks(jnp.pad(pairs, (0, rows)), of_block, begin, end, block_ends[-1])
 
 

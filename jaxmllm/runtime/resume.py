@@ -115,7 +115,9 @@ def changes(saved: Config, current: Config, step: int) -> list[str]:
         for key, before, now in _differences(saved, current)
         if _matches(key, CHANGEABLE_KEYS) and not _matches(key, FREE_KEYS)
     ]
-    steps, horizon, optimizer = current.run.steps, current.decay_steps, current.optimizer
+    steps = current.run.steps
+    horizon = current.decay_steps
+    optimizer = current.optimizer
     if saved.run.steps == steps or optimizer.schedule == "constant" or steps == horizon:
         return lines
     if steps > horizon:

@@ -41,7 +41,8 @@ def initial_state(
     """The state before the first step. Raises `CheckpointError` or `FolderError` if `model.from` and the like do
     not fit this model."""
     state = programs.init(config.run.seed)
-    source, towers = config.model.from_, config.model.tower_sources
+    source = config.model.from_
+    towers = config.model.tower_sources
     if source is None and not towers:
         return state
     saved = programs.to_saved(state)

@@ -65,7 +65,8 @@ class Run:
             rows = " and ".join(map(_in_words, phase.classes))
             parts = self.programs.layouts[name].parts
             ranks = f"{phase.ranks} ranks" + (f" of {parts} parts" if parts > 1 else "")
-            model, block = self.programs.functions.model, self.programs.attention.blocks[name]
+            model = self.programs.functions.model
+            block = self.programs.attention.blocks[name]
             kernel = model.attention_choice(name, block).kernel
             kept_microbatches = self.programs.kept_residuals.get(name)
             residuals = (

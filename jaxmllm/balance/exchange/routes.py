@@ -31,6 +31,7 @@ from jaxmllm.balance.exchange.traffic import (
 )
 from jaxmllm.balance.records import (
     BatchItems,
+    ExchangeGrid,
     PhasePlan,
     PlanSpec,
     RoutePlan,
@@ -76,21 +77,15 @@ def plan_routes(
 
     traffic: dict[str, list[Traffic]] = {phase: [] for phase in encoders}
     for phase in encoders:
-        encoder = placed[phase]
-        of_phase = pieces[phase]
-        runs = Runs.of(of_phase, encoder, spec.phases[phase].slots_per_token)
-        microbatch = encoder.microbatch[of_phase.item[runs.piece]]
-        grid = spec.routes[phase].grid
-        sender, receiver = exchange_ranks(grid, runs.rank, of_phase.rank[runs.piece])
+        slots_per_token = spec.phases[phase].slots_per_token
         traffic[owner_of[phase]].append(
-            Traffic(
-                tokens=runs.tokens,
-                pool=encoder.pool[microbatch].astype(np.int64),
-                start=encoder.pool_offset[microbatch] + runs.start,
-                sender=sender,
-                goal=pool[of_phase.microbatch[runs.piece]].astype(np.int64),
-                arrival=arrivals[phase][runs.piece] + runs.skipped,
-                receiver=receiver,
+            _traffic(
+                placed[phase],
+                pieces[phase],
+                spec.routes[phase].grid,
+                slots_per_token=slots_per_token,
+                language_pool=pool,
+                arrival=arrivals[phase],
             )
         )
     return placed, {
@@ -103,6 +98,35 @@ def plan_routes(
         )
         for phase, of_phase in pieces.items()
     }
+
+
+def _traffic(
+    encoder: PhasePlan,
+    pieces: Pieces,
+    grid: ExchangeGrid,
+    *,
+    slots_per_token: int,
+    language_pool: Ints,
+    arrival: Longs,
+) -> Traffic:
+    """What an encoder phase sends to the language pools.
+
+    Args:
+      language_pool: [M] pool of each language microbatch.
+      arrival: first language pool slot of each piece.
+    """
+    runs = Runs.of(pieces, encoder, slots_per_token)
+    microbatch = encoder.microbatch[pieces.item[runs.piece]]
+    sender, receiver = exchange_ranks(grid, runs.rank, pieces.rank[runs.piece])
+    return Traffic(
+        tokens=runs.tokens,
+        pool=encoder.pool[microbatch].astype(np.int64),
+        start=encoder.pool_offset[microbatch] + runs.start,
+        sender=sender,
+        goal=language_pool[pieces.microbatch[runs.piece]].astype(np.int64),
+        arrival=arrival[runs.piece] + runs.skipped,
+        receiver=receiver,
+    )
 
 
 # ---------------------------------------------------------------------------- pools

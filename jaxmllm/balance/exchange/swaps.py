@@ -130,6 +130,7 @@ def _swap_in_order(
 ) -> int:
     """`_sweep`, with arrays to write to."""
     ranks = len(destinations.node)
+    # `_add` puts items first in their row's list, so those of most tokens are added last.
     for position in range(len(order) - 1, -1, -1):
         item = order[position]
         if not _in_block(destinations, item, state.row_of[item] % ranks):

@@ -167,6 +167,7 @@ class VideoFile:
         between = [after - before for before, after in pairwise(starts)]
         if any(ticks <= 0 for ticks in between):
             self._refuse("shows two frames at one time; write it anew")
+        # No frame follows that would end the last one: its own packet says how long, or it is as long as the one before
         last_ticks = shown[-1][1] or (between[-1] if between else 0)
         return tuple((ticks or 1) * unit for ticks in (*between, last_ticks))
 

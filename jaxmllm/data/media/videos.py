@@ -47,7 +47,8 @@ class FrameImages(Images):
         cell = self.cell_size
         if min(height, width) < cell:
             scale = max(cell / height, cell / width)
-            height, width = int(height * scale), int(width * scale)
+            height = int(height * scale)
+            width = int(width * scale)
         patched_frames = round(self.together / self.patch_frames) * self.patch_frames
         bounds = self.min_pixels, self.max_pixels
         rows, columns = smart_cells(height, width, cell, *bounds, self.together, patched_frames)

@@ -180,7 +180,8 @@ def _together(
     groups: list[list[int]] = []
     for item in items:
         last_item = groups[-1][-1] if groups else item
-        last_media, media = spans[last_item].reference, spans[item].reference
+        last_media = spans[last_item].reference
+        media = spans[item].reference
         goes_on = (
             isinstance(last_media, FrameGroup)
             and isinstance(media, FrameGroup)

@@ -119,11 +119,13 @@ def finish_generator_row(row: Row, attention: AttentionSpec, phase: str, span: i
     """
     block, parts = attention.of(phase)
     parts *= span
-    seen, crossed = row["segments"], []
+    seen = row["segments"]
+    crossed: list[Tiles] = []
     moved = ["features", "segments", "positions", "owners", "patches", "conditions"]
     if phase in attention.crossed:
         is_condition = row["conditions"] >= 0
-        seen, conditions = np.where(is_condition, 0, seen), np.where(is_condition, seen, 0)
+        conditions = np.where(is_condition, seen, 0)
+        seen = np.where(is_condition, 0, seen)
         rank_segments = zip(seen, conditions, strict=True)
         crossed = [crossed_tiles(*of_rank, block) for of_rank in rank_segments]
         row["padded"] = lacking(seen, conditions, attention.crossed[phase])
