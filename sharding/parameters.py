@@ -226,9 +226,9 @@ def looked_up(
         return gathered(layout, table, axes, table.dtype)[rows].astype(dtype)
     if isinstance(table, Deferred):
         table = _own_part(layout, axes, table.stand_in.dtype, table)
-    all_rows = jax.lax.all_gather(rows, names, axis=0, tiled=True)
-    part_rows = layout.constrain(table, kept_axes(axes))[all_rows].astype(dtype)
-    return _returned(layout, names, part_rows)
+    everyones = jax.lax.all_gather(rows, names, axis=0, tiled=True)
+    found = layout.constrain(table, kept_axes(axes))[everyones].astype(dtype)
+    return _returned(layout, names, found)
 
 
 def kept_axes(axes: Axes) -> Axes:

@@ -36,8 +36,8 @@ def block_size(tokens: int, ranks: int, block: int = BLOCK, min_blocks: int = MI
     Raises:
       ValueError: the tokens are no whole number of blocks on every rank.
     """
-    too_few = tokens < min_blocks * block * ranks
-    size = min(block, SMALLER_BLOCK) if too_few or tokens % (block * ranks) else block
+    few = tokens < min_blocks * block * ranks
+    size = min(block, SMALLER_BLOCK) if few or tokens % (block * ranks) else block
     if not tokens or tokens % (size * ranks):
         raise ValueError(
             f"a row of {tokens} tokens is not a whole number of blocks of {size} on each of {ranks} context ranks; "
