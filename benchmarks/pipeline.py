@@ -1,7 +1,7 @@
 """What layouts, schedules and deferral make of a pipelined step: modelled, nothing is compiled or run.
 
-    python -m benchmarks.pipeline [--model vision_language | text_to_video] [--seeds N] [--microbatches M] [--stages S]
-                                  [--modes ...] [--live L] [--rollouts N] [--long N] [--json PATH]
+    python -m benchmarks.pipeline [--model NAME] [--seeds N] [--microbatches M] [--stages S] [--modes ...] [--live L]
+                                  [--variants ...] [--rollouts N] [--long N] [--json PATH]
     python -m benchmarks.pipeline --families real [--real-seeds N] [--profiles 8B 72B] [--mixes all images speech]
                                   [--data DIR] [--real-modes ...] [--real-stages 4 8] [--per-replica 8 32 128]
                                   [--real-variants ...]
@@ -14,14 +14,17 @@ Or (`--model text_to_video`) the language model and a diffusion transformer of 3
 the loss of what is drawn: microbatches of up to 8 clips and 16 s in all (benchmarks/pipeline_video.py). A language row
 has 1,024 tokens of captions, a row of the generator 9,216 slots.
 
+Or models of unlike parts with the same text and images (benchmarks/pipeline_batches.py): `6B + 2B + 3B` (vision,
+audio, language; 0 to 24 images and 0 to 6 clips of 10 s per microbatch, 4 clips in an encoder row), `0.3B + 72B`,
+`6B + 72B`.
+
 Rows cost what all their slots cost, and the attention of what is in them: FLOPs by layer, everything recomputed. Every
 line of the table adds to the one before; where it says encoder and language, these are language and generator:
 
     chain by parameters   encoder, then language, cut into stages of equal parameters; 1F1B
     chain                 cut by cost, aware of what is frozen
     parallel              encoder and language on ranks of their own; greedy schedule
-    segments              both on every rank, in chunks of like cost; of text_to_video, in those that take least time on
-                          another batch
+    segments              all on every rank, in the chunks that take least time on another batch
     + search              the best of greedy, 1F1B and `--rollouts` schedules of sharding/pipeline/schedules/search.py
     + split               backward split into input and weight gradients
     + deferral            examples placed anew: full encoder rows, every microbatch as costly as the others
@@ -38,12 +41,12 @@ line of the table adds to the one before; where it says encoder and language, th
 Of what split backwards leave, a rank has room for 2 chunks of each component. Everything else may wait as it likes, or
 (`--live`) there is room for so many language microbatches and 4 encoder rows of each.
 
-Modes: `train_all` trains everything, `alignment` the projector alone, `frozen_text` the generator and what it makes of
-states.
+Modes: `train_all` trains everything, `alignment` the projectors alone, `frozen_encoders` all but the towers,
+`frozen_text` the generator and what it makes of states.
 
-Then search by itself, on the batches of the last line: how much longer greedy and searched schedules are than the best
-that is known, from `--long` rollouts with another seed; how much longer that is than the lower bound; and in how much
-time of one core a search comes within 2 % of it, greedy schedules included.
+Then search by itself (`--long 0` leaves it out), on the batches of the last line: how much longer greedy and searched
+schedules are than the best that is known, from `--long` rollouts with another seed; how much longer that is than the
+lower bound; and in how much time of one core a search comes within 2 % of it, greedy schedules included.
 
 Last, microbatches by themselves: by how much their standard deviation falls against random order, on 512 examples of
 log-uniform work, 4 replicas, 32 microbatches.
@@ -65,7 +68,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.pipeline_batches import VISION_LANGUAGE, Chains, Rows
+from benchmarks.pipeline_batches import UNLIKE, VISION_LANGUAGE, Chains, Rows
 from benchmarks.pipeline_real import (
     FILES,
     MIXES,
@@ -94,7 +97,11 @@ from sharding.pipeline.schedules.schedule import Schedule, asynchronous, duratio
 from sharding.pipeline.schedules.search import ROLLOUTS, search
 from sharding.pipeline.slots import slots_needed
 
-MODELS: Mapping[str, Chains] = {"vision_language": VISION_LANGUAGE, "text_to_video": TEXT_TO_VIDEO}
+MODELS: Mapping[str, Chains] = {
+    "vision_language": VISION_LANGUAGE,
+    "text_to_video": TEXT_TO_VIDEO,
+    **UNLIKE,
+}
 MODES = tuple(dict.fromkeys(mode for chains in MODELS.values() for mode in chains.modes))
 PENDING = 2  # slots of a rank for what split backwards of a component leave
 LONG = 1000  # rollouts of a search that is taken for the best
@@ -134,7 +141,7 @@ VARIANTS = (
 def layers_of(
     chains: Chains, trainable: frozenset[str], squares: Mapping[str, int]
 ) -> dict[str, list[Layer]]:
-    """Layers of both chains for rows of some squared lengths, 0 where a chain is left out."""
+    """Layers of all chains for rows of some squared lengths, 0 where a chain is left out."""
     return {
         name: [
             Layer(
@@ -158,13 +165,12 @@ def make_ring(
     cut_by: CutBy = "cost",
     chunks: Sequence[int] = (),
 ) -> Ring:
-    """Stages for the average microbatch; of segments, so many chunks per rank of either chain."""
-    feeding, _ = chains.layers
+    """Stages for the average microbatch; of segments, so many chunks per rank of every chain."""
     return partition(
         layers_of(chains, trainable, chains.squares),
         stages,
         layout,
-        {feeding: float(chains.read)},
+        {name: float(rows) for name, rows in chains.read.items()},
         cut_by,
         dict(zip(chains.layers, chunks, strict=True)) if chunks else None,
     )
@@ -178,7 +184,13 @@ def best_chunks(
     if variant.layout != "segments" or not chains.chunks:
         return ()
     shape = (chains, variant, mode, SAMPLE_SEED, microbatches, stages)
-    graphs = {chunks: make_graph(*shape, chunks) for chunks in chains.chunks}
+    blocks = [len(layers) - 2 for layers in chains.layers.values()]
+    fitting = [
+        chunks
+        for chunks in chains.chunks
+        if all(stages * count <= most for count, most in zip(chunks, blocks, strict=True))
+    ]
+    graphs = {chunks: make_graph(*shape, chunks) for chunks in fitting}
     return min(
         graphs,
         key=lambda chunks: lockstep(greedy(graphs[chunks], make_slots(chains, graphs[chunks]))),
@@ -198,9 +210,9 @@ def make_workload(chains: Chains, ring: Ring, trainable: frozenset[str], rows: R
     return Workload(
         tuple(
             chain_work(chain, [costs(chain.name, each) for each in squares])
-            for chain, squares in zip(ring.chains, (rows.feeding, rows.reading), strict=True)
+            for chain, squares in zip(ring.chains, (*rows.feeding, rows.reading), strict=True)
         ),
-        tuple(tuple((0, row) for row in sorted(each)) for each in rows.inputs),
+        tuple(tuple(sorted(each)) for each in rows.inputs),
     )
 
 
@@ -225,7 +237,7 @@ def make_slots(chains: Chains, graph: Graph, live: int | None = None) -> Slots:
     """Room for `live` microbatches of the reader at a time; none: for whatever waits."""
     slots: Slots = {}
     for number, chain in enumerate(graph.ring.chains):
-        rows = chains.room if number == 0 else 1
+        rows = chains.room if chain.name in chains.read else 1
         room = graph.size if live is None else live * rows * chain.chunks_per_rank
         slots |= {(pool, number): room for pool in Pool}
         slots[Pool.PENDING, number] = PENDING
@@ -252,8 +264,8 @@ def waiting_bytes(chains: Chains, schedule: Schedule) -> float:
         name = schedule.graph.ring.chains[chain].name
         blocks = max(schedule.graph.ring.chains[chain].layers)
         numbers = {
-            Pool.TOKENS: chains.tokens * width,
-            Pool.TOKEN_GRADIENT: chains.tokens * width,
+            Pool.TOKENS: chains.tokens.get(name, 0) * width,
+            Pool.TOKEN_GRADIENT: chains.tokens.get(name, 0) * width,
             Pool.PENDING: chains.slots[name] * _products(chains.model, name) * blocks,
         }
         own_width = getattr(chains.model, name).width
@@ -427,6 +439,10 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--live", type=int, help="language microbatches that have room on a rank (default: all)"
     )
+    names = [variant.name for variant in VARIANTS]
+    parser.add_argument(
+        "--variants", nargs="+", choices=names, default=names, help="lines, beside the first"
+    )
     parser.add_argument("--rollouts", type=int, default=ROLLOUTS, help="of a search")
     parser.add_argument(
         "--long", type=int, default=LONG, help="rollouts of a search that is taken for the best"
@@ -478,11 +494,14 @@ def _layouts(options: Namespace) -> dict[str, Any]:
     seeds = range(options.seed, options.seed + options.seeds)
     shape = (seeds, options.microbatches, options.stages, options.live, options.rollouts)
     modes = options.modes or list(MODELS[options.model].modes)
+    variants = [each for each in VARIANTS if each == VARIANTS[0] or each.name in options.variants]
     rows = []
     for mode in modes:
-        of_mode = [measure(options.model, mode, variant, *shape) for variant in VARIANTS]
+        of_mode = [measure(options.model, mode, variant, *shape) for variant in variants]
         show(mode, of_mode)
         rows += of_mode
+    if not options.long:
+        return {"rows": rows}
     quality = [measure_search(options.model, mode, *shape, options.long) for mode in modes]
     print_table(
         "Search against the best known", [*quality[0]], [[*row.values()] for row in quality]

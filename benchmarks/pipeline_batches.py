@@ -1,14 +1,15 @@
-"""What benchmarks/pipeline.py lays into a pipeline: a model of two chains, and batches whose rows are made in two ways.
+"""What benchmarks/pipeline.py lays into a pipeline: models of several chains, and batches with rows made in two ways.
 
     examples --drawn_rows---> Rows     microbatches as drawn, each with feeding rows of its own
              --planned_rows-> Rows     examples placed by the planner, feeding rows filled as microbatches run
 
-The rows of the first chain feed those of the second, its reader, as an encoder feeds a language model.
+The rows of all chains but the last feed those of the last, their reader, as encoders feed a language model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -18,30 +19,31 @@ import numpy as np
 from jaxmllm.arrays import Longs, sums_by
 from jaxmllm.balance.costs.flops import Layer, phase_layers
 from jaxmllm.balance.stages.microbatches import PhaseLoad, plan_microbatches
-from jaxmllm.config.schema import ModelConfig, VisionConfig
-from jaxmllm.phases import LANGUAGE
+from jaxmllm.config.schema import AudioConfig, LanguageConfig, ModelConfig, VisionConfig
+from jaxmllm.phases import LANGUAGE, make_phases
 from jaxmllm.tools.workload import MODEL as WORKLOAD_MODEL
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What is computed, row by row: squared lengths of every feeding row and of every row of the reader, and the
-    feeding rows that each of the latter reads."""
+    """What is computed, row by row: squared lengths of every row of the feeding chains, in their order, and of every
+    row of the reader; and the (chain, row) that each of the latter reads."""
 
-    feeding: list[int]
+    feeding: list[list[int]]
     reading: list[int]
-    inputs: list[set[int]]
+    inputs: list[set[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
 class Chains:
-    """A model of two chains, what may be trained of it, and its batches.
+    """A model of chains that feed a last one, what may be trained of it, and its batches.
 
-    layers: of each chain, a stem first; the feeding one first, its reader last.
+    layers: of each chain, a stem first; the feeding ones first, their reader last.
     slots: of a row of each chain; `squares` what its lengths squared come to on average.
-    read: feeding rows of an average microbatch; `room` of those, for every microbatch of the reader that has room.
-    tokens: that a feeding row delivers at most, as wide as the language model.
-    chunks: per rank of both chains, that are tried where both lie on every rank; none: a formula.
+    read: by feeding chain, rows of it in an average microbatch.
+    room: of those of each chain, for every microbatch of the reader that has room.
+    tokens: that a row of each feeding chain delivers at most, as wide as the language model.
+    chunks: per rank of every chain, that are tried where all lie on every rank; none: a formula.
     generate: batches of a seed and a number of microbatches, of which rows are made.
     """
 
@@ -50,28 +52,34 @@ class Chains:
     modes: Mapping[str, frozenset[str]]
     slots: Mapping[str, int]
     squares: Mapping[str, int]
-    read: Fraction
+    read: Mapping[str, Fraction]
     room: int
-    tokens: int
+    tokens: Mapping[str, int]
     generate: Callable[[int, int], Any]
     drawn_rows: Callable[[Any], Rows]
     planned_rows: Callable[[Any], Rows]
-    chunks: tuple[tuple[int, int], ...] = ()
+    chunks: tuple[tuple[int, ...], ...] = ()
 
 
-# ---------------------------------------------------------------------------- images -> text
+# ---------------------------------------------------------------------------- media -> text
 
-MODEL = WORKLOAD_MODEL.model_copy(
-    update={
-        "audio": None,
-        "vision": VisionConfig(
-            width=3072, layers=44, heads=24, mlp_width=12_288, patch_size=14, merge=2
-        ),
-    }
-)
-PATCHES, TOKENS, FRAME = 576, 144, 2  # of an image: 24 x 24 patches; and two tokens around it
-MOST_IMAGES = 48  # of a microbatch
-ROW_IMAGES = 8  # of an encoder row
+
+@dataclass(frozen=True)
+class Medium:
+    """Items of one size: slots of the encoder and tokens of each, how many a microbatch has at most where there is no
+    other encoder, and how many a row of the encoder holds."""
+
+    slots: int
+    tokens: int
+    most: int
+    of_row: int
+
+
+MEDIA = {
+    "vision": Medium(slots=576, tokens=144, most=48, of_row=8),  # images of 24 x 24 patches
+    "audio": Medium(slots=1024, tokens=256, most=12, of_row=4),  # clips of 10 s
+}
+FRAME = 2  # tokens around an item
 ROW_TOKENS = 8192
 EXAMPLES = 16  # of a microbatch
 FILL = (0.85, 0.97)  # of a language row, as examples are drawn
@@ -80,86 +88,174 @@ LEAST_TEXT = 16  # tokens of an example
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples in the order drawn: `microbatch`, images and text tokens of each."""
+    """Examples in the order drawn: `microbatch`, items of every encoder and text tokens of each."""
 
     microbatch: Longs
-    images: Longs
+    items: Mapping[str, Longs]
     text: Longs
 
     @property
     def tokens(self) -> Longs:
         """Of an example's language sequence."""
-        return self.text + self.images * (TOKENS + FRAME)
+        of_media = [count * (MEDIA[name].tokens + FRAME) for name, count in self.items.items()]
+        return np.sum([self.text, *of_media], axis=0)
 
 
-def generate(seed: int, microbatches: int) -> Batch:
-    """Microbatches of `EXAMPLES` examples; the images of a microbatch fall to them with random shares."""
+def generate(encoders: Sequence[str], seed: int, microbatches: int) -> Batch:
+    """Microbatches of `EXAMPLES` examples; the items of a microbatch fall to them with random shares."""
     random = np.random.default_rng(seed)
-    images, text = [], []
-    for total in random.integers(0, MOST_IMAGES + 1, microbatches):
-        images.append(random.multinomial(total, random.dirichlet(np.ones(EXAMPLES))))
-        left = (
-            int(ROW_TOKENS * random.uniform(*FILL))
-            - int(total) * (TOKENS + FRAME)
-            - LEAST_TEXT * EXAMPLES
-        )
+    totals = {
+        name: random.integers(0, MEDIA[name].most // len(encoders) + 1, microbatches)
+        for name in encoders
+    }
+    items: dict[str, list[Longs]] = {name: [] for name in encoders}
+    text = []
+    for microbatch in range(microbatches):
+        of_media = 0
+        for name in encoders:
+            total = int(totals[name][microbatch])
+            items[name].append(random.multinomial(total, random.dirichlet(np.ones(EXAMPLES))))
+            of_media += total * (MEDIA[name].tokens + FRAME)
+        left = int(ROW_TOKENS * random.uniform(*FILL)) - of_media - LEAST_TEXT * EXAMPLES
         text.append(
             LEAST_TEXT + random.multinomial(max(left, 0), random.dirichlet(np.ones(EXAMPLES)))
         )
     return Batch(
-        np.repeat(np.arange(microbatches), EXAMPLES), np.concatenate(images), np.concatenate(text)
+        np.repeat(np.arange(microbatches), EXAMPLES),
+        {name: np.concatenate(counts) for name, counts in items.items()},
+        np.concatenate(text),
     )
 
 
 def drawn_rows(batch: Batch) -> Rows:
     """Every microbatch as drawn, with encoder rows of its own."""
     count = int(batch.microbatch.max()) + 1
-    images: list[int] = []
-    inputs: list[set[int]] = []
-    for total in sums_by(batch.microbatch, batch.images, count).tolist():
-        rows = [min(ROW_IMAGES, total - start) for start in range(0, total, ROW_IMAGES)]
-        inputs.append(set(range(len(images), len(images) + len(rows))))
-        images += rows
-    squares = sums_by(batch.microbatch, batch.tokens**2, count).tolist()
-    return Rows([number * PATCHES**2 for number in images], squares, inputs)
+    inputs: list[set[tuple[int, int]]] = [set() for _ in range(count)]
+    feeding = []
+    for chain, (name, items) in enumerate(batch.items.items()):
+        held: list[int] = []
+        for microbatch, total in enumerate(sums_by(batch.microbatch, items, count).tolist()):
+            most = MEDIA[name].of_row
+            rows = [min(most, total - start) for start in range(0, total, most)]
+            inputs[microbatch] |= {(chain, len(held) + row) for row in range(len(rows))}
+            held += rows
+        feeding.append([number * MEDIA[name].slots ** 2 for number in held])
+    return Rows(feeding, sums_by(batch.microbatch, batch.tokens**2, count).tolist(), inputs)
 
 
-def planned_rows(batch: Batch) -> Rows:
+def planned_rows(model: ModelConfig, batch: Batch) -> Rows:
     """Examples placed by `plan_microbatches`; encoder rows are filled in the order in which microbatches run."""
-    image_work = sum(layer.linear(PATCHES) for layer in phase_layers(MODEL, "vision"))
-    token_work = sum(layer.linear(1) for layer in phase_layers(MODEL, LANGUAGE))
-    patches, tokens = batch.images * PATCHES, batch.tokens
+
+    def load(name: str, slots: Longs, capacity: int | None = None) -> PhaseLoad:
+        work = sum(layer.linear(1) for layer in phase_layers(model, name))
+        return PhaseLoad(slots * work, slots, capacity)
+
     plan = plan_microbatches(
-        {"vision": PhaseLoad(batch.images * image_work, patches)},
-        PhaseLoad(tokens * token_work, tokens, ROW_TOKENS),
+        {name: load(name, items * MEDIA[name].slots) for name, items in batch.items.items()},
+        load(LANGUAGE, batch.tokens, ROW_TOKENS),
         replicas=1,
         microbatches=int(batch.microbatch.max()) + 1,
     )
-    images: list[int] = []
-    inputs: list[set[int]] = [set() for _ in range(plan.microbatches)]
-    for example in np.lexsort((plan.language, plan.encoder)).tolist():
-        for _ in range(int(batch.images[example])):
-            if not images or images[-1] == ROW_IMAGES:
-                images.append(0)
-            images[-1] += 1
-            inputs[plan.language[example]].add(len(images) - 1)
-    squares = sums_by(plan.language, tokens**2, plan.microbatches).tolist()
-    return Rows([number * PATCHES**2 for number in images], squares, inputs)
+    inputs: list[set[tuple[int, int]]] = [set() for _ in range(plan.microbatches)]
+    order = np.lexsort((plan.language, plan.encoder)).tolist()
+    feeding = []
+    for chain, (name, items) in enumerate(batch.items.items()):
+        held: list[int] = []
+        for example in order:
+            for _ in range(int(items[example])):
+                if not held or held[-1] == MEDIA[name].of_row:
+                    held.append(0)
+                held[-1] += 1
+                inputs[plan.language[example]].add((chain, len(held) - 1))
+        feeding.append([number * MEDIA[name].slots ** 2 for number in held])
+    squares = sums_by(plan.language, batch.tokens**2, plan.microbatches).tolist()
+    return Rows(feeding, squares, inputs)
 
 
-VISION_LANGUAGE = Chains(
-    model=MODEL,
-    layers={name: phase_layers(MODEL, name) for name in ("vision", LANGUAGE)},
-    modes={
-        "train_all": frozenset({"vision", "projector.vision", LANGUAGE}),
-        "alignment": frozenset({"projector.vision"}),
-    },
-    slots={"vision": ROW_IMAGES * PATCHES, LANGUAGE: ROW_TOKENS},
-    squares={"vision": ROW_IMAGES * PATCHES**2, LANGUAGE: ROW_TOKENS**2 // EXAMPLES},
-    read=Fraction(MOST_IMAGES, 2 * ROW_IMAGES),
-    room=4,
-    tokens=ROW_IMAGES * TOKENS,
-    generate=generate,
-    drawn_rows=drawn_rows,
-    planned_rows=planned_rows,
+def media_and_text(
+    model: ModelConfig,
+    modes: Mapping[str, Sequence[str]],
+    chunks: tuple[tuple[int, ...], ...] = (),
+) -> Chains:
+    """A model with encoders, of which components that begin like these are trained."""
+    *encoders, _ = make_phases(model)
+    media = {name: MEDIA[name] for name in encoders}
+    components = [*encoders, *(f"projector.{name}" for name in encoders), LANGUAGE]
+    return Chains(
+        model=model,
+        layers={name: phase_layers(model, name) for name in (*encoders, LANGUAGE)},
+        modes={
+            mode: frozenset(each for each in components if each.startswith(tuple(beginnings)))
+            for mode, beginnings in modes.items()
+        },
+        slots={name: each.of_row * each.slots for name, each in media.items()}
+        | {LANGUAGE: ROW_TOKENS},
+        squares={name: each.of_row * each.slots**2 for name, each in media.items()}
+        | {LANGUAGE: ROW_TOKENS**2 // EXAMPLES},
+        read={
+            name: Fraction(each.most // len(encoders), 2 * each.of_row)
+            for name, each in media.items()
+        },
+        room=4,
+        tokens={name: each.of_row * each.tokens for name, each in media.items()},
+        generate=lambda seed, microbatches: generate(encoders, seed, microbatches),
+        drawn_rows=drawn_rows,
+        planned_rows=lambda batch: planned_rows(model, batch),
+        chunks=chunks,
+    )
+
+
+ALL, PROJECTORS = ("",), ("projector.",)
+TOWER_5B = VisionConfig(width=3072, layers=44, heads=24, mlp_width=12_288, patch_size=14, merge=2)
+TOWER_6B = VisionConfig(width=3200, layers=45, heads=25, mlp_width=12_800, patch_size=14, merge=2)
+TOWER_300M = VisionConfig(width=1024, layers=24, heads=16, mlp_width=4096, patch_size=14, merge=2)
+LARGE = ModelConfig(
+    vision=TOWER_6B,
+    language=LanguageConfig(
+        width=8192,
+        layers=80,
+        heads=64,
+        kv_heads=8,
+        head_size=128,
+        mlp_width=29_568,
+        vocab_size=152_064,
+    ),
 )
+UNEVEN = LARGE.model_copy(update={"vision": TOWER_300M})
+THREE_TOWERS = ModelConfig(
+    vision=TOWER_6B,
+    audio=AudioConfig(
+        width=2048, layers=40, heads=32, mlp_width=8192, mel_bins=128, chunk_frames=32, merge=2
+    ),
+    language=LanguageConfig(
+        width=2048,
+        layers=36,
+        heads=16,
+        kv_heads=2,
+        head_size=128,
+        mlp_width=11_008,
+        vocab_size=151_936,
+    ),
+)
+VISION_LANGUAGE = media_and_text(
+    WORKLOAD_MODEL.model_copy(update={"audio": None, "vision": TOWER_5B}),
+    {"train_all": ALL, "alignment": PROJECTORS},
+    tuple(itertools.product((1, 2, 3), (1, 2, 3, 4))),
+)
+UNLIKE: Mapping[str, Chains] = {
+    "6B + 2B + 3B": media_and_text(
+        THREE_TOWERS,
+        {"train_all": ALL, "alignment": PROJECTORS},
+        tuple(itertools.product((1, 2, 3), (1, 2), (1, 2, 3, 4))),
+    ),
+    "0.3B + 72B": media_and_text(
+        UNEVEN,
+        {"train_all": ALL, "alignment": PROJECTORS},
+        tuple(itertools.product((1, 2), (1, 2, 3, 4, 5, 6))),
+    ),
+    "6B + 72B": media_and_text(
+        LARGE,
+        {"frozen_encoders": (*PROJECTORS, LANGUAGE), "train_all": ALL, "alignment": PROJECTORS},
+        tuple(itertools.product((1, 2, 3), (1, 2, 3, 4, 5, 6))),
+    ),
+}

@@ -39,6 +39,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.file_lengths import FileLengths
+from benchmarks.pipeline_batches import LARGE, UNEVEN
 from jaxmllm.arrays import Longs, sums_by
 from jaxmllm.balance.costs.flops import phase_flops
 from jaxmllm.balance.costs.gather import flops_per_byte, gather_cost
@@ -48,12 +49,10 @@ from jaxmllm.balance.stages.chain_costs import ChainCosts, ChainLayers
 from jaxmllm.balance.stages.plan import PipelineSpec, PlannedRun, plan_runs
 from jaxmllm.balance.stages.sizes import choose_pipeline
 from jaxmllm.config.schema import (
-    LanguageConfig,
     ModelConfig,
     PhaseConfig,
     PipelineConfig,
     Remat,
-    VisionConfig,
 )
 from jaxmllm.phases import LANGUAGE, component_names, make_phases
 from jaxmllm.tools.output import print_table
@@ -80,25 +79,6 @@ PER_STAGE: Final = 4  # microbatches, where nothing chooses them
 FORWARD_TWICE: Final[Mapping[str, Remat]] = {"vision": "none", "audio": "none", LANGUAGE: "none"}
 SAMPLES: Final = 8  # batches that sizes are chosen from
 PFLOP: Final = 1e15
-LARGE: Final = ModelConfig(
-    vision=VisionConfig(width=3200, layers=45, heads=25, mlp_width=12_800, patch_size=14, merge=2),
-    language=LanguageConfig(
-        width=8192,
-        layers=80,
-        heads=64,
-        kv_heads=8,
-        head_size=128,
-        mlp_width=29_568,
-        vocab_size=152_064,
-    ),
-)
-UNEVEN: Final = LARGE.model_copy(
-    update={
-        "vision": VisionConfig(
-            width=1024, layers=24, heads=16, mlp_width=4096, patch_size=14, merge=2
-        )
-    }
-)
 PROFILES: Final[Mapping[str, ModelConfig]] = {"8B": MODEL, "72B": LARGE, "72B + 0.3B": UNEVEN}
 MIXES: Final[Mapping[str, Mapping[str, float]]] = {
     "all": DEFAULT_MIX,

@@ -104,7 +104,7 @@ def _work(phase: str, lengths: Longs) -> Longs:
 def _rows(batch: Clips, order: Longs, microbatch: Longs, count: int, apart: bool) -> Rows:
     """Captions in rows of the decoder, one after another in some order; apart: no row has captions of several
     microbatches."""
-    inputs: list[set[int]] = [set() for _ in range(count)]
+    inputs: list[set[tuple[int, int]]] = [set() for _ in range(count)]
     feeding: list[int] = []
     filled, last = ROW_TEXT, -1
     for clip in order.tolist():
@@ -114,8 +114,8 @@ def _rows(batch: Clips, order: Longs, microbatch: Longs, count: int, apart: bool
             filled = 0
         filled, last = filled + text, reader
         feeding[-1] += text**2
-        inputs[reader].add(len(feeding) - 1)
-    return Rows(feeding, sums_by(microbatch, batch.slots**2, count).tolist(), inputs)
+        inputs[reader].add((0, len(feeding) - 1))
+    return Rows([feeding], sums_by(microbatch, batch.slots**2, count).tolist(), inputs)
 
 
 def _language_layers() -> tuple[Layer, ...]:
@@ -143,9 +143,9 @@ TEXT_TO_VIDEO = Chains(
     },
     slots={LANGUAGE: ROW_TEXT, DIFFUSION: ROW_SLOTS},
     squares={LANGUAGE: ROW_TEXT**2 // CAPTIONS, DIFFUSION: ROW_SLOTS**2 // CLIPS},
-    read=Fraction(1),
+    read={LANGUAGE: Fraction(1)},
     room=2,
-    tokens=ROW_TEXT,
+    tokens={LANGUAGE: ROW_TEXT},
     generate=generate,
     drawn_rows=drawn_rows,
     planned_rows=planned_rows,

@@ -10,11 +10,11 @@ import pytest
 
 from benchmarks import pipeline
 from benchmarks.pipeline import MODELS, VARIANTS, best_chunks, main, make_graph
-from benchmarks.pipeline_batches import PATCHES, drawn_rows, generate, planned_rows
+from benchmarks.pipeline_batches import MEDIA, UNLIKE
 from benchmarks.pipeline_video import MOST_CLIPS, MOST_FRAMES, ROW_SLOTS, ROW_TEXT
 from jaxmllm.arrays import sums_by
 
-VISION_LANGUAGE, TEXT_TO_VIDEO = MODELS.values()
+VISION_LANGUAGE, TEXT_TO_VIDEO = MODELS["vision_language"], MODELS["text_to_video"]
 MODES = tuple(VISION_LANGUAGE.modes)
 
 
@@ -70,7 +70,8 @@ def test_search_is_compared_with_the_best_known(report):
 
 def test_figures_are_those_of_a_loop_over_ticks(report):
     variant = VARIANTS[3]
-    graph = make_graph(VISION_LANGUAGE, variant, "train_all", 0, 6, 4)
+    chunks = best_chunks(VISION_LANGUAGE, variant, "train_all", 6, 4)
+    graph = make_graph(VISION_LANGUAGE, variant, "train_all", 0, 6, 4, chunks)
     schedule = pipeline.make_schedule(VISION_LANGUAGE, variant, graph)
     total, work = 0, [0] * 4
     for row in schedule.ticks.tolist():
@@ -86,23 +87,43 @@ def test_figures_are_those_of_a_loop_over_ticks(report):
     assert found["efficiency"] == pytest.approx(max(work) / total)
 
 
+@pytest.mark.parametrize("model", ["vision_language", "6B + 2B + 3B"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_both_ways_to_make_rows_compute_every_image_where_it_is_read(seed):
-    batch = generate(seed, 8)
-    per_microbatch = np.bincount(batch.microbatch, batch.images, 8)
-    assert (
-        per_microbatch.max() <= 48 and np.bincount(batch.microbatch, batch.tokens, 8).max() <= 8192
-    )
-    for rows in (drawn_rows(batch), planned_rows(batch)):
-        images = np.array(rows.feeding) // PATCHES**2
-        assert images.sum() == batch.images.sum() and images.max() <= 8
-        assert set().union(*rows.inputs) == set(range(len(images)))
-    assert [len(each) for each in drawn_rows(batch).inputs] == [
-        -(-int(n) // 8) for n in per_microbatch
+def test_both_ways_to_make_rows_compute_every_item_where_it_is_read(model, seed):
+    chains = MODELS[model]
+    batch = chains.generate(seed, 8)
+    assert np.bincount(batch.microbatch, batch.tokens, 8).max() <= 8192
+    drawn, planned = chains.drawn_rows(batch), chains.planned_rows(batch)
+    for chain, (name, counts) in enumerate(batch.items.items()):
+        medium = MEDIA[name]
+        per_microbatch = np.bincount(batch.microbatch, counts, 8)
+        assert per_microbatch.max() <= medium.most
+        for rows in (drawn, planned):
+            held = np.array(rows.feeding[chain]) // medium.slots**2
+            assert held.sum() == counts.sum() and held.max() <= medium.of_row
+            read = {row for each in rows.inputs for of, row in each if of == chain}
+            assert read == set(range(len(held)))
+        assert [sum(of == chain for of, _ in each) for each in drawn.inputs] == [
+            -(-int(n) // medium.of_row) for n in per_microbatch
+        ]
+        assert len(planned.feeding[chain]) == -(-int(counts.sum()) // medium.of_row), (
+            "no row is half empty but the last"
+        )
+
+
+@pytest.mark.parametrize("model", UNLIKE)
+def test_stages_of_unlike_parts_pay_and_ticks_cost_little(model):
+    """By greedy schedules of segments, on eight stages."""
+    chains = MODELS[model]
+    mode = next(iter(chains.modes))
+    chunks = best_chunks(chains, VARIANTS[3], mode, 16, 8)
+    schedules = [
+        pipeline.make_schedule(chains, variant, make_graph(chains, variant, mode, 0, 16, 8, tried))
+        for variant, tried in ((VARIANTS[0], ()), (VARIANTS[3], chunks))
     ]
-    assert len(planned_rows(batch).feeding) == -(-int(batch.images.sum()) // 8), (
-        "no row is half empty but the last"
-    )
+    others, ours = map(pipeline.asynchronous, schedules)
+    assert pipeline.lockstep(schedules[1]) <= 1.08 * ours
+    assert pipeline.lockstep(schedules[1]) < others
 
 
 def test_frozen_towers_have_no_backward():
@@ -135,13 +156,13 @@ def test_clips_are_drawn_within_their_bounds_and_all_are_computed(seed):
     longest = batch.caption.max() + 2
     for rows in (TEXT_TO_VIDEO.drawn_rows(batch), TEXT_TO_VIDEO.planned_rows(batch)):
         assert (
-            sum(rows.feeding) == (batch.text**2).sum()
+            sum(rows.feeding[0]) == (batch.text**2).sum()
             and sum(rows.reading) == (batch.slots**2).sum()
         )
-        assert set().union(*rows.inputs) == set(range(len(rows.feeding)))
-    planned = len(TEXT_TO_VIDEO.planned_rows(batch).feeding)
+        assert set().union(*rows.inputs) == {(0, row) for row in range(len(rows.feeding[0]))}
+    planned = len(TEXT_TO_VIDEO.planned_rows(batch).feeding[0])
     least, most = batch.text.sum() / ROW_TEXT, batch.text.sum() / (ROW_TEXT - longest)
-    assert least <= planned <= most + 1 < len(TEXT_TO_VIDEO.drawn_rows(batch).feeding)
+    assert least <= planned <= most + 1 < len(TEXT_TO_VIDEO.drawn_rows(batch).feeding[0])
 
 
 def test_a_frozen_text_model_runs_forward_alone_and_before_what_reads_it():
