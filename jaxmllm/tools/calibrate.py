@@ -17,6 +17,9 @@ falls on them equally; without it the planner would take the attention for the w
 up slots for a balance that saves little. `row` is left to jaxmllm/balance/sizes/choose.py, which
 weighs few large rows against many small ones; it needs two capacities to be told from `slot`, and
 is 0 where a phase has one.
+
+With pipeline.stages > 1 it measures instead what a tick takes besides its operations, prints it as
+`pipeline.flops_per_tick` has it, and writes no file (tick_times.py).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -50,6 +54,7 @@ from sharding.mesh import axis_sizes
 FRACTIONS = (1, 2, 4)  # a row is filled wholly, by half and by a quarter
 MAX_ITEMS = 64  # per row: the squares of more items are negligible
 REPEATS = 5
+TIMED_STEPS = 2  # of a pipeline
 POOR_RESIDUAL = 0.15  # a fit with larger errors is not to be relied on
 DIGITS = 6  # of a coefficient in the file
 
@@ -260,12 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--repeats must be positive")
     try:
         config = load_run_config(options.config, options.overrides)
-        if config.pipeline.stages > 1:
-            raise ConfigError(
-                f"pipeline.stages ({config.pipeline.stages}): what is timed are programs without stages; "
-                "set pipeline.stages=1"
-            )
-        if config.model.generators:
+        if config.model.generators and config.pipeline.stages == 1:
             raise ConfigError(
                 "model.diffusion: what its rows take cannot be measured yet; a run balances them by FLOPs"
             )
@@ -290,6 +290,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    if config.pipeline.stages > 1:
+        _calibrate_ticks(run, options.repeats)
+        return 0
     calibration = measure(run, options.repeats)
     if run.is_main:
         write_atomically(options.out, calibration.model_dump_json(indent=1) + "\n")
@@ -301,8 +304,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _calibrate_ticks(run: Run, repeats: int) -> None:
+    """Measure and print what a tick of stages takes."""
+    from jax.experimental.multihost_utils import sync_global_devices
+
+    from jaxmllm.tools.tick_times import measure_ticks
+    from jaxmllm.training.programs.staged import StagedPrograms
+
+    programs = run.programs
+    assert isinstance(programs, StagedPrograms), "the config has stages"
+    params = programs.init(run.config.run.seed).params
+    steps = [run.batches[number] for number in range(TIMED_STEPS)]
+    together = partial(sync_global_devices, "calibrate")
+    found = measure_ticks(programs, params, steps, repeats, together)
+    columns = ("start ms", "tick us", "TFLOP/s of a stage", "flops_per_tick")
+    per_second = 1e-12 / found.flop if found.flop else math.inf
+    numbers = (1e3 * found.start, 1e6 * found.tick, per_second, found.flops_per_tick)
+    if run.is_main:
+        print_table(
+            f"{run.config.pipeline.stages} stages, {repeats} rounds of {TIMED_STEPS} steps",
+            columns,
+            [[f"{number:.4g}" for number in numbers]],
+            left_aligned=0,
+        )
+        print(f"plan with it: pipeline.flops_per_tick={found.flops_per_tick:.3g}")
+
+
 def _uncalibrated(config: Config) -> Config:
-    """Sizes as the FLOPs would have them: a file that is to be replaced decides nothing."""
+    """Sizes as the FLOPs would have them: figures that are to be replaced decide nothing."""
     return config.model_copy(
-        update={"balance": config.balance.model_copy(update={"calibration": None})}
+        update={
+            "balance": config.balance.model_copy(update={"calibration": None}),
+            "pipeline": config.pipeline.model_copy(update={"flops_per_tick": 0.0}),
+        }
     )

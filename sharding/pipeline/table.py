@@ -68,6 +68,23 @@ def padded_table(spec: TableSpec, rows: Ints, wire_active: Ints) -> Table:
     return Table(spec, np.concatenate([rows, idle]), np.concatenate([wire_active, still]), count)
 
 
+def with_pauses(spec: TableSpec, rows: Ints, wire_active: Ints, pauses: int) -> tuple[Ints, Ints]:
+    """The same ticks, each of the first `pauses` followed by one in which every rank waits and as much travels: it
+    takes what a tick takes besides operations, and changes no result.
+
+    Args:
+      rows: [T, ...] of a table, on any number of ranks.
+      wire_active: [T, wires].
+    """
+    order = np.sort(np.concatenate([np.arange(len(rows)), np.arange(pauses)]), kind="stable")
+    paused = np.zeros(len(order), bool)
+    paused[1:] = order[1:] == order[:-1]
+    rows = rows[order]
+    rows[paused] = -1
+    rows[paused, ..., spec.columns["action"]] = IDLE
+    return rows, wire_active[order]
+
+
 def _idle_rows(spec: TableSpec, ticks: int) -> Ints:
     rows = np.full((ticks, spec.ring.stages, len(spec.columns)), -1, np.int32)
     rows[..., spec.columns["action"]] = IDLE

@@ -24,7 +24,7 @@ from sharding.pipeline.schedules.greedy import greedy
 from sharding.pipeline.schedules.orders import gpipe, interleaved, one_f_one_b
 from sharding.pipeline.schedules.ticks import follow
 from sharding.pipeline.slots import keep_residuals
-from sharding.pipeline.table import make_table
+from sharding.pipeline.table import make_table, padded_table, with_pauses
 from tests.sharding.pipeline.models import (
     ALL,
     HEAD,
@@ -306,6 +306,25 @@ def test_memory_does_not_grow_with_microbatches_and_is_not_copied():
     # Nor are gradients copied from tick to tick: XLA does that to whatever passes through a switch.
     copied = re.findall(r"= f32\[([\d,]+)\]\S* copy\((?!.*wrapped_broadcast)", compiled.as_text())
     assert copied and not {"3,16,32", "3,32,16", "11,16", "16,11"} & set(copied)
+
+
+def test_pauses_change_no_result():
+    of = segments()
+    graph = build_graph(of.spec.ring, workload_of(of.spec.ring, 3, seed=1))
+    table = make_table(greedy(graph, of.spec.slots), of.spec)
+    arrays = inputs(
+        of.spec.ring,
+        of.layers,
+        of.outer,
+        rows(of.spec.ring, graph.workload, SIZES, of.spec.rows_read),
+    )
+    planned, wires = table.rows[: table.count], table.wire_active[: table.count]
+    pauses = min(table.count, of.spec.ticks - table.count)
+    assert pauses > 4
+    longer = padded_table(of.spec, *with_pauses(of.spec, planned, wires, pauses))
+    assert longer.count == table.count + pauses
+    found, expected = (of.run(TableArrays.of(each), arrays) for each in (longer, table))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_idle_table_computes_nothing():

@@ -1,0 +1,132 @@
+"""What a run of pipeline stages takes besides its operations, measured: part of `jaxmllm calibrate`.
+
+    seconds of a run's gradients = start + tick * ticks + flop * FLOPs     tick by tick those of the slowest stage
+
+A step runs as planned; with pauses, ticks in which every stage waits and as much travels as in the tick before; and
+with no ticks at all. Their differences are the three terms. FLOPs are those that the devices of a stage do together.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxmllm.data.rows.fill import HostStep
+from jaxmllm.training.programs.staged import StagedPrograms
+from sharding.pipeline.table import with_pauses
+from sharding.pipeline.table_spec import TableSpec
+
+
+@dataclass(frozen=True)
+class TickTimes:
+    """Seconds: of the start and end of a run's program, of a tick besides its operations, and of a FLOP."""
+
+    start: float
+    tick: float
+    flop: float
+
+    @property
+    def flops_per_tick(self) -> float:
+        """What `pipeline.flops_per_tick` says."""
+        return self.tick / self.flop if self.flop else math.inf
+
+    def seconds(self, cost: float, ticks: float, runs: float) -> float:
+        """What the gradients of a step are predicted to take, from its statistics `pipeline/...`."""
+        return self.start * runs + self.tick * ticks + self.flop * cost
+
+
+def measure_ticks(
+    programs: StagedPrograms,
+    params: Any,
+    steps: Sequence[HostStep],
+    repeats: int,
+    ready: Callable[[], object] = lambda: None,
+) -> TickTimes:
+    """Time the gradients of some steps, planned with `pipeline.flops_per_tick: 0`.
+
+    All ways to run a step take turns, so that a slow moment of the machine affects all; the first round does not
+    count.
+
+    Args:
+      repeats: rounds.
+      ready: called before the clock starts, to let processes begin together.
+    """
+    found = []
+    for host in steps:
+        ways = {name: programs.put(step) for name, step in _ways(programs, host).items()}
+        rounds = [
+            {name: _seconds(programs, params, batch, ready) for name, batch in ways.items()}
+            for _ in range(repeats + 1)
+        ][1:]
+        medians = {name: statistics.median(each[name] for each in rounds) for name in ways}
+        found.append((host, medians))
+    return fit_ticks(
+        [
+            (medians, _ticks(host), _pauses(programs.sizes.training.tables, host))
+            for host, medians in found
+        ],
+        [host.statistics["pipeline/cost"] for host in steps],
+        [len(host.runs) for host in steps],
+    )
+
+
+def fit_ticks(
+    timed: Sequence[tuple[Mapping[str, float], int, int]],
+    costs: Sequence[float],
+    runs: Sequence[int],
+) -> TickTimes:
+    """The three terms, of the sums over steps; none is negative.
+
+    Args:
+      timed: of each step the seconds as `planned`, `paused` and `empty`, its ticks, and its pauses.
+      costs: FLOPs of each step, tick by tick.
+      runs: of the executor, of each step.
+    """
+    planned, paused, empty = (
+        sum(seconds[way] for seconds, _, _ in timed) for way in ("planned", "paused", "empty")
+    )
+    ticks, pauses = (sum(each[place] for each in timed) for place in (1, 2))
+    tick = max(0.0, paused - planned) / max(pauses, 1)
+    flop = max(0.0, planned - empty - tick * ticks) / sum(costs)
+    return TickTimes(empty / sum(runs), tick, flop)
+
+
+def _ways(programs: StagedPrograms, host: HostStep) -> dict[str, HostStep]:
+    """A step as planned, with pauses, and without ticks."""
+    tables = programs.sizes.training.tables
+    paused, empty = [], []
+    for run in host.runs:
+        pauses = min(len(run.table), tables.ticks - len(run.table))
+        rows, wires = with_pauses(tables, run.table, run.wire_active, pauses)
+        paused.append(replace(run, table=rows, wire_active=wires))
+        empty.append(replace(run, table=run.table[:0], wire_active=run.wire_active[:0]))
+    return {
+        "planned": host,
+        "paused": replace(host, runs=tuple(paused)),
+        "empty": replace(host, runs=tuple(empty)),
+    }
+
+
+def _ticks(host: HostStep) -> int:
+    return sum(len(run.table) for run in host.runs)
+
+
+def _pauses(tables: TableSpec, host: HostStep) -> int:
+    """Pauses for which the tables of a step have room."""
+    return sum(min(len(run.table), tables.ticks - len(run.table)) for run in host.runs)
+
+
+def _seconds(
+    programs: StagedPrograms, params: Any, batch: Any, ready: Callable[[], object]
+) -> float:
+    import jax
+
+    jax.block_until_ready((params, batch.runs))
+    ready()
+    began = time.perf_counter()
+    jax.block_until_ready(programs.gradients(params, batch))
+    return time.perf_counter() - began
