@@ -89,7 +89,8 @@ def fit_ticks(
     planned, paused, empty = (
         sum(seconds[way] for seconds, _, _ in timed) for way in ("planned", "paused", "empty")
     )
-    ticks, pauses = (sum(each[place] for each in timed) for place in (1, 2))
+    ticks = sum(count for _, count, _ in timed)
+    pauses = sum(count for _, _, count in timed)
     tick = max(0.0, paused - planned) / max(pauses, 1)
     flop = max(0.0, planned - empty - tick * ticks) / sum(costs)
     return TickTimes(empty / sum(runs), tick, flop)
