@@ -65,7 +65,15 @@ from jaxmllm.balance.rows.assign import assign, item_costs, part_costs
 from jaxmllm.balance.statistics import slowest_flops
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
-from jaxmllm.tools.workload import MODEL, PHASES, ROW_CLASSES, describe, generate, make_spec
+from jaxmllm.tools.workload import (
+    MODEL,
+    PHASES,
+    ROW_CLASSES,
+    describe,
+    generate,
+    make_spec,
+    spans_up_to,
+)
 
 Setting = tuple[int, int]  # ranks, examples per rank
 
@@ -148,14 +156,6 @@ def measure(
         step["workload"] = describe(held_out[0])
         records.append(step)
     return records
-
-
-def spans_up_to(widest: int, ranks: int) -> tuple[int, ...]:
-    """Powers of two that divide the ranks."""
-    spans = [1]
-    while 2 * spans[-1] <= widest and ranks % (2 * spans[-1]) == 0:
-        spans.append(2 * spans[-1])
-    return tuple(spans)
 
 
 def phase_records(

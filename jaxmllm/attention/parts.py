@@ -31,12 +31,13 @@ MIN_BLOCKS = 8  # per rank: fewer and larger ones cannot be shared out evenly
 
 
 def block_size(tokens: int, ranks: int, block: int = BLOCK, min_blocks: int = MIN_BLOCKS) -> int:
-    """Tokens of a block: `block`, or 64 where a rank would otherwise have fewer than `min_blocks` or a part of one.
+    """Tokens of a block: `block`, or 64 where a rank would otherwise have a part of one, fewer than `min_blocks`, or fewer
+    than there are ranks: blocks of one long item then are too few and too heavy to come out even, whatever lies beside it.
 
     Raises:
       ValueError: the tokens are no whole number of blocks on every rank.
     """
-    few = tokens < min_blocks * block * ranks
+    few = tokens < max(min_blocks, ranks) * block * ranks
     size = min(block, SMALLER_BLOCK) if few or tokens % (block * ranks) else block
     if not tokens or tokens % (size * ranks):
         raise ValueError(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from jaxmllm.balance.costs.gather import gathered_bytes
 from jaxmllm.balance.records import BatchItems, Mode, PlanSpec
 from jaxmllm.config.schema import Config
-from jaxmllm.tools.workload import MODEL, generated_batches, make_spec
+from jaxmllm.phases import LANGUAGE
+from jaxmllm.tools.workload import MODEL, PHASES, generated_batches, make_spec, spans_up_to
 
 AFTER: Mode = "phases"
 RANKS = 64  # of generated batches, unless the config or the caller says otherwise
@@ -24,6 +26,10 @@ class Comparison:
     before: PlanSpec
     after: PlanSpec
     token_bytes: int = 2 * MODEL.language.width  # of an encoder output
+    # By phase, of the keys and values of a row slot
+    key_value_bytes: Mapping[str, float] = field(
+        default_factory=lambda: {phase: gathered_bytes(MODEL, phase) for phase in PHASES}
+    )
 
 
 def compare_generated(ranks: int, per_rank: int, seed: int, before: Mode) -> Comparison:
@@ -31,7 +37,8 @@ def compare_generated(ranks: int, per_rank: int, seed: int, before: Mode) -> Com
     samples, items = generated_batches(ranks * per_rank, seed)
 
     def spec(mode: Mode) -> PlanSpec:
-        return make_spec(ranks, samples, mode, ranks_per_node=NODE)
+        spans = spans_up_to(NODE, ranks) if mode == AFTER else (1,)
+        return make_spec(ranks, samples, mode, ranks_per_node=NODE, spans=spans)
 
     title = f"Generated lengths, {ranks} ranks, {per_rank} examples per rank, seed {seed}"
     return Comparison(title, items, before=spec(before), after=spec(AFTER))
@@ -66,7 +73,9 @@ def compare_on_data(
         return plan_spec(with_mode(config, mode), inputs)
 
     title = f"{name}, {_sizes_in_words(config, axis_sizes(mesh))}"
-    return Comparison(title, items, spec(before), spec(AFTER), _token_bytes(config))
+    return Comparison(
+        *(title, items, spec(before), spec(AFTER), _token_bytes(config), key_value_bytes(config))
+    )
 
 
 def compare_on_generated(
@@ -85,7 +94,10 @@ def compare_on_generated(
     def spec(mode: Mode) -> PlanSpec:
         return replace(lengths, config=with_mode(config, mode)).spec
 
-    return Comparison(title, lengths.items, spec(before), spec(AFTER), _token_bytes(config))
+    return Comparison(
+        *(title, lengths.items, spec(before), spec(AFTER)),
+        *(_token_bytes(config), key_value_bytes(config)),
+    )
 
 
 def with_mode(config: Config, mode: Mode) -> Config:
@@ -110,7 +122,19 @@ def _sizes_in_words(config: Config, axes: Mapping[str, int]) -> str:
     return f"{_data_ranks(axes)} data ranks, {config.data.batch_size} examples per step"
 
 
+def key_value_bytes(config: Config) -> dict[str, float]:
+    """By phase, bytes of the keys and values of a row slot, of all layers."""
+    return {
+        phase: gathered_bytes(config.model, phase, _number_bytes(config, phase))
+        for phase in config.model.phases
+    }
+
+
 def _token_bytes(config: Config) -> int:
+    return config.model.token_width * _number_bytes(config, LANGUAGE)
+
+
+def _number_bytes(config: Config, phase: str) -> int:
     import jax.numpy as jnp
 
-    return config.model.token_width * jnp.dtype(config.components.language.compute_dtype).itemsize
+    return int(jnp.dtype(getattr(config.components, phase).compute_dtype).itemsize)

@@ -26,7 +26,8 @@ STATISTICS: Mapping[str, str] = {  # column of the table -> name of the statisti
     "real tokens": "real_token_fraction",
     "idle": "idle_share",
 }
-COLUMNS = ("phase", "mode", *STATISTICS)
+GATHERED = "gathered MB"
+COLUMNS = ("phase", "mode", *STATISTICS, "rows by span", GATHERED)
 ROUTE_FIGURES = ("MB routed", "change rank", "change node", "node, of random", "slots / moved")
 ROUTE_COLUMNS = ("mode", *ROUTE_FIGURES)
 LENGTH_COLUMNS = ("phase", "items", "mean", "CV", "max/mean", "inner padding")
@@ -46,6 +47,7 @@ class PhaseView:
     span: NDArray[np.int64]  # [M]
     figures: dict[str, float]  # by column; none where the phase has no items
     ideal: float  # FLOPs of a rank's equal share of the data
+    gathered_bytes: float = 0.0  # keys and values that all ranks receive in a forward pass
     calibrated: bool = False  # costs are femtoseconds
 
     @property
@@ -53,19 +55,32 @@ class PhaseView:
         """Cost of the phase when ranks meet at every microbatch."""
         return float(self.load.max(axis=1, initial=0).sum())
 
+    @property
+    def rows_by_span(self) -> str:
+        """How many rows of each span a rank holds or shares, in words: 2 of 8, 1 of 1."""
+        spans, counts = np.unique(self.span, return_counts=True)
+        both = zip(counts[::-1].tolist(), spans[::-1].tolist(), strict=True)
+        return ", ".join(f"{count} of {span}" for count, span in both)
+
 
 Views = Mapping[str, Mapping[str, PhaseView]]  # by mode, before first; then by phase
 
 
-def view(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> dict[str, PhaseView]:
-    """The views of all phases of a plan."""
+def view(
+    plan: StepPlan, items: BatchItems, spec: PlanSpec, key_value_bytes: Mapping[str, float]
+) -> dict[str, PhaseView]:
+    """The views of all phases of a plan.
+
+    Args:
+      key_value_bytes: by phase, of the keys and values of a row slot.
+    """
     return {
-        name: _view(plan.phases[name], items.phases[name], phase)
+        name: _view(plan.phases[name], items.phases[name], phase, key_value_bytes[name])
         for name, phase in spec.phases.items()
     }
 
 
-def _view(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> PhaseView:
+def _view(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, key_value_bytes: float) -> PhaseView:
     rows = (plan.microbatch, plan.rank)
     load = np.zeros((plan.microbatches, spec.ranks))
     real = np.zeros((plan.microbatches, spec.ranks))
@@ -88,6 +103,7 @@ def _view(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> PhaseView:
         plan.span.astype(np.int64),
         figures,
         spec.flops.total(items.real, items.extra) / spec.ranks,
+        statistics[f"{spec.name}/gathered_slots"] * key_value_bytes,
         spec.model_flops is not None,
     )
 
@@ -164,14 +180,15 @@ def table(views: Views) -> list[list[str]]:
     rows = []
     for phase in views[modes[0]]:
         for mode in modes:
-            figures = views[mode][phase].figures
-            rows.append(
-                [phase, mode, *(_text(column, figures.get(column)) for column in STATISTICS)]
-            )
+            seen = views[mode][phase]
+            cells = [_text(column, seen.figures.get(column)) for column in STATISTICS]
+            gathered = _text(GATHERED, seen.gathered_bytes / 1e6 if seen.figures else None)
+            rows.append([phase, mode, *cells, seen.rows_by_span or "-", gathered])
     for mode in modes:
         figures = {"over ideal": over_ideal(views[mode]), "idle": idle_share(views[mode])}
         cells = [_text(name, figures[name]) if name in figures else "" for name in STATISTICS]
-        rows.append(["all", mode, *cells])
+        gathered = _text(GATHERED, sum(seen.gathered_bytes for seen in views[mode].values()) / 1e6)
+        rows.append(["all", mode, *cells, "", gathered])
     return rows
 
 
@@ -221,5 +238,5 @@ def _text(column: str, value: float | None) -> str:
         return "-"
     if column in SHARES:
         return f"{100 * value:.1f} %"
-    digits = {"rows": 0, "MB routed": 1}.get(column, 3)
+    digits = {"rows": 0, "MB routed": 1, GATHERED: 1}.get(column, 3)
     return f"{value:.{digits}f}"

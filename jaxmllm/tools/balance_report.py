@@ -16,6 +16,8 @@ compiled or run. Writes balance.png and balance.html, and prints their tables.
     rows            per rank, each one microbatch
     real tokens     share of row slots that hold data
     idle            predicted share of rank time spent waiting: 1 - 1 / synchronised
+    rows by span    rows per rank, by how many ranks hold one together
+    gathered MB     keys and values that all ranks receive for shared rows in a forward pass
 
 And of the exchange of encoder outputs: MB routed, the share that changes rank and node, the latter
 also over that of ranks dealt at random, and the slots that move from rank to rank, padding
@@ -71,6 +73,8 @@ GLOSSARY = {
     "max/mean": "costliest rank / mean rank",
     "synchronised": "sum over microbatches of the costliest row / sum of means, because ranks meet at every microbatch",
     "rows": "rows per rank; each is one microbatch",
+    "rows by span": "the same by how many ranks hold a row together: 2 of 8 are two rows that 8 ranks share",
+    "gathered MB": "keys and values of all layers that all ranks receive for shared rows in a forward pass",
     "real tokens": "share of row slots that hold data",
     "MB routed": "encoder outputs that the language phase needs; then the share of them that changes rank or node, the "
     "latter also over what it is with ranks dealt at random, and slots sent between ranks over those that had to be",
@@ -141,7 +145,7 @@ def make_report(compared: Comparison) -> Report:
     routes: dict[str, dict[str, float]] = {}
     for spec in (compared.before, compared.after):
         plan = plan_step(compared.items, spec)
-        views[spec.mode] = view(plan, compared.items, spec)
+        views[spec.mode] = view(plan, compared.items, spec, compared.key_value_bytes)
         routes[spec.mode] = route_figures(plan, compared.token_bytes)
     return Report(compared.title, views, routes, describe(compared.items))
 

@@ -18,6 +18,8 @@ Six ways to make rows of the same batches:
     synchronised    max/mean when ranks wait for each other at every microbatch: sum of slowest rows / sum of means
     over ideal      FLOPs of the slowest rows, their padding included / an equal share of the FLOPs of the data alone
     rows            per step, the mean over steps
+    rows by span    the same by how many ranks hold a row together
+    gathered MB     keys and values that all ranks receive for shared rows in a forward pass, the mean over steps
     plan ms         the median over steps
 
 Nothing is decoded, compiled or run.
@@ -28,14 +30,22 @@ from __future__ import annotations
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from jaxmllm.arrays import Longs
-from jaxmllm.balance.records import BatchItems, Mode, PhaseItems, PhaseSpec, PlanSpec, StepPlan
+from jaxmllm.balance.records import (
+    BatchItems,
+    Mode,
+    PhaseItems,
+    PhasePlan,
+    PhaseSpec,
+    PlanSpec,
+    StepPlan,
+)
 from jaxmllm.balance.rows import ranks
 from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.step_plan import example_ranks, item_ranks, plan_step
@@ -47,7 +57,7 @@ from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.planning_mesh import planning_mesh
 from jaxmllm.setup.prepare import RunInputs, prepare
 from jaxmllm.setup.sizing import plan_spec
-from jaxmllm.tools.balance_comparison import with_mode
+from jaxmllm.tools.balance_comparison import key_value_bytes, with_mode
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.training.run import USER_ERRORS
 
@@ -65,6 +75,8 @@ FIGURES = (
     "synchronised",
     "over_ideal",
     "rows",
+    "rows_by_span",
+    "gathered_bytes",
     "plan_ms",
 )
 COLUMNS = [
@@ -76,6 +88,8 @@ COLUMNS = [
     "synchronised",
     "over ideal",
     "rows",
+    "rows by span",
+    "gathered MB",
     "plan ms",
 ]
 GENERATOR = "the first `steps` batches of the run: its sources, shuffled and mixed by run.seed"
@@ -93,6 +107,8 @@ class PhaseWaste:
     synchronised: float
     slowest: float  # FLOPs of the slowest rows, padding included, summed over microbatches
     ideal: float  # FLOPs of the data: an equal share of each rank
+    rows_by_span: Mapping[int, int]
+    gathered_slots: float = 0.0  # of other ranks, whose keys and values the ranks receive
 
 
 def planned(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> dict[str, PhaseWaste]:
@@ -107,11 +123,19 @@ def planned(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> dict[str, Phas
             synchronised=plan.statistics[f"{name}/synchronised"],
             slowest=plan.statistics[f"{name}/over_ideal"] * ideal,
             ideal=ideal,
+            rows_by_span=_rows_by_span(plan.phases[name], phase),
+            gathered_slots=plan.statistics[f"{name}/gathered_slots"],
         )
         for name, phase in spec.phases.items()
         if len(items.phases[name].length)
         for ideal in (plan.statistics[f"{name}/flops"] / phase.ranks,)
     }
+
+
+def _rows_by_span(plan: PhasePlan, phase: PhaseSpec) -> dict[int, int]:
+    spans, microbatches = np.unique(plan.span, return_counts=True)
+    both = zip(spans.tolist(), microbatches.tolist(), strict=True)
+    return {span: count * (phase.ranks // span) for span, count in both}
 
 
 def _floor(items: PhaseItems, phase: PhaseSpec) -> float:
@@ -152,6 +176,7 @@ def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool = F
         synchronised=ratio,
         slowest=float(cost.max()),
         ideal=flops.total(items.real, items.extra) / phase.ranks,
+        rows_by_span={1: int(items_of_rank.sum())},
     )
 
 
@@ -175,8 +200,10 @@ def measure(config: Config, inputs: RunInputs, steps: int) -> list[dict[str, Any
             wastes[key].append(waste)
 
     phases = list(specs["balanced"].phases)
+    slot_bytes = key_value_bytes(config)
     records = [
-        _phase_record(name, method, group, steps) for (name, method), group in wastes.items()
+        _phase_record(name, method, group, steps, slot_bytes[name])
+        for (name, method), group in wastes.items()
     ]
     records.sort(key=lambda record: phases.index(record["phase"]))
     for method in (*PLANNED, *PADDED):
@@ -205,9 +232,14 @@ def _padded_in_every_way(items: BatchItems, spec: PlanSpec) -> dict[tuple[str, s
 
 
 def _phase_record(
-    phase: str, method: str, wastes: Sequence[PhaseWaste], steps: int
+    phase: str, method: str, wastes: Sequence[PhaseWaste], steps: int, slot_bytes: float
 ) -> dict[str, Any]:
-    """Ratios over all steps, each weighing as much as its data costs: as in the summary of a run."""
+    """Ratios over all steps, each weighing as much as its data costs: as in the summary of a run.
+
+    Args:
+      slot_bytes: of the keys and values of a row slot.
+    """
+    spans = sorted({span for waste in wastes for span in waste.rows_by_span})
     ideal = sum(waste.ideal for waste in wastes)
     floor = sum(waste.floor * waste.ideal for waste in wastes if waste.floor is not None) or None
     return _record(
@@ -220,15 +252,29 @@ def _phase_record(
         synchronised=sum(waste.synchronised * waste.ideal for waste in wastes) / ideal,
         over_ideal=_over_ideal(wastes),
         rows=sum(waste.rows for waste in wastes) / steps,
+        rows_by_span={
+            span: sum(waste.rows_by_span.get(span, 0) for waste in wastes) / steps for span in spans
+        },
+        gathered_bytes=slot_bytes * sum(waste.gathered_slots for waste in wastes) / steps,
     )
 
 
-def _record(phase: str, method: str, **figures: float | None) -> dict[str, Any]:
+def _record(phase: str, method: str, **figures: Any) -> dict[str, Any]:
     return {"phase": phase, "method": method} | {name: figures.get(name) for name in FIGURES}
 
 
 def _over_ideal(wastes: Sequence[PhaseWaste]) -> float:
     return sum(waste.slowest for waste in wastes) / sum(waste.ideal for waste in wastes)
+
+
+def _cells(record: Mapping[str, Any]) -> list[Any]:
+    """Of `COLUMNS`."""
+    rows, gathered = record["rows_by_span"], record["gathered_bytes"]
+    in_words = {
+        "rows_by_span": rows and ", ".join(f"{count:g} of {span}" for span, count in rows.items()),
+        "gathered_bytes": None if gathered is None else gathered / 1e6,
+    }
+    return list((record | in_words).values())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -255,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     phase_ranks = {phase: inputs.model.layout(phase).ranks for phase in inputs.model.phases}
     ranks_in_words = ", ".join(f"{phase_ranks[phase]} {phase}" for phase in phase_ranks)
     title = f"{options.config}: {options.steps} steps of {config.data.batch_size} examples; ranks: {ranks_in_words}"
-    print_table(title, COLUMNS, [list(record.values()) for record in records], left_aligned=2)
+    print_table(title, COLUMNS, [_cells(record) for record in records], left_aligned=2)
     write_json(
         options.json,
         "waste",

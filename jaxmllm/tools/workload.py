@@ -308,6 +308,14 @@ def make_spec(
     return choose_sizes(samples, needs, grids, balance, nodes, backend, others)
 
 
+def spans_up_to(widest: int, ranks: int) -> tuple[int, ...]:
+    """Powers of two that divide the ranks: numbers of them that may hold a row together."""
+    spans = [1]
+    while 2 * spans[-1] <= widest and ranks % (2 * spans[-1]) == 0:
+        spans.append(2 * spans[-1])
+    return tuple(spans)
+
+
 def make_grids(ranks: int) -> dict[str, ExchangeGrid]:
     """Every phase on the same ranks."""
     line = np.arange(ranks, dtype=np.int32)[:, None]

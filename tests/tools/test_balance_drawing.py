@@ -21,13 +21,15 @@ def test_a_phase_without_items_is_left_out_of_the_picture(balance):
     )
     views = {mode: {**view, "audio": empty} for mode, view in balance.views.items()}
     assert len(drawing.draw(views, "no sound").axes) == 8
-    assert figures.table(views)[2][2:] == ["-"] * 7
+    assert figures.table(views)[2][2:] == ["-"] * 9
 
 
 def test_many_ranks_are_drawn_costliest_first():
     compared = comparison.compare_generated(drawing.IN_ORDER + 2, 2, seed=1, before="tokens")
     views = {
-        spec.mode: figures.view(plan_step(compared.items, spec), compared.items, spec)
+        spec.mode: figures.view(
+            plan_step(compared.items, spec), compared.items, spec, compared.key_value_bytes
+        )
         for spec in (compared.before, compared.after)
     }
     figure = drawing.draw(views, "many")

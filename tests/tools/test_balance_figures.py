@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from jaxmllm.balance.step_plan import plan_step
@@ -13,17 +15,28 @@ def test_the_table_has_the_statistics_of_the_plans(compared, balance):
         spec.mode: plan_step(compared.items, spec).statistics
         for spec in (compared.before, compared.after)
     }
+    by_mode = {
+        spec.mode: plan_step(compared.items, spec).phases
+        for spec in (compared.before, compared.after)
+    }
     table = figures.table(balance.views)
     assert [row[:2] for row in table[:-2]] == [
         [p, m] for p in ("vision", "audio", "language") for m in plans
     ]
-    for phase, mode, over, gap, ratio, synchronised, rows, real, idle in table[:-2]:
+    assert any(" of 4" in row[-2] for row in table), "some rows are shared"
+    for phase, mode, over, gap, ratio, synchronised, rows, real, idle, spans, gathered in table[
+        :-2
+    ]:
         said = {name.removeprefix(f"{phase}/"): value for name, value in plans[mode].items()}
         assert float(over) == pytest.approx(said["over_ideal"], abs=6e-4)
         assert float(ratio) == pytest.approx(said["max_over_mean"], abs=6e-4)
         assert float(gap) == pytest.approx(said["gap_to_floor"], abs=6e-4)
         assert float(synchronised) == pytest.approx(said["synchronised"], abs=6e-4)
         assert int(rows) == said["microbatches"]
+        counts = Counter(by_mode[mode][phase].span.tolist())
+        assert spans == ", ".join(f"{counts[span]} of {span}" for span in (4, 2, 1) if counts[span])
+        slot_bytes = compared.key_value_bytes[phase]
+        assert float(gathered) == pytest.approx(said["gathered_slots"] * slot_bytes / 1e6, abs=0.06)
         assert float(real.removesuffix(" %")) == pytest.approx(
             100 * said["real_token_fraction"], abs=0.06
         )
@@ -32,6 +45,8 @@ def test_the_table_has_the_statistics_of_the_plans(compared, balance):
         )
     for row, statistics in zip(table[-2:], plans.values(), strict=True):
         assert float(row[2]) == pytest.approx(statistics["step/over_ideal"], abs=6e-4)
+        of_phases = [float(cells[-1]) for cells in table[:-2] if cells[1] == row[1]]
+        assert float(row[-1]) == pytest.approx(sum(of_phases), abs=0.2)
 
 
 def test_the_exchange_is_told_by_mode(compared, balance):

@@ -38,6 +38,8 @@ FIGURES = {
     "synchronised",
     "over_ideal",
     "rows",
+    "rows_by_span",
+    "gathered_bytes",
     "plan_ms",
 }
 
@@ -211,7 +213,8 @@ def test_plans_are_measured_as_by_a_loop_over_rows(measured, drawn, phase, metho
     batches, specs = drawn
     spec = specs[mode].phases[phase]
     widest = max(row_class.span for row_class in spec.classes)
-    tokens = slots = rows = slowest = ideal = weighted = waiting = floor = 0
+    tokens = slots = rows = slowest = ideal = weighted = waiting = floor = gathered = 0
+    by_span = {}
     for items, balanced, packed in batches:
         plan = (balanced if mode == "phases" else packed).phases[phase]
         length, real = items.phases[phase].length.tolist(), items.phases[phase].real.tolist()
@@ -232,6 +235,8 @@ def test_plans_are_measured_as_by_a_loop_over_rows(measured, drawn, phase, metho
                 attention = spec.cost.quadratic * squares / span
                 row_time[microbatch, group] = spec.cost.linear * capacity + attention
                 slots += capacity * span
+                gathered += span * (span - 1) * capacity
+                by_span[str(span)] = by_span.get(str(span), 0) + 1 / STEPS
                 rows += 1
         share = ideal_share(spec, items, phase)
         tokens += sum(real)
@@ -244,6 +249,11 @@ def test_plans_are_measured_as_by_a_loop_over_rows(measured, drawn, phase, metho
     record = measured[phase, method]
     assert record["real_token_fraction"] == pytest.approx(tokens / slots)
     assert record["rows"] == pytest.approx(rows / STEPS)
+    assert record["rows_by_span"] == pytest.approx(by_span)
+    # One layer of keys and values as wide as the tower, or of two heads of 8; 2 bytes each, a token of sound
+    # for 4 frames
+    numbers = {"vision": 16, "audio": 16 / 4, "language": 2 * 8}[phase]
+    assert record["gathered_bytes"] == pytest.approx(2 * 2 * numbers * gathered / STEPS)
     assert record["over_ideal"] == pytest.approx(slowest / ideal)
     assert record["max_over_mean"] == pytest.approx(weighted / ideal)
     assert record["synchronised"] == pytest.approx(waiting / ideal)

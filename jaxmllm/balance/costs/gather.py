@@ -40,10 +40,16 @@ class GatherPrice:
 GATHER_PRICE = GatherPrice()
 
 
-def gathered_bytes(model: ModelConfig, phase: str) -> float:
+def gathered_bytes(
+    model: ModelConfig, phase: str, number_bytes: int = GATHER_PRICE.number_bytes
+) -> float:
     """Bytes of keys and values of one row slot, of all layers of a phase: what a rank receives in a forward pass for
-    each slot of another rank of its group."""
-    return float(_numbers(model, phase)) * GATHER_PRICE.number_bytes
+    each slot of another rank of its group.
+
+    Args:
+      number_bytes: of an element of a key or a value.
+    """
+    return float(_numbers(model, phase)) * number_bytes
 
 
 def flops_per_byte(platform: str) -> int:

@@ -52,11 +52,12 @@ def choose_classes(inputs: SizingInputs, loads: Sequence[Load]) -> Classes:
     quarter = slice(0, batches.stop, 4)
     judge = _Judge(inputs, loads)
     # The bound knows slots, not waits: rows of each span have their best packed.
-    of_each = max(CAPACITY_SEARCH.least_packed, CAPACITY_SEARCH.first_packed // len(spans))
     sets = [
         classes
         for span in spans
-        for classes in _best(_candidates(judge, span), of_each, lambda c: judge.bounds(c).sum())
+        for classes in _best(
+            _candidates(judge, span), _packed_of(inputs, span), lambda c: judge.bounds(c).sum()
+        )
     ]
     sets = _best(sets, CAPACITY_SEARCH.then_packed, lambda c: judge.expected(c, quarter))
     return _best(sets, 1, lambda classes: judge.expected(classes, batches))[0]
@@ -101,7 +102,7 @@ def _candidates(judge: _Judge, span: int) -> list[Classes]:
     candidates = set(longest_sets)
     further = _Further(judge)
     spans = {span, min(inputs.spans)}
-    extended = CAPACITY_SEARCH.extended // len(inputs.spans)
+    extended = _of_span(inputs, span, CAPACITY_SEARCH.extended)
     for _ in range(1, inputs.row_classes):
         best = _best(longest_sets, extended, lambda classes: judge.bounds(classes).sum())
         longest_sets = list(
@@ -113,6 +114,17 @@ def _candidates(judge: _Judge, span: int) -> list[Classes]:
         )
         candidates.update(longest_sets)
     return list(candidates)
+
+
+def _packed_of(inputs: SizingInputs, span: int) -> int:
+    """How many sets of classes whose longest rows have `span` ranks are packed."""
+    return max(CAPACITY_SEARCH.least_packed, _of_span(inputs, span, CAPACITY_SEARCH.first_packed))
+
+
+def _of_span(inputs: SizingInputs, span: int, number: int) -> int:
+    """How many of a number of candidates have longest rows of `span` ranks: all for the fewest ranks, so that what
+    would be chosen without other spans is among those compared; of each other span an equal part."""
+    return number if span == min(inputs.spans) else number // len(inputs.spans)
 
 
 def _load_shares(judge: _Judge) -> set[int]:
