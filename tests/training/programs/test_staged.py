@@ -352,7 +352,7 @@ SHARED = {  # devices, mesh, pipeline, changes
         8,
         {"data": 2, "fsdp": 2},
         SEGMENTS | {"kept_residuals": 2, "schedule": "interleaved"},
-        rows_of([1, 2, 4], SHORT) | {"components__language__remat": "none"},
+        rows_of([1, 2, 4], SHORT | {"language": [128]}) | {"components__language__remat": "none"},
     ),
     "fsdp2-context2": (
         8,
