@@ -31,8 +31,8 @@ MIN_BLOCKS = 8  # per rank: fewer and larger ones cannot be shared out evenly
 
 
 def block_size(tokens: int, ranks: int, block: int = BLOCK, min_blocks: int = MIN_BLOCKS) -> int:
-    """Tokens of a block: `block`, or 64 where a rank would otherwise have a part of one, fewer than `min_blocks`, or fewer
-    than there are ranks: blocks of one long item then are too few and too heavy to come out even, whatever lies beside it.
+    """Tokens of a block: `block`, or 64 where a rank would otherwise have a part of one, fewer than `min_blocks`, or
+    fewer than there are ranks: blocks of one long item are then too few and too heavy to be shared out evenly.
 
     Raises:
       ValueError: the tokens are no whole number of blocks on every rank.
