@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from jaxmllm.tools.balance_figures import PhaseView, Views, step_time
 from jaxmllm.tools.output import FAINT, INK, new_figure
 
-SEPARATE_BARS = 32  # more ranks than that are drawn without gaps between them
+SEPARATE_BARS = 32  # more columns than that are drawn without gaps between them
+GAP = 0.18  # between columns, of a rank's width where there are so many ranks
 IN_ORDER = 128  # more ranks than that are sorted by load: they are too many to tell apart
 USED = "#0072B2"  # after Okabe and Ito: told apart by everybody
 WASTED = "#F0B04A"
@@ -137,7 +138,6 @@ def _draw_load(axes: Axes, view: PhaseView, order: NDArray[np.int64], scale: flo
     figures = view.figures
     words = (
         f"over ideal {figures['over ideal']:.2f}",
-        f"max/mean {figures['max/mean']:.2f}",
         f"gap {figures['gap to floor']:.2f}",
         f"idle {100 * figures['idle']:.1f} %",
     )
@@ -159,9 +159,9 @@ def _draw_rows(axes: Axes, view: PhaseView, order: NDArray[np.int64]) -> None:
     rows = view.figures["rows"]
     plural = "s" if rows > 1 else ""
     shared = int((view.span > 1).sum())
-    held = f", {shared} of them shared" if shared else ""
+    held = f", {shared} shared" if shared else ""
     real = f"{100 * view.figures['real tokens']:.1f} % real"
-    _caption(axes, f"{rows:.0f} row{plural} per rank{held}   ·   {real}")
+    _caption(axes, f"{rows:.0f} row{plural}{held}   ·   {real}")
 
 
 def _draw_columns(
@@ -173,9 +173,9 @@ def _draw_columns(
 ) -> None:
     """A column for each rank, or where so many neighbours are `joined`, for each group."""
     ranks = len(low)
-    if ranks <= SEPARATE_BARS:
+    if ranks <= SEPARATE_BARS * joined:
         center = np.arange(0, ranks, joined) + (joined - 1) / 2
-        width = joined - 1 + 0.82
+        width = joined - GAP * max(1, ranks / SEPARATE_BARS)  # as wide in any picture
         axes.bar(center, (high - low)[::joined], width, low[::joined], color=color, linewidth=0)
     else:
         axes.stairs(

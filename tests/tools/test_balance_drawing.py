@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
+from matplotlib.patches import Rectangle
 
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.tools import balance_comparison as comparison
@@ -22,6 +25,27 @@ def test_a_phase_without_items_is_left_out_of_the_picture(balance):
     views = {mode: {**view, "audio": empty} for mode, view in balance.views.items()}
     assert len(drawing.draw(views, "no sound").axes) == 8
     assert figures.table(views)[2][2:] == ["-"] * 9
+
+
+def test_a_shared_row_is_one_wide_column(balance):
+    """64 ranks hold a row each, then four of them one together."""
+    ranks = 64
+    rows = np.full((2, ranks), 500.0)
+    view = dataclasses.replace(
+        balance.views["phases"]["language"],
+        load=rows,
+        real=rows,
+        capacity=np.array([1000, 1000]),
+        span=np.array([1, 4]),
+    )
+    of_mode = {"language": view}
+    figure = drawing.draw({"tokens": of_mode, "phases": of_mode}, "shared")
+    of_rows = [axes for axes in figure.axes if any("1 shared" in t.get_text() for t in axes.texts)]
+    assert len(of_rows) == 2
+    for axes in of_rows:
+        wide = [bar for bar in axes.patches if isinstance(bar, Rectangle)]
+        assert len(wide) == 2 * ranks / 4, "data and padding of each shared row"
+        assert all(3 < bar.get_width() < 4 for bar in wide)
 
 
 def test_many_ranks_are_drawn_costliest_first():
