@@ -357,7 +357,7 @@ SHARED = {  # devices, mesh, pipeline, changes
     "fsdp2-context2": (
         8,
         {"data": 1, "fsdp": 2, "context": 2},
-        {"stages": 2, "layout": "parallel"},
+        SEGMENTS,
         rows_of([1, 2], SHORT),
     ),
     "encoders-alone": (
