@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmllm.balance.costs.flops import ItemCost, PhaseTime
-from jaxmllm.balance.records import PhaseSpec, RowClass, row_classes
+from jaxmllm.balance.records import BatchItems, PhaseItems, PhaseSpec, RowClass, row_classes
 from jaxmllm.balance.rows.assign import assign
 from jaxmllm.balance.rows.row_counts import by_capacity, row_counts, row_needs
 from jaxmllm.balance.sizes.capacities import _candidates, _fewest_slots, _Judge
@@ -175,6 +175,32 @@ def test_a_high_price_of_microbatches_makes_fewer_of_them():
         )
 
     assert microbatches(0) > microbatches(10**8) >= 8
+
+
+def test_spans_leave_the_rows_that_are_best_without_them():
+    """Items of one length fill rows of one rank best, of the same capacities as where nothing else is allowed."""
+    items = PhaseItems(
+        *(np.full(96, 2000), np.full(96, 2000), np.arange(96, dtype=np.int32)),
+        *(np.zeros(96, np.int32), np.zeros(96, np.int32)),
+    )
+    samples = [BatchItems(np.arange(96), 96, {"language": items})] * 8
+    chosen = [
+        choose_sizes(
+            samples,
+            [
+                SizingInputs(
+                    *(decoder_phase(), 12, 128, 1, 2000, ItemCost(1000, 1)),
+                    *(PhaseConfig(row_classes=3), None, spans),
+                )
+            ],
+            {},
+            BalanceConfig(),
+        )
+        .phases["language"]
+        .classes
+        for spans in ((1,), (1, 2, 4))
+    ]
+    assert chosen[0] == chosen[1]
 
 
 def test_given_capacities_have_every_span():
