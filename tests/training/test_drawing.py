@@ -75,6 +75,18 @@ def computed(setup: Setup, step: HostStep):
     return grads, jax.tree.map(lambda by_rank: by_rank.sum(0), sums)
 
 
+def draws(step: HostStep) -> dict[tuple[int, ...], tuple[Any, ...]]:
+    """Key of the noise -> time, whether conditions are seen, and source, of every item that is drawn."""
+    found: dict[tuple[int, ...], tuple[Any, ...]] = {}
+    for row in step.rows["diffusion"]:
+        for q, segment in zip(*np.nonzero(row["sources"] >= 0), strict=True):
+            of_item = row["owners"][q] == segment + 1
+            seen = bool((row["segments"][q][of_item & (row["conditions"][q] >= 0)] > 0).all())
+            key = tuple(row["noise"][q, segment])
+            found[key] = (row["times"][q, segment], seen, row["sources"][q, segment])
+    return found
+
+
 def assert_as(actual, expected, tolerance=1e-5):
     assert_close(actual[0], expected[0], tolerance)
     for got, want in zip(*map(jax.tree.leaves, (actual[1], expected[1])), strict=True):
@@ -199,16 +211,6 @@ def media_of(drawing: Setup, example: int) -> Any:
 
 def test_hidden_conditions_and_noise_are_those_of_the_item_in_any_batch(drawing):
     """At one step, whatever else is in the batch; at another step they differ."""
-
-    def draws(step: HostStep):
-        found = {}
-        for row in step.rows["diffusion"]:
-            for q, segment in zip(*np.nonzero(row["sources"] >= 0), strict=True):
-                of_item = row["owners"][q] == segment + 1
-                seen = bool((row["segments"][q][of_item & (row["conditions"][q] >= 0)] > 0).all())
-                key = tuple(row["noise"][q, segment])
-                found[key] = (row["times"][q, segment], seen, row["sources"][q, segment])
-        return found
 
     all_examples = draws(drawing.step(range(24)))
     some = draws(drawing.step(EXAMPLES))
@@ -346,6 +348,7 @@ SHARED_ROWS = {"phases__diffusion": {"block": 32, "spans": [1, 2], "capacities":
 CASES = {  # devices, further changes
     "small-rows-and-pools": (2, {"mesh": {"data": 2}, **SMALL_ROWS}),
     "context2": (2, {"mesh": {"data": 1, "context": 2}}),
+    "ranks8": (8, {"mesh": {"data": 8}}),
     "wide": (8, {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, **WIDE}),
     "shared-rows": (2, {"mesh": {"data": 2}, **SHARED_ROWS}),
 }
@@ -365,6 +368,8 @@ def test_plans_and_meshes_leave_the_mathematics_alone(pictures, both, whole, cas
         if case.startswith("small") and mode == "none":
             assert len(set(step.capacities["language"])) == 2
             assert len(step.rounds["diffusion"]) == max(step.pools["diffusion"]) + 1 == 2
+        if not case.startswith("shared"):  # whose rows lie in parts
+            assert draws(step) == draws(both.step(EXAMPLES)), "noise, times and drops, bit for bit"
         assert_as(computed(setup, step), whole)
 
 
