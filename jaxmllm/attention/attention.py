@@ -6,13 +6,14 @@ accumulated online and recomputed for the gradients (arXiv 2205.14135, 2307.0869
 logsumexp per query are kept. Both bear the name "attention" for policies of jax.checkpoint: one that keeps it runs the
 forward kernel once.
 
-Both kernels have deterministic gradients, on every platform: each sum is added up in the order of a loop, and no two
-programs write to one place (no atomics). Where rows are split over devices, a collective adds the gradients of keys, in
-the order of its library.
+The first two kernels have deterministic gradients, on every platform: each sum is added up in the order of a loop, and
+no two programs write to one place (no atomics); the third says when it has. Where rows are split over devices, a
+collective adds the gradients of keys, in the order of its library.
 
     attention   checks, chooses a kernel, and owns the gradient rule
     kernels     forward: out, logsumexp        backward: dq, dk, dv        kernel_jax.py   every platform
                                                                            kernel_gpu.py   NVIDIA GPUs, Pallas
+                                                                           kernel_cudnn.py NVIDIA GPUs, cuDNN
 
 Letters: B rows, C query slots, T key slots, H query heads, G key heads, K head size, b slots of a block.
 """
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxmllm.attention import kernel_gpu, kernel_jax
+from jaxmllm.attention import kernel_cudnn, kernel_gpu, kernel_jax
 from jaxmllm.attention.mask import Mask
 from jaxmllm.attention.slot_products import slot_dots, times_factors
 from jaxmllm.config.schema import Kernel
@@ -40,7 +41,7 @@ GPUS = ("gpu", "cuda")
 class Choice(NamedTuple):
     """The kernel that the programs of a platform run."""
 
-    kernel: Literal["jax", "gpu"]
+    kernel: Literal["jax", "gpu", "cudnn"]
     # What the platform's own kernel would need of the inputs, where "auto" had to do without it
     needs: str | None = None
 
@@ -72,8 +73,8 @@ def attention(
       v: values.
       mask: who sees whom. Queries and keys may be other slots of the row, as under context parallelism.
       scale: factor on the logits; K ** -0.5 if none.
-      kernel: "jax", "gpu" (which other platforms interpret, slowly), or "auto": the platform's own if it takes such
-        inputs, else "jax". The platform is the one that is lowered for.
+      kernel: "jax", "gpu" or "cudnn" (which other platforms interpret), or "auto": the platform's own if it takes such
+        inputs, else "jax". The platform is the one that is lowered for. "cudnn" goes by `mask.documents`.
 
     Returns:
       In the dtype of q; exactly zero for queries that see nothing, where the gradient of q is zero too. Sums are kept
@@ -81,7 +82,7 @@ def attention(
 
     Raises `ValueError` if the shapes do not fit each other, or not a kernel that was asked for by name.
     """
-    return attention_and_logsumexp(q, k, v, mask, scale=scale, kernel=kernel)[0]
+    return _checked(q, k, v, mask, scale, kernel)[0]
 
 
 def attention_and_logsumexp(
@@ -94,8 +95,22 @@ def attention_and_logsumexp(
     kernel: Kernel = "auto",
 ) -> tuple[Float[Array, "B C H K"], Float[Array, "B C H"]]:
     """The same, and the logsumexp of the visible logits of each query, infinite for one that sees nothing; gradients
-    flow through both. Arguments and errors are those of `attention`."""
+    flow through both. Arguments and errors are those of `attention`, but for the kernel "cudnn", which has no gradient
+    of the second."""
+    if kernel == "cudnn":
+        raise ValueError("attention: the cudnn kernel has no gradient of a logsumexp")
+    return _checked(q, k, v, mask, scale, kernel)
+
+
+def _checked(
+    q: Array, k: Array, v: Array, mask: Mask, scale: float | None, kernel: Kernel
+) -> tuple[Array, Array]:
     _check_shapes(q, k, v, mask)
+    if kernel == "cudnn" and (needs := _cudnn_needs(q, mask)):
+        raise ValueError(
+            f"attention: the cudnn kernel needs {needs}; set components.<name>.attention to auto, gpu or jax, or "
+            "change that component's model or compute_dtype"
+        )
     if kernel == "gpu" and (needs := _gpu_needs(q, mask)):
         raise ValueError(
             f"attention: the gpu kernel needs {needs}; set components.<name>.attention to auto or jax, or change "
@@ -150,7 +165,10 @@ def _attention(
 def _forward(
     kernel: Kernel, scale: float, q: Array, k: Array, v: Array, mask: Mask
 ) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
-    forward = _choose(kernel, scale, q, mask, kernel_jax.forward, kernel_gpu.forward)
+    if kernel == "cudnn":
+        forward = _for_cuda(scale, kernel_cudnn.forward, kernel_cudnn.interpreted_forward)
+    else:
+        forward = _choose(kernel, scale, q, mask, kernel_jax.forward, kernel_gpu.forward)
     # The output that goes on must be the named one, too, or the kernel would run again for it
     out, logsumexp = checkpoint_name(forward(q, k, v, mask), "attention")
     return (out, logsumexp), (q, k, v, mask, out, logsumexp)
@@ -161,6 +179,9 @@ def _backward(
 ) -> tuple[Array, Array, Array, None]:
     q, k, v, mask, out, logsumexp = residuals
     d_out, d_logsumexp = gradients
+    if kernel == "cudnn":
+        backward = _for_cuda(scale, kernel_cudnn.backward, kernel_cudnn.interpreted_backward)
+        return *backward(q, k, v, mask, out, logsumexp, d_out), None
     # Of a logit: its weight times (d_out . value - delta)
     wide = logsumexp.dtype
     delta = slot_dots(d_out.astype(wide), out.astype(wide)) - d_logsumexp
@@ -182,14 +203,26 @@ def _choose(
     if kernel == "jax" or _gpu_needs(q, mask):
         return partial(plain, scale)
     elsewhere = plain if kernel == "auto" else partial(gpu, interpret=True)
+    return _for_cuda(scale, gpu, elsewhere)
+
+
+def _for_cuda(
+    scale: float, cuda: Callable[..., Any], elsewhere: Callable[..., Any]
+) -> Callable[..., Any]:
     # The platform is known only when the program is lowered, perhaps on a machine of another platform.
     return partial(
-        jax.lax.platform_dependent, cuda=partial(gpu, scale), default=partial(elsewhere, scale)
+        jax.lax.platform_dependent, cuda=partial(cuda, scale), default=partial(elsewhere, scale)
     )
 
 
 def _gpu_needs(q: Array, mask: Mask) -> str | None:
     return kernel_gpu.unsupported_reason(q.dtype, q.shape[-1], mask.block)
+
+
+def _cudnn_needs(q: Array, mask: Mask) -> str | None:
+    if mask.documents is None:
+        return "rows that tell where their documents lie"
+    return kernel_cudnn.unsupported_reason(q.dtype, q.shape[-1])
 
 
 def _check_shapes(q: Array, k: Array, v: Array, mask: Mask) -> None:

@@ -63,6 +63,8 @@ class Mask(NamedTuple):
     keys: TokenIds
     query_tiles: TileLists  # for each block of queries the blocks of keys
     key_tiles: TileLists  # for each block of keys the blocks of queries
+    # Where a kernel reads runs of documents instead of ids: `kernel_cudnn.Documents`
+    documents: Any = None
 
     @property
     def block(self) -> int:
@@ -159,6 +161,29 @@ class DocumentPieces(NamedTuple):
             position=np.clip(widest.position, earliest.position, latest.position)
         )
         return visible(widest, nearest), visible(narrowest, earliest) & visible(narrowest, latest)
+
+
+def document_runs(documents: Ints, most: int) -> Ints:
+    """First slot and number of slots of each document of rows, in their order: [r, most, 2], zeros after the last.
+
+    Args:
+      documents: [r, C], 0 at padding.
+
+    Raises `ValueError` if a document is no run of slots, or there are more than `most`.
+    """
+    runs = np.zeros((len(documents), most, 2), np.int32)
+    for of_row, row in zip(runs, documents, strict=True):
+        starts = _starts(row[1:] != row[:-1])
+        sizes = np.diff(starts, append=len(row))
+        real = row[starts] > 0
+        count = int(real.sum())
+        if count > most or _repeats(row[starts[real]]):
+            raise ValueError(
+                f"a row has {count} runs of {len(np.unique(row[row > 0]))} documents; the cudnn kernel of attention "
+                f"takes up to {most} documents that are one run each"
+            )
+        of_row[:count] = np.stack([starts[real], sizes[real]], axis=1)
+    return runs
 
 
 def cut_documents(ids: TokenIds, block: int) -> DocumentPieces:

@@ -183,6 +183,8 @@ class Config(Section):
                         "their parameters in every operation, in float32; leave it out"
                     )
         for name in self.model.phases:
+            if self.components.of(name).attention == "cudnn":
+                self._check_cudnn(name)
             rows = getattr(self.phases, name)
             if rows.kept_residuals not in ("auto", 0):
                 self._check_kept_residuals(name, rows.kept_residuals)
@@ -350,6 +352,41 @@ class Config(Section):
             raise ValueError(
                 f"data.audio.max_seconds ({data.max_seconds:g}): with model.audio.positions (table), a clip is one "
                 f"chunk of {seconds:g} s at most; set it to {seconds:g}, and split longer clips"
+            )
+
+    def _check_cudnn(self, phase: str) -> None:
+        """cuDNN sees whole items that are runs of slots, of texts what is not later, and nothing else
+        (jaxmllm/attention/kernel_cudnn.py)."""
+        model = self.model
+        section = getattr(model, phase)
+        component = self.components.of(phase)
+        seen = [name for name in model.language.bidirectional if name in model.encoders]
+        reason = None
+        if self.pipeline.stages > 1:
+            reason = "pipeline.stages has rows of its own"
+        elif phase in model.generators:
+            reason = "patches and what they are drawn from are no runs of slots"
+        elif component.compute_dtype != "bfloat16":
+            reason = f"it computes in bfloat16; set components.{phase}.compute_dtype: bfloat16"
+        elif section.head_size % 8 or section.head_size > 256:
+            reason = f"heads must have a multiple of 8 numbers up to 256 (got {section.head_size})"
+        elif phase == "language" and seen:
+            reason = f"text would see {' and '.join(seen)} in both directions; set model.language.bidirectional: []"
+        elif phase == "language" and section.window is not None and not all(section.windowed):
+            reason = "all layers must have one window; leave model.language.full_layers out"
+        elif phase == "vision" and section.window is not None:
+            reason = (
+                "windows of patches are more than a row has room for; leave model.vision.window out"
+            )
+        elif phase == "vision" and self.data.images.resize == "tiles":
+            reason = "slots of a tile are no run (data.images.resize: tiles)"
+        elif phase == "audio" and section.attention == "chunk":
+            reason = "chunks are more than a row has room for; set model.audio.attention: clip"
+        elif phase == "audio" and section.stem_channels is not None:
+            reason = "chunks have empty slots between them (model.audio.stem_channels)"
+        if reason:
+            raise ValueError(
+                f"components.{phase}.attention (cudnn): {reason}; or set it to auto, gpu or jax"
             )
 
     def _check_kept_residuals(self, phase: str, microbatches: int) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from jaxmllm.attention.mask import item_ids
 from jaxmllm.config.schema import AudioConfig, ComponentConfig, Gelu
-from jaxmllm.models.layers import RowContext, encoder_block, run_stack, stacked
+from jaxmllm.models.layers import RowContext, documents_of, encoder_block, run_stack, stacked
 from jaxmllm.models.mel_planes import PlaneStem
 from jaxmllm.models.norms import NORMS
 from jaxmllm.models.products import bias, biased, parameter, times_matrix, weight
@@ -148,7 +148,9 @@ class AudioTower(nnx.Module):
             )
             rotation = Rotation.of(angles)
         ids = item_ids(rows.segments[:, ::stride])
-        return RowContext(layout, ids, rows.tiles, rotation, settings.attention)
+        return RowContext(
+            *(layout, ids, rows.tiles, rotation, settings.attention), documents=documents_of(rows)
+        )
 
 
 def sinusoids(places: int, width: int) -> NDArray[np.float64]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxmllm.attention.kernel_cudnn import Documents
 from jaxmllm.attention.mask import TokenIds
 from jaxmllm.config.schema import ComponentConfig, LanguageConfig
 from jaxmllm.models.layers import (
@@ -158,4 +159,7 @@ class Decoder(nnx.Module):
         return RowContext(
             *(layout, ids, rows.tiles, rotation, settings.attention, windows, window_rotation),
             experts=settings.experts,
+            documents=None
+            if rows.runs is None
+            else Documents(rows.runs, causal=True, window=config.window),
         )

@@ -18,12 +18,13 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmllm.attention.attention import attention, attention_and_logsumexp, with_repeated_key
+from jaxmllm.attention.kernel_cudnn import Documents
 from jaxmllm.attention.mask import Mask, TileLists, TokenIds
 from jaxmllm.config.schema import Activation, ExpertKernel, Gelu, Kernel, Remat, TowerConfig
 from jaxmllm.models.norms import NORMS, LayerNorm, MakeNorm, RMSNorm
 from jaxmllm.models.products import affine, bias, layer_scale, named, parameter, scaled
 from jaxmllm.models.rotary import Rotation, rotate
-from jaxmllm.models.rows import RowTiles
+from jaxmllm.models.rows import EncoderRows, RowTiles
 from sharding.context import gather_parts, gathered_attention
 from sharding.rules import Layout
 
@@ -49,6 +50,7 @@ class RowContext:
     keys: TokenIds | None = None
     # Of each query: how often it sees its own slot's key and value, too
     repeated: Int[Array, "R C"] | None = None
+    documents: Documents | None = None  # where the kernel of attention reads them
 
     def for_layer(self, windowed: Bool[Array, ""] | None) -> RowContext:
         """The rows as one layer sees them, in windows or whole: a choice of integers, not of programs.
@@ -70,6 +72,11 @@ class RowContext:
     def add(self, x: Float[Array, "R C D"], layer: Int[Array, ""] | None) -> Float[Array, "R C D"]:
         """What this layer has yielded, with what is added to it."""
         return x if self.added is None or layer is None else with_added(x, self.added, layer)
+
+
+def documents_of(rows: EncoderRows) -> Documents | None:
+    """The items of an encoder's rows, whose slots see them whole; none where the kernel does not read them."""
+    return None if rows.runs is None else Documents(rows.runs, causal=False)
 
 
 class SelfAttention(nnx.Module):
@@ -160,11 +167,11 @@ class SelfAttention(nnx.Module):
         repeats = rows.repeated is not None
         attend = layout.local(
             partial(_attend, layout.mesh_axes("sequence"), rows.kernel, self.scale, repeats),
-            in_axes=(query_axes, kv_axes, kv_axes, slots, slots, slots),
+            in_axes=(query_axes, kv_axes, kv_axes, slots, slots, slots, ("batch",)),
             out_axes=(query_axes, query_axes[:3]) if repeats else query_axes,
         )
         keys = rows.ids if rows.keys is None else rows.keys
-        mixed = attend(q, k, v, rows.ids, keys, rows.tiles)
+        mixed = attend(q, k, v, rows.ids, keys, rows.tiles, rows.documents)
         if rows.repeated is not None:
             k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
             out, logsumexp = mixed
@@ -201,12 +208,13 @@ def _attend(
     queries: TokenIds,
     keys: TokenIds,
     tiles: RowTiles,
+    documents: Documents | None,
 ) -> Any:
     """Attention on one device: from its part of a row to the whole row."""
     keys = keys.map(lambda column: gather_parts(column, split))
     query_spans, query_blocks, key_spans, key_blocks = (table[:, 0] for table in tiles)
     lists = TileLists(query_spans, query_blocks), TileLists(key_spans, key_blocks)
-    mask = Mask(queries, keys, *lists)
+    mask = Mask(queries, keys, *lists, documents)
     function = attention_and_logsumexp if with_logsumexp else attention
     attend = partial(function, mask=mask, scale=scale, kernel=kernel)
     return gathered_attention(attend, q, k, v, mask.block, split)

@@ -59,6 +59,8 @@ class EncoderRows(NamedTuple):
     # Window number in the row, for towers that attend in windows
     windows: Int[Array, "R/g g*C"] | None = None
     window_tiles: RowTiles | None = None  # of these windows
+    # First slot and slots of each item, in tokens of attention, where the kernel reads them
+    runs: Int[Array, "R/g S 2"] | None = None
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> EncoderRows:
@@ -69,7 +71,11 @@ class EncoderRows(NamedTuple):
         """How the arrays lie on the mesh."""
         if layout.span > 1:  # each rank's tokens on that rank
             return _shardings(self, layout, "failed")
-        return _shardings(self, layout, "valid", "failed", "places")
+        return _shardings(self, layout, "valid", "failed", "places", *self._by_row)
+
+    @property
+    def _by_row(self) -> tuple[str, ...]:
+        return () if self.runs is None else ("runs",)
 
 
 class LanguageRows(NamedTuple):
@@ -92,6 +98,8 @@ class LanguageRows(NamedTuple):
     # With a generator: slot of the pool from where this token's state goes to it, else -1; in packed order
     states: Int[Array, "R/g g*C"] | None = None
     leaving: Int[Array, "R/g g*C"] | None = None
+    # First slot and slots of each segment, where the kernel of attention reads them
+    runs: Int[Array, "R/g S 2"] | None = None
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> LanguageRows:
@@ -100,7 +108,9 @@ class LanguageRows(NamedTuple):
 
     def shardings(self, layout: Layout) -> LanguageRows:
         """How the arrays lie on the mesh."""
-        return _shardings(self, layout, "sources")
+        return _shardings(
+            self, layout, *(("sources",) if self.runs is None else ("sources", "runs"))
+        )
 
 
 class GeneratorRows(NamedTuple):
@@ -144,7 +154,12 @@ class TokenPool(NamedTuple):
 
 
 def abstract_encoder_rows(
-    layout: Layout, capacity: int, row_format: RowFormat, block: int, windows: bool = False
+    layout: Layout,
+    capacity: int,
+    row_format: RowFormat,
+    block: int,
+    windows: bool = False,
+    runs: int | None = None,
 ) -> EncoderRows:
     """Shapes, types and shardings of the rows of one capacity C.
 
@@ -152,6 +167,7 @@ def abstract_encoder_rows(
       layout: that of the rows, of span g.
       capacity: slots of a rank.
       windows: whether some layers attend in windows.
+      runs: items of a row at most, where the kernel of attention reads where they lie.
     """
     slots = layout.span * capacity
     tokens = slots // row_format.slots_per_token
@@ -163,6 +179,7 @@ def abstract_encoder_rows(
         failed=_shape(()),
         places=_shape((tokens,)),
         tiles=_tiles(layout, slots // row_format.stride // block),
+        runs=None if runs is None else _shape((runs, 2)),
     )
     if windows:
         shapes = shapes._replace(windows=shapes.segments, window_tiles=shapes.tiles)
@@ -176,6 +193,7 @@ def abstract_language_rows(
     block: int,
     windows: bool = False,
     generates: bool = False,
+    runs: int | None = None,
 ) -> LanguageRows:
     """Shapes, types and shardings of the rows of one capacity C with at most S segments.
 
@@ -184,6 +202,7 @@ def abstract_language_rows(
       capacity: slots of a rank.
       windows: whether some layers attend in windows.
       generates: whether a generator reads their states.
+      runs: segments of a row at most, where the kernel of attention reads where they lie.
     """
     tokens = layout.span * capacity
     slots = _shape((tokens,))
@@ -200,6 +219,7 @@ def abstract_language_rows(
         arrived=slots if layout.span > 1 else None,
         states=slots if generates else None,
         leaving=slots if generates and layout.span > 1 else None,
+        runs=None if runs is None else _shape((runs, 2)),
     )
     if windows:
         shapes = shapes._replace(window_tiles=shapes.tiles)

@@ -11,7 +11,14 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxmllm.attention.mask import item_ids
 from jaxmllm.config.schema import ComponentConfig, VisionConfig
-from jaxmllm.models.layers import RowContext, encoder_block, run_stack, run_tapped_stack, stacked
+from jaxmllm.models.layers import (
+    RowContext,
+    documents_of,
+    encoder_block,
+    run_stack,
+    run_tapped_stack,
+    stacked,
+)
 from jaxmllm.models.norms import NORMS
 from jaxmllm.models.products import bias, biased, parameter, times_matrix, weight
 from jaxmllm.models.rotary import Rotation, rotary_angles_2d
@@ -136,7 +143,8 @@ class VisionTower(nnx.Module):
         if rows.windows is not None and rows.window_tiles is not None:
             windows = item_ids(rows.windows), rows.window_tiles
         return RowContext(
-            layout, item_ids(rows.segments), rows.tiles, rotation, settings.attention, windows
+            *(layout, item_ids(rows.segments), rows.tiles, rotation, settings.attention, windows),
+            documents=documents_of(rows),
         )
 
 

@@ -89,7 +89,27 @@ def attention_spec(
         bidirectional=config.model.language.bidirectional,
         windows=config.model.windows,
         crossed=config.model.crossed,
+        runs=_runs(config, spec, parts),
     )
+
+
+def _runs(config: Config, spec: PlanSpec, parts: Mapping[str, int]) -> dict[str, int]:
+    """How many documents a row has at most, of phases whose kernel of attention reads where they lie.
+
+    Raises:
+      ConfigError: rows are in parts.
+    """
+    runs = {}
+    for phase, rows in spec.phases.items():
+        if getattr(config.components, phase).attention != "cudnn":
+            continue
+        if parts[phase] > 1 or any(row_class.span > 1 for row_class in rows.classes):
+            raise ConfigError(
+                f"components.{phase}.attention (cudnn): its rows are held in parts by several devices; set "
+                f"phases.{phase}.spans: [1], and give {phase} a layout that counts context as batch, or no context"
+            )
+        runs[phase] = rows.max_segments
+    return runs
 
 
 def attention_block(

@@ -631,3 +631,49 @@ def test_what_is_quoted_is_text_and_dates_are_text(path):
     assert (config.data.root, config.data.tokenizer) == ("2026-11-21T10:00:00Z", "2026-1-5")
     path.write_text(dump_config(config))
     assert load_config(path) == config
+
+
+CUDNN = "components.{}.attention=cudnn", "components.{}.compute_dtype=bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("phase", "changes", "message"),
+    [
+        (
+            "language",
+            ("components.language.compute_dtype=float32",),
+            "it computes in bfloat16; set",
+        ),
+        ("language", (), "text would see vision in both directions; set model.language."),
+        (
+            "language",
+            (
+                "model.language.bidirectional=[]",
+                "model.language.window=4",
+                "model.language.full_layers=[0]",
+            ),
+            "all layers must have one window; leave model.language.full_layers out",
+        ),
+        (
+            "language",
+            ("model.language.head_size=18", "model.language.rope_sections=[5,2,2]"),
+            "heads must have a mul",
+        ),
+        ("language", ("pipeline.stages=2",), "pipeline.stages has rows of its own"),
+        (
+            "vision",
+            ("model.vision.window=2",),
+            "windows of patches are more than a row has room for",
+        ),
+        (
+            "audio",
+            (
+                "model.audio={width: 32, layers: 1, heads: 2, mlp_width: 64, attention: chunk, silence: unseen}",
+            ),
+            "chunks are more than a row has room for; set",
+        ),
+    ],
+)
+def test_what_cudnn_cannot_see_is_refused(path, phase, changes, message):
+    given = (change.format(phase) for change in CUDNN)
+    assert f"components.{phase}.attention (cudnn): {message}" in refusal(path, *given, *changes)

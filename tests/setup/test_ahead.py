@@ -200,6 +200,22 @@ def test_gpus_run_the_kernel_and_the_ragged_exchange_or_say_why_not(data):
 
 
 @NEEDS_WHEELS
+def test_gpus_call_cudnn_where_it_was_asked_for(data):
+    """Without cuDNN here, the compiler does not ask it whether it has such a kernel."""
+    changes = {
+        f"components__{name}__attention": "cudnn" for name in ("vision", "audio", "language")
+    }
+    changes |= {f"phases__{name}__spans": [1] for name in ("vision", "audio", "language")}
+    changes |= {"model__language__bidirectional": [], **BFLOAT16}
+    functions = {"language_loss_and_grad", "encode", "encode_grad", "evaluate"}
+    _, results = checked(data, "h100", functions, **changes)
+    for (function, _), program in results.items():
+        assert program.custom_calls["__cudnn$fmhaSoftmax"] and not program.fallbacks
+        backward = "__cudnn$fmhaSoftmaxBackward" in program.custom_calls
+        assert backward == function.endswith("grad")
+
+
+@NEEDS_WHEELS
 def test_attention_that_is_kept_runs_forward_once(data):
     def kernels(remat):
         changes = WIDE_HEADS | {"components__language__remat": remat}

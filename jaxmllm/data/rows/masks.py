@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.arrays import Ints
-from jaxmllm.attention.mask import TokenIds, causal_ids, item_ids
+from jaxmllm.attention.mask import TokenIds, causal_ids, document_runs, item_ids
 from jaxmllm.attention.parts import TILE, assign_blocks, block_work
 from jaxmllm.attention.tiles import Tiles, crossed_tiles, dealt_tiles, list_bound, visible_tiles
 from jaxmllm.config.schema import LayerWindows
@@ -42,6 +42,8 @@ class AttentionSpec:
     windows: Mapping[str, LayerWindows] = field(default_factory=dict)
     # Of phases whose patches see conditions in an attention apart: how many they see at least, zeros with them
     crossed: Mapping[str, int] = field(default_factory=dict)
+    # Of phases whose kernel reads runs of documents: how many a row has at most
+    runs: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, phase: str) -> tuple[int, int]:
         """(block, parts)"""
@@ -51,8 +53,8 @@ class AttentionSpec:
 def finish_encoder_row(
     row: Row, attention: AttentionSpec, phase: str, row_format: RowFormat, span: int = 1
 ) -> None:
-    """Add `tiles`, `places` and, for towers that attend in windows, `windows` and `window_tiles` to
-    a row of both directions, put its slots in the order of windows, and deal them to the parts. A
+    """Add `tiles`, `places`, `runs` where the kernel reads them, and for towers that attend in windows `windows` and
+    `window_tiles` to a row of both directions, put its slots in the order of windows, and deal them to the parts. A
     block of attention tokens holds whole language tokens where there are several parts.
 
     Args:
@@ -82,11 +84,13 @@ def finish_encoder_row(
         _reorder(row, moved, _expand(blocks, block * stride))
         order = np.take_along_axis(order, _expand(blocks, block * stride // slots_per_token), 1)
     row["places"] = np.argsort(order, axis=1).astype(np.int32)
+    if phase in attention.runs:
+        row["runs"] = document_runs(row["segments"][:, ::stride], attention.runs[phase])
 
 
 def finish_language_row(row: Row, attention: AttentionSpec, span: int = 1) -> None:
-    """Add `tiles`, `order` and, where layers attend in windows, `window_tiles` to a causal row with groups, and deal
-    its slots to the parts.
+    """Add `tiles`, `order`, `runs` where the kernel reads them, and where layers attend in windows `window_tiles` to a
+    causal row with groups, and deal its slots to the parts.
 
     Args:
       span: ranks that hold the row together; each has the usual parts.
@@ -104,6 +108,8 @@ def finish_language_row(row: Row, attention: AttentionSpec, span: int = 1) -> No
     blocks = deal_blocks(list(layers.values()), row["segments"].shape[1], block, parts)
     row |= {name: tile_tables(ids, blocks, block, parts) for name, (_, ids) in layers.items()}
     row["order"] = _expand(blocks, block)
+    if LANGUAGE in attention.runs:
+        row["runs"] = document_runs(row["segments"], attention.runs[LANGUAGE])
     if parts > 1:
         moved = ["tokens", "targets", "segments", "positions", "media", "groups"]
         _reorder(row, [*moved, "states"] if "states" in row else moved, row["order"])

@@ -373,7 +373,13 @@ class PhasedPrograms(GeneratorPrograms):
             functions = self.functions.spanned(LANGUAGE, span)
             layout = functions.model.layout(LANGUAGE)
             rows = abstract_language_rows(
-                layout, capacity, spec.max_segments, block, windows, generates
+                layout,
+                capacity,
+                spec.max_segments,
+                block,
+                windows,
+                generates,
+                self.attention.runs.get(LANGUAGE),
             )
             if generates:
                 given = (params, rows, pool)
@@ -405,7 +411,8 @@ class PhasedPrograms(GeneratorPrograms):
         for capacity, span in self.spec.phases[phase].classes:
             functions = self.functions.spanned(phase, span)
             layout = functions.model.layout(phase)
-            rows = abstract_encoder_rows(layout, capacity, row_format, block, windows)
+            runs = self.attention.runs.get(phase)
+            rows = abstract_encoder_rows(layout, capacity, row_format, block, windows, runs)
             arguments = (params, rows, pool, pool_offset, failed)
             starts: list[Start] = []
             if self.kept_residuals.get(phase):
