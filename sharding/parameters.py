@@ -223,12 +223,70 @@ def looked_up(
     """
     along_rows, names = _shards_here(layout, axes)
     if along_rows or not names:
-        return gathered(layout, table, axes, table.dtype)[rows].astype(dtype)
+        return _rows_of(gathered(layout, table, axes, table.dtype), rows).astype(dtype)
     if isinstance(table, Deferred):
         table = _own_part(layout, axes, table.stand_in.dtype, table)
     everyones = jax.lax.all_gather(rows, names, axis=0, tiled=True)
-    found = layout.constrain(table, kept_axes(axes))[everyones].astype(dtype)
+    found = _rows_of(layout.constrain(table, kept_axes(axes)), everyones).astype(dtype)
     return _returned(layout, names, found)
+
+
+@jax.custom_vjp
+def _rows_of(table: jax.Array, rows: jax.Array) -> jax.Array:
+    """table[rows], with a gradient that is the same in every run: see `sorted_sums`."""
+    return table[rows]
+
+
+def _rows_of_forward(
+    table: jax.Array, rows: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    # Of the table the backward pass reads the shape alone
+    return table[rows], (table, rows)
+
+
+def _rows_of_backward(
+    residuals: tuple[jax.Array, jax.Array], found: jax.Array
+) -> tuple[jax.Array, None]:
+    table, rows = residuals
+    nothing = jnp.zeros_like(table)
+    added = jax.lax.platform_dependent(
+        nothing, rows, found, cuda=sorted_sums, default=lambda x, rows, y: x.at[rows].add(y)
+    )
+    return added, None
+
+
+_rows_of.defvjp(_rows_of_forward, _rows_of_backward)
+
+
+def sorted_sums(nothing: jax.Array, rows: jax.Array, found: jax.Array) -> jax.Array:
+    """The sum of all entries of each row of a table, added up in one order.
+
+    Where a scatter adds, as on GPUs, XLA has every entry added by an atomic operation, in any order, and those of a
+    frequent row wait for each other. So entries are sorted by row, runs of equal rows are summed in a scan, and the end
+    of each run is written, which no other one writes.
+
+    Args:
+      nothing: zeros [V, D].
+      rows: int32 [...], of each entry; 0 <= row < V.
+      found: [..., D]
+    """
+    rows = rows.reshape(-1)
+    order = jnp.argsort(rows, stable=True)
+    rows, found = rows[order], found.reshape(len(order), -1)[order]
+    changes = rows[1:] != rows[:-1]
+    first = jnp.append(True, changes)
+    last = jnp.append(changes, True)
+
+    def add(
+        left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        begins = left[0] | right[0]
+        return begins, jnp.where(right[0], right[1], left[1] + right[1])
+
+    _, sums = jax.lax.associative_scan(add, (first[:, None], found))
+    # Outside of the table, each in a place of its own, where nothing is written
+    places = jnp.where(last, rows, len(nothing) + jnp.arange(len(rows), dtype=rows.dtype))
+    return nothing.at[places].set(sums, mode="drop", unique_indices=True)
 
 
 def kept_axes(axes: Axes) -> Axes:
