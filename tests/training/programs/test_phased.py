@@ -4,6 +4,7 @@ import itertools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +13,16 @@ from jaxmllm.training.programs.base import ProgramName
 from tests.support import EXHAUSTIVE, assemble, assert_close, tiny_config
 
 KINDS = [(), ("vision",), ("audio",), ("vision", "audio")]
+# Programs of a step, as they depend on one another
+PHASED = [
+    "encode",
+    "deliver",
+    "language_loss_and_grad",
+    "deliver_back",
+    "encode_grad",
+    "add_replicas",
+    "update",
+]
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +256,45 @@ def test_a_step_holds_two_kinds_of_pools_at_a_time(alone, monkeypatch):
     assert held["language_loss_and_grad"] == {"language"}
     assert held["encode_grad"] == {"vision"}
     assert held["update"] == set()
+
+
+# ---------------------------------------------------------------------------- dispatch
+
+
+class WaitedError(Exception):
+    """The host asked for what a device computes."""
+
+
+def test_a_step_is_dispatched_whole_and_waits_for_nothing(alone, monkeypatch):
+    """So the runtime may start a program as soon as what it reads is there, and the host is free for the next batch."""
+    programs = alone.programs
+    batch = alone.put(alone.step(EXAMPLES))
+    state = programs.init(0)
+    jax.block_until_ready((state, batch.rows))
+    array = type(jnp.zeros(1))
+    called = []
+    call = programs._call
+
+    def refuse(*_):
+        raise WaitedError
+
+    def noted(function, *names):
+        called.append(function)
+        return call(function, *names)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(array, "_value", property(refuse))
+        patch.setattr(array, "block_until_ready", refuse)
+        for wait in (jax.block_until_ready, jax.device_get, float):
+            with pytest.raises(WaitedError):
+                wait(jnp.ones(()))
+        patch.setattr(programs, "_call", noted)
+        state, metrics = programs.train(state, batch)
+    order = [name for name, _ in itertools.groupby(called) if name != "zero"]
+    assert order == sorted(order, key=PHASED.index) and {"encode", "deliver", "encode_grad"} <= {
+        *order
+    }
+    assert np.isfinite(jax.device_get(metrics)["loss"])
 
 
 # ---------------------------------------------------------------------------- kept residuals
