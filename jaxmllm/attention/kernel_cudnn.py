@@ -91,7 +91,7 @@ def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Arr
     packing = _packing(mask, q, k)
     results = (
         jax.ShapeDtypeStruct((1, heads, rows * slots, size), q.dtype),
-        jax.ShapeDtypeStruct((packing.count, heads, rows * slots), jnp.float32),
+        jax.ShapeDtypeStruct((packing.most, heads, rows * slots), jnp.float32),
     )
     inputs = (*map(_end_to_end, (q, k, v)), *packing.operands)
     out, sums = _call(FORWARD, scale, q, mask, packing, inputs, results)
@@ -165,7 +165,7 @@ class _Packing(NamedTuple):
     real: Array  # [T] bool: whether it is in one
 
     @property
-    def count(self) -> int:
+    def most(self) -> int:
         """M"""
         size: int = self.starts.shape[0]
         return size
@@ -230,7 +230,7 @@ def _call(
         (*results, jax.ShapeDtypeStruct((0,), jnp.uint8)),
         output_layouts=(*layouts, (0,)),
         custom_call_api_version=2,
-        legacy_backend_config=json.dumps(_config(name, scale, q, mask, packing.count)),
+        legacy_backend_config=json.dumps(_config(name, scale, q, mask, packing.most)),
     )
     return list(call(*inputs)[:-1])
 
