@@ -1,9 +1,10 @@
-"""The GPU kernel of attention against cuDNN and the pure JAX one, where there is an NVIDIA GPU.
+"""The kernels of attention against one another, where there is an NVIDIA GPU.
 
     python -m benchmarks.attention_gpu [--slots 8192 16384 32768 65536] [--json PATH]
 
 One bfloat16 row of 32 query and 8 key heads of size 128 holds causal documents of equal length.
-cuDNN gets each as a row of its own, so that it sees the same pairs. `TFLOP/s` counts the tiles that
+As `packed`, cuDNN is told where they lie (`attention: cudnn`); as `cudnn` it gets each as a row of its own, so that it
+sees the same pairs. `TFLOP/s` counts the tiles that
 hold a visible pair, with two matrix products per tile forward and five backward, whatever else a
 kernel computes. `error` is the norm of the difference from float32 over the norm of what float32
 gives, the largest of dq, dk and dv in `backward`. Without a GPU it says so and exits with 2.
@@ -23,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmllm.attention.attention import attention
-from jaxmllm.attention.mask import Mask, causal_ids
+from jaxmllm.attention.kernel_cudnn import Documents
+from jaxmllm.attention.mask import Mask, causal_ids, document_runs
 from jaxmllm.attention.tiles import tile_lists, visible_tiles
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 
@@ -44,6 +46,7 @@ DOCUMENTS = (1, 8)
 CALLS = 5  # one after another per time taken, so that the host's share of a call is hidden
 REPEATS = {
     "gpu": 7,
+    "packed": 7,
     "cudnn": 7,
     "jax": 1,
 }  # times, of which the median counts; the JAX kernel takes seconds
@@ -60,7 +63,8 @@ def equal_documents(slots: int, documents: int, block: int) -> tuple[Mask, int]:
     ids = causal_ids(np.repeat(np.arange(1, documents + 1, dtype=np.int32), slots // documents))
     tiles = visible_tiles(ids, block)
     lists = tile_lists(tiles, slots // block, slots // block)
-    mask = Mask(ids, ids, lists.queries, lists.keys)
+    runs = document_runs(ids.document[None], documents)[0]
+    mask = Mask(ids, ids, lists.queries, lists.keys, Documents(runs, causal=True))
     return jax.tree.map(lambda array: jnp.asarray(array[None]), mask), len(tiles)
 
 
@@ -75,6 +79,7 @@ def attends(mask: Mask, documents: int) -> dict[str, Attend]:
 
     return {
         "gpu": lambda q, k, v: attention(q, k, v, mask, kernel="gpu"),
+        "packed": lambda q, k, v: attention(q, k, v, mask, kernel="cudnn"),
         "cudnn": cudnn,
         "jax": lambda q, k, v: attention(q, k, v, mask, kernel="jax"),
     }

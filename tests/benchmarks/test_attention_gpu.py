@@ -26,7 +26,7 @@ def test_measures_and_compares_what_cudnn_sees_too(monkeypatch):
     mask, tiles = attention_gpu.equal_documents(64, 2, 16)
     wants = attention_gpu.in_float32(mask, inputs)
     attends = attention_gpu.attends(mask, 2)
-    for name in ("gpu", "cudnn"):
+    for name in ("gpu", "packed", "cudnn"):
         seconds, results = attention_gpu.measure(attends[name], inputs, 1)
         error = attention_gpu.errors(results, wants)
         assert all(0 < x < 0.02 for x in error.values()), (name, error)
