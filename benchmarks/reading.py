@@ -41,7 +41,7 @@ from jaxmllm.config.schema import ComponentsConfig, LanguageConfig, ModelConfig
 from jaxmllm.families.lines import Index
 from jaxmllm.families.model_folder import INDEX, Fit, ModelFolder
 from jaxmllm.families.weight_files import write_tensors
-from jaxmllm.models.mllm import build_model
+from jaxmllm.models.compose import build_model
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.distributed import initialize_distributed
 from jaxmllm.tools.output import measuring_parser, print_table, write_json

@@ -22,7 +22,8 @@ from benchmarks.common import median_seconds
 from jaxmllm.config.schema import ComponentsConfig, LanguageConfig, ModelConfig, VisionConfig
 from jaxmllm.data.media.images import Images
 from jaxmllm.data.rows.masks import AttentionSpec, Row, finish_encoder_row, window_numbers
-from jaxmllm.models.mllm import MLLM, build_model
+from jaxmllm.models.compose import build_model
+from jaxmllm.models.mllm import MLLM
 from jaxmllm.models.rows import EncoderRows
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from sharding.mesh import make_mesh

@@ -20,7 +20,7 @@ from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.hlo import SENT
 
 if TYPE_CHECKING:
-    from jaxmllm.models.mllm import Component
+    from jaxmllm.models.model_component import Component
     from jaxmllm.training.programs.base import ProgramName
     from jaxmllm.training.programs.phased import PhasedPrograms
     from sharding.rules import Layout

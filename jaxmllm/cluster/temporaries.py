@@ -21,7 +21,8 @@ from jaxmllm.config.schema import ADAPTER, PROJECTOR
 from jaxmllm.phases import LANGUAGE
 
 if TYPE_CHECKING:
-    from jaxmllm.models.mllm import MLLM, Component
+    from jaxmllm.models.mllm import MLLM
+    from jaxmllm.models.model_component import Component
     from jaxmllm.training.programs.base import ProgramName, Programs
     from jaxmllm.training.programs.staged import StagedPrograms
 

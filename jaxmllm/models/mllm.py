@@ -2,14 +2,11 @@
 
     rows --tower--> features --projector--> language tokens --(pool, exchange)--> decoder --> hidden states
 
-A component is the unit of freezing, learning rate, dtype, remat, layout, metrics and checkpoints. Parameters are a
-dict {component name: pytree}; modules exist only while a function is traced.
+Parameters are a dict {component name: pytree}; modules exist only while a function is traced.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,97 +14,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmllm.attention.attention import Choice, choice
 from jaxmllm.config.schema import (
-    ADAPTER,
     PROJECTOR,
-    ComponentConfig,
-    ComponentsConfig,
-    ConfigError,
     ModelConfig,
 )
-from jaxmllm.models.adapters import Adapter, with_adapters
-from jaxmllm.models.audio import AudioTower
-from jaxmllm.models.diffusion import DiffusionTower, Drawn
+from jaxmllm.models.diffusion import Drawn
 from jaxmllm.models.language import Decoder, OutputHead
 from jaxmllm.models.layers import checkpointed, with_added, with_tapped
 from jaxmllm.models.mixture import MixtureBlock, RouterSums
-from jaxmllm.models.projector import Projector, vision_projector
+from jaxmllm.models.model_component import Component, ParameterAxes, init_component, shardings
 from jaxmllm.models.rows import EncoderRows, GeneratorRows, LanguageRows
-from jaxmllm.models.vision import VisionTower
 from jaxmllm.phases import LANGUAGE, Phase, make_phases
-from jaxmllm.trainable import Params, Trainable, leaves_by_path
+from jaxmllm.trainable import Params, Trainable
 from sharding.context import take_slots
 from sharding.mesh import platform_of
-from sharding.parameters import by_replica, deferred, is_split, row_axes, whole_sum
-from sharding.rules import Layout, make_layout
-
-
-@dataclass(frozen=True)
-class Component:
-    """One named part of the model: its module, where it lies, how it trains."""
-
-    name: str
-    make: Callable[[nnx.Rngs], nnx.Module]
-    graph: nnx.GraphDef[Any]
-    axes: Any  # `ParameterAxes`, a tree like the parameters
-    shapes: Any  # jax.ShapeDtypeStruct, likewise
-    layout: Layout
-    settings: ComponentConfig
-    adapter_scale: float | None = None  # of its adapter, another component, where there is one
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return jnp.dtype(self.settings.compute_dtype)
-
-    def module(self, params: Params) -> Any:
-        """The module with the parameters of this component; for use inside traced functions.
-
-        Parts whose parameters are left out are there, too, for what needs none of them.
-        """
-        return nnx.merge(self.graph, self.shapes | self.adapted(params)[self.name])
-
-    def adapted(self, params: Params) -> Params:
-        """Parameters by component, those of this one with the factors of its adapter beside them."""
-        factors = params.get(f"{ADAPTER}{self.name}")
-        if self.adapter_scale is None or not factors:
-            return params
-        own = with_adapters(params[self.name], factors, self.adapter_scale)
-        return params | {self.name: own}
-
-    def defers(self, axes: ParameterAxes) -> bool:
-        """Whether a parameter's gradient stays whole on every device until a step's microbatches are done.
-
-        That is for code of one device along the axes of rows: elsewhere XLA places the collectives.
-        """
-        asked = self.settings.reduce == "step" and not axes.looked_up
-        return asked and is_split(self.layout, axes.names)
-
-    def deferred(self, params: Params) -> Params:
-        """Parameters of this component, or some, with those `Deferred` that it defers."""
-
-        def leaf(value: Array, axes: ParameterAxes) -> Any:
-            if not self.defers(axes):
-                return value
-            return deferred(self.layout, value, axes.names, self.whole_dtype(axes, value.dtype))
-
-        return jax.tree.map(leaf, params, self.axes_of(params))
-
-    def whole_dtype(self, axes: ParameterAxes, own: Any) -> jnp.dtype:
-        """In what the whole gradient of one microbatch is made, of a parameter of type `own`.
-
-        Those of all layers exist at one time: as they were computed. Others may be sums of many products,
-        such as the head's: in at least float32.
-        """
-        dtype = self.dtype if axes.stacked else jnp.promote_types(own, jnp.float32)
-        return jnp.dtype(dtype)
-
-    def axes_of(self, params: Params) -> Any:
-        """Those of some of the parameters."""
-        return _part(self.axes, params)
+from sharding.parameters import by_replica, row_axes, whole_sum
+from sharding.rules import Layout
 
 
 @dataclass(frozen=True)
@@ -213,7 +138,7 @@ class MLLM:
         Each component's depend on (seed, its name) alone.
         """
         return {
-            name: _init(
+            name: init_component(
                 component, seed, dtype, shardings(component) if places is None else places[name]
             )
             for name, component in self.components.items()
@@ -434,201 +359,3 @@ class MLLM:
         """What makes logits of hidden states."""
         head: OutputHead = self.components[LANGUAGE].module(params).output_head()
         return head
-
-
-def build_model(
-    config: ModelConfig, vocab_size: int, settings: ComponentsConfig, mesh: Mesh | AbstractMesh
-) -> MLLM:
-    """Compose the model that the config names. Raises `sharding.mesh.MeshError` for a layout that cannot be,
-    and `ConfigError` for a pattern of `train` that names no parameter."""
-    language = config.language
-    makers: dict[str, tuple[ComponentConfig, Callable[[nnx.Rngs], nnx.Module]]] = {}
-    if config.vision is not None:
-        vision = config.vision
-        makers["vision"] = settings.vision, lambda rngs: VisionTower(vision, rngs)
-        makers["projector.vision"] = (
-            settings.projector.vision,
-            lambda rngs: vision_projector(vision, language.width, rngs),
-        )
-    if config.audio is not None:
-        audio = config.audio
-        makers["audio"] = settings.audio, lambda rngs: AudioTower(audio, rngs)
-        makers["projector.audio"] = (
-            settings.projector.audio,
-            lambda rngs: Projector(audio.width, audio.merge, language.width, rngs, audio.projector),
-        )
-    makers[LANGUAGE] = settings.language, lambda rngs: Decoder(language, vocab_size, rngs)
-    if config.diffusion is not None:
-        diffusion = config.diffusion
-        makers["diffusion"] = settings.diffusion, lambda rngs: DiffusionTower(diffusion, rngs)
-        makers[f"{PROJECTOR}{LANGUAGE}"] = (
-            settings.projector.language,
-            lambda rngs: Projector(
-                language.width, 1, diffusion.width, rngs, diffusion.projector_shapes
-            ),
-        )
-    layouts = _layouts({name: setting for name, (setting, _) in makers.items()}, mesh)
-    components = {
-        name: _component(name, make, layouts[name], setting)
-        for name, (setting, make) in makers.items()
-    }
-    for name in config.adapters.by_component:
-        components |= _with_adapter(components[name], config, settings)
-    shapes = {name: component.shapes for name, component in components.items()}
-    patterns = {
-        name: part.settings.train for name, part in components.items() if not part.settings.freeze
-    }
-    trainable = Trainable.of(shapes, patterns)
-    _check_adapted(config, trainable)
-    return MLLM(config, vocab_size, components, trainable)
-
-
-def _with_adapter(
-    component: Component, config: ModelConfig, settings: ComponentsConfig
-) -> dict[str, Component]:
-    """A component that knows of its adapter, and the adapter, by name."""
-    adapter = config.adapters.by_component[component.name]
-    matrices = getattr(config, component.name).matrices
-    axes = dict(leaves_by_path(component.axes))
-    parameters = {
-        path: (leaf.shape, axes[path].names) for path, leaf in leaves_by_path(component.shapes)
-    }
-    name = f"{ADAPTER}{component.name}"
-    return {
-        component.name: replace(component, adapter_scale=adapter.scale),
-        name: _component(
-            name,
-            lambda rngs: Adapter(adapter, matrices, parameters, rngs),
-            component.layout,
-            settings.of(name),
-        ),
-    }
-
-
-def _check_adapted(config: ModelConfig, trainable: Trainable) -> None:
-    """Raise `ConfigError` for a matrix that has an adapter and would be trained itself."""
-    for name, adapter in config.adapters.by_component.items():
-        for path in adapter.adapted(getattr(config, name).matrices):
-            if f"{name}.{path}" in trainable.paths:
-                raise ConfigError(
-                    f"components.{name}: {path} has an adapter (model.adapters.{name}) and would be trained "
-                    f"itself; set components.{name}.freeze: true, or leave it out of components.{name}.train"
-                )
-
-
-def laid_out(model: MLLM, settings: ComponentsConfig, mesh: Mesh | AbstractMesh) -> MLLM:
-    """The same model on another mesh or in other layouts, without making its shapes anew.
-
-    Args:
-      settings: freeze and train as the model was built with.
-
-    Raises:
-      MeshError: a layout that cannot be.
-    """
-    chosen = {name: settings.of(name) for name in model.components}
-    layouts = _layouts(chosen, mesh)
-    components = {
-        name: replace(part, layout=layouts[name], settings=chosen[name])
-        for name, part in model.components.items()
-    }
-    for component in components.values():
-        _check_shapes(component)
-    return replace(model, components=components)
-
-
-def with_settings(model: MLLM, settings: ComponentsConfig) -> MLLM:
-    """The same model in the same layouts, whose components have other settings of remat or types."""
-    components = {
-        name: replace(part, settings=settings.of(name)) for name, part in model.components.items()
-    }
-    return replace(model, components=components)
-
-
-def _layouts(
-    settings: Mapping[str, ComponentConfig], mesh: Mesh | AbstractMesh
-) -> dict[str, Layout]:
-    """Layouts of components, each tower before its projector and its adapter."""
-    layouts: dict[str, Layout] = {}
-    for name, setting in settings.items():
-        if name.startswith(ADAPTER):  # factors lie as the matrices do beside which they run
-            layouts[name] = layouts[name.removeprefix(ADAPTER)]
-            continue
-        overrides = dict(setting.layout)
-        if name.startswith(PROJECTOR):  # a projector runs on the ranks of its tower
-            owner = (
-                "diffusion" if name == f"{PROJECTOR}{LANGUAGE}" else name.removeprefix(PROJECTOR)
-            )
-            tower = layouts[owner]
-            for axes in ("batch", "sequence"):
-                overrides.setdefault(axes, list(tower.whole_axes(axes)))
-        layouts[name] = replace(
-            make_layout(mesh, overrides, f"components.{name}.layout"),
-            narrow_gradients=setting.reduce_dtype == "compute",
-        )
-    return layouts
-
-
-def shardings(component: Component) -> Any:
-    """Shardings of a component's parameters."""
-    return jax.tree.map(
-        lambda leaf, axes: component.layout.sharding(axes.names), component.shapes, component.axes
-    )
-
-
-@dataclass(frozen=True)
-class ParameterAxes:
-    """Logical axes of one parameter; a leaf for tree functions, which a tuple would not be."""
-
-    names: tuple[str | None, ...]
-    looked_up: bool  # whether it is only ever a table to look up, which is never gathered
-
-    @property
-    def stacked(self) -> bool:
-        """Whether it holds the parameters of all layers."""
-        return "layers" in self.names
-
-
-def _part(tree: Any, params: Params) -> Any:
-    """Of a tree like all parameters, what belongs to some of them."""
-    return {
-        key: _part(tree[key], value) if isinstance(value, dict) else tree[key]
-        for key, value in params.items()
-    }
-
-
-def _component(
-    name: str, make: Callable[[nnx.Rngs], nnx.Module], layout: Layout, settings: ComponentConfig
-) -> Component:
-    graph, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    shapes = nnx.to_pure_dict(state)
-    axes = nnx.to_pure_dict(
-        jax.tree.map(_axis_names, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
-    )
-    component = Component(name, make, graph, axes, shapes, layout, settings)
-    _check_shapes(component)
-    return component
-
-
-def _check_shapes(component: Component) -> None:
-    """Raise `MeshError` where a parameter cannot be split as its layout says."""
-    leaves = jax.tree.leaves_with_path(component.shapes)
-    for (path, leaf), names in zip(leaves, jax.tree.leaves(component.axes), strict=True):
-        where = f"{component.name}{jax.tree_util.keystr(path)}"
-        component.layout.check(where, leaf.shape, names.names)
-
-
-def _axis_names(variable: nnx.Variable[Any]) -> ParameterAxes:
-    names: tuple[str | None, ...] = variable.axes
-    stacked = len(variable.get_value().shape) - len(names)
-    return ParameterAxes(("layers",) * stacked + names, variable.looked_up)
-
-
-def _init(component: Component, seed: int, dtype: str, places: Any) -> Any:
-    def create() -> Any:
-        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(component.name.encode()))
-        parameters = nnx.to_pure_dict(nnx.state(component.make(nnx.Rngs(key))))
-        return jax.tree.map(lambda leaf: leaf.astype(dtype), parameters)
-
-    # It runs once, and optimizing it takes far longer than running it.
-    options = {"xla_backend_optimization_level": 0}
-    return jax.jit(create, out_shardings=places, compiler_options=options)()

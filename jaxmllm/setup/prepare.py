@@ -24,7 +24,8 @@ from jaxmllm.data.media.modalities import modalities, row_formats
 from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.text.load import load_tokenizer
 from jaxmllm.data.text.tokenizers import Tokenizer
-from jaxmllm.models.mllm import MLLM, build_model
+from jaxmllm.models.compose import build_model
+from jaxmllm.models.mllm import MLLM
 from jaxmllm.row_format import RowFormat
 from jaxmllm.runtime import hosts
 from jaxmllm.setup.exchange_layout import check_exchange

@@ -34,7 +34,7 @@ from jaxmllm.data.rows.masks import Row
 from jaxmllm.data.sources.requests import Requests
 from jaxmllm.data.sources.source import DataError
 from jaxmllm.data.text.load import load_tokenizer
-from jaxmllm.models.mllm import build_model
+from jaxmllm.models.compose import build_model
 from jaxmllm.runtime.resume import check_free
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
 from jaxmllm.setup.prepare import row_limits, run_modalities, vocabulary

@@ -48,7 +48,7 @@ from jaxmllm.families.model_folder import ModelFolder, is_model_folder, write_fo
 from jaxmllm.families.projector_folder import write_projector
 from jaxmllm.families.resolved import GENERATOR, TOWERS, resolved
 from jaxmllm.models.adapters import merged
-from jaxmllm.models.mllm import build_model
+from jaxmllm.models.compose import build_model
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.checkpoint import Checkpoints
 from jaxmllm.runtime.checkpoint_files import (

@@ -15,7 +15,8 @@ from jaxmllm.balance.stages.sizes import PipelineSizes
 from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.media.modalities import row_formats
 from jaxmllm.data.text.load import load_tokenizer
-from jaxmllm.models.mllm import MLLM, build_model
+from jaxmllm.models.compose import build_model
+from jaxmllm.models.mllm import MLLM
 from jaxmllm.row_format import RowFormat
 from jaxmllm.setup.build import phased_programs, staged_programs
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks

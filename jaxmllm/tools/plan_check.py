@@ -17,7 +17,7 @@ from jaxmllm.cluster.search.layouts import Found, PlannedLayout, program_words, 
 from jaxmllm.cluster.search.no_layout import why_none
 from jaxmllm.cluster.search.sieves import Planner
 from jaxmllm.config.schema import ConfigError
-from jaxmllm.models.mllm import laid_out
+from jaxmllm.models.compose import laid_out
 from jaxmllm.setup.ahead import FailedProgram, compiled_memory, target_mesh
 from jaxmllm.setup.build import phased_programs
 from jaxmllm.setup.chips import Chip, ChipError, chip_of

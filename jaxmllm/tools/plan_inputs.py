@@ -17,7 +17,7 @@ from jaxmllm.cluster.search.sieves import Planner
 from jaxmllm.config.read import config_tree, parse_config
 from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.text.load import load_tokenizer
-from jaxmllm.models.mllm import build_model
+from jaxmllm.models.compose import build_model
 from jaxmllm.setup.prepare import vocabulary
 from jaxmllm.setup.sizing import model_flops
 from jaxmllm.tools.plan_lengths import DataLengths, MadeUpLengths, planned_steps

@@ -35,7 +35,7 @@ from jaxmllm.families.by_type import components_of, family_of
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.model_folder import ModelFolder
 from jaxmllm.families.resolved import resolved
-from jaxmllm.models.mllm import build_model
+from jaxmllm.models.compose import build_model
 from jaxmllm.models.rows import LanguageRows, TokenPool
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.build import phased_programs

@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxmllm.models.mllm import Params
 from jaxmllm.models.rows import GeneratorRows, TokenPool
-from jaxmllm.trainable import join
+from jaxmllm.trainable import Params, join
 from jaxmllm.training.objectives.flow import (
     FlowSums,
     NoisyPatches,

@@ -29,10 +29,10 @@ from jaxtyping import Array, Float, Int
 from jaxmllm.config.schema import PROJECTOR, ObjectiveConfig, OptimizerConfig
 from jaxmllm.models.language import OutputHead
 from jaxmllm.models.mixture import RouterSums, sums_of_rows
-from jaxmllm.models.mllm import MLLM, Params
+from jaxmllm.models.mllm import MLLM
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
 from jaxmllm.phases import LANGUAGE
-from jaxmllm.trainable import join
+from jaxmllm.trainable import Params, join
 from jaxmllm.training.averages import first_averages, moved_averages
 from jaxmllm.training.objectives.routing import Routing, router_loss, router_means
 from jaxmllm.training.objectives.tokens import Sums, failed_examples, sums_by_source, token_losses

@@ -15,7 +15,7 @@ from jaxmllm.attention.attention import Choice, attention, choice
 from jaxmllm.attention.mask import Mask, causal_ids, item_ids
 from jaxmllm.attention.tiles import dealt_tiles, visible_tiles
 from jaxmllm.config.schema import ComponentConfig, ComponentsConfig, LanguageConfig, ModelConfig
-from jaxmllm.models.mllm import build_model
+from jaxmllm.models.compose import build_model
 from jaxmllm.models.rows import abstract_language_rows
 from sharding.mesh import make_mesh
 from tests.attention.masks import stacked, visible_pairs

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import ahead
 from benchmarks.omni import MODELS, omni_config
-from jaxmllm.models.mllm import build_model
+from jaxmllm.models.compose import build_model
 from jaxmllm.setup.ahead import CheckedProgram, Memory, Transfer
 from jaxmllm.setup.chips import ChipError
 from jaxmllm.setup.spans import mesh_spans

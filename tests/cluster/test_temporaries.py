@@ -16,7 +16,7 @@ from jaxmllm.cluster.temporaries import (
     program_temporaries,
 )
 from jaxmllm.config.read import config_tree, parse_config
-from jaxmllm.models.mllm import build_model
+from jaxmllm.models.compose import build_model
 from jaxmllm.tools.generated_lengths import generated_lengths
 from jaxmllm.training.programs.base import ProgramName
 from sharding.mesh import abstract_mesh, make_mesh

@@ -31,7 +31,8 @@ from jaxmllm.data.rows.masks import AttentionSpec, finish_generator_row
 from jaxmllm.families.model_folder import INDEX, OF_GENERATORS, ModelFolder, write_folder
 from jaxmllm.families.resolved import resolved
 from jaxmllm.families.weight_files import FolderError
-from jaxmllm.models.mllm import MLLM, build_model
+from jaxmllm.models.compose import build_model
+from jaxmllm.models.mllm import MLLM
 from jaxmllm.models.rows import GeneratorRows
 from jaxmllm.trainable import leaves_by_path
 from jaxmllm.training.folder_parameters import read_folder

@@ -14,7 +14,7 @@ from jaxmllm.families.model_folder import ModelFolder
 from jaxmllm.families.qwen2_5_omni import QWEN2_5_OMNI
 from jaxmllm.families.resolved import resolved
 from jaxmllm.families.weight_files import FolderError
-from jaxmllm.models.mllm import build_model
+from jaxmllm.models.compose import build_model
 from sharding.mesh import make_mesh
 from tests.families.test_qwen2_5_vl import PUBLISHED_TOWER, change
 from tests.families.test_qwen2_audio import check_clips, config_of, reader_of

@@ -24,7 +24,7 @@ from jaxmllm.families.model_folder import ModelFolder
 from jaxmllm.families.qwen2_5_vl import QWEN2_5_VL
 from jaxmllm.families.resolved import resolved
 from jaxmllm.families.weight_files import FolderError
-from jaxmllm.models.mllm import build_model
+from jaxmllm.models.compose import build_model
 from sharding.mesh import make_mesh
 from tests.support import tiny_config
 

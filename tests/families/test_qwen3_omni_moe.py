@@ -18,7 +18,7 @@ from jaxmllm.families.model_folder import ModelFolder
 from jaxmllm.families.qwen3_omni_moe import QWEN3_OMNI_MOE
 from jaxmllm.families.resolved import resolved
 from jaxmllm.families.weight_files import FolderError
-from jaxmllm.models.mllm import build_model
+from jaxmllm.models.compose import build_model
 from sharding.mesh import make_mesh
 from tests.families.test_qwen2_audio import check_clips, config_of, reader_of
 

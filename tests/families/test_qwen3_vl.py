@@ -14,7 +14,7 @@ from jaxmllm.families.model_folder import ModelFolder
 from jaxmllm.families.qwen3_vl_moe import QWEN3_VL_MOE
 from jaxmllm.families.resolved import resolved
 from jaxmllm.families.weight_files import FolderError, WeightFile, write_tensors
-from jaxmllm.models.mllm import build_model
+from jaxmllm.models.compose import build_model
 from sharding.mesh import make_mesh
 from tests.families.test_qwen2_5_vl import change, config_of, videos_of
 from tests.support import tiny_config

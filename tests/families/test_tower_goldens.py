@@ -20,7 +20,7 @@ from jaxmllm.data.media.reference import File
 from jaxmllm.families.model_folder import Fit, ModelFolder, write_folder
 from jaxmllm.families.resolved import resolved
 from jaxmllm.families.weight_files import FolderError
-from jaxmllm.models.mllm import build_model
+from jaxmllm.models.compose import build_model
 from jaxmllm.trainable import leaves_by_path
 from jaxmllm.training.folder_parameters import read_folder
 from sharding.mesh import make_mesh

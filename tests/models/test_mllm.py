@@ -16,7 +16,7 @@ from jaxmllm.config.schema import (
     VisionConfig,
 )
 from jaxmllm.data.rows.masks import AttentionSpec, finish_language_row
-from jaxmllm.models.mllm import build_model
+from jaxmllm.models.compose import build_model
 from jaxmllm.models.rows import LanguageRows
 from sharding.mesh import MeshError, make_mesh
 from tests.support import EXHAUSTIVE

@@ -18,8 +18,8 @@ from jaxmllm.config.schema import (
     VisionConfig,
 )
 from jaxmllm.data.rows.masks import AttentionSpec, finish_encoder_row, finish_language_row
+from jaxmllm.models.compose import build_model
 from jaxmllm.models.language import rope_sections
-from jaxmllm.models.mllm import build_model
 from jaxmllm.models.rows import EncoderRows, LanguageRows
 from jaxmllm.models.vision import aligned_weights, resampling_weights
 from jaxmllm.row_format import RowFormat

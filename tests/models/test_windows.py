@@ -7,7 +7,7 @@ import pytest
 
 from jaxmllm.config.schema import ComponentConfig, ComponentsConfig, LanguageConfig, ModelConfig
 from jaxmllm.data.rows.masks import AttentionSpec, finish_language_row
-from jaxmllm.models.mllm import build_model
+from jaxmllm.models.compose import build_model
 from jaxmllm.models.rows import LanguageRows
 from sharding.mesh import make_mesh
 from tests.support import EXHAUSTIVE

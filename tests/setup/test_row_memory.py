@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jaxmllm.config.read import parse_config
-from jaxmllm.models.mllm import build_model
+from jaxmllm.models.compose import build_model
 from jaxmllm.setup import row_memory
 from jaxmllm.setup.row_memory import kept_bytes, kept_residuals, slots_that_fit
 from sharding.mesh import abstract_mesh

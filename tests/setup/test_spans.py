@@ -4,7 +4,7 @@ import pytest
 
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ConfigError
-from jaxmllm.models.mllm import build_model
+from jaxmllm.models.compose import build_model
 from jaxmllm.setup.spans import mesh_spans, spans_of_phases
 from sharding.mesh import abstract_mesh
 from tests.support import ENCODER_LAYOUT, tiny_config

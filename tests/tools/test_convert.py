@@ -19,7 +19,7 @@ from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.model_folder import ModelFolder
 from jaxmllm.families.resolved import resolved
 from jaxmllm.families.weight_files import WeightFile, write_tensors
-from jaxmllm.models.mllm import build_model
+from jaxmllm.models.compose import build_model
 from jaxmllm.runtime.checkpoint import Checkpoints
 from jaxmllm.tools.convert import main
 from jaxmllm.tools.prepared_inputs import PreparedRun, PreparedTexts, differences

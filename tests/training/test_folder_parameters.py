@@ -9,7 +9,8 @@ import pytest
 from jaxmllm.config.schema import ComponentsConfig, LanguageConfig, ModelConfig
 from jaxmllm.families.model_folder import Fit, ModelFolder
 from jaxmllm.families.weight_files import FolderError
-from jaxmllm.models.mllm import MLLM, build_model
+from jaxmllm.models.compose import build_model
+from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.training.initial import read_parameters
 from sharding.mesh import make_mesh

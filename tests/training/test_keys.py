@@ -35,7 +35,8 @@ from jaxmllm.config.strict_yaml import write_text
 from jaxmllm.data.media.generated import Generated
 from jaxmllm.data.media.modalities import modalities, row_formats
 from jaxmllm.data.text.load import load_tokenizer
-from jaxmllm.models.mllm import MLLM, build_model
+from jaxmllm.models.compose import build_model
+from jaxmllm.models.mllm import MLLM
 from jaxmllm.models.rows import (
     abstract_encoder_rows,
     abstract_generator_rows,

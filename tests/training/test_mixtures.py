@@ -9,8 +9,8 @@ import pytest
 
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ExpertsObjectiveConfig
+from jaxmllm.models.compose import build_model
 from jaxmllm.models.mixture import RouterSums
-from jaxmllm.models.mllm import build_model
 from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.training.objectives.routing import Routing, router_loss, router_means
 from jaxmllm.training.programs.staged import StagedPrograms

@@ -17,7 +17,7 @@ from jaxmllm.config.schema import (
     VisionConfig,
 )
 from jaxmllm.data.rows.masks import AttentionSpec, finish_encoder_row, finish_language_row
-from jaxmllm.models.mllm import build_model
+from jaxmllm.models.compose import build_model
 from jaxmllm.models.rows import (
     EncoderRows,
     LanguageRows,

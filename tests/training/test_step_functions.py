@@ -16,7 +16,7 @@ from jaxmllm.config.schema import (
     VisionConfig,
 )
 from jaxmllm.data.rows.masks import AttentionSpec, finish_encoder_row, finish_language_row
-from jaxmllm.models.mllm import build_model
+from jaxmllm.models.compose import build_model
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
 from jaxmllm.row_format import RowFormat
 from jaxmllm.training.objectives.tokens import Sums

@@ -17,7 +17,8 @@ from jaxmllm.cluster.search.request import Request
 from jaxmllm.cluster.search.staged_step import in_stages
 from jaxmllm.cluster.search.step_bytes import with_kept, with_remat
 from jaxmllm.config.schema import Config, Remat
-from jaxmllm.models.mllm import MLLM, laid_out, with_settings
+from jaxmllm.models.compose import laid_out, with_settings
+from jaxmllm.models.mllm import MLLM
 from jaxmllm.setup.build import phased_programs
 from jaxmllm.setup.exchange_layout import exchange_backend
 

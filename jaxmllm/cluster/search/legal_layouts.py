@@ -25,7 +25,8 @@ from jaxmllm.cluster.search.step_bytes import (
 )
 from jaxmllm.config.read import config_tree, parse_config
 from jaxmllm.config.schema import Config, ConfigError, Remat
-from jaxmllm.models.mllm import MLLM, laid_out
+from jaxmllm.models.compose import laid_out
+from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.row_shapes import alignment
 from jaxmllm.setup.spans import Spans, spans_of_phases

@@ -8,7 +8,7 @@ from jaxmllm.cluster.clusters import GB
 from jaxmllm.cluster.search.layouts import Found
 from jaxmllm.cluster.search.mesh_choices import mesh_choices
 from jaxmllm.config.schema import ConfigError
-from jaxmllm.models.mllm import laid_out
+from jaxmllm.models.compose import laid_out
 from sharding.mesh import MeshError
 
 if TYPE_CHECKING:

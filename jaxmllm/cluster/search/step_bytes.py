@@ -21,7 +21,8 @@ import jax.numpy as jnp
 
 from jaxmllm.cluster.temporaries import PhaseProgram
 from jaxmllm.config.schema import Config, Remat
-from jaxmllm.models.mllm import MLLM, with_settings
+from jaxmllm.models.compose import with_settings
+from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.row_memory import state_bytes
 from jaxmllm.training.optimizer import MOMENTS

@@ -15,7 +15,8 @@ from typing import Any
 
 import jax
 
-from jaxmllm.models.mllm import MLLM, ParameterAxes
+from jaxmllm.models.mllm import MLLM
+from jaxmllm.models.model_component import ParameterAxes
 from jaxmllm.trainable import Params
 from jaxmllm.training.programs.base import Job, Jobs, ProgramName, zeros_job
 from sharding.parameters import reduced, row_axes

@@ -1,0 +1,161 @@
+"""Config -> model: which components there are, and how each is laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxmllm.config.schema import (
+    ADAPTER,
+    PROJECTOR,
+    ComponentConfig,
+    ComponentsConfig,
+    ConfigError,
+    ModelConfig,
+)
+from jaxmllm.models.adapters import Adapter
+from jaxmllm.models.audio import AudioTower
+from jaxmllm.models.diffusion import DiffusionTower
+from jaxmllm.models.language import Decoder
+from jaxmllm.models.mllm import MLLM
+from jaxmllm.models.model_component import Component, check_shapes, make_component
+from jaxmllm.models.projector import Projector, vision_projector
+from jaxmllm.models.vision import VisionTower
+from jaxmllm.phases import LANGUAGE
+from jaxmllm.trainable import Trainable, leaves_by_path
+from sharding.rules import Layout, make_layout
+
+
+def build_model(
+    config: ModelConfig, vocab_size: int, settings: ComponentsConfig, mesh: Mesh | AbstractMesh
+) -> MLLM:
+    """Compose the model that the config names. Raises `sharding.mesh.MeshError` for a layout that cannot be,
+    and `ConfigError` for a pattern of `train` that names no parameter."""
+    language = config.language
+    makers: dict[str, tuple[ComponentConfig, Callable[[nnx.Rngs], nnx.Module]]] = {}
+    if config.vision is not None:
+        vision = config.vision
+        makers["vision"] = settings.vision, lambda rngs: VisionTower(vision, rngs)
+        makers["projector.vision"] = (
+            settings.projector.vision,
+            lambda rngs: vision_projector(vision, language.width, rngs),
+        )
+    if config.audio is not None:
+        audio = config.audio
+        makers["audio"] = settings.audio, lambda rngs: AudioTower(audio, rngs)
+        makers["projector.audio"] = (
+            settings.projector.audio,
+            lambda rngs: Projector(audio.width, audio.merge, language.width, rngs, audio.projector),
+        )
+    makers[LANGUAGE] = settings.language, lambda rngs: Decoder(language, vocab_size, rngs)
+    if config.diffusion is not None:
+        diffusion = config.diffusion
+        makers["diffusion"] = settings.diffusion, lambda rngs: DiffusionTower(diffusion, rngs)
+        makers[f"{PROJECTOR}{LANGUAGE}"] = (
+            settings.projector.language,
+            lambda rngs: Projector(
+                language.width, 1, diffusion.width, rngs, diffusion.projector_shapes
+            ),
+        )
+    layouts = _layouts({name: setting for name, (setting, _) in makers.items()}, mesh)
+    components = {
+        name: make_component(name, make, layouts[name], setting)
+        for name, (setting, make) in makers.items()
+    }
+    for name in config.adapters.by_component:
+        components |= _with_adapter(components[name], config, settings)
+    shapes = {name: component.shapes for name, component in components.items()}
+    patterns = {
+        name: part.settings.train for name, part in components.items() if not part.settings.freeze
+    }
+    trainable = Trainable.of(shapes, patterns)
+    _check_adapted(config, trainable)
+    return MLLM(config, vocab_size, components, trainable)
+
+
+def _with_adapter(
+    component: Component, config: ModelConfig, settings: ComponentsConfig
+) -> dict[str, Component]:
+    """A component that knows of its adapter, and the adapter, by name."""
+    adapter = config.adapters.by_component[component.name]
+    matrices = getattr(config, component.name).matrices
+    axes = dict(leaves_by_path(component.axes))
+    parameters = {
+        path: (leaf.shape, axes[path].names) for path, leaf in leaves_by_path(component.shapes)
+    }
+    name = f"{ADAPTER}{component.name}"
+    return {
+        component.name: replace(component, adapter_scale=adapter.scale),
+        name: make_component(
+            name,
+            lambda rngs: Adapter(adapter, matrices, parameters, rngs),
+            component.layout,
+            settings.of(name),
+        ),
+    }
+
+
+def _check_adapted(config: ModelConfig, trainable: Trainable) -> None:
+    """Raise `ConfigError` for a matrix that has an adapter and would be trained itself."""
+    for name, adapter in config.adapters.by_component.items():
+        for path in adapter.adapted(getattr(config, name).matrices):
+            if f"{name}.{path}" in trainable.paths:
+                raise ConfigError(
+                    f"components.{name}: {path} has an adapter (model.adapters.{name}) and would be trained "
+                    f"itself; set components.{name}.freeze: true, or leave it out of components.{name}.train"
+                )
+
+
+def laid_out(model: MLLM, settings: ComponentsConfig, mesh: Mesh | AbstractMesh) -> MLLM:
+    """The same model on another mesh or in other layouts, without making its shapes anew.
+
+    Args:
+      settings: freeze and train as the model was built with.
+
+    Raises:
+      MeshError: a layout that cannot be.
+    """
+    chosen = {name: settings.of(name) for name in model.components}
+    layouts = _layouts(chosen, mesh)
+    components = {
+        name: replace(part, layout=layouts[name], settings=chosen[name])
+        for name, part in model.components.items()
+    }
+    for component in components.values():
+        check_shapes(component)
+    return replace(model, components=components)
+
+
+def with_settings(model: MLLM, settings: ComponentsConfig) -> MLLM:
+    """The same model in the same layouts, whose components have other settings of remat or types."""
+    components = {
+        name: replace(part, settings=settings.of(name)) for name, part in model.components.items()
+    }
+    return replace(model, components=components)
+
+
+def _layouts(
+    settings: Mapping[str, ComponentConfig], mesh: Mesh | AbstractMesh
+) -> dict[str, Layout]:
+    """Layouts of components, each tower before its projector and its adapter."""
+    layouts: dict[str, Layout] = {}
+    for name, setting in settings.items():
+        if name.startswith(ADAPTER):  # factors lie as the matrices do beside which they run
+            layouts[name] = layouts[name.removeprefix(ADAPTER)]
+            continue
+        overrides = dict(setting.layout)
+        if name.startswith(PROJECTOR):  # a projector runs on the ranks of its tower
+            owner = (
+                "diffusion" if name == f"{PROJECTOR}{LANGUAGE}" else name.removeprefix(PROJECTOR)
+            )
+            tower = layouts[owner]
+            for axes in ("batch", "sequence"):
+                overrides.setdefault(axes, list(tower.whole_axes(axes)))
+        layouts[name] = replace(
+            make_layout(mesh, overrides, f"components.{name}.layout"),
+            narrow_gradients=setting.reduce_dtype == "compute",
+        )
+    return layouts

@@ -1,0 +1,155 @@
+"""One named part of the model: its module, parameters, axes and layout.
+
+A component is the unit of freezing, learning rate, dtype, remat, layout, metrics and checkpoints.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from jaxmllm.config.schema import (
+    ADAPTER,
+    ComponentConfig,
+)
+from jaxmllm.models.adapters import with_adapters
+from jaxmllm.trainable import Params
+from sharding.parameters import deferred, is_split
+from sharding.rules import Layout
+
+
+@dataclass(frozen=True)
+class ParameterAxes:
+    """Logical axes of one parameter; a leaf for tree functions, which a tuple would not be."""
+
+    names: tuple[str | None, ...]
+    looked_up: bool  # whether it is only ever a table to look up, which is never gathered
+
+    @property
+    def stacked(self) -> bool:
+        """Whether it holds the parameters of all layers."""
+        return "layers" in self.names
+
+
+@dataclass(frozen=True)
+class Component:
+    """One named part of the model: its module, where it lies, how it trains."""
+
+    name: str
+    make: Callable[[nnx.Rngs], nnx.Module]
+    graph: nnx.GraphDef[Any]
+    axes: Any  # `ParameterAxes`, a tree like the parameters
+    shapes: Any  # jax.ShapeDtypeStruct, likewise
+    layout: Layout
+    settings: ComponentConfig
+    adapter_scale: float | None = None  # of its adapter, another component, where there is one
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.settings.compute_dtype)
+
+    def module(self, params: Params) -> Any:
+        """The module with the parameters of this component; for use inside traced functions.
+
+        Parts whose parameters are left out are there, too, for what needs none of them.
+        """
+        return nnx.merge(self.graph, self.shapes | self.adapted(params)[self.name])
+
+    def adapted(self, params: Params) -> Params:
+        """Parameters by component, those of this one with the factors of its adapter beside them."""
+        factors = params.get(f"{ADAPTER}{self.name}")
+        if self.adapter_scale is None or not factors:
+            return params
+        own = with_adapters(params[self.name], factors, self.adapter_scale)
+        return params | {self.name: own}
+
+    def defers(self, axes: ParameterAxes) -> bool:
+        """Whether a parameter's gradient stays whole on every device until a step's microbatches are done.
+
+        That is for code of one device along the axes of rows: elsewhere XLA places the collectives.
+        """
+        asked = self.settings.reduce == "step" and not axes.looked_up
+        return asked and is_split(self.layout, axes.names)
+
+    def deferred(self, params: Params) -> Params:
+        """Parameters of this component, or some, with those `Deferred` that it defers."""
+
+        def leaf(value: Array, axes: ParameterAxes) -> Any:
+            if not self.defers(axes):
+                return value
+            return deferred(self.layout, value, axes.names, self.whole_dtype(axes, value.dtype))
+
+        return jax.tree.map(leaf, params, self.axes_of(params))
+
+    def whole_dtype(self, axes: ParameterAxes, own: Any) -> jnp.dtype:
+        """In what the whole gradient of one microbatch is made, of a parameter of type `own`.
+
+        Those of all layers exist at one time: as they were computed. Others may be sums of many products,
+        such as the head's: in at least float32.
+        """
+        dtype = self.dtype if axes.stacked else jnp.promote_types(own, jnp.float32)
+        return jnp.dtype(dtype)
+
+    def axes_of(self, params: Params) -> Any:
+        """Those of some of the parameters."""
+        return _part(self.axes, params)
+
+
+def shardings(component: Component) -> Any:
+    """Shardings of a component's parameters."""
+    return jax.tree.map(
+        lambda leaf, axes: component.layout.sharding(axes.names), component.shapes, component.axes
+    )
+
+
+def make_component(
+    name: str, make: Callable[[nnx.Rngs], nnx.Module], layout: Layout, settings: ComponentConfig
+) -> Component:
+    graph, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    shapes = nnx.to_pure_dict(state)
+    axes = nnx.to_pure_dict(
+        jax.tree.map(_axis_names, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    )
+    component = Component(name, make, graph, axes, shapes, layout, settings)
+    check_shapes(component)
+    return component
+
+
+def check_shapes(component: Component) -> None:
+    """Raise `MeshError` where a parameter cannot be split as its layout says."""
+    leaves = jax.tree.leaves_with_path(component.shapes)
+    for (path, leaf), names in zip(leaves, jax.tree.leaves(component.axes), strict=True):
+        where = f"{component.name}{jax.tree_util.keystr(path)}"
+        component.layout.check(where, leaf.shape, names.names)
+
+
+def _axis_names(variable: nnx.Variable[Any]) -> ParameterAxes:
+    names: tuple[str | None, ...] = variable.axes
+    stacked = len(variable.get_value().shape) - len(names)
+    return ParameterAxes(("layers",) * stacked + names, variable.looked_up)
+
+
+def _part(tree: Any, params: Params) -> Any:
+    """Of a tree like all parameters, what belongs to some of them."""
+    return {
+        key: _part(tree[key], value) if isinstance(value, dict) else tree[key]
+        for key, value in params.items()
+    }
+
+
+def init_component(component: Component, seed: int, dtype: str, places: Any) -> Any:
+    def create() -> Any:
+        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(component.name.encode()))
+        parameters = nnx.to_pure_dict(nnx.state(component.make(nnx.Rngs(key))))
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), parameters)
+
+    # It runs once, and optimizing it takes far longer than running it.
+    options = {"xla_backend_optimization_level": 0}
+    return jax.jit(create, out_shardings=places, compiler_options=options)()
