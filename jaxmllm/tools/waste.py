@@ -267,7 +267,7 @@ def _over_ideal(wastes: Sequence[PhaseWaste]) -> float:
     return sum(waste.slowest for waste in wastes) / sum(waste.ideal for waste in wastes)
 
 
-def _cells(record: Mapping[str, Any]) -> list[Any]:
+def _cells(record: dict[str, Any]) -> list[Any]:
     """Of `COLUMNS`."""
     rows, gathered = record["rows_by_span"], record["gathered_bytes"]
     in_words = {
