@@ -4,11 +4,9 @@
 
 Every process has one CPU device and, where the system lets it, one core of its own: one stage. The plans, the first the
 yardstick, train on the same batches and take turns step by step, so that a slow moment of the machine touches all.
-Rows and tables are on the devices before the clock starts. `predicted` is the ratio of the times that a step of each
-plan is predicted to take: FLOPs of its schedule, tick by tick those of the slowest stage, rows' padding included, and
-what its ticks take besides, both as `jaxmllm calibrate` measures them, on one earlier step of the yardstick; with what
-the yardstick takes outside of ticks. `by FLOPs` is the ratio of the FLOPs alone; `idle` the share of the stages' time
-that the schedule leaves them waiting, also predicted.
+Rows and tables are on the devices before the clock starts. `predicted` is the ratio of the FLOPs of the schedules,
+tick by tick those of the slowest stage, rows' padding included; `idle` the share of the stages' time that the
+schedule leaves them waiting, also predicted.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -36,8 +33,6 @@ from jaxmllm.setup.build import make_programs
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.spans import mesh_spans
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
-from jaxmllm.tools.tick_times import measure_ticks
-from jaxmllm.training.programs.staged import StagedPrograms
 from jaxmllm.training.run import USER_ERRORS
 from launch.local import run_local
 from sharding.mesh import make_mesh
@@ -54,45 +49,28 @@ PLANS: dict[str, dict[str, Any]] = {
     },
 }
 YARDSTICK = "chain 1F1B"
-WARM_UP = 4  # steps, not counted
-ROUNDS = 5  # in which ticks are timed
+WARM_UP = 2  # steps, not counted
 GENERATOR = "the batches of the run after those that its sizes were chosen from"
 
 
 def measure(config: Config, plans: Sequence[str], steps: int) -> dict[str, dict[str, list[float]]]:
-    """By plan: seconds of every step, measured and predicted, its predicted cost and idle share, its ticks, and what
-    planning it took."""
+    """By plan: seconds of every step, its predicted cost and idle share, and what planning it took."""
     inputs = prepare(config, make_mesh(config.mesh_sizes, spans=mesh_spans(config)))
-    programs: dict[str, StagedPrograms] = {}
-    fillers, states = {}, {}
+    programs, fillers, states = {}, {}, {}
     for name in plans:
         pipeline = config.pipeline.model_copy(update=PLANS[name])
-        made, sizes = make_programs(config.model_copy(update={"pipeline": pipeline}), inputs)
-        assert sizes is not None and isinstance(made, StagedPrograms), (
-            "a pipeline has at least two stages"
+        programs[name], sizes = make_programs(
+            config.model_copy(update={"pipeline": pipeline}), inputs
         )
-        programs[name] = made
+        assert sizes is not None, "a pipeline has at least two stages"
         spec, ranks = programs[name].spec, programs[name].local_share
         fillers[name] = StepFiller(
             inputs.corpus, spec, ranks, programs[name].attention, sizes.training
         )
         states[name] = programs[name].init(config.run.seed)
     found: dict[str, dict[str, list[float]]] = {
-        name: {key: [] for key in ("seconds", "predicted", "cost", "idle", "ticks", "plan_ms")}
-        for name in plans
+        name: {"seconds": [], "cost": [], "idle": [], "ticks": [], "plan_ms": []} for name in plans
     }
-    yardstick = plans[0]
-    first = fillers[yardstick](
-        0, batch_examples(inputs.order, config.data.batch_size, len(inputs.samples))
-    )
-    times = measure_ticks(
-        programs[yardstick],
-        states[yardstick].params,
-        [first],
-        ROUNDS,
-        partial(multihost_utils.sync_global_devices, "ticks"),
-    )
-    outside: list[float] = []  # of ticks, what the yardstick takes before steps count
     for number in range(WARM_UP + steps):
         examples = batch_examples(
             inputs.order, config.data.batch_size, len(inputs.samples) + number
@@ -106,14 +84,10 @@ def measure(config: Config, plans: Sequence[str], steps: int) -> dict[str, dict[
             states[name], metrics = programs[name].train(states[name], batch)
             jax.block_until_ready((states[name], metrics))
             took = time.perf_counter() - began
-            told = host.statistics
-            in_ticks = times.seconds(told["pipeline/cost"], told["pipeline/ticks"], 0)
-            if number < WARM_UP and name == yardstick:
-                outside.append(took - in_ticks)
             if number >= WARM_UP:
+                told = host.statistics
                 row = [
                     took,
-                    in_ticks + statistics.median(outside),
                     *(told[f"pipeline/{key}"] for key in ("cost", "idle_share", "ticks")),
                     told["plan_ms"],
                 ]
@@ -130,8 +104,7 @@ def summarise(measured: dict[str, dict[str, list[float]]]) -> list[dict[str, Any
             "plan": name,
             "seconds": quartiles(of["seconds"]),
             "ratio": quartiles((np.array(first["seconds"]) / np.array(of["seconds"])).tolist()),
-            "predicted_ratio": sum(first["predicted"]) / sum(of["predicted"]),
-            "flops_ratio": sum(first["cost"]) / sum(of["cost"]),
+            "predicted_ratio": sum(first["cost"]) / sum(of["cost"]),
             "idle_share": statistics.fmean(of["idle"]),
             "ticks": statistics.fmean(of["ticks"]),
             "plan_ms": statistics.median(of["plan_ms"]),
@@ -201,7 +174,6 @@ def show(rows: Sequence[dict[str, Any]], title: str) -> None:
         "quarter below",
         "quarter above",
         "predicted",
-        "by FLOPs",
         "idle",
         "ticks",
         "plan [ms]",
@@ -215,7 +187,6 @@ def show(rows: Sequence[dict[str, Any]], title: str) -> None:
                 row["seconds"]["median"],
                 *row["ratio"].values(),
                 row["predicted_ratio"],
-                row["flops_ratio"],
                 row["idle_share"],
                 row["ticks"],
                 row["plan_ms"],
