@@ -158,7 +158,7 @@ def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | N
             settings = programs.functions.model.components[component]
             layout = settings.layout
             once = settings.settings.reduce == "step"
-            for leaf in leaves(trained, layout):
+            for leaf in leaves(trained, settings):
                 send("reduce-scatter", layout, leaf.gathered, once * 4 * leaf.size / leaf.split)
                 shard = leaf.size / leaf.split / devices_along(layout, leaf.gathered)
                 send("all-reduce", layout, leaf.replicas, 4 * shard)
@@ -173,11 +173,11 @@ def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | N
         settings = model.components[component]
         number = jnp.dtype(settings.dtype).itemsize
         scatters = backward and settings.settings.reduce == "microbatch"
-        for leaf in leaves(programs.params[component], settings.layout):
+        for leaf in leaves(programs.params[component], settings):
             gathers = passes if leaf.layer else 1
             whole = number * leaf.size / leaf.split
             send("all-gather", settings.layout, leaf.gathered, gathers * whole)
-        for leaf in leaves(programs.trained.get(component, {}), settings.layout):
+        for leaf in leaves(programs.trained.get(component, {}), settings):
             whole = number * leaf.size / leaf.split
             send("reduce-scatter", settings.layout, leaf.gathered, scatters * whole)
 

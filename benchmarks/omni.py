@@ -1,8 +1,9 @@
 """Omni models that the benchmarks compile and run, and whole configs around them.
 
 Each has a vision tower, an audio tower and a decoder. `2B` fits one device of 80 GB with its AdamW state,
-`7B` is of the size of Qwen2.5-Omni, `84B` has a decoder of the size of Qwen2.5-72B, and so has
-`OrchMLLM-84B`, with towers of other widths (arXiv 2503.23830). `tiny` is for trying out the code itself.
+`7B` is of the size of Qwen2.5-Omni, `30B-A3B` has a decoder of the size of Qwen3-30B-A3B, whose MLPs are
+experts, `84B` has a decoder of the size of Qwen2.5-72B, and so has `OrchMLLM-84B`, with towers of other
+widths (arXiv 2503.23830). `tiny` is for trying out the code itself.
 """
 
 from __future__ import annotations
@@ -84,6 +85,27 @@ MODELS: Final[Mapping[str, Tree]] = {
             "head_size": 128,
             "mlp_width": 18_944,
             "vocab_size": 152_064,
+        },
+    },
+    "30B-A3B": {
+        "vision": {"width": 1152, "layers": 27, "heads": 16, "mlp_width": 4304},
+        "audio": {
+            "width": 1280,
+            "layers": 32,
+            "heads": 20,
+            "mlp_width": 5120,
+            "mel_bins": 128,
+            "chunk_frames": 32,
+        },
+        "language": {
+            "width": 2048,
+            "layers": 48,
+            "heads": 32,
+            "kv_heads": 4,
+            "head_size": 128,
+            "mlp_width": 768,
+            "vocab_size": 151_936,
+            "experts": {"count": 128, "per_token": 8, "renormalise": True},
         },
     },
     "84B": {

@@ -27,7 +27,8 @@ ARROWS = {  # from the top of the house to the bottom: a room imports only rooms
         "sharding",
         "cluster",
     },
-    "jaxmllm/cluster": RECORDS | {"runtime", "balance", "models", "training", "setup", "sharding"},
+    "jaxmllm/cluster": RECORDS
+    | {"runtime", "balance", "experts", "models", "training", "setup", "sharding"},
     "jaxmllm/train.py": {"config", "families", "runtime", "training", "setup"},
     "jaxmllm/setup": RECORDS
     | {"families", "runtime", "attention", "balance", "data", "models", "training", "sharding"},

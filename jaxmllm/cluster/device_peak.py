@@ -72,14 +72,12 @@ def programs_peak(
       microbatches: of a step, by phase: the features of a frozen tower are kept for all; one, if none are given.
 
     Raises:
-      ConfigError: the model draws, or has experts.
+      ConfigError: the model draws.
     """
     from jaxmllm.training.programs.phased import PhasedPrograms
 
     if programs.generators:
         raise ConfigError("model.diffusion: what programs of models that draw take is not known")
-    if programs.functions.routing_shape is not None:
-        raise ConfigError("model.language.experts: what programs of experts take is not known")
     if isinstance(programs, PhasedPrograms):
         names, kept = _phased(programs), _kept(programs, microbatches or {})
     else:

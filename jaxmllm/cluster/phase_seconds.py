@@ -7,7 +7,7 @@ them, and attention by the items of the costliest row.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from jaxmllm.cluster.device_seconds import (
     stored_bytes,
 )
 from jaxmllm.cluster.held import device_bytes
+from jaxmllm.cluster.mixtures import AGAIN, Mixture, mixture_of
 from jaxmllm.cluster.sends import GATHER, SCATTER, Send, devices_along, program_sends
 from jaxmllm.phases import LANGUAGE
 
@@ -89,6 +90,11 @@ class PhaseSeconds:
         stack = [layer for layer in layers if any(layer.attention_squares)]
         self.forward = _forward_flops(layers)
         self.again = sum(layer.linear(1) for layer in stack)
+        self.mixture = mixture_of(model, phase, 1.0)
+        # Of experts, FLOPs of a slot in all layers forward: computed again in part, whatever `remat` says
+        self.of_experts = 0.0
+        if self.mixture is not None:
+            self.of_experts = self.shapes.layers * self.mixture.forward_flops
         self.whole = self.spec.flops
         self._known_sends: dict[ProgramName, tuple[tuple[Send, ...], tuple[Send, ...]]] = {}
 
@@ -137,11 +143,17 @@ class PhaseSeconds:
         linear, *per_square = self.forward
         of_backward = self.whole.linear - linear
         products = passes.forward * linear + passes.backward * of_backward
-        products = (products + passes.linear_again * self.again) * slots / inner
+        products += passes.linear_again * (self.again - self.of_experts)
+        products += passes.backward * AGAIN * self.of_experts
+        products *= slots / inner
         pairs = self._pairs(per_square, squares, passes) / parts / inner
-        rate = device.product_rate(slots, self.shapes.width / inner)
+        width = self.shapes.width / inner
+        rate = device.product_rate(slots, width)
+        if self.mixture is not None:
+            mixture = self._mixture(slots, span)
+            rate = mixture.product_rate(device, slots, width, self.of_experts / linear)
         seconds = products / rate + pairs / device.attention_rate
-        seconds += device.memory_seconds(self._traffic(slots, inner, passes))
+        seconds += device.memory_seconds(self._traffic(slots, inner, span, passes))
         inside, weights = self._sends(function, capacity, span)
         return Microbatch(seconds, products + pairs, inside, weights)
 
@@ -158,7 +170,9 @@ class PhaseSeconds:
             weights = tuple(
                 send
                 for send in sends
-                if send.operation in (GATHER, SCATTER) and set(send.axes) <= batch
+                if send.operation in (GATHER, SCATTER)
+                and set(send.axes) <= batch
+                and not send.of_experts
             )
             inside = tuple(send for send in sends if send not in weights)
             self._known_sends[name] = inside, weights
@@ -178,10 +192,18 @@ class PhaseSeconds:
         returned = (whole - once) * FLASH_BACKWARD / BACKWARD
         return (passes.forward + passes.attention_again) * once + passes.backward * returned
 
-    def _traffic(self, slots: float, inner: int, passes: Passes) -> float:
+    def _mixture(self, slots: float, span: int) -> Mixture:
+        """The experts of a layer, for so many slots of a device."""
+        assert self.mixture is not None
+        layout = self.component.layout.spanned(span)
+        return replace(self.mixture, layout=layout, tokens=slots)
+
+    def _traffic(self, slots: float, inner: int, span: int, passes: Passes) -> float:
         """Bytes that go through memory."""
         stride = getattr(self.shapes, "stem_stride", 1)
         mlp_widths = self.shapes.mlp_matrices * self.shapes.mlp_width
+        if self.mixture is not None:  # whose blocks store nothing
+            mlp_widths = 0
         stored = stored_bytes(self.shapes.width, mlp_widths, inner)
         often = passes.forward + BACKWARD * passes.backward + passes.linear_again
         activations = (
@@ -192,7 +214,12 @@ class PhaseSeconds:
             names = self.programs.functions.trainable_of(self.phase)
             shards = device_bytes([self.programs.trained[name] for name in names]) / OWN_BYTES
             summed = shards * ACCUMULATED_BYTES
-        return activations + summed
+        blocks = 0.0
+        if self.mixture is not None:
+            mixture = self._mixture(slots, span)
+            trained = self.phase in self.programs.functions.trainable_of(self.phase)
+            blocks = mixture.block_traffic(passes.forward, passes.backward, trained)
+        return activations + summed + self.shapes.layers * blocks
 
 
 def _forward_flops(layers: Iterable[Any]) -> list[float]:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from jaxmllm.cluster.clusters import ALL_REDUCE
+from jaxmllm.cluster.mixtures import Mixture, mixture_of
 from jaxmllm.config.schema import ADAPTER, PROJECTOR
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.hlo import SENT
@@ -30,6 +31,7 @@ SCATTER: Final = "reduce-scatter"
 EXCHANGE: Final = "all-to-all"
 BACKWARD: Final = ("language_loss_and_grad", "encode_grad", "encode_grad_kept")
 FORWARD: Final = ("encode", "evaluate", "language_loss_and_grad", "encode_grad")
+ROUTER: Final = "router"  # of experts, in paths
 # Matrices that read the rows themselves: a backward pass that need not run forward has no use for them
 READS_ROWS: Final = ("patch", "stem_mels")
 # Matrices whose inputs are split inside a layer; of the others it is the outputs
@@ -48,6 +50,8 @@ class Send:
     times: float
     # Whether the data decide how often; `times` is then that of rows whose every slot has a target
     by_data: bool = False
+    # Whether tokens travel to experts and back, for which a layer waits
+    of_experts: bool = False
 
     @property
     def ring_bytes(self) -> float:
@@ -72,22 +76,25 @@ class Leaf:
         return "layers" in self.path
 
 
-def leaves(tree: Any, layout: Layout) -> Iterator[Leaf]:
-    """The parameters of a component."""
+def leaves(tree: Any, component: Component) -> Iterator[Leaf]:
+    """The parameters of a component, or some of them."""
     import jax
 
     from sharding.parameters import replica_axes
+    from sharding.rules import KEPT_AXES
 
-    between = layout.mesh_axes("embed")
-    for keys, leaf in jax.tree.leaves_with_path(tree):
+    layout = component.layout
+    axes_of_leaves = jax.tree.leaves(component.axes_of(tree))
+    for (keys, leaf), axes in zip(jax.tree.leaves_with_path(tree), axes_of_leaves, strict=True):
         path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
-        named = [axis for entry in leaf.sharding.spec if entry for axis in _axes(entry)]
-        kept = [axis for axis in named if axis not in between]
+        split: dict[bool, list[str]] = {True: [], False: []}
+        for name, entry in zip(axes.names, leaf.sharding.spec, strict=False):
+            split[name in KEPT_AXES] += _axes(entry) if entry else ()
         yield Leaf(
             path=path,
             size=math.prod(leaf.shape),
-            gathered=tuple(axis for axis in named if axis in between),
-            split=devices_along(layout, kept),
+            gathered=tuple(split[False]),
+            split=devices_along(layout, split[True]),
             replicas=replica_axes(layout, leaf.sharding),
             stacked=leaf.shape[0] if "layers" in path else 1,
         )
@@ -143,13 +150,25 @@ def _send(
     return Send(operation, split, devices_along(layout, axes), array_bytes, times, by_data)
 
 
+def expert_sends(mixture: Mixture, forward: float, backward: float) -> Iterator[Send]:
+    """Of the experts of a layer in so many passes, but for index arrays."""
+    layout = mixture.layout
+    for passed, times in ((mixture.forward, forward), (mixture.backward, backward)):
+        sends = [
+            *(_send(layout, GATHER, mixture.token_axes, size, times) for size in passed.gathered),
+            *(_send(layout, SCATTER, mixture.token_axes, size, times) for size in passed.summed),
+            *(_send(layout, ALL_REDUCE, mixture.other_axes, size, times) for size in passed.summed),
+        ]
+        yield from (replace(send, of_experts=True) for send in sends if times)
+
+
 def _replicas(programs: PhasedPrograms) -> Iterator[Send]:
     """Gradients of devices that hold the same shard, once a step; whole ones to their shards before, where they were
     kept until now."""
     for component, trained in programs.trained.items():
         settings = programs.functions.model.components[component]
         layout = settings.layout
-        for leaf in leaves(trained, layout):
+        for leaf in leaves(trained, settings):
             if _stays_whole(settings, leaf):
                 whole = SUM_BYTES * leaf.size / leaf.split
                 yield _send(layout, SCATTER, leaf.gathered, whole)
@@ -180,6 +199,7 @@ class _Phase:
         self.tokens = name.capacity * name.span / stride  # of attention, in the whole row
         self.backward = self.function in BACKWARD
         self.forward = self.function in FORWARD
+        self.mixture = mixture_of(self.model, self.phase, self.tokens / self.layout.parts)
         features = self.backward and functions.keeps_features(self.phase) and self.phase != LANGUAGE
         self.components = [
             part
@@ -214,6 +234,7 @@ class _Phase:
             yield from self._parts()
             yield from self._activations()
             yield from self._adapters()
+            yield from self._experts()
 
     def _weights(self, component: str) -> Iterator[Send]:
         settings = self.model.components[component]
@@ -221,8 +242,8 @@ class _Phase:
         itemsize = settings.dtype.itemsize
         # Kept where nothing is made again
         again = self.backward and settings.settings.remat != "none"
-        by_path = {leaf.path: leaf for leaf in leaves(self.programs.params[component], layout)}
-        trained = {leaf.path for leaf in leaves(self.programs.trained.get(component, {}), layout)}
+        by_path = {leaf.path: leaf for leaf in leaves(self.programs.params[component], settings)}
+        trained = {leaf.path for leaf in leaves(self.programs.trained.get(component, {}), settings)}
         for path, leaf in by_path.items():
             table = "embedding" in path
             if table and self.function == "language_loss_and_grad":
@@ -235,9 +256,10 @@ class _Phase:
                     continue
             whole = leaf.size / leaf.split / leaf.stacked
             passes = self.forward + again if leaf.layer else 1
+            number = SUM_BYTES if ROUTER in path else itemsize  # which computes in float32
             if not self.forward and path[0] in READS_ROWS:
                 passes = 0
-            yield _send(layout, GATHER, leaf.gathered, itemsize * whole, passes * leaf.stacked)
+            yield _send(layout, GATHER, leaf.gathered, number * whole, passes * leaf.stacked)
             if self.backward and path in trained and not _stays_whole(settings, leaf):
                 summed = itemsize if layout.narrow_gradients else SUM_BYTES
                 yield _send(layout, SCATTER, leaf.gathered, summed * whole, leaf.stacked)
@@ -279,11 +301,14 @@ class _Phase:
         language = self.phase == LANGUAGE
         # Queries, keys, values; of a gated MLP two matrices before the activation. What reads the same is added up
         # first, but for the compiler for CPUs
-        reading = 3 + self.shapes.mlp_matrices - 1 if self._on_cpus else 2
+        whole_mlps = self.mixture is None  # sums of experts are of all that share them
+        of_mlps = (self.shapes.mlp_matrices - 1 if self._on_cpus else 1) * whole_mlps
+        reading = (3 if self._on_cpus else 1) + of_mlps
         again = (
             self.settings.settings.remat == "full"
         )  # what attention adds; the MLP's is not needed
-        times = self.forward * 2 * layers + self.backward * layers * (reading + again)
+        times = self.forward * (1 + whole_mlps) * layers
+        times += self.backward * layers * (reading + again)
         yield _send(layout, ALL_REDUCE, axes, size, times)
         if language:
             lookup = size / self.itemsize * SUM_BYTES  # in the type of the table
@@ -299,6 +324,12 @@ class _Phase:
         yield _send(layout, ALL_REDUCE, projector, projected)
         read = self.shapes.projector.inputs(1, self.shapes.merged) / self.shapes.merged
         yield _send(layout, ALL_REDUCE, projector, read * projectors * size, self.backward)
+
+    def _experts(self) -> Iterator[Send]:
+        """Tokens of all that share the experts, and their sums; nothing is made again."""
+        if self.mixture is not None:
+            layers = self.shapes.layers
+            yield from expert_sends(self.mixture, self.forward * layers, self.backward * layers)
 
     def _adapters(self) -> Iterator[Send]:
         """Sums of what lies between two factors, over devices that split either of them: forward, and again, of those

@@ -71,15 +71,13 @@ def simulate(programs: Programs, plan: StepPlan, items: BatchItems, device: Devi
       device: one of those that the programs' mesh stands for.
 
     Raises:
-      ConfigError: the model draws, or has experts.
+      ConfigError: the model draws.
     """
     from jaxmllm.training.programs.phased import PhasedPrograms
     from jaxmllm.training.programs.staged import StagedPrograms
 
     if programs.generators:
         raise ConfigError("model.diffusion: seconds of a model that draws are not known")
-    if programs.functions.routing_shape is not None:
-        raise ConfigError("model.language.experts: seconds of experts are not known")
     devices = programs.mesh.size
     device = device.among(devices)
     network = Network(programs.mesh, device)

@@ -17,12 +17,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.arrays import Floats, Ints
+from jaxmllm.balance.costs.flops import phase_layers
 from jaxmllm.balance.records import BatchItems, PipelineRun, RowClass, StepPlan
 from jaxmllm.cluster.clusters import ALL_REDUCE
 from jaxmllm.cluster.device_seconds import ACCUMULATED_BYTES, Device, stored_bytes
+from jaxmllm.cluster.mixtures import Mixture, mixture_of
 from jaxmllm.cluster.network import Network
-from jaxmllm.cluster.phase_seconds import Worked, row_squares
-from jaxmllm.cluster.sends import GATHER, SCATTER, SUM_BYTES, Leaf, Send, devices_along, leaves
+from jaxmllm.cluster.phase_seconds import Worked, resolved_model, row_squares
+from jaxmllm.cluster.sends import (
+    GATHER,
+    SCATTER,
+    SUM_BYTES,
+    Leaf,
+    Send,
+    devices_along,
+    expert_sends,
+    leaves,
+)
 from jaxmllm.phases import LANGUAGE
 from sharding.pipeline.graph import Kind, Pool
 from sharding.pipeline.ring import STAGE, Chain
@@ -136,14 +147,13 @@ class _Operations:
         self.itemsize = model.components[self.phase].dtype.itemsize
         self.inner = devices_along(self.layout, self.layout.mesh_axes("mlp"))
         self.parts = devices_along(self.layout, self.layout.part_axes)
-        # Of the rows of each class, on a device
         self.classes = programs.spec.phases[self.phase].classes
-        self.slots = [row_class.capacity / self.parts for row_class in self.classes]
-        self.tokens = [slots / getattr(self.shapes, "stem_stride", 1) for slots in self.slots]
+        self.model = model
+        self.resolved = resolved_model(programs)
         self.key_values = model.key_value_bytes(self.phase) / self.shapes.layers
         parameters = model.abstract(programs.param_dtype)
         self.leaves = {
-            component: list(leaves(parameters[component], model.layout(component)))
+            component: list(leaves(parameters[component], model.components[component]))
             for component in model.phases[self.phase].components
         }
 
@@ -194,16 +204,13 @@ class _Operations:
         happens = (products + pairs) > 0  # not all of what is frozen
         layers = np.array(self.chain.layers)[None, :, None]
         width = self.shapes.width / self.inner
-        rates = np.array([self.device.product_rate(slots, width) for slots in self.slots])
-        traffic = np.stack([self._traffic(tokens) for tokens in self.tokens], axis=1)
+        rates = np.array([self._rate(row_class, width) for row_class in self.classes])
+        traffic = np.stack([self._traffic(row_class) for row_class in self.classes], axis=1)
         moved = self.device.memory_seconds(1.0) * traffic[:, None, row_class] * layers
         compute = products / rates[row_class] + pairs / self.device.attention_rate + moved
         inside = np.array(
             [
-                [
-                    self.network.seconds(self._inside(part, tokens, row_class.span))
-                    for tokens, row_class in zip(self.tokens, self.classes, strict=True)
-                ]
+                [self.network.seconds(self._inside(part, row_class)) for row_class in self.classes]
                 for part in range(4)
             ]
         )
@@ -214,9 +221,31 @@ class _Operations:
             products + pairs,
         )
 
-    def _traffic(self, tokens: float) -> Floats:
+    def _tokens(self, row_class: RowClass) -> float:
+        """Of attention, in a row of a device."""
+        return self._slots(row_class) / getattr(self.shapes, "stem_stride", 1)
+
+    def _slots(self, row_class: RowClass) -> float:
+        return row_class.capacity / self.parts
+
+    def _mixture(self, row_class: RowClass) -> Mixture | None:
+        """The experts of a layer, where there are any."""
+        tokens = self._tokens(row_class)
+        return mixture_of(self.model.spanned(self.phase, row_class.span), self.phase, tokens)
+
+    def _rate(self, row_class: RowClass, width: float) -> float:
+        """FLOP/s of the products of a layer."""
+        slots, mixture = self._slots(row_class), self._mixture(row_class)
+        if mixture is None:
+            return self.device.product_rate(slots, width)
+        layers = phase_layers(self.resolved, self.phase)
+        whole = max(layer.linear(1) for layer in layers if any(layer.attention_squares))
+        return mixture.product_rate(self.device, slots, width, mixture.forward_flops / whole)
+
+    def _traffic(self, row_class: RowClass) -> Floats:
         """Bytes that go through memory in a layer, by part."""
-        mlp_widths = self.shapes.mlp_matrices * self.shapes.mlp_width
+        tokens, mixture = self._tokens(row_class), self._mixture(row_class)
+        mlp_widths = self.shapes.mlp_matrices * self.shapes.mlp_width if mixture is None else 0
         stored = stored_bytes(self.shapes.width, mlp_widths, self.inner)
         once = tokens * stored * self.device.rates.traffic
         held = sum(
@@ -224,7 +253,12 @@ class _Operations:
             for leaf in self.leaves[self.phase]
             if leaf.layer
         )
-        return np.array([once, once, once + ACCUMULATED_BYTES * held, once])
+        parts = np.array([once, once, once + ACCUMULATED_BYTES * held, once])
+        if mixture is not None:
+            # Gradients of matrices are made with those of tokens; nothing is made again
+            forward, backward = (mixture.block_traffic(*n, True) for n in ((1, 0), (0, 1)))
+            parts += [forward, backward, 0, 0]
+        return parts
 
     def _weights(self, layers: Ints) -> Floats:
         """Seconds of gathering weights and scattering their gradients: of layers, and of what precedes and follows
@@ -247,18 +281,24 @@ class _Operations:
         operation = SCATTER if part == WEIGHT else GATHER
         return Send(operation, leaf.gathered, devices_along(self.layout, leaf.gathered), whole, 1)
 
-    def _inside(self, part: int, tokens: float, span: int) -> list[Send]:
-        """What a layer waits for: keys and values of the other parts of a row, and sums over devices that split it."""
-        axes = self.layout.spanned(span).mesh_axes("sequence")
+    def _inside(self, part: int, row_class: RowClass) -> list[Send]:
+        """What a layer waits for: keys and values of the other parts of a row, sums over devices that split it, and
+        tokens that go to experts."""
+        tokens, mixture = self._tokens(row_class), self._mixture(row_class)
+        axes = self.layout.spanned(row_class.span).mesh_axes("sequence")
         holders = devices_along(self.layout, axes)
         keys = tokens * holders * self.key_values / self.layout.size("kv_heads")
         split = self.layout.mesh_axes("mlp")
         sums = {FORWARD: 2, AGAIN: 2, INPUT: 5 if self.phase == LANGUAGE else 3, WEIGHT: 0}[part]
+        if mixture is not None:  # of what attention adds and reads; experts have sums of their own
+            sums = {FORWARD: 1, AGAIN: 1, INPUT: 3, WEIGHT: 0}[part]
         activations = tokens * self.shapes.width * self.itemsize
         sends = [Send(ALL_REDUCE, split, self.inner, activations, sums)]
         if part != WEIGHT:
             operation = SCATTER if part == INPUT else GATHER
             sends.append(Send(operation, axes, holders, keys, 1))
+        if mixture is not None:
+            sends += expert_sends(mixture, part == FORWARD, part == INPUT)
         return sends
 
 
@@ -305,7 +345,7 @@ def once_seconds(
     for component, tree in model.abstract(param_dtype).items():
         layout = model.layout(component)
         often = int(component in trained)
-        for leaf in leaves(tree, layout):
+        for leaf in leaves(tree, model.components[component]):
             replicas, others = leaf.replicas, devices_along(layout, leaf.replicas)
             held = leaf.size / leaf.split / devices_along(layout, leaf.gathered)
             if leaf.layer:

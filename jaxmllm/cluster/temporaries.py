@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from jaxmllm.cluster.mixtures import Mixture, mixture_of
 from jaxmllm.cluster.sends import BACKWARD, SUM_BYTES
 from jaxmllm.config.schema import ADAPTER, PROJECTOR
 from jaxmllm.phases import LANGUAGE
@@ -145,6 +146,7 @@ def _weights(model: MLLM, name: str) -> list[_Weight]:
     import jax
 
     from sharding.parameters import kept_axes
+    from sharding.rules import KEPT_AXES
 
     component = model.components[name]
     layout = component.layout
@@ -156,13 +158,14 @@ def _weights(model: MLLM, name: str) -> list[_Weight]:
         own = axes.names[axes.stacked :]
         layers = leaf.shape[0] if axes.stacked else 0
         split = math.prod(layout.size(axis) for axis in kept_axes(axes.names) if axis)
-        parts = layout.size("embed") if "embed" in own else 1
+        gathered = [axis for axis in own if axis and axis not in KEPT_AXES]
+        parts = math.prod(map(layout.size, gathered))
         weights.append(
             _Weight(
                 layers=layers,
                 numbers=leaf.size / max(layers, 1) / split,
                 parts=parts,
-                turned=parts > 1 and own[0] != "embed",
+                turned=parts > 1 and own[0] not in gathered,
                 trained=path in model.trainable.paths,
             )
         )
@@ -196,7 +199,9 @@ class PhaseProgram:
         self.width = shapes.width
         self.post_norms = getattr(shapes, "post_norms", False)
         self.gelu = getattr(shapes, "activation", "silu") == "gelu_tanh"
-        self.mlp = shapes.mlp_width / layout.size("mlp")
+        # Experts have no hidden values but those of a block
+        mlp_width = 0 if getattr(shapes, "experts", None) else shapes.mlp_width
+        self.mlp = mlp_width / layout.size("mlp")
         self.queries = shapes.heads * shapes.head_size / layout.size("heads")
         self.keys = kv_heads * shapes.head_size / layout.size("kv_heads")
         self.weights = [weight for name in self.tower for weight in _weights(self.model, name)]
@@ -212,6 +217,11 @@ class PhaseProgram:
         """What it takes for itself; see `program_temporaries`."""
         moments = self.backward() if self.name.function in BACKWARD else self.forward(keeps)
         return Temporaries({moment: round(size) for moment, size in moments.items()})
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """The experts of a layer, where there are any."""
+        return mixture_of(self.model, self.phase, self.tokens)
 
     @property
     def slots(self) -> float:
@@ -315,7 +325,10 @@ class PhaseProgram:
             if weight.layers and weight.trained and weight.parts > 1
         ]
         gradients = SUM_BYTES * (sum(layer) + WIDEST_AGAIN * max(layer, default=0.0))
-        return GAPS * (self.slots * values + gradients) + self.sums
+        experts = 0.0
+        if self.mixture is not None:
+            experts = self.mixture.held_backward(any(weight.trained for weight in self.weights))
+        return GAPS * (self.slots * values + gradients) + experts + self.sums
 
     def _head(self) -> float:
         """The loop over chunks of logits, with the head and its gradient whole."""
@@ -393,6 +406,8 @@ class PhaseProgram:
                 outer[max(len(outer) - 2, 0)]
             )  # the second largest, or the one there is
         layer = self.slots * values + self.itemsize * sum(gathered)
+        if self.mixture is not None:
+            layer += self.mixture.held_forward()
         moments = {"layer forward": self.turned + layer}
         if self.decoder:
             moments["embedding"] = self.turned + (not self.stays) * WIDE * self._table()

@@ -47,11 +47,6 @@ def make_planner(
             "model.diffusion: seconds and bytes of a model that draws are not known yet; plan it without, and leave "
             "room for what it adds"
         )
-    if config.model.language.experts is not None:
-        raise ConfigError(
-            "model.language.experts: seconds and bytes of experts are not known yet; plan it with an MLP of per_token "
-            "times the width, and leave room for the parameters of all experts"
-        )
     if (audio := config.model.audio) is not None and audio.stem_channels is not None:
         raise ConfigError(
             "model.audio.stem_channels: bytes of convolutions along time and mels are not known yet; plan it with "

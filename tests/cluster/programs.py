@@ -20,10 +20,12 @@ def tiny(**sections):
 CAPACITIES = {"vision": [16384], "audio": [16384], "language": [4096]}
 
 
-def tiny_lengths(devices=8, frozen=(), capacities=CAPACITIES, kept=None, adapters=None, **sections):
+def tiny_lengths(
+    devices=8, frozen=(), capacities=CAPACITIES, kept=None, adapters=None, experts=None, **sections
+):
     """A tiny omni model that computes in float32, for XLA sends nothing else on CPU, and batches for it.
 
-    `kept`: what else is said of phases, by phase.
+    `kept`: what else is said of phases, by phase. `experts`: of the decoder.
     """
     phases = {
         phase: {"capacities": of_phase, "spans": [1]} | (kept or {}).get(phase, {})
@@ -35,6 +37,7 @@ def tiny_lengths(devices=8, frozen=(), capacities=CAPACITIES, kept=None, adapter
         if "compute_dtype" in component:
             component["compute_dtype"] = "float32"
     tree["model"]["adapters"] = adapters or {}
+    tree["model"]["language"]["experts"] = experts
     for component in frozen:
         tree["components"][component]["freeze"] = True
     config = parse_config(tree)

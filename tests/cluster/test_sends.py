@@ -93,6 +93,23 @@ def test_adapters_send_what_is_predicted(mesh, remat):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "remat"),
+    [
+        ({"data": 2, "fsdp": 4}, "full"),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, "dots"),
+        pytest.param({"data": 1, "fsdp": 4, "context": 2}, "none", marks=EXHAUSTIVE),
+    ],
+    ids=str,
+)
+def test_experts_send_what_is_predicted(mesh, remat):
+    config, programs = tiny(mesh=mesh, remat=remat, experts={"count": 8, "per_token": 2})
+    for name in programs.jobs:
+        if name.function in ("language_loss_and_grad", "add_replicas"):
+            assert_agrees(config, programs, name)
+
+
+@pytest.mark.slow
 def test_forward_programs_send_what_is_predicted():
     config, programs = tiny(mesh={"fsdp": 4, "context": 2, "data": 1})
     for name in programs.jobs:

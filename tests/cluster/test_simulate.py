@@ -147,6 +147,33 @@ def test_an_exchange_takes_what_its_hops_send(sharded):
     assert step.parts["exchange"] == pytest.approx(2 * sent + 4 * link.hop_seconds)
 
 
+EXPERTS = {"count": 8, "per_token": 2}
+
+
+def test_experts_wait_for_the_tokens_of_all_that_share_them(sharded):
+    mixed = Simulated(mesh={"data": 2, "fsdp": 4}, experts=EXPERTS)
+    step = mixed.on(DEVICE)
+    assert step.low * (1 - 1e-9) <= step.seconds <= step.high * (1 + 1e-9)
+    assert 0 < step.mfu < step.hfu < 1
+    waited = step.parts["language/inside"] - sharded.on(DEVICE).parts["language/inside"]
+    # Of two layers: tokens of a row of 4,096 on each of 4 devices, gathered thrice and scattered twice, and weights
+    rows = mixed.plan.phases["language"].microbatches
+    link = DEVICE.cluster.in_node
+    tokens, weights = (4 * 4096 * numbers * 4 * 3 / 4 for numbers in (64, 2))
+    sent = (5 * tokens + 3 * weights) / link.bytes_per_second / DEVICE.rates.network
+    assert waited / rows / 2 > sent and step.parts["vision/inside"] == 0
+
+
+def test_experts_of_one_device_send_nothing():
+    parts = Simulated(mesh={"data": 1}, devices=1, experts=EXPERTS).on(DEVICE).parts
+    assert {name for name, seconds in parts.items() if seconds} == {
+        "vision/compute",
+        "audio/compute",
+        "language/compute",
+        "update",
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "frozen",

@@ -69,6 +69,14 @@ def check_ticks(staged):
     assert step.parts["bubble"] / step.seconds == pytest.approx(idle, rel=2e-2)
 
 
+def test_experts_in_stages_are_waited_for():
+    """Of the layers of both stages, tokens that go to experts and back."""
+    mixed = Staged(mesh={"fsdp": 4, "data": 1}, experts={"count": 8, "per_token": 2})
+    step = mixed.on(DEVICE)
+    assert step.low * (1 - 1e-9) <= step.seconds <= step.high * (1 + 1e-9)
+    assert step.parts["language/inside"] > step.parts["vision/inside"] == 0
+
+
 def test_stages_that_share_cores_leave_them_to_each_other(staged):
     step = staged.on(Device(CLUSTERS["cpu"], 0.5, dtype="float32"))
     assert step.parts["bubble"] == 0

@@ -50,6 +50,10 @@ def model_of(name, mesh, remat="full", frozen=(), choices=()):
         ("7B", CONTEXT, "full", GRAD, "vision", 16384, 1.097),
         ("2B", DATA, "full", LOSS, "language", 8192, 7.892),
         ("84B", (("data", 5), ("fsdp", 512)), "full", LOSS, "language", 8192, 20.593),
+        ("30B-A3B", FSDP, "full", LOSS, "language", 8192, 12.703),
+        ("30B-A3B", FSDP, "dots", "evaluate", "language", 8192, 6.619),
+        ("30B-A3B", TENSOR, "full", LOSS, "language", 16384, 10.014),
+        ("30B-A3B", CONTEXT, "dots", LOSS, "language", 16384, 12.976),
     ],
 )
 def test_estimates_are_what_was_compiled(model, mesh, remat, program, phase, capacity, compiled_gb):

@@ -159,6 +159,19 @@ def test_the_layouts_are_drawn(out):
     assert "Chosen: <b>" in page and "as fast, with no fewer axes" in page
 
 
+def test_experts_are_planned_where_the_axis_divides_them(config_file, tmp_path):
+    record = tmp_path / "plan.json"
+    experts = "model.language.experts={count: 4, per_token: 2}"
+    words = ["--generated", "--json", str(record), *SMALL, experts, "mesh={context: 1, tensor: 1}"]
+    assert plan(config_file, *words, "pipeline.stages=1", cluster="h100") == 0
+    plans = json.loads(record.read_text())
+    assert {one["mesh"]["fsdp"] for one in plans["layouts"]} <= {1, 2, 4}
+    assert any("experts" in reason for reason in plans["rejected"])
+    for one in plans["layouts"]:
+        assert sum(one["parts"].values()) == pytest.approx(one["step_s"])
+        assert (one["parts"]["language/inside"] > 0) == (one["mesh"]["fsdp"] > 1)
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
@@ -170,11 +183,6 @@ def test_the_layouts_are_drawn(out):
             ["model.diffusion={width: 16, layers: 1, heads: 2, mlp_width: 24, patch_size: 4}"],
             1,
             "model.diffusion: seconds and bytes of a model that draws",
-        ),
-        (
-            ["model.language.experts={count: 4, per_token: 2}"],
-            1,
-            "model.language.experts: seconds and bytes of experts are not known",
         ),
         (
             ["model.audio.stem_channels=4"],

@@ -33,7 +33,7 @@ SUM_BYTES: Final = 4  # of a gradient before it is scattered, and of a logit
 POOLS: Final = 4
 POOL_ROOM: Final = 1.5  # what a pool has room for over an even share of a step's tokens
 # Logical axes that split what a program holds
-AXES: Final = ("embed", "heads", "kv_heads", "mlp", "vocab")
+AXES: Final = ("embed", "heads", "kv_heads", "mlp", "vocab", "experts", "expert_embed")
 LARGEST_ROW: Final = 1 << 24  # slots
 
 # By component and logical axes: all, and those that are trained

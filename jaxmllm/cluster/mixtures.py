@@ -1,0 +1,186 @@
+"""What a mixture of experts makes of a decoder's layer: what its devices send each other, what blocks move through
+memory, and what lies there (experts/experts.py, whose letters these are).
+
+Which experts the tokens of a run will choose is not known before it: every expert counts as chosen equally often.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from jaxmllm.cluster.device_seconds import Device
+    from jaxmllm.models.mllm import MLLM
+    from sharding.rules import Layout
+
+MATRICES: Final = 3  # of an expert: gate, up, down
+AGAIN: Final = (
+    2 / 3
+)  # of its products, those before the activation: made again in every backward pass
+WIDE: Final = 4  # bytes of float32, in which blocks add up, and routers compute
+INDEX: Final = 4  # bytes of the number of an expert
+# [T, k] arrays beside the tokens of a device: numbers and weights of experts, pairs in order, and gradients
+PAIRED: Final = 8
+
+
+class Passed(NamedTuple):
+    """Arrays that devices pass each other in one layer and pass, in bytes of all their tokens together."""
+
+    gathered: tuple[float, ...]
+    numbers: float  # of experts, gathered as well: index arrays
+    summed: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of a layer, as one device has them.
+
+    Attributes:
+      tokens: of the device's own rows.
+      itemsize: bytes of a number of the compute dtype.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    mlp_width: int
+    layout: Layout
+    tokens: float
+    itemsize: int
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """Mesh axes whose devices gather each other's tokens: those that split experts, and slots as well."""
+        slots = {*self.layout.mesh_axes("batch"), *self.layout.mesh_axes("sequence")}
+        return tuple(axis for axis in self._several("experts") if axis in slots)
+
+    @property
+    def other_axes(self) -> tuple[str, ...]:
+        """Mesh axes whose devices have parts of the sums of the same tokens."""
+        split = dict.fromkeys((*self._several("experts"), *self._several("mlp")))
+        return tuple(axis for axis in split if axis not in self.token_axes)
+
+    def _several(self, name: str) -> tuple[str, ...]:
+        sizes = self.layout.mesh.shape
+        return tuple(axis for axis in self.layout.mesh_axes(name) if sizes[axis] > 1)
+
+    def _devices(self, axes: tuple[str, ...]) -> int:
+        devices = 1
+        for axis in axes:
+            devices *= self.layout.mesh.shape[axis]
+        return devices
+
+    @property
+    def all_tokens(self) -> float:
+        """T: of all devices that share the experts."""
+        return self.tokens * self._devices(self.token_axes)
+
+    @property
+    def held(self) -> float:
+        """Experts of the device."""
+        return self.count / self._devices(self._several("experts"))
+
+    @property
+    def block_rows(self) -> int:
+        """Pairs of a token and an expert that are computed together."""
+        from jaxmllm.experts.expert_blocks import block_rows
+
+        return block_rows(int(self.all_tokens * self.per_token), max(round(self.held), 1))
+
+    # ------------------------------------------------------------------ what is sent
+
+    @property
+    def forward(self) -> Passed:
+        """Tokens and weights to the experts; sums back."""
+        return Passed((self._of_tokens, self._of_weights), self._of_numbers, (self._of_tokens,))
+
+    @property
+    def backward(self) -> Passed:
+        """Tokens, gradients and weights to the experts; gradients of tokens and weights back."""
+        gathered = (self._of_tokens, self._of_tokens, self._of_weights)
+        return Passed(gathered, self._of_numbers, (self._of_tokens, self._of_weights))
+
+    @property
+    def _of_tokens(self) -> float:
+        return self.all_tokens * self.width * self.itemsize
+
+    @property
+    def _of_weights(self) -> float:
+        return self.all_tokens * self.per_token * WIDE
+
+    @property
+    def _of_numbers(self) -> float:
+        return self.all_tokens * self.per_token * INDEX
+
+    # ------------------------------------------------------------------ what is computed
+
+    @property
+    def forward_flops(self) -> float:
+        """Of a token in one layer, in products of its experts, on all devices."""
+        return 2.0 * self.per_token * MATRICES * self.width * self.mlp_width
+
+    def product_rate(self, device: Device, tokens: float, width: float, share: float) -> float:
+        """FLOP/s of the products of layers whose experts have a share of them.
+
+        Args:
+          tokens: of the device's rows.
+          width: of what its other products have.
+        """
+        inner = self.mlp_width / self._devices(self._several("mlp"))
+        blocks = device.product_rate(min(self.block_rows, self._pairs_per_expert), inner)
+        return 1 / (share / blocks + (1 - share) / device.product_rate(tokens, width))
+
+    @property
+    def _pairs_per_expert(self) -> float:
+        return max(self.all_tokens * self.per_token / self.count, 1.0)
+
+    # ------------------------------------------------------------------ what moves and lies in memory
+
+    def block_traffic(self, forward: float, backward: float, trained: bool) -> float:
+        """Bytes that the blocks of a layer move in so many passes: the matrices of their experts, gradients that add up
+        there, and rows of tokens, sums and gradients."""
+        pairs = self._pairs_per_expert * self.held
+        blocks = pairs / self.block_rows + self.held / 2  # an expert's last block is half empty
+        numbers = self._matrix_numbers
+        read, added = self.itemsize, 2 * WIDE
+        once = blocks * numbers * read + pairs * self.width * (read + added)
+        back = blocks * numbers * (read + trained * added)
+        back += pairs * self.width * (2 * read + added)
+        return forward * once + backward * back
+
+    def held_forward(self) -> float:
+        """Bytes of a layer: tokens that came, and their sums."""
+        came = self.itemsize * bool(self.token_axes)
+        return self.all_tokens * (self.width * (came + WIDE) + self.per_token * PAIRED * WIDE)
+
+    def held_backward(self, trained: bool) -> float:
+        """The same of its backward pass: tokens and gradients that came, gradients of tokens, what the router reads,
+        and gradients of own matrices."""
+        came = 2 * self.itemsize * bool(self.token_axes)
+        tokens = self.all_tokens * (self.width * (came + WIDE) + self.per_token * PAIRED * WIDE)
+        routed = self.tokens * self.width * WIDE
+        return tokens + routed + trained * WIDE * self.held * self._matrix_numbers
+
+    @property
+    def _matrix_numbers(self) -> float:
+        """Of an expert, on the device."""
+        return MATRICES * self.width * self.mlp_width / self._devices(self._several("mlp"))
+
+
+def mixture_of(model: MLLM, phase: str, tokens: float) -> Mixture | None:
+    """The experts of a phase for so many tokens of a device; none where its MLPs are whole."""
+    shapes: Any = getattr(model.config, phase)
+    experts = getattr(shapes, "experts", None)
+    if experts is None:
+        return None
+    component = model.components[phase]
+    return Mixture(
+        count=experts.count,
+        per_token=experts.per_token,
+        width=shapes.width,
+        mlp_width=shapes.mlp_width,
+        layout=component.layout,
+        tokens=tokens,
+        itemsize=component.dtype.itemsize,
+    )
