@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from sharding.rules import Layout
 
 MATRICES: Final = 3  # of an expert: gate, up, down
-AGAIN: Final = (
-    2 / 3
-)  # of its products, those before the activation: made again in every backward pass
+# Of its products, those before the activation: made again in every backward pass
+AGAIN: Final = 2 / 3
 WIDE: Final = 4  # bytes of float32, in which blocks add up, and routers compute
 INDEX: Final = 4  # bytes of the number of an expert
 # [T, k] arrays beside the tokens of a device: numbers and weights of experts, pairs in order, and gradients
