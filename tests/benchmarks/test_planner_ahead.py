@@ -20,7 +20,7 @@ POINT = Point("tiny", {"data": 2, "fsdp": 4}, "full", 4096, vision=16_384, audio
 def test_points_cover_what_is_asked_of_them():
     points = planner_ahead.POINTS
     assert sum(len(point.programs) for point in points) >= 30
-    assert {point.model for point in points} == {"2B", "7B", "84B"}
+    assert {point.model for point in points} == {"2B", "7B", "30B-A3B", "84B"}
     assert {point.remat for point in points} == {"none", "dots", "full"}
     assert {point.language for point in points} >= {4096, 8192, 16_384, 24_576}
     assert any(point.frozen for point in points) and any(point.stages == 2 for point in points)
