@@ -34,7 +34,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from benchmarks.omni import omni_config
-from jaxmllm.cluster.sends import devices_along, leaves
+from jaxmllm.cluster.collectives import devices_along
+from jaxmllm.cluster.sends import leaves
 from jaxmllm.config import strict_yaml
 from jaxmllm.config.schema import Config
 from jaxmllm.phases import LANGUAGE

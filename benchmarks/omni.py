@@ -25,6 +25,14 @@ LANGUAGE_72B: dict[str, Any] = {
     "mlp_width": 29_568,
     "vocab_size": 152_064,
 }
+AUDIO_0_6B: dict[str, Any] = {
+    "width": 1280,
+    "layers": 32,
+    "heads": 20,
+    "mlp_width": 5120,
+    "mel_bins": 128,
+    "chunk_frames": 32,
+}
 MODELS: Final[Mapping[str, Tree]] = {
     "tiny": {
         "vision": {"width": 64, "layers": 2, "heads": 2, "mlp_width": 128},
@@ -69,14 +77,7 @@ MODELS: Final[Mapping[str, Tree]] = {
     },
     "7B": {
         "vision": {"width": 1280, "layers": 32, "heads": 16, "mlp_width": 5120},
-        "audio": {
-            "width": 1280,
-            "layers": 32,
-            "heads": 20,
-            "mlp_width": 5120,
-            "mel_bins": 128,
-            "chunk_frames": 32,
-        },
+        "audio": AUDIO_0_6B,
         "language": {
             "width": 3584,
             "layers": 28,
@@ -89,14 +90,7 @@ MODELS: Final[Mapping[str, Tree]] = {
     },
     "30B-A3B": {
         "vision": {"width": 1152, "layers": 27, "heads": 16, "mlp_width": 4304},
-        "audio": {
-            "width": 1280,
-            "layers": 32,
-            "heads": 20,
-            "mlp_width": 5120,
-            "mel_bins": 128,
-            "chunk_frames": 32,
-        },
+        "audio": AUDIO_0_6B,
         "language": {
             "width": 2048,
             "layers": 48,
@@ -122,14 +116,7 @@ MODELS: Final[Mapping[str, Tree]] = {
     },
     "OrchMLLM-84B": {
         "vision": {"width": 4096, "layers": 51, "heads": 32, "mlp_width": 16_384},
-        "audio": {
-            "width": 1280,
-            "layers": 32,
-            "heads": 20,
-            "mlp_width": 5120,
-            "mel_bins": 128,
-            "chunk_frames": 32,
-        },
+        "audio": AUDIO_0_6B,
         "language": LANGUAGE_72B,
     },
 }

@@ -10,10 +10,15 @@ once.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from jaxmllm.cluster.clusters import ALL_REDUCE, Cluster
 from jaxmllm.setup.hlo import SENT
+
+if TYPE_CHECKING:
+    from sharding.rules import Layout
 
 PAIRWISE = ("all-to-all", "ragged-all-to-all")
 POINT_TO_POINT = ("collective-permute", "collective-broadcast")
@@ -29,6 +34,11 @@ class Group:
     def in_node(self, cluster: Cluster) -> int:
         """Its devices in one node."""
         return min(self.devices, max(1, cluster.node_devices // self.stride))
+
+
+def devices_along(layout: Layout, axes: Sequence[str]) -> int:
+    """How many devices some mesh axes have together."""
+    return math.prod(layout.mesh.shape[axis] for axis in axes)
 
 
 def collective_seconds(

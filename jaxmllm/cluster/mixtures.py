@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from jaxmllm.cluster.collectives import devices_along
+
 if TYPE_CHECKING:
     from jaxmllm.cluster.device_seconds import Device
     from jaxmllm.models.mllm import MLLM
@@ -64,21 +66,15 @@ class Mixture:
         sizes = self.layout.mesh.shape
         return tuple(axis for axis in self.layout.mesh_axes(name) if sizes[axis] > 1)
 
-    def _devices(self, axes: tuple[str, ...]) -> int:
-        devices = 1
-        for axis in axes:
-            devices *= self.layout.mesh.shape[axis]
-        return devices
-
     @property
     def all_tokens(self) -> float:
         """T: of all devices that share the experts."""
-        return self.tokens * self._devices(self.token_axes)
+        return self.tokens * devices_along(self.layout, self.token_axes)
 
     @property
     def held(self) -> float:
         """Experts of the device."""
-        return self.count / self._devices(self._several("experts"))
+        return self.count / devices_along(self.layout, self._several("experts"))
 
     @property
     def block_rows(self) -> int:
@@ -126,7 +122,7 @@ class Mixture:
           tokens: of the device's rows.
           width: of what its other products have.
         """
-        inner = self.mlp_width / self._devices(self._several("mlp"))
+        inner = self.mlp_width / devices_along(self.layout, self._several("mlp"))
         blocks = device.product_rate(min(self.block_rows, self._pairs_per_expert), inner)
         return 1 / (share / blocks + (1 - share) / device.product_rate(tokens, width))
 
@@ -164,7 +160,12 @@ class Mixture:
     @property
     def _matrix_numbers(self) -> float:
         """Of an expert, on the device."""
-        return MATRICES * self.width * self.mlp_width / self._devices(self._several("mlp"))
+        return (
+            MATRICES
+            * self.width
+            * self.mlp_width
+            / devices_along(self.layout, self._several("mlp"))
+        )
 
 
 def mixture_of(model: MLLM, phase: str, tokens: float) -> Mixture | None:

@@ -16,6 +16,7 @@ from jaxmllm.arrays import Floats
 from jaxmllm.balance.costs.flops import phase_layers
 from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec
 from jaxmllm.balance.stages.chain_costs import computed_again
+from jaxmllm.cluster.collectives import devices_along
 from jaxmllm.cluster.device_seconds import (
     ACCUMULATED_BYTES,
     BACKWARD,
@@ -25,7 +26,7 @@ from jaxmllm.cluster.device_seconds import (
 )
 from jaxmllm.cluster.held import device_bytes
 from jaxmllm.cluster.mixtures import AGAIN, Mixture, mixture_of
-from jaxmllm.cluster.sends import GATHER, SCATTER, Send, devices_along, program_sends
+from jaxmllm.cluster.sends import GATHER, SCATTER, Send, program_sends
 from jaxmllm.phases import LANGUAGE
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from jaxmllm.cluster.clusters import ALL_REDUCE
+from jaxmllm.cluster.collectives import devices_along
 from jaxmllm.cluster.mixtures import Mixture, mixture_of
 from jaxmllm.config.schema import ADAPTER, PROJECTOR
 from jaxmllm.phases import LANGUAGE
@@ -98,11 +99,6 @@ def leaves(tree: Any, component: Component) -> Iterator[Leaf]:
             replicas=replica_axes(layout, leaf.sharding),
             stacked=leaf.shape[0] if "layers" in path else 1,
         )
-
-
-def devices_along(layout: Layout, axes: Sequence[str]) -> int:
-    """Their product."""
-    return math.prod(layout.mesh.shape[axis] for axis in axes)
 
 
 def _axes(entry: str | tuple[str, ...]) -> tuple[str, ...]:

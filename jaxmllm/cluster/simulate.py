@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Final
 
 from jaxmllm.balance.costs.flops import head_flops
 from jaxmllm.balance.records import BatchItems, StepPlan
+from jaxmllm.cluster.collectives import devices_along
 from jaxmllm.cluster.device_seconds import UPDATED_BYTES, Device
 from jaxmllm.cluster.held import device_bytes
 from jaxmllm.cluster.network import Network
 from jaxmllm.cluster.phase_seconds import OWN_BYTES, PhaseSeconds, Worked, resolved_model
-from jaxmllm.cluster.sends import Send, devices_along, program_sends
+from jaxmllm.cluster.sends import Send, program_sends
 from jaxmllm.cluster.stage_seconds import staged_work
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.phases import LANGUAGE
