@@ -38,14 +38,14 @@ class ConditionSlots(NamedTuple):
         slots = is_condition.shape[1]
         order = jnp.argsort(~is_condition, axis=1, stable=True).astype(jnp.int32)
         counts = is_condition.sum(axis=1, dtype=jnp.int32)
-        number = jnp.arange(slots, dtype=jnp.int32)
+        slot = jnp.arange(slots, dtype=jnp.int32)
         # Each another one, so that none is written to twice
-        places = jnp.where(number < counts[:, None], order, slots + number)
-        most = counts.max()
+        indices = jnp.where(slot < counts[:, None], order, slots + slot)
+        longest = counts.max()
         if axes := tuple(a for a in layout.mesh_axes("embed") if a in layout.manual_axes):
-            most = layout.local(lambda most: jax.lax.pmax(most, axes), ((),), ())(most)
-        fits = jnp.array(shares(layout, slots)) >= most
-        return cls(places, jnp.argmax(fits))
+            longest = layout.local(lambda longest: jax.lax.pmax(longest, axes), ((),), ())(longest)
+        fits = jnp.array(shares(layout, slots)) >= longest
+        return cls(indices, jnp.argmax(fits))
 
 
 def shares(layout: Layout, slots: int) -> list[int]:

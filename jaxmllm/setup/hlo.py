@@ -196,9 +196,9 @@ class Module:
         step = self._source(returned.operands[position], body[1])
         if begin is None or step is None or step.opcode != "add":
             return None
-        parts = [self._source(name, body[1]) for name in step.operands]
-        indices = {part.index for part in parts if part} - {None}
-        steps = {_constant(part) for part in parts} - {None}
+        operands = [self._source(name, body[1]) for name in step.operands]
+        indices = {operand.index for operand in operands if operand} - {None}
+        steps = {_constant(operand) for operand in operands} - {None}
         return max(end - begin, 0) if indices == {position} and steps == {1} else None
 
     def _root(self, computation: str) -> Instruction:
@@ -314,15 +314,15 @@ def _closed(line: str, begin: int) -> int:
 
 def _split(operands: str) -> list[str]:
     """Operands, which are apart by commas outside of all brackets."""
-    parts = [""]
+    pieces = [""]
     depth = 0
     for character in operands:
         depth += (character in "([{") - (character in ")]}")
         if character == "," and not depth:
-            parts.append("")
+            pieces.append("")
         else:
-            parts[-1] += character
-    return [part for part in parts if part.strip()]
+            pieces[-1] += character
+    return [piece for piece in pieces if piece.strip()]
 
 
 def array_bytes(shape: str) -> list[tuple[str, int]]:
@@ -391,16 +391,16 @@ def device_groups(attributes: str, operation: str, devices: int) -> tuple[tuple[
     start = attributes.find(key)
     if start < 0:
         raise HloError(f"a {operation} without {key}: {attributes[:200]!r}")
-    rest = attributes[start + len(key) :]
-    if listed := LISTED.match(rest):
+    listing = attributes[start + len(key) :]
+    if listed := LISTED.match(listing):
         groups = [_numbers(group) for group in re.findall(r"\{([\d,]*)\}", listed[1])]
         return tuple(group for group in groups if group) or (tuple(range(devices)),)
-    if iota := IOTA.match(rest):
+    if iota := IOTA.match(listing):
         order = _transposed(iota[3], iota[4])
         return _rows(order.reshape(int(iota[1]), int(iota[2])))
-    if mesh := MESH.match(rest):
+    if mesh := MESH.match(listing):
         return _mesh_groups(mesh[1], mesh[2], mesh[3])
-    raise HloError(f"devices of a {operation}: {rest[:200]!r}")
+    raise HloError(f"devices of a {operation}: {listing[:200]!r}")
 
 
 def _mesh_groups(axes: str, order: str | None, grouped: str) -> tuple[tuple[int, ...], ...]:
@@ -411,20 +411,20 @@ def _mesh_groups(axes: str, order: str | None, grouped: str) -> tuple[tuple[int,
         iota = MESH_ORDER.match(order)
         devices = _transposed(iota[1], iota[2]) if iota else np.array(_numbers(order))
     # Every axis as [outer, grouped, inner] parts
-    parts = [(name, outer, part) for name, outer, part in MESH_PART.findall(grouped)]
+    cuts_of_axes = [(name, outer, length) for name, outer, length in MESH_PART.findall(grouped)]
     shape: list[int] = []
     inside: list[int] = []
     for name, size in sizes.items():
         cuts = sorted(
-            (int(outer or 1), int(part or size))
-            for part_of, outer, part in parts
+            (int(outer or 1), int(length or size))
+            for part_of, outer, length in cuts_of_axes
             if part_of == name
         )
         before = 1
-        for outer, part in cuts:
-            shape += [outer // before, part]
+        for outer, length in cuts:
+            shape += [outer // before, length]
             inside.append(len(shape) - 1)
-            before = outer * part
+            before = outer * length
         shape.append(size // before)
     outside = [dimension for dimension in range(len(shape)) if dimension not in inside]
     group = math.prod(shape[dimension] for dimension in inside)
@@ -439,7 +439,7 @@ def _transposed(shape: str, order: str | None) -> Longs:
 
 
 def _numbers(listed: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in listed.split(",") if number)
+    return tuple(int(digits) for digits in listed.split(",") if digits)
 
 
 def _rows(groups: Longs) -> tuple[tuple[int, ...], ...]:
@@ -455,10 +455,10 @@ def mesh_axes(collective: Collective, sizes: Mapping[str, int]) -> tuple[str, ..
       sizes: of the mesh's axes, outermost first.
     """
     devices = np.array(collective.groups)
-    places = np.stack(np.unravel_index(devices, tuple(sizes.values())), axis=-1)
-    differ = (places != places[:, :1]).any(axis=(0, 1))  # [axes]
+    coordinates = np.stack(np.unravel_index(devices, tuple(sizes.values())), axis=-1)
+    differ = (coordinates != coordinates[:, :1]).any(axis=(0, 1))  # [axes]
     axes = tuple(axis for axis, differs in zip(sizes, differ, strict=True) if differs)
     if collective.operation == PAIRS or not axes:
         return axes
-    whole = math.prod(sizes[axis] for axis in axes) == collective.group_size
-    return axes if whole else (f"part of {axes[0]}", *axes[1:])
+    covers_axes = math.prod(sizes[axis] for axis in axes) == collective.group_size
+    return axes if covers_axes else (f"part of {axes[0]}", *axes[1:])

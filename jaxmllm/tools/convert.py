@@ -81,8 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case "verify":
                 started = time.monotonic()
                 run = PreparedRun.of(options.folder, options.inputs)
-                found = differences(run, options.reference, options.gradients)
-                print(json.dumps(found | {"seconds": round(time.monotonic() - started, 1)}))
+                report = differences(run, options.reference, options.gradients)
+                print(json.dumps(report | {"seconds": round(time.monotonic() - started, 1)}))
     except (*USER_ERRORS, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -126,22 +126,22 @@ def to_folder(run: Path, out: Path, source: Path | None = None, component: str =
     folder = ModelFolder.open(source or _origin(run, component), component)
     saved = SavedComponent.of(run, component)
     beside = _beside(run, folder, saved)
-    parts = [saved, *(saved.other(run, name) for name in beside)]
-    fits = [folder.of(part.component).check(part.shapes) for part in parts]
+    saved_components = [saved, *(saved.other(run, name) for name in beside)]
+    fits = [folder.of(written.component).check(written.shapes) for written in saved_components]
     draft = out.with_name(f"{out.name}.partial")
     left_out = write_folder(
-        [(fit, part.merged) for fit, part in zip(fits, parts, strict=True)], draft
+        [(fit, written.merged) for fit, written in zip(fits, saved_components, strict=True)], draft
     )
     draft.rename(out)
-    names = [name for part in parts for name in part.names]
+    names = [name for written in saved_components for name in written.names]
     print(f"{folder.family.name}: {' + '.join(names)} of {saved.location} -> {out}")
-    there = components_of(folder.config)
-    for others, why in (
-        (sorted(saved.components - {*names, *there}), f"{folder.path} has none"),
-        (sorted(saved.components & {*there} - {*names}), f"{folder.path} keeps its own"),
+    in_folder = components_of(folder.config)
+    for dropped, why in (
+        (sorted(saved.components - {*names, *in_folder}), f"{folder.path} has none"),
+        (sorted(saved.components & {*in_folder} - {*names}), f"{folder.path} keeps its own"),
     ):
-        if others:
-            print(f"{', '.join(others)} of {saved.location}: left out, {why}")
+        if dropped:
+            print(f"{', '.join(dropped)} of {saved.location}: left out, {why}")
     if left_out:
         print(
             f"{', '.join(left_out)} of {folder.path}: left out, they may hold the weights as they were"
@@ -196,28 +196,28 @@ def to_adapters(
         raise ConfigError(
             f"{run} has no {ADAPTER}{LANGUAGE} to write; leave out --adapters, or add model.adapters.language"
         )
-    for part in (saved, *(saved.other(run, name) for name in _beside(run, folder, saved))):
-        _check_unchanged(folder, part)
+    for original in (saved, *(saved.other(run, name) for name in _beside(run, folder, saved))):
+        _check_unchanged(folder, original)
     draft = out.with_name(f"{out.name}.partial")
     write_adapter(folder, saved.adapter, saved.adapted, saved.factors, draft)
     draft.rename(out)
     print(f"{folder.family.name}: {ADAPTER}{LANGUAGE} of {saved.location} -> {out}")
 
 
-def _check_unchanged(folder: ModelFolder, part: SavedComponent) -> None:
+def _check_unchanged(folder: ModelFolder, saved: SavedComponent) -> None:
     """Raise `ConfigError` for a component that differs from a published folder by more than adapters of the decoder."""
-    if part.adapter is not None and part.component != LANGUAGE:
+    if saved.adapter is not None and saved.component != LANGUAGE:
         raise ConfigError(
-            f"{ADAPTER}{part.component} of {part.location}: the peft library reads adapters of decoders; write the "
+            f"{ADAPTER}{saved.component} of {saved.location}: the peft library reads adapters of decoders; write the "
             "folder whole, without --adapters"
         )
-    fit = folder.of(part.component).check(part.shapes)
+    fit = folder.of(saved.component).check(saved.shapes)
     for path, shape in fit.shapes.items():
-        own = part.values(path)
-        whole = tuple(slice(0, size) for size in shape)
-        if not np.array_equal(own, fit.part(path, whole, own.dtype), equal_nan=True):
+        values = saved.values(path)
+        all_of_it = tuple(slice(0, size) for size in shape)
+        if not np.array_equal(values, fit.part(path, all_of_it, values.dtype), equal_nan=True):
             raise ConfigError(
-                f"{part.component}.{path} of {part.location} is not what {folder.path} has, and a folder of adapters "
+                f"{saved.component}.{path} of {saved.location} is not what {folder.path} has, and a folder of adapters "
                 "holds nothing else; write the folder whole, without --adapters"
             )
 
@@ -242,12 +242,12 @@ class SavedComponent:
         check_files(location)
         specs = saved_specs(location).items()
         parameters = {path[1:]: spec for path, spec in specs if path[0] == "params"}
-        there = {path[0] for path in parameters}
-        if component not in there:
+        present = {path[0] for path in parameters}
+        if component not in present:
             raise CheckpointError(
-                f"{location} has no {component}; it has {', '.join(sorted(there))}"
+                f"{location} has no {component}; it has {', '.join(sorted(present))}"
             )
-        adapter = _adapter_of(run, component) if f"{ADAPTER}{component}" in there else None
+        adapter = _adapter_of(run, component) if f"{ADAPTER}{component}" in present else None
         return cls(location, component, parameters, adapter)
 
     def other(self, run: Path, component: str) -> SavedComponent:
@@ -291,17 +291,17 @@ class SavedComponent:
 
     def merged(self, path: str) -> NDArray[Any]:
         """One parameter, with its adapter added to it."""
-        own = self.values(path)
+        values = self.values(path)
         if self.adapter is None or path not in self.adapted:
-            return own
-        return merged(own, *self.factors(path), self.adapter.scale)
+            return values
+        return merged(values, *self.factors(path), self.adapter.scale)
 
     def _read(self, component: str, path: str) -> NDArray[Any]:
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         spec = self.parameters[(component, *path.split("."))]
         leaf = jax.ShapeDtypeStruct(*spec, sharding=sharding)
-        wanted = {"params": {component: unflatten_dict({path: leaf}, sep=".")}}
-        return np.asarray(jax.tree.leaves(read_arrays(self.location, wanted))[0])
+        leaves = {"params": {component: unflatten_dict({path: leaf}, sep=".")}}
+        return np.asarray(jax.tree.leaves(read_arrays(self.location, leaves))[0])
 
 
 def _adapter_of(run: Path, component: str) -> AdapterConfig:

@@ -164,7 +164,8 @@ class PreparedTexts:
         ]
         shapes = [span.shape for _, span in spans]
         length, real = (
-            np.array([*map(count, shapes)], np.int64) for count in (modality.length, modality.real)
+            np.array([*map(count_of, shapes)], np.int64)
+            for count_of in (modality.length, modality.real)
         )
         owner, tokens, slot = (
             np.array(column, np.int32)
@@ -215,9 +216,9 @@ class PreparedRun:
         folder = ModelFolder.open(source)
         families = {name: family_of(folder.config, name) for name in config.model.encoders}
         placeholders = {
-            part: find(folder.config)
+            kind: find(folder.config)
             for name, family in families.items()
-            for part, find in zip(
+            for kind, find in zip(
                 PARTS[name], (family.placeholder, family.video_placeholder), strict=False
             )
             if find is not None
@@ -244,8 +245,8 @@ class PreparedRun:
         }
         programs.compile()
         abstract = programs.saved_state.params
-        there = [name for name in components_of(folder.config) if name in abstract]
-        folders = {name: folder.of(name) for name in there}
+        in_folder = [name for name in components_of(folder.config) if name in abstract]
+        folders = {name: folder.of(name) for name in in_folder}
         params = {name: read_folder(str(source), abstract[name], name) for name in folders}
         return cls(folders, config, texts, programs, params)
 
@@ -304,17 +305,17 @@ class PreparedRun:
             for of_path in leaves_by_path(of_component)
         ):
             line, shape = self.folders[component].family.lines[path], leaf.shape
-            whole = tuple(slice(0, size) for size in shape)
+            all_slices = tuple(slice(0, size) for size in shape)
             values = np.asarray(jax.device_get(leaf))
-            for key, place, index in line.pieces(shape, whole):
+            for key, slices, index in line.pieces(shape, all_slices):
                 empty = np.empty(line.tensor_shape(shape), values.dtype)
-                tensor, parts = begun.pop(key, (empty, 0))
+                tensor, pieces_seen = begun.pop(key, (empty, 0))
                 view = line.view(tensor, shape, index)
-                view[...] = values[place].reshape(view.shape)
-                if parts + 1 == line.parts:
+                view[...] = values[slices].reshape(view.shape)
+                if pieces_seen + 1 == line.parts:
                     yield key, tensor
                 else:
-                    begun[key] = tensor, parts + 1
+                    begun[key] = tensor, pieces_seen + 1
 
 
 def _read_media(
@@ -332,18 +333,18 @@ def _read_media(
         _, read = MEDIA[encoder]
         section = getattr(model, encoder)
         places = {
-            part: _places(path, arrays, part, placeholders.get(part))
-            for part in PARTS[encoder]
-            if part != "video" or section.videos
+            kind: _places(path, arrays, kind, placeholders.get(kind))
+            for kind in PARTS[encoder]
+            if kind != "video" or section.videos
         }
         media[encoder], of_texts = read(path, arrays, texts, places, readers[encoder], section)
-        spans = [(*before, *more) for before, more in zip(spans, of_texts, strict=True)]
+        spans = [(*before, *added) for before, added in zip(spans, of_texts, strict=True)]
     in_order = (tuple(sorted(of_text, key=lambda span: span.slot)) for of_text in spans)
     return media, tuple(in_order)
 
 
 def _places(
-    path: Path, arrays: Mapping[str, NDArray[Any]], part: str, placeholder: int | None
+    path: Path, arrays: Mapping[str, NDArray[Any]], kind: str, placeholder: int | None
 ) -> Places:
     """Where media of one kind stand. Raises `ConfigError` if nothing says so."""
     ids = arrays["input_ids"]
@@ -358,26 +359,26 @@ def _places(
         raise ConfigError(
             f"{path}: {TYPES} must be of the shape of input_ids, {list(ids.shape)} (got {list(types.shape)})"
         )
-    return Places(TYPES, types == TYPE_OF[part])
+    return Places(TYPES, types == TYPE_OF[kind])
 
 
 def _config(source: Path, inputs: Path, sections: Mapping[str, Any]) -> Config:
     """A run of a folder's model, with those of its encoders that there are media for."""
-    given = read_arrays(inputs).keys()
+    arguments = read_arrays(inputs).keys()
     sees = "vision" in components_of(FolderConfig.read(source))
-    videos = {"vision": {"videos": True}} if sees and not given.isdisjoint(OF_VIDEOS) else {}
+    videos = {"vision": {"videos": True}} if sees and not arguments.isdisjoint(OF_VIDEOS) else {}
     tree = resolved({"model": {"from": str(source), **videos}})
-    silent = [encoder for encoder, (names, _) in MEDIA.items() if given.isdisjoint(names)]
-    model = {name: part for name, part in tree["model"].items() if name not in silent}
+    silent = [encoder for encoder, (names, _) in MEDIA.items() if arguments.isdisjoint(names)]
+    model = {name: section for name, section in tree["model"].items() if name not in silent}
     data = {"sources": [{"name": "inputs", "path": str(inputs)}], "batch_size": 1}
-    own: dict[str, Any] = {
+    run_sections: dict[str, Any] = {
         "run": {"directory": str(source), "steps": 1},
         "model": model,
         "data": tree.get("data", {}) | data,
         "optimizer": {"learning_rate": 1.0},
         "mesh": {"data": 1, "fsdp": -1},
     }
-    return parse_config(own | dict(sections))
+    return parse_config(run_sections | dict(sections))
 
 
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
@@ -395,28 +396,30 @@ def differences(
     """What `jaxmllm convert verify` prints, but for its seconds: of logits the largest difference where `valid`,
     of gradients the largest difference over the largest entry, by key."""
     loss, by_key = run.loss_and_gradients()
-    found: dict[str, Any] = {"family": run.folders[LANGUAGE].family.name, "loss": loss}
+    report: dict[str, Any] = {"family": run.folders[LANGUAGE].family.name, "loss": loss}
     if reference is not None:
-        wanted = read_arrays(reference)
-        shape = wanted["logits"].shape
-        valid = wanted.get("valid", np.ones(shape[:2], bool)).astype(bool)
+        expected = read_arrays(reference)
+        shape = expected["logits"].shape
+        valid = expected.get("valid", np.ones(shape[:2], bool)).astype(bool)
         largest = 0.0
         for text, logits in run.logits():
             slots = run.texts.slots[text]
-            off = np.abs(logits - wanted["logits"][text, slots])[valid[text, slots]]
+            off = np.abs(logits - expected["logits"][text, slots])[valid[text, slots]]
             largest = max(largest, float(off.max(initial=0.0)))
-        found["logits"] = largest
-        if "loss" in wanted:
-            found["loss_difference"] = abs(loss - float(wanted["loss"]))
+        report["logits"] = largest
+        if "loss" in expected:
+            report["loss_difference"] = abs(loss - float(expected["loss"]))
     if gradients is not None:
-        wanted = read_arrays(gradients)
-        found["gradients"] = {
-            key: float(np.abs(value - wanted[key]).max() / max(np.abs(wanted[key]).max(), 1e-30))
+        expected = read_arrays(gradients)
+        report["gradients"] = {
+            key: float(
+                np.abs(value - expected[key]).max() / max(np.abs(expected[key]).max(), 1e-30)
+            )
             for key, value in by_key
-            if key in wanted
+            if key in expected
         }
-        if missing := sorted(wanted.keys() - found["gradients"].keys()):
+        if missing := sorted(expected.keys() - report["gradients"].keys()):
             raise ConfigError(
                 f"{gradients} has gradients of {', '.join(missing)}, which are no tensors of the model"
             )
-    return found
+    return report

@@ -64,7 +64,7 @@ class PreparedVideos(_Prepared, ImagesAndVideos):
     def load_groups(
         self, clip: Clip, numbers: Sequence[int], group: Shape
     ) -> Iterator[NDArray[Any]]:
-        return (self.prepared[clip.address][number] for number in numbers)
+        return (self.prepared[clip.address][group_index] for group_index in numbers)
 
     def group_seconds(self, shape: ClipShape) -> float:
         return shape.rate
@@ -97,7 +97,7 @@ def read_pictures(
         )
     patches: dict[str, NDArray[np.uint8]] = {}
     spans: list[Spans] = [()] * len(texts)
-    for part, kind, names, prefix in (
+    for medium, kind, names, prefix in (
         ("image", "pictures", PICTURES, ""),
         ("video", "videos", VIDEOS, OF_VIDEO),
     ):
@@ -114,12 +114,12 @@ def read_pictures(
                 f"{path}: {names[0]} has {len(colors)} patches, and {names[1]} {sum(counts)}"
             )
         what = f"the {kind} of {names[1]}"
-        of_texts = places[part].spans(path, what, images, shapes, texts, prefix)
-        spans = [(*before, *more) for before, more in zip(spans, of_texts, strict=True)]
-        parts = zip(shapes, np.split(colors, np.cumsum(counts)[:-1]), strict=True)
+        of_texts = places[medium].spans(path, what, images, shapes, texts, prefix)
+        spans = [(*before, *added) for before, added in zip(spans, of_texts, strict=True)]
+        by_item = zip(shapes, np.split(colors, np.cumsum(counts)[:-1]), strict=True)
         patches |= {
-            f"{prefix}{number}": _by_group(shape, of_item)
-            for number, (shape, of_item) in enumerate(parts)
+            f"{prefix}{index}": _by_group(shape, of_item)
+            for index, (shape, of_item) in enumerate(by_item)
         }
     return _prepared(images, patches), tuple(spans)
 
@@ -133,8 +133,8 @@ def _read_squares(
     vision: VisionConfig,
 ) -> tuple[Modality, tuple[Spans, ...]]:
     """`read_pictures` of squares of one size."""
-    if others := [name for name in ARGUMENTS[1:] if name in arrays]:
-        raise ConfigError(f"{path} has {others[0]}, and pictures of this model are squares")
+    if unused := [name for name in ARGUMENTS[1:] if name in arrays]:
+        raise ConfigError(f"{path} has {unused[0]}, and pictures of this model are squares")
     pixels, side = arrays["pixel_values"], images.side
     if pixels.ndim != 4 or pixels.shape[1:] != (3, side, side):
         raise ConfigError(
@@ -146,13 +146,13 @@ def _read_squares(
         raise ConfigError(
             f"{path}: pixel_values has {len(pixels)} tiles, and {places.source} {sum(counts)}"
         )
-    shapes = [(count, *grid) for count in counts]
+    shapes = [(tiles, *grid) for tiles in counts]
     spans = places.spans(path, "the pictures of pixel_values", images, shapes, texts)
     (colors,) = _levels(path, "pixel_values", pixels.transpose(0, 2, 3, 1)[None], vision)
     pictures = np.split(colors.reshape(-1, side, 3), side * np.cumsum(counts)[:-1])
     patches = {
-        str(number): images.patches(picture, shape)
-        for number, (picture, shape) in enumerate(zip(pictures, shapes, strict=True))
+        str(index): images.patches(picture, shape)
+        for index, (picture, shape) in enumerate(zip(pictures, shapes, strict=True))
     }
     return _prepared(images, patches), spans
 
@@ -167,7 +167,7 @@ def _tiles_of(images: Images, places: Places, texts: Sequence[Ints]) -> list[int
 
 def _prepared(images: Images, patches: Patches) -> Modality:
     """What reads these patches in the place of `images`."""
-    settings = {part.name: getattr(images, part.name) for part in fields(images)}
+    settings = {setting.name: getattr(images, setting.name) for setting in fields(images)}
     prepared: type[PreparedImages | PreparedTiles | PreparedVideos] = PreparedImages
     if isinstance(images, ClassedTiles):
         prepared = PreparedTiles

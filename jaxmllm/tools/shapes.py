@@ -91,13 +91,13 @@ class Record:
         return asked | {"name": self.name}
 
     def _question(self) -> dict[str, Any]:
-        parts = [
+        contents = [
             {"type": "text", "text": part} if isinstance(part, str) else _media(part, "image")
             for part in self.said
         ]
         text = self.said[0]
-        plain = len(parts) == 1 and isinstance(text, str)
-        return {"role": "user", "content": text if plain else parts}
+        plain = len(contents) == 1 and isinstance(text, str)
+        return {"role": "user", "content": text if plain else contents}
 
 
 def _media(path: Path, kind: str) -> dict[str, str]:
@@ -116,24 +116,24 @@ def make_shapes(out: Path, seed: int = 0, train: int = 9216, test: int = len(SCE
         raise ValueError(
             f"--test {test}: must be a positive multiple of {len(SCENES)}, the combinations"
         )
-    made: dict[str, list[Record]] = {}
+    records_of: dict[str, list[Record]] = {}
     for kind, record, scenes, (of_train, of_test) in (
         ("pictures", _drawn, SCENES, (train, test)),
         ("clips", _drawn, CLIP_SCENES, (train // 4, test // 3)),
         ("edits", _edit, SCENES, (train // 2, test // 2)),
         ("questions", _question, SCENES, (train // 2, test)),
     ):
-        for split, count in (("train", of_train), ("test", of_test)):
-            part = [scene for scene in scenes if split == "test" or not scene.unseen]
+        for split, length in (("train", of_train), ("test", of_test)):
+            split_scenes = [scene for scene in scenes if split == "test" or not scene.unseen]
             name = f"{kind}-{split}"
-            maker = _Maker(out, Path("media") / name, random_of(seed, name, "shapes"), part)
-            made[name] = [record(maker, n) for n in range(count)]
-            lines = (r.conversation(f"{name}-{n:05d}") for n, r in enumerate(made[name]))
+            maker = _Maker(out, Path("media") / name, random_of(seed, name, "shapes"), split_scenes)
+            records_of[name] = [record(maker, n) for n in range(length)]
+            lines = (r.conversation(f"{name}-{n:05d}") for n, r in enumerate(records_of[name]))
             _write_lines(out / f"{name}.jsonl", lines)
-    for file, parts in (("draw", ("pictures-test", "clips-test")), ("edit", ("edits-test",))):
-        requests = (record.request() for part in parts for record in made[part])
+    for file, requested in (("draw", ("pictures-test", "clips-test")), ("edit", ("edits-test",))):
+        requests = (record.request() for name in requested for record in records_of[name])
         _write_lines(out / f"{file}.jsonl", requests)
-    words = (text for records in made.values() for record in records for text in record.words)
+    words = (text for records in records_of.values() for record in records for text in record.words)
     (out / "tokenizer.json").write_text(_tokenizer([*words, ROLES]), encoding="utf-8")
 
 
@@ -149,54 +149,54 @@ class _Maker:
     def __post_init__(self) -> None:
         (self.out / self.folder).mkdir(parents=True, exist_ok=True)
 
-    def scene(self, number: int) -> Scene:
+    def scene(self, index: int) -> Scene:
         """What record `number` shows."""
-        return self.scenes[number % len(self.scenes)]
+        return self.scenes[index % len(self.scenes)]
 
     def save(self, name: str, frames: NDArray[np.uint8]) -> Path:
         path = self.folder / f"{name}.png"
-        first, *others = map(Image.fromarray, frames)
-        if others:
-            first.save(
-                self.out / path, save_all=True, append_images=others, duration=FRAME_MILLISECONDS
+        picture, *later = map(Image.fromarray, frames)
+        if later:
+            picture.save(
+                self.out / path, save_all=True, append_images=later, duration=FRAME_MILLISECONDS
             )
         else:
-            first.save(self.out / path)
+            picture.save(self.out / path)
         return path
 
 
-def _drawn(maker: _Maker, number: int) -> Record:
+def _drawn(maker: _Maker, index: int) -> Record:
     """A caption with its picture or clip."""
-    random, scene = maker.random, maker.scene(number)
+    random, scene = maker.random, maker.scene(index)
     moving = scene.motion is not None
     sides = size(random, CLIP_SIDES if moving else SIDES)
     frames = int(random.integers(FRAMES[0], FRAMES[1] + 1)) if moving else 1
-    name = file_name(scene, number)
+    name = file_name(scene, index)
     path = maker.save(name, Figure.of(random, scene, *sides, frames).frames())
     return Record((caption(random, scene),), path, name, sides, frames)
 
 
-def _edit(maker: _Maker, number: int) -> Record:
+def _edit(maker: _Maker, index: int) -> Record:
     """Its scene is what is answered; what is shown has another colour, with which training has it, too."""
-    random, scene = maker.random, maker.scene(number)
-    others = [
-        other
-        for other in maker.scenes
-        if (other.shape, other.place) == (scene.shape, scene.place) and other != scene
+    random, scene = maker.random, maker.scene(index)
+    recoloured = [
+        candidate
+        for candidate in maker.scenes
+        if (candidate.shape, candidate.place) == (scene.shape, scene.place) and candidate != scene
     ]
-    before = others[random.integers(len(others))]
+    before = recoloured[random.integers(len(recoloured))]
     sides = size(random, SIDES)
     figure = Figure.of(random, before, *sides)
-    source = maker.save(f"{file_name(before, number)}-shown", figure.frames())
-    name = file_name(scene, number)
+    source = maker.save(f"{file_name(before, index)}-shown", figure.frames())
+    name = file_name(scene, index)
     answer = maker.save(name, figure.coloured(random, scene.colour).frames())
     return Record((source, edit(random, scene.colour)), answer, name, sides)
 
 
-def _question(maker: _Maker, number: int) -> Record:
-    random, scene = maker.random, maker.scene(number)
+def _question(maker: _Maker, index: int) -> Record:
+    random, scene = maker.random, maker.scene(index)
     picture = maker.save(
-        file_name(scene, number), Figure.of(random, scene, *size(random, SIDES)).frames()
+        file_name(scene, index), Figure.of(random, scene, *size(random, SIDES)).frames()
     )
     aspect = list(QUESTIONS)[random.integers(len(QUESTIONS))]
     asked, answer = question(random, scene, aspect)
@@ -207,7 +207,7 @@ def _tokenizer(texts: Iterable[str]) -> str:
     """A tokenizer file that has a token for each word and mark of some texts."""
     split = tokenizers.pre_tokenizers.Whitespace()
     words = sorted({word for text in texts for word, _ in split.pre_tokenize_str(text)})
-    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *words])}
+    vocabulary = {word: index for index, word in enumerate([*SPECIAL, *words])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = split
     tokenizer.add_special_tokens([*SPECIAL])

@@ -75,10 +75,10 @@ def generator_rows(
         example = int(batch.examples[items.example[item]])
         draws[item] = draw(example, item - int(first_of_example[item]))
         row = rows[plan.microbatch[item]]
-        place = local.row(item), int(plan.segment[item]) - 1
-        row["noise"][place] = draws[item].noise
-        row["times"][place] = draws[item].time
-        row["sources"][place] = source_of(example)
+        row_segment = local.row(item), int(plan.segment[item]) - 1
+        row["noise"][row_segment] = draws[item].noise
+        row["times"][row_segment] = draws[item].time
+        row["sources"][row_segment] = source_of(example)
     if guided:
         for row in rows:
             row["partners"] = np.tile(
@@ -99,46 +99,46 @@ class _Filling(Filling):
     draws: dict[int, Draws]  # by item
     route: RoutePlan | None
 
-    def lay(self, row: Row, number: int, item: int, span: MediaSpan, slots: slice) -> slice:
+    def lay(self, row: Row, row_index: int, item: int, span: MediaSpan, slots: slice) -> slice:
         plan = self.local.plan
         patches = slice(slots.start + span.conditions, slots.stop)
         conditions = np.arange(slots.start, patches.start)
-        row["owners"][number, slots] = plan.segment[item]
-        row["segments"][number, slots] = plan.segment[item]
+        row["owners"][row_index, slots] = plan.segment[item]
+        row["segments"][row_index, slots] = plan.segment[item]
         if self.draws[item].hidden:
-            row["segments"][number, conditions] = 0
+            row["segments"][row_index, conditions] = 0
         if self.route is None:
             capacity = int(plan.capacity[plan.microbatch[item]])
-            row["conditions"][number, conditions] = conditions % capacity
+            row["conditions"][row_index, conditions] = conditions % capacity
         else:
-            row["conditions"][number, conditions] = self.route.arrivals(item)
+            row["conditions"][row_index, conditions] = self.route.arrivals(item)
         modality = cast(Generated, self.modality)
         of_conditions = modality.condition_positions(span.shape, span.conditions)
-        row["positions"][number, conditions] = of_conditions
-        row["positions"][number, patches] = modality.positions(span.shape)
-        row["positions"][number, patches, 0] += modality.first_time(span.conditions)
+        row["positions"][row_index, conditions] = of_conditions
+        row["positions"][row_index, patches] = modality.positions(span.shape)
+        row["positions"][row_index, patches, 0] += modality.first_time(span.conditions)
         return patches
 
-    def accept(self, row: Row, number: int, item: int, slots: slice) -> None:
+    def accept(self, row: Row, row_index: int, item: int, slots: slice) -> None:
         patches = slice(slots.start + int(self.items.tokens[item]), slots.stop)
-        row["patches"][number, patches] = np.arange(patches.stop - patches.start)
+        row["patches"][row_index, patches] = np.arange(patches.stop - patches.start)
 
 
 class _GuidedFilling(_Filling):
     """The second half of an item's patches is a segment of its own, with the noise of the first."""
 
-    def lay(self, row: Row, number: int, item: int, span: MediaSpan, slots: slice) -> slice:
-        patches = super().lay(row, number, item, span, slots)
-        first, second = _halves(patches)
-        row["segments"][number, second] += row["noise"].shape[1]
-        row["partners"][number, first] = np.arange(second.start, second.stop)
-        row["partners"][number, second] = np.arange(first.start, first.stop)
+    def lay(self, row: Row, row_index: int, item: int, span: MediaSpan, slots: slice) -> slice:
+        patches = super().lay(row, row_index, item, span, slots)
+        with_conditions, without = _halves(patches)
+        row["segments"][row_index, without] += row["noise"].shape[1]
+        row["partners"][row_index, with_conditions] = np.arange(without.start, without.stop)
+        row["partners"][row_index, without] = np.arange(with_conditions.start, with_conditions.stop)
         return patches
 
-    def accept(self, row: Row, number: int, item: int, slots: slice) -> None:
+    def accept(self, row: Row, row_index: int, item: int, slots: slice) -> None:
         patches = slice(slots.start + int(self.items.tokens[item]), slots.stop)
         for half in _halves(patches):
-            row["patches"][number, half] = np.arange(half.stop - half.start)
+            row["patches"][row_index, half] = np.arange(half.stop - half.start)
 
 
 def _halves(slots: slice) -> tuple[slice, slice]:
@@ -146,16 +146,16 @@ def _halves(slots: slice) -> tuple[slice, slice]:
     return slice(slots.start, middle), slice(middle, slots.stop)
 
 
-def _empty_row(count: int, slots: int, max_segments: int, row_format: RowFormat) -> Row:
+def _empty_row(rows: int, slots: int, max_segments: int, row_format: RowFormat) -> Row:
     return {
-        "features": np.zeros((count, slots, row_format.features), row_format.dtype),
-        "owners": np.zeros((count, slots), np.int32),
-        "segments": np.zeros((count, slots), np.int32),
-        "positions": np.zeros((count, slots, 3), np.int32),
-        "patches": np.full((count, slots), -1, np.int32),
-        "conditions": np.full((count, slots), -1, np.int32),
-        "noise": np.zeros((count, max_segments, 2), np.uint32),
-        "times": np.zeros((count, max_segments), np.float32),
-        "sources": np.full((count, max_segments), -1, np.int32),
-        "failed": np.zeros(count, np.int32),
+        "features": np.zeros((rows, slots, row_format.features), row_format.dtype),
+        "owners": np.zeros((rows, slots), np.int32),
+        "segments": np.zeros((rows, slots), np.int32),
+        "positions": np.zeros((rows, slots, 3), np.int32),
+        "patches": np.full((rows, slots), -1, np.int32),
+        "conditions": np.full((rows, slots), -1, np.int32),
+        "noise": np.zeros((rows, max_segments, 2), np.uint32),
+        "times": np.zeros((rows, max_segments), np.float32),
+        "sources": np.full((rows, max_segments), -1, np.int32),
+        "failed": np.zeros(rows, np.int32),
     }

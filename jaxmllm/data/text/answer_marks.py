@@ -93,21 +93,21 @@ class ControlNames:
     @cached_property
     def marks(self) -> dict[str, str]:
         """The mark of each name."""
-        return {name: chr(SPELLED + number) for number, name in enumerate(self.names)}
+        return {name: chr(SPELLED + index) for index, name in enumerate(self.names)}
 
     def hide(self, text: str) -> str:
         """A text with marks for what spells a control token."""
-        return self.spelled.sub(lambda found: self.marks[found[0]], text)
+        return self.spelled.sub(lambda match: self.marks[match[0]], text)
 
     def show(self, text: str) -> str:
         """A text without marks: what was spelled is spelled again, media keep theirs."""
         return _PRIVATE.sub(self._shown, text)
 
-    def _shown(self, found: re.Match[str]) -> str:
-        number = ord(found[0])
-        if number >= MEDIA:
-            return found[0]
-        return self.names[number - SPELLED] if number < SPELLED + len(self.ids) else ""
+    def _shown(self, match: re.Match[str]) -> str:
+        character = ord(match[0])
+        if character >= MEDIA:
+            return match[0]
+        return self.names[character - SPELLED] if character < SPELLED + len(self.ids) else ""
 
 
 def written_pieces(
@@ -158,8 +158,8 @@ def _unfound(marked: str, plain: str, control: ControlNames, marks: int | None) 
     if control.show(marked) != plain:
         return "writes it otherwise when its texts are marked"
     order = "".join(_ANSWER_MARKS.findall(marked))
-    found = order.count(OPEN)
-    if not _IN_ORDER.fullmatch(order) or (found != marks if marks is not None else not found):
+    answers = order.count(OPEN)
+    if not _IN_ORDER.fullmatch(order) or (answers != marks if marks is not None else not answers):
         return "does not write each of its learned texts whole, and once"
     return None
 
@@ -182,10 +182,10 @@ def _check_private(conversation: Conversation) -> None:
         ]
         for turn in conversation.turns
     ]
-    if found := _PRIVATE.search(json.dumps(texts, ensure_ascii=False)):
+    if match := _PRIVATE.search(json.dumps(texts, ensure_ascii=False)):
         raise ConversationError(
             "private_characters",
-            f"holds the private character U+{ord(found[0]):X}, which marks answers in chat templates; remove it",
+            f"holds the private character U+{ord(match[0]):X}, which marks answers in chat templates; remove it",
         )
 
 
@@ -238,23 +238,25 @@ def _messages(
       inline: reasoning inside a content has marks of its own.
     """
     messages = []
-    number = MEDIA
+    media_mark = MEDIA
     hide = control.hide if control else str
     for turn in conversation.turns:
         content = ""
         bare = strip and len(turn.parts) > 1
         for part in turn.parts:
             if isinstance(part, MediaPart):
-                content += chr(number)
-                number += 1
+                content += chr(media_mark)
+                media_mark += 1
             else:
                 content += hide(part.text.strip() if bare else part.text)
         reasoning = hide(turn.reasoning)
         marked = mark and _is_learned(conversation, turn)
         if marked and (content or not turn.calls):
-            found = _THOUGHT.fullmatch(content) if inline and turn.role == "assistant" else None
-            if found and not reasoning:
-                begin, thought, end, answer = found.groups()
+            thought_match = (
+                _THOUGHT.fullmatch(content) if inline and turn.role == "assistant" else None
+            )
+            if thought_match and not reasoning:
+                begin, thought, end, answer = thought_match.groups()
                 content = begin + _thought(thought) + end + _enclosed(answer, OPEN, CLOSE)
             else:
                 content = _enclosed(content, OPEN, CLOSE)
@@ -327,11 +329,11 @@ def _learned(
     Raises `ConversationError`: answers_unclear, if the template does not tell how an answer with calls begins or ends.
     """
     learned = np.zeros(len(marked), bool)
-    found = re.finditer(f"({THOUGHT_OPEN}[^{OPEN}]*)?{OPEN}[^{CLOSE}]*{CLOSE}", marked)
+    matches = re.finditer(f"({THOUGHT_OPEN}[^{OPEN}]*)?{OPEN}[^{CLOSE}]*{CLOSE}", marked)
     after = 0
     for answer in answers:
-        spans = list(itertools.islice(found, answer.marks))
-        start, last = spans[0].start(), spans[-1].end()
+        spans = list(itertools.islice(matches, answer.marks))
+        start, marks_end = spans[0].start(), spans[-1].end()
         begin = marked.rfind(template.prompt, after, start) if template.prompt else -1
         if begin >= 0:
             begin += len(template.prompt)
@@ -340,15 +342,15 @@ def _learned(
         if answer.calls:
             end = control.turn_end.match(template.after_answer)
             turn_end = end[0].strip() if end else ""
-            at = marked.find(turn_end, last)
-            if begin < 0 or at < 0 or not turn_end:
+            turn_end_start = marked.find(turn_end, marks_end)
+            if begin < 0 or turn_end_start < 0 or not turn_end:
                 raise _unclear(
                     "answers_unclear", f"does not tell how an answer with {CALLS} begins or ends"
                 )
-            after = at + len(turn_end)
+            after = turn_end_start + len(turn_end)
         else:
-            end = control.turn_end.match(marked, last)
-            after = end.end() if end else last
+            end = control.turn_end.match(marked, marks_end)
+            after = end.end() if end else marks_end
         learned[start:after] = True
     return learned
 
@@ -359,20 +361,21 @@ def _split(marked: str, learned: NDArray[np.bool_], control: ControlNames) -> li
     def add_text(start: int, end: int) -> None:
         changes = np.flatnonzero(learned[start + 1 : end] ^ learned[start : max(end - 1, start)])
         cuts = [start, *(start + 1 + changes).tolist(), end]
-        for first, last in itertools.pairwise(cuts):
-            if first < last:
-                pieces.append(Piece(marked[first:last], bool(learned[first])))
+        for piece_start, piece_end in itertools.pairwise(cuts):
+            if piece_start < piece_end:
+                pieces.append(Piece(marked[piece_start:piece_end], bool(learned[piece_start])))
 
-    at = 0
-    for found in control.separators.finditer(marked):
-        add_text(at, found.start())
-        at = found.end()
-        number, here = ord(found[0][0]), bool(learned[found.start()])
-        if number < SPELLED:
-            pieces.append(Piece(control.ids[found[0]], here))
-        elif number >= MEDIA:
-            pieces.append(Piece("", media=number - MEDIA))
-        elif spelled := control.show(found[0]):
-            pieces.append(Piece(spelled, here))
-    add_text(at, len(marked))
+    text_start = 0
+    for match in control.separators.finditer(marked):
+        add_text(text_start, match.start())
+        text_start = match.end()
+        character = ord(match[0][0])
+        is_learned = bool(learned[match.start()])
+        if character < SPELLED:
+            pieces.append(Piece(control.ids[match[0]], is_learned))
+        elif character >= MEDIA:
+            pieces.append(Piece("", media=character - MEDIA))
+        elif spelled := control.show(match[0]):
+            pieces.append(Piece(spelled, is_learned))
+    add_text(text_start, len(marked))
     return pieces

@@ -44,18 +44,18 @@ def literal_tokenizer(text: str) -> tokenizers.Tokenizer:
 
 def unknown_id(model: Mapping[str, Any], tokenizer: tokenizers.Tokenizer) -> int | None:
     """The token that the model writes for text that it does not know, if there is one."""
-    number: int | None = model.get("unk_id")
+    token: int | None = model.get("unk_id")
     name = model.get("unk_token")
-    return tokenizer.token_to_id(name) if number is None and name else number
+    return tokenizer.token_to_id(name) if token is None and name else token
 
 
-def _name(nonce: str, number: int) -> str:
-    return f"\ufdd0{nonce}{number}\ufdd1"
+def _name(nonce: str, token: int) -> str:
+    return f"\ufdd0{nonce}{token}\ufdd1"
 
 
 def _respelled(file: dict[str, Any], control: frozenset[int], nonce: str) -> tokenizers.Tokenizer:
-    def renamed(name: str, number: int) -> str:
-        return _name(nonce, number) if number in control else name
+    def renamed(name: str, token_id: int) -> str:
+        return _name(nonce, token_id) if token_id in control else name
 
     for token in file["added_tokens"]:
         token["content"] = renamed(token["content"], token["id"])
@@ -64,29 +64,32 @@ def _respelled(file: dict[str, Any], control: frozenset[int], nonce: str) -> tok
     # A control token that is a word of the model alone must be found as a whole, too
     known = {token["id"] for token in file["added_tokens"]}
     file["added_tokens"] += [
-        {"id": number, "content": _name(nonce, number), **_PLAIN}
-        for number in sorted(control - known)
+        {"id": token_id, "content": _name(nonce, token_id), **_PLAIN}
+        for token_id in sorted(control - known)
     ]
     # It adds nothing, and trims the places of tokens
     file["post_processor"] = None
     model = file["model"]
     if isinstance(model["vocab"], dict):
-        gone = {name for name, number in model["vocab"].items() if number in control}
+        gone = {name for name, token_id in model["vocab"].items() if token_id in control}
         unknown = model["vocab"].get(model.get("unk_token"))
         if unknown in control:
             model["unk_token"] = renamed("", unknown)
-        model["vocab"] = {renamed(name, number): number for name, number in model["vocab"].items()}
+        model["vocab"] = {
+            renamed(name, token_id): token_id for name, token_id in model["vocab"].items()
+        }
     else:
-        gone = {name for number, (name, _) in enumerate(model["vocab"]) if number in control}
+        gone = {name for token_id, (name, _) in enumerate(model["vocab"]) if token_id in control}
         model["vocab"] = [
-            [renamed(name, number), score] for number, (name, score) in enumerate(model["vocab"])
+            [renamed(name, token_id), score]
+            for token_id, (name, score) in enumerate(model["vocab"])
         ]
     if model.get("merges"):
         prefix = model.get("continuing_subword_prefix") or ""
         pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
         model["merges"] = [
-            [first, second]
-            for first, second in pairs
-            if gone.isdisjoint((first, second, first + second.removeprefix(prefix)))
+            [left, second]
+            for left, second in pairs
+            if gone.isdisjoint((left, second, left + second.removeprefix(prefix)))
         ]
     return literal_tokenizer(json.dumps(file))

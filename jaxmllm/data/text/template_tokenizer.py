@@ -73,20 +73,20 @@ class TemplateTokenizer(FileTokenizer):
         texts = [self.speller.name(p) if isinstance(p, int) else p for p in pieces]
         starts = np.cumsum([0, *map(len, texts)])[:-1]
         encoding = self.speller.tokenizer.encode("".join(texts), add_special_tokens=False)
-        places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        last_places = np.maximum(places[:, 1] - 1, places[:, 0])
-        first = np.searchsorted(starts, places[:, 0], "right") - 1
-        last = np.searchsorted(starts, last_places, "right") - 1
+        spans = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        last_characters = np.maximum(spans[:, 1] - 1, spans[:, 0])
+        first_piece = np.searchsorted(starts, spans[:, 0], "right") - 1
+        last_piece = np.searchsorted(starts, last_characters, "right") - 1
         # A control token may take in the white space around it, of other pieces
         ids = encoding.ids
         control = np.flatnonzero(np.isin(ids, [*self._control])).tolist()
-        meant = [number for number, piece in enumerate(pieces) if isinstance(piece, int)]
-        if [ids[place] for place in control] != [pieces[number] for number in meant]:
+        meant = [index for index, piece in enumerate(pieces) if isinstance(piece, int)]
+        if [ids[position] for position in control] != [pieces[index] for index in meant]:
             raise ConversationError(
                 "control_token", "holds text that the tokenizer can only write as control tokens"
             )
-        first[control] = last[control] = meant
-        return Encoded(ids, first, last)
+        first_piece[control] = last_piece[control] = meant
+        return Encoded(ids, first_piece, last_piece)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -108,8 +108,8 @@ class TemplateTokenizer(FileTokenizer):
 
     def _find(self, name: str) -> int | None:
         token = self._special.get(name)
-        number: int | None = None if token is None else self._tokenizer.token_to_id(token)
-        return number
+        token_id: int | None = None if token is None else self._tokenizer.token_to_id(token)
+        return token_id
 
 
 def _special_names(path: Path) -> dict[str, str]:

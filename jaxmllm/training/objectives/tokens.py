@@ -90,23 +90,24 @@ def _objective(loss: _Loss, hidden: Array, matrix: Parameter, targets: Array) ->
 
 def _forward_rule(loss: _Loss, hidden: Any, matrix: Any, targets: Any) -> tuple[Any, Any]:
     """With the gradients of the sum: of the hidden states and of the head, those that are asked for."""
-    shard, of = (matrix.shard, matrix.stand_in) if loss.stays else (matrix, matrix)
-    wanted = hidden.perturbed, of.perturbed
-    losses, hits, *gradients = loss(hidden.value, shard.value, targets.value, *wanted)
+    shard, head = (matrix.shard, matrix.stand_in) if loss.stays else (matrix, matrix)
+    perturbed = hidden.perturbed, head.perturbed
+    losses, hits, *gradients = loss(hidden.value, shard.value, targets.value, *perturbed)
     # Else the whole gradient of the head may lie until all layers are done, and only then be scattered
     gradients = jax.lax.optimization_barrier(gradients)
-    rest = iter(gradients)
-    kept = tuple(
-        next(rest).astype(into.value.dtype) if into.perturbed else None for into in (hidden, of)
+    remaining = iter(gradients)
+    saved = tuple(
+        next(remaining).astype(into.value.dtype) if into.perturbed else None
+        for into in (hidden, head)
     )
-    return (losses.sum(), losses, hits), kept
+    return (losses.sum(), losses, hits), saved
 
 
-def _backward_rule(loss: _Loss, kept: tuple[Any, Any], cotangents: Any) -> tuple[Any, Any, None]:
+def _backward_rule(loss: _Loss, saved: tuple[Any, Any], cotangents: Any) -> tuple[Any, Any, None]:
     d_total = cotangents[0]
     d_hidden, d_matrix = (
         None if gradient is None else (gradient * d_total).astype(gradient.dtype)
-        for gradient in kept
+        for gradient in saved
     )
     return d_hidden, whole_gradient(d_matrix) if loss.stays else d_matrix, None
 
@@ -144,10 +145,10 @@ class _Loss:
     ) -> tuple[Array, ...]:
         shape = targets.shape
         x, target = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-        slots, places, count = slots_with_target(target, self.chunk)
+        slots, positions, targets_on_device = slots_with_target(target, self.chunk)
         if self._split("vocab"):
             # Devices that meet in the loop must run it equally often
-            count = jax.lax.pmax(count, self._split("vocab") + self._ranks)
+            targets_on_device = jax.lax.pmax(targets_on_device, self._split("vocab") + self._ranks)
         wide = jnp.promote_types(x.dtype, jnp.float32)
         table = self._gathered(matrix.astype(x.dtype))
         begin = {
@@ -165,8 +166,8 @@ class _Loss:
             begin["d_head"] = jnp.broadcast_to(zero, table.shape)
 
         def step(index: Array, done: dict[str, Array]) -> dict[str, Array]:
-            first = index * self.chunk
-            chunk_slots = jax.lax.dynamic_slice_in_dim(slots, first, self.chunk)
+            start = index * self.chunk
+            chunk_slots = jax.lax.dynamic_slice_in_dim(slots, start, self.chunk)
             chunk_x = x.at[chunk_slots].get(mode="fill", fill_value=0)
             chunk_target = target.at[chunk_slots].get(mode="fill", fill_value=-1)
             losses, hits, d_logits = self._cross_entropy(chunk_x, table, chunk_target)
@@ -175,7 +176,7 @@ class _Loss:
                 d_x = jnp.einsum(f"kv,{self._letters}->kd", d_logits, table)
                 new["d_hidden"] = _summed(d_x, self._split("vocab"))
             written = {
-                name: jax.lax.dynamic_update_slice_in_dim(done[name], values, first, axis=0)
+                name: jax.lax.dynamic_update_slice_in_dim(done[name], values, start, axis=0)
                 for name, values in new.items()
             }
             if wants_head:
@@ -185,10 +186,10 @@ class _Loss:
                 )
             return written
 
-        trips = (count + self.chunk - 1) // self.chunk
+        trips = (targets_on_device + self.chunk - 1) // self.chunk
         done = jax.lax.fori_loop(0, trips, step, begin)
         results = {
-            name: values.at[places]
+            name: values.at[positions]
             .get(mode="fill", fill_value=0)
             .reshape(*shape, *values.shape[1:])
             for name, values in done.items()
@@ -210,18 +211,18 @@ class _Loss:
         split = self._split("vocab")
         wide = jnp.promote_types(x.dtype, jnp.float32)
         logits = jnp.einsum(f"kd,{self._letters}->kv", x, table, preferred_element_type=wide)
-        most = logits.max(axis=-1)
-        most = jax.lax.pmax(most, split) if split else most
-        first = jax.lax.axis_index(split) * logits.shape[1] if split else 0
-        hot = (target - first)[:, None] == jnp.arange(logits.shape[1])
-        powers = jnp.exp(logits - most[:, None])
+        largest = logits.max(axis=-1)
+        largest = jax.lax.pmax(largest, split) if split else largest
+        first_token = jax.lax.axis_index(split) * logits.shape[1] if split else 0
+        hot = (target - first_token)[:, None] == jnp.arange(logits.shape[1])
+        powers = jnp.exp(logits - largest[:, None])
         chosen = jnp.where(hot, logits, 0).sum(axis=-1)
         total, chosen = _summed((powers.sum(axis=-1), chosen), split)
         counts = target >= 0
         d_logits = jnp.where(counts[:, None], powers / total[:, None] - hot, 0)
         return (
-            jnp.where(counts, jnp.log(total) + most - chosen, 0),
-            counts & (chosen >= most),
+            jnp.where(counts, jnp.log(total) + largest - chosen, 0),
+            counts & (chosen >= largest),
             d_logits.astype(x.dtype),
         )
 
@@ -277,10 +278,10 @@ def slots_with_target(
     """
     length = -(-targets.size // chunk) * chunk
     counts = targets >= 0
-    places = jnp.where(counts, jnp.cumsum(counts, dtype=jnp.int32) - 1, length)
+    positions = jnp.where(counts, jnp.cumsum(counts, dtype=jnp.int32) - 1, length)
     numbers = jnp.arange(targets.size, dtype=jnp.int32)
-    slots = jnp.full(length, targets.size, jnp.int32).at[places].set(numbers, mode="drop")
-    return slots, places, counts.sum(dtype=jnp.int32)
+    slots = jnp.full(length, targets.size, jnp.int32).at[positions].set(numbers, mode="drop")
+    return slots, positions, counts.sum(dtype=jnp.int32)
 
 
 def _summed(x: Any, axes: tuple[str, ...]) -> Any:
