@@ -30,7 +30,8 @@ class PhaseConfig(Section):
     """
 
     capacities: tuple[PositiveInt, ...] | Auto = "auto"
-    # auto: those of 1, 2, 4 and 8 that divide the ranks and stay on a node (balance.spans_cross_nodes)
+    # auto: those of 1, 2, 3, 4, 6, 8 and 12 that the mesh's innermost axes multiply to and that stay on a node
+    # (balance.spans_cross_nodes)
     spans: tuple[PositiveInt, ...] | Auto = "auto"
     # auto: up to 3
     row_classes: Annotated[int, Field(ge=1, le=4)] | Auto = "auto"

@@ -11,12 +11,19 @@ from numpy.typing import NDArray
 
 from jaxmllm.attention.mask import item_ids
 from jaxmllm.config.schema import AudioConfig, ComponentConfig, Gelu
-from jaxmllm.models.layers import RowContext, documents_of, encoder_block, run_stack, stacked
+from jaxmllm.models.layers import (
+    RowContext,
+    documents_of,
+    encoder_block,
+    row_keys,
+    run_stack,
+    stacked,
+)
 from jaxmllm.models.mel_planes import PlaneStem
 from jaxmllm.models.norms import NORMS
 from jaxmllm.models.products import bias, biased, parameter, times_matrix, weight
 from jaxmllm.models.rotary import Rotation, rotary_angles
-from jaxmllm.models.rows import EncoderRows
+from jaxmllm.models.rows import BlockMargins, EncoderRows
 from sharding.rules import Layout
 
 
@@ -98,35 +105,40 @@ class AudioTower(nnx.Module):
 
     def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C/s D"]:
         """What the first layer reads."""
-        ranks, slots, mels = rows.features.shape
-        # Parts of rows hold whole chunks, kept apart here so that no window reaches over the edge of a part.
+        ranks, slots, _ = rows.features.shape
         stride = self.config.stem_stride
-        stretch = self.config.chunk_slots if layout.parts > 1 else slots
-        x = rows.features.astype(dtype).reshape(ranks, -1, stretch, mels)
-        places = rows.positions[:, ::stride, 0] % self.config.chunk_tokens
-        of_spans = places.reshape(ranks, -1, stretch // stride)
+        stretches = _stretches(rows, stride)
+        x = stretches.features.astype(dtype)
+        places = self._places(stretches.positions)
         if self.config.stem_channels is None:
-            x = self._line_stem(x, jnp.equal(of_spans, 0), rows.segments, layout)
+            x = self._line_stem(x, jnp.equal(places, 0), stretches.segments, layout)
         else:
-            x = self.stem(x, of_spans, layout)
+            x = self.stem(x, places, layout)
+        if rows.margins is not None:
+            x = x[:, :, 1:-1]
         x = x.reshape(ranks, slots // stride, -1)
         if self.config.positions != "rotary":
-            x = x + self._position_table(layout, dtype)[places]
+            x = x + self._position_table(layout, dtype)[self._places(rows.positions)]
         return layout.constrain(x, ("batch", "sequence", None))
+
+    def _places(self, positions: Int[Array, "*rows C A"]) -> Int[Array, "*rows C/s"]:
+        """Of tokens of attention in their chunk."""
+        tokens: Array = positions[..., :: self.config.stem_stride, 0]
+        return tokens % self.config.chunk_tokens
 
     def _line_stem(
         self,
         x: Float[Array, "R N T M"],
         first: Bool[Array, "R N T/s"],
-        segments: Int[Array, "R C"],
+        segments: Int[Array, "R N T"],
         layout: Layout,
     ) -> Float[Array, "R N T/s D"]:
         """Two convolutions along time; tokens that are `first` in their chunk see nothing before it."""
         first_halves = jnp.stack([first, jnp.zeros_like(first)], axis=-1)
         x = self.stem_mels(x, first_halves.reshape(*first.shape[:2], -1), layout)
         if self.config.silence == "masked":
-            real = segments[:, :: self.stem_mels.stride] > 0
-            x = jnp.where(real.reshape(*x.shape[:3], 1), x, 0)
+            real = segments[:, :, :: self.stem_mels.stride] > 0
+            x = jnp.where(real[..., None], x, 0)
         return self.stem_width(x, first, layout)
 
     def _position_table(self, layout: Layout, dtype: jnp.dtype) -> Float[Array, "P D"]:
@@ -149,8 +161,27 @@ class AudioTower(nnx.Module):
             rotation = Rotation.of(angles)
         ids = item_ids(rows.segments[:, ::stride])
         return RowContext(
-            *(layout, ids, rows.tiles, rotation, settings.attention), documents=documents_of(rows)
+            *(layout, ids, rows.tiles, rotation, settings.attention),
+            keys=row_keys(layout, ids),
+            documents=documents_of(rows),
         )
+
+
+def _stretches(rows: EncoderRows, margin: int) -> BlockMargins:
+    """What the stem reads of rows, [R, N, T, ..]: of a whole row, or where its blocks lie apart of each block with
+    `margin` slots of the row on either side."""
+    slots = BlockMargins(rows.features, rows.segments, rows.positions)
+    if rows.margins is None:
+        return jax.tree.map(lambda leaf: leaf[:, None], slots)
+    blocks = rows.margins.segments.shape[1] // (2 * margin)
+
+    def with_margins(leaf: Array, margins: Array) -> Array:
+        ranks, *width = leaf.shape[0], *leaf.shape[2:]
+        before, after = jnp.split(margins.reshape(ranks, blocks, 2 * margin, *width), 2, axis=2)
+        block = leaf.reshape(ranks, blocks, -1, *width)
+        return jnp.concatenate([before, block, after], axis=2)
+
+    return jax.tree.map(with_margins, slots, rows.margins)
 
 
 def sinusoids(places: int, width: int) -> NDArray[np.float64]:

@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmllm.attention.mask import item_ids
 from jaxmllm.config.schema import ComponentConfig, DiffusionConfig
-from jaxmllm.models.layers import MLP, RowContext, SelfAttention, checkpointed, stacked
+from jaxmllm.models.layers import MLP, RowContext, SelfAttention, checkpointed, row_keys, stacked
 from jaxmllm.models.norms import MODULATED_NORMS, NORMS
 from jaxmllm.models.products import bias, biased, named, parameter, weight
 from jaxmllm.models.rotary import Rotation, rotary_angles_by_axis
@@ -158,7 +158,10 @@ class DiffusionTower(nnx.Module):
         seen = jnp.where(is_condition, 0, rows.segments) if crossed else rows.segments
         angles = rotary_angles_by_axis(rows.positions, config.sections, config.rope_theta, dtype)
         rotation = Rotation.of(angles)
-        context = RowContext(layout, item_ids(seen), rows.tiles, rotation, settings.attention)
+        ids = item_ids(seen)
+        context = RowContext(
+            *(layout, ids, rows.tiles, rotation, settings.attention), keys=row_keys(layout, ids)
+        )
         where = ConditionSlots.of(layout, is_condition) if config.streams == 2 else None
         apart = self._to_conditions(context, rows) if crossed else None
         return DrawnContext(context, rows.owners, apart, where)
@@ -182,12 +185,11 @@ class DiffusionTower(nnx.Module):
     def _to_conditions(self, context: RowContext, rows: GeneratorRows) -> RowContext:
         """The rows as patches see conditions in them, which have an attention of their own."""
         assert rows.cross_tiles is not None
-        keys = jnp.where(rows.conditions >= 0, rows.segments, 0)
+        ids = item_ids(jnp.where(rows.conditions >= 0, rows.segments, 0))
+        keys = ids if (gathered := row_keys(context.layout, ids)) is None else gathered
         # Where there is no state its place holds zeros, and so every slot has key and value of a padded one
         repeated = None if self.config.padded_conditions is None else rows.padded
-        return replace(
-            context, keys=item_ids(keys), tiles=rows.cross_tiles, rotation=None, repeated=repeated
-        )
+        return replace(context, keys=keys, tiles=rows.cross_tiles, rotation=None, repeated=repeated)
 
 
 class _Embedding(nnx.Module):

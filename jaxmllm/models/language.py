@@ -18,6 +18,7 @@ from jaxmllm.models.layers import (
     GatedMLP,
     RowContext,
     SelfAttention,
+    row_keys,
     run_stack,
     scan_layers,
     stacked,
@@ -149,7 +150,8 @@ class Decoder(nnx.Module):
         rotation = Rotation.of(angles, multiplier)
         windows, window_rotation = None, None
         if rows.window_tiles is not None:
-            windows = ids.within(config.window), rows.window_tiles
+            narrow = ids.within(config.window)
+            windows = narrow, row_keys(layout, narrow), rows.window_tiles
             ids = ids.within(None)  # layers of both kinds read arrays of one shape
             if config.window_rope_theta is not None:
                 angles = rotary_angles(
@@ -159,6 +161,7 @@ class Decoder(nnx.Module):
         return RowContext(
             *(layout, ids, rows.tiles, rotation, settings.attention, windows, window_rotation),
             experts=settings.experts,
+            keys=row_keys(layout, ids),
             documents=None
             if rows.runs is None
             else Documents(rows.runs, causal=True, window=config.window),

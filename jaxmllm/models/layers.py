@@ -40,13 +40,13 @@ class RowContext:
     tiles: RowTiles
     rotation: Rotation | None  # none: positions were added to what the first layer reads
     kernel: Kernel = "auto"  # of attention
-    # Ids and tiles of layers that attend in windows, instead
-    windows: tuple[TokenIds, RowTiles] | None = None
+    # Ids of queries and keys, and tiles of layers that attend in windows, instead
+    windows: tuple[TokenIds, TokenIds | None, RowTiles] | None = None
     # Of these layers, where it is another
     window_rotation: Rotation | None = None
     added: Float[Array, "N R C D"] | None = None  # to what the first N layers yield
     experts: ExpertKernel = "auto"  # the kernel of a mixture
-    # Ids of keys and values, where they are others than those of queries
+    # Ids of the keys and values of whole rows, [R, g*C]; none: as `ids`
     keys: TokenIds | None = None
     # Of each query: how often it sees its own slot's key and value, too
     repeated: Int[Array, "R C"] | None = None
@@ -61,17 +61,37 @@ class RowContext:
         if self.windows is None or windowed is None:
             return self
         choose = lambda window, whole: jnp.where(windowed, window, whole)  # noqa: E731
-        ids, tiles = jax.tree.map(choose, self.windows, (self.ids, self.tiles))
+        ids, keys, tiles = jax.tree.map(choose, self.windows, (self.ids, self.keys, self.tiles))
         rotation = self.rotation
         if self.window_rotation is not None:
             rotation = jax.tree.map(choose, self.window_rotation, rotation)
         return replace(
-            self, ids=ids, tiles=tiles, rotation=rotation, windows=None, window_rotation=None
+            self,
+            ids=ids,
+            keys=keys,
+            tiles=tiles,
+            rotation=rotation,
+            windows=None,
+            window_rotation=None,
         )
 
     def add(self, x: Float[Array, "R C D"], layer: Int[Array, ""] | None) -> Float[Array, "R C D"]:
         """What this layer has yielded, with what is added to it."""
         return x if self.added is None or layer is None else with_added(x, self.added, layer)
+
+
+def row_keys(layout: Layout, ids: TokenIds) -> TokenIds | None:
+    """`RowContext.keys` for keys of these ids, [R, C] in parts: gathered once for all layers, in one collective; none
+    where rows are not in parts."""
+    axes = layout.mesh_axes("sequence")
+    if not axes:
+        return None
+    gather = layout.local(
+        partial(gather_parts, axes=axes), in_axes=(("batch", "sequence"),), out_axes=("batch",)
+    )
+    columns, shape = jax.tree.flatten(ids)
+    gathered = gather(jnp.stack(columns, axis=-1))
+    return jax.tree.unflatten(shape, [gathered[..., number] for number in range(len(columns))])
 
 
 def documents_of(rows: EncoderRows) -> Documents | None:
@@ -167,7 +187,7 @@ class SelfAttention(nnx.Module):
         repeats = rows.repeated is not None
         attend = layout.local(
             partial(_attend, layout.mesh_axes("sequence"), rows.kernel, self.scale, repeats),
-            in_axes=(query_axes, kv_axes, kv_axes, slots, slots, slots, ("batch",)),
+            in_axes=(query_axes, kv_axes, kv_axes, slots, ("batch",), slots, ("batch",)),
             out_axes=(query_axes, query_axes[:3]) if repeats else query_axes,
         )
         keys = rows.ids if rows.keys is None else rows.keys
@@ -211,7 +231,6 @@ def _attend(
     documents: Documents | None,
 ) -> Any:
     """Attention on one device: from its part of a row to the whole row."""
-    keys = keys.map(lambda column: gather_parts(column, split))
     query_spans, query_blocks, key_spans, key_blocks = (table[:, 0] for table in tiles)
     lists = TileLists(query_spans, query_blocks), TileLists(key_spans, key_blocks)
     mask = Mask(queries, keys, *lists, documents)

@@ -49,12 +49,6 @@ class MLLM:
         return make_phases(self.config)
 
     @property
-    def split_phases(self) -> frozenset[str]:
-        """Phases of media whose rows are split into parts (context parallelism)."""
-        media = (*self.config.encoders, *self.config.generators)
-        return frozenset(phase for phase in media if self.layout(phase).parts > 1)
-
-    @property
     def ema(self) -> dict[str, float]:
         """By component whose trained parameters are averaged: how much of the average an update keeps."""
         settings = {name: part.settings for name, part in self.components.items()}

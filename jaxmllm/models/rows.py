@@ -33,9 +33,21 @@ class RowTiles(NamedTuple):
     key_blocks: Int[Array, "R/g P L"]
 
 
-def _tile_tables(row: dict[str, Any]) -> dict[str, RowTiles]:
-    """The tile lists of a row of the host, by field."""
-    return {name: RowTiles(**row[name]) for name in TILE_TABLES if name in row}
+class BlockMargins(NamedTuple):
+    """What the packed row holds just before and just after each block of attention, for towers that look over its
+    edges. A row has N blocks, in dealt order, and a margin m slots; beyond the ends of the row lie zeros."""
+
+    features: Shaped[Array, "R/g N*2*m F"]
+    segments: Int[Array, "R/g N*2*m"]
+    positions: Int[Array, "R/g N*2*m A"]
+
+
+def _tables(row: dict[str, Any]) -> dict[str, Any]:
+    """The tile lists and margins of a row of the host, by field."""
+    tables: dict[str, Any] = {name: RowTiles(**row[name]) for name in TILE_TABLES if name in row}
+    if "margins" in row:
+        tables["margins"] = BlockMargins(**row["margins"])
+    return tables
 
 
 def _shardings(rows: Any, layout: Layout, *by_row: str) -> Any:
@@ -61,11 +73,12 @@ class EncoderRows(NamedTuple):
     window_tiles: RowTiles | None = None  # of these windows
     # First slot and slots of each item, in tokens of attention, where the kernel reads them
     runs: Int[Array, "R/g S 2"] | None = None
+    margins: BlockMargins | None = None  # where rows are dealt to parts, for towers that read them
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> EncoderRows:
         """From the host's dictionary."""
-        return cls(**row | _tile_tables(row))
+        return cls(**row | _tables(row))
 
     def shardings(self, layout: Layout) -> EncoderRows:
         """How the arrays lie on the mesh."""
@@ -104,7 +117,7 @@ class LanguageRows(NamedTuple):
     @classmethod
     def of(cls, row: dict[str, Any]) -> LanguageRows:
         """From the host's dictionary."""
-        return cls(**row | _tile_tables(row))
+        return cls(**row | _tables(row))
 
     def shardings(self, layout: Layout) -> LanguageRows:
         """How the arrays lie on the mesh."""
@@ -139,7 +152,7 @@ class GeneratorRows(NamedTuple):
     @classmethod
     def of(cls, row: dict[str, Any]) -> GeneratorRows:
         """From the host's dictionary."""
-        return cls(**row | _tile_tables(row))
+        return cls(**row | _tables(row))
 
     def shardings(self, layout: Layout) -> GeneratorRows:
         """How the arrays lie on the mesh."""
@@ -183,6 +196,8 @@ def abstract_encoder_rows(
     )
     if windows:
         shapes = shapes._replace(windows=shapes.segments, window_tiles=shapes.tiles)
+    if row_format.margin and layout.parts > 1:
+        shapes = shapes._replace(margins=_margins(slots // (block * row_format.stride), row_format))
     return _of_microbatch(layout, shapes)
 
 
@@ -277,6 +292,15 @@ def _tiles(layout: Layout, blocks: int) -> RowTiles:
     parts, own = layout.parts, blocks // layout.parts
     lists = _shape((parts, list_bound(own, blocks)))
     return RowTiles(_shape((parts, own, 3)), lists, _shape((parts, blocks, 3)), lists)
+
+
+def _margins(blocks: int, row_format: RowFormat) -> BlockMargins:
+    slots = blocks * 2 * row_format.margin
+    return BlockMargins(
+        features=_shape((slots, row_format.features), row_format.dtype),
+        segments=_shape((slots,)),
+        positions=_shape((slots, len(row_format.axes))),
+    )
 
 
 def _shape(shape: tuple[int, ...], dtype: DTypeLike = np.int32) -> Any:

@@ -15,6 +15,7 @@ from jaxmllm.models.layers import (
     RowContext,
     documents_of,
     encoder_block,
+    row_keys,
     run_stack,
     run_tapped_stack,
     stacked,
@@ -139,11 +140,14 @@ class VisionTower(nnx.Module):
                 rows.positions, self.config.head_size // 2, self.config.rope_theta, dtype
             )
             rotation = Rotation.of(angles)
+        ids = item_ids(rows.segments)
         windows = None
         if rows.windows is not None and rows.window_tiles is not None:
-            windows = item_ids(rows.windows), rows.window_tiles
+            window_ids = item_ids(rows.windows)
+            windows = window_ids, row_keys(layout, window_ids), rows.window_tiles
         return RowContext(
-            *(layout, item_ids(rows.segments), rows.tiles, rotation, settings.attention, windows),
+            *(layout, ids, rows.tiles, rotation, settings.attention, windows),
+            keys=row_keys(layout, ids),
             documents=documents_of(rows),
         )
 

@@ -73,7 +73,7 @@ def prepare(config: Config, mesh: Mesh | AbstractMesh) -> RunInputs:
             "every component is frozen: set components.<name>.freeze: false for what shall be trained"
         )
     spans = spans_of_phases(config, model)
-    media = run_modalities(config, model, spans)
+    media = modalities(config.model, config.data)
     corpus, held_out = open_corpora(config, tokenizer, media, model, spans)
     # Hosts that differ would plan different steps, and hang in the first collective.
     hosts.compare("data", lambda: data_facts(corpus, held_out), SAME_DATA)
@@ -89,12 +89,6 @@ def sizing_samples(
     """The batches that sizes are chosen from."""
     batches = min(max(SAMPLED_EXAMPLES // batch_size, FEWEST_BATCHES), MOST_BATCHES)
     return sample_batches(order, corpus, batch_size, batches)
-
-
-def run_modalities(config: Config, model: MLLM, spans: Spans) -> dict[str, Modality]:
-    """The modalities of a run's encoders, whose rows are split over devices by context or span."""
-    shared = {phase for phase, of_phase in spans.items() if max(of_phase) > 1}
-    return modalities(config.model, config.data, model.split_phases | shared)
 
 
 def vocabulary(config: Config, tokenizer: Tokenizer) -> int:

@@ -37,7 +37,7 @@ from jaxmllm.data.text.load import load_tokenizer
 from jaxmllm.models.compose import build_model
 from jaxmllm.runtime.resume import check_free
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
-from jaxmllm.setup.prepare import row_limits, run_modalities, vocabulary
+from jaxmllm.setup.prepare import row_limits, vocabulary
 from jaxmllm.setup.row_shapes import attention_spec
 from jaxmllm.setup.sizing import sizing_inputs
 from jaxmllm.setup.spans import spans_of_phases
@@ -169,13 +169,13 @@ def plan_drawing(config: Config, requests: Requests, mesh: Mesh) -> Drawing:
     tokenizer = load_tokenizer(config.data)
     model = build_model(config.model, vocabulary(config, tokenizer), config.components, mesh)
     spans = spans_of_phases(config, model)
-    modalities = run_modalities(config, model, spans)
-    for phase, modality in modalities.items():
+    readers = modalities(config.model, config.data)
+    for phase, modality in readers.items():
         if isinstance(modality, GeneratedPixels | GeneratedLatents):
-            modalities[phase] = Blanks(modality)
-    index = uncached_index("requests", requests, tokenizer, modalities)
+            readers[phase] = Blanks(modality)
+    index = uncached_index("requests", requests, tokenizer, readers)
     pairs = VisiblePairs.of_model(config.model)
-    corpus = Corpus((index,), (1.0,), tokenizer, modalities, pairs=pairs)
+    corpus = Corpus((index,), (1.0,), tokenizer, readers, pairs=pairs)
     corpus = corpus.refuse(row_limits(config, model, corpus.formats, spans))
     if corpus.rejected:
         others = f" (and {len(corpus.rejected) - 1} more)" if len(corpus.rejected) > 1 else ""

@@ -20,7 +20,11 @@ from jaxmllm.setup.row_shapes import check_parts
 from sharding.mesh import MeshError
 from sharding.rules import Layout
 
-AUTO_SPANS = (1, 2, 4, 8)
+# Up to a node of 8 or of 12 ranks. Of those with a factor of 3, a mesh allows what its innermost axes multiply to.
+AUTO_SPANS = (1, 2, 3, 4, 6, 8, 12)
+# How far axes are cut for these at least: by twos, and then by a three where one is left
+AUTO_CUT = (1, 2, 4, 8)
+LAST_FACTOR = 3
 
 Spans = Mapping[str, tuple[int, ...]]  # by phase, ascending
 
@@ -32,19 +36,23 @@ def mesh_spans(config: Config) -> tuple[int, ...]:
       ConfigError: one does not divide the next.
     """
     spans = {1}
+    cut_by_three = False
     for phase in config.model.phases:
         settings = getattr(config.phases, phase)
         if settings.spans != "auto":
             spans |= set(settings.spans)
         elif settings.capacities == "auto" and config.may_share_rows:
-            spans |= set(AUTO_SPANS)
+            spans |= set(AUTO_CUT)
+            cut_by_three = True
     ascending = sorted(spans)
     for shorter, longer in pairwise(ascending):
         if longer % shorter:
             raise ConfigError(
                 f"phases.<phase>.spans: {shorter} of one phase does not divide {longer} of another (`auto` is "
-                f"{list(AUTO_SPANS)}); the mesh cannot be cut for both"
+                f"{list(AUTO_CUT)} at least); the mesh cannot be cut for both"
             )
+    if cut_by_three:
+        ascending.append(LAST_FACTOR * ascending[-1])
     return tuple(ascending)
 
 
@@ -58,7 +66,7 @@ def spans_of_phases(config: Config, model: MLLM) -> Spans:
         cuts a row inside of what its tower takes as a whole.
     """
     nodes = nodes_of_ranks(config, model)
-    split = row_formats(modalities(config.model, config.data, config.model.encoders))
+    formats = row_formats(modalities(config.model, config.data))
     spans = {}
     for phase in model.phases:
         settings = getattr(config.phases, phase)
@@ -67,7 +75,7 @@ def spans_of_phases(config: Config, model: MLLM) -> Spans:
         def check(span: int, phase: str = phase, layout: Layout = layout) -> None:
             _check_ranks(config, phase, span, layout, nodes[phase])
             if span > 1:
-                check_parts(config, phase, split, span * layout.parts)
+                check_parts(config, phase, formats, span * layout.parts)
 
         if settings.spans != "auto":
             for span in settings.spans:

@@ -13,14 +13,14 @@ from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.stages.sizes import PipelineSizes
 from jaxmllm.config.schema import Config, ConfigError
-from jaxmllm.data.media.modalities import row_formats
+from jaxmllm.data.media.modalities import modalities, row_formats
 from jaxmllm.data.text.load import load_tokenizer
 from jaxmllm.models.compose import build_model
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.row_format import RowFormat
 from jaxmllm.setup.build import phased_programs, staged_programs
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
-from jaxmllm.setup.prepare import run_modalities, vocabulary
+from jaxmllm.setup.prepare import vocabulary
 from jaxmllm.setup.sizing import sizing_inputs, stage_sizes
 from jaxmllm.setup.spans import Spans, spans_of_phases
 from jaxmllm.tools.workload import DEFAULT_MIX, generated_batches, longest, mix_for
@@ -96,7 +96,7 @@ def generated_lengths(
     return GeneratedLengths(
         config=config,
         model=model,
-        formats=row_formats(run_modalities(config, model, spans)),
+        formats=row_formats(modalities(config.model, config.data)),
         spans=spans,
         samples=samples,
         items=items,

@@ -10,11 +10,11 @@ from jaxmllm.balance.records import BatchItems
 from jaxmllm.cluster.search.layouts import Sampled
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples, example_order, source_batches
-from jaxmllm.data.media.modalities import row_formats
+from jaxmllm.data.media.modalities import modalities, row_formats
 from jaxmllm.data.text.tokenizers import Tokenizer
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
-from jaxmllm.setup.prepare import open_corpora, run_modalities, sizing_samples
+from jaxmllm.setup.prepare import open_corpora, sizing_samples
 from jaxmllm.setup.sizing import largest_examples
 from jaxmllm.setup.spans import Spans
 from jaxmllm.tools.workload import DEFAULT_MIX, generated_batches, longest, mix_for
@@ -38,7 +38,7 @@ class DataLengths:
     _known: dict[str, Sampled] = field(default_factory=dict)
 
     def __call__(self, config: Config, model: MLLM, spans: Spans) -> Sampled:
-        media = run_modalities(config, model, spans)
+        media = modalities(config.model, config.data)
         stages = config.pipeline.stages > 1
         key = f"{stages} {media!r}"
         if key not in self._known:
@@ -75,7 +75,7 @@ class MadeUpLengths:
     _batches: list[BatchItems] = field(default_factory=list)
 
     def __call__(self, config: Config, model: MLLM, spans: Spans) -> Sampled:
-        media = run_modalities(config, model, spans)
+        media = modalities(config.model, config.data)
         key = repr(media)
         if key not in self._known:
             mix = mix_for(config.model, self.mix)

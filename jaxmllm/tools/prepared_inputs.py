@@ -27,7 +27,7 @@ from jaxmllm.balance.records import BatchItems, PhaseItems
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import Config, ConfigError, ModelConfig
-from jaxmllm.data.media.modalities import row_formats
+from jaxmllm.data.media.modalities import modalities, row_formats
 from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.rows.fill import HostStep, StepFiller
 from jaxmllm.data.text.render import Rendered
@@ -40,7 +40,6 @@ from jaxmllm.models.rows import LanguageRows, TokenPool
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.build import phased_programs
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
-from jaxmllm.setup.prepare import run_modalities
 from jaxmllm.setup.sizing import sizing_inputs
 from jaxmllm.setup.spans import mesh_spans, spans_of_phases
 from jaxmllm.tools.prepared_clips import ARGUMENTS as OF_CLIPS
@@ -226,7 +225,7 @@ class PreparedRun:
         mesh = make_mesh(config.mesh_sizes, devices, spans=mesh_spans(config))
         model = build_model(config.model, vocabulary, config.components, mesh)
         spans = spans_of_phases(config, model)
-        readers = run_modalities(config, model, spans)
+        readers = modalities(config.model, config.data)
         texts = PreparedTexts.read(inputs, vocabulary, config, placeholders, readers)
         batch = texts.gather(np.arange(len(texts.tokens)))
         longest = {phase: int(items.length.max()) for phase, items in batch.phases.items()}

@@ -1,6 +1,5 @@
 import json
 import pickle
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ SOURCES = [{"name": "a", "path": "a.jsonl"}]
 DATA = DataConfig.model_validate(
     {"sources": SOURCES, "batch_size": 2, "images": {"min_pixels": 64}}, strict=False
 )
-MODALITIES = modalities(MODEL, DATA, ())
+MODALITIES = modalities(MODEL, DATA)
 
 
 def record(words: str, images: int = 0, sounds: int = 0, **keys: Any) -> dict[str, Any]:
@@ -103,12 +102,7 @@ def test_modalities_follow_the_model() -> None:
     assert list(MODALITIES) == ["vision", "audio"]
     assert MODALITIES["vision"] == Images(4, 2, 64, 1024 * 1024)
     assert MODALITIES["audio"] == Sounds(16_000, 400, 160, 40, 32, 2, 60.0)
-    split = {
-        "vision": MODALITIES["vision"],
-        "audio": replace(MODALITIES["audio"], whole_chunks=True),
-    }
-    assert modalities(MODEL, DATA, {"vision", "audio"}) == split
-    assert modalities(ModelConfig.model_validate({"language": LANGUAGE}), DATA, ()) == {}
+    assert modalities(ModelConfig.model_validate({"language": LANGUAGE}), DATA) == {}
 
 
 def test_numbering(corpus: Corpus) -> None:

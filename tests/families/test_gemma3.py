@@ -67,7 +67,7 @@ def config_of(folder: Path, place: Path, images: dict | None = None, **model) ->
 
 def check_squares(folder: Path, config: Config, place: Path) -> None:
     """The pixels of pictures are those of the processor, square for square."""
-    reader, vision = modalities(config.model, config.data, ())["vision"], config.model.vision
+    reader, vision = modalities(config.model, config.data)["vision"], config.model.vision
     assert vision is not None and isinstance(reader, Images)
     processed = np.load(folder / "processed.npz")
     wanted = processed["pixels"].transpose(0, 2, 3, 1) * vision.pixel_std + vision.pixel_mean

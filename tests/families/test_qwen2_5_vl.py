@@ -42,7 +42,7 @@ def config_of(folder: Path, place: Path, **model) -> Config:
 
 
 def reader_of(config: Config) -> Images:
-    reader = modalities(config.model, config.data, ())["vision"]
+    reader = modalities(config.model, config.data)["vision"]
     assert isinstance(reader, Images)
     return reader
 

@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent / "goldens" / "qwen2_audio"
 
 
 def reader_of(config: Config) -> Sounds:
-    reader = modalities(config.model, config.data, ())["audio"]
+    reader = modalities(config.model, config.data)["audio"]
     assert isinstance(reader, Sounds)
     return reader
 

@@ -62,7 +62,7 @@ def test_clips_are_the_processors(tmp_path):
 def test_times_of_videos_are_not_rounded(tmp_path):
     """And what comes after one goes on at the maximum + 1, between whole numbers, too."""
     config = config_of(FOLDER, tmp_path, vision={"videos": True})
-    reader = modalities(config.model, config.data, ())["vision"]
+    reader = modalities(config.model, config.data)["vision"]
     assert isinstance(reader, ImagesAndVideos)
     reader = replace(reader, videos=reader.videos.model_copy(update={"fps": 4.0}))
     positions, after = reader.token_positions(ClipShape((3, 2, 4), 6, 1.0), 7.5)

@@ -51,7 +51,7 @@ def config_of(folder: Path, place: Path, **tower) -> Config:
 
 
 def reader_of(config: Config):
-    ((_, reader),) = modalities(config.model, config.data, ()).items()
+    ((_, reader),) = modalities(config.model, config.data).items()
     return reader
 
 

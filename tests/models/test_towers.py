@@ -221,7 +221,7 @@ def encode(encoders, phase, rows):
 
 
 def encoder_rows(
-    features, positions, segments, slots_per_token, stride=1, block=BLOCK, windows=None
+    features, positions, segments, slots_per_token, stride=1, block=BLOCK, windows=None, parts=1
 ):
     ranks, slots = segments.shape
     row = {
@@ -232,10 +232,14 @@ def encoder_rows(
         "failed": np.zeros(ranks, np.int32),
     }
     row_format = RowFormat(
-        features.shape[-1], features.dtype, slots_per_token, stride, alignment=1, axes=(1, 2)
+        *(features.shape[-1], features.dtype, slots_per_token, stride),
+        alignment=1,
+        axes=(1, 2),
+        margin=stride,
     )
     windows = {} if windows is None else {"tower": windows}
-    finish_encoder_row(row, AttentionSpec({"tower": block}, windows=windows), "tower", row_format)
+    attention = AttentionSpec({"tower": block}, {"tower": parts}, windows=windows)
+    finish_encoder_row(row, attention, "tower", row_format)
     return EncoderRows.of(row)
 
 
@@ -487,6 +491,48 @@ def test_a_stem_of_stride_one_keeps_clips_apart():
     for number, (begin, _, real) in enumerate(places, 1):
         here = slice(begin // 2, begin // 2 + -(-real // 2))
         close(found[0, here], found[number, here])
+
+
+LINE = {"rope_theta": 10_000.0, "positions": "sinusoidal"}
+STEMS = {
+    "strides-of-two": AUDIO,
+    "stride-of-one": AUDIO.model_copy(update=LINE | {"stem_strides": (1, 2)}),
+    "masked": AUDIO.model_copy(update=LINE | {"silence": "masked"}),
+    # Two tokens per chunk, with two empty slots after its frames
+    "planes": AUDIO.model_copy(update=LINE | {"stem_channels": 4, "chunk_frames": 14, "merge": 1}),
+}
+
+
+@pytest.mark.parametrize("config", STEMS.values(), ids=list(STEMS))
+def test_a_stem_reads_over_the_edges_of_blocks(config):
+    """Clips begin, end and have chunks anywhere in blocks of four tokens of attention, which lie apart."""
+    stride, chunk = config.stem_stride, config.chunk_slots
+    slots, block = 32 * stride, 4
+    rng = np.random.default_rng(7)
+    features = rng.standard_normal((8, slots, config.mel_bins))
+    segments, positions = np.zeros((8, slots), np.int32), np.zeros((8, slots, 2), np.int32)
+    for row in range(8):
+        start = 0
+        for number in range(1, 6):
+            tokens = int(rng.integers(1, 9))
+            stop = start + tokens * stride
+            real = np.arange(tokens * stride) < tokens * stride - rng.integers(0, stride)
+            real &= np.arange(tokens * stride) % chunk < config.chunk_frames
+            segments[row, start:stop] = np.where(real, number, 0)[: slots - start]
+            positions[row, start:stop, 0] = (np.arange(tokens * stride) // stride)[: slots - start]
+            start = min(stop, slots)
+        features[row] *= segments[row, :, None] > 0
+    with jax.enable_x64(True):
+        model = build(language=TIED, audio=config)
+        params = randomized(model)
+        stem = jax.jit(lambda params, rows: model.stem(params, "audio", rows))
+        given = features, positions, segments, stride, stride, block
+        whole, dealt = (
+            encoder_rows(*map(np.copy, given[:3]), *given[3:], parts=parts) for parts in (1, 4)
+        )
+        want, got = (np.asarray(stem(params, rows)) for rows in (whole, dealt))
+    assert (dealt.places != whole.places).any()
+    close(np.take_along_axis(got, dealt.places[..., None], axis=1), want)
 
 
 def test_clips_have_the_gradients_that_they_have_alone(encoders):

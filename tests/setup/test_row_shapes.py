@@ -40,13 +40,8 @@ def test_shared_rows_get_smaller_blocks_where_these_are_few(
         1,
         ItemCost(1, 1),
     )
-    split = {phase} if parts > 1 else ()
-    assert (
-        attention_block(
-            config, rows, row_formats(modalities(config.model, config.data, split)), parts
-        )
-        == expected
-    )
+    formats = row_formats(modalities(config.model, config.data))
+    assert attention_block(config, rows, formats, parts) == expected
 
 
 @pytest.mark.parametrize("block, expected", [(128, 64), (256, 64), (32, 32), (96, 96)])
@@ -55,21 +50,21 @@ def test_towers_with_windows_get_blocks_that_hold_few_of_them(tmp_path, block, e
     config = parse_config(tiny_config(tmp_path, phases__vision__block=block, **windows))
     vision = make_phases(config.model)["vision"]
     rows = PhaseSpec(vision, 4, row_classes([768 * 8]), 8, 1, ItemCost(1, 1))
-    formats = row_formats(modalities(config.model, config.data, ()))
+    formats = row_formats(modalities(config.model, config.data))
     assert attention_block(config, rows, formats, 1) == expected
 
 
-def test_rows_of_frames_hold_whole_blocks_and_whole_tokens_and_where_split_whole_chunks(tmp_path):
-    """Chunks are of 32 frames, tokens of 8."""
+def test_rows_of_frames_hold_whole_blocks_and_whole_tokens(tmp_path):
+    """Tokens are of 8 frames, of which 4 make one of attention."""
 
     def of(block, parts):
         config = parse_config(tiny_config(tmp_path, phases__audio__block=block))
-        media = row_formats(modalities(config.model, config.data, {"audio"} if parts > 1 else ()))
+        media = row_formats(modalities(config.model, config.data))
         return alignment(config, "audio", media, parts)
 
     assert [of(block, 1) for block in (1, 3, 4, 32)] == [8, 24, 16, 128]
     assert [of(block, 2) for block in (8, 32)] == [64, 256]
     with pytest.raises(
-        ConfigError, match=r"blocks of 16 slots, .* multiple of 32, .* audio tower .* raise it to 8"
+        ConfigError, match=r"blocks of 4 slots, .* multiple of 8, .* audio tower .* raise it to 2"
     ):
-        of(4, 2)
+        of(1, 2)

@@ -1,5 +1,6 @@
 """How many ranks may hold a row together: what `auto` allows, and what is refused, by name."""
 
+import numpy as np
 import pytest
 
 from jaxmllm.config.read import parse_config
@@ -33,7 +34,23 @@ def test_auto_takes_what_ranks_and_nodes_allow(tmp_path):
     assert set(on_nodes.values()) == {(1, 2, 4)}
     across = spans(tmp_path, **AUTO, balance={"ranks_per_node": 4, "spans_cross_nodes": True})
     assert across == everywhere
-    assert set(spans(tmp_path, {"data": 3, "fsdp": 2}, 6, **AUTO).values()) == {(1, 2)}
+    for mesh, expected in (
+        ({"data": 3, "fsdp": 2}, (1, 2, 6)),
+        ({"data": 2, "fsdp": 3}, (1, 3, 6)),
+        ({"data": 6}, (1, 2, 6)),
+        ({"data": 12}, (1, 2, 4, 12)),
+        ({"data": 24}, (1, 2, 4, 8)),
+        ({"data": 3}, (1, 3)),
+        ({"data": 5}, (1,)),
+        ({"data": 10}, (1, 2)),
+    ):
+        assert set(spans(tmp_path, mesh, int(np.prod([*mesh.values()])), **AUTO).values()) == {
+            expected
+        }
+    on_nodes = spans(tmp_path, {"data": 12}, 12, **AUTO, balance__ranks_per_node=6)
+    assert set(on_nodes.values()) == {(1, 2)}
+    longer = spans(tmp_path, {"data": 16}, 16, **AUTO | {"phases__vision__spans": [1, 16]})
+    assert longer == {"vision": (1, 16), "audio": (1, 2, 4, 8), "language": (1, 2, 4, 8)}
     assert set(spans(tmp_path, {"data": 1}, 1, **AUTO).values()) == {(1,)}
 
 
@@ -56,10 +73,10 @@ def test_auto_is_one_rank_where_capacities_are_given_or_rows_stay_where_they_are
 
 
 def test_auto_leaves_out_what_blocks_would_cut(tmp_path):
-    """Chunks of sound are 32 frames, blocks of 4 tokens 16."""
-    assert spans(tmp_path, **AUTO, phases__audio__block=4)["audio"] == (1,)
+    """Tokens of language are 8 frames of sound, a block of one token of attention 4."""
+    assert spans(tmp_path, **AUTO, phases__audio__block=1)["audio"] == (1,)
     with pytest.raises(ConfigError, match=r"phases\.audio\.block: rows are split into 4 parts"):
-        spans(tmp_path, phases__audio={"block": 4, "spans": [1, 4]})
+        spans(tmp_path, phases__audio={"block": 1, "spans": [1, 4]})
 
 
 @pytest.mark.parametrize(

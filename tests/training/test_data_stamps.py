@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from jaxmllm.config.schema import SourceConfig
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.modalities import modalities
+from jaxmllm.data.media.sounds import Sounds
 from jaxmllm.data.text.tokenizers import ByteTokenizer
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.training.data_stamps import check_data, write_data
@@ -145,14 +147,14 @@ def test_damaged_files_are_one_line(folder, tmp_path, name, content):
     shutil.rmtree(tmp_path / "run")
 
 
-def test_slots_that_depend_on_the_mesh_are_no_other_data(data):
-    """Parts of a row hold whole chunks of sound, so clips take more slots there."""
+def test_slots_that_depend_on_the_model_are_no_other_data(data):
+    """A tower that hears silence takes whole chunks of sound, so clips have more slots."""
     config = parse_config(tiny_config(data))
-    plain, split = (
-        Corpus.open(
-            config.data.sources, ByteTokenizer(), modalities(config.model, config.data, phases)
-        )
-        for phases in ((), ("audio",))
+    media = modalities(config.model, config.data)
+    assert isinstance(media["audio"], Sounds)
+    heard = media | {"audio": replace(media["audio"], silence="heard")}
+    plain, longer = (
+        Corpus.open(config.data.sources, ByteTokenizer(), readers) for readers in (media, heard)
     )
-    assert not np.array_equal(plain.indexes[0].item_length, split.indexes[0].item_length)
-    assert plain.fingerprint() == split.fingerprint()
+    assert not np.array_equal(plain.indexes[0].item_length, longer.indexes[0].item_length)
+    assert plain.fingerprint() == longer.fingerprint()

@@ -136,7 +136,7 @@ def text_of(function: Callable[..., Any], *arguments: Any) -> str:
 
 def token_positions(config: Config, _: Scene) -> Any:
     """Those of an image in a text."""
-    positions, following = modalities(config.model, config.data, ())["vision"].token_positions(
+    positions, following = modalities(config.model, config.data)["vision"].token_positions(
         (1, 4, 4), 0
     )
     return positions.tolist(), following
@@ -151,7 +151,7 @@ def encoder(phase: str) -> Observer:
 
     def observe(config: Config, _: Scene) -> str:
         made = model(config)
-        row_format = modalities(config.model, config.data, ())[phase].format
+        row_format = modalities(config.model, config.data)[phase].format
         block = getattr(config.phases, phase).block
         layout = made.layout(phase)
         rows = abstract_encoder_rows(
@@ -191,7 +191,7 @@ def language(config: Config, _: Scene) -> str:
 def generator(config: Config, _: Scene) -> str:
     """The gradient of what is drawn."""
     made = model(config)
-    row_format = modalities(config.model, config.data, ())["diffusion"].format
+    row_format = modalities(config.model, config.data)["diffusion"].format
     layout, block = made.layout("diffusion"), config.phases.diffusion.block
     crossed = "diffusion" in config.model.crossed
     rows = abstract_generator_rows(layout, CAPACITY, 8, row_format, block, crossed=crossed)
@@ -287,24 +287,24 @@ def updates(config: Config, _: Scene) -> Any:
 
 def lengths(config: Config, _: Scene) -> str:
     """What length indexes are named by."""
-    return repr(modalities(config.model, config.data, ()))
+    return repr(modalities(config.model, config.data))
 
 
 def condition_positions(config: Config, _: Scene) -> Any:
     """Where texts stand from which pictures are drawn."""
-    modality = modalities(config.model, config.data, ())["diffusion"]
+    modality = modalities(config.model, config.data)["diffusion"]
     assert isinstance(modality, Generated)
     return modality.condition_positions((1, 4, 6), 3).tolist(), modality.first_time(3)
 
 
 def formats(config: Config, _: Scene) -> str:
     """How items lie in rows."""
-    return repr(row_formats(modalities(config.model, config.data, ())))
+    return repr(row_formats(modalities(config.model, config.data)))
 
 
 def clip_parts(config: Config, _: Scene) -> Any:
     """Which slots of a clip see one another."""
-    parts = modalities(config.model, config.data, ())["audio"].apart((64,))
+    parts = modalities(config.model, config.data)["audio"].apart((64,))
     return None if parts is None else parts.tolist()
 
 
@@ -340,7 +340,7 @@ def plan(config: Config, scene: Scene) -> Any:
 
 def limits(config: Config, _: Scene) -> Any:
     """What is too long for any row."""
-    formats = row_formats(modalities(config.model, config.data, ()))
+    formats = row_formats(modalities(config.model, config.data))
     return [
         largest_row(config, phase, formats, 1, span=1, fitting=1 << 20)
         for phase in config.model.phases

@@ -53,7 +53,7 @@ CONFIG = ModelConfig(
 )
 FORMATS = {
     "vision": RowFormat(12, np.dtype(np.uint8), 4, stride=1, alignment=4, axes=(1, 2)),
-    "audio": RowFormat(4, np.dtype(np.float32), 8, stride=4, alignment=32, axes=(0,)),
+    "audio": RowFormat(4, np.dtype(np.float32), 8, stride=4, alignment=8, axes=(0,), margin=4),
 }
 WIDE_ENCODERS = {"batch": ["data", "fsdp", "tensor"]}
 

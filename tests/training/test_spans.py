@@ -3,6 +3,8 @@
 All are slow; the same by single functions, in seconds: test_shared_rows.py.
 """
 
+import math
+
 import jax
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ WIDE = {"components__vision__layout": ENCODER_LAYOUT, "components__audio__layout
 
 def phases(spans):
     """Rows that hold the longest items, on the longest span alone."""
-    factor = 8 // max(spans)
+    factor = -(-8 // max(spans))
     return {
         name: {"block": 16, "capacities": [factor * capacity], "spans": spans}
         for name, capacity in SMALL.items()
@@ -54,6 +56,8 @@ CASES = {  # mesh, spans, further changes
     "span2": ({"data": 8}, [2], {}),
     "span4": ({"data": 4, "fsdp": 2}, [4], {}),
     "span8": ({"fsdp": 8, "data": 1}, [8], {}),
+    "span3": ({"data": 3}, [1, 3], {}),
+    "span6": ({"data": 6}, [1, 2, 6], {}),
     "data8": ({"data": 8}, [1, 8], {}),
     "tensor2": ({"data": 2, "fsdp": 2, "tensor": 2}, [1, 2, 4], {}),
     "encoders-over-tensor": ({"data": 2, "fsdp": 2, "tensor": 2}, [1, 2, 4], WIDE),
@@ -64,7 +68,8 @@ CASES = {  # mesh, spans, further changes
 
 @pytest.mark.parametrize("mesh, spans, changes", slow_cases(CASES, {"encoders-over-tensor"}))
 def test_spans_leave_the_mathematics_alone(setups, by_example, whole, mesh, spans, changes):
-    setup = setups(by_example(mesh=mesh, phases=phases(spans), **changes), 8)
+    config = by_example(mesh=mesh, phases=phases(spans), **changes)
+    setup = setups(config, math.prod(mesh.values()))
     step = setup.step(EXAMPLES)
     assert used_spans(step) <= set(spans) and max(used_spans(step)) > 1
     assert_same(setup.gradients(step), whole, 1e-5)

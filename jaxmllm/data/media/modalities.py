@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxmllm.config.schema import DataConfig, DiffusionConfig, ModelConfig, VisionConfig
@@ -16,11 +16,8 @@ from jaxmllm.data.media.videos import ImagesAndVideos
 from jaxmllm.row_format import RowFormat
 
 
-def modalities(model: ModelConfig, data: DataConfig, split: Collection[str]) -> dict[str, Modality]:
-    """The modalities of the model's encoders and generators by phase, in model order.
-
-    `split` names the phases whose rows are split into parts (context parallelism).
-    """
+def modalities(model: ModelConfig, data: DataConfig) -> dict[str, Modality]:
+    """The modalities of the model's encoders and generators by phase, in model order."""
     made: dict[str, Modality] = {}
     for phase in model.encoders:
         if phase == "vision" and model.vision is not None:
@@ -35,7 +32,6 @@ def modalities(model: ModelConfig, data: DataConfig, split: Collection[str]) -> 
                 chunk_frames=model.audio.chunk_frames,
                 merge=model.audio.merge,
                 max_seconds=data.audio.max_seconds,
-                whole_chunks=phase in split,
                 stem_stride=model.audio.stem_stride,
                 silence=model.audio.silence,
                 attention=model.audio.attention,

@@ -69,8 +69,6 @@ class Sounds:
     chunk_frames: int
     merge: int
     max_seconds: float
-    # A clip occupies whole chunks of slots, as the tower needs where rows are split
-    whole_chunks: bool = False
     stem_stride: int = 4  # slots of a token of attention
     # What the tower makes of what is left of a clip's last chunk
     silence: Silence = "unseen"
@@ -87,14 +85,14 @@ class Sounds:
     def format(self) -> RowFormat:
         stride = self.stem_stride
         slots = stride * self.pool * self.merge
-        alignment = self.chunk_slots if self.whole_chunks else slots
         return RowFormat(
             features=self.mel_bins,
             dtype=np.dtype(np.float32),
             slots_per_token=slots,
             stride=stride,
-            alignment=alignment,
+            alignment=slots,
             axes=(0, 1),  # the second is 0 everywhere: rows of all encoders have two
+            margin=stride,  # no convolution of a stem reaches further than the next token
         )
 
     def measure(self, media: MediaReference) -> Shape:

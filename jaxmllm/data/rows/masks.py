@@ -55,7 +55,8 @@ def finish_encoder_row(
 ) -> None:
     """Add `tiles`, `places`, `runs` where the kernel reads them, and for towers that attend in windows `windows` and
     `window_tiles` to a row of both directions, put its slots in the order of windows, and deal them to the parts. A
-    block of attention tokens holds whole language tokens where there are several parts.
+    block of attention tokens holds whole language tokens where there are several parts, and has `margins` where the
+    tower reads what lies beyond it.
 
     Args:
       span: ranks that hold the row together; each has the usual parts.
@@ -81,11 +82,34 @@ def finish_encoder_row(
         ids = [item_ids(of_rank) for of_rank in row["windows"][:, ::stride]]
         row["window_tiles"] = tile_tables(ids, blocks, block, parts)
     if parts > 1:
+        if row_format.margin:
+            row["margins"] = block_margins(row, blocks, block * stride, row_format.margin)
         _reorder(row, moved, _expand(blocks, block * stride))
         order = np.take_along_axis(order, _expand(blocks, block * stride // slots_per_token), 1)
     row["places"] = np.argsort(order, axis=1).astype(np.int32)
     if phase in attention.runs:
         row["runs"] = document_runs(row["segments"][:, ::stride], attention.runs[phase])
+
+
+def block_margins(row: Row, blocks: Ints, size: int, margin: int) -> Row:
+    """The slots of a packed row before and after each block, `margin` of either, as `BlockMargins` has them.
+
+    Args:
+      blocks: [r, N] which block stands at each place.
+      size: slots of a block.
+    """
+    beside = np.concatenate([np.arange(margin), np.arange(size, size + margin) + margin])
+    slots = (blocks[:, :, None] * size + beside).reshape(len(blocks), -1)
+    margins = {}
+    for name in ("features", "segments", "positions"):
+        widths = ((margin, margin), *((0, 0),) * (row[name].ndim - 2))
+        margins[name] = np.stack(
+            [
+                np.pad(of_rank, widths)[taken]
+                for of_rank, taken in zip(row[name], slots, strict=True)
+            ]
+        )
+    return margins
 
 
 def finish_language_row(row: Row, attention: AttentionSpec, span: int = 1) -> None:

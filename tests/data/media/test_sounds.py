@@ -1,7 +1,6 @@
 import io
 import math
 import wave
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,6 @@ SOUNDS = Sounds(
     merge=2,
     max_seconds=5.0,
 )
-SPLIT = replace(SOUNDS, whole_chunks=True)
 
 
 def noise(count: int) -> np.ndarray:
@@ -137,15 +135,9 @@ def test_lengths_and_positions(tmp_path: Path) -> None:
             == SOUNDS.length(shape)
             == math.ceil(frames / 8) * 8
         )
-        assert (
-            len(SPLIT.load(File(tmp_path / "a.wav"), shape))
-            == SPLIT.length(shape)
-            == math.ceil(frames / 32) * 32
-        )
         assert SOUNDS.real(shape) == frames == SOUNDS.real_slots(shape).sum()
     assert [SOUNDS.tokens((frames, 1, 1)) for frames in (1, 4, 5, 8, 9, 33)] == [1, 1, 1, 1, 2, 5]
     assert SOUNDS.positions((5, 1, 1)).tolist() == [[i // 4, 0, 0] for i in range(8)]
-    assert SPLIT.positions((5, 1, 1)).tolist() == [[i // 4, 0, 0] for i in range(32)]
     positions, following = SOUNDS.token_positions((33, 1, 1), 7)
     assert positions.tolist() == [[7 + i] * 3 for i in range(5)] and following == 12
     assert (SOUNDS.format.slots_per_token, SOUNDS.format.stride, SOUNDS.format.alignment) == (
@@ -153,7 +145,6 @@ def test_lengths_and_positions(tmp_path: Path) -> None:
         4,
         8,
     )
-    assert SPLIT.format.alignment == 32
 
 
 def test_short_clips_at_odd_rates(tmp_path: Path) -> None:

@@ -96,12 +96,31 @@ def test_encoder_tokens_find_back_to_the_order_of_the_pool(ids, parts):
         "failed": np.zeros(1, np.int32),
     }
     row_format = RowFormat(
-        1, np.dtype(np.float32), slots_per_token=4, stride=2, alignment=4, axes=(1, 2)
+        *(1, np.dtype(np.float32)), slots_per_token=4, stride=2, alignment=4, axes=(1, 2), margin=3
     )
     finish_encoder_row(row, AttentionSpec({"audio": BLOCK}, {"audio": parts}), "audio", row_format)
+    assert ("margins" in row) == (parts > 1)
+    if parts > 1:
+        check_margins(row, slots, 2 * BLOCK, 3)
     tokens = row["features"][0, ::4, 0] / 4  # the language token that each four slots become
     np.testing.assert_array_equal(tokens[row["places"][0]], np.arange(len(tokens)))
     np.testing.assert_array_equal(row["segments"][0], slots[row["features"][0, :, 0].astype(int)])
+
+
+def check_margins(row, segments, size, margin):
+    """Of a row whose features are the numbers of its slots: what lies before and after each block, or zeros."""
+    held = row["features"][0, :, 0].reshape(-1, size).astype(int)
+    for name in ("features", "segments", "positions"):
+        of_blocks = row["margins"][name][0].reshape(len(held), 2 * margin, -1)
+        for block, found in zip(held, of_blocks, strict=True):
+            beside = [
+                *range(block[0] - margin, block[0]),
+                *range(block[-1] + 1, block[-1] + 1 + margin),
+            ]
+            for slot, value in zip(beside, found[:, 0], strict=True):
+                inside = 0 <= slot < len(segments)
+                number = segments[slot] if name == "segments" and inside else slot
+                assert value == (number if inside else 0)
 
 
 def image_row(images, merge, slots, start=0):

@@ -49,7 +49,7 @@ def reading(name: str) -> Reading:
         reference = dict(arrays)
     return Reading(
         load_tokenizer(config.data),
-        modalities(config.model, config.data, ()),
+        modalities(config.model, config.data),
         talks["records"],
         reference,
     )
