@@ -89,12 +89,13 @@ from sharding.pipeline.build_graph import build_graph
 from sharding.pipeline.cuts import CutBy, LayoutName, partition
 from sharding.pipeline.graph import Graph, Pool, Slots, Workload
 from sharding.pipeline.layer_costs import Layer, LayerCost, chain_work, layer_costs
-from sharding.pipeline.ring import Ring
+from sharding.pipeline.ring import PipelineError, Ring
 from sharding.pipeline.schedules.bounds import lower_bound
 from sharding.pipeline.schedules.by_name import fixed_orders, scheduler_of
 from sharding.pipeline.schedules.greedy import greedy
 from sharding.pipeline.schedules.schedule import Schedule, asynchronous, durations, lockstep
 from sharding.pipeline.schedules.search import ROLLOUTS, search
+from sharding.pipeline.schedules.shortest import shortest
 from sharding.pipeline.slots import slots_needed
 
 MODELS: Mapping[str, Chains] = {
@@ -179,7 +180,7 @@ def make_ring(
 def best_chunks(
     chains: Chains, variant: Variant, mode: str, microbatches: int, stages: int
 ) -> tuple[int, ...]:
-    """Of the chunks that are tried, those with which a greedy schedule of a batch that is not measured takes least
+    """Of the chunks that are tried, those with which the shortest schedule of a batch that is not measured takes least
     time; none where none are tried."""
     if variant.layout != "segments" or not chains.chunks:
         return ()
@@ -190,11 +191,18 @@ def best_chunks(
         for chunks in chains.chunks
         if all(stages * count <= most for count, most in zip(chunks, blocks, strict=True))
     ]
-    graphs = {chunks: make_graph(*shape, chunks) for chunks in fitting}
-    return min(
-        graphs,
-        key=lambda chunks: lockstep(greedy(graphs[chunks], make_slots(chains, graphs[chunks]))),
-    )
+    best: tuple[int, ...] = ()
+    least: int | None = None
+    for chunks in fitting:
+        graph = make_graph(*shape, chunks)
+        try:
+            slots = make_slots(chains, graph)
+            cost = lockstep(shortest(graph, fixed_orders(), slots, bound=least))
+        except PipelineError:  # none is shorter
+            continue
+        if least is None or cost < least:
+            best, least = chunks, cost
+    return best
 
 
 def make_workload(chains: Chains, ring: Ring, trainable: frozenset[str], rows: Rows) -> Workload:

@@ -18,6 +18,7 @@ every chain over all ranks, are after DIP (arXiv 2504.14145).
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -65,33 +66,98 @@ def cut(costs: Sequence[int], stages: int) -> tuple[int, ...]:
     Raises:
       PipelineError: more stages than layers, or none.
     """
-    if not 1 <= stages <= len(costs):
+    return cut_in_rounds(costs, stages, 1)
+
+
+def cut_in_rounds(costs: Sequence[int], stages: int, rounds: int) -> tuple[int, ...]:
+    """Cut a sequence of layers into chunks of at least one layer that go round the stages so many
+    times, so that the costliest chunks of all rounds together cost least.
+
+    A stage waits for those that do the same round in the same tick, so a batch costs every stage
+    the costliest chunk of each round. Where layers do not divide evenly, one round has the larger
+    chunks instead of every round a few. Exact; of all such cuts, one of most equal rounds, and of
+    these one with the least sum of squares.
+
+    Args:
+      costs: [L], at least 0.
+
+    Returns:
+      [stages * rounds + 1] bounds: chunk c has layers bounds[c] .. bounds[c + 1] - 1.
+
+    Raises:
+      PipelineError: more chunks than layers, or none.
+    """
+    chunks = stages * rounds
+    if not 1 <= chunks <= len(costs):
         raise PipelineError(
-            f"{len(costs)} layers cannot be cut into {stages} stages of at least one layer each",
+            f"{len(costs)} layers cannot be cut into {chunks} stages of at least one layer each",
         )
     ends = [0, *itertools.accumulate(costs)]
-    limit = _least_maximum(ends, stages)
-    layers = len(costs)
-    # squares[s][l]: least sum of squared costs of s stages with the first l layers; Python's
-    # integers, because squares of FLOPs do not fit 64 bits. cut_before[s][l]: where the last of
-    # these stages begins.
-    squares: list[list[int | float]] = [[float("inf")] * (layers + 1) for _ in range(stages + 1)]
-    cut_before = [[0] * (layers + 1) for _ in range(stages + 1)]
+    limits = [_least_maximum(ends, stages)] if rounds == 1 else _round_limits(ends, stages, rounds)
+    return _cut_below(ends, [limit for limit in limits for _ in range(stages)])
+
+
+def _cut_below(ends: Sequence[int], limits: Sequence[int]) -> tuple[int, ...]:
+    """The bounds of chunks that cost no more than their limits, with the least sum of squares."""
+    layers = len(ends) - 1
+    chunks = len(limits)
+    # squares[c][l]: least sum of squared costs of c chunks with the first l layers; Python's
+    # integers, because squares of FLOPs do not fit 64 bits. cut_before[c][l]: where the last of
+    # these chunks begins.
+    squares: list[list[int | float]] = [[float("inf")] * (layers + 1) for _ in range(chunks + 1)]
+    cut_before = [[0] * (layers + 1) for _ in range(chunks + 1)]
     squares[0][0] = 0
-    for stage in range(1, stages + 1):
-        for stop in range(stage, layers - (stages - stage) + 1):
-            for start in range(stop - 1, stage - 2, -1):
+    for chunk, limit in enumerate(limits, start=1):
+        for stop in range(chunk, layers - (chunks - chunk) + 1):
+            for start in range(stop - 1, chunk - 2, -1):
                 cost = ends[stop] - ends[start]
                 if cost > limit:
                     break
-                total = squares[stage - 1][start] + cost * cost
-                if total < squares[stage][stop]:
-                    squares[stage][stop] = total
-                    cut_before[stage][stop] = start
+                total = squares[chunk - 1][start] + cost * cost
+                if total < squares[chunk][stop]:
+                    squares[chunk][stop] = total
+                    cut_before[chunk][stop] = start
     bounds = [layers]
-    for stage in range(stages, 0, -1):
-        bounds.append(cut_before[stage][bounds[-1]])
+    for chunk in range(chunks, 0, -1):
+        bounds.append(cut_before[chunk][bounds[-1]])
     return tuple(reversed(bounds))
+
+
+def _round_limits(ends: Sequence[int], stages: int, rounds: int) -> list[int]:
+    """What a chunk may cost in every round, so that chunks can be cut and the sum is least; of equal
+    sums, the one of least squares. `ends` [L + 1] are cumulative costs, from 0."""
+    layers = len(ends) - 1
+    most = rounds * _least_maximum(ends, stages * rounds)
+    # By the layers that the rounds so far have: sum and squares of their limits, and the limits.
+    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
+    least = _least_limits(ends, stages, most)
+    for number in range(1, rounds + 1):
+        last = layers - stages * (rounds - number)  # the chunks that follow have a layer each
+        further: dict[int, tuple[int, int, list[int]]] = {}
+        for start, (total, squares, limits) in best.items():
+            for stop, limit in least[start].items():
+                found = (total + limit, squares + limit * limit, [*limits, limit])
+                if stop <= last and (stop not in further or found < further[stop]):
+                    further[stop] = found
+        best = further
+    return best[layers][2]
+
+
+def _least_limits(ends: Sequence[int], stages: int, most: int) -> list[dict[int, int]]:
+    """By first layer and end, the least cost of the costliest of so many chunks, where it is no more
+    than `most`."""
+    sums = {stop - start for start, stop in itertools.combinations(ends, 2)}
+    least: list[dict[int, int]] = [{} for _ in ends]
+    for limit in sorted(each for each in sums if each <= most):
+        # Where a chunk ends at the latest, and then where the last of all does
+        latest = [bisect.bisect_right(ends, end + limit) - 1 for end in ends]
+        reached: Sequence[int] = range(len(ends))
+        for _ in range(stages):
+            reached = [latest[stop] for stop in reached]
+        for start, stop in enumerate(reached):
+            longest = max(least[start], default=start + stages - 1)
+            least[start].update(dict.fromkeys(range(longest + 1, stop + 1), limit))
+    return least
 
 
 def _least_maximum(ends: Sequence[int], stages: int) -> int:
@@ -270,7 +336,7 @@ def _segments(weights: Mapping[str, _Units], stages: int, chunks: Mapping[str, i
             raise PipelineError(
                 f"{count} chunks of {name!r} on each of {stages} stages, but {_counts({name: units})}",
             )
-        bounds = cut(units.costs, stages * count)
+        bounds = cut_in_rounds(units.costs, stages, count)
         placed[name] = [
             (index % stages, size) for index, size in enumerate(np.diff(bounds).tolist())
         ]

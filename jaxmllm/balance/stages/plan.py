@@ -42,9 +42,10 @@ from jaxmllm.phases import LANGUAGE
 from sharding.pipeline.build_graph import build_graph
 from sharding.pipeline.graph import Graph, Pool, Slots, Workload
 from sharding.pipeline.ring import PipelineError
-from sharding.pipeline.schedules.by_name import scheduler_of
+from sharding.pipeline.schedules.by_name import fixed_orders, scheduler_of
 from sharding.pipeline.schedules.greedy import greedy
 from sharding.pipeline.schedules.schedule import Schedule, idle_by_cause, lockstep
+from sharding.pipeline.schedules.shortest import shortest
 from sharding.pipeline.slots import keep_residuals, slots_needed
 from sharding.pipeline.table import Table, make_table
 from sharding.pipeline.table_spec import TableSpec
@@ -228,7 +229,7 @@ def quick_schedule(graph: Graph, pipeline: PipelineSpec) -> Schedule:
     """The configured order, or a greedy schedule in place of the best of many. Raises
     `PipelineError` where it cannot be kept."""
     if not pipeline.backward or pipeline.config.schedule in ("greedy", "search"):
-        return greedy(graph, pipeline.tables.slots, powers=QUICK_POWERS)
+        return shortest(graph, fixed_orders(), pipeline.tables.slots, powers=QUICK_POWERS)
     return schedule_of(graph, pipeline)
 
 

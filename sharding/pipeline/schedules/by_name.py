@@ -7,17 +7,16 @@ The planner, the search, benchmarks, the drawing command and the check of the co
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from sharding.pipeline.graph import Graph, Slots
 from sharding.pipeline.ring import PipelineError
-from sharding.pipeline.schedules.greedy import greedy
 from sharding.pipeline.schedules.orders import gpipe, interleaved, one_f_one_b
 from sharding.pipeline.schedules.schedule import Schedule
 from sharding.pipeline.schedules.search import search
+from sharding.pipeline.schedules.shortest import Order, shortest
 
 
 class Make(Protocol):
@@ -43,7 +42,7 @@ class Scheduler:
     all_in_flight: bool = False
 
 
-def fixed_order(order: Callable[[Graph], Schedule], *, all_in_flight: bool = False) -> Scheduler:
+def fixed_order(order: Order, *, all_in_flight: bool = False) -> Scheduler:
     """A schedule that knows nothing of slots."""
     return Scheduler(
         lambda graph, slots, rollouts: order(graph),
@@ -52,8 +51,8 @@ def fixed_order(order: Callable[[Graph], Schedule], *, all_in_flight: bool = Fal
     )
 
 
-def fixed_orders() -> list[Callable[[Graph], Schedule]]:
-    """The schedules that know nothing of slots, as a search compares them with its own."""
+def fixed_orders() -> list[Order]:
+    """The schedules that know nothing of slots, with which greedy and searched ones are compared."""
     makers = [scheduler.make for scheduler in SCHEDULES.values() if not scheduler.keeps_slots]
     return [partial(make, slots=None, rollouts=0) for make in makers]
 
@@ -72,7 +71,10 @@ SCHEDULES: dict[str, Scheduler] = {
     "1f1b": fixed_order(one_f_one_b),
     "interleaved": fixed_order(interleaved),
     "gpipe": fixed_order(gpipe, all_in_flight=True),
-    "greedy": Scheduler(lambda graph, slots, rollouts: greedy(graph, slots), keeps_slots=True),
+    "greedy": Scheduler(
+        lambda graph, slots, rollouts: shortest(graph, fixed_orders(), slots),
+        keeps_slots=True,
+    ),
     "search": Scheduler(
         lambda graph, slots, rollouts: (
             search(graph, fixed_orders(), slots, rollouts=rollouts).schedule

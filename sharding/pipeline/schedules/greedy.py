@@ -99,31 +99,36 @@ def greedy(
     slots: Slots | None = None,
     priority: Sequence[int] | Longs | None = None,
     powers: Sequence[int] = POWERS,
+    bound: int | None = None,
 ) -> Schedule:
     """Queues of forward and backward operations on every rank, within a slot budget.
 
     Of the operations that are no longer than the tick, a rank prefers the one nearest to it, then
     backward and forward by turns, then by `priority[n]` (0 .. N-1), smaller first; by default the
     longest path. Runs once for each of `powers`, and keeps the shortest schedule. Where the budget
-    leads into a dead end, fewer language microbatches are let in at a time. Raises `PipelineError`
-    when no schedule is found that fits the slots.
+    leads into a dead end, fewer language microbatches are let in at a time. Runs are given up once
+    they can only be longer than `bound`. Raises `PipelineError` when no schedule is found that fits
+    the slots and the bound.
     """
     priorities = path_priority(graph) if priority is None else [int(value) for value in priority]
     policy = Policy.default(graph)
     lookup = _Lookup.of(graph)
     while True:
-        schedules = []
+        best: Schedule | None = None
         for power in powers:
             try:
-                schedules.append(
-                    _Greedy(lookup, slots, priorities, replace(policy, power=power)).run(),
-                )
+                of_power = replace(policy, power=power)
+                found = _Greedy(lookup, slots, priorities, of_power, bound).run()
             except _StuckError as error:
                 stuck = error
-        if schedules:
+                continue
             # The first of equal ones, so the order of powers matters.
-            return min(schedules, key=lockstep)
-        if policy.window == 1:
+            if best is None or lockstep(found) < lockstep(best):
+                best = found
+                bound = lockstep(found)
+        if best is not None:
+            return best
+        if policy.window == 1 or isinstance(stuck, _LongError):
             raise PipelineError(str(stuck))
         policy = replace(policy, window=policy.window // 2)
         # The priority may be what led into the dead end.
@@ -150,6 +155,10 @@ def rollout(
 
 class _StuckError(Exception):
     """A dead end."""
+
+
+class _LongError(_StuckError):
+    """The schedule can only be longer than the bound."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +290,7 @@ class _Greedy:
             rows.append(row)
             cost += length
             if self.bound is not None and cost + max(self.work) > self.bound:
-                raise _StuckError("the schedule is longer than the bound")
+                raise _LongError("the schedule is longer than the bound")
         while rows and max(rows[-1]) == WAITS:
             rows.pop()
         return Schedule.of_rows(self.graph, rows)

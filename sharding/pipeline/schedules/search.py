@@ -15,24 +15,22 @@ level, best-score UCB) 0.952 in 0.53, this one 0.952 in 0.41. One run of the gre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from sharding.pipeline.graph import Graph, Longs, Slots
-from sharding.pipeline.ring import PipelineError
 from sharding.pipeline.schedules.bounds import lower_bound
 from sharding.pipeline.schedules.greedy import (
     Policy,
     default_priority,
-    greedy,
     path_priority,
     rollout,
 )
 from sharding.pipeline.schedules.schedule import Schedule, lockstep
-from sharding.pipeline.slots import slots_needed
+from sharding.pipeline.schedules.shortest import Order, shortest
 
 ROLLOUTS: Final = 64
 
@@ -83,7 +81,7 @@ class Searched:
 
 def search(
     graph: Graph,
-    fixed_orders: Iterable[Callable[[Graph], Schedule]],
+    fixed_orders: Iterable[Order],
     slots: Slots | None = None,
     *,
     rollouts: int = ROLLOUTS,
@@ -95,7 +93,7 @@ def search(
     The same on every host for the same graph, slots, rollouts and seed.
     Raises `PipelineError` when no schedule is found that fits the slots.
     """
-    best = min(_baselines(graph, fixed_orders, slots), key=lockstep)
+    best = shortest(graph, fixed_orders, slots)
     baseline = least = lockstep(best)
     floor = lower_bound(graph)
     space = _Space.of(graph)
@@ -114,32 +112,6 @@ def search(
             best_genes = genes
         history.append(least)
     return Searched(best, least, baseline, len(history) - 1, tuple(history))
-
-
-def _baselines(
-    graph: Graph,
-    fixed_orders: Iterable[Callable[[Graph], Schedule]],
-    slots: Slots | None,
-) -> list[Schedule]:
-    """The greedy schedule and the fixed ones, where their order can be kept and fits the slots."""
-    schedules = []
-    failure = PipelineError("a graph without operations")
-    try:
-        schedules.append(greedy(graph, slots))
-    except PipelineError as error:
-        failure = error
-    for fixed_order in fixed_orders:
-        try:
-            schedule = fixed_order(graph)
-        except PipelineError:  # the orders of its ranks wait for each other
-            continue
-        if slots is None or all(
-            count <= slots.get(key, 0) for key, count in slots_needed([schedule]).items()
-        ):
-            schedules.append(schedule)
-    if not schedules:
-        raise failure
-    return schedules
 
 
 # ---------------------------------------------------------------------------- genes
