@@ -75,8 +75,7 @@ def cut_in_rounds(costs: Sequence[int], stages: int, rounds: int) -> tuple[int, 
 
     A stage waits for those that do the same round in the same tick, so a batch costs every stage
     the costliest chunk of each round. Where layers do not divide evenly, one round has the larger
-    chunks instead of every round a few. Exact; of all such cuts, one of most equal rounds, and of
-    these one with the least sum of squares.
+    chunks instead of every round a few. Exact; of all such cuts, one of most equal rounds.
 
     Args:
       costs: [L], at least 0.

@@ -10,18 +10,23 @@ import itertools
 
 from sharding.pipeline.graph import Graph, Kind
 from sharding.pipeline.ring import PipelineError
-from sharding.pipeline.schedules.schedule import Schedule
+from sharding.pipeline.schedules.schedule import Schedule, lockstep
 from sharding.pipeline.schedules.ticks import follow
 
 Units = list[list[int]]
 
 
 def gpipe(graph: Graph) -> Schedule:
-    """All forwards, then all backwards, chunk by chunk."""
-    return follow(
-        graph,
-        [_flat(forward + backward) for forward, backward in _units(graph, graph.size)],
-    )
+    """All forwards, then all backwards, chunk by chunk.
+
+    The last chunk could go backward as soon as it has its input. But nothing waits for that before
+    the other ranks have gone forward, and until then it makes their ticks longer; so all wait for the
+    last forward, unless that takes more time.
+    """
+    units = _units(graph, graph.size)
+    orders = [_flat(forward + backward) for forward, backward in units]
+    backwards = frozenset(n for _, backward in units for n in _flat(backward))
+    return min(follow(graph, orders), follow(graph, orders, backwards), key=lockstep)
 
 
 def one_f_one_b(graph: Graph) -> Schedule:

@@ -4,7 +4,7 @@ make."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from sharding.pipeline.graph import Graph
 from sharding.pipeline.ring import PipelineError
@@ -68,9 +68,9 @@ class TickClock:
         return released
 
 
-def follow(graph: Graph, orders: Orders) -> Schedule:
+def follow(graph: Graph, orders: Orders, last: Collection[int] = ()) -> Schedule:
     """Every rank does its operations in the order given, each in the first tick in which it is
-    possible.
+    possible; those that come `last` in no tick before all others are done.
 
     Raises `PipelineError` when the orders wait for each other, or leave an operation out or do it
     on a wrong rank.
@@ -82,16 +82,20 @@ def follow(graph: Graph, orders: Orders) -> Schedule:
         ready[n] = 0
     position = [0] * len(orders)
     done = 0
+    first = graph.size - len(last)  # operations that come before the last ones
     latest = 0
     rows: list[list[int]] = []
     while done < graph.size:
         tick = len(rows)
         row = [WAITS] * len(orders)
+        waiting = last if done < first else ()
         for rank, order in enumerate(orders):
-            if position[rank] < len(order) and 0 <= ready[order[position[rank]]] <= tick:
+            if position[rank] == len(order) or order[position[rank]] in waiting:
+                continue
+            if 0 <= ready[order[position[rank]]] <= tick:
                 row[rank] = order[position[rank]]
                 position[rank] += 1
-                done += 1
+        done += sum(n != WAITS for n in row)
         for n in row:
             if n == WAITS:
                 continue

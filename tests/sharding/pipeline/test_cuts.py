@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.pipeline.cuts import cut, partition
+from sharding.pipeline.cuts import cut, cut_in_rounds, partition
 from sharding.pipeline.layer_costs import Layer, LayerCost, chain_work, chunk_costs, layer_costs
 from sharding.pipeline.ring import Chain, PipelineError
 
@@ -123,6 +123,31 @@ def test_cuts_are_the_best_of_all(costs, data):
     found = cut(costs, stages)
     assert found in every
     assert (max(loads(found)), sum(load**2 for load in loads(found))) == best
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
+def test_cuts_in_rounds_are_the_best_of_all(costs, data):
+    """Least is the sum over rounds of what the costliest chunk of each costs."""
+    stages = data.draw(st.integers(1, len(costs)))
+    rounds = data.draw(st.integers(1, len(costs) // stages))
+    chunks = stages * rounds
+    every = [(0, *inner, len(costs)) for inner in combinations(range(1, len(costs)), chunks - 1)]
+
+    def worth(bounds):
+        loads = [sum(costs[a:b]) for a, b in pairwise(bounds)]
+        limits = [max(loads[first : first + stages]) for first in range(0, chunks, stages)]
+        return sum(limits), sum(each**2 for each in limits)
+
+    found = cut_in_rounds(costs, stages, rounds)
+    assert found in every and worth(found) == min(map(worth, every))
+
+
+def test_what_does_not_divide_evenly_makes_one_round_larger():
+    """80 blocks and a head on 16 stages, three chunks each: none has more than six units."""
+    bounds = cut_in_rounds([10] * 80 + [14], 16, 3)
+    sizes = [stop - start for start, stop in pairwise(bounds)]
+    assert sum(max(sizes[first : first + 16]) for first in (0, 16, 32)) == 6 and sum(sizes) == 81
 
 
 @st.composite

@@ -93,6 +93,18 @@ def test_gpipe_goes_back_last():
         assert kinds == sorted(kinds)
 
 
+def test_gpipe_does_not_go_back_among_forwards():
+    """The last chunk's backward is its forward, too, but waits for the forwards of other ranks, whose ticks it
+    would make longer; at most one tick is lost."""
+    ring = Ring(4, (Chain("language", (0, 1, 2, 3), (1, 1, 1, 1)),))
+    whole = np.ones((4, 12), np.int64)
+    graph = build_graph(ring, Workload((ChainWork(whole, whole, whole, whole),), ((),) * 12))
+    kinds = [{graph.kind[n] for n in row if n >= 0} for row in gpipe(graph).ticks.tolist()]
+    assert all(len(of_tick) == 1 for of_tick in kinds)
+    forward, backward = 12 + 3 - 1, 12 + 4 - 1
+    assert lockstep(gpipe(graph)) == forward * 1 + backward * 3
+
+
 def test_one_f_one_b_does_not_go_round_the_ring():
     ring = ring_of("segments", 4)
     with pytest.raises(PipelineError, match="wait for each other"):

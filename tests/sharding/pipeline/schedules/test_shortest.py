@@ -1,0 +1,55 @@
+"""The shortest of greedy schedules and fixed orders, within slots and a bound."""
+
+import pytest
+
+from sharding.pipeline.build_graph import build_graph
+from sharding.pipeline.graph import Pool
+from sharding.pipeline.ring import PipelineError
+from sharding.pipeline.schedules.by_name import fixed_orders, scheduler_of
+from sharding.pipeline.schedules.greedy import greedy
+from sharding.pipeline.schedules.orders import gpipe, interleaved
+from sharding.pipeline.schedules.schedule import lockstep
+from sharding.pipeline.schedules.shortest import fitting_orders, shortest
+from sharding.pipeline.slots import slots_needed
+from tests.sharding.pipeline.models import ring_of, workload_of
+
+
+def graph_of(seed: int, stages: int = 4, microbatches: int = 8):
+    ring = ring_of("segments", stages)
+    return build_graph(ring, workload_of(ring, microbatches, seed=seed))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_none_of_the_compared_is_shorter(seed):
+    graph = graph_of(seed)
+    costs = [lockstep(order(graph)) for order in (greedy, gpipe, interleaved)]
+    assert lockstep(shortest(graph, fixed_orders())) == min(costs)
+    assert lockstep(scheduler_of("greedy").make(graph, None, 0)) == min(costs)
+
+
+def test_fixed_orders_win_somewhere_and_greedy_ones_elsewhere():
+    winners = {
+        lockstep(greedy(graph))
+        < min(lockstep(each) for each in fitting_orders(graph, fixed_orders()))
+        for graph in (graph_of(0, stages=2), graph_of(0, stages=8))
+    }
+    assert winners == {True, False}
+
+
+def test_orders_that_do_not_fit_the_slots_take_no_part():
+    graph = graph_of(1)
+    slots = slots_needed([greedy(graph)])
+    slots[Pool.INPUT, 1] = max(2, slots[Pool.INPUT, 1] // 2)
+    assert not fitting_orders(graph, [gpipe], slots)
+    schedule = shortest(graph, fixed_orders(), slots)
+    assert all(count <= slots[key] for key, count in slots_needed([schedule]).items())
+
+
+def test_a_bound_is_kept_or_told():
+    graph = graph_of(2)
+    least = lockstep(greedy(graph))
+    assert lockstep(greedy(graph, bound=least)) == least
+    with pytest.raises(PipelineError, match="longer than the bound"):
+        greedy(graph, bound=least - 1)
+    with pytest.raises(PipelineError, match="longer than the bound"):
+        shortest(graph, [], bound=least - 1)
