@@ -216,21 +216,26 @@ def best_rows(rows: Sequence[RunRows], pipeline: PipelineSpec) -> RunRows:
 
 def predicted_cost(graph: Graph, pipeline: PipelineSpec, bound: float = math.inf) -> float:
     """FLOPs of a run, tick by tick those of the slowest rank, by a schedule that is found fast.
-    Infinite where there is none, or where its ranks have no less work by themselves than a bound."""
+    Infinite where there is none; anything that is no less than a bound is as good as infinite."""
     if graph.rank_work.max() >= bound:
         return math.inf
     try:
-        return lockstep(quick_schedule(graph, pipeline))
+        return lockstep(quick_schedule(graph, pipeline, bound))
     except PipelineError:
         return math.inf
 
 
-def quick_schedule(graph: Graph, pipeline: PipelineSpec) -> Schedule:
-    """The configured order, or a greedy schedule in place of the best of many. Raises
-    `PipelineError` where it cannot be kept."""
-    if not pipeline.backward or pipeline.config.schedule in ("greedy", "search"):
-        return shortest(graph, fixed_orders(), pipeline.tables.slots, powers=QUICK_POWERS)
-    return schedule_of(graph, pipeline)
+def quick_schedule(graph: Graph, pipeline: PipelineSpec, bound: float = math.inf) -> Schedule:
+    """The configured order, or the shortest that is found fast in place of the best of many.
+
+    Raises:
+      PipelineError: it cannot be kept, or can only take no less than a bound.
+    """
+    if pipeline.backward and pipeline.config.schedule not in ("greedy", "search"):
+        return schedule_of(graph, pipeline)
+    most = None if bound == math.inf else math.ceil(bound) - 1
+    slots = pipeline.tables.slots
+    return shortest(graph, fixed_orders(), slots, powers=QUICK_POWERS, bound=most)
 
 
 def _check_bounds(rows: RunRows, spec: PlanSpec, pipeline: PipelineSpec) -> None:

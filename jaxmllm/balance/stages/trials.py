@@ -309,15 +309,17 @@ class Trials:
             return None
         # The ranks' own work is cheap to know, and most candidates end here.
         graphs = [[graph_of(run, sampled.pipeline) for run in runs] for runs in sampled.runs]
-        if sum(min(int(graph.rank_work.max()) for graph in each) for each in graphs) >= bound:
-            return None
-        total: float = 0
+        total: float = sum(min(int(graph.rank_work.max()) for graph in each) for each in graphs)
         for of_batch in graphs:
-            least = math.inf
+            total -= min(int(graph.rank_work.max()) for graph in of_batch)
+            # What a batch may take, if all that follow took no more than their ranks' own work
+            least = bound - total
             for graph in of_batch:
                 least = min(least, predicted_cost(graph, sampled.pipeline, least))
             total += least
-        return None if total == math.inf else int(total)
+            if total >= bound:
+                return None
+        return int(total)
 
     def runs(self, capacities: Capacities) -> list[list[RunRows]]:
         """The samples in rows of these capacities, each in those that it may have."""

@@ -125,6 +125,8 @@ CASES = {
     "four": sizes(
         stages=4, layout="chain", schedule="greedy", split_backward=True, kept_residuals=2
     ),
+    "three": sizes(stages=3),
+    "five": sizes(stages=5, layout="chain", schedule="gpipe", deferral=False),
     "one-replica": sizes(replicas=1, microbatches=3, layout="segments"),
     "no-deferral": sizes(deferral=False, microbatches=8, layout="segments"),
     "classes": sizes(layout="segments", capacities={"vision": (96, 64, 32), "language": (128, 96)}),
