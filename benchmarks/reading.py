@@ -14,6 +14,7 @@ lie in the memory of the host; they are not counted as extra.
               largest, sampled every few milliseconds; over the bytes of the largest tensor
     mapped    pages of the files that are mapped, at their most, over the bytes of the largest tensor: the kernel may
               take them back at any time
+    both      the two together, when that was most
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ GENERATOR = "numpy default_rng(seed): 16 random bits per number, exponents cut t
 COLUMNS = [
     *("processes", "process", "devices", "seconds", "asked of folder", "disk of folder"),
     *("extra MB", "of largest tensor", "mapped MB", "of largest tensor"),
+    *("both MB", "of largest tensor"),
 ]
 
 
@@ -131,7 +133,7 @@ class Memory:
     """The most memory that a process takes while something runs."""
 
     def __init__(self) -> None:
-        self.extra = self.mapped = 0
+        self.extra = self.mapped = self.both = 0
         self._ends = threading.Event()
 
     @contextmanager
@@ -149,8 +151,10 @@ class Memory:
         while not self._ends.wait(SAMPLED_EVERY):
             on_devices = device_bytes()
             now = _memory()
-            self.extra = max(self.extra, now[0] - anonymous - on_devices)
+            extra = now[0] - anonymous - on_devices
+            self.extra = max(self.extra, extra)
             self.mapped = max(self.mapped, now[1] - mapped)
+            self.both = max(self.both, extra + now[1] - mapped)
 
 
 def _memory() -> tuple[int, int]:
@@ -219,6 +223,7 @@ def measure(folder: Path, dtype: str) -> dict[str, Any]:
         "disk": disk / sum(sizes),
         "extra_bytes": memory.extra,
         "mapped_bytes": memory.mapped,
+        "both_bytes": memory.both,
         "largest_tensor_bytes": max(sizes),
         "folder_bytes": sum(sizes),
     }
@@ -265,7 +270,7 @@ def main() -> None:
     for record in records:
         largest = record["largest_tensor_bytes"]
         row = [record[key] for key in COUNTED]
-        for key in ("extra_bytes", "mapped_bytes"):
+        for key in ("extra_bytes", "mapped_bytes", "both_bytes"):
             row += [record[key] / 1e6, record[key] / largest]
         rows.append(row)
     size = records[0]["folder_bytes"] / 1e9

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 32, 256  # rows
-BLOCKS_PER_EXPERT = 4  # of an even routing; an expert's last block is half empty on average
 
 
 class Matrices(NamedTuple):
@@ -43,8 +42,12 @@ class Blocks(NamedTuple):
 
 
 def block_rows(pairs: int, experts: int) -> int:
-    """b: a power of two near a part of what an expert has where all have the same."""
-    rows = max(pairs // (experts * BLOCKS_PER_EXPERT), 1)
+    """b: a power of two near what an expert has where all have the same.
+
+    An expert's last block is half empty on average, so that smaller ones would compute less in vain; but every block
+    reads the matrices of its expert, which takes as long as the products of 50 rows.
+    """
+    rows = max(pairs // experts, 1)
     return min(max(1 << (rows - 1).bit_length(), SMALLEST_BLOCK), LARGEST_BLOCK)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jaxmllm.families.family import Variant
 from jaxmllm.families.folder_config import FolderConfig
 
 ATTENTION = "model.layers.{layer}.self_attn"
@@ -83,6 +84,14 @@ def dense_decoder(
         language["window"] = config.number("sliding_window", 4096)
         language["full_layers"] = [layer for layer, narrow in enumerate(windowed) if not narrow]
     return language | own
+
+
+def head_variant(key: str) -> Variant:
+    """The line of a head under another key, of folders that have it there."""
+    return Variant(
+        {"head": f"{key}: v d -> d v"},
+        lambda section, shapes: key in shapes and not section["tie_embeddings"],
+    )
 
 
 def windows_by_layer(config: FolderConfig) -> tuple[bool, ...]:

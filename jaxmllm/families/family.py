@@ -29,6 +29,15 @@ def patterns(lines: Iterable[str], prefixes: Iterable[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """Lines that stand in the place of others in some folders."""
+
+    lines: Mapping[str, str]
+    # Whether a folder has these, from the section and the shapes of all tensors, by key without prefix
+    fits: Callable[[dict[str, Any], Shapes], bool]
+
+
+@dataclass(frozen=True)
 class Family:
     """One family of published models: one component of them."""
 
@@ -56,15 +65,16 @@ class Family:
     # Id of the token in whose place a media item's tokens stand, where config.json says it
     placeholder: Callable[[FolderConfig], int] | None = None
     video_placeholder: Callable[[FolderConfig], int] | None = None  # likewise of a video
-    # Lines that are others in some folders, from the section and the shapes of all tensors, by key without prefix
-    variants: Callable[[dict[str, Any], Shapes], Mapping[str, str]] | None = None
+    variants: tuple[Variant, ...] = ()  # the first one that fits counts
     sizes: Mapping[str, int] = field(default_factory=dict)  # of the letters of one folder
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Patterns of the keys of its parameters, in any folder."""
-        beside = [self.parameters[path] for path in self.unprefixed]
-        inside = [line for path, line in self.parameters.items() if path not in self.unprefixed]
+        every = [self.parameters, *(variant.lines for variant in self.variants)]
+        of_paths = [(path, line) for lines in every for path, line in lines.items()]
+        beside = [line for path, line in of_paths if path in self.unprefixed]
+        inside = [line for path, line in of_paths if path not in self.unprefixed]
         return (*patterns(inside, self.prefixes), *patterns([*beside, *self.copies.values()], [""]))
 
     def of_folder(self, config: FolderConfig, shapes: Shapes) -> Family:
@@ -75,9 +85,9 @@ class Family:
         prefix = found[0] if found else self.prefixes[0]
         section = self.section(config)
         parameters = dict(self.parameters)
-        if self.variants is not None:
-            plain = {key.removeprefix(prefix): shape for key, shape in shapes.items()}
-            parameters |= self.variants(section, plain)
+        plain = {key.removeprefix(prefix): shape for key, shape in shapes.items()}
+        fitting = (variant.lines for variant in self.variants if variant.fits(section, plain))
+        parameters |= next(fitting, {})
         return replace(
             self,
             parameters={

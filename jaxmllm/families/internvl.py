@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxmllm.families.dense_decoder import FREQUENCIES
+from jaxmllm.families.dense_decoder import FREQUENCIES, head_variant
 from jaxmllm.families.dense_decoder import PARAMETERS as DECODER
-from jaxmllm.families.family import Family, Processor, Shapes, patterns, together
+from jaxmllm.families.family import Family, Processor, patterns, together
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.qwen2 import QWEN2
 from jaxmllm.families.qwen3 import QWEN3
@@ -62,7 +62,6 @@ PROJECTOR_EPSILON = 1e-5
 IN_LANGUAGE = ("model.language_model.", "language_model.model.")
 IN_VISION = ("model.vision_tower.", "vision_tower.")
 IN_PROJECTOR = ("model.multi_modal_projector.", "multi_modal_projector.")
-HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 MASK = "embeddings.mask_token"  # for a training without texts
 SQUARE = 448  # pixels along a side
 BICUBIC = 3  # of Pillow
@@ -87,12 +86,6 @@ def _language(config: FolderConfig) -> dict[str, Any]:
     tied = config.flag("tie_word_embeddings", True)  # whatever text_config says
     section = DECODERS[text.kind].section(text.updated(tie_word_embeddings=tied))
     return section | {"bidirectional": [], "media_positions": "line"}
-
-
-def _head(section: dict[str, Any], shapes: Shapes) -> dict[str, str]:
-    """The line of a head that lies in the decoder."""
-    there = HEADS[1] in shapes and not section["tie_embeddings"]
-    return {"head": DECODER["head"].replace(*HEADS)} if there else {}
 
 
 def _vision(config: FolderConfig) -> dict[str, Any]:
@@ -179,7 +172,7 @@ INTERNVL = together(
         copies={"embedding": DECODER["head"].replace("d v", "v d")},
         prefixes=IN_LANGUAGE,
         unprefixed=("head",),
-        variants=_head,
+        variants=(head_variant("language_model.lm_head.weight"),),
     ),
     Family(
         "InternVL",
@@ -187,7 +180,6 @@ INTERNVL = together(
         _vision,
         VISION,
         copies={},
-        carried=HEADS,
         component="vision",
         prefixes=IN_VISION,
         letters=patch_letters,
@@ -200,7 +192,6 @@ INTERNVL = together(
         _projector,
         PROJECTOR,
         copies={},
-        carried=HEADS,
         component="projector.vision",
         prefixes=IN_PROJECTOR,
     ),

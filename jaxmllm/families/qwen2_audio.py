@@ -6,7 +6,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxmllm.families.dense_decoder import FREQUENCIES, dense_decoder, windows_by_layer
+from jaxmllm.families.dense_decoder import (
+    FREQUENCIES,
+    dense_decoder,
+    head_variant,
+    windows_by_layer,
+)
 from jaxmllm.families.dense_decoder import PARAMETERS as DECODER
 from jaxmllm.families.family import Family, together
 from jaxmllm.families.folder_config import FolderConfig
@@ -77,6 +82,7 @@ QWEN2_AUDIO = together(
         copies={},
         prefixes=IN_LANGUAGE,
         unprefixed=("head",),
+        variants=(head_variant("lm_head.weight"),),  # as the reference has it in memory
     ),
     Family(
         "Qwen2-Audio",

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxmllm.families.dense_decoder import COPIES, FREQUENCIES, MLP, PARAMETERS
+from jaxmllm.families.dense_decoder import COPIES, FREQUENCIES, PARAMETERS
+from jaxmllm.families.expert_lines import APART, ROUTER, expert_variants, prefixed
 from jaxmllm.families.family import Family
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.qwen3 import qwen3_decoder
 
-EXPERTS = f"{MLP}.experts.{{expert}}"
-EXPERT_PARAMETERS = {
-    "layers.router.matrix": f"{MLP}.gate.weight: e d -> layer d e",
-    "layers.mlp.gate": f"{EXPERTS}.gate_proj.weight: f d -> layer expert d f",
-    "layers.mlp.up": f"{EXPERTS}.up_proj.weight: f d -> layer expert d f",
-    "layers.mlp.down": f"{EXPERTS}.down_proj.weight: d f -> layer expert f d",
-}
+PREFIX = "model."
 
 
 def _language(config: FolderConfig) -> dict[str, Any]:
@@ -41,5 +36,11 @@ def experts_of(config: FolderConfig, renormalise: bool = False) -> dict[str, Any
 
 
 QWEN3_MOE = Family(
-    "Qwen3-MoE", "qwen3_moe", _language, PARAMETERS | EXPERT_PARAMETERS, COPIES, FREQUENCIES
+    "Qwen3-MoE",
+    "qwen3_moe",
+    _language,
+    PARAMETERS | prefixed(ROUTER | APART, PREFIX),
+    COPIES,
+    FREQUENCIES,
+    variants=expert_variants(PREFIX),
 )

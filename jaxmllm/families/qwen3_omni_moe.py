@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxmllm.config.schema import AudioConfig
+from jaxmllm.families.expert_lines import APART, ROUTER, expert_variants
 from jaxmllm.families.family import Family, Processor
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.omni_thinker import (
@@ -24,7 +25,7 @@ from jaxmllm.families.omni_thinker import (
 from jaxmllm.families.qwen2_5_vl import LANGUAGE as DECODER
 from jaxmllm.families.qwen2_5_vl import patch_letters, picture_processor
 from jaxmllm.families.qwen2_audio import HEARING
-from jaxmllm.families.qwen3_moe import EXPERT_PARAMETERS, experts_of
+from jaxmllm.families.qwen3_moe import experts_of
 from jaxmllm.families.qwen3_vl import PROJECTOR as MERGERS
 from jaxmllm.families.qwen3_vl import VIDEO_PIXELS, mergers, qwen3_vl_decoder, vision_tower
 from jaxmllm.families.qwen3_vl import VISION as PLAIN_VISION
@@ -32,7 +33,7 @@ from jaxmllm.families.whisper import ATTENTION, clip_processor, encoder
 from jaxmllm.families.whisper import PARAMETERS as ENCODER
 
 NAME = "Qwen3-Omni"
-LANGUAGE = DECODER | {path: line.removeprefix("model.") for path, line in EXPERT_PARAMETERS.items()}
+LANGUAGE = DECODER | ROUTER | APART
 # Words in the keys of mergers, and those of Qwen3-VL
 SPELLED = (
     ("merger_list", "deepstack_merger_list"),
@@ -153,6 +154,7 @@ PARTS = (
         LANGUAGE,
         copies={"embedding": LANGUAGE["head"].replace("d v", "v d")},
         unprefixed=("head",),
+        variants=expert_variants(),
     ),
     Family(
         NAME,

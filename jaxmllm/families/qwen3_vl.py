@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxmllm.families.dense_decoder import FREQUENCIES, dense_decoder
-from jaxmllm.families.family import Family, together
+from jaxmllm.families.family import Family, Variant, together
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.qwen2_5_vl import (
     IN_VISION,
@@ -156,13 +156,18 @@ def _projector_of(language: Section) -> Section:
 
 
 def qwen3_vl_family(
-    name: str, kind: str, language: Section, lines: Mapping[str, str]
+    name: str,
+    kind: str,
+    language: Section,
+    lines: Mapping[str, str],
+    variants: tuple[Variant, ...] = (),
 ) -> tuple[Family, ...]:
     """The components of a model with this decoder.
 
     Args:
       kind: `model_type` of config.json.
       lines: of the decoder.
+      variants: of these lines.
     """
     return together(
         Family(
@@ -173,6 +178,7 @@ def qwen3_vl_family(
             copies={"embedding": lines["head"].replace("d v", "v d")},
             prefixes=IN_LANGUAGE,
             unprefixed=("head",),
+            variants=variants,
         ),
         Family(
             name,

@@ -3,27 +3,13 @@ their first two matrices another: [experts, in, out] as published, [experts, out
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from jaxmllm.families.family import Shapes
+from jaxmllm.families.expert_lines import INPUTS_FIRST, ROUTER, expert_variants
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.qwen2_5_vl import LANGUAGE
 from jaxmllm.families.qwen3_vl import qwen3_vl_decoder, qwen3_vl_family
 
-MLP = "layers.{layer}.mlp"
-EXPERT_PARAMETERS = {
-    "layers.router.matrix": f"{MLP}.gate.weight: e d -> layer d e",
-    "layers.mlp.gate": f"{MLP}.experts.gate_up_proj[0/2, axis 2]: e d f -> layer e d f",
-    "layers.mlp.up": f"{MLP}.experts.gate_up_proj[1/2, axis 2]: e d f -> layer e d f",
-    "layers.mlp.down": f"{MLP}.experts.down_proj: e f d -> layer e f d",
-}
-AS_WRITTEN = {
-    "layers.mlp.gate": f"{MLP}.experts.gate_up_proj[0/2, axis 1]: e f d -> layer e d f",
-    "layers.mlp.up": f"{MLP}.experts.gate_up_proj[1/2, axis 1]: e f d -> layer e d f",
-    "layers.mlp.down": f"{MLP}.experts.down_proj: e d f -> layer e f d",
-}
 # What a config.json that leaves a key out means by that
 TEXT = {
     "vocab_size": 151_936,
@@ -51,18 +37,10 @@ def _language(config: FolderConfig) -> dict[str, Any]:
     return qwen3_vl_decoder(config, TEXT) | {"mlp_width": mlp_width, "experts": experts}
 
 
-def _as_stored(section: dict[str, Any], shapes: Shapes) -> Mapping[str, str]:
-    experts, width, mlp_width = section["experts"]["count"], section["width"], section["mlp_width"]
-    # Either may be square, but not both
-    written = {
-        "gate_up_proj": (experts, 2 * mlp_width, width),
-        "down_proj": (experts, width, mlp_width),
-    }
-    found = (shapes.get(f"{MLP}.experts.{name}".format(layer=0)) for name in written)
-    return AS_WRITTEN if tuple(found) == tuple(written.values()) else {}
-
-
-_DECODER, *_OTHERS = qwen3_vl_family(
-    "Qwen3-VL-MoE", "qwen3_vl_moe", _language, LANGUAGE | EXPERT_PARAMETERS
+QWEN3_VL_MOE = qwen3_vl_family(
+    "Qwen3-VL-MoE",
+    "qwen3_vl_moe",
+    _language,
+    LANGUAGE | ROUTER | INPUTS_FIRST,
+    expert_variants(),
 )
-QWEN3_VL_MOE = (replace(_DECODER, variants=_as_stored), *_OTHERS)

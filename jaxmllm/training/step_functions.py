@@ -286,28 +286,33 @@ class StepFunctions:
         layout = self.model.layout(LANGUAGE)
         d_hidden = None if d_states is None else states_slots(rows).take(layout, d_states)
 
-        def objective(trained: Params, media: Array) -> tuple[Array, Sums | None]:
+        def objective(
+            trained: Params, media: Array
+        ) -> tuple[Array, tuple[Sums | None, RouterSums | None]]:
             hidden, head, routed = self.model.routed_hidden(join(trained, frozen), rows, media)
             total, sums = jnp.zeros((), scale.dtype), None
             if self.learns_text:
                 total, sums = self.losses(hidden, head, rows, valid)
                 total *= scale
-                sums = sums._replace(routed=self.routed_sums(routed))
             if routing is not None and routed is not None:
                 total += router_loss(self.objective.experts, routed, routing)
             if d_hidden is not None:  # its gradient is that of what reads the states
                 total += (hidden * d_hidden).sum(dtype=scale.dtype)
-            return total, sums
+            return total, (sums, self.routed_sums(routed))
 
         if self.trains_encoders:
-            (d_params, d_media), row_sums = jax.grad(objective, argnums=(0, 1), has_aux=True)(
+            (d_params, d_media), of_rows = jax.grad(objective, argnums=(0, 1), has_aux=True)(
                 trained, media
             )
             pool = pool._replace(tokens=media_slots(rows).put(layout, d_media, pool.tokens))
         else:
-            d_params, row_sums = jax.grad(objective, has_aux=True)(trained, media)
-        sums = sums if row_sums is None else self.added(LANGUAGE, sums, row_sums)
-        return pool, accumulated(grads, d_params), sums
+            d_params, of_rows = jax.grad(objective, has_aux=True)(trained, media)
+        row_sums, row_routed = of_rows
+        routed = self.added(LANGUAGE, sums.routed, row_routed)
+        sums = sums._replace(routed=None)
+        if row_sums is not None:
+            sums = self.added(LANGUAGE, sums, row_sums)
+        return pool, accumulated(grads, d_params), sums._replace(routed=routed)
 
     def routed_sums(self, sums: RouterSums | None) -> RouterSums | None:
         """Sums over the routing of whole rows, for what is reported."""
@@ -442,6 +447,8 @@ class StepFunctions:
         experts = self.model.config.language.experts
         if experts is None:
             return None, {}
+        if sums.drawn is not None and not self.trains_language:
+            return state.expert_counts, {}  # it runs forward alone, and its routing is not counted
         assert sums.routed is not None and state.expert_counts is not None
         counts = sums.routed.counts.sum(0)
         tokens = counts[0].sum() // experts.per_token

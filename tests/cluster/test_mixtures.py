@@ -48,10 +48,10 @@ def test_experts_that_every_device_has_send_nothing():
 
 
 def test_blocks_read_the_matrices_of_their_experts():
-    """2,048 pairs are 128 of each of 16 experts; a block has 32 of them."""
+    """2,048 pairs are 128 of each of 16 experts; and so has a block."""
     alone = mixture({"fsdp": 1})
-    assert alone.block_rows == 32
-    blocks, numbers = 2048 / 32 + 16 / 2, 3 * 256 * 128
+    assert alone.block_rows == 128
+    blocks, numbers = 2048 / 128 + 16 / 2, 3 * 256 * 128
     assert alone.block_traffic(1, 0, True) == blocks * numbers * 2 + 2048 * 256 * (2 + 8)
     backward = alone.block_traffic(0, 1, True)
     assert backward == blocks * numbers * (2 + 8) + 2048 * 256 * (4 + 8)

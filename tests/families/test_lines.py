@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from jaxmllm.families.by_type import FAMILIES
 from jaxmllm.families.lines import Line
-from jaxmllm.families.qwen3_vl_moe import AS_WRITTEN
 
 LETTERS = {"layer": 3, "d": 6, "h": 4, "k": 2, "g": 2, "f": 5, "v": 7, "e": 4, "expert": 2}
 LETTERS |= {"c": 3, "p": 2, "q": 4, "r": 3, "s": 2, "t": 3, "m": 5, "i": 2, "j": 2, "n": 3}
@@ -17,7 +16,12 @@ LETTERS |= {"one": 1, "two": 2, "pair": 3}
 LINES = sorted(
     {line for family in FAMILIES.values() for line in family.parameters.values()}
     | {line for family in FAMILIES.values() for line in family.copies.values()}
-    | {*AS_WRITTEN.values()}  # in place of some, in folders of another order
+    | {
+        line
+        for family in FAMILIES.values()
+        for variant in family.variants
+        for line in variant.lines.values()
+    }
 )
 
 

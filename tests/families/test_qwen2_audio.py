@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,10 @@ from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.media.modalities import modalities
 from jaxmllm.data.media.reference import File, MediaError
 from jaxmllm.data.media.sounds import Sounds
-from jaxmllm.families.model_folder import ModelFolder
+from jaxmllm.families.model_folder import INDEX, Fit, ModelFolder
 from jaxmllm.families.qwen2_audio import QWEN2_AUDIO
 from jaxmllm.families.resolved import resolved
-from jaxmllm.families.weight_files import FolderError
+from jaxmllm.families.weight_files import FolderError, write_tensors
 from tests.families.test_qwen2_5_vl import change, config_of
 from tests.support import tiny_config
 
@@ -60,6 +61,38 @@ def test_what_the_folder_says_stands_in_the_config(tmp_path):
     assert (data.max_seconds, data.window_length, data.hop_length) == (1.0, 400, 160)
     written = config.model_dump(mode="json", by_alias=True)
     assert parse_config(resolved(written)) == config
+
+
+def test_keys_as_in_memory_are_read(copy, tmp_path):
+    """All of them are, whatever they begin with; those of other components are carried through."""
+
+    def in_memory(key: str) -> str:
+        if key == "language_model.lm_head.weight":
+            return "lm_head.weight"
+        return f"model.{key.replace('language_model.model.', 'language_model.')}"
+
+    before = ModelFolder.open(copy).tensors
+    turned = Path(shutil.copytree(copy, tmp_path / "turned"))
+    for path in (*turned.glob("*.safetensors"), turned / INDEX):
+        path.unlink()
+    arrays = {in_memory(key): np.array(tensor.array()) for key, tensor in before.items()}
+    write_tensors(turned / "model.safetensors", arrays)
+    shapes = {"embedding": (40, 16), "head": (16, 40), "norm.scale": (16,)}
+    for path, shape in shapes.items():
+        whole = tuple(slice(0, size) for size in shape)
+        found, wanted = (
+            Fit(ModelFolder.open(folder), shapes, {}).part(path, whole, np.float32)
+            for folder in (turned, copy)
+        )
+        np.testing.assert_array_equal(found, wanted)
+    for component in ("audio", "projector.audio"):
+        folder = ModelFolder.open(turned, component)
+        own = {line.key.partition("{layer}")[0] for line in folder.family.lines.values()}
+        assert all(any(key.startswith(part) for key in folder.tensors) for part in own)
+        others = [key for key in folder.tensors if not key.startswith(tuple(own))]
+        assert others and all(
+            any(fnmatchcase(key, pattern) for pattern in folder.family.carried) for key in others
+        )
 
 
 def test_what_a_config_leaves_out_is_as_the_reference_has_it(copy):

@@ -1,6 +1,7 @@
 """Whole steps of a decoder with experts: packed and cut in every way, its counts, and the router's losses."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,16 @@ from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.training.objectives.routing import Routing, router_loss, router_means
 from jaxmllm.training.programs.staged import StagedPrograms
 from sharding.mesh import MeshError, abstract_mesh
-from tests.support import EXHAUSTIVE, added, assert_close, scaled, slow_cases, tiny_config
+from tests.support import (
+    EXHAUSTIVE,
+    added,
+    assemble,
+    assert_close,
+    scaled,
+    slow_cases,
+    tiny_config,
+)
+from tests.training.drawing import drawing_config, make_pictures, params_of
 
 LAYERS, COUNT, PER_TOKEN = 2, 8, 2
 EXAMPLES = np.random.default_rng(0).permutation(24)[:16]
@@ -153,6 +163,52 @@ def test_media_are_routed_like_text(setups, by_example, mesh, pipeline):
     expected, expected_sums = computed(alone, alone.step(EXAMPLES))
     assert_close(gradients, expected, 1e-5)
     assert_routed_alike(sums, expected_sums)
+
+
+DRAWING = {  # whether text is learned, too; mesh, pipeline
+    "alone-split": (0.0, {"data": 2, "fsdp": 2, "tensor": 2}, {}),
+    "both-parts": (1.0, {"data": 1, "fsdp": 2, "context": 2}, {}),
+    "both-stages": (1.0, {"data": 1, "fsdp": 2}, {"stages": 2, "layout": "chain"}),
+}
+
+
+@pytest.fixture(scope="module")
+def captions(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("captions")
+    make_pictures(folder, shown=False)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("weight", "mesh", "pipeline"), slow_cases(DRAWING, {"alone-split", "both-stages"})
+)
+def test_a_decoder_with_experts_draws(captions, weight, mesh, pipeline):
+    """Its states go to a generator, whose gradients come back to experts and router, whether or not it has a loss of
+    its own; counts and the router's losses are those of all tokens, once."""
+
+    def run(devices, **changes):
+        changes |= MODEL | {"model__vision": None, "objective__language__weight": weight}
+        setup = assemble(drawing_config(captions, **changes), devices)
+        step = setup.step(EXAMPLES)
+        gradients, sums, _ = setup.programs.gradients(params_of(setup), setup.put(step), COUNTS)
+        if isinstance(setup.programs, StagedPrograms):
+            gradients = setup.programs.joined(gradients)
+        sums = jax.device_get(jax.tree.map(lambda leaf: leaf.sum(0), sums))
+        tokens = step.statistics["language/tokens"]
+        assert (sums.routed.counts.sum(1) == tokens * PER_TOKEN).all()
+        return jax.device_get(gradients), sums
+
+    expected, expected_sums = run(1)
+    assert np.any(expected["language"]["layers"]["router"]["matrix"])
+    found, sums = run(
+        math.prod(mesh.values()) * pipeline.get("stages", 1), mesh=mesh, pipeline=pipeline
+    )
+    if not weight:
+        for gradients in (found, expected):
+            assert not np.any(gradients["language"].pop("head")), "it is not in the program"
+    assert_close(found, expected, 1e-5)
+    assert_routed_alike(sums, expected_sums)
+    np.testing.assert_allclose(sums.drawn.loss, expected_sums.drawn.loss, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ def _messages(
 
     Args:
       control: what is spelled in them has marks, too; None: it stands as it is.
-      strip: texts beside media lose their outer white space.
+      strip: each of several parts that is a text loses its outer white space.
       mark: put marks around what is learned.
       inline: reasoning inside a content has marks of its own.
     """
@@ -248,7 +248,8 @@ def _messages(
                 content += chr(media_mark)
                 media_mark += 1
             else:
-                content += hide(part.text.strip() if bare else part.text)
+                content += part.text.strip() if bare else part.text
+        content = hide(content)  # as a whole: two texts together may spell a control token
         reasoning = hide(turn.reasoning)
         marked = mark and _is_learned(conversation, turn)
         if marked and (content or not turn.calls):

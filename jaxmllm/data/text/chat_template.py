@@ -76,6 +76,8 @@ class ChatTemplate:
     def fingerprint(self) -> str:
         """Changes whenever the same conversation could be written otherwise."""
         settings = [self.source, sorted(self.names.items()), str(self.today)]
+        if self.strips_parts:
+            settings.append("texts apart")  # which were joined first where they follow one another
         return hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
 
     def write(

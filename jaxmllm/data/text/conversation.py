@@ -99,8 +99,8 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one role says, or a whole `DOCUMENT`: non-empty texts, no two of them adjacent, and
-    media between them."""
+    """What one role says, or a whole `DOCUMENT`: non-empty texts and media. Texts that follow one another stay apart,
+    for some templates strip each of them."""
 
     role: str
     parts: tuple[TextPart | MediaPart, ...]
@@ -272,7 +272,7 @@ def _parts(
     pieces = (
         _split(content, pending) if isinstance(content, str) else _content_parts(content, where)
     )
-    return tuple(_join(pieces, resolve, where))
+    return tuple(_resolved(pieces, resolve, where))
 
 
 def _split(text: str, pending: dict[str, Iterator[str]]) -> Iterator[tuple[str, str]]:
@@ -298,22 +298,16 @@ def _content_parts(content: list[Any], where: str) -> Iterator[tuple[str, str]]:
         yield kind, _field(part, kind, str, part_where)
 
 
-def _join(
+def _resolved(
     parts: Iterable[tuple[str, str]], resolve: Resolve, where: str
 ) -> Iterator[TextPart | MediaPart]:
-    """Merge neighbouring texts and drop empty ones, so that both forms give the same conversation."""
-    text = ""
+    """Drop empty texts, so that both forms give the same conversation."""
     for kind, value in parts:
         _check_encodable(value, where)
-        if kind == "text":
-            text += value
-            continue
-        if text:
-            yield TextPart(text)
-        text = ""
-        yield MediaPart(kind, taken_as(kind, resolve(value)))
-    if text:
-        yield TextPart(text)
+        if kind != "text":
+            yield MediaPart(kind, taken_as(kind, resolve(value)))
+        elif value:
+            yield TextPart(value)
 
 
 def _check_placeholders(contents: list[Any], lists: dict[str, list[str]]) -> None:

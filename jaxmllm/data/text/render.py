@@ -13,7 +13,7 @@ lets that write the turns (answer_marks.py), and media keep their frames.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -108,7 +108,7 @@ def _render_turns(
         spoken = turn.role != DOCUMENT
         if spoken:
             sequence.add_text(layout.headers[turn.role])
-        for part in turn.parts:
+        for part in _texts_joined(turn.parts):
             if isinstance(part, MediaPart):
                 modality = modality_of(part, modalities)
                 frame = layout.media[part.part]
@@ -124,6 +124,15 @@ def _render_turns(
         if spoken:
             sequence.add_text(layout.separator)
     return sequence.finish()
+
+
+def _texts_joined(parts: Sequence[TextPart | MediaPart]) -> Iterator[TextPart | MediaPart]:
+    """The parts of a turn, with texts that follow one another as one: ids are those of the whole."""
+    for is_text, group in itertools.groupby(parts, lambda part: isinstance(part, TextPart)):
+        if is_text:
+            yield TextPart("".join(part.text for part in group if isinstance(part, TextPart)))
+        else:
+            yield from group
 
 
 def _pieces(conversation: Conversation, tokenizer: TemplateTokenizer) -> list[Piece]:

@@ -37,6 +37,7 @@ def test_content_parts(tmp_path: Path) -> None:
     content = [
         {"type": "image", "image": "a.png"},
         {"type": "text", "text": "What "},
+        {"type": "text", "text": ""},
         {"type": "text", "text": "<image>?"},
         {"type": "audio", "audio": "sub/b.flac"},
     ]
@@ -50,7 +51,7 @@ def test_content_parts(tmp_path: Path) -> None:
         "7",
         "cats",
         (
-            Turn("user", (image, TextPart("What <image>?"), sound)),
+            Turn("user", (image, TextPart("What "), TextPart("<image>?"), sound)),
             Turn("assistant", (TextPart("A cat."),)),
         ),
     )

@@ -342,6 +342,33 @@ def assert_same(got: Rendered, wanted: Rendered) -> None:
     assert got.media == wanted.media
 
 
+NEIGHBOURS = (" What", " is\n", PICTURE, " this", "? <end_of_", "turn> ")
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2.5", "llama3.1"])
+def test_texts_that_follow_one_another(name: str, models: Models) -> None:
+    """Gemma's template strips each, others write them as they are; and two of them spell no control token together."""
+    tokenizer = models.tokenizer(name)
+    parts = tuple(TextPart(part) if isinstance(part, str) else part for part in NEIGHBOURS)
+    said = (Turn("user", parts), Turn("assistant", (TextPart("a"), TextPart(" b "))))
+    got = render(Conversation("x", "s", said), tokenizer, MODALITIES, [(1, 2, 2)])
+    strip = str.strip if name == "gemma3" else str
+    cut = NEIGHBOURS.index(PICTURE)
+    texts = ("".join(map(strip, NEIGHBOURS[:cut])), "".join(map(strip, NEIGHBOURS[cut + 1 :])))
+    joined = (TextPart(texts[0]), PICTURE, TextPart(texts[1]))
+    answer = TextPart("".join(map(strip, ("a", " b "))))
+    wanted = render(
+        Conversation("x", "s", (Turn("user", joined), Turn("assistant", (answer,)))),
+        tokenizer,
+        MODALITIES,
+        [(1, 2, 2)],
+    )
+    assert got.tokens.tolist() == wanted.tokens.tolist()
+    assert got.targets.tolist() == wanted.targets.tolist()
+    end = tokenizer.control.ids.get("<end_of_turn>")
+    assert np.count_nonzero(got.tokens == end) == (2 if name == "gemma3" else 0)
+
+
 def test_media_without_a_frame_part_the_text(models: Models) -> None:
     tokenizer = models.tokenizer("llama3.1")
     said = (
@@ -600,3 +627,20 @@ def test_against_transformers(name: str, models: Models) -> None:
         if masked:
             learned = [i >= 0 for i in got.targets.tolist()]
             assert [False, *learned[:-1]] == [bool(i) for i in wanted["assistant_masks"]]
+
+
+@pytest.mark.slow
+def test_neighbouring_texts_against_transformers(models: Models) -> None:
+    """Ids of contents of several texts, each of which Gemma's template strips."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(models.folder("gemma3")))
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        messages = []
+        for role in ("user", "assistant", "user", "assistant"):
+            texts = random.choice([" a", "b ", "\n", "What is this?", "  ", "1234\n\n"], 4)
+            parts = [{"type": "text", "text": str(text)} for text in texts]
+            messages.append({"role": role, "content": parts[: random.integers(1, 5)]})
+        wanted = theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
+        said = parse_conversation({"messages": messages}, str, default_id="x", default_source="s")
+        assert render(said, models.tokenizer("gemma3"), {}, []).tokens.tolist() == wanted

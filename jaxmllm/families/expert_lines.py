@@ -1,0 +1,59 @@
+"""Where the experts of a decoder lie in files: each matrix of each expert in a tensor of its own, or all experts of a
+layer in one tensor, and their first two matrices in another, in one order of axes or the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from jaxmllm.families.family import Shapes, Variant
+
+MLP = "layers.{layer}.mlp"
+ROUTER = {"layers.router.matrix": f"{MLP}.gate.weight: e d -> layer d e"}
+APART = {
+    "layers.mlp.gate": f"{MLP}.experts.{{expert}}.gate_proj.weight: f d -> layer expert d f",
+    "layers.mlp.up": f"{MLP}.experts.{{expert}}.up_proj.weight: f d -> layer expert d f",
+    "layers.mlp.down": f"{MLP}.experts.{{expert}}.down_proj.weight: d f -> layer expert f d",
+}
+INPUTS_FIRST = {  # as Qwen3-VL-MoE is published
+    "layers.mlp.gate": f"{MLP}.experts.gate_up_proj[0/2, axis 2]: e d f -> layer e d f",
+    "layers.mlp.up": f"{MLP}.experts.gate_up_proj[1/2, axis 2]: e d f -> layer e d f",
+    "layers.mlp.down": f"{MLP}.experts.down_proj: e f d -> layer e f d",
+}
+OUTPUTS_FIRST = {  # as transformers 5 has all experts in memory
+    "layers.mlp.gate": f"{MLP}.experts.gate_up_proj[0/2, axis 1]: e f d -> layer e d f",
+    "layers.mlp.up": f"{MLP}.experts.gate_up_proj[1/2, axis 1]: e f d -> layer e d f",
+    "layers.mlp.down": f"{MLP}.experts.down_proj: e d f -> layer e f d",
+}
+
+
+def expert_variants(prefix: str = "") -> tuple[Variant, ...]:
+    """The forms in which a folder may have experts, whatever its family usually has.
+
+    Args:
+      prefix: what the keys of a family's lines begin with.
+    """
+    fits = {"apart": APART, "inputs": INPUTS_FIRST, "outputs": OUTPUTS_FIRST}
+    return tuple(
+        Variant(prefixed(lines, prefix), partial(_has, prefix, form))
+        for form, lines in fits.items()
+    )
+
+
+def prefixed(lines: Mapping[str, str], prefix: str) -> dict[str, str]:
+    return {path: prefix + line for path, line in lines.items()}
+
+
+def _has(prefix: str, form: str, section: dict[str, Any], shapes: Shapes) -> bool:
+    """Whether the first layer has experts in a form. Of both tensors that join them one may be square, but not both."""
+    experts = f"{prefix}{MLP}.experts".format(layer=0)
+    if form == "apart":
+        return f"{experts}.0.down_proj.weight" in shapes
+    count, width, mlp_width = section["experts"]["count"], section["width"], section["mlp_width"]
+    expected = {"gate_up_proj": (width, 2 * mlp_width), "down_proj": (mlp_width, width)}
+    order = 1 if form == "inputs" else -1
+    return all(
+        shapes.get(f"{experts}.{name}") == (count, *sides[::order])
+        for name, sides in expected.items()
+    )

@@ -1,0 +1,127 @@
+"""Experts in files: apart or joined, with inputs or outputs first, they are the same parameters, in and out."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmllm.config.schema import ComponentsConfig, ModelConfig
+from jaxmllm.families.family import Shapes
+from jaxmllm.families.model_folder import INDEX, Fit, ModelFolder, write_folder
+from jaxmllm.families.resolved import resolved
+from jaxmllm.families.weight_files import FolderError, WeightFile, write_tensors
+from jaxmllm.models.compose import build_model
+from jaxmllm.trainable import leaves_by_path
+from sharding.mesh import make_mesh
+
+GOLDENS = Path(__file__).parent / "goldens"
+FAMILIES = ("qwen3_moe", "qwen3_vl_moe", "qwen3_omni_moe")
+FORMS = ("apart", "inputs", "outputs")
+EXPERT = re.compile(r"(?P<stem>.*\.mlp\.experts)\.(?P<expert>\d+)\.(?P<name>\w+)_proj\.weight")
+JOINED = re.compile(r"(?P<stem>.*\.mlp\.experts)\.(?P<name>gate_up|down)_proj")
+
+
+def apart(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Matrices [out, in] of single experts, whatever the form; tensors that join them have inputs first."""
+    found = {}
+    for key, tensor in tensors.items():
+        joined = JOINED.fullmatch(key)
+        if joined is None or "talker" in key:
+            found[key] = tensor
+            continue
+        names = joined["name"].split("_")
+        for expert, of_expert in enumerate(tensor):
+            for name, matrix in zip(names, np.split(of_expert, len(names), axis=1), strict=True):
+                found[f"{joined['stem']}.{expert}.{name}_proj.weight"] = matrix.T
+    return found
+
+
+def in_form(tensors: dict[str, np.ndarray], form: str) -> dict[str, np.ndarray]:
+    if form == "apart":
+        return tensors
+    found, experts = {}, {}
+    for key, tensor in tensors.items():
+        own = EXPERT.fullmatch(key)
+        if own is None or "talker" in key:
+            found[key] = tensor
+        else:
+            experts.setdefault(own["stem"], {})[own["name"], int(own["expert"])] = tensor
+    for stem, matrices in experts.items():
+        count = 1 + max(expert for _, expert in matrices)
+        gate, up, down = (
+            np.stack([matrices[name, expert] for expert in range(count)])
+            for name in ("gate", "up", "down")
+        )
+        turned = {"gate_up": np.concatenate([gate, up], axis=1), "down": down}
+        for name, tensor in turned.items():
+            own = tensor if form == "outputs" else tensor.swapaxes(1, 2)
+            found[f"{stem}.{name}_proj"] = np.ascontiguousarray(own)
+    return found
+
+
+def folder_in(form: str, golden: str, place: Path) -> Path:
+    folder = Path(shutil.copytree(GOLDENS / golden, place / form))
+    tensors = {
+        key: np.array(tensor.array())
+        for path in sorted(folder.glob("*.safetensors"))
+        for key, tensor in WeightFile.open(path).tensors.items()
+    }
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    (folder / INDEX).unlink()
+    write_tensors(folder / "model.safetensors", in_form(apart(tensors), form))
+    return folder
+
+
+def shapes_by_component(folder: Path) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Of the parameters of a folder's model."""
+    tree = resolved({"model": {"from": str(folder)}})["model"]
+    config = ModelConfig.model_validate_json(json.dumps(tree))
+    vocabulary = tree["language"]["vocab_size"]
+    mesh = make_mesh({"data": 1}, jax.devices()[:1])
+    model = build_model(config, vocabulary, ComponentsConfig(), mesh)
+    return {
+        name: {path: leaf.shape for path, leaf in leaves_by_path(component.shapes)}
+        for name, component in model.components.items()
+    }
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("golden", FAMILIES)
+def test_experts_are_the_same_in_every_form(golden, form, tmp_path):
+    """And what goes beside them fits the folder, too; all of it is written back as it was."""
+    folder = folder_in(form, golden, tmp_path)
+    original = GOLDENS / golden
+    parts = []
+    for component, shapes in shapes_by_component(original).items():
+        fit, expected = (
+            ModelFolder.open(path, component).check(shapes) for path in (folder, original)
+        )
+
+        def whole(path: str, fit: Fit = fit, shapes: Shapes = shapes) -> np.ndarray:
+            return fit.part(path, tuple(slice(0, size) for size in shapes[path]), np.float32)
+
+        for path, shape in shapes.items():
+            every = tuple(slice(0, size) for size in shape)
+            np.testing.assert_array_equal(whole(path), expected.part(path, every, np.float32))
+        parts.append((fit, whole))
+    write_folder(parts, tmp_path / "out")
+    written = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert written == (folder / "model.safetensors").read_bytes()
+    assert any(key.endswith("experts.down_proj") for key in ModelFolder.open(folder).tensors) == (
+        form != "apart"
+    )
+
+
+def test_experts_of_no_form_are_named(tmp_path):
+    folder = folder_in("outputs", "qwen3_moe", tmp_path)
+    path = folder / "model.safetensors"
+    tensors = {key: np.array(t.array()) for key, t in WeightFile.open(path).tensors.items()}
+    write_tensors(path, {key: t[:-1] if ".experts." in key else t for key, t in tensors.items()})
+    shapes = shapes_by_component(folder)["language"]
+    with pytest.raises(FolderError, match=r"experts\.0\.down_proj\.weight is missing: \[16, 10\]"):
+        ModelFolder.open(folder).check(shapes)

@@ -1,0 +1,195 @@
+"""Whole steps of tiny Omni thinkers, with text, pictures, clips and videos: the same on every mesh and in stages;
+nothing is compiled anew for another batch; and what a step makes of a folder is loaded by the reference."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+
+from jaxmllm.config.strict_yaml import write_text
+from jaxmllm.families.model_folder import ModelFolder
+from jaxmllm.families.resolved import resolved
+from jaxmllm.runtime.compilations import CompilationCounter
+from jaxmllm.tools.convert import main as convert
+from jaxmllm.tools.prepared_inputs import differences
+from jaxmllm.train import main as train
+from jaxmllm.training.initial import initial_state
+from jaxmllm.training.programs.staged import StagedPrograms
+from tests.support import EXHAUSTIVE, assert_close
+from tests.tools.test_convert import STRICT, in_float32, on_one_device
+from tests.training.test_heard_run import SPECIAL
+from tests.training.test_published_run import WORDS, published
+
+THINKERS = ("qwen2_5_omni", "qwen3_omni_moe")
+RECORDS, BATCH = 48, 12
+PHASES = ("vision", "audio", "language")
+# What a record holds beside text, in turn
+KINDS = ((), ("image",), ("audio",), ("video",), ("image", "audio"), ("audio", "video", "image"))
+
+
+@pytest.fixture(scope="module")
+def folder(request, tmp_path_factory) -> Path:
+    """A golden with a tokenizer, in float32."""
+    place = tmp_path_factory.mktemp("thinker")
+    return in_float32(published(place, request.param, [*SPECIAL, "<|VIDEO|>"]), place / "float32")
+
+
+@pytest.fixture(scope="module")
+def tree(folder) -> dict:
+    """The config of a run that trains all of it, on records of every kind."""
+    place = folder.parent
+    random = np.random.default_rng(0)
+    lines = []
+    for number in range(RECORDS):
+        kinds = KINDS[number % len(KINDS)]
+        content = [made_part(kind, place / f"{number}", random) for kind in kinds]
+        content.insert(random.integers(len(content) + 1), {"type": "text", "text": "what is it"})
+        said = " ".join(random.choice(WORDS, random.integers(2, 9)))
+        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": said}]
+        lines.append(json.dumps({"messages": turns}) + "\n")
+    (place / "train.jsonl").write_text("".join(lines))
+    return {
+        "run": {"directory": str(place / "run"), "steps": 1},
+        "model": {"from": str(folder), "vision": {"videos": True}},
+        "data": {
+            "sources": [{"name": "a", "path": str(place / "train.jsonl")}],
+            "videos": {"min_pixels": 256},
+            "batch_size": BATCH,
+        },
+        "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
+        # Blocks of audio that two devices can share hold whole chunks of clips
+        "phases": {
+            name: {"block": 416 if name == "audio" else 32, "row_classes": 1, "spans": [1]}
+            for name in PHASES
+        },
+        "mesh": {"data": 1},
+        "logging": {"tensorboard": False},
+    }
+
+
+def made_part(kind: str, stem: Path, random: np.random.Generator) -> dict[str, str]:
+    """A part of a message, with a file of its own."""
+    if kind == "audio":
+        path = stem.with_suffix(".wav")
+        soundfile.write(path, random.uniform(-0.5, 0.5, random.integers(800, 20_000)), 16_000)
+        return {"type": kind, kind: path.name}
+    size = (*random.integers(8, 40, 2), 3)
+    frames = [
+        Image.fromarray(random.integers(0, 256, size, np.uint8))
+        for _ in range(random.integers(2, 6))
+    ]
+    if kind == "image":
+        path = stem.with_suffix(".png")
+        frames[0].save(path)
+    else:
+        path = stem.with_suffix(".webp")
+        frames[0].save(path, save_all=True, append_images=frames[1:], duration=400)
+    return {"type": kind, kind: path.name}
+
+
+def computed(setup, examples):
+    """(mean loss, gradients, counts of experts if there are any) of the folder's parameters."""
+    params = initial_state(setup.config, setup.programs, lambda line: None).params
+    gradients, sums, failed = setup.programs.gradients(params, setup.put(setup.step(examples)))
+    if isinstance(setup.programs, StagedPrograms):
+        gradients = setup.programs.joined(gradients)
+    gradients, sums, failed = jax.device_get((gradients, sums, failed))
+    assert int(failed) == 0
+    # Softmax does not see what all keys share: noise in all of them
+    gradients["audio"]["layers"]["attention"].pop("key_bias", None)
+    return float(sums.loss.sum() / sums.targets.sum()), gradients
+
+
+MESHES = {
+    "data8": ({"data": 8}, {}),
+    "fsdp8": ({"data": 1, "fsdp": 8}, {}),
+    "data2-fsdp2-tensor2": ({"data": 2, "fsdp": 2, "tensor": 2}, {}),
+    "context2-fsdp4": ({"data": 1, "context": 2, "fsdp": 4}, {}),
+    "stages2": ({"data": 4}, {"stages": 2}),
+    "stages4": ({"data": 1, "fsdp": 2}, {"stages": 4}),
+}
+EXAMPLES = np.random.default_rng(1).permutation(RECORDS)[:BATCH]
+
+
+@pytest.fixture(scope="module")
+def whole(setups, tree):
+    """What one device computes."""
+    return computed(setups(resolved(tree), 1), EXAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("folder", "mesh", "pipeline"),
+    [
+        pytest.param(
+            thinker,
+            *case,
+            marks=pytest.mark.slow if (thinker, name) in QUICKEST else EXHAUSTIVE,
+            id=f"{thinker}-{name}",
+        )
+        for QUICKEST in [{("qwen2_5_omni", "context2-fsdp4"), ("qwen3_omni_moe", "stages2")}]
+        for thinker in THINKERS
+        for name, case in MESHES.items()
+    ],
+    indirect=["folder"],
+)
+def test_no_mesh_changes_loss_or_gradients(setups, tree, whole, mesh, pipeline):
+    setup = setups(resolved(tree | {"mesh": mesh, "pipeline": pipeline}), 8)
+    loss, gradients = computed(setup, EXAMPLES)
+    assert loss == pytest.approx(whole[0], rel=1e-5)
+    assert_close(gradients, whole[1], 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", THINKERS, indirect=True)
+def test_twenty_batches_compile_nothing(setups, tree):
+    """Of records with and without media of each kind, after the first step."""
+    setup = setups(resolved(tree), 1)
+    state = initial_state(setup.config, setup.programs, lambda line: None)
+    random = np.random.default_rng(2)
+    batches = [random.choice(RECORDS, BATCH, replace=False) for _ in range(20)]
+    batches[7] = np.repeat(np.arange(0, RECORDS, len(KINDS)), 2)[:BATCH]  # of text alone
+    state, _ = setup.programs.train(state, setup.put(setup.step(batches[0])))
+    counter = CompilationCounter()
+    for batch in batches:
+        state, metrics = setup.programs.train(state, setup.put(setup.step(batch)))
+        assert np.isfinite(jax.device_get(metrics["loss"]))
+    assert counter.names == []
+    counter.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
+    reason="needs torch and transformers",
+)
+@pytest.mark.parametrize(
+    ("folder", "kind"),
+    [
+        ("qwen2_5_omni-thinker", "Qwen2_5OmniThinkerForConditionalGeneration"),
+        ("qwen2_5_omni", "Qwen2_5OmniThinkerForConditionalGeneration"),
+        ("qwen3_omni_moe", "Qwen3OmniMoeThinkerForConditionalGeneration"),
+    ],
+    indirect=["folder"],
+)
+def test_the_reference_loads_what_a_step_has_made(folder, kind, tree, tmp_path):
+    """Every tensor of the thinker is another one after a step; the reference finds all of them, and has our logits."""
+    config = tree | {"run": {"directory": str(tmp_path / "run"), "steps": 1}, "mesh": {"data": 8}}
+    (tmp_path / "config.yaml").write_text(write_text(config))
+    assert train(["--config", str(tmp_path / "config.yaml")]) == 0
+    out, inputs = tmp_path / "out", folder / "inputs.npz"
+    assert convert(["to-hf", str(tmp_path / "run"), str(out)]) == 0
+    before, after = ModelFolder.open(folder).tensors, ModelFolder.open(out).tensors
+    same = [key for key in before if np.array_equal(before[key].array(), after[key].array())]
+    spoken = ("talker.", "token2wav.", "code2wav.")
+    assert all(key.startswith(spoken) or "audio_bos_eos_token" in key for key in same), same
+    subprocess.run([sys.executable, "-c", STRICT, str(out), str(inputs), kind], check=True)
+    found = differences(on_one_device(out, inputs), out / "theirs.npz")
+    assert found["logits"] < 1e-4
+    assert differences(on_one_device(folder, inputs), out / "theirs.npz")["logits"] > 1e-2
