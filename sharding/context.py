@@ -242,6 +242,10 @@ def _gathered(
     """
     heads = k.shape[2]
     blocks = jnp.concatenate([k, v], axis=2).reshape(-1, block, 2 * heads, k.shape[3])
-    all_blocks = gather_parts(blocks.swapaxes(1, 2), axes, axis=0).swapaxes(1, 2)
+    blocks = blocks.swapaxes(1, 2)
+    # One line per block: of more dimensions XLA would change the layout instead of transposing the part, and every
+    # device would then transpose the whole row
+    all_blocks = gather_parts(blocks.reshape(len(blocks), -1), axes, axis=0)
+    all_blocks = all_blocks.reshape(-1, *blocks.shape[1:]).swapaxes(1, 2)
     keys_values = all_blocks.reshape(1, -1, 2 * heads, k.shape[3])
     return keys_values[:, :, :heads], keys_values[:, :, heads:]

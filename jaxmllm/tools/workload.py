@@ -309,10 +309,13 @@ def make_spec(
 
 
 def spans_up_to(widest: int, ranks: int) -> tuple[int, ...]:
-    """Powers of two that divide the ranks: numbers of them that may hold a row together."""
+    """Powers of two that divide the ranks, and three times the last: numbers of them that may hold a row together, as
+    `phases.<phase>.spans: auto` has them."""
     spans = [1]
     while 2 * spans[-1] <= widest and ranks % (2 * spans[-1]) == 0:
         spans.append(2 * spans[-1])
+    if 3 * spans[-1] <= widest and ranks % (3 * spans[-1]) == 0:
+        spans.append(3 * spans[-1])
     return tuple(spans)
 
 

@@ -142,7 +142,8 @@ def test_figures_of_shared_rows_are_those_of_the_plan():
 
 def test_spans_divide_the_ranks():
     assert spans_up_to(8, 64) == (1, 2, 4, 8)
-    assert spans_up_to(64, 24) == (1, 2, 4, 8)
+    assert spans_up_to(64, 24) == (1, 2, 4, 8, 24) and spans_up_to(8, 24) == (1, 2, 4, 8)
+    assert spans_up_to(8, 6) == (1, 2, 6) and spans_up_to(12, 12) == (1, 2, 4, 12)
     assert spans_up_to(1, 64) == spans_up_to(8, 7) == (1,)
 
 
