@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jaxmllm.cluster.held import device_bytes, resident
 from jaxmllm.cluster.temporaries import Temporaries, job_temporaries, residual_bytes
-from jaxmllm.config.schema import ConfigError
 from jaxmllm.phases import LANGUAGE
 
 if TYPE_CHECKING:
@@ -70,14 +69,9 @@ def programs_peak(
     Args:
       compiled: temporary bytes by program, as a compiler tells them, in place of estimates.
       microbatches: of a step, by phase: the features of a frozen tower are kept for all; one, if none are given.
-
-    Raises:
-      ConfigError: the model draws.
     """
     from jaxmllm.training.programs.phased import PhasedPrograms
 
-    if programs.generators:
-        raise ConfigError("model.diffusion: what programs of models that draw take is not known")
     if isinstance(programs, PhasedPrograms):
         names, kept = _phased(programs), _kept(programs, microbatches or {})
     else:
@@ -103,13 +97,17 @@ def _phased(programs: PhasedPrograms) -> Iterator[tuple[ProgramName, int]]:
     if unfinished := _unfinished(programs):
         yield ProgramName("add_replicas"), unfinished
     for phase, spec in programs.spec.phases.items():
-        names = ["language_loss_and_grad", "evaluate"]
-        if phase != LANGUAGE:
-            names = ["encode"]
-            if functions.trainable_of(phase):
-                names.append("encode_grad")
-            if programs.kept_residuals.get(phase):
-                names.append("encode_grad_kept")
+        names = ["encode"]
+        if phase == LANGUAGE:
+            draws = bool(programs.generators)
+            names = ["language_states"] * draws
+            names += ["language_loss_and_grad"] * (not draws or functions.trains_language)
+            names += ["evaluate"] * functions.learns_text
+        elif phase in programs.generators:
+            names = ["draw_loss_and_grad", "evaluate"]
+        else:
+            names += ["encode_grad"] * bool(functions.trainable_of(phase))
+            names += ["encode_grad_kept"] * bool(programs.kept_residuals.get(phase))
         for capacity, span in spec.classes:
             yield from ((ProgramName(name, phase, capacity, span), 0) for name in names)
 

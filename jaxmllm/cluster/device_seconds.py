@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
-from jaxmllm.cluster.clusters import Cluster
+from jaxmllm.cluster.clusters import Cluster, ClusterError
 
 # FLOPs for a byte of memory at the peak: of an A100, to which `half_side` refers
 RIDGE: Final = 153.0
@@ -86,6 +86,14 @@ class Device:
     def peak(self) -> float:
         """FLOP/s that its vendor names."""
         return self.cluster.peak(self.dtype) / self.sharing
+
+    @cached_property
+    def wide_peak(self) -> float:
+        """FLOP/s in float32 by plain units, where a vendor names them; else as of other products."""
+        try:
+            return self.cluster.peak("float32") / self.sharing
+        except ClusterError:
+            return self.peak
 
     def slowest(self, seconds: Iterable[float]) -> float:
         """Until devices that wait for each other are done: the slowest, or the mean where they share cores."""

@@ -24,6 +24,7 @@ from jaxmllm.cluster.device_seconds import (
     Device,
     stored_bytes,
 )
+from jaxmllm.cluster.drawing import drawing_of
 from jaxmllm.cluster.held import device_bytes
 from jaxmllm.cluster.mixtures import AGAIN, Mixture, mixture_of
 from jaxmllm.cluster.sends import GATHER, SCATTER, Send, program_sends
@@ -43,6 +44,8 @@ class Passes(NamedTuple):
     backward: int
     linear_again: float = 0.0
     attention_again: float = 0.0
+    stem_again: int = 0  # of convolutions along time and mels, whatever `remat` says
+    head: bool = True  # whether a decoder makes logits
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,12 @@ class PhaseSeconds:
         layers = phase_layers(resolved_model(programs), phase)
         stack = [layer for layer in layers if any(layer.attention_squares)]
         self.forward = _forward_flops(layers)
+        self.head = float(layers[-1].linear(1)) if phase == LANGUAGE else 0.0
         self.again = sum(layer.linear(1) for layer in stack)
+        self.drawing = drawing_of(model.config, phase)
+        # Numbers of a slot that convolutions along time and mels yield, and FLOPs of their products
+        self.planes = getattr(self.shapes, "stem_numbers", 0)
+        self.stem = float(layers[0].linear(1)) if self.planes else 0.0
         self.mixture = mixture_of(model, phase, 1.0)
         # Of experts, FLOPs of a slot in all layers forward: computed again in part, whatever `remat` says
         self.of_experts = 0.0
@@ -102,21 +110,23 @@ class PhaseSeconds:
     def microbatches(self, plan: PhasePlan, items: PhaseItems) -> Iterator[Microbatch]:
         """All calls of all programs of the phase in a step."""
         squares = row_squares(plan, self.spec, items, self.device)
+        beside = None if self.drawing is None else self.drawing.shares(plan, self.spec, items)
         for number, (capacity, span) in enumerate(zip(plan.capacity, plan.span, strict=True)):
             own = tuple(float(of_kind[number]) / int(span) for of_kind in squares)
+            share = 0.0 if beside is None else float(beside[number])
             for function, passes in self._calls(number):
-                yield self._call(function, passes, int(capacity), int(span), own)
+                yield self._call(function, passes, int(capacity), int(span), own, share)
 
     def _calls(self, number: int) -> list[tuple[str, Passes]]:
         """Programs that a microbatch runs."""
-        again = {
+        again: dict[str, Any] = {
             name: float(share)
             for name, share in computed_again(self.component.settings.remat).items()
         }
         if self.phase == LANGUAGE:
-            returns = self.whole.linear > self.forward[0]
-            passes = Passes(1, 1, **again) if returns else Passes(1, 0)
-            return [("language_loss_and_grad", passes)]
+            return self._calls_of_decoder(again)
+        if self.drawing is not None:
+            return [("draw_loss_and_grad", Passes(1, 1, **again))]
         if not self.trained:
             return [("encode", Passes(1, 0))]
         features = self.programs.functions.keeps_features(self.phase)
@@ -124,10 +134,21 @@ class PhaseSeconds:
         backward = "encode_grad_kept" if kept and not features else "encode_grad"
         # A tower that is frozen below a projector is not run again
         once_more = 0 if kept else 1
+        made_again = {} if features else again | {"stem_again": 1}
         return [
             ("encode", Passes(1, 0)),
-            (backward, Passes(once_more, 1, **({} if features else again))),
+            (backward, Passes(once_more, 1, **made_again)),
         ]
+
+    def _calls_of_decoder(self, again: Mapping[str, Any]) -> list[tuple[str, Passes]]:
+        """Its states are computed for a generator first, and again with the backward pass."""
+        functions = self.programs.functions
+        states = [("language_states", Passes(1, 0, head=False))] * bool(self.programs.generators)
+        if states and not functions.trains_language:
+            return states
+        returns = self.whole.linear > self.forward[0]
+        passes = Passes(1, 1, **again) if returns else Passes(1, 0)
+        return [*states, ("language_loss_and_grad", passes._replace(head=functions.learns_text))]
 
     def _call(
         self,
@@ -136,17 +157,28 @@ class PhaseSeconds:
         capacity: int,
         span: int,
         squares: tuple[float, ...],
+        beside: float,
     ) -> Microbatch:
+        """One call.
+
+        Args:
+          squares: of the costliest row, by kind.
+          beside: share of the row that runs through a second stream of weights.
+        """
         device, layout = self.device, self.component.layout
         inner = devices_along(layout, layout.mesh_axes("mlp"))
         parts = devices_along(layout, layout.part_axes)
         slots = capacity / parts
         linear, *per_square = self.forward
         of_backward = self.whole.linear - linear
+        if not passes.head:  # whose weights are those of its component
+            of_backward -= of_backward / linear * self.head
+            linear -= self.head
         products = passes.forward * linear + passes.backward * of_backward
         products += passes.linear_again * (self.again - self.of_experts)
         products += passes.backward * AGAIN * self.of_experts
-        products *= slots / inner
+        products += passes.stem_again * self.stem
+        products *= (1 + beside * self.again / linear) * slots / inner
         pairs = self._pairs(per_square, squares, passes) / parts / inner
         width = self.shapes.width / inner
         rate = device.product_rate(slots, width)
@@ -154,6 +186,10 @@ class PhaseSeconds:
             mixture = self._mixture(slots, span)
             rate = mixture.product_rate(device, slots, width, self.of_experts / linear)
         seconds = products / rate + pairs / device.attention_rate
+        if self.drawing is not None:
+            often = passes.forward + passes.backward + passes.linear_again
+            moved = self.drawing.modulation(slots, self.spec.max_segments, beside)
+            seconds += often * moved / (device.wide_peak * device.efficiency)
         seconds += device.memory_seconds(self._traffic(slots, inner, span, passes))
         inside, weights = self._sends(function, capacity, span)
         return Microbatch(seconds, products + pairs, inside, weights)
@@ -206,10 +242,15 @@ class PhaseSeconds:
         if self.mixture is not None:  # whose blocks store nothing
             mlp_widths = 0
         stored = stored_bytes(self.shapes.width, mlp_widths, inner)
+        if self.drawing is not None:
+            stored += self.drawing.stored(inner)
         often = passes.forward + BACKWARD * passes.backward + passes.linear_again
         activations = (
             slots / stride * stored * often * self.shapes.layers * self.device.rates.traffic
         )
+        if self.planes:  # written and read
+            often = passes.forward + passes.stem_again + BACKWARD * bool(passes.stem_again)
+            activations += 2 * slots * self.planes * self.component.dtype.itemsize * often
         summed = 0.0
         if passes.backward:
             names = self.programs.functions.trainable_of(self.phase)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jaxmllm.cluster.clusters import ALL_REDUCE
 from jaxmllm.cluster.collectives import devices_along
+from jaxmllm.cluster.held import device_bytes
 from jaxmllm.cluster.mixtures import Mixture, mixture_of
 from jaxmllm.config.schema import ADAPTER, PROJECTOR
 from jaxmllm.phases import LANGUAGE
@@ -30,9 +31,28 @@ if TYPE_CHECKING:
 GATHER: Final = "all-gather"
 SCATTER: Final = "reduce-scatter"
 EXCHANGE: Final = "all-to-all"
-BACKWARD: Final = ("language_loss_and_grad", "encode_grad", "encode_grad_kept")
-FORWARD: Final = ("encode", "evaluate", "language_loss_and_grad", "encode_grad")
-ROUTER: Final = "router"  # of experts, in paths
+BACKWARD: Final = (
+    "language_loss_and_grad",
+    "encode_grad",
+    "encode_grad_kept",
+    "draw_loss_and_grad",
+)
+FORWARD: Final = (
+    "encode",
+    "evaluate",
+    "language_states",
+    "language_loss_and_grad",
+    "encode_grad",
+    "draw_loss_and_grad",
+)
+# Code of one device, which looks tokens up where their vectors lie
+LOOKS_UP: Final = ("language_loss_and_grad", "language_states")
+# In paths: what computes in float32 whatever the compute type, of experts and of a generator
+WIDE_PARTS: Final = {"router", "time", "pooled", "modulation", "output_modulation"}
+# In paths: convolutions along time and mels, which every backward pass makes again
+PLANES: Final = "stem"
+# In paths, of a generator: the stream of conditions, which run in a branch for as many as there are
+STREAM: Final = "conditions"
 # Matrices that read the rows themselves: a backward pass that need not run forward has no use for them
 READS_ROWS: Final = ("patch", "stem_mels")
 # Matrices whose inputs are split inside a layer; of the others it is the outputs
@@ -242,28 +262,35 @@ class _Phase:
         trained = {leaf.path for leaf in leaves(self.programs.trained.get(component, {}), settings)}
         for path, leaf in by_path.items():
             table = "embedding" in path
-            if table and self.function == "language_loss_and_grad":
+            if table and self.function in LOOKS_UP:
                 yield from self._lookups(leaf, layout, itemsize, path in trained)
-                if ("head",) in by_path:
-                    continue
             elif table:  # gathered as it lies
                 yield _send(layout, GATHER, leaf.gathered, SUM_BYTES * leaf.size / leaf.split)
-                if ("head",) in by_path:
-                    continue
+            if table and ("head",) in by_path:
+                continue
+            if (table or path == ("head",)) and not self._has_head:
+                continue
             whole = leaf.size / leaf.split / leaf.stacked
             passes = self.forward + again if leaf.layer else 1
-            number = SUM_BYTES if ROUTER in path else itemsize  # which computes in float32
+            number = itemsize if WIDE_PARTS.isdisjoint(path) else SUM_BYTES
+            # Which share of a row conditions take decides who computes them
+            by_data = STREAM in path and number == itemsize
             if not self.forward and path[0] in READS_ROWS:
                 passes = 0
-            yield _send(layout, GATHER, leaf.gathered, number * whole, passes * leaf.stacked)
+            if path[0] == PLANES:
+                passes = self.forward + self.backward
+            gathered = (layout, GATHER, leaf.gathered)
+            yield _send(*gathered, number * whole, passes * leaf.stacked, by_data)
             if self.backward and path in trained and not _stays_whole(settings, leaf):
                 summed = itemsize if layout.narrow_gradients else SUM_BYTES
-                yield _send(layout, SCATTER, leaf.gathered, summed * whole, leaf.stacked)
+                scattered = (layout, SCATTER, leaf.gathered)
+                yield _send(*scattered, summed * whole, leaf.stacked, by_data)
 
     def _lookups(self, leaf: Leaf, layout: Layout, itemsize: int, trained: bool) -> Iterator[Send]:
         """Each device looks up its part of the width for all that share the table; what it finds is exchanged."""
         found = itemsize * self.tokens / layout.parts * self.shapes.width
-        yield _send(layout, EXCHANGE, leaf.gathered, found, 1 + trained)
+        returned = trained and self.backward
+        yield _send(layout, EXCHANGE, leaf.gathered, found, 1 + returned)
 
     def _parts(self) -> Iterator[Send]:
         """Keys and values of rows that several devices hold, and the tokens of media, which lie in order of the row
@@ -276,16 +303,32 @@ class _Phase:
         again = self.backward and self.settings.settings.remat != "none"
         yield _send(layout, GATHER, axes, keys, (self.forward + again) * layers)
         yield _send(layout, SCATTER, axes, keys, self.backward * layers)
-        if self.phase == LANGUAGE:
-            if self.backward and self.programs.encoders:
-                pool = self.programs.pools[LANGUAGE].tokens
-                held = math.prod(pool.sharding.shard_shape(pool.shape)) * pool.dtype.itemsize
-                yield _send(layout, ALL_REDUCE, layout.part_axes, held)
+        if self._fills_pool:
+            owner = self.programs.exchange_owner.get(self.phase, LANGUAGE)
+            held = device_bytes(self.programs.pools[owner].tokens)
+            yield _send(layout, ALL_REDUCE, layout.part_axes, held)
+        if self.phase not in self.programs.encoders:
             return
         width = self.model.config.token_width
         media = self.tokens / self.shapes.merged * width * self.itemsize
         yield _send(layout, GATHER, axes, media, self.function == "encode")
         yield _send(layout, SCATTER, axes, media, self.backward)
+
+    @property
+    def _has_head(self) -> bool:
+        """Whether a program of the decoder makes logits."""
+        return self.function != "language_states" and self.programs.functions.learns_text
+
+    @property
+    def _fills_pool(self) -> bool:
+        """Whether the parts of rows put something into a pool by slot: states, or gradients of what was read there."""
+        functions = self.programs.functions
+        if self.phase in self.programs.generators:
+            return self.backward and functions.trains_states
+        if self.phase == LANGUAGE:
+            returns = self.backward and bool(self.programs.encoders)
+            return returns or self.function == "language_states"
+        return False
 
     def _activations(self) -> Iterator[Send]:
         """Sums over devices that split layers inside: of what a layer adds to its input, and of the gradient of what
@@ -300,16 +343,23 @@ class _Phase:
         whole_mlps = self.mixture is None  # sums of experts are of all that share them
         of_mlps = (self.shapes.mlp_matrices - 1 if self._on_cpus else 1) * whole_mlps
         reading = (3 if self._on_cpus else 1) + of_mlps
-        again = (
-            self.settings.settings.remat == "full"
-        )  # what attention adds; the MLP's is not needed
-        times = self.forward * (1 + whole_mlps) * layers
+        attentions = getattr(self.shapes, "attentions", 1)
+        generates = self.phase in self.programs.generators
+        # Queries of a second attention read patches, keys and values conditions
+        reading += (attentions - 1) * (3 if self._on_cpus else 2)
+        again = attentions + generates if self.settings.settings.remat == "full" else 0
+        # What attention adds; the MLP's is needed where it is gated
+        times = self.forward * (attentions + whole_mlps) * layers
         times += self.backward * layers * (reading + again)
         yield _send(layout, ALL_REDUCE, axes, size, times)
+        if generates:
+            yield from self._states_projected()
+            return
         if language:
             lookup = size / self.itemsize * SUM_BYTES  # in the type of the table
             yield _send(layout, ALL_REDUCE, axes, lookup, 1)
-            yield _send(layout, ALL_REDUCE, axes, size, self.backward, by_data=True)  # the head
+            head = self.backward and self._has_head
+            yield _send(layout, ALL_REDUCE, axes, size, head, by_data=True)
             return
         if self.shapes.projector.linear:  # whose matrix no device splits
             return
@@ -320,6 +370,17 @@ class _Phase:
         yield _send(layout, ALL_REDUCE, projector, projected)
         read = self.shapes.projector.inputs(1, self.shapes.merged) / self.shapes.merged
         yield _send(layout, ALL_REDUCE, projector, read * projectors * size, self.backward)
+
+    def _states_projected(self) -> Iterator[Send]:
+        """What a generator makes of states, and the gradients of what it reads there."""
+        config = self.model.config
+        if self.shapes.projector_shapes.linear:
+            return
+        axes = self.model.components[f"{PROJECTOR}{LANGUAGE}"].layout.mesh_axes("mlp")
+        slots = self.tokens / self.layout.parts * self.itemsize
+        yield _send(self.layout, ALL_REDUCE, axes, slots * self.shapes.width)
+        returned = self.backward and self.programs.functions.trains_states
+        yield _send(self.layout, ALL_REDUCE, axes, slots * config.language.width, returned)
 
     def _experts(self) -> Iterator[Send]:
         """Tokens of all that share the experts, and their sums; nothing is made again."""

@@ -21,7 +21,6 @@ from jaxmllm.cluster.network import Network
 from jaxmllm.cluster.phase_seconds import OWN_BYTES, PhaseSeconds, Worked, resolved_model
 from jaxmllm.cluster.sends import Send, program_sends
 from jaxmllm.cluster.stage_seconds import staged_work
-from jaxmllm.config.schema import ConfigError
 from jaxmllm.phases import LANGUAGE
 
 if TYPE_CHECKING:
@@ -70,15 +69,10 @@ def simulate(programs: Programs, plan: StepPlan, items: BatchItems, device: Devi
       plan: of the batch.
       items: the batch's lengths.
       device: one of those that the programs' mesh stands for.
-
-    Raises:
-      ConfigError: the model draws.
     """
     from jaxmllm.training.programs.phased import PhasedPrograms
     from jaxmllm.training.programs.staged import StagedPrograms
 
-    if programs.generators:
-        raise ConfigError("model.diffusion: seconds of a model that draws are not known")
     devices = programs.mesh.size
     device = device.among(devices)
     network = Network(programs.mesh, device)
@@ -131,8 +125,8 @@ def _phased_work(
 
 
 def _exchange_seconds(programs: PhasedPrograms, plan: StepPlan, network: Network) -> float:
-    """Encoder outputs to the language rows and their gradients back, hop by hop, each as long as the slots that a rank
-    sends in all of them say."""
+    """Encoder outputs to the language rows, states from there to generators, and their gradients back, hop by hop, each
+    as long as the slots that a rank sends in all of them say."""
     total = 0.0
     for owner in dict.fromkeys(programs.exchange_owner.values()):
         rounds = plan.routes[owner].rounds

@@ -21,6 +21,7 @@ from jaxmllm.balance.costs.flops import phase_layers
 from jaxmllm.balance.records import BatchItems, PipelineRun, RowClass, StepPlan
 from jaxmllm.cluster.clusters import ALL_REDUCE
 from jaxmllm.cluster.device_seconds import ACCUMULATED_BYTES, Device, stored_bytes
+from jaxmllm.cluster.drawing import drawing_of
 from jaxmllm.cluster.mixtures import Mixture, mixture_of
 from jaxmllm.cluster.network import Network
 from jaxmllm.cluster.phase_seconds import Worked, resolved_model, row_squares
@@ -151,6 +152,8 @@ class _Operations:
         self.model = model
         self.resolved = resolved_model(programs)
         self.key_values = model.key_value_bytes(self.phase) / self.shapes.layers
+        self.drawing = drawing_of(model.config, self.phase)
+        self.segments = programs.spec.phases[self.phase].max_segments
         parameters = model.abstract(programs.param_dtype)
         self.leaves = {
             component: list(leaves(parameters[component], model.components[component]))
@@ -208,6 +211,8 @@ class _Operations:
         traffic = np.stack([self._traffic(row_class) for row_class in self.classes], axis=1)
         moved = self.device.memory_seconds(1.0) * traffic[:, None, row_class] * layers
         compute = products / rates[row_class] + pairs / self.device.attention_rate + moved
+        modulated = np.array([self._modulation(row_class) for row_class in self.classes])
+        compute[[FORWARD, INPUT, AGAIN]] += modulated[row_class] * layers[0]
         inside = np.array(
             [
                 [self.network.seconds(self._inside(part, row_class)) for row_class in self.classes]
@@ -228,6 +233,13 @@ class _Operations:
     def _slots(self, row_class: RowClass) -> float:
         return row_class.capacity / self.parts
 
+    def _modulation(self, row_class: RowClass) -> float:
+        """Seconds of what modulates a layer of a generator, in one pass. Conditions are few: they count as none."""
+        if self.drawing is None:
+            return 0.0
+        flops = self.drawing.modulation(self._slots(row_class), self.segments, 0.0)
+        return flops / self.shapes.layers / (self.device.wide_peak * self.device.efficiency)
+
     def _mixture(self, row_class: RowClass) -> Mixture | None:
         """The experts of a layer, where there are any."""
         tokens = self._tokens(row_class)
@@ -247,6 +259,8 @@ class _Operations:
         tokens, mixture = self._tokens(row_class), self._mixture(row_class)
         mlp_widths = self.shapes.mlp_matrices * self.shapes.mlp_width if mixture is None else 0
         stored = stored_bytes(self.shapes.width, mlp_widths, self.inner)
+        if self.drawing is not None:
+            stored += self.drawing.stored(self.inner)
         once = tokens * stored * self.device.rates.traffic
         held = sum(
             leaf.size / leaf.stacked / leaf.split / devices_along(self.layout, leaf.gathered)
@@ -290,6 +304,8 @@ class _Operations:
         keys = tokens * holders * self.key_values / self.layout.size("kv_heads")
         split = self.layout.mesh_axes("mlp")
         sums = {FORWARD: 2, AGAIN: 2, INPUT: 5 if self.phase == LANGUAGE else 3, WEIGHT: 0}[part]
+        if part != WEIGHT:
+            sums += getattr(self.shapes, "attentions", 1) - 1
         if mixture is not None:  # of what attention adds and reads; experts have sums of their own
             sums = {FORWARD: 1, AGAIN: 1, INPUT: 3, WEIGHT: 0}[part]
         activations = tokens * self.shapes.width * self.itemsize

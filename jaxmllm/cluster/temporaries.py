@@ -4,70 +4,21 @@ is compiled.
     model, ProgramName --program_temporaries--> Temporaries      a program takes what its largest moment does
     device_peak.py adds what lies between programs
 
-Counts of values are those that lie in memory at once in what XLA compiles for GPUs. Letters, of one device: t tokens of
-attention, D width, F MLP width, Q width of all query heads, G of all key heads.
+What is counted stands in phase_program.py, and of a generator in drawing_program.py.
 """
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
-from jaxmllm.cluster.mixtures import Mixture, mixture_of
-from jaxmllm.cluster.sends import BACKWARD, SUM_BYTES
-from jaxmllm.config.schema import ADAPTER, PROJECTOR
-from jaxmllm.phases import LANGUAGE
+from jaxmllm.cluster.drawing_program import phase_program
+from jaxmllm.cluster.phase_program import FORWARD, Temporaries
+from jaxmllm.cluster.sends import BACKWARD
 
 if TYPE_CHECKING:
     from jaxmllm.models.mllm import MLLM
-    from jaxmllm.models.model_component import Component
     from jaxmllm.training.programs.base import ProgramName, Programs
     from jaxmllm.training.programs.staged import StagedPrograms
-
-FORWARD: Final = ("encode", "evaluate")
-WIDE: Final = 4  # bytes of float32, in which gradients are scattered and logits made
-# Values of a slot that a layer's backward pass has in memory at once, besides what was kept: in (D, F, Q). Towers have
-# one product before their activation, decoders two.
-RUNNING: Final = {
-    ("decoder", "full"): (10.0, 4.0, 2.25),
-    ("decoder", "dots"): (8.0, 4.0, 2.5),
-    ("decoder", "none"): (4.0, 2.0, 1.0),
-    ("tower", "full"): (7.0, 3.0, 4.0),
-    ("tower", "dots"): (4.0, 4.0, 4.25),
-    ("tower", "none"): (4.0, 2.0, 1.0),
-}
-# Where nothing is made again, a layer keeps so many widths more with `post_norms`, and of its MLP with GELU
-POST_NORM_KEPT: Final = 8
-GELU_KEPT: Final = 2
-FORWARD_RUNNING: Final = {True: (2.0, 2.0, 2.25), False: (2.0, 1.0, 0.0)}  # decoders and towers
-# Of a layer's gradients, the widest matrix has so many more in float32: the next layer's are made while those of the
-# last one are being scattered
-WIDEST_AGAIN: Final = 2
-HEAD_ROWS: Final = 3  # [t, D] arrays beside the head's loop
-# [t, D] arrays of a stem of convolutions, whose first one has two positions for a token
-STEM_KEPT: Final = 18
-IN_FLIGHT: Final = 4  # microbatches per stage; see `PipelineConfig.microbatches_in_flight`
-PROJECTOR_KEPT: Final = 6  # arrays of a projector's tokens, as wide as its MLP
-GAPS: Final = 1.03  # the heap's, of what comes and goes
-
-
-@dataclass(frozen=True)
-class Temporaries:
-    """Bytes of one device besides a program's arguments and results, at each of its moments."""
-
-    moments: Mapping[str, int]
-
-    @property
-    def moment(self) -> str:
-        """The one that takes most; none where nothing is taken."""
-        return max(self.moments, key=lambda moment: self.moments[moment], default="")
-
-    @property
-    def total(self) -> int:
-        return max(self.moments.values(), default=0)
 
 
 def job_temporaries(programs: Programs, name: ProgramName) -> Temporaries:
@@ -84,7 +35,7 @@ def residual_bytes(model: MLLM, name: ProgramName) -> int:
     Args:
       name: of `encode`, with capacity and span of its rows.
     """
-    return round(PhaseProgram(model, name).residuals())
+    return round(phase_program(model, name).residuals())
 
 
 def _staged(programs: StagedPrograms) -> Temporaries:
@@ -102,9 +53,8 @@ def _staged(programs: StagedPrograms) -> Temporaries:
     moments: dict[str, int] = {}
     for phase, spec in programs.spec.phases.items():
         for capacity, span in spec.classes:
-            operations = PhaseProgram(
-                model, ProgramName("gradients", phase, capacity, span)
-            ).staged()
+            name = ProgramName("gradients", phase, capacity, span)
+            operations = phase_program(model, name).staged()
             for operation, size in operations.items():
                 moment = f"{phase} {operation}"
                 moments[moment] = max(moments.get(moment, 0), round(carried + size))
@@ -122,294 +72,4 @@ def program_temporaries(model: MLLM, name: ProgramName, keeps: bool = False) -> 
     """
     if name.function not in (*FORWARD, *BACKWARD) or not name.subject:
         return Temporaries({})
-    return PhaseProgram(model, name).temporaries(keeps)
-
-
-@dataclass(frozen=True)
-class _Weight:
-    """A parameter on one device."""
-
-    layers: int  # that it is stacked of; 0 outside of the stack
-    numbers: float  # of one layer, gathered
-    parts: int  # that it is gathered of
-    turned: bool  # gathered along another axis than its first one
-    trained: bool
-
-    @property
-    def shards(self) -> float:
-        """Bytes of the device's shards of all layers."""
-        return WIDE * max(self.layers, 1) * self.numbers / self.parts
-
-
-def _weights(model: MLLM, name: str) -> list[_Weight]:
-    """The parameters of a component."""
-    import jax
-
-    from sharding.parameters import kept_axes
-    from sharding.rules import KEPT_AXES
-
-    component = model.components[name]
-    layout = component.layout
-    weights = []
-    for (keys, leaf), axes in zip(
-        jax.tree.leaves_with_path(component.shapes), jax.tree.leaves(component.axes), strict=True
-    ):
-        path = ".".join((name, *(jax.tree_util.keystr((key,), simple=True) for key in keys)))
-        own = axes.names[axes.stacked :]
-        layers = leaf.shape[0] if axes.stacked else 0
-        split = math.prod(layout.size(axis) for axis in kept_axes(axes.names) if axis)
-        gathered = [axis for axis in own if axis and axis not in KEPT_AXES]
-        parts = math.prod(map(layout.size, gathered))
-        weights.append(
-            _Weight(
-                layers=layers,
-                numbers=leaf.size / max(layers, 1) / split,
-                parts=parts,
-                turned=parts > 1 and own[0] not in gathered,
-                trained=path in model.trainable.paths,
-            )
-        )
-    return weights
-
-
-class PhaseProgram:
-    """One program of a phase and row class, of `FORWARD` or `BACKWARD`."""
-
-    def __init__(self, model: MLLM, name: ProgramName):
-        self.name = name
-        self.phase = name.subject
-        self.model = model.spanned(self.phase, name.span)
-        self.component: Component = self.model.components[self.phase]
-        self.layout = self.component.layout
-        self.shapes: Any = getattr(model.config, self.phase)
-        self.itemsize = self.component.dtype.itemsize
-        self.decoder = self.phase == LANGUAGE
-        stride = getattr(self.shapes, "stem_stride", 1)
-        self._parts_of_slots = stride * self.layout.parts / name.span
-        self.tokens = name.capacity / self._parts_of_slots
-        self.projector = None if self.decoder else f"{PROJECTOR}{self.phase}"
-        trained = model.trainable.components
-        self.given = name.function == "encode_grad_kept"
-        self.tower = [self.phase]  # and its adapter
-        self.tower += [name for name in (f"{ADAPTER}{self.phase}",) if name in model.components]
-        self.features_kept = not self.decoder and trained.isdisjoint(self.tower)
-        self.features = name.function in BACKWARD and self.features_kept
-        shapes, layout = self.shapes, self.layout
-        kv_heads = getattr(shapes, "kv_heads", shapes.heads)
-        self.width = shapes.width
-        self.post_norms = getattr(shapes, "post_norms", False)
-        self.gelu = getattr(shapes, "activation", "silu") == "gelu_tanh"
-        # Experts have no hidden values but those of a block
-        mlp_width = 0 if getattr(shapes, "experts", None) else shapes.mlp_width
-        self.mlp = mlp_width / layout.size("mlp")
-        self.queries = shapes.heads * shapes.head_size / layout.size("heads")
-        self.keys = kv_heads * shapes.head_size / layout.size("kv_heads")
-        self.weights = [weight for name in self.tower for weight in _weights(self.model, name)]
-        self.projector_weights = _weights(self.model, self.projector) if self.projector else []
-
-    def with_rows(self, capacity: int) -> PhaseProgram:
-        """The same program for rows of so many slots of a rank."""
-        other = copy.copy(self)
-        other.tokens = capacity / self._parts_of_slots
-        return other
-
-    def temporaries(self, keeps: bool = False) -> Temporaries:
-        """What it takes for itself; see `program_temporaries`."""
-        moments = self.backward() if self.name.function in BACKWARD else self.forward(keeps)
-        return Temporaries({moment: round(size) for moment, size in moments.items()})
-
-    @property
-    def mixture(self) -> Mixture | None:
-        """The experts of a layer, where there are any."""
-        return mixture_of(self.model, self.phase, self.tokens)
-
-    @property
-    def slots(self) -> float:
-        """Bytes of one value in every slot."""
-        return self.tokens * self.itemsize
-
-    # ------------------------------------------------------------------ what lies there all the time
-
-    @property
-    def kept(self) -> float:
-        """What forward leaves for the backward pass of all layers; an argument where another program ran forward."""
-        if self.given:
-            return 0.0
-        return self.shapes.layers * (self.slots * self.kept_values + self.kept_weights)
-
-    @property
-    def kept_values(self) -> float:
-        """Of a slot, by one layer."""
-        remat = self.component.settings.remat
-        of_name = {
-            "attention": self.queries + WIDE / self.itemsize * self.queries / self.shapes.head_size,
-            "projections": self.queries + 2 * self.keys + self.width,
-            "mlp": (self.shapes.mlp_matrices - 1) * self.mlp + self.width * self.post_norms,
-        }
-        if remat == "full":
-            names: Iterable[str] = ()
-        elif remat == "dots":
-            names = ("projections", "mlp")
-        elif remat == "none":  # and what norms and activations are made of
-            widths = 10 + POST_NORM_KEPT * self.post_norms
-            mlps = 6 + GELU_KEPT * self.gelu
-            return mlps * self.mlp + widths * self.width + 3 * self.queries + 2 * self.keys
-        else:
-            names = remat
-        return self.width + sum(of_name[name] for name in names)
-
-    @property
-    def kept_weights(self) -> float:
-        """Where nothing is made again, what was gathered for a layer stays."""
-        if self.component.settings.remat != "none":
-            return 0.0
-        return self.itemsize * sum(weight.numbers for weight in self.weights if weight.layers)
-
-    @property
-    def turned(self) -> float:
-        """Shards of all layers once more, in the order in which they are gathered, or of kept weights those."""
-        turned = [weight for weight in self.weights if weight.layers and weight.turned]
-        if self.component.settings.remat == "none":
-            return self.itemsize * sum(weight.layers * weight.numbers for weight in turned)
-        return sum(weight.shards for weight in turned)
-
-    @property
-    def sums(self) -> float:
-        """A microbatch's own gradients of all layers, in shards."""
-        return sum(weight.shards for weight in self.weights if weight.layers and weight.trained)
-
-    # ------------------------------------------------------------------ moments
-
-    def backward(self) -> dict[str, float]:
-        projected = self._projected()
-        if self.features:
-            return {"projector": projected}
-        moments = {"layer backward": self.kept + self.turned + self._layer() + projected}
-        if self.decoder:
-            moments["layer backward"] += self.stays * self._head_gradient()
-            # Kept weights are turned after it
-            turned = 0.0 if self.kept_weights else self.turned
-            moments["head"] = self.kept + turned + self.stays * self.sums + self._head()
-            if self.kept_weights:
-                between = self.kept + self.turned + self.sums + self._head_gradient()
-                moments["between passes"] = between + self.slots * self.mlp
-        return moments
-
-    def staged(self) -> dict[str, float]:
-        """Of one backward operation in a pipeline, beside what the loop over its schedule carries."""
-        moments = {"layer backward": self._layer() - self.sums + self._projected()}
-        if self.decoder:
-            moments["head"] = self._head()
-        return moments
-
-    def in_stages(self, stages: int) -> int:
-        """What a pipeline takes, before there is a schedule: its largest operation, what a chunk keeps, in its box and
-        beside it, and inputs of the microbatches that are under way."""
-        under_way = IN_FLIGHT * stages * self.slots * self.width
-        return round(max(self.staged().values()) + 2 * self.kept / stages + under_way)
-
-    @property
-    def stays(self) -> bool:
-        """Whether gradients are not scattered. Then sums begin before the head, whose gradient stays whole."""
-        return self.layout.size("embed") == 1
-
-    def _layer(self) -> float:
-        """A layer's backward pass, and the gradients that are scattered meanwhile."""
-        remat = self.component.settings.remat
-        kind = ("decoder" if self.decoder else "tower", remat if isinstance(remat, str) else "full")
-        width, mlp, queries = RUNNING[kind]
-        values = width * self.width + mlp * self.mlp + queries * self.queries
-        layer = [
-            weight.numbers
-            for weight in self.weights
-            if weight.layers and weight.trained and weight.parts > 1
-        ]
-        gradients = SUM_BYTES * (sum(layer) + WIDEST_AGAIN * max(layer, default=0.0))
-        experts = 0.0
-        if self.mixture is not None:
-            experts = self.mixture.held_backward(any(weight.trained for weight in self.weights))
-        return GAPS * (self.slots * values + gradients) + experts + self.sums
-
-    def _head(self) -> float:
-        """The loop over chunks of logits, with the head and its gradient whole."""
-        from jaxmllm.training.objectives.tokens import chunk_size
-
-        chunk = chunk_size(int(self.tokens), self.shapes.loss_chunk)
-        logits = chunk * self.model.vocab_size / self.layout.size("vocab")
-        return (
-            self._head_gradient()
-            + self.itemsize * self._table()
-            + (WIDE + self.itemsize) * logits
-            + HEAD_ROWS * self.slots * self.width
-        )
-
-    def _head_gradient(self) -> float:
-        """In float32."""
-        trained = any(weight.trained and not weight.layers for weight in self.weights)
-        return SUM_BYTES * trained * self._table()
-
-    def residuals(self) -> float:
-        """What `encode` leaves for another program: of a trained tower's layers, of its stem, of its last norm, which
-        is in float32, and of the projector; of a frozen tower its features."""
-        if self.features_kept:
-            return self.slots * self.width * self.shapes.projectors
-        norm = self.tokens * 2 * WIDE * (self.width + 1)
-        shapes = self.shapes.projector
-        read = shapes.inputs(self.width, self.shapes.merged)
-        each = read + PROJECTOR_KEPT * self._projector_width
-        projector = self._merged * self.shapes.projectors * each
-        norm += (shapes.norm is not None) * self.tokens / self.shapes.merged * 2 * WIDE * (read + 1)
-        stem = STEM_KEPT * self.slots * self.width if self._has_stem else 0.0
-        return self.kept + stem + norm + projector
-
-    def _table(self) -> float:
-        """Numbers of the head, or of the embedding."""
-        return self.model.vocab_size * self.width / self.layout.size("vocab")
-
-    def _projected(self) -> float:
-        """Of a tower: gradients of the projector, which wait until they are scattered, and its tokens."""
-        if self.projector is None:
-            return 0.0
-        weights = [weight.numbers for weight in self.projector_weights if weight.trained]
-        gradients = SUM_BYTES * sum(weights)
-        if self.features:  # the first one is converted while the second one lies there
-            gradients += self.itemsize * max(weights, default=0.0)
-        return gradients + 2 * self._merged * self.shapes.projectors * self._language
-
-    @property
-    def _has_stem(self) -> bool:
-        return hasattr(self.shapes, "stem_stride")
-
-    @property
-    def _merged(self) -> float:
-        """Bytes of one value in every token that a projector gives."""
-        return self.slots / self.shapes.merged
-
-    @property
-    def _language(self) -> int:
-        return int(self.model.config.language.width)
-
-    @property
-    def _projector_width(self) -> int:
-        """Of its MLP."""
-        shapes = self.shapes.projector
-        return 0 if shapes.linear else shapes.mlp_width or self._language
-
-    def forward(self, keeps: bool) -> dict[str, float]:
-        width, mlp, queries = FORWARD_RUNNING[self.decoder]
-        values = (not keeps) * width * self.width + mlp * self.mlp + queries * self.queries
-        gathered = [weight.numbers for weight in self.weights if weight.layers and weight.parts > 1]
-        gathered = [] if keeps else sorted(gathered)[-self.shapes.mlp_matrices :]  # the MLP's
-        if self.projector:
-            outer = sorted(weight.numbers for weight in self.projector_weights)
-            gathered.append(
-                outer[max(len(outer) - 2, 0)]
-            )  # the second largest, or the one there is
-        layer = self.slots * values + self.itemsize * sum(gathered)
-        if self.mixture is not None:
-            layer += self.mixture.held_forward()
-        moments = {"layer forward": self.turned + layer}
-        if self.decoder:
-            moments["embedding"] = self.turned + (not self.stays) * WIDE * self._table()
-            moments["embedding"] += self.slots * self.width
-        return moments
+    return phase_program(model, name).temporaries(keeps)

@@ -42,15 +42,9 @@ def make_planner(
     Raises:
       ConfigError: the config cannot be planned.
     """
-    if config.model.generators:
+    if config.model.generators and seed is not None:
         raise ConfigError(
-            "model.diffusion: seconds and bytes of a model that draws are not known yet; plan it without, and leave "
-            "room for what it adds"
-        )
-    if (audio := config.model.audio) is not None and audio.stem_channels is not None:
-        raise ConfigError(
-            "model.audio.stem_channels: bytes of convolutions along time and mels are not known yet; plan it with "
-            "stem_strides, and leave room for what they take"
+            "model.diffusion: there are no made-up lengths of what it draws; plan the config's data, without --generated"
         )
     config = with_nodes(config, cluster, devices)
     tokenizer = load_tokenizer(config.data)

@@ -58,8 +58,8 @@ class DataLengths:
                 largest=[
                     largest_examples(one, phase)
                     for one in corpora
-                    for phase in model.phases[LANGUAGE].reads
-                    if stages
+                    for phase in model.phases
+                    if stages and phase != LANGUAGE
                 ],
             )
         return self._known[key]

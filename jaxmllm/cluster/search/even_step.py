@@ -116,8 +116,14 @@ def even_step(
     for phase, spec in programs.spec.phases.items():
         of_rank = loads[phase].squares / spec.ranks / rows[phase].microbatches
         phases[phase] = _one_microbatch(rows[phase].capacity)
+        tokens = loads[phase].tokens / spec.ranks / rows[phase].microbatches
         items[phase] = PhaseItems(
-            NO_LENGTH, NO_LENGTH, NOTHING, NOTHING, NOTHING, of_rank.astype(np.int64)[None]
+            length=NO_LENGTH,
+            real=NO_LENGTH,
+            example=NOTHING,
+            tokens=np.array([round(tokens)], np.int32),
+            slot=NOTHING,
+            extra_squares=of_rank.astype(np.int64)[None],
         )
     routes: dict[str, RoutePlan] = {}
     statistics: dict[str, float] = {}

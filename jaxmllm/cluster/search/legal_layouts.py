@@ -101,8 +101,8 @@ class LegalLayouts:
 
     def step_bytes(self, config: Config, model: MLLM) -> StepBytes:
         """What a step takes of a device."""
-        media = sum(self._request.loads[phase].tokens for phase in model.config.encoders)
-        tokens = media / model.layout(LANGUAGE).ranks
+        exchanged = sum(self._request.loads[phase].tokens for phase in model.phases)
+        tokens = exchanged / model.layout(LANGUAGE).ranks
         return StepBytes(config, model, tokens, self._numbers, self._known_bytes)
 
     def _options(

@@ -2,7 +2,7 @@
 of a planned layout, sooner.
 
 state         parameters, moments, sums of gradients                    exact
-pools         media tokens of a step, and room for their gradients
+pools         media tokens and states of a step, and room for their gradients
 a program     its largest moment                                        temporaries.py
 replicas      gradients between replicas, beside their sums
 """
@@ -19,7 +19,8 @@ from typing import Final
 import jax
 import jax.numpy as jnp
 
-from jaxmllm.cluster.temporaries import PhaseProgram
+from jaxmllm.cluster.drawing_program import phase_program
+from jaxmllm.cluster.phase_program import PhaseProgram
 from jaxmllm.config.schema import Config, Remat
 from jaxmllm.models.compose import with_settings
 from jaxmllm.models.mllm import MLLM
@@ -29,7 +30,7 @@ from jaxmllm.training.optimizer import MOMENTS
 from jaxmllm.training.programs.base import ProgramName
 
 SUM_BYTES: Final = 4  # of a gradient before it is scattered, and of a logit
-# Encoders' and the language model's, tokens and gradients
+# Of the other phase and of the language model, tokens and gradients
 POOLS: Final = 4
 POOL_ROOM: Final = 1.5  # what a pool has room for over an even share of a step's tokens
 # Logical axes that split what a program holds
@@ -67,7 +68,7 @@ class StepBytes:
 
     config: Config
     model: MLLM
-    pool_tokens: float  # media tokens of a rank of the language model, in a step
+    pool_tokens: float  # that a rank of the language model takes in or gives away, in a step
     numbers: Numbers  # of the model, see `parameter_numbers`
     known: KnownPrograms = field(default_factory=dict)
 
@@ -148,14 +149,16 @@ class StepBytes:
         key = (phase, repr(remat), self.stages, *sizes)
         if key not in self.known:
             functions = ["language_loss_and_grad"]
-            if phase != LANGUAGE:
+            if model.phases[phase].generates:
+                functions = ["draw_loss_and_grad"]
+            elif phase != LANGUAGE:
                 trained = model.trainable.components
                 functions = ["encode"] + ["encode_grad"] * any(name in trained for name in names)
             model = with_settings(model, with_remat(self.config, {phase: remat}).components)
             if self.stages > 1:
                 functions = ["gradients"]
             self.known[key] = _largest(
-                [PhaseProgram(model, ProgramName(function, phase, 1)) for function in functions],
+                [phase_program(model, ProgramName(function, phase, 1)) for function in functions],
                 self.stages,
             )
         return self.known[key](slots)

@@ -1,0 +1,69 @@
+"""What the layers of a generator do beside products and attention: vectors of the time modulate every slot, and
+conditions may have a stream of weights of their own (models/diffusion.py).
+
+Nothing of it was measured on a GPU: it is counted from shapes alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from jaxmllm.arrays import Floats
+from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec
+from jaxmllm.cluster.device_seconds import STORED_INSIDE
+from jaxmllm.config.schema import DiffusionConfig, ModelConfig
+
+VECTORS: Final = 6  # of a layer and segment: shift, scale and gate, of attention and of the MLP
+VECTOR_BYTES: Final = 4  # they are in float32
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A generator's layers."""
+
+    shapes: DiffusionConfig
+
+    def shares(self, plan: PhasePlan, spec: PhaseSpec, items: PhaseItems) -> Floats:
+        """Share of the row of each microbatch [M] that runs through the weights of conditions besides: the smallest
+        that holds those of all ranks."""
+        from jaxmllm.models.streams import SHARES
+
+        if self.shapes.streams == 1:
+            return np.zeros(plan.microbatches)
+        conditions = np.zeros((plan.microbatches, spec.ranks))
+        np.add.at(conditions, (plan.microbatch, plan.rank), items.tokens)
+        filled = conditions.max(axis=1) / (plan.capacity * plan.span)
+        shares = 1 / np.array(SHARES)
+        return shares[np.minimum(np.searchsorted(shares, filled), len(shares) - 1)]
+
+    def modulation(self, slots: float, segments: int, beside: float) -> float:
+        """FLOPs in one pass of all layers: vectors are made of the time once for each segment, and taken by each slot
+        in products with zeros and ones.
+
+        Args:
+          slots: of a device.
+          segments: of a row at most.
+          beside: share of the row that runs through a second stream.
+        """
+        width = self.shapes.width
+        taken = slots * (1 + beside)
+        made = width * self.shapes.streams * (self.shapes.modulation == "layer")
+        return 2.0 * VECTORS * segments * width * (taken + made) * self.shapes.layers
+
+    def stored(self, inner: int) -> float:
+        """Bytes of a slot that a layer stores beside what any layer does (`stored_bytes`): the vectors, and a second
+        attention.
+
+        Args:
+          inner: devices that split a layer.
+        """
+        second = (self.shapes.attentions - 1) * STORED_INSIDE / inner
+        return self.shapes.width * (VECTORS * VECTOR_BYTES + second)
+
+
+def drawing_of(model: ModelConfig, phase: str) -> Drawing | None:
+    """That of a phase; none where it draws nothing."""
+    return Drawing(getattr(model, phase)) if phase in model.generators else None

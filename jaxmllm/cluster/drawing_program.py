@@ -1,0 +1,114 @@
+"""The programs of a generator: what they hold beside what those of any tower do.
+
+Vectors of the time modulate every slot in float32, and their gradients need what they modulated. With two streams, the
+backward pass of each share of a row that conditions may take has room of its own (models/streams.py).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
+
+from jaxmllm.cluster.drawing import VECTORS
+from jaxmllm.cluster.phase_program import (
+    FORWARD_RUNNING,
+    GAPS,
+    WIDE,
+    WIDEST_AGAIN,
+    PhaseProgram,
+    Weight,
+)
+from jaxmllm.cluster.sends import SUM_BYTES
+
+if TYPE_CHECKING:
+    from jaxmllm.models.mllm import MLLM
+    from jaxmllm.training.programs.base import ProgramName
+
+# Values of a slot that a layer's backward pass has in memory at once, in (D, F) by remat, and with a second attention so
+# many widths more
+DRAWING: Final = {"full": (18.75, 3.75), "dots": (25.5, 3.75), "none": (18.75, 3.75)}
+SECOND_ATTENTION: Final = 13
+# With two streams, for each row that runs through weights: what slots are taken from and put into
+OF_STREAMS: Final = 12.3
+# Of those, what gradients of vectors take, which nothing asks for of frozen layers
+OF_VECTORS: Final = 5
+# Widths that a layer keeps where nothing is made again besides six of its MLP, and for a second attention
+KEPT: Final = 36.5
+SECOND_KEPT: Final = 16
+
+
+class DrawingProgram(PhaseProgram):
+    """One program of a generator, of `draw_loss_and_grad` or `evaluate`."""
+
+    def __init__(self, model: MLLM, name: ProgramName):
+        super().__init__(model, name)
+        self.second = self.shapes.attentions - 1
+
+    @cached_property
+    def _streams(self) -> float:
+        """Rows that run through the weights of layers: one, and one of each share that conditions may take."""
+        from jaxmllm.models.streams import SHARES
+
+        return 1 + (self.shapes.streams - 1) * sum(1 / share for share in SHARES)
+
+    @property
+    def kept_values(self) -> float:
+        remat = self.component.settings.remat
+        if remat == "full":
+            return self.width
+        if remat == "none":
+            return self._streams * (6 * self.mlp + (KEPT + SECOND_KEPT * self.second) * self.width)
+        attention = self.queries + WIDE / self.itemsize * self.queries / self.shapes.head_size
+        of_name = {
+            "attention": (1 + self.second) * attention,
+            "projections": (1 + self.second) * (self.queries + 2 * self.keys + self.width),
+            "mlp": self.mlp + self.width,  # the gradient of its gate reads what it yields
+        }
+        names = ("projections", "mlp") if remat == "dots" else remat
+        return self.width + self._streams * sum(of_name[name] for name in names)
+
+    @property
+    def kept_weights(self) -> float:
+        if self.component.settings.remat != "none":
+            return 0.0
+        return sum(self._gathered(weight) for weight in self.weights if weight.layers)
+
+    def _gathered(self, weight: Weight) -> float:
+        """Bytes of a layer's matrix, whole."""
+        return (WIDE if weight.wide else self.itemsize) * weight.numbers
+
+    def _layer(self) -> float:
+        remat = self.component.settings.remat
+        width, mlp = DRAWING[remat if isinstance(remat, str) else "full"]
+        trained = [weight for weight in self.weights if weight.layers and weight.trained]
+        width += SECOND_ATTENTION * self.second - OF_VECTORS * (not trained)
+        width += OF_STREAMS * (self.shapes.streams - 1)
+        values = self._streams * (width * self.width + mlp * self.mlp)
+        scattered = [weight.numbers for weight in trained if weight.parts > 1]
+        whole = [weight.numbers for weight in trained if weight.parts == 1]
+        gradients = sum(scattered) + sum(whole) + WIDEST_AGAIN * max(scattered, default=0.0)
+        keys = 0.0
+        if self.layout.parts > 1:  # keys and values of the whole row, and their gradients
+            keys = 2 * 2 * self.slots * self.layout.parts * self.keys * (1 + self.second)
+        return GAPS * (self.slots * values + SUM_BYTES * gradients) + keys + self.sums
+
+    def _projected(self) -> float:
+        """What lies outside of layers: gradients, and what computes in float32, whole; states and their gradients."""
+        outside = [weight for weight in self.weights if not weight.layers]
+        trained = [weight for weight in (*outside, *self.projector_weights) if weight.trained]
+        gradients = SUM_BYTES * sum(weight.numbers for weight in trained)
+        wide = [weight.numbers for weight in outside if weight.wide and weight.parts > 1]
+        return gradients + WIDE * sum(wide) + 2 * self.slots * self._language
+
+    def forward(self, keeps: bool) -> dict[str, float]:
+        width, mlp, _ = FORWARD_RUNNING[False]
+        width += VECTORS * WIDE / self.itemsize
+        values = self._streams * (width * self.width + mlp * self.mlp)
+        gathered = sum(self._gathered(one) for one in self.weights if one.layers and one.parts > 1)
+        return {"layer forward": self.turned + self.slots * values + gathered}
+
+
+def phase_program(model: MLLM, name: ProgramName) -> PhaseProgram:
+    """One program of any phase."""
+    kind = DrawingProgram if model.phases[name.subject].generates else PhaseProgram
+    return kind(model, name)
