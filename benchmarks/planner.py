@@ -110,7 +110,7 @@ def read_runs(path: Path) -> list[Published]:
             continue
         try:
             runs.append(Published.of(json.loads(line)))
-            cluster_of(runs[-1].chip)
+            runs[-1].predicted(RATES, efficiency=1.0)
         except KeyError as error:
             raise TextRunError(f"{path}, line {number}: no key {error}") from error
         except (ValueError, TypeError) as error:  # also of JSON, runs and clusters

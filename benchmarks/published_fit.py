@@ -21,7 +21,7 @@ from scipy.optimize import least_squares
 from jaxmllm.arrays import Floats
 from jaxmllm.cluster.clusters import cluster_of
 from jaxmllm.cluster.device_seconds import Device, Rates
-from jaxmllm.cluster.text_run import TextRun, TextStep, text_step
+from jaxmllm.cluster.text_run import TextRun, TextRunError, TextStep, text_step
 
 SPREAD: Final = 0.03  # of predictions around what is measured, in logarithms
 OF_SYSTEMS: Final = 0.07  # of the efficiencies of systems on one chip, likewise
@@ -68,6 +68,8 @@ class Published:
     def of(cls, record: Mapping[str, Any]) -> Published:
         """From a JSON object. Raises `TextRunError`, or KeyError for a key that is missing."""
         system, chip, seconds = record["system"], record["chip"], record["seconds"]
+        if not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
+            raise TextRunError(f"seconds {seconds!r} is no number above 0")
         return cls(system, chip, record.get("model", ""), TextRun.of(dict(record)), seconds)
 
     @property

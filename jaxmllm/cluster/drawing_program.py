@@ -9,9 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
-from jaxmllm.cluster.drawing import VECTORS
 from jaxmllm.cluster.phase_program import (
-    FORWARD_RUNNING,
     GAPS,
     WIDE,
     WIDEST_AGAIN,
@@ -24,14 +22,15 @@ if TYPE_CHECKING:
     from jaxmllm.models.mllm import MLLM
     from jaxmllm.training.programs.base import ProgramName
 
-# Values of a slot that a layer's backward pass has in memory at once, in (D, F) by remat, and with a second attention so
-# many widths more
+# Values of a slot that a layer's backward pass has in memory at once, in (D, F) by remat, and with a second attention
+# so many widths more
 DRAWING: Final = {"full": (18.75, 3.75), "dots": (25.5, 3.75), "none": (18.75, 3.75)}
 SECOND_ATTENTION: Final = 13
 # With two streams, for each row that runs through weights: what slots are taken from and put into
 OF_STREAMS: Final = 12.3
 # Of those, what gradients of vectors take, which nothing asks for of frozen layers
 OF_VECTORS: Final = 5
+FORWARD: Final = (3.0, 1.0)  # the same of a forward pass
 # Widths that a layer keeps where nothing is made again besides six of its MLP, and for a second attention
 KEPT: Final = 36.5
 SECOND_KEPT: Final = 16
@@ -101,11 +100,10 @@ class DrawingProgram(PhaseProgram):
         return gradients + WIDE * sum(wide) + 2 * self.slots * self._language
 
     def forward(self, keeps: bool) -> dict[str, float]:
-        width, mlp, _ = FORWARD_RUNNING[False]
-        width += VECTORS * WIDE / self.itemsize
+        width, mlp = FORWARD
         values = self._streams * (width * self.width + mlp * self.mlp)
-        gathered = sum(self._gathered(one) for one in self.weights if one.layers and one.parts > 1)
-        return {"layer forward": self.turned + self.slots * values + gathered}
+        layer = [self._gathered(one) for one in self.weights if one.layers and one.parts > 1]
+        return {"layer forward": self.turned + self.slots * values + max(layer, default=0.0)}
 
 
 def phase_program(model: MLLM, name: ProgramName) -> PhaseProgram:

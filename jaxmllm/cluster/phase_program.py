@@ -354,6 +354,10 @@ class PhaseProgram:
 
     def forward(self, keeps: bool) -> dict[str, float]:
         width, mlp, queries = FORWARD_RUNNING[self.decoder]
+        states = (
+            self.name.function == "language_states"
+        )  # without logits, and what is looked up stays in shards
+        queries *= not states
         values = (not keeps) * width * self.width + mlp * self.mlp + queries * self.queries
         gathered = [weight.numbers for weight in self.weights if weight.layers and weight.parts > 1]
         gathered = [] if keeps else sorted(gathered)[-self.shapes.mlp_matrices :]  # the MLP's
@@ -368,7 +372,7 @@ class PhaseProgram:
         moments = {"layer forward": self.turned + layer}
         if self.planes:
             moments["stem forward"] = PLANES * self.planes
-        if self.decoder:
+        if self.decoder and not states:
             moments["embedding"] = self.turned + (not self.stays) * WIDE * self._table()
             moments["embedding"] += self.slots * self.width
         return moments

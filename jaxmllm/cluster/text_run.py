@@ -71,6 +71,16 @@ class TextRun:
     reduce_bytes: int = 4
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if field.type == "int" and not (whole and value > 0):
+                raise TextRunError(f"{field.name} {value!r} is no whole number above 0")
+            if field.type == "bool" and not isinstance(value, bool):
+                raise TextRunError(f"{field.name} {value!r} is neither true nor false")
+        if self.stages * self.interleave > self.layers:
+            chunks = f"stages {self.stages} x interleave {self.interleave}"
+            raise TextRunError(f"{chunks} are more than layers {self.layers}")
         meshed = self.data * self.fsdp * self.context * self.tensor * self.stages
         if meshed != self.devices:
             raise TextRunError(f"axes of {meshed} devices on {self.devices}")
@@ -91,8 +101,11 @@ class TextRun:
           TextRunError: a key is missing, or numbers contradict.
         """
         known = {field.name for field in fields(cls)}
+        own = {key: value for key, value in record.items() if key in known}
+        # A head each has keys of its own where nothing else is said
+        usual = {"kv_heads": record.get("heads"), "interleave": 1}
         try:
-            return cls(**{key: value for key, value in record.items() if key in known})
+            return cls(**usual | own)
         except TypeError as error:
             raise TextRunError(str(error).removeprefix("TextRun.__init__() ")) from error
 

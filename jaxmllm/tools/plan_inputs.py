@@ -44,7 +44,7 @@ def make_planner(
     """
     if config.model.generators and seed is not None:
         raise ConfigError(
-            "model.diffusion: there are no made-up lengths of what it draws; plan the config's data, without --generated"
+            "model.diffusion: there are no made-up lengths of what it draws; plan the config's data, not --generated"
         )
     config = with_nodes(config, cluster, devices)
     tokenizer = load_tokenizer(config.data)

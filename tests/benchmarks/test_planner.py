@@ -203,6 +203,13 @@ def test_other_runs_are_predicted_and_not_fitted_to(tmp_path, capsys, published)
         ({"chip": "h1000"}, "line 1: there is no cluster 'h1000'"),
         ({"remat": "odd"}, "line 1: remat 'odd'"),
         ({"devices": 3}, "line 1: axes of 64 devices on 3"),
+        ({"heads": 0}, "line 1: heads 0 is no whole number above 0"),
+        ({"layers": 80.5}, "line 1: layers 80.5 is no whole number above 0"),
+        ({"gated": "yes"}, "line 1: gated 'yes' is neither true nor false"),
+        ({"interleave": 99}, "line 1: stages 1 x interleave 99 are more than layers 80"),
+        ({"seconds": 0}, "line 1: seconds 0 is no number above 0"),
+        ({"seconds": None}, "line 1: seconds None is no number above 0"),
+        ({"chip": "cpu"}, "line 1: devices of cpu share cores"),
     ],
 )
 def test_a_bad_row_is_one_line(tmp_path, capsys, change, message):
@@ -212,6 +219,30 @@ def test_a_bad_row_is_one_line(tmp_path, capsys, change, message):
     assert planner.main(["--rows", str(file)]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_rows_of_other_systems_chips_and_shapes_are_predicted(tmp_path, capsys):
+    """Keys of each head of its own, plain MLPs, context, stages that layers do not fill evenly, a chip of no run."""
+    record = json.loads(planner.RUNS.read_text().splitlines()[0])
+    del record["kv_heads"], record["interleave"]
+    changes = [
+        {},
+        {"system": "new", "chip": "b200"},
+        {"system": "new", "gated": False, "attention": "unfused", "remat": "sel"},
+        {"context": 8, "fsdp": 8, "sequence": 65_536, "microbatch": 1},
+        {"fsdp": 1, "tensor": 8, "stages": 8, "layers": 83, "interleave": 2, "batch": 100},
+        {"data": 64, "fsdp": 1, "remat": "none", "chip": "h200", "sequence_parallel": True},
+    ]
+    file = tmp_path / "runs.jsonl"
+    file.write_text("".join(json.dumps(record | change) + "\n" for change in changes))
+    assert planner.main(["--rows", str(file), "--json", str(tmp_path / "out.json")]) == 0
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    published = [row for row in rows if row["kind"] == "published"]
+    assert len(published) == len(changes)
+    for row in rows:
+        assert 0 < row["overlapped_s"] <= row["predicted_s"] <= row["serial_s"] * 1.001
+        assert sum(row["parts"].values()) == pytest.approx(row["predicted_s"])
+    assert "published: 6 runs" in capsys.readouterr().out
 
 
 def test_a_row_without_a_key(tmp_path, capsys):

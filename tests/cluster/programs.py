@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import jax
+import pytest
 
 from benchmarks.ahead import MIX
 from benchmarks.omni import omni_config
+from jaxmllm.cluster.sends import program_sends, ring_bytes
 from jaxmllm.config.read import config_tree, parse_config
+from jaxmllm.setup.ahead import check_job
+from jaxmllm.setup.chips import CHIPS
 from jaxmllm.tools.generated_lengths import generated_lengths
 from sharding.mesh import make_mesh
+
+CLOSE = 0.02
+SMALL = 1000  # bytes: sums of single numbers
 
 
 def tiny(**sections):
@@ -43,3 +50,24 @@ def tiny_lengths(
     config = parse_config(tree)
     mesh = make_mesh(config.mesh_sizes, jax.devices()[:devices])
     return generated_lengths(config, mesh, 0, MIX)
+
+
+def compiled_bytes(config, programs, name):
+    """Of loops whose trips are known, index arrays left out."""
+    sent: dict = {}
+    for transfer in check_job(config, programs, name, programs.jobs[name], CHIPS["cpu"]).transfers:
+        if transfer.exact and transfer.dtype != "s32":
+            key = (transfer.operation, transfer.axes)
+            sent[key] = sent.get(key, 0) + transfer.sent_bytes
+    return {key: total for key, total in sent.items() if total > SMALL}
+
+
+def assert_agrees(config, programs, name):
+    """What a program is predicted to send is what its compiled text says."""
+    sends = program_sends(programs, name)
+    assert sends is not None
+    expected = ring_bytes(send for send in sends if not send.by_data)
+    compiled = compiled_bytes(config, programs, name)
+    assert expected.keys() == compiled.keys()
+    for key, sent in compiled.items():
+        assert expected[key] == pytest.approx(sent, rel=CLOSE), (name, key)

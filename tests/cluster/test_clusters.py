@@ -44,6 +44,13 @@ def test_a_file_says_what_differs(tmp_path):
         ("like: a10\n", r"there is no cluster 'a10'; did you mean a100\?"),
         ("memory: 64e9\n", "memory_bandwidth: Field required"),
         ("like: h100\nmemory: -1\n", "memory: Input should be greater than 0"),
+        ("like: h100\nmemory: .nan\n", "memory: Input should be a finite number"),
+        (
+            "like: h100\nmemory_bandwidth: .inf\n",
+            "memory_bandwidth: Input should be a finite number",
+        ),
+        ("like: h100\nnode_devices: 0\n", "node_devices: Input should be greater than 0"),
+        ("like: h100\ntaken_share: 1.5\n", "taken_share: Input should be less than or equal to 1"),
         ("like: h100\nmemroy: 1\n", "memroy: Extra inputs"),
         ("like: h100\nin_node: fast\n", "in_node"),
         ("- h100\n", "must hold a mapping"),

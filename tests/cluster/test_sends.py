@@ -6,36 +6,11 @@ import pytest
 
 from benchmarks.ahead import MIX
 from jaxmllm.cluster.sends import program_sends, ring_bytes
-from jaxmllm.setup.ahead import check_job
-from jaxmllm.setup.chips import CHIPS
 from jaxmllm.tools.generated_lengths import generated_lengths
 from jaxmllm.training.programs.base import ProgramName
 from sharding.mesh import abstract_mesh
-from tests.cluster.programs import tiny, tiny_lengths
+from tests.cluster.programs import assert_agrees, tiny, tiny_lengths
 from tests.support import EXHAUSTIVE
-
-CLOSE = 0.02
-SMALL = 1000  # bytes: sums of single numbers
-
-
-def compiled_bytes(config, programs, name):
-    """Of loops whose trips are known, index arrays left out."""
-    sent: dict = {}
-    for transfer in check_job(config, programs, name, programs.jobs[name], CHIPS["cpu"]).transfers:
-        if transfer.exact and transfer.dtype != "s32":
-            key = (transfer.operation, transfer.axes)
-            sent[key] = sent.get(key, 0) + transfer.sent_bytes
-    return {key: total for key, total in sent.items() if total > SMALL}
-
-
-def assert_agrees(config, programs, name):
-    sends = program_sends(programs, name)
-    assert sends is not None
-    expected = ring_bytes(send for send in sends if not send.by_data)
-    compiled = compiled_bytes(config, programs, name)
-    assert expected.keys() == compiled.keys()
-    for key, sent in compiled.items():
-        assert expected[key] == pytest.approx(sent, rel=CLOSE), (name, key)
 
 
 def test_replicas_add_their_gradients_once():

@@ -10,11 +10,8 @@ import pytest
 
 from benchmarks.omni import omni_config
 from jaxmllm.cluster.device_peak import programs_peak
-from jaxmllm.cluster.temporaries import (
-    PhaseProgram,
-    job_temporaries,
-    program_temporaries,
-)
+from jaxmllm.cluster.phase_program import PhaseProgram
+from jaxmllm.cluster.temporaries import job_temporaries, program_temporaries
 from jaxmllm.config.read import config_tree, parse_config
 from jaxmllm.models.compose import build_model
 from jaxmllm.tools.generated_lengths import generated_lengths

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+import yaml
 from PIL import Image
 
 from jaxmllm.balance.stages.plan import plan_pipeline
@@ -17,6 +18,7 @@ from jaxmllm.cluster.search.layouts import Found
 from jaxmllm.cluster.search.mesh_choices import MeshChoice
 from jaxmllm.config.read import dump_config, load_config
 from jaxmllm.data.batches import batch_examples
+from jaxmllm.runtime.metrics import read_metrics
 from jaxmllm.setup.ahead import OUTSIDE_STEPS, Memory
 from jaxmllm.setup.build import staged_programs
 from jaxmllm.setup.prepare import prepare
@@ -27,7 +29,9 @@ from jaxmllm.tools.plan_counts import Count, conclusion
 from jaxmllm.tools.plan_figures import plan_record
 from jaxmllm.tools.plan_layout import main
 from jaxmllm.tools.sample_data import make_sample
+from jaxmllm.train import main as train
 from sharding.mesh import make_mesh
+from tests.training.drawing import drawing_config, make_pictures
 
 CONFIG = """
 run: {{directory: {data}/run, steps: 4, seed: 5}}
@@ -78,14 +82,8 @@ def test_a_run_of_the_plan_has_the_rows_that_were_planned(out):
     config = load_config(out / "plan.yaml")
     record = json.loads((out / "plan.json").read_text())
     assert config.mesh.fsdp == 2 and config.mesh.model_dump() == record["layouts"][0]["mesh"]
-    # As a run does, on devices that are there
-    mesh = make_mesh(config.mesh_sizes, jax.devices()[:8], mesh_spans(config))
-    inputs = prepare(config, mesh)
-    spec = plan_spec(config, inputs)
     assert len(record["steps"]) == 5
-    for step, predicted in enumerate(record["steps"]):
-        items = inputs.corpus.gather(batch_examples(inputs.order, config.data.batch_size, step))
-        assert json.loads(json.dumps(plan_record(plan_step(items, spec)))) == predicted
+    assert_planned_as_run(out, 8)
 
 
 def test_what_compilers_say_takes_the_place_of_estimates(config_file, tmp_path, monkeypatch):
@@ -172,6 +170,89 @@ def test_experts_are_planned_where_the_axis_divides_them(config_file, tmp_path):
         assert (one["parts"]["language/inside"] > 0) == (one["mesh"]["fsdp"] > 1)
 
 
+def test_stems_of_convolutions_along_time_and_mels_are_planned(config_file, tmp_path):
+    """Their rows are taken in pieces of eight frames, and what they yield counts."""
+    peaks = []
+    for channels in (8, 64):
+        record = tmp_path / f"{channels}.json"
+        stem = f"model.audio.stem_channels={channels}"
+        words = ["--generated", "--json", str(record), *SMALL, stem, "mesh={data: 8}"]
+        assert plan(config_file, *words, cluster="h100") == 0
+        (layout,) = json.loads(record.read_text())["layouts"]
+        assert sum(layout["parts"].values()) == pytest.approx(layout["step_s"])
+        peaks.append((layout["peak_bytes"], layout["parts"]["audio/compute"]))
+    assert peaks[1] > peaks[0] and peaks[1][1] > peaks[0][1]
+
+
+@pytest.fixture(scope="module")
+def drawing_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drawing")
+    make_pictures(folder)
+    config = drawing_config(folder)
+    config.pop("mesh", None)
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def assert_planned_as_run(folder, devices):
+    """The plan's steps are those that a run of its config makes."""
+    config = load_config(folder / "plan.yaml")
+    record = json.loads((folder / "plan.json").read_text())
+    mesh = make_mesh(config.mesh_sizes, jax.devices()[:devices], mesh_spans(config))
+    inputs = prepare(config, mesh)
+    spec = plan_spec(config, inputs)
+    assert record["steps"]
+    for step, predicted in enumerate(record["steps"]):
+        items = inputs.corpus.gather(batch_examples(inputs.order, config.data.batch_size, step))
+        assert json.loads(json.dumps(plan_record(plan_step(items, spec)))) == predicted
+
+
+def test_a_model_that_draws_is_planned(drawing_file, tmp_path):
+    words = ["--out", str(tmp_path), "mesh={context: 1, tensor: 1}", "pipeline.stages=1"]
+    assert plan(drawing_file, *words, devices=4) == 0
+    layouts = json.loads((tmp_path / "plan.json").read_text())["layouts"]
+    for layout in layouts:
+        assert sum(layout["parts"].values()) == pytest.approx(layout["step_s"])
+        assert layout["parts"]["diffusion/compute"] > 0
+    assert_planned_as_run(tmp_path, 4)
+
+
+@pytest.mark.slow
+def test_a_model_that_draws_is_planned_in_stages(drawing_file, tmp_path):
+    words = ["--out", str(tmp_path), "mesh={data: 2}", "pipeline.stages=2"]
+    assert plan(drawing_file, *words, devices=4) == 0
+    (layout,) = json.loads((tmp_path / "plan.json").read_text())["layouts"]
+    assert layout["stages"] == 2 and layout["parts"]["diffusion/compute"] > 0
+    assert sum(layout["parts"].values()) == pytest.approx(layout["step_s"])
+
+
+@pytest.mark.slow
+def test_a_plan_is_a_run(config_file, tmp_path, capsys):
+    """Trained unedited, it logs rows, capacities and real tokens that were planned; fitted, it takes what was
+    measured."""
+    folder = tmp_path / "plan"
+    run = f"run.directory={tmp_path / 'run'}"
+    words = ["--out", str(folder), "run.steps=10", run, "mesh={context: 1, tensor: 1}"]
+    assert plan(config_file, *words) == 0
+    planned = json.loads((folder / "plan.json").read_text())["steps"]
+    train(["--config", str(folder / "plan.yaml")])
+    logged = {record["step"]: record for record in read_metrics(tmp_path / "run")}
+    assert len(planned) == 5
+    for number, predicted in enumerate(planned, 1):
+        assert predicted.items() <= logged[number].items()
+        assert any("/rows_of_" in name for name in predicted)
+        assert any(name.endswith("/real_token_fraction") for name in predicted)
+    capsys.readouterr()
+    fitted = tmp_path / "fitted"
+    words = ["--from-run", str(tmp_path / "run"), "--cluster", "cpu", "--out", str(fitted)]
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    assert "are exactly those planned" in told
+    *_, step = json.loads((fitted / "plan.json").read_text())["run"]
+    assert step["predicted_s"] == pytest.approx(step["measured_s"], rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
@@ -182,12 +263,7 @@ def test_experts_are_planned_where_the_axis_divides_them(config_file, tmp_path):
         (
             ["model.diffusion={width: 16, layers: 1, heads: 2, mlp_width: 24, patch_size: 4}"],
             1,
-            "model.diffusion: seconds and bytes of a model that draws",
-        ),
-        (
-            ["model.audio.stem_channels=4"],
-            1,
-            "model.audio.stem_channels: bytes of convolutions along time and mels are not known",
+            "model.diffusion: there are no made-up lengths of what it draws; plan the config's data",
         ),
         (["mesh={data: 3}"], 1, "mesh.data 3 need a multiple of 3 devices, not 8"),
         (["--devices", "13", "data.batch_size=4", "mesh={context: 1}"], 1, "raise it to 13"),

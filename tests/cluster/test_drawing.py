@@ -1,0 +1,258 @@
+"""What programs of a generator hold, send and take, beside what XLA said of those that it compiled for H100s (jax
+0.10.2), and beside programs compiled here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import cache
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.omni import MODELS
+from jaxmllm.balance.records import PlanSpec, RouteSpec, RowClass
+from jaxmllm.balance.sizes.inputs import phase_spec
+from jaxmllm.cluster.clusters import CLUSTERS
+from jaxmllm.cluster.device_peak import programs_peak
+from jaxmllm.cluster.device_seconds import Device
+from jaxmllm.cluster.drawing import Drawing
+from jaxmllm.cluster.phase_seconds import PhaseSeconds
+from jaxmllm.cluster.sends import program_sends
+from jaxmllm.cluster.temporaries import job_temporaries
+from jaxmllm.config.read import parse_config
+from jaxmllm.config.schema import DiffusionConfig
+from jaxmllm.data.media.modalities import row_formats
+from jaxmllm.models.compose import build_model
+from jaxmllm.setup.build import phased_programs
+from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids
+from jaxmllm.setup.prepare import run_modalities
+from jaxmllm.setup.sizing import sizing_inputs
+from jaxmllm.setup.spans import spans_of_phases
+from jaxmllm.training.programs.base import ProgramName
+from sharding.mesh import abstract_mesh, make_mesh
+from tests.cluster.programs import assert_agrees
+from tests.support import EXHAUSTIVE
+
+DRAW, STATES = "draw_loss_and_grad", "language_states"
+POOL = 4096  # slots
+FSDP = (("data", 1), ("fsdp", 64))
+HYBRID = (("data", 8), ("fsdp", 8))
+TENSOR = (("data", 1), ("fsdp", 16), ("tensor", 4))
+CONTEXT = (("data", 1), ("fsdp", 16), ("context", 4))
+SHAPES = {
+    "usual": {"width": 3072, "layers": 24, "heads": 24, "mlp_width": 12_288},
+    "narrow": {"width": 2048, "layers": 20, "heads": 16, "mlp_width": 8192},
+    "wide": {"width": 4096, "layers": 36, "heads": 32, "mlp_width": 14_336},
+    "tiny": {"width": 64, "layers": 2, "heads": 4, "mlp_width": 128},
+}
+
+
+@cache
+def drawing(
+    mesh, language="2B", shapes="usual", slots=8192, remat="full", frozen=(), choices=(),
+    segments=32, dtype="bfloat16", there=False,
+):  # fmt: skip
+    """The config and programs of a decoder and a generator, with rows that are given.
+
+    Args:
+      there: whether on devices that are there.
+    """
+    model = {
+        "language": MODELS[language]["language"] | {"rope_sections": None},
+        "diffusion": SHAPES[shapes] | {"channels": 16, "patch_size": 2} | dict(choices),
+    }
+    settings = {"compute_dtype": dtype}
+    components = {phase: settings | {"remat": remat, "freeze": phase in frozen} for phase in model}
+    components["projector"] = {"language": settings}
+    capacities = {"language": 8192 if shapes != "tiny" else 1024, "diffusion": slots}
+    config = parse_config(
+        {
+            "run": {"directory": "runs/drawing", "steps": 4},
+            "model": model,
+            "components": components,
+            "mesh": dict(mesh),
+            "phases": {
+                phase: {"capacities": [capacity], "spans": [1]}
+                for phase, capacity in capacities.items()
+            },
+            "data": {"sources": [{"name": "none", "path": "none.jsonl"}], "batch_size": 128},
+            "optimizer": {"learning_rate": 1e-4},
+        }
+    )
+    sizes = config.mesh_sizes
+    count = math.prod(sizes.values())
+    devices = make_mesh(sizes, jax.devices()[:count]) if there else abstract_mesh(sizes, count)
+    words = config.model.language.vocab_size
+    composed = build_model(config.model, words, config.components, devices)
+    spans = spans_of_phases(config, composed)
+    formats = row_formats(run_modalities(config, composed, spans))
+    longest = dict.fromkeys(composed.phases, 512)
+    inputs = sizing_inputs(config, composed, formats, longest, spans)
+    specs = {
+        one.name: phase_spec(one, (RowClass(one.config.capacities[0]),), max_segments=segments)
+        for one in inputs
+    }
+    backend = exchange_backend(config, composed)
+    routes = {
+        phase: RouteSpec(grid, POOL, POOL, pair_slots=64, backend=backend)
+        for phase, grid in exchange_grids(composed).items()
+    }
+    spec = PlanSpec(specs, routes, config.balance.mode)
+    return config, phased_programs(config, composed, formats, spec, 1)
+
+
+def program_of(programs, function):
+    return next(name for name in programs.jobs if name.function == function)
+
+
+@pytest.mark.parametrize(
+    ("function", "mesh", "sections", "compiled_gb"),
+    [
+        (DRAW, FSDP, {}, 4.885),
+        (DRAW, FSDP, {"slots": 16_384}, 7.844),
+        (DRAW, FSDP, {"remat": "dots"}, 16.018),
+        (DRAW, FSDP, {"remat": "none", "slots": 4096}, 52.356),
+        (DRAW, FSDP, {"choices": (("conditioning", "cross"),)}, 5.691),
+        (DRAW, FSDP, {"choices": (("conditioning", "cross"),), "remat": "dots"}, 21.470),
+        (DRAW, FSDP, {"choices": (("streams", 2),)}, 10.046),
+        (DRAW, FSDP, {"choices": (("streams", 2),), "slots": 16_384}, 17.524),
+        (DRAW, FSDP, {"choices": (("streams", 2),), "remat": "dots"}, 38.354),
+        (DRAW, FSDP, {"choices": (("streams", 2),), "remat": "none", "slots": 4096}, 123.356),
+        (DRAW, FSDP, {"choices": (("modulation", "shared"),)}, 4.461),
+        (DRAW, FSDP, {"choices": (("mlp_width", 3072),)}, 3.945),
+        (DRAW, FSDP, {"frozen": ("diffusion",)}, 2.926),
+        (DRAW, TENSOR, {"language": "7B"}, 4.066),
+        (DRAW, CONTEXT, {"slots": 16_384}, 4.621),
+        (DRAW, (("data", 8), ("fsdp", 1)), {}, 20.110),
+        (STATES, FSDP, {}, 0.432),
+        (STATES, CONTEXT, {"slots": 16_384}, 0.257),
+        # Compiled after the constants were chosen
+        (
+            DRAW,
+            HYBRID,
+            {
+                "language": "7B",
+                "shapes": "narrow",
+                "slots": 12_288,
+                "remat": "dots",
+                "segments": 64,
+            },
+            13.868,
+        ),
+        (
+            DRAW,
+            (("data", 1), ("fsdp", 128)),
+            {"language": "7B", "shapes": "wide", "segments": 64},
+            7.514,
+        ),
+    ],
+    ids=str,
+)
+def test_estimates_are_what_was_compiled(function, mesh, sections, compiled_gb):
+    _, programs = drawing(mesh, **sections)
+    estimated = job_temporaries(programs, program_of(programs, function))
+    assert 0.95 * compiled_gb < estimated.total / 1e9 < 1.1 * compiled_gb
+
+
+HERE = {"language": "tiny", "shapes": "tiny", "slots": 1024, "dtype": "float32", "there": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "sections"),
+    [
+        ((("data", 2), ("fsdp", 4)), {}),
+        ((("data", 1), ("fsdp", 4), ("context", 2)), {"choices": (("conditioning", "cross"),)}),
+        pytest.param(
+            (("data", 2), ("fsdp", 4)),
+            {"remat": "none", "choices": (("modulation", "shared"),)},
+            marks=EXHAUSTIVE,
+        ),
+    ],
+    ids=str,
+)
+def test_programs_send_what_is_predicted(mesh, sections):
+    config, programs = drawing(mesh, **HERE, **sections)
+    for function in (DRAW, STATES, "language_loss_and_grad", "add_replicas"):
+        assert_agrees(config, programs, program_of(programs, function))
+
+
+def test_freezing_takes_and_sends_less():
+    whole, frozen = (drawing(FSDP, frozen=components)[1] for components in ((), ("diffusion",)))
+    sent = [
+        sum(send.ring_bytes for send in program_sends(programs, program_of(programs, DRAW)))
+        for programs in (whole, frozen)
+    ]
+    assert sent[0] > sent[1] > 0
+    assert programs_peak(whole).bytes > programs_peak(frozen).bytes
+
+
+def test_the_largest_program_may_be_the_generator():
+    _, programs = drawing(FSDP, remat="dots")
+    peak = programs_peak(programs)
+    assert peak.program == ProgramName(DRAW, "diffusion", 8192)
+    assert {name.function for name in programs.jobs} >= {DRAW, STATES, "language_loss_and_grad"}
+
+
+def test_conditions_take_the_smallest_share_that_holds_them():
+    random = np.random.default_rng(0)
+    shapes = DiffusionConfig(**SHAPES["tiny"], streams=2)
+    for capacity in (64, 128, 512, 4096):
+        plan = SimpleNamespace(
+            microbatches=3,
+            microbatch=random.integers(0, 3, 20),
+            rank=random.integers(0, 4, 20),
+            capacity=np.full(3, capacity),
+            span=np.ones(3, int),
+        )
+        items = SimpleNamespace(tokens=random.integers(1, 20, 20))
+        expected = []
+        for microbatch in range(3):
+            totals = [
+                sum(
+                    tokens
+                    for tokens, place, rank in zip(
+                        items.tokens, plan.microbatch, plan.rank, strict=True
+                    )
+                    if (place, rank) == (microbatch, number)
+                )
+                for number in range(4)
+            ]
+            shares = [share for share in (1 / 8, 1 / 2, 1) if share * capacity >= max(totals)]
+            expected.append(min(shares, default=1))
+        found = Drawing(shapes).shares(plan, SimpleNamespace(ranks=4), items)
+        assert found.tolist() == expected
+        one = dataclasses.replace(Drawing(shapes), shapes=DiffusionConfig(**SHAPES["tiny"]))
+        assert not one.shares(plan, SimpleNamespace(ranks=4), items).any()
+
+
+def test_a_second_stream_more_segments_and_text_take_longer():
+    device = Device(CLUSTERS["h100"], 0.5)
+
+    def seconds(programs, beside=0.0):
+        phase = PhaseSeconds(programs, "diffusion", device)
+        ((function, passes),) = phase._calls(0)
+        return phase._call(function, passes, 8192, 1, (0.0, 0.0), beside).seconds
+
+    usual = seconds(drawing(FSDP)[1])
+    assert seconds(drawing(FSDP, segments=256)[1]) > usual
+    assert seconds(drawing(FSDP, choices=(("conditioning", "cross"),))[1]) > usual
+    two = drawing(FSDP, choices=(("streams", 2),))[1]
+    assert seconds(two, 1.0) > seconds(two, 0.5) > seconds(two, 0.125) > usual
+
+
+def test_the_decoder_runs_for_states_and_again_with_its_backward_pass():
+    device = Device(CLUSTERS["h100"], 0.5)
+    phase = PhaseSeconds(drawing(FSDP)[1], "language", device)
+    (states, forward), (loss, both) = phase._calls(0)
+    assert (states, loss) == (STATES, "language_loss_and_grad")
+    first, second = (
+        phase._call(name, passes, 8192, 1, (0.0, 0.0), 0.0)
+        for name, passes in ((states, forward), (loss, both))
+    )
+    # No logits of states: layers once, against three times and once more with all that they keep made again
+    assert 0 < first.flops < second.flops / 3
+    assert first.seconds < second.seconds / 3
