@@ -87,10 +87,11 @@ def dense_decoder(
 
 
 def head_variant(key: str) -> Variant:
-    """The line of a head under another key, of folders that have it there."""
+    """The line of a head under another key, or of a tied one's copy, of folders that have it there."""
     return Variant(
         {"head": f"{key}: v d -> d v"},
-        lambda section, shapes: key in shapes and not section["tie_embeddings"],
+        lambda section, shapes: key in shapes,
+        copies={"embedding": f"{key}: v d -> v d"},
     )
 
 

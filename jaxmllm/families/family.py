@@ -35,6 +35,7 @@ class Variant:
     lines: Mapping[str, str]
     # Whether a folder has these, from the section and the shapes of all tensors, by key without prefix
     fits: Callable[[dict[str, Any], Shapes], bool]
+    copies: Mapping[str, str] = field(default_factory=dict)  # likewise of `Family.copies`
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,15 @@ class Family:
         section = self.section(config)
         parameters = dict(self.parameters)
         plain = {key.removeprefix(prefix): shape for key, shape in shapes.items()}
-        fitting = (variant.lines for variant in self.variants if variant.fits(section, plain))
-        parameters |= next(fitting, {})
+        copies = dict(self.copies)
+        for variant in self.variants:
+            if variant.fits(section, plain):
+                parameters |= variant.lines
+                copies |= variant.copies
+                break
         return replace(
             self,
+            copies=copies,
             parameters={
                 path: text if path in self.unprefixed else prefix + text
                 for path, text in parameters.items()

@@ -9,7 +9,7 @@ import pytest
 
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.families.model_folder import INDEX, ModelFolder
-from jaxmllm.families.weight_files import FolderError
+from jaxmllm.families.weight_files import FolderError, write_tensors
 from tests.families.test_gemma3 import check_squares, config_of
 from tests.families.test_model_folder import GOLDENS, change_header, shapes_of
 
@@ -65,6 +65,27 @@ def test_keys_as_in_memory_are_read(copy):
         ModelFolder.open(copy).check(shapes).part("head", (slice(None), slice(None)), np.float32)
     )
     np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("key", ["lm_head.weight", "language_model.lm_head.weight"])
+def test_a_tied_head_may_have_a_second_tensor(key, tmp_path):
+    """Under either of its keys; it must be the embedding."""
+    folder = Path(shutil.copytree(NORMED, tmp_path / "tied"))
+    embedding = "language_model.model.embed_tokens.weight"
+    tensors = ModelFolder.open(folder).tensors
+    arrays = {name: np.array(tensor.array()) for name, tensor in tensors.items()}
+    for path in (*folder.glob("*.safetensors"), folder / INDEX):
+        path.unlink()
+    whole = (slice(None), slice(None))
+    for difference in (0, 1):
+        write_tensors(folder / "model.safetensors", arrays | {key: arrays[embedding] + difference})
+        opened = ModelFolder.open(folder)
+        fit = opened.check(shapes_of(opened))
+        if difference:
+            with pytest.raises(FolderError, match=f"{key} of .* set tie_word_embeddings: false"):
+                fit.part("embedding", whole, np.float32)
+        else:
+            assert fit.part("embedding", whole, np.float32).shape == (40, 24)
 
 
 @pytest.mark.parametrize(

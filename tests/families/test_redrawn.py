@@ -1,0 +1,35 @@
+"""Folders that are drawn anew, by the reference: numbers, and bytes in and out, with other sizes and spellings."""
+
+import importlib.util
+
+import pytest
+
+from jaxmllm.tools.convert import main as convert
+from tests.families.redraw import FAMILIES, draw
+from tests.support import EXHAUSTIVE
+from tests.tools.test_convert import check, on_one_device
+
+SEEDS = (101, 202)
+
+
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
+    reason="needs torch and transformers",
+)
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "qwen3" else EXHAUSTIVE)
+        for name in FAMILIES
+    ],
+)
+def test_folders_of_other_sizes_are_those_of_the_reference(name, seed, tmp_path):
+    folder = tmp_path / name
+    draw(folder, name, seed)
+    check(on_one_device(folder, folder / "inputs.npz"), folder)
+    assert convert(["to-orbax", str(folder), str(tmp_path / "run")]) == 0
+    arguments = ["to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--source", str(folder)]
+    assert convert(arguments) == 0
+    for file in folder.iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
