@@ -158,13 +158,14 @@ def make_spec(
             alignment=ALIGNMENT,
             slots_per_token=1,
             longest=most[name],
-            flops=phase_flops(MODEL, name, TRAINED),
+            flops=flops,
             config=PhaseConfig(max_capacity=MOST_SLOTS, row_classes=ROW_CLASSES),
             spans=spans_up_to(widest, ranks),
             gather_cost=gather_cost(MODEL, name, flops_per_byte("gpu")),
-            microbatch_cost=microbatch_cost(MODEL, name, "gpu"),
+            microbatch_cost=microbatch_cost(MODEL, name, "gpu", flops.linear),
         )
         for name, phase in make_phases(MODEL).items()
+        for flops in (phase_flops(MODEL, name, TRAINED),)
     ]
     line = np.arange(ranks, dtype=np.int32)[:, None]
     grids = {DIFFUSION: ExchangeGrid(line, line)}
