@@ -67,12 +67,11 @@ def learning_rate(
     return jnp.asarray(optax.join_schedules([warmup, after], [config.warmup_steps])(step))
 
 
-def clip_by_norm(grads: Any, norm: Float[Array, ""], limit: float | None) -> Any:
-    """Scale gradients so that their global norm, given, is at most `limit`."""
+def clip_scale(norm: Float[Array, ""], limit: float | None) -> Float[Array, ""]:
+    """The factor of gradients with this global norm that makes it at most `limit`."""
     if limit is None:
-        return grads
-    scale = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
-    return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+        return jnp.ones_like(norm)
+    return jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
 
 
 def _decayed(params: Any) -> Any:

@@ -37,7 +37,7 @@ from jaxmllm.training.averages import first_averages, moved_averages
 from jaxmllm.training.objectives.routing import Routing, router_loss, router_means
 from jaxmllm.training.objectives.tokens import Sums, failed_examples, sums_by_source, token_losses
 from jaxmllm.training.optimizer import (
-    clip_by_norm,
+    clip_scale,
     init_optimizer,
     learning_rate,
     optimizer_updates,
@@ -379,9 +379,10 @@ class StepFunctions:
         targets = sums.targets.sum()
         loss = sums.loss.sum() / jnp.maximum(targets, 1)
         text_loss, drawn = loss, sums.drawn
+        norm = optax.tree.norm(grads)
+        rescale = jnp.ones((), norm.dtype)
         if drawn is None:  # what a router adds is part of the sum, and rescaled with it
-            rescale = planned / jnp.maximum(targets, 1)
-            grads = jax.tree.map(lambda g: g * rescale.astype(g.dtype), grads)
+            rescale = (planned / jnp.maximum(targets, 1)).astype(norm.dtype)
             counted = targets
         else:  # two means: what is masked of one cannot be told from the sum of their gradients
             patches = drawn.patches.sum()
@@ -389,13 +390,15 @@ class StepFunctions:
             objective = self.objective
             loss = objective.language.weight * loss + objective.diffusion.weight * drawn_loss
             counted = patches + (targets if self.learns_text else 0)
-        norm = optax.tree.norm(grads)
+        norm = norm * rescale
         rate = learning_rate(self.optimizer, self.decay_steps, state.step)
         usable = jnp.isfinite(loss) & jnp.isfinite(norm) & (counted > 0)
 
         trained, frozen = self.model.trainable.split(state.params)
-        clipped = clip_by_norm(grads, norm, self.optimizer.clip_norm)
-        updates, optimizer = optimizer_updates(self.optimizer, clipped, state.optimizer, trained)
+        # One factor for both: gradients that are read again are not written first
+        scale = rescale * clip_scale(norm, self.optimizer.clip_norm)
+        scaled = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+        updates, optimizer = optimizer_updates(self.optimizer, scaled, state.optimizer, trained)
         for name in grads:
             component_rate = rate * self.model.components[name].settings.learning_rate_scale
             trained[name] = jax.tree.map(

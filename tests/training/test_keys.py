@@ -53,7 +53,7 @@ from jaxmllm.training import loop
 from jaxmllm.training.generator_functions import GeneratorFunctions
 from jaxmllm.training.objectives.flow import FlowSums
 from jaxmllm.training.objectives.tokens import Sums
-from jaxmllm.training.optimizer import clip_by_norm, learning_rate, make_optimizer
+from jaxmllm.training.optimizer import clip_scale, learning_rate, make_optimizer
 from jaxmllm.training.run import USER_ERRORS, Run
 from jaxmllm.training.step_functions import StepFunctions
 from sharding.mesh import make_mesh, mesh_shape
@@ -277,8 +277,8 @@ def updates(config: Config, _: Scene) -> Any:
     optimizer, params = make_optimizer(config.optimizer), {"kernel": jnp.ones(2)}
 
     def after(state: Any, grad: Any) -> Any:
-        grads = clip_by_norm({"kernel": grad}, jnp.float32(3.0), config.optimizer.clip_norm)
-        new, state = optimizer.update(grads, state, params)
+        scale = clip_scale(jnp.float32(3.0), config.optimizer.clip_norm)
+        new, state = optimizer.update({"kernel": scale * grad}, state, params)
         return state, new["kernel"]
 
     grads = jnp.array([[1.0, 0.0], [1.0, 0.1], [1.0, 0.2]])
