@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from sharding.pipeline.graph import Graph, Slots
+from sharding.pipeline.graph import Graph, Pool, Slots
 from sharding.pipeline.ring import PipelineError
 from sharding.pipeline.schedules.greedy import POWERS, greedy
 from sharding.pipeline.schedules.schedule import Schedule, lockstep
-from sharding.pipeline.slots import slots_needed
+from sharding.pipeline.slots import keep_residuals, slots_needed
 
 Order = Callable[[Graph], Schedule]
 
@@ -31,7 +31,8 @@ def shortest(
     greedy schedules; of equal ones a greedy one.
 
     The fixed orders take milliseconds, and greedy schedules are given up as soon as they cannot be as
-    short.
+    short. Where slots keep residuals, cost is what remains with these kept: an order that goes back
+    soon uses a slot again and again. No greedy schedule is given up then.
 
     Args:
       powers: of the greedy schedules.
@@ -41,14 +42,18 @@ def shortest(
       PipelineError: no schedule is found that fits the slots, or a greedy one within the bound.
     """
     found = fitting_orders(graph, fixed_orders, slots)
-    bounds = [lockstep(schedule) for schedule in found]
-    if bound is not None:
+    budget = slots or {}
+    keeps = any(count for (pool, _), count in budget.items() if pool == Pool.RESIDUAL)
+    bounds = [] if keeps else [lockstep(schedule) for schedule in found]
+    if bound is not None and not keeps:
         bounds.append(bound)
     try:
         found.insert(0, greedy(graph, slots, powers=powers, bound=min(bounds, default=None)))
     except PipelineError:
         if not found:
             raise
+    if keeps:
+        return min(found, key=lambda schedule: lockstep(keep_residuals(schedule, budget)))
     return min(found, key=lockstep)
 
 

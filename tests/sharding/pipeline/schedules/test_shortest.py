@@ -10,7 +10,7 @@ from sharding.pipeline.schedules.greedy import greedy
 from sharding.pipeline.schedules.orders import gpipe, interleaved
 from sharding.pipeline.schedules.schedule import lockstep
 from sharding.pipeline.schedules.shortest import fitting_orders, shortest
-from sharding.pipeline.slots import slots_needed
+from sharding.pipeline.slots import keep_residuals, slots_needed
 from tests.sharding.pipeline.models import ring_of, workload_of
 
 
@@ -53,3 +53,16 @@ def test_a_bound_is_kept_or_told():
         greedy(graph, bound=least - 1)
     with pytest.raises(PipelineError, match="longer than the bound"):
         shortest(graph, [], bound=least - 1)
+
+
+@pytest.mark.parametrize("kept", [1, 2, 4])
+def test_kept_residuals_count(kept):
+    """Greedy schedules, which go back soon, may then be the shorter ones."""
+    graph = graph_of(0, stages=2, microbatches=12)
+    schedules = [order(graph) for order in (greedy, gpipe, interleaved)]
+    slots = {key: 99 for each in schedules for key in slots_needed([each])}
+    slots |= {(Pool.RESIDUAL, chain): kept for chain in range(len(graph.ring.chains))}
+    costs = [lockstep(keep_residuals(each, slots)) for each in schedules]
+    found = shortest(graph, fixed_orders(), slots)
+    assert lockstep(keep_residuals(found, slots)) == min(costs)
+    assert costs != [lockstep(each) for each in schedules], "slots that keep nothing prove nothing"
