@@ -242,12 +242,12 @@ def make_graph(
 
 
 def make_slots(chains: Chains, graph: Graph, live: int | None = None) -> Slots:
-    """Room for `live` microbatches of the reader at a time; none: for whatever waits."""
+    """Room for `live` microbatches of the reader at a time; none: for whatever waits. Nothing keeps residuals."""
     slots: Slots = {}
     for number, chain in enumerate(graph.ring.chains):
         rows = chains.room if chain.name in chains.read else 1
         room = graph.size if live is None else live * rows * chain.chunks_per_rank
-        slots |= {(pool, number): room for pool in Pool}
+        slots |= {(pool, number): room for pool in Pool if pool != Pool.RESIDUAL}
         slots[Pool.PENDING, number] = PENDING
     return slots
 
