@@ -63,6 +63,7 @@ def optimum_rows(
             config = omni_config(model, data=data, **sections)
             planner = make_planner(config, CLUSTERS["h100"], count, seed, mix=MIXES[mix])
             rows.append({"kind": OPTIMUM, "devices": count, "mix": mix} | _compared(planner, count))
+            print(f"{count} devices, {mix}: {rows[-1]['over_best']:.3f} of the best", flush=True)
     print_table(
         "chosen, and best of all", COLUMNS, [[row[name] for name in COLUMNS] for row in rows]
     )

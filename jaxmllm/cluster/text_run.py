@@ -78,7 +78,8 @@ class TextRun:
                 raise TextRunError(f"{field.name} {value!r} is no whole number above 0")
             if field.type == "bool" and not isinstance(value, bool):
                 raise TextRunError(f"{field.name} {value!r} is neither true nor false")
-        if self.stages * self.interleave > self.layers:
+        # First and last chunks may lack a layer, for embedding and head
+        if self.stages * max(self.interleave - 1, 1) > self.layers:
             chunks = f"stages {self.stages} x interleave {self.interleave}"
             raise TextRunError(f"{chunks} are more than layers {self.layers}")
         meshed = self.data * self.fsdp * self.context * self.tensor * self.stages
