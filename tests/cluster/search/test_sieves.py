@@ -115,6 +115,28 @@ def test_the_fastest_plan_is_that_of_all_layouts(devices, sections):
     assert min(one.seconds for one in found.ranked) <= 1.01 * best
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("better", ["memory", "memory_bandwidth", "peak_flops", "links"])
+def test_better_hardware_never_makes_the_best_plan_slower(searched, better):
+    """By more than 1 %: rows are chosen in view of it, from a few."""
+
+    def fastest(**changes):
+        cluster = H100.model_copy(update=plain | changes)
+        return min(one.seconds for one in planner(4, cluster, mesh={"context": 1}).search(4).ranked)
+
+    plain = {"device_kind": "", "peak_flops": H100.peak()}
+    link = H100.in_node
+    rates = {key: 2 * getattr(link, key) for key in ("bytes_per_second", "reduced_per_second")}
+    changes = {
+        "memory": {"memory": 2 * H100.memory},
+        "memory_bandwidth": {"memory_bandwidth": 2 * H100.memory_bandwidth},
+        "peak_flops": {"peak_flops": 2 * H100.peak()},
+        "links": {"in_node": link.model_copy(update=rates)},
+    }
+    before = min(one.seconds for one in searched[1].ranked)
+    assert fastest(**changes[better]) <= 1.01 * before
+
+
 def test_stages_are_estimated_with_what_they_wait_for():
     plain = planner(4, mesh={"context": 1}).estimates(4)
     staged = planner(8, mesh={"context": 1}, pipeline={"stages": 2}).estimates(8)
