@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 # so many widths more
 DRAWING: Final = {"full": (18.75, 3.75), "dots": (25.5, 3.75), "none": (18.75, 3.75)}
 SECOND_ATTENTION: Final = 13
-# With two streams, for each row that runs through weights: what slots are taken from and put into
-OF_STREAMS: Final = 12.3
 # Of those, what gradients of vectors take, which nothing asks for of frozen layers
 OF_VECTORS: Final = 5
-FORWARD: Final = (3.0, 1.0)  # the same of a forward pass
+# With two streams, so many more for each row that runs through weights: what slots are taken from and put into
+OF_STREAMS: Final = 12.3
+DRAWING_FORWARD: Final = (3.0, 1.0)  # the same of a forward pass
 # Widths that a layer keeps where nothing is made again besides six of its MLP, and for a second attention
 KEPT: Final = 36.5
 SECOND_KEPT: Final = 16
@@ -84,8 +84,8 @@ class DrawingProgram(PhaseProgram):
         width += OF_STREAMS * (self.shapes.streams - 1)
         values = self._streams * (width * self.width + mlp * self.mlp)
         scattered = [weight.numbers for weight in trained if weight.parts > 1]
-        whole = [weight.numbers for weight in trained if weight.parts == 1]
-        gradients = sum(scattered) + sum(whole) + WIDEST_AGAIN * max(scattered, default=0.0)
+        gradients = sum(weight.numbers for weight in trained)
+        gradients += WIDEST_AGAIN * max(scattered, default=0.0)
         keys = 0.0
         if self.layout.parts > 1:  # keys and values of the whole row, and their gradients
             keys = 2 * 2 * self.slots * self.layout.parts * self.keys * (1 + self.second)
@@ -100,7 +100,7 @@ class DrawingProgram(PhaseProgram):
         return gradients + WIDE * sum(wide) + 2 * self.slots * self._language
 
     def forward(self, keeps: bool) -> dict[str, float]:
-        width, mlp = FORWARD
+        width, mlp = DRAWING_FORWARD
         values = self._streams * (width * self.width + mlp * self.mlp)
         layer = [self._gathered(one) for one in self.weights if one.layers and one.parts > 1]
         return {"layer forward": self.turned + self.slots * values + max(layer, default=0.0)}

@@ -345,12 +345,13 @@ class _Phase:
         reading = (3 if self._on_cpus else 1) + of_mlps
         attentions = getattr(self.shapes, "attentions", 1)
         generates = self.phase in self.programs.generators
-        # Queries of a second attention read patches, keys and values conditions
-        reading += (attentions - 1) * (3 if self._on_cpus else 2)
+        reading += attentions - 1  # queries of a second one
         again = attentions + generates if self.settings.settings.remat == "full" else 0
         # What attention adds; the MLP's is needed where it is gated
         times = self.forward * (attentions + whole_mlps) * layers
         times += self.backward * layers * (reading + again)
+        # Gradients of the conditions that it reads, of all layers together
+        times += self.backward * (attentions - 1)
         yield _send(layout, ALL_REDUCE, axes, size, times)
         if generates:
             yield from self._states_projected()
