@@ -45,7 +45,7 @@ def block_rows(pairs: int, experts: int) -> int:
     """b: a power of two near what an expert has where all have the same.
 
     An expert's last block is half empty on average, so that smaller ones would compute less in vain; but every block
-    reads the matrices of its expert, which takes as long as the products of 50 rows.
+    reads the matrices of its expert, which takes as long as the products of some 80 rows.
     """
     rows = max(pairs // experts, 1)
     return min(max(1 << (rows - 1).bit_length(), SMALLEST_BLOCK), LARGEST_BLOCK)

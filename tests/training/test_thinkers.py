@@ -29,7 +29,9 @@ from tests.training.test_published_run import WORDS, published
 
 THINKERS = ("qwen2_5_omni", "qwen3_omni_moe")
 RECORDS, BATCH = 48, 12
-PHASES = ("vision", "audio", "language")
+ROWS = {"row_classes": 1, "spans": [1], "kept_residuals": 0}  # few programs to compile
+# A block of audio that two devices can share holds whole chunks of clips
+BLOCKS = {"vision": 32, "audio": 416, "language": 32}
 # What a record holds beside text, in turn
 KINDS = ((), ("image",), ("audio",), ("video",), ("image", "audio"), ("audio", "video", "image"))
 
@@ -64,11 +66,7 @@ def tree(folder) -> dict:
             "batch_size": BATCH,
         },
         "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
-        # Blocks of audio that two devices can share hold whole chunks of clips
-        "phases": {
-            name: {"block": 416 if name == "audio" else 32, "row_classes": 1, "spans": [1]}
-            for name in PHASES
-        },
+        "phases": {name: ROWS | {"block": BLOCKS[name]} for name in BLOCKS},
         "mesh": {"data": 1},
         "logging": {"tensorboard": False},
     }
