@@ -6,8 +6,9 @@ them, and attention by the items of the costliest row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from jaxmllm.cluster.drawing import drawing_of
 from jaxmllm.cluster.held import device_bytes
 from jaxmllm.cluster.mixtures import AGAIN, Mixture, mixture_of
 from jaxmllm.cluster.sends import GATHER, SCATTER, Send, program_sends
+from jaxmllm.config.schema import ModelConfig
 from jaxmllm.phases import LANGUAGE
 
 if TYPE_CHECKING:
@@ -90,15 +92,14 @@ class PhaseSeconds:
         self.shapes = getattr(model.config, phase)
         self.spec = programs.spec.phases[phase]
         self.trained = bool(programs.functions.trainable_of(phase))
-        layers = phase_layers(resolved_model(programs), phase)
-        stack = [layer for layer in layers if any(layer.attention_squares)]
-        self.forward = _forward_flops(layers)
-        self.head = float(layers[-1].linear(1)) if phase == LANGUAGE else 0.0
-        self.again = sum(layer.linear(1) for layer in stack)
+        flops = _forward_flops(model.config, model.vocab_size, phase)
+        self.forward = [flops.linear, *flops.squares]
+        self.head = flops.last if phase == LANGUAGE else 0.0
+        self.again = flops.stack
         self.drawing = drawing_of(model.config, phase)
         # Numbers of a slot that convolutions along time and mels yield, and FLOPs of their products
         self.planes = getattr(self.shapes, "stem_numbers", 0)
-        self.stem = float(layers[0].linear(1)) if self.planes else 0.0
+        self.stem = flops.first if self.planes else 0.0
         self.mixture = mixture_of(model, phase, 1.0)
         # Of experts, FLOPs of a slot in all layers forward: computed again in part, whatever `remat` says
         self.of_experts = 0.0
@@ -264,12 +265,27 @@ class PhaseSeconds:
         return activations + summed + self.shapes.layers * blocks
 
 
-def _forward_flops(layers: Iterable[Any]) -> list[float]:
-    """Forward FLOPs of a phase: per slot, and for each of `ItemCost.squares`."""
-    layers = list(layers)
-    linear = float(sum(sum(layer.products) for layer in layers))
+class ForwardFlops(NamedTuple):
+    """Of a phase, per slot and forward alone."""
+
+    linear: float  # of all products
+    squares: tuple[float, ...]  # for each of `ItemCost.squares`
+    stack: float  # of the products of layers that attend
+    first: float  # of a stem or embedding
+    last: float  # of a projector or head
+
+
+@lru_cache(maxsize=64)  # layouts of a search share their model
+def _forward_flops(model: ModelConfig, vocab_size: int, phase: str) -> ForwardFlops:
+    layers = phase_layers(with_vocabulary(model, vocab_size), phase)
     kinds = zip(*(layer.attention_squares for layer in layers), strict=True)
-    return [linear, *(float(sum(kind)) for kind in kinds)]
+    return ForwardFlops(
+        linear=float(sum(sum(layer.products) for layer in layers)),
+        squares=tuple(float(sum(kind)) for kind in kinds),
+        stack=float(sum(layer.linear(1) for layer in layers if any(layer.attention_squares))),
+        first=float(layers[0].linear(1)),
+        last=float(layers[-1].linear(1)),
+    )
 
 
 def row_squares(
@@ -289,8 +305,13 @@ def row_squares(
     return [np.take_along_axis(rows, costliest, 1)[:, 0] for rows in by_row]
 
 
-def resolved_model(programs: Programs) -> Any:
+def resolved_model(programs: Programs) -> ModelConfig:
     """The model's shapes with the size of its vocabulary."""
     model = programs.functions.model
-    language = model.config.language.model_copy(update={"vocab_size": model.vocab_size})
-    return model.config.model_copy(update={"language": language})
+    return with_vocabulary(model.config, model.vocab_size)
+
+
+def with_vocabulary(model: ModelConfig, vocab_size: int) -> ModelConfig:
+    """The shapes of a model whose vocabulary has this size."""
+    language = model.language.model_copy(update={"vocab_size": vocab_size})
+    return model.model_copy(update={"language": language})
