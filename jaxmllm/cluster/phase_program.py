@@ -45,7 +45,7 @@ HEAD_ROWS: Final = 3  # [t, D] arrays beside the head's loop
 # [t, D] arrays of a stem of convolutions, whose first one has two positions for a token
 STEM_KEPT: Final = 18
 # Of what convolutions along time and mels yield: arrays that lie there at once, forward and backward
-PLANES, PLANES_BACKWARD = 2.0, 4.0
+PLANES, PLANES_BACKWARD = 1.7, 4.45
 IN_FLIGHT: Final = 4  # microbatches per stage; see `PipelineConfig.microbatches_in_flight`
 PROJECTOR_KEPT: Final = 6  # arrays of a projector's tokens, as wide as its MLP
 GAPS: Final = 1.03  # the heap's, of what comes and goes

@@ -26,9 +26,10 @@ CONTEXT = (("data", 1), ("fsdp", 16), ("context", 4))
 
 
 @cache
-def model_of(name, mesh, remat="full", frozen=(), choices=()):
+def model_of(name, mesh, remat="full", frozen=(), choices=(), audio=()):
     tree = config_tree(omni_config(name, mesh=dict(mesh), data={"batch_size": 128}, remat=remat))
     tree["model"]["language"] |= dict(choices)
+    tree["model"]["audio"] |= dict(audio)
     for component in frozen:
         tree["components"][component]["freeze"] = True
     config = parse_config(tree)
@@ -72,6 +73,15 @@ def test_choices_of_the_decoder_take_what_was_compiled(remat, choice, compiled_g
     model = model_of("7B", FSDP, remat, choices=(choice,))
     estimated = program_temporaries(model, ProgramName(LOSS, "language", 8192))
     assert 0.95 * compiled_gb < estimated.total / 1e9 < 1.1 * compiled_gb
+
+
+@pytest.mark.parametrize(("program", "compiled_gb"), [("encode", 0.845), (GRAD, 2.293)])
+def test_convolutions_along_time_and_mels_take_what_was_compiled(program, compiled_gb):
+    stem = (("chunk_frames", 96), ("stem_channels", 480))
+    model = model_of("7B", (("data", 2), ("fsdp", 32)), audio=stem)
+    estimated = program_temporaries(model, ProgramName(program, "audio", 12_288))
+    assert 0.95 * compiled_gb < estimated.total / 1e9 < 1.1 * compiled_gb
+    assert estimated.moment.startswith("stem")
 
 
 def test_freezing_takes_less_and_longer_rows_more():
