@@ -59,6 +59,11 @@ class TowerConfig(Section):
         """The matrices of every layer that can have adapters: see adapter_sections.py."""
         return tower_matrices(self.width, self.mlp_width, gated=self.mlp_matrices == 3)
 
+    @property
+    def rotates(self) -> bool:
+        """Whether layers rotate queries and keys."""
+        return True
+
     def _check_not_rotary(self, positions: str) -> None:
         if self.rope_theta != TowerConfig.model_fields["rope_theta"].default:
             raise ValueError(
@@ -73,7 +78,9 @@ class TowerConfig(Section):
 
     @model_validator(mode="after")
     def _check_heads(self) -> TowerConfig:
-        if self.width % (self.heads * 4):
+        if self.width % self.heads:
+            raise ValueError(f"width ({self.width}) must be a multiple of heads ({self.heads})")
+        if self.rotates and self.width % (self.heads * 4):
             raise ValueError(
                 f"width ({self.width}) must be a multiple of 4 * heads ({self.heads}): two rotary axes of pairs"
             )
@@ -337,6 +344,10 @@ class AudioConfig(TowerConfig):
         return self.pool * self.merge
 
     @property
+    def rotates(self) -> bool:
+        return self.positions == "rotary"
+
+    @property
     def learned_positions(self) -> int:
         """Places of a chunk that have learned positions; none: 0."""
         return self.chunk_tokens if self.positions == "table" else 0
@@ -349,7 +360,7 @@ class AudioConfig(TowerConfig):
             raise ValueError(
                 f"chunk_frames ({self.chunk_frames}) must be a multiple of {self.stem_stride} * pool * merge ({token})"
             )
-        if self.positions != "rotary":
+        if not self.rotates:
             self._check_not_rotary(self.positions)
         if self.attention == "chunk" and self.silence == "heard":
             raise ValueError(

@@ -171,6 +171,7 @@ def test_unknown_keys_name_the_nearest_valid_one(path, override, message):
         ("data.images.resize=tiles", "data.images.resize (tiles): towers with a class token see"),
         ("data.images.max_tiles=2", "max_tiles (2): with resize (area) an image is not cut"),
         ("model.vision.width=36", "model.vision: width (36) must be a multiple of 4 * heads (2)"),
+        ("model.vision.heads=3", "model.vision: width (32) must be a multiple of heads (3)"),
         ("mesh.fsdp=0", "mesh.fsdp: must be greater than 0 or -1 (got 0)"),
         ("mesh.data=-2", "mesh.data: must be greater than 0 or -1 (got -2)"),
         ("mesh.tensor=-1", "mesh: data and tensor are -1, but only one axis can take the rest"),
