@@ -66,6 +66,12 @@ SMALL = [
 ]
 
 
+FEW = [
+    f"phases.{phase}={{block: 32, capacities: [{slots}], spans: [1]}}"
+    for phase, slots in (("vision", 128), ("language", 256), ("diffusion", 256))
+]
+
+
 def plan(config_file, *words, devices=8, cluster="cpu"):
     command = ["--config", str(config_file), "--devices", str(devices), "--cluster", cluster]
     return main([*command, *words])
@@ -209,7 +215,7 @@ def assert_planned_as_run(folder, devices):
 
 
 def test_a_model_that_draws_is_planned(drawing_file, tmp_path):
-    words = ["--out", str(tmp_path), "mesh={context: 1, tensor: 1}", "pipeline.stages=1"]
+    words = ["--out", str(tmp_path), "mesh={fsdp: 2, context: 1, tensor: 1}", *FEW]
     assert plan(drawing_file, *words, devices=4) == 0
     layouts = json.loads((tmp_path / "plan.json").read_text())["layouts"]
     for layout in layouts:
@@ -220,7 +226,7 @@ def test_a_model_that_draws_is_planned(drawing_file, tmp_path):
 
 @pytest.mark.slow
 def test_a_model_that_draws_is_planned_in_stages(drawing_file, tmp_path):
-    words = ["--out", str(tmp_path), "mesh={data: 2}", "pipeline.stages=2"]
+    words = ["--out", str(tmp_path), "mesh={data: 2}", "pipeline.stages=2", *FEW]
     assert plan(drawing_file, *words, devices=4) == 0
     (layout,) = json.loads((tmp_path / "plan.json").read_text())["layouts"]
     assert layout["stages"] == 2 and layout["parts"]["diffusion/compute"] > 0
