@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from jaxmllm.models.mllm import MLLM
     from jaxmllm.training.programs.base import ProgramName
 
-# Values of a slot that a layer's backward pass has in memory at once, in (D, F) by remat, and with a second attention
-# so many widths more
+# Values of a slot that a layer's backward pass has in memory at once, in (D, F) by remat; for a second attention so
+# many more, in (D, Q)
 DRAWING: Final = {"full": (18.75, 3.75), "dots": (25.5, 3.75), "none": (18.75, 3.75)}
-SECOND_ATTENTION: Final = 13
+SECOND_ATTENTION: Final = (2.5, 10.4)
 # Of those, what gradients of vectors take, which nothing asks for of frozen layers
 OF_VECTORS: Final = 5
 # With two streams, so many more for each row that runs through weights: what slots are taken from and put into
@@ -80,9 +80,10 @@ class DrawingProgram(PhaseProgram):
         remat = self.component.settings.remat
         width, mlp = DRAWING[remat if isinstance(remat, str) else "full"]
         trained = [weight for weight in self.weights if weight.layers and weight.trained]
-        width += SECOND_ATTENTION * self.second - OF_VECTORS * (not trained)
-        width += OF_STREAMS * (self.shapes.streams - 1)
+        width += OF_STREAMS * (self.shapes.streams - 1) - OF_VECTORS * (not trained)
         values = self._streams * (width * self.width + mlp * self.mlp)
+        beside, queries = SECOND_ATTENTION
+        values += self.second * (beside * self.width + queries * self.queries)
         scattered = [weight.numbers for weight in trained if weight.parts > 1]
         gradients = sum(weight.numbers for weight in trained)
         gradients += WIDEST_AGAIN * max(scattered, default=0.0)
