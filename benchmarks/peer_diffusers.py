@@ -175,8 +175,8 @@ class Batches:
 
     def _item(self, step: int, number: int) -> Arrays:
         (item,) = self.corpus.read(np.array([number]))[0].items
-        drawn = self.rule.of(step, self.corpus.id(number), 0)
         count, features = item.features.shape
+        drawn = self.rule.of(step, self.corpus.id(number), 0, count)
         keys = jnp.tile(jnp.array(drawn.noise, jnp.uint32), (count, 1))
         noise = patch_noise(keys, jnp.arange(count), features)
         latents, noise_of_latents = (

@@ -41,13 +41,16 @@ class DiffusionObjectiveConfig(Section):
     error of the velocity, noise - image, whatever is predicted: the velocity or the image (`sample`).
 
     Times t are drawn uniformly or as the logistic function of a normal number (arXiv 2403.03206), and
-    moved towards noise: t -> shift * t / (1 + (shift - 1) * t).
+    moved towards noise: t -> shift * t / (1 + (shift - 1) * t). With `shift_patches`, `shift` is that of an item
+    of so many patches, and grows with the square root of their number (arXiv 2403.03206): the same noise hides less
+    of a larger picture.
     """
 
     weight: PositiveFloat = 1.0
     prediction: Literal["velocity", "sample"] = "velocity"
     times: Literal["uniform", "logit_normal"] = "logit_normal"
     shift: PositiveFloat = 1.0
+    shift_patches: PositiveInt | None = None  # none: `shift` is that of all items
     # Share of items that are drawn without their conditions, for classifier-free guidance
     # (arXiv 2207.12598)
     condition_drop: float = Field(0.1, ge=0.0, le=1.0)

@@ -28,7 +28,7 @@ from jaxmllm.data.media.blanks import Blank, Blanks
 from jaxmllm.data.media.generated import GeneratedPixels
 from jaxmllm.data.media.latents import GeneratedLatents
 from jaxmllm.data.media.reference import Clip
-from jaxmllm.data.rows.draws import DrawRule, shifted
+from jaxmllm.data.rows.draws import DrawRule
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.data.rows.masks import Row
 from jaxmllm.data.sources.requests import Requests
@@ -75,8 +75,7 @@ class Drawing:
     def drawn(self, params: Any, steps: int, guidance: float) -> Iterator[Drawn]:
         """All that is asked for, in batches of `data.batch_size`. Raises `DataError` for what is shown and does not
         decode."""
-        shift = self.config.objective.diffusion.shift
-        times = [shifted(1 - step / steps, shift) for step in range(steps + 1)]
+        times = [1 - step / steps for step in range(steps + 1)]
         for number, examples in enumerate(self._batches):
             batch = self._filler(number, examples)
             if batch.failures:

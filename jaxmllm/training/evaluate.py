@@ -8,6 +8,7 @@
     eval/masked_examples, eval/masked_by_source/<source>   examples left out of both: a media item did not decode
     eval/failed_media                               media items of this evaluation that did not decode
     eval/drawn_loss, eval/drawn_by_source/<source>  of models that draw: over the patches of generated items
+    eval/drawn_by_time/<from>                       the same of the noise of a quarter of the times, by where it begins
     eval/masked_patches                             patches left out: their item did not decode, or what it is made from
     eval/averaged                                   components whose averages were evaluated, where there are any
 
@@ -27,7 +28,7 @@ from typing import Any
 import jax
 
 from jaxmllm.data.rows.fill import HostStep
-from jaxmllm.training.objectives.flow import FlowSums
+from jaxmllm.training.objectives.flow import FlowSums, time_bands
 from jaxmllm.training.programs.base import Evaluated, Programs
 
 NOTHING: dict[str, Any] = {  # without a batch
@@ -39,7 +40,12 @@ NOTHING: dict[str, Any] = {  # without a batch
     "masked_by_source": {},
     "failed_media": 0,
 }
-NOTHING_DRAWN: dict[str, Any] = {"drawn_loss": None, "drawn_by_source": {}, "masked_patches": 0}
+NOTHING_DRAWN: dict[str, Any] = {
+    "drawn_loss": None,
+    "drawn_by_source": {},
+    "drawn_by_time": {},
+    "masked_patches": 0,
+}
 
 
 def evaluate(
@@ -96,6 +102,13 @@ def _drawn(sums: FlowSums, sources: Sequence[str], planned: int) -> dict[str, An
     return {
         "drawn_loss": float(sums.loss.sum() / sums.patches.sum()) if present else None,
         "drawn_by_source": {sources[i]: float(sums.loss[i] / sums.patches[i]) for i in present},
+        "drawn_by_time": {
+            band: float(loss / patches)
+            for band, loss, patches in zip(
+                time_bands(), sums.loss_by_time, sums.patches_by_time, strict=True
+            )
+            if patches
+        },
         "masked_patches": planned - int(sums.patches.sum()),
     }
 

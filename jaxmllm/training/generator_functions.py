@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxmllm.data.rows.draws import shifted
 from jaxmllm.models.rows import GeneratorRows, TokenPool
 from jaxmllm.trainable import Params, join
 from jaxmllm.training.objectives.flow import (
@@ -28,6 +29,7 @@ from jaxmllm.training.objectives.flow import (
     flow_sums,
     noisy_patches,
     row_noise,
+    slot_times,
 )
 from jaxmllm.training.objectives.tokens import failed_examples
 from jaxmllm.training.step_functions import StepFunctions, accumulated
@@ -102,7 +104,8 @@ class GeneratorFunctions:
         next_time: Float[Array, ""],
         guidance: Float[Array, ""],
     ) -> Float[Array, "R C F"]:
-        """Noisy patches of guided items at the next time, which is less (arXiv 2207.12598, 2209.03003).
+        """Noisy patches of guided items at the next time, which is less (arXiv 2207.12598, 2209.03003). Both times are
+        shifted by what rows have in the place of theirs.
 
         With a guidance of 1 they are drawn from their conditions, with 0 without them, and what lies
         beyond 1 goes on in this direction.
@@ -111,7 +114,9 @@ class GeneratorFunctions:
         layout = model.layout(self.phase)
         assert rows.partners is not None
         states, _ = _condition_slots(rows, pool_offset).take(layout, pool)
-        rows = rows._replace(times=jnp.full_like(rows.times, time))
+        shift = jnp.where(rows.times > 0, rows.times, 1)  # of segments without an item: none
+        now, then = (shifted(at, shift).astype(rows.times.dtype) for at in (time, next_time))
+        rows = rows._replace(times=now)
         predicted = model.draw(params, self.phase, rows, noisy, states).astype(noisy.dtype)
         other = permute(layout, predicted, rows.partners)
         free = (rows.segments != rows.owners)[..., None]  # patches that do not see conditions
@@ -119,7 +124,15 @@ class GeneratorFunctions:
         without = jnp.where(free, predicted, other)
         guided = without + guidance * (with_conditions - without)
         prediction = self.step.objective.diffusion.prediction
-        return euler_step(prediction, guided, noisy, time, next_time)
+        return euler_step(
+            prediction,
+            guided,
+            noisy,
+            *(
+                slot_times(layout, rows, times)[..., None].astype(noisy.dtype)
+                for times in (now, then)
+            ),
+        )
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -137,7 +150,7 @@ class GeneratorFunctions:
     def _loss(
         self, params: Params, rows: GeneratorRows, states: Array, valid: Array
     ) -> tuple[Float[Array, ""], FlowSums]:
-        """Sum of the losses of the rows' patches, and the sums by source."""
+        """Sum of the losses of the rows' patches, and the sums by source and by time."""
         model = self.step.model
         patches = noisy_patches(model.layout(self.phase), rows, self.dtype)
         predicted = model.draw(params, self.phase, rows, patches.noisy, states)
@@ -164,6 +177,7 @@ class GeneratorFunctions:
             counted,
             rows.owners,
             rows.sources,
+            patches.times,
         )
         return losses.sum(), sums
 

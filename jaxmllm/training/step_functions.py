@@ -440,6 +440,9 @@ class StepFunctions:
                 "drawn_loss": drawn_loss,
                 "drawn_loss_by_source": drawn.loss.sum(0) / jnp.maximum(drawn.patches.sum(0), 1),
                 "patches_by_source": drawn.patches.sum(0),
+                "drawn_loss_by_time": drawn.loss_by_time.sum(0)
+                / jnp.maximum(drawn.patches_by_time.sum(0), 1),
+                "patches_by_time": drawn.patches_by_time.sum(0),
             }
         return new, metrics
 

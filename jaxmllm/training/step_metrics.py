@@ -14,8 +14,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxmllm.phases import LANGUAGE
+from jaxmllm.training.objectives.flow import time_bands
 
 RATE_STEPS = 20  # steps that rates are averaged over
 AMOUNTS = (
@@ -96,17 +98,19 @@ def loss(steps: Sequence[StepFacts]) -> Values:
 def drawn(steps: Sequence[StepFacts]) -> Values:
     """Of a model that draws, `loss` is the weighted sum of `text_loss`, the mean over target tokens (without a
     weight not measured), and `drawn_loss`, the mean over patches; `drawn_loss/<source>`: the latter of one source,
-    where it has any."""
+    and `drawn_loss_by_time/<from>`: of the patches whose noise has a time from there on, a quarter long; where there
+    are any."""
     device = steps[-1].device
     if "drawn_loss" not in device:
         return {}
-    by_source = zip(
-        steps[-1].sources, device["drawn_loss_by_source"], device["patches_by_source"], strict=True
-    )
+    of_source, of_time = (f"drawn_loss_by_{group}" for group in ("source", "time"))
+    patches, patches_by_time = device["patches_by_source"], device["patches_by_time"]
+    means = _means("drawn_loss", steps[-1].sources, device[of_source], patches)
+    means |= _means(of_time, time_bands(), device[of_time], patches_by_time)
     return {
         "text_loss": device["text_loss"] if device["targets_by_source"].any() else None,
-        "drawn_loss": device["drawn_loss"] if device["patches_by_source"].any() else None,
-    } | {f"drawn_loss/{source}": mean for source, mean, patches in by_source if patches}
+        "drawn_loss": device["drawn_loss"] if patches.any() else None,
+    } | means
 
 
 def optimization(steps: Sequence[StepFacts]) -> Values:
@@ -139,10 +143,13 @@ def experts(steps: Sequence[StepFacts]) -> Values:
 def loss_by_source(steps: Sequence[StepFacts]) -> Values:
     """`loss/<source>`: the same mean over the target tokens of one source, where it has any."""
     device = steps[-1].device
-    by_source = zip(
-        steps[-1].sources, device["loss_by_source"], device["targets_by_source"], strict=True
-    )
-    return {f"loss/{source}": mean for source, mean, targets in by_source if targets}
+    return _means("loss", steps[-1].sources, device["loss_by_source"], device["targets_by_source"])
+
+
+def _means(key: str, names: Sequence[str], means: NDArray[Any], counts: NDArray[Any]) -> Values:
+    """Those that are over anything, by name."""
+    told = zip(names, means, counts, strict=True)
+    return {f"{key}/{name}": mean for name, mean, count in told if count}
 
 
 # ---------------------------------------------------------------------------- plan

@@ -19,7 +19,7 @@ from jaxmllm.setup.sampling import Drawing, drawing_config, plan_drawing
 from jaxmllm.setup.spans import mesh_spans
 from jaxmllm.tools import draw
 from jaxmllm.training.generator_functions import GeneratorFunctions
-from jaxmllm.training.objectives.flow import FlowSums
+from jaxmllm.training.objectives.flow import TIME_BANDS, FlowSums
 from jaxmllm.training.run_folder import write_config
 from jaxmllm.training.saved_parameters import saved_parameters
 from sharding.mesh import make_mesh
@@ -117,6 +117,27 @@ def test_steps_and_guidance_compile_nothing(alone):
 
 
 @pytest.mark.slow
+def test_times_are_shifted_by_the_size_of_what_is_drawn(alone):
+    """A picture of 30 patches, by a shift that is twice its own for four times as many: by data alone."""
+    config = alone.drawing.config
+    whole = alone.values()["alone"]
+    counter = CompilationCounter()
+
+    def drawn_with(**objective: Any) -> np.ndarray:
+        diffusion = config.objective.diffusion.model_copy(update=objective)
+        changed = config.objective.model_copy(update={"diffusion": diffusion})
+        changed = config.model_copy(update={"objective": changed})
+        drawing = dataclasses.replace(alone.drawing, config=changed)
+        return dataclasses.replace(alone, drawing=drawing).values()["alone"]
+
+    assert config.objective.diffusion.shift == 4.0
+    by_size = drawn_with(shift=8.0, shift_patches=120)
+    np.testing.assert_allclose(by_size, whole, atol=1e-6)
+    assert np.abs(drawn_with(shift_patches=120) - whole).max() > 1e-3
+    assert counter.count == 0
+
+
+@pytest.mark.slow
 def test_one_step_goes_where_the_loss_is_zero(alone):
     """The loss of training, from the same noise at time 1, is the distance of a step's picture from the true one: of
     the half that sees the prompt, and of the other. Blank patches are of a black picture, -1."""
@@ -125,10 +146,14 @@ def test_one_step_goes_where_the_loss_is_zero(alone):
     pools, _, _ = programs._encode(params, batch, programs._zeros("failed"), backward=False)
     (pool,) = programs._states(params, batch, pools)["diffusion"]
     (rows,) = batch.rows["diffusion"]
-    sums = FlowSums(*np.zeros((2, 1, 1), np.float32))
+    of_sources, of_times = (np.zeros((1, groups), np.float32) for groups in (1, TIME_BANDS))
+    sums = FlowSums(of_sources, of_sources, of_times, of_times)
     functions = GeneratorFunctions(programs.functions, "diffusion")
     now = rows._replace(times=np.ones_like(rows.times))
-    loss, patches = jax.jit(functions.evaluate)(params, now, pool, np.int32(0), sums)
+    sums = jax.jit(functions.evaluate)(params, now, pool, np.int32(0), sums)
+    loss, patches = sums.loss, sums.patches
+    np.testing.assert_array_equal(sums.loss_by_time[:, -1], loss[:, 0])
+    assert not sums.patches_by_time[:, :-1].any()
     drawn = [alone.values(1, guidance)["alone"] for guidance in (1.0, 0.0)]
     assert patches.sum() == 2 * 30
     expected = sum(30 * np.mean((values + 1) ** 2) for values in drawn)

@@ -51,7 +51,7 @@ from jaxmllm.setup.sizing import pipeline_sizes, plan_spec, sizing_inputs
 from jaxmllm.setup.spans import mesh_spans, spans_of_phases
 from jaxmllm.training import loop
 from jaxmllm.training.generator_functions import GeneratorFunctions
-from jaxmllm.training.objectives.flow import FlowSums
+from jaxmllm.training.objectives.flow import TIME_BANDS, FlowSums
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.optimizer import clip_scale, learning_rate, make_optimizer
 from jaxmllm.training.run import USER_ERRORS, Run
@@ -204,7 +204,9 @@ def generator(config: Config, _: Scene) -> str:
     zero = jax.ShapeDtypeStruct((), np.int32)
     of_source = jax.ShapeDtypeStruct((layout.ranks, 1), np.float32)
     scale = jax.ShapeDtypeStruct((), np.float32)
-    given = (params, rows, pool, zero, scale, params, FlowSums(of_source, of_source))
+    of_time = jax.ShapeDtypeStruct((layout.ranks, TIME_BANDS), np.float32)
+    sums = FlowSums(of_source, of_source, of_time, of_time)
+    given = (params, rows, pool, zero, scale, params, sums)
     trained, _ = made.trainable.split(params)
     return text_of(functions.draw_loss_and_grad, *given[:5], trained, given[6])
 
@@ -212,7 +214,7 @@ def generator(config: Config, _: Scene) -> str:
 def draws(config: Config, _: Scene) -> Any:
     """What is random of items."""
     rule = draw_rule(config)
-    return rule and [rule.of(step, "id", 0) for step in range(32)]
+    return rule and [rule.of(step, "id", 0, 9) for step in range(32)]
 
 
 def objective(config: Config, _: Scene) -> str:
@@ -223,7 +225,7 @@ def objective(config: Config, _: Scene) -> str:
     state = jax.eval_shape(step.init, params)
     trained, _ = made.trainable.split(params)
     array = jax.ShapeDtypeStruct((1, 1), np.float32)
-    sums = Sums(array, array, array, array, FlowSums(array, array))
+    sums = Sums(array, array, array, array, FlowSums(*(array,) * 4))
     planned, failed = (jax.ShapeDtypeStruct((), dtype) for dtype in (np.float32, np.int32))
     return text_of(step.update, state, trained, sums, planned, failed)
 
@@ -639,7 +641,13 @@ EFFECTS: dict[str, Effect] = {
     **effects("objective.diffusion", objective, DRAWS, weight="0.5"),
     **effects("objective.diffusion", generator, DRAWS, prediction="sample"),
     **effects(
-        "objective.diffusion", draws, DRAWS, times="uniform", shift="4.0", condition_drop="0.5"
+        "objective.diffusion",
+        draws,
+        DRAWS,
+        times="uniform",
+        shift="4.0",
+        shift_patches="4",
+        condition_drop="0.5",
     ),
     **component("vision", encoder("vision")),
     **component("audio", encoder("audio")),

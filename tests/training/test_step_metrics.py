@@ -60,6 +60,22 @@ def test_what_a_router_does_is_told_where_there_is_one() -> None:
     assert record["balance_loss"] == pytest.approx(1.1) and record["router_z_loss"] == 4
 
 
+def test_what_is_drawn_is_told_by_source_and_by_time() -> None:
+    drawing = facts()
+    device = {
+        "text_loss": np.float32(1.5),
+        "drawn_loss": np.float32(0.5),
+        "drawn_loss_by_source": np.array([0, 0.5], np.float32),
+        "patches_by_source": np.array([0, 4], np.float32),
+        "drawn_loss_by_time": np.array([0, 0.25, 0, 0.75], np.float32),
+        "patches_by_time": np.array([0, 2, 0, 2], np.float32),
+    }
+    record = step_record([dataclasses.replace(drawing, device={**drawing.device, **device})])
+    told = {name: value for name, value in record.items() if name.startswith("drawn_loss")}
+    by_time = {"drawn_loss_by_time/0.25": 0.25, "drawn_loss_by_time/0.75": 0.75}
+    assert told == {"drawn_loss": 0.5, "drawn_loss/b": 0.5} | by_time
+
+
 def test_the_head_counts_on_target_tokens_alone() -> None:
     """Of 300 tokens 30 have a target."""
     whole, without = (

@@ -1,5 +1,5 @@
-"""What is random of the items that a model learns to draw: functions of (seed, step, example id, item), of
-nothing else.
+"""What is random of the items that a model learns to draw: functions of (seed, step, example id, item), and of how
+many patches the item has.
 
     (seed, step, id, item) --blake2b--> key of the noise; numbers in (0, 1) --> time, whether conditions are hidden
 
@@ -13,7 +13,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,40 +26,47 @@ class Draws(NamedTuple):
     """Of one item."""
 
     noise: tuple[int, int]  # key, two words of 32 bits
-    time: float  # 0: the image, 1: noise
+    time: float  # 0: the image, 1: noise; of guided items, whose times come with every step, what shifts these
     hidden: bool  # whether the item is made without its conditions
 
 
 @dataclass(frozen=True)
 class DrawRule:
-    """How they are drawn; `evaluation` says whether for a held-out loss, `guided` whether items lie in their rows
-    twice, with and without their conditions (media/blanks.py)."""
+    """How they are drawn; `evaluation` says whether for a held-out loss, `guided` whether items are to be drawn, and
+    lie in their rows twice, with and without their conditions (media/blanks.py)."""
 
     seed: int
     objective: DiffusionObjectiveConfig
     evaluation: bool = False
     guided: bool = False
 
-    def of(self, step: int, id: str, item: int) -> Draws:
-        """Those of an item, given by its number among those of the example."""
+    def of(self, step: int, id: str, item: int, patches: int) -> Draws:
+        """Those of an item, given by its number among those of the example; `patches`: how many it has."""
+        shift = self._shift(patches)
         key = (self.seed, None if self.evaluation else step, id, item)
         digest = hashlib.blake2b(repr(key).encode(), digest_size=24).digest()
         first, second, *words = np.frombuffer(digest, np.uint32).tolist()
         # Strictly between 0 and 1
         uniform, chance = ((word + 0.5) / 2**32 for word in words[:2])
+        if self.guided:
+            return Draws((first, second), shift, False)
         if self.evaluation:
-            band = words[0] % EVALUATION_TIMES
-            return Draws((first, second), self._time((band + 0.5) / EVALUATION_TIMES), False)
-        hidden = chance < self.objective.condition_drop
-        return Draws((first, second), self._time(uniform), hidden)
+            uniform = (words[0] % EVALUATION_TIMES + 0.5) / EVALUATION_TIMES
+        hidden = not self.evaluation and chance < self.objective.condition_drop
+        return Draws((first, second), shifted(self._time(uniform), shift), hidden)
 
     def _time(self, uniform: float) -> float:
-        time = uniform
-        if self.objective.times == "logit_normal":
-            time = 1 / (1 + math.exp(-NormalDist().inv_cdf(uniform)))
-        return shifted(time, self.objective.shift)
+        if self.objective.times == "uniform":
+            return uniform
+        return 1 / (1 + math.exp(-NormalDist().inv_cdf(uniform)))
+
+    def _shift(self, patches: int) -> float:
+        objective = self.objective
+        if objective.shift_patches is None:
+            return objective.shift
+        return objective.shift * math.sqrt(patches / objective.shift_patches)
 
 
-def shifted(time: float, shift: float) -> float:
-    """A time, moved towards noise."""
+def shifted(time: Any, shift: Any) -> Any:
+    """A time, moved towards noise: numbers or arrays."""
     return shift * time / (1 + (shift - 1) * time)

@@ -13,8 +13,8 @@ A row has, with q local ranks, C slots, F features and S segments:
     [q, C] (number of the patch in its item; -1: none, or it did not load), conditions int32 [q, C] (slot
     of its rank's row in the order of the plan, which is where its state arrives, or in stages slot of the
     pool of all language rows that the microbatch reads; -1: none), noise uint32
-    [q, S, 2] (key of each segment's noise), times float32 [q, S], sources int32 [q, S] (-1: none), failed
-    int32 [q] (items that did not load), order and tiles (see masks.py).
+    [q, S, 2] (key of each segment's noise), times float32 [q, S] (of guided items what shifts them), sources
+    int32 [q, S] (-1: none), failed int32 [q] (items that did not load), order and tiles (see masks.py).
 Of guided items, the second half of the patches are the first ones again, which do not see the conditions:
     slots     | c c c p p p q p p p q |        segments of the second half are those of the first + S
     patches     - - - 0 1 2 3 0 1 2 3
@@ -51,7 +51,7 @@ def generator_rows(
     attention: AttentionSpec,
     max_segments: int,
     source_of: Callable[[int], int],
-    draw: Callable[[int, int], Draws],
+    draw: Callable[[int, int, int], Draws],
     threads: int,
     guided: bool = False,
     route: RoutePlan | None = None,
@@ -59,7 +59,7 @@ def generator_rows(
     """Rows of every microbatch, and messages as of `encoder_rows`, with the same errors.
 
     Args:
-      draw: what is random of an item, by example number and number of the item in its example.
+      draw: what is random of an item, by example number, number of the item in its example, and patches.
       guided: whether items lie in their rows with and without their conditions.
       route: where the states that items read lie, in stages; none: they arrive at the slots of conditions.
     """
@@ -73,7 +73,8 @@ def generator_rows(
     draws: dict[int, Draws] = {}
     for item in local.items.tolist():
         example = int(batch.examples[items.example[item]])
-        draws[item] = draw(example, item - int(first_of_example[item]))
+        patches = int(items.length[item] - items.tokens[item]) // (2 if guided else 1)
+        draws[item] = draw(example, item - int(first_of_example[item]), patches)
         row = rows[plan.microbatch[item]]
         row_segment = local.row(item), int(plan.segment[item]) - 1
         row["noise"][row_segment] = draws[item].noise

@@ -1,10 +1,10 @@
-"""Rectified flow (arXiv 2209.03003): noisy patches, and the squared error of the velocity, by source.
+"""Rectified flow (arXiv 2209.03003): noisy patches, and the squared error of the velocity, by source and by time.
 
     image x, noise n, time t --> x_t = (1 - t) x + t n  --model--> velocity v, or the image     loss (v - (n - x))^2
 
 Noise is made patch by patch from (key of the item, number of the patch): the same wherever the patch lies.
 
-Letters: R ranks, C slots, F numbers of a patch, S segments of a row, N sources.
+Letters: R ranks, C slots, F numbers of a patch, S segments of a row, N sources, B bands of time.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from sharding.rules import Layout
 # this (arXiv 2511.13720): at t = 0 nothing is left to predict.
 LEAST_TIME = 0.05
 MIDDLE_GRAY = 127.5
+TIME_BANDS = 4  # of equal width, from the image (0) to noise (1), by which losses are told
 
 
 class FlowSums(NamedTuple):
-    """Sums over the patches that count, by rank and source."""
+    """Sums over the patches that count, by rank and source, and by rank and time."""
 
     loss: Float[Array, "R N"]  # of each patch, the mean over its numbers
     patches: Float[Array, "R N"]
+    loss_by_time: Float[Array, "R B"]  # the same, by the time of the noise
+    patches_by_time: Float[Array, "R B"]
 
 
 class NoisyPatches(NamedTuple):
@@ -76,6 +79,18 @@ def row_noise(layout: Layout, rows: GeneratorRows, dtype: jnp.dtype) -> Float[Ar
     return noise
 
 
+def slot_times(
+    layout: Layout, rows: GeneratorRows, times: Float[Array, "R S"]
+) -> Float[Array, "R C"]:
+    """The times of the slots of each segment; of slots that belong to none anything finite."""
+
+    def on_device(owners: Array, times: Array) -> Array:
+        return times[0][jnp.maximum(owners[0] - 1, 0)][None]
+
+    by_slot: Array = layout.local(on_device, (SLOTS, ("batch",)), SLOTS)(rows.owners, times)
+    return by_slot
+
+
 def patch_noise(
     keys: Int[Array, "C 2"], patches: Int[Array, " C"], numbers: int
 ) -> Float[Array, "C F"]:
@@ -109,12 +124,17 @@ def euler_step(
     prediction: str,
     predicted: Float[Array, "R C F"],
     noisy: Float[Array, "R C F"],
-    time: Float[Array, ""],
-    next_time: Float[Array, ""],
+    time: Float[Array, "R C 1"],
+    next_time: Float[Array, "R C 1"],
 ) -> Float[Array, "R C F"]:
     """Noisy patches at a time before theirs, along the velocity that is predicted."""
     velocity = predicted if prediction == "velocity" else (noisy - predicted) / time
     return noisy + (next_time - time) * velocity
+
+
+def time_bands() -> list[str]:
+    """The names of the bands of time: where each begins."""
+    return [f"{band / TIME_BANDS:g}" for band in range(TIME_BANDS)]
 
 
 def flow_losses(
@@ -135,21 +155,28 @@ def flow_sums(
     counted: Bool[Array, "R C"],
     owners: Int[Array, "R C"],
     source_of: Int[Array, "R S"],
+    times: Float[Array, "R C"],
 ) -> FlowSums:
-    """Per rank and source: loss and patches."""
+    """Per rank and source, and per rank and band of time: loss and patches."""
     split = layout.mesh_axes("sequence")
 
-    def on_device(losses: Array, counted: Array, owners: Array, source_of: Array) -> FlowSums:
+    def on_device(
+        losses: Array, counted: Array, owners: Array, source_of: Array, times: Array
+    ) -> FlowSums:
         padded = jnp.concatenate([jnp.full_like(source_of[0][:1], -1), source_of[0]])
         source = padded[owners[0]]
+        band = jnp.minimum((times[0] * TIME_BANDS).astype(jnp.int32), TIME_BANDS - 1)
 
-        def total(values: Array) -> Array:
-            of_source = source[:, None] == jnp.arange(sources)
-            summed = jnp.where(of_source, values[:, None].astype(losses.dtype), 0).sum(0)[None]
+        def total(values: Array, group: Array, groups: int) -> Array:
+            of_group = group[:, None] == jnp.arange(groups)
+            summed = jnp.where(of_group, values[:, None].astype(losses.dtype), 0).sum(0)[None]
             return jax.lax.psum(summed, split) if split else summed
 
-        return FlowSums(total(losses[0]), total(counted[0]))
+        return FlowSums(
+            *(total(values[0], source, sources) for values in (losses, counted)),
+            *(total(values[0], band, TIME_BANDS) for values in (losses, counted)),
+        )
 
-    local = layout.local(on_device, (SLOTS, SLOTS, SLOTS, ("batch",)), ("batch",))
-    sums: FlowSums = local(losses, counted, owners, source_of)
+    local = layout.local(on_device, (SLOTS, SLOTS, SLOTS, ("batch",), SLOTS), ("batch",))
+    sums: FlowSums = local(losses, counted, owners, source_of, times)
     return sums

@@ -36,7 +36,7 @@ from jaxmllm.models.mixture import RouterSums
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 from jaxmllm.training.averages import with_averages
-from jaxmllm.training.objectives.flow import FlowSums
+from jaxmllm.training.objectives.flow import TIME_BANDS, FlowSums
 from jaxmllm.training.objectives.routing import Routing
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.optimizer import make_optimizer
@@ -358,9 +358,16 @@ class Programs(abc.ABC):
 
     def _abstract_sums(self) -> Sums:
         of_text = self._by_rank_and_source(LANGUAGE)
-        drawn = [self._by_rank_and_source(phase) for phase in self.generators]
-        sums = FlowSums(*drawn * 2) if drawn else None
-        return Sums(of_text, of_text, of_text, of_text, sums, self._abstract_routed())
+        drawn = [self._abstract_drawn(phase) for phase in self.generators]
+        return Sums(
+            *(of_text,) * 4, drawn=drawn[0] if drawn else None, routed=self._abstract_routed()
+        )
+
+    def _abstract_drawn(self, phase: str) -> FlowSums:
+        of_source = self._by_rank_and_source(phase)
+        by_time = (of_source.shape[0], TIME_BANDS)
+        of_time = jax.ShapeDtypeStruct(by_time, of_source.dtype, sharding=of_source.sharding)
+        return FlowSums(of_source, of_source, of_time, of_time)
 
     def _abstract_routed(self) -> RouterSums | None:
         if self.functions.routing_shape is None:

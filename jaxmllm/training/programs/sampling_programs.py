@@ -33,7 +33,7 @@ class SamplingPrograms(PhasedPrograms):
         """Rows of generators as the host has filled them, and their patches [R / g, g * C, F] when they are drawn.
 
         Args:
-          times: from 1, noise, to 0.
+          times: from 1, noise, to 0, before they are shifted.
         """
         host = batch.host
         numbers = [np.asarray(time, self._real_dtype) for time in times]

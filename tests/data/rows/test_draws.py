@@ -7,7 +7,7 @@ from jaxmllm.config.schema import DiffusionObjectiveConfig
 from jaxmllm.data.rows.draws import EVALUATION_TIMES, DrawRule
 
 PLAIN = DiffusionObjectiveConfig(times="uniform", condition_drop=0.25)
-ITEMS = [(step, f"e{id}", item) for step in range(20) for id in range(50) for item in range(2)]
+ITEMS = [(step, f"e{id}", item, 9) for step in range(20) for id in range(50) for item in range(2)]
 
 
 def drawn(**changes):
@@ -17,14 +17,18 @@ def drawn(**changes):
 
 def test_draws_are_the_same_again_and_different_for_all_else():
     one = DrawRule(3, PLAIN)
-    assert one.of(5, "a", 1) == one.of(5, "a", 1) == DrawRule(3, PLAIN).of(5, "a", 1)
+    drawn_once = one.of(5, "a", 1, 9)
+    assert one.of(5, "a", 1, 9) == drawn_once == DrawRule(3, PLAIN).of(5, "a", 1, 9)
+    assert one.of(5, "a", 1, 90) == drawn_once, (
+        "the size of an item moves its time where it is asked to"
+    )
     others = [
-        one.of(6, "a", 1),
-        one.of(5, "b", 1),
-        one.of(5, "a", 0),
-        DrawRule(4, PLAIN).of(5, "a", 1),
+        one.of(6, "a", 1, 9),
+        one.of(5, "b", 1, 9),
+        one.of(5, "a", 0, 9),
+        DrawRule(4, PLAIN).of(5, "a", 1, 9),
     ]
-    assert len({draws.noise for draws in (one.of(5, "a", 1), *others)}) == 5
+    assert len({draws.noise for draws in (drawn_once, *others)}) == 5
     keys = [draws.noise for draws in drawn()]
     assert len(set(keys)) == len(ITEMS)
     assert all(0 <= word < 2**32 for key in keys for word in key)
@@ -38,6 +42,14 @@ def test_times_have_the_distribution_that_is_asked_for():
     assert abs(logits.mean()) < 0.06 and abs(logits.std() - 1) < 0.05
     shifted = np.array([draws.time for draws in drawn(shift=4.0)])
     np.testing.assert_allclose(shifted, 4 * uniform / (1 + 3 * uniform))
+    # Of 9 patches, where 4 have half of it
+    by_size = np.array([draws.time for draws in drawn(shift=2.0, shift_patches=4)])
+    np.testing.assert_allclose(by_size, 3 * uniform / (1 + 2 * uniform))
+
+
+def test_items_that_are_drawn_have_their_shift_in_the_place_of_a_time():
+    rule = DrawRule(3, PLAIN.model_copy(update={"shift": 2.0, "shift_patches": 4}), True, True)
+    assert [rule.of(0, "a", 0, patches)[1:] for patches in (4, 16)] == [(2.0, False), (4.0, False)]
 
 
 def test_conditions_are_hidden_as_often_as_asked_for():

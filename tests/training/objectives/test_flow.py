@@ -11,8 +11,12 @@ from jaxmllm.training.objectives.flow import (
     NoisyPatches,
     euler_step,
     flow_losses,
+    flow_sums,
     patch_noise,
+    time_bands,
 )
+from sharding.mesh import make_mesh
+from sharding.rules import make_layout
 
 KEY = np.array([7, 9], np.uint32)
 
@@ -57,6 +61,21 @@ def test_an_error_of_the_image_is_one_of_the_velocity_over_the_time():
     np.testing.assert_allclose(losses[0], expected, rtol=1e-4)
     velocity = flow_losses("velocity", patches.velocity + error, patches, counted)
     np.testing.assert_allclose(velocity[0], [error**2, error**2, 0], rtol=1e-4)
+
+
+def test_losses_are_told_by_source_and_by_quarter_of_the_times():
+    """A row of three items and padding, of which one patch does not count; at time 1 a patch is in the last quarter."""
+    layout = make_layout(make_mesh({"data": 1}, jax.devices()[:1]))
+    losses = jnp.array([[1.0, 2.0, 4.0, 8.0, 0.0, 0.0]])
+    counted = jnp.array([[True, True, True, True, False, False]])
+    owners = jnp.array([[1, 1, 2, 3, 3, 0]])
+    times = jnp.array([[0.2, 0.2, 0.25, 1.0, 1.0, 0.0]])
+    sums = flow_sums(layout, 3, losses, counted, owners, jnp.array([[2, 0, 2, -1]]), times)
+    assert sums.loss.tolist() == [[4.0, 0.0, 11.0]]
+    assert sums.patches.tolist() == [[1.0, 0.0, 3.0]]
+    assert time_bands() == ["0", "0.25", "0.5", "0.75"]
+    assert sums.loss_by_time.tolist() == [[3.0, 4.0, 0.0, 8.0]]
+    assert sums.patches_by_time.tolist() == [[2.0, 1.0, 0.0, 1.0]]
 
 
 def test_steps_along_right_predictions_of_either_kind_end_at_the_image():
