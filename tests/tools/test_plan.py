@@ -242,7 +242,7 @@ def test_a_plan_is_a_run(config_file, tmp_path, capsys):
     words = ["--out", str(folder), "run.steps=10", run, "mesh={context: 1, tensor: 1}"]
     assert plan(config_file, *words) == 0
     planned = json.loads((folder / "plan.json").read_text())["steps"]
-    train(["--config", str(folder / "plan.yaml")])
+    assert train(["--config", str(folder / "plan.yaml")]) == 0
     logged = {record["step"]: record for record in read_metrics(tmp_path / "run")}
     assert len(planned) == 5
     for number, predicted in enumerate(planned, 1):
