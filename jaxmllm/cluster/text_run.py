@@ -104,7 +104,7 @@ class TextRun:
         known = {field.name for field in fields(cls)}
         own = {key: value for key, value in record.items() if key in known}
         # A head each has keys of its own where nothing else is said
-        usual = {"kv_heads": record.get("heads"), "interleave": 1}
+        usual: dict[str, Any] = {"kv_heads": record.get("heads"), "interleave": 1}
         try:
             return cls(**usual | own)
         except TypeError as error:
