@@ -132,7 +132,7 @@ def fill(
                 *of_phase,
                 spec.phases[phase].max_segments,
                 corpus.source_of,
-                lambda example, *item, rule=draws: rule.of(step, corpus.id(example), *item),  # type: ignore[misc]
+                lambda example, *item, rule=draws: rule.of(step, corpus.id(example), *item),
                 threads,
                 draws.guided,
                 plan.routes[phase] if plan.runs else None,

@@ -366,7 +366,7 @@ class Programs(abc.ABC):
     def _abstract_drawn(self, phase: str) -> FlowSums:
         of_source = self._by_rank_and_source(phase)
         by_time = (of_source.shape[0], TIME_BANDS)
-        of_time = jax.ShapeDtypeStruct(by_time, of_source.dtype, sharding=of_source.sharding)
+        of_time: Any = jax.ShapeDtypeStruct(by_time, of_source.dtype, sharding=of_source.sharding)
         return FlowSums(of_source, of_source, of_time, of_time)
 
     def _abstract_routed(self) -> RouterSums | None:
