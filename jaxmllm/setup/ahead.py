@@ -18,6 +18,7 @@ from jax.stages import Compiled
 
 from jaxmllm.attention.kernel_jax import LOOP_SCOPE
 from jaxmllm.config.schema import Config
+from jaxmllm.runtime.compiler_options import compiler_options
 from jaxmllm.setup.chips import Chip, chip_devices
 from jaxmllm.setup.hlo import Collective, Module, collectives, mesh_axes, parse
 from jaxmllm.setup.spans import mesh_spans
@@ -104,7 +105,8 @@ def check_job(
     began = time.perf_counter()
     lowered = job.lower()
     traced = time.perf_counter()
-    compiled = lowered.compile(compiler_options=dict(chip.compiler_options))
+    options = compiler_options(chip.platform) | dict(chip.compiler_options)
+    compiled = lowered.compile(compiler_options=options)
     ended = time.perf_counter()
     mesh = programs.mesh
     assert isinstance(mesh, Mesh)

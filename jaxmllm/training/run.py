@@ -14,7 +14,7 @@ from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.rows.batch import MisalignmentError
 from jaxmllm.data.sources.source import DataError
 from jaxmllm.data.text.tokenizers import TokenizerError
-from jaxmllm.runtime import compilation_cache
+from jaxmllm.runtime import compilation_cache, compiler_options
 from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.training.process_messages import WarningLog
 from jaxmllm.training.programs.base import Programs
@@ -89,6 +89,7 @@ class Run:
             pools = f"pools of {route.encoder_pool} and {route.language_pool} tokens"
             lines.append(f"route {name}: {pools}, {route.backend} exchange")
         lines += self.programs.describe_memory()
+        lines.append(compiler_options.describe(jax.default_backend()))
         lines.append(compilation_cache.describe(self.config))
         return "\n".join(lines)
 

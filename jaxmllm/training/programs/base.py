@@ -35,6 +35,7 @@ from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.models.mixture import RouterSums
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
+from jaxmllm.runtime.compiler_options import compiler_options
 from jaxmllm.training.averages import with_averages
 from jaxmllm.training.objectives.flow import TIME_BANDS, FlowSums
 from jaxmllm.training.objectives.routing import Routing
@@ -88,8 +89,10 @@ def compile_jobs(jobs: Jobs) -> dict[ProgramName, Compiled]:
     """The compiled programs."""
     # Tracing is Python and holds its lock; compiling does not
     lowered = [job.lower() for job in jobs.values()]
+    options = compiler_options(jax.default_backend())
+    compile_lowered = partial(jax.stages.Lowered.compile, compiler_options=options)
     with ThreadPoolExecutor(COMPILE_THREADS) as threads:
-        compiled = threads.map(jax.stages.Lowered.compile, lowered)
+        compiled = threads.map(compile_lowered, lowered)
         return dict(zip(jobs, compiled, strict=True))
 
 
