@@ -27,6 +27,7 @@ from jaxmllm.data.index.builder import uncached_index
 from jaxmllm.data.media.blanks import Blank, Blanks
 from jaxmllm.data.media.generated import GeneratedPixels
 from jaxmllm.data.media.latents import GeneratedLatents
+from jaxmllm.data.media.modalities import modalities
 from jaxmllm.data.media.reference import Clip
 from jaxmllm.data.rows.draws import DrawRule
 from jaxmllm.data.rows.fill import StepFiller
