@@ -23,11 +23,10 @@ from jaxmllm.cluster.sends import program_sends, ring_bytes
 from jaxmllm.cluster.temporaries import job_temporaries
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import DiffusionConfig
-from jaxmllm.data.media.modalities import row_formats
+from jaxmllm.data.media.modalities import modalities, row_formats
 from jaxmllm.models.compose import build_model
 from jaxmllm.setup.build import phased_programs
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids
-from jaxmllm.setup.prepare import run_modalities
 from jaxmllm.setup.sizing import sizing_inputs
 from jaxmllm.setup.spans import spans_of_phases
 from jaxmllm.training.programs.base import ProgramName
@@ -81,7 +80,7 @@ def drawing(
     words = config.model.language.vocab_size
     composed = build_model(config.model, words, config.components, devices)
     spans = spans_of_phases(config, composed)
-    formats = row_formats(run_modalities(config, composed, spans))
+    formats = row_formats(modalities(config.model, config.data))
     longest = dict.fromkeys(composed.phases, 512)
     inputs = sizing_inputs(config, composed, formats, longest, spans)
     specs = {
