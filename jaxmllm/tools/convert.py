@@ -101,13 +101,19 @@ def _to_hf(options: argparse.Namespace) -> None:
         projector_folder(run, out, component)
 
 
-def to_orbax(source: Path, out: Path, dtype: str) -> None:
-    """Write the components of a folder as checkpoint 0 of OUT. Raises `ConfigError`, `CheckpointError`."""
+def to_orbax(
+    source: Path, out: Path, dtype: str, devices: Sequence[jax.Device] | None = None
+) -> None:
+    """Write the components of a folder as checkpoint 0 of OUT. Raises `ConfigError`, `CheckpointError`.
+
+    Args:
+      devices: that parameters are split over while they are read; all, if not given.
+    """
     _check_new(out)
     folder = ModelFolder.open(source)
     shapes = resolved({"model": {"from": str(source)}})["model"]
     config = ModelConfig.model_validate_json(json.dumps(shapes))
-    mesh = make_mesh({"data": 1, "fsdp": -1})
+    mesh = make_mesh({"data": 1, "fsdp": -1}, devices)
     model = build_model(config, shapes[LANGUAGE]["vocab_size"], ComponentsConfig(), mesh)
     abstract = model.abstract(dtype)
     params = {name: read_folder(str(source), abstract[name], name) for name in abstract}

@@ -2,9 +2,11 @@
 
 import importlib.util
 
+import jax
 import pytest
 
 from jaxmllm.tools.convert import main as convert
+from jaxmllm.tools.convert import to_orbax
 from tests.families.redraw import FAMILIES, draw
 from tests.support import EXHAUSTIVE
 from tests.tools.test_convert import check, on_one_device
@@ -28,7 +30,7 @@ def test_folders_of_other_sizes_are_those_of_the_reference(name, seed, tmp_path)
     folder = tmp_path / name
     draw(folder, name, seed)
     check(on_one_device(folder, folder / "inputs.npz"), folder)
-    assert convert(["to-orbax", str(folder), str(tmp_path / "run")]) == 0
+    to_orbax(folder, tmp_path / "run", "float32", jax.devices()[:1])  # no width is chosen for more
     arguments = ["to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--source", str(folder)]
     assert convert(arguments) == 0
     for file in folder.iterdir():

@@ -189,7 +189,8 @@ def test_twenty_batches_compile_nothing(setups, tree):
     indirect=["folder"],
 )
 def test_the_reference_loads_what_a_step_has_made(folder, kind, tree, tmp_path):
-    """Every tensor of the thinker is another one after a step; the reference finds all of them, and has our logits."""
+    """Every tensor of the thinker that a step reaches is another one after it; the reference finds all of them, and has
+    our logits."""
     config = tree | {"run": {"directory": str(tmp_path / "run"), "steps": 1}, "mesh": {"data": 8}}
     (tmp_path / "config.yaml").write_text(write_text(config))
     assert train(["--config", str(tmp_path / "config.yaml")]) == 0
@@ -198,7 +199,10 @@ def test_the_reference_loads_what_a_step_has_made(folder, kind, tree, tmp_path):
     before, after = ModelFolder.open(folder).tensors, ModelFolder.open(out).tensors
     same = [key for key in before if np.array_equal(before[key].array(), after[key].array())]
     spoken = ("talker.", "token2wav.", "code2wav.")
-    assert all(key.startswith(spoken) or "audio_bos_eos_token" in key for key in same), same
+    left = [k for k in same if not k.startswith(spoken) and "audio_bos_eos_token" not in k]
+    # An expert without tokens in this step has no gradient
+    assert all(".experts." in key for key in left), left
+    assert len(left) <= 0.2 * sum(".experts." in key for key in before), left
     subprocess.run([sys.executable, "-c", STRICT, str(out), str(inputs), kind], check=True)
     found = differences(on_one_device(out, inputs), out / "theirs.npz")
     assert found["logits"] < 1e-4
