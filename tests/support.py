@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import math
 import sys
@@ -45,6 +46,12 @@ DECODER_CHOICES = {
     "model__language__qk_norm": True,
     "model__language__scale_embedding": True,
 }
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Skips a test where a package is not installed."""
+    missing = any(importlib.util.find_spec(package) is None for package in packages)
+    return pytest.mark.skipif(missing, reason=f"needs {' and '.join(packages)}")
 
 
 def tiny_config(data: Path, **changes: Any) -> dict[str, Any]:

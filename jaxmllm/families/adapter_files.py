@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.config.schema import AdapterConfig
@@ -77,7 +76,7 @@ def write_adapter(
         line = source.family.module_line(path)
         a, b = factors(path)
         for of_factor, values in zip(factor_lines(line, a.ndim - 2), (a, b), strict=True):
-            tensors |= _tensors(of_factor, values)
+            tensors |= of_factor.tensors(values)
         modules.append(re.escape(line.key.removesuffix(WEIGHT)))
     layers = re.escape(f"{{{LAYER}}}")
     config = {
@@ -96,13 +95,3 @@ def write_adapter(
     folder.mkdir(parents=True)
     write_tensors(folder / ADAPTER_WEIGHTS, tensors)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _tensors(line: Line, values: NDArray[Any]) -> Mapping[str, NDArray[Any]]:
-    """The tensors of a parameter, by key."""
-    whole = tuple(slice(0, size) for size in values.shape)
-    tensors = {}
-    for key, place, index in line.pieces(values.shape, whole):
-        tensors[key] = np.empty(line.tensor_shape(values.shape), values.dtype)
-        line.view(tensors[key], values.shape, index)[...] = values[place]
-    return tensors

@@ -46,6 +46,11 @@ _AXIS = re.compile(r"\(([-\w ]+)\)|(-?\w+)")
 Index = tuple[slice, ...]  # of a parameter
 
 
+def full_index(shape: tuple[int, ...]) -> Index:
+    """The slice that is the whole parameter."""
+    return tuple(slice(0, size) for size in shape)
+
+
 @dataclass(frozen=True)
 class Line:
     """One line: the key of a tensor, or of one for each layer or expert, and the axes of tensor and parameter."""
@@ -169,6 +174,14 @@ class Line:
         parts = zip(shape[first:], outer, strict=True)
         sizes = [len(range(*part.indices(size))) for size, part in parts]
         return self.view(tensor, shape, outer).reshape(sizes)[inner]
+
+    def tensors(self, values: NDArray[Any]) -> dict[str, NDArray[Any]]:
+        """The tensors of a whole parameter that have nothing else, by key."""
+        tensors = {}
+        for key, place, index in self.pieces(values.shape, full_index(values.shape)):
+            tensors[key] = np.empty(self.tensor_shape(values.shape), values.dtype)
+            self.view(tensors[key], values.shape, index)[...] = values[place]
+        return tensors
 
     def _by_letter(self, shape: tuple[int, ...], index: Index) -> Index:
         slices: list[slice] = []

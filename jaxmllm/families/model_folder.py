@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from jaxmllm.families.by_type import family_of
 from jaxmllm.families.family import Family, Shapes
 from jaxmllm.families.folder_config import CONFIG_JSON, FolderConfig
-from jaxmllm.families.lines import Index, Line
+from jaxmllm.families.lines import Index, Line, full_index
 from jaxmllm.families.weight_files import DTYPES, FolderError, StoredTensor, WeightFile
 
 SINGLE = "model.safetensors"
@@ -137,9 +137,8 @@ class Fit:
         filled = set()
         for path, shape in self.shapes.items():
             parameter = values(path)
-            whole = tuple(slice(0, size) for size in shape)
             for line in self._lines_of(path):
-                for key, place, index in line.pieces(shape, whole):
+                for key, place, index in line.pieces(shape, full_index(shape)):
                     view = line.view(tensors[key].array("r+"), shape, index)
                     view[...] = parameter[place].reshape(view.shape)
                     filled.add(key)
@@ -161,6 +160,10 @@ class Fit:
                 f"though {CONFIG_JSON} ties them; set tie_word_embeddings: false there"
             )
         return part
+
+    def whole(self, path: str, dtype: Any) -> NDArray[Any]:
+        """All of a parameter. Raises `FolderError` if a copy of it differs."""
+        return self.part(path, full_index(self.shapes[path]), dtype)
 
     def _read(self, line: Line, path: str, index: Index, dtype: Any) -> NDArray[Any]:
         shape, tensors = self.shapes[path], self.folder.tensors

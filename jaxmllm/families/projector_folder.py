@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.config.schema import Gelu, ProjectorShapes
@@ -57,13 +56,9 @@ def write_projector(
       group: neighbouring features that become one token; of pictures, those of a square, row by row.
       shapes: what it does to them.
     """
-    tensors = {}
+    tensors: dict[str, NDArray[Any]] = {}
     for path, values in parameters.items():
-        line = Line.of(LINES[path])
-        whole = tuple(slice(0, size) for size in values.shape)
-        for key, place, index in line.pieces(values.shape, whole):
-            tensors[key] = np.empty(line.tensor_shape(values.shape), values.dtype)
-            line.view(tensors[key], values.shape, index)[...] = values[place]
+        tensors |= Line.of(LINES[path]).tensors(values)
     first, last = (
         parameters[name].shape
         for name in (("linear", "linear") if "linear" in parameters else ("mlp.up", "mlp.down"))

@@ -218,10 +218,9 @@ def _check_unchanged(folder: ModelFolder, saved: SavedComponent) -> None:
             "folder whole, without --adapters"
         )
     fit = folder.of(saved.component).check(saved.shapes)
-    for path, shape in fit.shapes.items():
+    for path in fit.shapes:
         values = saved.values(path)
-        all_of_it = tuple(slice(0, size) for size in shape)
-        if not np.array_equal(values, fit.part(path, all_of_it, values.dtype), equal_nan=True):
+        if not np.array_equal(values, fit.whole(path, values.dtype), equal_nan=True):
             raise ConfigError(
                 f"{saved.component}.{path} of {saved.location} is not what {folder.path} has, and a folder of adapters "
                 "holds nothing else; write the folder whole, without --adapters"

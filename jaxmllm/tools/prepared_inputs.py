@@ -33,6 +33,7 @@ from jaxmllm.data.rows.fill import HostStep, StepFiller
 from jaxmllm.data.text.render import Rendered
 from jaxmllm.families.by_type import components_of, family_of
 from jaxmllm.families.folder_config import FolderConfig
+from jaxmllm.families.lines import full_index
 from jaxmllm.families.model_folder import ModelFolder
 from jaxmllm.families.resolved import resolved
 from jaxmllm.models.compose import build_model
@@ -304,9 +305,8 @@ class PreparedRun:
             for of_path in leaves_by_path(of_component)
         ):
             line, shape = self.folders[component].family.lines[path], leaf.shape
-            all_slices = tuple(slice(0, size) for size in shape)
             values = np.asarray(jax.device_get(leaf))
-            for key, slices, index in line.pieces(shape, all_slices):
+            for key, slices, index in line.pieces(shape, full_index(shape)):
                 empty = np.empty(line.tensor_shape(shape), values.dtype)
                 tensor, pieces_seen = begun.pop(key, (empty, 0))
                 view = line.view(tensor, shape, index)

@@ -1,6 +1,5 @@
 """What peer_diffusers writes for the other system and of both; where torch is installed, one run of a tiny model."""
 
-import importlib.util
 import json
 from argparse import Namespace
 
@@ -11,6 +10,7 @@ from benchmarks import peer_diffusers
 from benchmarks.peer_diffusers import OWN, PEER
 from jaxmllm.data.media.latents import GeneratedLatents
 from jaxmllm.data.media.reference import Clip, File
+from tests.support import needs
 
 
 def told(seconds, **others):
@@ -98,10 +98,7 @@ def test_the_run_has_the_folders_keys(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.skipif(
-    not (importlib.util.find_spec("torch") and importlib.util.find_spec("diffusers")),
-    reason="needs torch and diffusers",
-)
+@needs("torch", "diffusers")
 def test_a_tiny_model_begins_with_the_same_loss(tmp_path):
     path = tmp_path / "found.json"
     arguments = ["--size", "tiny", "--steps", "1", "--items", "4", "--smaller", "16"]

@@ -1,6 +1,5 @@
 """The records that peer_hf writes and its check; where torch is installed, one run of a tiny model."""
 
-import importlib.util
 import json
 import sys
 
@@ -9,6 +8,7 @@ import pytest
 
 from benchmarks import peer_hf
 from benchmarks.peers.examples import Example, Item
+from tests.support import needs
 
 
 def told(seconds, loss=2.0):
@@ -63,10 +63,7 @@ def test_batches_hold_what_another_process_needs(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
-    reason="needs torch and transformers",
-)
+@needs("torch", "transformers")
 def test_a_tiny_model_begins_with_the_same_loss(tmp_path):
     path = tmp_path / "found.json"
     arguments = ["--size", "tiny", "--steps", "1", "--examples", "8", "--smaller", "32"]

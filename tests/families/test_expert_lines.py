@@ -2,7 +2,7 @@
 
 import json
 import re
-import shutil
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 from jaxmllm.config.schema import ComponentsConfig, ModelConfig
-from jaxmllm.families.family import Shapes
-from jaxmllm.families.model_folder import INDEX, Fit, ModelFolder, write_folder
+from jaxmllm.families.model_folder import ModelFolder, write_folder
 from jaxmllm.families.resolved import resolved
 from jaxmllm.families.weight_files import FolderError, WeightFile, write_tensors
 from jaxmllm.models.compose import build_model
 from jaxmllm.trainable import leaves_by_path
 from sharding.mesh import make_mesh
+from tests.families.test_model_folder import GOLDENS, copy_in_one_file
 
-GOLDENS = Path(__file__).parent / "goldens"
 FAMILIES = ("qwen3_moe", "qwen3_vl_moe", "qwen3_omni_moe")
 FORMS = ("apart", "inputs", "outputs")
 EXPERT = re.compile(r"(?P<stem>.*\.mlp\.experts)\.(?P<expert>\d+)\.(?P<name>\w+)_proj\.weight")
@@ -64,17 +63,9 @@ def in_form(tensors: dict[str, np.ndarray], form: str) -> dict[str, np.ndarray]:
 
 
 def folder_in(form: str, golden: str, place: Path) -> Path:
-    folder = Path(shutil.copytree(GOLDENS / golden, place / form))
-    tensors = {
-        key: np.array(tensor.array())
-        for path in sorted(folder.glob("*.safetensors"))
-        for key, tensor in WeightFile.open(path).tensors.items()
-    }
-    for path in folder.glob("*.safetensors"):
-        path.unlink()
-    (folder / INDEX).unlink()
-    write_tensors(folder / "model.safetensors", in_form(apart(tensors), form))
-    return folder
+    return copy_in_one_file(
+        GOLDENS / golden, place / form, lambda tensors: in_form(apart(tensors), form)
+    )
 
 
 def shapes_by_component(folder: Path) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -102,12 +93,9 @@ def test_experts_are_the_same_in_every_form(golden, form, tmp_path):
             ModelFolder.open(path, component).check(shapes) for path in (folder, original)
         )
 
-        def whole(path: str, fit: Fit = fit, shapes: Shapes = shapes) -> np.ndarray:
-            return fit.part(path, tuple(slice(0, size) for size in shapes[path]), np.float32)
-
-        for path, shape in shapes.items():
-            every = tuple(slice(0, size) for size in shape)
-            np.testing.assert_array_equal(whole(path), expected.part(path, every, np.float32))
+        whole = partial(fit.whole, dtype=np.float32)
+        for path in shapes:
+            np.testing.assert_array_equal(whole(path), expected.whole(path, np.float32))
         parts.append((fit, whole))
     write_folder(parts, tmp_path / "out")
     written = (tmp_path / "out" / "model.safetensors").read_bytes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import shutil
@@ -38,7 +37,7 @@ from jaxmllm.trainable import leaves_by_path
 from jaxmllm.training.folder_parameters import read_folder
 from sharding.mesh import make_mesh
 from tests.families.test_tower_goldens import ROUNDING, by_key
-from tests.support import EXHAUSTIVE, tiny_config
+from tests.support import EXHAUSTIVE, needs, tiny_config
 
 GOLDENS = Path(__file__).parent / "generator_goldens"
 NAMES = sorted(path.name for path in GOLDENS.iterdir())
@@ -78,10 +77,7 @@ def test_the_mesh_changes_nothing(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.skipif(
-    not (importlib.util.find_spec("torch") and importlib.util.find_spec("diffusers")),
-    reason="needs torch and diffusers",
-)
+@needs("torch", "diffusers")
 def test_generators_that_are_drawn_anew(tmp_path):
     """Live, from another seed and with other dimensions; the reference reads what is written strictly."""
     import diffusers

@@ -9,9 +9,14 @@ import pytest
 
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.families.model_folder import INDEX, ModelFolder
-from jaxmllm.families.weight_files import FolderError, write_tensors
+from jaxmllm.families.weight_files import FolderError
 from tests.families.test_gemma3 import check_squares, config_of
-from tests.families.test_model_folder import GOLDENS, change_header, shapes_of
+from tests.families.test_model_folder import (
+    GOLDENS,
+    change_header,
+    copy_in_one_file,
+    shapes_of,
+)
 
 FOLDER, NORMED = GOLDENS / "internvl", GOLDENS / "internvl-normed"
 
@@ -50,7 +55,7 @@ def test_keys_as_in_memory_are_read(copy):
 
     before = ModelFolder.open(copy)
     shapes = shapes_of(before)
-    wanted = before.check(shapes).part("head", (slice(None), slice(None)), np.float32)
+    wanted = before.check(shapes).whole("head", np.float32)
     index = json.loads((copy / INDEX).read_text())
     index["weight_map"] = {in_memory(key): name for key, name in index["weight_map"].items()}
     (copy / INDEX).write_text(json.dumps(index))
@@ -61,31 +66,27 @@ def test_keys_as_in_memory_are_read(copy):
 
     for file in before.files:
         change_header(file.path, change)
-    found = (
-        ModelFolder.open(copy).check(shapes).part("head", (slice(None), slice(None)), np.float32)
-    )
+    found = ModelFolder.open(copy).check(shapes).whole("head", np.float32)
     np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("key", ["lm_head.weight", "language_model.lm_head.weight"])
 def test_a_tied_head_may_have_a_second_tensor(key, tmp_path):
     """Under either of its keys; it must be the embedding."""
-    folder = Path(shutil.copytree(NORMED, tmp_path / "tied"))
     embedding = "language_model.model.embed_tokens.weight"
-    tensors = ModelFolder.open(folder).tensors
-    arrays = {name: np.array(tensor.array()) for name, tensor in tensors.items()}
-    for path in (*folder.glob("*.safetensors"), folder / INDEX):
-        path.unlink()
-    whole = (slice(None), slice(None))
     for difference in (0, 1):
-        write_tensors(folder / "model.safetensors", arrays | {key: arrays[embedding] + difference})
+        folder = copy_in_one_file(
+            NORMED,
+            tmp_path / str(difference),
+            lambda arrays, added=difference: arrays | {key: arrays[embedding] + added},
+        )
         opened = ModelFolder.open(folder)
         fit = opened.check(shapes_of(opened))
         if difference:
             with pytest.raises(FolderError, match=f"{key} of .* set tie_word_embeddings: false"):
-                fit.part("embedding", whole, np.float32)
+                fit.whole("embedding", np.float32)
         else:
-            assert fit.part("embedding", whole, np.float32).shape == (40, 24)
+            assert fit.whole("embedding", np.float32).shape == (40, 24)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.media.modalities import modalities
 from jaxmllm.data.media.reference import File, MediaError
 from jaxmllm.data.media.sounds import Sounds
-from jaxmllm.families.model_folder import INDEX, Fit, ModelFolder
+from jaxmllm.families.model_folder import Fit, ModelFolder
 from jaxmllm.families.qwen2_audio import QWEN2_AUDIO
 from jaxmllm.families.resolved import resolved
-from jaxmllm.families.weight_files import FolderError, write_tensors
+from jaxmllm.families.weight_files import FolderError
+from tests.families.test_model_folder import copy_in_one_file
 from tests.families.test_qwen2_5_vl import change, config_of
 from tests.support import tiny_config
 
@@ -71,17 +72,15 @@ def test_keys_as_in_memory_are_read(copy, tmp_path):
             return "lm_head.weight"
         return f"model.{key.replace('language_model.model.', 'language_model.')}"
 
-    before = ModelFolder.open(copy).tensors
-    turned = Path(shutil.copytree(copy, tmp_path / "turned"))
-    for path in (*turned.glob("*.safetensors"), turned / INDEX):
-        path.unlink()
-    arrays = {in_memory(key): np.array(tensor.array()) for key, tensor in before.items()}
-    write_tensors(turned / "model.safetensors", arrays)
+    turned = copy_in_one_file(
+        copy,
+        tmp_path / "turned",
+        lambda arrays: {in_memory(key): array for key, array in arrays.items()},
+    )
     shapes = {"embedding": (40, 16), "head": (16, 40), "norm.scale": (16,)}
-    for path, shape in shapes.items():
-        whole = tuple(slice(0, size) for size in shape)
+    for path in shapes:
         found, wanted = (
-            Fit(ModelFolder.open(folder), shapes, {}).part(path, whole, np.float32)
+            Fit(ModelFolder.open(folder), shapes, {}).whole(path, np.float32)
             for folder in (turned, copy)
         )
         np.testing.assert_array_equal(found, wanted)

@@ -11,6 +11,7 @@ import pytest
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ComponentsConfig, ConfigError, ModelConfig
 from jaxmllm.families.expert_lines import INPUTS_FIRST, OUTPUTS_FIRST
+from jaxmllm.families.lines import full_index
 from jaxmllm.families.model_folder import ModelFolder
 from jaxmllm.families.qwen3_vl_moe import QWEN3_VL_MOE
 from jaxmllm.families.resolved import resolved
@@ -123,11 +124,10 @@ def test_experts_are_read_in_both_layouts(tmp_path):
     shapes["layers.mlp.down"] = (2, 8, 12, 16)
     published, written = (ModelFolder.open(folder) for folder in (MIXTURE, copy))
     for path, shape in shapes.items():
-        whole = tuple(slice(0, size) for size in shape)
         parts = []
         for folder in (published, written):
             line, part = folder.family.lines[path], np.empty(shape, np.float32)
-            for key, place, index in line.pieces(shape, whole):
+            for key, place, index in line.pieces(shape, full_index(shape)):
                 part[place] = line.view(folder.tensors[key].array(), shape, index)
             parts.append(part)
         np.testing.assert_array_equal(*parts)

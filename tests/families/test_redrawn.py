@@ -1,23 +1,18 @@
 """Folders that are drawn anew, by the reference: numbers, and bytes in and out, with other sizes and spellings."""
 
-import importlib.util
-
 import jax
 import pytest
 
 from jaxmllm.tools.convert import main as convert
 from jaxmllm.tools.convert import to_orbax
 from tests.families.redraw import FAMILIES, draw
-from tests.support import EXHAUSTIVE
+from tests.support import EXHAUSTIVE, needs
 from tests.tools.test_convert import check, on_one_device
 
 SEEDS = (101, 202)
 
 
-@pytest.mark.skipif(
-    not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
-    reason="needs torch and transformers",
-)
+@needs("torch", "transformers")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     "name",

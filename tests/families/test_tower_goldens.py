@@ -1,6 +1,5 @@
 """Published towers against the reference, through reader, rows and model; and written back as they were."""
 
-import importlib.util
 import json
 import math
 import shutil
@@ -25,7 +24,7 @@ from jaxmllm.trainable import leaves_by_path
 from jaxmllm.training.folder_parameters import read_folder
 from sharding.mesh import make_mesh
 from tests.models.test_towers import encoder_rows
-from tests.support import EXHAUSTIVE, slow_cases, tiny_config
+from tests.support import EXHAUSTIVE, needs, slow_cases, tiny_config
 
 GOLDENS = Path(__file__).parent / "tower_goldens"
 NAMES = sorted(path.name for path in GOLDENS.iterdir())
@@ -90,10 +89,7 @@ def test_the_mesh_changes_nothing(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.skipif(
-    not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
-    reason="needs torch and transformers",
-)
+@needs("torch", "transformers")
 def test_towers_that_are_drawn_anew(tmp_path):
     """Live, from another seed."""
     from tests.families.make_tower_goldens import main as make

@@ -26,7 +26,7 @@ from jaxmllm.tools.prepared_inputs import PreparedRun, PreparedTexts, difference
 from jaxmllm.training.folder_parameters import read_folder
 from jaxmllm.training.run_folder import write_config
 from sharding.mesh import make_mesh
-from tests.support import EXHAUSTIVE, slow_cases
+from tests.support import EXHAUSTIVE, needs, slow_cases
 
 GOLDENS = Path(__file__).parents[1] / "families" / "goldens"
 NAMES = sorted(path.name for path in GOLDENS.iterdir())
@@ -433,10 +433,7 @@ def test_projectors_of_a_frozen_tower_have_the_gradients_that_they_always_have()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
-    reason="needs torch and transformers",
-)
+@needs("torch", "transformers")
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

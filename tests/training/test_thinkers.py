@@ -1,7 +1,6 @@
 """Whole steps of tiny Omni thinkers, with text, pictures, clips and videos: the same on every mesh and in stages;
 nothing is compiled anew for another batch; and what a step makes of a folder is loaded by the reference."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from jaxmllm.tools.prepared_inputs import differences
 from jaxmllm.train import main as train
 from jaxmllm.training.initial import initial_state
 from jaxmllm.training.programs.staged import StagedPrograms
-from tests.support import EXHAUSTIVE, assert_close
+from tests.support import EXHAUSTIVE, assert_close, needs
 from tests.tools.test_convert import STRICT, in_float32, on_one_device
 from tests.training.test_heard_run import SPECIAL
 from tests.training.test_published_run import WORDS, published
@@ -167,10 +166,7 @@ def test_twenty_batches_compile_nothing(setups, tree):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
-    reason="needs torch and transformers",
-)
+@needs("torch", "transformers")
 @pytest.mark.parametrize(
     ("folder", "kind"),
     [
