@@ -161,8 +161,7 @@ class AudioTower(nnx.Module):
             rotation = Rotation.of(angles)
         ids = item_ids(rows.segments[:, ::stride])
         return RowContext(
-            *(layout, ids, rows.tiles, rotation, settings.attention),
-            keys=row_keys(layout, ids),
+            *(layout, ids, row_keys(layout, ids), rows.tiles, rotation, settings.attention),
             documents=documents_of(rows),
         )
 

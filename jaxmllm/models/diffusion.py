@@ -160,7 +160,7 @@ class DiffusionTower(nnx.Module):
         rotation = Rotation.of(angles)
         ids = item_ids(seen)
         context = RowContext(
-            *(layout, ids, rows.tiles, rotation, settings.attention), keys=row_keys(layout, ids)
+            *(layout, ids, row_keys(layout, ids), rows.tiles, rotation, settings.attention)
         )
         where = ConditionSlots.of(layout, is_condition) if config.streams == 2 else None
         apart = self._to_conditions(context, rows) if crossed else None
@@ -186,7 +186,7 @@ class DiffusionTower(nnx.Module):
         """The rows as patches see conditions in them, which have an attention of their own."""
         assert rows.cross_tiles is not None
         ids = item_ids(jnp.where(rows.conditions >= 0, rows.segments, 0))
-        keys = ids if (gathered := row_keys(context.layout, ids)) is None else gathered
+        keys = row_keys(context.layout, ids)
         # Where there is no state its place holds zeros, and so every slot has key and value of a padded one
         repeated = None if self.config.padded_conditions is None else rows.padded
         return replace(context, keys=keys, tiles=rows.cross_tiles, rotation=None, repeated=repeated)

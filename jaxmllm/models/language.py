@@ -159,9 +159,10 @@ class Decoder(nnx.Module):
                 )
                 window_rotation = Rotation.of(angles, multiplier)
         return RowContext(
-            *(layout, ids, rows.tiles, rotation, settings.attention, windows, window_rotation),
+            *(layout, ids, row_keys(layout, ids), rows.tiles, rotation, settings.attention),
+            windows=windows,
+            window_rotation=window_rotation,
             experts=settings.experts,
-            keys=row_keys(layout, ids),
             documents=None
             if rows.runs is None
             else Documents(rows.runs, causal=True, window=config.window),

@@ -37,17 +37,16 @@ class RowContext:
 
     layout: Layout
     ids: TokenIds  # [R, C] each
+    keys: TokenIds  # of the keys and values of whole rows, [R, g*C]; see `row_keys`
     tiles: RowTiles
     rotation: Rotation | None  # none: positions were added to what the first layer reads
     kernel: Kernel = "auto"  # of attention
     # Ids of queries and keys, and tiles of layers that attend in windows, instead
-    windows: tuple[TokenIds, TokenIds | None, RowTiles] | None = None
+    windows: tuple[TokenIds, TokenIds, RowTiles] | None = None
     # Of these layers, where it is another
     window_rotation: Rotation | None = None
     added: Float[Array, "N R C D"] | None = None  # to what the first N layers yield
     experts: ExpertKernel = "auto"  # the kernel of a mixture
-    # Ids of the keys and values of whole rows, [R, g*C]; none: as `ids`
-    keys: TokenIds | None = None
     # Of each query: how often it sees its own slot's key and value, too
     repeated: Int[Array, "R C"] | None = None
     documents: Documents | None = None  # where the kernel of attention reads them
@@ -80,12 +79,12 @@ class RowContext:
         return x if self.added is None or layer is None else with_added(x, self.added, layer)
 
 
-def row_keys(layout: Layout, ids: TokenIds) -> TokenIds | None:
-    """`RowContext.keys` for keys of these ids, [R, C] in parts: gathered once for all layers, in one collective; none
-    where rows are not in parts."""
+def row_keys(layout: Layout, ids: TokenIds) -> TokenIds:
+    """`RowContext.keys` for keys of these ids, [R, C]: where rows are in parts they are gathered, once for all layers
+    and in one collective."""
     axes = layout.mesh_axes("sequence")
     if not axes:
-        return None
+        return ids
     gather = layout.local(
         partial(gather_parts, axes=axes), in_axes=(("batch", "sequence"),), out_axes=("batch",)
     )
@@ -190,8 +189,7 @@ class SelfAttention(nnx.Module):
             in_axes=(query_axes, kv_axes, kv_axes, slots, ("batch",), slots, ("batch",)),
             out_axes=(query_axes, query_axes[:3]) if repeats else query_axes,
         )
-        keys = rows.ids if rows.keys is None else rows.keys
-        mixed = attend(q, k, v, rows.ids, keys, rows.tiles, rows.documents)
+        mixed = attend(q, k, v, rows.ids, rows.keys, rows.tiles, rows.documents)
         if rows.repeated is not None:
             k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
             out, logsumexp = mixed

@@ -146,8 +146,8 @@ class VisionTower(nnx.Module):
             window_ids = item_ids(rows.windows)
             windows = window_ids, row_keys(layout, window_ids), rows.window_tiles
         return RowContext(
-            *(layout, ids, rows.tiles, rotation, settings.attention, windows),
-            keys=row_keys(layout, ids),
+            *(layout, ids, row_keys(layout, ids), rows.tiles, rotation, settings.attention),
+            windows=windows,
             documents=documents_of(rows),
         )
 

@@ -17,6 +17,7 @@ from jaxmllm.models.layers import (
     RowContext,
     SelfAttention,
     encoder_block,
+    row_keys,
     run_stack,
     stacked,
 )
@@ -41,9 +42,11 @@ SEGMENTS = np.array(
 def context(layout):
     row = {"segments": SEGMENTS.astype(np.int32), "groups": np.zeros(SEGMENTS.shape, np.int32)}
     finish_language_row(row, AttentionSpec({"language": BLOCK}))
+    ids = TokenIds(*(jnp.asarray(row[name]) for name in ("segments", "groups", "order")))
     return RowContext(
         layout,
-        TokenIds(*(jnp.asarray(row[name]) for name in ("segments", "groups", "order"))),
+        ids,
+        row_keys(layout, ids),
         RowTiles(**row["tiles"]),
         Rotation.of(
             rotary_angles(
