@@ -131,16 +131,14 @@ class PhaseProgram:
         stride = getattr(self.shapes, "stem_stride", 1)
         self._parts_of_slots = stride * self.layout.parts / name.span
         self.tokens = name.capacity / self._parts_of_slots
-        generates = model.phases[self.phase].generates
-        self.projector = None if self.decoder else f"{PROJECTOR}{self.phase}"
-        if generates:
-            self.projector = f"{PROJECTOR}{LANGUAGE}"
+        phase = model.phases[self.phase]
+        projectors = [name for name in phase.components if name.startswith(PROJECTOR)]
+        self.projector = projectors[0] if projectors else None
         trained = model.trainable.components
         self.given = name.function == "encode_grad_kept"
         self.tower = [self.phase]  # and its adapter
         self.tower += [name for name in (f"{ADAPTER}{self.phase}",) if name in model.components]
-        encodes = not self.decoder and not generates
-        self.features_kept = encodes and trained.isdisjoint(self.tower)
+        self.features_kept = not phase.has_loss and trained.isdisjoint(self.tower)
         self.features = name.function in BACKWARD and self.features_kept
         shapes, layout = self.shapes, self.layout
         kv_heads = getattr(shapes, "kv_heads", shapes.heads)
@@ -354,9 +352,8 @@ class PhaseProgram:
 
     def forward(self, keeps: bool) -> dict[str, float]:
         width, mlp, queries = FORWARD_RUNNING[self.decoder]
-        states = (
-            self.name.function == "language_states"
-        )  # without logits, and what is looked up stays in shards
+        # Without logits, and what is looked up stays in shards
+        states = self.name.function == "language_states"
         queries *= not states
         values = (not keeps) * width * self.width + mlp * self.mlp + queries * self.queries
         gathered = [weight.numbers for weight in self.weights if weight.layers and weight.parts > 1]

@@ -98,19 +98,19 @@ def evaluate(
 
 def _drawn(sums: FlowSums, sources: Sequence[str], planned: int) -> dict[str, Any]:
     """What sums of generators, over all ranks, come to."""
-    present = [i for i in range(len(sources)) if sums.patches[i]]
+    by_source = _means(sources, sums.loss, sums.patches)
     return {
-        "drawn_loss": float(sums.loss.sum() / sums.patches.sum()) if present else None,
-        "drawn_by_source": {sources[i]: float(sums.loss[i] / sums.patches[i]) for i in present},
-        "drawn_by_time": {
-            band: float(loss / patches)
-            for band, loss, patches in zip(
-                time_bands(), sums.loss_by_time, sums.patches_by_time, strict=True
-            )
-            if patches
-        },
+        "drawn_loss": float(sums.loss.sum() / sums.patches.sum()) if by_source else None,
+        "drawn_by_source": by_source,
+        "drawn_by_time": _means(time_bands(), sums.loss_by_time, sums.patches_by_time),
         "masked_patches": planned - int(sums.patches.sum()),
     }
+
+
+def _means(names: Sequence[str], sums: Any, counts: Any) -> dict[str, float]:
+    """Those that are over anything, by name."""
+    told = zip(names, sums, counts, strict=True)
+    return {name: float(total / count) for name, total, count in told if count}
 
 
 def evaluation_record(results: dict[str, Any]) -> dict[str, Any]:

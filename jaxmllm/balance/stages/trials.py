@@ -309,9 +309,10 @@ class Trials:
             return None
         # The ranks' own work is cheap to know, and most candidates end here.
         graphs = [[graph_of(run, sampled.pipeline) for run in runs] for runs in sampled.runs]
-        total: float = sum(min(int(graph.rank_work.max()) for graph in each) for each in graphs)
-        for of_batch in graphs:
-            total -= min(int(graph.rank_work.max()) for graph in of_batch)
+        floors = [min(int(graph.rank_work.max()) for graph in of_batch) for of_batch in graphs]
+        total: float = sum(floors)
+        for of_batch, floor in zip(graphs, floors, strict=True):
+            total -= floor
             # What a batch may take, if all that follow took no more than their ranks' own work
             least = bound - total
             for graph in of_batch:
