@@ -6,9 +6,11 @@ Needs `pip install torch transformers`; without them says so in a line and exits
 train.jsonl (as that of configs/real-small.yaml); without it the examples are generated: those of `jaxmllm
 sample-data` for the size `quickstart`, else the sizes of jaxmllm/tools/workload.py, eight times smaller.
 
-    padded     transformers: a SigLIP 2 tower for native resolutions, Whisper's layers behind two strided convolutions,
-               a Llama; SDPA and padding masks. Micro-batches in the order of the data, padded to their longest item
-    grouped    the same with the step's examples sorted by length first
+    whole      transformers: a SigLIP 2 tower for native resolutions, Whisper's layers behind two strided convolutions,
+               a Llama; SDPA and padding masks. All examples of a step are one batch, padded to its longest item: what
+               a collator does unless told otherwise
+    padded     the same in micro-batches in the order of the data, each padded to its longest item
+    grouped    the same with the step's examples sorted by length first; as one batch it would be `whole`
     packed     our mathematics from our parameters, over the tokens of a micro-batch end to end, with SDPA
                segment by segment or with the segments gathered into a padded batch, whichever is faster;
                the head runs on targets alone
@@ -16,10 +18,10 @@ sample-data` for the size `quickstart`, else the sizes of jaxmllm/tools/workload
 
 A step is forward, backward, clipping and AdamW (PyTorch's fused one) in float32, of the same examples for
 all. Media are decoded before the clock starts; padding, packing, planning and filling rows are timed.
-Micro-batches of PyTorch have the number of examples that is fastest on the first batch. Ours keeps
-what costs time to compute again (`remat: [attention, projections, mlp]`), and text alone is causal
-(`bidirectional` empty), so that `packed` has the same loss: that is checked, as are numbers of
-parameters (to 1 %) and of targets.
+Micro-batches of PyTorch, but for `whole`, have the number of examples that is fastest on the first
+batch: the best that its users can choose. Ours keeps what costs time to compute again (`remat:
+[attention, projections, mlp]`), and text alone is causal (`bidirectional` empty), so that `packed` has
+the same loss: that is checked, as are numbers of parameters (to 1 %) and of targets.
 
 All systems run on the same cores. PyTorch has a process of its own, and waits while ours runs, as ours
 while PyTorch does: steps take turns, so that a slow moment of the machine touches all. `x ours` is the
@@ -70,7 +72,8 @@ from jaxmllm.training.programs.phased import PhasedPrograms
 from jaxmllm.training.run import USER_ERRORS
 from sharding.mesh import make_mesh
 
-PEERS: Final = ("padded", "grouped", "packed")
+IN_MICRO_BATCHES: Final = ("padded", "grouped", "packed")  # of a size that is chosen or given
+PEERS: Final = ("whole", *IN_MICRO_BATCHES)
 NEEDED: Final = ("torch", "transformers")
 WARM_UP: Final = 1  # steps, not counted
 SMALLER: Final = 8.0  # than the workload generator's examples
@@ -396,15 +399,15 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--micro-batch",
         type=int,
-        nargs=len(PEERS),
-        metavar=tuple(name.upper() for name in PEERS),
+        nargs=len(IN_MICRO_BATCHES),
+        metavar=tuple(name.upper() for name in IN_MICRO_BATCHES),
         help="examples, instead of the fastest",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of our config")
     options = parser.parse_args(command)
     if min(options.steps, options.threads) < 1:
         parser.error("--steps and --threads must be positive")
-    sizes = dict(zip(PEERS, options.micro_batch or (), strict=False))
+    sizes = dict(zip(IN_MICRO_BATCHES, options.micro_batch or (), strict=False))
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         print(

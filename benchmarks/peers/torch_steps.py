@@ -648,6 +648,7 @@ def serve(
         return PaddedModel(config, vocabulary).train()
 
     steppers = {
+        "whole": Stepper(padded_model(), False, optimizer, rates),
         "padded": Stepper(padded_model(), False, optimizer, rates),
         "grouped": Stepper(padded_model(), True, optimizer, rates),
     }
@@ -670,6 +671,7 @@ def serve(
         gathers = min(took, key=took.__getitem__)
         steppers["packed"] = packed.pop(gathers)
         packed.clear()
+        steppers["whole"].tune(examples, len(examples))
         for other in ("padded", "grouped"):
             steppers[other].tune(examples, sizes.get(other))
         told = {
