@@ -4,9 +4,13 @@
 
 Every process has one CPU device and, where the system lets it, one core of its own: one stage. The plans, the first the
 yardstick, train on the same batches and take turns step by step, so that a slow moment of the machine touches all.
-Rows and tables are on the devices before the clock starts. `predicted` is the ratio of the FLOPs of the schedules,
+Rows and tables are on the devices before the clock starts. `by FLOPs` is the ratio of the FLOPs of the schedules,
 tick by tick those of the slowest stage, rows' padding included; `idle` the share of the stages' time that the
 schedule leaves them waiting, also predicted.
+
+Before any plan runs, another one (`CALIBRATION`) is timed on other batches as `jaxmllm calibrate` does: start of a run,
+a tick besides its operations, a FLOP, and what a step takes besides its gradients. `predicted` are the seconds that
+these make of the plans' FLOPs and ticks, and their ratio.
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,14 +31,16 @@ from jax.experimental import multihost_utils
 from benchmarks.balance_step import pin_to_core, quartiles
 from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.config.read import load_config
-from jaxmllm.config.schema import Config
+from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
 from jaxmllm.setup.build import make_programs
-from jaxmllm.setup.prepare import prepare
+from jaxmllm.setup.prepare import RunInputs, prepare
 from jaxmllm.setup.spans import mesh_spans
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.tick_times import TickTimes, measure_ticks
+from jaxmllm.training.programs.staged import StagedPrograms
 from jaxmllm.training.run import USER_ERRORS
 from launch.local import run_local
 from sharding.mesh import make_mesh
@@ -49,45 +57,106 @@ PLANS: dict[str, dict[str, Any]] = {
     },
 }
 YARDSTICK = "chain 1F1B"
+# None of those that are compared, and no schedule of theirs
+CALIBRATION: dict[str, Any] = {"layout": "chain", "schedule": "gpipe", "deferral": False}
+CALIBRATED_STEPS = 2
 WARM_UP = 2  # steps, not counted
 GENERATOR = "the batches of the run after those that its sizes were chosen from"
+Measured = dict[str, dict[str, list[float]]]
 
 
-def measure(config: Config, plans: Sequence[str], steps: int) -> dict[str, dict[str, list[float]]]:
-    """By plan: seconds of every step, its predicted cost and idle share, and what planning it took."""
-    inputs = prepare(config, make_mesh(config.mesh_sizes, spans=mesh_spans(config)))
-    programs, fillers, states = {}, {}, {}
-    for name in plans:
-        pipeline = config.pipeline.model_copy(update=PLANS[name])
-        programs[name], sizes = make_programs(
-            config.model_copy(update={"pipeline": pipeline}), inputs
-        )
+@dataclass(frozen=True)
+class Planned:
+    """The programs of a plan, and the steps that they run."""
+
+    programs: StagedPrograms
+    filler: StepFiller
+
+    @staticmethod
+    def make(config: Config, inputs: RunInputs, plan: dict[str, Any]) -> Planned:
+        """As a run with these keys of `pipeline` would have them."""
+        pipeline = config.pipeline.model_copy(update=plan)
+        programs, sizes = make_programs(config.model_copy(update={"pipeline": pipeline}), inputs)
         assert sizes is not None, "a pipeline has at least two stages"
-        spec, ranks = programs[name].spec, programs[name].local_share
-        fillers[name] = StepFiller(
-            inputs.corpus, spec, ranks, programs[name].attention, sizes.training
-        )
-        states[name] = programs[name].init(config.run.seed)
-    found: dict[str, dict[str, list[float]]] = {
-        name: {"seconds": [], "cost": [], "idle": [], "ticks": [], "plan_ms": []} for name in plans
-    }
+        assert isinstance(programs, StagedPrograms)
+        attention, ranks = programs.attention, programs.local_share
+        filler = StepFiller(inputs.corpus, programs.spec, ranks, attention, sizes.training)
+        return Planned(programs, filler)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What a step takes: its gradients by their terms, and what else it does, in seconds."""
+
+    gradients: TickTimes
+    rest: float
+
+    def seconds(self, statistics_: Mapping[str, float]) -> float:
+        """What a step of these statistics is predicted to take."""
+        names = ("cost", "ticks", "runs")
+        return self.rest + self.gradients.seconds(*(statistics_[f"pipeline/{n}"] for n in names))
+
+
+def calibrate(config: Config, inputs: RunInputs, repeats: int) -> StepTimes:
+    """Time another plan than those that are compared, on batches of its own."""
+    planned = Planned.make(config, inputs, CALIBRATION)
+    programs = planned.programs
+    first = len(inputs.samples)
+    steps = [
+        planned.filler(number, batch_examples(inputs.order, config.data.batch_size, first + number))
+        for number in range(CALIBRATED_STEPS)
+    ]
+    together = partial(multihost_utils.sync_global_devices, "calibrate")
+    state = programs.init(config.run.seed)
+    terms = measure_ticks(programs, state.params, steps, repeats, together)
+    rests = []
+    for host in [steps[0], *steps * repeats]:  # the first compiles, and does not count
+        batch = programs.put(host)
+        jax.block_until_ready(batch.runs)
+        gradients = seconds(together, partial(programs.gradients, state.params, batch))
+        whole = seconds(together, partial(programs.train, state, batch))
+        state = programs.init(config.run.seed)  # the step donates it
+        rests.append(whole - gradients)
+    return StepTimes(terms, max(0.0, statistics.median(rests[1:])))
+
+
+def seconds(together: Callable[[], object], call: Callable[[], Any]) -> float:
+    """What a call takes from when all processes are ready until its results are there."""
+    together()
+    began = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - began
+
+
+def measure(config: Config, plans: Sequence[str], steps: int, repeats: int) -> Measured:
+    """By plan: seconds of every step, those predicted, its predicted cost and idle share, and what planning it took.
+
+    The predictions are made of a plan that is timed first, in so many rounds.
+    """
+    inputs = prepare(config, make_mesh(config.mesh_sizes, spans=mesh_spans(config)))
+    times = calibrate(config, inputs, repeats)
+    planned = {name: Planned.make(config, inputs, PLANS[name]) for name in plans}
+    states = {name: each.programs.init(config.run.seed) for name, each in planned.items()}
+    names = ("seconds", "predicted", "cost", "idle", "ticks", "plan_ms")
+    found: Measured = {plan: {name: [] for name in names} for plan in plans}
+    first = len(inputs.samples) + CALIBRATED_STEPS
     for number in range(WARM_UP + steps):
-        examples = batch_examples(
-            inputs.order, config.data.batch_size, len(inputs.samples) + number
-        )
+        examples = batch_examples(inputs.order, config.data.batch_size, first + number)
         for name in plans if number % 2 else plans[::-1]:
-            host = fillers[name](number, examples)
-            batch: Any = programs[name].put(host)
+            programs = planned[name].programs
+            host = planned[name].filler(number, examples)
+            batch = programs.put(host)
             jax.block_until_ready(batch.runs)
             multihost_utils.sync_global_devices(f"{number} {name}")
             began = time.perf_counter()
-            states[name], metrics = programs[name].train(states[name], batch)
+            states[name], metrics = programs.train(states[name], batch)
             jax.block_until_ready((states[name], metrics))
             took = time.perf_counter() - began
             if number >= WARM_UP:
                 told = host.statistics
                 row = [
                     took,
+                    times.seconds(told),
                     *(told[f"pipeline/{key}"] for key in ("cost", "idle_share", "ticks")),
                     told["plan_ms"],
                 ]
@@ -96,7 +165,7 @@ def measure(config: Config, plans: Sequence[str], steps: int) -> dict[str, dict[
     return found
 
 
-def summarise(measured: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
+def summarise(measured: Measured) -> list[dict[str, Any]]:
     """One record a plan: quartiles of its seconds and of the yardstick's over its own, and what was predicted."""
     first = next(iter(measured.values()))
     return [
@@ -104,7 +173,9 @@ def summarise(measured: dict[str, dict[str, list[float]]]) -> list[dict[str, Any
             "plan": name,
             "seconds": quartiles(of["seconds"]),
             "ratio": quartiles((np.array(first["seconds"]) / np.array(of["seconds"])).tolist()),
-            "predicted_ratio": sum(first["cost"]) / sum(of["cost"]),
+            "predicted_seconds": statistics.median(of["predicted"]),
+            "predicted_ratio": sum(first["predicted"]) / sum(of["predicted"]),
+            "ratio_by_flops": sum(first["cost"]) / sum(of["cost"]),
             "idle_share": statistics.fmean(of["idle"]),
             "ticks": statistics.fmean(of["ticks"]),
             "plan_ms": statistics.median(of["plan_ms"]),
@@ -120,12 +191,13 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument("--stages", type=int, default=2, help="and processes")
     parser.add_argument("--batch", type=int, default=16, help="examples of a step")
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each plan")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of the calibration")
     parser.add_argument(
         "--plans", nargs="+", choices=PLANS, default=[*PLANS], help="the first is the yardstick"
     )
     options = parse(parser, command)
-    if options.stages < 2 or min(options.batch, options.steps) < 1:
-        parser.error("--stages must be at least 2, --batch and --steps positive")
+    if options.stages < 2 or min(options.batch, options.steps, options.repeats) < 1:
+        parser.error("--stages must be at least 2, --batch, --steps and --repeats positive")
     if PROCESS_ID not in os.environ:
         own = sys.argv[1:] if command is None else command
         return run_local(
@@ -141,7 +213,11 @@ def main(command: Sequence[str] | None = None) -> int:
         config = load_config(
             options.config, [*shape, f"data.batch_size={options.batch}", *seed, *options.overrides]
         )
-        measured = measure(config, options.plans, options.steps)
+        if config.pipeline.flops_per_tick:
+            raise ConfigError(
+                "pipeline.flops_per_tick must be 0: what a tick takes is measured here"
+            )
+        measured = measure(config, options.plans, options.steps, options.repeats)
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -170,10 +246,12 @@ def show(rows: Sequence[dict[str, Any]], title: str) -> None:
     columns = [
         "plan",
         "step [s]",
+        "predicted [s]",
         "ratio",
         "quarter below",
         "quarter above",
         "predicted",
+        "by FLOPs",
         "idle",
         "ticks",
         "plan [ms]",
@@ -185,8 +263,10 @@ def show(rows: Sequence[dict[str, Any]], title: str) -> None:
             [
                 row["plan"],
                 row["seconds"]["median"],
+                row["predicted_seconds"],
                 *row["ratio"].values(),
                 row["predicted_ratio"],
+                row["ratio_by_flops"],
                 row["idle_share"],
                 row["ticks"],
                 row["plan_ms"],

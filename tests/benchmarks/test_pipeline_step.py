@@ -2,14 +2,16 @@
 
 import pytest
 
-from benchmarks.pipeline_step import PLANS, YARDSTICK, main, summarise
+from benchmarks.pipeline_step import CALIBRATION, PLANS, YARDSTICK, StepTimes, main, summarise
 from jaxmllm.config.schema import PipelineConfig
+from jaxmllm.tools.tick_times import TickTimes
 
 
 def test_ratios_are_over_the_same_batch():
     measured = {
         "chain 1F1B": {
             "seconds": [2.0, 4.0, 9.0],
+            "predicted": [3.0, 3.0, 9.0],
             "cost": [10, 20],
             "idle": [0.4, 0.2],
             "ticks": [4, 6],
@@ -17,6 +19,7 @@ def test_ratios_are_over_the_same_batch():
         },
         "segments": {
             "seconds": [1.0, 2.0, 3.0],
+            "predicted": [2.0, 1.0, 2.0],
             "cost": [5, 10],
             "idle": [0.0, 0.2],
             "ticks": [8, 8],
@@ -27,13 +30,21 @@ def test_ratios_are_over_the_same_batch():
     assert (first["plan"], second["plan"]) == ("chain 1F1B", "segments")
     assert first["ratio"]["median"] == 1 and second["ratio"]["median"] == 2
     assert second["ratio"]["three_quarters"] == pytest.approx(2.5)
-    assert second["predicted_ratio"] == 2 and second["idle_share"] == pytest.approx(0.1)
+    assert first["predicted_seconds"] == 3 and second["predicted_ratio"] == 3
+    assert second["ratio_by_flops"] == 2 and second["idle_share"] == pytest.approx(0.1)
     assert first["ticks"] == 5 and first["plan_ms"] == 2
+
+
+def test_a_step_is_predicted_by_its_terms():
+    times = StepTimes(TickTimes(start=0.5, tick=0.01, flop=1e-9), rest=0.25)
+    told = {"pipeline/cost": 2e9, "pipeline/ticks": 30.0, "pipeline/runs": 2.0, "plan_ms": 7.0}
+    assert times.seconds(told) == pytest.approx(0.25 + 2 * 0.5 + 30 * 0.01 + 2)
 
 
 def test_plans_are_settings_of_a_pipeline():
     assert next(iter(PLANS)) == YARDSTICK
     assert all(PipelineConfig(stages=2, **plan) for plan in PLANS.values())
+    assert CALIBRATION not in PLANS.values(), "it predicts others than itself"
 
 
 @pytest.mark.parametrize("arguments", [["--stages", "1"], ["--steps", "0"], ["--plans", "none"]])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import jax
 import pytest
 import yaml
@@ -11,6 +14,16 @@ from jaxmllm.tools import calibrate
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.tools.tick_times import TickTimes, fit_ticks
 from tests.support import tiny_config
+
+
+def tiny_vision(folder):
+    """The config of a tiny model without audio, which compiles sooner, and its data."""
+    make_sample(folder, train=48, test=4)
+    tree = tiny_config(folder, data__max_rejected=1.0, mesh={"data": -1})
+    del tree["model"]["audio"], tree["phases"]["audio"]
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(tree))
+    return config
 
 
 def test_terms_are_those_that_made_the_times():
@@ -44,11 +57,7 @@ def test_stages_are_calibrated_by_their_ticks(tmp_path, capsys, monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(build, "build_run", remembered)
-    make_sample(tmp_path, train=48, test=4)
-    tree = tiny_config(tmp_path, data__max_rejected=1.0, mesh={"data": -1})
-    del tree["model"]["audio"], tree["phases"]["audio"]  # sooner compiled
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(tree))
+    config = tiny_vision(tmp_path)
     stages = ["pipeline.stages=2", "pipeline.layout=chain", "pipeline.flops_per_tick=1e9"]
     written = tmp_path / "calibration.json"
     command = ["--config", str(config), "--out", str(written), "--repeats", "1"]
@@ -59,3 +68,25 @@ def test_stages_are_calibrated_by_their_ticks(tmp_path, capsys, monkeypatch):
     told = capsys.readouterr().out
     assert float(told.rsplit("pipeline.flops_per_tick=", 1)[1]) >= 0
     assert not written.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
+def test_two_processes_calibrate_together(tmp_path, stages):
+    """A stage each, or half of the ranks: both time the same programs, and one of them says what they take."""
+    config, written = tiny_vision(tmp_path), tmp_path / "calibration.json"
+    launcher = [sys.executable, "-m", "launch.local", "--processes", "2", "--devices", "1", "--"]
+    command = [sys.executable, "-m", "jaxmllm", "calibrate", "--config", str(config)]
+    layout = [f"pipeline.stages={stages}", "pipeline.layout=chain"] if stages > 1 else []
+    options = ["--out", str(written), "--repeats", "1", *layout]
+    done = subprocess.run(
+        [*launcher, *command, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    told = "plan with it: " if stages > 1 else "balance by it with "
+    assert done.stdout.count(told) == 1
+    assert written.exists() == (stages == 1)
