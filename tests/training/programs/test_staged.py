@@ -294,6 +294,13 @@ CASES = {  # devices, mesh, pipeline
         {"data": 1},
         {"stages": 2, "schedule": "auto", "split_backward": "auto", "rollouts": 8},
     ),
+    # Layers that do not divide evenly
+    "stages3": (3, {"data": 1}, {"stages": 3, "layout": "chain"}),
+    "stages5-gpipe": (
+        5,
+        {"data": 1},
+        {"stages": 5, "layout": "chain", "schedule": "gpipe", "split_backward": True},
+    ),
     "stages4-split": (4, {"data": 1}, {"stages": 4, "layout": "parallel", "split_backward": True}),
     "stages8": (8, {"data": 1}, {"stages": 8, "layout": "chain", "schedule": "1f1b"}),
     "stages2-data2-tensor2": (8, {"data": 2, "tensor": 2}, SEGMENTS | {"split_backward": True}),
