@@ -6,6 +6,7 @@ in libtpu. `cpu` is this machine's own, with as many devices as are asked for.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -14,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import jax
+import jaxlib
 from jax.experimental import topologies
 
 INSTALL = "pip install 'jaxmllm[ahead]'"
@@ -75,13 +77,18 @@ NO_TPU = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5p-16",
 }
-CUDA_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
+# By package, the wheel that brings it
+CUDA_PLUGINS = {
+    "jax_plugins.xla_cuda12": "jax-cuda12-pjrt",
+    "jax_plugins.xla_cuda13": "jax-cuda13-pjrt",
+}
+NUMBERS = re.compile(r"\d+(?:\.\d+)*")  # of a version, before what marks a build
 # Kernels are not timed, for there is no device to time them on
 UNTIMED = {"xla_gpu_autotune_level": "0"}
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("h100", "cuda", 8, CUDA_PLUGINS, target=H100, compiler_options=UNTIMED),
+        Chip("h100", "cuda", 8, tuple(CUDA_PLUGINS), target=H100, compiler_options=UNTIMED),
         Chip("v5p", "tpu", 4, ("libtpu",), dimensions=3),
         Chip("v6e", "tpu", 4, ("libtpu",), dimensions=2),
         Chip("cpu", "cpu"),
@@ -118,6 +125,7 @@ def chip_devices(chip: Chip, count: int) -> Sequence[jax.Device]:
     options: dict[str, str] = {}
     name = chip.name
     if chip.platform == "cuda":
+        _check_version(chip)
         target = MEMORY_SIZE.sub(rf"\1 {UNLIMITED_BYTES}", chip.target)
         options = {"target_config": target, "topology": _gpu_topology(chip, count)}
     else:
@@ -138,6 +146,31 @@ def chip_devices(chip: Chip, count: int) -> Sequence[jax.Device]:
 
 def _installation(chip: Chip) -> str:
     return INSTALL if chip.platform == "cuda" else "pip install 'jaxmllm[tpu]'"
+
+
+def _check_version(chip: Chip) -> None:
+    """Raise `ChipError` where a plugin is of another version than jaxlib: JAX warns and leaves parts of it out."""
+    for package in filter(_installed, chip.packages):
+        wheel = CUDA_PLUGINS[package]
+        version = _version(wheel)
+        if version is not None and _numbers(version) != _numbers(jaxlib.__version__):
+            raise ChipError(
+                f"compiling for {chip.name} needs {wheel} of jaxlib's version, {jaxlib.__version__}, not {version}: "
+                f"{_installation(chip)}"
+            )
+
+
+def _version(wheel: str) -> str | None:
+    """Of an installed wheel; none of what was built from source."""
+    try:
+        return importlib.metadata.version(wheel)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> str:
+    match = NUMBERS.match(version)
+    return match[0] if match else version
 
 
 def _installed(package: str) -> bool:

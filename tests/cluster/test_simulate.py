@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from jaxmllm.balance.costs.flops import head_flops
 from jaxmllm.balance.records import BatchItems
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.cluster.clusters import CLUSTERS
+from jaxmllm.cluster.device_peak import programs_peak
 from jaxmllm.cluster.device_seconds import RATES, Device
 from jaxmllm.cluster.held import resident
 from jaxmllm.cluster.simulate import simulate
@@ -113,17 +115,28 @@ def test_better_hardware_is_never_slower(sharded, factors, efficiency):
     assert sharded.on(faster).seconds <= before * (1 + 1e-9)
 
 
-def test_batches_of_equal_examples_make_all_balance_modes_equal(sharded):
-    examples = np.arange(16)
+@given(
+    chosen=st.fixed_dictionaries(
+        {name: st.integers(0, 1000) for name in ("vision", "audio", "language")}
+    ),
+    of_rank=st.integers(1, 4),
+)
+def test_batches_of_equal_examples_make_all_balance_modes_equal(sharded, chosen, of_rank):
+    """Each with one item of a phase, like any that there is, and equally many on every rank."""
+    examples = np.arange(8 * of_rank)
     phases = {}
     for name, items in sharded.lengths.items.phases.items():
-        # One item of each, as long as the first that there is
-        one = items.at(np.zeros(16, np.int64))
+        one = items.at(np.full(len(examples), chosen[name] % len(items.length)))
         phases[name] = replace(one, example=examples.astype(np.int32))
     items = BatchItems(examples, int(phases["language"].length.sum()), phases)
+    spec = sharded.programs.spec
+    roomy = {
+        name: replace(route, encoder_pool=1 << 16, language_pool=1 << 16)
+        for name, route in spec.routes.items()
+    }
     seconds = []
     for mode in ("none", "tokens", "language", "phases"):
-        plan = plan_step(items, replace(sharded.programs.spec, mode=mode))
+        plan = plan_step(items, replace(spec, mode=mode, routes=roomy))
         seconds.append(simulate(sharded.programs, plan, items, DEVICE).seconds)
     assert seconds == pytest.approx([seconds[0]] * 4)
 
@@ -174,19 +187,25 @@ def test_experts_of_one_device_send_nothing():
     }
 
 
+@cache
+def with_frozen(*frozen):
+    return Simulated(mesh={"data": 2, "fsdp": 4}, frozen=frozen)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "frozen",
-    [
-        pytest.param(("vision",), marks=EXHAUSTIVE),
-        ("language",),
-        pytest.param(("vision", "language"), marks=EXHAUSTIVE),
-    ],
+@given(
+    frozen=st.sets(st.sampled_from(("vision", "audio", "language")), min_size=1),
+    cluster=st.sampled_from([*CLUSTERS.values()]),
+    efficiency=st.floats(0.2, 1),
 )
-def test_freezing_never_costs_time_or_bytes(sharded, frozen):
-    less = Simulated(mesh={"data": 2, "fsdp": 4}, frozen=frozen)
-    assert less.on(DEVICE).seconds <= sharded.on(DEVICE).seconds
-    assert resident(less.programs).total <= resident(sharded.programs).total
+def test_freezing_never_costs_time_or_bytes(frozen, cluster, efficiency):
+    """One component more, whatever else is frozen and whatever it runs on."""
+    *others, _ = ordered = sorted(frozen)
+    less, more = with_frozen(*ordered), with_frozen(*others)
+    device = Device(cluster, efficiency)
+    assert less.on(device).seconds <= more.on(device).seconds * (1 + 1e-9)
+    assert programs_peak(less.programs).bytes <= programs_peak(more.programs).bytes
+    assert resident(less.programs).total <= resident(more.programs).total
 
 
 @pytest.mark.slow

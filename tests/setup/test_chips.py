@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
@@ -23,6 +25,38 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch, name, extra):
     monkeypatch.setattr(chips, "_installed", lambda package: False)
     with pytest.raises(ChipError, match=re.escape(f"pip install '{extra}'")):
         chip_devices(chip_of(name), 8)
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_a_compiler_of_another_version_is_refused(monkeypatch, same):
+    version = f"{jaxlib.__version__}+local" if same else "0.9.7"
+    monkeypatch.setattr(chips, "_installed", lambda package: package == "jax_plugins.xla_cuda12")
+    monkeypatch.setattr(chips, "_version", {"jax-cuda12-pjrt": version}.get)
+    monkeypatch.setattr(
+        chips.topologies, "get_topology_desc", lambda *names, **options: SimpleNamespace(devices=[])
+    )
+    if same:
+        assert chip_devices(CHIPS["h100"], 8) == []
+        return
+    with pytest.raises(ChipError, match=r"jax-cuda12-pjrt of .* not 0\.9\.7: ") as refused:
+        chip_devices(CHIPS["h100"], 8)
+    message = str(refused.value)
+    assert message.endswith("pip install 'jaxmllm[ahead]'") and "\n" not in message
+
+
+@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError])
+def test_a_compiler_that_jax_cannot_ask_says_what_to_install(monkeypatch, error):
+    def refuse(*names, **options):
+        raise error("topology not implemented for cuda\nmore of it")
+
+    monkeypatch.setattr(chips, "_check_version", lambda chip: None)
+    monkeypatch.setattr(chips, "_installed", lambda package: True)
+    monkeypatch.setattr(chips.topologies, "get_topology_desc", refuse)
+    with pytest.raises(
+        ChipError, match="not implemented for cuda; install its compiler"
+    ) as refused:
+        chip_devices(CHIPS["h100"], 8)
+    assert "\n" not in str(refused.value)
 
 
 def test_unknown_chips_name_the_known_ones():

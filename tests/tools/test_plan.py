@@ -19,6 +19,7 @@ from jaxmllm.cluster.search.mesh_choices import MeshChoice
 from jaxmllm.config.read import dump_config, load_config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.runtime.metrics import read_metrics
+from jaxmllm.setup import chips
 from jaxmllm.setup.ahead import OUTSIDE_STEPS, Memory
 from jaxmllm.setup.build import staged_programs
 from jaxmllm.setup.prepare import prepare
@@ -144,6 +145,25 @@ def test_without_a_compiler_the_plan_goes_on(config_file, tmp_path, monkeypatch,
     assert plan(config_file, *words, cluster="a100") == 0
     assert "not checked by a compiler" in capsys.readouterr().out
     assert "NVIDIA A100" in json.loads(record.read_text())["checked"]["not_checked"]
+
+
+@pytest.mark.parametrize(
+    ("installed", "says"),
+    [(False, "needs jax_plugins.xla_cuda12"), (True, "of jaxlib's version")],
+)
+def test_without_the_plugins_wheels_the_plan_goes_on(
+    config_file, tmp_path, monkeypatch, capsys, installed, says
+):
+    monkeypatch.setattr("jaxmllm.tools.plan_layout.only_compile", lambda: None)
+    monkeypatch.setattr(chips, "_installed", lambda package: installed)
+    monkeypatch.setattr(chips, "_version", lambda wheel: "0.9.7")
+    record = tmp_path / "plan.json"
+    words = ["--generated", "--check", "1", "--json", str(record), *SMALL, "mesh={data: 8}"]
+    assert plan(config_file, *words, cluster="h100") == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if says in line]
+    assert line.startswith("not checked by a compiler, bytes of all layouts are estimates: ")
+    plans = json.loads(record.read_text())
+    assert says in plans["checked"]["not_checked"] and plans["layouts"][0]["step_s"] > 0
 
 
 def test_every_layout_says_why_it_lost(out):
