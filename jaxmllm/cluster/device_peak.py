@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jaxmllm.cluster.held import device_bytes, resident
 from jaxmllm.cluster.temporaries import Temporaries, job_temporaries, residual_bytes
-from jaxmllm.phases import LANGUAGE
 
 if TYPE_CHECKING:
     from jaxmllm.training.programs.base import ProgramName, Programs
@@ -92,22 +91,11 @@ def _phased(programs: PhasedPrograms) -> Iterator[tuple[ProgramName, int]]:
     """The programs of a step that take memory of their own, and bytes of results that lie where no argument lay."""
     from jaxmllm.training.programs.base import ProgramName
 
-    functions = programs.functions
     yield ProgramName("update"), 0
     if unfinished := _unfinished(programs):
         yield ProgramName("add_replicas"), unfinished
     for phase, spec in programs.spec.phases.items():
-        names = ["encode"]
-        if phase == LANGUAGE:
-            draws = bool(programs.generators)
-            names = ["language_states"] * draws
-            names += ["language_loss_and_grad"] * (not draws or functions.trains_language)
-            names += ["evaluate"] * functions.learns_text
-        elif phase in programs.generators:
-            names = ["draw_loss_and_grad", "evaluate"]
-        else:
-            names += ["encode_grad"] * bool(functions.trainable_of(phase))
-            names += ["encode_grad_kept"] * bool(programs.kept_residuals.get(phase))
+        names = programs.functions_of(phase).names
         for capacity, span in spec.classes:
             yield from ((ProgramName(name, phase, capacity, span), 0) for name in names)
 

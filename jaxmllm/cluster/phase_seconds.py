@@ -34,6 +34,7 @@ from jaxmllm.phases import LANGUAGE
 
 if TYPE_CHECKING:
     from jaxmllm.training.programs.base import ProgramName, Programs
+    from jaxmllm.training.programs.phase_functions import PhaseFunctions
     from jaxmllm.training.programs.phased import PhasedPrograms
 
 OWN_BYTES: Final = 4  # of a number of an accumulator
@@ -91,7 +92,6 @@ class PhaseSeconds:
         self.component = model.components[phase]
         self.shapes = getattr(model.config, phase)
         self.spec = programs.spec.phases[phase]
-        self.trained = bool(programs.functions.trainable_of(phase))
         flops = _forward_flops(model.config, model.vocab_size, phase)
         self.forward = [flops.linear, *flops.squares]
         self.head = flops.last if phase == LANGUAGE else 0.0
@@ -124,32 +124,35 @@ class PhaseSeconds:
             name: float(share)
             for name, share in computed_again(self.component.settings.remat).items()
         }
+        names = self.programs.functions_of(self.phase)
         if self.phase == LANGUAGE:
-            return self._calls_of_decoder(again)
+            return self._calls_of_decoder(names, again)
         if self.drawing is not None:
-            return [("draw_loss_and_grad", Passes(1, 1, **again))]
-        if not self.trained:
-            return [("encode", Passes(1, 0))]
+            return [(names.backward, Passes(1, 1, **again))]
+        if not names.backward:
+            return [(names.forward, Passes(1, 0))]
         features = self.programs.functions.keeps_features(self.phase)
         kept = features or number < self.programs.kept_residuals.get(self.phase, 0)
-        backward = "encode_grad_kept" if kept and not features else "encode_grad"
+        backward = names.backward_kept if kept and not features else names.backward
         # A tower that is frozen below a projector is not run again
         once_more = 0 if kept else 1
         made_again = {} if features else again | {"stem_again": 1}
         return [
-            ("encode", Passes(1, 0)),
+            (names.forward, Passes(1, 0)),
             (backward, Passes(once_more, 1, **made_again)),
         ]
 
-    def _calls_of_decoder(self, again: Mapping[str, Any]) -> list[tuple[str, Passes]]:
+    def _calls_of_decoder(
+        self, names: PhaseFunctions, again: Mapping[str, Any]
+    ) -> list[tuple[str, Passes]]:
         """Its states are computed for a generator first, and again with the backward pass."""
-        functions = self.programs.functions
-        states = [("language_states", Passes(1, 0, head=False))] * bool(self.programs.generators)
-        if states and not functions.trains_language:
-            return states
         returns = self.whole.linear > self.forward[0]
         passes = Passes(1, 1, **again) if returns else Passes(1, 0)
-        return [*states, ("language_loss_and_grad", passes._replace(head=functions.learns_text))]
+        calls = [
+            (names.forward, Passes(1, 0, head=False)),
+            (names.backward, passes._replace(head=bool(names.evaluate))),
+        ]
+        return [(name, of_call) for name, of_call in calls if name]
 
     def _call(
         self,

@@ -141,9 +141,7 @@ def phased_programs(
       formats: by encoder phase.
       sources: whose losses are told apart.
     """
-    functions = StepFunctions(
-        model, config.optimizer, config.decay_steps, sources, config.objective
-    )
+    functions = step_functions(config, model, sources)
     attention = attention_spec(config, model, formats, spec)
     kept = {
         phase: kept_residuals(config, model, phase, max(spec.phases[phase].capacities))
@@ -160,11 +158,18 @@ def staged_programs(
     sources: int,
 ) -> StagedPrograms:
     """The same of a run with stages, for rows and slots that are chosen."""
-    functions = StepFunctions(
-        model, config.optimizer, config.decay_steps, sources, config.objective
-    )
+    functions = step_functions(config, model, sources)
     attention = attention_spec(config, model, formats, sizes.spec)
     return StagedPrograms(functions, sizes, formats, attention, config.run.param_dtype)
+
+
+def step_functions(config: Config, model: MLLM, sources: int) -> StepFunctions:
+    """The functions of a step, which programs are made of.
+
+    Args:
+      sources: whose losses are told apart.
+    """
+    return StepFunctions(model, config.optimizer, config.decay_steps, sources, config.objective)
 
 
 def _warn_of_slow_attention(programs: Programs) -> None:

@@ -46,7 +46,8 @@ def tiny_lengths(
     tree["model"]["adapters"] = adapters or {}
     tree["model"]["language"]["experts"] = experts
     for component in frozen:
-        tree["components"][component]["freeze"] = True
+        *of_projector, name = component.split(".")
+        (of_projectors if of_projector else tree["components"])[name]["freeze"] = True
     config = parse_config(tree)
     mesh = make_mesh(config.mesh_sizes, jax.devices()[:devices])
     return generated_lengths(config, mesh, 0, MIX)

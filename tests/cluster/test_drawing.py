@@ -247,6 +247,16 @@ def test_the_largest_program_may_be_the_generator():
     assert {name.function for name in programs.jobs} >= {DRAW, STATES, "language_loss_and_grad"}
 
 
+def test_a_decoder_that_is_read_has_a_program_for_its_states():
+    _, programs = drawing((("data", 2),), shapes="tiny", slots=512)
+    loss = "language_loss_and_grad"
+    expected = {"language": (STATES, loss, "evaluate"), "diffusion": (DRAW, "evaluate")}
+    jobs = [name for name in programs.jobs if name.capacity]
+    for phase, names in expected.items():
+        assert programs.functions_of(phase).names == names
+        assert tuple(name.function for name in jobs if name.subject == phase) == names
+
+
 def test_conditions_take_the_smallest_share_that_holds_them():
     random = np.random.default_rng(0)
     shapes = DiffusionConfig(**SHAPES["tiny"], streams=2)

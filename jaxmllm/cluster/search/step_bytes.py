@@ -25,9 +25,11 @@ from jaxmllm.config.schema import Config, Remat
 from jaxmllm.models.compose import with_settings
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
+from jaxmllm.setup.build import step_functions
 from jaxmllm.setup.row_memory import state_bytes
 from jaxmllm.training.optimizer import MOMENTS
 from jaxmllm.training.programs.base import ProgramName
+from jaxmllm.training.programs.phase_functions import phase_functions
 
 SUM_BYTES: Final = 4  # of a gradient before it is scattered, and of a logit
 # Of the other phase and of the language model, tokens and gradients
@@ -143,24 +145,16 @@ class StepBytes:
     def program(self, phase: str, slots: int, remat: Remat) -> int:
         """Of the largest program of a phase for itself."""
         model = self.model
-        names = [phase, *(name for name in model.phases[phase].components if name != phase)]
-        layouts = [model.components[name].layout for name in names]
+        components = [phase, *(name for name in model.phases[phase].components if name != phase)]
+        layouts = [model.components[name].layout for name in components]
         sizes = [(layout.parts, *map(layout.size, AXES)) for layout in layouts]
         key = (phase, repr(remat), self.stages, *sizes)
         if key not in self.known:
-            functions = ["language_loss_and_grad"]
-            if model.phases[phase].generates:
-                functions = ["draw_loss_and_grad"]
-            elif phase != LANGUAGE:
-                trained = model.trainable.components
-                functions = ["encode"] + ["encode_grad"] * any(name in trained for name in names)
+            functions = phase_functions(step_functions(self.config, model, 1), phase)
+            names = ("gradients",) if self.stages > 1 else functions.names
             model = with_settings(model, with_remat(self.config, {phase: remat}).components)
-            if self.stages > 1:
-                functions = ["gradients"]
-            self.known[key] = _largest(
-                [phase_program(model, ProgramName(function, phase, 1)) for function in functions],
-                self.stages,
-            )
+            programs = [phase_program(model, ProgramName(name, phase, 1)) for name in names]
+            self.known[key] = _largest(programs, self.stages)
         return self.known[key](slots)
 
     def peak(self, phase: str, slots: int, remat: Remat) -> float:

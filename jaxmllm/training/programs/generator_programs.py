@@ -25,6 +25,7 @@ from jaxmllm.training.generator_functions import GeneratorFunctions
 from jaxmllm.training.objectives.flow import FlowSums
 from jaxmllm.training.programs.base import Job, Jobs, ProgramName, Programs
 from jaxmllm.training.programs.exchange_programs import DeviceTables, ExchangePrograms
+from jaxmllm.training.programs.phase_functions import PhaseFunctions, phase_functions
 from sharding.parameters import map_rows
 from sharding.rules import Layout
 
@@ -177,6 +178,10 @@ class GeneratorPrograms(Programs):
         )
 
     # ------------------------------------------------------------------ of all phases
+
+    def functions_of(self, phase: str) -> PhaseFunctions:
+        """What the programs of a phase compute."""
+        return phase_functions(self.functions, phase, bool(self.kept_residuals.get(phase)))
 
     def _of_microbatch(
         self, function: str, phase: str, host: HostStep, microbatch: int

@@ -121,7 +121,7 @@ class PhasedPrograms(GeneratorPrograms):
             gradients, drawn, d_states, failed = self._draw(
                 params, batch, pools, gradients, drawn, failed
             )
-        if not self.generators or self.functions.trains_language:
+        if self.functions_of(LANGUAGE).backward:
             scale = self._scale(self.functions.objective.language.weight, host.targets)
             routing = self._routing(host.statistics, expert_counts)
             phase_params = self._params_of(params, LANGUAGE)
@@ -137,7 +137,7 @@ class PhasedPrograms(GeneratorPrograms):
         del d_states
         d_pools = self._return(batch, pools)
         for phase in self.encoders:
-            if self.functions.trainable_of(phase):
+            if self.functions_of(phase).backward:
                 gradients |= self._encoder_grads(
                     phase,
                     params,
@@ -361,7 +361,7 @@ class PhasedPrograms(GeneratorPrograms):
         grads = self._grads_of(self.accumulators, LANGUAGE)
         pool = self.pools[LANGUAGE]
         sums = self._abstract_sums()._replace(drawn=None)
-        generates = bool(self.generators)
+        names = self.functions_of(LANGUAGE)
         d_states = (pool.tokens,) if self.functions.trains_states else ()
         routing = self._abstract_routing()
         windows = LANGUAGE in self.functions.model.config.windows
@@ -378,25 +378,25 @@ class PhasedPrograms(GeneratorPrograms):
                 spec.max_segments,
                 block,
                 windows,
-                generates,
+                bool(self.generators),
                 self.attention.runs.get(LANGUAGE),
             )
-            if generates:
+            if names.forward:
                 given = (params, rows, pool)
                 on_device = functions.by_device(LANGUAGE).language_states
-                jobs[ProgramName("language_states", LANGUAGE, capacity, span)] = Job(
+                jobs[ProgramName(names.forward, LANGUAGE, capacity, span)] = Job(
                     map_rows(layout, on_device, given, pool), given, pool, (2,)
                 )
-            if not generates or functions.trains_language:
+            if names.backward:
                 scalar = self._scalar()
                 arguments = (params, rows, pool, scalar, grads, sums, routing, *d_states)
                 results = (pool, grads, sums)
                 by_device = functions.by_device(LANGUAGE).language_loss_and_grad
-                jobs[ProgramName("language_loss_and_grad", LANGUAGE, capacity, span)] = Job(
+                jobs[ProgramName(names.backward, LANGUAGE, capacity, span)] = Job(
                     map_rows(layout, by_device, arguments, results), arguments, results, (2, 4, 5)
                 )
-            if functions.learns_text:
-                jobs[ProgramName("evaluate", LANGUAGE, capacity, span)] = Job(
+            if names.evaluate:
+                jobs[ProgramName(names.evaluate, LANGUAGE, capacity, span)] = Job(
                     functions.evaluate, (params, rows, pool, sums), sums, donated=(3,)
                 )
         return jobs
@@ -407,6 +407,7 @@ class PhasedPrograms(GeneratorPrograms):
         pool = self.pools[self.exchange_owner[phase]]
         pool_offset = failed = self._scalar(np.int32)
         windows = phase in self.functions.model.config.windows
+        names = self.functions_of(phase)
         jobs: Jobs = {}
         for capacity, span in self.spec.phases[phase].classes:
             functions = self.functions.spanned(phase, span)
@@ -415,14 +416,14 @@ class PhasedPrograms(GeneratorPrograms):
             rows = abstract_encoder_rows(layout, capacity, row_format, block, windows, runs)
             arguments = (params, rows, pool, pool_offset, failed)
             starts: list[Start] = []
-            if self.kept_residuals.get(phase):
+            if names.backward_kept:
                 encode, kept = _keeping(functions, phase, params, rows, pool)
                 starts = [rows, KeptResiduals(rows, kept)]
             else:
                 encode, kept = _encoding(functions, phase, arguments)
-                if functions.trainable_of(phase):
+                if names.backward:
                     starts = [_start(rows, kept)]
-            jobs[ProgramName("encode", phase, capacity, span)] = Job(
+            jobs[ProgramName(names.forward, phase, capacity, span)] = Job(
                 encode, arguments, (pool, kept, failed), donated=(2,)
             )
             for start in starts:

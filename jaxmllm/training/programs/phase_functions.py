@@ -1,0 +1,51 @@
+"""Which functions a run without stages compiles for the microbatches of a phase.
+
+Programs are made of this list (phased.py), and what a cluster would take for them is counted by it (cluster/).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxmllm.phases import LANGUAGE
+from jaxmllm.training.step_functions import StepFunctions
+
+
+class PhaseFunctions(NamedTuple):
+    """Names of functions (`ProgramName.function`), in the order of a step; empty where a phase has no use for one."""
+
+    forward: str = ""  # what another phase reads
+    backward: str = (
+        ""  # the loss and its gradients, or the gradients of what another phase has read
+    )
+    backward_kept: str = ""  # the same, from residuals that `forward` has left
+    evaluate: str = ""  # the loss alone
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that there are."""
+        return tuple(filter(None, self))
+
+
+def phase_functions(functions: StepFunctions, phase: str, keeps: bool = False) -> PhaseFunctions:
+    """The functions of a phase.
+
+    Args:
+      keeps: whether an encoder leaves residuals for the backward passes of some microbatches.
+    """
+    phases = functions.model.phases
+    if phases[phase].generates:
+        return PhaseFunctions(backward="draw_loss_and_grad", evaluate="evaluate")
+    if phase != LANGUAGE:
+        trained = bool(functions.trainable_of(phase))
+        return PhaseFunctions(
+            forward="encode",
+            backward="encode_grad" * trained,
+            backward_kept="encode_grad_kept" * (trained and keeps),
+        )
+    generates = any(one.generates for one in phases.values())
+    return PhaseFunctions(
+        forward="language_states" * generates,
+        backward="language_loss_and_grad" * (functions.trains_language or not generates),
+        evaluate="evaluate" * functions.learns_text,
+    )
