@@ -71,12 +71,12 @@ def optimum_rows(
 
 
 def _compared(planner: Planner, devices: int) -> dict[str, Any]:
-    found = planner.search(devices)
-    chosen = found.ranked[0]
-    fastest = min(layout.seconds for layout in found.ranked)
+    result = planner.search(devices)
+    chosen = result.ranked[0]
+    fastest = min(layout.seconds for layout in result.ranked)
     fitting: list[PlannedLayout] = []
     over_memory = failed = 0
-    for estimate in found.estimates:
+    for estimate in result.estimates:
         try:
             layout = planner.whole.planned(estimate)
         except (ConfigError, PipelineError):
@@ -88,7 +88,7 @@ def _compared(planner: Planner, devices: int) -> dict[str, Any]:
             over_memory += 1
     best = min(fitting, key=lambda layout: layout.seconds)
     return {
-        "layouts": len(found.estimates),
+        "layouts": len(result.estimates),
         "over_memory": over_memory,
         "failed": failed,
         "best": best.choice.words,

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from jaxmllm.cluster.clusters import CLUSTERS
-from jaxmllm.cluster.search.layouts import Found
+from jaxmllm.cluster.search.layouts import SearchResult
 from jaxmllm.config.read import load_config
 from jaxmllm.tools.output import print_table
 from jaxmllm.tools.plan_inputs import make_planner
@@ -49,28 +49,28 @@ def scale_rows(seed: int, devices: Sequence[int] = DEVICES) -> list[dict[str, An
 
 def _row(devices: int, seed: int) -> dict[str, Any]:
     before = time.process_time()
-    found = _search(devices, seed)
+    result = _search(devices, seed)
     seconds = time.process_time() - before
-    best = found.ranked[0]
+    best = result.ranked[0]
     return {
         "kind": SCALE,
         "devices": devices,
-        "considered": found.considered,
-        "meshes": found.meshes,
-        "rejected": dict(found.rejected),
-        "planned": len(found.ranked) + len(found.struck),
+        "considered": result.considered,
+        "meshes": result.meshes,
+        "rejected": dict(result.rejected),
+        "planned": len(result.ranked) + len(result.struck),
         "cpu_seconds": seconds,
         "peak_rss": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        "same": _told(found) == _told(_search(devices, seed)),
+        "same": _told(result) == _told(_search(devices, seed)),
         "chosen": best.choice.words,
         "step_s": best.seconds,
     }
 
 
-def _search(devices: int, seed: int) -> Found:
+def _search(devices: int, seed: int) -> SearchResult:
     config = load_config(MODEL, [f"data.batch_size={PER_DEVICE * devices}"])
     return make_planner(config, CLUSTERS["h100"], devices, seed).search(devices)
 
 
-def _told(found: Found) -> list[tuple[str, float, int]]:
-    return [(one.choice.words, one.seconds, one.peak.bytes) for one in found.ranked]
+def _told(result: SearchResult) -> list[tuple[str, float, int]]:
+    return [(one.choice.words, one.seconds, one.peak.bytes) for one in result.ranked]

@@ -13,7 +13,7 @@ from typing import Final
 from jaxmllm.cluster.clusters import Cluster
 from jaxmllm.cluster.device_peak import programs_peak
 from jaxmllm.cluster.search.chosen_config import chosen_config
-from jaxmllm.cluster.search.layouts import Found, PlannedLayout, program_words, ranked
+from jaxmllm.cluster.search.layouts import PlannedLayout, SearchResult, program_words, ranked
 from jaxmllm.cluster.search.no_layout import why_none
 from jaxmllm.cluster.search.sieves import Planner
 from jaxmllm.config.schema import ConfigError
@@ -47,7 +47,7 @@ class Checked:
         )
 
 
-def check(found: Found, planner: Planner, number: int) -> Checked:
+def check(result: SearchResult, planner: Planner, number: int) -> Checked:
     """Compile the first layouts of `found.ranked`. Their bytes are then the compiler's; those that do not fit are
     struck out. Layouts in stages stay estimates.
 
@@ -55,22 +55,22 @@ def check(found: Found, planner: Planner, number: int) -> Checked:
       ConfigError: none is left.
     """
     done: set[int] = set()
-    devices = found.ranked[0].choice.devices
+    devices = result.ranked[0].choice.devices
     try:
         chip = chip_of_cluster(planner.cluster)
         while todo := [
-            one for one in found.ranked[:number] if id(one) not in done and one.choice.stages == 1
+            one for one in result.ranked[:number] if id(one) not in done and one.choice.stages == 1
         ]:
-            layout = _compiled(found, planner, todo[0], chip)
-            others = [one for one in found.ranked if one is not todo[0]]
+            layout = _compiled(result, planner, todo[0], chip)
+            others = [one for one in result.ranked if one is not todo[0]]
             kept = others if layout is None else [*others, layout]
             if not kept:
-                raise ConfigError(why_none(planner, found, devices))
-            found.ranked = ranked(kept)
+                raise ConfigError(why_none(planner, result, devices))
+            result.ranked = ranked(kept)
             done.add(id(layout if layout is not None else todo[0]))
     except ChipError as error:
         return Checked(number, len(done), str(error))
-    staged = sum(one.choice.stages > 1 for one in found.ranked[:number])
+    staged = sum(one.choice.stages > 1 for one in result.ranked[:number])
     return Checked(number, len(done), staged=staged)
 
 
@@ -91,7 +91,7 @@ def chip_of_cluster(cluster: Cluster) -> Chip:
 
 
 def _compiled(
-    found: Found, planner: Planner, layout: PlannedLayout, chip: Chip
+    result: SearchResult, planner: Planner, layout: PlannedLayout, chip: Chip
 ) -> PlannedLayout | None:
     """The layout with the compiler's bytes; none where it is struck out."""
     began = time.perf_counter()
@@ -106,8 +106,8 @@ def _compiled(
     for name, memory in compiled_memory(config, programs, chip).items():
         if isinstance(memory, FailedProgram):
             why = f"{program_words(name)} does not compile"
-            found.reject(why)
-            found.struck.append((layout, f"{why}: {memory.reason}"))
+            result.reject(why)
+            result.struck.append((layout, f"{why}: {memory.reason}"))
             return None
         temporaries[name] = memory.temporaries
     peak = programs_peak(programs, temporaries, layout.microbatches)
@@ -116,4 +116,4 @@ def _compiled(
         f"compiled {layout.choice.words} for {chip.name}: {time.perf_counter() - began:.0f} s",
         file=sys.stderr,
     )
-    return layout if planner.fits(layout, found) else None
+    return layout if planner.fits(layout, result) else None

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jaxmllm.cluster.clusters import GB
-from jaxmllm.cluster.search.layouts import Found, PlannedLayout
+from jaxmllm.cluster.search.layouts import PlannedLayout, SearchResult
 from jaxmllm.cluster.search.sieves import Planner
 from jaxmllm.tools.output import FAINT, INK, Page, html_table, new_figure, write_picture
 from jaxmllm.tools.plan_figures import CHOSEN, COLUMNS, chosen_table, table
@@ -89,18 +89,18 @@ def _bars(axes: Axes, layouts: Sequence[Mapping[str, float]]) -> None:
     )
 
 
-def page(title: str, found: Found, planner: Planner, notes: Sequence[str]) -> Page:
+def page(title: str, result: SearchResult, planner: Planner, notes: Sequence[str]) -> Page:
     """The page around the picture."""
     reasons = "".join(
         f"<li>{count} rejected: {html.escape(reason)}</li>"
-        for reason, count in found.rejected.most_common()
+        for reason, count in result.rejected.most_common()
     )
-    best = found.ranked[0]
+    best = result.ranked[0]
     sections = (
         "<h2>Layouts that were planned whole</h2>",
-        html_table(COLUMNS, table(found, planner), left_aligned=2),
-        html_table(CHOSEN, chosen_table(found), left_aligned=3),
-        f"<p>{found.considered} layouts on {found.meshes} meshes were considered.</p><ul>{reasons}</ul>",
+        html_table(COLUMNS, table(result, planner), left_aligned=2),
+        html_table(CHOSEN, chosen_table(result), left_aligned=3),
+        f"<p>{result.considered} layouts on {result.meshes} meshes were considered.</p><ul>{reasons}</ul>",
         *(f"<p>{html.escape(note)}</p>" for note in notes),
     )
     return Page(
@@ -114,9 +114,9 @@ def page(title: str, found: Found, planner: Planner, notes: Sequence[str]) -> Pa
 
 
 def write(
-    title: str, found: Found, planner: Planner, folder: Path, top: int, notes: Sequence[str]
+    title: str, result: SearchResult, planner: Planner, folder: Path, top: int, notes: Sequence[str]
 ) -> str:
     """Write plan.png, of as many layouts as the table has, and plan.html; returns the line that says so."""
-    struck = [layout for layout, _ in found.struck]
-    figure = draw(title, [*found.ranked, *struck][: max(top, 1)], planner.budget)
-    return write_picture(folder, NAME, figure, page(title, found, planner, notes))
+    struck = [layout for layout, _ in result.struck]
+    figure = draw(title, [*result.ranked, *struck][: max(top, 1)], planner.budget)
+    return write_picture(folder, NAME, figure, page(title, result, planner, notes))

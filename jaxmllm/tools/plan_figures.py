@@ -7,7 +7,7 @@ from typing import Any, Final
 from jaxmllm.balance.records import StepPlan
 from jaxmllm.balance.statistics import ROWS_OF
 from jaxmllm.cluster.clusters import GB
-from jaxmllm.cluster.search.layouts import EQUAL, Found, PlannedLayout, program_words
+from jaxmllm.cluster.search.layouts import EQUAL, PlannedLayout, SearchResult, program_words
 from jaxmllm.cluster.search.sieves import Planner
 
 SPEED: Final = ["step s", "low", "high", "MFU", "HFU", "GB"]
@@ -27,19 +27,19 @@ REST: Final = {
 STATISTICS: Final = ("rows", "microbatches", "real_token_fraction", "max_over_mean")
 
 
-def table(found: Found, planner: Planner) -> list[list[Any]]:
+def table(result: SearchResult, planner: Planner) -> list[list[Any]]:
     """A row for every layout that was planned: the ranked ones, then those that were struck out."""
-    best = found.ranked[0]
+    best = result.ranked[0]
     rows = [
         _row(layout, "" if layout is best else why_lost(layout, best), planner)
-        for layout in found.ranked
+        for layout in result.ranked
     ]
-    return rows + [_row(layout, why, planner) for layout, why in found.struck]
+    return rows + [_row(layout, why, planner) for layout, why in result.struck]
 
 
-def chosen_table(found: Found) -> list[list[Any]]:
+def chosen_table(result: SearchResult) -> list[list[Any]]:
     """What was chosen for each of them beside the mesh."""
-    layouts = [*found.ranked, *(layout for layout, _ in found.struck)]
+    layouts = [*result.ranked, *(layout for layout, _ in result.struck)]
     return [[one.choice.words, remat_words(one), rows_words(one)] for one in layouts]
 
 
@@ -111,18 +111,18 @@ def why_lost(layout: PlannedLayout, best: PlannedLayout) -> str:
 # ---------------------------------------------------------------------------- records
 
 
-def records(found: Found, planner: Planner) -> dict[str, Any]:
+def records(result: SearchResult, planner: Planner) -> dict[str, Any]:
     """What the search found, for JSON."""
-    best = found.ranked[0]
+    best = result.ranked[0]
     return {
-        "considered": found.considered,
-        "meshes": found.meshes,
-        "estimated": len(found.estimates),
-        "rejected": dict(found.rejected),
+        "considered": result.considered,
+        "meshes": result.meshes,
+        "estimated": len(result.estimates),
+        "rejected": dict(result.rejected),
         "budget_bytes": planner.budget,
-        "layouts": [record(layout, best, planner) for layout in found.ranked],
+        "layouts": [record(layout, best, planner) for layout in result.ranked],
         "struck_out": [
-            record(layout, best, planner) | {"why_not": why} for layout, why in found.struck
+            record(layout, best, planner) | {"why_not": why} for layout, why in result.struck
         ],
         "steps": [plan_record(plan) for plan in best.plans],
     }

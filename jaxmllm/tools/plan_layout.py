@@ -39,7 +39,7 @@ from typing import Any, Final, get_args
 from jaxmllm.balance.records import Mode
 from jaxmllm.cluster.clusters import CLUSTERS, Cluster, ClusterError, cluster_of
 from jaxmllm.cluster.search.chosen_config import chosen_config
-from jaxmllm.cluster.search.layouts import Found, PlannedLayout
+from jaxmllm.cluster.search.layouts import PlannedLayout, SearchResult
 from jaxmllm.cluster.search.sieves import Planner
 from jaxmllm.config import strict_yaml
 from jaxmllm.config.command_line import add_config, parse
@@ -150,19 +150,19 @@ def _planned(options: argparse.Namespace, cluster: Cluster) -> int:
     planner = make_planner(config, cluster, devices, _seed(options))
     for note in notes(planner):
         print(f"note: {note}", file=sys.stderr)
-    found = planner.search(devices)
-    checked = plan_check.check(found, planner, options.check) if options.check else None
+    result = planner.search(devices)
+    checked = plan_check.check(result, planner, options.check) if options.check else None
     title = f"{options.config} on {devices} {cluster.name}"
-    show(title, found, planner, options.top)
-    figures = plan_figures.records(found, planner)
+    show(title, result, planner, options.top)
+    figures = plan_figures.records(result, planner)
     if checked is not None:
         print(checked.line)
         figures["checked"] = vars(checked)
     if options.out is not None:
-        write_plan(options, found.ranked[0])
+        write_plan(options, result.ranked[0])
         print(f"wrote {options.out / 'plan.yaml'} and plan.json beside it")
         notes_below = [] if checked is None else [checked.line]
-        print(plan_drawing.write(title, found, planner, options.out, options.top, notes_below))
+        print(plan_drawing.write(title, result, planner, options.out, options.top, notes_below))
     _write_record(options, config, **figures)
     return 0
 
@@ -229,14 +229,14 @@ def _profiled(options: argparse.Namespace, cluster: Cluster) -> int:
     planner = make_planner(config, cluster, devices, _seed(options))
     flops = model_flops(planner.config, planner.model)
     loads = plan_batches.example_loads(planner.sampled.samples, flops)
-    found = plan_batches.profiles(loads, devices, options.seed)
-    for line in plan_batches.conclusions(found, [*flops], config.data.batch_size):
+    profiles = plan_batches.profiles(loads, devices, options.seed)
+    for line in plan_batches.conclusions(profiles, [*flops], config.data.batch_size):
         print(line)
     _write_record(
         options,
         config,
         phases=[*flops],
-        profiles=[{"settled": one.settled} | vars(one) for one in found],
+        profiles=[{"settled": one.settled} | vars(one) for one in profiles],
     )
     return 0
 
@@ -291,17 +291,17 @@ def _seed(options: argparse.Namespace) -> int | None:
 # ---------------------------------------------------------------------------- after it
 
 
-def show(title: str, found: Found, planner: Planner, top: int) -> None:
+def show(title: str, result: SearchResult, planner: Planner, top: int) -> None:
     """The ranked layouts, and why the others are not there."""
-    rows = plan_figures.table(found, planner)[:top]
+    rows = plan_figures.table(result, planner)[:top]
     print_table(title, plan_figures.COLUMNS, rows, left_aligned=2)
-    chosen = plan_figures.chosen_table(found)[:top]
+    chosen = plan_figures.chosen_table(result)[:top]
     print_table("chosen", plan_figures.CHOSEN, chosen, left_aligned=3)
     print(
-        f"{found.considered} layouts on {found.meshes} meshes considered; {len(found.estimates)} are legal and fit, "
-        f"of which {len(found.ranked) + len(found.struck)} were planned whole"
+        f"{result.considered} layouts on {result.meshes} meshes considered; {len(result.estimates)} are legal and fit, "
+        f"of which {len(result.ranked) + len(result.struck)} were planned whole"
     )
-    for reason, count in found.rejected.most_common():
+    for reason, count in result.rejected.most_common():
         print(f"  {count} rejected: {reason}")
 
 

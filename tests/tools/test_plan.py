@@ -14,7 +14,7 @@ from jaxmllm.balance.stages.plan import plan_pipeline
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.cluster.clusters import CLUSTERS, cluster_of
 from jaxmllm.cluster.device_peak import programs_peak
-from jaxmllm.cluster.search.layouts import Found
+from jaxmllm.cluster.search.layouts import SearchResult
 from jaxmllm.cluster.search.mesh_choices import MeshChoice
 from jaxmllm.config.read import dump_config, load_config
 from jaxmllm.data.batches import batch_examples
@@ -132,9 +132,9 @@ def test_programs_of_a_planned_layout_compile(config_file, tmp_path, monkeypatch
 
 def test_layouts_in_stages_are_left_to_the_other_command():
     staged = SimpleNamespace(choice=MeshChoice(2, 1, 1, 1, stages=2))
-    found = Found(ranked=[staged])
-    checked = plan_check.check(found, SimpleNamespace(cluster=CLUSTERS["h100"]), 2)
-    assert (checked.compiled, checked.staged, found.ranked) == (0, 1, [staged])
+    result = SearchResult(ranked=[staged])
+    checked = plan_check.check(result, SimpleNamespace(cluster=CLUSTERS["h100"]), 2)
+    assert (checked.compiled, checked.staged, result.ranked) == (0, 1, [staged])
     assert "1 in stages: give their plan.yaml to `jaxmllm check`" in checked.line
 
 

@@ -26,7 +26,7 @@ def with_rows(config: Config, spec: PlanSpec) -> Config:
 def _rows(spec: PhaseSpec) -> dict[str, Any]:
     """Keys of `phases.<phase>`."""
     return {
-        "capacities": sorted({one.capacity for one in spec.classes}, reverse=True),
-        "spans": sorted({one.span for one in spec.classes}),
+        "capacities": sorted({row_class.capacity for row_class in spec.classes}, reverse=True),
+        "spans": sorted({row_class.span for row_class in spec.classes}),
         "max_segments": spec.max_segments,
     }

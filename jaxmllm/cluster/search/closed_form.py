@@ -34,7 +34,7 @@ class ClosedForm:
 
     def estimate(self, layout: LegalLayout) -> Estimate:
         """With what is computed again as memory suggests."""
-        remats = {one.name: self._roomy(one, layout.options) for one in layout.inputs}
+        remats = {sizing.name: self._roomy(sizing, layout.options) for sizing in layout.inputs}
         return self._estimated(layout, remats)
 
     def refined(self, estimate: Estimate) -> Estimate:
@@ -67,10 +67,12 @@ class ClosedForm:
         model = with_settings(layout.model, config.components)
         fitting = {phase: layout.options[phase][remat] for phase, remat in remats.items()}
         rows = {
-            one.name: even_rows(
-                self._request.loads[one.name], one, self._most_slots(one, fitting, layout.choice)
+            sizing.name: even_rows(
+                self._request.loads[sizing.name],
+                sizing,
+                self._most_slots(sizing, fitting, layout.choice),
             )
-            for one in layout.inputs
+            for sizing in layout.inputs
         }
         parts = self._even_parts(layout.choice, config, model, layout.inputs, rows)
         seconds = self._request.device.straggled(sum(parts.values()), layout.choice.devices)

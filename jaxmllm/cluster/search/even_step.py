@@ -91,8 +91,8 @@ def even_spec(
 ) -> PlanSpec:
     """Sizes with one class of rows per phase."""
     specs = {
-        one.name: phase_spec(one, (RowClass(rows[one.name].capacity),), max_segments=1)
-        for one in inputs
+        sizing.name: phase_spec(sizing, (RowClass(rows[sizing.name].capacity),), max_segments=1)
+        for sizing in inputs
     }
     routes = {
         phase: RouteSpec(grid, encoder_pool=1, language_pool=1, pair_slots=1, backend=backend)

@@ -174,7 +174,7 @@ class Closest:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What became of all layouts."""
 
     considered: int = 0
@@ -212,14 +212,14 @@ def program_words(name: ProgramName) -> str:
 
 def ranked(planned: Sequence[PlannedLayout]) -> list[PlannedLayout]:
     """By time; of those that are as good as the fastest, fewer axes first."""
-    fastest = min(one.seconds for one in planned)
+    fastest = min(layout.seconds for layout in planned)
 
-    def key(one: PlannedLayout) -> tuple[float, ...]:
-        if one.seconds <= fastest * (1 + EQUAL):
-            return (0, one.choice.axes, one.seconds)
-        return (1, one.seconds, one.choice.axes)
+    def key(layout: PlannedLayout) -> tuple[float, ...]:
+        if layout.seconds <= fastest * (1 + EQUAL):
+            return (0, layout.choice.axes, layout.seconds)
+        return (1, layout.seconds, layout.choice.axes)
 
-    return sorted(planned, key=lambda one: (key(one), one.choice))
+    return sorted(planned, key=lambda layout: (key(layout), layout.choice))
 
 
 def by_time(estimate: Estimate) -> tuple[Any, ...]:

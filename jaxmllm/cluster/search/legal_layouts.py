@@ -14,7 +14,7 @@ from typing import Final
 from jaxmllm.arrays import ceil_divide, round_up
 from jaxmllm.balance.sizes.capacities import checked_capacities
 from jaxmllm.balance.sizes.inputs import SizingInputs
-from jaxmllm.cluster.search.layouts import Closest, Found, LegalLayout
+from jaxmllm.cluster.search.layouts import Closest, LegalLayout, SearchResult
 from jaxmllm.cluster.search.mesh_choices import MeshChoice, open_remat
 from jaxmllm.cluster.search.request import Request
 from jaxmllm.cluster.search.step_bytes import (
@@ -48,10 +48,10 @@ class LegalLayouts:
         self._numbers: Numbers = parameter_numbers(request.model)
         self._known_bytes: KnownPrograms = {}
 
-    def of(self, choice: MeshChoice, found: Found) -> LegalLayout | None:
+    def of(self, choice: MeshChoice, result: SearchResult) -> LegalLayout | None:
         """A mesh with what fits there; none where it is rejected, which is counted."""
         if why := self._without_stages(choice.stages):
-            found.reject(why)
+            result.reject(why)
             return None
         config = choice.of(self._request.config)
         try:
@@ -59,24 +59,24 @@ class LegalLayouts:
                 self._request.model, config.components, self._request.mesh(config, choice)
             )
             if model.layout(LANGUAGE).ranks > self._request.config.data.batch_size:
-                found.reject(IDLE)
+                result.reject(IDLE)
                 ranks = model.layout(LANGUAGE).ranks
-                found.fewest_ranks = min(found.fewest_ranks or ranks, ranks)
+                result.fewest_ranks = min(result.fewest_ranks or ranks, ranks)
                 return None
             spans = spans_of_phases(config, model)
             inputs = self._even_inputs(config, model, spans)
             _check_given(inputs)
         except MeshError as error:
-            found.reject(_uneven(error))
+            result.reject(_uneven(error))
             return None
         except ConfigError as error:
-            found.reject(str(error).partition(";")[0])
+            result.reject(str(error).partition(";")[0])
             return None
         size = self.step_bytes(config, model)
         options = self._options(size, inputs)
         lacking = self._lacking(choice, size, inputs, options)
         if lacking is not None:
-            found.lacks(lacking)
+            result.lacks(lacking)
             return None
         return LegalLayout(choice, config, model, spans, inputs, options)
 
@@ -115,13 +115,13 @@ class LegalLayouts:
         as_given = size.stages == self._request.config.pipeline.stages
         open_remats = REMATS if as_given else REMATS[:1]
         options: dict[str, dict[Remat, int]] = {}
-        for one in inputs:
-            given = getattr(size.config.components, one.name).remat
-            options[one.name] = {}
-            for remat in open_remats if one.name in free else (given,):
-                slots = size.fitting(one.name, self._request.budget, remat)
-                if slots >= least_capacity(one):
-                    options[one.name][remat] = slots
+        for sizing in inputs:
+            given = getattr(size.config.components, sizing.name).remat
+            options[sizing.name] = {}
+            for remat in open_remats if sizing.name in free else (given,):
+                slots = size.fitting(sizing.name, self._request.budget, remat)
+                if slots >= least_capacity(sizing):
+                    options[sizing.name][remat] = slots
         return options
 
     def _lacking(
@@ -134,14 +134,14 @@ class LegalLayouts:
         """The phase without any option that lacks most; none where all have one."""
         free = open_remat(self._request.config)
         closest = None
-        for one in inputs:
-            if options[one.name]:
+        for sizing in inputs:
+            if options[sizing.name]:
                 continue
-            given = getattr(size.config.components, one.name).remat
-            least = REMATS[0] if one.name in free else given
-            peak = size.peak(one.name, least_capacity(one), least)
+            given = getattr(size.config.components, sizing.name).remat
+            least = REMATS[0] if sizing.name in free else given
+            peak = size.peak(sizing.name, least_capacity(sizing), least)
             # Rows that fit are a power of two: the longest item may lack less than a byte
-            lacking = Closest(choice, one.name, max(peak - self._request.budget, 1.0))
+            lacking = Closest(choice, sizing.name, max(peak - self._request.budget, 1.0))
             if closest is None or lacking.lacking > closest.lacking:
                 closest = lacking
         return closest
@@ -149,24 +149,24 @@ class LegalLayouts:
     def _even_inputs(self, config: Config, model: MLLM, spans: Spans) -> list[SizingInputs]:
         """The same on a mesh."""
         formats = self._request.sampled.formats
-        layouts = {one.name: model.layout(one.name) for one in self._request.inputs}
+        layouts = {sizing.name: model.layout(sizing.name) for sizing in self._request.inputs}
         return [
             replace(
-                one,
-                ranks=layouts[one.name].ranks,
-                alignment=alignment(config, one.name, formats, layouts[one.name].parts),
-                spans=spans[one.name] if config.may_share_rows else (1,),
+                sizing,
+                ranks=layouts[sizing.name].ranks,
+                alignment=alignment(config, sizing.name, formats, layouts[sizing.name].parts),
+                spans=spans[sizing.name] if config.may_share_rows else (1,),
             )
-            for one in self._request.inputs
+            for sizing in self._request.inputs
         ]
 
 
 def _check_given(inputs: Sequence[SizingInputs]) -> None:
     """Raise `ConfigError` for capacities of the config that rows on a mesh cannot have."""
-    for one in inputs:
-        given = one.config.capacities
+    for sizing in inputs:
+        given = sizing.config.capacities
         if given != "auto":
-            checked_capacities(given, one, max(one.spans))
+            checked_capacities(given, sizing, max(sizing.spans))
 
 
 def least_capacity(inputs: SizingInputs) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jaxmllm.cluster.clusters import GB
-from jaxmllm.cluster.search.layouts import Found
+from jaxmllm.cluster.search.layouts import SearchResult
 from jaxmllm.cluster.search.mesh_choices import mesh_choices
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.models.compose import laid_out
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 GROWTH: Final = 6  # doublings of the devices that are tried
 
 
-def why_none(planner: Planner, found: Found, devices: int) -> str:
+def why_none(planner: Planner, result: SearchResult, devices: int) -> str:
     """One line: what is closest, what it lacks, and what would do."""
-    if found.closest is not None:
-        closest = found.closest
+    if result.closest is not None:
+        closest = result.closest
         more = _enough_devices(planner, devices)
         remedy = (
             f"{more} devices would do"
@@ -31,15 +31,15 @@ def why_none(planner: Planner, found: Found, devices: int) -> str:
             f"nothing fits {devices} devices of {planner.cluster.name} with {planner.budget / GB:.0f} GB each: "
             f"closest is {closest.choice.words}, over by {closest.lacking / GB:.1f} GB in {closest.place}; {remedy}"
         )
-    if found.fewest_ranks is not None:
+    if result.fewest_ranks is not None:
         return (
             f"data.batch_size ({planner.config.data.batch_size}): every mesh of {devices} devices has more ranks; "
-            f"raise it to {found.fewest_ranks} or more"
+            f"raise it to {result.fewest_ranks} or more"
         )
-    if found.failure is not None:
-        return f"no layout in stages on {devices} devices can be planned: {found.failure}"
+    if result.failure is not None:
+        return f"no layout in stages on {devices} devices can be planned: {result.failure}"
     near = " or ".join(map(str, _legal_devices(planner, devices))) or "another number"
-    reasons = "; ".join(found.rejected)
+    reasons = "; ".join(result.rejected)
     return f"no mesh of {devices} devices is legal ({reasons}); say --devices {near}"
 
 

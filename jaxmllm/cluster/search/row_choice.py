@@ -44,24 +44,24 @@ class RowChoice:
         Raises:
           ConfigError: no row holds the longest item.
         """
-        if all(one.config.capacities != "auto" for one in inputs):
+        if all(sizing.config.capacities != "auto" for sizing in inputs):
             return list(inputs)
         share = equal_parts(inputs, self._samples, grids)
-        few = [replace(one, ranks=one.ranks // share) for one in inputs]
+        few = [replace(sizing, ranks=sizing.ranks // share) for sizing in inputs]
         if share > 1:  # ranks of many examples need not share rows to have equal work
-            few = [replace(one, spans=(_least_span(one),)) for one in few]
+            few = [replace(sizing, spans=(_least_span(sizing),)) for sizing in few]
         parts = {phase: _first_peers(grid, share) for phase, grid in grids.items()}
         rows = self._rows_of(share)
         specs = rows.chosen(few, parts, balance, segments=False)
         if any(not _is_product(spec) for spec in specs.values()):
             again = [
-                _given(one, specs[one.name])
-                if _is_product(specs[one.name])
-                else replace(one, spans=(specs[one.name].classes[0].span,))
-                for one in few
+                _given(sizing, specs[sizing.name])
+                if _is_product(specs[sizing.name])
+                else replace(sizing, spans=(specs[sizing.name].classes[0].span,))
+                for sizing in few
             ]
             specs = rows.chosen(again, parts, balance, segments=False)
-        return [_given(one, specs[one.name]) for one in inputs]
+        return [_given(sizing, specs[sizing.name]) for sizing in inputs]
 
     def _rows_of(self, share: int) -> PhaseRows:
         """Of the first of so many equal parts of the samples."""
@@ -78,8 +78,8 @@ def _is_product(spec: PhaseSpec) -> bool:
 
 def _sizes(spec: PhaseSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Capacities, descending, and spans, ascending."""
-    capacities = sorted({one.capacity for one in spec.classes}, reverse=True)
-    return tuple(capacities), tuple(sorted({one.span for one in spec.classes}))
+    capacities = sorted({row_class.capacity for row_class in spec.classes}, reverse=True)
+    return tuple(capacities), tuple(sorted({row_class.span for row_class in spec.classes}))
 
 
 def _least_span(inputs: SizingInputs) -> int:
@@ -108,7 +108,7 @@ def equal_parts(
     most = min(len(batch.examples) for batch in samples) // ENOUGH
     peers = [grid.peers for grid in grids.values()]
     for share in range(max(most, 1), 1, -1):
-        whole = all(one.ranks % (share * max(one.spans)) == 0 for one in inputs)
+        whole = all(sizing.ranks % (share * max(sizing.spans)) == 0 for sizing in inputs)
         if whole and all(number % share == 0 for number in peers):
             return share
     return 1

@@ -18,7 +18,14 @@ from functools import cached_property
 from typing import Final
 
 from jaxmllm.cluster.search.closed_form import ClosedForm
-from jaxmllm.cluster.search.layouts import EQUAL, Estimate, Found, PlannedLayout, by_time, ranked
+from jaxmllm.cluster.search.layouts import (
+    EQUAL,
+    Estimate,
+    PlannedLayout,
+    SearchResult,
+    by_time,
+    ranked,
+)
 from jaxmllm.cluster.search.legal_layouts import LegalLayouts
 from jaxmllm.cluster.search.mesh_choices import MeshChoice, mesh_choices
 from jaxmllm.cluster.search.no_layout import why_none
@@ -52,39 +59,40 @@ class Planner(Request):
     def whole(self) -> WholePlans:
         return WholePlans(self)
 
-    def search(self, devices: int) -> Found:
+    def search(self, devices: int) -> SearchResult:
         """The layouts of so many devices that fit, the best first.
 
         Raises:
           ConfigError: there is none; the message says why and what to change.
         """
-        found = self.estimates(devices)
-        if not found.estimates:
-            raise ConfigError(why_none(self, found, devices))
-        plain = self._fastest(found, False, REFINED)
-        staged = self._fastest(found, True, REFINED_STAGED)
-        found.estimates = sorted([*plain, *staged], key=by_time)
-        fitting = self._planned_whole(plain, self._finalists(), found)
+        result = self.estimates(devices)
+        if not result.estimates:
+            raise ConfigError(why_none(self, result, devices))
+        plain = self._fastest(result, False, REFINED)
+        staged = self._fastest(result, True, REFINED_STAGED)
+        result.estimates = sorted([*plain, *staged], key=by_time)
+        fitting = self._planned_whole(plain, self._finalists(), result)
         if fitting:
             # Beside layouts without stages, those that may be faster
-            quicker = [one for one in staged if one.seconds < _least(fitting)]
+            quicker = [estimate for estimate in staged if estimate.seconds < _least(fitting)]
             staged = quicker[:STAGED_BESIDE]
-        fitting += self._planned_whole(staged, STAGED_PLANNED, found)
+        fitting += self._planned_whole(staged, STAGED_PLANNED, result)
         if not fitting:
-            raise ConfigError(why_none(self, found, devices))
-        found.ranked = ranked(fitting)
-        return found
+            raise ConfigError(why_none(self, result, devices))
+        result.ranked = ranked(fitting)
+        return result
 
-    def _fastest(self, found: Found, staged: bool, refined: int) -> list[Estimate]:
+    def _fastest(self, result: SearchResult, staged: bool, refined: int) -> list[Estimate]:
         """Layouts with stages or without them, by time; of the first ones every remat is tried."""
         ordered = sorted(
-            (one for one in found.estimates if (one.choice.stages > 1) == staged), key=by_time
+            (estimate for estimate in result.estimates if (estimate.choice.stages > 1) == staged),
+            key=by_time,
         )
-        first = [self.closed_form.refined(one) for one in ordered[:refined]]
+        first = [self.closed_form.refined(estimate) for estimate in ordered[:refined]]
         return sorted([*first, *ordered[refined:]], key=by_time)
 
     def _planned_whole(
-        self, estimates: Sequence[Estimate], number: int, found: Found
+        self, estimates: Sequence[Estimate], number: int, result: SearchResult
     ) -> list[PlannedLayout]:
         """Those of the first so many layouts that fit, planned whole; where none does, the next ones. After the
         fewest, only layouts that may be as fast as those: in closed form nothing waits."""
@@ -93,12 +101,12 @@ class Planner(Request):
             slower = estimate.seconds > _least(fitting) * (1 + EQUAL)
             if fitting and (index >= number or (slower and index >= FEWEST_PLANNED)):
                 break
-            planned = self._planned(estimate, found)
-            if planned is not None and self.fits(planned, found):
+            planned = self._planned(estimate, result)
+            if planned is not None and self.fits(planned, result):
                 fitting.append(planned)
         return fitting
 
-    def _planned(self, estimate: Estimate, found: Found) -> PlannedLayout | None:
+    def _planned(self, estimate: Estimate, result: SearchResult) -> PlannedLayout | None:
         """None where its stages cannot be, which is counted.
 
         Raises:
@@ -109,16 +117,16 @@ class Planner(Request):
         except (PipelineError, ConfigError) as error:
             if estimate.choice.stages == 1:
                 raise
-            found.fails(error)
+            result.fails(error)
             return None
 
-    def fits(self, layout: PlannedLayout, found: Found) -> bool:
+    def fits(self, layout: PlannedLayout, result: SearchResult) -> bool:
         """Whether a planned layout stays in memory; one that does not is counted and struck out."""
         if layout.peak.bytes <= self.budget:
             return True
         over = layout.over(self.budget)
-        found.lacks(over)
-        found.struck.append((layout, over.words))
+        result.lacks(over)
+        result.struck.append((layout, over.words))
         return False
 
     def alone(self, choice: MeshChoice) -> PlannedLayout:
@@ -127,21 +135,21 @@ class Planner(Request):
         Raises:
           ConfigError: the mesh is not legal, or the config does not fit.
         """
-        found = Found(considered=1, meshes=1)
-        estimate = self._estimate(choice, found)
+        result = SearchResult(considered=1, meshes=1)
+        estimate = self._estimate(choice, result)
         if estimate is None:
-            raise ConfigError(why_none(self, found, choice.devices))
+            raise ConfigError(why_none(self, result, choice.devices))
         return self.whole.planned(estimate)
 
-    def estimates(self, devices: int) -> Found:
+    def estimates(self, devices: int) -> SearchResult:
         """The first two sieves: layouts that are legal and fit, with their time in closed form."""
         choices = mesh_choices(self.config, devices)
-        found = Found(len(choices), len({choice.sizes_key for choice in choices}))
+        result = SearchResult(len(choices), len({choice.sizes_key for choice in choices}))
         for choice in choices:
-            estimate = self._estimate(choice, found)
+            estimate = self._estimate(choice, result)
             if estimate is not None:
-                found.estimates.append(estimate)
-        return found
+                result.estimates.append(estimate)
+        return result
 
     def _finalists(self) -> int:
         """How many layouts are planned whole."""
@@ -150,11 +158,11 @@ class Planner(Request):
         number = PLANNED_ITEMS // (items * steps)
         return min(max(number, FEWEST_PLANNED), MOST_PLANNED)
 
-    def _estimate(self, choice: MeshChoice, found: Found) -> Estimate | None:
-        layout = self.legal.of(choice, found)
+    def _estimate(self, choice: MeshChoice, result: SearchResult) -> Estimate | None:
+        layout = self.legal.of(choice, result)
         return None if layout is None else self.closed_form.estimate(layout)
 
 
 def _least(planned: Sequence[PlannedLayout]) -> float:
     """Seconds of the fastest; infinite where there is none."""
-    return min((one.seconds for one in planned), default=math.inf)
+    return min((layout.seconds for layout in planned), default=math.inf)

@@ -112,7 +112,8 @@ def _searched_sizes(
     """
     parts = equal_parts(inputs, sampled.samples)
     few = [
-        replace(one, ranks=one.ranks // parts, config=_with_one_class(one.config)) for one in inputs
+        replace(sizing, ranks=sizing.ranks // parts, config=_with_one_class(sizing.config))
+        for sizing in inputs
     ]
     data = config.data.model_copy(update={"batch_size": config.data.batch_size // parts})
     of_part = config.model_copy(update={"data": data})
@@ -123,9 +124,9 @@ def _searched_sizes(
 
     config = with_rows(config, sizes_of(few).spec)
     given = [
-        replace(one, config=rows, spans=rows.spans)
-        for one in few
-        for rows in (getattr(config.phases, one.name),)
+        replace(sizing, config=rows, spans=rows.spans)
+        for sizing in few
+        for rows in (getattr(config.phases, sizing.name),)
     ]
     sizes = sizes_of(given)
     return config, _of_all_ranks(sizes, inputs, config.data.batch_size)
@@ -140,7 +141,10 @@ def _of_all_ranks(
     sizes: PipelineSizes, inputs: Sequence[SizingInputs], examples: int
 ) -> PipelineSizes:
     """The same for a whole batch, whose replicas have equal parts."""
-    phases = {one.name: replace(sizes.spec.phases[one.name], ranks=one.ranks) for one in inputs}
+    phases = {
+        sizing.name: replace(sizes.spec.phases[sizing.name], ranks=sizing.ranks)
+        for sizing in inputs
+    }
     return PipelineSizes(
         replace(sizes.spec, phases=phases),
         replace(sizes.training, examples=examples),

@@ -181,7 +181,7 @@ def _largest(programs: Sequence[PhaseProgram], stages: int) -> Callable[[int], i
     def size(program: PhaseProgram) -> int:
         return program.in_stages(stages) if stages > 1 else program.temporaries().total
 
-    return cache(lambda slots: max(size(one.with_rows(slots)) for one in programs))
+    return cache(lambda slots: max(size(program.with_rows(slots)) for program in programs))
 
 
 def with_remat(config: Config, remats: Mapping[str, Remat]) -> Config:

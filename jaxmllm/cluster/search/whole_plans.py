@@ -83,13 +83,13 @@ class WholePlans:
         rate = self._request.device.peak * self._request.device.efficiency
         return [
             replace(
-                one,
-                fitting=estimate.fitting[one.name],
+                sizing,
+                fitting=estimate.fitting[sizing.name],
                 microbatch_cost=max(
-                    one.microbatch_cost, _rounded(estimate.gather_seconds(one.name) * rate)
+                    sizing.microbatch_cost, _rounded(estimate.gather_seconds(sizing.name) * rate)
                 ),
             )
-            for one in inputs
+            for sizing in inputs
         ]
 
     def _plans(self, estimate: Estimate, sampled: Sampled, inputs: Sequence[SizingInputs]) -> Plans:
@@ -108,9 +108,11 @@ class WholePlans:
                 inputs = self._row_choice(sampled).chosen(inputs, grids, config.balance)
                 # Clips are measured otherwise where several ranks hold a row
                 sampled = self._request.lengths(
-                    config, model, {one.name: one.spans for one in inputs}
+                    config, model, {sizing.name: sizing.spans for sizing in inputs}
                 )
-                inputs = [replace(one, longest=sampled.longest[one.name]) for one in inputs]
+                inputs = [
+                    replace(sizing, longest=sampled.longest[sizing.name]) for sizing in inputs
+                ]
             rows = self._phase_rows(sampled)
             spec = choose_sizes(
                 rows.samples, inputs, grids, config.balance, nodes, backend, sampled.others, rows
@@ -142,9 +144,12 @@ class WholePlans:
         for phase in config.model.encoders:
             given = getattr(config.phases, phase).kept_residuals
             if given == "auto":
-                names = (ProgramName("encode", phase, *one) for one in spec.phases[phase].classes)
-                one = max(residual_bytes(model, name) for name in names)
-                given = 1 << int(math.log2(left / one)) if left >= one else 0
+                names = (
+                    ProgramName("encode", phase, *row_class)
+                    for row_class in spec.phases[phase].classes
+                )
+                residuals = max(residual_bytes(model, name) for name in names)
+                given = 1 << int(math.log2(left / residuals)) if left >= residuals else 0
             kept[phase] = min(given, used[phase])
         return kept
 
@@ -157,6 +162,13 @@ def _rounded(amount: float) -> int:
 def _deciding(inputs: Sequence[SizingInputs]) -> list[tuple[object, ...]]:
     """What of the inputs differs between layouts."""
     return [
-        (one.name, one.ranks, one.alignment, one.spans, one.largest_capacity, one.microbatch_cost)
-        for one in inputs
+        (
+            sizing.name,
+            sizing.ranks,
+            sizing.alignment,
+            sizing.spans,
+            sizing.largest_capacity,
+            sizing.microbatch_cost,
+        )
+        for sizing in inputs
     ]

@@ -41,26 +41,26 @@ def searched():
 
 
 def test_every_layout_is_accounted_for(searched):
-    _, found = searched
-    assert found.considered == len(found.estimates) + sum(found.rejected.values())
-    assert (found.considered, found.meshes) == (9, 6)
-    assert any("kv_heads of language, 2" in reason for reason in found.rejected)
+    _, result = searched
+    assert result.considered == len(result.estimates) + sum(result.rejected.values())
+    assert (result.considered, result.meshes) == (9, 6)
+    assert any("kv_heads of language, 2" in reason for reason in result.rejected)
 
 
 def test_plans_are_of_the_fastest_layouts_and_stay_in_memory(searched):
-    made, found = searched
-    assert found.ranked[0].seconds <= min(one.seconds for one in found.ranked) * (1 + EQUAL)
-    for one in found.ranked:
+    made, result = searched
+    assert result.ranked[0].seconds <= min(one.seconds for one in result.ranked) * (1 + EQUAL)
+    for one in result.ranked:
         assert one.peak.bytes <= made.budget
         low, high = one.ends
         assert low <= one.seconds * (1 + 1e-9) and one.seconds <= high * (1 + 1e-9)
 
 
 def test_the_same_search_finds_the_same(searched):
-    _, found = searched
+    _, result = searched
     again = planner(4, mesh={"context": 1}).search(4)
     assert [(one.choice, one.seconds) for one in again.ranked] == [
-        (one.choice, one.seconds) for one in found.ranked
+        (one.choice, one.seconds) for one in result.ranked
     ]
 
 
@@ -75,19 +75,19 @@ def test_plans_over_memory_are_struck_out_with_their_program(monkeypatch):
         return replace(known, parts={**known.parts, **more})
 
     monkeypatch.setattr("jaxmllm.cluster.search.whole_plans.programs_peak", peak)
-    found = made.search(2)
-    assert [one.choice.fsdp for one in found.ranked] == [2]
-    ((layout, why),) = found.struck
+    result = made.search(2)
+    assert [one.choice.fsdp for one in result.ranked] == [2]
+    ((layout, why),) = result.struck
     assert layout.choice.data == 2 and why.startswith("over memory by 6")
-    assert found.rejected[f"over memory in {program_words(layout.peak.program)}"] == 1
+    assert result.rejected[f"over memory in {program_words(layout.peak.program)}"] == 1
     over.add("fsdp")
     with pytest.raises(ConfigError, match=r"nothing fits 2 devices .* over by .* GB in \w+"):
         made.search(2)
 
 
 def test_the_first_bytes_are_those_of_planned_layouts(searched):
-    made, found = searched
-    for one in found.ranked:
+    made, result = searched
+    for one in result.ranked:
         size = made.legal.step_bytes(one.config, one.programs.functions.model)
         first = max(
             size.peak(phase, max(spec.capacities), getattr(one.config.components, phase).remat)
@@ -109,10 +109,10 @@ def test_the_first_bytes_are_those_of_planned_layouts(searched):
 )
 def test_the_fastest_plan_is_that_of_all_layouts(devices, sections):
     made = planner(devices, **sections)
-    found = made.search(devices)
-    every = [made._planned(estimate, found) for estimate in found.estimates]
+    result = made.search(devices)
+    every = [made._planned(estimate, result) for estimate in result.estimates]
     best = min(one.seconds for one in every if one is not None)
-    assert min(one.seconds for one in found.ranked) <= 1.01 * best
+    assert min(one.seconds for one in result.ranked) <= 1.01 * best
 
 
 @pytest.mark.slow
@@ -153,16 +153,16 @@ def test_stages_are_estimated_with_what_they_wait_for():
 
 
 def test_stages_are_open_and_what_refuses_them_is_counted():
-    found = planner(4).estimates(4)
-    assert found.considered == len(found.estimates) + sum(found.rejected.values())
-    assert {one.choice.stages for one in found.estimates} == {1, 2, 4}
+    result = planner(4).estimates(4)
+    assert result.considered == len(result.estimates) + sum(result.rejected.values())
+    assert {one.choice.stages for one in result.estimates} == {1, 2, 4}
     refused = planner(4, balance={"mode": "none"}).estimates(4)
     assert {one.choice.stages for one in refused.estimates} == {1}
     # 2 devices of a stage have four meshes, one has one
     (counted,) = (count for why, count in refused.rejected.items() if "balance.mode" in why)
     assert counted == 5
-    assert planner(8).legal.of(MeshChoice(1, 1, 1, 1, stages=8), found) is None
-    assert found.rejected[FEWER_LAYERS] == 1
+    assert planner(8).legal.of(MeshChoice(1, 1, 1, 1, stages=8), result) is None
+    assert result.rejected[FEWER_LAYERS] == 1
 
 
 def test_beside_others_only_stages_that_may_be_faster_are_planned(monkeypatch):
@@ -176,19 +176,19 @@ def test_beside_others_only_stages_that_may_be_faster_are_planned(monkeypatch):
         return SimpleNamespace(choice=estimate.choice, seconds=seconds, peak=peak)
 
     def estimates(devices):
-        found = type(made).estimates(made, devices)
+        result = type(made).estimates(made, devices)
         faster = {2: 0.5, 4: 1.5}
-        found.estimates = [
-            replace(one, seconds=faster.get(one.choice.stages, 0.9)) for one in found.estimates
+        result.estimates = [
+            replace(one, seconds=faster.get(one.choice.stages, 0.9)) for one in result.estimates
         ]
-        return found
+        return result
 
     monkeypatch.setattr(made.whole, "planned", whole)
     monkeypatch.setattr(made.closed_form, "refined", lambda estimate: estimate)
     object.__setattr__(made, "estimates", estimates)
-    found = made.search(4)
+    result = made.search(4)
     assert planned.count(2) == 2 and planned.count(4) == 0 and planned.count(1) >= 4
-    assert found.ranked[0].choice.stages == 2
+    assert result.ranked[0].choice.stages == 2
 
 
 def test_stages_that_cannot_be_planned_are_counted_with_their_reason(monkeypatch):
@@ -200,10 +200,10 @@ def test_stages_that_cannot_be_planned_are_counted_with_their_reason(monkeypatch
     monkeypatch.setattr("jaxmllm.cluster.search.whole_plans.planned_in_stages", refused)
     with pytest.raises(ConfigError, match=r"no layout in stages on 8 .* example 7 .* raise some"):
         made.search(8)
-    found = made.estimates(8)
-    assert made._planned_whole(found.estimates, 4, found) == []
+    result = made.estimates(8)
+    assert made._planned_whole(result.estimates, 4, result) == []
     reason = "in stages: example 7 does not fit the pipeline by itself"
-    assert found.rejected[reason] == len(found.estimates)
+    assert result.rejected[reason] == len(result.estimates)
 
 
 @pytest.mark.slow
@@ -212,8 +212,8 @@ def test_stages_that_cannot_be_planned_are_counted_with_their_reason(monkeypatch
 def test_stages_take_about_what_was_estimated_and_stay_in_memory(devices, stages):
     mesh = {"context": 1, "tensor": 1, "data": 2}
     made = planner(devices, mesh=mesh, pipeline={"stages": stages})
-    found = made.search(devices)
-    for one in found.ranked:
+    result = made.search(devices)
+    for one in result.ranked:
         assert 0.5 < one.seconds / one.even_seconds < 2.5
         assert one.peak.bytes <= made.budget and one.peak.parts["program"] > 0
 
