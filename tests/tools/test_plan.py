@@ -307,12 +307,24 @@ def test_a_plan_is_a_run(config_file, tmp_path, capsys):
         ),
         (["balance.calibration=none.json"], 1, "make it with jaxmllm calibrate"),
         (["mesh={data: 1, fsdp: 1, context: 1}", "--devices", "6"], 1, "say --devices 2"),
+        (["mesh={tensor: 8}"], 1, "kv_heads of language, 2"),
+        (["mesh={data: 8}", "mesh.fsdp=2"], 1, "mesh.data 8, mesh.fsdp 2 need a multiple of 16"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(config_file, capsys, words, code, says):
     assert plan(config_file, "--generated", *words) == code
     error = capsys.readouterr().err.strip()
     assert says in error.splitlines()[-1] and error.splitlines()[-1].startswith("error: ")
+
+
+def test_where_nothing_fits_the_line_says_what_would_do(config_file, tmp_path, capsys):
+    """What is closest, what it lacks, and how many devices would do; state alone is 0.7 MB."""
+    cluster = tmp_path / "small.yaml"
+    cluster.write_text("like: h100\nmemory: 4.0e+6\n")
+    words = ["--generated", "mesh={data: 1, context: 1, tensor: 1}", "pipeline.stages=1", *SMALL]
+    assert plan(config_file, *words, devices=2, cluster=str(cluster)) == 1
+    (error,) = capsys.readouterr().err.strip().splitlines()
+    assert error.startswith("error: nothing fits 2 devices") and "GB in" in error
 
 
 def test_a_calibration_of_something_else_is_named(config_file, tmp_path, capsys):
