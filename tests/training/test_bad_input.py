@@ -89,6 +89,19 @@ def test_missing_media_file(capsys, config, data, tmp_path):
     assert "absent.png" in error and f"{broken}:97" in error and "data.max_rejected" in error
 
 
+def test_pictures_of_the_assistant_where_nothing_draws_or_sees(capsys, config, data, tmp_path):
+    pictures = sorted(data.glob("media/train/*.png"))[:2]
+    answer = [{"type": "image", "image": str(path.relative_to(data))} for path in pictures]
+    assert len(answer) == 2
+    turns = [{"role": "user", "content": "two"}, {"role": "assistant", "content": answer}]
+    alone = tmp_path / "drawn.jsonl"
+    alone.write_text(json.dumps({"id": "twice", "messages": turns}) + "\n")
+    sources = f"data.sources=[{{name: s, path: {alone}, root: {data}}}]"
+    error = refusal(capsys, config, sources, "data.evaluation=[]", "model.vision=null")
+    (line,) = [line for line in error.splitlines() if f"{alone}:1" in line]
+    assert "holds an image, but no encoder of the model takes it (encoders: audio)" in line
+
+
 def test_malformed_line(capsys, config, data, tmp_path):
     broken = tmp_path / "broken.jsonl"
     broken.write_text((data / "train.jsonl").read_text() + '{"id": 1, "messages": [\n')

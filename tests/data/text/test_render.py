@@ -208,6 +208,18 @@ def test_nothing_is_drawn_from_nothing() -> None:
         assert caught.value.reason == "nothing_to_draw"
 
 
+def test_two_answers_without_a_generator_are_seen_or_refused() -> None:
+    twice = Conversation("id", "source", (Turn("assistant", (DRAWN, DRAWN)),))
+    shapes = [(1, 4, 4), (1, 2, 2)]
+    seen = render(twice, ByteTokenizer(), MODALITIES, shapes)
+    assert [(span.phase, span.shape) for span in seen.media] == [
+        ("vision", shape) for shape in shapes
+    ]
+    with pytest.raises(ConversationError, match="no encoder of the model takes it") as caught:
+        render(twice, ByteTokenizer(), {"audio": MODALITIES["audio"]}, shapes)
+    assert caught.value.reason == "no_encoder"
+
+
 def test_what_nobody_answers_or_no_generator_makes_is_seen() -> None:
     assert [span.phase for span in drawing(Turn("user", (PICTURE,))).media] == ["vision"]
     seen = render(
