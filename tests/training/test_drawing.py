@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
@@ -371,6 +372,35 @@ def test_plans_and_meshes_leave_the_mathematics_alone(pictures, both, whole, cas
         if not case.startswith("shared"):  # whose rows lie in parts
             assert draws(step) == draws(both.step(EXAMPLES)), "noise, times and drops, bit for bit"
         assert_as(computed(setup, step), whole)
+
+
+@pytest.mark.slow
+def test_ragged_tables_carry_states_and_gradients(pictures, both, whole, monkeypatch):
+    """The same step by exchanges of any size, of which XLA's CPU backend has none: gathered whole, and cut out."""
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
+    setup = assemble(
+        drawing_config(pictures, mesh={"data": 8}, balance__exchange="ragged"), devices=8
+    )
+    assert {route.backend for route in setup.spec.routes.values()} == {"ragged"}
+    step = setup.step(EXAMPLES)
+    # Pictures are seen where their text is in this plan
+    assert step.statistics["route/diffusion/moved_tokens"] > 0
+    assert draws(step) == draws(both.step(EXAMPLES))
+    assert_as(computed(setup, step), whole)
+
+
+def ragged_all_to_all(operand, output, begin, sent, land, expected, *, axis_name):
+    """What `jax.lax.ragged_all_to_all` promises, by way of all that anyone sends."""
+    chunks, begins, sizes, lands = (
+        jax.lax.all_gather(x, axis_name) for x in (operand, begin, sent, land)
+    )
+    here, slots = jax.lax.axis_index(axis_name), jnp.arange(len(output))
+    for peer in range(len(chunks)):
+        place = slots - lands[peer, here]
+        arrives = (place >= 0) & (place < sizes[peer, here])
+        taken = chunks[peer][jnp.clip(begins[peer, here] + place, 0, len(operand) - 1)]
+        output = jnp.where(arrives.reshape(-1, *[1] * (output.ndim - 1)), taken, output)
+    return output
 
 
 READ_APART = {  # conditions, by an attention of their own, and all else that a generator can be otherwise
