@@ -23,11 +23,9 @@ quickstart: $(VENV)/.runtime sample/.made
 	$(CPU_DEVICES) $(PY) -m jaxmllm train --config configs/quickstart.yaml
 
 shapes: $(VENV)/.runtime shapes/.made
-	rm -rf runs/shapes runs/shapes-clips
+	rm -rf runs/shapes-clips
 	began=$$(date +%s) && \
-	for config in shapes shapes-clips; do \
-		JAX_PLATFORMS=cpu $(PY) -m jaxmllm train --config configs/$$config.yaml run.seed=$(SEED) || exit; \
-	done && \
+	JAX_PLATFORMS=cpu $(PY) -m jaxmllm train --config configs/shapes-clips.yaml run.seed=$(SEED) && \
 	trained=$$(date +%s) && \
 	JAX_PLATFORMS=cpu $(PY) -m jaxmllm draw --run $(CURDIR)/runs/shapes-clips --jsonl shapes/draw.jsonl --steps 20 \
 		--guidance 2.5 --seed $(SEED) --out runs/shapes-clips/drawn && \

@@ -256,11 +256,3 @@ def test_configs_read_what_is_made(name, kinds):
     assert config.objective.diffusion.prediction == "sample"
     patch = config.model.diffusion.patch_size
     assert not any(side % patch for side in (24, 32, 40, 48, 56, 64))
-
-
-def test_clips_go_on_with_the_model_of_pictures():
-    pictures, clips = (
-        load_config(ROOT / f"configs/{name}.yaml", []) for name in ("shapes", "shapes-clips")
-    )
-    assert clips.model.from_ == pictures.run.directory
-    assert clips.model.model_copy(update={"from_": None}) == pictures.model
