@@ -21,7 +21,7 @@ from jaxmllm.tools.prepared_inputs import differences
 from jaxmllm.train import main as train
 from jaxmllm.training.initial import initial_state
 from jaxmllm.training.programs.staged import StagedPrograms
-from tests.support import EXHAUSTIVE, assert_close, needs
+from tests.support import EXHAUSTIVE, assert_close, needs, slow_cases
 from tests.tools.test_convert import STRICT, in_float32, on_one_device
 from tests.training.test_heard_run import SPECIAL
 from tests.training.test_published_run import WORDS, published
@@ -114,7 +114,10 @@ MESHES = {
     "stages2": ({"data": 4}, {"stages": 2}),
     "stages4": ({"data": 1, "fsdp": 2}, {"stages": 4}),
 }
-QUICKEST = ("qwen2_5_omni", "data8")
+# A decorator of its own, so that what one device computes of a folder is computed once
+BOTH = pytest.mark.parametrize(
+    "folder", [THINKERS[0], pytest.param(THINKERS[1], marks=EXHAUSTIVE)], indirect=True
+)
 EXAMPLES = np.random.default_rng(1).permutation(RECORDS)[:BATCH]
 
 
@@ -124,20 +127,8 @@ def whole(setups, tree):
     return computed(setups(resolved(tree), 1), EXAMPLES)
 
 
-@pytest.mark.parametrize(
-    ("folder", "mesh", "pipeline"),
-    [
-        pytest.param(
-            thinker,
-            *case,
-            marks=pytest.mark.slow if (thinker, name) == QUICKEST else EXHAUSTIVE,
-            id=f"{thinker}-{name}",
-        )
-        for thinker in THINKERS
-        for name, case in MESHES.items()
-    ],
-    indirect=["folder"],
-)
+@pytest.mark.parametrize(("mesh", "pipeline"), slow_cases(MESHES, {"data8"}))
+@BOTH
 def test_no_mesh_changes_loss_or_gradients(setups, tree, whole, mesh, pipeline):
     setup = setups(resolved(tree | {"mesh": mesh, "pipeline": pipeline}), 8)
     loss, gradients = computed(setup, EXAMPLES)
@@ -146,9 +137,7 @@ def test_no_mesh_changes_loss_or_gradients(setups, tree, whole, mesh, pipeline):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "folder", [THINKERS[0], pytest.param(THINKERS[1], marks=pytest.mark.exhaustive)], indirect=True
-)
+@BOTH
 def test_twenty_batches_compile_nothing(setups, tree):
     """Of records with and without media of each kind, after the first step."""
     setup = setups(resolved(tree), 1)
