@@ -175,6 +175,37 @@ class Line:
         sizes = [len(range(*part.indices(size))) for size, part in parts]
         return self.view(tensor, shape, outer).reshape(sizes)[inner]
 
+    def bands(
+        self, shape: tuple[int, ...], index: Index, numbers: int
+    ) -> Iterator[tuple[Index, Index]]:
+        """A slice of one tensor cut along the tensor's first axis: (place in the slice, slice of the tensor).
+
+        Args:
+          shape: of the whole parameter.
+          index: a slice of each axis after those that count tensors.
+          numbers: how many of the tensor's each part may reach over. An axis that is joined in the parameter is not
+            cut, nor is one number of the first axis.
+        """
+        letter = self.tensor[0][0]
+        axes = self.parameter[len(self.stacked) :]
+        everything = (slice(None),) * len(index)
+        if letter not in axes:
+            yield everything, index
+            return
+        axis = axes.index(letter)
+        length = self._sizes(shape)[letter]
+        first, last, _ = index[axis].indices(length)
+        apart = math.prod(self._part_shape(shape)) // max(1, length)
+        if self.part_axis:
+            apart *= self.parts
+        step = max(1, numbers // max(1, apart))
+        for begin in range(first, last, step):
+            end = min(begin + step, last)
+            yield (
+                (*everything[:axis], slice(begin - first, end - first), *everything[axis + 1 :]),
+                (*index[:axis], slice(begin, end), *index[axis + 1 :]),
+            )
+
     def tensors(self, values: NDArray[Any]) -> dict[str, NDArray[Any]]:
         """The tensors of a whole parameter that have nothing else, by key."""
         tensors = {}

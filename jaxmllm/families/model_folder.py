@@ -30,6 +30,7 @@ INDEX = f"{SINGLE}.index.json"
 OF_GENERATORS = "diffusion_pytorch_model.safetensors"
 # Endings of files that hold weights: beside the safetensors that are read they would be those of another model
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+BAND = 8 << 20  # numbers of a file that are in memory at a time while they are read
 LISTED = 5  # wrong keys in an error before "and n more"
 
 
@@ -170,7 +171,10 @@ class Fit:
         sizes = [len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)]
         values = np.empty(sizes, dtype)
         for key, place, of_tensor in line.pieces(shape, index):
-            values[place] = line.read(tensors[key].array(), shape, of_tensor)
+            piece = values[place]
+            for band, of_band in line.bands(shape, of_tensor, BAND):
+                # Mapped anew for each band, so that no more than one of them stays in memory
+                piece[band] = line.read(tensors[key].array(), shape, of_band)
         return values
 
 

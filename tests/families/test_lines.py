@@ -63,6 +63,12 @@ def test_a_slice_is_read_and_written_like_the_whole(text, data):
     for key, place, of_tensor in line.pieces(shape, cut):
         part[place] = line.read(tensors[key], shape, of_tensor)
     np.testing.assert_array_equal(part, whole_of(line, tensors, shape)[cut])
+    in_bands = np.full_like(part, np.nan)
+    numbers = data.draw(st.integers(1, 100))
+    for key, place, of_tensor in line.pieces(shape, cut):
+        for band, of_band in line.bands(shape, of_tensor, numbers):
+            in_bands[place][band] = line.read(tensors[key], shape, of_band)
+    np.testing.assert_array_equal(in_bands, part)
     index = tuple(  # what is written has joined axes whole
         slice(0, size) if " " in axis else piece
         for axis, size, piece in zip(line.parameter, shape, cut, strict=True)
@@ -94,6 +100,28 @@ def test_a_slice_is_read_and_written_like_the_whole(text, data):
 def test_a_line_that_does_more_is_refused(text, words):
     with pytest.raises(ValueError, match=words):
         Line.of(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "step"),
+    [
+        ("a.weight: v d -> v d", (50, 4), 5),
+        ("a.weight: v d -> d v", (4, 50), 5),
+        ("a.weight[1/2]: v d -> v d", (50, 4), 5),
+        ("a.weight[1/2, axis 1]: v d -> v d", (50, 4), 2),
+        ("a.{layer}.weight: (v k) d -> layer d v k", (3, 2, 50, 2), 5),
+    ],
+)
+def test_bands_reach_over_few_numbers(text, shape, step):
+    """Of 20 numbers, whatever part of the first axis is read."""
+    line = Line.of(text)
+    axes = line.parameter[len(line.stacked) :]
+    everything = {axis: slice(None) for axis in axes}
+    index = tuple((everything | {"v": slice(7, 31)}).values())
+    bands = [of_band[axes.index("v")] for _, of_band in line.bands(shape, index, 20)]
+    assert [(band.start, band.stop) for band in bands] == [
+        (begin, min(begin + step, 31)) for begin in range(7, 31, step)
+    ]
 
 
 def test_joined_axes_are_read_whole():
