@@ -281,10 +281,11 @@ class Config(Section):
                         f"{key}: the decoder has no experts; leave it out, or give it model.language.experts"
                     )
             return
-        if self.pipeline.stages > 1 and self.model.generators:
+        stages = self.pipeline.stages
+        if stages > 1 and self.model.generators and not self.objective.language.weight:
             raise ValueError(
-                f"pipeline.stages ({self.pipeline.stages}): a decoder with model.language.experts and a generator runs "
-                "without stages; leave one of the three out"
+                f"pipeline.stages ({stages}): what a router of model.language.experts adds goes with the loss of text "
+                "there, and objective.language.weight is 0; set one of the two"
             )
         if "mlp" in language.remat and not isinstance(language.remat, str):
             raise ValueError(

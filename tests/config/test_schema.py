@@ -381,14 +381,14 @@ MIXTURE = "model.language.experts={count: 4, per_token: 2}"
 
 
 def test_experts_and_what_they_do_without(path):
-    for more in ([], [DRAWS], [DRAWS, "objective.language.weight=0"]):
+    for more in ([], [DRAWS], [DRAWS, "pipeline.stages=2"], [DRAWS, "objective.language.weight=0"]):
         config = load_config(path, [MIXTURE, "objective.experts.balance=0.1", *more])
         assert config.model.language.experts and bool(config.model.generators) == bool(more)
     for changes, words in (
         ((MIXTURE, "model.language.experts.per_token=5"), "more than all experts, count (4)"),
         (
-            (MIXTURE, DRAWS, "pipeline.stages=2"),
-            "pipeline.stages (2): a decoder with model.language.experts and a generator runs without",
+            (MIXTURE, DRAWS, "pipeline.stages=2", "objective.language.weight=0"),
+            "pipeline.stages (2): what a router of model.language.experts adds goes with the loss",
         ),
         ((MIXTURE, "components.language.remat=[attention, mlp]"), "computed again in any case"),
         (("components.language.experts=ragged_dot",), "the decoder has no experts; leave it out"),

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from jaxmllm.training.programs.staged import StagedPrograms
 from tests.data.media.test_latents import tensors
-from tests.support import tiny_config
+from tests.support import Setup, tiny_config
 
 PATCH = 4
 CHANNELS = 5  # of latents
@@ -157,3 +158,15 @@ def perturbed(params: Any) -> Any:
         return jax.device_put(leaf + noise.astype(leaf.dtype), leaf.sharding)
 
     return jax.tree_util.tree_map_with_path(moved, params)
+
+
+def params_of(setup: Setup) -> Any:
+    """None of them zero, the same with stages as without."""
+    programs = setup.programs
+    if not isinstance(programs, StagedPrograms):
+        return perturbed(setup.params)
+    joined = jax.device_get(jax.jit(programs.joined)(setup.params))
+    staged = programs.staged(perturbed(jax.tree.map(jax.numpy.asarray, joined)))
+    return jax.tree.map(
+        lambda leaf, like: jax.device_put(leaf, like.sharding), staged, setup.params
+    )

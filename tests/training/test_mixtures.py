@@ -25,7 +25,7 @@ from tests.support import (
     slow_cases,
     tiny_config,
 )
-from tests.training.drawing import drawing_config, make_pictures, perturbed
+from tests.training.drawing import drawing_config, make_pictures, params_of
 
 LAYERS, COUNT, PER_TOKEN = 2, 8, 2
 EXAMPLES = np.random.default_rng(0).permutation(24)[:16]
@@ -165,9 +165,10 @@ def test_media_are_routed_like_text(setups, by_example, mesh, pipeline):
     assert_routed_alike(sums, expected_sums)
 
 
-DRAWING = {  # whether text is learned, too; mesh
-    "alone-split": (0.0, {"data": 2, "fsdp": 2, "tensor": 2}),
-    "both-parts": (1.0, {"data": 1, "fsdp": 2, "context": 2}),
+DRAWING = {  # whether text is learned, too; mesh, pipeline
+    "alone-split": (0.0, {"data": 2, "fsdp": 2, "tensor": 2}, {}),
+    "both-parts": (1.0, {"data": 1, "fsdp": 2, "context": 2}, {}),
+    "both-stages": (1.0, {"data": 1, "fsdp": 2}, {"stages": 2, "layout": "chain"}),
 }
 
 
@@ -178,8 +179,10 @@ def captions(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("weight", "mesh"), slow_cases(DRAWING, {"alone-split"}))
-def test_a_decoder_with_experts_draws(captions, weight, mesh):
+@pytest.mark.parametrize(
+    ("weight", "mesh", "pipeline"), slow_cases(DRAWING, {"alone-split", "both-stages"})
+)
+def test_a_decoder_with_experts_draws(captions, weight, mesh, pipeline):
     """Its states go to a generator, whose gradients come back to experts and router, whether or not it has a loss of
     its own; counts and the router's losses are those of all tokens, once."""
 
@@ -187,9 +190,9 @@ def test_a_decoder_with_experts_draws(captions, weight, mesh):
         changes |= MODEL | {"model__vision": None, "objective__language__weight": weight}
         setup = assemble(drawing_config(captions, **changes), devices)
         step = setup.step(EXAMPLES)
-        gradients, sums, _ = setup.programs.gradients(
-            perturbed(setup.params), setup.put(step), COUNTS
-        )
+        gradients, sums, _ = setup.programs.gradients(params_of(setup), setup.put(step), COUNTS)
+        if isinstance(setup.programs, StagedPrograms):
+            gradients = setup.programs.joined(gradients)
         sums = jax.device_get(jax.tree.map(lambda leaf: leaf.sum(0), sums))
         tokens = step.statistics["language/tokens"]
         assert (sums.routed.counts.sum(1) == tokens * PER_TOKEN).all()
@@ -197,7 +200,9 @@ def test_a_decoder_with_experts_draws(captions, weight, mesh):
 
     expected, expected_sums = run(1)
     assert np.any(expected["language"]["layers"]["router"]["matrix"])
-    found, sums = run(math.prod(mesh.values()), mesh=mesh)
+    found, sums = run(
+        math.prod(mesh.values()) * pipeline.get("stages", 1), mesh=mesh, pipeline=pipeline
+    )
     if not weight:
         for gradients in (found, expected):
             assert not np.any(gradients["language"].pop("head")), "it is not in the program"

@@ -18,7 +18,7 @@ from jaxmllm.train import main
 from jaxmllm.training.programs.staged import StagedPrograms
 from sharding.pipeline.graph import Pool
 from tests.support import EXHAUSTIVE, Setup, assemble, assert_close, slow_cases
-from tests.training.drawing import TWO_STREAMS, drawing_config, make_pictures, perturbed
+from tests.training.drawing import TWO_STREAMS, drawing_config, make_pictures, params_of
 from tests.training.test_drawing import READ_APART
 
 EXAMPLES = np.random.default_rng(1).permutation(24)[:16]
@@ -53,18 +53,6 @@ def made(folders):
         return kept[key]
 
     return get
-
-
-def params_of(setup: Setup) -> Any:
-    """None of them zero, the same with stages as without."""
-    programs = setup.programs
-    if not isinstance(programs, StagedPrograms):
-        return perturbed(setup.params)
-    joined = jax.device_get(jax.jit(programs.joined)(setup.params))
-    staged = programs.staged(perturbed(jax.tree.map(jax.numpy.asarray, joined)))
-    return jax.tree.map(
-        lambda leaf, like: jax.device_put(leaf, like.sharding), staged, setup.params
-    )
 
 
 def computed(setup: Setup, examples, failures: int = 0) -> tuple[Any, Any]:
