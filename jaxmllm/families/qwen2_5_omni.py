@@ -86,6 +86,10 @@ def _audio(config: FolderConfig) -> dict[str, Any]:
     half, places = audio.number("n_window", HALF_CHUNK), audio.number("max_source_positions")
     if half > places:
         audio.refuse(f"has n_window {half}", f"there are {places} positions (max_source_positions)")
+    if half % POOL:
+        audio.refuse(
+            f"has n_window {half}", "a token would be of features of two chunks; it must be even"
+        )
     return encoder(audio) | {
         "chunk_frames": half * STRIDES[1],
         "positions": "sinusoidal",

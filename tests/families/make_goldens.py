@@ -135,8 +135,19 @@ def main(
         make(folder / name, model_type, SIZES | changes | sizes, dtype, seed)
 
 
-def make(folder: Path, model_type: str, values: dict[str, Any], dtype: str, seed: int) -> None:
-    """One random checkpoint, split into files of at most 8 kB, and what the reference computes of it in float32."""
+def make(
+    folder: Path,
+    model_type: str,
+    values: dict[str, Any],
+    dtype: str,
+    seed: int,
+    computed_in: str = "float32",
+) -> None:
+    """One random checkpoint, split into files of at most 8 kB, and what the reference computes of it.
+
+    Args:
+      computed_in: type of its products; norms, positions and routers are float32 there in any case.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -148,7 +159,8 @@ def make(folder: Path, model_type: str, values: dict[str, Any], dtype: str, seed
             torch.nn.init.normal_(parameter, parameter[0].item(), 0.2)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size="8KB")
     # Read anew: `to` has rounded what is computed from the config, too
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **EAGER)
+    exact = getattr(torch, computed_in)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=exact, **EAGER)
     random = np.random.default_rng(seed)
     shape = (len(LENGTHS), max(LENGTHS))
     mask = np.arange(shape[1]) < np.array(LENGTHS)[:, None]

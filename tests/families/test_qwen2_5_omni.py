@@ -54,10 +54,13 @@ def test_videos_are_read_as_the_reference_reads_them(folder, tmp_path):
 
 
 def test_clips_are_the_processors(tmp_path):
-    """Frames hear silence after the clip, and none is kept of it; a clip may have many chunks."""
+    """Frames hear silence after the clip, and none is kept of it; a clip may have many chunks. An odd last feature is
+    dropped: 49 frames have 25, of which 12 tokens are made."""
     reader = reader_of(config_of(WHOLE, tmp_path))
     check_clips(reader, WHOLE, tmp_path)
-    assert [reader.length((frames, 1, 1)) for frames in (3, 20, 49, 100)] == [4, 20, 52, 100]
+    shapes = [(frames, 1, 1) for frames in (3, 20, 49, 100)]
+    assert [reader.length(shape) for shape in shapes] == [4, 20, 52, 100]
+    assert [reader.tokens(shape) for shape in shapes] == [1, 5, 12, 25]
 
 
 def test_clips_advance_positions_by_their_tokens(tmp_path):
@@ -113,6 +116,7 @@ def test_the_published_model_has_its_number_of_parameters(copy):
     ("part", "values", "words"),
     [
         ("audio_config", {"n_window": 51}, "has n_window 51; there are 50 positions"),
+        ("audio_config", {"n_window": 15}, "has n_window 15; a token would be of features of two"),
         ("audio_config", {"output_dim": 16}, "has output_dim 16; the decoder is 24 wide"),
         ("audio_config", {"activation_function": "relu"}, "has activation_function 'relu'; 'gelu'"),
         ("vision_config", {"out_hidden_size": 16}, "has out_hidden_size 16; the decoder is 24 w"),
