@@ -24,6 +24,9 @@ with `remat: full` do with enough `pipeline.kept_residuals`, and with `none` not
     fill          real slots / slots of rows
     GB            what waits on a rank, bfloat16, nothing sharded
     gain          asynchronous makespan of the first line / lockstep of this one, and / asynchronous of this one
+    over ideal    lockstep (of the first line asynchronous) over the work of the real slots, as its chunks compute them,
+                  shared evenly by all ranks of all replicas
+    bound         gain of a step that takes no more than that
 """
 
 from __future__ import annotations
@@ -252,6 +255,7 @@ def _figures(
         "asynchronous": times[1] / PFLOP,
         "over_asynchronous": times[0] / times[1],
         "efficiency": work.max() / times[0],
+        "ideal": work.mean() / PFLOP,
         "live_gb": max(waiting_gb(instance.model, schedule, capacities) for schedule in schedules),
         "microbatches": sum(run.rows.phases[LANGUAGE].count for run in runs),
         "runs": len(runs),
@@ -311,6 +315,7 @@ def _others(instance: Instance, batch: BatchItems) -> dict[str, Any]:
         "asynchronous": times[1] / PFLOP,
         "over_asynchronous": times[0] / times[1],
         "efficiency": work.max() / times[1],
+        "ideal": work.mean() / PFLOP,
         "live_gb": waiting_gb(instance.model, slowest, largest),
         "microbatches": count,
         "runs": 1,
@@ -443,15 +448,20 @@ def measure_real(
     figures = {OTHERS: first} | {
         variant: ours(instance, lengths, variant, rollouts) for variant in variants
     }
+    times = {
+        variant: found["asynchronous" if variant == OTHERS else "lockstep"]
+        for variant, found in figures.items()
+    }
     return [
         {
             "family": "real",
             **vars(instance),
             "variant": variant,
             **found,
-            "gain": first["asynchronous"]
-            / found["asynchronous" if variant == OTHERS else "lockstep"],
+            "gain": first["asynchronous"] / times[variant],
             "gain_asynchronous": first["asynchronous"] / found["asynchronous"],
+            "over_ideal": times[variant] / found["ideal"],
+            "bound": first["asynchronous"] / found["ideal"],
         }
         for variant, found in figures.items()
     ]
@@ -470,6 +480,8 @@ def show_real(rows: Sequence[Mapping[str, Any]]) -> None:
             row["live_gb"],
             row["gain"],
             row["gain_asynchronous"],
+            row["bound"],
+            row["over_ideal"],
             row.get("sizing_s", 0.0),
         ]
         for row in rows
@@ -479,7 +491,7 @@ def show_real(rows: Sequence[Mapping[str, Any]]) -> None:
         f"{first['per_replica']} examples per replica; fill of {' '.join(first['fill'])}",
         [
             *("variant", "lockstep", "asynchronous", "over", "efficiency", "fill", "microbatches"),
-            *("GB", "gain", "asynchronous", "sizing s"),
+            *("GB", "gain", "asynchronous", "bound", "over ideal", "sizing s"),
         ],
         table,
         left_aligned=1,

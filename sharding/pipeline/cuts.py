@@ -55,7 +55,9 @@ def cut(costs: Sequence[int], stages: int) -> tuple[int, ...]:
     """Cut a sequence of layers into consecutive stages of at least one layer so that the costliest
     stage costs least.
 
-    Exact, by dynamic programming; of all such cuts, one with the least sum of squares.
+    Exact, by dynamic programming; of all such cuts, the one with the least sum of squares, and of
+    equal ones the one whose first stages are the costliest: in 1F1B those go forward while nothing
+    comes back yet.
 
     Args:
       costs: [L], at least 0.
@@ -66,7 +68,7 @@ def cut(costs: Sequence[int], stages: int) -> tuple[int, ...]:
     Raises:
       PipelineError: more stages than layers, or none.
     """
-    return cut_in_rounds(costs, stages, 1)
+    return _cut(costs, stages, 1, costliest_last=False)
 
 
 def cut_in_rounds(costs: Sequence[int], stages: int, rounds: int) -> tuple[int, ...]:
@@ -75,7 +77,9 @@ def cut_in_rounds(costs: Sequence[int], stages: int, rounds: int) -> tuple[int, 
 
     A stage waits for those that do the same round in the same tick, so a batch costs every stage
     the costliest chunk of each round. Where layers do not divide evenly, one round has the larger
-    chunks instead of every round a few. Exact; of all such cuts, one of most equal rounds.
+    chunks instead of every round a few. Exact; of all such cuts, one of most equal rounds, and of
+    equal ones the one whose costliest chunks come last: backward passes begin there, in ticks that
+    the head makes long.
 
     Args:
       costs: [L], at least 0.
@@ -86,6 +90,13 @@ def cut_in_rounds(costs: Sequence[int], stages: int, rounds: int) -> tuple[int, 
     Raises:
       PipelineError: more chunks than layers, or none.
     """
+    return _cut(costs, stages, rounds, costliest_last=True)
+
+
+def _cut(
+    costs: Sequence[int], stages: int, rounds: int, *, costliest_last: bool
+) -> tuple[int, ...]:
+    """The bounds of chunks that go round the stages; see `cut` and `cut_in_rounds`."""
     chunks = stages * rounds
     if not 1 <= chunks <= len(costs):
         raise PipelineError(
@@ -93,11 +104,15 @@ def cut_in_rounds(costs: Sequence[int], stages: int, rounds: int) -> tuple[int, 
         )
     ends = [0, *itertools.accumulate(costs)]
     limits = [_least_maximum(ends, stages)] if rounds == 1 else _round_limits(ends, stages, rounds)
-    return _cut_below(ends, [limit for limit in limits for _ in range(stages)])
+    of_chunks = [limit for limit in limits for _ in range(stages)]
+    return _cut_below(ends, of_chunks, costliest_last=costliest_last)
 
 
-def _cut_below(ends: Sequence[int], limits: Sequence[int]) -> tuple[int, ...]:
-    """The bounds of chunks that cost no more than their limits, with the least sum of squares."""
+def _cut_below(
+    ends: Sequence[int], limits: Sequence[int], *, costliest_last: bool
+) -> tuple[int, ...]:
+    """The bounds of chunks that cost no more than their limits, with the least sum of squares; of
+    equal cuts, one whose last chunk costs most or least, then the one before it, and so on."""
     layers = len(ends) - 1
     chunks = len(limits)
     # squares[c][l]: least sum of squared costs of c chunks with the first l layers; Python's
@@ -113,7 +128,8 @@ def _cut_below(ends: Sequence[int], limits: Sequence[int]) -> tuple[int, ...]:
                 if cost > limit:
                     break
                 total = squares[chunk - 1][start] + cost * cost
-                if total < squares[chunk][stop]:
+                least = squares[chunk][stop]
+                if total < least or (costliest_last and total == least):  # longer chunks come later
                     squares[chunk][stop] = total
                     cut_before[chunk][stop] = start
     bounds = [layers]

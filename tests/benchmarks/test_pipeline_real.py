@@ -36,6 +36,8 @@ def test_a_row_for_every_variant(rows):
         assert set(row["fill"]) == {"vision", "audio", "language"}
         assert all(0 < share <= 1 for share in row["fill"].values())
         assert row["over_asynchronous"] == pytest.approx(row["lockstep"] / row["asynchronous"])
+        assert row["over_ideal"] >= 1
+        assert row["bound"] == pytest.approx(row["gain"] * row["over_ideal"])
 
 
 def test_chosen_sizes_are_fuller_and_faster(rows):
@@ -56,6 +58,7 @@ def test_efficiency_counts_the_work_of_real_slots():
     )
     # Forward and backward are three forward passes; a fourth computes the layers again.
     mean_rank = 4 / 3 * flops / 8 / 4
+    assert 0.9 * mean_rank < found["ideal"] * 1e15 < 1.1 * mean_rank
     busiest = found["efficiency"] * found["asynchronous"] * 1e15
     assert 0.9 * mean_rank < busiest < 3 * mean_rank
 

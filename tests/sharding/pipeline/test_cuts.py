@@ -119,10 +119,13 @@ def test_cuts_are_the_best_of_all(costs, data):
     def loads(bounds):
         return [sum(costs[a:b]) for a, b in pairwise(bounds)]
 
-    best = min((max(loads(bounds)), sum(load**2 for load in loads(bounds))) for bounds in every)
-    found = cut(costs, stages)
-    assert found in every
-    assert (max(loads(found)), sum(load**2 for load in loads(found))) == best
+    def worth(bounds):
+        return max(loads(bounds)), sum(load**2 for load in loads(bounds))
+
+    best = [bounds for bounds in every if worth(bounds) == min(map(worth, every))]
+    # Of equal ones the stages that have one layer more are the first, or with rounds the last
+    assert cut(costs, stages) == max(best, key=lambda bounds: bounds[::-1])
+    assert cut_in_rounds(costs, stages, 1) == min(best, key=lambda bounds: bounds[::-1])
 
 
 @settings(max_examples=200, deadline=None)
@@ -148,6 +151,7 @@ def test_what_does_not_divide_evenly_makes_one_round_larger():
     bounds = cut_in_rounds([10] * 80 + [14], 16, 3)
     sizes = [stop - start for start, stop in pairwise(bounds)]
     assert sum(max(sizes[first : first + 16]) for first in (0, 16, 32)) == 6 and sum(sizes) == 81
+    assert cut_in_rounds([10] * 21 + [32], 16, 1) == (*range(10), 11, 13, 15, 17, 19, 21, 22)
 
 
 @st.composite

@@ -34,10 +34,13 @@ from tests.support import EXHAUSTIVE, Result, assert_close, assert_same, slow_ca
 EXAMPLES = np.random.default_rng(0).permutation(96)[:24]
 KINDS = [(), ("vision",), ("audio",), ("vision", "audio")]
 DEEP = {"model__vision__layers": 2, "model__audio__layers": 2, "model__language__layers": 4}
+CAUSES = ("imbalance", "bubble", "lockstep")
 METRICS = (
     "ticks",
+    "cost",
+    "asynchronous_cost",
     "idle_share",
-    "idle_bubble",
+    *(f"idle_{cause}" for cause in CAUSES),
     "search_ms",
     "fallbacks",
     "deferred_examples",
@@ -90,11 +93,15 @@ def test_loss_and_gradients_are_those_without_stages(piped, alone, examples, run
     """More examples than the samples had need more runs; nothing is dropped."""
     step = piped.step(examples)
     assert runs <= len(step.runs) < 2 * runs
-    assert {f"pipeline/{name}" for name in METRICS} <= step.statistics.keys()
-    assert (
-        0 < step.statistics["pipeline/idle_share"] < 1
-        and step.statistics["pipeline/ticks"] > 8 * runs
-    )
+    told = step.statistics
+    assert {f"pipeline/{name}" for name in METRICS} <= told.keys()
+    assert 0 < told["pipeline/idle_share"] < 1 and told["pipeline/ticks"] > 8 * runs
+    causes = sum(told[f"pipeline/idle_{cause}"] for cause in CAUSES)
+    assert told["pipeline/idle_share"] == pytest.approx(causes)
+    for name, held in rows_of_step(step).items():
+        real = piped.corpus.gather(np.asarray(examples)).phases[name].real.sum()
+        slots = 2 * sum(capacity for capacity, _ in held)
+        assert told[f"{name}/real_token_fraction"] == pytest.approx(real / slots)
     assert_same(computed(piped, step), alone.gradients(alone.step(examples)), 1e-5)
 
 
@@ -383,6 +390,15 @@ def test_rows_of_several_ranks(setups, by_example, deep, devices, mesh, pipeline
     step = setup.step(EXAMPLES)
     assert {1, 2} <= {span for spans in step.spans.values() for span in spans}
     assert_same(computed(setup, step), deep.gradients(deep.step(EXAMPLES)), 1e-5)
+
+
+@pytest.mark.slow
+def test_an_encoder_may_have_a_layout_of_its_own(setups, by_example, deep):
+    """Whole on every device, where the language model is split; `batch` alone must be the same."""
+    layout: dict[str, list[str]] = {axis: [] for axis in ("heads", "kv_heads", "mlp")}
+    changes = {"mesh": {"data": 1, "tensor": 2}, "pipeline": SEGMENTS}
+    setup = setups(by_example(**changes, components__vision__layout=layout, **DEEP), 4)
+    assert_same(computed(setup, setup.step(EXAMPLES)), deep.gradients(deep.step(EXAMPLES)), 1e-5)
 
 
 ALL = {"vision", "audio", "projector.vision", "projector.audio", "language"}
