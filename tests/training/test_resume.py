@@ -83,7 +83,7 @@ def history(data, tmp_path_factory):
     process.kill()
     # Ends when its data worker does, which holds the other end of the pipe
     process.communicate(timeout=60)
-    for name in ("moved", "shared"):
+    for name in ("moved", "shared", "staged"):
         shutil.copytree(base / "killed", base / name)
 
     process = begin("killed")
@@ -141,6 +141,23 @@ def test_rows_of_several_ranks_continue_a_run_on_any_devices(history):
     assert all(record["language/shared_rows"] > 0 for record in records(base / "shared")[-1:])
     finish(facts["begin"]("shared", *spans(4), devices=4))
     test_history_is_that_of_an_uninterrupted_run(history, "shared", 2e-4)
+
+
+def test_stages_continue_a_run_and_leave_it(history):
+    """The killed run, resumed in two stages, killed again at any tick, and resumed in four stages of one device."""
+    base, facts = history
+
+    def stages(count: int, data: int) -> list[str]:
+        return [f"pipeline.stages={count}", "pipeline.layout=chain", f"mesh.data={data}"]
+
+    process = facts["begin"]("staged", *stages(2, 4))
+    wait_for_step(process, base / "staged", facts["killed_after"] + 4)
+    process.kill()
+    process.communicate(timeout=60)
+    assert all(record["pipeline/ticks"] > 0 for record in records(base / "staged")[-1:])
+    finish(facts["begin"]("staged", *stages(4, 1), devices=4))
+    assert records(base / "staged")[-1]["pipeline/ticks"] > 0
+    test_history_is_that_of_an_uninterrupted_run(history, "staged", 2e-4)
 
 
 def test_sigterm_saves_and_leaves(history):
