@@ -19,7 +19,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ from jaxmllm.setup.build import make_programs
 from jaxmllm.setup.prepare import RunInputs, prepare
 from jaxmllm.setup.spans import mesh_spans
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
-from jaxmllm.tools.tick_times import TickTimes, measure_ticks
+from jaxmllm.tools.tick_times import TickTimes, call_seconds, measure_ticks
 from jaxmllm.training.programs.staged import StagedPrograms
 from jaxmllm.training.run import USER_ERRORS
 from launch.local import run_local
@@ -113,19 +113,11 @@ def calibrate(config: Config, inputs: RunInputs, repeats: int) -> StepTimes:
     for host in [steps[0], *steps * repeats]:  # the first compiles, and does not count
         batch = programs.put(host)
         jax.block_until_ready(batch.runs)
-        gradients = seconds(together, partial(programs.gradients, state.params, batch))
-        whole = seconds(together, partial(programs.train, state, batch))
+        gradients = call_seconds(partial(programs.gradients, state.params, batch), together)
+        whole = call_seconds(partial(programs.train, state, batch), together)
         state = programs.init(config.run.seed)  # the step donates it
         rests.append(whole - gradients)
     return StepTimes(terms, max(0.0, statistics.median(rests[1:])))
-
-
-def seconds(together: Callable[[], object], call: Callable[[], Any]) -> float:
-    """What a call takes from when all processes are ready until its results are there."""
-    together()
-    began = time.perf_counter()
-    jax.block_until_ready(call())
-    return time.perf_counter() - began
 
 
 def measure(config: Config, plans: Sequence[str], steps: int, repeats: int) -> Measured:

@@ -34,7 +34,6 @@ from jaxmllm.phases import LANGUAGE
 
 if TYPE_CHECKING:
     from jaxmllm.training.programs.base import ProgramName, Programs
-    from jaxmllm.training.programs.phase_functions import PhaseFunctions
     from jaxmllm.training.programs.phased import PhasedPrograms
 
 OWN_BYTES: Final = 4  # of a number of an accumulator
@@ -92,6 +91,7 @@ class PhaseSeconds:
         self.component = model.components[phase]
         self.shapes = getattr(model.config, phase)
         self.spec = programs.spec.phases[phase]
+        self.functions = programs.functions_of(phase)
         flops = _forward_flops(model.config, model.vocab_size, phase)
         self.forward = [flops.linear, *flops.squares]
         self.head = flops.last if phase == LANGUAGE else 0.0
@@ -124,9 +124,9 @@ class PhaseSeconds:
             name: float(share)
             for name, share in computed_again(self.component.settings.remat).items()
         }
-        names = self.programs.functions_of(self.phase)
+        names = self.functions
         if self.phase == LANGUAGE:
-            return self._calls_of_decoder(names, again)
+            return self._calls_of_decoder(again)
         if self.drawing is not None:
             return [(names.backward, Passes(1, 1, **again))]
         if not names.backward:
@@ -142,15 +142,13 @@ class PhaseSeconds:
             (backward, Passes(once_more, 1, **made_again)),
         ]
 
-    def _calls_of_decoder(
-        self, names: PhaseFunctions, again: Mapping[str, Any]
-    ) -> list[tuple[str, Passes]]:
+    def _calls_of_decoder(self, again: Mapping[str, Any]) -> list[tuple[str, Passes]]:
         """Its states are computed for a generator first, and again with the backward pass."""
         returns = self.whole.linear > self.forward[0]
         passes = Passes(1, 1, **again) if returns else Passes(1, 0)
         calls = [
-            (names.forward, Passes(1, 0, head=False)),
-            (names.backward, passes._replace(head=bool(names.evaluate))),
+            (self.functions.forward, Passes(1, 0, head=False)),
+            (self.functions.backward, passes._replace(head=bool(self.functions.evaluate))),
         ]
         return [(name, of_call) for name, of_call in calls if name]
 

@@ -48,7 +48,7 @@ class Checked:
 
 
 def check(result: SearchResult, planner: Planner, number: int) -> Checked:
-    """Compile the first layouts of `found.ranked`. Their bytes are then the compiler's; those that do not fit are
+    """Compile the first layouts of `result.ranked`. Their bytes are then the compiler's; those that do not fit are
     struck out. Layouts in stages stay estimates.
 
     Raises:

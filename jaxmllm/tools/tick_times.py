@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from jaxmllm.data.rows.fill import HostStep
@@ -74,6 +75,20 @@ def measure_ticks(
     )
 
 
+def call_seconds(call: Callable[[], Any], ready: Callable[[], object]) -> float:
+    """Seconds of a call until its results are there.
+
+    Args:
+      ready: called before the clock starts, to let processes begin together.
+    """
+    import jax
+
+    ready()
+    began = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - began
+
+
 def fit_ticks(
     timed: Sequence[tuple[Mapping[str, float], int, int]],
     costs: Sequence[float],
@@ -127,7 +142,4 @@ def _seconds(
     import jax
 
     jax.block_until_ready((params, batch.runs))
-    ready()
-    began = time.perf_counter()
-    jax.block_until_ready(programs.gradients(params, batch))
-    return time.perf_counter() - began
+    return call_seconds(partial(programs.gradients, params, batch), ready)

@@ -126,6 +126,14 @@ def test_history_is_that_of_an_uninterrupted_run(history, name, tolerance):
     assert summaries[1]["eval"]["exact_match"] == summaries[0]["eval"]["exact_match"]
 
 
+def kill_again(base: Path, facts: dict, name: str, *changes: str) -> None:
+    """Resume a copy of the killed run with changes, and kill it some steps later."""
+    process = facts["begin"](name, *changes)
+    wait_for_step(process, base / name, facts["killed_after"] + 4)
+    process.kill()
+    process.communicate(timeout=60)
+
+
 def test_rows_of_several_ranks_continue_a_run_on_any_devices(history):
     """The killed run, resumed in which 8 ranks hold rows together, killed again, and resumed on half of the devices."""
     base, facts = history
@@ -134,10 +142,7 @@ def test_rows_of_several_ranks_continue_a_run_on_any_devices(history):
     def spans(widest: int) -> list[str]:
         return [f"phases.{phase}.spans=[{widest}]" for phase in phases]
 
-    process = facts["begin"]("shared", *spans(8))
-    wait_for_step(process, base / "shared", facts["killed_after"] + 4)
-    process.kill()
-    process.communicate(timeout=60)
+    kill_again(base, facts, "shared", *spans(8))
     assert all(record["language/shared_rows"] > 0 for record in records(base / "shared")[-1:])
     finish(facts["begin"]("shared", *spans(4), devices=4))
     test_history_is_that_of_an_uninterrupted_run(history, "shared", 2e-4)
@@ -150,10 +155,7 @@ def test_stages_continue_a_run_and_leave_it(history):
     def stages(count: int, data: int) -> list[str]:
         return [f"pipeline.stages={count}", "pipeline.layout=chain", f"mesh.data={data}"]
 
-    process = facts["begin"]("staged", *stages(2, 4))
-    wait_for_step(process, base / "staged", facts["killed_after"] + 4)
-    process.kill()
-    process.communicate(timeout=60)
+    kill_again(base, facts, "staged", *stages(2, 4))
     assert all(record["pipeline/ticks"] > 0 for record in records(base / "staged")[-1:])
     finish(facts["begin"]("staged", *stages(4, 1), devices=4))
     assert records(base / "staged")[-1]["pipeline/ticks"] > 0

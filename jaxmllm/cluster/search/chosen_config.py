@@ -26,7 +26,7 @@ def with_rows(config: Config, spec: PlanSpec) -> Config:
 def _rows(spec: PhaseSpec) -> dict[str, Any]:
     """Keys of `phases.<phase>`."""
     return {
-        "capacities": sorted({row_class.capacity for row_class in spec.classes}, reverse=True),
-        "spans": sorted({row_class.span for row_class in spec.classes}),
+        "capacities": sorted(set(spec.capacities), reverse=True),
+        "spans": sorted(set(spec.spans)),
         "max_segments": spec.max_segments,
     }

@@ -78,8 +78,7 @@ def _is_product(spec: PhaseSpec) -> bool:
 
 def _sizes(spec: PhaseSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Capacities, descending, and spans, ascending."""
-    capacities = sorted({row_class.capacity for row_class in spec.classes}, reverse=True)
-    return tuple(capacities), tuple(sorted({row_class.span for row_class in spec.classes}))
+    return tuple(sorted(set(spec.capacities), reverse=True)), tuple(sorted(set(spec.spans)))
 
 
 def _least_span(inputs: SizingInputs) -> int:

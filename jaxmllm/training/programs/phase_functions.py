@@ -33,8 +33,8 @@ def phase_functions(functions: StepFunctions, phase: str, keeps: bool = False) -
     Args:
       keeps: whether an encoder leaves residuals for the backward passes of some microbatches.
     """
-    phases = functions.model.phases
-    if phases[phase].generates:
+    generators = functions.model.config.generators
+    if phase in generators:
         return PhaseFunctions(backward="draw_loss_and_grad", evaluate="evaluate")
     if phase != LANGUAGE:
         trained = bool(functions.trainable_of(phase))
@@ -43,7 +43,7 @@ def phase_functions(functions: StepFunctions, phase: str, keeps: bool = False) -
             backward="encode_grad" * trained,
             backward_kept="encode_grad_kept" * (trained and keeps),
         )
-    generates = any(one.generates for one in phases.values())
+    generates = bool(generators)
     return PhaseFunctions(
         forward="language_states" * generates,
         backward="language_loss_and_grad" * (functions.trains_language or not generates),
