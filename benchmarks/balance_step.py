@@ -3,6 +3,7 @@ machine.
 
     python -m benchmarks.balance_step --config X.yaml [--processes 2] [--per-rank 8] [key=value ...]
     python -m benchmarks.balance_step --config X.yaml --compare spans --processes 1 --devices 8 --per-rank 2
+                                      [--by-phase 5]
 
 `--compare modes` sets the modes `none` and `phases` beside each other, `--compare spans` rows of one
 rank each (`alone`) and rows that several ranks may hold (`shared`, by the config's spans).
@@ -14,6 +15,9 @@ each with the row sizes that a run would choose, and take turns step by step, so
 of the machine touches both. Rows are on the devices before the clock starts. `predicted` is the
 ratio of FLOPs, padding included: of the slowest rows, which devices of their own wait for, and of all
 rows, which devices that share the machine compute in turn.
+
+`--by-phase N` goes on for N steps in which every program ends before the next begins, and says what
+those of each phase take, beside how many microbatches, slots and tiles of attention there are.
 """
 
 from __future__ import annotations
@@ -22,14 +26,15 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxmllm.arrays import Longs
 from jaxmllm.balance.records import Mode, PhaseItems, PhasePlan, PhaseSpec, PlanSpec
 from jaxmllm.balance.statistics import all_flops, slowest_flops
 from jaxmllm.balance.step_plan import plan_step
@@ -37,7 +42,7 @@ from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
-from jaxmllm.data.rows.fill import StepFiller
+from jaxmllm.data.rows.fill import HostStep, StepFiller
 from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
 from jaxmllm.setup.build import phased_programs
 from jaxmllm.setup.prepare import RunInputs, prepare
@@ -45,7 +50,11 @@ from jaxmllm.setup.sizing import plan_spec
 from jaxmllm.setup.spans import mesh_spans
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.workload import describe
+from jaxmllm.training.programs.base import ProgramName
+from jaxmllm.training.programs.generator_programs import DeviceStep
+from jaxmllm.training.programs.phased import PhasedPrograms
 from jaxmllm.training.run import USER_ERRORS
+from jaxmllm.training.step_functions import TrainState
 from launch.local import run_local
 from sharding.mesh import make_mesh
 
@@ -58,6 +67,9 @@ PREDICTED: dict[str, Callable[[PhasePlan, PhaseItems, PhaseSpec], float]] = {
     "all": all_flops,
 }
 WARM_UP = 2  # steps, not counted
+REST = (
+    "beside these"  # programs of no phase's rows: the exchange, zeros, sums of replicas, the update
+)
 GENERATOR = "the batches of the run after those that its sizes were chosen from"
 
 
@@ -70,49 +82,139 @@ def variant_spec(config: Config, inputs: RunInputs, variant: str) -> PlanSpec:
     return plan_spec(config, replace(inputs, spans=spans))
 
 
-def measure(config: Config, steps: int, compared: str) -> dict[str, Any]:
-    """Seconds of every step by variant, and what the plans predict."""
-    variants = VARIANTS[compared]
-    inputs = prepare(config, make_mesh(config.mesh.model_dump(), spans=mesh_spans(config)))
-    programs = {}
-    fillers = {}
-    for variant in variants:
-        spec = variant_spec(config, inputs, variant)
-        programs[variant] = phased_programs(
-            config, inputs.model, inputs.corpus.formats, spec, len(inputs.corpus.sources)
-        ).compile()
-        share = programs[variant].local_share
-        fillers[variant] = StepFiller(inputs.corpus, spec, share, programs[variant].attention)
+class PhaseAmounts(NamedTuple):
+    """What the rows of a phase take in a step, and what there is of them; of the rest, seconds alone."""
 
-    state = programs[variants[0]].init(config.run.seed)
-    seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+    seconds: float
+    microbatches: float | None = None
+    slots: float | None = None  # of all rows
+    tiles: float | None = None  # of attention, in a layer, of this process's rows
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One side of the comparison: the programs of its rows, and what fills these."""
+
+    programs: PhasedPrograms
+    filler: StepFiller
+
+    @classmethod
+    def of(cls, config: Config, inputs: RunInputs, name: str) -> Variant:
+        corpus = inputs.corpus
+        spec = variant_spec(config, inputs, name)
+        programs = phased_programs(
+            config, inputs.model, corpus.formats, spec, len(corpus.sources)
+        ).compile()
+        return cls(programs, StepFiller(corpus, spec, programs.local_share, programs.attention))
+
+    def batch(self, step: int, examples: Longs) -> DeviceStep:
+        """The rows of a step, on the devices of all processes."""
+        batch = self.programs.put(self.filler(step, examples))
+        jax.block_until_ready((batch.rows, batch.tables))
+        multihost_utils.sync_global_devices(f"step {step}")
+        return batch
+
+
+def measure(config: Config, steps: int, compared: str, by_phase: int) -> dict[str, Any]:
+    """Seconds of every step by variant, and what the plans predict; of some steps after these, what each
+    phase takes."""
+    inputs = prepare(config, make_mesh(config.mesh.model_dump(), spans=mesh_spans(config)))
+    variants = {name: Variant.of(config, inputs, name) for name in VARIANTS[compared]}
+    names = list(variants)
+    state = variants[names[0]].programs.init(config.run.seed)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     predicted: dict[str, dict[str, list[float]]] = {
-        kind: {variant: [] for variant in variants} for kind in PREDICTED
+        kind: {name: [] for name in names} for kind in PREDICTED
     }
-    for step in range(WARM_UP + steps):
+    amounts: dict[str, list[dict[str, PhaseAmounts]]] = {name: [] for name in names}
+    for step in range(WARM_UP + steps + by_phase):
         examples = batch_examples(inputs.order, config.data.batch_size, len(inputs.samples) + step)
         items = inputs.corpus.gather(examples)
-        for variant in variants if step % 2 else variants[::-1]:
-            batch = programs[variant].put(fillers[variant](step, examples))
-            jax.block_until_ready((batch.rows, batch.tables))
-            multihost_utils.sync_global_devices(f"{step} {variant}")
+        for name in names if step % 2 else names[::-1]:
+            programs = variants[name].programs
+            batch = variants[name].batch(step, examples)
+            if step >= WARM_UP + steps:
+                state, by_program = train_by_program(programs, state, batch)
+                amounts[name].append(phase_amounts(batch.host, by_program))
+                continue
             began = time.perf_counter()
-            state, metrics = programs[variant].train(state, batch)
+            state, metrics = programs.train(state, batch)
             jax.block_until_ready((state, metrics))
             took = time.perf_counter() - began
             if step >= WARM_UP:
-                seconds[variant].append(took)
-                spec = programs[variant].spec
-                plan = plan_step(items, spec)
+                seconds[name].append(took)
+                plan = plan_step(items, programs.spec)
                 for kind, flops in PREDICTED.items():
-                    predicted[kind][variant].append(
+                    predicted[kind][name].append(
                         sum(
-                            flops(plan.phases[name], items.phases[name], phase)
-                            for name, phase in spec.phases.items()
+                            flops(plan.phases[phase], items.phases[phase], spec)
+                            for phase, spec in programs.spec.phases.items()
                         )
                     )
-    workload = describe(inputs.samples[0])
-    return {"seconds": seconds, "predicted": predicted, "workload": workload}
+    return {
+        "seconds": seconds,
+        "predicted": predicted,
+        "by_phase": {
+            name: {phase: mean._asdict() for phase, mean in mean_amounts(of_steps).items()}
+            for name, of_steps in amounts.items()
+        },
+        "workload": describe(inputs.samples[0]),
+    }
+
+
+def train_by_program(
+    programs: PhasedPrograms, state: TrainState, batch: DeviceStep
+) -> tuple[TrainState, dict[ProgramName, float]]:
+    """A step in which every program ends before the next begins: the new state, and the seconds of each."""
+    compiled: Mapping[ProgramName, Callable[..., Any]] = programs.compiled
+    seconds = dict.fromkeys(compiled, 0.0)
+
+    def timed(name: ProgramName) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            results = jax.block_until_ready(compiled[name](*arguments))
+            seconds[name] += time.perf_counter() - began
+            return results
+
+        return run
+
+    watched: Any = {name: timed(name) for name in compiled}
+    programs.compiled, untimed = watched, programs.compiled
+    state, _ = programs.train(state, batch)
+    programs.compiled = untimed
+    return state, seconds
+
+
+def phase_amounts(host: HostStep, seconds: Mapping[ProgramName, float]) -> dict[str, PhaseAmounts]:
+    """What a step took by phase, and `REST`."""
+    amounts = {
+        phase: PhaseAmounts(
+            seconds=sum(
+                took for name, took in seconds.items() if name.capacity and name.subject == phase
+            ),
+            microbatches=len(rows),
+            slots=host.statistics[f"{phase}/slots"],
+            # Spans are (first, partly visible, wholly visible)
+            tiles=sum(int(row["tiles"]["query_spans"][..., 1:].sum()) for row in rows),
+        )
+        for phase, rows in host.rows.items()
+    }
+    rest = sum(took for name, took in seconds.items() if not name.capacity)
+    return amounts | {REST: PhaseAmounts(rest)}
+
+
+def mean_amounts(of_steps: Sequence[Mapping[str, PhaseAmounts]]) -> dict[str, PhaseAmounts]:
+    """Means over steps; empty without any."""
+    if not of_steps:
+        return {}
+
+    def mean(phase: str) -> PhaseAmounts:
+        amounts: Any = zip(*(step[phase] for step in of_steps), strict=True)
+        # Of the rest there are seconds alone
+        means: Any = (None if None in numbers else statistics.mean(numbers) for numbers in amounts)
+        return PhaseAmounts(*means)
+
+    return {phase: mean(phase) for phase in of_steps[0]}
 
 
 def summarise(
@@ -146,9 +248,12 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument("--devices", type=int, default=1, help="of each process")
     parser.add_argument("--compare", choices=list(VARIANTS), default="modes")
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each variant")
+    parser.add_argument("--by-phase", type=int, default=0, help="steps of each, program by program")
     options = parse(parser, command)
     if min(options.processes, options.devices, options.per_rank, options.steps) < 1:
         parser.error("--processes, --devices, --per-rank and --steps must be positive")
+    if options.by_phase < 0:
+        parser.error("--by-phase must not be negative")
     devices = options.processes * options.devices
     if options.processes == 1:
         # Before JAX looks for devices. One process needs no coordinator, and its collectives no sockets.
@@ -175,7 +280,7 @@ def main(command: Sequence[str] | None = None) -> int:
     node = [f"balance.ranks_per_node={devices}"] if options.compare == "spans" else []
     try:
         config = load_config(options.config, [*mesh, *size, *node, *seed, *options.overrides])
-        measured = measure(config, options.steps, options.compare)
+        measured = measure(config, options.steps, options.compare, options.by_phase)
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -187,6 +292,8 @@ def main(command: Sequence[str] | None = None) -> int:
             f"{config.data.batch_size / devices:g} examples",
             VARIANTS[options.compare],
         )
+        if options.by_phase:
+            show_phases(measured["by_phase"], options.by_phase)
         settings = {
             "config": options.config,
             "overrides": options.overrides,
@@ -221,6 +328,22 @@ def show(summary: dict[str, Any], title: str, variants: Sequence[str]) -> None:
         for kind, predicted in summary["predicted_ratio"].items()
     )
     print_table(title, ["step", "median", "quarter below", "quarter above"], rows)
+
+
+def show_phases(by_phase: Mapping[str, Mapping[str, dict[str, Any]]], steps: int) -> None:
+    """Print what each phase takes, its variants one below the other."""
+    rows = [
+        [phase, variant, 1e3 * amounts["seconds"], *map(_rounded, list(amounts.values())[1:])]
+        for variant, phases in by_phase.items()
+        for phase, amounts in phases.items()
+    ]
+    columns = ["phase", "rows", "ms", *PhaseAmounts._fields[1:]]
+    rows.sort(key=lambda row: str(row[0]))  # stable: variants keep their order
+    print_table(f"a step, program by program, means of {steps}", columns, rows, left_aligned=2)
+
+
+def _rounded(amount: float | None) -> str | None:
+    return None if amount is None else f"{amount:,.1f}"
 
 
 def pin_to_core(process: int) -> None:

@@ -230,6 +230,28 @@ def test_no_class_is_over_the_largest_capacity():
     assert max(row_class.capacity for row_class in classes) <= 3072
 
 
+@pytest.mark.parametrize(
+    ("longest", "spans", "fitting", "given", "largest"),
+    [
+        (20_000, (1,), None, "auto", 80_000),  # four of the longest items, in whole blocks
+        (20_100, (1,), None, "auto", 80_384),
+        (20_000, (1, 2, 8), None, "auto", 32_768),  # four parts of one are less than what is usual
+        (100_000, (1, 2, 8), None, "auto", 49_920),
+        (500, (1,), None, "auto", 32_768),
+        (20_000, (1,), 1 << 15, "auto", 1 << 15),  # what memory holds, if that is less
+        (20_000, (1,), 1 << 20, "auto", 80_000),
+        (20_000, (1,), 1 << 10, 40_000, 39_936),  # a number of the config is taken as it is
+    ],
+)
+def test_the_largest_capacity_follows_lengths_and_memory(longest, spans, fitting, given, largest):
+    inputs = SizingInputs(
+        *(decoder_phase(), 8, 128, 1, longest, ItemCost(1000, 1)),
+        *(PhaseConfig(max_capacity=given), None, spans),
+        fitting=fitting,
+    )
+    assert inputs.largest_capacity == largest
+
+
 def test_a_class_lies_between_the_load_and_the_longest_item():
     """One rare item of ten times the load of a rank; without it rows are as small as the load."""
     samples = [generate([0, n], 64) for n in range(16)]

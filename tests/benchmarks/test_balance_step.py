@@ -1,0 +1,58 @@
+"""What a step's programs take by phase."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.balance_step import REST, mean_amounts, phase_amounts, train_by_program
+from jaxmllm.training.programs.base import ProgramName
+
+ENCODE = ProgramName("encode", "vision", 256, 4)
+DECODE = ProgramName("language_loss_and_grad", "language", 512)
+ZERO = ProgramName("zero", "language")  # no rows: not of the phase that it makes zeros for
+
+
+def host(spans):
+    """A step of one microbatch of vision rows, with these spans of tiles, and none of language."""
+    rows = {"vision": [{"tiles": {"query_spans": np.array(spans)}}], "language": []}
+    return SimpleNamespace(rows=rows, statistics={"vision/slots": 2048, "language/slots": 0})
+
+
+def test_every_program_counts_once():
+    seconds = {ENCODE: 3.0, ENCODE._replace(function="encode_grad"): 4.0, DECODE: 5.0, ZERO: 0.5}
+    found = phase_amounts(host([[[[0, 2, 1], [3, 0, 4]]]]), seconds)
+    assert found["vision"] == (7.0, 1, 2048, 7)
+    assert found["language"] == (5.0, 0, 0, 0)
+    assert found[REST] == (0.5, None, None, None)
+    assert sum(amounts.seconds for amounts in found.values()) == sum(seconds.values())
+
+
+def test_means_are_those_of_every_amount():
+    steps = [
+        phase_amounts(host([[[[0, tiles, 0]]]]), {ENCODE: took, ZERO: 1.0})
+        for tiles, took in ((2, 1.0), (4, 2.0))
+    ]
+    means = mean_amounts(steps)
+    assert means["vision"] == (1.5, 1, 2048, 3) and means[REST] == (1.0, None, None, None)
+    assert mean_amounts([]) == {}
+
+
+def test_a_watched_step_is_the_step():
+    class Programs:
+        def __init__(self):
+            self.compiled = {ENCODE: lambda x: x + 1, DECODE: lambda x: x * 2, ZERO: lambda: 0}
+
+        def train(self, state, batch):
+            for name in (ENCODE, ENCODE, DECODE):
+                state = self.compiled[name](state)
+            return state + batch, {}
+
+    programs = Programs()
+    compiled = programs.compiled
+    state, seconds = train_by_program(programs, jnp.ones(3), 10)
+    np.testing.assert_array_equal(state, [16, 16, 16])
+    assert programs.compiled is compiled
+    assert seconds[ENCODE] > 0 and seconds[DECODE] > 0 and seconds[ZERO] == 0
