@@ -253,10 +253,14 @@ class PreparedRun:
     @cached_property
     def step(self) -> HostStep:
         """The rows of all texts."""
+        return self.step_of(np.arange(len(self.texts.tokens)))
+
+    def step_of(self, texts: Longs) -> HostStep:
+        """The rows of some texts."""
         filler = StepFiller(
             self.texts, self.programs.spec, self.programs.local_share, self.programs.attention
         )
-        return filler(0, np.arange(len(self.texts.tokens)))
+        return filler(0, texts)
 
     def loss_and_gradients(self) -> tuple[float, Iterator[tuple[str, NDArray[Any]]]]:
         """The mean loss over all targets, and its gradients by key of the tensors."""

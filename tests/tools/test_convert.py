@@ -26,7 +26,7 @@ from jaxmllm.tools.prepared_inputs import PreparedRun, PreparedTexts, difference
 from jaxmllm.training.folder_parameters import read_folder
 from jaxmllm.training.run_folder import write_config
 from sharding.mesh import make_mesh
-from tests.support import EXHAUSTIVE, needs, slow_cases
+from tests.support import EXHAUSTIVE, added, assert_close, needs, scaled, slow_cases
 
 GOLDENS = Path(__file__).parents[1] / "families" / "goldens"
 NAMES = sorted(path.name for path in GOLDENS.iterdir())
@@ -368,6 +368,28 @@ def test_logits_loss_and_gradients_are_those_of_the_reference(name):
     run = on_one_device(GOLDENS / name, GOLDENS / name / "inputs.npz")
     assert len(run.step.rows["language"]) == 1, "all texts in one row"
     check(run, GOLDENS / name)
+    check_alone(run)
+
+
+def check_alone(run: PreparedRun) -> None:
+    """Losses and gradients of all texts are those of each text in a row of its own."""
+
+    def computed(texts: range) -> tuple[Any, np.ndarray, np.ndarray]:
+        step = run.programs.put(run.step_of(np.array(texts)))
+        gradients, sums, _ = jax.device_get(run.programs.gradients(run.params, step))
+        return gradients, sums.loss.sum(0), sums.targets.sum(0)
+
+    count = len(run.texts.tokens)
+    gradients, losses, targets = computed(range(count))
+    alone = [computed(range(text, text + 1)) for text in range(count)]
+    np.testing.assert_allclose(sum(loss for _, loss, _ in alone), losses, rtol=1e-5)
+    parts = [scaled(found, of_text.sum() / targets.sum()) for found, _, of_text in alone]
+    for encoder in run.config.model.encoders:
+        # Softmax does not see what all keys share: without rotations, noise in their biases
+        if "rotary" not in getattr(run.config.model, encoder).positions:
+            for found in (gradients, *parts):
+                found[encoder]["layers"]["attention"].pop("key_bias", None)
+    assert_close(added(parts), gradients, 1e-5)
 
 
 @pytest.mark.slow
