@@ -115,7 +115,8 @@ def calibrate(config: Config, inputs: RunInputs, repeats: int) -> StepTimes:
         jax.block_until_ready(batch.runs)
         gradients = call_seconds(partial(programs.gradients, state.params, batch), together)
         whole = call_seconds(partial(programs.train, state, batch), together)
-        state = programs.init(config.run.seed)  # the step donates it
+        # The step donates it; what makes the next is no part of the next gradients
+        state = jax.block_until_ready(programs.init(config.run.seed))
         rests.append(whole - gradients)
     return StepTimes(terms, max(0.0, statistics.median(rests[1:])))
 
