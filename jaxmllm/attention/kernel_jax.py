@@ -3,7 +3,8 @@
     forward     for each query block: for listed key blocks:     maximum, total, out   -> out, logsumexp
     backward    for each key block: for listed query blocks:     dk, dv, and dq in place
 
-Both are plain sequential loops, hence deterministic; their bounds are data. Masks are made for tiles that are partly
+Both are plain sequential loops, hence deterministic; their bounds are data, and blocks that meet none are left out: of
+padding, and in rows of several devices what no query of this device sees. Masks are made for tiles that are partly
 visible, and for no others. Rows lie end to end in one list of blocks, so they need no loop of their own.
 
 Letters: B rows, C query slots, T key slots, H query heads, G key heads, K head size, b slots of a block,
@@ -36,14 +37,15 @@ def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Arr
     shape = q.shape
     q, k, v = (_blocks(x, block, key_heads) for x in (q, k, v))
 
-    def query_block(block: tuple[Any, ...]) -> tuple[Array, Array]:
-        q_i, ids_i, span = block
+    def query_block(n: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
+        i = order[n]
+        q_i, ids_i = q[i], query_ids.at(i)
 
         def key_block(
             partial: Array, j: Array, sums: tuple[Array, Array, Array]
         ) -> tuple[Array, Array, Array]:
             maximum, total, out = sums
-            logits = _masked(scale * _dot("gmk,gbk->gmb", q_i, k[j]), partial, ids_i, key_ids[:, j])
+            logits = _masked(scale * _dot("gmk,gbk->gmb", q_i, k[j]), partial, ids_i, key_ids.at(j))
             new = jnp.maximum(maximum, logits.max(axis=-1))
             shrink, weights = jnp.exp(maximum - new), jnp.exp(logits - new[..., None])
             total = total * shrink + weights.sum(axis=-1)
@@ -53,13 +55,16 @@ def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Arr
         # The first maximum is finite, so that exp(-inf - maximum) is 0 and not NaN where nothing has been seen yet.
         maximum = jnp.full_like(q_i[..., 0], np.finfo(dtype).min, dtype=dtype)
         sums = maximum, jnp.zeros_like(maximum), jnp.zeros_like(q_i, dtype=dtype)
-        maximum, total, out = _over_tiles(span, tiles.blocks, key_block, sums)
+        maximum, total, out = _over_tiles(tiles.spans[i], tiles.blocks, key_block, sums)
         seen = total > 0
         out = out / jnp.where(seen, total, 1)[..., None]
         # Where nothing is seen +inf: weights, recomputed as exp(logits - logsumexp), are then 0.
-        return out.astype(q.dtype), jnp.where(seen, maximum + jnp.log(total), jnp.inf)
+        logsumexp = jnp.where(seen, maximum + jnp.log(total), jnp.inf)
+        return _put(results[0], i, out.astype(q.dtype)), _put(results[1], i, logsumexp)
 
-    out, logsumexp = lax.map(query_block, (q, query_ids.swapaxes(0, 1), tiles.spans))
+    order, count = _listed(tiles.spans)
+    nothing_seen = jnp.zeros_like(q), jnp.full(q.shape[:-1], jnp.inf, dtype)
+    out, logsumexp = lax.fori_loop(0, count, query_block, nothing_seen)
     return _slots(out, block, shape), _slots(logsumexp[..., None], block, (*shape[:3], 1))[..., 0]
 
 
@@ -85,31 +90,33 @@ def backward(
 
     # One pass makes all three gradients from each tile's weights. A second pass for dq alone would recompute the
     # weights: measured 1.4 times slower on CPU than adding to dq where it lies.
-    def key_block(dq: Array, block: tuple[Any, ...]) -> tuple[Array, tuple[Array, Array]]:
-        k_j, v_j, ids_j, span = block
+    def key_block(n: Array, gradients: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        j = order[n]
+        k_j, v_j, ids_j = k[j], v[j], key_ids.at(j)
 
         def query_block(
             partial: Array, i: Array, sums: tuple[Array, Array, Array]
         ) -> tuple[Array, Array, Array]:
             dq, dk, dv = sums
             logits = _masked(
-                scale * _dot("gmk,gbk->gmb", q[i], k_j), partial, query_ids[:, i], ids_j
+                scale * _dot("gmk,gbk->gmb", q[i], k_j), partial, query_ids.at(i), ids_j
             )
             weights = jnp.exp(logits - logsumexp[i])
             dv = dv + _dot("gmb,gmk->gbk", weights.astype(d_out.dtype), d_out[i])
             d_weights = _dot("gmk,gbk->gmb", d_out[i], v_j)
             d_logits = (weights * (d_weights - delta[i])).astype(q.dtype)
             dk = dk + _dot("gmb,gmk->gbk", d_logits, q[i])
-            dq = dq.at[i].add(_dot("gmb,gbk->gmk", d_logits, k_j))
+            dq = dq.at[i].add(_dot("gmb,gbk->gmk", d_logits, k_j), mode="promise_in_bounds")
             return dq, dk, dv
 
+        dq, dk, dv = gradients
         sums = dq, jnp.zeros_like(k_j, dtype=dtype), jnp.zeros_like(v_j, dtype=dtype)
-        dq, dk, dv = _over_tiles(span, tiles.blocks, query_block, sums)
-        return dq, ((scale * dk).astype(k.dtype), dv.astype(v.dtype))
+        dq, dk_j, dv_j = _over_tiles(tiles.spans[j], tiles.blocks, query_block, sums)
+        return dq, _put(dk, j, (scale * dk_j).astype(k.dtype)), _put(dv, j, dv_j.astype(v.dtype))
 
-    dq, (dk, dv) = lax.scan(
-        key_block, jnp.zeros_like(q, dtype=dtype), (k, v, key_ids.swapaxes(0, 1), tiles.spans)
-    )
+    order, count = _listed(tiles.spans)
+    nothing = jnp.zeros_like(q, dtype=dtype), jnp.zeros_like(k), jnp.zeros_like(v)
+    dq, dk, dv = lax.fori_loop(0, count, key_block, nothing)
     dq = (scale * dq).astype(q.dtype)
     return _slots(dq, block, shapes[0]), _slots(dk, block, shapes[1]), _slots(dv, block, shapes[1])
 
@@ -126,19 +133,31 @@ def _over_tiles(
     return lax.fori_loop(0, partial + full, tile, sums)
 
 
-def _masked(logits: Array, partial: Array, query_ids: Array, key_ids: Array) -> Array:
-    """Logits [G, M, b] of one tile, -inf where invisible; ids are [columns, b]."""
+def _listed(spans: Array) -> tuple[Array, Array]:
+    """The blocks that meet others, before those that do not, and how many they are."""
+    meets = spans[:, 1] + spans[:, 2] > 0
+    return jnp.argsort(~meets, stable=True), jnp.sum(meets)
 
-    def bias() -> Array:
-        seen = visible(TokenIds(*query_ids[..., None]), TokenIds(*key_ids))
-        return jnp.where(seen, jnp.zeros((), logits.dtype), -jnp.inf)
+
+def _put(blocks: Array, i: Array, block: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(blocks, block, i, axis=0)
+
+
+def _masked(logits: Array, partial: Array, query_ids: TokenIds, key_ids: TokenIds) -> Array:
+    """Logits [G, M, b] of one tile, -inf where invisible; ids are [b]."""
 
     # The condition saves full tiles the mask, and makes XLA write it down once: it would otherwise compute it again for
-    # every head and every use of the logits, which took four times as long where most tiles are partial.
-    whole = (query_ids.shape[-1], key_ids.shape[-1])
-    mask = lax.cond(partial, bias, lambda: jnp.zeros(whole, logits.dtype))
+    # every head and every use of the logits, which took four times as long where most tiles are partial. A mask of
+    # numbers instead is large enough for XLA to split over threads, which doubled the time of a partial tile on CPU.
+    shape = (query_ids.document.size, key_ids.document.size)
+    seen = lax.cond(
+        partial,
+        lambda: visible(query_ids.map(lambda column: column[:, None]), key_ids),
+        lambda: jnp.ones(shape, bool),
+    )
     # M is heads times slots
-    return (logits.reshape(len(logits), -1, *whole) + mask).reshape(logits.shape)
+    by_head = logits.reshape(len(logits), -1, *shape)
+    return jnp.where(seen, by_head, -jnp.inf).reshape(logits.shape)
 
 
 def _blocks(x: Array, block: int, key_heads: int) -> Array:
@@ -154,10 +173,9 @@ def _slots(x: Array, block: int, shape: tuple[int, ...]) -> Array:
     return x.transpose(0, 3, 1, 2, 4).reshape(shape)
 
 
-def _by_block(ids: TokenIds, block: int) -> Array:
-    """[columns, blocks of all rows, b]."""
-    columns = jax.tree.leaves(ids)
-    return jnp.stack(columns).reshape(len(columns), -1, block)
+def _by_block(ids: TokenIds, block: int) -> TokenIds:
+    """[blocks of all rows, b] each."""
+    return ids.map(lambda column: column.reshape(-1, block))
 
 
 def _counted_over_rows(lists: TileLists, others: int) -> TileLists:

@@ -267,6 +267,16 @@ def test_one_compilation_serves_every_mask():
     assert compiled._cache_size() == 1
 
 
+def test_nothing_in_the_loops_is_split_over_threads():
+    """What XLA cuts into tasks for other threads waits for them in every tile."""
+    mask = packed([[1] * 300 + [2] * 200 + [0] * 12], True, block=64)
+    q, k, v, d_out = (x.astype(np.float32) for x in random_inputs(1, slots=512))
+    program = tiled_vjp.lower(q, k, v, mask, d_out).compile().as_text()
+    loops, entry = program.split("\nENTRY ")
+    assert "while(" in entry
+    assert 'outer_dimension_partitions":["' not in loops
+
+
 def test_memory_is_linear_in_the_row():
     """Temporary memory of the compiled gradients, and what the forward pass keeps for them."""
 
