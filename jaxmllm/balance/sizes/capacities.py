@@ -131,7 +131,8 @@ def _load_shares(judge: _Judge) -> set[int]:
     """Capacities of which a few rows hold much or all of a load."""
     inputs = judge.inputs
     capacities: set[int] = set()
-    for load in (float(judge.slots.min()), judge.median, float(judge.slots.max())):
+    loads = np.quantile(judge.slots, CAPACITY_SEARCH.load_quantiles, method="higher").tolist()
+    for load in (judge.median, *loads):
         fewest = math.ceil(load / inputs.largest_capacity)
         numbers = range(fewest, fewest + CAPACITY_SEARCH.row_numbers)
         for rows, share in itertools.product(numbers, CAPACITY_SEARCH.load_shares):

@@ -66,7 +66,10 @@ class CapacitySearch:
     """Constants of the search for row capacities, and of how its candidates are judged."""
 
     # Candidates. The first class holds one of these shares of a load, in the fewest rows that can
-    # hold the load, or in one, two or three rows more.
+    # hold the load, or in one, two or three rows more. Of the median load, and of those that such
+    # shares of the loads do not exceed: with few examples per rank loads are far apart, and a class
+    # that holds most of them in one row lies between the median and the largest.
+    load_quantiles: tuple[float, ...] = (0.0, 0.8, 0.95, 1.0)
     load_shares: tuple[float, ...] = (0.8, 0.85, 0.9, 0.95, 1.0, 1.03)
     row_numbers: int = 4
     # Another class is the median load divided by one of the former, to hold what the first class

@@ -13,7 +13,12 @@ from jaxmllm.balance.costs.flops import ItemCost, PhaseTime
 from jaxmllm.balance.records import BatchItems, PhaseItems, PhaseSpec, RowClass, row_classes
 from jaxmllm.balance.rows.assign import assign
 from jaxmllm.balance.rows.row_counts import by_capacity, row_counts, row_needs
-from jaxmllm.balance.sizes.capacities import _candidates, _fewest_slots, _Judge
+from jaxmllm.balance.sizes.capacities import (
+    _candidates,
+    _fewest_slots,
+    _Judge,
+    _load_shares,
+)
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import CAPACITY_SEARCH, SizingInputs
 from jaxmllm.balance.sizes.loads import loads_of
@@ -250,6 +255,16 @@ def test_the_largest_capacity_follows_lengths_and_memory(longest, spans, fitting
         fitting=fitting,
     )
     assert inputs.largest_capacity == largest
+
+
+def test_a_class_may_hold_most_loads_in_one_row():
+    """Loads of 32 batches of pictures on 8 ranks: what holds the most of 80 % of them is no part of the largest."""
+    inputs = SizingInputs(*(decoder_phase(), 8, 64, 1, 1020, ItemCost(1000, 1)), PhaseConfig())
+    samples = [generate([0, 0], 8)]
+    judge = _Judge(inputs, loads_of(samples, inputs, {}, [None]))
+    judge.slots = np.array([54, *[300] * 20, *[560] * 9, 640, 844])
+    judge.median = float(np.median(judge.slots))
+    assert {576, 640} <= _load_shares(judge)
 
 
 def test_a_class_lies_between_the_load_and_the_longest_item():
