@@ -9,7 +9,8 @@ machine.
 rank each (`alone`) and rows that several ranks may hold (`shared`, by the config's spans).
 
 Every process has one CPU device and, where the system lets it, one core of its own; ranks meet in
-the collectives of fully sharded parameters, as hosts do. With one process all devices share the
+collectives, as hosts do: those of the config's mesh, or of fully sharded parameters where it is one of
+another number of devices. With one process all devices share the
 machine, and a step takes what all ranks compute together. Both variants train on the same batches,
 each with the row sizes that a run would choose, and take turns step by step, so that a slow moment
 of the machine touches both. Rows are on the devices before the clock starts. `predicted` is the
@@ -56,7 +57,7 @@ from jaxmllm.training.programs.phased import PhasedPrograms
 from jaxmllm.training.run import USER_ERRORS
 from jaxmllm.training.step_functions import TrainState
 from launch.local import run_local
-from sharding.mesh import make_mesh
+from sharding.mesh import MeshError, make_mesh, mesh_shape
 
 MODES: tuple[Mode, ...] = ("none", "phases")
 # What is compared, the baseline first.
@@ -67,9 +68,8 @@ PREDICTED: dict[str, Callable[[PhasePlan, PhaseItems, PhaseSpec], float]] = {
     "all": all_flops,
 }
 WARM_UP = 2  # steps, not counted
-REST = (
-    "beside these"  # programs of no phase's rows: the exchange, zeros, sums of replicas, the update
-)
+# Programs of no phase's rows: the exchange, zeros, sums of replicas, the update
+REST = "beside these"
 GENERATOR = "the batches of the run after those that its sizes were chosen from"
 
 
@@ -80,6 +80,15 @@ def variant_spec(config: Config, inputs: RunInputs, variant: str) -> PlanSpec:
         return plan_spec(config.model_copy(update={"balance": balance}), inputs)
     spans = inputs.spans if variant == "shared" else dict.fromkeys(inputs.spans, (1,))
     return plan_spec(config, replace(inputs, spans=spans))
+
+
+def mesh_overrides(path: str, overrides: Sequence[str], devices: int) -> list[str]:
+    """Empty where the config's mesh has as many devices; else those that cut weights into as many parts."""
+    try:
+        mesh_shape(load_config(path, overrides).mesh.model_dump(), devices)
+    except MeshError:
+        return ["mesh.data=1", f"mesh.fsdp={devices}", "mesh.context=1", "mesh.tensor=1"]
+    return []
 
 
 class PhaseAmounts(NamedTuple):
@@ -274,22 +283,26 @@ def main(command: Sequence[str] | None = None) -> int:
     if options.processes > 1:
         initialize_distributed()
     seed = [] if options.seed is None else [f"run.seed={options.seed}"]
-    mesh = ["mesh.data=1", f"mesh.fsdp={devices}", "mesh.tensor=1"]
     size = [f"data.batch_size={devices * options.per_rank}"]
     # The processes of this machine stand for the ranks of a node.
     node = [f"balance.ranks_per_node={devices}"] if options.compare == "spans" else []
     try:
-        config = load_config(options.config, [*mesh, *size, *node, *seed, *options.overrides])
+        overrides = [*size, *node, *seed, *options.overrides]
+        sharded = mesh_overrides(options.config, overrides, devices)
+        config = load_config(options.config, [*sharded, *overrides])
         measured = measure(config, options.steps, options.compare, options.by_phase)
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if jax.process_index() == 0:
         summary = summarise(measured["seconds"], measured["predicted"])
+        axes = config.mesh.model_dump()
+        mesh = dict(zip(axes, mesh_shape(axes, devices), strict=True))
         show(
             summary,
             f"{options.config}: {options.processes} processes x {options.devices} devices x "
-            f"{config.data.batch_size / devices:g} examples",
+            f"{config.data.batch_size / devices:g} examples, "
+            + ", ".join(f"{axis} {size}" for axis, size in mesh.items() if size != 1),
             VARIANTS[options.compare],
         )
         if options.by_phase:
@@ -298,6 +311,7 @@ def main(command: Sequence[str] | None = None) -> int:
             "config": options.config,
             "overrides": options.overrides,
             "steps": options.steps,
+            "mesh": mesh,
         }
         sizes = {
             "processes": options.processes,

@@ -7,7 +7,14 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.balance_step import REST, mean_amounts, phase_amounts, train_by_program
+from benchmarks.balance_step import (
+    REST,
+    mean_amounts,
+    mesh_overrides,
+    phase_amounts,
+    train_by_program,
+)
+from jaxmllm.config.read import load_config
 from jaxmllm.training.programs.base import ProgramName
 
 ENCODE = ProgramName("encode", "vision", 256, 4)
@@ -56,3 +63,12 @@ def test_a_watched_step_is_the_step():
     np.testing.assert_array_equal(state, [16, 16, 16])
     assert programs.compiled is compiled
     assert seconds[ENCODE] > 0 and seconds[DECODE] > 0 and seconds[ZERO] == 0
+
+
+def test_a_mesh_of_as_many_devices_is_kept():
+    path = "configs/real-small.yaml"  # data 4, fsdp 2
+    assert mesh_overrides(path, [], 8) == []
+    assert mesh_overrides(path, ["mesh.data=1", "mesh.fsdp=2"], 2) == []
+    for overrides, devices in ([], 2), (["mesh.data=2"], 8):
+        mesh = load_config(path, [*overrides, *mesh_overrides(path, overrides, devices)]).mesh
+        assert (mesh.data, mesh.fsdp, mesh.context, mesh.tensor) == (1, devices, 1, 1)
