@@ -41,6 +41,7 @@ from sharding.pipeline.ring import STAGE, Chain
 from sharding.pipeline.table_spec import action_of
 
 if TYPE_CHECKING:
+    from jaxmllm.config.plan_sections import PipelineConfig
     from jaxmllm.models.mllm import MLLM
     from jaxmllm.training.programs.staged import StagedPrograms
 
@@ -112,14 +113,27 @@ def _run(
         # By one more than the class of the largest row that moves; nothing does at 0
         seconds = np.array([0.0, *(network.seconds([send]) for send in sends)])
         sent += seconds[run.wire_active[:, wire]]
-    parts |= {"bubble": float((ticks - busy.mean(axis=1)).sum()), "sends": float(sent.sum())}
+    config = programs.sizes.training.config
+    besides = len(ticks) * seconds_besides(config, programs.functions.model, device)
+    parts |= {
+        "bubble": float((ticks - busy.mean(axis=1)).sum()),
+        "sends": float(sent.sum()),
+        "ticks": besides,
+    }
     least = np.vectorize(device.least_together, otypes=[float])
     return Worked(
         parts,
-        low=float(least(_slowest(device, least(layers, weights)), sent).sum()),
-        high=float((_slowest(device, layers + weights) + sent).sum()),
+        low=float(least(_slowest(device, least(layers, weights)), sent).sum()) + besides,
+        high=float((_slowest(device, layers + weights) + sent).sum()) + besides,
         flops=float(flops.mean(axis=1).sum()),
     )
+
+
+def seconds_besides(config: PipelineConfig, model: MLLM, device: Device) -> float:
+    """Of a tick besides its operations: FLOPs that the devices of a stage could do, of one replica as costs are."""
+    layout = model.layout(LANGUAGE)
+    devices = layout.mesh.size // (config.stages * layout.ranks)
+    return config.flops_per_tick / (devices * device.peak * device.efficiency)
 
 
 def _together(device: Device, compute: Floats, sent: Floats) -> Floats:

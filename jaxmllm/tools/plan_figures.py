@@ -19,6 +19,7 @@ WAITING: Final = (
 REST: Final = {
     "bubble": "stages wait for each other",
     "sends": "edges between stages",
+    "ticks": "ticks, besides their operations",
     "exchange": "exchange of media tokens",
     "replicas": "gradients between replicas",
     "update": "update",

@@ -45,6 +45,15 @@ def test_ticks_take_what_the_schedule_costs(staged):
     check_ticks(staged)
 
 
+def test_ticks_take_what_the_config_says_besides():
+    """A config that `jaxmllm calibrate` has told what a tick takes."""
+    slow = Staged({"flops_per_tick": 3e8}, mesh={"data": 4})
+    check_ticks(slow)
+    ticks = slow.plan.statistics["pipeline/ticks"]
+    seconds = ticks * 3e8 / (DEVICE.peak * DEVICE.efficiency)
+    assert slow.on(DEVICE).parts["ticks"] == pytest.approx(seconds)
+
+
 def test_rows_of_several_classes_take_what_the_schedule_costs():
     several = CAPACITIES | {"language": [4096, 1024]}
     staged = Staged({"microbatches": 3}, mesh={"data": 4}, capacities=several)

@@ -21,14 +21,14 @@ from jaxmllm.cluster.search.layouts import Estimate, PlannedLayout, Sampled
 from jaxmllm.cluster.search.row_choice import equal_parts, first_examples
 from jaxmllm.cluster.sends import Send
 from jaxmllm.cluster.simulate import EXCHANGE, simulate
-from jaxmllm.cluster.stage_seconds import PERMUTE, STAGE, once_seconds
+from jaxmllm.cluster.stage_seconds import PERMUTE, STAGE, once_seconds, seconds_besides
 from jaxmllm.config.schema import Config, PhaseConfig
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.build import staged_programs
 from jaxmllm.setup.sizing import stage_sizes
 
-WAYS = 2  # over an edge: activations, and their gradients back
+WAYS = 2  # of a microbatch through the stages: activations, and their gradients back
 
 
 def in_stages(
@@ -50,20 +50,26 @@ def in_stages(
     of_layers = sum(seconds for name, seconds in shares.items() if "/" in name)
     bubble = of_layers * (stages - 1) / rows[LANGUAGE].microbatches
     network = Network(model.layout(LANGUAGE).mesh, device)
+    ticks = {phase: WAYS * (of_phase.microbatches + stages - 1) for phase, of_phase in rows.items()}
     edges = [
-        _edge(model, phase, of_phase.capacity, stages, of_phase.microbatches + stages - 1)
+        _edge(model, phase, of_phase.capacity, stages, ticks[phase])
         for phase, of_phase in rows.items()
     ]
     once = once_seconds(model, config.run.param_dtype, model.trainable.components, stages, network)
-    return shares | {"replicas": once, "bubble": bubble, "sends": network.seconds(edges)}
+    return shares | {
+        "replicas": once,
+        "bubble": bubble,
+        "sends": network.seconds(edges),
+        "ticks": ticks[LANGUAGE] * seconds_besides(config.pipeline, model, device),
+    }
 
 
 def _edge(model: MLLM, phase: str, capacity: int, stages: int, ticks: int) -> Send:
-    """What one edge moves of a phase: rows of the width of its layers, in as many ticks each way."""
+    """What one edge moves of a phase: rows of the width of its layers, in so many ticks."""
     slots = capacity / model.layout(phase).parts
     slots /= getattr(getattr(model.config, phase), "stem_stride", 1)
     row = slots * model.config.carried_width(phase) * model.components[phase].dtype.itemsize
-    return Send(PERMUTE, (STAGE,), stages, row, WAYS * ticks)
+    return Send(PERMUTE, (STAGE,), stages, row, ticks)
 
 
 def planned_in_stages(
