@@ -12,6 +12,7 @@ from benchmarks.balance_step import (
     mean_amounts,
     mesh_overrides,
     phase_amounts,
+    rows_of,
     train_by_program,
 )
 from jaxmllm.config.read import load_config
@@ -26,6 +27,15 @@ def host(spans):
     """A step of one microbatch of vision rows, with these spans of tiles, and none of language."""
     rows = {"vision": [{"tiles": {"query_spans": np.array(spans)}}], "language": []}
     return SimpleNamespace(rows=rows, statistics={"vision/slots": 2048, "language/slots": 0})
+
+
+def test_rows_are_told_by_phase_microbatch_and_class():
+    step = SimpleNamespace(
+        rows={"vision": [{}, {}], "language": []},
+        capacities={"vision": (256, 256), "language": ()},
+        spans={"vision": (4, 4), "language": ()},
+    )
+    assert rows_of(step) == {("vision", 0, (256, 4)), ("vision", 1, (256, 4))}
 
 
 def test_every_program_counts_once():
