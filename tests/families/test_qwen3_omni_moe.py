@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from jaxmllm.config.read import parse_config
@@ -21,6 +22,7 @@ from jaxmllm.families.weight_files import FolderError
 from jaxmllm.models.compose import build_model
 from sharding.mesh import make_mesh
 from tests.families.test_qwen2_audio import check_clips, config_of, reader_of
+from tests.support import needs
 
 FOLDER = Path(__file__).parent / "goldens" / "qwen3_omni_moe"
 
@@ -57,6 +59,31 @@ def test_clips_are_the_processors(tmp_path):
     assert [reader.length(shape) for shape in shapes] == [8, 8, 104, 104, 112, 264]
     assert [reader.tokens(shape) for shape in shapes] == [1, 1, 13, 13, 14, 33]
     assert reader.apart(shapes[-1]).tolist() == [0] * 208 + [1] * 56
+
+
+@pytest.mark.slow
+@needs("torch", "transformers")
+def test_the_reference_hears_a_last_chunk_as_long_as_its_batch_does():
+    """Its clips of less than a chunk change with those beside them, and no more once one has a whole chunk: here they
+    are always heard so, as the goldens are, whose batches hold whole chunks."""
+    import torch
+    import transformers
+
+    tower = transformers.Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(
+        FOLDER, dtype=torch.float32, attn_implementation="eager"
+    ).get_submodule("model.audio_tower")
+    random = np.random.default_rng(0)
+    clip, whole, longer = (random.standard_normal((10, frames)) for frames in (50, 100, 230))
+
+    def heard(*clips: np.ndarray) -> np.ndarray:
+        features = torch.tensor(np.concatenate(clips, axis=1), dtype=torch.float32)
+        lengths = torch.tensor([clip.shape[1] for clip in clips])
+        tokens = tower(features, feature_lens=lengths).last_hidden_state
+        return tokens[:7].detach().numpy()
+
+    beside_whole = heard(clip, whole)
+    np.testing.assert_allclose(heard(clip, longer), beside_whole, atol=1e-6)
+    assert np.abs(heard(clip) - beside_whole).max() > 1e-3
 
 
 def test_times_of_videos_are_not_rounded(tmp_path):
