@@ -41,7 +41,7 @@ from sharding.pipeline.ring import STAGE, Chain
 from sharding.pipeline.table_spec import action_of
 
 if TYPE_CHECKING:
-    from jaxmllm.config.plan_sections import PipelineConfig
+    from jaxmllm.config.schema import PipelineConfig
     from jaxmllm.models.mllm import MLLM
     from jaxmllm.training.programs.staged import StagedPrograms
 
