@@ -5,8 +5,8 @@
 The model and the data are those of configs/quickstart.yaml, the data made anew; widths and batch are larger, so that
 computing outweighs dispatch. All settings train on the same batch and take turns step by step; a step's seconds are the
 median over turns of what the process takes of all cores, divided by these: other work on the machine then counts
-little. Three settings calibrate, one for each kind of traffic (none, gathered weights, split layers); they were chosen
-before anything was measured.
+little. Three settings calibrate: one on which nothing is split, one that gathers weights, and one in pipeline stages.
+The peak is measured before.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.runtime.distributed import reserve_cpu_threads
+from jaxmllm.runtime.hardware import measured_cpu_flops
 from jaxmllm.setup.build import plan_programs
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.spans import mesh_spans
@@ -110,7 +111,7 @@ SETTINGS: Final[Mapping[str, tuple[str, ...]]] = {
     "data 8, mode none": (*mesh(data=8), "balance.mode=none"),
     "fsdp 8, mode language": (*mesh(fsdp=8), "balance.mode=language"),
 }
-CALIBRATING: Final = ("data 8", "fsdp 8", "data 4, tensor 2")
+CALIBRATING: Final = ("data 8", "fsdp 8", "2 stages, data 4")
 
 
 @dataclass
@@ -149,6 +150,10 @@ class Setting:
         jax.block_until_ready((self.state, metrics))
         return time.perf_counter() - began, time.process_time() - worked
 
+    @property
+    def ticks(self) -> int:
+        return sum(len(run.table) for run in self.plan.runs)
+
     def predicted(self, cluster: Cluster) -> float:
         device = Device(cluster, cluster.efficiency.share, dtype="float32")
         return simulate(self.programs, self.plan, self.items, device).seconds
@@ -183,15 +188,16 @@ def rows_of(
     cores = len(os.sched_getaffinity(0))
     by_name = {name: [worked / cores for _, worked in taken] for name, taken in times.items()}
     medians = {name: statistics.median(taken) for name, taken in by_name.items()}
+    peak = DEVICES * measured_cpu_flops("float32")
     cluster = fitted(
-        CLUSTERS["cpu"],
+        CLUSTERS["cpu"].model_copy(update={"peak_flops": peak}),
         [
-            MeasuredStep(medians[setting.name], setting.predicted)
+            MeasuredStep(medians[setting.name], setting.predicted, setting.ticks)
             for setting in settings
             if setting.name in CALIBRATING
         ],
     )
-    print(f"fitted: {cluster.efficiency}, {cluster.in_node}")
+    print(f"fitted: {cluster.efficiency}, {cluster.in_node}, tick_seconds={cluster.tick_seconds}")
     rows = []
     for setting in settings:
         taken = by_name[setting.name]

@@ -66,6 +66,8 @@ class Cluster(Section):
     in_node: Link
     between_nodes: Link
     efficiency: Efficiency
+    # What a tick of pipeline stages takes besides its operations, unless `pipeline.flops_per_tick` says it
+    tick_seconds: float = Field(default=0.0, ge=0)
     # Devices are threads of one processor: peak, bandwidths and links are those of all together
     shared_cores: bool = False
     price_per_hour: PositiveFloat | None = None  # of a device, in any currency

@@ -130,7 +130,10 @@ def _run(
 
 
 def seconds_besides(config: PipelineConfig, model: MLLM, device: Device) -> float:
-    """Of a tick besides its operations: FLOPs that the devices of a stage could do, of one replica as costs are."""
+    """Of a tick besides its operations: what the cluster's record says, unless the config does. That counts FLOPs
+    which the devices of a stage could do, of one replica as costs are."""
+    if not config.flops_per_tick:
+        return device.cluster.tick_seconds
     layout = model.layout(LANGUAGE)
     devices = layout.mesh.size // (config.stages * layout.ranks)
     return config.flops_per_tick / (devices * device.peak * device.efficiency)

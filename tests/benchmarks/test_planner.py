@@ -105,8 +105,8 @@ def test_measured_steps_are_predicted_by_three_of_them():
     """Settings whose steps take what a known cluster says are predicted as that one says."""
 
     class Known:
-        def __init__(self, name, flops, moved, hops):
-            self.name, self.work = name, (flops, moved, hops)
+        def __init__(self, name, flops, moved, hops, ticks=0):
+            self.name, self.work, self.ticks = name, (flops, moved, hops, ticks), ticks
 
         def predicted(self, cluster):
             link = cluster.in_node
@@ -114,12 +114,14 @@ def test_measured_steps_are_predicted_by_three_of_them():
                 1 / (cluster.peak() * cluster.efficiency.share),
                 1 / link.bytes_per_second,
                 link.hop_seconds,
+                cluster.tick_seconds,
             )
             return sum(amount * rate for amount, rate in zip(self.work, rates, strict=True))
 
     cpu = cluster_of("cpu")
-    true = cpu.model_copy(update={"efficiency": cpu.efficiency.model_copy(update={"share": 0.2})})
-    works = [(2e11, 0, 0), (2e11, 4e9, 10), (2e11, 1e8, 4000), (4e11, 1e9, 500)]
+    slow = cpu.efficiency.model_copy(update={"share": 0.1})
+    true = cpu.model_copy(update={"efficiency": slow, "tick_seconds": 0.2})
+    works = [(2e11, 0, 0), (2e11, 4e9, 10), (2e11, 0, 0, 11), (4e11, 1e9, 10, 8)]
     names = [*planner_measured.CALIBRATING, "data 4, fsdp 2"]
     settings = [Known(name, *work) for name, work in zip(names, works, strict=True)]
     cores = len(os.sched_getaffinity(0))

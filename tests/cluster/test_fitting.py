@@ -48,6 +48,19 @@ def test_one_step_moves_the_efficiency_and_leaves_links():
     assert found.in_node.bytes_per_second == pytest.approx(H100.in_node.bytes_per_second, rel=0.01)
 
 
+def test_a_step_in_stages_tells_what_a_tick_takes_besides():
+    def staged(cluster):
+        return STEPS[0](cluster) / 2 + 12 * cluster.tick_seconds
+
+    true = CPU.model_copy(update={"tick_seconds": 0.05})
+    steps = [MeasuredStep(one(true), one) for one in STEPS]
+    steps.append(MeasuredStep(staged(true), staged, ticks=12))
+    found = fitted(CPU, steps)
+    assert found.tick_seconds == pytest.approx(0.05, rel=0.05)
+    assert found.efficiency.share == pytest.approx(CPU.efficiency.share, rel=0.02)
+    assert fitted(CPU, steps[:3]).tick_seconds == 0
+
+
 def test_no_more_than_the_peak_is_reached():
     one = step(1e15, 0, 0)
     assert fitted(H100, [MeasuredStep(one(H100) / 4, one)]).efficiency.share <= 1

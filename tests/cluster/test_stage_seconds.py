@@ -54,6 +54,15 @@ def test_ticks_take_what_the_config_says_besides():
     assert slow.on(DEVICE).parts["ticks"] == pytest.approx(seconds)
 
 
+def test_ticks_take_what_the_cluster_says_where_the_config_does_not(staged):
+    slow = replace(DEVICE, cluster=DEVICE.cluster.model_copy(update={"tick_seconds": 2e-3}))
+    ticks = staged.plan.statistics["pipeline/ticks"]
+    assert staged.on(slow).parts["ticks"] == pytest.approx(2e-3 * ticks)
+    assert staged.on(slow).seconds > staged.on(DEVICE).seconds
+    told = Staged({"flops_per_tick": 3e8}, mesh={"data": 4})
+    assert told.on(slow).parts["ticks"] == told.on(DEVICE).parts["ticks"]
+
+
 def test_rows_of_several_classes_take_what_the_schedule_costs():
     several = CAPACITIES | {"language": [4096, 1024]}
     staged = Staged({"microbatches": 3}, mesh={"data": 4}, capacities=several)
