@@ -59,14 +59,19 @@ ITEMS = {
 }
 
 
-def main(folder: Path, names: tuple[str, ...] = ("wan", "qwen-image"), seed: int = 0) -> None:
+def main(
+    folder: Path,
+    names: tuple[str, ...] = ("wan", "qwen-image"),
+    seed: int = 0,
+    dtype: str = "float32",
+) -> None:
     """Write the checkpoints and goldens of these names."""
     for name in names:
-        make(folder / name, *MODELS[name], seed)
+        make(folder / name, *MODELS[name], seed, dtype)
 
 
-def make(folder: Path, kind: str, sizes: dict[str, Any], seed: int) -> None:
-    """One random checkpoint, and what the reference computes of it in float32."""
+def make(folder: Path, kind: str, sizes: dict[str, Any], seed: int, dtype: str) -> None:
+    """One random checkpoint, and what the reference computes of it in `dtype`, kept in float32."""
     import diffusers
     import torch
 
@@ -77,6 +82,7 @@ def make(folder: Path, kind: str, sizes: dict[str, Any], seed: int) -> None:
         spread = 0.2 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
         torch.nn.init.normal_(parameter, mean, spread)
     model.save_pretrained(folder)
+    model.to(getattr(torch, dtype))
     random = np.random.default_rng(seed)
     inputs: dict[str, Any] = {}
     reference: dict[str, Any] = {}
@@ -87,16 +93,18 @@ def make(folder: Path, kind: str, sizes: dict[str, Any], seed: int) -> None:
         time = np.float32(random.uniform())
         inputs |= {f"latents_{i}": latents, f"direction_{i}": direction}
         inputs |= {f"states_{i}": states, f"time_{i}": time}
-        leaves = [torch.tensor(values, requires_grad=True) for values in (latents, states)]
+        leaves = [
+            torch.tensor(values.astype(dtype), requires_grad=True) for values in (latents, states)
+        ]
         velocity = DRAWN[kind](model, *leaves, torch.tensor([time]))
         (velocity * torch.tensor(direction)).sum().backward()
-        reference[f"velocity_{i}"] = velocity.detach().numpy()
-        reference[f"latents_gradient_{i}"] = leaves[0].grad.numpy()
-        reference[f"states_gradient_{i}"] = leaves[1].grad.numpy()
+        reference[f"velocity_{i}"] = velocity.detach().float().numpy()
+        reference[f"latents_gradient_{i}"] = leaves[0].grad.float().numpy()
+        reference[f"states_gradient_{i}"] = leaves[1].grad.float().numpy()
     gradients = {  # the last layer's conditions are of no use
         key: np.zeros(parameter.shape, np.float32)
         if parameter.grad is None
-        else parameter.grad.numpy()
+        else parameter.grad.float().numpy()
         for key, parameter in model.named_parameters()
     }
     np.savez_compressed(folder / "inputs.npz", **inputs)

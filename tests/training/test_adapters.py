@@ -37,7 +37,7 @@ TRAINED = {"adapter.language", "adapter.vision", "projector.audio", "projector.v
 def adapted(data, **changes):
     """A tiny run whose towers and decoder are frozen; its projectors and adapters are not."""
     tree = tiny_config(data, model__adapters=ADAPTERS, data__batch_size=12)
-    tree["components"] = {name: FROZEN for name in ("vision", "audio", "language")}
+    tree["components"] = {name: dict(FROZEN) for name in ("vision", "audio", "language")}
     for key, value in changes.items():
         *parents, last = key.split("__")
         node = tree

@@ -51,7 +51,7 @@ def records(place: Path) -> Path:
         ("qwen2_5_vl", []),
         pytest.param("qwen3_vl", ["components.vision.freeze=false"], marks=EXHAUSTIVE),
         pytest.param("qwen3_vl_moe", ["data.videos.fps=null"], marks=EXHAUSTIVE),
-        pytest.param("qwen3_vl", ["mesh.data=1", "pipeline.stages=2"], marks=EXHAUSTIVE),
+        pytest.param("qwen3_vl", ["mesh.data=2", "pipeline.stages=2"], marks=EXHAUSTIVE),
         pytest.param("qwen2_5_omni", ["data.videos.min_pixels=256"], marks=EXHAUSTIVE),
     ],
 )
