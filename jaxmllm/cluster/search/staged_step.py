@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from jaxmllm.balance.records import PlanSpec
 from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.stages.plan import plan_pipeline
 from jaxmllm.balance.stages.sizes import PipelineSizes
@@ -26,7 +27,7 @@ from jaxmllm.config.schema import Config, PhaseConfig
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.build import staged_programs
-from jaxmllm.setup.sizing import stage_sizes
+from jaxmllm.setup.sizing import remat_of, resolved_shapes, stage_sizes
 
 WAYS = 2  # of a microbatch through the stages: activations, and their gradients back
 
@@ -78,8 +79,12 @@ def planned_in_stages(
     inputs: Sequence[SizingInputs],
     device: Device,
     as_run: bool,
+    known_rows: dict[str, PlanSpec],
 ) -> PlannedLayout:
     """Sizes for a layout with stages, and its steps planned and simulated.
+
+    Args:
+      known_rows: those of other layouts, by what they are chosen by; of this one they are added.
 
     Raises:
       ConfigError: an example that no run holds, or slots that no schedule fits.
@@ -90,7 +95,7 @@ def planned_in_stages(
     if as_run:
         sizes = stage_sizes(config, model, sampled.samples, inputs, sampled.largest, memory)
     else:
-        config, sizes = _searched_sizes(config, model, sampled, inputs, memory)
+        config, sizes = _searched_sizes(config, model, sampled, inputs, memory, known_rows)
     plans = tuple(plan_pipeline(items, sizes.spec, sizes.training) for items in sampled.steps)
     programs = staged_programs(config, model, sampled.formats, sizes, sampled.sources)
     times = tuple(
@@ -110,11 +115,17 @@ def planned_in_stages(
 
 
 def _searched_sizes(
-    config: Config, model: MLLM, sampled: Sampled, inputs: Sequence[SizingInputs], memory: float
+    config: Config,
+    model: MLLM,
+    sampled: Sampled,
+    inputs: Sequence[SizingInputs],
+    memory: float,
+    known_rows: dict[str, PlanSpec],
 ) -> tuple[Config, PipelineSizes]:
     """The config with one class of rows for each phase, and what a run finds by trial where these rows are given.
 
-    Both are found from one of the equal parts of a large batch.
+    Both are found from one of the equal parts of a large batch. Layouts that differ in memory alone share their rows,
+    whose trials take most of the time.
     """
     parts = equal_parts(inputs, sampled.samples)
     few = [
@@ -128,7 +139,10 @@ def _searched_sizes(
     def sizes_of(inputs: Sequence[SizingInputs]) -> PipelineSizes:
         return stage_sizes(of_part, model, samples, inputs, sampled.largest, memory)
 
-    config = with_rows(config, sizes_of(few).spec)
+    deciding = _deciding(of_part, model, sampled, few)
+    if deciding not in known_rows:
+        known_rows[deciding] = sizes_of(few).spec
+    config = with_rows(config, known_rows[deciding])
     given = [
         replace(sizing, config=rows, spans=rows.spans)
         for sizing in few
@@ -136,6 +150,26 @@ def _searched_sizes(
     ]
     sizes = sizes_of(given)
     return config, _of_all_ranks(sizes, inputs, config.data.batch_size)
+
+
+def _deciding(config: Config, model: MLLM, sampled: Sampled, inputs: Sequence[SizingInputs]) -> str:
+    """What rows in stages are chosen by, memory apart."""
+    of_phases = [
+        (
+            sizing.name,
+            sizing.ranks,
+            sizing.alignment,
+            sizing.longest,
+            sizing.largest_capacity,
+            sizing.spans,
+            sizing.gather_cost,
+            sizing.config,
+        )
+        for sizing in inputs
+    ]
+    shapes, remat = resolved_shapes(config, model), remat_of(config, model)
+    batch = id(sampled), config.data.batch_size
+    return repr((batch, of_phases, config.pipeline, shapes, remat))
 
 
 def _with_one_class(config: PhaseConfig) -> PhaseConfig:

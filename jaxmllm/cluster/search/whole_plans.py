@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
+from jaxmllm.balance.records import PlanSpec
 from jaxmllm.balance.sizes.choose import PhaseRows, choose_sizes
 from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.step_plan import plan_step
@@ -37,6 +38,7 @@ class WholePlans:
         self._known_plans: dict[str, Plans] = {}
         self._known_choices: dict[int, RowChoice] = {}
         self._known_rows: dict[int, PhaseRows] = {}
+        self._known_stage_rows: dict[str, PlanSpec] = {}
 
     def planned(self, estimate: Estimate) -> PlannedLayout:
         """Sizes for a layout, and its steps planned and simulated.
@@ -47,8 +49,9 @@ class WholePlans:
         sampled = self._request.lengths(estimate.config, estimate.model, estimate.layout.spans)
         inputs = self._inputs(estimate, sampled)
         if estimate.choice.stages > 1:
+            request = self._request
             return planned_in_stages(
-                estimate, sampled, inputs, self._request.device, self._request.as_run
+                estimate, sampled, inputs, request.device, request.as_run, self._known_stage_rows
             )
         planned = self._plans(estimate, sampled, inputs)
         spec, plans, sampled = planned.spec, planned.plans, planned.sampled
