@@ -7,7 +7,7 @@ open. Every layout that is legal and fits in closed form is planned and simulate
 
     kind optimum        `devices`, `mix`, `layouts` simulated whole, `over_memory` and `failed` (those that then do not
                         fit, or whose stages cannot be planned), `best` of them with `best_s`; `chosen` by the command,
-                        `chosen_s` and `over_best` (1 where it is the best; times within 2 % count as equal there, and
+                        `chosen_s` and `over_best` (1 where it is the best; times within 1 % count as equal there, and
                         fewer axes win), `fastest_over_best` (of the layouts that it planned whole)
 """
 

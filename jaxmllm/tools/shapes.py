@@ -6,8 +6,9 @@
     OUT/pictures-{train,test}.jsonl    a caption that the user says, a picture that the assistant answers
     OUT/clips-{train,test}.jsonl       the same of clips: a quarter as many to train, a third to test
     OUT/edits-{train,test}.jsonl       a picture is shown, the same in another colour is answered: half as many
-    OUT/questions-{train,test}.jsonl   a picture is shown, and what is asked about it is answered in words: half as
-                                       many to train, as many to test
+    OUT/questions-{train,test}.jsonl   a picture is shown, and what is asked about it is answered in words, to train
+                                       all that there is to ask, one after another: half as many to train, as many to
+                                       test
     OUT/draw.jsonl, OUT/edit.jsonl     what jaxmllm draw shall draw: the held-out captions; the held-out edits
     OUT/tokenizer.json                 a token for each word
     OUT/media/                         PNG pictures, clips as animated ones
@@ -25,6 +26,7 @@ combinations that training lacks (`unseen_all`).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -67,6 +69,7 @@ class Record:
 
     said: tuple[str | Path, ...]  # by the user: pictures that are shown, and text
     answer: str | Path
+    further: tuple[tuple[str, str], ...] = ()  # what is asked after that, with answers
     name: str = ""  # of the file that is drawn, without its ending; none where words are answered
     size: tuple[int, int] = (0, 0)  # height and width, in pixels
     frames: int = 1
@@ -74,13 +77,18 @@ class Record:
     @property
     def words(self) -> Iterator[str]:
         """All texts."""
-        return (part for part in (*self.said, self.answer) if isinstance(part, str))
+        parts = (*self.said, self.answer, *itertools.chain(*self.further))
+        return (part for part in parts if isinstance(part, str))
 
     def conversation(self, id: str) -> dict[str, Any]:
         """The line to train on."""
         moving = "video" if self.frames > 1 else "image"
         answer = self.answer if isinstance(self.answer, str) else [_media(self.answer, moving)]
-        return {"id": id, "messages": [self._question(), {"role": "assistant", "content": answer}]}
+        messages = [self._question(), {"role": "assistant", "content": answer}]
+        for asked, answered in self.further:
+            messages.append({"role": "user", "content": asked})
+            messages.append({"role": "assistant", "content": answered})
+        return {"id": id, "messages": messages}
 
     def request(self) -> dict[str, Any]:
         """The line to draw."""
@@ -121,12 +129,13 @@ def make_shapes(out: Path, seed: int = 0, train: int = 9216, test: int = len(SCE
         ("pictures", _drawn, SCENES, (train, test)),
         ("clips", _drawn, CLIP_SCENES, (train // 4, test // 3)),
         ("edits", _edit, SCENES, (train // 2, test // 2)),
-        ("questions", _question, SCENES, (train // 2, test)),
+        ("questions", _questions, SCENES, (train // 2, test)),
     ):
         for split, length in (("train", of_train), ("test", of_test)):
             split_scenes = [scene for scene in scenes if split == "test" or not scene.unseen]
             name = f"{kind}-{split}"
-            maker = _Maker(out, Path("media") / name, random_of(seed, name, "shapes"), split_scenes)
+            random = random_of(seed, name, "shapes")
+            maker = _Maker(out, Path("media") / name, random, split_scenes, split == "test")
             records_of[name] = [record(maker, n) for n in range(length)]
             lines = (r.conversation(f"{name}-{n:05d}") for n, r in enumerate(records_of[name]))
             _write_lines(out / f"{name}.jsonl", lines)
@@ -145,6 +154,7 @@ class _Maker:
     folder: Path  # of its media, inside `out`
     random: np.random.Generator
     scenes: Sequence[Scene]  # of the records, in turn
+    held_out: bool
 
     def __post_init__(self) -> None:
         (self.out / self.folder).mkdir(parents=True, exist_ok=True)
@@ -173,7 +183,7 @@ def _drawn(maker: _Maker, index: int) -> Record:
     frames = int(random.integers(FRAMES[0], FRAMES[1] + 1)) if moving else 1
     name = file_name(scene, index)
     path = maker.save(name, Figure.of(random, scene, *sides, frames).frames())
-    return Record((caption(random, scene),), path, name, sides, frames)
+    return Record((caption(random, scene),), path, name=name, size=sides, frames=frames)
 
 
 def _edit(maker: _Maker, index: int) -> Record:
@@ -190,17 +200,18 @@ def _edit(maker: _Maker, index: int) -> Record:
     source = maker.save(f"{file_name(before, index)}-shown", figure.frames())
     name = file_name(scene, index)
     answer = maker.save(name, figure.coloured(random, scene.colour).frames())
-    return Record((source, edit(random, scene.colour)), answer, name, sides)
+    return Record((source, edit(random, scene.colour)), answer, name=name, size=sides)
 
 
-def _question(maker: _Maker, index: int) -> Record:
+def _questions(maker: _Maker, index: int) -> Record:
+    """A picture, and all questions about it in any order; one of them in what is held out."""
     random, scene = maker.random, maker.scene(index)
     picture = maker.save(
         file_name(scene, index), Figure.of(random, scene, *size(random, SIDES)).frames()
     )
-    aspect = list(QUESTIONS)[random.integers(len(QUESTIONS))]
-    asked, answer = question(random, scene, aspect)
-    return Record((picture, asked), answer)
+    aspects = random.permutation(list(QUESTIONS)).tolist()
+    (asked, answer), *further = (question(random, scene, aspect) for aspect in aspects)
+    return Record((picture, asked), answer, () if maker.held_out else tuple(further))
 
 
 def _tokenizer(texts: Iterable[str]) -> str:

@@ -24,7 +24,7 @@ from jaxmllm.row_format import RowFormat
 from jaxmllm.setup.spans import Spans
 from jaxmllm.training.programs.base import ProgramName, Programs
 
-EQUAL: Final = 0.02  # times closer than that are not told apart
+EQUAL: Final = 0.01  # times closer than that are not told apart
 OVER_MEMORY: Final = "over memory"
 
 

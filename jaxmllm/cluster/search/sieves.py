@@ -19,7 +19,6 @@ from typing import Final
 
 from jaxmllm.cluster.search.closed_form import ClosedForm
 from jaxmllm.cluster.search.layouts import (
-    EQUAL,
     Estimate,
     PlannedLayout,
     SearchResult,
@@ -34,6 +33,7 @@ from jaxmllm.cluster.search.whole_plans import WholePlans
 from jaxmllm.config.schema import ConfigError
 from sharding.pipeline.ring import PipelineError
 
+NEAR: Final = 0.02  # of the fastest, layouts in closed form that may be as fast when planned whole
 # Layouts whose batches are planned: the fastest in closed form, as many as plan so many items, within bounds
 PLANNED_ITEMS: Final = 200_000
 FEWEST_PLANNED, MOST_PLANNED = 4, 12
@@ -98,7 +98,7 @@ class Planner(Request):
         fewest, only layouts that may be as fast as those: in closed form nothing waits."""
         fitting: list[PlannedLayout] = []
         for index, estimate in enumerate(estimates):
-            slower = estimate.seconds > _least(fitting) * (1 + EQUAL)
+            slower = estimate.seconds > _least(fitting) * (1 + NEAR)
             if fitting and (index >= number or (slower and index >= FEWEST_PLANNED)):
                 break
             planned = self._planned(estimate, result)
