@@ -118,10 +118,10 @@ def test_a_run_goes_on_when_workers_are_killed_and_stops_when_its_group_is_told_
     try:
         for step in (2, 5, 8):
             wait_for_step(process, tmp_path / "run", step)
-            killed.append(max(children(process.pid)))
+            killed.append(max(wait_for_workers(process, killed)))
             os.kill(killed[-1], signal.SIGKILL)
         wait_for_step(process, tmp_path / "run", 14)
-        workers = children(process.pid)
+        workers = wait_for_workers(process, killed)
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(60) == 0, (tmp_path / "output").read_text()[-3000:]
     finally:
@@ -151,3 +151,12 @@ def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
             f"step {step} was not reached"
         )
         time.sleep(0.01)
+
+
+def wait_for_workers(process: subprocess.Popen, killed: list[int]) -> set[int]:
+    """Both workers, once both live: the reader may start one in a killed one's place only steps later."""
+    deadline = time.monotonic() + LONG
+    while len(workers := set(filter(alive, children(process.pid))).difference(killed)) < 2:
+        assert process.poll() is None and time.monotonic() < deadline, "a worker is missing"
+        time.sleep(0.01)
+    return workers
