@@ -117,7 +117,23 @@ class _Best:
                 if self._try(self.capacities | {name: capacities}, self.cut, worth):
                     worth = CHOICE.capacity_worth
             if len(self.capacities[name]) == count:
+                self._fill(name)
+            if len(self.capacities[name]) == count:
                 break
+
+    def _fill(self, name: str) -> None:
+        """One more class of rows that are fuller, where that costs no time: the fullest of these."""
+        trials, bound = self.trials, self.cost_or_infinite
+        before = self.capacities
+        least = CHOICE.class_fill * trials.slots(name, before)
+        for capacities in trials.further(name, before[name], before[name][0]):
+            tried = before | {name: capacities}
+            slots = trials.slots(name, tried)
+            if slots >= least:
+                continue
+            cost = trials.predicted(tried, self.cut)
+            if cost is not None and cost <= bound:
+                self.capacities, self.cost, least = tried, cost, slots
 
     def choose_cut(self) -> None:
         """Layouts, then chunks of every component, each in turn."""

@@ -232,10 +232,12 @@ class Trials:
         }
         return sorted(tried)
 
-    def further(self, name: str, capacities: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The same with one more class, to try, and the largest rows such that they just hold the
-        longest item."""
-        largest = self.least(name)
+    def further(
+        self, name: str, capacities: tuple[int, ...], largest: int | None = None
+    ) -> list[tuple[int, ...]]:
+        """The same with one more class, to try, and the largest rows of so many slots, or such that they just hold
+        the longest item."""
+        largest = self.least(name) if largest is None else largest
         alignment = self.inputs[name].alignment
         shares = {round_up(int(largest / divisor), alignment) for divisor in CHOICE.divisors}
         return [
@@ -335,6 +337,14 @@ class Trials:
                 for number, batch in enumerate(self.samples)
             ]
         return self._runs[key]
+
+    def slots(self, name: str, capacities: Capacities) -> int:
+        """Slots of a phase on a rank in all samples, each in the rows that have fewest."""
+        of_class = np.array(self.spec(capacities).phases[name].capacities)
+        return sum(
+            min(int(of_class[run.phases[name].row_class].sum()) for run in of_batch)
+            for of_batch in self.runs(capacities)
+        )
 
     def _packed_sample(self, number: int, capacity: int, spec: PlanSpec) -> RunRows:
         """Which examples run together depends on language rows alone, and takes most of the time."""
