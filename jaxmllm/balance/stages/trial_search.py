@@ -113,27 +113,27 @@ class _Best:
         for count in range(1, self.trials.inputs[name].row_classes):
             further = len(self.capacities[name]) == count
             worth = CHOICE.class_worth if further else CHOICE.capacity_worth
-            for capacities in self.trials.further(name, self.capacities[name][:count]):
+            before = self.capacities[name][:count]
+            for capacities in self.trials.further(name, before, self.trials.least(name)):
                 if self._try(self.capacities | {name: capacities}, self.cut, worth):
                     worth = CHOICE.capacity_worth
-            if len(self.capacities[name]) == count:
-                self._fill(name)
-            if len(self.capacities[name]) == count:
+            if len(self.capacities[name]) == count and not self._fill(name):
                 break
 
-    def _fill(self, name: str) -> None:
-        """One more class of rows that are fuller, where that costs no time: the fullest of these."""
-        trials, bound = self.trials, self.cost_or_infinite
-        before = self.capacities
+    def _fill(self, name: str) -> bool:
+        """Whether one more class of rows leaves enough slots and costs no time: the one that leaves most is taken."""
+        trials, before = self.trials, self.capacities
+        bound = self.cost_or_infinite + 1  # as much as now, and no more
         least = CHOICE.class_fill * trials.slots(name, before)
         for capacities in trials.further(name, before[name], before[name][0]):
             tried = before | {name: capacities}
             slots = trials.slots(name, tried)
             if slots >= least:
                 continue
-            cost = trials.predicted(tried, self.cut)
-            if cost is not None and cost <= bound:
+            cost = trials.predicted(tried, self.cut, bound)
+            if cost is not None:
                 self.capacities, self.cost, least = tried, cost, slots
+        return self.capacities is not before
 
     def choose_cut(self) -> None:
         """Layouts, then chunks of every component, each in turn."""

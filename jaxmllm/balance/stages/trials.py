@@ -233,11 +233,9 @@ class Trials:
         return sorted(tried)
 
     def further(
-        self, name: str, capacities: tuple[int, ...], largest: int | None = None
+        self, name: str, capacities: tuple[int, ...], largest: int
     ) -> list[tuple[int, ...]]:
-        """The same with one more class, to try, and the largest rows of so many slots, or such that they just hold
-        the longest item."""
-        largest = self.least(name) if largest is None else largest
+        """The same with one more class, to try, and the largest rows of so many slots."""
         alignment = self.inputs[name].alignment
         shares = {round_up(int(largest / divisor), alignment) for divisor in CHOICE.divisors}
         return [
