@@ -8,12 +8,13 @@ TEST_WORKERS ?= 2
 CPU_DEVICES := JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
 SEED ?= 0
 
-.PHONY: help quickstart shapes test test-slow test-exhaustive lint format lock clean
+.PHONY: help quickstart shapes shapes-unified test test-slow test-exhaustive lint format lock clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make quickstart   install, make sample data, train a small model on it (minutes, on CPU)"
 	@echo "make shapes       the same for drawing: make captioned shapes, learn to draw them, draw and judge (SEED=0)"
+	@echo "make shapes-unified   the same for saying what is seen and drawing it again in another colour"
 	@echo "make test         fast tests          make test-slow   the slow ones (and test-exhaustive: more of these)"
 	@echo "make lint         ruff and mypy       make format      let ruff rewrite"
 	@echo "make lock         resolve requirements/ anew from pyproject.toml"
@@ -22,19 +23,29 @@ quickstart: $(VENV)/.runtime sample/.made
 	rm -rf runs/quickstart
 	$(CPU_DEVICES) $(PY) -m jaxmllm train --config configs/quickstart.yaml
 
-# One device takes an eighth less where glibc keeps what is freed for the next step (docs/performance.md)
+# One device takes an eighth less where glibc keeps what is freed for the next step, unless that heap has been through a
+# compilation, which leaves it in pieces: so a process of its own compiles (docs/performance.md)
 KEPT_PAGES = MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=8589934592 MALLOC_TOP_PAD_=67108864
 
-shapes: $(VENV)/.runtime shapes/.made
-	rm -rf runs/shapes-clips
+# Train a config, draw the prompts, judge what was drawn: $(call learn-to-draw,CONFIG,PROMPTS)
+define learn-to-draw
+	rm -rf runs/$(1)
 	began=$$(date +%s) && \
-	$(KEPT_PAGES) JAX_PLATFORMS=cpu $(PY) -m jaxmllm train --config configs/shapes-clips.yaml run.seed=$(SEED) && \
+	JAX_PLATFORMS=cpu $(PY) -m jaxmllm train --config configs/$(1).yaml run.seed=$(SEED) --compile-only && \
+	$(KEPT_PAGES) JAX_PLATFORMS=cpu $(PY) -m jaxmllm train --config configs/$(1).yaml run.seed=$(SEED) && \
 	trained=$$(date +%s) && \
-	JAX_PLATFORMS=cpu $(PY) -m jaxmllm draw --run $(CURDIR)/runs/shapes-clips --jsonl shapes/draw.jsonl --steps 20 \
-		--guidance 2.5 --seed $(SEED) --out runs/shapes-clips/drawn && \
+	JAX_PLATFORMS=cpu $(PY) -m jaxmllm draw --run $(CURDIR)/runs/$(1) --jsonl shapes/$(2).jsonl --steps 20 \
+		--guidance 2.5 --seed $(SEED) --out runs/$(1)/drawn && \
 	drawn=$$(date +%s) && \
-	$(PY) -m jaxmllm shapes --judge runs/shapes-clips/drawn --json runs/shapes-clips/judged.json \
+	$(PY) -m jaxmllm shapes --judge runs/$(1)/drawn --json runs/$(1)/judged.json \
 		--seconds-training $$((trained - began)) --seconds-sampling $$((drawn - trained))
+endef
+
+shapes: $(VENV)/.runtime shapes/.made
+	$(call learn-to-draw,shapes-clips,draw)
+
+shapes-unified: $(VENV)/.runtime shapes/.made
+	$(call learn-to-draw,shapes-unified,edit)
 
 test: $(VENV)/.dev
 	$(PY) -m pytest -m "not slow" -n $(TEST_WORKERS) --dist loadfile

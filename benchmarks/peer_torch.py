@@ -14,7 +14,8 @@ sample-data` for the size `quickstart`, else the sizes of jaxmllm/tools/workload
     packed     our mathematics from our parameters, over the tokens of a micro-batch end to end, with SDPA
                segment by segment or with the segments gathered into a padded batch, whichever is faster;
                the head runs on targets alone
-    ours       the programs of a run on one CPU device: plan, rows, and step
+    ours       the programs of a run on one CPU device: plan, rows, and step. They have been compiled before,
+               in a process of its own
 
 A step is forward, backward, clipping and AdamW (PyTorch's fused one) in float32, of the same examples for
 all. Media are decoded before the clock starts; padding, packing, planning and filling rows are timed.
@@ -41,6 +42,7 @@ import math
 import multiprocessing
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -62,6 +64,7 @@ from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.data.rows.fill import HostStep, StepFiller
+from jaxmllm.runtime.compilation_cache import keep_programs
 from jaxmllm.setup.build import phased_programs
 from jaxmllm.setup.prepare import RunInputs, prepare
 from jaxmllm.setup.sizing import plan_spec
@@ -162,7 +165,7 @@ def config_of(
         "sources": [{"name": "train", "path": "train.jsonl"}],
         "index_cache": str(folder / "indexes"),
     }
-    path = folder / "config.yaml"
+    path = config_path(folder)
     path.write_text(strict_yaml.write_text(tree), encoding="utf-8")
     config = load_config(path, overrides)
     if data is None and size == "quickstart":
@@ -172,7 +175,23 @@ def config_of(
     return config
 
 
+def config_path(folder: Path) -> Path:
+    return folder / "config.yaml"
+
+
 # ---------------------------------------------------------------------------- ours
+
+
+def compile_ours(path: Path, overrides: Sequence[str]) -> None:
+    """Compile ours in a process of its own: a compilation leaves memory in pieces, and a run is usually not the first
+    with its programs.
+
+    Raises:
+      ValueError: they could not be compiled; the reason has been printed.
+    """
+    command = [sys.executable, "-m", "jaxmllm", "train", "--config", str(path), "--compile-only"]
+    if subprocess.run([*command, *overrides], stdout=subprocess.DEVNULL).returncode:
+        raise ValueError("ours was not compiled")
 
 
 class Ours:
@@ -244,7 +263,8 @@ def measure(config: Config, steps: int, sizes: Mapping[str, int], threads: int) 
     """What every step took, by system. `sizes` are those of micro-batches, of peers that shall not choose."""
     from benchmarks.peers.torch_steps import serve
 
-    tell("reads lengths and compiles ours")
+    tell("reads lengths and the programs of ours")
+    keep_programs(config)
     inputs = prepare(config, make_mesh(config.mesh_sizes, jax.devices()[:1]))
     corpus = KeptCorpus(inputs.corpus)
     ours = Ours(config, inputs, corpus)
@@ -259,7 +279,7 @@ def measure(config: Config, steps: int, sizes: Mapping[str, int], threads: int) 
     arguments = (theirs, config.model, config.optimizer, rates, params, sizes, threads, seed)
     process = context.Process(target=serve, args=arguments, daemon=True)
     process.start()
-    tell("compiled ours; PyTorch chooses its micro-batches")
+    tell("read ours; PyTorch chooses its micro-batches")
     theirs.close()
     told: dict[str, list[dict[str, Any]]] = {name: [] for name in (*PEERS, "ours")}
     by_program: list[dict[str, float]] = []
@@ -421,6 +441,8 @@ def main(command: Sequence[str] | None = None) -> int:
             config = config_of(
                 options.size, options.data, Path(folder), options.seed, options.overrides
             )
+            tell("compiles ours")
+            compile_ours(config_path(Path(folder)), options.overrides)
             measured = measure(config, options.steps, sizes, options.threads)
         except (*USER_ERRORS, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""jaxmllm train --config configs/quickstart.yaml [--resume[=auto]] [dotted.key=value ...]
+"""jaxmllm train --config configs/quickstart.yaml [--resume[=auto] | --compile-only] [dotted.key=value ...]
 
 `python -m jaxmllm.train` is the same.
 """
@@ -16,7 +16,7 @@ from jaxmllm.runtime.signals import StopSignals
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """`config`; `resume` False, True or "auto"; `overrides` in the order given, those of --set
+    """`config`; `resume` False, True or "auto"; `compile_only`; `overrides` in the order given, those of --set
     first. A command line that cannot be read ends the process with status 2."""
     parser = argparse.ArgumentParser(
         prog="jaxmllm train", description="Train a multimodal language model.", allow_abbrev=False
@@ -35,7 +35,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         const="auto",
         help="continue where the run folder holds this run, else begin it; for jobs that are requeued",
     )
+    parser.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="compile the programs of a run, keep them for it (run.compilation_cache), and stop: nothing is trained",
+    )
     options = parse(parser, arguments)
+    if options.compile_only and options.resume:
+        parser.error(
+            "--compile-only trains nothing, so there is nothing to --resume: leave one out"
+        )
     if "auto" in options.overrides:
         parser.error("write --resume=auto: after a space, auto is read as an override")
     return options
@@ -48,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, stop: StopSignals) -> int:
-    """Train as the command line says; returns the exit code."""
+    """Train, or compile alone, as the command line says; returns the exit code."""
     try:
         config = load_run_config(options.config, options.overrides)
     except ConfigError as error:
@@ -68,12 +77,18 @@ def run(options: argparse.Namespace, stop: StopSignals) -> int:
     except hosts.HostsError as error:
         hosts.leave_at_once(f"error: {error}", hosts.EXIT_CODE)
 
+    from jaxmllm.runtime.compilation_cache import check_kept
     from jaxmllm.setup.build import build_run
     from jaxmllm.training.loop import RUN_ERRORS, train
     from jaxmllm.training.run import USER_ERRORS
     from jaxmllm.training.run_folder import open_folder
 
     with hosts.ending_together((*USER_ERRORS, *RUN_ERRORS, hosts.HostsError)) as outcome:
+        if options.compile_only:
+            check_kept(config)
+            compiled = build_run(config)
+            compiled.say(compiled.describe())
+            return 0
         with open_folder(config, options.resume) as checked:
             summary = train(build_run(checked), stop)
         if summary["steps"] < config.run.steps:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from jaxmllm.config.schema import Config
+from jaxmllm.config.schema import Config, ConfigError
 
 FOLDER = "compiled"  # next to the run folder
 
@@ -44,10 +44,27 @@ def reason_against(config: Config) -> str | None:
     return None
 
 
+def check_kept(config: Config) -> None:
+    """Raise `ConfigError` unless programs that this process compiles are kept."""
+    if reason := reason_against(config):
+        raise ConfigError(f"compiled programs would not be kept: {reason}")
+    if not _kept_in():
+        raise ConfigError(
+            "compiled programs would not be kept: set run.compilation_cache to auto or a folder, and do not turn JAX's "
+            "cache off (JAX_ENABLE_COMPILATION_CACHE)"
+        )
+
+
 def describe(config: Config) -> str:
     """Where compiled programs are kept."""
     if reason := reason_against(config):
         return f"compiled programs: not kept: {reason}"
+    folder = _kept_in()
+    return f"compiled programs: {f'kept in {folder}' if folder else 'not kept'}"
+
+
+def _kept_in() -> str | None:
+    """The folder of JAX's cache, where it keeps anything."""
     enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
-    folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    return f"compiled programs: {f'kept in {folder}' if enabled and folder else 'not kept'}"
+    folder: str | None = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    return folder if enabled else None

@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import pytest
 
 from jaxmllm.config.read import parse_config
+from jaxmllm.config.schema import ConfigError
 from jaxmllm.config.strict_yaml import write_text
-from jaxmllm.runtime.compilation_cache import FOLDER, describe, keep_programs
+from jaxmllm.runtime.compilation_cache import FOLDER, check_kept, describe, keep_programs
 from jaxmllm.tools.sample_data import make_sample
 from tests.support import tiny_config
 
@@ -72,36 +74,72 @@ def test_pipelines_on_cpu_are_compiled_anew_and_the_log_says_why(tmp_path):
     assert "not kept: on CPU, programs of pipelines" in describe(config)
 
 
+def test_compiling_alone_is_refused_where_nothing_would_be_kept(tmp_path):
+    config = config_of(tmp_path)
+    keep_programs(config)
+    check_kept(config)
+    config = config_of(tmp_path, run__compilation_cache=None)
+    keep_programs(config)
+    with pytest.raises(ConfigError, match=r"would not be kept: set run.compilation_cache"):
+        check_kept(config)
+    config = config_of(tmp_path, pipeline={"stages": 2, "layout": "chain"}, mesh={"data": 4})
+    with pytest.raises(ConfigError, match="would not be kept: on CPU, programs of pipelines"):
+        check_kept(config)
+
+
+class Start(NamedTuple):
+    """What a start of the command did."""
+
+    losses: list[float]
+    read: int  # programs from disk
+    compiled: int
+
+
+def start(folder, step, *options):
+    """Train a tiny model on the sample data of a folder, or compile alone, in a process of its own."""
+    code = (
+        "import sys; from jaxmllm.train import main; import jax; events = []\n"
+        "jax.monitoring.register_event_listener(lambda event, **_: events.append(event))\n"
+        "code = main(sys.argv[1:]); hits = events.count('/jax/compilation_cache/cache_hits')\n"
+        "print('read', hits, 'compiled', events.count('/jax/compilation_cache/cache_misses'))\n"
+        "sys.exit(code)"
+    )
+    path = folder / f"{step}.yaml"
+    run = folder / f"runs/{step}"
+    path.write_text(write_text(tiny_config(folder / "sample", run__directory=str(run))))
+    environment = {
+        name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--config", str(path), *options],
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    losses = [json.loads(line).get("loss") for line in lines]
+    _, read, _, compiled = done.stdout.splitlines()[-1].split()
+    return Start(losses, int(read), int(compiled))
+
+
 @pytest.mark.slow
 def test_a_second_start_reads_what_the_first_compiled(tmp_path):
-    def start(step):
-        code = (
-            "import sys; from jaxmllm.train import main; import jax; events = []\n"
-            "jax.monitoring.register_event_listener(lambda event, **_: events.append(event))\n"
-            "code = main(sys.argv[1:]); hits = events.count('/jax/compilation_cache/cache_hits')\n"
-            "print('read', hits, 'compiled', events.count('/jax/compilation_cache/cache_misses'))\n"
-            "sys.exit(code)"
-        )
-        path = tmp_path / f"{step}.yaml"
-        tree = tiny_config(tmp_path / "sample", run__directory=str(tmp_path / f"runs/{step}"))
-        path.write_text(write_text(tree))
-        environment = {
-            name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", code, "--config", str(path)],
-            env=environment | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        metrics = tmp_path / "runs" / step / "metrics.jsonl"
-        losses = [json.loads(line).get("loss") for line in metrics.read_text().splitlines()]
-        _, read, _, compiled = done.stdout.splitlines()[-1].split()
-        return losses, int(read), int(compiled)
-
     make_sample(tmp_path / "sample", seed=1, train=64, test=8)
-    losses, _, compiled = start("first")
-    again, read, compiled_again = start("second")
-    assert losses == again and len(losses) >= 4
-    assert compiled > 10 and read >= compiled and compiled_again == 0
+    first = start(tmp_path, "first")
+    again = start(tmp_path, "second")
+    assert first.losses == again.losses and len(first.losses) >= 4
+    assert first.compiled > 10 and again.read >= first.compiled and again.compiled == 0
+
+
+@pytest.mark.slow
+def test_a_run_reads_what_was_compiled_alone(tmp_path):
+    make_sample(tmp_path / "sample", seed=1, train=64, test=8)
+    alone = start(tmp_path, "alone", "--compile-only")
+    assert not alone.losses and alone.compiled > 10
+    assert not (tmp_path / "runs/alone").exists()
+    run = start(tmp_path, "run")
+    assert run.read >= alone.compiled
+    # Small ones that a run meets only as it trains
+    assert len(run.losses) >= 4 and run.compiled < alone.compiled
