@@ -15,8 +15,9 @@ all ranks compute together. Both variants train on the same batches, each with t
 run would choose, and take turns step by step, so that a slow moment
 of the machine touches both. Rows are on the devices before the clock starts, and a step that runs
 some program for the first time is taken twice, of which the second counts. `predicted` is the
-ratio of FLOPs, padding included: of the slowest rows, which devices of their own wait for, and of all
-rows, which devices that share the machine compute in turn.
+ratio of FLOPs, padding included: of the slowest rows, which devices of their own wait for; of all
+rows, which devices that share the machine compute in turn; and of all rows as programs compute them
+(`computed`): attention of whole tiles, the head where there are targets.
 
 `--by-phase N` goes on for N steps in which every program ends before the next begins, and says what
 those of each phase take, beside how many microbatches, slots and tiles of attention there are.
@@ -37,7 +38,16 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxmllm.arrays import Longs
-from jaxmllm.balance.records import Mode, PhaseItems, PhasePlan, PhaseSpec, PlanSpec, RowClass
+from jaxmllm.balance.costs.flops import head_flops
+from jaxmllm.balance.records import (
+    BatchItems,
+    Mode,
+    PhaseItems,
+    PhasePlan,
+    PhaseSpec,
+    PlanSpec,
+    RowClass,
+)
 from jaxmllm.balance.statistics import all_flops, slowest_flops
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config.command_line import add_config, parse
@@ -45,10 +55,11 @@ from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.data.rows.fill import HostStep, StepFiller
+from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
 from jaxmllm.setup.build import phased_programs
 from jaxmllm.setup.prepare import RunInputs, prepare
-from jaxmllm.setup.sizing import plan_spec
+from jaxmllm.setup.sizing import plan_spec, resolved_shapes
 from jaxmllm.setup.spans import mesh_spans
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.workload import describe
@@ -63,11 +74,8 @@ from sharding.mesh import MeshError, make_mesh, mesh_shape
 MODES: tuple[Mode, ...] = ("none", "phases")
 # What is compared, the baseline first.
 VARIANTS: dict[str, tuple[str, ...]] = {"modes": MODES, "spans": ("alone", "shared")}
-# FLOPs of a phase's rows, by which of them a step waits for.
-PREDICTED: dict[str, Callable[[PhasePlan, PhaseItems, PhaseSpec], float]] = {
-    "slowest": slowest_flops,
-    "all": all_flops,
-}
+# FLOPs of a phase's rows that are predicted from
+PREDICTED = {"slowest": "slowest rows", "all": "all rows", "computed": "all rows, as computed"}
 WARM_UP = 2  # steps, not counted
 # Programs of no phase's rows: the exchange, zeros, sums of replicas, the update
 REST = "beside these"
@@ -140,9 +148,10 @@ def measure(config: Config, steps: int, compared: str, by_phase: int) -> dict[st
     variants = {name: Variant.of(config, inputs, name) for name in VARIANTS[compared]}
     names = list(variants)
     state = variants[names[0]].programs.init(config.run.seed)
+    head = head_flops(resolved_shapes(config, inputs.model), inputs.model.trainable.shares)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     predicted: dict[str, dict[str, list[float]]] = {
-        kind: {name: [] for name in names} for kind in PREDICTED
+        kind: {name: [] for name in names} for kind in counted_kinds()
     }
     amounts: dict[str, list[dict[str, PhaseAmounts]]] = {name: [] for name in names}
     programs_run: dict[str, set[RowsOf]] = {name: set() for name in names}
@@ -167,14 +176,9 @@ def measure(config: Config, steps: int, compared: str, by_phase: int) -> dict[st
             took = time.perf_counter() - began
             if step >= WARM_UP:
                 seconds[name].append(took)
-                plan = plan_step(items, programs.spec)
-                for kind, flops in PREDICTED.items():
-                    predicted[kind][name].append(
-                        sum(
-                            flops(plan.phases[phase], items.phases[phase], spec)
-                            for phase, spec in programs.spec.phases.items()
-                        )
-                    )
+                flops = planned_flops(variants[name], items, batch.host, head)
+                for kind, of_step in predicted.items():
+                    of_step[name].append(flops[kind])
     return {
         "seconds": seconds,
         "predicted": predicted,
@@ -184,6 +188,55 @@ def measure(config: Config, steps: int, compared: str, by_phase: int) -> dict[st
         },
         "workload": describe(inputs.samples[0]),
     }
+
+
+def counted_kinds() -> list[str]:
+    """Those of `PREDICTED` that this process can count: the tiles of all rows are known where it is alone."""
+    return [kind for kind in PREDICTED if kind != "computed" or jax.process_count() == 1]
+
+
+def planned_flops(
+    variant: Variant, items: BatchItems, host: HostStep, head: int
+) -> dict[str, float]:
+    """FLOPs of a step by what is counted of its rows: `PREDICTED`.
+
+    Args:
+      head: FLOPs of the head on one slot, which programs run where there is a target.
+    """
+    programs = variant.programs
+    plan = plan_step(items, programs.spec)
+    flops = dict.fromkeys(PREDICTED, 0.0)
+    for phase, spec in programs.spec.phases.items():
+        of_phase = plan.phases[phase], items.phases[phase], spec
+        flops["slowest"] += slowest_flops(*of_phase)
+        flops["all"] += all_flops(*of_phase)
+        stride = programs.formats[phase].stride if phase in programs.formats else 1
+        pairs = tiles_of(host, phase) * (variant.filler.attention.blocks[phase] * stride) ** 2
+        flops["computed"] += computed_flops(*of_phase, pairs)
+    without_target = host.statistics[f"{LANGUAGE}/slots"] - host.targets
+    flops["computed"] -= head * without_target
+    return flops
+
+
+def computed_flops(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, pairs: int) -> float:
+    """FLOPs of all ranks together: what is linear on all slots, and attention of pairs of slots, seen or not.
+
+    Args:
+      pairs: in tiles that are computed. Tiles of layers with windows are taken to be as full as the others.
+    """
+    seen = float(spec.flops.squares(items.length.astype(float), items.extra)[0].sum())
+    if spec.name == LANGUAGE:
+        seen /= 2  # of a square, text sees one side of the diagonal
+    padded = pairs / seen if seen else 0.0
+    attention = spec.flops.attention(items.length.astype(float), items.extra).sum()
+    slots = spec.ranks * plan.capacity.sum(dtype=float)
+    return float(spec.flops.linear * slots + padded * attention)
+
+
+def tiles_of(host: HostStep, phase: str) -> int:
+    """Tiles of attention in a layer, of this process's rows."""
+    # Spans are (first, partly visible, wholly visible)
+    return sum(int(row["tiles"]["query_spans"][..., 1:].sum()) for row in host.rows[phase])
 
 
 def rows_of(host: HostStep) -> set[RowsOf]:
@@ -229,8 +282,7 @@ def phase_amounts(host: HostStep, seconds: Mapping[ProgramName, float]) -> dict[
             ),
             microbatches=len(rows),
             slots=host.statistics[f"{phase}/slots"],
-            # Spans are (first, partly visible, wholly visible)
-            tiles=sum(int(row["tiles"]["query_spans"][..., 1:].sum()) for row in rows),
+            tiles=tiles_of(host, phase),
         )
         for phase, rows in host.rows.items()
     }
@@ -364,7 +416,7 @@ def show(summary: dict[str, Any], title: str, variants: Sequence[str]) -> None:
     rows.append([f"{ratio}, same batch", *summary["ratio"].values()])
     rows.append([f"{ratio}, of medians", summary["ratio_of_medians"], None, None])
     rows.extend(
-        [f"predicted, {kind} rows", predicted, None, None]
+        [f"predicted, {PREDICTED[kind]}", predicted, None, None]
         for kind, predicted in summary["predicted_ratio"].items()
     )
     print_table(title, ["step", "median", "quarter below", "quarter above"], rows)

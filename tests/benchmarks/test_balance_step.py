@@ -6,16 +6,22 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from benchmarks.balance_step import (
     REST,
+    computed_flops,
     mean_amounts,
     mesh_overrides,
     phase_amounts,
     rows_of,
     train_by_program,
 )
+from jaxmllm.balance.costs.flops import ItemCost
+from jaxmllm.balance.records import PhaseItems, PhaseSpec, RowClass
+from jaxmllm.balance.rows.assign import assign
 from jaxmllm.config.read import load_config
+from jaxmllm.phases import decoder_phase, encoder_phase
 from jaxmllm.training.programs.base import ProgramName
 
 ENCODE = ProgramName("encode", "vision", 256, 4)
@@ -82,3 +88,33 @@ def test_a_mesh_of_as_many_devices_is_kept():
     for overrides, devices in ([], 2), (["mesh.data=2"], 8):
         mesh = load_config(path, [*overrides, *mesh_overrides(path, overrides, devices)]).mesh
         assert (mesh.data, mesh.fsdp, mesh.context, mesh.tensor) == (1, devices, 1, 1)
+
+
+COST = ItemCost(linear=100, quadratic=3)
+
+
+def planned(phase, ranks, lengths):
+    """Items in rows of 64 slots: the plan, the items, the phase."""
+    spec = PhaseSpec(phase, ranks, (RowClass(64),), 4, 1, COST)
+    length = np.array(lengths, np.int64)
+    zeros = np.zeros(len(length), np.int32)
+    items = PhaseItems(length, length, np.arange(len(length), dtype=np.int32), zeros, zeros)
+    return assign(spec, items), items, spec
+
+
+@pytest.mark.parametrize("padded", [1, 2])
+def test_computed_flops_are_those_of_tiles_and_slots(padded):
+    plan, *rest = planned(encoder_phase("vision"), 2, [40, 24, 30])
+    slots = 2 * 64 * plan.microbatches
+    pairs = padded * (40**2 + 24**2 + 30**2)
+    assert computed_flops(plan, *rest, pairs) == pytest.approx(100 * slots + 3 * pairs)
+
+
+def test_of_text_half_of_a_square_is_seen():
+    plan, *rest = planned(decoder_phase(), 1, [64])
+    # Its one tile is computed whole
+    assert computed_flops(plan, *rest, 64**2) == pytest.approx(100 * 64 + 3 * 2 * 64**2)
+
+
+def test_a_phase_without_items_computes_nothing():
+    assert computed_flops(*planned(encoder_phase("vision"), 2, []), 0) == 0
