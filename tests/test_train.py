@@ -47,3 +47,10 @@ def test_what_cannot_be_read_ends_with_status_2(capsys, arguments, message):
         parse_arguments([*CONFIG, *arguments])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_compiling_alone_does_not_resume(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments(["--config", "x.yaml", "--compile-only", "--resume"])
+    assert ended.value.code == 2
+    assert "--compile-only trains nothing" in capsys.readouterr().err
