@@ -29,6 +29,7 @@ import os
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -150,9 +151,7 @@ def measure(config: Config, steps: int, compared: str, by_phase: int) -> dict[st
     state = variants[names[0]].programs.init(config.run.seed)
     head = head_flops(resolved_shapes(config, inputs.model), inputs.model.trainable.shares)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    predicted: dict[str, dict[str, list[float]]] = {
-        kind: {name: [] for name in names} for kind in counted_kinds()
-    }
+    predicted: dict[str, dict[str, list[float]]] = defaultdict(lambda: {name: [] for name in names})
     amounts: dict[str, list[dict[str, PhaseAmounts]]] = {name: [] for name in names}
     programs_run: dict[str, set[RowsOf]] = {name: set() for name in names}
     for step in range(WARM_UP + steps + by_phase):
@@ -176,9 +175,8 @@ def measure(config: Config, steps: int, compared: str, by_phase: int) -> dict[st
             took = time.perf_counter() - began
             if step >= WARM_UP:
                 seconds[name].append(took)
-                flops = planned_flops(variants[name], items, batch.host, head)
-                for kind, of_step in predicted.items():
-                    of_step[name].append(flops[kind])
+                for kind, flops in planned_flops(variants[name], items, batch.host, head).items():
+                    predicted[kind][name].append(flops)
     return {
         "seconds": seconds,
         "predicted": predicted,
@@ -190,47 +188,47 @@ def measure(config: Config, steps: int, compared: str, by_phase: int) -> dict[st
     }
 
 
-def counted_kinds() -> list[str]:
-    """Those of `PREDICTED` that this process can count: the tiles of all rows are known where it is alone."""
-    return [kind for kind in PREDICTED if kind != "computed" or jax.process_count() == 1]
-
-
 def planned_flops(
     variant: Variant, items: BatchItems, host: HostStep, head: int
 ) -> dict[str, float]:
-    """FLOPs of a step by what is counted of its rows: `PREDICTED`.
+    """FLOPs of a step by what is counted of its rows: `PREDICTED`, `computed` only where one process has all rows.
 
     Args:
       head: FLOPs of the head on one slot, which programs run where there is a target.
     """
     programs = variant.programs
     plan = plan_step(items, programs.spec)
-    flops = dict.fromkeys(PREDICTED, 0.0)
-    for phase, spec in programs.spec.phases.items():
-        of_phase = plan.phases[phase], items.phases[phase], spec
-        flops["slowest"] += slowest_flops(*of_phase)
-        flops["all"] += all_flops(*of_phase)
-        stride = programs.formats[phase].stride if phase in programs.formats else 1
-        pairs = tiles_of(host, phase) * (variant.filler.attention.blocks[phase] * stride) ** 2
-        flops["computed"] += computed_flops(*of_phase, pairs)
-    without_target = host.statistics[f"{LANGUAGE}/slots"] - host.targets
-    flops["computed"] -= head * without_target
+    of_phases = {
+        phase: (plan.phases[phase], items.phases[phase], spec)
+        for phase, spec in programs.spec.phases.items()
+    }
+    flops = {
+        "slowest": sum(slowest_flops(*of_phase) for of_phase in of_phases.values()),
+        "all": sum(all_flops(*of_phase) for of_phase in of_phases.values()),
+    }
+    if jax.process_count() == 1:
+        without_target = host.statistics[f"{LANGUAGE}/slots"] - host.targets
+        flops["computed"] = -head * without_target
+        for phase, of_phase in of_phases.items():
+            stride = programs.formats[phase].stride if phase in programs.formats else 1
+            block = variant.filler.attention.blocks[phase] * stride
+            flops["computed"] += computed_flops(*of_phase, tiles_of(host, phase) * block**2)
     return flops
 
 
 def computed_flops(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, pairs: int) -> float:
-    """FLOPs of all ranks together: what is linear on all slots, and attention of pairs of slots, seen or not.
+    """`all_flops` with the attention of pairs of slots that are computed, seen or not.
 
     Args:
       pairs: in tiles that are computed. Tiles of layers with windows are taken to be as full as the others.
     """
-    seen = float(spec.flops.squares(items.length.astype(float), items.extra)[0].sum())
+    lengths = items.length.astype(float)
+    seen = float(spec.flops.squares(lengths, items.extra)[0].sum())
     if spec.name == LANGUAGE:
         seen /= 2  # of a square, text sees one side of the diagonal
-    padded = pairs / seen if seen else 0.0
-    attention = spec.flops.attention(items.length.astype(float), items.extra).sum()
-    slots = spec.ranks * plan.capacity.sum(dtype=float)
-    return float(spec.flops.linear * slots + padded * attention)
+    unseen = pairs / seen - 1 if seen else 0.0  # for each pair that is seen
+    attention = float(spec.flops.attention(lengths, items.extra).sum())
+    return all_flops(plan, items, spec) + unseen * attention
 
 
 def tiles_of(host: HostStep, phase: str) -> int:

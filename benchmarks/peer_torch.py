@@ -42,12 +42,12 @@ import math
 import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -165,7 +165,7 @@ def config_of(
         "sources": [{"name": "train", "path": "train.jsonl"}],
         "index_cache": str(folder / "indexes"),
     }
-    path = config_path(folder)
+    path = folder / "config.yaml"
     path.write_text(strict_yaml.write_text(tree), encoding="utf-8")
     config = load_config(path, overrides)
     if data is None and size == "quickstart":
@@ -175,37 +175,50 @@ def config_of(
     return config
 
 
-def config_path(folder: Path) -> Path:
-    return folder / "config.yaml"
-
-
 # ---------------------------------------------------------------------------- ours
 
 
-def compile_ours(path: Path, overrides: Sequence[str]) -> None:
+def compiled_programs(config: Config) -> tuple[RunInputs, PhasedPrograms]:
+    """A run's data, and its programs on one device: read from disk if any process has compiled them."""
+    keep_programs(config)
+    inputs = prepare(config, make_mesh(config.mesh_sizes, jax.devices()[:1]))
+    programs = phased_programs(
+        config,
+        inputs.model,
+        inputs.corpus.formats,
+        plan_spec(config, inputs),
+        len(inputs.corpus.sources),
+    ).compile()
+    assert isinstance(programs, PhasedPrograms)
+    return inputs, programs
+
+
+def compile_alone(config: Config) -> None:
     """Compile ours in a process of its own: a compilation leaves memory in pieces, and a run is usually not the first
     with its programs.
 
     Raises:
-      ValueError: they could not be compiled; the reason has been printed.
+      ValueError: that process failed, and has said why.
     """
-    command = [sys.executable, "-m", "jaxmllm", "train", "--config", str(path), "--compile-only"]
-    if subprocess.run([*command, *overrides], stdout=subprocess.DEVNULL).returncode:
+    process = multiprocessing.get_context("spawn").Process(target=_compile, args=(config,))
+    process.start()
+    process.join()
+    if process.exitcode:
         raise ValueError("ours was not compiled")
+
+
+def _compile(config: Config) -> None:
+    with suppress(*USER_ERRORS):  # the process that measures meets them, too, and says so
+        compiled_programs(config)
 
 
 class Ours:
     """A run on one device, step by step."""
 
-    def __init__(self, config: Config, inputs: RunInputs, corpus: KeptCorpus):
-        spec = plan_spec(config, inputs)
-        programs = phased_programs(
-            config, inputs.model, inputs.corpus.formats, spec, len(inputs.corpus.sources)
-        ).compile()
-        assert isinstance(programs, PhasedPrograms)
+    def __init__(self, programs: PhasedPrograms, corpus: KeptCorpus, seed: int):
         self.programs = programs
-        self.filler = StepFiller(corpus, spec, programs.local_share, programs.attention)
-        self.state = programs.init(config.run.seed)
+        self.filler = StepFiller(corpus, programs.spec, programs.local_share, programs.attention)
+        self.state = programs.init(seed)
         self.step = 0
 
     def __call__(self, examples: np.ndarray[Any, Any]) -> dict[str, Any]:
@@ -263,11 +276,12 @@ def measure(config: Config, steps: int, sizes: Mapping[str, int], threads: int) 
     """What every step took, by system. `sizes` are those of micro-batches, of peers that shall not choose."""
     from benchmarks.peers.torch_steps import serve
 
+    tell("compiles ours")
+    compile_alone(config)
     tell("reads lengths and the programs of ours")
-    keep_programs(config)
-    inputs = prepare(config, make_mesh(config.mesh_sizes, jax.devices()[:1]))
+    inputs, programs = compiled_programs(config)
     corpus = KeptCorpus(inputs.corpus)
-    ours = Ours(config, inputs, corpus)
+    ours = Ours(programs, corpus, config.run.seed)
     params = jax.tree.map(np.asarray, ours.state.params)
     rates = [
         float(learning_rate(config.optimizer, config.decay_steps, jnp.int32(step)))
@@ -441,8 +455,6 @@ def main(command: Sequence[str] | None = None) -> int:
             config = config_of(
                 options.size, options.data, Path(folder), options.seed, options.overrides
             )
-            tell("compiles ours")
-            compile_ours(config_path(Path(folder)), options.overrides)
             measured = measure(config, options.steps, sizes, options.threads)
         except (*USER_ERRORS, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)
