@@ -8,13 +8,14 @@ and exits with 2. The model is random, about 40 million parameters: text 8 layer
 
     padded     transformers and fused AdamW, each micro-batch padded by what its processor does
     grouped    the same with the examples of a step sorted by length first
-    jaxmllm    the programs of a run on one CPU device: plan, rows, step
+    jaxmllm    the programs of a run on one CPU device: plan, rows, step. They have been compiled before, in a process
+               of its own
 
 Losses before the first step must be equal to 1e-4, or nothing is measured. Media are decoded before the clock starts;
 padding, normalising, planning and filling rows are `host`, and all else is `compute`. Systems take turns on each
 batch, so that a slow moment of the machine touches all; two steps of each are not counted. `tokens/s` are real ones,
 of each phase; `CPU s` mean something on a machine under other load, too; `peak` is the most memory of the process, of
-ours with data and compiler.
+ours with data.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-import jax
 import numpy as np
 import tokenizers
 
@@ -36,16 +36,14 @@ from benchmarks.balance_step import quartiles
 from benchmarks.peer_torch import tell, use_cores
 from benchmarks.peers import processes
 from benchmarks.peers.examples import Example, KeptCorpus, write_generated
-from benchmarks.peers.own_run import OwnRun
+from benchmarks.peers.own_run import OwnRun, compile_alone, compiled_programs
 from benchmarks.peers.processes import Peer, check_losses, has_modules
 from jaxmllm.config import strict_yaml
 from jaxmllm.config.schema import Config, ModelConfig
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.families.resolved import load_run_config, resolved
-from jaxmllm.setup.prepare import prepare
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.training.run import USER_ERRORS
-from sharding.mesh import make_mesh
 
 PEERS: Final = ("padded", "grouped")
 MODULE: Final = "benchmarks.peers.hf_thinker"
@@ -210,10 +208,12 @@ def measure(options: Any, place: Path) -> dict[str, Any]:
     folder = place / "thinker"
     make_folder(options.python, folder, options.size, options.seed)
     config = config_of(folder, place, options.seed, options.examples, options.smaller)
-    tell("reads lengths and compiles")
-    inputs = prepare(config, make_mesh(config.mesh_sizes, jax.devices()[:1]))
+    tell("compiles ours")
+    compile_seconds = compile_alone(config)
+    tell("reads lengths and the programs of ours")
+    inputs, programs = compiled_programs(config)
     corpus = KeptCorpus(inputs.corpus)
-    ours = OwnRun(folder, config, inputs, corpus)
+    ours = OwnRun(folder, config, programs, corpus)
     vision, optimizer = config.model.vision, config.optimizer
     assert vision is not None
     settings = {
@@ -259,7 +259,7 @@ def measure(options: Any, place: Path) -> dict[str, Any]:
         "told": told,
         "batches": batches,
         "first_losses": losses | {"jaxmllm": own},
-        "compile_seconds": ours.compiled,
+        "compile_seconds": compile_seconds,
         "parameters": {name: peer.facts["parameters"] for name, peer in peers.items()}
         | {"jaxmllm": ours.parameters},
         "versions": peers["padded"].facts["versions"],

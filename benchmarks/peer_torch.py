@@ -47,7 +47,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -58,22 +57,18 @@ import numpy as np
 
 from benchmarks.balance_step import quartiles
 from benchmarks.peers.examples import Example, KeptCorpus, write_generated
+from benchmarks.peers.own_run import compile_alone, compiled_programs
 from jaxmllm.balance.records import RowClass
 from jaxmllm.config import strict_yaml
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.data.rows.fill import HostStep, StepFiller
-from jaxmllm.runtime.compilation_cache import keep_programs
-from jaxmllm.setup.build import phased_programs
-from jaxmllm.setup.prepare import RunInputs, prepare
-from jaxmllm.setup.sizing import plan_spec
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.training.optimizer import learning_rate
 from jaxmllm.training.programs.phased import PhasedPrograms
 from jaxmllm.training.run import USER_ERRORS
-from sharding.mesh import make_mesh
 
 IN_MICRO_BATCHES: Final = ("padded", "grouped", "packed")  # of a size that is chosen or given
 PEERS: Final = ("whole", *IN_MICRO_BATCHES)
@@ -176,40 +171,6 @@ def config_of(
 
 
 # ---------------------------------------------------------------------------- ours
-
-
-def compiled_programs(config: Config) -> tuple[RunInputs, PhasedPrograms]:
-    """A run's data, and its programs on one device: read from disk if any process has compiled them."""
-    keep_programs(config)
-    inputs = prepare(config, make_mesh(config.mesh_sizes, jax.devices()[:1]))
-    programs = phased_programs(
-        config,
-        inputs.model,
-        inputs.corpus.formats,
-        plan_spec(config, inputs),
-        len(inputs.corpus.sources),
-    ).compile()
-    assert isinstance(programs, PhasedPrograms)
-    return inputs, programs
-
-
-def compile_alone(config: Config) -> None:
-    """Compile ours in a process of its own: a compilation leaves memory in pieces, and a run is usually not the first
-    with its programs.
-
-    Raises:
-      ValueError: that process failed, and has said why.
-    """
-    process = multiprocessing.get_context("spawn").Process(target=_compile, args=(config,))
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise ValueError("ours was not compiled")
-
-
-def _compile(config: Config) -> None:
-    with suppress(*USER_ERRORS):  # the process that measures meets them, too, and says so
-        compiled_programs(config)
 
 
 class Ours:
