@@ -298,8 +298,8 @@ def rows_of(measured: Mapping[str, Any], items: int) -> list[dict[str, Any]]:
         )
     told = measured["told"]
     rows[0]["batches"] = float(np.median([result["batches"] for result in told[PEER]]))
-    rows[1]["compile_seconds"] = measured["compile_seconds"]
     rows[1]["slots"] = float(np.median([result["slots"] for result in told[OWN]]))
+    rows[1]["compile_seconds"] = measured["compile_seconds"]
     return rows
 
 
