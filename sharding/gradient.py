@@ -3,6 +3,7 @@
 KeptForward, of whole towers
   forward            row -> y, residuals          residuals: what depends on both row and parameters
   backward           row, residuals, dy -> dw     the rest is computed again
+  remembered         row, residuals, y -> the function, without its forward pass
 LayerGradient, of layers of a pipeline
   forward            x -> y, residuals            residuals: what depends on x, nothing else; of a
                                                   layer under `jax.checkpoint`, what its policy keeps
@@ -66,6 +67,22 @@ class KeptForward:
         _, vjp = self._vjp(params, row)
         (gradients,) = _with_chosen(vjp, self._kept, residuals)(dy)
         return gradients
+
+    def remembered(
+        self, params: Params, row: Tree, residuals: Sequence[jax.Array], y: Tree
+    ) -> Callable[[Tree], Tree]:
+        """The function of the trained parameters, to be differentiated where these are what they were: its value is y,
+        and its backward pass starts from the residuals."""
+
+        @jax.custom_vjp
+        def function(trained: Tree) -> Tree:
+            return y
+
+        def backward(_: None, dy: Tree) -> tuple[Tree]:
+            return (self.backward(params, row, residuals, dy),)
+
+        function.defvjp(lambda trained: (y, None), backward)
+        return function
 
 
 class LayerGradient:

@@ -84,7 +84,7 @@ def programs_peak(
             totals[name] = Temporaries({key: size + fresh for key, size in moments.items()})
     for name, size in (compiled or {}).items():
         totals.setdefault(name, size)
-    return step_peak({**asdict(resident(programs)), "kept by encoders": kept}, totals)
+    return step_peak({**asdict(resident(programs)), "kept for backward": kept}, totals)
 
 
 def _phased(programs: PhasedPrograms) -> Iterator[tuple[ProgramName, int]]:
@@ -114,17 +114,18 @@ def _unfinished(programs: PhasedPrograms) -> int:
 
 
 def _kept(programs: PhasedPrograms, microbatches: Mapping[str, int]) -> int:
-    """Bytes that `encode` leaves for the backward passes of a step's microbatches."""
+    """Bytes that forward passes leave for the backward passes of a step's microbatches."""
     from jaxmllm.training.programs.base import ProgramName
 
     functions = programs.functions
     total = 0
-    for phase in programs.encoders:
+    for phase in dict.fromkeys([*programs.encoders, *programs.kept_residuals]):
         number = programs.kept_residuals.get(phase, 0)
         if functions.keeps_features(phase):
             number = microbatches.get(phase, 1)
         classes = programs.spec.phases[phase].classes
-        names = (ProgramName("encode", phase, *one) for one in classes)
+        forward = programs.functions_of(phase).forward
+        names = (ProgramName(forward, phase, *one) for one in classes)
         one = max(residual_bytes(functions.model, name) for name in names)
         total += number * one
     return total

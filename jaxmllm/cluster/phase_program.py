@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from jaxmllm.cluster.mixtures import Mixture, mixture_of
-from jaxmllm.cluster.sends import BACKWARD, SUM_BYTES, WIDE_PARTS
+from jaxmllm.cluster.sends import BACKWARD, FROM_RESIDUALS, SUM_BYTES, WIDE_PARTS
 from jaxmllm.config.schema import ADAPTER, PROJECTOR
 from jaxmllm.phases import LANGUAGE
 
@@ -135,7 +135,7 @@ class PhaseProgram:
         projectors = [name for name in phase.components if name.startswith(PROJECTOR)]
         self.projector = projectors[0] if projectors else None
         trained = model.trainable.components
-        self.given = name.function == "encode_grad_kept"
+        self.given = name.function in FROM_RESIDUALS
         self.tower = [self.phase]  # and its adapter
         self.tower += [name for name in (f"{ADAPTER}{self.phase}",) if name in model.components]
         self.features_kept = not phase.has_loss and trained.isdisjoint(self.tower)
@@ -297,11 +297,13 @@ class PhaseProgram:
         return SUM_BYTES * trained * self._table()
 
     def residuals(self) -> float:
-        """What `encode` leaves for another program: of a trained tower's layers, of its stem, of its last norm, which
-        is in float32, and of the projector; of a frozen tower its features."""
+        """What a forward pass leaves for another program: of trained layers, of a stem, of the last norm, which is in
+        float32, and of a tower's projector or what a decoder yields; of a frozen tower its features."""
         if self.features_kept:
             return self.slots * self.width * self.shapes.projectors
         norm = self.tokens * 2 * WIDE * (self.width + 1)
+        if self.decoder:
+            return self.kept + norm + self.slots * self.width
         shapes = self.shapes.projector
         read = shapes.inputs(self.width, self.shapes.merged)
         each = read + PROJECTOR_KEPT * self._projector_width

@@ -47,7 +47,7 @@ class Passes(NamedTuple):
     linear_again: float = 0.0
     attention_again: float = 0.0
     stem_again: int = 0  # of convolutions along time and mels, whatever `remat` says
-    head: bool = True  # whether a decoder makes logits
+    head: bool = True  # whether a decoder makes logits, which are never kept
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class PhaseSeconds:
         }
         names = self.functions
         if self.phase == LANGUAGE:
-            return self._calls_of_decoder(again)
+            return self._calls_of_decoder(number, again)
         if self.drawing is not None:
             return [(names.backward, Passes(1, 1, **again))]
         if not names.backward:
@@ -142,13 +142,19 @@ class PhaseSeconds:
             (backward, Passes(once_more, 1, **made_again)),
         ]
 
-    def _calls_of_decoder(self, again: Mapping[str, Any]) -> list[tuple[str, Passes]]:
-        """Its states are computed for a generator first, and again with the backward pass."""
+    def _calls_of_decoder(self, number: int, again: Mapping[str, Any]) -> list[tuple[str, Passes]]:
+        """Its states are computed for a generator first, and where nothing of that is kept again with the backward
+        pass."""
+        names = self.functions
         returns = self.whole.linear > self.forward[0]
-        passes = Passes(1, 1, **again) if returns else Passes(1, 0)
+        kept = number < self.programs.kept_residuals.get(self.phase, 0)
+        passes = Passes(not kept, 1, **again) if returns else Passes(1, 0)
         calls = [
-            (self.functions.forward, Passes(1, 0, head=False)),
-            (self.functions.backward, passes._replace(head=bool(self.functions.evaluate))),
+            (names.forward, Passes(1, 0, head=False)),
+            (
+                names.backward_kept if kept else names.backward,
+                passes._replace(head=bool(names.evaluate)),
+            ),
         ]
         return [(name, of_call) for name, of_call in calls if name]
 
@@ -177,6 +183,8 @@ class PhaseSeconds:
             of_backward -= of_backward / linear * self.head
             linear -= self.head
         products = passes.forward * linear + passes.backward * of_backward
+        if passes.head and not passes.forward:
+            products += self.head
         products += passes.linear_again * (self.again - self.of_experts)
         products += passes.backward * AGAIN * self.of_experts
         products += passes.stem_again * self.stem

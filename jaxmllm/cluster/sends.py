@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 GATHER: Final = "all-gather"
 SCATTER: Final = "reduce-scatter"
 EXCHANGE: Final = "all-to-all"
+FROM_RESIDUALS: Final = ("encode_grad_kept", "language_loss_and_grad_kept")
 BACKWARD: Final = (
+    *FROM_RESIDUALS,
     "language_loss_and_grad",
     "encode_grad",
-    "encode_grad_kept",
     "draw_loss_and_grad",
 )
 FORWARD: Final = (
@@ -46,7 +47,11 @@ FORWARD: Final = (
     "draw_loss_and_grad",
 )
 # Code of one device, which looks tokens up where their vectors lie
-LOOKS_UP: Final = ("language_loss_and_grad", "language_states")
+LOOKS_UP: Final = (
+    "language_loss_and_grad",
+    "language_loss_and_grad_kept",
+    "language_states",
+)
 # In paths: what computes in float32 whatever the compute type, of experts and of a generator
 WIDE_PARTS: Final = {"router", "time", "pooled", "modulation", "output_modulation"}
 # In paths: convolutions along time and mels, which every backward pass makes again
@@ -126,8 +131,8 @@ def _axes(entry: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def program_sends(programs: PhasedPrograms, name: ProgramName) -> list[Send] | None:
-    """What a program sends. None where the routes of a step decide, in the hops of an exchange, and where `encode`
-    keeps residuals that tensor parallelism splits, which XLA moves as it likes."""
+    """What a program sends. None where the routes of a step decide, in the hops of an exchange, and where `encode` or
+    `language_states` keeps residuals that tensor parallelism splits, which XLA moves as it likes."""
     if name.function in ("hop", "hop_back"):
         return None
     if name.function == "add_replicas":
@@ -226,7 +231,7 @@ class _Phase:
     @property
     def moves_residuals(self) -> bool:
         kept = bool(self.programs.kept_residuals.get(self.phase))
-        return self.function == "encode" and kept and self._inner > 1
+        return self.function in ("encode", "language_states") and kept and self._inner > 1
 
     @property
     def _inner(self) -> int:
@@ -290,7 +295,7 @@ class _Phase:
         """Each device looks up its part of the width for all that share the table; what it finds is exchanged."""
         found = itemsize * self.tokens / layout.parts * self.shapes.width
         returned = trained and self.backward
-        yield _send(layout, EXCHANGE, leaf.gathered, found, 1 + returned)
+        yield _send(layout, EXCHANGE, leaf.gathered, found, self.forward + returned)
 
     def _parts(self) -> Iterator[Send]:
         """Keys and values of rows that several devices hold, and the tokens of media, which lie in order of the row
@@ -358,7 +363,7 @@ class _Phase:
             return
         if language:
             lookup = size / self.itemsize * SUM_BYTES  # in the type of the table
-            yield _send(layout, ALL_REDUCE, axes, lookup, 1)
+            yield _send(layout, ALL_REDUCE, axes, lookup, self.forward)
             head = self.backward and self._has_head
             yield _send(layout, ALL_REDUCE, axes, size, head, by_data=True)
             return

@@ -30,10 +30,11 @@ def job_temporaries(programs: Programs, name: ProgramName) -> Temporaries:
 
 
 def residual_bytes(model: MLLM, name: ProgramName) -> int:
-    """What `encode` leaves on a device for the backward pass of a microbatch: residuals, or features of a frozen tower.
+    """What `encode` or `language_states` leaves on a device for the backward pass of a microbatch: residuals, or
+    features of a frozen tower.
 
     Args:
-      name: of `encode`, with capacity and span of its rows.
+      name: of one of them, with capacity and span of its rows.
     """
     return round(phase_program(model, name).residuals())
 
@@ -66,9 +67,8 @@ def program_temporaries(model: MLLM, name: ProgramName, keeps: bool = False) -> 
 
     Args:
       model: on any mesh, which may be abstract.
-      name: of `encode`, `encode_grad`, `encode_grad_kept`, `evaluate` or `language_loss_and_grad`, with capacity and
-        span of its rows.
-      keeps: whether `encode` leaves residuals. They lie in its results, and so does what else it works on.
+      name: of `FORWARD` or `BACKWARD`, with capacity and span of its rows.
+      keeps: whether a forward pass leaves residuals. They lie in its results, and so does what else it works on.
     """
     if name.function not in (*FORWARD, *BACKWARD) or not name.subject:
         return Temporaries({})

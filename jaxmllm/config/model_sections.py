@@ -221,6 +221,12 @@ class ModelConfig(Section):
         return () if self.diffusion is None else ("diffusion",)
 
     @property
+    def two_passes(self) -> tuple[str, ...]:
+        """Names of the phases that run forward before another phase, and backward after it: encoders, and a decoder
+        whose states are read."""
+        return (*self.encoders, *("language" for _ in self.generators))
+
+    @property
     def crossed(self) -> dict[str, int]:
         """Phases whose layers attend to conditions apart, and how many of these an item has at least."""
         sections = {phase: getattr(self, phase) for phase in self.generators}

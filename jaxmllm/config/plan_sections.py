@@ -38,8 +38,8 @@ class PhaseConfig(Section):
     max_capacity: PositiveInt | Auto = "auto"  # auto: what memory allows, by an estimate
     max_segments: PositiveInt | Auto = "auto"  # items per row
     block: PositiveInt = 128  # attention block; capacities are multiples of it
-    # Of an encoder: microbatches per step whose backward pass starts from residuals of the forward pass,
-    # instead of running it again; auto: as many as memory allows, by an estimate
+    # Of an encoder, and of a decoder that a generator reads: microbatches per step whose backward pass starts from
+    # residuals of the forward pass, instead of running it again; auto: as many as memory allows, by an estimate
     kept_residuals: NonNegativeInt | Auto = "auto"
 
     @field_validator("capacities")

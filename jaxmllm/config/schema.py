@@ -393,7 +393,7 @@ class Config(Section):
 
     def _check_kept_residuals(self, phase: str, microbatches: int) -> None:
         what = f"phases.{phase}.kept_residuals ({microbatches})"
-        if phase not in self.model.encoders:
+        if phase not in self.model.two_passes:
             raise ValueError(
                 f"{what}: the {phase} phase runs forward and backward in one program, there is "
                 "nothing to keep between them; leave it out"

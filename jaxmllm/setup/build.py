@@ -145,7 +145,7 @@ def phased_programs(
     attention = attention_spec(config, model, formats, spec)
     kept = {
         phase: kept_residuals(config, model, phase, max(spec.phases[phase].capacities))
-        for phase in config.model.encoders
+        for phase in config.model.two_passes
     }
     return PhasedPrograms(functions, spec, formats, attention, config.run.param_dtype, kept)
 

@@ -36,7 +36,7 @@ from jaxmllm.training.programs.stage_layers import LAYERS
 
 PLANNED_MEMORY = 80 << 30  # bytes of a device that is only planned for
 USED_SHARE = 0.5  # of what the state leaves, for the rows of one microbatch
-KEPT_SHARE = 0.25  # of what the state leaves, for residuals of encoders between their two passes
+KEPT_SHARE = 0.25  # of what the state leaves, for residuals of phases between their two passes
 LEAST_SHARE = 0.1  # of a device, where the state leaves less: the run will say that it does not fit
 # Values of a layer that are kept, by `remat`, and that are there while it runs: in widths of the layer, and
 # of its MLP. What a list names comes to what `full` keeps.
@@ -66,8 +66,8 @@ def slots_that_fit(config: Config, model: MLLM, phase: str) -> int:
 
 
 def kept_residuals(config: Config, model: MLLM, phase: str, capacity: int) -> int:
-    """Microbatches of an encoder phase whose residuals stay in memory between its two passes: with `auto` a
-    power of two, or none.
+    """Microbatches of a phase whose residuals stay in memory between its two passes: with `auto` a power of two, or
+    none.
 
     Args:
       capacity: of the largest rows, slots of a rank.
@@ -75,7 +75,7 @@ def kept_residuals(config: Config, model: MLLM, phase: str, capacity: int) -> in
     settings: PhaseConfig = getattr(config.phases, phase)
     if settings.kept_residuals != "auto":
         return settings.kept_residuals
-    memory = _left(config, model) * KEPT_SHARE / len(config.model.encoders)
+    memory = _left(config, model) * KEPT_SHARE / len(config.model.two_passes)
     slots = capacity / model.layout(phase).parts
     fitting = memory / (slots * kept_bytes(config, phase) + kept_weights(config, model, phase))
     return 1 << int(math.log2(fitting)) if fitting >= 1 else 0

@@ -5,7 +5,8 @@
     language_loss_and_grad   rows, pool -> sums, language gradients, gradients of the pool
     (exchange^T       gradients back to the encoder ranks)
     encode_grad       rows, gradients of the pool -> encoder gradients
-                      (or from what encode has kept of the microbatch)
+                      (or from what encode has kept of the microbatch, as language_loss_and_grad may
+                      from what language_states has: generator_functions.py)
     (add_replicas     gradients of every replica -> gradients: training/programs/gradient_sums.py)
     update            gradients, sums -> new state, metrics
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -72,15 +73,21 @@ class KeptFeatures(NamedTuple):
     places: Int[Array, "R/g g*T"]  # of `EncoderRows`
 
 
-class KeptResiduals(NamedTuple):
-    """What the backward pass of a tower starts from, where its forward pass has kept more than the rows."""
+Rows = TypeVar("Rows", EncoderRows, LanguageRows)
 
-    rows: EncoderRows
+
+class KeptResiduals(NamedTuple, Generic[Rows]):
+    """What the backward pass of a phase starts from, where its forward pass has kept more than the rows."""
+
+    rows: Rows
     residuals: tuple[Array, ...]  # [devices along the axes of rows, ...]
 
 
-Start = EncoderRows | KeptFeatures | KeptResiduals
+EncoderStart = EncoderRows | KeptFeatures | KeptResiduals[EncoderRows]
+LanguageStart = LanguageRows | KeptResiduals[LanguageRows]
+Start = EncoderStart | LanguageStart
 AnySums = TypeVar("AnySums")  # of text, or of a generator
+Decoded = tuple[Float[Array, "R C D"], RouterSums | None]
 
 
 @dataclass(frozen=True)
@@ -140,6 +147,13 @@ class StepFunctions:
     def keeps_features(self, phase: str) -> bool:
         """Whether backward starts from the features of a frozen tower instead of running it again."""
         return self.trainable_of(phase) == (f"{PROJECTOR}{phase}",)
+
+    def may_keep_residuals(self, phase: str) -> bool:
+        """Whether the backward pass of a phase is a program of its own, and could start from residuals of its forward
+        pass."""
+        if phase == LANGUAGE:
+            return self.trains_states
+        return bool(self.trainable_of(phase)) and not self.keeps_features(phase)
 
     # ------------------------------------------------------------------ encoders
 
@@ -204,7 +218,7 @@ class StepFunctions:
         self,
         phase: str,
         params: Params,
-        start: Start,
+        start: EncoderStart,
         d_pool: Float[Array, "R W D"],
         pool_offset: Int[Array, ""],
         grads: Params,
@@ -266,7 +280,7 @@ class StepFunctions:
     def language_loss_and_grad(
         self,
         params: Params,
-        rows: LanguageRows,
+        start: LanguageStart,
         pool: TokenPool,
         scale: Float[Array, ""],
         grads: Params,
@@ -278,20 +292,24 @@ class StepFunctions:
         their place: no other microbatch reads these.
 
         Args:
+          start: the rows, or what `language_states` has kept of them.
           routing: of a decoder with experts.
           d_states: a pool of gradients of the states that generators have read, if there are any.
         """
+        rows = start.rows if isinstance(start, KeptResiduals) else start
         media, valid = self._arrived(rows, pool)
         trained, frozen = self.split(params, LANGUAGE)
+        decoded = self._decoded_from(start, Parted((trained, media), frozen))
         layout = self.model.layout(LANGUAGE)
         d_hidden = None if d_states is None else states_slots(rows).take(layout, d_states)
 
         def objective(
             trained: Params, media: Array
         ) -> tuple[Array, tuple[Sums | None, RouterSums | None]]:
-            hidden, head, routed = self.model.routed_hidden(join(trained, frozen), rows, media)
+            hidden, routed = decoded((trained, media))
             total, sums = jnp.zeros((), scale.dtype), None
             if self.learns_text:
+                head = self.model.head(join(trained, frozen))
                 total, sums = self.losses(hidden, head, rows, valid)
                 total *= scale
             if routing is not None and routed is not None:
@@ -325,15 +343,47 @@ class StepFunctions:
         _, row_sums = self.language_loss(params, rows, *self._arrived(rows, pool))
         return self.added(LANGUAGE, sums, row_sums)
 
-    def language_states(self, params: Params, rows: LanguageRows, pool: TokenPool) -> TokenPool:
-        """Put the hidden states that generators read into the pool, and whether they could be computed."""
-        layout = self.model.layout(LANGUAGE)
+    def language_states(
+        self, params: Params, rows: LanguageRows, pool: TokenPool, keeps: bool = False
+    ) -> tuple[TokenPool, tuple[Array, ...] | None]:
+        """Put the hidden states that generators read into the pool, and whether they could be computed.
+
+        The second result is what `language_loss_and_grad` can start from, where that is kept: [1, ...], arrays of one
+        device.
+        """
         media, valid = self._arrived(rows, pool)
-        hidden, _ = self.model.hidden(params, rows, media)
+        kept = None
+        if keeps:
+            trained, frozen = self.split(params, LANGUAGE)
+            parted = Parted((trained, media), frozen)
+            decoded, residuals = self._kept_decoder(parted, rows).forward(parted, rows)
+            hidden = decoded[0]
+            kept = tuple(leaf[None] for leaf in (*jax.tree.leaves(decoded), *residuals))
+        else:
+            hidden, _ = self.model.hidden(params, rows, media)
         computed = ~self.failed_tokens(rows, valid)
         states = TokenPool(hidden.astype(pool.tokens.dtype), computed.astype(pool.valid.dtype))
-        put: TokenPool = states_slots(rows).put(layout, states, pool)
-        return put
+        put: TokenPool = states_slots(rows).put(self.model.layout(LANGUAGE), states, pool)
+        return put, kept
+
+    def _decoded(self, parted: Parted, rows: LanguageRows) -> Decoded:
+        """Hidden states, and what is routed, of (parameters, media) that gradients are asked of, and others."""
+        trained, media = parted.trained
+        hidden, _, routed = self.model.routed_hidden(join(trained, parted.frozen), rows, media)
+        return hidden, routed
+
+    def _kept_decoder(self, parted: Parted, rows: LanguageRows) -> KeptForward:
+        return KeptForward(self._decoded, parted, rows)
+
+    def _decoded_from(self, start: LanguageStart, parted: Parted) -> Callable[[Any], Decoded]:
+        """`_decoded` as a function of `parted.trained`, to be differentiated."""
+        if not isinstance(start, KeptResiduals):
+            return lambda trained: self._decoded(parted._replace(trained=trained), start)
+        kept = self._kept_decoder(parted, start.rows)
+        outputs, tree = jax.tree.flatten(kept.y)
+        arrays = tuple(leaf[0] for leaf in start.residuals)
+        decoded = jax.tree.unflatten(tree, arrays[: len(outputs)])
+        return kept.remembered(parted, start.rows, arrays[len(outputs) :], decoded)
 
     def failed_tokens(self, rows: LanguageRows, valid: Array) -> Array:
         """Which tokens belong to examples with a media token that could not be computed."""

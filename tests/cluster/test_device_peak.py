@@ -49,7 +49,7 @@ def test_what_encoders_leave_is_what_their_programs_give(frozen):
             )
     numbers = {"vision": 3, "audio": 3} if frozen else {"vision": 2, "audio": 1}
     peak = programs_peak(programs, microbatches={"vision": 3, "audio": 3})
-    assert peak.parts["kept by encoders"] == pytest.approx(
+    assert peak.parts["kept for backward"] == pytest.approx(
         sum(numbers[phase] * size for phase, size in left.items()), rel=LESS
     )
 

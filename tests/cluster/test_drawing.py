@@ -18,9 +18,10 @@ from jaxmllm.cluster.clusters import CLUSTERS
 from jaxmllm.cluster.device_peak import programs_peak
 from jaxmllm.cluster.device_seconds import Device
 from jaxmllm.cluster.drawing import Drawing
+from jaxmllm.cluster.held import device_bytes
 from jaxmllm.cluster.phase_seconds import PhaseSeconds
 from jaxmllm.cluster.sends import program_sends, ring_bytes
-from jaxmllm.cluster.temporaries import job_temporaries
+from jaxmllm.cluster.temporaries import job_temporaries, residual_bytes
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import DiffusionConfig
 from jaxmllm.data.media.modalities import modalities, row_formats
@@ -32,7 +33,8 @@ from jaxmllm.setup.spans import spans_of_phases
 from jaxmllm.training.programs.base import ProgramName
 from sharding.mesh import abstract_mesh
 
-DRAW, STATES = "draw_loss_and_grad", "language_states"
+DRAW, STATES, LOSS = "draw_loss_and_grad", "language_states", "language_loss_and_grad"
+LOSS_KEPT = f"{LOSS}_kept"
 POOL = 4096  # slots
 CROSS = (("conditioning", "cross"),)
 FSDP = (("data", 1), ("fsdp", 64))
@@ -50,9 +52,13 @@ SHAPES = {
 @cache
 def drawing(
     mesh, language="2B", shapes="usual", slots=8192, remat="full", frozen=(), choices=(),
-    segments=32,
+    segments=32, keeps=0,
 ):  # fmt: skip
-    """The config and programs of a decoder and a generator, with rows that are given."""
+    """The config and programs of a decoder and a generator, with rows that are given.
+
+    Args:
+      keeps: microbatches of the decoder whose residuals stay.
+    """
     model = {
         "language": MODELS[language]["language"] | {"rope_sections": None},
         "diffusion": SHAPES[shapes] | {"channels": 16, "patch_size": 2} | dict(choices),
@@ -61,16 +67,15 @@ def drawing(
     components = {phase: settings | {"remat": remat, "freeze": phase in frozen} for phase in model}
     components["projector"] = {"language": settings}
     capacities = {"language": 8192, "diffusion": slots}
+    phases = {phase: {"capacities": [n], "spans": [1]} for phase, n in capacities.items()}
+    phases["language"]["kept_residuals"] = keeps
     config = parse_config(
         {
             "run": {"directory": "runs/drawing", "steps": 4},
             "model": model,
             "components": components,
             "mesh": dict(mesh),
-            "phases": {
-                phase: {"capacities": [capacity], "spans": [1]}
-                for phase, capacity in capacities.items()
-            },
+            "phases": phases,
             "data": {"sources": [{"name": "none", "path": "none.jsonl"}], "batch_size": 128},
             "optimizer": {"learning_rate": 1e-4},
         }
@@ -122,6 +127,10 @@ def program_of(programs, function):
         (DRAW, (("data", 8), ("fsdp", 1)), {}, 20.110),
         (STATES, FSDP, {}, 0.432),
         (STATES, CONTEXT, {"slots": 16_384}, 0.257),
+        (LOSS_KEPT, (("data", 1), ("fsdp", 16)), {"keeps": 2}, 1.894),
+        (LOSS_KEPT, FSDP, {"keeps": 2, "remat": "dots"}, 1.905),
+        (LOSS_KEPT, FSDP, {"keeps": 2, "remat": "none"}, 2.141),
+        (LOSS_KEPT, TENSOR, {"keeps": 2, "language": "7B"}, 1.827),
         # Compiled after the constants were chosen
         (
             DRAW,
@@ -213,6 +222,50 @@ def test_estimates_are_what_was_compiled(function, mesh, sections, compiled_gb):
                 "all-to-all fsdp": 5.90,
             },
         ),
+        # No layer runs forward, so that its weights are gathered once, or with `none` not again
+        (
+            LOSS_KEPT,
+            FSDP,
+            {"keeps": 2, "remat": "dots"},
+            {
+                "all-gather fsdp": 3040.97,
+                "all-to-all fsdp": 24.77,
+                "reduce-scatter fsdp": 6077.80,
+            },
+        ),
+        (
+            LOSS_KEPT,
+            FSDP,
+            {"keeps": 2, "remat": "none"},
+            {
+                "all-gather fsdp": 461.52,
+                "all-to-all fsdp": 24.77,
+                "reduce-scatter fsdp": 6077.80,
+            },
+        ),
+        (
+            LOSS_KEPT,
+            CONTEXT,
+            {"keeps": 2, "slots": 16_384},
+            {
+                "all-gather context": 176.23,
+                "all-gather fsdp": 2894.32,
+                "all-to-all fsdp": 5.90,
+                "reduce-scatter context": 176.16,
+                "reduce-scatter fsdp": 5788.39,
+            },
+        ),
+        (
+            LOSS_KEPT,
+            TENSOR,
+            {"keeps": 2, "language": "7B"},
+            {
+                "all-gather fsdp": 3314.69,
+                "all-reduce tensor": 7404.27,
+                "all-to-all fsdp": 55.05,
+                "reduce-scatter fsdp": 6628.39,
+            },
+        ),
     ],
     ids=str,
 )
@@ -244,13 +297,14 @@ def test_the_largest_program_may_be_the_generator():
     _, programs = drawing(FSDP, remat="dots")
     peak = programs_peak(programs)
     assert peak.program == ProgramName(DRAW, "diffusion", 8192)
-    assert {name.function for name in programs.jobs} >= {DRAW, STATES, "language_loss_and_grad"}
+    assert {name.function for name in programs.jobs} >= {DRAW, STATES, LOSS}
 
 
-def test_a_decoder_that_is_read_has_a_program_for_its_states():
-    _, programs = drawing((("data", 2),), shapes="tiny", slots=512)
-    loss = "language_loss_and_grad"
-    expected = {"language": (STATES, loss, "evaluate"), "diffusion": (DRAW, "evaluate")}
+@pytest.mark.parametrize("keeps", [0, 2])
+def test_a_decoder_that_is_read_has_a_program_for_its_states(keeps):
+    _, programs = drawing((("data", 2),), shapes="tiny", slots=512, keeps=keeps)
+    losses = (LOSS, LOSS_KEPT) if keeps else (LOSS,)
+    expected = {"language": (STATES, *losses, "evaluate"), "diffusion": (DRAW, "evaluate")}
     jobs = [name for name in programs.jobs if name.capacity]
     for phase, names in expected.items():
         assert programs.functions_of(phase).names == names
@@ -308,7 +362,7 @@ def test_the_decoder_runs_for_states_and_again_with_its_backward_pass():
     device = Device(CLUSTERS["h100"], 0.5)
     phase = PhaseSeconds(drawing(FSDP)[1], "language", device)
     (states, forward), (loss, both) = phase._calls(0)
-    assert (states, loss) == (STATES, "language_loss_and_grad")
+    assert (states, loss) == (STATES, LOSS)
     first, second = (
         phase._call(name, passes, 8192, 1, (0.0, 0.0), 0.0)
         for name, passes in ((states, forward), (loss, both))
@@ -316,3 +370,32 @@ def test_the_decoder_runs_for_states_and_again_with_its_backward_pass():
     # No logits of states: layers once, against three times and once more with all that they keep made again
     assert 0 < first.flops < second.flops / 3
     assert first.seconds < second.seconds / 3
+
+
+def test_a_decoder_that_keeps_residuals_runs_forward_once():
+    device = Device(CLUSTERS["h100"], 0.5)
+    phase = PhaseSeconds(drawing(FSDP, keeps=2)[1], "language", device)
+    calls = [phase._calls(number) for number in range(3)]
+    assert calls[0] == calls[1]
+    flops = [
+        [phase._call(*call, 8192, 1, (0.0, 0.0), 0.0).flops for call in of_microbatch]
+        for of_microbatch in calls[1:]
+    ]
+    (states, kept), (again_states, again) = flops
+    assert calls[2][1][0] == LOSS and calls[1][1][0] == LOSS_KEPT
+    assert states == again_states
+    # Logits are made in either
+    assert kept + states == pytest.approx(again)
+
+
+@pytest.mark.parametrize("remat", ["full", "dots", "none"])
+def test_what_a_decoder_leaves_is_what_its_program_gives(remat):
+    """Of `none` a little less is kept than is counted."""
+    _, programs = drawing(FSDP, remat=remat, keeps=2)
+    name = program_of(programs, STATES)
+    job = programs.jobs[name]
+    left = device_bytes(job.result) - device_bytes([job.arguments[n] for n in job.donated])
+    counted = residual_bytes(programs.functions.model, name)
+    assert counted == pytest.approx(left, rel=0.03)
+    parts = programs_peak(programs).parts
+    assert parts["kept for backward"] == 2 * counted

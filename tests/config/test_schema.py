@@ -291,6 +291,9 @@ def test_a_model_that_draws_has_what_its_losses_need(path):
     assert load_config(path, [DRAWS, "pipeline.stages=2"]).pipeline.stages == 2
     assert "is not measured" in refusal(path, DRAWS, "balance.calibration=times.json")
     assert "nothing to keep" in refusal(path, DRAWS, "phases.diffusion.kept_residuals=1")
+    kept = "phases.language.kept_residuals=1"
+    assert load_config(path, [DRAWS, kept]).phases.language.kept_residuals == 1
+    assert "pipeline.kept_residuals says" in refusal(path, DRAWS, kept, "pipeline.stages=2")
     assert "at least 8 numbers in a head" in refusal(path, DRAWS, "model.diffusion.heads=8")
     frozen = "components.diffusion={freeze: true, ema: 0.9}"
     assert "components.diffusion: ema (0.9): the component is frozen" in refusal(

@@ -154,3 +154,32 @@ def test_only_what_depends_on_both_parameters_and_row_is_kept():
     )
     _, residuals = kept.forward(params, jnp.ones((4, 8)))
     assert {leaf.shape for leaf in residuals} == {(4, 16)}
+
+
+def test_a_remembered_function_goes_back_from_its_residuals_inside_of_others():
+    """As the decoder inside of a loss, whose head may be its own embedding."""
+    params, x, row, dy = arrays()
+
+    def function(params, row):
+        return gated(params, row["x"], row)
+
+    def loss(of_row, trained):
+        return jnp.sum(of_row(trained) * dy) + jnp.sum(jnp.square(trained["down"]))
+
+    row |= {"x": x}
+    expected = jax.grad(
+        lambda trained: loss(lambda t: function(Params(t, params.frozen), row), trained)
+    )(params.trained)
+    y, residuals = KeptForward(function, params, row).forward(params, row)
+
+    @jax.jit
+    def found(params, row, residuals, y):
+        kept = KeptForward(function, params, row)
+        remembered = kept.remembered(params, row, residuals, y)
+        return jax.value_and_grad(lambda trained: loss(remembered, trained))(params.trained)
+
+    value, gradients = found(params, row, residuals, y)
+    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    twice, _ = found(params, row, residuals, 2 * y)
+    assert float(twice - value) == pytest.approx(float(jnp.sum(y * dy)), rel=1e-4), "y is read"

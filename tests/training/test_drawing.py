@@ -346,18 +346,31 @@ SMALL_ROWS = {  # and small pools
     "balance__pair_slots": 12,
 }
 SHARED_ROWS = {"phases__diffusion": {"block": 32, "spans": [1, 2], "capacities": [64]}}
+KEPT_STATES = {  # of the first microbatches, whose decoder runs forward once
+    "phases__language": {"block": 32, "capacities": [128, 64], "kept_residuals": 1},
+}
 CASES = {  # devices, further changes
     "small-rows-and-pools": (2, {"mesh": {"data": 2}, **SMALL_ROWS}),
     "context2": (2, {"mesh": {"data": 1, "context": 2}}),
     "ranks8": (8, {"mesh": {"data": 8}}),
     "wide": (8, {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, **WIDE}),
     "shared-rows": (2, {"mesh": {"data": 2}, **SHARED_ROWS}),
+    "kept": (2, {"mesh": {"fsdp": 2}, **KEPT_STATES}),
+    "kept-tensor": (
+        4,
+        {
+            "mesh": {"data": 1, "fsdp": 2, "tensor": 2},
+            "components__language": {"remat": "none", "reduce": "step"},
+            **KEPT_STATES,
+        },
+    ),
+    "kept-context": (2, {"mesh": {"data": 1, "context": 2}, **KEPT_STATES}),
 }
 
 
 @pytest.mark.parametrize(
     "case",
-    slow_cases({case: (case,) for case in CASES}, always=("context2",)),
+    slow_cases({case: (case,) for case in CASES}, always=("context2", "kept")),
 )
 def test_plans_and_meshes_leave_the_mathematics_alone(pictures, both, whole, case):
     devices, changes = CASES[case]
@@ -369,6 +382,9 @@ def test_plans_and_meshes_leave_the_mathematics_alone(pictures, both, whole, cas
         if case.startswith("small") and mode == "none":
             assert len(set(step.capacities["language"])) == 2
             assert len(step.rounds["diffusion"]) == max(step.pools["diffusion"]) + 1 == 2
+        if case.startswith("kept"):
+            kept = setup.programs.kept_residuals["language"]
+            assert 0 < kept < len(step.rows["language"])
         if not case.startswith("shared"):  # whose rows lie in parts
             assert draws(step) == draws(both.step(EXAMPLES)), "noise, times and drops, bit for bit"
         assert_as(computed(setup, step), whole)

@@ -350,9 +350,9 @@ def limits(config: Config, _: Scene) -> Any:
 
 
 def kept(config: Config, scene: Scene) -> Any:
-    """Microbatches of encoders that run forward once."""
-    made = scene.inputs.model
-    return [kept_residuals(config, made, phase, CAPACITY) for phase in config.model.encoders]
+    """Microbatches of phases of two passes that run forward once."""
+    made = (scene.drawing if config.model.generators else scene.inputs).model
+    return [kept_residuals(config, made, phase, CAPACITY) for phase in config.model.two_passes]
 
 
 def shared(config: Config, _: Scene) -> Any:
@@ -687,6 +687,7 @@ EFFECTS: dict[str, Effect] = {
     **phase("vision"),
     **phase("audio"),
     **phase("language"),
+    **effects("phases.language", kept, DRAWS, kept_residuals="3"),
     **effects("balance", plan, mode="none", pool_slots="4096", pair_slots="64", exchange="ragged"),
     **effects("balance", plan, ranks_per_node="2", calibration="absent.json"),
     **effects(

@@ -140,12 +140,12 @@ class Programs(abc.ABC):
             for phase, route in spec.routes.items()
         }
         self.attention = attention
-        # Microbatches by encoder phase. Of a frozen tower the features are kept in any case, and a phase
-        # without gradients needs nothing
+        # Microbatches by phase. Of a frozen tower the features are kept in any case, and a phase without gradients
+        # needs nothing
         self.kept_residuals = {
             phase: microbatches
             for phase, microbatches in kept_residuals.items()
-            if functions.trainable_of(phase) and not functions.keeps_features(phase)
+            if functions.may_keep_residuals(phase)
         }
         self.param_dtype = param_dtype
         self.formats = formats

@@ -5,7 +5,8 @@
         --draw_loss_and_grad x M--> each state gives its place to its gradient
         --(hop_back x hops; deliver_back) x rounds--> gradients for language_loss_and_grad
 
-The decoder runs forward once for the states, and again with the backward pass that their gradients ask for.
+The decoder runs forward for the states, and goes back when their gradients are there: from the residuals of some
+microbatches, as many as memory allows; the others run forward again.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from jaxmllm.training.objectives.flow import FlowSums
 from jaxmllm.training.programs.base import Job, Jobs, ProgramName, Programs
 from jaxmllm.training.programs.exchange_programs import DeviceTables, ExchangePrograms
 from jaxmllm.training.programs.phase_functions import PhaseFunctions, phase_functions
+from jaxmllm.training.step_functions import KeptFeatures, KeptResiduals, Start
 from sharding.parameters import map_rows
 from sharding.rules import Layout
 
@@ -54,11 +56,12 @@ class GeneratorPrograms(Programs):
         gradients: Any,
         drawn: FlowSums | None,
         failed: jax.Array,
-    ) -> tuple[Any, FlowSums | None, list[jax.Array], jax.Array]:
-        """Gradients with those of generators, their sums, gradients of the states that they have read, by
-        language pool, where the decoder has a use for them, and the items that could not be decoded."""
+    ) -> tuple[Any, FlowSums | None, list[Start], list[jax.Array], jax.Array]:
+        """Gradients with those of generators, their sums, what the decoder's backward pass starts from, by
+        microbatch, gradients of the states that generators have read, by language pool, where the decoder has a use
+        for them, and the items that could not be decoded."""
         host = batch.host
-        states = self._states(params, batch, language_pools)
+        states, starts = self._states(params, batch, language_pools, backward=True)
         scale = self._scale(self.functions.objective.diffusion.weight, host.patches)
         for phase in self.generators:
             pools = states[self.exchange_owner[phase]]
@@ -74,7 +77,7 @@ class GeneratorPrograms(Programs):
                 )
             gradients |= phase_grads
         if not self.functions.trains_states:
-            return gradients, drawn, [], failed
+            return gradients, drawn, starts, [], failed
         d_states = [self._zeros(f"d_{LANGUAGE}") for _ in language_pools]
         for owner in list(states):
             pools = states.pop(owner)
@@ -83,7 +86,7 @@ class GeneratorPrograms(Programs):
                 d_states[round_.target] = exchange.deliver_back(
                     self._call, pools[round_.source].tokens, d_states[round_.target], tables
                 )
-        return gradients, drawn, d_states, failed
+        return gradients, drawn, starts, d_states, failed
 
     def _evaluate_drawn(
         self,
@@ -95,7 +98,7 @@ class GeneratorPrograms(Programs):
     ) -> tuple[FlowSums | None, jax.Array]:
         """Sums of generators, and the items that could not be decoded, added to those given."""
         host = batch.host
-        states = self._states(params, batch, language_pools)
+        states, _ = self._states(params, batch, language_pools, backward=False)
         for phase in self.generators:
             pools = states[self.exchange_owner[phase]]
             phase_params = self._params_of(params, phase)
@@ -107,16 +110,18 @@ class GeneratorPrograms(Programs):
         return drawn, failed
 
     def _states(
-        self, params: Any, batch: DeviceStep, language_pools: list[TokenPool]
-    ) -> dict[str, list[TokenPool]]:
+        self, params: Any, batch: DeviceStep, language_pools: list[TokenPool], backward: bool
+    ) -> tuple[dict[str, list[TokenPool]], list[Start]]:
         """Run the decoder forward, which leaves states in the language pools: the generators' pools with
-        them, by owner of an exchange."""
+        them, by owner of an exchange, and what its backward pass starts from (by microbatch, if there is one)."""
         host = batch.host
         phase_params = self._params_of(params, LANGUAGE)
+        starts: list[Start] = []
         for m, rows in enumerate(batch.rows[LANGUAGE]):
             pool = host.pools[LANGUAGE][m]
             program = self._of_microbatch("language_states", LANGUAGE, host, m)
-            language_pools[pool] = program(phase_params, rows, language_pools[pool])
+            language_pools[pool], kept = program(phase_params, rows, language_pools[pool])
+            starts.append(self.start_of(LANGUAGE, m, rows, kept) if backward else rows)
         states = self._empty_pools(batch, self._owners(self.generators), "")
         for owner, pools in states.items():
             exchange = self._exchange_programs[owner]
@@ -124,7 +129,7 @@ class GeneratorPrograms(Programs):
                 pools[round_.source] = exchange.deliver(
                     self._call, language_pools[round_.target], pools[round_.source], tables
                 )
-        return states
+        return states, starts
 
     def _generator_jobs(self, phase: str, row_format: RowFormat, block: int) -> Jobs:
         params = self._params_of(self.params, phase)
@@ -183,6 +188,12 @@ class GeneratorPrograms(Programs):
         """What the programs of a phase compute."""
         return phase_functions(self.functions, phase, bool(self.kept_residuals.get(phase)))
 
+    def start_of(self, phase: str, microbatch: int, rows: Any, kept: Any) -> Start:
+        """What the backward pass of a microbatch of a step starts from, by what its forward pass has kept."""
+        start = start_from(rows, kept)
+        within = microbatch < self.kept_residuals.get(phase, 0)
+        return rows if isinstance(start, KeptResiduals) and not within else start
+
     def _of_microbatch(
         self, function: str, phase: str, host: HostStep, microbatch: int
     ) -> Callable[..., Any]:
@@ -210,6 +221,13 @@ class GeneratorPrograms(Programs):
 
     def _grads_of(self, grads: Any, phase: str) -> Any:
         return {name: grads[name] for name in self.functions.trainable_of(phase)}
+
+
+def start_from(rows: Any, kept: Any) -> Start:
+    """What a backward pass starts from, by what the forward pass has kept: nothing, features or residuals."""
+    if kept is None:
+        return rows
+    return kept if isinstance(kept, KeptFeatures) else KeptResiduals(rows, kept)
 
 
 def _counting(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:

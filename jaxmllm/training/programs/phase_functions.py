@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jaxmllm.phases import LANGUAGE
-from jaxmllm.training.step_functions import StepFunctions
+from jaxmllm.training.step_functions import KeptResiduals, Start, StepFunctions
 
 
 class PhaseFunctions(NamedTuple):
@@ -21,6 +21,10 @@ class PhaseFunctions(NamedTuple):
     backward_kept: str = ""  # the same, from residuals that `forward` has left
     evaluate: str = ""  # the loss alone
 
+    def backward_from(self, start: Start) -> str:
+        """The function that starts from this."""
+        return self.backward_kept if isinstance(start, KeptResiduals) else self.backward
+
     @property
     def names(self) -> tuple[str, ...]:
         """Those that there are."""
@@ -31,7 +35,7 @@ def phase_functions(functions: StepFunctions, phase: str, keeps: bool = False) -
     """The functions of a phase.
 
     Args:
-      keeps: whether an encoder leaves residuals for the backward passes of some microbatches.
+      keeps: whether `forward` leaves residuals for the backward passes of some microbatches.
     """
     generators = functions.model.config.generators
     if phase in generators:
@@ -47,5 +51,6 @@ def phase_functions(functions: StepFunctions, phase: str, keeps: bool = False) -
     return PhaseFunctions(
         forward="language_states" * generates,
         backward="language_loss_and_grad" * (functions.trains_language or not generates),
+        backward_kept="language_loss_and_grad_kept" * (functions.trains_states and keeps),
         evaluate="evaluate" * functions.learns_text,
     )

@@ -17,7 +17,8 @@ tokens of the step (E of encoders, L of the language model; the exchange has a b
     encode_grad             dE                    goes before `add_replicas`
 
 Where memory allows, `encode` leaves residuals, and those of a step's first microbatches stay for
-`encode_grad_kept`; the others run forward again in `encode_grad`.
+`encode_grad_kept`; the others run forward again in `encode_grad`. So do `language_states` and
+`language_loss_and_grad_kept`, where a generator reads what the decoder yields.
 """
 
 from __future__ import annotations
@@ -43,10 +44,15 @@ from jaxmllm.models.rows import (
 )
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
+from jaxmllm.training.objectives.routing import Routing
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.programs.base import TOKENS, Evaluated, Job, Jobs, ProgramName, zeros_job
 from jaxmllm.training.programs.exchange_programs import ExchangePrograms
-from jaxmllm.training.programs.generator_programs import DeviceStep, GeneratorPrograms
+from jaxmllm.training.programs.generator_programs import (
+    DeviceStep,
+    GeneratorPrograms,
+    start_from,
+)
 from jaxmllm.training.programs.gradient_sums import GradientSums
 from jaxmllm.training.programs.transfer import put_ranks
 from jaxmllm.training.step_functions import (
@@ -73,8 +79,8 @@ class PhaseBuffers(NamedTuple):
 class PhasedPrograms(GeneratorPrograms):
     """Programs of single microbatches, which the host calls phase after phase.
 
-    Of each encoder phase, `kept_residuals` microbatches of a step run forward once: what they leave
-    for their backward pass stays in memory until then.
+    Of each phase of two passes, `kept_residuals` microbatches of a step run forward once: what they
+    leave for their backward pass stays in memory until then.
     """
 
     # ------------------------------------------------------------------ running
@@ -117,24 +123,24 @@ class PhasedPrograms(GeneratorPrograms):
         sums = self._zeros("sums")
         sums, drawn = sums._replace(drawn=None), sums.drawn
         d_states: list[jax.Array] = []
+        starts: list[Start] = list(batch.rows[LANGUAGE])
         if self.generators:
-            gradients, drawn, d_states, failed = self._draw(
+            gradients, drawn, starts, d_states, failed = self._draw(
                 params, batch, pools, gradients, drawn, failed
             )
         if self.functions_of(LANGUAGE).backward:
-            scale = self._scale(self.functions.objective.language.weight, host.targets)
-            routing = self._routing(host.statistics, expert_counts)
-            phase_params = self._params_of(params, LANGUAGE)
-            phase_grads = self._grads_of(gradients, LANGUAGE)
-            for m, rows in enumerate(batch.rows[LANGUAGE]):
-                pool = host.pools[LANGUAGE][m]
-                program = self._of_microbatch("language_loss_and_grad", LANGUAGE, host, m)
-                pools[pool], phase_grads, sums = program(
-                    *(phase_params, rows, pools[pool], scale, phase_grads, sums, routing),
-                    *d_states[pool : pool + 1],
-                )
-            gradients |= phase_grads
-        del d_states
+            of_language, sums = self._language_grads(
+                params,
+                batch,
+                starts,
+                pools,
+                d_states,
+                self._grads_of(gradients, LANGUAGE),
+                sums,
+                self._routing(host.statistics, expert_counts),
+            )
+            gradients |= of_language
+        del d_states, starts
         d_pools = self._return(batch, pools)
         for phase in self.encoders:
             if self.functions_of(phase).backward:
@@ -194,9 +200,7 @@ class PhasedPrograms(GeneratorPrograms):
                 pools[pool], kept, failed = program(
                     phase_params, rows, pools[pool], pool_offset, failed
                 )
-                start = _start(rows, kept) if backward else rows
-                if isinstance(start, KeptResiduals) and m >= self.kept_residuals.get(phase, 0):
-                    start = rows
+                start = self.start_of(phase, m, rows, kept) if backward else rows
                 saved_for_backward[phase].append(start)
         count = max(host.pools[LANGUAGE], default=0) + 1
         language_pools = [self._zeros(LANGUAGE) for _ in range(count)]
@@ -225,6 +229,37 @@ class PhasedPrograms(GeneratorPrograms):
         language_pools.clear()
         return d_encoder
 
+    def _language_grads(
+        self,
+        params: Any,
+        batch: DeviceStep,
+        starts: list[Start],
+        pools: list[TokenPool],
+        d_states: list[jax.Array],
+        grads: Any,
+        sums: Sums,
+        routing: Routing | None,
+    ) -> tuple[Any, Sums]:
+        """Gradients and sums with those of the decoder; in the pools, gradients take the place of the tokens that its
+        rows have read.
+
+        Args:
+          d_states: gradients of the states that a generator has read, by pool; empty if none did.
+        """
+        host = batch.host
+        phase_params = self._params_of(params, LANGUAGE)
+        names = self.functions_of(LANGUAGE)
+        scale = self._scale(self.functions.objective.language.weight, host.targets)
+        for m in range(len(starts)):
+            start = starts.pop(0)  # held by nothing else: its memory is free after the program
+            pool = host.pools[LANGUAGE][m]
+            program = self._of_microbatch(names.backward_from(start), LANGUAGE, host, m)
+            pools[pool], grads, sums = program(
+                *(phase_params, start, pools[pool], scale, grads, sums, routing),
+                *d_states[pool : pool + 1],
+            )
+        return grads, sums
+
     def _encoder_grads(
         self,
         phase: str,
@@ -236,11 +271,12 @@ class PhasedPrograms(GeneratorPrograms):
     ) -> Any:
         host = batch.host
         phase_params = self._params_of(params, phase)
+        names = self.functions_of(phase)
         for m in range(len(saved)):
             start = saved.pop(0)  # held by nothing else: its memory is free after the program
             d_pool = d_pools[host.pools[phase][m]]
             pool_offset = np.int32(host.pool_offsets[phase][m])
-            program = self._of_microbatch(_backward_of(start), phase, host, m)
+            program = self._of_microbatch(names.backward_from(start), phase, host, m)
             grads = program(phase_params, start, d_pool, pool_offset, grads)
         return grads
 
@@ -292,7 +328,7 @@ class PhasedPrograms(GeneratorPrograms):
             return buffers._replace(sums=program(phase_params, rows, buffers.pool, buffers.sums))
         program = self._call("encode", phase, *row_class)
         pool, kept, failed = program(phase_params, rows, buffers.pool, np.int32(0), buffers.failed)
-        return buffers._replace(pool=pool, failed=failed, saved=_start(rows, kept))
+        return buffers._replace(pool=pool, failed=failed, saved=start_from(rows, kept))
 
     def backward(
         self, phase: str, params: Any, rows: Any, row_class: RowClass, buffers: PhaseBuffers
@@ -315,7 +351,8 @@ class PhasedPrograms(GeneratorPrograms):
                 *arguments
             )
             return buffers._replace(pool=pool, gradients=gradients, sums=sums)
-        program = self._call(_backward_of(buffers.saved), phase, *row_class)
+        function = self.functions_of(phase).backward_from(buffers.saved)
+        program = self._call(function, phase, *row_class)
         gradients = program(
             phase_params, buffers.saved, buffers.d_pool, np.int32(0), buffers.gradients
         )
@@ -372,6 +409,7 @@ class PhasedPrograms(GeneratorPrograms):
         for capacity, span in spec.classes:
             functions = self.functions.spanned(LANGUAGE, span)
             layout = functions.model.layout(LANGUAGE)
+            by_device = functions.by_device(LANGUAGE)
             rows = abstract_language_rows(
                 layout,
                 capacity,
@@ -381,19 +419,23 @@ class PhasedPrograms(GeneratorPrograms):
                 bool(self.generators),
                 self.attention.runs.get(LANGUAGE),
             )
+            starts: list[Start] = [rows] if names.backward else []
             if names.forward:
                 given = (params, rows, pool)
-                on_device = functions.by_device(LANGUAGE).language_states
+                states, kept = _decoding(functions, given, bool(names.backward_kept))
+                starts += [KeptResiduals(rows, kept)] if kept is not None else []
                 jobs[ProgramName(names.forward, LANGUAGE, capacity, span)] = Job(
-                    map_rows(layout, on_device, given, pool), given, pool, (2,)
+                    map_rows(layout, states, given, (pool, kept)), given, (pool, kept), (2,)
                 )
-            if names.backward:
+            for start in starts:
                 scalar = self._scalar()
-                arguments = (params, rows, pool, scalar, grads, sums, routing, *d_states)
+                arguments = (params, start, pool, scalar, grads, sums, routing, *d_states)
                 results = (pool, grads, sums)
-                by_device = functions.by_device(LANGUAGE).language_loss_and_grad
-                jobs[ProgramName(names.backward, LANGUAGE, capacity, span)] = Job(
-                    map_rows(layout, by_device, arguments, results), arguments, results, (2, 4, 5)
+                jobs[ProgramName(names.backward_from(start), LANGUAGE, capacity, span)] = Job(
+                    map_rows(layout, by_device.language_loss_and_grad, arguments, results),
+                    arguments,
+                    results,
+                    (2, 4, 5),
                 )
             if names.evaluate:
                 jobs[ProgramName(names.evaluate, LANGUAGE, capacity, span)] = Job(
@@ -422,14 +464,14 @@ class PhasedPrograms(GeneratorPrograms):
             else:
                 encode, kept = _encoding(functions, phase, arguments)
                 if names.backward:
-                    starts = [_start(rows, kept)]
+                    starts = [start_from(rows, kept)]
             jobs[ProgramName(names.forward, phase, capacity, span)] = Job(
                 encode, arguments, (pool, kept, failed), donated=(2,)
             )
             for start in starts:
                 given = (params, start, pool.tokens, pool_offset, grads)
                 on_device = partial(functions.by_device(phase).encode_grad, phase)
-                jobs[ProgramName(_backward_of(start), phase, capacity, span)] = Job(
+                jobs[ProgramName(names.backward_from(start), phase, capacity, span)] = Job(
                     map_rows(layout, on_device, given, grads), given, grads, (4,)
                 )
         return jobs
@@ -479,15 +521,15 @@ class PhasedPrograms(GeneratorPrograms):
         )
 
 
-def _start(rows: Any, kept: Any) -> Start:
-    """What the backward pass starts from, by what `encode` has kept."""
-    if kept is None:
-        return rows
-    return kept if isinstance(kept, KeptFeatures) else KeptResiduals(rows, kept)
-
-
-def _backward_of(start: Start) -> str:
-    return "encode_grad_kept" if isinstance(start, KeptResiduals) else "encode_grad"
+def _decoding(
+    functions: StepFunctions, arguments: tuple[Any, ...], keeps: bool
+) -> tuple[Callable[..., Any], Any]:
+    """`language_states`, and what it keeps on all devices, if it does."""
+    states = partial(functions.by_device(LANGUAGE).language_states, keeps=keeps)
+    if not keeps:
+        return states, None
+    layout = functions.model.layout(LANGUAGE)
+    return states, results_of_devices(layout, lambda *given: states(*given)[1], arguments)
 
 
 def _encoding(

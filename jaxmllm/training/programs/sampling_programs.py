@@ -39,7 +39,7 @@ class SamplingPrograms(PhasedPrograms):
         numbers = [np.asarray(time, self._real_dtype) for time in times]
         strength = np.asarray(guidance, self._real_dtype)
         pools, _, _ = self._encode(params, batch, self._zeros("failed"), backward=False)
-        states = self._states(params, batch, pools)
+        states, _ = self._states(params, batch, pools, backward=False)
         for phase in self.generators:
             phase_params = self._params_of(params, phase)
             for m, rows in enumerate(batch.rows[phase]):

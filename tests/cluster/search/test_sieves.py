@@ -93,7 +93,7 @@ def test_the_first_bytes_are_those_of_planned_layouts(searched):
             size.peak(phase, max(spec.capacities), getattr(one.config.components, phase).remat)
             for phase, spec in one.spec.phases.items()
         )
-        later = ("pools", "pool_gradients", "kept by encoders")  # known with rows alone
+        later = ("pools", "pool_gradients", "kept for backward")  # known with rows alone
         planned = sum(part for name, part in one.peak.parts.items() if name not in later)
         assert first - size.pools == pytest.approx(planned, rel=0.01)
 
