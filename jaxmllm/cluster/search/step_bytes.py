@@ -194,7 +194,7 @@ def with_remat(config: Config, remats: Mapping[str, Remat]) -> Config:
 
 
 def with_kept(config: Config, kept: Mapping[str, int]) -> Config:
-    """A config whose encoders keep residuals of so many microbatches."""
+    """A config whose phases keep residuals of so many microbatches."""
     phases = {
         phase: getattr(config.phases, phase).model_copy(update={"kept_residuals": microbatches})
         for phase, microbatches in kept.items()

@@ -136,19 +136,21 @@ class WholePlans:
     def _kept_residuals(
         self, config: Config, model: MLLM, planned: Plans, used: Mapping[str, int]
     ) -> dict[str, int]:
-        """Microbatches of encoders whose residuals stay between their passes, where the config leaves it open: at most
-        those of a step."""
+        """Microbatches of phases whose residuals stay between their two passes, where the config leaves it open: at
+        most those of a step."""
         spec, sampled = planned.spec, planned.sampled
-        nothing = with_kept(config, dict.fromkeys(config.model.encoders, 0))
+        phases = config.model.two_passes
+        nothing = with_kept(config, dict.fromkeys(phases, 0))
         programs = phased_programs(nothing, model, sampled.formats, spec, sampled.sources)
         left = self._request.budget - programs_peak(programs, microbatches=used).bytes
-        left *= KEPT_SHARE / max(len(config.model.encoders), 1)
+        left *= KEPT_SHARE / max(len(phases), 1)
         kept = {}
-        for phase in config.model.encoders:
+        for phase in phases:
             given = getattr(config.phases, phase).kept_residuals
             if given == "auto":
+                forward = programs.functions_of(phase).forward
                 names = (
-                    ProgramName("encode", phase, *row_class)
+                    ProgramName(forward, phase, *row_class)
                     for row_class in spec.phases[phase].classes
                 )
                 residuals = max(residual_bytes(model, name) for name in names)
