@@ -124,7 +124,9 @@ def _explain(error: ValidationError, where: str) -> str:
         elif item["type"] == "missing":
             problems[f"missing key {key!r}"] = None
         elif item["type"] == "value_error":
-            problems[f"{key}: {item['msg'].removeprefix('Value error, ')}"] = None
+            # What the whole config refuses names its keys itself
+            said = f"{key}: " if key else ""
+            problems[said + item["msg"].removeprefix("Value error, ")] = None
         else:
             steps = [str(step) for step in location]
             key = ".".join(step for step in steps if not step.startswith(BRANCHES))

@@ -38,6 +38,9 @@ def path(tmp_path):
 def refusal(path: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
+    assert ": : " not in str(caught.value), (
+        "sections of the whole config have no name before theirs"
+    )
     return str(caught.value)
 
 
