@@ -1,6 +1,6 @@
 """Backward passes that are programs of their own: from the residuals of a forward pass, and in two halves.
 
-KeptForward, of whole towers
+KeptForward, of whole towers and decoders
   forward            row -> y, residuals          residuals: what depends on both row and parameters
   backward           row, residuals, dy -> dw     the rest is computed again
   remembered         row, residuals, y -> the function, without its forward pass

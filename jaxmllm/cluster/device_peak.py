@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from jaxmllm.cluster.held import device_bytes, resident
-from jaxmllm.cluster.temporaries import Temporaries, job_temporaries, residual_bytes
+from jaxmllm.cluster.temporaries import Temporaries, job_temporaries, largest_residuals
 
 if TYPE_CHECKING:
     from jaxmllm.training.programs.base import ProgramName, Programs
@@ -115,19 +115,13 @@ def _unfinished(programs: PhasedPrograms) -> int:
 
 def _kept(programs: PhasedPrograms, microbatches: Mapping[str, int]) -> int:
     """Bytes that forward passes leave for the backward passes of a step's microbatches."""
-    from jaxmllm.training.programs.base import ProgramName
-
     functions = programs.functions
     total = 0
-    for phase in dict.fromkeys([*programs.encoders, *programs.kept_residuals]):
+    for phase in functions.model.config.two_passes:
         number = programs.kept_residuals.get(phase, 0)
         if functions.keeps_features(phase):
             number = microbatches.get(phase, 1)
-        classes = programs.spec.phases[phase].classes
-        forward = programs.functions_of(phase).forward
-        names = (ProgramName(forward, phase, *one) for one in classes)
-        one = max(residual_bytes(functions.model, name) for name in names)
-        total += number * one
+        total += number * largest_residuals(programs, phase)
     return total
 
 

@@ -125,30 +125,29 @@ class PhaseSeconds:
             for name, share in computed_again(self.component.settings.remat).items()
         }
         names = self.functions
+        kept = number < self.programs.kept_residuals.get(self.phase, 0)
         if self.phase == LANGUAGE:
-            return self._calls_of_decoder(number, again)
+            return self._calls_of_decoder(kept, again)
         if self.drawing is not None:
             return [(names.backward, Passes(1, 1, **again))]
         if not names.backward:
             return [(names.forward, Passes(1, 0))]
         features = self.programs.functions.keeps_features(self.phase)
-        kept = features or number < self.programs.kept_residuals.get(self.phase, 0)
-        backward = names.backward_kept if kept and not features else names.backward
+        backward = names.backward_kept if kept else names.backward
         # A tower that is frozen below a projector is not run again
-        once_more = 0 if kept else 1
+        once_more = 0 if kept or features else 1
         made_again = {} if features else again | {"stem_again": 1}
         return [
             (names.forward, Passes(1, 0)),
             (backward, Passes(once_more, 1, **made_again)),
         ]
 
-    def _calls_of_decoder(self, number: int, again: Mapping[str, Any]) -> list[tuple[str, Passes]]:
+    def _calls_of_decoder(self, kept: bool, again: Mapping[str, Any]) -> list[tuple[str, Passes]]:
         """Its states are computed for a generator first, and where nothing of that is kept again with the backward
         pass."""
         names = self.functions
         returns = self.whole.linear > self.forward[0]
-        kept = number < self.programs.kept_residuals.get(self.phase, 0)
-        passes = Passes(not kept, 1, **again) if returns else Passes(1, 0)
+        passes = Passes(0 if kept else 1, 1, **again) if returns else Passes(1, 0)
         calls = [
             (names.forward, Passes(1, 0, head=False)),
             (

@@ -18,6 +18,7 @@ from jaxmllm.cluster.sends import BACKWARD
 if TYPE_CHECKING:
     from jaxmllm.models.mllm import MLLM
     from jaxmllm.training.programs.base import ProgramName, Programs
+    from jaxmllm.training.programs.phased import PhasedPrograms
     from jaxmllm.training.programs.staged import StagedPrograms
 
 
@@ -37,6 +38,16 @@ def residual_bytes(model: MLLM, name: ProgramName) -> int:
       name: of one of them, with capacity and span of its rows.
     """
     return round(phase_program(model, name).residuals())
+
+
+def largest_residuals(programs: PhasedPrograms, phase: str) -> int:
+    """`residual_bytes` of a phase of two passes, of the rows that leave most."""
+    from jaxmllm.training.programs.base import ProgramName
+
+    forward = programs.functions_of(phase).forward
+    classes = programs.spec.phases[phase].classes
+    names = (ProgramName(forward, phase, *one) for one in classes)
+    return max(residual_bytes(programs.functions.model, name) for name in names)
 
 
 def _staged(programs: StagedPrograms) -> Temporaries:

@@ -224,7 +224,7 @@ class ModelConfig(Section):
     def two_passes(self) -> tuple[str, ...]:
         """Names of the phases that run forward before another phase, and backward after it: encoders, and a decoder
         whose states are read."""
-        return (*self.encoders, *("language" for _ in self.generators))
+        return (*self.encoders, "language") if self.generators else self.encoders
 
     @property
     def crossed(self) -> dict[str, int]:

@@ -80,7 +80,7 @@ class KeptResiduals(NamedTuple, Generic[Rows]):
     """What the backward pass of a phase starts from, where its forward pass has kept more than the rows."""
 
     rows: Rows
-    residuals: tuple[Array, ...]  # [devices along the axes of rows, ...]
+    residuals: Any  # tree of [devices along the axes of rows, ...]
 
 
 EncoderStart = EncoderRows | KeptFeatures | KeptResiduals[EncoderRows]
@@ -345,11 +345,11 @@ class StepFunctions:
 
     def language_states(
         self, params: Params, rows: LanguageRows, pool: TokenPool, keeps: bool = False
-    ) -> tuple[TokenPool, tuple[Array, ...] | None]:
+    ) -> tuple[TokenPool, Any]:
         """Put the hidden states that generators read into the pool, and whether they could be computed.
 
-        The second result is what `language_loss_and_grad` can start from, where that is kept: [1, ...], arrays of one
-        device.
+        The second result is what `language_loss_and_grad` can start from, if that is kept: a tree of [1, ...], arrays
+        of one device.
         """
         media, valid = self._arrived(rows, pool)
         kept = None
@@ -357,8 +357,8 @@ class StepFunctions:
             trained, frozen = self.split(params, LANGUAGE)
             parted = Parted((trained, media), frozen)
             decoded, residuals = self._kept_decoder(parted, rows).forward(parted, rows)
-            hidden = decoded[0]
-            kept = tuple(leaf[None] for leaf in (*jax.tree.leaves(decoded), *residuals))
+            hidden, _ = decoded
+            kept = jax.tree.map(lambda leaf: leaf[None], (decoded, residuals))
         else:
             hidden, _ = self.model.hidden(params, rows, media)
         computed = ~self.failed_tokens(rows, valid)
@@ -379,11 +379,9 @@ class StepFunctions:
         """`_decoded` as a function of `parted.trained`, to be differentiated."""
         if not isinstance(start, KeptResiduals):
             return lambda trained: self._decoded(parted._replace(trained=trained), start)
+        decoded, residuals = jax.tree.map(lambda leaf: leaf[0], start.residuals)
         kept = self._kept_decoder(parted, start.rows)
-        outputs, tree = jax.tree.flatten(kept.y)
-        arrays = tuple(leaf[0] for leaf in start.residuals)
-        decoded = jax.tree.unflatten(tree, arrays[: len(outputs)])
-        return kept.remembered(parted, start.rows, arrays[len(outputs) :], decoded)
+        return kept.remembered(parted, start.rows, residuals, decoded)
 
     def failed_tokens(self, rows: LanguageRows, valid: Array) -> Array:
         """Which tokens belong to examples with a media token that could not be computed."""

@@ -18,13 +18,12 @@ from jaxmllm.cluster.search.row_choice import RowChoice
 from jaxmllm.cluster.search.staged_step import planned_in_stages
 from jaxmllm.cluster.search.step_bytes import with_kept
 from jaxmllm.cluster.simulate import simulate
-from jaxmllm.cluster.temporaries import residual_bytes
+from jaxmllm.cluster.temporaries import largest_residuals
 from jaxmllm.config.schema import Config
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.setup.build import phased_programs
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
 from jaxmllm.setup.sizing import sizing_inputs
-from jaxmllm.training.programs.base import ProgramName
 
 SAMPLED_EXAMPLES: Final = 1 << 16  # of which pools and segments are chosen, at most
 KEPT_SHARE: Final = 0.5  # of memory that is left, for residuals of encoders between their passes
@@ -148,12 +147,7 @@ class WholePlans:
         for phase in phases:
             given = getattr(config.phases, phase).kept_residuals
             if given == "auto":
-                forward = programs.functions_of(phase).forward
-                names = (
-                    ProgramName(forward, phase, *row_class)
-                    for row_class in spec.phases[phase].classes
-                )
-                residuals = max(residual_bytes(model, name) for name in names)
+                residuals = largest_residuals(programs, phase)
                 given = 1 << int(math.log2(left / residuals)) if left >= residuals else 0
             kept[phase] = min(given, used[phase])
         return kept
