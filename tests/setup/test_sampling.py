@@ -144,7 +144,8 @@ def test_one_step_goes_where_the_loss_is_zero(alone):
     programs, params = alone.drawing.programs, alone.params
     batch = programs.put(alone.drawing._filler(0, np.arange(1)))
     pools, _, _ = programs._encode(params, batch, programs._zeros("failed"), backward=False)
-    (pool,) = programs._states(params, batch, pools)["diffusion"]
+    states, _ = programs._states(params, batch, pools, backward=False)
+    (pool,) = states["diffusion"]
     (rows,) = batch.rows["diffusion"]
     of_sources, of_times = (np.zeros((1, groups), np.float32) for groups in (1, TIME_BANDS))
     sums = FlowSums(of_sources, of_sources, of_times, of_times)
