@@ -6,12 +6,13 @@ accumulated online and recomputed for the gradients (arXiv 2205.14135, 2307.0869
 logsumexp per query are kept. Both bear the name "attention" for policies of jax.checkpoint: one that keeps it runs the
 forward kernel once.
 
-The first two kernels have deterministic gradients, on every platform: each sum is added up in the order of a loop, and
-no two programs write to one place (no atomics); the third says when it has. Where rows are split over devices, a
+All kernels but the last have deterministic gradients, on every platform: each sum is added up in the order of a loop,
+and no two programs write to one place (no atomics); the last says when it has. Where rows are split over devices, a
 collective adds the gradients of keys, in the order of its library.
 
     attention   checks, chooses a kernel, and owns the gradient rule
     kernels     forward: out, logsumexp        backward: dq, dk, dv        kernel_jax.py   every platform
+                                                                           kernel_cpu.py   CPUs, numba and BLAS
                                                                            kernel_gpu.py   NVIDIA GPUs, Pallas
                                                                            kernel_cudnn.py NVIDIA GPUs, cuDNN
 
@@ -29,7 +30,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxmllm.attention import kernel_cudnn, kernel_gpu, kernel_jax
+from jaxmllm.attention import kernel_cpu, kernel_cudnn, kernel_gpu, kernel_jax
 from jaxmllm.attention.mask import Mask
 from jaxmllm.attention.slot_products import slot_dots, times_factors
 from jaxmllm.config.schema import Kernel
@@ -41,7 +42,7 @@ GPUS = ("gpu", "cuda")
 class Choice(NamedTuple):
     """The kernel that the programs of a platform run."""
 
-    kernel: Literal["jax", "gpu", "cudnn"]
+    kernel: Literal["jax", "cpu", "gpu", "cudnn"]
     # What the platform's own kernel would need of the inputs, where "auto" had to do without it
     needs: str | None = None
 
@@ -50,6 +51,8 @@ def choice(kernel: Kernel, platform: str, dtype: Any, head: int, block: int) -> 
     """What `kernel` comes to for heads of a size and dtype, in blocks of so many slots."""
     if kernel != "auto":
         return Choice(kernel)
+    if platform == "cpu" and not kernel_cpu.unsupported_reason(dtype):
+        return Choice("cpu")
     if platform not in GPUS:
         return Choice("jax")
     needs = kernel_gpu.unsupported_reason(dtype, head, block)
@@ -73,8 +76,9 @@ def attention(
       v: values.
       mask: who sees whom. Queries and keys may be other slots of the row, as under context parallelism.
       scale: factor on the logits; K ** -0.5 if none.
-      kernel: "jax", "gpu" or "cudnn" (which other platforms interpret), or "auto": the platform's own if it takes such
-        inputs, else "jax". The platform is the one that is lowered for. "cudnn" goes by `mask.documents`.
+      kernel: "jax", "cpu" (for which other platforms run "jax"), "gpu" or "cudnn" (which other platforms interpret), or
+        "auto": the platform's own if it takes such inputs, else "jax". The platform is the one that is lowered for.
+        "cudnn" goes by `mask.documents`.
 
     Returns:
       In the dtype of q; exactly zero for queries that see nothing, where the gradient of q is zero too. Sums are kept
@@ -106,6 +110,11 @@ def _checked(
     q: Array, k: Array, v: Array, mask: Mask, scale: float | None, kernel: Kernel
 ) -> tuple[Array, Array]:
     _check_shapes(q, k, v, mask)
+    if kernel == "cpu" and (needs := kernel_cpu.unsupported_reason(q.dtype)):
+        raise ValueError(
+            f"attention: the cpu kernel needs {needs}; set components.<name>.attention to auto or jax, or change "
+            "that component's compute_dtype"
+        )
     if kernel == "cudnn" and (needs := _cudnn_needs(q, mask)):
         raise ValueError(
             f"attention: the cudnn kernel needs {needs}; set components.<name>.attention to auto, gpu or jax, or "
@@ -165,10 +174,7 @@ def _attention(
 def _forward(
     kernel: Kernel, scale: float, q: Array, k: Array, v: Array, mask: Mask
 ) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
-    if kernel == "cudnn":
-        forward = _for_cuda(scale, kernel_cudnn.forward, kernel_cudnn.interpreted_forward)
-    else:
-        forward = _choose(kernel, scale, q, mask, kernel_jax.forward, kernel_gpu.forward)
+    forward = _choose(kernel, scale, q, mask, "forward")
     # The output that goes on must be the named one, too, or the kernel would run again for it
     out, logsumexp = checkpoint_name(forward(q, k, v, mask), "attention")
     return (out, logsumexp), (q, k, v, mask, out, logsumexp)
@@ -179,40 +185,39 @@ def _backward(
 ) -> tuple[Array, Array, Array, None]:
     q, k, v, mask, out, logsumexp = residuals
     d_out, d_logsumexp = gradients
+    backward = _choose(kernel, scale, q, mask, "backward")
     if kernel == "cudnn":
-        backward = _for_cuda(scale, kernel_cudnn.backward, kernel_cudnn.interpreted_backward)
         return *backward(q, k, v, mask, out, logsumexp, d_out), None
     # Of a logit: its weight times (d_out . value - delta)
     wide = logsumexp.dtype
     delta = slot_dots(d_out.astype(wide), out.astype(wide)) - d_logsumexp
-    backward = _choose(kernel, scale, q, mask, kernel_jax.backward, kernel_gpu.backward)
     return *backward(q, k, v, mask, delta, logsumexp, d_out), None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _choose(
-    kernel: Kernel,
-    scale: float,
-    q: Array,
-    mask: Mask,
-    plain: Callable[..., Any],
-    gpu: Callable[..., Any],
-) -> Callable[..., Any]:
-    if kernel == "jax" or _gpu_needs(q, mask):
-        return partial(plain, scale)
-    elsewhere = plain if kernel == "auto" else partial(gpu, interpret=True)
-    return _for_cuda(scale, gpu, elsewhere)
-
-
-def _for_cuda(
-    scale: float, cuda: Callable[..., Any], elsewhere: Callable[..., Any]
-) -> Callable[..., Any]:
-    # The platform is known only when the program is lowered, perhaps on a machine of another platform.
-    return partial(
-        jax.lax.platform_dependent, cuda=partial(cuda, scale), default=partial(elsewhere, scale)
+def _choose(kernel: Kernel, scale: float, q: Array, mask: Mask, way: str) -> Callable[..., Any]:
+    """A kernel's function "forward" or "backward"."""
+    if kernel == "cudnn":
+        interpreted = partial(getattr(kernel_cudnn, f"interpreted_{way}"), scale)
+        return _by_platform(interpreted, cuda=partial(getattr(kernel_cudnn, way), scale))
+    plain, cpu, gpu = (
+        partial(getattr(module, way), scale) for module in (kernel_jax, kernel_cpu, kernel_gpu)
     )
+    own = {}
+    # A process for other devices may have none of CPU, and need not compile the loops
+    on_cpu = jax.default_backend() == "cpu"
+    if kernel in ("auto", "cpu") and on_cpu and not kernel_cpu.unsupported_reason(q.dtype):
+        own["cpu"] = cpu
+    if kernel in ("auto", "gpu") and not _gpu_needs(q, mask):
+        own["cuda"] = gpu
+    return _by_platform(partial(gpu, interpret=True) if kernel == "gpu" else plain, **own)
+
+
+def _by_platform(elsewhere: Callable[..., Any], **own: Callable[..., Any]) -> Callable[..., Any]:
+    # The platform is known only when the program is lowered, perhaps on a machine of another platform.
+    return partial(jax.lax.platform_dependent, default=elsewhere, **own) if own else elsewhere
 
 
 def _gpu_needs(q: Array, mask: Mask) -> str | None:

@@ -15,7 +15,7 @@ PROJECTOR: Final = (
 )
 Kept = Literal["attention", "projections", "mlp"]  # values of a layer, named where they are made
 Remat = Literal["none", "dots", "full"] | tuple[Kept, ...]
-Kernel = Literal["auto", "jax", "gpu", "cudnn"]  # of attention; see attention/attention.py
+Kernel = Literal["auto", "jax", "cpu", "gpu", "cudnn"]  # of attention; see attention/attention.py
 ExpertKernel = Literal["auto", "jax", "ragged_dot"]  # see experts/experts.py
 
 

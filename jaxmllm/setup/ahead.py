@@ -221,7 +221,7 @@ def _slow_attention(
     lines = []
     for phase in phases:
         component = getattr(config.components, phase)
-        if component.attention == "jax":
+        if component.attention in ("jax", "cpu"):  # asked for by name
             continue
         block = programs.attention.blocks[phase]
         needs = programs.functions.model.attention_choice(phase, block).needs

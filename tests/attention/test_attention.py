@@ -23,6 +23,9 @@ WHOLE = [1] * SLOTS
 EMPTY = [0] * SLOTS
 
 
+KERNELS = ("jax", "cpu")  # that run as they are on the devices of tests
+each_kernel = pytest.mark.parametrize("kernel", KERNELS)
+
 tiled = jax.jit(attention, static_argnames=("scale", "kernel"))
 
 
@@ -41,9 +44,9 @@ def dense_vjp(q, k, v, visible, d_out):
     return out, *pullback(d_out)
 
 
-@jax.jit
-def tiled_vjp(q, k, v, mask, d_out):
-    out, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, mask), q, k, v)
+@partial(jax.jit, static_argnames="kernel")
+def tiled_vjp(q, k, v, mask, d_out, kernel="jax"):
+    out, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, mask, kernel=kernel), q, k, v)
     return out, *pullback(d_out)
 
 
@@ -73,19 +76,21 @@ def reference(q, k, v, visible, d_out):
 
 
 def check(mask, inputs, dtype=np.float32, tolerance=2e-6):
-    """All results against the dense reference, relative to its largest entry."""
+    """All results of every kernel against the dense reference, relative to its largest entry."""
     q, k, v, d_out = (x.astype(dtype) for x in inputs)
-    results = tiled_vjp(q, k, v, mask, d_out)
     visible = visible_pairs(mask.queries, mask.keys)
     expected = reference(q, k, v, visible, d_out)
     blind, unseen = ~visible.any(axis=2), ~visible.any(axis=1)
-    for name, got, want in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
-        assert got.dtype == dtype, name
-        got = np.asarray(got, np.float64)
-        np.testing.assert_allclose(
-            got, want, rtol=0, atol=tolerance * max(1, abs(want).max()), err_msg=name
-        )
-        assert (got[blind if name in ("out", "dq") else unseen] == 0).all(), name
+    for kernel in KERNELS if dtype == np.float32 else ("jax",):
+        results = tiled_vjp(q, k, v, mask, d_out, kernel)
+        for name, got, want in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
+            said = f"{name} of {kernel}"
+            assert got.dtype == dtype, said
+            got = np.asarray(got, np.float64)
+            np.testing.assert_allclose(
+                got, want, rtol=0, atol=tolerance * max(1, abs(want).max()), err_msg=said
+            )
+            assert (got[blind if name in ("out", "dq") else unseen] == 0).all(), said
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -122,11 +127,12 @@ def test_bfloat16_sums_are_kept_in_float32():
     np.testing.assert_array_equal(np.asarray(dv, np.float32), 1)
 
 
-def test_large_logits_do_not_overflow():
+@each_kernel
+def test_large_logits_do_not_overflow(kernel):
     q, k, v, d_out = random_inputs(1)
     mask = packed([RAGGED], True)
     narrow = [x.astype(np.float32) for x in (q * 1e3, k * 1e3, v, d_out)]
-    results = tiled_vjp(*narrow[:3], mask, narrow[3])
+    results = tiled_vjp(*narrow[:3], mask, narrow[3], kernel)
     assert all(np.isfinite(x).all() for x in results)
     nearest = np.einsum("qhk,phk->hqp", q[0], np.repeat(k[0], 2, axis=1))
     real = np.array(RAGGED) > 0
@@ -224,41 +230,45 @@ def test_a_part_of_the_row_gets_its_own_queries(ids, places, parts):
 # ---------------------------------------------------------------------------- as the project needs it
 
 
-def test_gradients_are_the_same_in_every_run():
+@each_kernel
+def test_gradients_are_the_same_in_every_run(kernel):
     mask = packed([RAGGED, HOLED], True)
     q, k, v, d_out = (x.astype(np.float32) for x in random_inputs(2))
-    first, second = (tiled_vjp(q, k, v, mask, d_out) for _ in range(2))
+    first, second = (tiled_vjp(q, k, v, mask, d_out, kernel) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
+@each_kernel
 @pytest.mark.parametrize("causal", [True, False])
-def test_packed_equals_alone(causal):
+def test_packed_equals_alone(causal, kernel):
     inputs = [x.astype(np.float32) for x in random_inputs(1)]
-    together = tiled_vjp(*inputs[:3], packed([RAGGED], causal), inputs[3])
+    together = tiled_vjp(*inputs[:3], packed([RAGGED], causal), inputs[3], kernel)
     for segment in range(1, max(RAGGED) + 1):
         slots = np.flatnonzero(np.array(RAGGED) == segment)
         alone = [np.zeros_like(x) for x in inputs]
         for row, x in zip(alone, inputs, strict=True):
             row[:, : len(slots)] = x[:, slots]
         own = packed([[1] * len(slots) + [0] * (SLOTS - len(slots))], causal)
-        results = tiled_vjp(*alone[:3], own, alone[3])
+        results = tiled_vjp(*alone[:3], own, alone[3], kernel)
         for a, b in zip(together, results, strict=True):
             np.testing.assert_allclose(a[:, slots], b[:, : len(slots)], rtol=0, atol=2e-6)
 
 
-def test_blocks_that_are_not_listed_are_not_read():
+@each_kernel
+def test_blocks_that_are_not_listed_are_not_read(kernel):
     q, k, v, d_out = (x.astype(np.float32) for x in random_inputs(1))
     row = [1] * 8 + [2] * 16 + [3] * 16
     for x in (q, k, v, d_out):
         x[:, 8:24] = np.nan
-    for x in tiled_vjp(q, k, v, packed([row], False), d_out):
+    for x in tiled_vjp(q, k, v, packed([row], False), d_out, kernel):
         assert np.isfinite(x[:, :8]).all() and np.isfinite(x[:, 24:]).all()
 
 
-def test_one_compilation_serves_every_mask():
+@each_kernel
+def test_one_compilation_serves_every_mask(kernel):
     q, k, v, d_out = (x.astype(np.float32) for x in random_inputs(1))
-    compiled = jax.jit(lambda *arrays: tiled_vjp(*arrays))
+    compiled = jax.jit(lambda *arrays: tiled_vjp(*arrays, kernel))
     rng = np.random.default_rng(0)
     for _ in range(20):
         segments = np.sort(rng.integers(0, 6, SLOTS)).astype(np.int32)
@@ -309,12 +319,16 @@ def test_memory_for_the_backward_pass_is_linear_in_the_row():
 def test_scale_replaces_the_default():
     q, k, v, _ = (x.astype(np.float32) for x in random_inputs(1))
     mask = packed([RAGGED], True)
-    np.testing.assert_allclose(
-        tiled(q, k, v, mask, scale=2 * 8**-0.5), tiled(2 * q, k, v, mask), atol=1e-6
-    )
+    for kernel in KERNELS:
+        np.testing.assert_allclose(
+            tiled(q, k, v, mask, scale=2 * 8**-0.5, kernel=kernel),
+            tiled(2 * q, k, v, mask, kernel=kernel),
+            atol=1e-6,
+        )
 
 
-def test_works_in_a_rematerialised_scan_inside_shard_map():
+@each_kernel
+def test_works_in_a_rematerialised_scan_inside_shard_map(kernel):
     """As the model calls it: rows over `data`, heads over `tensor`, layers in a scan, each recomputed."""
     mesh = jax.make_mesh(
         (2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
@@ -325,7 +339,7 @@ def test_works_in_a_rematerialised_scan_inside_shard_map():
 
     def layers(q, k, v, mask):
         def layer(x, _):
-            return x + attention(x, k, v, mask), None
+            return x + attention(x, k, v, mask, kernel=kernel), None
 
         return jax.lax.scan(jax.checkpoint(layer), q, length=2)[0]
 

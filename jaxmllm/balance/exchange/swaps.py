@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmllm.arrays import Longs
-from jaxmllm.balance.compiled import compiled, compiled_leaf
 from jaxmllm.balance.rows.level import COST, SLOTS, RowState
+from jaxmllm.compiled import compiled, compiled_leaf
 
 # Compiled code needs constants of the module.
 COMPANIONS = 6  # an item moves alone, or with one of up to 5 misplaced items of its row

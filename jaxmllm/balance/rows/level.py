@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmllm.arrays import INT64_MAX, Longs
-from jaxmllm.balance.compiled import compiled, compiled_leaf
+from jaxmllm.compiled import compiled, compiled_leaf
 
 # The amounts of a `RowState`. All callers have the first three; attention is a part of the cost.
 SLOTS, SEGMENTS, COST, ATTENTION = range(4)

@@ -20,7 +20,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from jaxmllm.arrays import Ints, Longs
-from jaxmllm.balance.compiled import compiled
+from jaxmllm.compiled import compiled
 
 
 def fill_by_cost(length: Longs, cost: Longs, capacity: Longs, max_segments: int) -> Longs | None:

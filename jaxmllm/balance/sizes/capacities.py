@@ -18,7 +18,6 @@ from functools import cache
 import numpy as np
 
 from jaxmllm.arrays import INT64_MAX, Floats, Longs, ceil_divide, round_up
-from jaxmllm.balance.compiled import compiled
 from jaxmllm.balance.records import RowClass
 from jaxmllm.balance.rows.row_counts import by_capacity
 from jaxmllm.balance.sizes.inputs import (
@@ -30,6 +29,7 @@ from jaxmllm.balance.sizes.inputs import (
 )
 from jaxmllm.balance.sizes.loads import Load
 from jaxmllm.balance.statistics import slowest_cost
+from jaxmllm.compiled import compiled
 from jaxmllm.config.schema import ConfigError
 
 

@@ -1,0 +1,574 @@
+"""Tile-list attention for CPUs, float32: loops that numba compiles, and matrix products by BLAS.
+
+    q, k, v, mask --jax.ffi.ffi_call--> XLA --> _handler --> _share(frame, worker, workers) in each of its threads
+                                                                _forward, or _backward
+                                                                    _product: BLAS     _exp     _hide
+
+The mathematics is that of kernel_jax.py, whose loops XLA runs on one core with a start for every product. Here the
+cores of a device share a call, neighbouring tiles are one product, and all that is done to its result is vector
+instructions.
+
+Threads share the heads of rows out by their number alone, and every sum is added up by one of them in the order of its
+loop. So results are the same bits for any number of threads.
+
+XLA hands a call over as structs of C (jaxlib's include/xla/ffi/api/c_api.h), which are read here word by word. Its
+authors keep that interface compatible, and XLA refuses a handler that was written for another version of it. BLAS is
+SciPy's.
+
+Letters: B rows, C query slots, T key slots, H query heads, G key heads, K head size, b slots of a block, M slots of up
+to `TOGETHER` blocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import llvmlite.binding
+import numpy as np
+from jax import Array
+from llvmlite import ir
+from numba import carray, types
+from numba.core.cgutils import get_or_insert_function
+from numba.extending import get_cython_function_address, intrinsic
+from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
+
+from jaxmllm.arrays import Ints, Longs
+from jaxmllm.attention.mask import Mask, TokenIds, visible
+from jaxmllm.compiled import compiled, compiled_callback, compiled_leaf, compiled_sums
+
+Singles = NDArray[np.float32]
+Columns = tuple[Ints, Ints, Ints, Ints]  # of `TokenIds`
+
+TOGETHER = 3  # neighbouring blocks that one product takes at most: BLAS is fastest at small ones
+
+
+def unsupported_reason(dtype: Any) -> str | None:
+    """What the kernel needs instead of such inputs; none if it takes them."""
+    if sys.platform == "win32":
+        return "threads of POSIX, which Windows has not"
+    return None if jnp.dtype(dtype) == jnp.float32 else f"float32, not {jnp.dtype(dtype)}"
+
+
+def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Array, Array]:
+    """As `kernel_jax.forward`, of float32; for CPUs."""
+    results = _like(q), jax.ShapeDtypeStruct(q.shape[:3], q.dtype)
+    inputs = q, k, v, *_columns(mask.queries), *_columns(mask.keys), *mask.query_tiles
+    out, logsumexp = _call(scale, results, inputs)
+    return out, logsumexp
+
+
+def backward(
+    scale: float,
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask,
+    delta: Array,
+    logsumexp: Array,
+    d_out: Array,
+) -> tuple[Array, Array, Array]:
+    """As `kernel_jax.backward`, of float32; for CPUs."""
+    results = _like(q), _like(k), _like(v)
+    inputs = q, k, v, *_columns(mask.queries), *_columns(mask.keys), *mask.key_tiles
+    dq, dk, dv = _call(scale, results, (*inputs, delta, logsumexp, d_out))
+    return dq, dk, dv
+
+
+def _like(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _columns(ids: TokenIds) -> TokenIds:
+    return ids if ids.first is not None else ids.within(None)
+
+
+def _call(scale: float, results: Any, inputs: tuple[Array, ...]) -> Any:
+    _register()
+    call = jax.ffi.ffi_call(TARGET, results, vmap_method="sequential")
+    return call(*inputs, scale=np.float32(scale), workers=np.int64(_workers_per_device()))
+
+
+def _workers_per_device() -> int:
+    """Threads of a call: the devices of a process share its cores."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, cores // jax.local_device_count("cpu"))
+
+
+# ---------------------------------------------------------------------------- the loops
+
+# Numbers of arguments: of calls of both ways, and of the backward one alone
+QUERIES, KEYS, VALUES, SPANS, BLOCKS = 0, 1, 2, 11, 12
+QUERY_IDS, KEY_IDS = 3, 7  # the first of four columns
+DELTA, LOGSUMEXP, D_OUT = 13, 14, 15
+
+
+@compiled_sums
+def _forward(frame: int, worker: int, workers: int) -> None:
+    q, k = _floats4(_argument(frame, QUERIES)), _floats4(_argument(frame, KEYS))
+    v = _floats4(_argument(frame, VALUES))
+    spans, blocks = _integers3(_argument(frame, SPANS)), _integers2(_argument(frame, BLOCKS))
+    out, logsumexp = _floats4(_result(frame, 0)), _floats3(_result(frame, 1))
+    scale = _scale(frame)
+    rows, slots, heads, size = q.shape
+    key_heads, query_blocks = k.shape[2], spans.shape[1]
+    of_key_head, block = heads // key_heads, slots // query_blocks
+    parts = -(
+        -workers // (rows * key_heads)
+    )  # of the query blocks, where heads are fewer than threads
+    products = _workspace()
+    runs = np.empty((k.shape[1] // block, 3), np.int64)
+    keys, values = _matrix(k.shape[1], size), _matrix(k.shape[1], size)
+    # Queries side by side: maxima and sums over keys are then vector instructions
+    weights, queries = _matrix(TOGETHER * block, block), _matrix(size, block)
+    total, maximum, shrink, norm = (
+        _matrix(block, size),
+        _vector(block),
+        _vector(block),
+        _vector(block),
+    )
+    for task in range(worker, rows * key_heads * parts, workers):
+        r, g, part = task // (key_heads * parts), task // parts % key_heads, task % parts
+        _load(k, r, g, keys)
+        _load(v, r, g, values)
+        for i in range(part, query_blocks, parts):
+            query = slice(i * block, (i + 1) * block)
+            query_ids = _ids(frame, QUERY_IDS, r, query)
+            count = _list_runs(spans[r, i], blocks[r], runs)
+            for h in range(g * of_key_head, (g + 1) * of_key_head):
+                _transpose(q[r, query, h], queries)
+                # Finite, so that exp(-inf - maximum) is 0 and not NaN where nothing has been seen yet
+                maximum[:] = LOWEST
+                norm[:] = 0
+                total[:] = 0
+                for n in range(count):
+                    first, length, partial = runs[n]
+                    key = slice(first * block, (first + length) * block)
+                    tile = weights[: length * block]
+                    _product(products, scale, keys[key], queries, 0, tile)
+                    if partial:
+                        _hide_queries(tile, _ids(frame, KEY_IDS, r, key), query_ids)
+                    shrink[:] = maximum
+                    for t in range(length * block):
+                        for c in range(block):
+                            maximum[c] = tile[t, c] if tile[t, c] > maximum[c] else maximum[c]
+                    for c in range(block):
+                        shrink[c] = _exp(shrink[c] - maximum[c])
+                        norm[c] *= shrink[c]
+                    for c in range(block):
+                        for e in range(size):
+                            total[c, e] *= shrink[c]
+                    for t in range(length * block):
+                        for c in range(block):
+                            tile[t, c] = _exp(tile[t, c] - maximum[c])
+                            norm[c] += tile[t, c]
+                    _product_of_transposed(products, 1, tile, values[key], 1, total)
+                for c in range(block):
+                    seen = norm[c] > 0
+                    share = 1 / norm[c] if seen else ONE
+                    for e in range(size):
+                        out[r, i * block + c, h, e] = total[c, e] * share
+                    logsumexp[r, i * block + c, h] = (
+                        maximum[c] + np.log(norm[c]) if seen else np.inf
+                    )
+
+
+@compiled_sums
+def _backward(frame: int, worker: int, workers: int) -> None:
+    q, k = _floats4(_argument(frame, QUERIES)), _floats4(_argument(frame, KEYS))
+    v = _floats4(_argument(frame, VALUES))
+    spans, blocks = _integers3(_argument(frame, SPANS)), _integers2(_argument(frame, BLOCKS))
+    delta, logsumexp = _floats3(_argument(frame, DELTA)), _floats3(_argument(frame, LOGSUMEXP))
+    d_out = _floats4(_argument(frame, D_OUT))
+    dq, dk = _floats4(_result(frame, 0)), _floats4(_result(frame, 1))
+    dv = _floats4(_result(frame, 2))
+    scale = _scale(frame)
+    rows, slots, heads, size = q.shape
+    key_heads, key_blocks = k.shape[2], spans.shape[1]
+    of_key_head, block = heads // key_heads, k.shape[1] // key_blocks
+    products = _workspace()
+    runs = np.empty((slots // block, 3), np.int64)
+    queries, d_queries, d_outs = _matrix(slots, size), _matrix(slots, size), _matrix(slots, size)
+    keys, d_keys = _matrix(k.shape[1], size), _matrix(k.shape[1], size)
+    values, d_values = _matrix(k.shape[1], size), _matrix(k.shape[1], size)
+    keys_across, values_across = _matrix(size, block), _matrix(size, block)
+    weights, d_weights = _matrix(TOGETHER * block, block), _matrix(TOGETHER * block, block)
+    sums, deltas = _vector(slots), _vector(slots)
+    for task in range(worker, rows * key_heads, workers):
+        r, g = divmod(task, key_heads)
+        _load(k, r, g, keys)
+        _load(v, r, g, values)
+        d_keys[:] = 0
+        d_values[:] = 0
+        for h in range(g * of_key_head, (g + 1) * of_key_head):
+            _load(q, r, h, queries)
+            _load(d_out, r, h, d_outs)
+            sums[:] = logsumexp[r, :, h]
+            deltas[:] = delta[r, :, h]
+            d_queries[:] = 0
+            for j in range(key_blocks):
+                key = slice(j * block, (j + 1) * block)
+                key_ids = _ids(frame, KEY_IDS, r, key)
+                _transpose(keys[key], keys_across)
+                _transpose(values[key], values_across)
+                for n in range(_list_runs(spans[r, j], blocks[r], runs)):
+                    first, length, partial = runs[n]
+                    query = slice(first * block, (first + length) * block)
+                    tile, d_tile = weights[: length * block], d_weights[: length * block]
+                    _product(products, scale, queries[query], keys_across, 0, tile)
+                    if partial:
+                        _hide_keys(tile, _ids(frame, QUERY_IDS, r, query), key_ids)
+                    _product(products, 1, d_outs[query], values_across, 0, d_tile)
+                    _weigh(tile, d_tile, sums[query], deltas[query])
+                    _product_of_transposed(products, 1, tile, d_outs[query], 1, d_values[key])
+                    _product_of_transposed(products, scale, d_tile, queries[query], 1, d_keys[key])
+                    _product(products, scale, d_tile, keys[key], 1, d_queries[query])
+            _store(d_queries, dq, r, h)
+        _store(d_keys, dk, r, g)
+        _store(d_values, dv, r, g)
+
+
+@compiled
+def _matrix(rows: int, columns: int) -> Singles:
+    # In memory of its own: LLVM makes no vector instructions of a loop over two parts of one array
+    return np.empty((rows, columns), np.float32)
+
+
+@compiled
+def _vector(size: int) -> Singles:
+    return np.empty(size, np.float32)
+
+
+@compiled_leaf
+def _list_runs(span: Ints, blocks: Ints, runs: Longs) -> int:
+    """Write down (first block, blocks, whether partial) of the runs of neighbours that a span lists; how many these
+    are."""
+    first, partial, full = span
+    count = 0
+    for n in range(partial + full):
+        block = blocks[first + n] if first >= 0 else -1 - first + n
+        is_partial = int(n < partial)
+        if count:
+            last = runs[count - 1]
+            if last[0] + last[1] == block and last[2] == is_partial and last[1] < TOGETHER:
+                last[1] += 1
+                continue
+        runs[count] = block, 1, is_partial
+        count += 1
+    return count
+
+
+# The rule of attention/mask.py. Compiled code is kept until this file changes: touch it when that rule does.
+_sees = compiled_leaf(visible)
+
+
+@compiled_leaf
+def _hide_queries(tile: Singles, keys: Columns, queries: Columns) -> None:
+    """-inf for the invisible pairs of logits [M keys, b queries]."""
+    for t in range(tile.shape[0]):
+        key = _token(keys, t)
+        for c in range(tile.shape[1]):
+            tile[t, c] = tile[t, c] if _sees(_token(queries, c), key) else -np.inf
+
+
+@compiled_leaf
+def _hide_keys(tile: Singles, queries: Columns, keys: Columns) -> None:
+    """The same of logits [M queries, b keys]."""
+    for c in range(tile.shape[0]):
+        query = _token(queries, c)
+        for t in range(tile.shape[1]):
+            tile[c, t] = tile[c, t] if _sees(query, _token(keys, t)) else -np.inf
+
+
+@compiled_leaf
+def _token(ids: Columns, slot: int) -> TokenIds:
+    return TokenIds(ids[0][slot], ids[1][slot], ids[2][slot], ids[3][slot])
+
+
+@compiled_sums
+def _weigh(tile: Singles, d_tile: Singles, sums: Singles, deltas: Singles) -> None:
+    """Weights [M queries, b keys] in the place of logits, and gradients of logits in that of those of weights."""
+    for c in range(tile.shape[0]):
+        of_query, delta = sums[c], deltas[c]
+        for t in range(tile.shape[1]):
+            weight = _exp(tile[c, t] - of_query)
+            tile[c, t] = weight
+            d_tile[c, t] = weight * (d_tile[c, t] - delta)
+
+
+@compiled_leaf
+def _load(x: Singles, row: int, head: int, y: Singles) -> None:
+    """A head of a row, so that its slots are neighbours: matrices of others are slower in products."""
+    for c in range(y.shape[0]):
+        for e in range(y.shape[1]):
+            y[c, e] = x[row, c, head, e]
+
+
+@compiled_leaf
+def _store(x: Singles, y: Singles, row: int, head: int) -> None:
+    for c in range(x.shape[0]):
+        for e in range(x.shape[1]):
+            y[row, c, head, e] = x[c, e]
+
+
+@compiled_leaf
+def _transpose(x: Singles, y: Singles) -> None:
+    for c in range(x.shape[0]):
+        for e in range(x.shape[1]):
+            y[e, c] = x[c, e]
+
+
+# ---------------------------------------------------------------------------- exponentials
+
+LOWEST = np.finfo(np.float32).min
+ZERO_BELOW = np.float32(-88)
+PER_LN_2 = np.float32(1 / np.log(2))
+LN_2, LN_2_REST = np.float32(0.693359375), np.float32(np.log(2) - 0.693359375)
+HALF, ONE = np.float32(0.5), np.float32(1)
+# Of exp(r) = 1 + r + r ** 2 (...) for |r| <= ln 2 / 2: Cephes' expf, to 4e-7
+P0, P1, P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+P3, P4, P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+
+
+@compiled_sums
+def _exp(x: np.float32) -> np.float32:
+    """exp(x), and 0 below -88; unlike a library's it becomes vector instructions."""
+    x = ZERO_BELOW if x < ZERO_BELOW else x
+    power = np.floor(x * PER_LN_2 + HALF)
+    r = x - power * LN_2 - power * LN_2_REST
+    p = ((((P0 * r + P1) * r + P2) * r + P3) * r + P4) * r + P5
+    return (p * r * r + r + ONE) * _from_bits(np.int32((np.int32(power) + 127) << 23))
+
+
+@intrinsic
+def _from_bits(context: Any, bits: Any) -> Any:
+    """The float32 of such bits."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), code
+
+
+# ---------------------------------------------------------------------------- products
+
+Workspace = tuple[NDArray[np.uint8], Ints, Singles]
+
+SGEMM = "jaxmllm_sgemm"  # as compiled code calls it, which is kept on disk
+_sgemm = types.ExternalFunction(SGEMM, types.void(*[types.intp] * 13))
+
+
+@compiled_sums
+def _workspace() -> Workspace:
+    """What a product is told, in memory of the thread that asks: letters, sizes, factors."""
+    return np.array([ord("N"), ord("T")], np.uint8), np.empty(6, np.int32), np.empty(2, np.float32)
+
+
+@compiled_leaf
+def _product(
+    told: Workspace, alpha: float, x: Singles, y: Singles, beta: float, z: Singles
+) -> None:
+    """z = alpha x @ y + beta z"""
+    _gemm(told, 0, alpha, x, y, beta, z, x.shape[1])
+
+
+@compiled_leaf
+def _product_of_transposed(
+    told: Workspace, alpha: float, x: Singles, y: Singles, beta: float, z: Singles
+) -> None:
+    """z = alpha x.T @ y + beta z"""
+    _gemm(told, 1, alpha, x, y, beta, z, x.shape[0])
+
+
+@compiled_leaf
+def _gemm(
+    told: Workspace,
+    transposed: int,
+    alpha: float,
+    x: Singles,
+    y: Singles,
+    beta: float,
+    z: Singles,
+    inner: int,
+) -> None:
+    letters, sizes, factors = told
+    # Matrices of Fortran lie by columns: they are the transposed ones, whose product has the other order
+    sizes[0], sizes[1], sizes[2] = z.shape[1], z.shape[0], inner
+    sizes[3], sizes[4], sizes[5] = y.strides[0] // 4, x.strides[0] // 4, z.strides[0] // 4
+    factors[0], factors[1] = alpha, beta
+    letter, number, factor = letters.ctypes.data, sizes.ctypes.data, factors.ctypes.data
+    _sgemm(
+        letter,
+        letter + transposed,
+        number,
+        number + 4,
+        number + 8,
+        factor,
+        y.ctypes.data,
+        number + 12,
+        x.ctypes.data,
+        number + 16,
+        factor + 4,
+        z.ctypes.data,
+        number + 20,
+    )
+
+
+# ---------------------------------------------------------------------------- what XLA hands over
+
+# XLA_FFI_API_MAJOR and _MINOR of the structs as they are read here
+VERSION = 0, 1
+METADATA = 1  # XLA_FFI_Extension_Metadata, which asks for that version instead of results
+# Words of 8 bytes in XLA_FFI_CallFrame, XLA_FFI_Buffer and XLA_FFI_Scalar
+FRAME, EXTENSION, ARGUMENTS, RESULT_COUNT, RESULTS, ATTRIBUTES = 21, 1, 9, 12, 14, 20
+BUFFER, DATA, DIMENSIONS = 6, 3, 5
+SCALAR, VALUE = 2, 1
+
+
+@intrinsic
+def _pointer(context: Any, address: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.intp), code
+
+
+@compiled
+def _words(address: int, count: int) -> Longs:
+    return carray(_pointer(address), count, np.intp)
+
+
+@compiled
+def _argument(frame: int, i: int) -> Longs:
+    return _words(_words(_words(frame, FRAME)[ARGUMENTS], i + 1)[i], BUFFER)
+
+
+@compiled
+def _result(frame: int, i: int) -> Longs:
+    return _words(_words(_words(frame, FRAME)[RESULTS], i + 1)[i], BUFFER)
+
+
+@compiled
+def _attribute(frame: int, i: int) -> Any:
+    """The address of the value of a static argument; these are in the order of their names."""
+    return _pointer(_words(_words(_words(frame, FRAME)[ATTRIBUTES], i + 1)[i], SCALAR)[VALUE])
+
+
+@compiled
+def _scale(frame: int) -> float:
+    return carray(_attribute(frame, 0), 1, np.float32)[0]
+
+
+@compiled
+def _workers(frame: int) -> int:
+    return carray(_attribute(frame, 1), 1, np.int64)[0]
+
+
+@compiled
+def _floats4(buffer: Longs) -> Singles:
+    n = _words(buffer[DIMENSIONS], 4)
+    return carray(_pointer(buffer[DATA]), (n[0], n[1], n[2], n[3]), np.float32)
+
+
+@compiled
+def _floats3(buffer: Longs) -> Singles:
+    n = _words(buffer[DIMENSIONS], 3)
+    return carray(_pointer(buffer[DATA]), (n[0], n[1], n[2]), np.float32)
+
+
+@compiled
+def _integers3(buffer: Longs) -> Ints:
+    n = _words(buffer[DIMENSIONS], 3)
+    return carray(_pointer(buffer[DATA]), (n[0], n[1], n[2]), np.int32)
+
+
+@compiled
+def _integers2(buffer: Longs) -> Ints:
+    n = _words(buffer[DIMENSIONS], 2)
+    return carray(_pointer(buffer[DATA]), (n[0], n[1]), np.int32)
+
+
+@compiled
+def _ids(frame: int, first: int, row: int, slots: slice) -> Columns:
+    """The columns of `TokenIds` of slots of a row, of which the first is an argument's."""
+    return (
+        _integers2(_argument(frame, first))[row, slots],
+        _integers2(_argument(frame, first + 1))[row, slots],
+        _integers2(_argument(frame, first + 2))[row, slots],
+        _integers2(_argument(frame, first + 3))[row, slots],
+    )
+
+
+# ---------------------------------------------------------------------------- threads
+
+TARGET = "jaxmllm_attention"  # as compiled programs call it, which are kept on disk
+THREAD = "jaxmllm_attention_thread"
+_pthread_create = types.ExternalFunction("pthread_create", types.int32(*[types.intp] * 4))
+_pthread_join = types.ExternalFunction("pthread_join", types.int32(types.intp, types.intp))
+
+
+@functools.cache
+def _register() -> None:
+    """Compile the loops, or load them, and tell XLA of them."""
+    threadpool_limits(1, user_api="blas")
+    sgemm = get_cython_function_address("scipy.linalg.cython_blas", "sgemm")
+    llvmlite.binding.add_symbol(SGEMM, sgemm)
+    llvmlite.binding.add_symbol(THREAD, compiled_callback(types.intp(types.intp), _thread))
+    handler = compiled_callback(types.intp(types.intp), _handler)
+    capsule = jax.ffi.pycapsule(ctypes.c_void_p(handler))
+    jax.ffi.register_ffi_target(TARGET, capsule, platform="cpu")
+
+
+def _handler(frame: int) -> int:
+    """What XLA calls."""
+    words = _words(frame, FRAME)
+    if words[EXTENSION]:
+        kind, _, metadata = _words(words[EXTENSION], 4)[1:]
+        if kind & 0xFFFFFFFF == METADATA:
+            _words(metadata, 4)[3] = VERSION[0] | VERSION[1] << 32
+        return 0
+    workers = _workers(frame)
+    told = np.empty((workers, 3), np.int64)
+    threads = np.zeros(workers, np.int64)
+    for worker in range(1, workers):
+        told[worker] = frame, worker, workers
+        thread, of_thread = threads[worker:].ctypes.data, told[worker].ctypes.data
+        if _pthread_create(thread, 0, _thread_address(), of_thread):
+            threads[worker] = 0
+            _share(frame, worker, workers)
+    _share(frame, 0, workers)
+    for worker in range(1, workers):
+        if threads[worker]:
+            _pthread_join(threads[worker], 0)
+    return 0
+
+
+def _thread(told: int) -> int:
+    frame, worker, workers = _words(told, 3)
+    _share(frame, worker, workers)
+    return 0
+
+
+@compiled_sums
+def _share(frame: int, worker: int, workers: int) -> None:
+    if _words(frame, FRAME)[RESULT_COUNT] == 3:
+        _backward(frame, worker, workers)
+    else:
+        _forward(frame, worker, workers)
+
+
+@intrinsic
+def _thread_address(context: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(64)
+        function = get_or_insert_function(builder.module, ir.FunctionType(word, [word]), THREAD)
+        return builder.ptrtoint(function, word)
+
+    return types.intp(), code
