@@ -60,7 +60,8 @@ def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Arr
     """As `kernel_jax.forward`, of float32; for CPUs."""
     results = _like(q), jax.ShapeDtypeStruct(q.shape[:3], q.dtype)
     inputs = q, k, v, *_columns(mask.queries), *_columns(mask.keys), *mask.query_tiles
-    out, logsumexp = _call(scale, results, inputs)
+    shares = q.shape[0] * k.shape[2] * mask.query_tiles.spans.shape[1]
+    out, logsumexp = _call(scale, results, inputs, shares)
     return out, logsumexp
 
 
@@ -77,7 +78,8 @@ def backward(
     """As `kernel_jax.backward`, of float32; for CPUs."""
     results = _like(q), _like(k), _like(v)
     inputs = q, k, v, *_columns(mask.queries), *_columns(mask.keys), *mask.key_tiles
-    dq, dk, dv = _call(scale, results, (*inputs, delta, logsumexp, d_out))
+    shares = q.shape[0] * k.shape[2]
+    dq, dk, dv = _call(scale, results, (*inputs, delta, logsumexp, d_out), shares)
     return dq, dk, dv
 
 
@@ -89,10 +91,11 @@ def _columns(ids: TokenIds) -> TokenIds:
     return ids if ids.first is not None else ids.within(None)
 
 
-def _call(scale: float, results: Any, inputs: tuple[Array, ...]) -> Any:
+def _call(scale: float, results: Any, inputs: tuple[Array, ...], shares: int) -> Any:
     _register()
     call = jax.ffi.ffi_call(TARGET, results, vmap_method="sequential")
-    return call(*inputs, scale=np.float32(scale), workers=np.int64(_workers_per_device()))
+    workers = min(_workers_per_device(), shares)
+    return call(*inputs, scale=np.float32(scale), workers=np.int64(workers))
 
 
 def _workers_per_device() -> int:
@@ -510,6 +513,7 @@ def _ids(frame: int, first: int, row: int, slots: slice) -> Columns:
 
 TARGET = "jaxmllm_attention"  # as compiled programs call it, which are kept on disk
 THREAD = "jaxmllm_attention_thread"
+TOLD = 4  # words of a thread: its handle, and the arguments of its share
 _pthread_create = types.ExternalFunction("pthread_create", types.int32(*[types.intp] * 4))
 _pthread_join = types.ExternalFunction("pthread_join", types.int32(types.intp, types.intp))
 
@@ -535,23 +539,23 @@ def _handler(frame: int) -> int:
             _words(metadata, 4)[3] = VERSION[0] | VERSION[1] << 32
         return 0
     workers = _workers(frame)
-    told = np.empty((workers, 3), np.int64)
-    threads = np.zeros(workers, np.int64)
+    told = np.zeros((workers, TOLD), np.int64)
     for worker in range(1, workers):
-        told[worker] = frame, worker, workers
-        thread, of_thread = threads[worker:].ctypes.data, told[worker].ctypes.data
-        if _pthread_create(thread, 0, _thread_address(), of_thread):
-            threads[worker] = 0
+        told[worker, 1:] = frame, worker, workers
+        of_thread = told[worker].ctypes.data
+        if _pthread_create(of_thread, 0, _thread_address(), of_thread):
+            told[worker, 0] = 0
             _share(frame, worker, workers)
     _share(frame, 0, workers)
+    # Read here again, what threads are told stays until they end: numba frees an array after its last use
     for worker in range(1, workers):
-        if threads[worker]:
-            _pthread_join(threads[worker], 0)
+        if told[worker, 0]:
+            _pthread_join(told[worker, 0], 0)
     return 0
 
 
 def _thread(told: int) -> int:
-    frame, worker, workers = _words(told, 3)
+    _, frame, worker, workers = _words(told, TOLD)
     _share(frame, worker, workers)
     return 0
 

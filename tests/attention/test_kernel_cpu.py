@@ -2,6 +2,7 @@
 the dense form beside those of the jax kernel, in test_attention.py."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -32,13 +33,15 @@ def singles(*shape, seed=0):
     return q, k, v, packed([RAGGED, HOLED, WHOLE], True), d_out
 
 
-@pytest.mark.parametrize("workers", [2, 3, 16])
-def test_threads_change_no_bit(workers, monkeypatch):
+@pytest.mark.parametrize(("cores", "workers"), [(2, {2}), (3, {3}), (16, {16, 6}), (100, {30, 6})])
+def test_threads_change_no_bit(cores, workers, monkeypatch):
+    """Three rows of two key heads and five blocks of queries: no more threads than there are shares."""
     inputs = singles(3)
     alone = tiled_vjp(*inputs, "cpu")
-    monkeypatch.setattr(kernel_cpu, "_workers_per_device", lambda: workers)
-    shared = jax.jit(lambda *arrays: tiled_vjp.__wrapped__(*arrays, "cpu"))(*inputs)
-    for a, b in zip(alone, shared, strict=True):
+    monkeypatch.setattr(kernel_cpu, "_workers_per_device", lambda: cores)
+    lowered = jax.jit(lambda *arrays: tiled_vjp.__wrapped__(*arrays, "cpu")).lower(*inputs)
+    assert {int(x) for x in re.findall(r"workers = (\d+)", lowered.as_text())} == workers
+    for a, b in zip(alone, lowered.compile()(*inputs), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
