@@ -1,8 +1,8 @@
 """Tile-list attention for CPUs, float32: loops that numba compiles, and matrix products by BLAS.
 
-    q, k, v, mask --jax.ffi.ffi_call--> XLA --> _handler --> _share(frame, worker, workers) in each of its threads
+    q, k, v, mask --jax.ffi.ffi_call--> XLA --> _handler --> _thread, and others beside it
                                                                 _forward, or _backward
-                                                                    _product: BLAS     _exp     _hide
+                                                                    _product: BLAS     _exp     _hide_queries
 
 The mathematics is that of kernel_jax.py, whose loops XLA runs on one core with a start for every product. Here the
 cores of a device share a call, neighbouring tiles are one product, and all that is done to its result is vector
@@ -514,6 +514,7 @@ def _ids(frame: int, first: int, row: int, slots: slice) -> Columns:
 TARGET = "jaxmllm_attention"  # as compiled programs call it, which are kept on disk
 THREAD = "jaxmllm_attention_thread"
 TOLD = 4  # words of a thread: its handle, and the arguments of its share
+_called_thread = types.ExternalFunction(THREAD, types.intp(types.intp))
 _pthread_create = types.ExternalFunction("pthread_create", types.int32(*[types.intp] * 4))
 _pthread_join = types.ExternalFunction("pthread_join", types.int32(types.intp, types.intp))
 
@@ -540,13 +541,13 @@ def _handler(frame: int) -> int:
         return 0
     workers = _workers(frame)
     told = np.zeros((workers, TOLD), np.int64)
-    for worker in range(1, workers):
+    for worker in range(workers):
         told[worker, 1:] = frame, worker, workers
         of_thread = told[worker].ctypes.data
-        if _pthread_create(of_thread, 0, _thread_address(), of_thread):
-            told[worker, 0] = 0
-            _share(frame, worker, workers)
-    _share(frame, 0, workers)
+        if worker and _pthread_create(of_thread, 0, _thread_address(), of_thread):
+            told[worker, 0] = 0  # there can be no more threads
+            _called_thread(of_thread)
+    _called_thread(told[0].ctypes.data)
     # Read here again, what threads are told stays until they end: numba frees an array after its last use
     for worker in range(1, workers):
         if told[worker, 0]:
@@ -556,16 +557,11 @@ def _handler(frame: int) -> int:
 
 def _thread(told: int) -> int:
     _, frame, worker, workers = _words(told, TOLD)
-    _share(frame, worker, workers)
-    return 0
-
-
-@compiled_sums
-def _share(frame: int, worker: int, workers: int) -> None:
     if _words(frame, FRAME)[RESULT_COUNT] == 3:
         _backward(frame, worker, workers)
     else:
         _forward(frame, worker, workers)
+    return 0
 
 
 @intrinsic
