@@ -9,6 +9,7 @@ their own module.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from numba import cfunc, njit
@@ -41,7 +42,7 @@ def compiled_sums(function: F) -> F:
 
 def compiled_callback(signature: Any, function: Callable[..., Any]) -> int:
     """The address of `function` as one of C, of a signature in numba's types; it stays for good."""
-    callback: Any = _compile(lambda **options: cfunc(signature, **options), function)
+    callback: Any = _compile(partial(cfunc, signature), function)
     _callbacks.append(callback)
     address: int = callback.address
     return address

@@ -123,20 +123,15 @@ def _forward(frame: int, worker: int, workers: int) -> None:
     rows, slots, heads, size = q.shape
     key_heads, query_blocks = k.shape[2], spans.shape[1]
     of_key_head, block = heads // key_heads, slots // query_blocks
-    parts = -(
-        -workers // (rows * key_heads)
-    )  # of the query blocks, where heads are fewer than threads
+    # Of the query blocks, where heads are fewer than threads
+    parts = -(-workers // (rows * key_heads))
     products = _workspace()
     runs = np.empty((k.shape[1] // block, 3), np.int64)
     keys, values = _matrix(k.shape[1], size), _matrix(k.shape[1], size)
     # Queries side by side: maxima and sums over keys are then vector instructions
     weights, queries = _matrix(TOGETHER * block, block), _matrix(size, block)
-    total, maximum, shrink, norm = (
-        _matrix(block, size),
-        _vector(block),
-        _vector(block),
-        _vector(block),
-    )
+    total = _matrix(block, size)
+    maximum, shrink, norm = _vector(block), _vector(block), _vector(block)
     for task in range(worker, rows * key_heads * parts, workers):
         r, g, part = task // (key_heads * parts), task // parts % key_heads, task % parts
         _load(k, r, g, keys)
@@ -538,7 +533,7 @@ def _handler(frame: int) -> int:
         kind, _, metadata = _words(words[EXTENSION], 4)[1:]
         if kind & 0xFFFFFFFF == METADATA:
             _words(metadata, 4)[3] = VERSION[0] | VERSION[1] << 32
-        return 0
+            return 0
     workers = _workers(frame)
     told = np.zeros((workers, TOLD), np.int64)
     for worker in range(workers):
