@@ -1,23 +1,28 @@
 """The kernels of attention against one another, where there is an NVIDIA GPU.
 
-    python -m benchmarks.attention_gpu [--slots 8192 16384 32768 65536] [--json PATH]
+    python -m benchmarks.attention_gpu [--slots 8192 16384 32768 65536] [--room 144] [--json PATH]
 
-One bfloat16 row of 32 query and 8 key heads of size 128 holds causal documents of equal length.
+One bfloat16 row holds documents of equal length: causal ones under the heads of a decoder (32 of queries and 8 of keys,
+size 128), or images that see themselves in both directions under those of a tower (16, size 64).
 As `packed`, cuDNN is told where they lie (`attention: cudnn`); as `cudnn` it gets each as a row of its own, so that it
 sees the same pairs. `TFLOP/s` counts the tiles that
 hold a visible pair, with two matrix products per tile forward and five backward, whatever else a
 kernel computes. `error` is the norm of the difference from float32 over the norm of what float32
-gives, the largest of dq, dk and dv in `backward`. Without a GPU it says so and exits with 2.
+gives, the largest of dq, dk and dv in `backward`; `same bits` says whether a second call gives the very same numbers.
+Without a GPU it says so and exits with 2.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +30,7 @@ import numpy as np
 
 from jaxmllm.attention.attention import attention
 from jaxmllm.attention.kernel_cudnn import Documents
-from jaxmllm.attention.mask import Mask, causal_ids, document_runs
+from jaxmllm.attention.mask import Mask, causal_ids, document_runs, item_ids
 from jaxmllm.attention.tiles import tile_lists, visible_tiles
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
 
@@ -38,11 +43,12 @@ class Shape:
     key_heads: int = 8
     size: int = 128
     block: int = 128
+    causal: bool = True
 
 
-SHAPE = Shape()
+SHAPES = {"decoder": Shape(), "tower": Shape(heads=16, key_heads=16, size=64, causal=False)}
 SLOTS = (8192, 16384, 32768, 65536)
-DOCUMENTS = (1, 8)
+DOCUMENTS = {"decoder": (1, 8), "tower": (8,)}
 CALLS = 5  # one after another per time taken, so that the host's share of a call is hidden
 REPEATS = {
     "gpu": 7,
@@ -51,20 +57,25 @@ REPEATS = {
     "jax": 1,
 }  # times, of which the median counts; the JAX kernel takes seconds
 FLOPS = {"forward": 4, "backward": 10}  # per visible pair and number of a head
-COLUMNS = ["slots", "documents", "tiles", "kernel"]
-COLUMNS += [f"{direction} {column}" for direction in FLOPS for column in ("ms", "TFLOP/s", "error")]
-GENERATOR = "numpy default_rng([seed, slots]): normal q, k, v and gradient of the output"
+COLUMNS = ["heads", "slots", "documents", "tiles", "kernel"]
+OF_DIRECTION = ("ms", "TFLOP/s", "error", "same bits")
+COLUMNS += [f"{direction} {column}" for direction in FLOPS for column in OF_DIRECTION]
+GENERATOR = "jax.random, of seed and slots: normal q, k, v and gradient of the output"
 
+Inputs = tuple[jax.Array, ...]  # q, k, v and the gradient of the output
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def equal_documents(slots: int, documents: int, block: int) -> tuple[Mask, int]:
-    """The mask of one row of causal documents, and its number of visible tiles."""
-    ids = causal_ids(np.repeat(np.arange(1, documents + 1, dtype=np.int32), slots // documents))
+def equal_documents(
+    slots: int, documents: int, block: int, causal: bool = True, room: int = 0
+) -> tuple[Mask, int]:
+    """The mask of one row of documents, with room for at least so many, and its number of visible tiles."""
+    segments = np.repeat(np.arange(1, documents + 1, dtype=np.int32), slots // documents)
+    ids = causal_ids(segments) if causal else item_ids(segments)
     tiles = visible_tiles(ids, block)
     lists = tile_lists(tiles, slots // block, slots // block)
-    runs = document_runs(ids.document[None], documents)[0]
-    mask = Mask(ids, ids, lists.queries, lists.keys, Documents(runs, causal=True))
+    runs = document_runs(ids.document[None], max(documents, room))[0]
+    mask = Mask(ids, ids, lists.queries, lists.keys, Documents(runs, causal))
     return jax.tree.map(lambda array: jnp.asarray(array[None]), mask), len(tiles)
 
 
@@ -73,9 +84,10 @@ def attends(mask: Mask, documents: int) -> dict[str, Attend]:
 
     def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         rows = (x.reshape(documents, -1, *x.shape[2:]) for x in (q, k, v))
-        return jax.nn.dot_product_attention(*rows, is_causal=True, implementation="cudnn").reshape(
-            q.shape
-        )
+        causal = mask.documents.causal
+        return jax.nn.dot_product_attention(
+            *rows, is_causal=causal, implementation="cudnn"
+        ).reshape(q.shape)
 
     return {
         "gpu": lambda q, k, v: attention(q, k, v, mask, kernel="gpu"),
@@ -85,19 +97,62 @@ def attends(mask: Mask, documents: int) -> dict[str, Attend]:
     }
 
 
-def measure(
-    attend: Attend, inputs: tuple[jax.Array, ...], repeats: int
-) -> tuple[dict[str, float], list[np.ndarray]]:
-    """Median seconds of the forward and the backward pass, and out, dq, dk and dv."""
+class Passes(NamedTuple):
+    """A kernel, compiled alone for inputs of some shapes."""
+
+    forward: Callable[..., Any]
+    vjp: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one kernel."""
+
+    seconds: dict[str, float]  # medians of the forward and the backward pass
+    same_bits: dict[str, bool]  # of two calls
+    results: list[np.ndarray]  # out, dq, dk and dv
+
+
+def compile_all(cells: Sequence[tuple[Attend, Inputs]]) -> list[Passes | Exception]:
+    """What each kernel comes to, or why it does not; XLA compiles them side by side."""
+
+    def of_cell(cell: tuple[Attend, Inputs]) -> Passes | Exception:
+        attend, (*qkv, d_out) = cell
+        try:
+            forward = jax.jit(attend).lower(*qkv).compile()
+            vjp = jax.jit(lambda *qkv: jax.vjp(attend, *qkv)).lower(*qkv).compile()
+            _, pullback = vjp(*qkv)  # another trace of it would be of another type
+            backward = jax.jit(lambda pullback, d_out: pullback(d_out)).lower(pullback, d_out)
+            return Passes(forward, vjp, backward.compile())
+        except Exception as error:  # a kernel that this machine does not have
+            return error
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(of_cell, cells))
+
+
+def measure(passes: Passes | Exception, inputs: Inputs, repeats: int) -> Measured:
+    """Times and results of both passes; raises what kept them from being compiled."""
+    if isinstance(passes, Exception):
+        raise passes
     *qkv, d_out = inputs
-    forward = jax.jit(attend)
-    out, pullback = jax.jit(lambda *qkv: jax.vjp(attend, *qkv))(*qkv)
-    backward = jax.jit(lambda pullback, d_out: pullback(d_out))
+    _, pullback = passes.vjp(*qkv)
     seconds = {
-        "forward": _median_seconds(lambda: forward(*qkv), repeats),
-        "backward": _median_seconds(lambda: backward(pullback, d_out), repeats),
+        "forward": _median_seconds(lambda: passes.forward(*qkv), repeats),
+        "backward": _median_seconds(lambda: passes.backward(pullback, d_out), repeats),
     }
-    return seconds, [np.asarray(x, np.float32) for x in (out, *backward(pullback, d_out))]
+    results, again = (
+        [
+            np.asarray(x, np.float32)
+            for x in (passes.forward(*qkv), *passes.backward(pullback, d_out))
+        ]
+        for _ in range(2)
+    )
+    out_is_same, *gradients_are = (
+        np.array_equal(one, other) for one, other in zip(results, again, strict=True)
+    )
+    return Measured(seconds, {"forward": out_is_same, "backward": all(gradients_are)}, results)
 
 
 def _median_seconds(call: Callable[[], Any], repeats: int) -> float:
@@ -108,10 +163,10 @@ def _median_seconds(call: Callable[[], Any], repeats: int) -> float:
             result = call()
         jax.block_until_ready(result)
         times.append((time.perf_counter() - start) / CALLS)
-    return statistics.median(times[1:])  # the first compiles
+    return statistics.median(times[1:])  # the first warms up
 
 
-def in_float32(mask: Mask, inputs: tuple[jax.Array, ...]) -> list[np.ndarray]:
+def in_float32(mask: Mask, inputs: Inputs) -> list[np.ndarray]:
     """Out, dq, dk and dv of the JAX kernel; by default a GPU would round products of float32 to tf32."""
     *qkv, d_out = (x.astype(jnp.float32) for x in inputs)
     with jax.default_matmul_precision("highest"):
@@ -131,14 +186,15 @@ def errors(results: list[np.ndarray], wants: list[np.ndarray]) -> dict[str, floa
 
 
 def random_inputs(
-    random: np.random.Generator, slots: int, heads: int, key_heads: int, size: int
-) -> tuple[jax.Array, ...]:
-    """q, k, v and the gradient of the output, in bfloat16."""
+    seeds: Sequence[int], slots: int, shape: Shape, keys: int | None = None
+) -> Inputs:
+    """q, k, v and the gradient of the output, in bfloat16; `keys` slots of k and v, if not as many as of q."""
+    heads = (shape.heads, shape.key_heads, shape.key_heads, shape.heads)
+    counts = (slots, keys or slots, keys or slots, slots)
+    key = functools.reduce(jax.random.fold_in, seeds, jax.random.key(0))
     return tuple(
-        jnp.asarray(
-            random.standard_normal((1, slots, heads_, size), dtype=np.float32), jnp.bfloat16
-        )
-        for heads_ in (heads, key_heads, key_heads, heads)
+        jax.random.normal(own, (1, count, heads_, shape.size), jnp.bfloat16)
+        for own, count, heads_ in zip(jax.random.split(key, 4), counts, heads, strict=True)
     )
 
 
@@ -147,29 +203,38 @@ def record(
     slots: int,
     documents: int,
     tiles: int,
-    seconds: dict[str, float],
+    measured: Measured,
     error: dict[str, float],
-    shape: Shape = SHAPE,
+    shape: Shape,
 ) -> dict[str, Any]:
     """One row of the table, whose columns are `COLUMNS`; an error that was not taken is none."""
-    cells: dict[str, Any] = {"slots": slots, "documents": documents, "tiles": tiles, "kernel": name}
+    cells: dict[str, Any] = {
+        "heads": f"{shape.heads}/{shape.key_heads} x {shape.size}",
+        "slots": slots,
+        "documents": documents,
+        "tiles": tiles,
+        "kernel": name,
+    }
     for direction, flops in FLOPS.items():
-        cells[f"{direction} ms"] = 1e3 * seconds[direction]
+        seconds = measured.seconds[direction]
+        cells[f"{direction} ms"] = 1e3 * seconds
         cells[f"{direction} TFLOP/s"] = (
-            flops * shape.heads * shape.size * shape.block**2 * tiles / seconds[direction] / 1e12
+            flops * shape.heads * shape.size * shape.block**2 * tiles / seconds / 1e12
         )
         cells[f"{direction} error"] = error.get(direction)
+        cells[f"{direction} same bits"] = measured.same_bits[direction]
     return cells
 
 
 def main() -> int:
     parser = measuring_parser(__doc__)
+    most = max(SHAPES[name].block * max(counts) for name, counts in DOCUMENTS.items())
+    parser.add_argument("--slots", type=int, nargs="+", default=SLOTS, help=f"multiples of {most}")
     parser.add_argument(
-        "--slots",
+        "--room",
         type=int,
-        nargs="+",
-        default=SLOTS,
-        help=f"multiples of {SHAPE.block * max(DOCUMENTS)}",
+        default=0,
+        help="for documents of a row, as max_segments; default: theirs",
     )
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
@@ -179,22 +244,22 @@ def main() -> int:
         )
         return 2
     rows = []
-    for slots in options.slots:
-        inputs = random_inputs(
-            np.random.default_rng([options.seed, slots]),
-            slots,
-            SHAPE.heads,
-            SHAPE.key_heads,
-            SHAPE.size,
-        )
-        for documents in DOCUMENTS:
-            mask, tiles = equal_documents(slots, documents, SHAPE.block)
+    for slots, (name, shape) in itertools.product(options.slots, SHAPES.items()):
+        inputs = random_inputs((options.seed, slots), slots, shape)
+        for documents in DOCUMENTS[name]:
+            mask, tiles = equal_documents(slots, documents, shape.block, shape.causal, options.room)
             wants = in_float32(mask, inputs)
-            for name, attend in attends(mask, documents).items():
-                seconds, results = measure(attend, inputs, REPEATS[name])
-                rows.append(record(name, slots, documents, tiles, seconds, errors(results, wants)))
-    title = f"bfloat16, heads {SHAPE.heads}/{SHAPE.key_heads} x {SHAPE.size}, blocks of {SHAPE.block}, on "
-    title += jax.devices()[0].device_kind
+            kernels = attends(mask, documents)
+            compiled = compile_all([(attend, inputs) for attend in kernels.values()])
+            for kernel, passes in zip(kernels, compiled, strict=True):
+                try:
+                    measured = measure(passes, inputs, REPEATS[kernel])
+                except Exception as reason:  # this machine does not have it, or no memory for it
+                    print(f"could not run {kernel}, {slots} slots, {documents} documents: {reason}")
+                    continue
+                apart = errors(measured.results, wants)
+                rows.append(record(kernel, slots, documents, tiles, measured, apart, shape))
+    title = f"bfloat16, on {jax.devices()[0].device_kind}"
     print_table(title, COLUMNS, [[row[column] for column in COLUMNS] for row in rows])
     write_json(options.json, "attention_gpu", options.seed, GENERATOR, rows=rows)
     return 0

@@ -1,11 +1,11 @@
 """Everything about one GPU in one command: attention, programs, a step, the exchange, a profile.
 
-    python -m benchmarks.gpu --json gpu.json [--seconds 480] [--only attention step ...]
+    python -m benchmarks.gpu --json gpu.json [--seconds 480] [--only attention step ...] [--set key=value ...]
     JAX_PLATFORMS=cpu python -m benchmarks.gpu --small          tries out the code itself, with tiny sizes
 
 Sections, each with a share of the time; one that fails is named with its reason, and the next one runs:
 
-    attention     forward and backward of one causal row, 4k to 64k: our kernels and cuDNN (benchmarks/attention_gpu.py)
+    attention     forward and backward of rows, 4k to 64k: our kernels and cuDNN (benchmarks/attention_gpu.py)
     spans         C queries that see keys of 1, 2, 4 and 8 C: what a rank computes of a row that as many hold
     programs      of the model, on full rows: seconds, MFU, and the memory that its compiler says it needs
     step          whole training steps on sample data: seconds, MFU, the peak of memory, seconds and MFU by phase
@@ -13,15 +13,17 @@ Sections, each with a share of the time; one that fails is named with its reason
     calibration   what `jaxmllm calibrate` would write
     exchange      media through the padded and the ragged exchange of one device: seconds, and that the loss is the same
     prediction    what `jaxmllm check` says that the programs need, beside what they do
+    masks         ragged rows of every rule: our kernels against float32 at the highest precision, and their bits
 
 The model is `2B` of benchmarks/omni.py in bfloat16, with AdamW in float32. Any GPU with 80 GB, jax 0.10 to 0.12, Python
 3.11 to 3.13. On a machine without a network, take the packages along: where there is one,
 
     pip download --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 -d wheels \
-        absl-py flax grain jaxtyping matplotlib numba optax orbax-checkpoint pillow pydantic pyyaml rich scipy \
-        soundfile soxr tensorboardX tokenizers
+        absl-py flax grain jaxtyping jinja2 matplotlib ml-dtypes numba optax orbax-checkpoint pillow pydantic pyyaml \
+        rich scipy soundfile soxr tensorboardX threadpoolctl tokenizers
 
-without the wheels of jax, jaxlib and numpy that come along, and on the machine, where jax runs on the GPU,
+without the wheels of jax, jaxlib and numpy that come along, nor what that machine has; flax must be of jax's age
+(0.12.12 for jax 0.11). On the machine, where jax runs on the GPU,
 
     pip install --no-index --no-deps --target packages wheels/*.whl
     PYTHONPATH=packages:. python -m benchmarks.gpu --json gpu.json
@@ -29,6 +31,7 @@ without the wheels of jax, jaxlib and numpy that come along, and on the machine,
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -41,22 +44,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import attention_gpu
-from benchmarks.attention_gpu import SHAPE, Shape, errors, in_float32, random_inputs, record
+from benchmarks.attention_gpu import (
+    DOCUMENTS,
+    SHAPES,
+    Shape,
+    errors,
+    in_float32,
+    random_inputs,
+    record,
+)
 from benchmarks.omni import COMPUTE_DTYPE, omni_config
 from jaxmllm.attention.attention import attention
-from jaxmllm.attention.mask import Mask, causal_ids
-from jaxmllm.attention.tiles import dealt_tiles, visible_tiles
+from jaxmllm.attention.kernel_cudnn import Documents
+from jaxmllm.attention.mask import Mask, causal_ids, document_runs, item_ids
+from jaxmllm.attention.tiles import dealt_tiles, tile_lists, visible_tiles
 from jaxmllm.balance.costs.calibration import Fill
 from jaxmllm.balance.costs.flops import phase_flops
 from jaxmllm.balance.records import RowClass
-from jaxmllm.config.read import dump_config
+from jaxmllm.config.read import dump_config, load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.runtime.hardware import peak_flops
@@ -77,7 +89,17 @@ Row = dict[str, Any]
 GENERATOR: Final = "the sample data of `jaxmllm sample-data`, and made-up rows of equal items"
 SPANS: Final = (1, 2, 4, 8)
 ITEMS: Final = 4  # of a full row
-COMPARED: Final = 16_384  # slots up to which attention is compared with float32
+COMPARED: Final = (
+    16_384  # slots up to which the loops of kernel_jax run, and attention is compared with float32
+)
+# Of a layer: what is slow to compute again, as far as one device has memory for it
+KEPT: Final = ("attention", "projections", "mlp")
+RAGGED_RUNS: Final = 13  # documents and padding of a ragged row
+RAGGED_RULES: Final = ("causal", "window", "items", "images")
+RAGGED_SHAPES: Final = (
+    Shape(heads=4, key_heads=2, size=128),
+    Shape(heads=3, key_heads=1, size=80, block=64),
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +108,8 @@ class Sizes:
 
     model: str
     slots: tuple[int, ...]  # of the rows of attention
-    shape: Shape  # of attention
+    shapes: dict[str, Shape]  # of attention
+    ragged_slots: int
     span_slots: int
     capacities: dict[str, int]
     block: int
@@ -98,7 +121,8 @@ class Sizes:
 FULL: Final = Sizes(
     model="2B",
     slots=(4096, 8192, 16_384, 32_768, 65_536),
-    shape=SHAPE,
+    shapes=SHAPES,
+    ragged_slots=2048,
     span_slots=8192,
     capacities={"vision": 16_384, "audio": 8192, "language": 8192},
     block=128,
@@ -109,7 +133,11 @@ FULL: Final = Sizes(
 SMALL: Final = Sizes(
     model="tiny",
     slots=(128,),
-    shape=Shape(heads=2, key_heads=1, size=16, block=16),
+    shapes={
+        "decoder": Shape(heads=2, key_heads=1, size=16, block=16),
+        "tower": Shape(heads=2, key_heads=2, size=16, block=16, causal=False),
+    },
+    ragged_slots=512,
     span_slots=64,
     capacities={"vision": 512, "audio": 1024, "language": 512},
     block=32,
@@ -122,11 +150,19 @@ SMALL: Final = Sizes(
 class Bench:
     """What the sections share; the model's programs are built when the first one asks for them."""
 
-    def __init__(self, sizes: Sizes, folder: Path, deadline: float, seed: int):
+    def __init__(
+        self,
+        sizes: Sizes,
+        folder: Path,
+        deadline: float,
+        seed: int,
+        overrides: Sequence[str] = (),
+    ):
         self.sizes = sizes
         self.folder = folder
         self.deadline = deadline  # on the clock of `time.perf_counter`
         self.seed = seed
+        self.overrides = overrides  # of the config, key=value
 
     @property
     def seconds_left(self) -> float:
@@ -136,7 +172,7 @@ class Bench:
     def config(self, exchange: str = "auto") -> Config:
         """The model, on the sample data and one device."""
         sizes = self.sizes
-        return omni_config(
+        config = omni_config(
             sizes.model,
             run={"directory": str(self.folder / "run"), "steps": sizes.steps},
             data={
@@ -151,7 +187,11 @@ class Bench:
             },
             balance={"exchange": exchange},
             mesh={"data": 1},
+            remat=list(KEPT),
         )
+        path = self.folder / "config.yaml"
+        path.write_text(dump_config(config), encoding="utf-8")
+        return load_config(path, self.overrides)
 
     @cached_property
     def data(self) -> Path:
@@ -192,55 +232,116 @@ class Bench:
 # ---------------------------------------------------------------------------- attention
 
 
-def attention_rows(bench: Bench) -> list[Row]:
-    """Every kernel at every length, one document a row."""
+class Cell(NamedTuple):
+    """One kernel on one row, to be measured."""
+
+    cells: Row  # what the record begins with
+    mask: Mask
+    attend: attention_gpu.Attend
+    inputs: attention_gpu.Inputs
+
+
+def mask_rows(bench: Bench) -> list[Row]:
+    """Largest error and bits of the kernels on ragged rows: documents, padding, windows, images in text."""
+    found: list[Cell] = []
+    slots = bench.sizes.ragged_slots
+    for number, (shape, rule) in enumerate(itertools.product(RAGGED_SHAPES, RAGGED_RULES)):
+        random = np.random.default_rng([bench.seed, number])
+        mask = ragged_mask(random, rule, slots, shape.block)
+        inputs = random_inputs((bench.seed, number), slots, shape)
+        attends = attention_gpu.attends(mask, RAGGED_RUNS)
+        for kernel in ("gpu", "packed") if mask.documents else ("gpu",):
+            heads = f"{shape.heads}/{shape.key_heads} x {shape.size}"
+            cells: Row = {"rule": rule, "heads": heads, "kernel": kernel}
+            found.append(Cell(cells, mask, attends[kernel], inputs))
+    compiled = attention_gpu.compile_all([(cell.attend, cell.inputs) for cell in found])
     rows: list[Row] = []
-    shape = bench.sizes.shape
+    for (cells, mask, _, inputs), passes in zip(found, compiled, strict=True):
+        try:
+            measured = attention_gpu.measure(passes, inputs, 1)
+        except Exception as error:
+            rows.append(cells | {"failed": reason(error)})
+            continue
+        apart = errors(measured.results, in_float32(mask, inputs))
+        for direction in attention_gpu.FLOPS:
+            cells[f"{direction} error"] = apart[direction]
+            cells[f"{direction} same bits"] = measured.same_bits[direction]
+        rows.append(cells)
+    return rows
+
+
+def ragged_mask(random: np.random.Generator, rule: str, slots: int, block: int) -> Mask:
+    """The mask of one row of documents of any length, with padding between and after them."""
+    cuts = np.sort(random.choice(np.arange(1, slots), RAGGED_RUNS - 1, replace=False))
+    run = np.repeat(np.arange(RAGGED_RUNS), np.diff(np.r_[0, cuts, slots]))
+    segments = np.where(run % 5 == 4, 0, run + 1).astype(np.int32)  # every fifth run is padding
+    window = slots // RAGGED_RUNS if rule == "window" else None
+    if rule == "items":
+        ids = item_ids(segments)
+    elif rule == "images":  # runs of 16 slots, every third of them an image
+        image = np.arange(slots) // 16
+        ids = causal_ids(segments, np.where(image % 3 == 0, image + 1, 0).astype(np.int32))
+    else:
+        ids = causal_ids(segments)
+        ids = ids.within(window) if window else ids
+    lists = tile_lists(visible_tiles(ids, block), slots // block, slots // block)
+    runs = Documents(document_runs(segments[None], RAGGED_RUNS)[0], rule != "items", window)
+    mask = Mask(ids, ids, lists.queries, lists.keys, None if rule == "images" else runs)
+    return jax.tree.map(lambda array: jnp.asarray(array[None]), mask)
+
+
+def attention_rows(bench: Bench) -> list[Row]:
+    """Every kernel at every length: a decoder's with one document a row, a tower's with as many images as
+    attention_gpu.py gives it."""
     stop = bench.deadline - 0.6 * bench.seconds_left  # the sections after this need the most
-    for slots in bench.sizes.slots:
-        mask, tiles = attention_gpu.equal_documents(slots, 1, shape.block)
-        random = np.random.default_rng([bench.seed, slots])
-        inputs = random_inputs(random, slots, shape.heads, shape.key_heads, shape.size)
-        wants = in_float32(mask, inputs) if slots <= COMPARED else None
-        for name, attend in attention_gpu.attends(mask, 1).items():
-            cells: Row = {"slots": slots, "kernel": name}
-            if time.perf_counter() > stop:
-                rows.append(cells | {"failed": "no time left for it"})
-                continue
-            try:
-                repeats = min(attention_gpu.REPEATS[name], bench.sizes.repeats)
-                seconds, results = attention_gpu.measure(attend, inputs, repeats)
-            except Exception as error:  # a kernel that this machine does not have
-                rows.append(cells | {"failed": reason(error)})
-                continue
-            apart = {} if wants is None else errors(results, wants)
-            rows.append(record(name, slots, 1, tiles, seconds, apart, shape))
+    found: list[tuple[Cell, Shape, int, int]] = []
+    for slots, (name, shape) in itertools.product(bench.sizes.slots, bench.sizes.shapes.items()):
+        documents = DOCUMENTS[name][0]
+        mask, tiles = attention_gpu.equal_documents(slots, documents, shape.block, shape.causal)
+        inputs = random_inputs((bench.seed, slots), slots, shape)
+        for kernel, attend in attention_gpu.attends(mask, documents).items():
+            if kernel != "jax" or slots <= COMPARED:  # its loops take minutes
+                cells = {"shape": name, "slots": slots, "kernel": kernel}
+                found.append((Cell(cells, mask, attend, inputs), shape, documents, tiles))
+    compiled = attention_gpu.compile_all([(cell.attend, cell.inputs) for cell, *_ in found])
+    rows: list[Row] = []
+    for (cell, shape, documents, tiles), passes in zip(found, compiled, strict=True):
+        slots, kernel = cell.cells["slots"], cell.cells["kernel"]
+        if time.perf_counter() > stop:
+            rows.append(cell.cells | {"failed": "no time left for it"})
+            continue
+        try:
+            repeats = min(attention_gpu.REPEATS[kernel], bench.sizes.repeats)
+            measured = attention_gpu.measure(passes, cell.inputs, repeats)
+        except Exception as error:
+            rows.append(cell.cells | {"failed": reason(error)})
+            continue
+        apart = {}
+        if slots <= COMPARED:
+            apart = errors(measured.results, in_float32(cell.mask, cell.inputs))
+        rows.append(record(kernel, slots, documents, tiles, measured, apart, shape))
     return rows
 
 
 def span_rows(bench: Bench) -> list[Row]:
     """A rank's part of a causal row that 1, 2, 4 and 8 ranks hold: its own queries, keys of all."""
-    rows: list[Row] = []
-    shape, slots = bench.sizes.shape, bench.sizes.span_slots
+    shape, slots = bench.sizes.shapes["decoder"], bench.sizes.span_slots
+    found: list[Cell] = []
     for span in SPANS:
         mask, tiles = part_of_row(slots, span, shape.block)
-        random = np.random.default_rng([bench.seed, slots, span])
-        q, _, _, d_out = random_inputs(random, slots, shape.heads, shape.key_heads, shape.size)
-        _, k, v, _ = random_inputs(random, span * slots, shape.heads, shape.key_heads, shape.size)
+        inputs = random_inputs((bench.seed, slots, span), slots, shape, keys=span * slots)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask = mask) -> jax.Array:
             return attention(q, k, v, mask)
 
-        seconds, _ = attention_gpu.measure(attend, (q, k, v, d_out), bench.sizes.repeats)
-        rows.append(
-            {
-                "span": span,
-                "slots": slots,
-                "keys": span * slots,
-                "tiles": tiles,
-                **{f"{direction} ms": 1e3 * took for direction, took in seconds.items()},
-            }
-        )
+        cells = {"span": span, "slots": slots, "keys": span * slots, "tiles": tiles}
+        found.append(Cell(cells, mask, attend, inputs))
+    compiled = attention_gpu.compile_all([(cell.attend, cell.inputs) for cell in found])
+    rows: list[Row] = []
+    for cell, passes in zip(found, compiled, strict=True):
+        seconds = attention_gpu.measure(passes, cell.inputs, bench.sizes.repeats).seconds
+        times = {f"{direction} ms": 1e3 * took for direction, took in seconds.items()}
+        rows.append(cell.cells | times)
     for row in rows:
         for direction in attention_gpu.FLOPS:
             slower = row[f"{direction} ms"] / rows[0][f"{direction} ms"]
@@ -397,7 +498,8 @@ def calibration_rows(bench: Bench) -> list[Row]:
 
 
 def exchange_rows(bench: Bench) -> list[Row]:
-    """One gradient of the tiny model through each exchange; a loss that differs is a failure."""
+    """Gradients of the tiny model through each exchange, and whether those of several calls are the same in every
+    bit; a loss that differs is a failure."""
     tiny = Bench(replace(SMALL, examples=32), bench.folder, bench.deadline, bench.seed)
     rows: list[Row] = []
     for exchange in ("padded", "ragged"):
@@ -412,14 +514,22 @@ def exchange_rows(bench: Bench) -> list[Row]:
             filler = StepFiller(inputs.corpus, spec, programs.local_share, programs.attention)
             batch = programs.put(filler(0, np.arange(config.data.batch_size)))
             params = programs.init(bench.seed).params
-            times = []
+            times, results = [], []
             for _ in range(bench.sizes.repeats + 1):
                 began = time.perf_counter()
-                _, sums, _ = jax.block_until_ready(programs.gradients(params, batch))
+                gradients, sums, _ = jax.block_until_ready(programs.gradients(params, batch))
                 times.append(time.perf_counter() - began)
-            loss = float(programs.totals(sums).loss.sum())
+                results.append(jax.tree.map(np.asarray, gradients))
+            same = all(
+                jax.tree.all(jax.tree.map(np.array_equal, results[0], other)) for other in results
+            )
             rows.append(
-                {"exchange": exchange, "ms": 1e3 * statistics.median(times[1:]), "loss": loss}
+                {
+                    "exchange": exchange,
+                    "ms": 1e3 * statistics.median(times[1:]),
+                    "loss": float(programs.totals(sums).loss.sum()),
+                    "same bits": same,
+                }
             )
         except Exception as error:  # an exchange that this platform does not have
             rows.append({"exchange": exchange, "failed": reason(error)})
@@ -431,7 +541,7 @@ def exchange_rows(bench: Bench) -> list[Row]:
 
 def prediction_rows(bench: Bench) -> list[Row]:
     """Memory by program, compiled for a chip that is not there, in a process that does not see the GPU."""
-    config = bench.folder / "config.yaml"
+    config = bench.folder / "predicted.yaml"
     config.write_text(dump_config(bench.run.config), encoding="utf-8")
     chip = "h100" if jax.default_backend() == "gpu" else "cpu"
     told = bench.folder / "check.json"
@@ -480,6 +590,7 @@ SECTIONS: Final[dict[str, tuple[Callable[[Bench], list[Row]], float]]] = {
     "calibration": (calibration_rows, 30),
     "exchange": (exchange_rows, 40),
     "prediction": (prediction_rows, 30),
+    "masks": (mask_rows, 40),
 }
 
 
@@ -527,6 +638,7 @@ def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=480, help="for all of it")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections")
+    parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="of the config")
     parser.add_argument("--small", action="store_true", help="tiny sizes, on any platform")
     parser.add_argument("--folder", type=Path, help="of sample, profile; default: a temporary one")
     options = parser.parse_args(command)
@@ -544,10 +656,13 @@ def main(command: Sequence[str] | None = None) -> int:
         )
         return 2
     folder = options.folder or Path(tempfile.mkdtemp(prefix="benchmarks-gpu-"))
-    bench = Bench(SMALL if options.small else FULL, folder, deadline, options.seed)
+    sizes = SMALL if options.small else FULL
+    bench = Bench(sizes, folder, deadline, options.seed, options.set)
     rows = measure(bench, options.only or list(SECTIONS))
     failed = [row for row in rows if "failed" in row]
-    write_json(options.json, "gpu", options.seed, GENERATOR, rows=rows, seconds=options.seconds)
+    told: Row = {"seconds": options.seconds, "set": options.set}
+    told |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    write_json(options.json, "gpu", options.seed, GENERATOR, rows=rows, **told)
     print(
         f"{len(rows)} records in {options.seconds - bench.seconds_left:.0f} s, {len(failed)} failed"
     )

@@ -85,6 +85,19 @@ def unsupported_reason(dtype: Any, head: int) -> str | None:
     return None
 
 
+def backward_bytes(slots: int, heads: int, key_heads: int, size: int, documents: int) -> int:
+    """What the backward pass works in on a device: float32 of every document for every slot, as measured on an H100
+    (docs/performance.md). Compiling ahead, without cuDNN, does not see it.
+
+    Args:
+      slots: of all rows of a call.
+      documents: M.
+    """
+    # Sums of queries' gradients, where heads of keys are shared those of keys' and values' too, and two sums of softmax
+    arrays = 1 if heads == key_heads else 2
+    return 4 * documents * slots * heads * (arrays * size + 2)
+
+
 def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Array, Array]:
     """As `kernel_jax.forward`, of rows with `mask.documents`; for CUDA."""
     rows, slots, heads, size = q.shape

@@ -48,6 +48,8 @@ class Cut(NamedTuple):
     block: int  # b
     own: int  # slots of a program's own tile
     step: int  # slots of the other side that the tile meets at a time
+    warps: int
+    stages: int  # steps whose loads are under way at once
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
@@ -65,7 +67,7 @@ class Cut(NamedTuple):
 
     @property
     def compiler_params(self) -> Any:
-        return triton.CompilerParams(num_warps=max(1, self.own // 16), num_stages=2)
+        return triton.CompilerParams(num_warps=self.warps, num_stages=self.stages)
 
 
 def unsupported_reason(dtype: Any, head: int, block: int) -> str | None:
@@ -88,7 +90,7 @@ def forward(
 ) -> tuple[Array, Array]:
     """As `kernel_jax.forward`; `interpret` runs the kernel on any platform, slowly."""
     rows, slots, heads, _ = q.shape
-    cut = _cut(q, mask, step=64)
+    cut = _cut(q, mask, own=128, stages=3)
     own, keys, sums = _query_specs(cut, heads // k.shape[2], k.shape[1])
     out, logsumexp = pl.pallas_call(
         partial(_forward_kernel, scale, cut),
@@ -121,7 +123,7 @@ def backward(
     """As `kernel_jax.backward`; `interpret` runs the kernels on any platform, slowly."""
     (rows, slots, heads, _), (_, key_slots, key_heads, _) = q.shape, k.shape
     group = heads // key_heads
-    cut = _cut(q, mask, step=32)
+    cut = _cut(q, mask, own=64, stages=2)
     call = partial(pl.pallas_call, compiler_params=cut.compiler_params, interpret=interpret)
     # [B, H, C]: a tile's are neighbours in memory.
     sums_of_tiles = LOG2_E * logsumexp.swapaxes(1, 2), delta.swapaxes(1, 2)
@@ -167,12 +169,11 @@ def backward(
     return dq, dk, dv
 
 
-def _cut(q: Array, mask: Mask, step: int) -> Cut:
-    # Chosen on paper for 99 KiB of shared memory and 255 registers a thread with heads of 256 bytes; not measured.
+def _cut(q: Array, mask: Mask, own: int, stages: int) -> Cut:
+    # The best of 18 for heads of 128 and 64 numbers on an H100, or near it (docs/performance.md)
     head, shrink = q.shape[-1], 1 if q.shape[-1] * q.dtype.itemsize <= 256 else 2
-    return Cut(
-        head, mask.block, math.gcd(mask.block, 128 // shrink), math.gcd(mask.block, step // shrink)
-    )
+    own, step = math.gcd(mask.block, own // shrink), math.gcd(mask.block, 64 // shrink)
+    return Cut(head, mask.block, own, step, min(4, own // 16), stages)
 
 
 def _query_specs(

@@ -29,6 +29,7 @@ RAGGED = "ragged-all-to-all"
 HOPS = ("hop", "hop_back")
 # Once for every run, or next to nothing
 OUTSIDE_STEPS = ("zero", "totals", "init", "stage_params", "to_saved", "from_saved", "add")
+PRODUCTS = "__cublas"  # what XLA calls for products of matrices
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,9 @@ class CheckedProgram:
     compile_seconds: float
     memory: Memory
     transfers: tuple[Transfer, ...]
-    custom_calls: Mapping[str, int]  # by what they call, such as kernels of Pallas
+    custom_calls: Mapping[
+        str, int
+    ]  # by what they call, such as kernels of Pallas, but for products
     fallbacks: tuple[str, ...]  # what did not become what was asked, in words
 
 
@@ -207,7 +210,7 @@ def whole_axes(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
 
 def _custom_calls(module: Module) -> dict[str, int]:
     targets = (execution.instruction.target for execution in module.executed())
-    return dict(Counter(target for target in targets if target))
+    return dict(Counter(target for target in targets if target and not target.startswith(PRODUCTS)))
 
 
 def _slow_attention(

@@ -83,8 +83,12 @@ CUDA_PLUGINS = {
     "jax_plugins.xla_cuda13": "jax-cuda13-pjrt",
 }
 NUMBERS = re.compile(r"\d+(?:\.\d+)*")  # of a version, before what marks a build
-# Kernels are not timed, for there is no device to time them on
-UNTIMED = {"xla_gpu_autotune_level": "0"}
+# Kernels are not timed, for there is no device to time them on; and products are cuBLAS's, for since jax 0.11 XLA has
+# no tiles for its own that it has not timed
+UNTIMED: dict[str, str | bool] = {
+    "xla_gpu_autotune_level": "0",
+    "xla_gpu_enable_triton_gemm": False,
+}
 CHIPS = {
     chip.name: chip
     for chip in (

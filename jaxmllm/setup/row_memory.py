@@ -109,11 +109,12 @@ def kept_forwards(
 
 def _left(config: Config, model: MLLM, memory: float | None = None) -> float:
     """Bytes of a device that the state leaves."""
-    memory = memory or _memory(model)
+    memory = memory or memory_of_a_device(model)
     return max(memory - state_bytes(config, model), memory * LEAST_SHARE)
 
 
-def _memory(model: MLLM) -> int:
+def memory_of_a_device(model: MLLM) -> int:
+    """Bytes of a device of the mesh, or of the one that is planned for."""
     mesh = model.layout(LANGUAGE).mesh
     if not isinstance(mesh, Mesh):
         return PLANNED_MEMORY

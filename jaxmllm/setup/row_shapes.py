@@ -8,12 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from jaxmllm.attention import kernel_cudnn
+from jaxmllm.attention.attention import GPUS
 from jaxmllm.attention.parts import SMALLER_BLOCK, block_size
 from jaxmllm.balance.records import PhaseSpec, PlanSpec
 from jaxmllm.config.schema import Config, ConfigError, PhaseConfig
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.row_format import RowFormat
+from jaxmllm.setup.row_memory import memory_of_a_device
+from sharding.mesh import platform_of
 
 
 def alignment(config: Config, phase: str, formats: Mapping[str, RowFormat], parts: int) -> int:
@@ -89,15 +93,21 @@ def attention_spec(
         bidirectional=config.model.language.bidirectional,
         windows=config.model.windows,
         crossed=config.model.crossed,
-        runs=_runs(config, spec, parts),
+        runs=_runs(config, model, formats, spec, parts),
     )
 
 
-def _runs(config: Config, spec: PlanSpec, parts: Mapping[str, int]) -> dict[str, int]:
+def _runs(
+    config: Config,
+    model: MLLM,
+    formats: Mapping[str, RowFormat],
+    spec: PlanSpec,
+    parts: Mapping[str, int],
+) -> dict[str, int]:
     """How many documents a row has at most, of phases whose kernel of attention reads where they lie.
 
     Raises:
-      ConfigError: rows are in parts.
+      ConfigError: rows are in parts, or a device has no memory for what the kernel works in.
     """
     runs = {}
     for phase, rows in spec.phases.items():
@@ -107,6 +117,23 @@ def _runs(config: Config, spec: PlanSpec, parts: Mapping[str, int]) -> dict[str,
             raise ConfigError(
                 f"components.{phase}.attention (cudnn): its rows are held in parts by several devices; set "
                 f"phases.{phase}.spans: [1], and give {phase} a layout that counts context as batch, or no context"
+            )
+        tokens = max(rows.capacities) // (formats[phase].stride if phase in formats else 1)
+        layout, section = model.layout(phase), getattr(config.model, phase)
+        heads, key_heads = section.heads, getattr(section, "kv_heads", section.heads)
+        needed = kernel_cudnn.backward_bytes(
+            tokens,
+            heads // layout.size("heads"),
+            key_heads // layout.size("kv_heads"),
+            section.head_size,
+            rows.max_segments,
+        )
+        memory = memory_of_a_device(model)
+        if needed > memory and platform_of(layout.mesh) in GPUS:
+            raise ConfigError(
+                f"components.{phase}.attention (cudnn): of rows of {tokens} tokens and up to {rows.max_segments} "
+                f"segments its backward pass works in {needed / 1e9:.0f} GB, and a device has {memory / 1e9:.0f}; "
+                f"lower phases.{phase}.max_segments or phases.{phase}.capacities, or set it to auto, gpu or jax"
             )
         runs[phase] = rows.max_segments
     return runs

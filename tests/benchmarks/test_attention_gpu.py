@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 
 from benchmarks import attention_gpu
@@ -15,23 +14,30 @@ def test_counts_visible_tiles(documents, tiles):
     assert attention_gpu.equal_documents(128, documents, 16)[1] == tiles
 
 
-def test_measures_and_compares_what_cudnn_sees_too(monkeypatch):
+@pytest.mark.parametrize("causal", [True, False])
+def test_measures_and_compares_what_cudnn_sees_too(causal, monkeypatch):
     """Small, interpreted, with the dense form of XLA in place of cuDNN's."""
     dense = attention_gpu.jax.nn.dot_product_attention
     monkeypatch.setattr(
-        attention_gpu.jax.nn, "dot_product_attention", lambda *x, **y: dense(*x, is_causal=True)
+        attention_gpu.jax.nn,
+        "dot_product_attention",
+        lambda *x, is_causal, **_: dense(*x, is_causal=is_causal),
     )
     monkeypatch.setattr(attention_gpu, "CALLS", 1)
-    inputs = attention_gpu.random_inputs(np.random.default_rng(0), 64, 2, 1, 16)
-    mask, tiles = attention_gpu.equal_documents(64, 2, 16)
+    shape = attention_gpu.Shape(heads=2, key_heads=1, size=16, block=16, causal=causal)
+    inputs = attention_gpu.random_inputs((0,), 64, shape)
+    mask, tiles = attention_gpu.equal_documents(64, 2, shape.block, causal)
     wants = attention_gpu.in_float32(mask, inputs)
     attends = attention_gpu.attends(mask, 2)
-    for name in ("gpu", "packed", "cudnn"):
-        seconds, results = attention_gpu.measure(attends[name], inputs, 1)
-        error = attention_gpu.errors(results, wants)
+    names = ("gpu", "packed", "cudnn")
+    compiled = attention_gpu.compile_all([(attends[name], inputs) for name in names])
+    for name, passes in zip(names, compiled, strict=True):
+        measured = attention_gpu.measure(passes, inputs, 1)
+        assert measured.same_bits == {"forward": True, "backward": True}
+        error = attention_gpu.errors(measured.results, wants)
         assert all(0 < x < 0.02 for x in error.values()), (name, error)
-        row = attention_gpu.record(name, 64, 2, tiles, seconds, error)
+        row = attention_gpu.record(name, 64, 2, tiles, measured, error, shape)
         assert sorted(row) == sorted(attention_gpu.COLUMNS)
         assert row["backward TFLOP/s"] == pytest.approx(
-            10 * 32 * 128 * 128**2 * tiles / seconds["backward"] / 1e12
+            10 * 2 * 16 * 16**2 * tiles / measured.seconds["backward"] / 1e12
         )

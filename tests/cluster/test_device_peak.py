@@ -32,7 +32,7 @@ def test_the_peak_of_programs_holds_the_state_and_grows_with_what_compilers_tell
     assert compiled.bytes >= held + 10 * estimated.bytes
 
 
-LESS = 0.05  # that later versions of jax keep; 0.10 keeps what is predicted
+LESS = 0.16  # that later versions of jax keep, of the tiny model; 0.10 keeps what is predicted
 
 
 @pytest.mark.parametrize("frozen", [(), ("vision", "audio")])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxmllm.config.read import parse_config
+from jaxmllm.config.schema import ConfigError
 from jaxmllm.setup import ahead, chips
 from jaxmllm.setup.ahead import check_job, target_mesh, transfers, whole_axes
 from jaxmllm.setup.build import plan_programs
@@ -213,6 +214,14 @@ def test_gpus_call_cudnn_where_it_was_asked_for(data):
         assert program.custom_calls["__cudnn$fmhaSoftmax"] and not program.fallbacks
         backward = "__cudnn$fmhaSoftmaxBackward" in program.custom_calls
         assert backward == function.endswith("grad")
+
+
+@NEEDS_WHEELS
+def test_what_cudnn_works_in_must_fit_a_device(data):
+    changes = {"components__vision__attention": "cudnn", "phases__vision__spans": [1], **BFLOAT16}
+    changes |= {"phases__vision__capacities": [65_536], "phases__vision__max_segments": 20_000}
+    with pytest.raises(ConfigError, match="segments its backward pass works in 105 GB, and a dev"):
+        checked(data, "h100", {"encode"}, **changes)
 
 
 @NEEDS_WHEELS
