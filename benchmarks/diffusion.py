@@ -162,7 +162,7 @@ def make_spec(
             config=PhaseConfig(max_capacity=MOST_SLOTS, row_classes=ROW_CLASSES),
             spans=spans_up_to(widest, ranks),
             gather_cost=gather_cost(MODEL, name, flops_per_byte("gpu")),
-            microbatch_cost=microbatch_cost(MODEL, name, "gpu", flops.linear),
+            microbatch_cost=microbatch_cost(MODEL, name, "gpu", flops.linear, shards=ranks),
         )
         for name, phase in make_phases(MODEL).items()
         for flops in (phase_flops(MODEL, name, TRAINED),)

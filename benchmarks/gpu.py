@@ -70,7 +70,8 @@ from jaxmllm.balance.costs.flops import phase_flops
 from jaxmllm.balance.records import RowClass
 from jaxmllm.config.read import dump_config, load_config
 from jaxmllm.config.schema import Config
-from jaxmllm.data.rows.fill import StepFiller
+from jaxmllm.data.rows.fill import HostStep, StepFiller
+from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.hardware import peak_flops
 from jaxmllm.setup.ahead import memory_of
 from jaxmllm.setup.build import build_run, phased_programs
@@ -427,9 +428,9 @@ def step_rows(bench: Bench) -> list[Row]:
         began = time.perf_counter()
         state, metrics = programs.train(state, batch)
         jax.block_until_ready((state, metrics))
-        times.append((time.perf_counter() - began, host.statistics))
+        times.append((time.perf_counter() - began, flops_by_phase(run, host)))
     counted = times[1:]  # the first one warms up
-    flops = [sum(told[f"{phase}/flops"] for phase in programs.spec.phases) for _, told in counted]
+    flops = [sum(of_step.values()) for _, of_step in counted]
     seconds = statistics.median(took for took, _ in counted)
     rows: list[Row] = [
         {
@@ -442,16 +443,24 @@ def step_rows(bench: Bench) -> list[Row]:
     ]
     for phase in programs.spec.phases:
         took = sum(phase_seconds(programs, phase, state.params, batch))
-        of_phase = host.statistics[f"{phase}/flops"]
+        of_phase = flops_by_phase(run, host)[phase]
         rows.append(
             {
                 "phase": phase,
                 "seconds": took,
                 "microbatches": len(batch.rows[phase]),
+                "real tokens": host.statistics[f"{phase}/real_token_fraction"],
                 "mfu": bench.mfu(of_phase, took) if took else None,
             }
         )
     return rows
+
+
+def flops_by_phase(run: Run, host: HostStep) -> dict[str, float]:
+    """Of a step, as a run's `mfu` counts them: the head of targets alone."""
+    flops = {phase: host.statistics[f"{phase}/flops"] for phase in host.rows}
+    without_target = host.statistics[f"{LANGUAGE}/tokens"] - host.targets
+    return flops | {LANGUAGE: flops[LANGUAGE] - run.head_flops * without_target}
 
 
 def phase_seconds(programs: PhasedPrograms, phase: str, params: Any, batch: Any) -> list[float]:

@@ -26,6 +26,7 @@ from jaxmllm.cluster.device_seconds import (
     stored_bytes,
 )
 from jaxmllm.cluster.drawing import drawing_of
+from jaxmllm.cluster.drawing_program import phase_program
 from jaxmllm.cluster.held import device_bytes
 from jaxmllm.cluster.mixtures import AGAIN, Mixture, mixture_of
 from jaxmllm.cluster.sends import GATHER, SCATTER, Send, program_sends
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from jaxmllm.training.programs.phased import PhasedPrograms
 
 OWN_BYTES: Final = 4  # of a number of an accumulator
+# Times that what a layer keeps for its backward pass goes through memory: XLA copies it to the arrays of all layers,
+# and from there, and each copy reads and writes. Of a step on an H100 that was 7 % (docs/performance.md)
+KEPT_COPIES: Final = 4
 
 
 class Passes(NamedTuple):
@@ -107,6 +111,7 @@ class PhaseSeconds:
             self.of_experts = self.shapes.layers * self.mixture.forward_flops
         self.whole = self.spec.flops
         self._known_sends: dict[ProgramName, tuple[tuple[Send, ...], tuple[Send, ...]]] = {}
+        self._known_kept: dict[tuple[int, int], float] = {}
 
     def microbatches(self, plan: PhasePlan, items: PhaseItems) -> Iterator[Microbatch]:
         """All calls of all programs of the phase in a step."""
@@ -200,8 +205,21 @@ class PhaseSeconds:
             moved = self.drawing.modulation(slots, self.spec.max_segments, beside)
             seconds += often * moved / (device.wide_peak * device.efficiency)
         seconds += device.memory_seconds(self._traffic(slots, inner, span, passes))
+        if passes.backward:
+            seconds += device.memory_seconds(KEPT_COPIES * self._kept(capacity, span))
         inside, weights = self._sends(function, capacity, span)
         return Microbatch(seconds, products + pairs, inside, weights)
+
+    def _kept(self, capacity: int, span: int) -> float:
+        """Bytes that all layers keep of a row, whichever program runs forward."""
+        from jaxmllm.training.programs.base import ProgramName
+
+        row_class = capacity, span
+        if row_class not in self._known_kept:
+            name = ProgramName(self.functions.backward, self.phase, *row_class)
+            model = self.programs.functions.model
+            self._known_kept[row_class] = phase_program(model, name).kept
+        return self._known_kept[row_class]
 
     def _sends(
         self, function: str, capacity: int, span: int

@@ -155,7 +155,9 @@ def sizing_inputs(
             config=getattr(config.phases, name),
             time=times.get(name),
             gather_cost=gather_cost(shapes, name, per_byte),
-            microbatch_cost=microbatch_cost(shapes, name, platform, flops[name].linear),
+            microbatch_cost=microbatch_cost(
+                shapes, name, platform, flops[name].linear, model.layout(name).size("embed")
+            ),
             fitting=slots_that_fit(config, model, name),
             spans=spans[name] if config.may_share_rows else (1,),
         )

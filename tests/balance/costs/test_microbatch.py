@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from jaxmllm.balance.costs.microbatch import LAYER_START, WEIGHT_SLOTS, microbatch_cost
 from jaxmllm.tools.workload import MODEL
 
@@ -9,18 +11,19 @@ SLOT = 7_000  # FLOPs
 
 
 def test_every_layer_starts_once():
-    assert microbatch_cost(MODEL, "language", "cpu", 0) == 36 * LAYER_START["cpu"]
-    assert microbatch_cost(MODEL, "vision", "gpu", 0) == 32 * LAYER_START["gpu"]
+    assert microbatch_cost(MODEL, "language", "cpu", 0, 1) == 36 * LAYER_START["cpu"]
+    assert microbatch_cost(MODEL, "vision", "gpu", 0, 1) == 32 * LAYER_START["gpu"]
 
 
-def test_a_cpu_reads_weights_and_adds_to_gradients_once():
-    more = microbatch_cost(MODEL, "vision", "cpu", SLOT) - microbatch_cost(
-        MODEL, "vision", "cpu", 0
-    )
-    assert more == WEIGHT_SLOTS["cpu"] * SLOT
+@pytest.mark.parametrize(("platform", "of_eight"), [("cpu", 1), ("gpu", 8)])
+def test_a_device_reads_its_weights_and_adds_to_their_gradients_once(platform, of_eight):
+    start = microbatch_cost(MODEL, "vision", platform, 0, 1)
+    whole = WEIGHT_SLOTS[platform] * SLOT
+    assert microbatch_cost(MODEL, "vision", platform, SLOT, 1) == start + whole
+    assert microbatch_cost(MODEL, "vision", platform, SLOT, 8) == start + whole // of_eight
 
 
 def test_platforms_that_are_not_known_count_as_gpus():
-    gpu = microbatch_cost(MODEL, "audio", "gpu", SLOT)
-    assert gpu == microbatch_cost(MODEL, "audio", "tpu", SLOT)
-    assert microbatch_cost(MODEL, "audio", "cpu", 0) < gpu
+    gpu = microbatch_cost(MODEL, "audio", "gpu", SLOT, 1)
+    assert gpu == microbatch_cost(MODEL, "audio", "tpu", SLOT, 1)
+    assert microbatch_cost(MODEL, "audio", "cpu", 0, 1) < gpu
