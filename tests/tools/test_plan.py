@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 from types import SimpleNamespace
+from typing import cast
 
 import jax
 import pytest
@@ -14,7 +16,7 @@ from jaxmllm.balance.stages.plan import plan_pipeline
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.cluster.clusters import CLUSTERS, cluster_of
 from jaxmllm.cluster.device_peak import programs_peak
-from jaxmllm.cluster.search.layouts import SearchResult
+from jaxmllm.cluster.search.layouts import EQUAL, PlannedLayout, SearchResult
 from jaxmllm.cluster.search.mesh_choices import MeshChoice
 from jaxmllm.config.read import dump_config, load_config
 from jaxmllm.data.batches import batch_examples
@@ -27,7 +29,7 @@ from jaxmllm.setup.sizing import pipeline_sizes, plan_spec
 from jaxmllm.setup.spans import mesh_spans
 from jaxmllm.tools import plan_check
 from jaxmllm.tools.plan_counts import Count, conclusion
-from jaxmllm.tools.plan_figures import plan_record
+from jaxmllm.tools.plan_figures import plan_record, why_lost
 from jaxmllm.tools.plan_layout import main
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.train import main as train
@@ -180,7 +182,13 @@ def test_the_layouts_are_drawn(out):
     page = (out / "plan.html").read_text()
     layouts = json.loads((out / "plan.json").read_text())["layouts"]
     assert drawn[0] > 1000 and page.count("<tr>") == 2 * (1 + len(layouts))
-    assert "Chosen: <b>" in page and "as fast, with no fewer axes" in page
+    reasons = {one["why_not"] for one in layouts[1:]}
+    assert "Chosen: <b>" in page and all(html.escape(reason) in page for reason in reasons)
+
+
+def test_a_layout_that_takes_as_long_lost_by_its_axes():
+    chosen, other = (cast(PlannedLayout, SimpleNamespace(seconds=x)) for x in (1, 1 + EQUAL / 2))
+    assert why_lost(other, chosen) == "as fast, with no fewer axes"
 
 
 def test_experts_are_planned_where_the_axis_divides_them(config_file, tmp_path):
