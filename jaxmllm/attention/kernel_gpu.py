@@ -34,6 +34,7 @@ except ImportError:  # deprecated since JAX 0.11
 
 SMALLEST = 16  # slots or columns of a factor of a matrix product
 LARGEST_HEAD = 512  # bytes
+SMALL_MEMORY = ("7.5", "8.6", "8.9", "12.0", "12.1")  # CUDA compute capabilities
 LOG2_E = math.log2(math.e)  # logits are kept in base 2, in which GPUs take powers
 
 Ref = Any  # to an array in memory
@@ -90,7 +91,7 @@ def forward(
 ) -> tuple[Array, Array]:
     """As `kernel_jax.forward`; `interpret` runs the kernel on any platform, slowly."""
     rows, slots, heads, _ = q.shape
-    cut = _cut(q, mask, own=128, stages=3)
+    cut = _cut(q, mask, own=128, stages=_forward_stages())
     own, keys, sums = _query_specs(cut, heads // k.shape[2], k.shape[1])
     out, logsumexp = pl.pallas_call(
         partial(_forward_kernel, scale, cut),
@@ -167,6 +168,14 @@ def backward(
         name="attention_keys",
     )(*inputs, mask.keys, mask.queries, mask.key_tiles)
     return dq, dk, dv
+
+
+def _forward_stages() -> int:
+    """Three take 128 KiB of shared memory for heads of 256 bytes: consumer GPUs have 99, others 163 and more."""
+    if jax.default_backend() != "gpu":  # compiled for others
+        return 3
+    capability = getattr(jax.devices()[0], "compute_capability", "")
+    return 2 if capability in SMALL_MEMORY else 3
 
 
 def _cut(q: Array, mask: Mask, own: int, stages: int) -> Cut:

@@ -1,6 +1,7 @@
 """The kernels run interpreted here; for CUDA they are lowered, not run."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -294,6 +295,14 @@ def test_lowers_for_cuda_on_any_machine(kernel):
 def test_lowers_for_every_head_size_and_type(size, dtype):
     q, k, v, mask = model_inputs(dtype, block=64, size=size)
     assert len(kernels_of(vjp, q, k, v, mask, q)) == 3
+
+
+@pytest.mark.parametrize(("capability", "stages"), [("8.0", 3), ("8.9", 2), ("9.0", 3)])
+def test_small_shared_memory_holds_fewer_stages(capability, stages, monkeypatch):
+    device = SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(attention_gpu.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(attention_gpu.jax, "devices", lambda: [device])
+    assert attention_gpu._forward_stages() == stages
 
 
 def test_it_is_not_the_one_elsewhere_nor_where_another_is_named():
