@@ -88,6 +88,7 @@ from sharding.mesh import make_mesh
 
 Row = dict[str, Any]
 GENERATOR: Final = "the sample data of `jaxmllm sample-data`, and made-up rows of equal items"
+PHASES: Final = ("vision", "audio", "language")
 SPANS: Final = (1, 2, 4, 8)
 ITEMS: Final = 4  # of a full row
 COMPARED: Final = (
@@ -112,8 +113,7 @@ class Sizes:
     shapes: dict[str, Shape]  # of attention
     ragged_slots: int
     span_slots: int
-    capacities: dict[str, int]
-    block: int
+    rows: dict[str, Any]  # as `phases.<phase>` has them
     examples: int  # of a step
     steps: int
     repeats: int
@@ -125,8 +125,7 @@ FULL: Final = Sizes(
     shapes=SHAPES,
     ragged_slots=2048,
     span_slots=8192,
-    capacities={"vision": 16_384, "audio": 8192, "language": 8192},
-    block=128,
+    rows={phase: {"row_classes": 1} for phase in PHASES},  # few programs; sizes are chosen
     examples=512,
     steps=6,
     repeats=5,
@@ -140,8 +139,11 @@ SMALL: Final = Sizes(
     },
     ragged_slots=512,
     span_slots=64,
-    capacities={"vision": 512, "audio": 1024, "language": 512},
-    block=32,
+    rows={
+        "vision": {"capacities": [512], "block": 32},
+        "audio": {"capacities": [1024], "block": 32},
+        "language": {"capacities": [512], "block": 32},
+    },
     examples=8,
     steps=2,
     repeats=1,
@@ -182,10 +184,7 @@ class Bench:
                 "images": {"max_pixels": 40_000},
                 "audio": {"max_seconds": 5},
             },
-            phases={
-                phase: {"capacities": [slots], "spans": [1], "block": sizes.block}
-                for phase, slots in sizes.capacities.items()
-            },
+            phases=sizes.rows,
             balance={"exchange": exchange},
             mesh={"data": 1},
             remat=list(KEPT),
@@ -378,7 +377,7 @@ def program_rows(bench: Bench) -> list[Row]:
     model = programs.functions.model
     shapes = resolved_shapes(config, model)
     for phase, spec in programs.spec.phases.items():
-        unit = math.lcm(spec.slots_per_token, bench.sizes.block)
+        unit = math.lcm(spec.slots_per_token, getattr(config.phases, phase).block)
         (capacity,) = spec.capacities
         filled = Fill(capacity, ITEMS, capacity // ITEMS // unit * unit)
         host = made_up_rows(bench.run, phase, filled)
