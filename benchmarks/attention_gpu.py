@@ -45,6 +45,9 @@ class Shape:
     block: int = 128
     causal: bool = True
 
+    def __str__(self) -> str:
+        return f"{self.heads}/{self.key_heads} x {self.size}"
+
 
 SHAPES = {"decoder": Shape(), "tower": Shape(heads=16, key_heads=16, size=64, causal=False)}
 SLOTS = (8192, 16384, 32768, 65536)
@@ -209,7 +212,7 @@ def record(
 ) -> dict[str, Any]:
     """One row of the table, whose columns are `COLUMNS`; an error that was not taken is none."""
     cells: dict[str, Any] = {
-        "heads": f"{shape.heads}/{shape.key_heads} x {shape.size}",
+        "heads": str(shape),
         "slots": slots,
         "documents": documents,
         "tiles": tiles,

@@ -70,8 +70,7 @@ from jaxmllm.balance.costs.flops import phase_flops
 from jaxmllm.balance.records import RowClass
 from jaxmllm.config.read import dump_config, load_config
 from jaxmllm.config.schema import Config
-from jaxmllm.data.rows.fill import HostStep, StepFiller
-from jaxmllm.phases import LANGUAGE
+from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.runtime.hardware import peak_flops
 from jaxmllm.setup.ahead import memory_of
 from jaxmllm.setup.build import build_run, phased_programs
@@ -84,6 +83,7 @@ from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.training.programs.phased import PhasedPrograms
 from jaxmllm.training.run import Run
+from jaxmllm.training.step_metrics import flops_by_phase
 from sharding.mesh import make_mesh
 
 Row = dict[str, Any]
@@ -91,9 +91,8 @@ GENERATOR: Final = "the sample data of `jaxmllm sample-data`, and made-up rows o
 PHASES: Final = ("vision", "audio", "language")
 SPANS: Final = (1, 2, 4, 8)
 ITEMS: Final = 4  # of a full row
-COMPARED: Final = (
-    16_384  # slots up to which the loops of kernel_jax run, and attention is compared with float32
-)
+# Slots up to which the loops of kernel_jax run, and attention is compared with float32
+COMPARED: Final = 16_384
 # Of a layer: what is slow to compute again, as far as one device has memory for it
 KEPT: Final = ("attention", "projections", "mlp")
 RAGGED_RUNS: Final = 13  # documents and padding of a ragged row
@@ -232,41 +231,55 @@ class Bench:
 # ---------------------------------------------------------------------------- attention
 
 
-class Cell(NamedTuple):
-    """One kernel on one row, to be measured."""
+class Case(NamedTuple):
+    """Kernels on one row, to be measured."""
 
-    cells: Row  # what the record begins with
+    cells: Row  # what their records begin with
     mask: Mask
-    attend: attention_gpu.Attend
     inputs: attention_gpu.Inputs
+    attends: dict[str, attention_gpu.Attend]  # by the kernel's name
+
+
+Compiled = dict[str, attention_gpu.Passes | Exception]
+
+
+def compiled(cases: Sequence[Case]) -> list[Compiled]:
+    """The kernels of each case by name, all of them compiled side by side."""
+    passes = iter(
+        attention_gpu.compile_all(
+            [(attend, case.inputs) for case in cases for attend in case.attends.values()]
+        )
+    )
+    return [{kernel: next(passes) for kernel in case.attends} for case in cases]
 
 
 def mask_rows(bench: Bench) -> list[Row]:
     """Largest error and bits of the kernels on ragged rows: documents, padding, windows, images in text."""
-    found: list[Cell] = []
+    cases: list[Case] = []
     slots = bench.sizes.ragged_slots
     for number, (shape, rule) in enumerate(itertools.product(RAGGED_SHAPES, RAGGED_RULES)):
         random = np.random.default_rng([bench.seed, number])
         mask = ragged_mask(random, rule, slots, shape.block)
         inputs = random_inputs((bench.seed, number), slots, shape)
         attends = attention_gpu.attends(mask, RAGGED_RUNS)
-        for kernel in ("gpu", "packed") if mask.documents else ("gpu",):
-            heads = f"{shape.heads}/{shape.key_heads} x {shape.size}"
-            cells: Row = {"rule": rule, "heads": heads, "kernel": kernel}
-            found.append(Cell(cells, mask, attends[kernel], inputs))
-    compiled = attention_gpu.compile_all([(cell.attend, cell.inputs) for cell in found])
+        kernels = ("gpu", "packed") if mask.documents else ("gpu",)
+        cells: Row = {"rule": rule, "heads": str(shape)}
+        cases.append(Case(cells, mask, inputs, {kernel: attends[kernel] for kernel in kernels}))
     rows: list[Row] = []
-    for (cells, mask, _, inputs), passes in zip(found, compiled, strict=True):
-        try:
-            measured = attention_gpu.measure(passes, inputs, 1)
-        except Exception as error:
-            rows.append(cells | {"failed": reason(error)})
-            continue
-        apart = errors(measured.results, in_float32(mask, inputs))
-        for direction in attention_gpu.FLOPS:
-            cells[f"{direction} error"] = apart[direction]
-            cells[f"{direction} same bits"] = measured.same_bits[direction]
-        rows.append(cells)
+    for case, kernels_of_case in zip(cases, compiled(cases), strict=True):
+        wants = in_float32(case.mask, case.inputs)
+        for kernel, passes in kernels_of_case.items():
+            cells = case.cells | {"kernel": kernel}
+            try:
+                measured = attention_gpu.measure(passes, case.inputs, 1)
+            except Exception as error:
+                rows.append(cells | {"failed": reason(error)})
+                continue
+            apart = errors(measured.results, wants)
+            for direction in attention_gpu.FLOPS:
+                cells[f"{direction} error"] = apart[direction]
+                cells[f"{direction} same bits"] = measured.same_bits[direction]
+            rows.append(cells)
     return rows
 
 
@@ -294,39 +307,43 @@ def attention_rows(bench: Bench) -> list[Row]:
     """Every kernel at every length: a decoder's with one document a row, a tower's with as many images as
     attention_gpu.py gives it."""
     stop = bench.deadline - 0.6 * bench.seconds_left  # the sections after this need the most
-    found: list[tuple[Cell, Shape, int, int]] = []
+    cases: list[Case] = []
+    facts: list[tuple[Shape, int, int]] = []  # of each case, its documents and visible tiles
     for slots, (name, shape) in itertools.product(bench.sizes.slots, bench.sizes.shapes.items()):
         documents = DOCUMENTS[name][0]
         mask, tiles = attention_gpu.equal_documents(slots, documents, shape.block, shape.causal)
+        attends = attention_gpu.attends(mask, documents)
+        if slots > COMPARED:
+            del attends["jax"]  # its loops take minutes
         inputs = random_inputs((bench.seed, slots), slots, shape)
-        for kernel, attend in attention_gpu.attends(mask, documents).items():
-            if kernel != "jax" or slots <= COMPARED:  # its loops take minutes
-                cells = {"shape": name, "slots": slots, "kernel": kernel}
-                found.append((Cell(cells, mask, attend, inputs), shape, documents, tiles))
-    compiled = attention_gpu.compile_all([(cell.attend, cell.inputs) for cell, *_ in found])
+        cases.append(Case({"shape": name, "slots": slots}, mask, inputs, attends))
+        facts.append((shape, documents, tiles))
     rows: list[Row] = []
-    for (cell, shape, documents, tiles), passes in zip(found, compiled, strict=True):
-        slots, kernel = cell.cells["slots"], cell.cells["kernel"]
-        if time.perf_counter() > stop:
-            rows.append(cell.cells | {"failed": "no time left for it"})
-            continue
-        try:
-            repeats = min(attention_gpu.REPEATS[kernel], bench.sizes.repeats)
-            measured = attention_gpu.measure(passes, cell.inputs, repeats)
-        except Exception as error:
-            rows.append(cell.cells | {"failed": reason(error)})
-            continue
-        apart = {}
-        if slots <= COMPARED:
-            apart = errors(measured.results, in_float32(cell.mask, cell.inputs))
-        rows.append(record(kernel, slots, documents, tiles, measured, apart, shape))
+    for case, (shape, documents, tiles), kernels in zip(cases, facts, compiled(cases), strict=True):
+        slots = case.cells["slots"]
+        wants = None
+        if slots <= COMPARED and time.perf_counter() <= stop:
+            wants = in_float32(case.mask, case.inputs)
+        for kernel, passes in kernels.items():
+            cells = case.cells | {"kernel": kernel}
+            if time.perf_counter() > stop:
+                rows.append(cells | {"failed": "no time left for it"})
+                continue
+            try:
+                repeats = min(attention_gpu.REPEATS[kernel], bench.sizes.repeats)
+                measured = attention_gpu.measure(passes, case.inputs, repeats)
+            except Exception as error:
+                rows.append(cells | {"failed": reason(error)})
+                continue
+            apart = {} if wants is None else errors(measured.results, wants)
+            rows.append(record(kernel, slots, documents, tiles, measured, apart, shape))
     return rows
 
 
 def span_rows(bench: Bench) -> list[Row]:
     """A rank's part of a causal row that 1, 2, 4 and 8 ranks hold: its own queries, keys of all."""
     shape, slots = bench.sizes.shapes["decoder"], bench.sizes.span_slots
-    found: list[Cell] = []
+    cases: list[Case] = []
     for span in SPANS:
         mask, tiles = part_of_row(slots, span, shape.block)
         inputs = random_inputs((bench.seed, slots, span), slots, shape, keys=span * slots)
@@ -335,13 +352,12 @@ def span_rows(bench: Bench) -> list[Row]:
             return attention(q, k, v, mask)
 
         cells = {"span": span, "slots": slots, "keys": span * slots, "tiles": tiles}
-        found.append(Cell(cells, mask, attend, inputs))
-    compiled = attention_gpu.compile_all([(cell.attend, cell.inputs) for cell in found])
+        cases.append(Case(cells, mask, inputs, {"auto": attend}))
     rows: list[Row] = []
-    for cell, passes in zip(found, compiled, strict=True):
-        seconds = attention_gpu.measure(passes, cell.inputs, bench.sizes.repeats).seconds
+    for case, kernels in zip(cases, compiled(cases), strict=True):
+        seconds = attention_gpu.measure(kernels["auto"], case.inputs, bench.sizes.repeats).seconds
         times = {f"{direction} ms": 1e3 * took for direction, took in seconds.items()}
-        rows.append(cell.cells | times)
+        rows.append(case.cells | times)
     for row in rows:
         for direction in attention_gpu.FLOPS:
             slower = row[f"{direction} ms"] / rows[0][f"{direction} ms"]
@@ -427,39 +443,34 @@ def step_rows(bench: Bench) -> list[Row]:
         began = time.perf_counter()
         state, metrics = programs.train(state, batch)
         jax.block_until_ready((state, metrics))
-        times.append((time.perf_counter() - began, flops_by_phase(run, host)))
+        took = time.perf_counter() - began
+        phases = programs.spec.phases
+        flops = flops_by_phase(host.statistics, phases, host.targets, run.head_flops)
+        times.append((took, flops))
     counted = times[1:]  # the first one warms up
-    flops = [sum(of_step.values()) for _, of_step in counted]
     seconds = statistics.median(took for took, _ in counted)
+    flops_of_step = statistics.fmean(sum(of_step.values()) for _, of_step in counted)
     rows: list[Row] = [
         {
             "phase": "step",
             "seconds": seconds,
-            "mfu": bench.mfu(statistics.fmean(flops), seconds),
+            "mfu": bench.mfu(flops_of_step, seconds),
             "loss": float(metrics["loss"]),
             "peak_gb": peak_memory(),
         }
     ]
     for phase in programs.spec.phases:
         took = sum(phase_seconds(programs, phase, state.params, batch))
-        of_phase = flops_by_phase(run, host)[phase]
         rows.append(
             {
                 "phase": phase,
                 "seconds": took,
                 "microbatches": len(batch.rows[phase]),
                 "real tokens": host.statistics[f"{phase}/real_token_fraction"],
-                "mfu": bench.mfu(of_phase, took) if took else None,
+                "mfu": bench.mfu(flops[phase], took) if took else None,
             }
         )
     return rows
-
-
-def flops_by_phase(run: Run, host: HostStep) -> dict[str, float]:
-    """Of a step, as a run's `mfu` counts them: the head of targets alone."""
-    flops = {phase: host.statistics[f"{phase}/flops"] for phase in host.rows}
-    without_target = host.statistics[f"{LANGUAGE}/tokens"] - host.targets
-    return flops | {LANGUAGE: flops[LANGUAGE] - run.head_flops * without_target}
 
 
 def phase_seconds(programs: PhasedPrograms, phase: str, params: Any, batch: Any) -> list[float]:
@@ -669,7 +680,6 @@ def main(command: Sequence[str] | None = None) -> int:
     rows = measure(bench, options.only or list(SECTIONS))
     failed = [row for row in rows if "failed" in row]
     told: Row = {"seconds": options.seconds, "set": options.set}
-    told |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
     write_json(options.json, "gpu", options.seed, GENERATOR, rows=rows, **told)
     print(
         f"{len(rows)} records in {options.seconds - bench.seconds_left:.0f} s, {len(failed)} failed"

@@ -204,9 +204,7 @@ class PhaseSeconds:
             often = passes.forward + passes.backward + passes.linear_again
             moved = self.drawing.modulation(slots, self.spec.max_segments, beside)
             seconds += often * moved / (device.wide_peak * device.efficiency)
-        seconds += device.memory_seconds(self._traffic(slots, inner, span, passes))
-        if passes.backward:
-            seconds += device.memory_seconds(KEPT_COPIES * self._kept(capacity, span))
+        seconds += device.memory_seconds(self._traffic(slots, inner, capacity, span, passes))
         inside, weights = self._sends(function, capacity, span)
         return Microbatch(seconds, products + pairs, inside, weights)
 
@@ -262,7 +260,7 @@ class PhaseSeconds:
         layout = self.component.layout.spanned(span)
         return replace(self.mixture, layout=layout, tokens=slots)
 
-    def _traffic(self, slots: float, inner: int, span: int, passes: Passes) -> float:
+    def _traffic(self, slots: float, inner: int, capacity: int, span: int, passes: Passes) -> float:
         """Bytes that go through memory."""
         stride = getattr(self.shapes, "stem_stride", 1)
         mlp_widths = self.shapes.mlp_matrices * self.shapes.mlp_width
@@ -278,8 +276,9 @@ class PhaseSeconds:
         if self.planes:  # written and read
             often = passes.forward + passes.stem_again + BACKWARD * bool(passes.stem_again)
             activations += 2 * slots * self.planes * self.component.dtype.itemsize * often
-        summed = 0.0
+        copied = summed = 0.0
         if passes.backward:
+            copied = KEPT_COPIES * self._kept(capacity, span)
             names = self.programs.functions.trainable_of(self.phase)
             shards = device_bytes([self.programs.trained[name] for name in names]) / OWN_BYTES
             summed = shards * ACCUMULATED_BYTES
@@ -288,7 +287,7 @@ class PhaseSeconds:
             mixture = self._mixture(slots, span)
             trained = self.phase in self.programs.functions.trainable_of(self.phase)
             blocks = mixture.block_traffic(passes.forward, passes.backward, trained)
-        return activations + summed + self.shapes.layers * blocks
+        return activations + copied + summed + self.shapes.layers * blocks
 
 
 class ForwardFlops(NamedTuple):

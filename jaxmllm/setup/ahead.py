@@ -77,9 +77,7 @@ class CheckedProgram:
     compile_seconds: float
     memory: Memory
     transfers: tuple[Transfer, ...]
-    custom_calls: Mapping[
-        str, int
-    ]  # by what they call, such as kernels of Pallas, but for products
+    custom_calls: Mapping[str, int]  # by what they call, such as kernels of Pallas; no products
     fallbacks: tuple[str, ...]  # what did not become what was asked, in words
 
 

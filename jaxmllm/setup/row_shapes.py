@@ -118,25 +118,33 @@ def _runs(
                 f"components.{phase}.attention (cudnn): its rows are held in parts by several devices; set "
                 f"phases.{phase}.spans: [1], and give {phase} a layout that counts context as batch, or no context"
             )
-        tokens = max(rows.capacities) // (formats[phase].stride if phase in formats else 1)
-        layout, section = model.layout(phase), getattr(config.model, phase)
-        heads, key_heads = section.heads, getattr(section, "kv_heads", section.heads)
-        needed = kernel_cudnn.backward_bytes(
-            tokens,
-            heads // layout.size("heads"),
-            key_heads // layout.size("kv_heads"),
-            section.head_size,
-            rows.max_segments,
-        )
-        memory = memory_of_a_device(model)
-        if needed > memory and platform_of(layout.mesh) in GPUS:
-            raise ConfigError(
-                f"components.{phase}.attention (cudnn): of rows of {tokens} tokens and up to {rows.max_segments} "
-                f"segments its backward pass works in {needed / 1e9:.0f} GB, and a device has {memory / 1e9:.0f}; "
-                f"lower phases.{phase}.max_segments or phases.{phase}.capacities, or set it to auto, gpu or jax"
+        if platform_of(model.layout(phase).mesh) in GPUS:
+            _check_cudnn_memory(
+                config, model, rows, formats[phase].stride if phase in formats else 1
             )
         runs[phase] = rows.max_segments
     return runs
+
+
+def _check_cudnn_memory(config: Config, model: MLLM, rows: PhaseSpec, stride: int) -> None:
+    """Raise `ConfigError` where a device has no memory for what cuDNN works in. `stride`: slots of a token."""
+    phase = rows.name
+    tokens = max(rows.capacities) // stride
+    layout, section = model.layout(phase), getattr(config.model, phase)
+    needed = kernel_cudnn.backward_bytes(
+        tokens,
+        section.heads // layout.size("heads"),
+        getattr(section, "kv_heads", section.heads) // layout.size("kv_heads"),
+        section.head_size,
+        rows.max_segments,
+    )
+    memory = memory_of_a_device(model)
+    if needed > memory:
+        raise ConfigError(
+            f"components.{phase}.attention (cudnn): of rows of {tokens} tokens and up to {rows.max_segments} "
+            f"segments its backward pass works in {needed / 1e9:.0f} GB, and a device has {memory / 1e9:.0f}; "
+            f"lower phases.{phase}.max_segments or phases.{phase}.capacities, or set it to auto, gpu or jax"
+        )
 
 
 def attention_block(

@@ -8,7 +8,7 @@ plan_ms, as balance/statistics.py and balance/step_plan.py define them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,12 +62,23 @@ class StepFacts:
     def flops_per_second(self) -> float:
         """FLOPs of the real lengths, encoders counted and padding not, and the head's of targets
         alone, per second and device."""
-        flops = sum(self.statistics[f"{phase}/flops"] for phase in self.phases)
-        without_target = (
-            self.statistics[f"{LANGUAGE}/tokens"] - self.device["targets_by_source"].sum()
-        )
-        flops -= self.head_flops * float(without_target)
-        return flops / (self.seconds * jax.device_count())
+        targets = self.device["targets_by_source"].sum()
+        flops = flops_by_phase(self.statistics, self.phases, targets, self.head_flops)
+        return sum(flops.values()) / (self.seconds * jax.device_count())
+
+
+def flops_by_phase(
+    statistics: Mapping[str, float], phases: Iterable[str], targets: float, head_flops: float
+) -> dict[str, float]:
+    """What `mfu` counts of a step's plan, which has the head on every token: that of targets alone.
+
+    Args:
+      statistics: of the plan.
+      head_flops: of one slot.
+    """
+    flops = {phase: statistics[f"{phase}/flops"] for phase in phases}
+    flops[LANGUAGE] -= head_flops * float(statistics[f"{LANGUAGE}/tokens"] - targets)
+    return flops
 
 
 Metric = Callable[[Sequence[StepFacts]], Values]  # of the last steps, the newest last

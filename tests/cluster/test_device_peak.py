@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from jaxmllm.cluster.device_peak import programs_peak, step_peak
@@ -32,7 +33,8 @@ def test_the_peak_of_programs_holds_the_state_and_grows_with_what_compilers_tell
     assert compiled.bytes >= held + 10 * estimated.bytes
 
 
-LESS = 0.16  # that later versions of jax keep, of the tiny model; 0.10 keeps what is predicted
+# That later versions of jax keep, of the tiny model; 0.10 keeps what is predicted
+LESS = 0.05 if jax.__version_info__ < (0, 12) else 0.16
 
 
 @pytest.mark.parametrize("frozen", [(), ("vision", "audio")])

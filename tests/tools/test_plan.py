@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 from types import SimpleNamespace
-from typing import cast
 
 import jax
 import pytest
@@ -16,7 +15,7 @@ from jaxmllm.balance.stages.plan import plan_pipeline
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.cluster.clusters import CLUSTERS, cluster_of
 from jaxmllm.cluster.device_peak import programs_peak
-from jaxmllm.cluster.search.layouts import EQUAL, PlannedLayout, SearchResult
+from jaxmllm.cluster.search.layouts import EQUAL, SearchResult
 from jaxmllm.cluster.search.mesh_choices import MeshChoice
 from jaxmllm.config.read import dump_config, load_config
 from jaxmllm.data.batches import batch_examples
@@ -187,7 +186,7 @@ def test_the_layouts_are_drawn(out):
 
 
 def test_a_layout_that_takes_as_long_lost_by_its_axes():
-    chosen, other = (cast(PlannedLayout, SimpleNamespace(seconds=x)) for x in (1, 1 + EQUAL / 2))
+    chosen, other = (SimpleNamespace(seconds=seconds) for seconds in (1, 1 + EQUAL / 2))
     assert why_lost(other, chosen) == "as fast, with no fewer axes"
 
 
