@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from jaxmllm.training.programs.phased import PhasedPrograms
 
 OWN_BYTES: Final = 4  # of a number of an accumulator
-# Times that what a layer keeps for its backward pass goes through memory: XLA copies it to the arrays of all layers,
-# and from there, and each copy reads and writes. Of a step on an H100 that was 7 % (docs/performance.md)
-KEPT_COPIES: Final = 4
+# Times that what a layer keeps for its backward pass goes through memory besides: XLA copies it to the arrays of all
+# layers, reading and writing it. Of a step on an H100 that is 4 % (docs/performance.md)
+KEPT_COPIES: Final = 2
 
 
 class Passes(NamedTuple):

@@ -114,7 +114,8 @@ class DiffusionTower(nnx.Module):
             block = nnx.merge(graph, parameters)
             return block(start._replace(x=x), context), None
 
-        x, _ = jax.lax.scan(checkpointed(layer, settings.remat), start.x, parameters)
+        run_layer = checkpointed(layer, settings.remat, in_loop=True)
+        x, _ = jax.lax.scan(run_layer, start.x, parameters)
         return self.finish(rows, start._replace(x=x), layout, dtype)
 
     def begin(

@@ -184,7 +184,8 @@ class MLLM:
             )
             return result
 
-        return checkpointed(projected, component.settings.remat)({name: params[name]}, given)
+        project = checkpointed(projected, component.settings.remat, in_loop=False)
+        return project({name: params[name]}, given)
 
     def hidden(
         self, params: Params, rows: LanguageRows, media: Float[Array, "R C W"]

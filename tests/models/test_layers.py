@@ -22,7 +22,7 @@ from jaxmllm.models.layers import (
     stacked,
 )
 from jaxmllm.models.norms import LayerNorm, RMSNorm
-from jaxmllm.models.products import biased, times_matrix
+from jaxmllm.models.products import biased, sum_at_once, sum_in_groups, times_matrix
 from jaxmllm.models.rotary import Rotation, rotary_angles, rotary_angles_2d, rotate
 from jaxmllm.models.rows import RowTiles
 from sharding.gradient import LayerGradient, Params
@@ -249,7 +249,18 @@ def test_sums_over_slots_are_left_to_the_weights_half_of_a_backward_pass():
             (split.weight_gradient, (pending,)),
         )
     )
-    assert (early, late) == (0, 2)
+    # Of the gradients of two biases, each written in one sum, and for GPUs in two
+    assert (early, late) == (0, 2 * (1 + 2))
+
+
+@pytest.mark.parametrize("slots", [(2, 256), (3, 100), (1, 7), (5,)])
+@pytest.mark.parametrize("features", [(16,), (4, 8)])
+def test_sums_of_groups_of_slots_are_those_of_all_at_once(slots, features):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((*slots, *features)), jnp.float32)
+    want = sum_at_once(x, len(slots))
+    got = jax.jit(sum_in_groups, static_argnums=1)(x, len(slots))
+    assert got.shape == want.shape == features
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * abs(want).max())
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [((8,), (16,)), ((16,), (8,)), ((4, 4), (8,))])
@@ -449,6 +460,15 @@ def test_rematerialisation_leaves_the_gradients_as_they_are(gradients, remat):
         jax.tree.leaves(gradients[remat]), jax.tree.leaves(gradients["none"]), strict=True
     ):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * abs(want).max())
+
+
+@pytest.mark.parametrize("remat", ["dots", "full", EVERYTHING])
+def test_layers_of_a_loop_hide_nothing_from_the_compiler(stack, remat):
+    """A barrier around a layer makes copies of its weights and of what is kept."""
+    graph, parameters = stack
+    loss = partial(loss_of, graph, remat)
+    jaxpr = str(jax.make_jaxpr(jax.grad(loss))(parameters, inputs()))
+    assert "prevent_cse=False" in jaxpr and "prevent_cse=True" not in jaxpr
 
 
 def counted(stack):

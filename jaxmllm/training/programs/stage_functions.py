@@ -318,7 +318,7 @@ class StageFunctions:
 
     def _checkpointed(self, phase: str, layer: Callable[..., Any]) -> Callable[..., Any]:
         """The layer, of which the executor keeps what `remat` of its component says."""
-        return checkpointed(layer, self.model.components[phase].settings.remat)
+        return checkpointed(layer, self.model.components[phase].settings.remat, in_loop=True)
 
 
 def _with_layer(sums: RouterSums, of_layer: RouterSums, number: Int[Array, ""]) -> RouterSums:
