@@ -71,6 +71,7 @@ from jaxmllm.balance.records import RowClass
 from jaxmllm.config.read import dump_config, load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.data.rows.fill import StepFiller
+from jaxmllm.runtime.gpu_memory import take_gpu_memory
 from jaxmllm.runtime.hardware import peak_flops
 from jaxmllm.setup.ahead import memory_of
 from jaxmllm.setup.build import build_run, phased_programs
@@ -92,7 +93,7 @@ PHASES: Final = ("vision", "audio", "language")
 SPANS: Final = (1, 2, 4, 8)
 ITEMS: Final = 4  # of a full row
 # Slots up to which the loops of kernel_jax run, and attention is compared with float32
-COMPARED: Final = 16_384
+COMPARED: Final = 8192
 # Of a layer: what is slow to compute again, as far as one device has memory for it
 KEPT: Final = ("attention", "projections", "mlp")
 RAGGED_RUNS: Final = 13  # documents and padding of a ragged row
@@ -305,11 +306,22 @@ def ragged_mask(random: np.random.Generator, rule: str, slots: int, block: int) 
 
 def attention_rows(bench: Bench) -> list[Row]:
     """Every kernel at every length: a decoder's with one document a row, a tower's with as many images as
-    attention_gpu.py gives it."""
+    attention_gpu.py gives it. One length is compiled and measured after the other, while there is time."""
     stop = bench.deadline - 0.6 * bench.seconds_left  # the sections after this need the most
+    rows: list[Row] = []
+    for slots in bench.sizes.slots:
+        if time.perf_counter() > stop:
+            rows.append({"slots": slots, "failed": "no time left for it"})
+        else:
+            rows += attention_rows_of(bench, slots)
+    return rows
+
+
+def attention_rows_of(bench: Bench, slots: int) -> list[Row]:
+    """The same of one length."""
     cases: list[Case] = []
     facts: list[tuple[Shape, int, int]] = []  # of each case, its documents and visible tiles
-    for slots, (name, shape) in itertools.product(bench.sizes.slots, bench.sizes.shapes.items()):
+    for name, shape in bench.sizes.shapes.items():
         documents = DOCUMENTS[name][0]
         mask, tiles = attention_gpu.equal_documents(slots, documents, shape.block, shape.causal)
         attends = attention_gpu.attends(mask, documents)
@@ -320,20 +332,13 @@ def attention_rows(bench: Bench) -> list[Row]:
         facts.append((shape, documents, tiles))
     rows: list[Row] = []
     for case, (shape, documents, tiles), kernels in zip(cases, facts, compiled(cases), strict=True):
-        slots = case.cells["slots"]
-        wants = None
-        if slots <= COMPARED and time.perf_counter() <= stop:
-            wants = in_float32(case.mask, case.inputs)
+        wants = in_float32(case.mask, case.inputs) if slots <= COMPARED else None
         for kernel, passes in kernels.items():
-            cells = case.cells | {"kernel": kernel}
-            if time.perf_counter() > stop:
-                rows.append(cells | {"failed": "no time left for it"})
-                continue
             try:
                 repeats = min(attention_gpu.REPEATS[kernel], bench.sizes.repeats)
                 measured = attention_gpu.measure(passes, case.inputs, repeats)
             except Exception as error:
-                rows.append(cells | {"failed": reason(error)})
+                rows.append(case.cells | {"kernel": kernel, "failed": reason(error)})
                 continue
             apart = {} if wants is None else errors(measured.results, wants)
             rows.append(record(kernel, slots, documents, tiles, measured, apart, shape))
@@ -662,6 +667,7 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="of sample, profile; default: a temporary one")
     options = parser.parse_args(command)
     deadline = time.perf_counter() + options.seconds
+    take_gpu_memory()
     if jax.default_backend() != "gpu" and not options.small:
         print(
             f"benchmarks.gpu needs a GPU; jax finds only {jax.default_backend()}", file=sys.stderr

@@ -17,11 +17,10 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
 from jaxmllm.config import strict_yaml
 from jaxmllm.config.schema import Section
+from jaxmllm.runtime.gpu_memory import TAKEN_SHARE
 
 GB: Final = 1e9
 ALL_REDUCE: Final = "all-reduce"
-# Of a device's memory, what JAX takes unless told otherwise (XLA_PYTHON_CLIENT_MEM_FRACTION)
-TAKEN_SHARE: Final = 0.75
 
 
 class ClusterError(ValueError):
@@ -60,7 +59,7 @@ class Cluster(Section):
     device_kind: str = ""
     peak_flops: PositiveFloat | None = None  # of bfloat16, where the table has none
     memory: PositiveFloat  # bytes
-    taken_share: float = Field(default=TAKEN_SHARE, gt=0, le=1)
+    taken_share: float = Field(default=TAKEN_SHARE, gt=0, le=1)  # of memory, by a run
     memory_bandwidth: PositiveFloat  # bytes/s
     node_devices: PositiveInt  # within which `in_node` holds
     in_node: Link

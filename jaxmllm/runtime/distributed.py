@@ -25,6 +25,7 @@ from jaxmllm.config.schema import Config, DistributedConfig
 from jaxmllm.runtime import coordinator, hosts
 from jaxmllm.runtime.board import Board, HostsError, RemoteBoard, gather
 from jaxmllm.runtime.compilation_cache import keep_programs
+from jaxmllm.runtime.gpu_memory import take_gpu_memory
 
 COORDINATOR = "JAXMLLM_COORDINATOR"  # host:port of process 0, or "auto"
 PROCESSES = "JAXMLLM_PROCESSES"
@@ -67,12 +68,13 @@ def reserve_cpu_threads(environment: MutableMapping[str, str] = os.environ) -> N
 
 
 def start_jax(config: Config) -> None:
-    """All that JAX must be told before anything asks it for devices: threads, 64 bits, the processes of the run; and
-    where it keeps compiled programs.
+    """All that JAX must be told before anything asks it for devices: threads, memory, 64 bits, the processes of the
+    run; and where it keeps compiled programs.
 
     Raises `LaunchError` and `HostsError` as `initialize_distributed` does.
     """
     reserve_cpu_threads()
+    take_gpu_memory()
     jax.config.update("jax_enable_x64", config.run.param_dtype == "float64")
     initialize_distributed(limits=config.distributed, facts=facts_of(config))
     keep_programs(config)

@@ -143,10 +143,8 @@ def phased_programs(
     """
     functions = step_functions(config, model, sources)
     attention = attention_spec(config, model, formats, spec)
-    kept = {
-        phase: kept_residuals(config, model, phase, max(spec.phases[phase].capacities))
-        for phase in config.model.two_passes
-    }
+    largest = {phase: max(of_phase.capacities) for phase, of_phase in spec.phases.items()}
+    kept = kept_residuals(config, model, largest)
     return PhasedPrograms(functions, spec, formats, attention, config.run.param_dtype, kept)
 
 

@@ -8,6 +8,7 @@ stages only the layers of one chunk keep something at a time, and what goes in a
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,6 @@ from jaxmllm.config.schema import (
     Config,
     DiffusionConfig,
     LanguageConfig,
-    PhaseConfig,
     Remat,
     TowerConfig,
     VisionConfig,
@@ -36,7 +36,7 @@ from jaxmllm.training.programs.stage_layers import LAYERS
 
 PLANNED_MEMORY = 80 << 30  # bytes of a device that is only planned for
 USED_SHARE = 0.5  # of what the state leaves, for the rows of one microbatch
-KEPT_SHARE = 0.25  # of what the state leaves, for residuals of phases between their two passes
+KEPT_SHARE = 0.25  # of that, at least, for residuals of phases between their two passes
 LEAST_SHARE = 0.1  # of a device, where the state leaves less: the run will say that it does not fit
 # Values of a layer that are kept, by `remat`, and that are there while it runs: in widths of the layer, and
 # of its MLP. What a list names comes to what `full` keeps.
@@ -59,26 +59,40 @@ MODULATED_WIDTHS = 12  # besides, of a layer that is modulated: vectors of the t
 
 def slots_that_fit(config: Config, model: MLLM, phase: str) -> int:
     """Slots of a phase's row that a rank can hold: a power of two."""
-    each = slot_bytes(config, phase) + _gathered_bytes(config, model, phase)
-    slots = _left(config, model) * USED_SHARE / each
+    slots = _left(config, model) * USED_SHARE / _row_bytes(config, model, phase)
     parts = model.layout(phase).parts
     return 1 << int(math.log2(max(slots * parts, 1)))
 
 
-def kept_residuals(config: Config, model: MLLM, phase: str, capacity: int) -> int:
-    """Microbatches of a phase whose residuals stay in memory between its two passes: with `auto` a power of two, or
-    none.
+def kept_residuals(config: Config, model: MLLM, capacities: Mapping[str, int]) -> dict[str, int]:
+    """Microbatches whose residuals stay in memory between the two passes of their phase, by phase of two passes: with
+    `auto` a power of two, or none.
+
+    What the largest rows do not take is given to one phase after the other, as much as it has already.
 
     Args:
-      capacity: of the largest rows, slots of a rank.
+      capacities: of the largest rows of every phase, slots of a rank.
     """
-    settings: PhaseConfig = getattr(config.phases, phase)
-    if settings.kept_residuals != "auto":
-        return settings.kept_residuals
-    memory = _left(config, model) * KEPT_SHARE / len(config.model.two_passes)
-    slots = capacity / model.layout(phase).parts
-    fitting = memory / (slots * kept_bytes(config, phase) + kept_weights(config, model, phase))
-    return 1 << int(math.log2(fitting)) if fitting >= 1 else 0
+    slots = {phase: size / model.layout(phase).parts for phase, size in capacities.items()}
+    sizes = {
+        phase: slots[phase] * kept_bytes(config, phase) + kept_weights(config, model, phase)
+        for phase in config.model.two_passes
+    }
+    asked = {phase: getattr(config.phases, phase).kept_residuals for phase in sizes}
+    kept = {phase: 0 if given == "auto" else given for phase, given in asked.items()}
+    left = _left(config, model)
+    rows = max(slots[phase] * _row_bytes(config, model, phase) for phase in model.phases)
+    room = max(left - rows / USED_SHARE, left * KEPT_SHARE)
+    room -= sum(kept[phase] * size for phase, size in sizes.items())
+    growing = [phase for phase, given in asked.items() if given == "auto"]
+    while growing:
+        phase = growing.pop(0)
+        more = max(kept[phase], 1)
+        if more * sizes[phase] <= room:
+            kept[phase] += more
+            room -= more * sizes[phase]
+            growing.append(phase)
+    return kept
 
 
 def kept_forwards(
@@ -98,13 +112,18 @@ def kept_forwards(
       memory: bytes of a device; none: of this process's.
     """
     room = _left(config, model, memory) * KEPT_SHARE / len(model.phases)
-    slots = capacity / model.layout(phase).parts
     shapes = getattr(config.model, phase)
+    slots = capacity / model.layout(phase).parts / _stride(shapes)
     values = layers * _kept_values(shapes, getattr(config.components, phase).remat)
     # What the chunk yields, and what goes beside what each of its layers reads
     values += config.model.carried_width(phase) + layers * _beside(config, phase)
     fitting = room / (slots * values * _itemsize(config, phase))
     return 1 << int(math.log2(fitting)) if fitting >= 1 else 0
+
+
+def _row_bytes(config: Config, model: MLLM, phase: str) -> float:
+    """Bytes that a slot of a row takes."""
+    return slot_bytes(config, phase) + _gathered_bytes(config, model, phase)
 
 
 def _left(config: Config, model: MLLM, memory: float | None = None) -> float:
@@ -202,7 +221,12 @@ def kept_bytes(config: Config, phase: str) -> float:
     values = layers * _kept_values(shapes, getattr(config.components, phase).remat)
     if config.pipeline.stages > 1:
         values += layers * _beside(config, phase)
-    return float(values * _itemsize(config, phase))
+    return values * _itemsize(config, phase) / _stride(shapes)
+
+
+def _stride(shapes: TowerConfig | DiffusionConfig | LanguageConfig) -> int:
+    """Slots of a row that are one of its layers: the stem of audio joins frames."""
+    return shapes.stem_stride if isinstance(shapes, AudioConfig) else 1
 
 
 def _beside(config: Config, phase: str) -> int:

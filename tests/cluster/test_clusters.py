@@ -16,7 +16,7 @@ def test_records_are_complete(name):
     cluster = cluster_of(name)
     assert cluster.name == name and cluster.source
     assert cluster.peak() == (table_flops(cluster.device_kind, "bfloat16") or cluster.peak_flops)
-    assert cluster.budget == 0.75 * cluster.memory
+    assert cluster.budget == 0.9 * cluster.memory
     # Nothing is faster between nodes than in one, and nothing moves faster than memory
     assert cluster.between_nodes.bytes_per_second <= cluster.in_node.bytes_per_second
     assert cluster.in_node.rate("all-gather") < cluster.memory_bandwidth

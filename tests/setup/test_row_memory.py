@@ -141,19 +141,36 @@ def test_sharded_states_leave_more(tmp_path, monkeypatch, shards):
     assert (slots(tmp_path, {"data": 8 // shards, "fsdp": shards})[2] > whole) == (shards > 1)
 
 
-def kept(tmp_path, capacity=1 << 20, **changes):
+def kept(tmp_path, capacity=1 << 20, others=1, **changes):
     config = parse_config(tiny_config(tmp_path, mesh={"data": 8}, **changes))
     model = build_model(config.model, 320, config.components, abstract_mesh(config.mesh_sizes, 8))
-    return kept_residuals(config, model, "vision", capacity)
+    capacities = dict.fromkeys(PHASES, others) | {"vision": capacity}
+    return kept_residuals(config, model, capacities)
+
+
+AUTO = {f"phases__{phase}__kept_residuals": "auto" for phase in ("vision", "audio")}
 
 
 def test_residuals_are_kept_as_memory_allows(tmp_path):
-    auto = {"phases__vision__kept_residuals": "auto"}
-    found = kept(tmp_path, **auto)
-    # One layer's input of 16 floats for each slot, an eighth of the memory for each of two encoders
-    assert found <= (row_memory.PLANNED_MEMORY >> 3) / (16 * 4 << 20) < 2 * found * 1.01
-    assert kept(tmp_path, 1 << 21, **auto) == found // 2
-    assert kept(tmp_path, components__vision__remat="none", **auto) < found
-    assert kept(tmp_path, 1 << 40, **auto) == 0
-    assert kept(tmp_path, phases__vision__kept_residuals=5) == 5
-    assert kept(tmp_path) == 0
+    # One layer's input of 16 floats for each slot, of the memory that rows do not take, twice what is counted of them
+    size, running = 16 * 4 << 20, 4 * (16 + 16 * 16 + 6 * 32) << 20
+    room = row_memory.PLANNED_MEMORY - 2 * running
+    only = AUTO | {"phases__audio__kept_residuals": 0}
+    found = kept(tmp_path, **only)
+    assert found["audio"] == 0
+    assert found["vision"] <= room / size < 2 * found["vision"] * 1.01
+    assert kept(tmp_path, components__vision__remat="none", **only)["vision"] < found["vision"]
+    assert kept(tmp_path, 1 << 40, **AUTO)["vision"] == 0
+    asked = {"phases__vision__kept_residuals": 5, "phases__audio__kept_residuals": 0}
+    assert kept(tmp_path, **asked) == {"vision": 5, "audio": 0}
+    assert kept(tmp_path) == {"vision": 0, "audio": 0}
+
+
+def test_phases_share_what_large_rows_leave_for_residuals(tmp_path):
+    alike = kept(tmp_path, 1 << 20, others=1 << 20, **AUTO)
+    assert alike["vision"] / 2 <= alike["audio"] <= 8 * alike["vision"]
+    asked = AUTO | {"phases__audio__kept_residuals": alike["audio"]}
+    assert kept(tmp_path, 1 << 20, others=1 << 20, **asked)["vision"] >= alike["vision"]
+    # Rows as large as may be: what is left for residuals is a share of its own
+    large = kept(tmp_path, 1 << 20, others=1 << 26, **AUTO)
+    assert 0 < large["vision"] < alike["vision"]

@@ -352,7 +352,7 @@ def limits(config: Config, _: Scene) -> Any:
 def kept(config: Config, scene: Scene) -> Any:
     """Microbatches of phases of two passes that run forward once."""
     made = (scene.drawing if config.model.generators else scene.inputs).model
-    return [kept_residuals(config, made, phase, CAPACITY) for phase in config.model.two_passes]
+    return kept_residuals(config, made, dict.fromkeys(made.phases, CAPACITY))
 
 
 def shared(config: Config, _: Scene) -> Any:

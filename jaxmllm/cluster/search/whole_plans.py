@@ -26,7 +26,7 @@ from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, node
 from jaxmllm.setup.sizing import sizing_inputs
 
 SAMPLED_EXAMPLES: Final = 1 << 16  # of which pools and segments are chosen, at most
-KEPT_SHARE: Final = 0.5  # of memory that is left, for residuals of encoders between their passes
+KEPT_SHARE: Final = 0.8  # of memory that is left, for residuals of encoders between their passes
 
 
 class WholePlans:
@@ -142,14 +142,15 @@ class WholePlans:
         nothing = with_kept(config, dict.fromkeys(phases, 0))
         programs = phased_programs(nothing, model, sampled.formats, spec, sampled.sources)
         left = self._request.budget - programs_peak(programs, microbatches=used).bytes
-        left *= KEPT_SHARE / max(len(phases), 1)
+        left *= KEPT_SHARE
         kept = {}
         for phase in phases:
+            residuals = largest_residuals(programs, phase)
             given = getattr(config.phases, phase).kept_residuals
             if given == "auto":
-                residuals = largest_residuals(programs, phase)
-                given = 1 << int(math.log2(left / residuals)) if left >= residuals else 0
+                given = max(int(left // residuals), 0)
             kept[phase] = min(given, used[phase])
+            left -= kept[phase] * residuals
         return kept
 
 

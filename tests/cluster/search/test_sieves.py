@@ -78,7 +78,7 @@ def test_plans_over_memory_are_struck_out_with_their_program(monkeypatch):
     result = made.search(2)
     assert [one.choice.fsdp for one in result.ranked] == [2]
     ((layout, why),) = result.struck
-    assert layout.choice.data == 2 and why.startswith("over memory by 6")
+    assert layout.choice.data == 2 and why.startswith("over memory by 7")
     assert result.rejected[f"over memory in {program_words(layout.peak.program)}"] == 1
     over.add("fsdp")
     with pytest.raises(ConfigError, match=r"nothing fits 2 devices .* over by .* GB in \w+"):
