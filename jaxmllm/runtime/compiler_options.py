@@ -17,6 +17,12 @@ OPTIONS: Final[Mapping[str, Options]] = {
     # Collectives start as early as what they send is there, and are awaited as late as it is read: by default one is
     # awaited where it starts
     "gpu": {"xla_gpu_enable_latency_hiding_scheduler": True},
+    # Fewer copies around loops over layers; and loops over elements take whole registers of AVX-512, where there are
+    # any. Together 3 to 4 % of a step (docs/performance.md)
+    "cpu": {
+        "xla_cpu_copy_insertion_use_region_analysis": True,
+        "xla_cpu_prefer_vector_width": "512",
+    },
 }
 SAME: Final = {"cuda": "gpu", "rocm": "gpu"}  # platforms by their makers, as devices name them
 
