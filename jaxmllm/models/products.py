@@ -220,9 +220,11 @@ def slot_sum(x: Float[Array, "*S *F"], slots: int) -> Float[Array, "*F"]:
     XLA's CPU backend take far longer for a sum of products [1, C, D] -> [1, D]. And bfloat16 would be
     added in bfloat16.
     """
-    at_once, in_groups = (partial(sum_, slots=slots) for sum_ in (sum_at_once, sum_in_groups))
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    total: Array = jax.lax.platform_dependent(wide, cuda=in_groups, rocm=in_groups, default=at_once)
+    in_groups = partial(sum_in_groups, slots=slots)
+    total: Array = jax.lax.platform_dependent(
+        wide, cuda=in_groups, rocm=in_groups, default=partial(sum_at_once, slots=slots)
+    )
     return total.astype(x.dtype)
 
 

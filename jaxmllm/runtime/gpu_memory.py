@@ -9,10 +9,8 @@ from typing import Final
 # What JAX takes when it starts, of which it gives programs theirs. The rest is for what does not ask JAX: the driver,
 # graphs of kernels, and NCCL, some GB on a large GPU. JAX's own is 0.75, which leaves 20 of 80 GB to nobody.
 TAKEN_SHARE: Final = 0.9
-VARIABLES: Final = (
-    "XLA_CLIENT_MEM_FRACTION",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION",
-)  # JAX refuses both at once
+# JAX refuses both at once
+VARIABLES: Final = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def take_gpu_memory(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -73,18 +73,22 @@ def kept_residuals(config: Config, model: MLLM, capacities: Mapping[str, int]) -
     Args:
       capacities: of the largest rows of every phase, slots of a rank.
     """
+    asked = {
+        phase: getattr(config.phases, phase).kept_residuals for phase in config.model.two_passes
+    }
+    kept = {phase: 0 if given == "auto" else given for phase, given in asked.items()}
+    growing = [phase for phase, given in asked.items() if given == "auto"]
+    if not growing:  # as in a search for layouts, which says all of them, and often
+        return kept
     slots = {phase: size / model.layout(phase).parts for phase, size in capacities.items()}
     sizes = {
         phase: slots[phase] * kept_bytes(config, phase) + kept_weights(config, model, phase)
-        for phase in config.model.two_passes
+        for phase in kept
     }
-    asked = {phase: getattr(config.phases, phase).kept_residuals for phase in sizes}
-    kept = {phase: 0 if given == "auto" else given for phase, given in asked.items()}
     left = _left(config, model)
     rows = max(slots[phase] * _row_bytes(config, model, phase) for phase in model.phases)
     room = max(left - rows / USED_SHARE, left * KEPT_SHARE)
     room -= sum(kept[phase] * size for phase, size in sizes.items())
-    growing = [phase for phase, given in asked.items() if given == "auto"]
     while growing:
         phase = growing.pop(0)
         more = max(kept[phase], 1)
