@@ -67,7 +67,7 @@ from jaxmllm.balance.costs.gather import flops_per_byte, gather_cost
 from jaxmllm.balance.costs.microbatch import microbatch_cost
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, Mode, PhaseItems, PlanSpec
 from jaxmllm.balance.sizes.choose import choose_sizes
-from jaxmllm.balance.sizes.inputs import SizingInputs
+from jaxmllm.balance.sizes.inputs import Alignment, SizingInputs
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config.schema import BalanceConfig, DiffusionConfig, ModelConfig, PhaseConfig
 from jaxmllm.phases import LANGUAGE, generator_phase, make_phases
@@ -95,7 +95,7 @@ PLANNED: Mapping[str, tuple[Mode, int]] = {  # mode, and most ranks that hold a 
     "packed": ("none", 1),
 }
 NODE = 8  # ranks
-ALIGNMENT = 128  # whole attention blocks
+ALIGNMENT = Alignment(128, small=64)  # whole attention blocks
 ROW_CLASSES = 4  # items are as short as 272 slots and as long as 74,240
 FRAME_TOKENS = 2  # of an example's text, around the place of what is drawn
 SAMPLED = 16  # batches that sizes are chosen from, and those of a measured epoch of the baselines
@@ -174,7 +174,9 @@ def make_spec(
     return choose_sizes(samples, inputs, grids, BalanceConfig(mode=mode), nodes, "ragged")
 
 
-MOST_SLOTS = round_up(longest(1.0), ALIGNMENT)  # that a rank holds at one time, whatever the method
+MOST_SLOTS = round_up(
+    longest(1.0), ALIGNMENT.slots
+)  # that a rank holds at one time, whatever the method
 
 
 # ---------------------------------------------------------------------------- methods

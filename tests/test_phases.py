@@ -8,7 +8,7 @@ import pytest
 from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, Mode, PhaseItems
 from jaxmllm.balance.sizes.choose import choose_sizes
-from jaxmllm.balance.sizes.inputs import SizingInputs
+from jaxmllm.balance.sizes.inputs import Alignment, SizingInputs
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.balance.validate_plan import validate
 from jaxmllm.config.schema import (
@@ -107,7 +107,13 @@ def test_a_third_encoder_and_a_phase_with_a_loss_of_its_own_are_sized_placed_and
     samples = [made_up_batch(seed) for seed in range(4)]
     inputs = [
         SizingInputs(
-            phase, RANKS, 16, PER_TOKEN.get(name, 1), 320, ItemCost(1000, 3), PhaseConfig()
+            phase,
+            RANKS,
+            Alignment(16),
+            PER_TOKEN.get(name, 1),
+            320,
+            ItemCost(1000, 3),
+            PhaseConfig(),
         )
         for name, phase in PHASES.items()
     ]

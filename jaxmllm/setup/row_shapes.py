@@ -12,6 +12,7 @@ from jaxmllm.attention import kernel_cudnn
 from jaxmllm.attention.attention import GPUS
 from jaxmllm.attention.parts import SMALLER_BLOCK, block_size
 from jaxmllm.balance.records import PhaseSpec, PlanSpec
+from jaxmllm.balance.sizes.inputs import Alignment
 from jaxmllm.config.schema import Config, ConfigError, PhaseConfig
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.models.mllm import MLLM
@@ -20,7 +21,9 @@ from jaxmllm.setup.row_memory import memory_of_a_device
 from sharding.mesh import platform_of
 
 
-def alignment(config: Config, phase: str, formats: Mapping[str, RowFormat], parts: int) -> int:
+def alignment(
+    config: Config, phase: str, formats: Mapping[str, RowFormat], parts: int
+) -> Alignment:
     """What row capacities of a phase are multiples of: whole attention blocks and whole language tokens, the same
     number in each part of a row.
 
@@ -33,11 +36,42 @@ def alignment(config: Config, phase: str, formats: Mapping[str, RowFormat], part
     """
     check_parts(config, phase, formats, parts)
     block: int = getattr(config.phases, phase).block
+    small = small_block(config, phase, formats, in_parts=True)
+    if _has_windows(config, phase, formats):
+        block = small_block(config, phase, formats, in_parts=parts > 1)
+    return Alignment(
+        slots=_slots(block, phase, formats) * parts,
+        small=_slots(small, phase, formats) * parts,
+        parts=parts,
+    )
+
+
+def _slots(block: int, phase: str, formats: Mapping[str, RowFormat]) -> int:
+    """Slots of whole blocks and whole tokens. A block counts tokens of attention, each of `stride` slots."""
     if phase not in formats:
-        return block * parts
+        return block
     row = formats[phase]
-    # A block counts tokens of attention, of which each stands for `stride` slots
-    return math.lcm(block * row.stride, row.alignment) * parts
+    return math.lcm(block * row.stride, row.alignment)
+
+
+def _has_windows(config: Config, phase: str, formats: Mapping[str, RowFormat]) -> bool:
+    """Whether a phase is a tower that attends in windows."""
+    return phase in formats and phase in config.model.windows
+
+
+def small_block(
+    config: Config, phase: str, formats: Mapping[str, RowFormat], in_parts: bool
+) -> int:
+    """Tokens of the smallest block that attention may take: 64, or `phases.<phase>.block` where 64 does not divide
+    it, or where rows are cut at its edges (`in_parts`) and it does not hold whole language tokens."""
+    block: int = getattr(config.phases, phase).block
+    if block % SMALLER_BLOCK:
+        return block
+    if in_parts and phase in formats:
+        row = formats[phase]
+        if SMALLER_BLOCK * row.stride % row.alignment:
+            return block
+    return SMALLER_BLOCK
 
 
 def check_parts(config: Config, phase: str, formats: Mapping[str, RowFormat], parts: int) -> None:
@@ -74,7 +108,7 @@ def largest_row(
     settings: PhaseConfig = getattr(config.phases, phase)
     if settings.capacities != "auto":
         return max(settings.capacities) * span
-    unit = alignment(config, phase, formats, parts)
+    unit = alignment(config, phase, formats, parts).slots
     largest = fitting if settings.max_capacity == "auto" else settings.max_capacity
     return largest // unit * unit * span
 
@@ -153,19 +187,14 @@ def attention_block(
     """Tokens of attention in a block: `phases.<phase>.block`, or 64 where a part of a row would otherwise have too few
     blocks to even out their work, and in towers that attend in windows, of which a larger block would hold several."""
     block: int = getattr(config.phases, rows.name).block
-    stride = 1
-    multiple = 1
-    if rows.name in formats:
-        stride = formats[rows.name].stride
-        multiple = formats[rows.name].alignment
+    stride = formats[rows.name].stride if rows.name in formats else 1
     split_rows = [
         (row_class.slots, row_class.span * parts)
         for row_class in rows.classes
         if row_class.span * parts > 1
     ]
-    if block % SMALLER_BLOCK or (split_rows and SMALLER_BLOCK * stride % multiple):
-        return block  # the smaller block does not divide it, or does not hold whole tokens
-    if rows.name in formats and rows.name in config.model.windows:
-        return SMALLER_BLOCK
+    small = small_block(config, rows.name, formats, in_parts=bool(split_rows))
+    if small == block or _has_windows(config, rows.name, formats):
+        return small
     blocks = [block_size(slots // stride, shares, block) for slots, shares in split_rows]
     return min(blocks, default=block)

@@ -33,7 +33,7 @@ from jaxmllm.arrays import Longs, ceil_divide, running_sums, sums_by
 from jaxmllm.balance.costs.flops import phase_flops
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, Mode, PhaseItems, PlanSpec
 from jaxmllm.balance.sizes.choose import choose_sizes
-from jaxmllm.balance.sizes.inputs import SizingInputs
+from jaxmllm.balance.sizes.inputs import Alignment, SizingInputs
 from jaxmllm.config.schema import (
     AudioConfig,
     BalanceConfig,
@@ -64,9 +64,9 @@ assert MODEL.audio is not None
 PHASES: Final = make_phases(MODEL)
 FRAMES_PER_SECOND: Final = 100
 ALIGNMENTS: Final = {
-    "vision": 128,
-    "audio": 128 * MODEL.audio.stem_stride,
-    "language": 128,
+    "vision": Alignment(128, small=64),
+    "audio": Alignment(128 * MODEL.audio.stem_stride, small=64 * MODEL.audio.stem_stride),
+    "language": Alignment(128, small=64),
 }  # whole attention blocks
 FRAME_TOKENS: Final = 2  # around every image and clip
 ROW_CLASSES: Final = 3

@@ -4,6 +4,7 @@ import pytest
 
 from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.records import PhaseSpec, row_classes
+from jaxmllm.balance.sizes.inputs import Alignment
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.data.media.modalities import modalities, row_formats
@@ -55,15 +56,19 @@ def test_towers_with_windows_get_blocks_that_hold_few_of_them(tmp_path, block, e
 
 
 def test_rows_of_frames_hold_whole_blocks_and_whole_tokens(tmp_path):
-    """Tokens are of 8 frames, of which 4 make one of attention."""
+    """Tokens are of 8 frames, of which 4 make one of attention; 2 parts take blocks of 64, where these divide others."""
 
     def of(block, parts):
         config = parse_config(tiny_config(tmp_path, phases__audio__block=block))
         media = row_formats(modalities(config.model, config.data))
         return alignment(config, "audio", media, parts)
 
-    assert [of(block, 1) for block in (1, 3, 4, 32)] == [8, 24, 16, 128]
-    assert [of(block, 2) for block in (8, 32)] == [64, 256]
+    assert [of(block, 1).slots for block in (1, 3, 4, 32)] == [8, 24, 16, 128]
+    assert [of(block, 2).slots for block in (8, 32)] == [64, 256]
+    assert of(128, 1) == Alignment(slots=512, small=256, parts=1)
+    assert of(128, 2) == Alignment(slots=1024, small=512, parts=2)
+    assert of(32, 1) == Alignment(slots=128, small=128, parts=1)
+    assert of(96, 1) == Alignment(slots=384, small=384, parts=1)
     with pytest.raises(
         ConfigError, match=r"blocks of 4 slots, .* multiple of 8, .* audio tower .* raise it to 2"
     ):

@@ -75,6 +75,17 @@ def test_spans_leave_the_mathematics_alone(setups, by_example, whole, mesh, span
     assert_same(setup.gradients(step), whole, 1e-5)
 
 
+def test_a_rank_may_hold_less_than_a_block(setups, by_example, whole):
+    """Attention takes smaller ones then."""
+    slots = {"vision": 64, "audio": 256, "language": 64}  # a token of audio has 4
+    rows = {
+        name: {"block": 128, "capacities": [count], "spans": [8]} for name, count in slots.items()
+    }
+    setup = setups(by_example(mesh={"data": 4, "fsdp": 2}, phases=rows), 8)
+    assert setup.programs.attention.blocks == dict.fromkeys(slots, 64)
+    assert_same(setup.gradients(setup.step(EXAMPLES)), whole, 1e-5)
+
+
 @pytest.mark.exhaustive
 def test_layers_with_windows(setups, by_example):
     one = setups(by_example(phases={name: {"block": 16} for name in SMALL}, **WINDOWS), 1)

@@ -65,7 +65,7 @@ def choose_classes(inputs: SizingInputs, loads: Sequence[Load]) -> Classes:
 
 def smallest_capacity(inputs: SizingInputs, span: int) -> int:
     """The least capacity at which a row of `span` ranks holds the longest item."""
-    return round_up(max(ceil_divide(inputs.longest, span), 1), inputs.alignment)
+    return inputs.alignment.round_up(max(ceil_divide(inputs.longest, span), 1), span)
 
 
 def _too_small(inputs: SizingInputs) -> str:
@@ -75,7 +75,7 @@ def _too_small(inputs: SizingInputs) -> str:
     return (
         f"phases.{inputs.name}.max_capacity = {inputs.config.max_capacity} is too small: the "
         f"largest item has {inputs.longest} slots and rows come in multiples of "
-        f"{inputs.alignment}{ranks}; raise it to {needed} or limit the size of items"
+        f"{inputs.alignment.unit(widest)}{ranks}; raise it to {needed} or limit the size of items"
     )
 
 
@@ -92,7 +92,7 @@ def _candidates(judge: _Judge, span: int) -> list[Classes]:
     totals; or parts of the first; or what holds the longest item of most loads.
     """
     inputs = judge.inputs
-    firsts = _load_shares(judge) | {smallest_capacity(inputs, span)}
+    firsts = _load_shares(judge, span) | {smallest_capacity(inputs, span)}
     firsts = {
         capacity
         for capacity in firsts
@@ -100,8 +100,7 @@ def _candidates(judge: _Judge, span: int) -> list[Classes]:
     }
     longest_sets: list[Classes] = [(RowClass(capacity, span),) for capacity in firsts]
     candidates = set(longest_sets)
-    further = _Further(judge)
-    spans = {span, min(inputs.spans)}
+    further = [_Further(judge, of_ranks) for of_ranks in {span, min(inputs.spans)}]
     extended = _of_span(inputs, span, CAPACITY_SEARCH.extended)
     for _ in range(1, inputs.row_classes):
         best = _best(longest_sets, extended, lambda classes: judge.bounds(classes).sum())
@@ -109,7 +108,8 @@ def _candidates(judge: _Judge, span: int) -> list[Classes]:
             dict.fromkeys(
                 (*classes, further_class)
                 for classes in best
-                for further_class in further.classes_after(classes, spans)
+                for of_ranks in further
+                for further_class in of_ranks.classes_after(classes)
             )
         )
         candidates.update(longest_sets)
@@ -127,8 +127,8 @@ def _of_span(inputs: SizingInputs, span: int, number: int) -> int:
     return number if span == min(inputs.spans) else number // len(inputs.spans)
 
 
-def _load_shares(judge: _Judge) -> set[int]:
-    """Capacities of which a few rows hold much or all of a load."""
+def _load_shares(judge: _Judge, span: int) -> set[int]:
+    """Capacities of rows of `span` ranks, of which a few rows hold much or all of a load."""
     inputs = judge.inputs
     capacities: set[int] = set()
     loads = np.quantile(judge.slots, CAPACITY_SEARCH.load_quantiles, method="higher").tolist()
@@ -136,14 +136,15 @@ def _load_shares(judge: _Judge) -> set[int]:
         fewest = math.ceil(load / inputs.largest_capacity)
         numbers = range(fewest, fewest + CAPACITY_SEARCH.row_numbers)
         for rows, share in itertools.product(numbers, CAPACITY_SEARCH.load_shares):
-            capacities.add(round_up(math.ceil(load * share / rows), inputs.alignment))
+            capacities.add(inputs.alignment.round_up(math.ceil(load * share / rows), span))
     return capacities
 
 
 class _Further:
-    """Classes that may come after others."""
+    """Classes of rows of `span` ranks that may come after others."""
 
-    def __init__(self, judge: _Judge):
+    def __init__(self, judge: _Judge, span: int):
+        self.span = span
         self.alignment = judge.inputs.alignment
         self.largest_capacity = judge.inputs.largest_capacity
         self.median = judge.median
@@ -154,31 +155,35 @@ class _Further:
         self.steps = self._parts(judge.median, CAPACITY_SEARCH.step_divisors)
         longest = [load.items.length.max() for load in judge.loads]
         quantiles = CAPACITY_SEARCH.longest_quantiles
-        self.longest = np.quantile(longest, quantiles, method="higher").tolist()
+        # Capacities that hold the longest item of most loads, if not of all data
+        self.longest = {
+            capacity
+            for length in np.quantile(longest, quantiles, method="higher").tolist()
+            for capacity in self._parts(length, (span,))
+        }
 
     def _parts(self, slots: float, divisors: Iterable[float]) -> set[int]:
-        return {round_up(math.ceil(slots / divisor), self.alignment) for divisor in divisors}
+        return {self._rounded(math.ceil(slots / divisor)) for divisor in divisors}
 
-    def classes_after(self, classes: Classes, spans: Iterable[int]) -> list[RowClass]:
+    def _rounded(self, slots: int) -> int:
+        return self.alignment.round_up(slots, self.span)
+
+    def classes_after(self, classes: Classes) -> list[RowClass]:
         """Classes whose rows have fewer slots than those of the last of `classes`."""
         first = classes[0].capacity
         last = classes[-1]
-        capacities = self.leftovers | {last.capacity - step for step in self._steps(classes)}
+        capacities = self.leftovers | self.longest
+        capacities |= {self._rounded(last.capacity - step) for step in self._steps(classes)}
         if first > self.median:
             capacities |= self.shares | self._parts(first, CAPACITY_SEARCH.first_divisors)
         if last.span > 1:
-            capacities.add(last.capacity)  # of fewer ranks
+            capacities.add(self._rounded(last.capacity))  # of fewer ranks
         most = min(max(first, self.median), self.largest_capacity)
         return [
-            RowClass(capacity, span)
-            for span in spans
-            for capacity in sorted(capacities | self._holding_longest(span))
-            if 0 < capacity * span < last.slots and capacity <= most
+            RowClass(capacity, self.span)
+            for capacity in sorted(capacities)
+            if 0 < capacity * self.span < last.slots and capacity <= most
         ]
-
-    def _holding_longest(self, span: int) -> set[int]:
-        """Capacities that hold the longest item of most loads, if not of all data."""
-        return set().union(*(self._parts(length, (span,)) for length in self.longest))
 
     def _steps(self, classes: Classes) -> set[int]:
         """Steps down to a further class of similar size: once there is one, all steps are equal."""
@@ -367,11 +372,11 @@ def checked_capacities(capacities: Capacities, inputs: SizingInputs, span: int =
     """
     key = f"phases.{inputs.name}.capacities"
     for capacity in capacities:
-        if capacity % inputs.alignment:
-            near = round_up(capacity, inputs.alignment)
+        unit = inputs.alignment.unit(span)
+        if capacity % unit:
             raise ConfigError(
-                f"{key}: {capacity} is not a multiple of {inputs.alignment} (whole attention blocks "
-                f"and whole language tokens); use {near}, or change phases.{inputs.name}.block"
+                f"{key}: {capacity} is not a multiple of {unit} (whole attention blocks and whole language tokens); "
+                f"use {round_up(capacity, unit)}, or change phases.{inputs.name}.block"
             )
     if len(set(capacities)) < len(capacities) or not capacities:
         raise ConfigError(f"{key} must be one or more different numbers, not {list(capacities)}")

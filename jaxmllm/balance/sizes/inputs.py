@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxmllm.arrays import ceil_divide, round_up
+from jaxmllm.attention.parts import MIN_BLOCKS
 from jaxmllm.balance.costs.flops import ItemCost, PhaseTime
 from jaxmllm.balance.records import PhaseSpec, RowClass
 from jaxmllm.config.schema import PhaseConfig
@@ -17,12 +18,38 @@ HEAD_ROOM = 8  # sizes are 1/8 above what the samples needed
 
 
 @dataclass(frozen=True)
+class Alignment:
+    """What capacities of a phase are multiples of: whole attention blocks, and whole language tokens.
+
+    Attributes:
+      slots: of rows that one device holds, or of many blocks on each.
+      small: of rows in parts on several devices, with few blocks on each: attention takes smaller ones there. None:
+        there are no smaller ones.
+      parts: of the slots of a rank, each on a device.
+    """
+
+    slots: int
+    small: int | None = None
+    parts: int = 1
+
+    def unit(self, span: int) -> int:
+        """The least capacity of rows that `span` ranks hold together."""
+        in_parts = span * self.parts > 1
+        return self.small if in_parts and self.small is not None else self.slots
+
+    def round_up(self, slots: int, span: int) -> int:
+        """The least capacity of so many slots or more."""
+        capacity = round_up(slots, self.unit(span))
+        return capacity if capacity < MIN_BLOCKS * self.slots else round_up(slots, self.slots)
+
+
+@dataclass(frozen=True)
 class SizingInputs:
     """Inputs to the rows of one phase other than the sampled lengths."""
 
     phase: Phase
     ranks: int
-    alignment: int  # capacities are multiples of it: whole attention blocks, whole language tokens
+    alignment: Alignment
     slots_per_token: int  # 1 for language
     longest: int  # slots of the largest item of the whole data; 0 without any
     flops: ItemCost
@@ -50,7 +77,7 @@ class SizingInputs:
     @property
     def largest_capacity(self) -> int:
         """Most slots of a rank that `max_capacity` and the alignment allow."""
-        return self._most_slots() // self.alignment * self.alignment
+        return self._most_slots() // self.alignment.slots * self.alignment.slots
 
     def _most_slots(self) -> int:
         most = self.config.max_capacity

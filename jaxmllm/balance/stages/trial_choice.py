@@ -30,7 +30,7 @@ class Choice:
     # hundredths of the time, or of the phase's slots in no more time, for it is more to compile.
     divisors: tuple[float, ...] = (1.25, 1.5, 1.8, 2.2, 2.7, 3.3, 4, 5.5, 8)
     class_worth: float = 0.97
-    class_fill: float = 0.95
+    class_fill: float = 0.965
     # Chunks of a component on each rank; more of them must gain a hundredth, for each tick takes
     # time besides its operations.
     chunks: tuple[int, ...] = (1, 2, 3, 4, 5, 6)

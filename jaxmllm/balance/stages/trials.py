@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxmllm.arrays import Longs, ceil_divide, round_up
+from jaxmllm.arrays import Longs, ceil_divide
 from jaxmllm.balance.records import BatchItems, PhaseSpec, PlanSpec, RowClass
-from jaxmllm.balance.sizes.capacities import checked_capacities
+from jaxmllm.balance.sizes.capacities import checked_capacities, smallest_capacity
 from jaxmllm.balance.sizes.inputs import SizingInputs, phase_spec, with_head_room
 from jaxmllm.balance.stages.chain_costs import ChainLayers
 from jaxmllm.balance.stages.microbatches import MicrobatchPlan
@@ -206,13 +206,13 @@ class Trials:
         """The capacity with which so many rows hold `slack` times a replica's mean load, if they
         hold the longest item."""
         inputs = self.inputs[name]
-        ideal = round_up(int(self.load(name) * slack / rows), inputs.alignment)
+        share = int(self.load(name) * slack / rows)
+        ideal = inputs.alignment.round_up(share, self.span(name))
         return max(self.least(name), min(inputs.largest_capacity, ideal))
 
     def least(self, name: str) -> int:
         """The capacity of a rank with which rows hold the longest item and no more."""
-        inputs = self.inputs[name]
-        return round_up(max(ceil_divide(inputs.longest, self.span(name)), 1), inputs.alignment)
+        return smallest_capacity(self.inputs[name], self.span(name))
 
     def candidates(self, name: str, microbatches: int) -> list[int]:
         """Capacities to try, ascending: few rows of a replica, or as many as the longest item
@@ -236,8 +236,8 @@ class Trials:
         self, name: str, capacities: tuple[int, ...], largest: int
     ) -> list[tuple[int, ...]]:
         """The same with one more class, to try, and the largest rows of so many slots."""
-        alignment = self.inputs[name].alignment
-        shares = {round_up(int(largest / divisor), alignment) for divisor in CHOICE.divisors}
+        alignment, span = self.inputs[name].alignment, self.span(name)
+        shares = {alignment.round_up(int(largest / divisor), span) for divisor in CHOICE.divisors}
         return [
             tuple(sorted({largest, *capacities[1:], share}, reverse=True))
             for share in sorted(shares - {largest, *capacities[1:]})

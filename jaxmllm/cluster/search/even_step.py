@@ -76,9 +76,10 @@ def _squares(items: PhaseItems, cost: ItemCost) -> list[float]:
 def even_rows(load: PhaseLoad, inputs: SizingInputs, most: int) -> EvenRows:
     """The fewest rows of at most so many slots that hold an equal share of each rank."""
     per_rank = math.ceil(load.slots / inputs.ranks)
-    largest = max(most // inputs.alignment, 1) * inputs.alignment
+    alignment = inputs.alignment.slots
+    largest = max(most // alignment, 1) * alignment
     microbatches = max(ceil_divide(per_rank, largest), 1)
-    share = round_up(max(ceil_divide(per_rank, microbatches), 1), inputs.alignment)
+    share = round_up(max(ceil_divide(per_rank, microbatches), 1), alignment)
     return EvenRows(share, microbatches)
 
 

@@ -11,8 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Final
 
-from jaxmllm.arrays import ceil_divide, round_up
-from jaxmllm.balance.sizes.capacities import checked_capacities
+from jaxmllm.balance.sizes.capacities import checked_capacities, smallest_capacity
 from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.cluster.search.layouts import Closest, LegalLayout, SearchResult
 from jaxmllm.cluster.search.mesh_choices import MeshChoice, open_remat
@@ -174,7 +173,7 @@ def least_capacity(inputs: SizingInputs) -> int:
     given = inputs.config.capacities
     if given != "auto":
         return max(given)
-    return round_up(max(ceil_divide(inputs.longest, max(inputs.spans)), 1), inputs.alignment)
+    return smallest_capacity(inputs, max(inputs.spans))
 
 
 def _uneven(error: MeshError) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxmllm.balance.costs.flops import ItemCost
-from jaxmllm.balance.sizes.inputs import SizingInputs
+from jaxmllm.balance.sizes.inputs import Alignment, SizingInputs
 from jaxmllm.config.schema import PhaseConfig
 from jaxmllm.phases import decoder_phase, encoder_phase
 
@@ -18,7 +18,7 @@ def inputs_of(ranks: int, **configs: PhaseConfig) -> list[SizingInputs]:
         SizingInputs(
             phase,
             ranks,
-            ALIGNMENT,
+            Alignment(ALIGNMENT),
             PER_TOKEN[phase.name],
             LONGEST[phase.name],
             ItemCost(1000, 3),

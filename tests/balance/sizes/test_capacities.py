@@ -20,7 +20,7 @@ from jaxmllm.balance.sizes.capacities import (
     _load_shares,
 )
 from jaxmllm.balance.sizes.choose import choose_sizes
-from jaxmllm.balance.sizes.inputs import CAPACITY_SEARCH, SizingInputs
+from jaxmllm.balance.sizes.inputs import CAPACITY_SEARCH, Alignment, SizingInputs
 from jaxmllm.balance.sizes.loads import loads_of
 from jaxmllm.balance.statistics import phase_statistics, step_statistics
 from jaxmllm.balance.step_plan import place_items, plan_step
@@ -153,7 +153,17 @@ def test_a_high_price_of_gathering_keeps_rows_apart():
     def gathered(cost: int) -> int:
         config = PhaseConfig(row_classes=2)
         inputs = SizingInputs(
-            *(decoder_phase(), 8, 128, 1, 10_256, ItemCost(1000, 1), config, None, (1, 2, 4, 8)),
+            *(
+                decoder_phase(),
+                8,
+                Alignment(128),
+                1,
+                10_256,
+                ItemCost(1000, 1),
+                config,
+                None,
+                (1, 2, 4, 8),
+            ),
             gather_cost=cost,
         )
         spec = choose_sizes(samples, [inputs], {}, BalanceConfig())
@@ -170,7 +180,17 @@ def test_a_high_price_of_microbatches_makes_fewer_of_them():
     def microbatches(cost: int) -> int:
         config = PhaseConfig(row_classes=3)
         inputs = SizingInputs(
-            *(decoder_phase(), 8, 128, 1, 10_256, ItemCost(1000, 1), config, None, (1, 2, 4, 8)),
+            *(
+                decoder_phase(),
+                8,
+                Alignment(128),
+                1,
+                10_256,
+                ItemCost(1000, 1),
+                config,
+                None,
+                (1, 2, 4, 8),
+            ),
             microbatch_cost=cost,
         )
         spec = choose_sizes(samples, [inputs], {}, BalanceConfig()).phases["language"]
@@ -194,7 +214,7 @@ def test_spans_leave_the_rows_that_are_best_without_them():
             samples,
             [
                 SizingInputs(
-                    *(decoder_phase(), 12, 128, 1, 2000, ItemCost(1000, 1)),
+                    *(decoder_phase(), 12, Alignment(128), 1, 2000, ItemCost(1000, 1)),
                     *(PhaseConfig(row_classes=3), None, spans),
                 )
             ],
@@ -211,7 +231,7 @@ def test_spans_leave_the_rows_that_are_best_without_them():
 def test_given_capacities_have_every_span():
     config = PhaseConfig(capacities=(128, 512))
     inputs = SizingInputs(
-        *(decoder_phase(), 8, 128, 1, 4000, ItemCost(1000, 1), config, None, (1, 8))
+        *(decoder_phase(), 8, Alignment(128), 1, 4000, ItemCost(1000, 1), config, None, (1, 8))
     )
     classes = choose_sizes([generate(0, 64)], [inputs], {}, BalanceConfig()).phases["language"]
     assert classes.classes == ((512, 8), (128, 8), (512, 1), (128, 1))
@@ -221,11 +241,38 @@ def test_given_capacities_have_every_span():
         )
 
 
+def test_rows_in_parts_of_few_blocks_have_smaller_ones():
+    alignment = Alignment(128, small=64)
+    assert [alignment.round_up(130, span) for span in (1, 2, 8)] == [256, 192, 192]
+    assert [alignment.round_up(slots, 8) for slots in (1, 900, 1000, 1030)] == [64, 960, 1024, 1152]
+    assert [alignment.unit(span) for span in (1, 2)] == [128, 64]
+    parts = Alignment(256, small=128, parts=2)
+    assert [parts.round_up(300, span) for span in (1, 4)] == [384, 384]
+    assert Alignment(128).round_up(130, 8) == 256
+
+
+@pytest.mark.parametrize("spans", [(1,), (1, 8), (8,)])
+def test_classes_have_whole_blocks_of_their_span(spans):
+    """Texts of 1,000 tokens, of which 8 ranks have a few each."""
+    items = PhaseItems(
+        *(np.full(8, 1000), np.full(8, 1000), np.arange(8, dtype=np.int32)),
+        *(np.zeros(8, np.int32), np.arange(8, dtype=np.int32)),
+    )
+    samples = [BatchItems(np.arange(8), 8, {"language": items})] * 4
+    inputs = SizingInputs(
+        *(decoder_phase(), 64, Alignment(128, small=64), 1, 1000, ItemCost(1000, 1)),
+        *(PhaseConfig(row_classes=3), None, spans),
+    )
+    chosen = choose_sizes(samples, [inputs], {}, BalanceConfig()).phases["language"].classes
+    assert chosen[0] == ((1024, 1) if spans == (1,) else (128, 8))
+    assert all(row.capacity % (64 if row.span > 1 else 128) == 0 for row in chosen)
+
+
 def test_no_class_is_over_the_largest_capacity():
     """Where ranks share the longest rows, those of fewer ranks are not larger, either."""
     samples = [generate([2, n], 64) for n in range(4)]
     inputs = SizingInputs(
-        *(decoder_phase(), 8, 128, 1, 20_000, ItemCost(1000, 1)),
+        *(decoder_phase(), 8, Alignment(128), 1, 20_000, ItemCost(1000, 1)),
         *(PhaseConfig(row_classes=2, max_capacity=3072), None, (1, 8)),
     )
     judge = _Judge(inputs, loads_of(samples, inputs, {}, [None] * len(samples)))
@@ -250,7 +297,7 @@ def test_no_class_is_over_the_largest_capacity():
 )
 def test_the_largest_capacity_follows_lengths_and_memory(longest, spans, fitting, given, largest):
     inputs = SizingInputs(
-        *(decoder_phase(), 8, 128, 1, longest, ItemCost(1000, 1)),
+        *(decoder_phase(), 8, Alignment(128), 1, longest, ItemCost(1000, 1)),
         *(PhaseConfig(max_capacity=given), None, spans),
         fitting=fitting,
     )
@@ -259,12 +306,14 @@ def test_the_largest_capacity_follows_lengths_and_memory(longest, spans, fitting
 
 def test_a_class_may_hold_most_loads_in_one_row():
     """Loads of 32 batches of pictures on 8 ranks: what holds the most of 80 % of them is no part of the largest."""
-    inputs = SizingInputs(*(decoder_phase(), 8, 64, 1, 1020, ItemCost(1000, 1)), PhaseConfig())
+    inputs = SizingInputs(
+        *(decoder_phase(), 8, Alignment(64), 1, 1020, ItemCost(1000, 1)), PhaseConfig()
+    )
     samples = [generate([0, 0], 8)]
     judge = _Judge(inputs, loads_of(samples, inputs, {}, [None]))
     judge.slots = np.array([54, *[300] * 20, *[560] * 9, 640, 844])
     judge.median = float(np.median(judge.slots))
-    assert {576, 640} <= _load_shares(judge)
+    assert {576, 640} <= _load_shares(judge, 1)
 
 
 def test_a_class_lies_between_the_load_and_the_longest_item():
@@ -272,7 +321,7 @@ def test_a_class_lies_between_the_load_and_the_longest_item():
     samples = [generate([0, n], 64) for n in range(16)]
     samples[3] = with_longest(samples[3], "language", 60_000)
     inputs = SizingInputs(
-        *(decoder_phase(), 8, 128, 1, 60_000, ItemCost(1000, 1)),
+        *(decoder_phase(), 8, Alignment(128), 1, 60_000, ItemCost(1000, 1)),
         PhaseConfig(row_classes=2, max_capacity=65_536),
     )
     spec = choose_sizes(samples, [inputs], {}, BalanceConfig()).phases["language"]

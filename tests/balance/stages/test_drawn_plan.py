@@ -7,7 +7,7 @@ import pytest
 
 from jaxmllm.balance.costs.flops import phase_flops
 from jaxmllm.balance.records import BatchItems, PhaseItems
-from jaxmllm.balance.sizes.inputs import SizingInputs
+from jaxmllm.balance.sizes.inputs import Alignment, SizingInputs
 from jaxmllm.balance.stages.plan import plan_pipeline, plan_runs
 from jaxmllm.balance.stages.sizes import choose_pipeline
 from jaxmllm.config.schema import DiffusionConfig, PhaseConfig, PipelineConfig
@@ -54,7 +54,7 @@ def sizes(
         SizingInputs(
             phase,
             replicas,
-            alignment=16,
+            alignment=Alignment(16),
             slots_per_token=PER_TOKEN if name == "vision" else 1,
             longest=LONGEST[name],
             flops=phase_flops(model, name, trained),

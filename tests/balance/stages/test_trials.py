@@ -70,7 +70,7 @@ def test_rows_hold_the_longest_item_whatever_is_tried():
     for name, inputs in tried.inputs.items():
         found = tried.candidates(name, 8)
         assert found == sorted(set(found)) and found[0] >= inputs.longest
-        assert all(capacity % inputs.alignment == 0 for capacity in found)
+        assert all(capacity % inputs.alignment.slots == 0 for capacity in found)
 
 
 def test_where_the_longest_example_is_rare_rows_have_several_classes():
