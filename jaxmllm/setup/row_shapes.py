@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from jaxmllm.attention import kernel_cudnn
 from jaxmllm.attention.attention import GPUS
-from jaxmllm.attention.parts import SMALLER_BLOCK, block_size
+from jaxmllm.attention.parts import MIN_BLOCKS, SMALLER_BLOCK, block_size
 from jaxmllm.balance.records import PhaseSpec, PlanSpec
 from jaxmllm.balance.sizes.inputs import Alignment
 from jaxmllm.config.schema import Config, ConfigError, PhaseConfig
@@ -42,6 +42,7 @@ def alignment(
     return Alignment(
         slots=_slots(block, phase, formats) * parts,
         small=_slots(small, phase, formats) * parts,
+        few=MIN_BLOCKS,
         parts=parts,
     )
 

@@ -56,7 +56,7 @@ def test_towers_with_windows_get_blocks_that_hold_few_of_them(tmp_path, block, e
 
 
 def test_rows_of_frames_hold_whole_blocks_and_whole_tokens(tmp_path):
-    """Tokens are of 8 frames, of which 4 make one of attention; 2 parts take blocks of 64, where these divide others."""
+    """Tokens are of 8 frames, of which 4 make one of attention."""
 
     def of(block, parts):
         config = parse_config(tiny_config(tmp_path, phases__audio__block=block))

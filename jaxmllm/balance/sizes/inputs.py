@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxmllm.arrays import ceil_divide, round_up
-from jaxmllm.attention.parts import MIN_BLOCKS
 from jaxmllm.balance.costs.flops import ItemCost, PhaseTime
 from jaxmllm.balance.records import PhaseSpec, RowClass
 from jaxmllm.config.schema import PhaseConfig
@@ -25,11 +24,13 @@ class Alignment:
       slots: of rows that one device holds, or of many blocks on each.
       small: of rows in parts on several devices, with few blocks on each: attention takes smaller ones there. None:
         there are no smaller ones.
+      few: blocks of the larger kind, of which there are fewer then.
       parts: of the slots of a rank, each on a device.
     """
 
     slots: int
     small: int | None = None
+    few: int = 8
     parts: int = 1
 
     def unit(self, span: int) -> int:
@@ -40,7 +41,7 @@ class Alignment:
     def round_up(self, slots: int, span: int) -> int:
         """The least capacity of so many slots or more."""
         capacity = round_up(slots, self.unit(span))
-        return capacity if capacity < MIN_BLOCKS * self.slots else round_up(slots, self.slots)
+        return capacity if capacity < self.few * self.slots else round_up(slots, self.slots)
 
 
 @dataclass(frozen=True)
