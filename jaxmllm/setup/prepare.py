@@ -34,9 +34,9 @@ from jaxmllm.setup.row_shapes import largest_row
 from jaxmllm.setup.spans import Spans, spans_of_phases
 from sharding.pipeline.schedules.by_name import scheduler_of
 
-SAMPLED_EXAMPLES = 2048  # their lengths decide the sizes that the config leaves to `auto` ...
+SAMPLED_EXAMPLES = 16_384  # their lengths decide the sizes that the config leaves to `auto` ...
 FEWEST_BATCHES = 8  # ... in as many batches as they fill, but not fewer than this
-MOST_BATCHES = 32  # ... and not more
+MOST_BATCHES = 128  # ... and not more
 VOCABULARY_MULTIPLE = 64  # so that an `auto` vocabulary divides over tensor-parallel ranks
 SAME_DATA = "Give all hosts the same files for data.sources and data.evaluation"
 

@@ -21,7 +21,7 @@ from jaxmllm.balance.sizes.capacities import (
 )
 from jaxmllm.balance.sizes.exchange_sizes import choose_routes
 from jaxmllm.balance.sizes.inputs import SizingInputs, phase_spec, with_head_room
-from jaxmllm.balance.sizes.loads import Load, loads_of, redraw
+from jaxmllm.balance.sizes.loads import Load, loads_of, redraw, to_plan
 from jaxmllm.balance.step_plan import example_ranks
 from jaxmllm.config.schema import BalanceConfig
 from jaxmllm.phases import LANGUAGE
@@ -42,7 +42,7 @@ def choose_sizes(
     """Fill in every size that the config leaves to `auto`, and check the others.
 
     Args:
-      samples: global batches drawn as training will draw them; 16 do, 64 leave less to chance.
+      samples: global batches drawn as training will draw them; 128 leave little to chance.
       phases: in the order of `make_phases`.
       grids: by encoder phase.
       balance: mode, pool_slots, pair_slots.
@@ -61,7 +61,7 @@ def choose_sizes(
         inputs.name: _with_segments_of(others, specs[inputs.name], inputs) for inputs in phases
     }
     longest = {inputs.name: inputs.longest for inputs in phases}
-    routes = choose_routes(samples, specs, longest, grids, balance, nodes, others)
+    routes = choose_routes(to_plan(samples), specs, longest, grids, balance, nodes, others)
     routes = {phase: replace(route, backend=backend) for phase, route in routes.items()}
     return PlanSpec(specs, routes, balance.mode, dict(nodes or {}))
 

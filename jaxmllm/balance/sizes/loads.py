@@ -27,6 +27,9 @@ from jaxmllm.balance.rows.row_counts import wanted_slots
 from jaxmllm.balance.sizes.inputs import CAPACITY_SEARCH, SizingInputs, phase_spec
 from jaxmllm.balance.step_plan import item_ranks
 
+PLANNED_EXAMPLES = 2048  # of the samples of which plans are made ...
+FEWEST_PLANNED = 8  # ... in as many batches as they fill, but not fewer than this
+MOST_PLANNED = 32  # ... and not more
 ITEM_COLUMNS = [column.name for column in fields(PhaseItems)]
 
 
@@ -127,6 +130,12 @@ def _microbatch_overhead(inputs: SizingInputs, items: PhaseItems, slots: int) ->
     slots_of_items = items.length.astype(float).sum()
     least = CAPACITY_SEARCH.least_overhead * slots
     return max(float(overhead * slots_of_items / cost.total(items.length, items.extra)), least)
+
+
+def to_plan(samples: Sequence[BatchItems]) -> Sequence[BatchItems]:
+    """The first samples, where each takes a whole plan: their lengths alone are cheap, and more of them."""
+    size = max((len(batch.examples) for batch in samples), default=1)
+    return samples[: min(max(PLANNED_EXAMPLES // max(size, 1), FEWEST_PLANNED), MOST_PLANNED)]
 
 
 def redraw(samples: Sequence[BatchItems]) -> list[BatchItems]:

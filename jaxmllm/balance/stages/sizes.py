@@ -15,6 +15,7 @@ from typing import Final
 
 from jaxmllm.balance.records import BatchItems, PlanSpec
 from jaxmllm.balance.sizes.inputs import SizingInputs, with_head_room
+from jaxmllm.balance.sizes.loads import to_plan
 from jaxmllm.balance.stages.chain_costs import ChainLayers
 from jaxmllm.balance.stages.plan import PipelineSpec, graph_of, schedule_of
 from jaxmllm.balance.stages.run_rows import RunRows
@@ -80,7 +81,7 @@ def choose_pipeline(
     def layers(capacities: Capacities, spans: Capacities) -> ChainLayers:
         return ChainLayers(model, trained, capacities, remat, spans, gather_cost, reading)
 
-    trials = Trials(samples, phases, config, layers, examples, largest, keeps)
+    trials = Trials(to_plan(samples), phases, config, layers, examples, largest, keeps)
     sampled = _scheduled(*choose_sampled(trials))
     by_rows = sorted(
         sampled.fitting,

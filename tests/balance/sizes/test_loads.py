@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxmllm.balance.rows.assign import assign
 from jaxmllm.balance.sizes.choose import choose_sizes
+from jaxmllm.balance.sizes.loads import to_plan
 from jaxmllm.config.schema import BalanceConfig, PhaseConfig
 from tests.balance.sizes.sample_inputs import grids_of, inputs_of
 
@@ -21,3 +22,14 @@ def test_two_samples_tell_how_far_loads_stray(make):
         slots = sum(int(assign(spec, batch.phases["vision"]).capacity.sum()) for batch in fresh)
         fill.append(sum(batch.phases["vision"].length.sum() for batch in fresh) / slots / 8)
     assert fill[0] >= fill[1] - 0.05
+
+
+def test_plans_are_made_of_some_samples(make):
+    """Their lengths alone are cheap: as many batches as there are tell of these."""
+    assert [len(to_plan([make.batch(0, size)] * 128)) for size in (1, 64, 128, 300)] == [
+        32,
+        32,
+        16,
+        8,
+    ]
+    assert to_plan([]) == []
