@@ -6,7 +6,8 @@ machine.
                                       [--by-phase 5]
 
 `--compare modes` sets the modes `none` and `phases` beside each other, `--compare spans` rows of one
-rank each (`alone`) and rows that several ranks may hold (`shared`, by the config's spans).
+rank each (`alone`) and rows that several ranks may hold (`shared`, by the config's spans), `--compare layouts` items that
+lie end to end in their rows and items that touch few blocks of attention (`in blocks`).
 
 Every process has one CPU device and, where the system lets it, one core of its own; ranks meet in
 collectives, as hosts do: those of the config's mesh, or of fully sharded parameters where it is one
@@ -74,7 +75,11 @@ from sharding.mesh import MeshError, make_mesh, mesh_shape
 
 MODES: tuple[Mode, ...] = ("none", "phases")
 # What is compared, the baseline first.
-VARIANTS: dict[str, tuple[str, ...]] = {"modes": MODES, "spans": ("alone", "shared")}
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "modes": MODES,
+    "spans": ("alone", "shared"),
+    "layouts": ("end to end", "in blocks"),
+}
 # FLOPs of a phase's rows that are predicted from
 PREDICTED = {"slowest": "slowest rows", "all": "all rows", "computed": "all rows, as computed"}
 WARM_UP = 2  # steps, not counted
@@ -88,8 +93,13 @@ def variant_spec(config: Config, inputs: RunInputs, variant: str) -> PlanSpec:
     if variant in MODES:
         balance = config.balance.model_copy(update={"mode": variant})
         return plan_spec(config.model_copy(update={"balance": balance}), inputs)
-    spans = inputs.spans if variant == "shared" else dict.fromkeys(inputs.spans, (1,))
-    return plan_spec(config, replace(inputs, spans=spans))
+    if variant == "alone":
+        return plan_spec(config, replace(inputs, spans=dict.fromkeys(inputs.spans, (1,))))
+    spec = plan_spec(config, inputs)
+    if variant == "end to end":
+        phases = {phase: replace(rows, block=1) for phase, rows in spec.phases.items()}
+        spec = replace(spec, phases=phases)
+    return spec
 
 
 def mesh_overrides(path: str, overrides: Sequence[str], devices: int) -> list[str]:
@@ -361,7 +371,7 @@ def main(command: Sequence[str] | None = None) -> int:
     seed = [] if options.seed is None else [f"run.seed={options.seed}"]
     size = [f"data.batch_size={devices * options.per_rank}"]
     # The processes of this machine stand for the ranks of a node.
-    node = [f"balance.ranks_per_node={devices}"] if options.compare == "spans" else []
+    node = [f"balance.ranks_per_node={devices}"] if options.compare != "modes" else []
     try:
         overrides = [*size, *node, *seed, *options.overrides]
         sharded = mesh_overrides(options.config, overrides, devices)

@@ -104,6 +104,7 @@ class PhaseSpec:
     slots_per_token: int  # encoder slots per language token; 1 for language
     cost: ItemCost  # balances items: FLOPs, or femtoseconds where measured (tools/calibrate.py)
     model_flops: ItemCost | None = None  # where the cost is measured; none: the cost is the FLOPs
+    block: int = 1  # slots of a block of attention, at whose edges items begin where rows have room; 1: anywhere
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from jaxmllm.attention import kernel_cudnn
 from jaxmllm.attention.attention import GPUS
@@ -112,6 +113,21 @@ def largest_row(
     unit = alignment(config, phase, formats, parts).slots
     largest = fitting if settings.max_capacity == "auto" else settings.max_capacity
     return largest // unit * unit * span
+
+
+def with_blocks(
+    config: Config, model: MLLM, formats: Mapping[str, RowFormat], spec: PlanSpec
+) -> PlanSpec:
+    """The plan's rows with the blocks of their attention, which items are laid out by. A block that does not hold whole
+    language tokens is left out."""
+    phases = {}
+    for name, rows in spec.phases.items():
+        stride, whole = (
+            (formats[name].stride, formats[name].alignment) if name in formats else (1, 1)
+        )
+        block = attention_block(config, rows, formats, model.layout(name).parts) * stride
+        phases[name] = replace(rows, block=1 if block % whole else block)
+    return replace(spec, phases=phases)
 
 
 def attention_spec(

@@ -168,12 +168,14 @@ class _Movable:
     microbatches: Longs  # [M] these
     span: int
     groups: int
+    slots: Longs  # [M * G] of the rows
+    block: int
 
     def moved(self, plan: PhasePlan) -> PhasePlan:
         """The plan with the items where they lie now."""
         row_of = self.state.row_of
         microbatch_index, group = np.divmod(row_of, self.groups)
-        offset, segment = lay_out(row_of, self.state.amounts[SLOTS, :-1])
+        offset, segment = lay_out(row_of, self.state.amounts[SLOTS, :-1], self.slots, self.block)
         now = {
             "microbatch": self.microbatches[microbatch_index],
             "rank": group * self.span,
@@ -233,7 +235,7 @@ def _movable(
         amounts.append(tokens[items])
         limits.append(0)
     state = RowState.from_limits(row_of, amounts, limits, rows)
-    return _Movable(items, state, microbatches, span, groups)
+    return _Movable(items, state, microbatches, span, groups, slots, spec.block)
 
 
 def _most(amount: Longs, margin: Longs) -> Longs:

@@ -299,11 +299,12 @@ def _phase_plan(
     spec: PhaseSpec, counts: Longs, microbatch: Longs, rank: Longs, length: Longs
 ) -> PhasePlan:
     capacity = np.repeat(np.array(spec.capacities, np.int32), counts)
-    spans = np.array([row_class.span for row_class in spec.classes], np.int32)
-    offset, segment = lay_out(microbatch * spec.ranks + rank, length)
+    span = np.repeat(np.array(spec.spans, np.int32), counts)
+    row_slots = np.repeat(capacity.astype(np.int64) * span, spec.ranks)
+    offset, segment = lay_out(microbatch * spec.ranks + rank, length, row_slots, spec.block)
     return PhasePlan(
         capacity=capacity,
-        span=np.repeat(spans, counts),
+        span=span,
         pool=np.zeros_like(capacity),
         pool_offset=np.zeros_like(capacity),
         microbatch=microbatch.astype(np.int32),

@@ -19,7 +19,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from jaxmllm.arrays import Ints, Longs
+from jaxmllm.arrays import Ints, Longs, sums_by
 from jaxmllm.compiled import compiled
 
 
@@ -150,20 +150,42 @@ def _first_fit(row_of: Longs, length: Longs, room: Longs, free_segments: Longs) 
     return True
 
 
-def lay_out(row_of: Longs, length: Longs) -> tuple[Ints, Ints]:
-    """Offset and segment of each item when the items of a row lie end to end, by item number.
+def lay_out(
+    row_of: Longs, length: Longs, slots: Longs | None = None, block: int = 1
+) -> tuple[Ints, Ints]:
+    """Offset and segment of each item in its row.
+
+    Attention computes whole tiles, of two blocks of a row, so an item shall touch as few blocks as it can. It does
+    where what its length leaves over a whole number of blocks fits what the block has left in which it begins:
+
+        blocks of 4        |a a a a|a b b b|b c c c|      b touches 2 blocks, and would touch 1 by itself
+        lengths 5, 4, 3    |b b b b|c c c a|a a a a|      all touch as few as by themselves
+
+    So what is left over is packed into blocks (best fit by descending size), and the items of a block lie end to end.
+    Each such group begins at the edge of a block as long as the row has slots to spare, the fullest ones first.
+    With blocks of 1 items lie end to end by number.
 
     Args:
       row_of: [N] number of the row, at least 0.
       length: [N] slots.
+      slots: [rows] of the rows, which hold their items; none: items lie end to end whatever the block.
+      block: slots of a block.
 
     Returns:
-      (offset [N] in slots from the start of the row, segment [N] counted from 1).
+      (offset [N] in slots from the start of the row, segment [N] counted from 1 along it).
     """
     offset = np.empty(len(row_of), np.int32)
     segment = np.empty(len(row_of), np.int32)
     rows = int(row_of.max(initial=-1)) + 1
-    _lay_out(row_of, length, np.zeros(rows, np.int64), np.zeros(rows, np.int32), offset, segment)
+    if block == 1 or slots is None:
+        counts = np.zeros(rows, np.int64), np.zeros(rows, np.int32)
+        _lay_out(row_of, length, *counts, offset, segment)
+    else:
+        left_over = (length - 1) % block + 1
+        order = np.lexsort((-left_over, row_of))
+        spare = slots[:rows] - sums_by(row_of, length, rows)
+        ends = np.cumsum(np.bincount(row_of, minlength=rows))
+        _lay_out_in_blocks(order, ends, length, left_over, spare, block, offset, segment)
     return offset, segment
 
 
@@ -178,3 +200,58 @@ def _lay_out(
         slots[row] += length[item]
         items[row] += 1
         segment[item] = items[row]
+
+
+@compiled
+def _lay_out_in_blocks(
+    order: Longs,
+    ends: Longs,
+    length: Longs,
+    left_over: Longs,
+    spare: Longs,
+    block: int,
+    offset: Ints,
+    segment: Ints,
+) -> None:
+    """Write offsets and segments.
+
+    Args:
+      order: [N] items by row, those of a row by descending `left_over`.
+      ends: [rows] where the items of each row end in it.
+      left_over: [N] slots of an item in its last block, if it begins at an edge.
+      spare: [rows] slots without an item.
+    """
+    first = 0
+    for row in range(len(ends)):
+        items = order[first : ends[row]]
+        first = ends[row]
+        room = np.empty(len(items), np.int64)  # of each block of leftovers
+        block_of = np.empty(len(items), np.int64)
+        blocks = 0
+        for place, item in enumerate(items):
+            best = -1
+            for number in range(blocks):
+                if room[number] >= left_over[item] and (best < 0 or room[number] < room[best]):
+                    best = number
+            if best < 0:
+                best = blocks
+                room[best] = block
+                blocks += 1
+            room[best] -= left_over[item]
+            block_of[place] = best
+        by_room = np.argsort(room[:blocks], kind="mergesort")
+        turn = np.empty(blocks, np.int64)
+        turn[by_room] = np.arange(blocks)
+        slot = 0
+        last = -1
+        for number, place in enumerate(np.argsort(turn[block_of], kind="mergesort")):
+            if block_of[place] != last:
+                last = block_of[place]
+                gap = -slot % block
+                if gap <= spare[row]:
+                    spare[row] -= gap
+                    slot += gap
+            item = items[place]
+            offset[item] = slot
+            segment[item] = number + 1
+            slot += length[item]

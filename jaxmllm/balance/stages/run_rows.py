@@ -138,7 +138,8 @@ def _phase_rows(
     span, member = narrowest(phase, items.length, squares[0], row, group, capacity)
     rank = group * phase.widest + member
     row_on_rank = row * phase.ranks + rank
-    offset, segment = lay_out(row_on_rank, items.length)
+    row_slots = np.repeat(capacity * span, phase.ranks)
+    offset, segment = lay_out(row_on_rank, items.length, row_slots, phase.block)
     most = np.array(
         [
             sums_by(row_on_rank, of_items, count * phase.ranks)

@@ -90,3 +90,46 @@ def test_rows_are_laid_out_without_gaps(items):
         earlier = [other for other in range(item) if rows[other] == row]
         assert offset[item] == sum(lengths[other] for other in earlier)
         assert segment[item] == len(earlier) + 1
+
+
+def touched(offset, length, block):
+    """Blocks that hold a slot of an item."""
+    return (offset + length - 1) // block - offset // block + 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=30),
+    st.sampled_from([2, 8, 16]),
+    st.integers(0, 60),
+)
+def test_items_lie_apart_in_their_rows_whatever_the_block(items, block, spare):
+    rows, lengths = long([row for row, _ in items]), long([length for _, length in items])
+    slots = sums_by(rows, lengths, int(rows.max()) + 1) + spare
+    offset, segment = lay_out(rows, lengths, slots, block)
+    for row in np.unique(rows):
+        of_row = np.flatnonzero(rows == row)
+        of_row = of_row[np.argsort(offset[of_row])]
+        end = offset[of_row] + lengths[of_row]
+        assert offset[of_row[0]] >= 0 and end[-1] <= slots[row]
+        assert (offset[of_row[1:]] >= end[:-1]).all()
+        assert segment[of_row].tolist() == list(range(1, len(of_row) + 1))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.sampled_from([4, 16]))
+def test_items_touch_as_few_blocks_as_by_themselves_where_a_row_has_room(lengths, block):
+    lengths = long(lengths)
+    rows = np.zeros(len(lengths), np.int64)
+    slots = long([block * int((-(-lengths // block)).sum())])
+    offset, _ = lay_out(rows, lengths, slots, block)
+    assert (touched(offset, lengths, block) == -(-lengths // block)).all()
+
+
+def test_what_is_left_over_shares_blocks():
+    """Without a slot to spare, too: 5 and 3 end at edges, where 5, 4 and 3 in turn touch one block more."""
+    lengths = long([5, 4, 3])
+    offset, segment = lay_out(np.zeros(3, np.int64), lengths, long([12]), 4)
+    assert touched(offset, lengths, 4).tolist() == [2, 1, 1]
+    assert sorted(segment.tolist()) == [1, 2, 3]
+    assert touched(lay_out(np.zeros(3, np.int64), lengths)[0], lengths, 4).tolist() == [2, 2, 1]
