@@ -6,8 +6,8 @@ machine.
                                       [--by-phase 5]
 
 `--compare modes` sets the modes `none` and `phases` beside each other, `--compare spans` rows of one
-rank each (`alone`) and rows that several ranks may hold (`shared`, by the config's spans), `--compare layouts` items that
-lie end to end in their rows and items that touch few blocks of attention (`in blocks`).
+rank each (`alone`) and rows that several ranks may hold (`shared`, by the config's spans), `--compare
+layouts` items that lie end to end in their rows and items that touch few blocks of attention (`in blocks`).
 
 Every process has one CPU device and, where the system lets it, one core of its own; ranks meet in
 collectives, as hosts do: those of the config's mesh, or of fully sharded parameters where it is one
