@@ -73,7 +73,7 @@ ROW_CLASSES: Final = 3
 # Are generated to choose the sizes from, in as many batches as they fill ...
 SAMPLED_EXAMPLES: Final = 8192
 FEWEST_BATCHES: Final = 2  # ... but not fewer than this
-MOST_BATCHES: Final = 128  # ... and not more
+MOST_BATCHES: Final = 16  # ... and not more
 
 
 @dataclass(frozen=True)
