@@ -202,13 +202,18 @@ def test_a_high_price_of_microbatches_makes_fewer_of_them():
     assert microbatches(0) > microbatches(10**8) >= 8
 
 
+def texts(count: int, tokens: int) -> BatchItems:
+    """A batch of texts of one length."""
+    items = PhaseItems(
+        *(np.full(count, tokens), np.full(count, tokens), np.arange(count, dtype=np.int32)),
+        *(np.zeros(count, np.int32), np.zeros(count, np.int32)),
+    )
+    return BatchItems(np.arange(count), count, {"language": items})
+
+
 def test_spans_leave_the_rows_that_are_best_without_them():
     """Items of one length fill rows of one rank best, of the same capacities as where nothing else is allowed."""
-    items = PhaseItems(
-        *(np.full(96, 2000), np.full(96, 2000), np.arange(96, dtype=np.int32)),
-        *(np.zeros(96, np.int32), np.zeros(96, np.int32)),
-    )
-    samples = [BatchItems(np.arange(96), 96, {"language": items})] * 8
+    samples = [texts(96, tokens=2000)] * 8
     chosen = [
         choose_sizes(
             samples,
@@ -254,11 +259,7 @@ def test_rows_in_parts_of_few_blocks_have_smaller_ones():
 @pytest.mark.parametrize("spans", [(1,), (1, 8), (8,)])
 def test_classes_have_whole_blocks_of_their_span(spans):
     """Texts of 1,000 tokens, of which 8 ranks have a few each."""
-    items = PhaseItems(
-        *(np.full(8, 1000), np.full(8, 1000), np.arange(8, dtype=np.int32)),
-        *(np.zeros(8, np.int32), np.arange(8, dtype=np.int32)),
-    )
-    samples = [BatchItems(np.arange(8), 8, {"language": items})] * 4
+    samples = [texts(8, tokens=1000)] * 4
     inputs = SizingInputs(
         *(decoder_phase(), 64, Alignment(128, small=64), 1, 1000, ItemCost(1000, 1)),
         *(PhaseConfig(row_classes=3), None, spans),
