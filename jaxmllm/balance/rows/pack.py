@@ -19,7 +19,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from jaxmllm.arrays import Ints, Longs, sums_by
+from jaxmllm.arrays import Ints, Longs
 from jaxmllm.compiled import compiled
 
 
@@ -181,11 +181,7 @@ def lay_out(
         counts = np.zeros(rows, np.int64), np.zeros(rows, np.int32)
         _lay_out(row_of, length, *counts, offset, segment)
     else:
-        left_over = (length - 1) % block + 1
-        order = np.lexsort((-left_over, row_of))
-        spare = slots[:rows] - sums_by(row_of, length, rows)
-        ends = np.cumsum(np.bincount(row_of, minlength=rows))
-        _lay_out_in_blocks(order, ends, length, left_over, spare, block, offset, segment)
+        _lay_out_in_blocks(row_of, length, slots[:rows].copy(), block, offset, segment)
     return offset, segment
 
 
@@ -204,54 +200,73 @@ def _lay_out(
 
 @compiled
 def _lay_out_in_blocks(
-    order: Longs,
-    ends: Longs,
-    length: Longs,
-    left_over: Longs,
-    spare: Longs,
-    block: int,
-    offset: Ints,
-    segment: Ints,
+    row_of: Longs, length: Longs, spare: Longs, block: int, offset: Ints, segment: Ints
 ) -> None:
-    """Write offsets and segments.
-
-    Args:
-      order: [N] items by row, those of a row by descending `left_over`.
-      ends: [rows] where the items of each row end in it.
-      left_over: [N] slots of an item in its last block, if it begins at an edge.
-      spare: [rows] slots without an item.
-    """
-    first = 0
-    for row in range(len(ends)):
-        items = order[first : ends[row]]
-        first = ends[row]
-        room = np.empty(len(items), np.int64)  # of each block of leftovers
-        block_of = np.empty(len(items), np.int64)
+    """Write offsets and segments. `spare` are the slots of each row, and in the end those that are left over."""
+    items = len(row_of)
+    # Chains: the first item of each row, those of a size, or of a block, and of each item the one after it
+    of_row = np.full(len(spare), -1)
+    after = np.empty(items, np.int64)
+    for item in range(items - 1, -1, -1):
+        row = row_of[item]
+        spare[row] -= length[item]
+        after[item] = of_row[row]
+        of_row[row] = item
+    of_size = np.empty(block + 1, np.int64)
+    of_block = np.empty(items, np.int64)
+    last_of_block = np.empty(items, np.int64)
+    # Blocks of each room, likewise
+    of_room = np.empty(block + 1, np.int64)
+    after_block = np.empty(items, np.int64)
+    for row in range(len(spare)):
+        of_size[:] = -1
+        item = of_row[row]
+        while item >= 0:
+            following = after[item]
+            size = (length[item] - 1) % block + 1  # in its last block, if it begins at an edge
+            after[item] = of_size[size]
+            of_size[size] = item
+            item = following
+        of_room[:] = -1
         blocks = 0
-        for place, item in enumerate(items):
-            best = -1
-            for number in range(blocks):
-                if room[number] >= left_over[item] and (best < 0 or room[number] < room[best]):
-                    best = number
-            if best < 0:
-                best = blocks
-                room[best] = block
-                blocks += 1
-            room[best] -= left_over[item]
-            block_of[place] = best
-        by_room = np.argsort(room[:blocks], kind="mergesort")
-        turn = np.empty(blocks, np.int64)
-        turn[by_room] = np.arange(blocks)
+        most_room = 0
+        for size in range(block, 0, -1):
+            item = of_size[size]
+            while item >= 0:
+                following = after[item]
+                room = size
+                while room <= most_room and of_room[room] < 0:
+                    room += 1
+                if room <= most_room:
+                    chosen = of_room[room]
+                    of_room[room] = after_block[chosen]
+                    after[last_of_block[chosen]] = item
+                else:
+                    chosen = blocks
+                    of_block[chosen] = item
+                    blocks += 1
+                    room = block
+                last_of_block[chosen] = item
+                after[item] = -1
+                room -= size
+                after_block[chosen] = of_room[room]
+                of_room[room] = chosen
+                most_room = max(most_room, room)
+                item = following
         slot = 0
-        last = -1
-        for number, place in enumerate(np.argsort(turn[block_of], kind="mergesort")):
-            if block_of[place] != last:
-                last = block_of[place]
+        number = 0
+        for room in range(block):  # the fullest first
+            chosen = of_room[room]
+            while chosen >= 0:
                 gap = -slot % block
                 if gap <= spare[row]:
                     spare[row] -= gap
                     slot += gap
-            item = items[place]
-            offset[item] = slot
-            segment[item] = number + 1
-            slot += length[item]
+                item = of_block[chosen]
+                while item >= 0:
+                    number += 1
+                    offset[item] = slot
+                    segment[item] = number
+                    slot += length[item]
+                    item = after[item]
+                chosen = after_block[chosen]
