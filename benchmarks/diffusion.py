@@ -174,9 +174,8 @@ def make_spec(
     return choose_sizes(samples, inputs, grids, BalanceConfig(mode=mode), nodes, "ragged")
 
 
-MOST_SLOTS = round_up(
-    longest(1.0), ALIGNMENT.slots
-)  # that a rank holds at one time, whatever the method
+# That a rank holds at one time, whatever the method
+MOST_SLOTS = round_up(longest(1.0), ALIGNMENT.slots)
 
 
 # ---------------------------------------------------------------------------- methods

@@ -147,25 +147,19 @@ def test_rows_that_save_nothing_are_not_shared(make):
     assert all(row_class.span == 1 for row_class in spec.phases["vision"].classes)
 
 
+def shared_rows(row_classes: int) -> SizingInputs:
+    """Of texts of up to 10,256 tokens on 8 ranks, any number of which may hold a row together."""
+    return SizingInputs(
+        *(decoder_phase(), 8, Alignment(128), 1, 10_256, ItemCost(1000, 1)),
+        *(PhaseConfig(row_classes=row_classes), None, (1, 2, 4, 8)),
+    )
+
+
 def test_a_high_price_of_gathering_keeps_rows_apart():
     samples = [generate([0, n], 24) for n in range(6)]
 
     def gathered(cost: int) -> int:
-        config = PhaseConfig(row_classes=2)
-        inputs = SizingInputs(
-            *(
-                decoder_phase(),
-                8,
-                Alignment(128),
-                1,
-                10_256,
-                ItemCost(1000, 1),
-                config,
-                None,
-                (1, 2, 4, 8),
-            ),
-            gather_cost=cost,
-        )
+        inputs = dataclasses.replace(shared_rows(row_classes=2), gather_cost=cost)
         spec = choose_sizes(samples, [inputs], {}, BalanceConfig())
         plan = assign(spec.phases["language"], samples[0].phases["language"])
         return int((plan.capacity * (plan.span - 1)).sum())
@@ -178,21 +172,7 @@ def test_a_high_price_of_microbatches_makes_fewer_of_them():
     samples = [generate([0, n], 24) for n in range(6)]
 
     def microbatches(cost: int) -> int:
-        config = PhaseConfig(row_classes=3)
-        inputs = SizingInputs(
-            *(
-                decoder_phase(),
-                8,
-                Alignment(128),
-                1,
-                10_256,
-                ItemCost(1000, 1),
-                config,
-                None,
-                (1, 2, 4, 8),
-            ),
-            microbatch_cost=cost,
-        )
+        inputs = dataclasses.replace(shared_rows(row_classes=3), microbatch_cost=cost)
         spec = choose_sizes(samples, [inputs], {}, BalanceConfig()).phases["language"]
         return sum(
             assign(spec, batch.phases["language"]).microbatches
