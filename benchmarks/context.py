@@ -47,7 +47,6 @@ from jaxmllm.attention.mask import TokenIds
 from jaxmllm.attention.parts import (
     TILE,
     assign_blocks,
-    block_size,
     block_work,
     contiguous,
     longest_first,
@@ -55,6 +54,8 @@ from jaxmllm.attention.parts import (
     zigzag,
 )
 from jaxmllm.balance.costs.flops import phase_layers
+from jaxmllm.balance.records import RowClass
+from jaxmllm.balance.sizes.inputs import Alignment
 from jaxmllm.config.schema import LanguageConfig, ModelConfig
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
@@ -194,7 +195,7 @@ class RowBalance:
 
 def balance(method: str, ids: TokenIds, ranks: int, work_of: WorkOf) -> RowBalance:
     """Plan one row, timed, and weigh what each rank got."""
-    block = block_size(len(ids.document), ranks)
+    block = block_of(len(ids.document), ranks)
     work = partial(work_of, ids, block)
     begin = time.process_time()
     owner = METHODS[method](work, len(ids.document) // block, ranks)
@@ -203,6 +204,11 @@ def balance(method: str, ids: TokenIds, ranks: int, work_of: WorkOf) -> RowBalan
     load = np.bincount(owner, work(), ranks)
     blocks = np.bincount(owner, minlength=ranks)
     return RowBalance(_over_mean(load), _over_mean(layer_cost(load, blocks, block)), seconds)
+
+
+def block_of(tokens: int, ranks: int) -> int:
+    """Tokens of a block of attention in a row that context ranks hold."""
+    return Alignment(128, small=64).attention_block((RowClass(tokens // ranks, ranks),))
 
 
 def layer_cost(work: NDArray[Any], blocks: NDArray[Any], block: int) -> NDArray[np.float64]:
@@ -237,7 +243,7 @@ def measure(
             {
                 "tokens": tokens,
                 "ranks": rank_count,
-                "block": block_size(tokens, rank_count),
+                "block": block_of(tokens, rank_count),
                 "generator": name,
                 "method": method,
                 "tiles": statistics.fmean(row.tiles for row in balances),

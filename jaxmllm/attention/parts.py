@@ -25,26 +25,6 @@ from jaxmllm.attention.mask import TokenIds, seen_spans, visible
 from jaxmllm.attention.tiles import visible_tiles
 
 TILE = 2  # work of a tile; that of a causal block with itself is half visible, and counts half
-BLOCK = 128  # tokens
-SMALLER_BLOCK = 64
-MIN_BLOCKS = 8  # per rank: fewer and larger ones cannot be shared out evenly
-
-
-def block_size(tokens: int, ranks: int, block: int = BLOCK, min_blocks: int = MIN_BLOCKS) -> int:
-    """Tokens of a block: `block`, or 64 where a rank would otherwise have a part of one, fewer than `min_blocks`, or
-    fewer than there are ranks: blocks of one long item are then too few and too heavy to be shared out evenly.
-
-    Raises:
-      ValueError: the tokens are no whole number of blocks on every rank.
-    """
-    few = tokens < max(min_blocks, ranks) * block * ranks
-    size = min(block, SMALLER_BLOCK) if few or tokens % (block * ranks) else block
-    if not tokens or tokens % (size * ranks):
-        raise ValueError(
-            f"a row of {tokens} tokens is not a whole number of blocks of {size} on each of {ranks} context ranks; "
-            f"make phases.<phase>.capacities multiples of {size * ranks}, or change mesh.context"
-        )
-    return size
 
 
 # ---------------------------------------------------------------------------- work

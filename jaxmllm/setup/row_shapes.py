@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 from jaxmllm.attention import kernel_cudnn
 from jaxmllm.attention.attention import GPUS
-from jaxmllm.attention.parts import MIN_BLOCKS, SMALLER_BLOCK, block_size
 from jaxmllm.balance.records import PhaseSpec, PlanSpec
 from jaxmllm.balance.sizes.inputs import Alignment
 from jaxmllm.config.schema import Config, ConfigError, PhaseConfig
@@ -21,12 +19,16 @@ from jaxmllm.row_format import RowFormat
 from jaxmllm.setup.row_memory import memory_of_a_device
 from sharding.mesh import platform_of
 
+SMALLER_BLOCK = 64  # tokens
+
 
 def alignment(
     config: Config, phase: str, formats: Mapping[str, RowFormat], parts: int
 ) -> Alignment:
-    """What row capacities of a phase are multiples of: whole attention blocks and whole language tokens, the same
-    number in each part of a row.
+    """The attention blocks and language tokens that rows of a phase consist of, the same number in each part of a row.
+
+    A smaller block has 64 tokens, if that divides `phases.<phase>.block` and, in rows that are cut, holds whole
+    language tokens. Towers that attend in windows take it for all rows: a larger one would hold several windows.
 
     Args:
       formats: by encoder phase; a phase without one has rows of text, where a slot is a token.
@@ -36,44 +38,18 @@ def alignment(
       ConfigError: a part would end inside of what the tower takes as a whole.
     """
     check_parts(config, phase, formats, parts)
-    block: int = getattr(config.phases, phase).block
-    small = small_block(config, phase, formats, in_parts=True)
-    if _has_windows(config, phase, formats):
-        block = small_block(config, phase, formats, in_parts=parts > 1)
-    return Alignment(
-        slots=_slots(block, phase, formats) * parts,
-        small=_slots(small, phase, formats) * parts,
-        few=MIN_BLOCKS,
-        parts=parts,
-    )
-
-
-def _slots(block: int, phase: str, formats: Mapping[str, RowFormat]) -> int:
-    """Slots of whole blocks and whole tokens. A block counts tokens of attention, each of `stride` slots."""
-    if phase not in formats:
-        return block
-    row = formats[phase]
-    return math.lcm(block * row.stride, row.alignment)
-
-
-def _has_windows(config: Config, phase: str, formats: Mapping[str, RowFormat]) -> bool:
-    """Whether a phase is a tower that attends in windows."""
-    return phase in formats and phase in config.model.windows
-
-
-def small_block(
-    config: Config, phase: str, formats: Mapping[str, RowFormat], in_parts: bool
-) -> int:
-    """Tokens of the smallest block that attention may take: 64, or `phases.<phase>.block` where 64 does not divide
-    it, or where rows are cut at its edges (`in_parts`) and it does not hold whole language tokens."""
-    block: int = getattr(config.phases, phase).block
-    if block % SMALLER_BLOCK:
-        return block
-    if in_parts and phase in formats:
-        row = formats[phase]
-        if SMALLER_BLOCK * row.stride % row.alignment:
-            return block
-    return SMALLER_BLOCK
+    stride, token = 1, 1
+    if phase in formats:
+        stride, token = formats[phase].stride, formats[phase].alignment
+    block = getattr(config.phases, phase).block * stride
+    smaller = SMALLER_BLOCK * stride
+    if block % smaller:
+        smaller = block
+    # Rows in parts are cut at the edges of blocks
+    small = block if smaller % token else smaller
+    if phase in formats and phase in config.model.windows:
+        block = smaller if parts == 1 else small
+    return Alignment(block, small, token, parts=parts)
 
 
 def check_parts(config: Config, phase: str, formats: Mapping[str, RowFormat], parts: int) -> None:
@@ -115,21 +91,6 @@ def largest_row(
     return largest // unit * unit * span
 
 
-def with_blocks(
-    config: Config, model: MLLM, formats: Mapping[str, RowFormat], spec: PlanSpec
-) -> PlanSpec:
-    """The plan's rows with the blocks of their attention, which items are laid out by. A block that does not hold whole
-    language tokens is left out."""
-    phases = {}
-    for name, rows in spec.phases.items():
-        stride, whole = (
-            (formats[name].stride, formats[name].alignment) if name in formats else (1, 1)
-        )
-        block = attention_block(config, rows, formats, model.layout(name).parts) * stride
-        phases[name] = replace(rows, block=1 if block % whole else block)
-    return replace(spec, phases=phases)
-
-
 def attention_spec(
     config: Config, model: MLLM, formats: Mapping[str, RowFormat], spec: PlanSpec
 ) -> AttentionSpec:
@@ -137,7 +98,7 @@ def attention_spec(
     parts = {phase: model.layout(phase).parts for phase in spec.phases}
     return AttentionSpec(
         blocks={
-            phase: attention_block(config, rows, formats, parts[phase])
+            phase: _attention_block(config, rows, formats, parts[phase])
             for phase, rows in spec.phases.items()
         },
         parts=parts,
@@ -198,20 +159,10 @@ def _check_cudnn_memory(config: Config, model: MLLM, rows: PhaseSpec, stride: in
         )
 
 
-def attention_block(
+def _attention_block(
     config: Config, rows: PhaseSpec, formats: Mapping[str, RowFormat], parts: int
 ) -> int:
-    """Tokens of attention in a block: `phases.<phase>.block`, or 64 where a part of a row would otherwise have too few
-    blocks to even out their work, and in towers that attend in windows, of which a larger block would hold several."""
-    block: int = getattr(config.phases, rows.name).block
+    """Tokens of attention in a block."""
     stride = formats[rows.name].stride if rows.name in formats else 1
-    split_rows = [
-        (row_class.slots, row_class.span * parts)
-        for row_class in rows.classes
-        if row_class.span * parts > 1
-    ]
-    small = small_block(config, rows.name, formats, in_parts=bool(split_rows))
-    if small == block or _has_windows(config, rows.name, formats):
-        return small
-    blocks = [block_size(slots // stride, shares, block) for slots, shares in split_rows]
-    return min(blocks, default=block)
+    slots = alignment(config, rows.name, formats, parts).attention_block(rows.classes)
+    return slots // stride

@@ -39,7 +39,7 @@ from jaxmllm.models.compose import build_model
 from jaxmllm.runtime.resume import check_free
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
 from jaxmllm.setup.prepare import row_limits, vocabulary
-from jaxmllm.setup.row_shapes import attention_spec, with_blocks
+from jaxmllm.setup.row_shapes import attention_spec
 from jaxmllm.setup.sizing import sizing_inputs
 from jaxmllm.setup.spans import spans_of_phases
 from jaxmllm.training.objectives.flow import MIDDLE_GRAY
@@ -192,7 +192,6 @@ def plan_drawing(config: Config, requests: Requests, mesh: Mesh) -> Drawing:
         nodes_of_ranks(config, model),
         exchange_backend(config, model),
     )
-    spec = with_blocks(config, model, corpus.formats, spec)
     functions = StepFunctions(
         model, config.optimizer, config.decay_steps, len(corpus.sources), config.objective
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -26,7 +25,7 @@ from jaxmllm.row_format import RowFormat
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
 from jaxmllm.setup.prepare import RunInputs
 from jaxmllm.setup.row_memory import kept_forwards, slots_that_fit
-from jaxmllm.setup.row_shapes import alignment, with_blocks
+from jaxmllm.setup.row_shapes import alignment
 from jaxmllm.setup.spans import Spans
 from sharding.mesh import platform_of
 
@@ -38,7 +37,7 @@ _log = logging.getLogger(__name__)
 def plan_spec(config: Config, inputs: RunInputs) -> PlanSpec:
     """Ranks, row classes, pools and costs of every phase of a run without a pipeline."""
     model = inputs.model
-    spec = choose_sizes(
+    return choose_sizes(
         inputs.samples,
         _sizing_inputs_of(config, inputs),
         exchange_grids(model),
@@ -47,7 +46,6 @@ def plan_spec(config: Config, inputs: RunInputs) -> PlanSpec:
         exchange_backend(config, model),
         inputs.of_sources,
     )
-    return with_blocks(config, model, inputs.corpus.formats, spec)
 
 
 def pipeline_sizes(config: Config, inputs: RunInputs) -> PipelineSizes:
@@ -59,9 +57,7 @@ def pipeline_sizes(config: Config, inputs: RunInputs) -> PipelineSizes:
         if phase != LANGUAGE
     ]
     phases = _sizing_inputs_of(config, inputs)
-    sizes = stage_sizes(config, inputs.model, inputs.samples, phases, largest)
-    spec = with_blocks(config, inputs.model, inputs.corpus.formats, sizes.spec)
-    return replace(sizes, spec=spec)
+    return stage_sizes(config, inputs.model, inputs.samples, phases, largest)
 
 
 def stage_sizes(

@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -21,7 +21,6 @@ from jaxmllm.row_format import RowFormat
 from jaxmllm.setup.build import phased_programs, staged_programs
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
 from jaxmllm.setup.prepare import vocabulary
-from jaxmllm.setup.row_shapes import with_blocks
 from jaxmllm.setup.sizing import sizing_inputs, stage_sizes
 from jaxmllm.setup.spans import Spans, spans_of_phases
 from jaxmllm.tools.workload import DEFAULT_MIX, generated_batches, longest, mix_for
@@ -44,7 +43,7 @@ class GeneratedLengths:
     def spec(self) -> PlanSpec:
         """The sizes that a run without stages would choose."""
         config = self.config
-        spec = choose_sizes(
+        return choose_sizes(
             self.samples,
             self._sizing_inputs,
             exchange_grids(self.model),
@@ -52,13 +51,11 @@ class GeneratedLengths:
             nodes_of_ranks(config, self.model),
             exchange_backend(config, self.model),
         )
-        return with_blocks(config, self.model, self.formats, spec)
 
     @property
     def pipeline(self) -> PipelineSizes:
         """The sizes that a run with stages would choose."""
-        sizes = stage_sizes(self.config, self.model, self.samples, self._sizing_inputs)
-        return replace(sizes, spec=with_blocks(self.config, self.model, self.formats, sizes.spec))
+        return stage_sizes(self.config, self.model, self.samples, self._sizing_inputs)
 
     @property
     def _sizing_inputs(self) -> list[SizingInputs]:

@@ -13,7 +13,6 @@ from jaxmllm.attention.mask import TokenIds, causal_ids, item_ids
 from jaxmllm.attention.parts import (
     Search,
     assign_blocks,
-    block_size,
     block_work,
     contiguous,
     longest_first,
@@ -209,29 +208,11 @@ def test_the_parts_of_a_packed_row_do_equal_work():
     np.testing.assert_array_equal(owner, assign_blocks(work, 4))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "ranks", "options", "expected"),
-    [
-        (8192, 8, {}, 128),
-        (8192, 16, {}, 64),
-        (8192, 16, {"min_blocks": 4}, 64),
-        (8192, 8, {"min_blocks": 4}, 128),
-        (16_384, 16, {}, 64),  # eight blocks of 128 each for 16 ranks
-        (32_768, 16, {}, 128),
-        (65_536, 32, {}, 64),
-        (128 * 33, 2, {"min_blocks": 1}, 64),  # 16.5 blocks of 128 a rank
-        (64, 2, {"block": 32}, 32),
-    ],
-)
-def test_ranks_with_few_blocks_get_smaller_ones(tokens, ranks, options, expected):
-    assert block_size(tokens, ranks, **options) == expected
-
-
 def test_one_clip_among_short_documents_is_shared_out_evenly():
     """Its blocks are the heaviest by far, and 32 ranks would hold three or four of 128 slots each."""
     tokens = 65_536
     uneven = {}
-    for block in (128, block_size(tokens, 32)):
+    for block in (128, 64):
         random = np.random.default_rng(0)
         for clip in (13_500, 14_600, 15_700, 16_384):
             lengths = [clip, *random.integers(50, 1200, tokens // 300)]
@@ -241,15 +222,6 @@ def test_one_clip_among_short_documents_is_shared_out_evenly():
             uneven[block, clip] = load.max() / load.mean()
     assert uneven[128, 13_500] > 1.05
     assert max(ratio for (block, _), ratio in uneven.items() if block == 64) < 1.02
-
-
-@pytest.mark.parametrize("tokens", [0, 100, 64 * 3])
-def test_a_row_that_ranks_cannot_share_is_refused(tokens):
-    with pytest.raises(
-        ValueError,
-        match=rf"row of {tokens} tokens .* 64 on each of 2 .*multiples of 128.*mesh\.context",
-    ):
-        block_size(tokens, 2)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from jaxmllm.arrays import ceil_divide, round_up
@@ -18,30 +19,58 @@ HEAD_ROOM = 8  # sizes are 1/8 above what the samples needed
 
 @dataclass(frozen=True)
 class Alignment:
-    """What capacities of a phase are multiples of: whole attention blocks, and whole language tokens.
+    """What rows of a phase consist of: whole attention blocks, and whole language tokens.
+
+    Where several devices hold a row and each has few blocks of it, attention takes smaller ones: few and large ones
+    cannot be shared out evenly.
 
     Attributes:
-      slots: of rows that one device holds, or of many blocks on each.
-      small: of rows in parts on several devices, with few blocks on each: attention takes smaller ones there. None:
-        there are no smaller ones.
-      few: blocks of the larger kind, of which there are fewer then.
+      block: slots of an attention block.
+      small: of a smaller one; none: there is none.
+      token: slots that the tower or its projector takes as a whole.
+      few: blocks of a device, of the larger kind, below which they are few; as are fewer than there are devices, for
+        those of one long item.
       parts: of the slots of a rank, each on a device.
     """
 
-    slots: int
+    block: int
     small: int | None = None
+    token: int = 1
     few: int = 8
     parts: int = 1
 
+    @property
+    def slots(self) -> int:
+        """What capacities are multiples of, where blocks are not few."""
+        return math.lcm(self.block, self.token) * self.parts
+
     def unit(self, span: int) -> int:
         """The least capacity of rows that `span` ranks hold together."""
-        in_parts = span * self.parts > 1
-        return self.small if in_parts and self.small is not None else self.slots
+        if self.small is None or span * self.parts == 1:
+            return self.slots
+        return math.lcm(self.small, self.token) * self.parts
 
     def round_up(self, slots: int, span: int) -> int:
         """The least capacity of so many slots or more."""
         capacity = round_up(slots, self.unit(span))
         return capacity if capacity < self.few * self.slots else round_up(slots, self.slots)
+
+    def attention_block(self, classes: Classes) -> int:
+        """Slots of the blocks in which attention takes rows of these classes."""
+        if self.small is None or not any(self._needs_small(*row_class) for row_class in classes):
+            return self.block
+        return self.small
+
+    def _needs_small(self, capacity: int, span: int) -> bool:
+        devices = span * self.parts
+        slots = capacity // self.parts
+        few = slots < max(self.few, devices) * self.block
+        return devices > 1 and (few or slots % self.block > 0 or self.block % self.token > 0)
+
+    def layout_block(self, classes: Classes) -> int:
+        """Slots of the blocks that items are laid out by: those of attention, or 1 where these hold no whole tokens."""
+        block = self.attention_block(classes)
+        return 1 if block % self.token else block
 
 
 @dataclass(frozen=True)
@@ -155,6 +184,7 @@ def phase_spec(
         slots_per_token=inputs.slots_per_token,
         cost=inputs.flops if inputs.time is None else inputs.time.item,
         model_flops=None if inputs.time is None else inputs.flops,
+        block=inputs.alignment.layout_block(classes),
     )
 
 

@@ -226,16 +226,6 @@ def test_given_capacities_have_every_span():
         )
 
 
-def test_rows_in_parts_of_few_blocks_have_smaller_ones():
-    alignment = Alignment(128, small=64)
-    assert [alignment.round_up(130, span) for span in (1, 2, 8)] == [256, 192, 192]
-    assert [alignment.round_up(slots, 8) for slots in (1, 900, 1000, 1030)] == [64, 960, 1024, 1152]
-    assert [alignment.unit(span) for span in (1, 2)] == [128, 64]
-    parts = Alignment(256, small=128, parts=2)
-    assert [parts.round_up(300, span) for span in (1, 4)] == [384, 384]
-    assert Alignment(128).round_up(130, 8) == 256
-
-
 @pytest.mark.parametrize("spans", [(1,), (1, 8), (8,)])
 def test_classes_have_whole_blocks_of_their_span(spans):
     """Texts of 1,000 tokens, of which 8 ranks have a few each."""
