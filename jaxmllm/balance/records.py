@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxmllm.arrays import Bools, Ints, Longs, running_sums
+from jaxmllm.arrays import Bools, Ints, Longs
 from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.phases import Phase
 
@@ -349,9 +349,8 @@ class RoutePlan:
     def arrivals(self, item: int) -> Longs:
         """Slot of the pool for each token of an item."""
         begin, end = np.searchsorted(self.item, [item, item + 1])
-        first, amount = self.arrival[begin:end], self.tokens[begin:end]
-        piece = np.repeat(np.arange(len(first)), amount)
-        return first[piece] + running_sums(piece, np.ones_like(piece))
+        pieces = zip(self.arrival[begin:end].tolist(), self.tokens[begin:end].tolist(), strict=True)
+        return np.concatenate([np.arange(first, first + tokens) for first, tokens in pieces])
 
 
 @dataclass(frozen=True)

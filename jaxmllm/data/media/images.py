@@ -178,11 +178,11 @@ class Images:
         [length, 5], where rows hold these."""
         _, height, width = shape
         merge = self.merge
-        grid = np.stack(
-            np.meshgrid([0], np.arange(height), np.arange(width), indexing="ij"), axis=-1
-        )
+        grid = np.zeros((height, width, 3), np.int32)
+        grid[..., 1] = np.arange(height)[:, None]
+        grid[..., 2] = np.arange(width)
         groups = grid.reshape(height // merge, merge, width // merge, merge, 3).swapaxes(1, 2)
-        positions = groups.reshape(-1, 3).astype(np.int32)
+        positions = groups.reshape(-1, 3)
         if not self.with_grids:
             return positions
         grids = np.tile(np.array([height, width], np.int32), (len(positions), 1))

@@ -179,8 +179,9 @@ class Sounds:
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
         """(attention token, 0, 0) of each frame: [length, 3]."""
-        time = np.arange(self.length(shape), dtype=np.int32) // self.stem_stride
-        return np.stack([time, np.zeros_like(time), np.zeros_like(time)], axis=-1)
+        positions = np.zeros((self.length(shape), 3), np.int32)
+        positions[:, 0] = np.arange(len(positions)) // self.stem_stride
+        return positions
 
     def real_slots(self, shape: Shape) -> NDArray[np.bool_]:
         return np.arange(self.length(shape)) < self.real(shape)

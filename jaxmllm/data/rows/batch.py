@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -35,6 +36,15 @@ class Batch:
     modalities: Mapping[str, Modality]
     cancelled: Callable[[], bool]
 
+    @cached_property
+    def _first_items(self) -> dict[str, list[int]]:
+        """Number of the first item of each example, and of all items, by phase: [B + 1]."""
+        numbers = np.arange(len(self.examples) + 1)
+        return {
+            phase: np.searchsorted(items.example, numbers).tolist()
+            for phase, items in self.items.phases.items()
+        }
+
     def example(self, index: int) -> Rendered:
         """One example. Raises `CancelledError` once the batch is not wanted any more."""
         if self.cancelled():
@@ -45,7 +55,7 @@ class Batch:
         """Item number and span of each media item of one example. Raises `MisalignmentError`."""
         items = self.items.phases[phase]
         example = int(self.examples[index])
-        start, stop = np.searchsorted(items.example, [index, index + 1]).tolist()
+        start, stop = self._first_items[phase][index : index + 2]
         spans = [span for span in self.example(index).media if span.phase == phase]
         if len(spans) != stop - start:
             raise MisalignmentError(

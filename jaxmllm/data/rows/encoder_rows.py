@@ -97,17 +97,22 @@ class Filling(ABC):
             for item, span in batch.media(self.local.phase, index)
         }
 
-        def load(together: Sequence[int]) -> list[str | None]:
-            return list(self._load(together, [spans[item] for item in together], batch.cancelled))
+        # Threads take their next items from one iterator: a task for each would cost more than what is loaded
+        # in no time, and the iterator of a list is safe to share.
+        unloaded = iter(_together(items.tolist(), spans, self.items.example))
 
-        groups = _together(items.tolist(), spans, self.items.example)
-        with ThreadPoolExecutor(max(1, threads)) as pool:
-            messages = list(itertools.chain.from_iterable(pool.map(load, groups)))
-        failures = [
-            (item, message)
-            for item, message in zip(items.tolist(), messages, strict=True)
-            if message is not None
-        ]
+        def load(_: int) -> list[tuple[int, str]]:
+            failed = []
+            for together in unloaded:
+                messages = self._load(together, [spans[item] for item in together], batch.cancelled)
+                for item, message in zip(together, messages, strict=True):
+                    if message is not None:
+                        failed.append((item, message))
+            return failed
+
+        threads = max(1, threads)
+        with ThreadPoolExecutor(threads) as pool:
+            failures = sorted(itertools.chain.from_iterable(pool.map(load, range(threads))))
         for item, _ in failures:
             self.rows[plan.microbatch[item]]["failed"][self.local.row(item)] += 1
         # Two hosts may fill a row: the one with the first rank tells of it.
