@@ -37,6 +37,7 @@ phase.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import sys
@@ -62,6 +63,7 @@ from jaxmllm.balance.records import (
     StepPlan,
 )
 from jaxmllm.balance.rows.assign import assign, item_costs, part_costs
+from jaxmllm.balance.sizes.loads import SampleSize
 from jaxmllm.balance.statistics import slowest_flops
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.tools.output import measuring_parser, print_table, write_json
@@ -89,12 +91,8 @@ STEP = "step"  # phase of the records that tell of all phases
 ALONE = (1,)  # spans of rows that each rank holds alone
 MODES: tuple[Mode, ...] = get_args(Mode)
 BALANCED: Mode = "phases"
-SAMPLED_EXAMPLES = 1 << 16  # whose lengths decide the sizes, in as many batches as they fill ...
-FEWEST_SAMPLED = 2  # ... but not fewer than this
-MOST_SAMPLED = 128  # ... and not more
-MEASURED_EXAMPLES = 1 << 16  # of a setting, in batches with these bounds
-FEWEST_MEASURED = 3
-MOST_MEASURED = 16
+SAMPLED = SampleSize(1 << 16, fewest=2, most=128)  # whose lengths decide the sizes
+MEASURED = SampleSize(1 << 16, fewest=3, most=16)  # of a setting: small batches differ more
 SAMPLE_STREAM, HELD_OUT_STREAM = 1, 2  # their seeds never meet
 GENERATOR = (
     "jaxmllm.tools.workload.generate([seed, 2, i], ranks * per_rank), i < batches, default mix"
@@ -114,9 +112,8 @@ def measure(
     for the step."""
     ranks, per_rank = setting
     examples = ranks * per_rank
-    sampled = min(max(SAMPLED_EXAMPLES // examples, FEWEST_SAMPLED), MOST_SAMPLED)
     draw = files.draw if files else generate
-    samples = [draw([seed, SAMPLE_STREAM, i], examples) for i in range(sampled)]
+    samples = [draw([seed, SAMPLE_STREAM, i], examples) for i in range(SAMPLED.batches(examples))]
     held_out = [draw([seed, HELD_OUT_STREAM, i], examples) for i in range(batches)]
     records = []
     for spans in (ALONE, spans_up_to(widest, ranks)):
@@ -348,11 +345,6 @@ def _reduce(records: Sequence[Mapping[str, float]], reduce: Any) -> dict[str, An
     return {name: reduce([record[name] for record in records if name in record]) for name in names}
 
 
-def measured_batches(setting: Setting) -> int:
-    """More batches where they are small, because small ones differ more."""
-    return min(max(MEASURED_EXAMPLES // (setting[0] * setting[1]), FEWEST_MEASURED), MOST_MEASURED)
-
-
 def parse_setting(text: str) -> Setting:
     ranks, separator, per_rank = text.partition("x")
     if not (
@@ -383,7 +375,8 @@ def main(command: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for setting in settings:
         began = time.perf_counter()
-        batches = options.batches or (1 if options.quick else measured_batches(setting))
+        usual = 1 if options.quick else MEASURED.batches(math.prod(setting))
+        batches = options.batches or usual
         records = measure(
             setting,
             batches,

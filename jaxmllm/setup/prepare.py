@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxmllm.balance.costs.visible_pairs import VisiblePairs
 from jaxmllm.balance.records import BatchItems
+from jaxmllm.balance.sizes.loads import SampleSize
 from jaxmllm.config.schema import Config, ConfigError, SourceConfig
 from jaxmllm.data.batches import example_order, sample_batches, source_batches
 from jaxmllm.data.corpus import Corpus
@@ -34,9 +35,8 @@ from jaxmllm.setup.row_shapes import largest_row
 from jaxmllm.setup.spans import Spans, spans_of_phases
 from sharding.pipeline.schedules.by_name import scheduler_of
 
-SAMPLED_EXAMPLES = 16_384  # their lengths decide the sizes that the config leaves to `auto` ...
-FEWEST_BATCHES = 8  # ... in as many batches as they fill, but not fewer than this
-MOST_BATCHES = 128  # ... and not more
+# Lengths of these decide the sizes that the config leaves to `auto`
+SAMPLED = SampleSize(16_384, fewest=8, most=128)
 VOCABULARY_MULTIPLE = 64  # so that an `auto` vocabulary divides over tensor-parallel ranks
 SAME_DATA = "Give all hosts the same files for data.sources and data.evaluation"
 
@@ -87,8 +87,7 @@ def sizing_samples(
     order: grain.MapDataset[int], corpus: Corpus, batch_size: int
 ) -> list[BatchItems]:
     """The batches that sizes are chosen from."""
-    batches = min(max(SAMPLED_EXAMPLES // batch_size, FEWEST_BATCHES), MOST_BATCHES)
-    return sample_batches(order, corpus, batch_size, batches)
+    return sample_batches(order, corpus, batch_size, SAMPLED.batches(batch_size))
 
 
 def vocabulary(config: Config, tokenizer: Tokenizer) -> int:

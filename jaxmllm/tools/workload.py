@@ -34,6 +34,7 @@ from jaxmllm.balance.costs.flops import phase_flops
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, Mode, PhaseItems, PlanSpec
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import Alignment, SizingInputs
+from jaxmllm.balance.sizes.loads import SampleSize
 from jaxmllm.config.schema import (
     AudioConfig,
     BalanceConfig,
@@ -70,10 +71,7 @@ ALIGNMENTS: Final = {
 }  # whole attention blocks
 FRAME_TOKENS: Final = 2  # around every image and clip
 ROW_CLASSES: Final = 3
-# Are generated to choose the sizes from, in as many batches as they fill ...
-SAMPLED_EXAMPLES: Final = 8192
-FEWEST_BATCHES: Final = 2  # ... but not fewer than this
-MOST_BATCHES: Final = 16  # ... and not more
+SAMPLED: Final = SampleSize(8192, fewest=2, most=16)  # generated to choose the sizes from
 
 
 @dataclass(frozen=True)
@@ -205,10 +203,9 @@ def generated_batches(
     mix: Mapping[str, float] = DEFAULT_MIX,
 ) -> tuple[list[BatchItems], BatchItems]:
     """Batches to choose sizes from, and another one to plan."""
-    sampled = min(max(SAMPLED_EXAMPLES // examples, FEWEST_BATCHES), MOST_BATCHES)
     batches = [
         generate([seed, index], examples, mix_for(model, mix), model)
-        for index in range(sampled + 1)
+        for index in range(SAMPLED.batches(examples) + 1)
     ]
     return batches[:-1], batches[-1]
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,10 +28,21 @@ from jaxmllm.balance.rows.row_counts import wanted_slots
 from jaxmllm.balance.sizes.inputs import CAPACITY_SEARCH, SizingInputs, phase_spec
 from jaxmllm.balance.step_plan import item_ranks
 
-PLANNED_EXAMPLES = 2048  # of the samples of which plans are made ...
-FEWEST_PLANNED = 8  # ... in as many batches as they fill, but not fewer than this
-MOST_PLANNED = 32  # ... and not more
 ITEM_COLUMNS = [column.name for column in fields(PhaseItems)]
+
+
+class SampleSize(NamedTuple):
+    """How large a sample is: as many batches as so many examples fill, within bounds."""
+
+    examples: int
+    fewest: int  # batches
+    most: int
+
+    def batches(self, batch_size: int) -> int:
+        return min(max(self.examples // batch_size, self.fewest), self.most)
+
+
+PLANNED = SampleSize(2048, fewest=8, most=32)  # of the samples, of which plans are made
 
 
 @dataclass(frozen=True)
@@ -134,8 +146,8 @@ def _microbatch_overhead(inputs: SizingInputs, items: PhaseItems, slots: int) ->
 
 def to_plan(samples: Sequence[BatchItems]) -> Sequence[BatchItems]:
     """The first samples, where each takes a whole plan: their lengths alone are cheap, and more of them."""
-    size = max((len(batch.examples) for batch in samples), default=1)
-    return samples[: min(max(PLANNED_EXAMPLES // max(size, 1), FEWEST_PLANNED), MOST_PLANNED)]
+    size = max((len(batch.examples) for batch in samples), default=0)
+    return samples[: PLANNED.batches(max(size, 1))]
 
 
 def redraw(samples: Sequence[BatchItems]) -> list[BatchItems]:
