@@ -5,8 +5,8 @@
                                                                     _product: BLAS     _exp     _hide_queries
 
 The mathematics is that of kernel_jax.py, whose loops XLA runs on one core with a start for every product. Here the
-cores of a device share a call, neighbouring tiles are one product, and all that is done to its result is vector
-instructions.
+cores of a device share a call, tiles are cut or joined to products that BLAS is fast at, and all that is done to their
+results is vector instructions.
 
 Threads share the heads of rows out by their number alone, and every sum is added up by one of them in the order of its
 loop. So results are the same bits for any number of threads.
@@ -15,8 +15,8 @@ XLA hands a call over as structs of C (jaxlib's include/xla/ffi/api/c_api.h), wh
 authors keep that interface compatible, and XLA refuses a handler that was written for another version of it. BLAS is
 SciPy's.
 
-Letters: B rows, C query slots, T key slots, H query heads, G key heads, K head size, b slots of a block, M slots of up
-to `TOGETHER` blocks.
+Letters: B rows, C query slots, T key slots, H query heads, G key heads, K head size, b and M slots of the two sides of
+a product (`_product_sides`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ from jaxmllm.compiled import compiled, compiled_callback, compiled_leaf, compile
 Singles = NDArray[np.float32]
 Columns = tuple[Ints, Ints, Ints, Ints]  # of `TokenIds`
 
-TOGETHER = 3  # neighbouring blocks that one product takes at most: BLAS is fastest at small ones
+# OpenBLAS multiplies small matrices as they are, up to so many multiplications; larger ones it lays out anew.
+SMALL_PRODUCT = 10**6
+SIDE, TOGETHER = 64, 192  # slots of one side of a product, and of the other, at most
 
 
 def unsupported_reason(dtype: Any) -> str | None:
@@ -123,23 +125,24 @@ def _forward(frame: int, worker: int, workers: int) -> None:
     rows, slots, heads, size = q.shape
     key_heads, query_blocks = k.shape[2], spans.shape[1]
     of_key_head, block = heads // key_heads, slots // query_blocks
+    side, together = _product_sides(block, size)
     # Of the query blocks, where heads are fewer than threads
     parts = -(-workers // (rows * key_heads))
     products = _workspace()
-    runs = np.empty((k.shape[1] // block, 3), np.int64)
+    runs = np.empty((_most_runs(k.shape[1], block, together), 3), np.int64)
     keys, values = _matrix(k.shape[1], size), _matrix(k.shape[1], size)
     # Queries side by side: maxima and sums over keys are then vector instructions
-    weights, queries = _matrix(TOGETHER * block, block), _matrix(size, block)
-    total = _matrix(block, size)
-    maximum, shrink, norm = _vector(block), _vector(block), _vector(block)
+    weights, queries = _matrix(together, side), _matrix(size, side)
+    total = _matrix(side, size)
+    maximum, shrink, norm = _vector(side), _vector(side), _vector(side)
     for task in range(worker, rows * key_heads * parts, workers):
         r, g, part = task // (key_heads * parts), task // parts % key_heads, task % parts
         _load(k, r, g, keys)
         _load(v, r, g, values)
-        for i in range(part, query_blocks, parts):
-            query = slice(i * block, (i + 1) * block)
+        for first_query in range(part * side, slots, parts * side):
+            query = slice(first_query, first_query + side)
             query_ids = _ids(frame, QUERY_IDS, r, query)
-            count = _list_runs(spans[r, i], blocks[r], runs)
+            count = _list_runs(spans[r, first_query // block], blocks[r], block, together, runs)
             for h in range(g * of_key_head, (g + 1) * of_key_head):
                 _transpose(q[r, query, h], queries)
                 # Finite, so that exp(-inf - maximum) is 0 and not NaN where nothing has been seen yet
@@ -148,32 +151,32 @@ def _forward(frame: int, worker: int, workers: int) -> None:
                 total[:] = 0
                 for n in range(count):
                     first, length, partial = runs[n]
-                    key = slice(first * block, (first + length) * block)
-                    tile = weights[: length * block]
+                    key = slice(first, first + length)
+                    tile = weights[:length]
                     _product(products, scale, keys[key], queries, 0, tile)
                     if partial:
                         _hide_queries(tile, _ids(frame, KEY_IDS, r, key), query_ids)
                     shrink[:] = maximum
-                    for t in range(length * block):
-                        for c in range(block):
+                    for t in range(length):
+                        for c in range(side):
                             maximum[c] = tile[t, c] if tile[t, c] > maximum[c] else maximum[c]
-                    for c in range(block):
+                    for c in range(side):
                         shrink[c] = _exp(shrink[c] - maximum[c])
                         norm[c] *= shrink[c]
-                    for c in range(block):
+                    for c in range(side):
                         for e in range(size):
                             total[c, e] *= shrink[c]
-                    for t in range(length * block):
-                        for c in range(block):
+                    for t in range(length):
+                        for c in range(side):
                             tile[t, c] = _exp(tile[t, c] - maximum[c])
                             norm[c] += tile[t, c]
                     _product_of_transposed(products, 1, tile, values[key], 1, total)
-                for c in range(block):
+                for c in range(side):
                     seen = norm[c] > 0
                     share = 1 / norm[c] if seen else ONE
                     for e in range(size):
-                        out[r, i * block + c, h, e] = total[c, e] * share
-                    logsumexp[r, i * block + c, h] = (
+                        out[r, first_query + c, h, e] = total[c, e] * share
+                    logsumexp[r, first_query + c, h] = (
                         maximum[c] + np.log(norm[c]) if seen else np.inf
                     )
 
@@ -191,13 +194,14 @@ def _backward(frame: int, worker: int, workers: int) -> None:
     rows, slots, heads, size = q.shape
     key_heads, key_blocks = k.shape[2], spans.shape[1]
     of_key_head, block = heads // key_heads, k.shape[1] // key_blocks
+    side, together = _product_sides(block, size)
     products = _workspace()
-    runs = np.empty((slots // block, 3), np.int64)
+    runs = np.empty((_most_runs(slots, block, together), 3), np.int64)
     queries, d_queries, d_outs = _matrix(slots, size), _matrix(slots, size), _matrix(slots, size)
     keys, d_keys = _matrix(k.shape[1], size), _matrix(k.shape[1], size)
     values, d_values = _matrix(k.shape[1], size), _matrix(k.shape[1], size)
-    keys_across, values_across = _matrix(size, block), _matrix(size, block)
-    weights, d_weights = _matrix(TOGETHER * block, block), _matrix(TOGETHER * block, block)
+    keys_across, values_across = _matrix(size, side), _matrix(size, side)
+    weights, d_weights = _matrix(together, side), _matrix(together, side)
     sums, deltas = _vector(slots), _vector(slots)
     for task in range(worker, rows * key_heads, workers):
         r, g = divmod(task, key_heads)
@@ -211,15 +215,16 @@ def _backward(frame: int, worker: int, workers: int) -> None:
             sums[:] = logsumexp[r, :, h]
             deltas[:] = delta[r, :, h]
             d_queries[:] = 0
-            for j in range(key_blocks):
-                key = slice(j * block, (j + 1) * block)
+            for first_key in range(0, k.shape[1], side):
+                key = slice(first_key, first_key + side)
                 key_ids = _ids(frame, KEY_IDS, r, key)
                 _transpose(keys[key], keys_across)
                 _transpose(values[key], values_across)
-                for n in range(_list_runs(spans[r, j], blocks[r], runs)):
+                span = spans[r, first_key // block]
+                for n in range(_list_runs(span, blocks[r], block, together, runs)):
                     first, length, partial = runs[n]
-                    query = slice(first * block, (first + length) * block)
-                    tile, d_tile = weights[: length * block], d_weights[: length * block]
+                    query = slice(first, first + length)
+                    tile, d_tile = weights[:length], d_weights[:length]
                     _product(products, scale, queries[query], keys_across, 0, tile)
                     if partial:
                         _hide_keys(tile, _ids(frame, QUERY_IDS, r, query), key_ids)
@@ -245,21 +250,44 @@ def _vector(size: int) -> Singles:
 
 
 @compiled_leaf
-def _list_runs(span: Ints, blocks: Ints, runs: Longs) -> int:
-    """Write down (first block, blocks, whether partial) of the runs of neighbours that a span lists; how many these
-    are."""
+def _product_sides(block: int, size: int) -> tuple[int, int]:
+    """Slots of the two sides of a product: parts of a block, or the second several blocks."""
+    side = _part(block, SIDE)
+    most = min(TOGETHER, SMALL_PRODUCT // (side * size))
+    return side, most // block * block if most >= block else _part(block, most)
+
+
+@compiled_leaf
+def _part(block: int, most: int) -> int:
+    """Slots of the equal parts of a block, of up to `most` slots; of a block that has only far smaller ones, all."""
+    parts = -(-block // max(1, most))
+    while block % parts:
+        parts += 1
+    return block if 4 * block < most * parts else block // parts
+
+
+@compiled_leaf
+def _most_runs(slots: int, block: int, together: int) -> int:
+    return slots // block * -(-block // together)
+
+
+@compiled_leaf
+def _list_runs(span: Ints, blocks: Ints, block: int, together: int, runs: Longs) -> int:
+    """Write down (first slot, slots, whether partial) of what a span lists, in runs of neighbouring blocks or in parts
+    of one, of up to `together` slots; how many these are."""
     first, partial, full = span
     count = 0
     for n in range(partial + full):
-        block = blocks[first + n] if first >= 0 else -1 - first + n
-        is_partial = int(n < partial)
+        number = blocks[first + n] if first >= 0 else -1 - first + n
+        begin, end, is_partial = number * block, (number + 1) * block, int(n < partial)
         if count:
             last = runs[count - 1]
-            if last[0] + last[1] == block and last[2] == is_partial and last[1] < TOGETHER:
-                last[1] += 1
+            if last[0] + last[1] == begin and last[2] == is_partial and last[1] + block <= together:
+                last[1] += block
                 continue
-        runs[count] = block, 1, is_partial
-        count += 1
+        for slot in range(begin, end, together):
+            runs[count] = slot, min(together, end - slot), is_partial
+            count += 1
     return count
 
 
@@ -517,8 +545,8 @@ _pthread_join = types.ExternalFunction("pthread_join", types.int32(types.intp, t
 @functools.cache
 def _register() -> None:
     """Compile the loops, or load them, and tell XLA of them."""
-    threadpool_limits(1, user_api="blas")
     sgemm = get_cython_function_address("scipy.linalg.cython_blas", "sgemm")
+    threadpool_limits(1, user_api="blas")  # of libraries that are loaded, as this one is now
     llvmlite.binding.add_symbol(SGEMM, sgemm)
     llvmlite.binding.add_symbol(THREAD, compiled_callback(types.intp(types.intp), _thread))
     handler = compiled_callback(types.intp(types.intp), _handler)

@@ -1,6 +1,7 @@
 """What is of the kernel for CPUs alone: threads, its exponential, and where it is chosen. Its results are compared with
 the dense form beside those of the jax kernel, in test_attention.py."""
 
+import math
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from jaxmllm.attention import kernel_cpu
 from jaxmllm.attention.attention import attention
-from jaxmllm.attention.kernel_cpu import TARGET, _exp, _sees
+from jaxmllm.attention.kernel_cpu import TARGET, _exp, _product_sides, _sees
 from jaxmllm.attention.mask import TokenIds, visible
 from tests.attention.test_attention import (
     HOLED,
@@ -64,6 +65,41 @@ def test_nan_goes_where_the_jax_kernel_has_it():
     assert np.isnan(results[0][0, 7:17]).all()
     for got, want in zip(results, tiled_vjp(q, k, v, mask, d_out, "jax"), strict=True):
         np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+
+
+@pytest.mark.parametrize("size", [40, 160, 300])
+@pytest.mark.parametrize("block", [64, 97, 100, 128])
+def test_products_are_cut_out_of_blocks_and_joined_of_several(block, size):
+    """Of documents whose tiles are whole, partial and none, of neighbouring blocks and of others."""
+    segments = np.zeros(6 * block, np.int32)
+    segments[: 4 * block + 9] = 1
+    segments[4 * block + 9 : 5 * block + 3] = 2
+    mask = packed([segments], True, block)
+    random = np.random.default_rng(0)
+    q, k, v, d_out = (
+        random.standard_normal((1, len(segments), heads, size), dtype=np.float32)
+        for heads in (2, 1, 1, 2)
+    )
+    wanted = tiled_vjp(q, k, v, mask, d_out, "jax")
+    for got, want in zip(tiled_vjp(q, k, v, mask, d_out, "cpu"), wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("block", "size", "sides"),
+    [
+        (8, 16, (8, 192)),
+        (64, 64, (64, 192)),
+        (128, 64, (64, 128)),
+        (128, 128, (64, 64)),
+        (64, 256, (64, 32)),
+        (100, 32, (50, 100)),
+        (97, 64, (97, 97)),
+    ],
+)
+def test_products_are_small(block, size, sides):
+    assert _product_sides(block, size) == sides
+    assert block % sides[0] == 0 and math.prod(sides) * size <= kernel_cpu.SMALL_PRODUCT
 
 
 def test_exponential():
