@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jaxmllm.cluster.mixtures import Mixture, mixture_of
 from jaxmllm.cluster.sends import BACKWARD, FROM_RESIDUALS, SUM_BYTES, WIDE_PARTS
-from jaxmllm.config.schema import ADAPTER, PROJECTOR
+from jaxmllm.config.schema import ADAPTER, PROJECTOR, AudioConfig
 from jaxmllm.phases import LANGUAGE
 
 if TYPE_CHECKING:
@@ -128,8 +128,7 @@ class PhaseProgram:
         self.shapes: Any = getattr(model.config, self.phase)
         self.itemsize = self.component.dtype.itemsize
         self.decoder = self.phase == LANGUAGE
-        stride = getattr(self.shapes, "stem_stride", 1)
-        self._parts_of_slots = stride * self.layout.parts / name.span
+        self._parts_of_slots = self.shapes.stem_stride * self.layout.parts / name.span
         self.tokens = name.capacity / self._parts_of_slots
         phase = model.phases[self.phase]
         projectors = [name for name in phase.components if name.startswith(PROJECTOR)]
@@ -335,7 +334,7 @@ class PhaseProgram:
 
     @property
     def _has_stem(self) -> bool:
-        return hasattr(self.shapes, "stem_stride")
+        return isinstance(self.shapes, AudioConfig)
 
     @property
     def _merged(self) -> float:

@@ -262,7 +262,7 @@ class PhaseSeconds:
 
     def _traffic(self, slots: float, inner: int, capacity: int, span: int, passes: Passes) -> float:
         """Bytes that go through memory."""
-        stride = getattr(self.shapes, "stem_stride", 1)
+        stride = self.shapes.stem_stride
         mlp_widths = self.shapes.mlp_matrices * self.shapes.mlp_width
         if self.mixture is not None:  # whose blocks store nothing
             mlp_widths = 0

@@ -216,8 +216,8 @@ class _Phase:
         self.layout = self.settings.layout
         self.shapes = getattr(self.model.config, self.phase)
         self.itemsize = self.settings.dtype.itemsize
-        stride = getattr(self.shapes, "stem_stride", 1)
-        self.tokens = name.capacity * name.span / stride  # of attention, in the whole row
+        # Of attention, in the whole row
+        self.tokens = name.capacity * name.span / self.shapes.stem_stride
         self.backward = self.function in BACKWARD
         self.forward = self.function in FORWARD
         self.mixture = mixture_of(self.model, self.phase, self.tokens / self.layout.parts)

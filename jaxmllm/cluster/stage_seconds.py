@@ -245,7 +245,7 @@ class _Operations:
 
     def _tokens(self, row_class: RowClass) -> float:
         """Of attention, in a row of a device."""
-        return self._slots(row_class) / getattr(self.shapes, "stem_stride", 1)
+        return self._slots(row_class) / self.shapes.stem_stride
 
     def _slots(self, row_class: RowClass) -> float:
         return row_class.capacity / self.parts
@@ -346,7 +346,7 @@ def _edges(programs: StagedPrograms) -> Iterator[list[Send]]:
         if wire.pool in (Pool.TOKENS, Pool.TOKEN_GRADIENT):
             slots, width = spec.slots_per_token, model.config.token_width
         else:
-            slots, width = getattr(shapes, "stem_stride", 1), model.config.carried_width(phase)
+            slots, width = shapes.stem_stride, model.config.carried_width(phase)
         of_slot = width / slots / layout.parts * model.components[phase].dtype.itemsize
         yield [
             Send(PERMUTE, (STAGE,), tables.ring.stages, capacity * of_slot, 1)

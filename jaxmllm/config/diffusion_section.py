@@ -6,14 +6,18 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from jaxmllm.config.layer_sections import attention_matrices, matrices_of_mlp, tower_matrices
-from jaxmllm.config.section import Section
+from jaxmllm.config.layer_sections import (
+    Layered,
+    attention_matrices,
+    matrices_of_mlp,
+    tower_matrices,
+)
 from jaxmllm.config.tower_sections import ProjectorShapes
 
 EDGE_WAVES = 8  # of the distance of a patch from an edge
 
 
-class DiffusionConfig(Section):
+class DiffusionConfig(Layered):
     """A diffusion transformer that draws images and clips of frames, patch by patch at native size: pixels, or
     latents of so many `channels`.
 

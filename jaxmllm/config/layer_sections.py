@@ -12,7 +12,16 @@ Gelu = Literal["tanh", "exact"]  # tanh: approximated by it
 Activation = Literal["silu", "gelu_tanh"]  # of a gated MLP
 
 
-class LayerWindows(Section):
+class Layered(Section):
+    """A part of a model whose layers run over the slots of rows."""
+
+    @property
+    def stem_stride(self) -> int:
+        """Slots that are one token of its layers."""
+        return 1
+
+
+class LayerWindows(Layered):
     """Which layers attend in windows: with `window`, all but `full_layers`."""
 
     layers: PositiveInt

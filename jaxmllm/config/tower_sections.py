@@ -9,11 +9,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from jaxmllm.config.layer_sections import Gelu, LayerWindows, tower_matrices
+from jaxmllm.config.layer_sections import Gelu, Layered, LayerWindows, tower_matrices
 from jaxmllm.config.section import Section
 
 
-class TowerConfig(Section):
+class TowerConfig(Layered):
     """What every encoder tower has; `merge` neighbouring outputs become one language token.
 
     With `from`, the tower is that of a published folder: its shapes are those of the other keys, and its

@@ -117,7 +117,7 @@ def kept_forwards(
     """
     room = _left(config, model, memory) * KEPT_SHARE / len(model.phases)
     shapes = getattr(config.model, phase)
-    slots = capacity / model.layout(phase).parts / _stride(shapes)
+    slots = capacity / model.layout(phase).parts / shapes.stem_stride
     values = layers * _kept_values(shapes, getattr(config.components, phase).remat)
     # What the chunk yields, and what goes beside what each of its layers reads
     values += config.model.carried_width(phase) + layers * _beside(config, phase)
@@ -225,12 +225,7 @@ def kept_bytes(config: Config, phase: str) -> float:
     values = layers * _kept_values(shapes, getattr(config.components, phase).remat)
     if config.pipeline.stages > 1:
         values += layers * _beside(config, phase)
-    return values * _itemsize(config, phase) / _stride(shapes)
-
-
-def _stride(shapes: TowerConfig | DiffusionConfig | LanguageConfig) -> int:
-    """Slots of a row that are one of its layers: the stem of audio joins frames."""
-    return shapes.stem_stride if isinstance(shapes, AudioConfig) else 1
+    return values * _itemsize(config, phase) / shapes.stem_stride
 
 
 def _beside(config: Config, phase: str) -> int:

@@ -293,7 +293,7 @@ def _with_adapters(layers: Iterable[Layer], model: ModelConfig, phase: str) -> I
     section = getattr(model, phase)
     sizes = adapter.adapted(section.matrices).values()
     weights = sum(adapter.rank * (inputs + outputs) for inputs, outputs in sizes)
-    (products,) = _product(weights, per_token=getattr(section, "stem_stride", 1))
+    (products,) = _product(weights, per_token=section.stem_stride)
     for layer in layers:
         attends = any(layer.attention_squares)
         parameters = layer.parameters + weights

@@ -68,7 +68,7 @@ def in_stages(
 def _edge(model: MLLM, phase: str, capacity: int, stages: int, ticks: int) -> Send:
     """What one edge moves of a phase: rows of the width of its layers, in so many ticks."""
     slots = capacity / model.layout(phase).parts
-    slots /= getattr(getattr(model.config, phase), "stem_stride", 1)
+    slots /= getattr(model.config, phase).stem_stride
     row = slots * model.config.carried_width(phase) * model.components[phase].dtype.itemsize
     return Send(PERMUTE, (STAGE,), stages, row, ticks)
 
