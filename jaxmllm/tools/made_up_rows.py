@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from jaxmllm.balance.records import BatchItems, PhaseItems, PlanSpec, RowClass, 
 from jaxmllm.balance.rows.assign import assign
 from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import MediaReference
-from jaxmllm.data.rows.fill import HostStep
+from jaxmllm.data.rows.fill import HostStep, StepFiller
 from jaxmllm.data.text.render import Rendered
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.training.run import Run
@@ -21,8 +22,6 @@ from jaxmllm.training.run import Run
 
 def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
     """This host's share of one microbatch whose rows of a phase are filled as `fill` says."""
-    from jaxmllm.data.rows.fill import fill as fill_rows
-
     programs = run.programs
     specs = {name: programs.spec.phases[name] for name in (phase, LANGUAGE)}
     specs[phase] = replace(specs[phase], classes=(RowClass(fill.capacity, fill.span),))
@@ -36,22 +35,14 @@ def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
     assert rows.microbatches == 1 and (items_of_groups == fill.items).all(), (
         "equal items make equal rows"
     )
-    modalities: Any = {
+    modalities = {
         name: MadeUpModality(run.corpus.modalities[name])
         for name in specs
         if not specs[name].has_loss
     }
-    return fill_rows(
-        0,
-        batch.examples,
-        batch,
-        plan,
-        PlanSpec(specs, {}),
-        EqualExamples(phase, has_loss, fill.length, tokens),
-        modalities,
-        programs.local_share,
-        programs.attention,
-    )
+    examples: Any = EqualExamples(phase, has_loss, fill.length, tokens, modalities)
+    filler = StepFiller(examples, PlanSpec(specs, {}), programs.local_share, programs.attention)
+    return filler.fill(0, batch.examples, batch, plan)
 
 
 def _equal_items(
@@ -80,6 +71,7 @@ class EqualExamples:
     text: bool
     length: int
     tokens: int
+    modalities: Mapping[str, MadeUpModality]
 
     def example(self, i: int) -> Rendered:
         from jaxmllm.data.media.reference import File

@@ -26,7 +26,7 @@ from jaxmllm.balance.stages.plan import PipelineSpec, plan_pipeline
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.rows.batch import Batch
-from jaxmllm.data.rows.draws import DrawRule
+from jaxmllm.data.rows.draws import DrawRule, Draws
 from jaxmllm.data.rows.encoder_rows import encoder_rows
 from jaxmllm.data.rows.generator_rows import generator_rows
 from jaxmllm.data.rows.language_rows import language_rows
@@ -99,83 +99,6 @@ class HostStep:
     runs: tuple[PipelineRun, ...] = ()  # of a pipeline, whose microbatches are parts of `rows`
 
 
-def fill(
-    step: int,
-    examples: Longs,
-    items: BatchItems,
-    plan: StepPlan,
-    spec: PlanSpec,
-    corpus: Examples,
-    modalities: Mapping[str, Modality],
-    local: LocalRanks,
-    attention: AttentionSpec,
-    threads: int = DECODE_THREADS,
-    cancelled: Callable[[], bool] = _never,
-    draws: DrawRule | None = None,
-) -> HostStep:
-    """Load and lay out what `plan` places on the local ranks.
-
-    `examples` [B] are the numbers that `items` tell of; `modalities` is keyed by phase. A media
-    item that does not load leaves zeros that are not valid and is counted; it changes no shape and
-    no placement. Raises `MisalignmentError` when the data is not what the plan was made from, and
-    `CancelledError` soon after `cancelled` returns True. `draws` says what is random of generated
-    items.
-    """
-    batch = Batch(examples, items, functools.cache(corpus.example), modalities, cancelled)
-    rows: dict[str, list[Row]] = {}
-    failures: list[str] = []
-    for phase, modality in modalities.items():
-        of_phase = batch, phase, plan.phases[phase], local.phases[phase], attention
-        if modality.generated:
-            assert draws is not None, f"nothing says what is random of {phase}"
-            rows[phase], messages = generator_rows(
-                *of_phase,
-                spec.phases[phase].max_segments,
-                corpus.source_of,
-                lambda example, *item, rule=draws: rule.of(step, corpus.id(example), *item),
-                threads,
-                draws.guided,
-                plan.routes[phase] if plan.runs else None,
-            )
-        else:
-            rows[phase], messages = encoder_rows(*of_phase, threads)
-        failures += messages
-    rows[LANGUAGE] = language_rows(
-        batch,
-        plan,
-        local.phases[LANGUAGE],
-        attention,
-        spec.phases[LANGUAGE].max_segments,
-        corpus.source_of,
-    )
-    return HostStep(
-        step=step,
-        examples=np.asarray(examples, np.int64),
-        targets=items.targets,
-        patches=sum(
-            int((items.phases[phase].real - items.phases[phase].tokens).sum())
-            for phase, modality in modalities.items()
-            if modality.generated
-        ),
-        capacities={phase: _plain(plan.phases[phase].capacity) for phase in spec.phases},
-        spans={phase: _plain(plan.phases[phase].span) for phase in spec.phases},
-        pools={phase: _plain(plan.phases[phase].pool) for phase in spec.phases},
-        pool_offsets={phase: _plain(plan.phases[phase].pool_offset) for phase in spec.phases},
-        rows=rows,
-        rounds={
-            phase: [
-                route_tables(round_, route, local.exchange[phase])
-                for round_ in plan.routes[phase].rounds
-            ]
-            for phase, route in spec.routes.items()
-        },
-        failures=tuple(failures),
-        statistics=dict(plan.statistics),
-        digest=plan.digest(examples),
-        runs=plan.runs,
-    )
-
-
 @dataclass(frozen=True)
 class StepFiller:
     """(step, examples) -> HostStep: plan the whole batch, with a pipeline also its schedule; fill
@@ -187,7 +110,7 @@ class StepFiller:
     attention: AttentionSpec
     pipeline: PipelineSpec | None = None
     threads: int = DECODE_THREADS  # that load the media of one step
-    draws: DrawRule | None = None  # of generated items
+    draws: DrawRule | None = None  # what is random of generated items
 
     def __call__(
         self, step: int, examples: Longs, cancelled: Callable[[], bool] = _never
@@ -198,20 +121,89 @@ class StepFiller:
             if self.pipeline
             else plan_step(items, self.spec)
         )
-        return fill(
-            step,
-            examples,
-            items,
-            plan,
-            self.spec,
-            self.corpus,
-            self.corpus.modalities,
-            self.local,
-            self.attention,
-            threads=self.threads,
-            cancelled=cancelled,
-            draws=self.draws,
+        return self.fill(step, examples, items, plan, cancelled)
+
+    def fill(
+        self,
+        step: int,
+        examples: Longs,
+        items: BatchItems,
+        plan: StepPlan,
+        cancelled: Callable[[], bool] = _never,
+    ) -> HostStep:
+        """Load and lay out what `plan` places on the local ranks.
+
+        `examples` [B] are the numbers that `items` tell of. A media item that does not load leaves zeros that are not
+        valid and is counted; it changes no shape and no placement. Raises `MisalignmentError` when the data is not what
+        the plan was made from, and `CancelledError` soon after `cancelled` returns True.
+        """
+        corpus, phases = self.corpus, self.spec.phases
+        batch = Batch(
+            examples, items, functools.cache(corpus.example), corpus.modalities, cancelled
         )
+        rows, failures = self._media_rows(step, batch, plan)
+        rows[LANGUAGE] = language_rows(
+            batch,
+            plan,
+            self.local.phases[LANGUAGE],
+            self.attention,
+            phases[LANGUAGE].max_segments,
+            corpus.source_of,
+        )
+        return HostStep(
+            step=step,
+            examples=np.asarray(examples, np.int64),
+            targets=items.targets,
+            patches=sum(
+                int((items.phases[phase].real - items.phases[phase].tokens).sum())
+                for phase, modality in corpus.modalities.items()
+                if modality.generated
+            ),
+            capacities={phase: _plain(plan.phases[phase].capacity) for phase in phases},
+            spans={phase: _plain(plan.phases[phase].span) for phase in phases},
+            pools={phase: _plain(plan.phases[phase].pool) for phase in phases},
+            pool_offsets={phase: _plain(plan.phases[phase].pool_offset) for phase in phases},
+            rows=rows,
+            rounds={
+                phase: [
+                    route_tables(round_, route, self.local.exchange[phase])
+                    for round_ in plan.routes[phase].rounds
+                ]
+                for phase, route in self.spec.routes.items()
+            },
+            failures=tuple(failures),
+            statistics=dict(plan.statistics),
+            digest=plan.digest(examples),
+            runs=plan.runs,
+        )
+
+    def _media_rows(
+        self, step: int, batch: Batch, plan: StepPlan
+    ) -> tuple[dict[str, list[Row]], list[str]]:
+        """Rows of every phase of media, and a message for each item that did not load."""
+        rows: dict[str, list[Row]] = {}
+        failures: list[str] = []
+        for phase, modality in batch.modalities.items():
+            of_phase = batch, phase, plan.phases[phase], self.local.phases[phase], self.attention
+            if modality.generated:
+                assert self.draws is not None, f"nothing says what is random of {phase}"
+                rows[phase], messages = generator_rows(
+                    *of_phase,
+                    self.spec.phases[phase].max_segments,
+                    self.corpus.source_of,
+                    self._draws_of(step, self.draws),
+                    self.threads,
+                    self.draws.guided,
+                    plan.routes[phase] if plan.runs else None,
+                )
+            else:
+                rows[phase], messages = encoder_rows(*of_phase, self.threads)
+            failures += messages
+        return rows, failures
+
+    def _draws_of(self, step: int, rule: DrawRule) -> Callable[[int, int, int], Draws]:
+        """What is random of an item, by example number, its number in the example, and patches."""
+        return lambda example, item, patches: rule.of(step, self.corpus.id(example), item, patches)
 
 
 def _plain(values: Ints) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from jaxmllm.balance.records import (
 )
 from jaxmllm.data.media.reference import File, MediaError
 from jaxmllm.data.rows.batch import MisalignmentError
-from jaxmllm.data.rows.fill import HostStep, LocalRanks, fill
+from jaxmllm.data.rows.fill import HostStep, LocalRanks, StepFiller
 from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.data.text.render import MediaSpan, Rendered
 from jaxmllm.phases import decoder_phase, encoder_phase
@@ -104,6 +105,7 @@ MODALITIES = {
 @dataclass(frozen=True)
 class FakeCorpus:
     examples: dict[int, Rendered]
+    modalities: Mapping[str, FakeModality] = dataclasses.field(default_factory=lambda: MODALITIES)
 
     def example(self, i):
         return self.examples[i]
@@ -276,19 +278,16 @@ class Case:
     items: BatchItems
     plan: StepPlan
 
-    def fill(self, local: LocalRanks = EVERYWHERE, threads: int = 2) -> HostStep:
-        arguments = (
-            7,
-            self.examples,
-            self.items,
-            self.plan,
-            make_spec(),
-            self.corpus,
-            MODALITIES,
-            local,
-            ATTENTION,
-        )
-        return fill(*arguments, threads=threads)
+    def fill(
+        self,
+        local: LocalRanks = EVERYWHERE,
+        threads: int = 2,
+        modalities: Mapping[str, FakeModality] = MODALITIES,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> HostStep:
+        corpus = dataclasses.replace(self.corpus, modalities=modalities)
+        filler = StepFiller(corpus, make_spec(), local, ATTENTION, threads=threads)
+        return filler.fill(7, self.examples, self.items, self.plan, cancelled)
 
 
 def make_case(seed: int, batch: int = 12, broken: bool = False) -> Case:
@@ -466,8 +465,7 @@ def test_features_that_are_not_finite_are_masked_like_a_broken_body(value):
 
     case = make_case(3, broken=True)
     modalities = {name: Overflowing(name, fake.format) for name, fake in MODALITIES.items()}
-    arguments = (7, case.examples, case.items, case.plan, make_spec(), case.corpus)
-    step, expected = fill(*arguments, modalities, EVERYWHERE, ATTENTION), case.fill()
+    step, expected = case.fill(modalities=modalities), case.fill()
     assert len(step.failures) == len(expected.failures) >= 3
     assert all(
         "broken was loaded as numbers that are not finite" in message for message in step.failures
@@ -498,9 +496,8 @@ def test_whatever_goes_wrong_names_its_item(error, kind, words):
 
     case = make_case(3, broken=True)
     modalities = {name: Failing(name, fake.format) for name, fake in MODALITIES.items()}
-    arguments = (7, case.examples, case.items, case.plan, make_spec(), case.corpus)
     with pytest.raises(kind) as caught:
-        fill(*arguments, modalities, EVERYWHERE, ATTENTION)
+        case.fill(modalities=modalities)
     assert re.search(re.escape(words).replace(r"\{\}", r"\d+-\d-broken"), str(caught.value))
 
 
@@ -545,10 +542,7 @@ def test_media_of_other_hosts_are_not_decoded():
     local = LocalRanks(
         {"vision": (2,), "audio": (), "language": (0,)}, {"vision": (0,), "audio": (0,)}
     )
-    step = fill(
-        0, case.examples, case.items, case.plan, make_spec(), case.corpus,
-        {**MODALITIES, "vision": recording}, local, ATTENTION,
-    )  # fmt: skip
+    step = case.fill(local, modalities={**MODALITIES, "vision": recording})
     mine = np.flatnonzero(case.plan.phases["vision"].rank == 2)
     wanted = [str(span_of(case, "vision", n).reference) for n in mine]
     assert sorted(recording.loaded) == sorted(wanted) and wanted
@@ -565,12 +559,8 @@ def test_filling_ends_soon_after_it_is_cancelled(last):
     )
     last = count if last is None else last
     recording = {name: Recording(name, fake.format, loaded) for name, fake in MODALITIES.items()}
-    where = (case.corpus, recording, EVERYWHERE, ATTENTION)
     with pytest.raises(CancelledError):
-        fill(
-            0, case.examples, case.items, case.plan, make_spec(), *where,
-            threads=1, cancelled=lambda: len(loaded) >= last,
-        )  # fmt: skip
+        case.fill(threads=1, modalities=recording, cancelled=lambda: len(loaded) >= last)
     assert len(loaded) == last
 
 
@@ -595,8 +585,8 @@ class SharedRows:
             plan = dataclasses.replace(plan, phases=phases)
         blocks = {"vision": 8, "audio": 2, "language": 8}
         attention = dataclasses.replace(ATTENTION, blocks=blocks, parts=parts)
-        where = (case.corpus, MODALITIES, local, attention)
-        return fill(7, case.examples, case.items, plan, make_spec(FOUR, EVEN), *where)
+        filler = StepFiller(case.corpus, make_spec(FOUR, EVEN), local, attention)
+        return filler.fill(7, case.examples, case.items, plan)
 
 
 def whole_rows(plan: PhasePlan) -> PhasePlan:
