@@ -23,6 +23,7 @@ import numpy as np
 from jaxmllm.balance.records import StepPlan
 from jaxmllm.data.rows.batch import CHANGED, Batch, LocalRows, MisalignmentError
 from jaxmllm.data.rows.masks import AttentionSpec, Row, finish_language_row
+from jaxmllm.data.text.render import Rendered
 from jaxmllm.phases import LANGUAGE
 
 
@@ -53,31 +54,24 @@ def language_rows(
     if generates:
         rows = [row | {"states": np.full_like(row["media"], -1)} for row in rows]
     for item in local.items.tolist():
-        index = int(items.example[item])
-        row = rows[phase.microbatch[item]]
-        example_number = int(batch.examples[index])
-        example = batch.example(index)
-        if len(example.tokens) != items.length[item]:
-            raise MisalignmentError(
-                f"example {example_number} has {len(example.tokens)} tokens, but the plan was made for "
-                f"{items.length[item]}: {CHANGED}"
-            )
-        row_index = local.row(item)
+        row, row_index = rows[phase.microbatch[item]], local.row(item)
+        index, segment = int(items.example[item]), int(phase.segment[item])
+        example = _planned_example(batch, index, int(items.length[item]))
         slots = local.slots(item, len(example.tokens))
         row["tokens"][row_index, slots] = example.tokens
         row["targets"][row_index, slots] = example.targets
         row["positions"][row_index, slots] = example.positions
-        row["segments"][row_index, slots] = phase.segment[item]
-        row["sources"][row_index, phase.segment[item] - 1] = source_of(example_number)
-        for encoder, route in routes.items():
-            column = "states" if batch.modalities[encoder].generated else "media"
-            for media, span in batch.media(encoder, index):
+        row["segments"][row_index, slots] = segment
+        row["sources"][row_index, segment - 1] = source_of(int(batch.examples[index]))
+        for name, route in routes.items():
+            column = "states" if batch.modalities[name].generated else "media"
+            for media, span in batch.media(name, index):
                 first_slot = slots.start + span.slot
-                end_slot = first_slot + span.tokens
-                row[column][row_index, first_slot:end_slot] = route.arrivals(media)
-                if encoder in attention.bidirectional:
+                read = slice(first_slot, first_slot + span.tokens)
+                row[column][row_index, read] = route.arrivals(media)
+                if name in attention.bidirectional:
                     # A number that no other item of the row has
-                    row["groups"][row_index, first_slot:end_slot] = first_slot + 1
+                    row["groups"][row_index, read] = first_slot + 1
     for row, (_, span) in zip(rows, shapes, strict=True):
         if span > 1:
             row["arrived"] = row["media"].copy()
@@ -85,6 +79,17 @@ def language_rows(
                 row["leaving"] = row["states"].copy()
         finish_language_row(row, attention, span)
     return rows
+
+
+def _planned_example(batch: Batch, index: int, tokens: int) -> Rendered:
+    """An example of a batch. Raises `MisalignmentError` where it has not the tokens that the plan was made for."""
+    example = batch.example(index)
+    if len(example.tokens) != tokens:
+        raise MisalignmentError(
+            f"example {batch.examples[index]} has {len(example.tokens)} tokens, but the plan was made for {tokens}: "
+            f"{CHANGED}"
+        )
+    return example
 
 
 def _empty_row(rows: int, slots: int, max_segments: int) -> Row:
