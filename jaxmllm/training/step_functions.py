@@ -35,6 +35,7 @@ from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.trainable import Params, join
 from jaxmllm.training.averages import first_averages, moved_averages
+from jaxmllm.training.objectives.flow import FlowSums
 from jaxmllm.training.objectives.routing import Routing, router_loss, router_means
 from jaxmllm.training.objectives.tokens import Sums, failed_examples, sums_by_source, token_losses
 from jaxmllm.training.optimizer import (
@@ -425,19 +426,17 @@ class StepFunctions:
     ) -> tuple[TrainState, dict[str, Array]]:
         """Apply the gradients unless something is not finite (or no target is left); count what was skipped."""
         targets = sums.targets.sum()
-        loss = sums.loss.sum() / jnp.maximum(targets, 1)
-        text_loss, drawn = loss, sums.drawn
+        text_loss = sums.loss.sum() / jnp.maximum(targets, 1)
         norm = optax.tree.norm(grads)
-        rescale = jnp.ones((), norm.dtype)
-        if drawn is None:  # what a router adds is part of the sum, and rescaled with it
+        if sums.drawn is None:  # what a router adds is part of the sum, and rescaled with it
+            loss, counted, drawn_metrics = text_loss, targets, {}
             rescale = (planned / jnp.maximum(targets, 1)).astype(norm.dtype)
-            counted = targets
         else:  # two means: what is masked of one cannot be told from the sum of their gradients
-            patches = drawn.patches.sum()
-            drawn_loss = drawn.loss.sum() / jnp.maximum(patches, 1)
-            objective = self.objective
-            loss = objective.language.weight * loss + objective.diffusion.weight * drawn_loss
-            counted = patches + (targets if self.learns_text else 0)
+            drawn_metrics = _drawn_metrics(text_loss, sums.drawn)
+            weights = self.objective.language.weight, self.objective.diffusion.weight
+            loss = weights[0] * text_loss + weights[1] * drawn_metrics["drawn_loss"]
+            counted = sums.drawn.patches.sum() + (targets if self.learns_text else 0)
+            rescale = jnp.ones((), norm.dtype)
         norm = norm * rescale
         rate = learning_rate(self.optimizer, self.decay_steps, state.step)
         usable = jnp.isfinite(loss) & jnp.isfinite(norm) & (counted > 0)
@@ -445,18 +444,7 @@ class StepFunctions:
         trained, frozen = self.model.trainable.split(state.params)
         # One factor for both: gradients that are read again are not written first
         scale = rescale * clip_scale(norm, self.optimizer.clip_norm)
-        scaled = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        updates, optimizer = optimizer_updates(self.optimizer, scaled, state.optimizer, trained)
-        for name in grads:
-            component_rate = rate * self.model.components[name].settings.learning_rate_scale
-            trained[name] = jax.tree.map(
-                lambda p, u, r=component_rate: jnp.where(usable, p - r.astype(p.dtype) * u, p),
-                trained[name],
-                updates[name],
-            )
-        optimizer = jax.tree.map(
-            lambda new, old: jnp.where(usable, new, old), optimizer, state.optimizer
-        )
+        trained, optimizer = self._moved(trained, state.optimizer, grads, scale, rate, usable)
         averages = state.averages
         if averages is not None:
             averages = moved_averages(averages, trained, self.model.ema, state.step, usable)
@@ -481,18 +469,30 @@ class StepFunctions:
             "skipped_in_row": new.skipped_in_row,
             "failed_media": new.failed_media,
             "masked_targets": planned - targets if self.learns_text else jnp.zeros_like(targets),
-        } | routing_metrics
-        if drawn is not None:
-            metrics |= {
-                "text_loss": text_loss,
-                "drawn_loss": drawn_loss,
-                "drawn_loss_by_source": drawn.loss.sum(0) / jnp.maximum(drawn.patches.sum(0), 1),
-                "patches_by_source": drawn.patches.sum(0),
-                "drawn_loss_by_time": drawn.loss_by_time.sum(0)
-                / jnp.maximum(drawn.patches_by_time.sum(0), 1),
-                "patches_by_time": drawn.patches_by_time.sum(0),
-            }
-        return new, metrics
+        }
+        return new, metrics | routing_metrics | drawn_metrics
+
+    def _moved(
+        self,
+        trained: Params,
+        optimizer: Any,
+        grads: Params,
+        scale: Array,
+        rate: Array,
+        usable: Array,
+    ) -> tuple[Params, Any]:
+        """Trained parameters and the optimizer's state after gradients times `scale`, where they are usable."""
+        scaled = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+        updates, moved = optimizer_updates(self.optimizer, scaled, optimizer, trained)
+        after = dict(trained)
+        for name in grads:
+            component_rate = rate * self.model.components[name].settings.learning_rate_scale
+            after[name] = jax.tree.map(
+                lambda p, u, r=component_rate: jnp.where(usable, p - r.astype(p.dtype) * u, p),
+                trained[name],
+                updates[name],
+            )
+        return after, jax.tree.map(lambda new, old: jnp.where(usable, new, old), moved, optimizer)
 
     def _routing_after(
         self, state: TrainState, sums: Sums, usable: Array
@@ -523,6 +523,19 @@ class StepFunctions:
             {name: params[name] for name in self.model.phases[phase].components}
         )
         return self.model.deferred(trained), frozen
+
+
+def _drawn_metrics(text_loss: Array, drawn: FlowSums) -> dict[str, Array]:
+    """What a step tells of a model that draws besides what all tell."""
+    patches, patches_by_time = drawn.patches.sum(0), drawn.patches_by_time.sum(0)
+    return {
+        "text_loss": text_loss,
+        "drawn_loss": drawn.loss.sum() / jnp.maximum(drawn.patches.sum(), 1),
+        "drawn_loss_by_source": drawn.loss.sum(0) / jnp.maximum(patches, 1),
+        "patches_by_source": patches,
+        "drawn_loss_by_time": drawn.loss_by_time.sum(0) / jnp.maximum(patches_by_time, 1),
+        "patches_by_time": patches_by_time,
+    }
 
 
 def _max_over_mean(counts: Int[Array, "L N"]) -> Float[Array, ""]:
