@@ -26,10 +26,10 @@ class Choice:
     # Other capacities must gain two thousandths: what is less is chance of the samples, and was lost
     # on other batches.
     capacity_worth: float = 0.998
-    # Further classes of rows have the slots of the largest divided by these; each must gain some
-    # hundredths of the time, or of the phase's slots in no more time, for it is more to compile.
+    # Further classes of rows have the slots of the largest divided by these; each must gain a
+    # hundredth of the time, or some of the phase's slots in no more time, for it is more to compile.
     divisors: tuple[float, ...] = (1.25, 1.5, 1.8, 2.2, 2.7, 3.3, 4, 5.5, 8)
-    class_worth: float = 0.97
+    class_worth: float = 0.99
     class_fill: float = 0.965
     # Chunks of a component on each rank; more of them must gain a hundredth, for each tick takes
     # time besides its operations.

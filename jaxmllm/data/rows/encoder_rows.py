@@ -102,13 +102,12 @@ class Filling(ABC):
         unloaded = iter(_together(items.tolist(), spans, self.items.example))
 
         def load(_: int) -> list[tuple[int, str]]:
-            failed = []
-            for together in unloaded:
-                messages = self._load(together, [spans[item] for item in together], batch.cancelled)
-                for item, message in zip(together, messages, strict=True):
-                    if message is not None:
-                        failed.append((item, message))
-            return failed
+            return [
+                (item, message)
+                for together in unloaded
+                for item, message in self._load(together, spans, batch.cancelled)
+                if message is not None
+            ]
 
         threads = max(1, threads)
         with ThreadPoolExecutor(threads) as pool:
@@ -119,19 +118,20 @@ class Filling(ABC):
         return [message for item, message in failures if plan.rank[item] in self.local.ranks]
 
     def _load(
-        self, items: Sequence[int], spans: Sequence[MediaSpan], cancelled: Callable[[], bool]
-    ) -> Iterator[str | None]:
-        """Fill the slots of some items of one file; of each the message where it does not load, which leaves zeros
+        self, items: Sequence[int], spans: Mapping[int, MediaSpan], cancelled: Callable[[], bool]
+    ) -> Iterator[tuple[int, str | None]]:
+        """Fill the slots of some items of one file; each with a message where it does not load, which leaves zeros
         that are not accepted.
 
         Items own disjoint slots, so threads may write into one row; `failed`, which they share, is
         counted later.
         """
-        loaded = self._features(spans)
+        loaded = self._features([spans[item] for item in items])
         broken: MediaError | None = None
-        for item, span in zip(items, spans, strict=True):
+        for item in items:
             if cancelled():
                 raise CancelledError
+            span = spans[item]
             row = self.rows[self.local.plan.microbatch[item]]
             row_index = self.local.row(item)
             slots = self.local.slots(item, int(self.items.length[item]))
@@ -151,7 +151,7 @@ class Filling(ABC):
             if message is None:
                 np.copyto(row["features"][row_index, feature_slots], features, casting="same_kind")
                 self.accept(row, row_index, item, slots)
-            yield message
+            yield item, message
 
     def _features(self, spans: Sequence[MediaSpan]) -> Iterator[NDArray[Any]]:
         """The features of items of one file, as they are asked for."""
