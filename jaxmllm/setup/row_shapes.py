@@ -49,7 +49,7 @@ def alignment(
     small = block if smaller % token else smaller
     if phase in formats and phase in config.model.windows:
         block = smaller if parts == 1 else small
-    return Alignment(block, small, token, parts=parts)
+    return Alignment(block, small, stride, token, parts=parts)
 
 
 def check_parts(config: Config, phase: str, formats: Mapping[str, RowFormat], parts: int) -> None:
@@ -98,7 +98,7 @@ def attention_spec(
     parts = {phase: model.layout(phase).parts for phase in spec.phases}
     return AttentionSpec(
         blocks={
-            phase: _attention_block(config, rows, formats, parts[phase])
+            phase: alignment(config, phase, formats, parts[phase]).attention_block(rows.classes)
             for phase, rows in spec.phases.items()
         },
         parts=parts,
@@ -157,12 +157,3 @@ def _check_cudnn_memory(config: Config, model: MLLM, rows: PhaseSpec, stride: in
             f"segments its backward pass works in {needed / 1e9:.0f} GB, and a device has {memory / 1e9:.0f}; "
             f"lower phases.{phase}.max_segments or phases.{phase}.capacities, or set it to auto, gpu or jax"
         )
-
-
-def _attention_block(
-    config: Config, rows: PhaseSpec, formats: Mapping[str, RowFormat], parts: int
-) -> int:
-    """Tokens of attention in a block."""
-    stride = formats[rows.name].stride if rows.name in formats else 1
-    slots = alignment(config, rows.name, formats, parts).attention_block(rows.classes)
-    return slots // stride

@@ -66,7 +66,11 @@ PHASES: Final = make_phases(MODEL)
 FRAMES_PER_SECOND: Final = 100
 ALIGNMENTS: Final = {
     "vision": Alignment(128, small=64),
-    "audio": Alignment(128 * MODEL.audio.stem_stride, small=64 * MODEL.audio.stem_stride),
+    "audio": Alignment(
+        128 * MODEL.audio.stem_stride,
+        small=64 * MODEL.audio.stem_stride,
+        stride=MODEL.audio.stem_stride,
+    ),
     "language": Alignment(128, small=64),
 }  # whole attention blocks
 FRAME_TOKENS: Final = 2  # around every image and clip

@@ -19,6 +19,8 @@ from jaxmllm.attention.parts import (
     span_work,
     zigzag,
 )
+from jaxmllm.balance.records import RowClass
+from jaxmllm.balance.sizes.inputs import Alignment
 
 
 def dense_work(document, group, position, block, window=1 << 20):
@@ -212,7 +214,8 @@ def test_one_clip_among_short_documents_is_shared_out_evenly():
     """Its blocks are the heaviest by far, and 32 ranks would hold three or four of 128 slots each."""
     tokens = 65_536
     uneven = {}
-    for block in (128, 64):
+    smaller = Alignment(128, small=64).attention_block((RowClass(tokens // 32, 32),))
+    for block in (128, smaller):
         random = np.random.default_rng(0)
         for clip in (13_500, 14_600, 15_700, 16_384):
             lengths = [clip, *random.integers(50, 1200, tokens // 300)]

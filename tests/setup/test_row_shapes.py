@@ -32,8 +32,7 @@ def test_shared_rows_get_smaller_blocks_where_these_are_few(
     config = parse_config(tiny_config(tmp_path, **{f"phases__{phase}__block": block}))
     formats = row_formats(modalities(config.model, config.data))
     shape = alignment(config, phase, formats, parts)
-    stride = formats[phase].stride if phase in formats else 1
-    assert shape.attention_block(row_classes(capacities, span)) == expected * stride
+    assert shape.attention_block(row_classes(capacities, span)) == expected
 
 
 @pytest.mark.parametrize("block, expected", [(128, 64), (256, 64), (32, 32), (96, 96)])
@@ -55,6 +54,8 @@ def test_rows_of_frames_hold_whole_blocks_and_whole_tokens(tmp_path):
 
     assert [of(block, 1).slots for block in (1, 3, 4, 32)] == [8, 24, 16, 128]
     assert [of(block, 2).slots for block in (8, 32)] == [64, 256]
+    assert [of(block, 1).slots for block in (32, 96, 128)] == [128, 384, 512]
+    assert of(128, 2).slots == 1024
     assert [of(block, 1).unit(2) for block in (32, 96, 128)] == [128, 384, 256]
     assert [of(block, 2).unit(1) for block in (32, 96, 128)] == [256, 768, 512]
     with pytest.raises(

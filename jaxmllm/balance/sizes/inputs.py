@@ -27,6 +27,7 @@ class Alignment:
     Attributes:
       block: slots of an attention block.
       small: of a smaller one; none: there is none.
+      stride: slots of a token of attention.
       token: slots that the tower or its projector takes as a whole.
       few: blocks of a device, of the larger kind, below which they are few; as are fewer than there are devices, for
         those of one long item.
@@ -35,6 +36,7 @@ class Alignment:
 
     block: int
     small: int | None = None
+    stride: int = 1
     token: int = 1
     few: int = 8
     parts: int = 1
@@ -42,13 +44,16 @@ class Alignment:
     @property
     def slots(self) -> int:
         """What capacities are multiples of, where blocks are not few."""
-        return math.lcm(self.block, self.token) * self.parts
+        return self._unit_of(self.block)
 
     def unit(self, span: int) -> int:
         """The least capacity of rows that `span` ranks hold together."""
         if self.small is None or span * self.parts == 1:
             return self.slots
-        return math.lcm(self.small, self.token) * self.parts
+        return self._unit_of(self.small)
+
+    def _unit_of(self, block: int) -> int:
+        return math.lcm(block, self.token) * self.parts
 
     def round_up(self, slots: int, span: int) -> int:
         """The least capacity of so many slots or more."""
@@ -56,7 +61,29 @@ class Alignment:
         return capacity if capacity < self.few * self.slots else round_up(slots, self.slots)
 
     def attention_block(self, classes: Classes) -> int:
-        """Slots of the blocks in which attention takes rows of these classes."""
+        """Tokens of the blocks in which attention takes rows of these classes.
+
+        Raises:
+          ValueError: a row that several devices hold is no whole number of blocks on each of them.
+        """
+        slots = self._block(classes)
+        block = slots // self.stride
+        for row_class in classes:
+            devices = row_class.span * self.parts
+            if devices > 1 and (not row_class.slots or row_class.slots % (slots * devices)):
+                raise ValueError(
+                    f"a row of {row_class.slots // self.stride} tokens is not a whole number of blocks of {block} on "
+                    f"each of {devices} devices; make phases.<phase>.capacities multiples of {slots * self.parts}, or "
+                    "change mesh.context"
+                )
+        return block
+
+    def layout_block(self, classes: Classes) -> int:
+        """Slots of the blocks that items are laid out by: those of attention, or 1 where these hold no whole tokens."""
+        block = self._block(classes)
+        return 1 if block % self.token else block
+
+    def _block(self, classes: Classes) -> int:
         if self.small is None or not any(self._needs_small(*row_class) for row_class in classes):
             return self.block
         return self.small
@@ -66,11 +93,6 @@ class Alignment:
         slots = capacity // self.parts
         few = slots < max(self.few, devices) * self.block
         return devices > 1 and (few or slots % self.block > 0 or self.block % self.token > 0)
-
-    def layout_block(self, classes: Classes) -> int:
-        """Slots of the blocks that items are laid out by: those of attention, or 1 where these hold no whole tokens."""
-        block = self.attention_block(classes)
-        return 1 if block % self.token else block
 
 
 @dataclass(frozen=True)

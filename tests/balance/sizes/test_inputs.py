@@ -39,7 +39,30 @@ def test_devices_with_few_blocks_of_a_row_get_smaller_ones(slots, span, options,
     rows = RowClass(slots // span, span)
     assert alignment.attention_block((rows,)) == expected
     assert alignment.attention_block((RowClass(1 << 20), rows)) == expected
-    assert Alignment(128, **options).attention_block((rows,)) == 128
+
+
+@pytest.mark.parametrize("slots", [0, 100, 64 * 3])
+@pytest.mark.parametrize(("parts", "span", "multiple"), [(2, 1, 128), (1, 2, 64)])
+def test_a_row_that_devices_cannot_share_is_refused(slots, parts, span, multiple):
+    alignment = Alignment(128, small=64, parts=parts)
+    with pytest.raises(
+        ValueError,
+        match=rf"row of {slots} tokens .* 64 on each of 2 .*multiples of {multiple},.*mesh\.context",
+    ):
+        alignment.attention_block((RowClass(slots // span, span),))
+
+
+def test_where_there_are_no_smaller_blocks_all_rows_have_the_same():
+    assert Alignment(128).attention_block((RowClass(512, 16),)) == 128
+    assert Alignment(128, parts=2).attention_block((RowClass(1024, 2), RowClass(256))) == 128
+    assert Alignment(128, small=64).attention_block((RowClass(512, 16),)) == 64
+
+
+def test_attention_counts_tokens():
+    audio = Alignment(512, small=256, stride=4, token=8)
+    assert audio.attention_block((RowClass(8192),)) == 128
+    assert audio.attention_block((RowClass(2048, 8),)) == 64
+    assert audio.layout_block((RowClass(2048, 8),)) == 256
 
 
 def test_items_lie_at_blocks_that_hold_whole_tokens():
