@@ -37,12 +37,13 @@ class Batch:
     cancelled: Callable[[], bool]
 
     @cached_property
-    def _first_items(self) -> dict[str, list[int]]:
-        """Number of the first item of each example, and of all items, by phase: [B + 1]."""
-        numbers = np.arange(len(self.examples) + 1)
+    def _first_items(self) -> dict[str, Longs]:
+        """Number of the first item of each example, and of all items, by phase of media: [B + 1]."""
+        # Not by search: the batch is that of all hosts, of which one fills a few examples
         return {
-            phase: np.searchsorted(items.example, numbers).tolist()
+            phase: np.append(0, np.cumsum(np.bincount(items.example, minlength=len(self.examples))))
             for phase, items in self.items.phases.items()
+            if phase in self.modalities
         }
 
     def example(self, index: int) -> Rendered:
@@ -55,7 +56,7 @@ class Batch:
         """Item number and span of each media item of one example. Raises `MisalignmentError`."""
         items = self.items.phases[phase]
         example = int(self.examples[index])
-        start, stop = self._first_items[phase][index : index + 2]
+        start, stop = self._first_items[phase][index : index + 2].tolist()
         spans = [span for span in self.example(index).media if span.phase == phase]
         if len(spans) != stop - start:
             raise MisalignmentError(

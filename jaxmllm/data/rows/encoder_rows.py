@@ -99,7 +99,8 @@ class Filling(ABC):
 
         # Threads take their next items from one iterator: a task for each would cost more than what is loaded
         # in no time, and the iterator of a list is safe to share.
-        unloaded = iter(_together(items.tolist(), spans, self.items.example))
+        groups = _together(items.tolist(), spans, self.items.example)
+        unloaded = iter(groups)
 
         def load(_: int) -> list[tuple[int, str]]:
             return [
@@ -109,7 +110,7 @@ class Filling(ABC):
                 if message is not None
             ]
 
-        threads = max(1, threads)
+        threads = max(1, min(threads, len(groups)))
         with ThreadPoolExecutor(threads) as pool:
             failures = sorted(itertools.chain.from_iterable(pool.map(load, range(threads))))
         for item, _ in failures:
