@@ -12,7 +12,6 @@ from fractions import Fraction
 from typing import Any
 
 from jaxmllm.config.schema import (
-    AudioConfig,
     DiffusionConfig,
     LanguageConfig,
     ModelConfig,
@@ -80,20 +79,16 @@ def _of_language(config: LanguageConfig) -> Fraction:
 
 
 def _of_tower(config: TowerConfig | DiffusionConfig) -> Fraction:
-    return Fraction(2 * config.layers * config.width)
+    """`stem_stride` slots are one token of its attention."""
+    return Fraction(2 * config.layers * config.width, config.stem_stride)
 
 
 def _of_diffusion(config: DiffusionConfig) -> Fraction:
     return config.attentions * _of_tower(config)
 
 
-def _of_audio(config: AudioConfig) -> Fraction:
-    """`stem_stride` frames are one token of the tower's attention."""
-    return _of_tower(config) / config.stem_stride
-
-
 _TOWERS: dict[str, Callable[[Any], Fraction]] = {
     "vision": _of_tower,
-    "audio": _of_audio,
+    "audio": _of_tower,
     "diffusion": _of_diffusion,
 }
