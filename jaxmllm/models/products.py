@@ -236,8 +236,10 @@ def sum_at_once(x: Float[Array, "*S *F"], slots: int) -> Float[Array, "*F"]:
 def sum_in_groups(x: Float[Array, "*S *F"], slots: int) -> Float[Array, "*F"]:
     """The same, of a group of slots first: XLA gives all slots of 32 columns to one block of threads, which leaves most
     of a GPU idle."""
-    group = math.gcd(x.shape[slots - 1], SUMMED_TOGETHER)
-    grouped = x.reshape(*x.shape[: slots - 1], -1, group, *x.shape[slots:])
+    # The longest dimension: that of heads may lie on several devices
+    longest = max(range(slots), key=lambda dimension: x.shape[dimension])
+    group = math.gcd(x.shape[longest], SUMMED_TOGETHER)
+    grouped = x.reshape(*x.shape[:longest], -1, group, *x.shape[longest + 1 :])
     # The barrier keeps XLA from making one sum of both again
-    sums = jax.lax.optimization_barrier(jnp.sum(grouped, axis=slots))
+    sums = jax.lax.optimization_barrier(jnp.sum(grouped, axis=longest + 1))
     return sum_at_once(sums, slots)

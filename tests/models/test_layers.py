@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.extend import core
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxmllm.attention.mask import TokenIds
 from jaxmllm.config.schema import TowerConfig
@@ -261,6 +263,15 @@ def test_sums_of_groups_of_slots_are_those_of_all_at_once(slots, features):
     got = jax.jit(sum_in_groups, static_argnums=1)(x, len(slots))
     assert got.shape == want.shape == features
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * abs(want).max())
+
+
+def test_sums_over_heads_that_devices_share_are_gathered_nowhere():
+    mesh = jax.make_mesh((4,), ("tensor",), devices=jax.devices()[:4])
+    by_heads = NamedSharding(mesh, P(None, None, "tensor"))
+    shape = jax.ShapeDtypeStruct((1, 256, 24, 16), jnp.float32, sharding=by_heads)
+    text = jax.jit(sum_in_groups, static_argnums=1).lower(shape, 3).compile().as_text()
+    assert "all-reduce" in text
+    assert "all-gather" not in text
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [((8,), (16,)), ((16,), (8,)), ((4, 4), (8,))])
