@@ -4,7 +4,7 @@ KeptForward, of whole towers and decoders
   forward            row -> y, residuals          residuals: what depends on both row and parameters
   backward           row, residuals, dy -> dw     the rest is computed again
   remembered         row, residuals, y -> the function, without its forward pass
-LayerGradient, of layers of a pipeline
+LayerGradient, of one layer, in a pipeline or in a loop (layer_loop.py)
   forward            x -> y, residuals            residuals: what depends on x, nothing else; of a
                                                   layer under `jax.checkpoint`, what its policy keeps
   backward           residuals, dy -> dw, dx      the rest is computed again from the parameters
@@ -15,10 +15,12 @@ LayerGradient, of layers of a pipeline
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 Tree = Any
@@ -101,48 +103,49 @@ class LayerGradient:
         row: Tree,
     ):
         self._layer = layer
-        self._x = jax.tree.map(_shape, x)
+        self._params, self._x, self._row = jax.tree.map(_shape, (params, x, row))
+        self._y = jax.eval_shape(layer, params, x, row)
+        y_count = len(jax.tree.leaves(self._y))
         jaxpr = _inline(self._linearize, params, x, row).jaxpr
         param_count = len(jax.tree.leaves(params))
-        x_count = len(jax.tree.leaves(x))
-        x_vars = jaxpr.invars[param_count : param_count + x_count]
+        x_vars = jaxpr.invars[param_count : param_count + len(jax.tree.leaves(x))]
         depends_on_x = _reached(jaxpr, x_vars)
-        outputs = jaxpr.outvars[x_count:]
-        self._depends = [isinstance(var, core.Var) and var in depends_on_x for var in outputs]
-        self.residuals = tuple(
-            jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
-            for var, depends in zip(outputs, self._depends, strict=True)
-            if depends
-        )
-        kept = _chosen(outputs, self._depends)
-        # Which leaves of x the residuals are, if they are nothing else
-        self._of_x = [x_vars.index(var) for var in kept] if {*kept} <= {*x_vars} else None
-        self._params = jax.tree.map(_shape, params)
-        self._row = jax.tree.map(_shape, row)
+        leaves = jaxpr.outvars[y_count:]
+        self._depends = [isinstance(var, core.Var) and var in depends_on_x for var in leaves]
+        kept = _chosen(leaves, self._depends)
+        self.residuals = tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in kept)
+        # Which leaf of x a residual is, if it is one
+        self.of_x = [x_vars.index(var) if var in x_vars else None for var in kept]
+        self._forward = _traced(self._linearize, [True] * y_count + self._depends, params, x, row)
 
     def _linearize(self, params: Params, x: Tree, row: Tree) -> tuple[Tree, list[jax.Array]]:
-        y, vjp = jax.vjp(
+        y, vjp = self._vjp(params, x, row)
+        return y, jax.tree.leaves(vjp)
+
+    def _vjp(self, params: Params, x: Tree, row: Tree) -> tuple[Tree, Callable[..., Any]]:
+        return jax.vjp(
             lambda trained, x: self._layer(Params(trained, params.frozen), x, row),
             params.trained,
             x,
         )
-        return y, jax.tree.leaves(vjp)
 
     def forward(self, params: Params, x: Tree, row: Tree) -> tuple[Tree, tuple[jax.Array, ...]]:
         """y and the residuals that depend on x."""
-        y, leaves = self._linearize(params, x, row)
-        return y, _chosen(leaves, self._depends)
+        outputs = self._forward(*jax.tree.leaves((params, x, row)))
+        y_count = len(outputs) - len(self.residuals)
+        y = jax.tree.unflatten(jax.tree.structure(self._y), outputs[:y_count])
+        return y, tuple(outputs[y_count:])
 
     @property
     def keeps_input_alone(self) -> bool:
         """Whether the residuals are parts of x, so that they are there without a forward pass."""
-        return self._of_x is not None
+        return None not in self.of_x
 
     def residuals_of_input(self, x: Tree) -> tuple[jax.Array, ...]:
         """The residuals, where they are parts of x."""
-        assert self._of_x is not None, "residuals that only a forward pass yields"
+        assert self.keeps_input_alone, "residuals that only a forward pass yields"
         leaves = jax.tree.leaves(x)
-        return tuple(leaves[index] for index in self._of_x)
+        return tuple(leaves[index] for index in self.of_x if index is not None)
 
     def backward(
         self,
@@ -151,15 +154,36 @@ class LayerGradient:
         residuals: Sequence[jax.Array],
         dy: Tree,
     ) -> tuple[Tree, Tree]:
-        """Gradients of the trained parameters and of x."""
-        # Only what does not depend on x is read of this, so that XLA drops all that does.
+        """Gradients of the trained parameters and of x. Integers of y have none in dy that would be read."""
+        outputs = self._backward(*jax.tree.leaves((params, row, tuple(residuals))), *self._real(dy))
+        gradients = jax.tree.structure((self._params.trained, self._x))
+        result: tuple[Tree, Tree] = jax.tree.unflatten(gradients, outputs)
+        return result
+
+    @cached_property
+    def _backward(self) -> Callable[..., list[jax.Array]]:
+        """`backward` of leaves."""
+        real = self._real(self._y)
+        return _traced(self._pulled_back, None, self._params, self._row, self.residuals, real)
+
+    def _pulled_back(
+        self,
+        params: Params,
+        row: Tree,
+        residuals: Sequence[jax.Array],
+        real: Sequence[jax.Array],
+    ) -> tuple[Tree, Tree]:
+        # Only what does not depend on x is read of this
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._x)
-        _, vjp = jax.vjp(
-            lambda trained, x: self._layer(Params(trained, params.frozen), x, row),
-            params.trained,
-            zeros,
-        )
+        _, vjp = self._vjp(params, zeros, row)
+        given = iter(real)
+        dy = jax.tree.map(lambda y: next(given) if _is_real(y) else _no_gradient(y), self._y)
         return _with_chosen(vjp, self._depends, residuals)(dy)
+
+    def _real(self, dy: Tree) -> list[Any]:
+        """Leaves of dy where y is no integer."""
+        leaves = zip(jax.tree.leaves(dy), jax.tree.leaves(self._y), strict=True)
+        return [leaf for leaf, y in leaves if _is_real(y)]
 
     def split(self) -> SplitGradient:
         """The backward pass as two operations."""
@@ -322,6 +346,26 @@ def _inline(function: Callable[..., Any], *args: Tree) -> Any:
     closed = jax.make_jaxpr(function)(*args)
     flat = jax.make_jaxpr(lambda *arrays: run(closed.jaxpr, closed.consts, arrays))
     return flat(*(_shape(leaf) for leaf in jax.tree.leaves(args)))
+
+
+def _traced(
+    function: Callable[..., Any], wanted: Sequence[bool] | None, *args: Tree
+) -> Callable[..., list[jax.Array]]:
+    """A function of pytrees as one of their leaves, traced once: some leaves of its results, and no equation but those
+    that these need. Which leaves of `args` are one array makes no difference to it."""
+    closed = jax.make_jaxpr(function)(*jax.tree.map(_shape, args))
+    jaxpr = closed.jaxpr
+    outputs = jaxpr.outvars if wanted is None else _chosen(jaxpr.outvars, wanted)
+    return _function(closed, _needed(jaxpr.eqns, outputs), jaxpr.invars, outputs)
+
+
+def _is_real(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def _no_gradient(leaf: Any) -> Any:
+    """What JAX takes for the gradient of integers."""
+    return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
 def _value(atom: Any, values: dict[Any, Any]) -> Any:
