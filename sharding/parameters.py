@@ -159,6 +159,12 @@ def deferred(layout: Layout, shard: jax.Array, axes: Axes, dtype: Any) -> Deferr
     return Deferred(shard, jnp.zeros(shape, dtype))
 
 
+def differentiated(parameter: Any) -> jax.Array:
+    """Of a parameter, or of its gradient: the array that sums of gradients are like."""
+    array: jax.Array = parameter.stand_in if isinstance(parameter, Deferred) else parameter
+    return array
+
+
 def whole_gradient(gradient: jax.Array | None) -> Any:
     """The gradient of a `Deferred` parameter, for a gradient rule to return; none where none is asked for."""
     return Deferred(None, gradient)  # type: ignore[arg-type]  # None is JAX's word for zero

@@ -156,6 +156,12 @@ class Layout:
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         return frozenset(axis for axis, axis_type in types if axis_type == AxisType.Manual)
 
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether XLA splits what the code here computes over several devices."""
+        sizes = self.mesh.shape
+        return any(sizes[axis] > 1 for axis in set(sizes) - self.manual_axes)
+
     def inside(self, *axes: str) -> Layout:
         """The same for code inside a shard_map that is manual over mesh axes.
 

@@ -60,8 +60,8 @@ class ComponentConfig(TrainingConfig):
     `{batch: [data, fsdp, tensor], heads: [], mlp: []}` runs an encoder data-parallel over `tensor`.
 
     `remat` is what the backward pass of a layer, or of a projector, computes again: `full` all but
-    its input, `dots` all but the products with weights, `none` nothing. A list names what is kept
-    instead, beside the input:
+    its input, `dots` all but the products with weights, `none` nothing. Weights are gathered again in any
+    case. A list names what is kept instead, beside the input:
 
         attention     its output and logsumexp, so that it runs once; not what it reads
         projections   the products that make queries, keys, values and its output

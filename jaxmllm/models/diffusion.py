@@ -39,6 +39,7 @@ from jaxmllm.models.rotary import Rotation, rotary_angles_by_axis
 from jaxmllm.models.rows import GeneratorRows
 from jaxmllm.models.streams import ConditionSlots, in_streams
 from sharding.context import SLOTS
+from sharding.layer_loop import run_layers
 from sharding.rules import Layout
 
 TIME_FREQUENCIES = 128  # of the features of a time, a sine and a cosine each
@@ -110,12 +111,17 @@ class DiffusionTower(nnx.Module):
         context = self.context(rows, layout, dtype, settings)
         graph, parameters = nnx.split(self.layers)
 
-        def layer(x: Array, parameters: Any) -> tuple[Array, None]:
-            block = nnx.merge(graph, parameters)
-            return block(start._replace(x=x), context), None
+        def block(parameters: Any, drawn: Drawn, context: DrawnContext) -> Array:
+            return nnx.merge(graph, parameters)(drawn, context)
 
-        run_layer = checkpointed(layer, settings.remat, in_loop=True)
-        x, _ = jax.lax.scan(run_layer, start.x, parameters)
+        run_block = checkpointed(block, settings.remat, in_loop=True)
+
+        def layer(parameters: Any, x: Array, _: None, of_all: Any) -> tuple[Array, None]:
+            beside, context = of_all
+            return run_block(parameters, Drawn(x, *beside), context), None
+
+        x, *beside = start
+        x, _ = run_layers(layout, layer, parameters, x, None, (beside, context))
         return self.finish(rows, start._replace(x=x), layout, dtype)
 
     def begin(

@@ -18,9 +18,9 @@ from jaxmllm.models.layers import (
     GatedMLP,
     RowContext,
     SelfAttention,
+    loop_over_layers,
     row_keys,
     run_stack,
-    scan_layers,
     stacked,
 )
 from jaxmllm.models.mixture import MixtureBlock, RouterSums
@@ -127,7 +127,9 @@ class Decoder(nnx.Module):
         how = context, settings.remat, self.config.windowed
         if isinstance(self.layers, Block):
             return self.normed(run_stack(self.layers, x, *how)), None
-        x, _, by_layer = scan_layers(lambda block, x, rows: block(x, rows), self.layers, x, *how)
+        x, _, by_layer = loop_over_layers(
+            lambda block, x, rows: block(x, rows), self.layers, x, *how
+        )
         sums: RouterSums = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), by_layer)
         return self.normed(x), sums
 

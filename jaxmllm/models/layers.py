@@ -7,7 +7,7 @@ Letters: R ranks (rows), C slots of a row, D width, H heads, G key-value heads, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,27 +26,30 @@ from jaxmllm.models.products import affine, bias, layer_scale, named, parameter,
 from jaxmllm.models.rotary import Rotation, rotate
 from jaxmllm.models.rows import EncoderRows, RowTiles
 from sharding.context import gather_parts, gathered_attention
+from sharding.layer_loop import run_layers
 from sharding.rules import Layout
 
 AnyBlock = TypeVar("AnyBlock", bound=nnx.Module)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RowContext:
     """What attention and positions need to know of the rows of one microbatch."""
 
-    layout: Layout
+    layout: Layout = field(metadata={"static": True})
     ids: TokenIds  # [R, C] each
     keys: TokenIds  # of the keys and values of whole rows, [R, g*C]; see `row_keys`
     tiles: RowTiles
     rotation: Rotation | None  # none: positions were added to what the first layer reads
-    kernel: Kernel = "auto"  # of attention
+    kernel: Kernel = field(default="auto", metadata={"static": True})  # of attention
     # Ids of queries and keys, and tiles of layers that attend in windows, instead
     windows: tuple[TokenIds, TokenIds, RowTiles] | None = None
     # Of these layers, where it is another
     window_rotation: Rotation | None = None
     added: Float[Array, "N R C D"] | None = None  # to what the first N layers yield
-    experts: ExpertKernel = "auto"  # the kernel of a mixture
+    # The kernel of a mixture
+    experts: ExpertKernel = field(default="auto", metadata={"static": True})
     # Of each query: how often it sees its own slot's key and value, too
     repeated: Int[Array, "R C"] | None = None
     documents: Documents | None = None  # where the kernel of attention reads them
@@ -380,12 +383,12 @@ def run_stack(
     remat: Remat,
     windowed: Sequence[bool] | None = None,
 ) -> Float[Array, "R C D"]:
-    """Scan over the layers, each computed again in the backward pass as `remat` says (see `checkpointed`).
+    """Loop over the layers, each computed again in the backward pass as `remat` says (see `checkpointed`).
 
     Args:
       windowed: which layers attend in the windows of the rows; none: there are no windows.
     """
-    x, _, _ = scan_layers(_run_block, blocks, x, rows, remat, windowed)
+    x, _, _ = loop_over_layers(_run_block, blocks, x, rows, remat, windowed)
     return x
 
 
@@ -398,7 +401,7 @@ def run_tapped_stack(
     taps: Sequence[int],
 ) -> tuple[Float[Array, "R C D"], Float[Array, "T R C D"]]:
     """The same, and what the layers of these numbers yield."""
-    x, tapped, _ = scan_layers(_run_block, blocks, x, rows, remat, windowed, taps)
+    x, tapped, _ = loop_over_layers(_run_block, blocks, x, rows, remat, windowed, taps)
     return x, tapped
 
 
@@ -406,7 +409,7 @@ def _run_block(block: Block, x: Array, rows: RowContext) -> tuple[Array, None]:
     return block(x, rows), None
 
 
-def scan_layers(
+def loop_over_layers(
     run: Callable[[Any, Array, RowContext], tuple[Array, Any]],
     blocks: nnx.Module,
     x: Float[Array, "R C D"],
@@ -423,22 +426,23 @@ def scan_layers(
     numbers = np.arange(layers) if taps or rows.added is not None else None
     tapped = jnp.zeros((len(taps), *x.shape), x.dtype) if taps else None
 
-    def layer(x: Array, layer: Any) -> tuple[Array, Any]:
-        parameters, windowed = layer
+    def block(parameters: Any, x: Array, windowed: Any, rows: RowContext) -> tuple[Array, Any]:
         return run(nnx.merge(graph, parameters), x, rows.for_layer(windowed))
 
-    run_layer = checkpointed(layer, remat, in_loop=True)
+    run_block = checkpointed(block, remat, in_loop=True)
 
     # Outside of what is computed again: neither sums nor choices keep anything for the backward pass
-    def step(carry: Any, layer: Any) -> tuple[Any, Any]:
-        (x, tapped), (number, of_layer) = carry, layer
-        x, out = run_layer(x, of_layer)
+    def layer(parameters: Any, carry: Any, own: Any, rows: RowContext) -> tuple[Any, Any]:
+        (x, tapped), (number, windowed) = carry, own
+        x, out = run_block(parameters, x, windowed, rows)
         x = rows.add(x, number)
         if taps:
             tapped = with_tapped(x, tapped, taps, number)
         return (x, tapped), out
 
-    (x, tapped), outs = jax.lax.scan(step, (x, tapped), (numbers, (parameters, kinds)))
+    (x, tapped), outs = run_layers(
+        rows.layout, layer, parameters, (x, tapped), (numbers, kinds), rows
+    )
     return x, tapped, outs
 
 

@@ -104,6 +104,16 @@ class MLLM:
         """Parameters of some components, with those `Deferred` whose gradients stay whole; inside `by_device`."""
         return {name: self.components[name].deferred(part) for name, part in params.items()}
 
+    def summed(self, trained: Params, totals: Params) -> Params:
+        """Trained parameters of some components, with those of their layers `Summed`.
+
+        Args:
+          totals: sums of gradients, of these components at least.
+        """
+        return {
+            name: self.components[name].summed(part, totals[name]) for name, part in trained.items()
+        }
+
     def gradient_sums(self, trained: Params, dtype: Any) -> Params:
         """Where gradients of trained parameters, given by shape, add up over the microbatches of a step.
 

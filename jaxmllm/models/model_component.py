@@ -21,8 +21,11 @@ from jaxmllm.config.schema import (
 )
 from jaxmllm.models.adapters import with_adapters
 from jaxmllm.trainable import Params
+from sharding.layer_loop import Summed
 from sharding.parameters import deferred, is_split
 from sharding.rules import Layout
+
+LAYERS = "layers"  # name of the stacked layers among a tower's parameters
 
 
 @dataclass(frozen=True)
@@ -88,11 +91,24 @@ class Component:
 
         return jax.tree.map(leaf, params, self.axes_of(params))
 
+    def summed(self, params: Params, totals: Params) -> Params:
+        """Trained parameters of this component, with those of its layers `Summed`.
+
+        Args:
+          totals: sums of gradients of all of them.
+        """
+        if LAYERS not in params:
+            return params
+        layers = jax.tree.map(
+            lambda total, parameter: Summed(parameter, total), totals[LAYERS], params[LAYERS]
+        )
+        return params | {LAYERS: layers}
+
     def whole_dtype(self, axes: ParameterAxes, own: Any) -> jnp.dtype:
         """In what the whole gradient of one microbatch is made, of a parameter of type `own`.
 
-        Those of all layers exist at one time: as they were computed. Others may be sums of many products,
-        such as the head's: in at least float32.
+        Those of layers are added to wide sums one by one: as they were computed. Others may be sums of many
+        products, such as the head's: in at least float32.
         """
         dtype = self.dtype if axes.stacked else jnp.promote_types(own, jnp.float32)
         return jnp.dtype(dtype)

@@ -27,12 +27,12 @@ from jaxmllm.config.schema import (
     VisionConfig,
 )
 from jaxmllm.models.mllm import MLLM
+from jaxmllm.models.model_component import LAYERS
 from jaxmllm.models.streams import SHARES
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.hardware import device_memory
 from jaxmllm.trainable import Params
 from jaxmllm.training.optimizer import MOMENTS
-from jaxmllm.training.programs.stage_layers import LAYERS
 
 PLANNED_MEMORY = 80 << 30  # bytes of a device that is only planned for
 USED_SHARE = 0.5  # of what the state leaves, for the rows of one microbatch
@@ -81,10 +81,7 @@ def kept_residuals(config: Config, model: MLLM, capacities: Mapping[str, int]) -
     if not growing:  # as in a search for layouts, which says all of them, and often
         return kept
     slots = {phase: size / model.layout(phase).parts for phase, size in capacities.items()}
-    sizes = {
-        phase: slots[phase] * kept_bytes(config, phase) + kept_weights(config, model, phase)
-        for phase in kept
-    }
+    sizes = {phase: slots[phase] * kept_bytes(config, phase) for phase in kept}
     left = _left(config, model)
     rows = max(slots[phase] * _row_bytes(config, model, phase) for phase in model.phases)
     room = max(left - rows / USED_SHARE, left * KEPT_SHARE)
@@ -157,8 +154,8 @@ def state_bytes(config: Config, model: MLLM) -> int:
 
 
 def _gradient_bytes(config: Config, model: MLLM, trained: Params) -> int:
-    """Sums of gradients, in at least float32. Where those are whole (`reduce: step`), a microbatch has whole
-    gradients beside them, until they are added."""
+    """Sums of gradients, in at least float32. Where those are whole (`reduce: step`), a microbatch has whole gradients
+    beside them until they are added, of one layer at a time."""
     if config.pipeline.stages > 1:
         return _device_bytes(config, trained, least=4)
     own = config.run.param_dtype
@@ -172,7 +169,8 @@ def _gradient_bytes(config: Config, model: MLLM, trained: Params) -> int:
             axes = jax.tree.leaves(component.axes_of(trained[name]))
             for leaf, names in zip(jax.tree.leaves(sums[name]), axes, strict=True):
                 if component.defers(names):
-                    numbers = math.prod(leaf.sharding.shard_shape(leaf.shape))
+                    _, *shape = leaf.sharding.shard_shape(leaf.shape)
+                    numbers = math.prod(shape[1:] if names.stacked else shape)
                     beside[-1] += numbers * component.whole_dtype(names, own).itemsize
     return _device_bytes(config, sums) + max(beside)
 
@@ -286,14 +284,6 @@ def _gathered_bytes(config: Config, model: MLLM, phase: str) -> float:
         return 0
     numbers = GATHERED_WIDTHS * shapes.width * model.layout(phase).size("experts")
     return float(numbers * _itemsize(config, phase))
-
-
-def kept_weights(config: Config, model: MLLM, phase: str) -> int:
-    """Bytes of gathered weights that are kept with the slots of a microbatch."""
-    if getattr(config.components, phase).remat != "none":
-        return 0
-    numbers = sum(leaf.size for leaf in jax.tree.leaves(model.components[phase].shapes))
-    return numbers * _itemsize(config, phase)
 
 
 def _itemsize(config: Config, phase: str) -> int:

@@ -59,7 +59,7 @@ class GeneratorFunctions:
         layout = self.step.model.layout(self.phase)
         slots = _condition_slots(rows, pool_offset)
         states, valid = slots.take(layout, pool)
-        trained, frozen = self.step.split(params, self.phase)
+        trained, frozen = self.step.split(params, self.phase, grads)
 
         def objective(trained: Params, states: Array) -> tuple[Array, FlowSums]:
             total, sums = self._loss(join(trained, frozen), rows, states, valid)

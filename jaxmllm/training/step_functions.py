@@ -47,7 +47,8 @@ from jaxmllm.training.optimizer import (
 from sharding.context import by_rank
 from sharding.gradient import KeptForward
 from sharding.gradient import Params as Parted
-from sharding.parameters import Deferred, Parameter
+from sharding.layer_loop import Summed
+from sharding.parameters import Parameter, differentiated
 from sharding.pools import PoolSlots, add_to_first_rank
 
 ONE_LOSS = ObjectiveConfig()  # of a model that draws nothing
@@ -226,7 +227,7 @@ class StepFunctions:
     ) -> Params:
         """Add the gradients of a microbatch's trainable components; computes again what `start` lacks
         of the forward pass."""
-        parted = Parted(*self.split(params, phase))
+        parted = Parted(*self.split(params, phase, grads))
         backward: Callable[[Array], Params]
         if isinstance(start, KeptResiduals):
             kept = self._kept_forward(phase, parted, start.rows)
@@ -299,7 +300,7 @@ class StepFunctions:
         """
         rows = start.rows if isinstance(start, KeptResiduals) else start
         media, valid = self._arrived(rows, pool)
-        trained, frozen = self.split(params, LANGUAGE)
+        trained, frozen = self.split(params, LANGUAGE, grads)
         decoded = self._decoded_from(start, Parted((trained, media), frozen))
         layout = self.model.layout(LANGUAGE)
         d_hidden = None if d_states is None else states_slots(rows).take(layout, d_states)
@@ -517,12 +518,19 @@ class StepFunctions:
         }
         return jnp.where(usable, counts, state.expert_counts), metrics
 
-    def split(self, params: Params, phase: str) -> tuple[Params, Params]:
-        """(trained, frozen) parameters of a phase, for code of one device: gradients of some stay whole there."""
+    def split(
+        self, params: Params, phase: str, grads: Params | None = None
+    ) -> tuple[Params, Params]:
+        """(trained, frozen) parameters of a phase, for code of one device: gradients of some stay whole there.
+
+        Args:
+          grads: sums of gradients, to which a backward pass adds those of layers; see `accumulated`.
+        """
         trained, frozen = self.model.trainable.split(
             {name: params[name] for name in self.model.phases[phase].components}
         )
-        return self.model.deferred(trained), frozen
+        trained = self.model.deferred(trained)
+        return trained if grads is None else self.model.summed(trained, grads), frozen
 
 
 def _drawn_metrics(text_loss: Array, drawn: FlowSums) -> dict[str, Array]:
@@ -557,10 +565,11 @@ def states_slots(rows: LanguageRows) -> PoolSlots:
 
 def accumulated(grads: Params, added: Params) -> Params:
     """Sums of gradients with those of one more microbatch, on devices that see one replica's [1, ...] or
-    all, or have the whole gradient [1, ...] to themselves."""
+    all, or have the whole gradient [1, ...] to themselves. To those that are `Summed` it has been added already."""
 
-    def sum_of(total: Array, leaf: Parameter) -> Array:
-        gradient = leaf.stand_in if isinstance(leaf, Deferred) else leaf
-        return total + gradient.astype(total.dtype).reshape(total.shape)
+    def sum_of(total: Array, leaf: Parameter | Summed) -> Array:
+        if isinstance(leaf, Summed):
+            return leaf.total
+        return total + differentiated(leaf).astype(total.dtype).reshape(total.shape)
 
     return jax.tree.map(sum_of, grads, added)

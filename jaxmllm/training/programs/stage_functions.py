@@ -20,6 +20,7 @@ from jaxmllm.models.diffusion import Drawn
 from jaxmllm.models.layers import checkpointed
 from jaxmllm.models.mixture import RouterSums
 from jaxmllm.models.mllm import MLLM
+from jaxmllm.models.model_component import LAYERS
 from jaxmllm.models.rows import EncoderRows, GeneratorRows, LanguageRows, TokenPool
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.trainable import Trainable, join
@@ -27,7 +28,7 @@ from jaxmllm.training.generator_functions import GeneratorFunctions
 from jaxmllm.training.objectives.flow import FlowSums, noisy_patches
 from jaxmllm.training.objectives.routing import Routing, router_loss
 from jaxmllm.training.objectives.tokens import Sums
-from jaxmllm.training.programs.stage_layers import LAYERS, StageLayers
+from jaxmllm.training.programs.stage_layers import StageLayers
 from jaxmllm.training.step_functions import StepFunctions, media_slots
 from sharding.context import by_rank, to_ranks
 from sharding.gradient import Params

@@ -14,8 +14,6 @@ import numpy as np
 from jaxmllm.arrays import Ints
 from sharding.pipeline.ring import Chain
 
-LAYERS = "layers"  # name of the stacked layers among a tower's parameters
-
 
 @dataclass(frozen=True)
 class StageLayers:

@@ -34,6 +34,7 @@ from jaxmllm.balance.stages.sizes import PipelineSizes
 from jaxmllm.config.schema import ADAPTER
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.rows.masks import AttentionSpec
+from jaxmllm.models.model_component import LAYERS
 from jaxmllm.models.rows import (
     EncoderRows,
     GeneratorRows,
@@ -48,7 +49,7 @@ from jaxmllm.trainable import Trainable
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.programs.base import Evaluated, Job, Jobs, ProgramName, Programs
 from jaxmllm.training.programs.stage_functions import LossConstants, StageFunctions
-from jaxmllm.training.programs.stage_layers import LAYERS, StageLayers
+from jaxmllm.training.programs.stage_layers import StageLayers
 from jaxmllm.training.programs.transfer import local_ranks, put_ranks
 from jaxmllm.training.step_functions import StepFunctions, TrainState
 from sharding.parameters import kept_spec, row_axes
