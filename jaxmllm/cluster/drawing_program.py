@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 from jaxmllm.cluster.phase_program import (
     GAPS,
+    WAITING,
     WIDE,
-    WIDEST_AGAIN,
     PhaseProgram,
     Weight,
 )
@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 
 # Values of a slot that a layer's backward pass has in memory at once, in (D, F) by remat; for a second attention so
 # many more, in (D, Q)
-DRAWING: Final = {"full": (18.75, 3.75), "dots": (25.5, 3.75), "none": (18.75, 3.75)}
+DRAWING: Final = {"full": (22.75, 3.75), "dots": (25.5, 3.75), "none": (18.75, 3.75)}
+ATTENDING: Final = (25.0, 10.0)  # the same of its attention, in (D, Q)
 SECOND_ATTENTION: Final = (2.5, 10.4)
 # Of those, what gradients of vectors take, which nothing asks for of frozen layers
-OF_VECTORS: Final = 5
+OF_VECTORS: Final = 10
 # With two streams, so many more for each row that runs through weights: what slots are taken from and put into
-OF_STREAMS: Final = 12.3
+OF_STREAMS: Final = 10.0
 DRAWING_FORWARD: Final = (3.0, 1.0)  # the same of a forward pass
 # Widths that a layer keeps where nothing is made again besides six of its MLP, and for a second attention
-KEPT: Final = 36.5
+KEPT: Final = 37.5
 SECOND_KEPT: Final = 16
 
 
@@ -66,12 +67,6 @@ class DrawingProgram(PhaseProgram):
         names = ("projections", "mlp") if remat == "dots" else remat
         return self.width + self._streams * sum(of_name[name] for name in names)
 
-    @property
-    def kept_weights(self) -> float:
-        if self.component.settings.remat != "none":
-            return 0.0
-        return sum(self._gathered(weight) for weight in self.weights if weight.layers)
-
     def _gathered(self, weight: Weight) -> float:
         """Bytes of a layer's matrix, whole."""
         return (WIDE if weight.wide else self.itemsize) * weight.numbers
@@ -80,17 +75,20 @@ class DrawingProgram(PhaseProgram):
         remat = self.component.settings.remat
         width, mlp = DRAWING[remat if isinstance(remat, str) else "full"]
         trained = [weight for weight in self.weights if weight.layers and weight.trained]
-        width += OF_STREAMS * (self.shapes.streams - 1) - OF_VECTORS * (not trained)
-        values = self._streams * (width * self.width + mlp * self.mlp)
+        more = OF_STREAMS * (self.shapes.streams - 1) - OF_VECTORS * (not trained)
+        attending, of_queries = ATTENDING
+        values = self._streams * max(
+            (more + width) * self.width + mlp * self.mlp,
+            (more + attending) * self.width + of_queries * self.queries,
+        )
         beside, queries = SECOND_ATTENTION
         values += self.second * (beside * self.width + queries * self.queries)
-        scattered = [weight.numbers for weight in trained if weight.parts > 1]
-        gradients = sum(weight.numbers for weight in trained)
-        gradients += WIDEST_AGAIN * max(scattered, default=0.0)
+        # What is not scattered waits until it is added
+        gradients = sum(weight.numbers * (WAITING if weight.parts > 1 else 1) for weight in trained)
         keys = 0.0
         if self.layout.parts > 1:  # keys and values of the whole row, and their gradients
             keys = 2 * 2 * self.slots * self.layout.parts * self.keys * (1 + self.second)
-        return GAPS * (self.slots * values + SUM_BYTES * gradients) + keys + self.sums
+        return GAPS * (self.slots * values + SUM_BYTES * gradients) + keys
 
     def _projected(self) -> float:
         """What lies outside of layers: gradients, and what computes in float32, whole; states and their gradients."""

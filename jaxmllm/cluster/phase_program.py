@@ -23,24 +23,31 @@ if TYPE_CHECKING:
     from jaxmllm.training.programs.base import ProgramName
 
 FORWARD: Final = ("encode", "evaluate", "language_states")
+BY_DEVICE: Final = (
+    *BACKWARD,
+    "language_states",
+)  # whose code is that of one device along the axes of rows
 WIDE: Final = 4  # bytes of float32, in which gradients are scattered and logits made
 # Values of a slot that a layer's backward pass has in memory at once, besides what was kept: in (D, F, Q). Towers have
 # one product before their activation, decoders two.
 RUNNING: Final = {
-    ("decoder", "full"): (10.0, 4.0, 2.25),
+    ("decoder", "full"): (6.0, 6.0, 2.25),
     ("decoder", "dots"): (8.0, 4.0, 2.5),
     ("decoder", "none"): (4.0, 2.0, 1.0),
     ("tower", "full"): (7.0, 3.0, 4.0),
     ("tower", "dots"): (4.0, 4.0, 4.25),
     ("tower", "none"): (4.0, 2.0, 1.0),
 }
-# Where nothing is made again, a layer keeps so many widths more with `post_norms`, and of its MLP with GELU
+# Where nothing is made again, a layer keeps so many widths more with `post_norms` and with experts, and of its MLP with
+# GELU
 POST_NORM_KEPT: Final = 8
+EXPERTS_KEPT: Final = 2
 GELU_KEPT: Final = 2
 FORWARD_RUNNING: Final = {True: (2.0, 2.0, 2.25), False: (2.0, 1.0, 0.0)}  # decoders and towers
-# Of a layer's gradients, the widest matrix has so many more in float32: the next layer's are made while those of the
-# last one are being scattered
-WIDEST_AGAIN: Final = 2
+STATES: Final = 2  # widths more where states go into a pool
+WAITING: Final = (
+    0.5  # of a layer's gradients, what lies there at once: they are scattered as they are made
+)
 HEAD_ROWS: Final = 3  # [t, D] arrays beside the head's loop
 # [t, D] arrays of a stem of convolutions, whose first one has two positions for a token
 STEM_KEPT: Final = 18
@@ -180,7 +187,7 @@ class PhaseProgram:
         """What forward leaves for the backward pass of all layers; an argument where another program ran forward."""
         if self.given:
             return 0.0
-        return self.shapes.layers * (self.slots * self.kept_values + self.kept_weights)
+        return self.shapes.layers * self.slots * self.kept_values
 
     @property
     def kept_values(self) -> float:
@@ -197,31 +204,21 @@ class PhaseProgram:
             names = ("projections", "mlp")
         elif remat == "none":  # and what norms and activations are made of
             widths = 10 + POST_NORM_KEPT * self.post_norms
+            widths += EXPERTS_KEPT * (self.mixture is not None)
             mlps = 6 + GELU_KEPT * self.gelu
-            return mlps * self.mlp + widths * self.width + 3 * self.queries + 2 * self.keys
+            return mlps * self.mlp + widths * self.width + 2 * (self.queries + self.keys)
         else:
             names = remat
         return self.width + sum(of_name[name] for name in names)
 
     @property
-    def kept_weights(self) -> float:
-        """Where nothing is made again, what was gathered for a layer stays."""
-        if self.component.settings.remat != "none":
-            return 0.0
-        return self.itemsize * sum(weight.numbers for weight in self.weights if weight.layers)
-
-    @property
     def turned(self) -> float:
-        """Shards of all layers once more, in the order in which they are gathered, or of kept weights those."""
-        turned = [weight for weight in self.weights if weight.layers and weight.turned]
-        if self.component.settings.remat == "none":
-            return self.itemsize * sum(weight.layers * weight.numbers for weight in turned)
-        return sum(weight.shards for weight in turned)
-
-    @property
-    def sums(self) -> float:
-        """A microbatch's own gradients of all layers, in shards."""
-        return sum(weight.shards for weight in self.weights if weight.layers and weight.trained)
+        """Shards of all layers once more, in the order in which they are gathered, where XLA splits layers over
+        devices; elsewhere those of one layer are turned (`run_layers`)."""
+        layout = self.model.by_device(self.phase).layout(self.phase)
+        if self.name.function in BY_DEVICE and not layout.is_partitioned:
+            return 0.0
+        return sum(weight.shards for weight in self.weights if weight.layers and weight.turned)
 
     # ------------------------------------------------------------------ moments
 
@@ -231,20 +228,15 @@ class PhaseProgram:
             return {"projector": projected}
         moments = {"layer backward": self.kept + self.turned + self._layer() + projected}
         if self.planes:
-            moments["stem backward"] = PLANES_BACKWARD * self.planes + self.turned + self.sums
+            moments["stem backward"] = PLANES_BACKWARD * self.planes + self.turned
         if self.decoder:
             moments["layer backward"] += self.stays * self._head_gradient()
-            # Kept weights are turned after it
-            turned = 0.0 if self.kept_weights else self.turned
-            moments["head"] = self.kept + turned + self.stays * self.sums + self._head()
-            if self.kept_weights:
-                between = self.kept + self.turned + self.sums + self._head_gradient()
-                moments["between passes"] = between + self.slots * self.mlp
+            moments["head"] = self.kept + self.turned + self._head()
         return moments
 
     def staged(self) -> dict[str, float]:
         """Of one backward operation in a pipeline, beside what the loop over its schedule carries."""
-        moments = {"layer backward": self._layer() - self.sums + self._projected()}
+        moments = {"layer backward": self._layer() + self._projected()}
         if self.decoder:
             moments["head"] = self._head()
         return moments
@@ -257,7 +249,7 @@ class PhaseProgram:
 
     @property
     def stays(self) -> bool:
-        """Whether gradients are not scattered. Then sums begin before the head, whose gradient stays whole."""
+        """Whether gradients are not scattered. Then that of the head stays whole."""
         return self.layout.size("embed") == 1
 
     def _layer(self) -> float:
@@ -271,11 +263,11 @@ class PhaseProgram:
             for weight in self.weights
             if weight.layers and weight.trained and weight.parts > 1
         ]
-        gradients = SUM_BYTES * (sum(layer) + WIDEST_AGAIN * max(layer, default=0.0))
+        gradients = SUM_BYTES * WAITING * sum(layer)
         experts = 0.0
         if self.mixture is not None:
             experts = self.mixture.held_backward(any(weight.trained for weight in self.weights))
-        return GAPS * (self.slots * values + gradients) + experts + self.sums
+        return GAPS * (self.slots * values + gradients) + experts
 
     def _head(self) -> float:
         """The loop over chunks of logits, with the head and its gradient whole."""
@@ -356,6 +348,7 @@ class PhaseProgram:
         # Without logits, and what is looked up stays in shards
         states = self.name.function == "language_states"
         queries *= not states
+        width += STATES * states
         values = (not keeps) * width * self.width + mlp * self.mlp + queries * self.queries
         gathered = [weight.numbers for weight in self.weights if weight.layers and weight.parts > 1]
         gathered = [] if keeps else sorted(gathered)[-self.shapes.mlp_matrices :]  # the MLP's

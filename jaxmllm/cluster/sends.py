@@ -261,8 +261,6 @@ class _Phase:
         settings = self.model.components[component]
         layout = settings.layout
         itemsize = settings.dtype.itemsize
-        # Kept where nothing is made again
-        again = self.backward and settings.settings.remat != "none"
         by_path = {leaf.path: leaf for leaf in leaves(self.programs.params[component], settings)}
         trained = {leaf.path for leaf in leaves(self.programs.trained.get(component, {}), settings)}
         for path, leaf in by_path.items():
@@ -276,7 +274,7 @@ class _Phase:
             if (table or path == ("head",)) and not self._has_head:
                 continue
             whole = leaf.size / leaf.split / leaf.stacked
-            passes = self.forward + again if leaf.layer else 1
+            passes = self.forward + self.backward if leaf.layer else 1
             number = itemsize if WIDE_PARTS.isdisjoint(path) else SUM_BYTES
             # Which share of a row conditions take decides who computes them
             by_data = STREAM in path and number == itemsize

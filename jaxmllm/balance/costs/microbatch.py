@@ -14,10 +14,10 @@ from jaxmllm.config.schema import ModelConfig
 # hundred kernels of 1 to 2 us at 400 TFLOP/s: on an H100 nothing waits for the host where they take 10 us or more.
 LAYER_START = {"gpu": 50_000_000_000, "cpu": 300_000_000}
 # Slots whose products with weights take as long as what a microbatch does once for all of them with weights and their
-# gradients: casts, copies of a layer's own, zeros that the gradients of stacked layers begin with, sums. CPU: a
-# decoder of 31M parameters takes 83 ms less for every row less of the same slots, as for 40 of its slots. GPU: one of
-# 1.5B took 20 of 160 ms for it on an H100, as for 1,160 of its slots, and takes 15 of 122 since layers are computed
-# again without a barrier, as for 820 (docs/performance.md).
+# gradients: casts, copies of a layer's own, sums. CPU: a decoder of 31M parameters takes 83 ms less for every row less
+# of the same slots, as for 40 of its slots. GPU: one of 1.5B took 20 of 160 ms for it on an H100, as for 1,160 of its
+# slots, and 15 of 122 once layers were computed again without a barrier, as for 820 (docs/performance.md); gradients
+# were not added in place then, which takes less.
 WEIGHT_SLOTS = {"gpu": 1_000, "cpu": 40}
 
 
