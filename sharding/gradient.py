@@ -15,7 +15,6 @@ LayerGradient, of one layer, in a pipeline or in a loop (layer_loop.py)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -39,35 +38,24 @@ class KeptForward:
     while tracing: shapes alone decide what the residuals are."""
 
     def __init__(self, function: Callable[[Params, Tree], Tree], params: Params, row: Tree):
-        self._function = function
-        jaxpr = _inline(self._linearize, params, row).jaxpr
-        param_count = len(jax.tree.leaves(params))
-        of_both = _reached(jaxpr, jaxpr.invars[:param_count])
-        of_both &= _reached(jaxpr, jaxpr.invars[param_count:])
-        self.y = jax.eval_shape(function, params, row)
-        leaves = jaxpr.outvars[len(jax.tree.leaves(self.y)) :]
-        self._kept = [isinstance(var, core.Var) and var in of_both for var in leaves]
-
-    def _linearize(self, params: Params, row: Tree) -> tuple[Tree, list[jax.Array]]:
-        y, vjp = self._vjp(params, row)
-        return y, jax.tree.leaves(vjp)
-
-    def _vjp(self, params: Params, row: Tree) -> tuple[Tree, Callable[..., Any]]:
-        y, vjp = jax.vjp(
-            lambda trained: self._function(Params(trained, params.frozen), row), params.trained
+        self._passes = _Linearized(
+            lambda params, row: jax.vjp(
+                lambda trained: function(Params(trained, params.frozen), row), params.trained
+            ),
+            params,
+            row,
         )
-        return y, vjp
+        self.y = self._passes.y
+        of_params, of_row = map(self._passes.depends_on, range(2))
+        self._kept = [*map(all, zip(of_params, of_row, strict=True))]
 
     def forward(self, params: Params, row: Tree) -> tuple[Tree, tuple[jax.Array, ...]]:
         """y and the residuals."""
-        y, leaves = self._linearize(params, row)
-        return y, _chosen(leaves, self._kept)
+        return self._passes.forward(self._kept, params, row)
 
     def backward(self, params: Params, row: Tree, residuals: Sequence[jax.Array], dy: Tree) -> Tree:
         """Gradients of the trained parameters."""
-        # XLA drops the equations that nothing but y and the residuals need
-        _, vjp = self._vjp(params, row)
-        (gradients,) = _with_chosen(vjp, self._kept, residuals)(dy)
+        (gradients,) = self._passes.backward(self._kept, residuals, dy, params, row)
         return gradients
 
     def remembered(
@@ -102,39 +90,25 @@ class LayerGradient:
         x: Tree,
         row: Tree,
     ):
-        self._layer = layer
         self._params, self._x, self._row = jax.tree.map(_shape, (params, x, row))
-        self._y = jax.eval_shape(layer, params, x, row)
-        y_count = len(jax.tree.leaves(self._y))
-        jaxpr = _inline(self._linearize, params, x, row).jaxpr
-        param_count = len(jax.tree.leaves(params))
-        x_vars = jaxpr.invars[param_count : param_count + len(jax.tree.leaves(x))]
-        depends_on_x = _reached(jaxpr, x_vars)
-        leaves = jaxpr.outvars[y_count:]
-        self._depends = [isinstance(var, core.Var) and var in depends_on_x for var in leaves]
-        kept = _chosen(leaves, self._depends)
-        self.residuals = tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in kept)
-        # Which leaf of x a residual is, if it is one
-        self.of_x = [x_vars.index(var) if var in x_vars else None for var in kept]
-        self._forward = _traced(self._linearize, [True] * y_count + self._depends, params, x, row)
-
-    def _linearize(self, params: Params, x: Tree, row: Tree) -> tuple[Tree, list[jax.Array]]:
-        y, vjp = self._vjp(params, x, row)
-        return y, jax.tree.leaves(vjp)
-
-    def _vjp(self, params: Params, x: Tree, row: Tree) -> tuple[Tree, Callable[..., Any]]:
-        return jax.vjp(
-            lambda trained, x: self._layer(Params(trained, params.frozen), x, row),
-            params.trained,
+        self._passes = _Linearized(
+            lambda params, x, row: jax.vjp(
+                lambda trained, x: layer(Params(trained, params.frozen), x, row),
+                params.trained,
+                x,
+            ),
+            params,
             x,
+            row,
         )
+        self._depends = self._passes.depends_on(1)
+        self.residuals = _chosen(self._passes.leaves, self._depends)
+        # Which leaf of x a residual is, if it is one
+        self.of_x = _chosen(self._passes.numbers_in(1), self._depends)
 
     def forward(self, params: Params, x: Tree, row: Tree) -> tuple[Tree, tuple[jax.Array, ...]]:
         """y and the residuals that depend on x."""
-        outputs = self._forward(*jax.tree.leaves((params, x, row)))
-        y_count = len(outputs) - len(self.residuals)
-        y = jax.tree.unflatten(jax.tree.structure(self._y), outputs[:y_count])
-        return y, tuple(outputs[y_count:])
+        return self._passes.forward(self._depends, params, x, row)
 
     @property
     def keeps_input_alone(self) -> bool:
@@ -155,35 +129,11 @@ class LayerGradient:
         dy: Tree,
     ) -> tuple[Tree, Tree]:
         """Gradients of the trained parameters and of x. Integers of y have none in dy that would be read."""
-        outputs = self._backward(*jax.tree.leaves((params, row, tuple(residuals))), *self._real(dy))
-        gradients = jax.tree.structure((self._params.trained, self._x))
-        result: tuple[Tree, Tree] = jax.tree.unflatten(gradients, outputs)
+        # What is computed again depends on no x
+        result: tuple[Tree, Tree] = self._passes.backward(
+            self._depends, residuals, dy, params, self._x, row
+        )
         return result
-
-    @cached_property
-    def _backward(self) -> Callable[..., list[jax.Array]]:
-        """`backward` of leaves."""
-        real = self._real(self._y)
-        return _traced(self._pulled_back, None, self._params, self._row, self.residuals, real)
-
-    def _pulled_back(
-        self,
-        params: Params,
-        row: Tree,
-        residuals: Sequence[jax.Array],
-        real: Sequence[jax.Array],
-    ) -> tuple[Tree, Tree]:
-        # Only what does not depend on x is read of this
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._x)
-        _, vjp = self._vjp(params, zeros, row)
-        given = iter(real)
-        dy = jax.tree.map(lambda y: next(given) if _is_real(y) else _no_gradient(y), self._y)
-        return _with_chosen(vjp, self._depends, residuals)(dy)
-
-    def _real(self, dy: Tree) -> list[Any]:
-        """Leaves of dy where y is no integer."""
-        leaves = zip(jax.tree.leaves(dy), jax.tree.leaves(self._y), strict=True)
-        return [leaf for leaf, y in leaves if _is_real(y)]
 
     def split(self) -> SplitGradient:
         """The backward pass as two operations."""
@@ -253,19 +203,82 @@ def used_leaves(function: Callable[..., Any], tree: Tree, *others: Tree) -> list
 # ---------------------------------------------------------------------------- residuals
 
 
+class _Linearized:
+    """A function that returns y and a backward pass, as `jax.vjp` does, traced once.
+
+    Of the leaves of the backward pass some are kept, the residuals, and the others are computed again, where arguments
+    that these do not need may be shapes. Which arguments are one array makes no difference.
+    """
+
+    def __init__(self, function: Callable[..., tuple[Tree, Any]], *args: Tree):
+        closed, (self.y, vjp) = jax.make_jaxpr(function, return_shape=True)(
+            *jax.tree.map(_shape, args)
+        )
+        leaves, self._vjp = jax.tree.flatten(vjp)
+        self.leaves = tuple(map(_shape, leaves))
+        self._inputs = [len(jax.tree.leaves(tree)) for tree in args]
+        # A call that reads an argument may also compute what does not depend on it
+        self._closed = _inlined(closed)
+
+    def _input_vars(self, argument: int) -> list[Any]:
+        begin = sum(self._inputs[:argument])
+        return self._closed.jaxpr.invars[begin : begin + self._inputs[argument]]
+
+    @property
+    def _leaf_vars(self) -> list[Any]:
+        outputs = self._closed.jaxpr.outvars
+        return outputs[len(outputs) - len(self.leaves) :]
+
+    def depends_on(self, argument: int) -> list[bool]:
+        """Which leaves of the backward pass depend on one of the arguments."""
+        reached = _reached(self._closed.jaxpr, self._input_vars(argument))
+        return [isinstance(var, core.Var) and var in reached for var in self._leaf_vars]
+
+    def numbers_in(self, argument: int) -> list[int | None]:
+        """Which leaf of one of the arguments a leaf of the backward pass is, if it is one."""
+        inputs = self._input_vars(argument)
+        return [inputs.index(var) if var in inputs else None for var in self._leaf_vars]
+
+    def forward(self, kept: Sequence[bool], *args: Tree) -> tuple[Tree, tuple[jax.Array, ...]]:
+        """y and the residuals."""
+        y_count = len(jax.tree.leaves(self.y))
+        outputs = self._computed([True] * y_count + list(kept), args)
+        y = jax.tree.unflatten(jax.tree.structure(self.y), outputs[:y_count])
+        return y, tuple(outputs[y_count:])
+
+    def backward(
+        self, kept: Sequence[bool], residuals: Sequence[jax.Array], dy: Tree, *args: Tree
+    ) -> Any:
+        """What the backward pass yields, of which residuals are given."""
+        y_count = len(jax.tree.leaves(self.y))
+        again = iter(self._computed([False] * y_count + [not one for one in kept], args))
+        given = iter(residuals)
+        leaves = [next(given) if one else next(again) for one in kept]
+        gradients = jax.tree.map(lambda d, y: d if _is_real(y) else _no_gradient(y), dy, self.y)
+        return jax.tree.unflatten(self._vjp, leaves)(gradients)
+
+    def _computed(self, wanted: Sequence[bool], args: tuple[Tree, ...]) -> list[jax.Array]:
+        """Some outputs of what was traced, without the equations that they do not need."""
+        jaxpr = self._closed.jaxpr
+        outputs = _chosen(jaxpr.outvars, wanted)
+        eqns = _needed(jaxpr.eqns, outputs)
+        read = _variables(var for eqn in eqns for var in eqn.invars) | _variables(outputs)
+        leaves = zip(jaxpr.invars, jax.tree.leaves(args), strict=True)
+        inputs = {var: leaf for var, leaf in leaves if var in read}
+        return _function(self._closed, eqns, list(inputs), outputs)(*inputs.values())
+
+
 def _chosen(leaves: Sequence[Any], choice: Sequence[bool]) -> tuple[Any, ...]:
     return tuple(leaf for leaf, chosen in zip(leaves, choice, strict=True) if chosen)
 
 
-def _with_chosen(
-    vjp: Callable[..., Any], choice: Sequence[bool], residuals: Sequence[jax.Array]
-) -> Callable[..., Any]:
-    """A backward pass that reads these residuals in place of its own."""
-    leaves, tree = jax.tree.flatten(vjp)
-    given = iter(residuals)
-    leaves = [next(given) if chosen else leaf for leaf, chosen in zip(leaves, choice, strict=True)]
-    function: Callable[..., Any] = jax.tree.unflatten(tree, leaves)
-    return function
+def _is_real(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def _no_gradient(leaf: Any) -> Any:
+    """What JAX takes for the gradient of integers."""
+    return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
 # ---------------------------------------------------------------------------- equations
@@ -321,6 +334,11 @@ def _function(
 
 def _inline(function: Callable[..., Any], *args: Tree) -> Any:
     """The closed jaxpr of a function of pytrees, with calls replaced by what they call."""
+    return _inlined(jax.make_jaxpr(function)(*args))
+
+
+def _inlined(closed: Any) -> Any:
+    """A closed jaxpr with calls replaced by what they call."""
 
     def run(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arrays], strict=True))
@@ -343,29 +361,8 @@ def _inline(function: Callable[..., Any], *args: Tree) -> Any:
                 values.update(zip(eqn.outvars, run(inner, (), arguments), strict=True))
         return [_value(atom, values) for atom in jaxpr.outvars]
 
-    closed = jax.make_jaxpr(function)(*args)
     flat = jax.make_jaxpr(lambda *arrays: run(closed.jaxpr, closed.consts, arrays))
-    return flat(*(_shape(leaf) for leaf in jax.tree.leaves(args)))
-
-
-def _traced(
-    function: Callable[..., Any], wanted: Sequence[bool] | None, *args: Tree
-) -> Callable[..., list[jax.Array]]:
-    """A function of pytrees as one of their leaves, traced once: some leaves of its results, and no equation but those
-    that these need. Which leaves of `args` are one array makes no difference to it."""
-    closed = jax.make_jaxpr(function)(*jax.tree.map(_shape, args))
-    jaxpr = closed.jaxpr
-    outputs = jaxpr.outvars if wanted is None else _chosen(jaxpr.outvars, wanted)
-    return _function(closed, _needed(jaxpr.eqns, outputs), jaxpr.invars, outputs)
-
-
-def _is_real(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
-
-
-def _no_gradient(leaf: Any) -> Any:
-    """What JAX takes for the gradient of integers."""
-    return np.zeros(leaf.shape, jax.dtypes.float0)
+    return flat(*closed.in_avals)
 
 
 def _value(atom: Any, values: dict[Any, Any]) -> Any:

@@ -23,10 +23,8 @@ if TYPE_CHECKING:
     from jaxmllm.training.programs.base import ProgramName
 
 FORWARD: Final = ("encode", "evaluate", "language_states")
-BY_DEVICE: Final = (
-    *BACKWARD,
-    "language_states",
-)  # whose code is that of one device along the axes of rows
+# Whose code is that of one device along the axes of rows
+BY_DEVICE: Final = (*BACKWARD, "language_states")
 WIDE: Final = 4  # bytes of float32, in which gradients are scattered and logits made
 # Values of a slot that a layer's backward pass has in memory at once, besides what was kept: in (D, F, Q). Towers have
 # one product before their activation, decoders two.
@@ -45,9 +43,8 @@ EXPERTS_KEPT: Final = 2
 GELU_KEPT: Final = 2
 FORWARD_RUNNING: Final = {True: (2.0, 2.0, 2.25), False: (2.0, 1.0, 0.0)}  # decoders and towers
 STATES: Final = 2  # widths more where states go into a pool
-WAITING: Final = (
-    0.5  # of a layer's gradients, what lies there at once: they are scattered as they are made
-)
+# Of a layer's gradients, what lies there at once: they are scattered as they are made
+WAITING: Final = 0.5
 HEAD_ROWS: Final = 3  # [t, D] arrays beside the head's loop
 # [t, D] arrays of a stem of convolutions, whose first one has two positions for a token
 STEM_KEPT: Final = 18
