@@ -90,6 +90,11 @@ class StageFunctions:
         return self.functions.model
 
     @property
+    def _dtype(self) -> Any:
+        """Of tokens and states that go from one phase to another."""
+        return self.model.components[LANGUAGE].dtype
+
+    @property
     def group(self) -> Layout:
         """Layout of language rows that as many ranks hold as ever share a row of any phase: what one of
         these ranks encodes, all of them may read."""
@@ -174,7 +179,6 @@ class StageFunctions:
     def _encoder(self, phase: str, functions: StepFunctions) -> Component:
         model = functions.model
         layout = model.layout(phase)
-        dtype = model.components[LANGUAGE].dtype
 
         def first(outer: Params, rows: EncoderRows, media: Any) -> Array:
             return model.stem(_outer_params(outer), phase, rows)
@@ -185,14 +189,9 @@ class StageFunctions:
 
         def last(outer: Params, x: Array, rows: EncoderRows) -> TokenPool:
             params = _outer_params(outer)
-            tokens = model.project(
-                params,
-                phase,
-                model.normed(params, phase, x),
-                rows.places,
-            )
+            tokens = model.project(params, phase, model.normed(params, phase, x), rows.places)
             valid = by_rank(layout, rows.valid) if layout.span > 1 else rows.valid
-            return TokenPool(tokens.astype(dtype), valid.astype(jnp.float32))
+            return TokenPool(tokens.astype(self._dtype), valid.astype(jnp.float32))
 
         return Component(
             first,
@@ -205,68 +204,30 @@ class StageFunctions:
     def _language(self, functions: StepFunctions) -> Component:
         model = functions.model
         layout = model.layout(LANGUAGE)
-        dtype = model.components[LANGUAGE].dtype
-        group = self.group
+        generates, learns = bool(self.generators), functions.learns_text
 
         def first(outer: Params, rows: LanguageRows, media: tuple[TokenPool, ...]) -> Activation:
-            if media:
-                arrived = media_slots(rows).take(layout, of_group(group, _joined(media)))
-            else:
-                ranks, slots = rows.tokens.shape
-                width = model.config.token_width
-                arrived = TokenPool(
-                    jnp.zeros((ranks, slots, width), dtype),
-                    jnp.zeros((ranks, slots)),
-                )
-            return Activation(
-                model.begin(_outer_params(outer), rows, arrived.tokens),
-                arrived.valid,
-                self._not_routed(len(rows.tokens)),
-            )
+            arrived = self._arrived(layout, rows, media)
+            hidden = model.begin(_outer_params(outer), rows, arrived.tokens)
+            return Activation(hidden, arrived.valid, self._not_routed(len(rows.tokens)))
 
         def layer(params: Params, x: Activation, rows: LanguageRows) -> Activation:
             frozen, windowed, number = params.frozen
-            hidden, routed = model.layer(
-                LANGUAGE,
-                join(params.trained, frozen),
-                x.hidden,
-                rows,
-                windowed,
-                number,
-            )
+            own = join(params.trained, frozen)
+            hidden, routed = model.layer(LANGUAGE, own, x.hidden, rows, windowed, number)
             if x.routed is None or routed is None:
                 return x._replace(hidden=hidden)
             return x._replace(hidden=hidden, routed=_with_layer(x.routed, routed, number))
 
-        generates, learns = bool(self.generators), functions.learns_text
-
         def last(outer: Params, x: Activation, rows: LanguageRows) -> Any:
             hidden = model.normed(_outer_params(outer), LANGUAGE, x.hidden)
-            losses = text_loss(outer, x, hidden, rows) if learns else None
+            losses = _text_losses(functions, outer, x, hidden, rows) if learns else None
             if not generates:
                 return losses
             computed = ~functions.failed_tokens(rows, x.valid)
-            states = TokenPool(hidden.astype(dtype), computed.astype(jnp.float32))
+            states = TokenPool(hidden.astype(self._dtype), computed.astype(jnp.float32))
             pool: TokenPool = to_ranks(layout, states, rows.order)
             return (pool, losses) if learns else pool
-
-        def text_loss(
-            outer: Params, x: Activation, hidden: Array, rows: LanguageRows
-        ) -> tuple[Array, Sums]:
-            params = _outer_params(outer)
-            constants: LossConstants = outer.frozen[1]
-            total, sums = functions.losses(hidden, model.head(params), rows, x.valid)
-            total *= constants.scale
-            if x.routed is not None:
-                counts = jnp.round(x.routed.counts).astype(jnp.int32)
-                routed = x.routed._replace(counts=counts)
-                sums = sums._replace(routed=functions.routed_sums(routed))
-                if constants.routing is not None:
-                    total += router_loss(functions.objective.experts, routed, constants.routing)
-            return total.astype(jnp.float32), jax.tree.map(
-                lambda of_rows: on_first_part(layout, of_rows.sum(0)),
-                sums,
-            )
 
         return Component(
             first,
@@ -275,6 +236,16 @@ class StageFunctions:
             _spec(layout, "batch", "sequence"),
             _spec(layout, "rank"),
         )
+
+    def _arrived(
+        self, layout: Layout, rows: LanguageRows, media: tuple[TokenPool, ...]
+    ) -> TokenPool:
+        """The media tokens that language rows hold, at their slots: [R, C, ...]."""
+        if media:
+            return media_slots(rows).take(layout, of_group(self.group, _joined(media)))
+        shape = rows.tokens.shape
+        width = self.model.config.token_width
+        return TokenPool(jnp.zeros((*shape, width), self._dtype), jnp.zeros(shape))
 
     def _generator(self, phase: str, functions: StepFunctions) -> Component:
         model = functions.model
@@ -298,10 +269,7 @@ class StageFunctions:
             patches = noisy_patches(layout, rows, drawing.dtype)
             total, sums = drawing.losses(rows, patches, predicted, x.valid)
             total *= constants.drawn_scale
-            return total.astype(jnp.float32), jax.tree.map(
-                lambda of_rows: on_first_part(layout, of_rows.sum(0)),
-                sums,
-            )
+            return total.astype(jnp.float32), _of_rows(layout, sums)
 
         return Component(
             first, self._checkpointed(phase, layer), last, _spec(layout, "batch", "sequence")
@@ -320,6 +288,32 @@ class StageFunctions:
     def _checkpointed(self, phase: str, layer: Callable[..., Any]) -> Callable[..., Any]:
         """The layer, of which the executor keeps what `remat` of its component says."""
         return checkpointed(layer, self.model.components[phase].settings.remat, in_loop=True)
+
+
+def _text_losses(
+    functions: StepFunctions,
+    outer: Params,
+    x: Activation,
+    hidden: Float[Array, "R C D"],
+    rows: LanguageRows,
+) -> tuple[Array, Sums]:
+    """What gradients are taken of, and the sums of language rows, from what the last layer yields and its norm."""
+    constants: LossConstants = outer.frozen[1]
+    head = functions.model.head(_outer_params(outer))
+    total, sums = functions.losses(hidden, head, rows, x.valid)
+    total *= constants.scale
+    if x.routed is not None:
+        counts = jnp.round(x.routed.counts).astype(jnp.int32)
+        routed = x.routed._replace(counts=counts)
+        sums = sums._replace(routed=functions.routed_sums(routed))
+        if constants.routing is not None:
+            total += router_loss(functions.objective.experts, routed, constants.routing)
+    return total.astype(jnp.float32), _of_rows(functions.model.layout(LANGUAGE), sums)
+
+
+def _of_rows(layout: Layout, sums: Any) -> Any:
+    """Sums over rows, each on the first of the ranks that hold the row."""
+    return jax.tree.map(lambda by_row: on_first_part(layout, by_row.sum(0)), sums)
 
 
 def _with_layer(sums: RouterSums, of_layer: RouterSums, number: Int[Array, ""]) -> RouterSums:
