@@ -33,6 +33,7 @@ class Batch:
     examples: Longs  # [B] numbers
     items: BatchItems
     render: Callable[[int], Rendered]  # by number
+    source_of: Callable[[int], int]  # likewise
     modalities: Mapping[str, Modality]
     cancelled: Callable[[], bool]
 
@@ -51,6 +52,14 @@ class Batch:
         if self.cancelled():
             raise CancelledError
         return self.render(int(self.examples[index]))
+
+    def source(self, index: int) -> int:
+        """Number of the source that one example is from."""
+        return self.source_of(int(self.examples[index]))
+
+    def number_in_example(self, phase: str, item: int) -> int:
+        """Of an item, among those of its phase."""
+        return item - int(self._first_items[phase][self.items.phases[phase].example[item]])
 
     def media(self, phase: str, index: int) -> Iterator[tuple[int, MediaSpan]]:
         """Item number and span of each media item of one example. Raises `MisalignmentError`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -65,6 +66,19 @@ class DrawRule:
         if objective.shift_patches is None:
             return objective.shift
         return objective.shift * math.sqrt(patches / objective.shift_patches)
+
+
+@dataclass(frozen=True)
+class StepDraws:
+    """What is random of the items of one step."""
+
+    rule: DrawRule
+    step: int
+    id_of: Callable[[int], str]  # of an example number
+
+    def of(self, example: int, item: int, patches: int) -> Draws:
+        """As `DrawRule.of`, by example number."""
+        return self.rule.of(self.step, self.id_of(example), item, patches)
 
 
 def shifted(time: Any, shift: Any) -> Any:

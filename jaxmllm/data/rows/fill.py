@@ -26,7 +26,7 @@ from jaxmllm.balance.stages.plan import PipelineSpec, plan_pipeline
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.rows.batch import Batch
-from jaxmllm.data.rows.draws import DrawRule, Draws
+from jaxmllm.data.rows.draws import DrawRule, StepDraws
 from jaxmllm.data.rows.encoder_rows import encoder_rows
 from jaxmllm.data.rows.generator_rows import generator_rows
 from jaxmllm.data.rows.language_rows import language_rows
@@ -139,7 +139,12 @@ class StepFiller:
         """
         corpus, phases = self.corpus, self.spec.phases
         batch = Batch(
-            examples, items, functools.cache(corpus.example), corpus.modalities, cancelled
+            examples,
+            items,
+            functools.cache(corpus.example),
+            corpus.source_of,
+            corpus.modalities,
+            cancelled,
         )
         rows, failures = self._media_rows(step, batch, plan)
         rows[LANGUAGE] = language_rows(
@@ -148,7 +153,6 @@ class StepFiller:
             self.local.phases[LANGUAGE],
             self.attention,
             phases[LANGUAGE].max_segments,
-            corpus.source_of,
         )
         return HostStep(
             step=step,
@@ -190,20 +194,14 @@ class StepFiller:
                 rows[phase], messages = generator_rows(
                     *of_phase,
                     self.spec.phases[phase].max_segments,
-                    self.corpus.source_of,
-                    self._draws_of(step, self.draws),
+                    StepDraws(self.draws, step, self.corpus.id),
                     self.threads,
-                    self.draws.guided,
                     plan.routes[phase] if plan.runs else None,
                 )
             else:
                 rows[phase], messages = encoder_rows(*of_phase, self.threads)
             failures += messages
         return rows, failures
-
-    def _draws_of(self, step: int, rule: DrawRule) -> Callable[[int, int, int], Draws]:
-        """What is random of an item, by example number, its number in the example, and patches."""
-        return lambda example, item, patches: rule.of(step, self.corpus.id(example), item, patches)
 
 
 def _plain(values: Ints) -> tuple[int, ...]:

@@ -27,7 +27,6 @@ Rows of span g are those of q groups with a local rank, whole: g * C slots. `arr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -36,7 +35,7 @@ import numpy as np
 from jaxmllm.balance.records import PhasePlan, RoutePlan
 from jaxmllm.data.media.generated import Generated
 from jaxmllm.data.rows.batch import Batch, LocalRows
-from jaxmllm.data.rows.draws import Draws
+from jaxmllm.data.rows.draws import Draws, StepDraws
 from jaxmllm.data.rows.encoder_rows import Filling, empty_rows
 from jaxmllm.data.rows.masks import AttentionSpec, Row, finish_generator_row
 from jaxmllm.data.text.render import MediaSpan
@@ -50,17 +49,13 @@ def generator_rows(
     ranks: tuple[int, ...],
     attention: AttentionSpec,
     max_segments: int,
-    source_of: Callable[[int], int],
-    draw: Callable[[int, int, int], Draws],
+    draws: StepDraws,
     threads: int,
-    guided: bool = False,
     route: RoutePlan | None = None,
 ) -> tuple[list[Row], list[str]]:
     """Rows of every microbatch, and messages as of `encoder_rows`, with the same errors.
 
     Args:
-      draw: what is random of an item, by example number, number of the item in its example, and patches.
-      guided: whether items lie in their rows with and without their conditions.
       route: where the states that items read lie, in stages; none: they arrive at the slots of conditions.
     """
     row_format = batch.modalities[phase].format
@@ -69,24 +64,25 @@ def generator_rows(
     rows = empty_rows(
         local, lambda count, slots: _empty_row(count, slots, max_segments, row_format)
     )
-    first_of_example = np.searchsorted(items.example, items.example)
-    draws: dict[int, Draws] = {}
+    guided = draws.rule.guided
+    drawn: dict[int, Draws] = {}
     for item in local.items.tolist():
-        example = int(batch.examples[items.example[item]])
+        index = int(items.example[item])
         patches = int(items.length[item] - items.tokens[item]) // (2 if guided else 1)
-        draws[item] = draw(example, item - int(first_of_example[item]), patches)
+        number = batch.number_in_example(phase, item)
+        drawn[item] = draws.of(int(batch.examples[index]), number, patches)
         row = rows[plan.microbatch[item]]
         row_segment = local.row(item), int(plan.segment[item]) - 1
-        row["noise"][row_segment] = draws[item].noise
-        row["times"][row_segment] = draws[item].time
-        row["sources"][row_segment] = source_of(example)
+        row["noise"][row_segment] = drawn[item].noise
+        row["times"][row_segment] = drawn[item].time
+        row["sources"][row_segment] = batch.source(index)
     if guided:
         for row in rows:
             row["partners"] = np.tile(
                 np.arange(row["owners"].shape[1], dtype=np.int32), (len(row["owners"]), 1)
             )
     kind = _GuidedFilling if guided else _Filling
-    filling = kind(batch.modalities[phase], items, local, rows, draws, route)
+    filling = kind(batch.modalities[phase], items, local, rows, drawn, route)
     failures = filling.load_all(batch, threads)
     for row, span in zip(rows, plan.span.tolist(), strict=True):
         if span > 1:

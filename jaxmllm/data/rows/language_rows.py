@@ -16,8 +16,6 @@ token goes to the item that is made from it (-1: none), `leaving` the same in th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from jaxmllm.balance.records import StepPlan
@@ -33,7 +31,6 @@ def language_rows(
     ranks: tuple[int, ...],
     attention: AttentionSpec,
     max_segments: int,
-    source_of: Callable[[int], int],
 ) -> list[Row]:
     """Rows of every microbatch. Raises `MisalignmentError`."""
     phase = plan.phases[LANGUAGE]
@@ -62,7 +59,7 @@ def language_rows(
         row["targets"][row_index, slots] = example.targets
         row["positions"][row_index, slots] = example.positions
         row["segments"][row_index, slots] = segment
-        row["sources"][row_index, segment - 1] = source_of(int(batch.examples[index]))
+        row["sources"][row_index, segment - 1] = batch.source(index)
         for name, route in routes.items():
             column = "states" if batch.modalities[name].generated else "media"
             for media, span in batch.media(name, index):

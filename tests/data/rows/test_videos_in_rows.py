@@ -86,7 +86,9 @@ def filled(source: SourceConfig) -> tuple[dict[str, np.ndarray], list[str], list
     corpus = Corpus.open([source], ByteTokenizer(), {"vision": modality})
     examples = np.array([0])
     items = corpus.gather(examples)
-    batch = Batch(examples, items, corpus.example, corpus.modalities, lambda: False)
+    batch = Batch(
+        examples, items, corpus.example, corpus.source_of, corpus.modalities, lambda: False
+    )
     one, none = np.array([96]), np.zeros(3, np.int32)
     plan = PhasePlan(
         capacity=one,
