@@ -346,9 +346,8 @@ def rows_of(spans, capacities):
     }
 
 
-# On these, two spans of one capacity occur in a step
+# On these, both spans of one capacity occur in a step
 SHORT = {"vision": [64], "audio": [256], "language": [96]}
-SHORTER = {"vision": [32], "audio": [128], "language": [64]}  # on four ranks
 SHARED = {  # devices, mesh, pipeline, changes
     "data2-sizes": (
         4,
@@ -367,7 +366,8 @@ SHARED = {  # devices, mesh, pipeline, changes
         8,
         {"data": 2, "fsdp": 2},
         SEGMENTS | {"kept_residuals": 2, "schedule": "interleaved"},
-        rows_of([1, 2, 4], SHORTER) | {"components__language__remat": "none"},
+        rows_of([1, 2, 4], {"vision": [48], "audio": [128], "language": [64]})
+        | {"components__language__remat": "none"},
     ),
     "fsdp2-context2": (
         8,
@@ -386,10 +386,10 @@ SHARED = {  # devices, mesh, pipeline, changes
 
 @pytest.mark.parametrize("devices, mesh, pipeline, changes", slow_cases(SHARED, {"fsdp2"}))
 def test_rows_of_several_ranks(setups, by_example, deep, devices, mesh, pipeline, changes):
-    """Of unlike spans in one step."""
+    """Of one rank and of several in one step."""
     setup = setups(by_example(mesh=mesh, pipeline=pipeline, **changes, **DEEP), devices)
     step = setup.step(EXAMPLES)
-    assert len({span for spans in step.spans.values() for span in spans}) > 1
+    assert {1, 2} <= {span for spans in step.spans.values() for span in spans}
     assert_same(computed(setup, step), deep.gradients(deep.step(EXAMPLES)), 1e-5)
 
 
