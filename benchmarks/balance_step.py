@@ -170,9 +170,7 @@ def measure(config: Config, steps: int, compared: str, by_phase: int) -> dict[st
         for name in names if step % 2 else names[::-1]:
             programs = variants[name].programs
             batch = variants[name].batch(step, examples)
-            # A program's first run takes some tenths of a second more than any other
-            if not rows_of(batch.host) <= programs_run[name]:
-                programs_run[name] |= rows_of(batch.host)
+            if runs_first(batch.host, programs_run[name]):
                 state, _ = programs.train(state, batch)
                 jax.block_until_ready(state)
             if step >= WARM_UP + steps:
@@ -256,6 +254,14 @@ def rows_of(host: HostStep) -> set[RowsOf]:
             zip(host.capacities[phase], host.spans[phase], strict=True)
         )
     }
+
+
+def runs_first(host: HostStep, programs_run: set[RowsOf]) -> bool:
+    """Whether a step runs some program for the first time, which takes some tenths of a second more than any other
+    run; its rows are added to those of programs that have run."""
+    new = rows_of(host) - programs_run
+    programs_run |= new
+    return bool(new)
 
 
 def train_by_program(

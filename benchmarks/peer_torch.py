@@ -55,7 +55,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.balance_step import RowsOf, quartiles, rows_of
+from benchmarks.balance_step import RowsOf, quartiles, runs_first
 from benchmarks.peers.examples import Example, KeptCorpus, write_generated
 from benchmarks.peers.own_run import compile_alone, compiled_programs
 from jaxmllm.balance.records import RowClass
@@ -188,7 +188,9 @@ class Ours:
         began, cpu = time.perf_counter(), time.process_time()
         host = self.filler(self.step, examples)
         filled, cpu_filled = time.perf_counter() - began, time.process_time() - cpu
-        self._run_new_programs(host)
+        if runs_first(host, self.programs_run):  # training does so once
+            found = self.programs.gradients(self.state.params, self.programs.put(host))
+            jax.block_until_ready(found)
         began, cpu = time.perf_counter(), time.process_time()
         self.state, metrics = self.programs.train(self.state, self.programs.put(host))
         jax.block_until_ready((self.state, metrics))
@@ -202,13 +204,6 @@ class Ours:
             "targets": host.targets,
             "host": host,
         }
-
-    def _run_new_programs(self, host: HostStep) -> None:
-        """A program's first run takes a tenth of a second more than any other, which training does once."""
-        if not rows_of(host) <= self.programs_run:
-            self.programs_run |= rows_of(host)
-            found = self.programs.gradients(self.state.params, self.programs.put(host))
-            jax.block_until_ready(found)
 
     def seconds_by_program(self, host: HostStep) -> dict[str, float]:
         """CPU seconds of the programs of one batch that encode or compute gradients, each awaited."""
@@ -352,7 +347,7 @@ def check_losses(told: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         )
 
 
-def records(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
+def rows_of(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A record for every system."""
     told = measured["told"]
     ours = {
@@ -430,7 +425,7 @@ def main(command: Sequence[str] | None = None) -> int:
         except (*USER_ERRORS, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-    rows = records(measured)
+    rows = rows_of(measured)
     batch = ", ".join(f"{value} {name}" for name, value in measured["batch"].items())
     million = sum(measured["parameters"].values()) / 1e6
     show(rows, f"{options.size}: {million:.1f}M parameters, {options.threads} threads; {batch}")

@@ -44,7 +44,7 @@ def test_ratios_are_over_the_same_batch():
         "settings": {"packed": {"micro_batch": 4, "parameters": {"language": 7}}},
         "parameters": {"language": 7},
     }
-    packed, ours = peer_torch.records(measured)
+    packed, ours = peer_torch.rows_of(measured)
     assert packed["over_ours"]["median"] == 2 and ours["over_ours"]["median"] == 1
     assert packed["seconds"]["median"] == 3 and packed["micro_batch"] == 4
     assert ours["parts"] == {
