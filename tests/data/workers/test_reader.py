@@ -215,11 +215,12 @@ def test_no_more_is_begun_than_is_asked_for(workers, prefetch, tmp_path):
     ahead = max(workers, prefetch)
     with Loader([source], workers, prefetch) as loader:
         elements = loader.read(source, 0, 500)
-        for taken in (0, 1, 2):
+        for taken in (0, 1, 2, 3):
+            if taken:
+                next(elements)
             wait_until(lambda: len(os.listdir(tmp_path)) >= taken + ahead, "it is loaded ahead")  # noqa: B023
             time.sleep(0.1)
             assert len(os.listdir(tmp_path)) == taken + ahead
-            next(elements)
         assert_elements(list(loader.read(source, 490, 500)), 490, 500)
         assert len(os.listdir(tmp_path)) == 3 + ahead + 10
 
