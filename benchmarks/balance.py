@@ -47,7 +47,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -70,7 +70,6 @@ from jaxmllm.tools.output import measuring_parser, print_table, write_json
 from jaxmllm.tools.workload import (
     MODEL,
     PHASES,
-    ROW_CLASSES,
     describe,
     generate,
     make_spec,
@@ -104,7 +103,7 @@ def measure(
     batches: int,
     repeats: int,
     seed: int,
-    row_classes: int,
+    row_classes: int | Literal["auto"],
     widest: int = NODE,
     files: FileLengths | None = None,
 ) -> list[dict[str, Any]]:
@@ -287,7 +286,7 @@ def phase_proxy(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[str
 
 def route_figures(plan: StepPlan, ranks: int) -> dict[str, float]:
     """What has to move, all encoder phases together, and how much of it changes node."""
-    tokens = _routed(plan, "tokens")
+    tokens = _needed_tokens(plan)
     figures = {"moved_token_fraction": _routed(plan, "moved_tokens") / tokens}
     if ranks > NODE:
         figures["node_bytes_ratio"] = _routed(plan, "node_tokens") / (tokens * (1 - NODE / ranks))
@@ -300,9 +299,14 @@ def padded_figures(plan: StepPlan) -> dict[str, float]:
     slots = _routed(plan, "slots_moved")
     figures = {
         "hops": _routed(plan, "hops"),
-        "slots_moved_over_needed": slots / _routed(plan, "tokens"),
+        "slots_moved_over_needed": slots / _needed_tokens(plan),
     }
     return figures | ({"slots_moved_over_moved": slots / moved} if moved else {})
+
+
+def _needed_tokens(plan: StepPlan) -> float:
+    """Media tokens that the language phase needs; 1 where it needs none, for what is divided by them."""
+    return max(_routed(plan, "tokens"), 1)
 
 
 def _routed(plan: StepPlan, name: str) -> float:
@@ -363,7 +367,7 @@ def main(command: Sequence[str] | None = None) -> int:
         "--batches", type=int, help="measured batches of each setting (default: 3 to 16)"
     )
     parser.add_argument("--repeats", type=int, default=3, help="plans timed for each batch")
-    parser.add_argument("--row-classes", type=int, default=ROW_CLASSES)
+    parser.add_argument("--row-classes", type=int, help="most of each phase (default: auto)")
     parser.add_argument(
         "--widest", type=int, default=NODE, help="most ranks that hold a row together (default: 8)"
     )
@@ -371,6 +375,7 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one batch of small settings")
     options = parser.parse_args(command)
     settings = options.settings or (QUICK if options.quick else SETTINGS)
+    row_classes: int | Literal["auto"] = options.row_classes or "auto"
     files = FileLengths.of(options.data, tuple(PHASES)) if options.data else None
     rows: list[dict[str, Any]] = []
     for setting in settings:
@@ -382,7 +387,7 @@ def main(command: Sequence[str] | None = None) -> int:
             batches,
             options.repeats,
             options.seed,
-            options.row_classes,
+            row_classes,
             options.widest,
             files,
         )
@@ -398,7 +403,7 @@ def main(command: Sequence[str] | None = None) -> int:
         options.seed,
         "examples of train.jsonl, drawn with replacement" if files else GENERATOR,
         settings=[f"{ranks}x{per_rank}" for ranks, per_rank in settings],
-        row_classes=options.row_classes,
+        row_classes=row_classes,
         widest=options.widest,
         rows=rows,
     )

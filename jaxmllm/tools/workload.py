@@ -24,7 +24,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +74,6 @@ ALIGNMENTS: Final = {
     "language": Alignment(128, small=64),
 }  # whole attention blocks
 FRAME_TOKENS: Final = 2  # around every image and clip
-ROW_CLASSES: Final = 3
 SAMPLED: Final = SampleSize(8192, fewest=2, most=16)  # generated to choose the sizes from
 
 
@@ -275,7 +274,7 @@ def make_spec(
     ranks: int,
     samples: Sequence[BatchItems],
     mode: Mode = "phases",
-    row_classes: int = ROW_CLASSES,
+    row_classes: int | Literal["auto"] = "auto",
     mix: Mapping[str, float] = DEFAULT_MIX,
     ranks_per_node: int | None = None,
     backend: str = "padded",

@@ -35,7 +35,7 @@ from jaxmllm.config.schema import ConfigError
 
 def choose_classes(inputs: SizingInputs, loads: Sequence[Load]) -> Classes:
     """Up to `row_classes` classes of rows that hold the loads of a phase with little waste, of the
-    spans that are allowed.
+    spans that are allowed; of `auto` one more where that saves enough.
 
     Raises:
       ConfigError: no row that `max_capacity` and the spans allow holds the longest item.
@@ -46,21 +46,18 @@ def choose_classes(inputs: SizingInputs, loads: Sequence[Load]) -> Classes:
         raise ConfigError(_too_small(inputs))
     if not loads:
         return (RowClass(smallest_capacity(inputs, spans[0]), spans[0]),)
-    items = max(len(load.items.length) for load in loads)
-    affordable = CAPACITY_SEARCH.packed_items // (CAPACITY_SEARCH.first_packed * items)
-    batches = slice(max(1, min(CAPACITY_SEARCH.packed_batches, affordable)))
-    quarter = slice(0, batches.stop, 4)
     judge = _Judge(inputs, loads)
+    by_span = [_Candidates(judge, span) for span in spans]
     # The bound knows slots, not waits: rows of each span have their best packed.
-    sets = [
-        classes
-        for span in spans
-        for classes in _best(
-            _candidates(judge, span), _packed_of(inputs, span), lambda c: judge.bounds(c).sum()
-        )
-    ]
-    sets = _best(sets, CAPACITY_SEARCH.then_packed, lambda c: judge.expected(c, quarter))
-    return _best(sets, 1, lambda classes: judge.expected(classes, batches))[0]
+    chosen = judge.best([classes for candidates in by_span for classes in candidates.best()])
+    if inputs.config.row_classes == "auto":
+        candidates = min(by_span, key=lambda of_span: of_span.bound)
+        if judge.may_save(candidates.bound):
+            candidates.extend()
+            further = judge.best(candidates.best())
+            if judge.expected(further) < judge.expected(chosen) * (1 - CAPACITY_SEARCH.class_saves):
+                return further
+    return chosen
 
 
 def smallest_capacity(inputs: SizingInputs, span: int) -> int:
@@ -82,7 +79,7 @@ def _too_small(inputs: SizingInputs) -> str:
 # ---------------------------------------------------------------------------- candidates
 
 
-def _candidates(judge: _Judge, span: int) -> list[Classes]:
+class _Candidates:
     """Sets of up to `row_classes` classes, of which the one with most slots has rows of `span`
     ranks, and the others of as many or the fewest allowed.
 
@@ -91,34 +88,44 @@ def _candidates(judge: _Judge, span: int) -> list[Classes]:
     first leaves over; or a little smaller than the one before: a few similar sizes allow finer
     totals; or parts of the first; or what holds the longest item of most loads.
     """
-    inputs = judge.inputs
-    firsts = _load_shares(judge, span) | {smallest_capacity(inputs, span)}
-    firsts = {
-        capacity
-        for capacity in firsts
-        if smallest_capacity(inputs, span) <= capacity <= inputs.largest_capacity
-    }
-    longest_sets: list[Classes] = [(RowClass(capacity, span),) for capacity in firsts]
-    candidates = set(longest_sets)
-    further = [_Further(judge, of_ranks) for of_ranks in {span, min(inputs.spans)}]
-    extended = _of_span(inputs, span, CAPACITY_SEARCH.extended)
-    for _ in range(1, inputs.row_classes):
-        best = _best(longest_sets, extended, lambda classes: judge.bounds(classes).sum())
-        longest_sets = list(
+
+    def __init__(self, judge: _Judge, span: int):
+        inputs = judge.inputs
+        self.judge = judge
+        self.span = span
+        firsts = _load_shares(judge, span) | {smallest_capacity(inputs, span)}
+        self.largest_sets: list[Classes] = [
+            (RowClass(capacity, span),)
+            for capacity in firsts
+            if smallest_capacity(inputs, span) <= capacity <= inputs.largest_capacity
+        ]
+        self.sets = set(self.largest_sets)
+        self.further = [_Further(judge, of_ranks) for of_ranks in {span, min(inputs.spans)}]
+        for _ in range(1, inputs.row_classes):
+            self.extend()
+
+    @property
+    def bound(self) -> float:
+        """Of the best set."""
+        return min(map(self.judge.bound, self.sets))
+
+    def best(self) -> list[Classes]:
+        """The sets that are worth packing."""
+        packed = _of_span(self.judge.inputs, self.span, CAPACITY_SEARCH.first_packed)
+        return _best(self.sets, max(CAPACITY_SEARCH.least_packed, packed), self.judge.bound)
+
+    def extend(self) -> None:
+        """Add a further class to the best sets of most classes."""
+        extended = _of_span(self.judge.inputs, self.span, CAPACITY_SEARCH.extended)
+        self.largest_sets = list(
             dict.fromkeys(
                 (*classes, further_class)
-                for classes in best
-                for of_ranks in further
+                for classes in _best(self.largest_sets, extended, self.judge.bound)
+                for of_ranks in self.further
                 for further_class in of_ranks.classes_after(classes)
             )
         )
-        candidates.update(longest_sets)
-    return list(candidates)
-
-
-def _packed_of(inputs: SizingInputs, span: int) -> int:
-    """How many sets of classes whose longest rows have `span` ranks are packed."""
-    return max(CAPACITY_SEARCH.least_packed, _of_span(inputs, span, CAPACITY_SEARCH.first_packed))
+        self.sets.update(self.largest_sets)
 
 
 def _of_span(inputs: SizingInputs, span: int, number: int) -> int:
@@ -225,14 +232,37 @@ class _Judge:
         flops = sum(inputs.flops.total(load.items.length, load.items.extra) for load in loads)
         gather = inputs.gather_cost * slots / flops if flops else 0.0
         self.gather = max(gather, CAPACITY_SEARCH.least_gather)
+        items = max(len(load.items.length) for load in loads)
+        affordable = CAPACITY_SEARCH.packed_items // (CAPACITY_SEARCH.first_packed * items)
+        # Those that are packed to compare sets
+        self.packed_loads = slice(max(1, min(CAPACITY_SEARCH.packed_batches, affordable)))
         self.bounds = cache(self._bounds)  # asked for thrice of the candidates that are packed
         self.wanted = cache(self._wanted)
         self.needs_over = cache(self._needs_over)
 
-    def expected(self, classes: Classes, packed: slice) -> float:
+    def best(self, sets: Sequence[Classes]) -> Classes:
+        """The set of least expected cost: of all by packing a quarter of the batches, of the best by packing all."""
+        quarter = slice(0, self.packed_loads.stop, 4)
+        last = _best(sets, CAPACITY_SEARCH.then_packed, lambda c: self._expected(c, quarter))
+        return _best(last, 1, self.expected)[0]
+
+    def expected(self, classes: Classes) -> float:
         """The bound of all loads, times what packing some of them takes over their own bound."""
-        bounds = self.bounds(classes)
-        return bounds.sum() * self._packed(classes, self.loads[packed]) / bounds[packed].sum()
+        return self._expected(classes, self.packed_loads)
+
+    def _expected(self, classes: Classes, packed: slice) -> float:
+        packed_cost = self._packed(classes, self.loads[packed])
+        return self.bound(classes) * packed_cost / float(self.bounds(classes)[packed].sum())
+
+    def bound(self, classes: Classes) -> float:
+        """The bound of all loads together."""
+        return float(self.bounds(classes).sum())
+
+    def may_save(self, bound: float) -> bool:
+        """Whether one more class may save enough of a bound: whether it is so far above what any classes leave, full
+        rows and a microbatch of each load."""
+        least = float(self.slots.sum()) / CAPACITY_SEARCH.expected_fill + self.overheads.sum()
+        return least < bound * (1 - CAPACITY_SEARCH.class_saves)
 
     def _packed(self, classes: Classes, loads: Sequence[Load]) -> float:
         spec = phase_spec(self.inputs, classes)

@@ -122,7 +122,7 @@ class SizingInputs:
 
     @property
     def row_classes(self) -> int:
-        """Most row classes that may be chosen."""
+        """Most row classes that may be chosen, but for one more of `auto` where that saves enough."""
         chosen = self.config.row_classes
         return CAPACITY_SEARCH.usual_classes if chosen == "auto" else chosen
 
@@ -163,8 +163,10 @@ class CapacitySearch:
     longest_quantiles: tuple[float, ...] = (0.5, 0.8, 0.95, 1.0)
     # A further class is added to the best sets so far: this many, the same number of each span.
     extended: int = 512
-    # A third class is what few examples per rank gain most by; each is a program to compile.
+    # A third class is what few examples per rank gain most by; each is a program to compile. A batch of a handful of
+    # examples gains by one more, which has to save this share of the slots.
     usual_classes: int = 3
+    class_saves: float = 0.03
     # Where nothing bounds capacities: rows that hold 4 of the longest items can still be balanced,
     # and no fewer slots than these.
     longest_items: int = 4

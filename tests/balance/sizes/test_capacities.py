@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from jaxmllm.balance.records import BatchItems, PhaseItems, PhaseSpec, RowClass,
 from jaxmllm.balance.rows.assign import assign
 from jaxmllm.balance.rows.row_counts import by_capacity, row_counts, row_needs
 from jaxmllm.balance.sizes.capacities import (
-    _candidates,
+    _Candidates,
     _fewest_slots,
     _Judge,
     _load_shares,
@@ -118,7 +119,7 @@ def test_rows_that_ranks_share_are_chosen_where_one_item_would_bound_the_step():
     fresh = [generate([1, n], 32) for n in range(8)]
     over_ideal = {}
     for spans in ((1,), (1, 2, 4)):
-        spec = make_spec(8, samples, spans=spans)
+        spec = make_spec(8, samples, row_classes=3, spans=spans)
         assert all(row_class.span in spans for row_class in spec.phases["vision"].classes)
         plans = [place_items(batch, spec.phases, {}, "phases") for batch in fresh]
         over_ideal[spans] = np.mean(
@@ -129,6 +130,22 @@ def test_rows_that_ranks_share_are_chosen_where_one_item_would_bound_the_step():
         )
     assert over_ideal[1,] > 1.5
     assert over_ideal[1, 2, 4] < 1.25
+
+
+def test_a_handful_of_examples_gain_by_a_fourth_class():
+    def spec_of(examples: int, row_classes: int | Literal["auto"]) -> PhaseSpec:
+        samples = [generate([0, n], examples) for n in range(64)]
+        return make_spec(1, samples, row_classes=row_classes).phases["language"]
+
+    def waste(spec: PhaseSpec, examples: int) -> float:
+        fresh = [generate([1, n], examples).phases["language"] for n in range(64)]
+        slots = sum(int(assign(spec, items).capacity.sum()) for items in fresh)
+        return slots / sum(int(items.length.sum()) for items in fresh) - 1
+
+    three, four = spec_of(4, 3), spec_of(4, "auto")
+    assert (len(three.classes), len(four.classes)) == (3, 4)
+    assert waste(four, 4) < 0.9 * waste(three, 4)
+    assert spec_of(32, "auto") == spec_of(32, 3)
 
 
 SHORT = {"vision": 64, "audio": 64}
@@ -248,7 +265,7 @@ def test_no_class_is_over_the_largest_capacity():
     )
     judge = _Judge(inputs, loads_of(samples, inputs, {}, [None] * len(samples)))
     assert judge.median > 3072
-    classes = {row_class for classes in _candidates(judge, 8) for row_class in classes}
+    classes = {row_class for classes in _Candidates(judge, 8).sets for row_class in classes}
     assert {row_class.span for row_class in classes} == {1, 8}
     assert max(row_class.capacity for row_class in classes) <= 3072
 
