@@ -54,7 +54,7 @@ test-slow: $(VENV)/.dev
 	$(PY) -m pytest -m "slow and not exhaustive" -n $(TEST_WORKERS) --dist loadfile
 
 test-exhaustive: $(VENV)/.dev
-	$(PY) -m pytest -m exhaustive -n $(TEST_WORKERS) --dist load
+	$(PY) -m pytest -m exhaustive -n $(TEST_WORKERS) --dist load $(if $(SHARE),--share $(SHARE))
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check $(CODE)

@@ -41,6 +41,21 @@ MANY_MAPPINGS = 24_000  # Linux allows a process 65,530, and XLA crashes on the 
 LAST_FILE = pytest.StashKey[Path]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--share", metavar="K/N", help="every Nth of the chosen tests, from the Kth on"
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after those that -m and -k leave out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if share := config.getoption("--share"):
+        first, step = map(int, share.split("/"))
+        share_items = items[first - 1 :: step]
+        config.hook.pytest_deselected(items=[item for item in items if item not in share_items])
+        items[:] = share_items
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Forget compiled programs that no test holds any more, for each one maps many pieces of memory on CPU."""
     first_of_file = item.session.stash.get(LAST_FILE, None) != item.path
