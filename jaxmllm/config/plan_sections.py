@@ -30,7 +30,7 @@ class PhaseConfig(Section):
     """
 
     capacities: tuple[PositiveInt, ...] | Auto = "auto"
-    # auto: those of 1, 2, 3, 4, 6, 8 and 12 that the mesh's innermost axes multiply to and that stay on a node
+    # auto: those of 1 to 8, 10 and 12 that the mesh's innermost axes multiply to and that stay on a node
     # (balance.spans_cross_nodes)
     spans: tuple[PositiveInt, ...] | Auto = "auto"
     # auto: up to 3, and a fourth that saves 3 % of the slots

@@ -20,11 +20,11 @@ from jaxmllm.setup.row_shapes import check_parts
 from sharding.mesh import MeshError
 from sharding.rules import Layout
 
-# Up to a node of 8 or of 12 ranks. Of those with a factor of 3, a mesh allows what its innermost axes multiply to.
-AUTO_SPANS = (1, 2, 3, 4, 6, 8, 12)
-# How far axes are cut for these at least: by twos, and then by a three where one is left
+# Up to a node of 12 ranks. Of those with an odd factor, a mesh allows what its innermost axes multiply to.
+AUTO_SPANS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
+# How far axes are cut for these at least: by twos, and then by each of the odd factors that is left
 AUTO_CUT = (1, 2, 4, 8)
-LAST_FACTOR = 3
+ODD_FACTORS = (3, 5, 7)
 
 Spans = Mapping[str, tuple[int, ...]]  # by phase, ascending
 
@@ -36,14 +36,14 @@ def mesh_spans(config: Config) -> tuple[int, ...]:
       ConfigError: one does not divide the next.
     """
     spans = {1}
-    cut_by_three = False
+    cut_by_odd = False
     for phase in config.model.phases:
         settings = getattr(config.phases, phase)
         if settings.spans != "auto":
             spans |= set(settings.spans)
         elif settings.capacities == "auto" and config.may_share_rows:
             spans |= set(AUTO_CUT)
-            cut_by_three = True
+            cut_by_odd = True
     ascending = sorted(spans)
     for shorter, longer in pairwise(ascending):
         if longer % shorter:
@@ -51,8 +51,8 @@ def mesh_spans(config: Config) -> tuple[int, ...]:
                 f"phases.<phase>.spans: {shorter} of one phase does not divide {longer} of another (`auto` is "
                 f"{list(AUTO_CUT)} at least); the mesh cannot be cut for both"
             )
-    if cut_by_three:
-        ascending.append(LAST_FACTOR * ascending[-1])
+    for factor in ODD_FACTORS if cut_by_odd else ():
+        ascending.append(factor * ascending[-1])
     return tuple(ascending)
 
 

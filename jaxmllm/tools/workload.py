@@ -309,13 +309,13 @@ def make_spec(
 
 
 def spans_up_to(widest: int, ranks: int) -> tuple[int, ...]:
-    """Powers of two that divide the ranks, and three times the last: numbers of them that may hold a row together, as
-    `phases.<phase>.spans: auto` has them."""
+    """Powers of two that divide the ranks, and the last of them times odd factors: numbers of ranks that may hold a row
+    together, as `phases.<phase>.spans: auto` has them."""
     spans = [1]
-    while 2 * spans[-1] <= widest and ranks % (2 * spans[-1]) == 0:
-        spans.append(2 * spans[-1])
-    if 3 * spans[-1] <= widest and ranks % (3 * spans[-1]) == 0:
-        spans.append(3 * spans[-1])
+    for factor in (*[2] * ranks.bit_length(), 3, 5, 7):
+        longer = factor * spans[-1]
+        if longer <= widest and ranks % longer == 0:
+            spans.append(longer)
     return tuple(spans)
 
 

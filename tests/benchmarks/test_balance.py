@@ -144,7 +144,8 @@ def test_spans_divide_the_ranks():
     assert spans_up_to(8, 64) == (1, 2, 4, 8)
     assert spans_up_to(64, 24) == (1, 2, 4, 8, 24) and spans_up_to(8, 24) == (1, 2, 4, 8)
     assert spans_up_to(8, 6) == (1, 2, 6) and spans_up_to(12, 12) == (1, 2, 4, 12)
-    assert spans_up_to(1, 64) == spans_up_to(8, 7) == (1,)
+    assert spans_up_to(8, 7) == (1, 7) and spans_up_to(12, 10) == (1, 2, 10)
+    assert spans_up_to(1, 64) == spans_up_to(8, 11) == (1,)
 
 
 @pytest.mark.parametrize("setting", ["64", "0x8", "8x", "axb"])

@@ -41,8 +41,10 @@ def test_auto_takes_what_ranks_and_nodes_allow(tmp_path):
         ({"data": 12}, (1, 2, 4, 12)),
         ({"data": 24}, (1, 2, 4, 8)),
         ({"data": 9}, (1, 3)),
-        ({"data": 5}, (1,)),
-        ({"data": 10}, (1, 2)),
+        ({"data": 5}, (1, 5)),
+        ({"data": 7}, (1, 7)),
+        ({"data": 10}, (1, 2, 10)),
+        ({"data": 11}, (1,)),
     ):
         allowed = spans(tmp_path, mesh, math.prod(mesh.values()), **AUTO)
         assert set(allowed.values()) == {expected}

@@ -58,6 +58,8 @@ CASES = {  # mesh, spans, further changes
     "span8": ({"fsdp": 8, "data": 1}, [8], {}),
     "span3": ({"data": 3}, [1, 3], {}),
     "span6": ({"data": 6}, [1, 2, 6], {}),
+    "span5": ({"data": 5}, [1, 5], {}),
+    "span7": ({"data": 7}, [1, 7], {}),
     "data8": ({"data": 8}, [1, 8], {}),
     "tensor2": ({"data": 2, "fsdp": 2, "tensor": 2}, [1, 2, 4], {}),
     "encoders-over-tensor": ({"data": 2, "fsdp": 2, "tensor": 2}, [1, 2, 4], WIDE),
