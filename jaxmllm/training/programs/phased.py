@@ -1,7 +1,6 @@
 """The step's functions compiled ahead of the first step, and driven by the host, phase by phase.
 
-How many microbatches, pools and exchange rounds a step has differs from step to step. Here that is
-a loop count, so
+How many microbatches, pools and exchange rounds a step has differs from step to step. Here that is a loop count, so
 no program is ever compiled again:
 
     zero pools; encode x M; (hop x hops; deliver) x rounds; language_loss_and_grad x M;
