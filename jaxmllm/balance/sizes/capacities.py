@@ -50,14 +50,15 @@ def choose_classes(inputs: SizingInputs, loads: Sequence[Load]) -> Classes:
     by_span = [_Candidates(judge, span) for span in spans]
     # The bound knows slots, not waits: rows of each span have their best packed.
     chosen = judge.best([classes for candidates in by_span for classes in candidates.best()])
-    if inputs.config.row_classes == "auto":
-        candidates = min(by_span, key=lambda of_span: of_span.bound)
-        if judge.may_save(candidates.bound):
-            candidates.extend()
-            further = judge.best(candidates.best())
-            if judge.expected(further) < judge.expected(chosen) * (1 - CAPACITY_SEARCH.class_saves):
-                return further
-    return chosen
+    if inputs.config.row_classes != "auto":
+        return chosen
+    candidates = min(by_span, key=lambda of_span: of_span.bound)
+    if not judge.may_save(candidates.bound):
+        return chosen
+    candidates.extend()
+    further = judge.best(candidates.best())
+    enough = judge.expected(chosen, 1) * (1 - CAPACITY_SEARCH.class_saves)
+    return further if judge.expected(further, 1) < enough else chosen
 
 
 def smallest_capacity(inputs: SizingInputs, span: int) -> int:
@@ -234,23 +235,21 @@ class _Judge:
         self.gather = max(gather, CAPACITY_SEARCH.least_gather)
         items = max(len(load.items.length) for load in loads)
         affordable = CAPACITY_SEARCH.packed_items // (CAPACITY_SEARCH.first_packed * items)
-        # Those that are packed to compare sets
-        self.packed_loads = slice(max(1, min(CAPACITY_SEARCH.packed_batches, affordable)))
+        self.packed_batches = max(1, min(CAPACITY_SEARCH.packed_batches, affordable))
         self.bounds = cache(self._bounds)  # asked for thrice of the candidates that are packed
         self.wanted = cache(self._wanted)
         self.needs_over = cache(self._needs_over)
+        self.expected = cache(self._expected)  # packed once, though asked for again
 
     def best(self, sets: Sequence[Classes]) -> Classes:
         """The set of least expected cost: of all by packing a quarter of the batches, of the best by packing all."""
-        quarter = slice(0, self.packed_loads.stop, 4)
-        last = _best(sets, CAPACITY_SEARCH.then_packed, lambda c: self._expected(c, quarter))
-        return _best(last, 1, self.expected)[0]
+        last = _best(sets, CAPACITY_SEARCH.then_packed, lambda classes: self.expected(classes, 4))
+        return _best(last, 1, lambda classes: self.expected(classes, 1))[0]
 
-    def expected(self, classes: Classes) -> float:
-        """The bound of all loads, times what packing some of them takes over their own bound."""
-        return self._expected(classes, self.packed_loads)
-
-    def _expected(self, classes: Classes, packed: slice) -> float:
+    def _expected(self, classes: Classes, step: int) -> float:
+        """The bound of all loads, times what packing some of them takes over their own bound: one in `step` of those
+        that are packed."""
+        packed = slice(0, self.packed_batches, step)
         packed_cost = self._packed(classes, self.loads[packed])
         return self.bound(classes) * packed_cost / float(self.bounds(classes)[packed].sum())
 
