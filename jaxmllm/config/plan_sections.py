@@ -33,7 +33,7 @@ class PhaseConfig(Section):
     # auto: those of 1 to 8, 10 and 12 that the mesh's innermost axes multiply to and that stay on a node
     # (balance.spans_cross_nodes)
     spans: tuple[PositiveInt, ...] | Auto = "auto"
-    # auto: up to 3, and a fourth that saves 3 % of the slots
+    # auto: up to 3, and a fourth that saves 1 % of the slots
     row_classes: Annotated[int, Field(ge=1, le=4)] | Auto = "auto"
     max_capacity: PositiveInt | Auto = "auto"  # auto: what memory allows, by an estimate
     max_segments: PositiveInt | Auto = "auto"  # items per row

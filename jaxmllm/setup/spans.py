@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from jaxmllm.arrays import Ints
+from jaxmllm.balance.sizes.inputs import ODD_FACTORS
 from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.media.modalities import modalities, row_formats
 from jaxmllm.models.mllm import MLLM
@@ -22,9 +23,8 @@ from sharding.rules import Layout
 
 # Up to a node of 12 ranks. Of those with an odd factor, a mesh allows what its innermost axes multiply to.
 AUTO_SPANS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
-# How far axes are cut for these at least: by twos, and then by each of the odd factors that is left
+# How far axes are cut for these at least, and then by each of `ODD_FACTORS` that is left
 AUTO_CUT = (1, 2, 4, 8)
-ODD_FACTORS = (3, 5, 7)
 
 Spans = Mapping[str, tuple[int, ...]]  # by phase, ascending
 

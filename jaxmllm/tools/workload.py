@@ -33,7 +33,7 @@ from jaxmllm.arrays import Longs, ceil_divide, running_sums, sums_by
 from jaxmllm.balance.costs.flops import phase_flops
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, Mode, PhaseItems, PlanSpec
 from jaxmllm.balance.sizes.choose import choose_sizes
-from jaxmllm.balance.sizes.inputs import Alignment, SizingInputs
+from jaxmllm.balance.sizes.inputs import ODD_FACTORS, Alignment, SizingInputs
 from jaxmllm.balance.sizes.loads import SampleSize
 from jaxmllm.config.schema import (
     AudioConfig,
@@ -312,7 +312,7 @@ def spans_up_to(widest: int, ranks: int) -> tuple[int, ...]:
     """Powers of two that divide the ranks, and the last of them times odd factors: numbers of ranks that may hold a row
     together, as `phases.<phase>.spans: auto` has them."""
     spans = [1]
-    for factor in (*[2] * ranks.bit_length(), 3, 5, 7):
+    for factor in (*[2] * ranks.bit_length(), *ODD_FACTORS):
         longer = factor * spans[-1]
         if longer <= widest and ranks % longer == 0:
             spans.append(longer)

@@ -66,7 +66,7 @@ def test_slurm_requeues_what_ran_out_of_time(cluster, tmp_path, signal, code, re
     )
     script(tmp_path / "bin/scontrol", f'#!/bin/sh\necho node-a; echo "$@" >> {tmp_path}/scontrol\n')
     done = subprocess.run(
-        ["bash", LAUNCH / "slurm.sh", "my.yaml"], env=cluster, capture_output=True, timeout=20
+        ["bash", LAUNCH / "slurm.sh", "my.yaml"], env=cluster, capture_output=True, timeout=60
     )
     assert done.returncode == code, done.stderr
     assert ("requeue 45123" in (tmp_path / "scontrol").read_text().splitlines()) == requeued

@@ -120,7 +120,7 @@ def test_the_coordinator_listens_where_asked_alone_and_ends_with_its_process(
             child.wait(timeout=0.5)
         assert child.stdin is not None
         child.stdin.close()
-        assert child.wait(timeout=20) == 0
+        assert child.wait(timeout=60) == 0
     finally:
         child.kill()
 

@@ -64,7 +64,7 @@ def test_a_signal_in_training_asks_and_handlers_are_put_back(number: signal.Sign
 def test_a_signal_that_the_main_thread_cannot_see_asks_all_the_same() -> None:
     process = waiting("training", "leaves")
     os.killpg(process.pid, signal.SIGTERM)
-    assert process.communicate(timeout=20) == ("saved True\n", "")
+    assert process.communicate(timeout=60) == ("saved True\n", "")
     assert process.returncode == 0
 
 
@@ -73,7 +73,7 @@ def test_a_signal_before_training_ends_the_process_with_one_line(number: signal.
     process = waiting("building", "stays")
     os.killpg(process.pid, number)
     line = f"stopped by {number.name} before the first step: there is nothing to save"
-    assert process.communicate(timeout=20) == (f"told: {line}\n", f"{line}\n")
+    assert process.communicate(timeout=60) == (f"told: {line}\n", f"{line}\n")
     assert process.returncode == 128 + number
 
 
@@ -84,7 +84,7 @@ def test_a_second_signal_ends_the_process_at_once_with_one_line() -> None:
     assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
     line = "stopped by a second signal, SIGINT: nothing more is saved"
-    assert process.communicate(timeout=20) == (f"told: {line}\n", f"{line}\n")
+    assert process.communicate(timeout=60) == (f"told: {line}\n", f"{line}\n")
     assert process.returncode == 128 + signal.SIGINT
 
 

@@ -14,6 +14,7 @@ from jaxmllm.phases import Phase
 Capacities = tuple[int, ...]  # slots of a rank, descending
 Classes = tuple[RowClass, ...]  # of a phase, by the slots of a row, most first
 
+ODD_FACTORS = (3, 5, 7)  # of ranks that may hold a row together, where `auto` decides how many
 HEAD_ROOM = 8  # sizes are 1/8 above what the samples needed
 
 
@@ -163,10 +164,10 @@ class CapacitySearch:
     longest_quantiles: tuple[float, ...] = (0.5, 0.8, 0.95, 1.0)
     # A further class is added to the best sets so far: this many, the same number of each span.
     extended: int = 512
-    # A third class is what few examples per rank gain most by; each is a program to compile. A batch of a handful of
-    # examples gains by one more, which has to save this share of the slots.
+    # A third class is what few examples per rank gain most by; each is a program to compile. One more has to save this
+    # share of the slots, as it does for batches of a handful of examples.
     usual_classes: int = 3
-    class_saves: float = 0.03
+    class_saves: float = 0.01
     # Where nothing bounds capacities: rows that hold 4 of the longest items can still be balanced,
     # and no fewer slots than these.
     longest_items: int = 4
