@@ -33,8 +33,8 @@ class PhaseConfig(Section):
     # auto: those of 1 to 8, 10 and 12 that the mesh's innermost axes multiply to and that stay on a node
     # (balance.spans_cross_nodes)
     spans: tuple[PositiveInt, ...] | Auto = "auto"
-    # auto: up to 3, and a fourth that saves 1 % of the slots
-    row_classes: Annotated[int, Field(ge=1, le=4)] | Auto = "auto"
+    # auto: up to 3, and up to 6 as long as each saves half a percent of a step
+    row_classes: Annotated[int, Field(ge=1, le=6)] | Auto = "auto"
     max_capacity: PositiveInt | Auto = "auto"  # auto: what memory allows, by an estimate
     max_segments: PositiveInt | Auto = "auto"  # items per row
     # Tokens of an attention block. Capacities are multiples of it, or of 64 in rows of which several devices hold a few

@@ -33,9 +33,12 @@ from jaxmllm.compiled import compiled
 from jaxmllm.config.schema import ConfigError
 
 
-def choose_classes(inputs: SizingInputs, loads: Sequence[Load]) -> Classes:
+def choose_classes(inputs: SizingInputs, loads: Sequence[Load], share: float = 1.0) -> Classes:
     """Up to `row_classes` classes of rows that hold the loads of a phase with little waste, of the
-    spans that are allowed; of `auto` one more where that saves enough.
+    spans that are allowed; of `auto` more as long as each saves enough.
+
+    Args:
+      share: of a step's FLOPs that are the phase's.
 
     Raises:
       ConfigError: no row that `max_capacity` and the spans allow holds the longest item.
@@ -53,12 +56,16 @@ def choose_classes(inputs: SizingInputs, loads: Sequence[Load]) -> Classes:
     if inputs.config.row_classes != "auto":
         return chosen
     candidates = min(by_span, key=lambda of_span: of_span.bound)
-    if not judge.may_save(candidates.bound):
-        return chosen
-    candidates.extend()
-    further = judge.best(candidates.best())
-    enough = judge.expected(chosen, 1) * (1 - CAPACITY_SEARCH.class_saves)
-    return further if judge.expected(further, 1) < enough else chosen
+    enough = 1 - CAPACITY_SEARCH.class_saves / max(share, CAPACITY_SEARCH.class_saves)
+    for _ in range(CAPACITY_SEARCH.usual_classes, CAPACITY_SEARCH.most_classes):
+        if judge.least > enough * candidates.bound:
+            break
+        candidates.extend()
+        further = judge.best(candidates.best())
+        if judge.expected(further, 1) > enough * judge.expected(chosen, 1):
+            break
+        chosen = further
+    return chosen
 
 
 def smallest_capacity(inputs: SizingInputs, span: int) -> int:
@@ -257,11 +264,10 @@ class _Judge:
         """The bound of all loads together."""
         return float(self.bounds(classes).sum())
 
-    def may_save(self, bound: float) -> bool:
-        """Whether one more class may save enough of a bound: whether it is so far above what any classes leave, full
-        rows and a microbatch of each load."""
-        least = float(self.slots.sum()) / CAPACITY_SEARCH.expected_fill + self.overheads.sum()
-        return least < bound * (1 - CAPACITY_SEARCH.class_saves)
+    @property
+    def least(self) -> float:
+        """A bound for any classes: full rows, and a microbatch of each load."""
+        return float(self.slots.sum() / CAPACITY_SEARCH.expected_fill + self.overheads.sum())
 
     def _packed(self, classes: Classes, loads: Sequence[Load]) -> float:
         spec = phase_spec(self.inputs, classes)

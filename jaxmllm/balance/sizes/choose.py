@@ -86,6 +86,7 @@ class PhaseRows:
           segments: whether the most items of a row are chosen, too; else a row may have any number.
         """
         batches = self._batches
+        shares = self._shares(phases)
         encoders = {inputs.name: inputs for inputs in phases}
         language = encoders.pop(LANGUAGE)
         # By batch, where media stay with their example.
@@ -97,7 +98,8 @@ class PhaseRows:
         specs: dict[str, PhaseSpec] = {}
         # Language first: encoders may follow where it places examples.
         for inputs in (language, *encoders.values()):
-            specs[inputs.name] = self._of_phase(inputs, grids, ranks_of_examples, segments)
+            share = shares[inputs.name]
+            specs[inputs.name] = self._of_phase(inputs, share, grids, ranks_of_examples, segments)
             if inputs is language and balance.mode == "language":
                 plans = [assign(specs[LANGUAGE], batch.phases[LANGUAGE]) for batch in batches]
                 ranks_of_examples = [
@@ -106,6 +108,18 @@ class PhaseRows:
                 ]
         return {inputs.name: specs[inputs.name] for inputs in phases}
 
+    def _shares(self, phases: Sequence[SizingInputs]) -> dict[str, float]:
+        """Of the FLOPs of all samples, those of each phase."""
+        flops = {
+            inputs.name: sum(
+                inputs.flops.total(items.length, items.extra)
+                for items in (batch.phases[inputs.name] for batch in self.samples)
+            )
+            for inputs in phases
+        }
+        total = sum(flops.values())
+        return {name: of_phase / max(total, 1) for name, of_phase in flops.items()}
+
     @cached_property
     def _batches(self) -> list[BatchItems]:
         return [*self.samples, *redraw(self.samples)]
@@ -113,14 +127,15 @@ class PhaseRows:
     def _of_phase(
         self,
         inputs: SizingInputs,
+        share: float,
         grids: Mapping[str, ExchangeGrid],
         ranks_of_examples: Sequence[Longs | None],
         segments: bool,
     ) -> PhaseSpec:
-        key = f"{segments} {_deciding(inputs)}"
+        key = f"{segments} {share} {_deciding(inputs)}"
         if key not in self._known or any(ranks is not None for ranks in ranks_of_examples):
             loads = loads_of(self._batches, inputs, grids, ranks_of_examples)
-            self._known[key] = _rows(inputs, loads, segments)
+            self._known[key] = _rows(inputs, share, loads, segments)
         return self._known[key]
 
 
@@ -131,11 +146,14 @@ def _deciding(inputs: SizingInputs) -> SizingInputs:
     return replace(inputs, gather_cost=0, microbatch_cost=0, fitting=None)
 
 
-def _rows(inputs: SizingInputs, loads: Sequence[Load], segments: bool) -> PhaseSpec:
+def _rows(inputs: SizingInputs, share: float, loads: Sequence[Load], segments: bool) -> PhaseSpec:
     """A phase with its row classes and the most items of a row."""
     config = inputs.config
     given = config.capacities
-    classes = choose_classes(inputs, loads) if given == "auto" else given_classes(given, inputs)
+    if given == "auto":
+        classes = choose_classes(inputs, loads, share)
+    else:
+        classes = given_classes(given, inputs)
     if config.max_segments != "auto":
         return phase_spec(inputs, classes, config.max_segments)
     unlimited = phase_spec(inputs, classes)

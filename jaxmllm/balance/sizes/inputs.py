@@ -164,10 +164,11 @@ class CapacitySearch:
     longest_quantiles: tuple[float, ...] = (0.5, 0.8, 0.95, 1.0)
     # A further class is added to the best sets so far: this many, the same number of each span.
     extended: int = 512
-    # A third class is what few examples per rank gain most by; each is a program to compile. One more has to save this
-    # share of the slots, as it does for batches of a handful of examples.
+    # A third class is what few examples per rank gain most by; each is a program to compile. Each further one of `auto`
+    # has to save this share of a step, as it does for batches of a handful of examples.
     usual_classes: int = 3
-    class_saves: float = 0.01
+    most_classes: int = 6
+    class_saves: float = 0.005
     # Where nothing bounds capacities: rows that hold 4 of the longest items can still be balanced,
     # and no fewer slots than these.
     longest_items: int = 4
