@@ -168,6 +168,9 @@ class _Further:
         )
         self.leftovers = self._parts(judge.median, CAPACITY_SEARCH.leftover_divisors)
         self.steps = self._parts(judge.median, CAPACITY_SEARCH.step_divisors)
+        wholes = np.quantile(judge.slots, CAPACITY_SEARCH.whole_quantiles, method="higher")
+        fill = CAPACITY_SEARCH.expected_fill
+        self.wholes = {self._rounded(math.ceil(load / fill)) for load in wholes.tolist()}
         longest = [load.items.length.max() for load in judge.loads]
         quantiles = CAPACITY_SEARCH.longest_quantiles
         # Capacities that hold the longest item of most loads, if not of all data
@@ -187,7 +190,7 @@ class _Further:
         """Classes whose rows have fewer slots than those of the last of `classes`."""
         first = classes[0].capacity
         last = classes[-1]
-        capacities = self.leftovers | self.longest
+        capacities = self.leftovers | self.longest | self.wholes
         capacities |= {self._rounded(last.capacity - step) for step in self._steps(classes)}
         if first > self.median:
             capacities |= self.shares | self._parts(first, CAPACITY_SEARCH.first_divisors)
