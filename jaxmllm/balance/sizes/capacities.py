@@ -33,7 +33,7 @@ from jaxmllm.compiled import compiled
 from jaxmllm.config.schema import ConfigError
 
 
-def choose_classes(inputs: SizingInputs, loads: Sequence[Load], share: float = 1.0) -> Classes:
+def choose_classes(inputs: SizingInputs, loads: Sequence[Load], share: float) -> Classes:
     """Up to `row_classes` classes of rows that hold the loads of a phase with little waste, of the
     spans that are allowed; of `auto` more as long as each saves enough.
 
@@ -55,7 +55,13 @@ def choose_classes(inputs: SizingInputs, loads: Sequence[Load], share: float = 1
     chosen = judge.best([classes for candidates in by_span for classes in candidates.best()])
     if inputs.config.row_classes != "auto":
         return chosen
+    # The span that saves most by its bound is enough: each search takes seconds
     candidates = min(by_span, key=lambda of_span: of_span.bound)
+    return _with_more(chosen, candidates, judge, share)
+
+
+def _with_more(chosen: Classes, candidates: _Candidates, judge: _Judge, share: float) -> Classes:
+    """More classes than those chosen, one after the other, as long as each saves enough of a step."""
     enough = 1 - CAPACITY_SEARCH.class_saves / max(share, CAPACITY_SEARCH.class_saves)
     for _ in range(CAPACITY_SEARCH.usual_classes, CAPACITY_SEARCH.most_classes):
         if judge.least > enough * candidates.bound:
@@ -94,7 +100,7 @@ class _Candidates:
     The first holds much or all of a load, or just the longest item. The others are such shares of a
     load, too, where the first is larger than that; or parts of the median load, to hold what the
     first leaves over; or a little smaller than the one before: a few similar sizes allow finer
-    totals; or parts of the first; or what holds the longest item of most loads.
+    totals; or parts of the first; or what holds the longest item of most loads, or a smaller load whole.
     """
 
     def __init__(self, judge: _Judge, span: int):
@@ -168,9 +174,12 @@ class _Further:
         )
         self.leftovers = self._parts(judge.median, CAPACITY_SEARCH.leftover_divisors)
         self.steps = self._parts(judge.median, CAPACITY_SEARCH.step_divisors)
-        wholes = np.quantile(judge.slots, CAPACITY_SEARCH.whole_quantiles, method="higher")
-        fill = CAPACITY_SEARCH.expected_fill
-        self.wholes = {self._rounded(math.ceil(load / fill)) for load in wholes.tolist()}
+        # Capacities that hold a load whole: one of the smaller, the median, one of the larger
+        loads = np.quantile(judge.slots, CAPACITY_SEARCH.whole_quantiles, method="higher")
+        self.wholes = {
+            self._rounded(math.ceil(load / CAPACITY_SEARCH.expected_fill))
+            for load in loads.tolist()
+        }
         longest = [load.items.length.max() for load in judge.loads]
         quantiles = CAPACITY_SEARCH.longest_quantiles
         # Capacities that hold the longest item of most loads, if not of all data
