@@ -150,10 +150,9 @@ def _rows(inputs: SizingInputs, share: float, loads: Sequence[Load], segments: b
     """A phase with its row classes and the most items of a row."""
     config = inputs.config
     given = config.capacities
-    if given == "auto":
-        classes = choose_classes(inputs, loads, share)
-    else:
-        classes = given_classes(given, inputs)
+    classes = (
+        choose_classes(inputs, loads, share) if given == "auto" else given_classes(given, inputs)
+    )
     if config.max_segments != "auto":
         return phase_spec(inputs, classes, config.max_segments)
     unlimited = phase_spec(inputs, classes)
