@@ -100,7 +100,7 @@ class _Candidates:
     The first holds much or all of a load, or just the longest item. The others are such shares of a
     load, too, where the first is larger than that; or parts of the median load, to hold what the
     first leaves over; or a little smaller than the one before: a few similar sizes allow finer
-    totals; or parts of the first; or what holds the longest item of most loads, or a smaller load whole.
+    totals; or parts of the first; or what holds a whole load, or the longest item of most.
     """
 
     def __init__(self, judge: _Judge, span: int):
@@ -174,7 +174,7 @@ class _Further:
         )
         self.leftovers = self._parts(judge.median, CAPACITY_SEARCH.leftover_divisors)
         self.steps = self._parts(judge.median, CAPACITY_SEARCH.step_divisors)
-        # Capacities that hold a load whole: one of the smaller, the median, one of the larger
+        # Capacities that hold a whole load, from the smaller ones to the larger
         loads = np.quantile(judge.slots, CAPACITY_SEARCH.whole_quantiles, method="higher")
         self.wholes = {
             self._rounded(math.ceil(load / CAPACITY_SEARCH.expected_fill))

@@ -160,7 +160,7 @@ class CapacitySearch:
     # Where the first class is larger than the median load, because of the longest item, another is
     # a share of that load or the first divided by one of these: nothing else lies between the two.
     first_divisors: tuple[float, ...] = (1.5, 2, 3, 4, 6, 8, 12, 16)
-    # Or it holds the whole of a load, that which such shares of the loads do not exceed.
+    # Or it holds a whole load: one that such a share of the loads does not exceed.
     whole_quantiles: tuple[float, ...] = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9)
     # Or it holds the longest item of these shares of the loads.
     longest_quantiles: tuple[float, ...] = (0.5, 0.8, 0.95, 1.0)
