@@ -117,7 +117,7 @@ def test_a_run_goes_on_when_workers_are_killed_and_stops_when_its_group_is_told_
     killed: list[int] = []
     step = 2
     try:
-        while len(killed) < 3:
+        for _ in range(3):
             wait_for_step(process, tmp_path / "run", step)
             killed.append(max(wait_for_workers(process, killed)))
             os.kill(killed[-1], signal.SIGKILL)

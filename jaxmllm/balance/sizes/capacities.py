@@ -175,19 +175,22 @@ class _Further:
         self.leftovers = self._parts(judge.median, CAPACITY_SEARCH.leftover_divisors)
         self.steps = self._parts(judge.median, CAPACITY_SEARCH.step_divisors)
         # Capacities that hold a whole load, from the smaller ones to the larger
-        loads = np.quantile(judge.slots, CAPACITY_SEARCH.whole_quantiles, method="higher")
-        self.wholes = {
-            self._rounded(math.ceil(load / CAPACITY_SEARCH.expected_fill))
-            for load in loads.tolist()
-        }
-        longest = [load.items.length.max() for load in judge.loads]
-        quantiles = CAPACITY_SEARCH.longest_quantiles
+        self.wholes = self._parts_of_quantiles(
+            judge.slots, CAPACITY_SEARCH.whole_quantiles, CAPACITY_SEARCH.expected_fill
+        )
         # Capacities that hold the longest item of most loads, if not of all data
-        self.longest = {
-            capacity
-            for length in np.quantile(longest, quantiles, method="higher").tolist()
-            for capacity in self._parts(length, (span,))
-        }
+        self.longest = self._parts_of_quantiles(
+            np.array([load.items.length.max() for load in judge.loads]),
+            CAPACITY_SEARCH.longest_quantiles,
+            span,
+        )
+
+    def _parts_of_quantiles(
+        self, slots: Longs, quantiles: Sequence[float], divisor: float
+    ) -> set[int]:
+        """Of each of these quantiles of the loads' slots one part."""
+        amounts = np.quantile(slots, quantiles, method="higher").tolist()
+        return {capacity for amount in amounts for capacity in self._parts(amount, (divisor,))}
 
     def _parts(self, slots: float, divisors: Iterable[float]) -> set[int]:
         return {self._rounded(math.ceil(slots / divisor)) for divisor in divisors}

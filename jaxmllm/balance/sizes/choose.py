@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from jaxmllm.arrays import Ints, Longs, round_up
+from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, PhaseSpec, PlanSpec
 from jaxmllm.balance.rows.assign import assign
 from jaxmllm.balance.sizes.capacities import (
@@ -72,6 +73,7 @@ class PhaseRows:
     def __init__(self, samples: Sequence[BatchItems]):
         self.samples = samples
         self._known: dict[str, PhaseSpec] = {}
+        self._flops_of = cache(self._flops)  # asked for again with every mesh
 
     def chosen(
         self,
@@ -86,7 +88,8 @@ class PhaseRows:
           segments: whether the most items of a row are chosen, too; else a row may have any number.
         """
         batches = self._batches
-        shares = self._shares(phases)
+        flops = {inputs.name: self._flops_of(inputs.name, inputs.flops) for inputs in phases}
+        total = max(sum(flops.values()), 1)
         encoders = {inputs.name: inputs for inputs in phases}
         language = encoders.pop(LANGUAGE)
         # By batch, where media stay with their example.
@@ -98,7 +101,7 @@ class PhaseRows:
         specs: dict[str, PhaseSpec] = {}
         # Language first: encoders may follow where it places examples.
         for inputs in (language, *encoders.values()):
-            share = shares[inputs.name]
+            share = flops[inputs.name] / total
             specs[inputs.name] = self._of_phase(inputs, share, grids, ranks_of_examples, segments)
             if inputs is language and balance.mode == "language":
                 plans = [assign(specs[LANGUAGE], batch.phases[LANGUAGE]) for batch in batches]
@@ -108,17 +111,10 @@ class PhaseRows:
                 ]
         return {inputs.name: specs[inputs.name] for inputs in phases}
 
-    def _shares(self, phases: Sequence[SizingInputs]) -> dict[str, float]:
-        """Of the FLOPs of all samples, those of each phase."""
-        flops = {
-            inputs.name: sum(
-                inputs.flops.total(items.length, items.extra)
-                for items in (batch.phases[inputs.name] for batch in self.samples)
-            )
-            for inputs in phases
-        }
-        total = sum(flops.values())
-        return {name: of_phase / max(total, 1) for name, of_phase in flops.items()}
+    def _flops(self, phase: str, cost: ItemCost) -> float:
+        """FLOPs of a phase in all samples."""
+        items = [batch.phases[phase] for batch in self.samples]
+        return sum(cost.total(each.length, each.extra) for each in items)
 
     @cached_property
     def _batches(self) -> list[BatchItems]:
