@@ -202,71 +202,84 @@ def _lay_out(
 def _lay_out_in_blocks(
     row_of: Longs, length: Longs, spare: Longs, block: int, offset: Ints, segment: Ints
 ) -> None:
-    """Write offsets and segments. `spare` are the slots of each row, and in the end those that are left over."""
+    """Write offsets and segments. `spare` are the slots of each row, and in the end those without an item.
+
+    Sorting items would take a sixth of a plan's time. They are put on chains instead: `first` of each chain, and what
+    comes `after` each item, -1 where a chain ends. A group of items goes by the item that it began with.
+    """
     items = len(row_of)
-    # Chains: the first item of each row, those of a size, or of a block, and of each item the one after it
-    of_row = np.full(len(spare), -1)
+    first_of_row = np.full(len(spare), -1)
     after = np.empty(items, np.int64)
     for item in range(items - 1, -1, -1):
-        row = row_of[item]
-        spare[row] -= length[item]
-        after[item] = of_row[row]
-        of_row[row] = item
-    of_size = np.empty(block + 1, np.int64)
-    of_block = np.empty(items, np.int64)
-    last_of_block = np.empty(items, np.int64)
-    # Blocks of each room, likewise
-    of_room = np.empty(block + 1, np.int64)
-    after_block = np.empty(items, np.int64)
+        spare[row_of[item]] -= length[item]
+        _put_first(first_of_row, after, row_of[item], item)
+    first_with_room = np.empty(block, np.int64)
+    after_group = np.empty(items, np.int64)
+    last_of_group = np.empty(items, np.int64)
     for row in range(len(spare)):
-        of_size[:] = -1
-        item = of_row[row]
-        while item >= 0:
-            following = after[item]
-            size = (length[item] - 1) % block + 1  # in its last block, if it begins at an edge
-            after[item] = of_size[size]
-            of_size[size] = item
-            item = following
-        of_room[:] = -1
-        blocks = 0
-        most_room = 0
-        for size in range(block, 0, -1):
-            item = of_size[size]
-            while item >= 0:
-                following = after[item]
-                room = size
-                while room <= most_room and of_room[room] < 0:
-                    room += 1
-                if room <= most_room:
-                    chosen = of_room[room]
-                    of_room[room] = after_block[chosen]
-                    after[last_of_block[chosen]] = item
-                else:
-                    chosen = blocks
-                    of_block[chosen] = item
-                    blocks += 1
-                    room = block
-                last_of_block[chosen] = item
-                after[item] = -1
-                room -= size
-                after_block[chosen] = of_room[room]
-                of_room[room] = chosen
-                most_room = max(most_room, room)
-                item = following
-        slot = 0
-        number = 0
-        for room in range(block):  # the fullest first
-            chosen = of_room[room]
-            while chosen >= 0:
+        first_with_room[:] = -1
+        _group(first_of_row[row], length, block, after, last_of_group, first_with_room, after_group)
+        slot = number = 0
+        for fullest in first_with_room:
+            group = fullest
+            while group >= 0:
                 gap = -slot % block
                 if gap <= spare[row]:
                     spare[row] -= gap
                     slot += gap
-                item = of_block[chosen]
-                while item >= 0:
+                member = group
+                while member >= 0:
                     number += 1
-                    offset[item] = slot
-                    segment[item] = number
-                    slot += length[item]
-                    item = after[item]
-                chosen = after_block[chosen]
+                    offset[member] = slot
+                    segment[member] = number
+                    slot += length[member]
+                    member = after[member]
+                group = after_group[group]
+
+
+@compiled
+def _group(
+    item: int,
+    length: Longs,
+    block: int,
+    after: Longs,
+    last_of_group: Longs,
+    first_with_room: Longs,
+    after_group: Longs,
+) -> None:
+    """Put the items of a row, a chain from `item` on, on one chain for each group, whose leftovers fit a block, and
+    groups on chains by the room that they leave of it: [block]."""
+    first_of_size = np.full(block + 1, -1)
+    while item >= 0:
+        following = after[item]
+        left_over = (length[item] - 1) % block + 1  # in its last block, if it begins at an edge
+        _put_first(first_of_size, after, left_over, item)
+        item = following
+    most_room = 0
+    for size in range(block, 0, -1):
+        item = first_of_size[size]
+        while item >= 0:
+            following = after[item]
+            room = size
+            while room <= most_room and first_with_room[room] < 0:
+                room += 1
+            if room <= most_room:
+                group = first_with_room[room]
+                first_with_room[room] = after_group[group]
+                after[last_of_group[group]] = item
+            else:
+                group = item
+                room = block
+            last_of_group[group] = item
+            after[item] = -1
+            room -= size
+            _put_first(first_with_room, after_group, room, group)
+            most_room = max(most_room, room)
+            item = following
+
+
+@compiled
+def _put_first(first: Longs, after: Longs, chain: int, entry: int) -> None:
+    """Put an item or a group at the front of a chain."""
+    after[entry] = first[chain]
+    first[chain] = entry
