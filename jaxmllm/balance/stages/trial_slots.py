@@ -51,9 +51,12 @@ def slot_budget(
             slots[Pool.INPUT, number] = rows_in_flight * chain.chunks_per_rank
         if encoder:
             slots[Pool.TOKENS, number] = rows_in_flight
-        goes_back = bool(costs[chain.name].linear[:, 1:].any())
+        linear = costs[chain.name].linear
+        goes_back = bool(linear[:, 1:].any())
         if goes_back:
-            slots |= _backward_slots(number, chain, rows_in_flight, encoder, config)
+            has_weight_gradients = bool(linear[:, 2].any())
+            splits = config.split_backward is True and has_weight_gradients
+            slots |= _backward_slots(number, chain, rows_in_flight, encoder, splits)
             most = rows_in_flight * chain.chunks_per_rank
             if config.kept_residuals == "auto":
                 capacity = costs[chain.name].capacity
@@ -70,13 +73,13 @@ def _backward_slots(
     chain: Chain,
     rows_in_flight: int,
     encoder: bool,
-    config: PipelineConfig,
+    splits: bool,
 ) -> Slots:
     slots: Slots = {}
     if chain.depth > 1 and not chain.head_only:
         slots[Pool.GRADIENT, number] = rows_in_flight * chain.chunks_per_rank
     if encoder:
         slots[Pool.TOKEN_GRADIENT, number] = rows_in_flight
-    if config.split_backward is True:
+    if splits:
         slots[Pool.PENDING, number] = CHOICE.pending
     return slots

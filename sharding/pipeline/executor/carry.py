@@ -61,7 +61,7 @@ class Held:
         # The box of gradients of tokens has one for each row that is read
         leading = {(Pool.TOKEN_GRADIENT, e): 1 for e in encoders}
         return Held(
-            slots={key: jax.tree.leaves(pool)[0].shape[0] for key, pool in state.pools.items()},
+            slots={key: shapes.spec.room(*key) + 1 for key in state.pools},
             pools={key: total(key, pool, 1) for key, pool in state.pools.items()},
             boxes={
                 key: total(key, box, leading.get(key, 0)) for key, box in state.work.scratch.items()

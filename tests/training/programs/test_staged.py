@@ -117,21 +117,37 @@ def test_batches_of_one_kind(piped, alone, kind, count):
     assert_close(used(result), used(expected), 1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("split_backward", [pytest.param(False, marks=EXHAUSTIVE), True])
-def test_parameters_trained_by_pattern(setups, by_example, alone, tmp_path, split_backward):
-    """Some of every kind: biases of a tower, a head and MLPs; the checkpoint holds optimizer states of these alone."""
-    patterns = {
-        "vision": {"train": ["*bias"]},
-        "audio": {"freeze": True},
-        "language": {"train": ["head", "*.mlp.*"]},
-    }
+# Parameters of some kind in each component: biases of a tower, a head and MLPs
+PATTERNS = {
+    "vision": {"train": ["*bias"]},
+    "audio": {"freeze": True},
+    "language": {"train": ["head", "*.mlp.*"]},
+}
+
+
+def same_as_alone(setups, by_example, alone, components, split_backward):
+    """Stages that train some of the parameters, whose gradients are checked; and these."""
     pipeline = {"stages": 2, "layout": "chain", "split_backward": split_backward}
-    parted = setups(by_example(mesh={"data": 2}, pipeline=pipeline, components=patterns), 4)
+    parted = setups(by_example(mesh={"data": 2}, pipeline=pipeline, components=components), 4)
     result = computed(parted, parted.step(EXAMPLES))
     expected = alone.gradients(alone.step(EXAMPLES))
     trained, _ = parted.programs.functions.model.trainable.split(expected.grads)
     assert_same(result, dataclasses.replace(expected, grads=trained), 1e-5)
+    return parted, trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("language", [{"freeze": True}, {"train": ["head"]}], ids=["none", "head"])
+def test_layers_without_weight_gradients_have_none_to_keep(setups, by_example, alone, language):
+    """A backward pass in halves leaves nothing for the second where no layer is trained."""
+    same_as_alone(setups, by_example, alone, {"language": language}, split_backward=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split_backward", [pytest.param(False, marks=EXHAUSTIVE), True])
+def test_parameters_trained_by_pattern(setups, by_example, alone, tmp_path, split_backward):
+    """The checkpoint holds optimizer states of these alone."""
+    parted, trained = same_as_alone(setups, by_example, alone, PATTERNS, split_backward)
 
     programs = parted.programs
     state = programs.init(0)
