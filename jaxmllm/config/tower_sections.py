@@ -281,6 +281,8 @@ class AudioConfig(TowerConfig):
         stem      frames of silence, which the convolutions hear, and attention does not see
         heard     frames of silence, which the tower hears like the clip
 
+    Where the last of the decoder's tokens reads more than the clip has, those features are zeros.
+
     With `attention: chunk`, tokens see their own chunk, or `window_chunks` of them, not the whole clip. The means
     of `pool` neighbouring tokens are normed last, those of whole groups alone: what is left at the end of a clip is
     dropped.

@@ -189,7 +189,8 @@ class StageFunctions:
 
         def last(outer: Params, x: Array, rows: EncoderRows) -> TokenPool:
             params = _outer_params(outer)
-            tokens = model.project(params, phase, model.normed(params, phase, x), rows.places)
+            features = model.finish(params, phase, rows, x)
+            tokens = model.project(params, phase, features, rows.places)
             valid = by_rank(layout, rows.valid) if layout.span > 1 else rows.valid
             return TokenPool(tokens.astype(self._dtype), valid.astype(jnp.float32))
 
@@ -220,7 +221,7 @@ class StageFunctions:
             return x._replace(hidden=hidden, routed=_with_layer(x.routed, routed, number))
 
         def last(outer: Params, x: Activation, rows: LanguageRows) -> Any:
-            hidden = model.normed(_outer_params(outer), LANGUAGE, x.hidden)
+            hidden = model.finish_states(_outer_params(outer), x.hidden)
             losses = _text_losses(functions, outer, x, hidden, rows) if learns else None
             if not generates:
                 return losses
