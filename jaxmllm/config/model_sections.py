@@ -86,7 +86,7 @@ class LanguageConfig(LayerWindows):
     tie_embeddings: bool = False
     norm_epsilon: PositiveFloat = 1e-6
     loss_chunk: PositiveInt = 512  # tokens whose logits exist at one time, at most
-    # Those of an image's tokens: its row and column (grid), or one after another, as text has them (line)
+    # Those of an image's tokens: its row and column, and tile (grid), or one after another, as text has them (line)
     media_positions: Literal["grid", "line"] = "grid"
     # Media whose tokens see their whole item; all else is causal.
     bidirectional: tuple[Literal["vision", "audio"], ...] = ("vision", "audio")

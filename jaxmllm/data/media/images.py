@@ -195,12 +195,12 @@ class Images:
         return None
 
     def token_positions(self, shape: Shape, start: float) -> tuple[NDArray[Any], float]:
-        """Time stands still over one image, and height and width count merged cells; or all go on from token to
-        token: [tokens, 3]."""
+        """Time stands still over one image, or counts its tiles, and height and width count merged cells; or all go
+        on from token to token: [tokens, 3]."""
         if self.in_line:
             line = start + np.arange(self.tokens(shape))
             return np.repeat(line[:, None], 3, axis=1), start + len(line)
-        cells = (1, *(side // self.merge for side in shape[1:]))
+        cells = (shape[0], *(side // self.merge for side in shape[1:]))
         positions = start + np.indices(cells).reshape(3, -1).T
         return positions, start + max(cells)
 
