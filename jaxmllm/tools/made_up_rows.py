@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxmllm.balance.costs.calibration import Fill
+from jaxmllm.balance.costs.visible_pairs import VisiblePairs
 from jaxmllm.balance.records import BatchItems, PhaseItems, PlanSpec, RowClass, StepPlan
 from jaxmllm.balance.rows.assign import assign
 from jaxmllm.data.media.modality import Shape
@@ -36,7 +37,7 @@ def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
         "equal items make equal rows"
     )
     modalities = {
-        name: MadeUpModality(run.corpus.modalities[name])
+        name: MadeUpModality(run.corpus.modalities[name], run.corpus.pairs)
         for name in specs
         if not specs[name].has_loss
     }
@@ -95,10 +96,15 @@ class EqualExamples:
 
 
 class MadeUpModality:
-    """A modality like another, whose items are numbers without a file; their shape is (slots, 1)."""
+    """A modality like another, whose items are numbers without a file; their shape is (slots, 1, 1).
 
-    def __init__(self, like: Any):
+    Attention sees of an item what `ItemCost.squares` counts: windows and chunks are whole, but for the last one, and
+    tiles of an image see one another.
+    """
+
+    def __init__(self, like: Any, pairs: VisiblePairs):
         self._like = like
+        self._pairs = pairs
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._like, name)
@@ -110,10 +116,19 @@ class MadeUpModality:
         return np.ones(shape[0], np.bool_)
 
     def positions(self, shape: Shape) -> Any:
+        """Those of a strip, one slot wide or one window."""
         axes = self._like.format.axes
         positions = np.zeros((shape[0], 1 + max(axes)), np.int32)
-        positions[:, axes[0]] = np.arange(shape[0])
+        window = self._pairs.tower_window if self._like.name == "vision" else None
+        line = np.arange(shape[0])
+        positions[:, axes[0]] = line // (window or 1)
+        if window is not None:
+            positions[:, axes[1]] = line % window
         return positions
+
+    def apart(self, shape: Shape) -> Any:
+        chunk = self._pairs.chunk if self._like.name == "audio" else None
+        return None if chunk is None else np.arange(shape[0], dtype=np.int32) // chunk
 
     def load(self, media: MediaReference, shape: Shape) -> Any:
         # Not zeros: some chips multiply them faster.

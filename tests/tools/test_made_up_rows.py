@@ -1,0 +1,70 @@
+"""Made-up rows: what attention sees of them is what costs count of their items."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmllm.balance.costs.calibration import Fill
+from jaxmllm.config.read import parse_config
+from jaxmllm.data.rows.fill import LocalRanks
+from jaxmllm.phases import LANGUAGE
+from jaxmllm.setup.prepare import prepare
+from jaxmllm.setup.row_shapes import attention_spec
+from jaxmllm.setup.sizing import plan_spec
+from jaxmllm.tools.made_up_rows import made_up_rows
+from jaxmllm.tools.sample_data import make_sample
+from sharding.mesh import abstract_mesh
+from tests.support import tiny_config
+
+SQUARES = {"resize": "square", "min_pixels": 84**2, "max_pixels": 84**2}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sample")
+    make_sample(folder, train=24, test=4)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("phase", "section", "images", "seen"),
+    [
+        ("vision", {}, {}, "segments"),
+        ("vision", {"layers": 2, "window": 4}, {}, "windows"),
+        (
+            "vision",
+            {"positions": "table", "position_grid": 6, "class_token": True},
+            SQUARES,
+            "segments",
+        ),
+        # 30 frames take 32 slots
+        (
+            "audio",
+            {"attention": "chunk", "stem_channels": 4, "chunk_frames": 30, "merge": 2},
+            {},
+            "segments",
+        ),
+    ],
+    ids=["plain", "windows", "class token", "chunks"],
+)
+def test_attention_sees_what_costs_count(
+    data: Any, phase: str, section: dict[str, Any], images: dict[str, Any], seen: str
+) -> None:
+    changes = {f"model__{phase}__{key}": value for key, value in section.items()}
+    changes |= {f"data__images__{key}": value for key, value in images.items()}
+    config = parse_config(tiny_config(data, data__max_rejected=1.0, mesh={"data": 1}, **changes))
+    inputs = prepare(config, abstract_mesh(config.mesh_sizes, 1))
+    plan = plan_spec(config, inputs)
+    attention = attention_spec(config, inputs.model, inputs.corpus.formats, plan)
+    alone = dict.fromkeys((phase, LANGUAGE), (0,))
+    programs = SimpleNamespace(spec=plan, attention=attention, local_share=LocalRanks(alone, alone))
+    run: Any = SimpleNamespace(programs=programs, corpus=inputs.corpus)
+    spec = plan.phases[phase]
+    fill = Fill(spec.classes[0].capacity, items=2, length=64)
+    (row,) = made_up_rows(run, phase, fill).rows[phase]
+    _, slots_that_see_one_another = np.unique(row[seen][row["segments"] > 0], return_counts=True)
+    full, windowed = spec.flops.squares(fill.length)
+    counted = windowed if seen == "windows" or section.get("attention") else full
+    assert (slots_that_see_one_another**2).sum() == fill.items * counted
