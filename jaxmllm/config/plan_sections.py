@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import (
     Field,
@@ -18,6 +18,7 @@ from pydantic import (
 from jaxmllm.config.section import Auto, Section
 
 AxisSize = PositiveInt | Literal[-1]
+MOST_ROW_CLASSES: Final = 6  # of a phase; each is a program to compile
 
 
 class PhaseConfig(Section):
@@ -34,7 +35,7 @@ class PhaseConfig(Section):
     # (balance.spans_cross_nodes)
     spans: tuple[PositiveInt, ...] | Auto = "auto"
     # auto: up to 3, and up to 6 as long as each saves half a percent of a step
-    row_classes: Annotated[int, Field(ge=1, le=6)] | Auto = "auto"
+    row_classes: Annotated[int, Field(ge=1, le=MOST_ROW_CLASSES)] | Auto = "auto"
     max_capacity: PositiveInt | Auto = "auto"  # auto: what memory allows, by an estimate
     max_segments: PositiveInt | Auto = "auto"  # items per row
     # Tokens of an attention block. Capacities are multiples of it, or of 64 in rows of which several devices hold a few

@@ -49,6 +49,7 @@ from jaxmllm.config.diffusion_section import DiffusionConfig
 from jaxmllm.config.layer_sections import Activation, Gelu, LayerWindows
 from jaxmllm.config.model_sections import ExpertsConfig, LanguageConfig, ModelConfig
 from jaxmllm.config.plan_sections import (
+    MOST_ROW_CLASSES,
     BalanceConfig,
     MeshConfig,
     PhaseConfig,
@@ -81,6 +82,7 @@ from jaxmllm.config.tower_sections import (
 __all__ = [
     "ADAPTER",
     "CHATML",
+    "MOST_ROW_CLASSES",
     "PROJECTOR",
     "SQUARES",
     "Activation",
