@@ -230,9 +230,14 @@ class Config(Section):
                 f"balance.calibration ({self.balance.calibration}): what the rows of model.diffusion take is not "
                 "measured; leave it out, so that items are balanced by FLOPs"
             )
-        names = (*self.model.encoders, *(f"{PROJECTOR}{name}" for name in self.model.encoders))
-        adapters = (f"{ADAPTER}{name}" for name in self.model.adapters.by_component)
-        upstream = (self.components.of(name) for name in (*names, "language", *adapters))
+        encoders, adapted = self.model.encoders, self.model.adapters.by_component
+        text_path = (*encoders, "language")
+        before_the_loss = (
+            *text_path,
+            *(f"{PROJECTOR}{name}" for name in encoders),
+            *(f"{ADAPTER}{name}" for name in text_path if name in adapted),
+        )
+        upstream = map(self.components.of, before_the_loss)
         if self.objective.language.weight and all(component.freeze for component in upstream):
             raise ValueError(
                 f"objective.language.weight ({self.objective.language.weight:g}): the decoder and all that it reads "

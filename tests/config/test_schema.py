@@ -425,7 +425,12 @@ def test_a_frozen_decoder_that_nothing_trains_through_has_no_loss(path):
     frozen = [
         f"components.{name}.freeze=true" for name in ("language", "vision", "projector.vision")
     ]
-    assert "the loss of text trains nothing; set it to 0" in refusal(path, DRAWS, *frozen)
+    said = "the loss of text trains nothing; set it to 0"
+    assert said in refusal(path, DRAWS, *frozen)
+    adapter = "{rank: 2, alpha: 2.0}"
+    adapted = ("components.diffusion.freeze=true", f"model.adapters.diffusion={adapter}")
+    assert said in refusal(path, DRAWS, *frozen, *adapted)
+    load_config(path, [DRAWS, *frozen, f"model.adapters.language={adapter}"])
     load_config(path, [DRAWS, *frozen[:2]])
     load_config(path, [DRAWS, *frozen, "objective.language.weight=0.0"])
 
