@@ -120,10 +120,10 @@ class MadeUpModality:
         axes = self._like.format.axes
         positions = np.zeros((shape[0], 1 + max(axes)), np.int32)
         window = self._pairs.tower_window if self._like.name == "vision" else None
-        line = np.arange(shape[0])
-        positions[:, axes[0]] = line // (window or 1)
+        rows, columns = divmod(np.arange(shape[0]), window or 1)
+        positions[:, axes[0]] = rows
         if window is not None:
-            positions[:, axes[1]] = line % window
+            positions[:, axes[1]] = columns
         return positions
 
     def apart(self, shape: Shape) -> Any:

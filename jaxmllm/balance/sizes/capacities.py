@@ -30,7 +30,7 @@ from jaxmllm.balance.sizes.inputs import (
 from jaxmllm.balance.sizes.loads import Load
 from jaxmllm.balance.statistics import slowest_cost
 from jaxmllm.compiled import compiled
-from jaxmllm.config.schema import ConfigError
+from jaxmllm.config.schema import MOST_ROW_CLASSES, ConfigError
 
 
 def choose_classes(inputs: SizingInputs, loads: Sequence[Load], share: float) -> Classes:
@@ -63,7 +63,7 @@ def choose_classes(inputs: SizingInputs, loads: Sequence[Load], share: float) ->
 def _with_more(chosen: Classes, candidates: _Candidates, judge: _Judge, share: float) -> Classes:
     """More classes than those chosen, one after the other, as long as each saves enough of a step."""
     enough = 1 - CAPACITY_SEARCH.class_saves / max(share, CAPACITY_SEARCH.class_saves)
-    for _ in range(CAPACITY_SEARCH.usual_classes, CAPACITY_SEARCH.most_classes):
+    for _ in range(CAPACITY_SEARCH.usual_classes, MOST_ROW_CLASSES):
         if judge.least > enough * candidates.bound:
             break
         candidates.extend()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jaxmllm.arrays import ceil_divide, round_up
 from jaxmllm.balance.costs.flops import ItemCost, PhaseTime
 from jaxmllm.balance.records import PhaseSpec, RowClass
-from jaxmllm.config.schema import MOST_ROW_CLASSES, PhaseConfig
+from jaxmllm.config.schema import PhaseConfig
 from jaxmllm.phases import Phase
 
 Capacities = tuple[int, ...]  # slots of a rank, descending
@@ -169,7 +169,6 @@ class CapacitySearch:
     # A third class is what few examples per rank gain most by; each is a program to compile. Each further one of `auto`
     # has to save this share of a step, as it does for batches of a handful of examples.
     usual_classes: int = 3
-    most_classes: int = MOST_ROW_CLASSES
     class_saves: float = 0.005
     # Where nothing bounds capacities: rows that hold 4 of the longest items can still be balanced,
     # and no fewer slots than these.
