@@ -487,7 +487,7 @@ def phase_seconds(programs: PhasedPrograms, phase: str, params: Any, batch: Any)
         row_class = RowClass(host.capacities[phase][m], host.spans[phase][m])
         jax.block_until_ready((params, rows, buffers))
         began = time.perf_counter()
-        if not programs.spec.phases[phase].has_loss:  # whose backward program runs forward, too
+        if programs.functions_of(phase).forward:  # other backward programs run forward, too
             buffers = programs.forward(phase, params, rows, row_class, buffers)
         buffers = jax.block_until_ready(programs.backward(phase, params, rows, row_class, buffers))
         took.append(time.perf_counter() - began)

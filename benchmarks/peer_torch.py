@@ -210,14 +210,14 @@ class Ours:
         programs = self.programs
         batch = programs.put(host)
         parts: dict[str, float] = defaultdict(float)
-        for phase, spec in programs.spec.phases.items():
+        for phase in programs.spec.phases:
             buffers = programs.buffers(phase)
             for m, rows in enumerate(batch.rows[phase]):
                 row_class = RowClass(host.capacities[phase][m], host.spans[phase][m])
                 arguments = phase, self.state.params, rows, row_class
                 jax.block_until_ready((rows, buffers))
                 began = time.process_time()
-                if not spec.has_loss:
+                if programs.functions_of(phase).forward:
                     buffers = jax.block_until_ready(programs.forward(*arguments, buffers))
                     parts[f"{phase} forward"] += time.process_time() - began
                     began = time.process_time()

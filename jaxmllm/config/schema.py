@@ -225,11 +225,6 @@ class Config(Section):
                     "cross-entropy of text; leave it out, or give it model.diffusion"
                 )
             return
-        if self.balance.calibration is not None:
-            raise ValueError(
-                f"balance.calibration ({self.balance.calibration}): what the rows of model.diffusion take is not "
-                "measured; leave it out, so that items are balanced by FLOPs"
-            )
         encoders, adapted = self.model.encoders, self.model.adapters.by_component
         text_path = (*encoders, "language")
         before_the_loss = (

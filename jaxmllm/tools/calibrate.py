@@ -165,7 +165,7 @@ class MicrobatchTimer:
     def __init__(self, programs: PhasedPrograms, phase: str, params: Any):
         self._programs = programs
         self._phase = phase
-        self._has_loss = programs.spec.phases[phase].has_loss
+        self._functions = programs.functions_of(phase)
         self._params = params
         self._buffers = programs.buffers(phase)
 
@@ -173,11 +173,11 @@ class MicrobatchTimer:
         """Seconds of a microbatch: forward, and with backward (the same where nothing is trained)."""
         rows = self._programs.put(host).rows[self._phase][0]
         forward = self._seconds(self._programs.forward, rows, row_class)
-        if self._has_loss:  # its backward program includes the forward pass
-            return forward, self._seconds(self._programs.backward, rows, row_class)
-        if not self._buffers.gradients:
+        if not self._functions.backward:
             return forward, forward
-        return forward, forward + self._seconds(self._programs.backward, rows, row_class)
+        backward = self._seconds(self._programs.backward, rows, row_class)
+        # A loss and its gradients are one program, which includes the forward pass
+        return forward, (forward + backward if self._functions.forward else backward)
 
     def _seconds(self, run: Callable[..., PhaseBuffers], rows: Any, row_class: RowClass) -> float:
         import jax
@@ -265,10 +265,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--repeats must be positive")
     try:
         config = load_run_config(options.config, options.overrides)
-        if config.model.generators and config.pipeline.stages == 1:
-            raise ConfigError(
-                "model.diffusion: what its rows take cannot be measured yet; a run balances them by FLOPs"
-            )
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

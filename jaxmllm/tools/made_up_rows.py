@@ -11,26 +11,39 @@ import numpy as np
 
 from jaxmllm.balance.costs.calibration import Fill
 from jaxmllm.balance.costs.visible_pairs import VisiblePairs
-from jaxmllm.balance.records import BatchItems, PhaseItems, PlanSpec, RowClass, StepPlan
+from jaxmllm.balance.records import (
+    BatchItems,
+    PhaseItems,
+    PlanSpec,
+    RoutePlan,
+    RowClass,
+    StepPlan,
+)
 from jaxmllm.balance.rows.assign import assign
 from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import MediaReference
 from jaxmllm.data.rows.fill import HostStep, StepFiller
 from jaxmllm.data.text.render import Rendered
 from jaxmllm.phases import LANGUAGE
+from jaxmllm.setup.build import draw_rule
 from jaxmllm.training.run import Run
 
 
 def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
     """This host's share of one microbatch whose rows of a phase are filled as `fill` says."""
     programs = run.programs
-    specs = {name: programs.spec.phases[name] for name in (phase, LANGUAGE)}
+    generators = [name for name, spec in programs.spec.phases.items() if spec.phase.generates]
+    # Rows of text have columns for what generators read
+    specs = {name: programs.spec.phases[name] for name in (phase, LANGUAGE, *generators)}
     specs[phase] = replace(specs[phase], classes=(RowClass(fill.capacity, fill.span),))
-    has_loss = specs[phase].has_loss
-    tokens = fill.length // specs[phase].slots_per_token
+    tokens = 0 if phase in generators else fill.length // specs[phase].slots_per_token
     groups = specs[phase].ranks // fill.span
     batch = _equal_items(list(specs), phase, fill.length, tokens, groups * fill.items)
-    plan = StepPlan({name: assign(specs[name], batch.phases[name]) for name in specs}, {})
+    nothing = np.zeros(0, np.int32)
+    plan = StepPlan(
+        {name: assign(specs[name], batch.phases[name]) for name in specs},
+        dict.fromkeys(generators, RoutePlan.of_whole_items(nothing, nothing)),
+    )
     rows = plan.phases[phase]
     items_of_groups = np.bincount(rows.rank // fill.span)
     assert rows.microbatches == 1 and (items_of_groups == fill.items).all(), (
@@ -39,10 +52,16 @@ def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
     modalities = {
         name: MadeUpModality(run.corpus.modalities[name], run.corpus.pairs)
         for name in specs
-        if not specs[name].has_loss
+        if name != LANGUAGE
     }
-    examples: Any = EqualExamples(phase, has_loss, fill.length, tokens, modalities)
-    filler = StepFiller(examples, PlanSpec(specs, {}), programs.local_share, programs.attention)
+    examples: Any = EqualExamples(phase, fill.length, tokens, modalities)
+    filler = StepFiller(
+        examples,
+        PlanSpec(specs, {}),
+        programs.local_share,
+        programs.attention,
+        draws=draw_rule(run.config),
+    )
     return filler.fill(0, batch.examples, batch, plan)
 
 
@@ -66,10 +85,12 @@ def _equal_items(
 
 @dataclass(frozen=True)
 class EqualExamples:
-    """Examples that are all the same: a text of `length` tokens, or one item of an encoder phase."""
+    """Examples that are all the same: a text of `length` tokens, or one item of a phase of media.
+
+    A generated item is drawn from nothing: what is to be drawn takes all of its slots.
+    """
 
     phase: str
-    text: bool
     length: int
     tokens: int
     modalities: Mapping[str, MadeUpModality]
@@ -78,12 +99,10 @@ class EqualExamples:
         from jaxmllm.data.media.reference import File
         from jaxmllm.data.text.render import MediaSpan, Rendered
 
-        line = np.arange(self.length if self.text else 0, dtype=np.int32)
-        spans = (
-            ()
-            if self.text
-            else (MediaSpan(self.phase, File(Path()), (self.length, 1, 1), 0, self.tokens),)
-        )
+        is_text = self.phase == LANGUAGE
+        line = np.arange(self.length if is_text else 0, dtype=np.int32)
+        item = MediaSpan(self.phase, File(Path()), (self.length, 1, 1), 0, self.tokens)
+        spans = () if is_text else (item,)
         return Rendered(
             np.zeros_like(line), np.zeros_like(line), np.repeat(line[:, None], 3, axis=1), spans
         )

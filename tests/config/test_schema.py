@@ -292,7 +292,6 @@ def test_a_model_that_draws_has_what_its_losses_need(path):
         path, "objective.diffusion.shift=4.0"
     )
     assert load_config(path, [DRAWS, "pipeline.stages=2"]).pipeline.stages == 2
-    assert "is not measured" in refusal(path, DRAWS, "balance.calibration=times.json")
     assert "nothing to keep" in refusal(path, DRAWS, "phases.diffusion.kept_residuals=1")
     kept = "phases.language.kept_residuals=1"
     assert load_config(path, [DRAWS, kept]).phases.language.kept_residuals == 1

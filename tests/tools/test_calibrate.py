@@ -25,6 +25,7 @@ from jaxmllm.tools.calibrate import fills, fit
 from jaxmllm.tools.sample_data import make_sample
 from sharding.mesh import abstract_mesh, make_mesh
 from tests.support import assemble, assert_same, tiny_config
+from tests.training.drawing import drawing_config, make_pictures
 
 KNOWN = Coefficients(row=2e-3, slot=3e-6, linear=5e-7, quadratic=2e-9, residual=0)
 FLOPS = ItemCost(1000, 3)
@@ -262,6 +263,28 @@ def test_a_calibration_changes_costs_and_leaves_flops_alone(command, caplog):
         assert phase.cost != plain.phases[name].cost
         assert phase.flops == plain.phases[name].flops and plain.phases[name].model_flops is None
         assert statistics[0][f"{name}/flops"] == statistics[1][f"{name}/flops"] > 0
+
+
+@pytest.mark.slow
+def test_models_that_draw_are_measured_and_balanced_by_it(tmp_path):
+    make_pictures(tmp_path)
+    tree = drawing_config(tmp_path, mesh={"data": 4, "fsdp": 2})
+    config, out = tmp_path / "config.yaml", tmp_path / "calibration.json"
+    config.write_text(yaml.safe_dump(tree))
+    assert calibrate.main(["--config", str(config), "--out", str(out), "--repeats", "1"]) == 0
+    measured = load_calibration(out, ("vision", "language", "diffusion")).phases
+    for phase in measured.values():
+        half = Fill(phase.capacities[0], 1, phase.capacities[0] // 2)
+        forward, training = (
+            fitted.seconds(half, phase.flops) for fitted in (phase.forward, phase.training)
+        )
+        assert 0 < forward < training < 10
+    calibrated = parse_config(tree | {"balance": {"calibration": str(out)}})
+    inputs = prepare(calibrated, make_mesh(calibrated.mesh.model_dump()))
+    chosen = plan_spec(calibrated, inputs).phases
+    assert {name: phase.cost for name, phase in chosen.items()} == {
+        name: phase.time.item for name, phase in measured.items()
+    }
 
 
 @pytest.mark.slow

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from jaxmllm.balance.costs.calibration import Fill
+from jaxmllm.balance.records import PhaseSpec
 from jaxmllm.config.read import parse_config
 from jaxmllm.data.rows.fill import LocalRanks
+from jaxmllm.data.rows.masks import Row
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.row_shapes import attention_spec
@@ -17,8 +19,24 @@ from jaxmllm.tools.made_up_rows import made_up_rows
 from jaxmllm.tools.sample_data import make_sample
 from sharding.mesh import abstract_mesh
 from tests.support import tiny_config
+from tests.training.drawing import drawing_config, make_pictures
 
 SQUARES = {"resize": "square", "min_pixels": 84**2, "max_pixels": 84**2}
+
+
+def made_up(tree: dict[str, Any], phase: str) -> tuple[Row, Fill, PhaseSpec]:
+    """A row of two items of one phase on one device."""
+    config = parse_config(tree)
+    inputs = prepare(config, abstract_mesh(config.mesh_sizes, 1))
+    plan = plan_spec(config, inputs)
+    attention = attention_spec(config, inputs.model, inputs.corpus.formats, plan)
+    alone = dict.fromkeys(plan.phases, (0,))
+    programs = SimpleNamespace(spec=plan, attention=attention, local_share=LocalRanks(alone, alone))
+    run: Any = SimpleNamespace(config=config, programs=programs, corpus=inputs.corpus)
+    spec = plan.phases[phase]
+    fill = Fill(spec.classes[0].capacity, items=2, length=64)
+    (row,) = made_up_rows(run, phase, fill).rows[phase]
+    return row, fill, spec
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +72,24 @@ def test_attention_sees_what_costs_count(
 ) -> None:
     changes = {f"model__{phase}__{key}": value for key, value in section.items()}
     changes |= {f"data__images__{key}": value for key, value in images.items()}
-    config = parse_config(tiny_config(data, data__max_rejected=1.0, mesh={"data": 1}, **changes))
-    inputs = prepare(config, abstract_mesh(config.mesh_sizes, 1))
-    plan = plan_spec(config, inputs)
-    attention = attention_spec(config, inputs.model, inputs.corpus.formats, plan)
-    alone = dict.fromkeys((phase, LANGUAGE), (0,))
-    programs = SimpleNamespace(spec=plan, attention=attention, local_share=LocalRanks(alone, alone))
-    run: Any = SimpleNamespace(programs=programs, corpus=inputs.corpus)
-    spec = plan.phases[phase]
-    fill = Fill(spec.classes[0].capacity, items=2, length=64)
-    (row,) = made_up_rows(run, phase, fill).rows[phase]
+    tree = tiny_config(data, data__max_rejected=1.0, mesh={"data": 1}, **changes)
+    row, fill, spec = made_up(tree, phase)
     _, slots_that_see_one_another = np.unique(row[seen][row["segments"] > 0], return_counts=True)
     full, windowed = spec.flops.squares(fill.length)
     counted = windowed if seen == "windows" or section.get("attention") else full
     assert (slots_that_see_one_another**2).sum() == fill.items * counted
+
+
+@pytest.mark.parametrize("conditioning", ["joint", "cross"])
+def test_generated_items_are_drawn_from_nothing(tmp_path: Any, conditioning: str) -> None:
+    make_pictures(tmp_path)
+    tree = drawing_config(tmp_path, mesh={"data": 1}, model__diffusion__conditioning=conditioning)
+    row, fill, spec = made_up(tree, "diffusion")
+    numbers, patches = np.unique(row["owners"], return_counts=True)
+    assert numbers.tolist() == [0, 1, 2] and patches[1:].tolist() == [fill.length] * fill.items
+    assert (row["owners"] > 0).tolist() == (row["patches"] >= 0).tolist()
+    assert (row["segments"] == row["owners"]).all() and (row["conditions"] == -1).all()
+    full, _ = spec.flops.squares(fill.length)
+    assert (patches[1:] ** 2).sum() == fill.items * full
+    text, _, _ = made_up(tree, LANGUAGE)
+    assert (text["states"] == -1).all()

@@ -43,6 +43,7 @@ from jaxmllm.models.rows import (
 )
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
+from jaxmllm.training.objectives.flow import FlowSums
 from jaxmllm.training.objectives.routing import Routing
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.programs.base import TOKENS, Evaluated, Job, Jobs, ProgramName, zeros_job
@@ -68,11 +69,13 @@ class PhaseBuffers(NamedTuple):
     """What the programs of one phase read and overwrite besides parameters and rows; see `PhasedPrograms.forward`."""
 
     pool: TokenPool  # that encoders write, and that the language model reads and overwrites with gradients
-    d_pool: jax.Array | None  # of an encoder pool, its gradient; none where nothing is trained
+    # Gradients of what another phase has read; none where they would train nothing
+    d_pool: jax.Array | None
     gradients: Any  # of the phase's trainable components
-    sums: Sums
+    sums: Sums | FlowSums | None  # of the decoder, or of a generator
     failed: jax.Array
-    saved: Any = None  # what the backward pass of an encoder starts from
+    # What the backward pass starts from, where another phase reads what this one computes
+    saved: Any = None
 
 
 class PhasedPrograms(GeneratorPrograms):
@@ -309,11 +312,14 @@ class PhasedPrograms(GeneratorPrograms):
         """Zeros for `forward` and `backward` of single microbatches."""
         owner = self.exchange_owner.get(phase, LANGUAGE)
         returns = phase in self.encoders and bool(self.functions.trainable_of(phase))
+        if phase == LANGUAGE:
+            returns = self.functions.trains_states
+        sums = self._zeros("sums")
         return PhaseBuffers(
             pool=self._zeros(owner),
             d_pool=self._zeros(f"d_{owner}") if returns else None,
             gradients=self._grads_of(self._zeros("gradients"), phase),
-            sums=self._zeros("sums"),
+            sums=sums.drawn if phase in self.generators else sums._replace(drawn=None),
             failed=self._zeros("failed"),
         )
 
@@ -321,41 +327,45 @@ class PhasedPrograms(GeneratorPrograms):
         self, phase: str, params: Any, rows: Any, row_class: RowClass, buffers: PhaseBuffers
     ) -> PhaseBuffers:
         """Run one microbatch of a phase forward. The given buffers are used up: pass on those returned."""
-        phase_params = self._params_of(params, phase)
-        if self.spec.phases[phase].has_loss:
-            program = self._call("evaluate", phase, *row_class)
-            return buffers._replace(sums=program(phase_params, rows, buffers.pool, buffers.sums))
-        program = self._call("encode", phase, *row_class)
-        pool, kept, failed = program(phase_params, rows, buffers.pool, np.int32(0), buffers.failed)
-        return buffers._replace(pool=pool, failed=failed, saved=start_from(rows, kept))
+        names = self.functions_of(phase)
+        program = self._call(names.forward or names.evaluate, phase, *row_class)
+        given = self._params_of(params, phase), rows, buffers.pool
+        if phase in self.encoders:
+            pool, kept, failed = program(*given, np.int32(0), buffers.failed)
+            return buffers._replace(pool=pool, failed=failed, saved=start_from(rows, kept))
+        if phase in self.generators:
+            drawn, failed = program(*given, np.int32(0), buffers.sums, buffers.failed)
+            return buffers._replace(sums=drawn, failed=failed)
+        if names.forward:
+            pool, kept = program(*given)
+            return buffers._replace(pool=pool, saved=start_from(rows, kept))
+        return buffers._replace(sums=program(*given, buffers.sums))
 
     def backward(
         self, phase: str, params: Any, rows: Any, row_class: RowClass, buffers: PhaseBuffers
     ) -> PhaseBuffers:
-        """Run the same microbatch backward, after `forward`. The language model's forward pass runs
-        again in this, for its loss and gradients are one program."""
-        phase_params = self._params_of(params, phase)
-        if self.spec.phases[phase].has_loss:
-            scale = np.asarray(1e-6, self._real_dtype)
-            arguments = (
-                phase_params,
-                rows,
-                buffers.pool,
-                scale,
-                buffers.gradients,
-                buffers.sums,
-                self._routing({TOKENS: 1}),
+        """Run the same microbatch backward, after `forward`. Where no other phase reads what a phase computes, its loss
+        and gradients are one program, in which the forward pass runs again."""
+        names = self.functions_of(phase)
+        start = buffers.saved if names.forward else rows
+        program = self._call(names.backward_from(start), phase, *row_class)
+        given = self._params_of(params, phase), start
+        first_slot, gradients, sums = np.int32(0), buffers.gradients, buffers.sums
+        if phase in self.encoders:
+            gradients = program(*given, buffers.d_pool, first_slot, gradients)
+            return buffers._replace(gradients=gradients)
+        scale = np.asarray(1e-6, self._real_dtype)
+        if phase in self.generators:
+            pool, gradients, sums, failed = program(
+                *(*given, buffers.pool, first_slot, scale, gradients, sums, buffers.failed)
             )
-            pool, gradients, sums = self._call("language_loss_and_grad", phase, *row_class)(
-                *arguments
-            )
-            return buffers._replace(pool=pool, gradients=gradients, sums=sums)
-        function = self.functions_of(phase).backward_from(buffers.saved)
-        program = self._call(function, phase, *row_class)
-        gradients = program(
-            phase_params, buffers.saved, buffers.d_pool, np.int32(0), buffers.gradients
+            return buffers._replace(pool=pool, gradients=gradients, sums=sums, failed=failed)
+        d_states = [] if buffers.d_pool is None else [buffers.d_pool]
+        routing = self._routing({TOKENS: 1})
+        pool, gradients, sums = program(
+            *(*given, buffers.pool, scale, gradients, sums, routing, *d_states)
         )
-        return buffers._replace(gradients=gradients)
+        return buffers._replace(pool=pool, gradients=gradients, sums=sums)
 
     # ------------------------------------------------------------------ compiling
 
