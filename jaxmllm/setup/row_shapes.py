@@ -5,7 +5,6 @@ Rows consist of whole attention blocks and whole language tokens, so that no row
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from jaxmllm.attention import kernel_cudnn
@@ -27,45 +26,23 @@ def alignment(
 ) -> Alignment:
     """The attention blocks and language tokens that rows of a phase consist of, the same number in each part of a row.
 
-    A smaller block has 64 tokens, if that divides `phases.<phase>.block` and, in rows that are cut, holds whole
-    language tokens. Towers that attend in windows take it for all rows: a larger one would hold several windows.
+    A smaller block has 64 tokens, if that divides `phases.<phase>.block`. Towers that attend in windows take it for
+    all rows: a larger one would hold several windows.
 
     Args:
       formats: by encoder phase; a phase without one has rows of text, where a slot is a token.
       parts: that the slots of a rank are split into (context parallelism).
-
-    Raises:
-      ConfigError: a part would end inside of what the tower takes as a whole.
     """
-    check_parts(config, phase, formats, parts)
     stride, token = 1, 1
     if phase in formats:
         stride, token = formats[phase].stride, formats[phase].alignment
     block = getattr(config.phases, phase).block * stride
-    smaller = SMALLER_BLOCK * stride
-    if block % smaller:
-        smaller = block
-    # Rows in parts are cut at the edges of blocks
-    small = block if smaller % token else smaller
+    small = SMALLER_BLOCK * stride
+    if block % small:
+        small = block
     if phase in formats and phase in config.model.windows:
-        block = smaller if parts == 1 else small
+        block = small
     return Alignment(block, small, stride, token, parts=parts)
-
-
-def check_parts(config: Config, phase: str, formats: Mapping[str, RowFormat], parts: int) -> None:
-    """Raise `ConfigError` where a block of attention is no whole number of what a tower takes as a whole, and rows
-    are split into several parts by blocks. Arguments as for `alignment`; `parts` are those of a whole row."""
-    if phase not in formats or parts == 1:
-        return
-    block: int = getattr(config.phases, phase).block
-    row = formats[phase]
-    slots = block * row.stride
-    if slots % row.alignment:
-        raise ConfigError(
-            f"phases.{phase}.block: rows are split into {parts} parts by blocks of {slots} slots, "
-            f"which must be a multiple of {row.alignment}, what the {phase} tower takes as a whole; "
-            f"raise it to {math.lcm(slots, row.alignment) // row.stride}"
-        )
 
 
 def largest_row(

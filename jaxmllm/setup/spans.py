@@ -14,10 +14,8 @@ import numpy as np
 from jaxmllm.arrays import Ints
 from jaxmllm.balance.sizes.inputs import ODD_FACTORS
 from jaxmllm.config.schema import Config, ConfigError
-from jaxmllm.data.media.modalities import modalities, row_formats
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.setup.exchange_layout import nodes_of_ranks
-from jaxmllm.setup.row_shapes import check_parts
 from sharding.mesh import MeshError
 from sharding.rules import Layout
 
@@ -62,11 +60,9 @@ def spans_of_phases(config: Config, model: MLLM) -> Spans:
     `auto` takes what the ranks, the nodes and the blocks of attention allow.
 
     Raises:
-      ConfigError: a span of the config does not divide the ranks, has groups on several nodes, or
-        cuts a row inside of what its tower takes as a whole.
+      ConfigError: a span of the config does not divide the ranks, or has groups on several nodes.
     """
     nodes = nodes_of_ranks(config, model)
-    formats = row_formats(modalities(config.model, config.data))
     spans = {}
     for phase in model.phases:
         settings = getattr(config.phases, phase)
@@ -74,8 +70,6 @@ def spans_of_phases(config: Config, model: MLLM) -> Spans:
 
         def check(span: int, phase: str = phase, layout: Layout = layout) -> None:
             _check_ranks(config, phase, span, layout, nodes[phase])
-            if span > 1:
-                check_parts(config, phase, formats, span * layout.parts)
 
         if settings.spans != "auto":
             for span in settings.spans:

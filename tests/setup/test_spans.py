@@ -73,11 +73,9 @@ def test_auto_is_one_rank_where_capacities_are_given_or_rows_stay_where_they_are
     assert mesh_spans(parse_config(tiny_config(tmp_path, **AUTO, balance__mode="none"))) == (1,)
 
 
-def test_auto_leaves_out_what_blocks_would_cut(tmp_path):
+def test_auto_takes_blocks_that_hold_no_whole_tokens(tmp_path):
     """Tokens of language are 8 frames of sound, a block of one token of attention 4."""
-    assert spans(tmp_path, **AUTO, phases__audio__block=1)["audio"] == (1,)
-    with pytest.raises(ConfigError, match=r"phases\.audio\.block: rows are split into 4 parts"):
-        spans(tmp_path, phases__audio={"block": 1, "spans": [1, 4]})
+    assert spans(tmp_path, **AUTO, phases__audio__block=1)["audio"] == (1, 2, 4, 8)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,27 @@ def test_a_rank_may_hold_less_than_a_block(setups, by_example, whole):
     assert_same(setup.gradients(setup.step(EXAMPLES)), whole, 1e-5)
 
 
+CUT = {"model__vision__merge": 3, "model__audio__merge": 3, "model__audio__chunk_frames": 36}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "spans"),
+    [({"data": 4, "fsdp": 2}, [1, 2, 8]), ({"data": 2, "fsdp": 2, "context": 2}, [4])],
+)
+def test_blocks_may_cut_tokens(setups, by_example, mesh, spans):
+    """A language token is 9 patches or 12 frames, and a block 16 patches or 64 frames."""
+    slots = {"vision": 9 * 16, "audio": 3 * 64, "language": 32}
+    rows = {
+        name: {"block": 16, "capacities": [count * mesh.get("context", 1)], "spans": spans}
+        for name, count in slots.items()
+    }
+    one = setups(by_example(phases={name: {"block": 16} for name in SMALL}, **CUT), 1)
+    many = setups(by_example(mesh=mesh, phases=rows, **CUT), 8)
+    step = many.step(EXAMPLES)
+    assert all(max(step.spans[phase]) > 1 for phase in ("vision", "audio"))
+    assert_same(many.gradients(step), one.gradients(one.step(EXAMPLES)), 1e-5)
+
+
 @pytest.mark.exhaustive
 def test_layers_with_windows(setups, by_example):
     one = setups(by_example(phases={name: {"block": 16} for name in SMALL}, **WINDOWS), 1)

@@ -23,7 +23,7 @@ class Alignment:
     """What rows of a phase consist of: whole attention blocks, and whole language tokens.
 
     Where several devices hold a row and each has few blocks of it, attention takes smaller ones: few and large ones
-    cannot be shared out evenly.
+    cannot be shared out evenly. Blocks that hold no whole tokens go to a device in stretches that do.
 
     Attributes:
       block: slots of an attention block.
@@ -65,17 +65,18 @@ class Alignment:
         """Tokens of the blocks in which attention takes rows of these classes.
 
         Raises:
-          ValueError: a row that several devices hold is no whole number of blocks on each of them.
+          ValueError: a row that several devices hold is no whole number of blocks on each of them, or of stretches of
+            blocks that hold whole language tokens.
         """
         slots = self._block(classes)
-        block = slots // self.stride
-        for row_class in classes:
-            devices = row_class.span * self.parts
-            if devices > 1 and (not row_class.slots or row_class.slots % (slots * devices)):
+        block, unit = slots // self.stride, self._unit_of(slots)
+        for capacity, span in classes:
+            devices = span * self.parts
+            if devices > 1 and (not capacity or capacity % unit):
                 raise ValueError(
-                    f"a row of {row_class.slots // self.stride} tokens is not a whole number of blocks of {block} on "
-                    f"each of {devices} devices; make phases.<phase>.capacities multiples of {slots * self.parts}, or "
-                    "change mesh.context"
+                    f"a row of {span * capacity // self.stride} tokens is not a whole number of blocks of {block} on "
+                    f"each of {devices} devices; make phases.<phase>.capacities multiples of {unit}, or change "
+                    "mesh.context"
                 )
         return block
 
@@ -91,9 +92,8 @@ class Alignment:
 
     def _needs_small(self, capacity: int, span: int) -> bool:
         devices = span * self.parts
-        slots = capacity // self.parts
-        few = slots < max(self.few, devices) * self.block
-        return devices > 1 and (few or slots % self.block > 0 or self.block % self.token > 0)
+        few = capacity // self.parts < max(self.few, devices) * self.block
+        return devices > 1 and (few or capacity % self.slots > 0)
 
 
 @dataclass(frozen=True)

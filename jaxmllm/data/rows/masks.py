@@ -1,7 +1,7 @@
 """What attention needs of a filled row, and its slots dealt to parts where several devices hold it:
 the ranks of its group, and the devices of each of these with context parallelism.
 
-    segments, groups --visible_tiles--> tiles --assign_blocks--> which part each block goes to
+    segments, groups --visible_tiles--> tiles --assign_blocks--> which part each block, or stretch of blocks, goes to
     row --dealt--> the same row, its slots in the order of the parts, with tile lists for each part
 
 Where a tower attends in windows, the slots of each item are first put in the order of its windows,
@@ -12,6 +12,7 @@ Letters: r ranks, C slots of a row, T language tokens of it, A attention tokens 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,8 +56,7 @@ def finish_encoder_row(
 ) -> None:
     """Add `tiles`, `places`, `runs` where the kernel reads them, and for towers that attend in windows `windows` and
     `window_tiles` to a row of both directions, put its slots in the order of windows, and deal them to the parts. A
-    block of attention tokens holds whole language tokens where there are several parts, and has `margins` where the
-    tower reads what lies beyond it.
+    part has whole language tokens, and its blocks have `margins` where the tower reads what lies beyond them.
 
     Args:
       span: ranks that hold the row together; each has the usual parts.
@@ -76,16 +76,21 @@ def finish_encoder_row(
         row["windows"] = window_numbers(row["segments"], row["positions"], window)
         moved.append("windows")
     ids = [item_ids(of_rank) for of_rank in row["segments"][:, ::stride]]
-    blocks = deal_blocks([(1, ids)], row["segments"].shape[1] // stride, block, parts)
+    block_slots = block * stride
+    stretch_slots = math.lcm(block_slots, row_format.alignment) if parts > 1 else block_slots
+    stretch = stretch_slots // block_slots
+    tokens = row["segments"].shape[1] // stride
+    stretches = deal_blocks([(1, ids)], tokens, block, parts, stretch=stretch)
+    blocks = _expand(stretches, stretch)
     row["tiles"] = tile_tables(ids, blocks, block, parts)
     if window is not None:
         ids = [item_ids(of_rank) for of_rank in row["windows"][:, ::stride]]
         row["window_tiles"] = tile_tables(ids, blocks, block, parts)
     if parts > 1:
         if row_format.margin:
-            row["margins"] = block_margins(row, blocks, block * stride, row_format.margin)
-        _reorder(row, moved, _expand(blocks, block * stride))
-        order = np.take_along_axis(order, _expand(blocks, block * stride // slots_per_token), 1)
+            row["margins"] = block_margins(row, blocks, block_slots, row_format.margin)
+        _reorder(row, moved, _expand(stretches, stretch_slots))
+        order = np.take_along_axis(order, _expand(stretches, stretch_slots // slots_per_token), 1)
     row["places"] = np.argsort(order, axis=1).astype(np.int32)
     if phase in attention.runs:
         row["runs"] = document_runs(row["segments"][:, ::stride], attention.runs[phase])
@@ -252,21 +257,23 @@ def deal_blocks(
     block: int,
     parts: int,
     apart: Sequence[NDArray[Any]] = (),
+    stretch: int = 1,
 ) -> Ints:
-    """Which block of each row stands at each place, those of a part together: [r, N].
+    """Which stretch of blocks of each row stands at each place, those of a part together: [r, N / stretch].
 
     Args:
       layers: of each kind, how many there are, and the ids of each row in them.
       tokens: attention tokens of a row.
       apart: of each row the work [N] of its blocks in another attention, as of `block_work`; none: there is none.
+      stretch: blocks that are not parted.
     """
     ranks = len(layers[0][1])
-    order = np.tile(np.arange(tokens // block, dtype=np.int32), (ranks, 1))
+    order = np.tile(np.arange(tokens // (stretch * block), dtype=np.int32), (ranks, 1))
     if parts > 1:
         for rank in range(ranks):
-            work = sum(layer_count * block_work(ids[rank], block) for layer_count, ids in layers)
-            if apart:
-                work = work + apart[rank]
+            works = [layer_count * block_work(ids[rank], block) for layer_count, ids in layers]
+            works += [apart[rank]] if apart else []
+            work = np.sum(works, axis=0).reshape(-1, stretch).sum(axis=1)
             order[rank] = np.argsort(assign_blocks(work, parts), kind="stable")
     return order
 

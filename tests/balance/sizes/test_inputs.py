@@ -30,7 +30,8 @@ def test_rows_in_parts_of_few_blocks_have_smaller_ones():
         (128 * 33, 2, {"few": 1}, 64),  # 16.5 blocks of 128 a rank
         (4096, 2, {"parts": 2}, 128),
         (2048, 2, {"parts": 2}, 64),
-        (8192, 8, {"token": 9}, 64),  # rows are cut inside of a token
+        (1152 * 8, 8, {"token": 9}, 128),  # nine blocks, which hold 128 tokens
+        (1728 * 8, 8, {"token": 9}, 64),
         (8192, 1, {"token": 9}, 128),
     ],
 )
@@ -42,9 +43,11 @@ def test_devices_with_few_blocks_of_a_row_get_smaller_ones(slots, span, options,
 
 
 @pytest.mark.parametrize("slots", [0, 100, 64 * 3])
-@pytest.mark.parametrize(("parts", "span", "multiple"), [(2, 1, 128), (1, 2, 64)])
-def test_a_row_that_devices_cannot_share_is_refused(slots, parts, span, multiple):
-    alignment = Alignment(128, small=64, parts=parts)
+@pytest.mark.parametrize(
+    ("parts", "span", "token", "multiple"), [(2, 1, 1, 128), (1, 2, 1, 64), (1, 2, 9, 576)]
+)
+def test_a_row_that_devices_cannot_share_is_refused(slots, parts, span, token, multiple):
+    alignment = Alignment(128, small=64, token=token, parts=parts)
     with pytest.raises(
         ValueError,
         match=rf"row of {slots} tokens .* 64 on each of 2 .*multiples of {multiple},.*mesh\.context",

@@ -83,26 +83,34 @@ def test_windows_have_lists_of_their_own_in_the_same_order(ids, parts, window):
     }
 
 
-@given(segments(), st.sampled_from([1, 2, 3]))
-def test_encoder_tokens_find_back_to_the_order_of_the_pool(ids, parts):
-    """Two slots behind an attention token, four behind a language token."""
+@given(segments(), st.sampled_from([(4, 1), (4, 2), (4, 3), (6, 1), (6, 2), (6, 4)]))
+def test_encoder_tokens_find_back_to_the_order_of_the_pool(ids, shape):
+    """Two slots behind an attention token and 8 in a block; a language token takes half a block, or more than that."""
+    slots_per_token, parts = shape
     slots = np.repeat(ids, 2)
     numbers = np.arange(len(slots))
     row = {
         "features": numbers[None, :, None].astype(np.float32),
         "segments": slots[None].copy(),
         "positions": np.stack([numbers, numbers], axis=1)[None].astype(np.int32),
-        "valid": np.ones((1, len(slots) // 4), bool),
+        "valid": np.ones((1, len(slots) // slots_per_token), bool),
         "failed": np.zeros(1, np.int32),
     }
     row_format = RowFormat(
-        *(1, np.dtype(np.float32)), slots_per_token=4, stride=2, alignment=4, axes=(1, 2), margin=3
+        *(1, np.dtype(np.float32)),
+        slots_per_token=slots_per_token,
+        stride=2,
+        alignment=slots_per_token,
+        axes=(1, 2),
+        margin=3,
     )
     finish_encoder_row(row, AttentionSpec({"audio": BLOCK}, {"audio": parts}), "audio", row_format)
     assert ("margins" in row) == (parts > 1)
     if parts > 1:
         check_margins(row, slots, 2 * BLOCK, 3)
-    tokens = row["features"][0, ::4, 0] / 4  # the language token that each four slots become
+    moved = row["features"][0, :, 0].reshape(-1, slots_per_token)
+    assert (moved == moved[:, :1] + np.arange(slots_per_token)).all()  # a token stays together
+    tokens = moved[:, 0] / slots_per_token
     np.testing.assert_array_equal(tokens[row["places"][0]], np.arange(len(tokens)))
     np.testing.assert_array_equal(row["segments"][0], slots[row["features"][0, :, 0].astype(int)])
 
@@ -157,14 +165,15 @@ def in_windows(row, merge, side, block, parts=1):
     st.integers(1, 9),
     st.sampled_from([1, 2]),
     st.integers(0, 5),
+    st.sampled_from([12, 36]),
 )
-def test_windows_move_tokens_inside_their_items_alone(grids, merge, side, parts, start):
+def test_windows_move_tokens_inside_their_items_alone(grids, merge, side, parts, start, block):
     images = [(height * merge, width * merge) for height, width in grids]
-    unit = 36 * parts  # a block; it holds whole tokens of every merge
+    unit = 36 * parts  # it holds whole tokens of every merge
     used = start * merge**2 + sum(height * width for height, width in images)
     before = image_row(images, merge, -(-used // unit) * unit, start * merge**2)
     row = {name: values.copy() for name, values in before.items()}
-    in_windows(row, merge, side, 36, parts)
+    in_windows(row, merge, side, block, parts)
     tokens = row["features"].reshape(-1, merge**2).astype(int)
     assert (tokens == tokens[:, :1] + np.arange(merge**2)).all()  # patches of a token stay together
     np.testing.assert_array_equal(tokens[row["places"][0], 0] // merge**2, np.arange(len(tokens)))
