@@ -16,7 +16,8 @@ def planning_mesh(config: Config, ranks: int | None = None) -> AbstractMesh:
     """The config's mesh without devices; -1 takes as many as this machine has.
 
     Args:
-      ranks: data ranks, instead of the config's `data` and `fsdp` axes.
+      ranks: data ranks, instead of those of the config. The model is sharded over as many of them as there, or the
+        most that divide them.
 
     Raises:
       ConfigError: an axis is left open, or the config has a pipeline, whose rows such commands do
@@ -29,7 +30,9 @@ def planning_mesh(config: Config, ranks: int | None = None) -> AbstractMesh:
         )
     sizes = config.mesh.model_dump()
     if ranks is not None:
-        sizes |= {"data": ranks, "fsdp": 1}
+        data, fsdp = sizes["data"], sizes["fsdp"]
+        shards = ranks // math.gcd(ranks, data) if fsdp == -1 else math.gcd(ranks, fsdp)
+        sizes |= {"data": ranks // shards, "fsdp": shards}
         for axis, size in sizes.items():
             if size == -1:
                 raise ConfigError(

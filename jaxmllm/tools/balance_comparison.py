@@ -51,7 +51,7 @@ def compare_on_data(
 
     Args:
       name: of the config, for the title.
-      ranks: data ranks, instead of the config's `data` and `fsdp` axes.
+      ranks: data ranks, instead of those of the config.
       per_rank: examples per rank, instead of `data.batch_size`.
 
     Raises one of `USER_ERRORS` of training/run.py.

@@ -284,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--ranks",
         type=int,
-        help="data ranks to plan for, instead of the config's data and fsdp axes",
+        help="data ranks to plan for, instead of those of the config",
     )
     parser.add_argument("--steps", type=int, default=50, help="batches to plan")
     options = parse(parser, arguments)

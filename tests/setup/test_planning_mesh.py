@@ -21,11 +21,14 @@ def test_what_plans_without_running_takes_the_mesh_of_the_config_or_as_many_data
     }
     assert shape(mesh={"data": 2, "fsdp": 2}) == {"data": 2, "fsdp": 2, "context": 1, "tensor": 1}
     assert shape(64, mesh={"data": 2, "fsdp": -1, "tensor": 2}) == {
-        "data": 64,
-        "fsdp": 1,
+        "data": 2,
+        "fsdp": 32,
         "context": 1,
         "tensor": 2,
     }
+    for fsdp, shards in ((8, 8), (6, 2), (128, 64), (1, 1)):
+        sharded = shape(64, mesh={"data": -1, "fsdp": fsdp})
+        assert (sharded["data"], sharded["fsdp"]) == (64 // shards, shards)
     with pytest.raises(
         ConfigError, match=r"mesh.tensor is -1, but --ranks leaves no devices to count"
     ):

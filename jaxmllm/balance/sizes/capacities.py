@@ -83,6 +83,13 @@ def _too_small(inputs: SizingInputs) -> str:
     widest = max(inputs.spans)
     needed = smallest_capacity(inputs, widest)
     ranks = f" on each of {widest} ranks" if widest > 1 else ""
+    if inputs.config.max_capacity == "auto":
+        return (
+            f"phases.{inputs.name}.max_capacity (auto): the largest item has {inputs.longest} slots, which takes a row "
+            f"of {needed}{ranks}, and the memory of a device is estimated to hold {inputs.fitting}; split the model "
+            f"over more devices (mesh), keep less (components.{inputs.name}.remat), limit the size of items, or set "
+            f"it to {needed}"
+        )
     return (
         f"phases.{inputs.name}.max_capacity = {inputs.config.max_capacity} is too small: the "
         f"largest item has {inputs.longest} slots and rows come in multiples of "

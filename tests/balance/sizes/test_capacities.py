@@ -322,6 +322,17 @@ def test_a_class_lies_between_the_load_and_the_longest_item():
     assert np.mean(np.delete(slots, 3) / np.delete(loads, 3)) < 1.5
 
 
+def test_what_memory_does_not_hold_is_said_as_such():
+    inputs = SizingInputs(
+        *(decoder_phase(), 8, Alignment(128), 1, 9000, ItemCost(1000, 1), PhaseConfig()),
+        spans=(1, 2),
+        fitting=4096,
+    )
+    message = r"max_capacity \(auto\): .*9000 slots.* a row of 4608 on each of 2 ranks.*hold 4096;.*to 4608"
+    with pytest.raises(ConfigError, match=message):
+        choose_sizes([generate(0, 64)], [inputs], {}, BalanceConfig())
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=30),
