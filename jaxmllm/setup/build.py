@@ -35,7 +35,7 @@ from jaxmllm.setup.prepare import RunInputs, prepare
 from jaxmllm.setup.row_memory import kept_residuals
 from jaxmllm.setup.row_shapes import attention_spec
 from jaxmllm.setup.sizing import pipeline_sizes, plan_spec, resolved_shapes
-from jaxmllm.setup.spans import mesh_spans
+from jaxmllm.setup.spans import left_alone, mesh_spans
 from jaxmllm.training.averages import first_averages
 from jaxmllm.training.optimizer import MOMENTS
 from jaxmllm.training.process_messages import WarningLog
@@ -90,6 +90,7 @@ def build_run(config: Config) -> Run:
         compilations=compilations,
         warnings=warnings,
         held_out=inputs.held_out,
+        left_alone=left_alone(config, inputs.model, inputs.spans),
     )
 
 

@@ -82,6 +82,17 @@ def spans_of_phases(config: Config, model: MLLM) -> Spans:
     return spans
 
 
+def left_alone(config: Config, model: MLLM, spans: Spans) -> tuple[str, ...]:
+    """Phases whose rows `auto` leaves to one rank each, only because any group of ranks would cross nodes.
+
+    Args:
+      spans: what `spans_of_phases` says.
+    """
+    crossing = config.balance.model_copy(update={"spans_cross_nodes": True})
+    allowed = spans_of_phases(config.model_copy(update={"balance": crossing}), model)
+    return tuple(phase for phase in spans if spans[phase] == (1,) != allowed[phase])
+
+
 def _passes(check: Callable[[int], None], span: int) -> bool:
     try:
         check(span)

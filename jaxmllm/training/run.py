@@ -40,6 +40,9 @@ class Run:
     compilations: CompilationCounter
     warnings: WarningLog
     held_out: Corpus | None  # what `evaluation` is made from
+    left_alone: tuple[
+        str, ...
+    ]  # phases whose ranks share no rows, since they are on different nodes
 
     @property
     def directory(self) -> Path:
@@ -77,6 +80,11 @@ class Run:
             lines.append(
                 f"{name}: {ranks}, rows of {rows} slots, at most {phase.max_segments} segments, "
                 f"{residuals}attention kernel {kernel}"
+            )
+        if self.left_alone:
+            lines.append(
+                f"rows of one rank each, since groups of ranks would cross nodes: {', '.join(self.left_alone)} "
+                "(balance.spans_cross_nodes=true allows them)"
             )
         if gradient_bytes := self.programs.whole_gradient_bytes:
             sizes = ", ".join(

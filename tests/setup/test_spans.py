@@ -7,12 +7,12 @@ import pytest
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.models.compose import build_model
-from jaxmllm.setup.spans import mesh_spans, spans_of_phases
+from jaxmllm.setup.spans import left_alone, mesh_spans, spans_of_phases
 from sharding.mesh import abstract_mesh
 from tests.support import ENCODER_LAYOUT, tiny_config
 
 
-def spans(tmp_path, mesh=None, devices=8, **changes):
+def on_mesh(tmp_path, mesh=None, devices=8, **changes):
     tree = tiny_config(tmp_path, **changes)
     tree["mesh"] = mesh or {"data": 4, "fsdp": 2}
     config = parse_config(tree)
@@ -22,7 +22,11 @@ def spans(tmp_path, mesh=None, devices=8, **changes):
         config.components,
         abstract_mesh(config.mesh_sizes, devices, spans=mesh_spans(config)),
     )
-    return spans_of_phases(config, model)
+    return config, model
+
+
+def spans(tmp_path, mesh=None, devices=8, **changes):
+    return spans_of_phases(*on_mesh(tmp_path, mesh, devices, **changes))
 
 
 AUTO = {f"phases__{phase}__spans": "auto" for phase in ("vision", "audio", "language")}
@@ -53,6 +57,17 @@ def test_auto_takes_what_ranks_and_nodes_allow(tmp_path):
     longer = spans(tmp_path, {"data": 16}, 16, **AUTO | {"phases__vision__spans": [1, 16]})
     assert longer == {"vision": (1, 16), "audio": (1, 2, 4, 8), "language": (1, 2, 4, 8)}
     assert set(spans(tmp_path, {"data": 1}, 1, **AUTO).values()) == {(1,)}
+
+
+def test_ranks_on_nodes_of_their_own_are_named(tmp_path):
+    def named(**changes):
+        config, model = on_mesh(tmp_path, **(AUTO | changes))
+        return left_alone(config, model, spans_of_phases(config, model))
+
+    assert named(balance__ranks_per_node=1) == ("vision", "audio", "language")
+    assert named(balance__ranks_per_node=1, phases__audio__spans=[1]) == ("vision", "language")
+    assert named() == named(balance__ranks_per_node=2) == ()
+    assert named(balance={"ranks_per_node": 1, "mode": "language"}) == ()
 
 
 def test_ranks_are_those_of_the_phase(tmp_path):

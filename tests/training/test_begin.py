@@ -36,6 +36,13 @@ def test_a_run_tells_what_its_encoders_keep(run, monkeypatch):
     assert line.startswith("audio: ") and "residuals of up to 2 microbatches kept" in line
 
 
+def test_a_run_tells_which_rows_nodes_keep_to_one_rank(run):
+    assert "nodes" not in run.describe()
+    alone = dataclasses.replace(run, left_alone=("vision", "audio"))
+    (line,) = (line for line in alone.describe().splitlines() if "nodes" in line)
+    assert "vision, audio" in line and "balance.spans_cross_nodes" in line
+
+
 @pytest.mark.slow
 def test_a_run_tells_which_gradients_stay_whole(data):
     step = {f"components__{name}__reduce": "step" for name in ("audio", "language")}
