@@ -7,6 +7,7 @@ config, layouts, nodes --spans_of_phases--> spans that the sizes of rows are cho
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -57,7 +58,7 @@ def mesh_spans(config: Config) -> tuple[int, ...]:
 def spans_of_phases(config: Config, model: MLLM) -> Spans:
     """The spans that the rows of each phase may have.
 
-    `auto` takes what the ranks, the nodes and the blocks of attention allow.
+    `auto` takes what the ranks and the nodes allow.
 
     Raises:
       ConfigError: a span of the config does not divide the ranks, or has groups on several nodes.
@@ -66,11 +67,7 @@ def spans_of_phases(config: Config, model: MLLM) -> Spans:
     spans = {}
     for phase in model.phases:
         settings = getattr(config.phases, phase)
-        layout = model.layout(phase)
-
-        def check(span: int, phase: str = phase, layout: Layout = layout) -> None:
-            _check_ranks(config, phase, span, layout, nodes[phase])
-
+        check = partial(_check_ranks, config, phase, layout=model.layout(phase), node=nodes[phase])
         if settings.spans != "auto":
             for span in settings.spans:
                 check(span)

@@ -271,10 +271,11 @@ def deal_blocks(
     order = np.tile(np.arange(tokens // (stretch * block), dtype=np.int32), (ranks, 1))
     if parts > 1:
         for rank in range(ranks):
-            works = [layer_count * block_work(ids[rank], block) for layer_count, ids in layers]
-            works += [apart[rank]] if apart else []
-            work = np.sum(works, axis=0).reshape(-1, stretch).sum(axis=1)
-            order[rank] = np.argsort(assign_blocks(work, parts), kind="stable")
+            work = [layer_count * block_work(ids[rank], block) for layer_count, ids in layers]
+            if apart:
+                work.append(apart[rank])
+            of_stretches = np.sum(work, axis=0).reshape(-1, stretch).sum(axis=1)
+            order[rank] = np.argsort(assign_blocks(of_stretches, parts), kind="stable")
     return order
 
 
