@@ -82,7 +82,7 @@ def generated_lengths(
     mix that the model has encoders for.
 
     Raises:
-      ConfigError: the model draws, for which there are no tasks, or hears silence, which no task has.
+      ConfigError: the model draws, for which there are no tasks.
     """
     if config.model.generators:
         raise ConfigError(

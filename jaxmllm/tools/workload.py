@@ -10,9 +10,10 @@ model to cost them by.
 
 Images are log-uniform, text and clips truncated log-normal. Units are those of training: vision
 slots are patches, merge**2 of them per token; audio slots are frames of 10 ms, padded to whole
-tokens; the language sequence of an example counts its text, the tokens of its media and two frame
-tokens around each. Media stand evenly between equal pieces of the text. Examples are independent
-draws from the mix; one seed makes one batch.
+tokens, or with silence to whole chunks where the tower hears it; the language sequence of an
+example counts its text, the tokens of its media and two frame tokens around each. Media stand
+evenly between equal pieces of the text. Examples are independent draws from the mix; one seed
+makes one batch.
 
 Unless another model is given, it has 0.6B vision, 0.6B audio and 8B language parameters, all
 trained.
@@ -29,7 +30,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmllm.arrays import Longs, ceil_divide, running_sums, sums_by
+from jaxmllm.arrays import Amount, Longs, ceil_divide, running_sums, sums_by
 from jaxmllm.balance.costs.flops import phase_flops
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, Mode, PhaseItems, PlanSpec
 from jaxmllm.balance.sizes.choose import choose_sizes
@@ -38,7 +39,6 @@ from jaxmllm.balance.sizes.loads import SampleSize
 from jaxmllm.config.schema import (
     AudioConfig,
     BalanceConfig,
-    ConfigError,
     LanguageConfig,
     ModelConfig,
     PhaseConfig,
@@ -214,16 +214,7 @@ def generated_batches(
 
 
 def mix_for(model: ModelConfig, mix: Mapping[str, float] = DEFAULT_MIX) -> dict[str, float]:
-    """The tasks of a mix whose media the model has encoders for.
-
-    Raises:
-      ConfigError: a tower hears silence after its clips, and those of tasks have none.
-    """
-    if model.audio is not None and model.audio.silence == "heard":
-        raise ConfigError(
-            "model.audio.silence (heard): made-up clips are not filled up to whole chunks; take the lengths of the "
-            "config's data"
-        )
+    """The tasks of a mix whose media the model has encoders for."""
     missing = {"vision", "audio"} - set(model.encoders)
     return {
         name: weight for name, weight in mix.items() if missing.isdisjoint(TASKS[name].encoders)
@@ -351,8 +342,9 @@ def _batch(text: Longs, images: _Media, clips: _Media, model: ModelConfig) -> Ba
         phases["vision"] = _items(images.example, patches, patches, images.size, text)
     if model.audio is not None:
         frames = slots_per_token("audio", model)
-        tokens = ceil_divide(clips.size, frames)
-        phases["audio"] = _items(clips.example, tokens * frames, clips.size, tokens, text)
+        heard = _heard(clips.size, model.audio)
+        tokens = ceil_divide(heard, frames)
+        phases["audio"] = _items(clips.example, tokens * frames, heard, tokens, text)
     length = text.copy()
     for items in phases.values():
         length += sums_by(items.example, items.tokens.astype(np.int64) + FRAME_TOKENS, len(text))
@@ -375,12 +367,20 @@ def _items(example: Longs, length: Longs, real: Longs, tokens: Longs, text: Long
     )
 
 
+def _heard(frames: Amount, audio: AudioConfig) -> Amount:
+    """Frames that the tower takes of clips of so many: with the silence that it hears, whole chunks."""
+    if audio.silence != "heard":
+        return frames
+    return ceil_divide(frames, audio.chunk_frames) * audio.chunk_slots
+
+
 def _longest(phase: str, task: Task, model: ModelConfig) -> int:
     images = task.images[1]
     image = round(task.image.high)
-    seconds = 0 if task.clip is None else task.clip.high
-    frames = slots_per_token("audio", model)
-    clip = math.ceil(seconds * FRAMES_PER_SECOND / frames)
+    frames, clip = slots_per_token("audio", model), 0
+    if task.clip is not None and model.audio is not None:
+        most = math.ceil(task.clip.high * FRAMES_PER_SECOND)
+        clip = ceil_divide(_heard(most, model.audio), frames)
     if phase == "vision":
         return image * slots_per_token("vision", model) if images else 0
     if phase == "audio":

@@ -7,7 +7,6 @@ import pytest
 
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.balance.validate_plan import validate
-from jaxmllm.config.schema import ConfigError
 from jaxmllm.tools.workload import (
     DEFAULT_MIX,
     MODEL,
@@ -36,12 +35,14 @@ def test_one_seed_makes_one_batch():
     assert not np.array_equal(one.phases["language"].length, other.phases["language"].length)
 
 
-def test_clips_that_are_filled_up_with_silence_are_not_made_up():
-    audio = MODEL.audio.model_copy(update={"silence": "heard"})
-    with pytest.raises(
-        ConfigError, match=r"model\.audio\.silence \(heard\): made-up clips are not"
-    ):
-        mix_for(MODEL.model_copy(update={"audio": audio}))
+def test_clips_whose_silence_is_heard_take_whole_chunks():
+    audio = MODEL.audio.model_copy(update={"silence": "heard", "chunk_frames": 3000})
+    model = MODEL.model_copy(update={"audio": audio})
+    clips, heard = (generate(0, 1000, model=of).phases["audio"] for of in (MODEL, model))
+    np.testing.assert_array_equal(heard.length, -(-clips.real // 3000) * 3000)
+    np.testing.assert_array_equal(heard.real, heard.length)
+    np.testing.assert_array_equal(heard.tokens * 8, heard.length)
+    assert longest("audio", {"spoken_question": 1.0}, model) == 6000
 
 
 def test_units_are_those_of_training():
