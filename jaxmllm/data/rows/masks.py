@@ -312,4 +312,4 @@ def _reorder(row: Row, names: Iterable[str], order: Ints) -> None:
 def _expand(blocks: NDArray[Any], size: int) -> Ints:
     """Numbers of blocks [r, N] -> numbers of their slots [r, N * size]."""
     slots = blocks[:, :, None] * size + np.arange(size)
-    return slots.reshape(len(blocks), -1).astype(np.int32)
+    return slots.reshape(len(blocks), blocks.shape[1] * size).astype(np.int32)

@@ -642,6 +642,14 @@ def test_shared_rows_are_whole_ones_whose_slots_are_dealt(spans, parts):
                         np.testing.assert_array_equal(by_token, expected)
 
 
+def test_a_host_may_hold_no_rank_of_rows_that_others_share():
+    nowhere: dict[str, tuple[int, ...]] = dict.fromkeys(FOUR, ())
+    local = LocalRanks(nowhere | {"audio": (0, 1)}, ALL_FOUR.exchange)
+    step = shared_rows(1, (2,)).fill(local)
+    held = {phase: {len(row["segments"]) for row in rows} for phase, rows in step.rows.items()}
+    assert held == {"vision": {0}, "audio": {1}, "language": {0}}
+
+
 @pytest.mark.parametrize("spans", [(2,), (4,), (4, 2, 1)])
 def test_media_tokens_of_shared_rows_are_those_of_the_rank_that_owns_their_slot(spans):
     made = shared_rows(2, spans)
