@@ -254,7 +254,8 @@ def _measure_epochs(
     seeds: int,
     seed: int,
 ) -> dict[str, Any]:
-    """Means over `seeds` epochs of `SAMPLED` times as many items as the planner's batches have."""
+    """Means over `seeds` epochs of `SAMPLED` times as many items as the planner's batches have; none
+    where that is too few for a step."""
     epochs = [
         figures(
             batch(
@@ -266,7 +267,11 @@ def _measure_epochs(
         )
         for index in range(seeds)
     ]
-    return {name: statistics.fmean(epoch[name] for epoch in epochs) for name in epochs[0]}
+    found = {
+        name: [epoch[name] for epoch in epochs if name in epoch]
+        for name in ("real_slots", "synchronised", "over_ideal", "shapes")
+    }
+    return {name: statistics.fmean(values) if values else None for name, values in found.items()}
 
 
 def _bounds() -> tuple[int, float, ItemCost]:
@@ -321,9 +326,9 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     table = [
         [
             *(row[name] for name in columns[:2]),
-            *(f"{row[name]:.3f}" for name in shares),
+            *(_decimals(row[name]) for name in shares),
             f"{row['dropped_items']:.1f}",
-            *(f"{row[name]:.3f}" for name in ("synchronised", "over_ideal")),
+            *(_decimals(row[name]) for name in ("synchronised", "over_ideal")),
             round(row["shapes"]),
             row.get("plan_ms"),
             row.get("plan_cpu_ms"),
@@ -332,6 +337,10 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     ]
     headers = [name.replace("_", " ") for name in (*columns, "plan_ms", "cpu")]
     print_table("Pictures and clips for a diffusion transformer", headers, table, left_aligned=2)
+
+
+def _decimals(number: float | None) -> str:
+    return "-" if number is None else f"{number:.3f}"
 
 
 if __name__ == "__main__":

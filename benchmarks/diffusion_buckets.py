@@ -214,8 +214,8 @@ def steps(batches: Sequence[Batch], ranks: int) -> Iterator[Sequence[Batch]]:
 
 
 def figures(batches: Sequence[Batch], ranks: int, cost: ItemCost) -> dict[str, float]:
-    """`real_slots`, `synchronised` and `over_ideal` of steps in which each rank computes a batch, and
-    `shapes`, of all batches."""
+    """`real_slots`, `synchronised` and `over_ideal` of steps in which each rank computes a batch, if
+    there are enough for one, and `shapes`, of all batches."""
     slots = real = 0
     slowest = mean = ideal = 0.0
     for step in steps(batches, ranks):
@@ -225,9 +225,11 @@ def figures(batches: Sequence[Batch], ranks: int, cost: ItemCost) -> dict[str, f
         slowest += max(costs)
         mean += sum(costs) / ranks
         ideal += sum(batch.real_cost for batch in step) / ranks
-    return {
-        "real_slots": real / slots,
-        "synchronised": slowest / mean,
-        "over_ideal": slowest / ideal,
-        "shapes": len({batch.shape for batch in batches}),
-    }
+    found: dict[str, float] = {"shapes": len({batch.shape for batch in batches})}
+    if slots:
+        found |= {
+            "real_slots": real / slots,
+            "synchronised": slowest / mean,
+            "over_ideal": slowest / ideal,
+        }
+    return found

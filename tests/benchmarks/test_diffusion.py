@@ -43,6 +43,14 @@ def test_json_has_a_row_for_every_mix_and_method(tmp_path, capsys):
     assert buckets["kept_pixels"] < 1 and buckets["kept_frames"] < 1 and buckets["dropped_items"]
 
 
+def test_buckets_may_have_too_few_items_for_a_step(tmp_path):
+    path = tmp_path / "diffusion.json"
+    arguments = "--ranks 64 --items 64 --seeds 1 --mixes clips --methods buckets padded_alike"
+    assert main([*arguments.split(), "--json", str(path)]) == 0
+    buckets, alike = json.loads(path.read_text())["rows"]
+    assert buckets["over_ideal"] is buckets["real_slots"] is None and alike["over_ideal"] > 1
+
+
 @pytest.mark.parametrize("mix", MIXES)
 def test_drawn_media_are_whole_slots_within_the_bounds(mix):
     media = draw([0, 0], 2000, MIXES[mix])
