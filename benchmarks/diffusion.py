@@ -16,7 +16,8 @@ log-normal around a median of 60. Mixes of what is drawn:
 Methods:
 
     balanced        the planner, rows of one rank
-    balanced_long   the planner, rows of up to 8 ranks
+    balanced_long   the planner, rows of up to 8 ranks: a node
+    balanced_across the planner, rows of up to 64 ranks
     packed          rows packed at native size, items where sampling put them (balance.mode none)
     buckets         batches of one shape in Open-Sora's buckets, texts padded to 512 (diffusion_buckets.py)
     padded_alike    items sorted by length, batches padded to their longest
@@ -92,6 +93,7 @@ MIXES = {"images": 0.0, "clips": 1.0, "mixed": 0.5}  # share of clips
 PLANNED: Mapping[str, tuple[Mode, int]] = {  # mode, and most ranks that hold a row together
     "balanced": ("phases", 1),
     "balanced_long": ("phases", 8),
+    "balanced_across": ("phases", 64),
     "packed": ("none", 1),
 }
 NODE = 8  # ranks

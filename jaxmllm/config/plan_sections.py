@@ -31,8 +31,8 @@ class PhaseConfig(Section):
     """
 
     capacities: tuple[PositiveInt, ...] | Auto = "auto"
-    # auto: those of 1 to 8, 10 and 12 that the mesh's innermost axes multiply to and that stay on a node
-    # (balance.spans_cross_nodes)
+    # auto: those of 1 to 8, 10 and 12 that the mesh's innermost axes multiply to and that stay on a node;
+    # with balance.spans_cross_nodes on any nodes, and 16, 32 and 64 besides
     spans: tuple[PositiveInt, ...] | Auto = "auto"
     # auto: up to 3, and up to 6 as long as each saves half a percent of a step
     row_classes: Annotated[int, Field(ge=1, le=MOST_ROW_CLASSES)] | Auto = "auto"

@@ -24,6 +24,7 @@ from sharding.rules import Layout
 AUTO_SPANS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
 # How far axes are cut for these at least, and then by each of `ODD_FACTORS` that is left
 AUTO_CUT = (1, 2, 4, 8)
+ACROSS_NODES = (16, 32, 64)  # besides both, where groups may cross nodes
 
 Spans = Mapping[str, tuple[int, ...]]  # by phase, ascending
 
@@ -41,14 +42,14 @@ def mesh_spans(config: Config) -> tuple[int, ...]:
         if settings.spans != "auto":
             spans |= set(settings.spans)
         elif settings.capacities == "auto" and config.may_share_rows:
-            spans |= set(AUTO_CUT)
+            spans |= set(_with_those_across_nodes(config, AUTO_CUT))
             cut_by_odd = True
     ascending = sorted(spans)
     for shorter, longer in pairwise(ascending):
         if longer % shorter:
             raise ConfigError(
                 f"phases.<phase>.spans: {shorter} of one phase does not divide {longer} of another (`auto` is "
-                f"{list(AUTO_CUT)} at least); the mesh cannot be cut for both"
+                f"{list(_with_those_across_nodes(config, AUTO_CUT))} at least); the mesh cannot be cut for both"
             )
     for factor in ODD_FACTORS if cut_by_odd else ():
         ascending.append(factor * ascending[-1])
@@ -73,10 +74,18 @@ def spans_of_phases(config: Config, model: MLLM) -> Spans:
                 check(span)
             spans[phase] = settings.spans
         elif settings.capacities == "auto" and config.may_share_rows:
-            spans[phase] = tuple(span for span in AUTO_SPANS if _passes(check, span))
+            spans[phase] = tuple(
+                span
+                for span in _with_those_across_nodes(config, AUTO_SPANS)
+                if _passes(check, span)
+            )
         else:
             spans[phase] = (1,)
     return spans
+
+
+def _with_those_across_nodes(config: Config, spans: tuple[int, ...]) -> tuple[int, ...]:
+    return spans + ACROSS_NODES if config.balance.spans_cross_nodes else spans
 
 
 def left_alone(config: Config, model: MLLM, spans: Spans) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ class Comparison:
 
 def compare_generated(ranks: int, per_rank: int, seed: int, before: Mode) -> Comparison:
     """A generated batch on the generator's own model."""
-    samples, items = generated_batches(ranks * per_rank, seed)
+    samples, (items,) = generated_batches(ranks * per_rank, seed)
 
     def spec(mode: Mode) -> PlanSpec:
         spans = spans_up_to(NODE, ranks) if mode == AFTER else (1,)

@@ -92,7 +92,7 @@ def generated_lengths(
     words = vocabulary(config, load_tokenizer(config.data))
     model = build_model(config.model, words, config.components, mesh)
     spans = spans_of_phases(config, model)
-    samples, items = generated_batches(config.data.batch_size, seed, config.model, mix)
+    samples, (items,) = generated_batches(config.data.batch_size, seed, config.model, mix)
     return GeneratedLengths(
         config=config,
         model=model,

@@ -72,22 +72,23 @@ class MadeUpLengths:
     seed: int
     mix: Mapping[str, float] = field(default_factory=lambda: DEFAULT_MIX)
     _known: dict[str, Sampled] = field(default_factory=dict)
-    _batches: list[BatchItems] = field(default_factory=list)
+    _batches: tuple[list[BatchItems], list[BatchItems]] | None = None
 
     def __call__(self, config: Config, model: MLLM, spans: Spans) -> Sampled:
         media = modalities(config.model, config.data)
         key = repr(media)
         if key not in self._known:
             mix = mix_for(config.model, self.mix)
-            if not self._batches:
-                samples, step = generated_batches(
-                    config.data.batch_size, self.seed, config.model, mix
+            if self._batches is None:
+                size = config.data.batch_size
+                self._batches = generated_batches(
+                    size, self.seed, config.model, mix, planned_steps(size)
                 )
-                self._batches += [*samples, step]
+            samples, steps = self._batches
             self._known[key] = Sampled(
-                samples=self._batches[:-1],
+                samples=samples,
                 others=[],
-                steps=self._batches[-1:],
+                steps=steps,
                 longest={phase: longest(phase, mix, config.model) for phase in model.phases},
                 formats=row_formats(media),
                 sources=len(config.data.sources),

@@ -204,13 +204,15 @@ def generated_batches(
     seed: int,
     model: ModelConfig = MODEL,
     mix: Mapping[str, float] = DEFAULT_MIX,
-) -> tuple[list[BatchItems], BatchItems]:
-    """Batches to choose sizes from, and another one to plan."""
+    steps: int = 1,
+) -> tuple[list[BatchItems], list[BatchItems]]:
+    """Batches to choose sizes from, and others to plan."""
+    sampled = SAMPLED.batches(examples)
     batches = [
         generate([seed, index], examples, mix_for(model, mix), model)
-        for index in range(SAMPLED.batches(examples) + 1)
+        for index in range(sampled + steps)
     ]
-    return batches[:-1], batches[-1]
+    return batches[:sampled], batches[sampled:]
 
 
 def mix_for(model: ModelConfig, mix: Mapping[str, float] = DEFAULT_MIX) -> dict[str, float]:

@@ -39,6 +39,10 @@ def test_auto_takes_what_ranks_and_nodes_allow(tmp_path):
     assert set(on_nodes.values()) == {(1, 2, 4)}
     across = spans(tmp_path, **AUTO, balance={"ranks_per_node": 4, "spans_cross_nodes": True})
     assert across == everywhere
+    for cross, widest in ((False, ()), (True, (16, 32, 64))):
+        balance = {"ranks_per_node": 8, "spans_cross_nodes": cross}
+        cluster = spans(tmp_path, {"data": 128}, 128, **AUTO, balance=balance)
+        assert set(cluster.values()) == {(1, 2, 4, 8, *widest)}
     for mesh, expected in (
         ({"data": 3, "fsdp": 2}, (1, 2, 6)),
         ({"data": 6}, (1, 2, 6)),

@@ -151,8 +151,9 @@ class _Candidates:
 
 def _of_span(inputs: SizingInputs, span: int, number: int) -> int:
     """How many of a number of candidates have longest rows of `span` ranks: all for the fewest ranks, so that what
-    would be chosen without other spans is among those compared; of each other span an equal part."""
-    return number if span == min(inputs.spans) else number // len(inputs.spans)
+    would be chosen without other spans is among those compared; of each other span an equal part, if not too small."""
+    parts = min(len(inputs.spans), CAPACITY_SEARCH.most_parts)
+    return number if span == min(inputs.spans) else number // parts
 
 
 def _load_shares(judge: _Judge, span: int) -> set[int]:

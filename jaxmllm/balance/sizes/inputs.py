@@ -166,6 +166,8 @@ class CapacitySearch:
     longest_quantiles: tuple[float, ...] = (0.5, 0.8, 0.95, 1.0)
     # A further class is added to the best sets so far: this many, the same number of each span.
     extended: int = 512
+    # Of so many for all spans, each but the fewest ranks has a part: one in 4, however many more spans there are.
+    most_parts: int = 4
     # A third class is what few examples per rank gain most by; each is a program to compile. Each further one of `auto`
     # has to save this share of a step, as it does for batches of a handful of examples.
     usual_classes: int = 3
