@@ -36,20 +36,21 @@ def mesh_spans(config: Config) -> tuple[int, ...]:
       ConfigError: one does not divide the next.
     """
     spans = {1}
+    auto_cut = _with_those_across_nodes(config, AUTO_CUT)
     cut_by_odd = False
     for phase in config.model.phases:
         settings = getattr(config.phases, phase)
         if settings.spans != "auto":
             spans |= set(settings.spans)
         elif settings.capacities == "auto" and config.may_share_rows:
-            spans |= set(_with_those_across_nodes(config, AUTO_CUT))
+            spans |= set(auto_cut)
             cut_by_odd = True
     ascending = sorted(spans)
     for shorter, longer in pairwise(ascending):
         if longer % shorter:
             raise ConfigError(
                 f"phases.<phase>.spans: {shorter} of one phase does not divide {longer} of another (`auto` is "
-                f"{list(_with_those_across_nodes(config, AUTO_CUT))} at least); the mesh cannot be cut for both"
+                f"{list(auto_cut)} at least); the mesh cannot be cut for both"
             )
     for factor in ODD_FACTORS if cut_by_odd else ():
         ascending.append(factor * ascending[-1])

@@ -40,9 +40,8 @@ class Run:
     compilations: CompilationCounter
     warnings: WarningLog
     held_out: Corpus | None  # what `evaluation` is made from
-    left_alone: tuple[
-        str, ...
-    ]  # phases whose ranks share no rows, since they are on different nodes
+    # Phases whose ranks share no rows, since they are on different nodes
+    left_alone: tuple[str, ...]
 
     @property
     def directory(self) -> Path:

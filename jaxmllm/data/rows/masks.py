@@ -65,18 +65,18 @@ def finish_encoder_row(
     parts *= span
     slots_per_token = row_format.slots_per_token
     stride = row_format.stride
+    block_slots = block * stride
     order = np.tile(np.arange(row["valid"].shape[1], dtype=np.int32), (len(row["valid"]), 1))
     moved = ["features", "segments", "positions"]
     window = attention.windows[phase].window if phase in attention.windows else None
     if window is not None:
         order = window_order(
-            row["segments"], row["positions"], window, slots_per_token, block * stride
+            row["segments"], row["positions"], window, slots_per_token, block_slots
         )
         _reorder(row, moved, _expand(order, slots_per_token))
         row["windows"] = window_numbers(row["segments"], row["positions"], window)
         moved.append("windows")
     ids = [item_ids(of_rank) for of_rank in row["segments"][:, ::stride]]
-    block_slots = block * stride
     stretch_slots = math.lcm(block_slots, row_format.alignment) if parts > 1 else block_slots
     stretch = stretch_slots // block_slots
     tokens = row["segments"].shape[1] // stride
