@@ -132,19 +132,17 @@ def with_repeated_key(
     out: Float[Array, "B C H K"],
     logsumexp: Float[Array, "B C H"],
     q: Float[Array, "B C H K"],
-    key: Float[Array, "B C H K"],
-    value: Float[Array, "B C H K"],
+    key: Float[Array, "B 1 H K"],
+    value: Float[Array, "B 1 H K"],
     count: Int[Array, "B C"],
     *,
     scale: float | None = None,
 ) -> Float[Array, "B C H K"]:
-    """Attention as if every query saw one more key, and that `count` times; 0: it does not.
+    """Attention as if every query saw one more key, the same for all, and that `count` times; 0: it does not.
 
     Args:
       out: attention without that key.
       logsumexp: of its logits, infinite for queries that see nothing.
-      key: of each query.
-      value: likewise.
       scale: as of `attention`.
     """
     dtype, wide = out.dtype, logsumexp.dtype

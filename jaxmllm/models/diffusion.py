@@ -5,8 +5,8 @@
     patches --embed----------------- /
 
 So it is with `conditioning: joint`; with `streams: 2`, conditions have weights of their own in all layers, and meet
-patches in attention (models/streams.py). With `cross`, patches alone are a sequence, and layers read conditions beside
-it:
+patches in attention (models/streams.py). With `cross`, patches alone are a sequence, and layers read conditions, which
+lie in the same slots, beside it:
 
     patches --embed--> attention, attention to conditions, MLP: layer by layer --> predictions of the patches
 
@@ -14,7 +14,7 @@ Items are segments of packed rows, and see themselves alone. Scales, shifts and 
 those of an item's time, and with `pooled_conditions` of the mean of its conditions: made once per segment, in at
 least float32, and taken by slot.
 
-Letters: R ranks, C slots, D width, F numbers of a patch, S segments of a row.
+Letters: R ranks, C slots, P parts of a row, D width, F numbers of a patch, S segments of a row.
 """
 
 from __future__ import annotations
@@ -50,7 +50,15 @@ MODULATIONS = 6  # of a layer: shift, scale and gate, of attention and of the ML
 OUTPUT_MODULATIONS = 2  # shift and scale before the output
 SHORTEST_EDGE_WAVE, LONGEST_EDGE_WAVE = 3.0, 192.0  # patches: of the features of a distance
 
-ConditionsApart = tuple[Array, RowContext]  # [R, C, D], and what patches see of them
+
+class Conditions(NamedTuple):
+    """What items are drawn from, projected to the width of the layers."""
+
+    states: Float[Array, "R C D"]  # in their slots
+    padded: Float[Array, "R P D"] | None  # what stands for each that an item lacks
+
+
+ConditionsApart = tuple[Conditions, RowContext]  # and what patches see of them
 
 
 class Drawn(NamedTuple):
@@ -61,7 +69,7 @@ class Drawn(NamedTuple):
     shared: Float[Array, "R S 6 D"] | None = (
         None  # its scales, shifts and gates, where layers share weights of them
     )
-    conditions: Float[Array, "R C D"] | None = None  # where an attention to them is apart
+    conditions: Conditions | None = None  # where an attention to them is apart
 
 
 class DrawnContext(NamedTuple):
@@ -101,7 +109,7 @@ class DiffusionTower(nnx.Module):
         self,
         rows: GeneratorRows,
         noisy: Float[Array, "R C F"],
-        conditions: Float[Array, "R C D"],
+        conditions: Conditions,
         layout: Layout,
         dtype: jnp.dtype,
         settings: ComponentConfig,
@@ -128,7 +136,7 @@ class DiffusionTower(nnx.Module):
         self,
         rows: GeneratorRows,
         noisy: Float[Array, "R C F"],
-        conditions: Float[Array, "R C D"],
+        conditions: Conditions,
         layout: Layout,
         dtype: jnp.dtype,
     ) -> Drawn:
@@ -144,33 +152,31 @@ class DiffusionTower(nnx.Module):
         x, apart = patches, config.conditioning == "cross"
         if not apart:
             is_condition = rows.conditions >= 0
-            x = jnp.where(is_condition[..., None], conditions.astype(dtype), patches)
+            x = jnp.where(is_condition[..., None], conditions.states.astype(dtype), patches)
         x = layout.constrain(x, ("batch", "sequence", None))
         wide = jnp.promote_types(dtype, jnp.float32)
         embedded = self.time(time_features(rows.times, wide), layout)
         if self.pooled is not None:
-            mean = mean_conditions(layout, rows, conditions.astype(wide))
+            mean = mean_conditions(layout, rows, conditions.states.astype(wide))
             embedded += self.pooled(mean, layout)
         time = jax.nn.silu(embedded)
         shared = None if self.modulation is None else self.modulation(time, layout)
-        return Drawn(x, embedded, shared, conditions.astype(dtype) if apart else None)
+        of_layers = jax.tree.map(lambda states: states.astype(dtype), conditions)
+        return Drawn(x, embedded, shared, of_layers if apart else None)
 
     def context(
         self, rows: GeneratorRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
     ) -> DrawnContext:
         """What layers know of rows. Where attention to conditions is apart, patches alone see one another."""
         config = self.config
-        is_condition = rows.conditions >= 0
-        crossed = config.conditioning == "cross"
-        seen = jnp.where(is_condition, 0, rows.segments) if crossed else rows.segments
         angles = rotary_angles_by_axis(rows.positions, config.sections, config.rope_theta, dtype)
         rotation = Rotation.of(angles)
-        ids = item_ids(seen)
+        ids = item_ids(rows.segments)
         context = RowContext(
             *(layout, ids, row_keys(layout, ids), rows.tiles, rotation, settings.attention)
         )
-        where = ConditionSlots.of(layout, is_condition) if config.streams == 2 else None
-        apart = self._to_conditions(context, rows) if crossed else None
+        where = ConditionSlots.of(layout, rows.conditions >= 0) if config.streams == 2 else None
+        apart = self._to_conditions(context, rows) if config.conditioning == "cross" else None
         return DrawnContext(context, rows.owners, apart, where)
 
     def finish(
@@ -192,9 +198,7 @@ class DiffusionTower(nnx.Module):
     def _to_conditions(self, context: RowContext, rows: GeneratorRows) -> RowContext:
         """The rows as patches see conditions in them, which have an attention of their own."""
         assert rows.cross_tiles is not None
-        ids = item_ids(jnp.where(rows.conditions >= 0, rows.segments, 0))
-        keys = row_keys(context.layout, ids)
-        # Where there is no state its place holds zeros, and so every slot has key and value of a padded one
+        keys = row_keys(context.layout, item_ids(rows.seen_conditions))
         repeated = None if self.config.padded_conditions is None else rows.padded
         return replace(context, keys=keys, tiles=rows.cross_tiles, rotation=None, repeated=repeated)
 
@@ -280,13 +284,21 @@ class _Stream(nnx.Module):
         """What the layer yields, once attention has mixed values."""
         gate, shift, scale, mlp_gate = by_slot(rows.layout, vectors[:, :, 2:], owners)
         x = x + _gated(self.attention.output(mixed, rows), gate)
-        if self.cross_attention is not None:
-            assert self.cross_norm is not None and apart is not None
-            conditions, to_conditions = apart
-            x = x + self.cross_attention(self.cross_norm(x), to_conditions, conditions)
+        if apart is not None:
+            x = x + self._read_apart(apart, x)
         out = self.mlp(_modulated(self.mlp_norm(x), shift, scale), rows.layout)
         out = named(out, "mlp")  # for the gradient of the gate
         return x + _gated(out, mlp_gate)
+
+    def _read_apart(self, apart: ConditionsApart, x: Float[Array, "R C D"]) -> Array:
+        """What patches read of conditions by an attention to them."""
+        (states, padded), rows = apart
+        norm, attention = self.cross_norm, self.cross_attention
+        assert norm is not None and attention is not None
+        k, v = attention.keys_and_values(states, rows)
+        besides = None if padded is None else attention.keys_and_values(padded, rows)
+        mixed = attention.mixed(attention.queries(norm(x), rows), k, v, rows, besides)
+        return attention.output(mixed, rows)
 
 
 class _DiffusionBlock(_Stream):
@@ -381,7 +393,7 @@ def edge_distances(layout: Layout, rows: GeneratorRows) -> Float[Array, "R C 6"]
             first, last = jax.lax.pmin(first, axes), jax.lax.pmax(last, axes)
         return first, last
 
-    patches = jnp.where(rows.conditions < 0, rows.owners, 0)
+    patches = rows.owners_of_patches
     ends = layout.local(on_device, in_axes=(SLOTS, SLOTS), out_axes=(("batch",), ("batch",)))
     ends_by_segment = jnp.stack(ends(patches, rows.positions), axis=2).astype(jnp.float32)
     first, last = by_slot(layout, ends_by_segment, patches)
@@ -403,8 +415,8 @@ def mean_conditions(
             sums, counts = jax.lax.psum((sums, counts), axes)
         return sums / jnp.maximum(counts, 1)[..., None]
 
-    seen = jnp.where(rows.conditions >= 0, rows.segments, 0)
-    return layout.local(on_device, in_axes=(SLOTS, SLOTS), out_axes=("batch",))(seen, conditions)
+    of_means = layout.local(on_device, in_axes=(SLOTS, SLOTS), out_axes=("batch",))
+    return of_means(rows.seen_conditions, conditions)
 
 
 def _membership(

@@ -50,7 +50,7 @@ class RowContext:
     added: Float[Array, "N R C D"] | None = None  # to what the first N layers yield
     # The kernel of a mixture
     experts: ExpertKernel = field(default="auto", metadata={"static": True})
-    # Of each query: how often it sees its own slot's key and value, too
+    # How often each query sees a key and a value besides, which all share
     repeated: Int[Array, "R C"] | None = None
     documents: Documents | None = None  # where the kernel of attention reads them
 
@@ -150,31 +150,40 @@ class SelfAttention(nnx.Module):
         self.key_norm = norm_of(kv_heads) if qk_norm else None
         self.scale = scale
 
-    def __call__(
-        self,
-        x: Float[Array, "R C D"],
-        rows: RowContext,
-        given: Float[Array, "R C D"] | None = None,
-    ) -> Float[Array, "R C D"]:
-        """What queries made of x mix of the values in the same rows.
-
-        Args:
-          given: what keys and values are made of; none: x.
-        """
-        return self.output(self.mixed(*self.projections(x, rows, given), rows), rows)
+    def __call__(self, x: Float[Array, "R C D"], rows: RowContext) -> Float[Array, "R C D"]:
+        """What queries made of x mix of the values in the same rows."""
+        return self.output(self.mixed(*self.projections(x, rows), rows), rows)
 
     def projections(
-        self, x: Float[Array, "R C D"], rows: RowContext, given: Float[Array, "R C D"] | None = None
+        self, x: Float[Array, "R C D"], rows: RowContext
     ) -> tuple[Float[Array, "R C H K"], Float[Array, "R C G K"], Float[Array, "R C G K"]]:
-        """Queries, keys and values, normed and not yet rotated; `given` as above."""
-        given = x if given is None else given
-        q = self._project(x, self.query, self.query_bias, self.query_norm, rows)
-        k = self._project(given, self.key, self.key_bias, self.key_norm, rows)
-        v = self._project(given, self.value, self.value_bias, None, rows)
-        return q, k, v
+        """Queries, keys and values, normed and not yet rotated."""
+        return self.queries(x, rows), *self.keys_and_values(x, rows)
 
-    def mixed(self, q: Array, k: Array, v: Array, rows: RowContext) -> Float[Array, "R C H K"]:
-        """What queries mix of the values in the same rows, by head."""
+    def queries(self, x: Float[Array, "R C D"], rows: RowContext) -> Float[Array, "R C H K"]:
+        """Normed and not yet rotated."""
+        return self._project(x, self.query, self.query_bias, self.query_norm, rows)
+
+    def keys_and_values(
+        self, x: Float[Array, "R C D"], rows: RowContext
+    ) -> tuple[Float[Array, "R C G K"], Float[Array, "R C G K"]]:
+        """Keys normed and not yet rotated."""
+        k = self._project(x, self.key, self.key_bias, self.key_norm, rows)
+        return k, self._project(x, self.value, self.value_bias, None, rows)
+
+    def mixed(
+        self,
+        q: Float[Array, "R C H K"],
+        k: Float[Array, "R C G K"],
+        v: Float[Array, "R C G K"],
+        rows: RowContext,
+        besides: tuple[Float[Array, "R P G K"], Float[Array, "R P G K"]] | None = None,
+    ) -> Float[Array, "R C H K"]:
+        """What queries mix of the values in the same rows, by head.
+
+        Args:
+          besides: a key and a value on each of P parts, which queries see as often as `rows.repeated` says.
+        """
         layout = rows.layout
         if rows.rotation is not None:
             q, k = (rotate(x, rows.rotation) for x in (q, k))
@@ -183,20 +192,22 @@ class SelfAttention(nnx.Module):
         if layout.mesh_axes("heads") != layout.mesh_axes(
             "kv_heads"
         ):  # a device lacks the keys of its own queries
-            k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+            k, v, besides = jax.tree.map(
+                lambda x: jnp.repeat(x, q.shape[2] // x.shape[2], axis=2), (k, v, besides)
+            )
             kv_axes = query_axes
         slots = ("batch", "sequence")
-        repeats = rows.repeated is not None
         attend = layout.local(
-            partial(_attend, layout.mesh_axes("sequence"), rows.kernel, self.scale, repeats),
-            in_axes=(query_axes, kv_axes, kv_axes, slots, ("batch",), slots, ("batch",)),
-            out_axes=(query_axes, query_axes[:3]) if repeats else query_axes,
+            partial(_attend, layout.mesh_axes("sequence"), rows.kernel, self.scale),
+            in_axes=(
+                *(query_axes, kv_axes, kv_axes, slots, ("batch",), slots, ("batch",)),
+                *(kv_axes, slots),
+            ),
+            out_axes=query_axes,
         )
-        mixed = attend(q, k, v, rows.ids, rows.keys, rows.tiles, rows.documents)
-        if rows.repeated is not None:
-            k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-            out, logsumexp = mixed
-            mixed = with_repeated_key(out, logsumexp, q, k, v, rows.repeated, scale=self.scale)
+        mixed: Array = attend(
+            *(q, k, v, rows.ids, rows.keys, rows.tiles, rows.documents, besides, rows.repeated)
+        )
         return mixed
 
     def output(self, mixed: Float[Array, "R C H K"], rows: RowContext) -> Float[Array, "R C D"]:
@@ -222,7 +233,6 @@ def _attend(
     split: tuple[str, ...],
     kernel: Kernel,
     scale: float | None,
-    with_logsumexp: bool,
     q: Array,
     k: Array,
     v: Array,
@@ -230,14 +240,22 @@ def _attend(
     keys: TokenIds,
     tiles: RowTiles,
     documents: Documents | None,
-) -> Any:
+    besides: tuple[Array, Array] | None,
+    repeated: Array | None,
+) -> Array:
     """Attention on one device: from its part of a row to the whole row."""
     query_spans, query_blocks, key_spans, key_blocks = (table[:, 0] for table in tiles)
     lists = TileLists(query_spans, query_blocks), TileLists(key_spans, key_blocks)
     mask = Mask(queries, keys, *lists, documents)
-    function = attention_and_logsumexp if with_logsumexp else attention
+    function = attention if repeated is None else attention_and_logsumexp
     attend = partial(function, mask=mask, scale=scale, kernel=kernel)
-    return gathered_attention(attend, q, k, v, mask.block, split)
+    mixed = gathered_attention(attend, q, k, v, mask.block, split)
+    if repeated is None:
+        return mixed
+    assert besides is not None, "what is repeated has a key and a value"
+    out, logsumexp = mixed
+    key, value = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in besides)
+    return with_repeated_key(out, logsumexp, q, key, value, repeated, scale=scale)
 
 
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {

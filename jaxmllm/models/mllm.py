@@ -21,7 +21,7 @@ from jaxmllm.config.schema import (
     PROJECTOR,
     ModelConfig,
 )
-from jaxmllm.models.diffusion import Drawn
+from jaxmllm.models.diffusion import Conditions, Drawn
 from jaxmllm.models.language import Decoder, OutputHead
 from jaxmllm.models.layers import checkpointed, with_added, with_tapped
 from jaxmllm.models.mixture import MixtureBlock, RouterSums
@@ -235,12 +235,21 @@ class MLLM:
     ) -> Float[Array, "R C F"]:
         """What a generator predicts of noisy patches. `states` holds those of the decoder, where there are
         conditions."""
-        conditions = self._projected(params, f"{PROJECTOR}{LANGUAGE}", states)
+        conditions = self._conditions(params, states)
         component = self.components[phase]
         predictions: Array = component.module(params)(
             rows, noisy, conditions, component.layout, component.dtype, component.settings
         )
         return predictions
+
+    def _conditions(self, params: Params, states: Float[Array, "R C D"]) -> Conditions:
+        """What generators read of states of the decoder; those that items lack hold zeros."""
+        name = f"{PROJECTOR}{LANGUAGE}"
+        padded = None
+        if any(self.config.crossed.values()):
+            nothing = jnp.zeros_like(states[:, : self.components[name].layout.parts])
+            padded = self._projected(params, name, nothing)
+        return Conditions(self._projected(params, name, states), padded)
 
     # ------------------------------------------------------------------ piece by piece, for pipelines
 
@@ -332,7 +341,7 @@ class MLLM:
         states: Float[Array, "R C D"],
     ) -> Drawn:
         """What the first layer of a generator reads, given what `draw` is given."""
-        conditions = self._projected(params, f"{PROJECTOR}{LANGUAGE}", states)
+        conditions = self._conditions(params, states)
         component = self.components[phase]
         begun: Drawn = component.module(params).begin(
             rows, noisy, conditions, component.layout, component.dtype

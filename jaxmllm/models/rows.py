@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -145,7 +146,9 @@ class GeneratorRows(NamedTuple):
     arrived: Int[Array, "R/g g*C"] | None = None  # `conditions` in packed order
     # Where items lie with and without conditions: place of the same patch in the other half
     partners: Int[Array, "R/g g*C"] | None = None
-    # Where attention to conditions is apart: what meets in it, and how many conditions of zeros each patch sees
+    # Where attention to conditions is apart: `segments` of the conditions, which lie in slots of patches, what meets in
+    # it, and how many conditions of zeros each patch sees
+    readers: Int[Array, "R/g g*C"] | None = None
     cross_tiles: RowTiles | None = None
     padded: Int[Array, "R/g g*C"] | None = None
 
@@ -153,6 +156,19 @@ class GeneratorRows(NamedTuple):
     def of(cls, row: dict[str, Any]) -> GeneratorRows:
         """From the host's dictionary."""
         return cls(**row | _tables(row))
+
+    @property
+    def seen_conditions(self) -> Int[Array, "R/g g*C"]:
+        """Segment of the condition of each slot, 0 where there is none or it is hidden from its item."""
+        if self.readers is not None:
+            return self.readers
+        return jnp.where(self.conditions >= 0, self.segments, 0)
+
+    @property
+    def owners_of_patches(self) -> Int[Array, "R/g g*C"]:
+        """Segment of the item of each slot that holds a patch, else 0."""
+        is_patch = self.conditions < 0 if self.readers is None else self.segments > 0
+        return jnp.where(is_patch, self.owners, 0)
 
     def shardings(self, layout: Layout) -> GeneratorRows:
         """How the arrays lie on the mesh."""
@@ -275,6 +291,7 @@ def abstract_generator_rows(
         tiles=_tiles(layout, count // block),
         arrived=slots if layout.span > 1 else None,
         partners=slots if guided else None,
+        readers=slots if crossed else None,
         padded=slots if crossed else None,
     )
     if crossed:

@@ -20,7 +20,7 @@ def on_device(ids: TokenIds) -> TokenIds:
 
 
 def expected(q, k, v, own_key, own_value):
-    """Dense, with a weight for every slot that would hold the repeated key."""
+    """Dense, with a weight for every slot that would hold the repeated key, which all queries share."""
     seen = (QUERIES[:, None] == KEYS) & (QUERIES > 0)[:, None]
     logits = 0.3 * jnp.einsum("qhk,thk->qht", q, k)
     weights = jnp.where(seen[:, None], jnp.exp(logits), 0)
@@ -37,7 +37,8 @@ def test_a_repeated_key_is_as_many_slots():
     ids = on_device(item_ids(QUERIES)), on_device(item_ids(KEYS))
     mask = Mask(*ids, *(TileLists(*table) for table in lists))
     with jax.enable_x64(True):
-        arrays = np.random.default_rng(0).normal(size=(5, SLOTS, HEADS, SIZE))
+        random = np.random.default_rng(0)
+        arrays = [random.normal(size=(slots, HEADS, SIZE)) for slots in (*[SLOTS] * 3, 1, 1)]
         direction = np.random.default_rng(1).normal(size=(SLOTS, HEADS, SIZE))
 
         def found(*arrays):

@@ -159,6 +159,7 @@ def modality_of(generator: DiffusionConfig) -> GeneratedLatents:
         shorten=False,
         centred=generator.rope_origin == "centre",
         diagonal=generator.condition_positions == "diagonal",
+        crossed=generator.conditioning == "cross",
     )
 
 
@@ -183,6 +184,8 @@ class Packed:
     def of(cls, model: MLLM, inputs: Mapping[str, np.ndarray], items: Iterable[int]) -> Packed:
         generator, slots = model.config.diffusion, 8 * BLOCK
         row = empty_row(slots, len(inputs) // 4, generator.patch_features)
+        if generator.conditioning == "cross":
+            row["readers"] = np.zeros((1, slots), np.int32)
         states = np.zeros((1, slots, model.config.language.width), np.float32)
         noisy, direction = np.zeros((2, 1, slots, generator.patch_features), np.float32)
         where, start = [], 0
@@ -190,9 +193,12 @@ class Packed:
         for number, i in enumerate(items, 1):
             given, drawn = inputs[f"states_{i}"], patches_in(model, inputs[f"latents_{i}"])
             conditions = slice(start, start + len(given))
-            of_item = slice(conditions.stop, conditions.stop + len(drawn))
-            for name in ("owners", "segments"):
-                row[name][0, start : of_item.stop] = number
+            first = start + lies.first_patch(len(given))
+            of_item = slice(first, first + len(drawn))
+            stop = max(conditions.stop, of_item.stop)
+            row["owners"][0, start:stop] = number
+            row["readers" if lies.crossed else "segments"][0, conditions] = number
+            row["segments"][0, of_item] = number
             row["conditions"][0, conditions] = np.arange(conditions.start, conditions.stop)
             _, frames, *sides = inputs[f"latents_{i}"].shape
             grid = (frames // generator.patch_frames, *(n // generator.patch_size for n in sides))
@@ -203,7 +209,7 @@ class Packed:
             states[0, conditions], noisy[0, of_item] = given, drawn
             direction[0, of_item] = patches_in(model, inputs[f"direction_{i}"])
             where.append((conditions, of_item))
-            start = of_item.stop
+            start = stop
         parts = {"diffusion": model.layout("diffusion").parts}
         attention = AttentionSpec({"diffusion": BLOCK}, parts, crossed=model.config.crossed)
         finish_generator_row(row, attention, "diffusion")

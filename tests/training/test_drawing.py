@@ -445,6 +445,32 @@ def conditioned(captions, request) -> tuple[dict[str, Any], Setup]:
     return changes, assemble(drawing_config(captions, **changes), 1)
 
 
+def test_conditions_that_are_read_apart_lie_in_slots_of_patches(captions):
+    """Both begin in the first slot of their item, which has no slot more than it has of either."""
+    setup = assemble(drawing_config(captions, **CONDITIONED["read-apart"]), 1)
+    examples = [i for i in EXAMPLES.tolist() if setup.corpus.example(i).media]
+    items = setup.corpus.gather(np.array(examples)).phases["diffusion"]
+    step = setup.step(examples)
+    held, hidden = set(), 0
+    for row in step.rows["diffusion"]:
+        for segment in range(1, row["owners"].max() + 1):
+            in_order = np.argsort(row["order"][0])
+            columns = ("owners", "segments", "patches", "conditions", "readers")
+            owners, *others = (row[name][0, in_order] for name in columns)
+            seen, patches, conditions, readers = (values[owners == segment] for values in others)
+            counts = (patches >= 0).sum(), (conditions >= 0).sum()
+            assert len(seen) == max(counts)
+            held.add((len(seen), *counts))
+            np.testing.assert_array_equal(patches[: counts[0]], np.arange(counts[0]))
+            np.testing.assert_array_equal(seen, np.where(patches >= 0, segment, 0))
+            np.testing.assert_array_equal(conditions >= 0, np.arange(len(seen)) < counts[1])
+            hidden += not readers.any()
+            assert not readers.any() or ((readers == segment) == (conditions >= 0)).all()
+    assert held == {*zip(items.length, items.real, items.tokens, strict=True)}
+    assert 0 < hidden < len(items.length)
+    assert {*np.sign(items.real - items.tokens).tolist()} >= {-1, 1}
+
+
 @pytest.mark.slow
 def test_conditions_with_weights_of_their_own(captions, conditioned):
     """Packed or alone, and on one device or with rows in parts; texts are shorter and longer than what pads them."""

@@ -2,7 +2,7 @@
 
 images and clips in the decoder     their tokens see one another in both directions
 images in a tower with windows      windows at the edges are cut
-conditions of a generator           read by an attention apart, they see nothing and are no patches
+conditions of a generator           read by an attention apart, patches see them besides themselves
 clips in a tower that sees chunks   the last one is cut, or the last few
 tiles of an image                   each sees itself, and its class token
 """
@@ -55,9 +55,10 @@ class VisiblePairs:
         """
         if phase in self.crossed:
             assert tokens is not None, "a generator's items read tokens"
-            conditions = tokens.astype(np.int64)
-            slots = conditions + shapes.astype(np.int64).prod(axis=1)
-            return np.stack([-conditions * slots, np.zeros_like(slots)], axis=1)
+            conditions, patches = tokens.astype(np.int64), shapes.astype(np.int64).prod(axis=1)
+            counted = np.maximum(conditions, patches) ** 2
+            seen = patches * (patches + conditions)
+            return np.stack([seen - counted, np.zeros_like(seen)], axis=1)
         if phase == "vision" and self.tiled:
             tiles, tile = (
                 shapes[:, 0].astype(np.int64),

@@ -37,6 +37,7 @@ from jaxmllm.data.index.length_index import (
     item_count,
     starts,
 )
+from jaxmllm.data.media.generated import item_real, item_slots
 from jaxmllm.data.media.modality import ClipShape, Modality, Shape
 from jaxmllm.data.media.reference import MediaError, taken_as
 from jaxmllm.data.printable import shown
@@ -232,8 +233,8 @@ class _Builder:
         self.counts.append(len(rows))
         for row, span in zip(rows, rendered.media, strict=True):
             modality = self.modalities[span.phase]
-            slots = modality.length(span.shape) + span.conditions
-            real = modality.real(span.shape) + span.conditions
+            slots = item_slots(modality, span.shape, span.conditions)
+            real = item_real(modality, span.shape, span.conditions)
             self.items.append(
                 (
                     self.phases.index(span.phase),

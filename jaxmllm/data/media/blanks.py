@@ -119,6 +119,9 @@ class Blanks(Generated):
     def condition_positions(self, shape: Shape, count: int) -> NDArray[np.int32]:
         return self.learned.condition_positions(shape, count)
 
+    def first_patch(self, conditions: int) -> int:
+        return self.learned.first_patch(conditions)
+
     def first_time(self, conditions: int) -> int:
         return self.learned.first_time(conditions)
 

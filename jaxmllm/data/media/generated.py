@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from jaxmllm.arrays import ceil_divide
 from jaxmllm.data.media.clips import Frames, opened_clip
 from jaxmllm.data.media.images import Images
-from jaxmllm.data.media.modality import Shape
+from jaxmllm.data.media.modality import Modality, Shape
 from jaxmllm.data.media.reference import Clip, MediaError, MediaReference
 from jaxmllm.data.media.video_files import FORMATS, Sound
 from jaxmllm.row_format import RowFormat
@@ -42,6 +42,7 @@ class Generated:
     generated = True
     centred = False  # where rows and columns are counted from
     diagonal = False  # whether conditions stand behind the patches along all axes
+    crossed = False  # whether patches see conditions by an attention apart
 
     def captions(self, shape: Shape) -> tuple[str, ...]:
         return ()
@@ -79,6 +80,15 @@ class Generated:
             positions[:] = start + positions[:, :1]
         return positions
 
+    def first_patch(self, conditions: int) -> int:
+        """The slot of an item at which its patches begin. What an attention apart reads needs no slots of its own, for
+        nothing but its keys and values is computed of it: conditions and patches begin in the same slot."""
+        return 0 if self.crossed else conditions
+
+    def patch_count(self, real: int, conditions: int) -> int:
+        """Patches of items with so many real slots and conditions."""
+        return real - self.first_patch(conditions)
+
     def first_time(self, conditions: int) -> int:
         """The time at which an item begins that is drawn from so many conditions."""
         return 0 if self.diagonal else conditions
@@ -109,6 +119,7 @@ class GeneratedPixels(Generated, Images):
     sound: Sound = "refuse"  # of MP4 files
     centred: bool = False
     diagonal: bool = field(default=False, repr=False)  # lengths do not depend on it
+    crossed: bool = False
 
     section = "generated"
     formats = (*Images.formats, *FORMATS)
@@ -179,6 +190,20 @@ class GeneratedPixels(Generated, Images):
         lacking = shape[0] * self.patch_frames - len(frames)
         frames = np.concatenate([frames, np.repeat(frames[-1:], lacking, axis=0)])
         return patches_of(frames, self.patch_frames, self.patch_size)
+
+
+def item_slots(modality: Modality, shape: Shape, conditions: int) -> int:
+    """Slots of an item in its rows, given how many conditions it is made from: none, but where it is generated."""
+    return max(_slots_before(modality, conditions) + modality.length(shape), conditions)
+
+
+def item_real(modality: Modality, shape: Shape, conditions: int) -> int:
+    """How many of them hold data."""
+    return _slots_before(modality, conditions) + modality.real(shape)
+
+
+def _slots_before(modality: Modality, conditions: int) -> int:
+    return cast(Generated, modality).first_patch(conditions) if modality.generated else 0
 
 
 def patches_of(frames: NDArray[Any], patch_frames: int, patch_size: int) -> NDArray[Any]:

@@ -52,6 +52,7 @@ class GeneratedLatents(Generated):
     shorten: bool  # clips with more frames, instead of refusing them
     centred: bool = False
     diagonal: bool = field(default=False, repr=False)  # lengths do not depend on it
+    crossed: bool = False
 
     formats = ("NPY", "SAFETENSORS")
 

@@ -71,6 +71,7 @@ def _generated(model: DiffusionConfig, data: DataConfig) -> Modality:
             patch_frames=model.patch_frames,
             centred=model.rope_origin == "centre",
             diagonal=model.condition_positions == "diagonal",
+            crossed=model.conditioning == "cross",
             **data.generated.model_dump(),
         )
     return GeneratedLatents(
@@ -79,6 +80,7 @@ def _generated(model: DiffusionConfig, data: DataConfig) -> Modality:
         patch_size=model.patch_size,
         centred=model.rope_origin == "centre",
         diagonal=model.condition_positions == "diagonal",
+        crossed=model.conditioning == "cross",
         **data.latents.model_dump(),
     )
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxmllm.arrays import Longs
 from jaxmllm.balance.records import BatchItems, PhasePlan
+from jaxmllm.data.media.generated import item_slots
 from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.printable import shown
 from jaxmllm.data.text.render import MediaSpan, Rendered
@@ -72,7 +73,7 @@ class Batch:
                 f"example {example} has {len(spans)} {phase} items, but the plan was made for {stop - start}: {CHANGED}"
             )
         for item, span in zip(range(start, stop), spans, strict=True):
-            slots = self.modalities[phase].length(span.shape) + span.conditions
+            slots = item_slots(self.modalities[phase], span.shape, span.conditions)
             rendered = (slots, span.tokens, span.slot)
             planned = (int(items.length[item]), int(items.tokens[item]), int(items.slot[item]))
             if rendered != planned:

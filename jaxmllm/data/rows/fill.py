@@ -15,7 +15,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from jaxmllm.balance.exchange.tables import route_tables
 from jaxmllm.balance.records import BatchItems, PipelineRun, PlanSpec, RouteTables, StepPlan
 from jaxmllm.balance.stages.plan import PipelineSpec, plan_pipeline
 from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.data.media.generated import Generated
 from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.rows.batch import Batch
 from jaxmllm.data.rows.draws import DrawRule, StepDraws
@@ -159,7 +160,9 @@ class StepFiller:
             examples=np.asarray(examples, np.int64),
             targets=items.targets,
             patches=sum(
-                int((items.phases[phase].real - items.phases[phase].tokens).sum())
+                cast(Generated, modality).patch_count(
+                    int(items.phases[phase].real.sum()), int(items.phases[phase].tokens.sum())
+                )
                 for phase, modality in corpus.modalities.items()
                 if modality.generated
             ),

@@ -6,6 +6,11 @@ An item holds first its conditions, a slot for each language token that it reads
     owners        1 1 1 1 1 1 1 1 1   2 2 2 2 2   0 0
     patches       - - - 0 1 2 3 4 5   - 0 1 2 3   - -
 
+Where patches see conditions by an attention apart, nothing else is computed of these, and they have no slots of their
+own. An item has as many as it has patches or conditions, whichever are more, and both begin in the first:
+    slots       | p p p p p p | p p p p | . .
+    conditions  | c c c       | c       |
+
 A row has, with q local ranks, C slots, F features and S segments:
     features [q, C, F], owners int32 [q, C] (segment of the item, 0: padding), segments int32 [q, C] (the
     same for attention: 0 also where conditions are hidden from their item), positions int32 [q, C, 3]
@@ -19,8 +24,9 @@ Of guided items, the second half of the patches are the first ones again, which 
     slots     | c c c p p p q p p p q |        segments of the second half are those of the first + S
     patches     - - - 0 1 2 3 0 1 2 3
 and partners int32 [q, C] is the slot of the same patch in the other half (of all others their own).
-Where patches see conditions by an attention apart, cross_tiles are those of it, and padded int32 [q, C] is how
-many conditions of zeros each patch sees besides (see masks.py).
+Where patches see conditions by an attention apart, segments are those of patches alone, readers int32 [q, C] are the
+same of conditions, cross_tiles are those of that attention, and padded int32 [q, C] is how many conditions of zeros
+each patch sees besides (see masks.py).
 Rows of span g are those of q groups with a local rank, whole: g * C slots. `arrived` int32 [q, g * C] is
 `conditions` in the order of the plan.
 """
@@ -58,19 +64,23 @@ def generator_rows(
     Args:
       route: where the states that items read lie, in stages; none: they arrive at the slots of conditions.
     """
-    row_format = batch.modalities[phase].format
+    modality = batch.modalities[phase]
+    generated = cast(Generated, modality)
     items = batch.items.phases[phase]
     local = LocalRows(phase, plan, ranks)
     rows = empty_rows(
-        local, lambda count, slots: _empty_row(count, slots, max_segments, row_format)
+        local,
+        lambda count, slots: _empty_row(
+            count, slots, max_segments, modality.format, generated.crossed
+        ),
     )
     guided = draws.rule.guided
     drawn: dict[int, Draws] = {}
     for item in local.items.tolist():
         index = int(items.example[item])
-        patches = int(items.length[item] - items.tokens[item]) // (2 if guided else 1)
+        patches = generated.patch_count(int(items.real[item]), int(items.tokens[item]))
         number = batch.number_in_example(phase, item)
-        drawn[item] = draws.of(int(batch.examples[index]), number, patches)
+        drawn[item] = draws.of(int(batch.examples[index]), number, patches // (2 if guided else 1))
         row = rows[plan.microbatch[item]]
         row_segment = local.row(item), int(plan.segment[item]) - 1
         row["noise"][row_segment] = drawn[item].noise
@@ -82,7 +92,7 @@ def generator_rows(
                 np.arange(row["owners"].shape[1], dtype=np.int32), (len(row["owners"]), 1)
             )
     kind = _GuidedFilling if guided else _Filling
-    filling = kind(batch.modalities[phase], items, local, rows, drawn, route)
+    filling = kind(modality, items, local, rows, drawn, route)
     failures = filling.load_all(batch, threads)
     for row, span in zip(rows, plan.span.tolist(), strict=True):
         if span > 1:
@@ -98,26 +108,32 @@ class _Filling(Filling):
 
     def lay(self, row: Row, row_index: int, item: int, span: MediaSpan, slots: slice) -> slice:
         plan = self.local.plan
-        patches = slice(slots.start + span.conditions, slots.stop)
-        conditions = np.arange(slots.start, patches.start)
+        modality = cast(Generated, self.modality)
+        patches = self.patches(item, slots)
+        conditions = np.arange(slots.start, slots.start + span.conditions)
         row["owners"][row_index, slots] = plan.segment[item]
-        row["segments"][row_index, slots] = plan.segment[item]
-        if self.draws[item].hidden:
-            row["segments"][row_index, conditions] = 0
+        seen = 0 if self.draws[item].hidden else plan.segment[item]
+        row["readers" if modality.crossed else "segments"][row_index, conditions] = seen
+        row["segments"][row_index, patches] = plan.segment[item]
         if self.route is None:
             capacity = int(plan.capacity[plan.microbatch[item]])
             row["conditions"][row_index, conditions] = conditions % capacity
         else:
             row["conditions"][row_index, conditions] = self.route.arrivals(item)
-        modality = cast(Generated, self.modality)
         of_conditions = modality.condition_positions(span.shape, span.conditions)
         row["positions"][row_index, conditions] = of_conditions
         row["positions"][row_index, patches] = modality.positions(span.shape)
         row["positions"][row_index, patches, 0] += modality.first_time(span.conditions)
         return patches
 
+    def patches(self, item: int, slots: slice) -> slice:
+        """The slots of an item that hold patches."""
+        modality, conditions = cast(Generated, self.modality), int(self.items.tokens[item])
+        start = slots.start + modality.first_patch(conditions)
+        return slice(start, start + modality.patch_count(int(self.items.real[item]), conditions))
+
     def accept(self, row: Row, row_index: int, item: int, slots: slice) -> None:
-        patches = slice(slots.start + int(self.items.tokens[item]), slots.stop)
+        patches = self.patches(item, slots)
         row["patches"][row_index, patches] = np.arange(patches.stop - patches.start)
 
 
@@ -133,8 +149,7 @@ class _GuidedFilling(_Filling):
         return patches
 
     def accept(self, row: Row, row_index: int, item: int, slots: slice) -> None:
-        patches = slice(slots.start + int(self.items.tokens[item]), slots.stop)
-        for half in _halves(patches):
+        for half in _halves(self.patches(item, slots)):
             row["patches"][row_index, half] = np.arange(half.stop - half.start)
 
 
@@ -143,8 +158,10 @@ def _halves(slots: slice) -> tuple[slice, slice]:
     return slice(slots.start, middle), slice(middle, slots.stop)
 
 
-def _empty_row(rows: int, slots: int, max_segments: int, row_format: RowFormat) -> Row:
-    return {
+def _empty_row(
+    rows: int, slots: int, max_segments: int, row_format: RowFormat, crossed: bool
+) -> Row:
+    row = {
         "features": np.zeros((rows, slots, row_format.features), row_format.dtype),
         "owners": np.zeros((rows, slots), np.int32),
         "segments": np.zeros((rows, slots), np.int32),
@@ -156,3 +173,6 @@ def _empty_row(rows: int, slots: int, max_segments: int, row_format: RowFormat) 
         "sources": np.full((rows, max_segments), -1, np.int32),
         "failed": np.zeros(rows, np.int32),
     }
+    if crossed:
+        row["readers"] = np.zeros((rows, slots), np.int32)
+    return row

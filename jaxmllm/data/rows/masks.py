@@ -158,13 +158,10 @@ def finish_generator_row(row: Row, attention: AttentionSpec, phase: str, span: i
     crossed: list[Tiles] = []
     moved = ["features", "segments", "positions", "owners", "patches", "conditions"]
     if phase in attention.crossed:
-        is_condition = row["conditions"] >= 0
-        conditions = np.where(is_condition, seen, 0)
-        seen = np.where(is_condition, 0, seen)
-        rank_segments = zip(seen, conditions, strict=True)
+        rank_segments = zip(seen, row["readers"], strict=True)
         crossed = [crossed_tiles(*of_rank, block) for of_rank in rank_segments]
-        row["padded"] = lacking(seen, conditions, attention.crossed[phase])
-        moved.append("padded")
+        row["padded"] = lacking(seen, row["readers"], attention.crossed[phase])
+        moved += ["readers", "padded"]
     ids = [item_ids(of_rank) for of_rank in seen]
     block_count = seen.shape[1] // block
     apart = [TILE * np.bincount(tiles.query, minlength=block_count) for tiles in crossed]

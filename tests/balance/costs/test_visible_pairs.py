@@ -52,10 +52,12 @@ def test_an_image_counts_the_pairs_in_its_windows(height, width, side):
 
 
 def test_patches_see_an_item_and_conditions_apart():
-    tokens, shapes = np.array([3, 0], np.int32), np.array([[2, 4, 5], [1, 6, 7]], np.int32)
+    """Which lie in the same slots, of which there are as many as there are of either."""
+    shapes = np.array([[2, 4, 5], [1, 6, 7], [1, 2, 3]], np.int32)
+    tokens = np.array([3, 0, 9], np.int32)
     extra = VisiblePairs(crossed=("diffusion",)).of_items("diffusion", shapes, tokens)
     patches = shapes.prod(axis=1)
-    squares, _ = ItemCost(0, 1).squares(patches + tokens, extra.T)
+    squares, _ = ItemCost(0, 1).squares(np.maximum(patches, tokens), extra.T)
     assert squares.tolist() == (patches * patches + patches * tokens).tolist()
 
 

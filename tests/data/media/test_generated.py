@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from jaxmllm.data.media.blanks import Blanks
-from jaxmllm.data.media.generated import GeneratedPixels, patches_of
+from jaxmllm.data.media.generated import GeneratedPixels, item_real, item_slots, patches_of
 from jaxmllm.data.media.reference import Clip, File, MediaError
 
 SIZE = (20, 12)  # width, height
@@ -184,6 +184,20 @@ def test_rows_and_columns_are_counted_from_the_middle():
     assert_equal(centred - pixels().positions(shape), np.tile([0, -2, -2], (24, 1)))
     blanks = Blanks(pixels(centred=True)).positions(shape)  # what is drawn lies as what was learned
     assert_equal(blanks, np.tile(centred, (2, 1)))
+
+
+def test_what_an_attention_apart_reads_takes_no_slots_of_its_own():
+    shape, shown = (1, 3, 5), pixels()
+    for modality, copies in ((shown, 1), (Blanks(shown), 2)):
+        slots = [item_slots(modality, shape, conditions) for conditions in (0, 4, 40)]
+        assert slots == [copies * 15 + conditions for conditions in (0, 4, 40)]
+        assert item_real(modality, shape, 4) == slots[1]
+        assert modality.patch_count(slots[1], 4) == copies * 15
+    apart = pixels(crossed=True)
+    for modality, copies in ((apart, 1), (Blanks(apart), 2)):
+        assert [item_slots(modality, shape, n) for n in (0, 4, 40)] == [copies * 15] * 2 + [40]
+        assert item_real(modality, shape, 40) == copies * 15
+        assert modality.patch_count(copies * 15, 40) == copies * 15
 
 
 def test_texts_advance_time_or_stand_behind_pictures_along_all_axes():
