@@ -1,5 +1,5 @@
-"""What the layers of a generator do beside products and attention: vectors of the time modulate every slot, and
-conditions may have a stream of weights of their own (models/diffusion.py).
+"""What the layers of a generator do beside products and attention of patches: vectors of the time modulate every slot,
+and conditions may have weights of their own, a stream or keys and values (models/diffusion.py).
 
 Nothing of it was measured on a GPU: it is counted from shapes alone.
 """
@@ -31,13 +31,23 @@ class Drawing:
         that holds those of all ranks."""
         from jaxmllm.models.streams import SHARES
 
-        if self.shapes.streams == 1:
+        if self.shapes.streams == self.shapes.attentions == 1:
             return np.zeros(plan.microbatches)
         conditions = np.zeros((plan.microbatches, spec.ranks))
         np.add.at(conditions, (plan.microbatch, plan.rank), items.tokens)
         filled = conditions.max(axis=1) / (plan.capacity * plan.span)
         shares = np.array([1 / share for share in SHARES])
         return shares[np.minimum(np.searchsorted(shares, filled), len(shares) - 1)]
+
+    def flops_of_conditions(self, layers: float) -> float:
+        """FLOPs in one pass of all layers of a slot that runs through the weights of conditions.
+
+        Args:
+          layers: of one that runs through those of patches.
+        """
+        if self.shapes.streams == 2:
+            return layers
+        return 4.0 * self.shapes.width**2 * self.shapes.layers  # keys and values
 
     def modulation(self, slots: float, segments: int, beside: float) -> float:
         """FLOPs in one pass of all layers: vectors are made of the time once for each segment, and taken by each slot
@@ -46,10 +56,10 @@ class Drawing:
         Args:
           slots: of a device.
           segments: of a row at most.
-          beside: share of the row that runs through a second stream.
+          beside: share of the row that runs through the weights of conditions.
         """
         width = self.shapes.width
-        taken = slots * (1 + beside)
+        taken = slots * (1 + beside * (self.shapes.streams - 1))
         made = width * self.shapes.streams * (self.shapes.modulation == "layer")
         return 2.0 * VECTORS * segments * width * (taken + made) * self.shapes.layers
 
@@ -62,6 +72,13 @@ class Drawing:
         """
         second = (self.shapes.attentions - 1) * STORED_INSIDE / inner
         return self.shapes.width * (VECTORS * VECTOR_BYTES + second)
+
+
+def mean_share() -> float:
+    """Of a row, the share that conditions take on average of the branches that a program has for them."""
+    from jaxmllm.models.streams import SHARES
+
+    return sum(1 / share for share in SHARES) / len(SHARES)
 
 
 def drawing_of(model: ModelConfig, phase: str) -> Drawing | None:

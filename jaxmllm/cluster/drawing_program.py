@@ -1,12 +1,11 @@
 """The programs of a generator: what they hold beside what those of any tower do.
 
-Vectors of the time modulate every slot in float32, and their gradients need what they modulated. With two streams, the
-backward pass of each share of a row that conditions may take has room of its own (models/streams.py).
+Vectors of the time modulate every slot in float32, and their gradients need what they modulated. With two streams,
+conditions run through theirs once more in the backward pass, and nothing is kept of them (models/streams.py).
 """
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 from jaxmllm.cluster.phase_program import (
@@ -29,9 +28,11 @@ ATTENDING: Final = (25.0, 10.0)  # the same of its attention, in (D, Q)
 SECOND_ATTENTION: Final = (2.5, 10.4)
 # Of those, what gradients of vectors take, which nothing asks for of frozen layers
 OF_VECTORS: Final = 10
-# With two streams, so many more for each row that runs through weights: what slots are taken from and put into
-OF_STREAMS: Final = 10.0
+# With two streams, so many more widths: rows that conditions are taken from and put into, and all that those of a whole
+# row become, where nothing of the patches is kept and frozen layers leave no room of their own
+OF_STREAMS: Final = {"full": 23.0, "dots": 6.0, "none": 6.0}
 DRAWING_FORWARD: Final = (3.0, 1.0)  # the same of a forward pass
+OF_STREAMS_FORWARD: Final = 4.0
 # Widths that a layer keeps where nothing is made again besides six of its MLP, and for a second attention
 KEPT: Final = 37.5
 SECOND_KEPT: Final = 16
@@ -44,28 +45,22 @@ class DrawingProgram(PhaseProgram):
         super().__init__(model, name)
         self.second = self.shapes.attentions - 1
 
-    @cached_property
-    def _streams(self) -> float:
-        """Rows that run through the weights of layers: one, and one of each share that conditions may take."""
-        from jaxmllm.models.streams import SHARES
-
-        return 1 + (self.shapes.streams - 1) * sum(1 / share for share in SHARES)
-
     @property
     def kept_values(self) -> float:
         remat = self.component.settings.remat
         if remat == "full":
             return self.width
         if remat == "none":
-            return self._streams * (6 * self.mlp + (KEPT + SECOND_KEPT * self.second) * self.width)
+            return 6 * self.mlp + (KEPT + SECOND_KEPT * self.second) * self.width
         attention = self.queries + WIDE / self.itemsize * self.queries / self.shapes.head_size
         of_name = {
             "attention": (1 + self.second) * attention,
-            "projections": (1 + self.second) * (self.queries + 2 * self.keys + self.width),
+            # Keys and values of conditions are made again
+            "projections": (1 + self.second) * (self.queries + self.width) + 2 * self.keys,
             "mlp": self.mlp + self.width,  # the gradient of its gate reads what it yields
         }
         names = ("projections", "mlp") if remat == "dots" else remat
-        return self.width + self._streams * sum(of_name[name] for name in names)
+        return self.width + sum(of_name[name] for name in names)
 
     def _gathered(self, weight: Weight) -> float:
         """Bytes of a layer's matrix, whole."""
@@ -73,11 +68,13 @@ class DrawingProgram(PhaseProgram):
 
     def _layer(self) -> float:
         remat = self.component.settings.remat
-        width, mlp = DRAWING[remat if isinstance(remat, str) else "full"]
+        remat = remat if isinstance(remat, str) else "full"
+        width, mlp = DRAWING[remat]
         trained = [weight for weight in self.weights if weight.layers and weight.trained]
-        more = OF_STREAMS * (self.shapes.streams - 1) - OF_VECTORS * (not trained)
+        second = OF_STREAMS[remat if trained else "dots"] * (self.shapes.streams - 1)
+        more = second - OF_VECTORS * (not trained)
         attending, of_queries = ATTENDING
-        values = self._streams * max(
+        values = max(
             (more + width) * self.width + mlp * self.mlp,
             (more + attending) * self.width + of_queries * self.queries,
         )
@@ -87,7 +84,7 @@ class DrawingProgram(PhaseProgram):
         gradients = sum(weight.numbers * (WAITING if weight.parts > 1 else 1) for weight in trained)
         keys = 0.0
         if self.layout.parts > 1:  # keys and values of the whole row, and their gradients
-            keys = 2 * 2 * self.slots * self.layout.parts * self.keys * (1 + self.second)
+            keys = 2 * 2 * self.slots * self.layout.parts * self.keys
         return GAPS * (self.slots * values + SUM_BYTES * gradients) + keys
 
     def _projected(self) -> float:
@@ -100,7 +97,8 @@ class DrawingProgram(PhaseProgram):
 
     def forward(self, keeps: bool) -> dict[str, float]:
         width, mlp = DRAWING_FORWARD
-        values = self._streams * (width * self.width + mlp * self.mlp)
+        width += OF_STREAMS_FORWARD * (self.shapes.streams - 1)
+        values = width * self.width + mlp * self.mlp
         layer = [self._gathered(one) for one in self.weights if one.layers and one.parts > 1]
         return {"layer forward": self.turned + self.slots * values + max(layer, default=0.0)}
 

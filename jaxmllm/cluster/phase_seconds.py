@@ -175,7 +175,7 @@ class PhaseSeconds:
 
         Args:
           squares: of the costliest row, by kind.
-          beside: share of the row that runs through a second stream of weights.
+          beside: share of the row that runs through the weights of conditions besides.
         """
         device, layout = self.device, self.component.layout
         inner = devices_along(layout, layout.mesh_axes("mlp"))
@@ -192,7 +192,11 @@ class PhaseSeconds:
         products += passes.linear_again * (self.again - self.of_experts)
         products += passes.backward * AGAIN * self.of_experts
         products += passes.stem_again * self.stem
-        products *= (1 + beside * self.again / linear) * slots / inner
+        if self.drawing is not None:  # conditions run forward again in any case
+            of_all = products + passes.backward * (1 - passes.linear_again) * self.again
+            of_conditions = self.drawing.flops_of_conditions(self.again)
+            products += beside * of_conditions / linear * of_all
+        products *= slots / inner
         pairs = self._pairs(per_square, squares, passes) / parts / inner
         width = self.shapes.width / inner
         rate = device.product_rate(slots, width)

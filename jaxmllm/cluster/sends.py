@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jaxmllm.cluster.clusters import ALL_REDUCE
 from jaxmllm.cluster.collectives import devices_along
+from jaxmllm.cluster.drawing import mean_share
 from jaxmllm.cluster.held import device_bytes
 from jaxmllm.cluster.mixtures import Mixture, mixture_of
 from jaxmllm.config.schema import ADAPTER, PROJECTOR
@@ -56,8 +57,13 @@ LOOKS_UP: Final = (
 WIDE_PARTS: Final = {"router", "time", "pooled", "modulation", "output_modulation"}
 # In paths: convolutions along time and mels, which every backward pass makes again
 PLANES: Final = "stem"
-# In paths, of a generator: the stream of conditions, which run in a branch for as many as there are
+# In paths, of a generator: the stream of conditions, or the attention to them, of which they are keys and values. They
+# run in a branch for as many as there are
 STREAM: Final = "conditions"
+CROSS: Final = "cross_attention"
+KEYS: Final = ("key", "value")
+# Weights of conditions that are gathered once more where a layer runs again, before they do so for their gradients
+READ_AGAIN: Final = {"query", *KEYS}
 # Matrices that read the rows themselves: a backward pass that need not run forward has no use for them
 READS_ROWS: Final = ("patch", "stem_mels")
 # Matrices whose inputs are split inside a layer; of the others it is the outputs
@@ -74,7 +80,8 @@ class Send:
     devices: int  # along the axes
     array_bytes: float
     times: float
-    # Whether the data decide how often; `times` is then that of rows whose every slot has a target
+    # Whether the data decide how often, or which of several branches runs; `times` is then that of rows whose every
+    # slot has a target, or that of any one branch
     by_data: bool = False
     # Whether tokens travel to experts and back, for which a layer waits
     of_experts: bool = False
@@ -277,9 +284,12 @@ class _Phase:
             passes = self.forward + self.backward if leaf.layer else 1
             number = itemsize if WIDE_PARTS.isdisjoint(path) else SUM_BYTES
             # Which share of a row conditions take decides who computes them
-            by_data = STREAM in path and number == itemsize
+            of_conditions = STREAM in path or (CROSS in path and path[-1] in KEYS)
+            by_data = of_conditions and number == itemsize
             if not self.forward and path[0] in READS_ROWS:
                 passes = 0
+            if by_data and self.settings.settings.remat != "none" and READ_AGAIN & {*path}:
+                passes += self.backward
             if path[0] == PLANES:
                 passes = self.forward + self.backward
             gathered = (layout, GATHER, leaf.gathered)
@@ -353,10 +363,15 @@ class _Phase:
         # What attention adds; the MLP's is needed where it is gated
         times = self.forward * (attentions + whole_mlps) * layers
         times += self.backward * layers * (reading + again)
-        # Gradients of the conditions that it reads, of all layers together
-        times += self.backward * (attentions - 1)
         yield _send(layout, ALL_REDUCE, axes, size, times)
         if generates:
+            of_conditions = self.backward * (
+                attentions - 1
+            )  # gradients of what keys and values are made of
+            if self.shapes.streams == 2:
+                of_conditions = 2 * self.forward + self.backward * (reading + 2)
+            share = mean_share() * size
+            yield _send(layout, ALL_REDUCE, axes, share, layers * of_conditions, by_data=True)
             yield from self._states_projected()
             return
         if language:

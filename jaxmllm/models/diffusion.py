@@ -37,7 +37,7 @@ from jaxmllm.models.norms import MODULATED_NORMS, NORMS
 from jaxmllm.models.products import bias, biased, named, parameter, weight
 from jaxmllm.models.rotary import Rotation, rotary_angles_by_axis
 from jaxmllm.models.rows import GeneratorRows
-from jaxmllm.models.streams import ConditionSlots, in_streams
+from jaxmllm.models.streams import ConditionSlots, in_streams, of_conditions_alone
 from sharding.context import SLOTS
 from sharding.layer_loop import run_layers
 from sharding.rules import Layout
@@ -58,7 +58,7 @@ class Conditions(NamedTuple):
     padded: Float[Array, "R P D"] | None  # what stands for each that an item lacks
 
 
-ConditionsApart = tuple[Conditions, RowContext]  # and what patches see of them
+ConditionsApart = tuple[Conditions, ConditionSlots, RowContext]  # and what patches see of them
 
 
 class Drawn(NamedTuple):
@@ -78,7 +78,7 @@ class DrawnContext(NamedTuple):
     rows: RowContext
     owners: Int[Array, "R C"]
     apart: RowContext | None  # of attention to conditions
-    where: ConditionSlots | None  # of conditions, with two streams
+    where: ConditionSlots | None  # of conditions, where they have weights of their own
 
 
 class DiffusionTower(nnx.Module):
@@ -175,8 +175,10 @@ class DiffusionTower(nnx.Module):
         context = RowContext(
             *(layout, ids, row_keys(layout, ids), rows.tiles, rotation, settings.attention)
         )
-        where = ConditionSlots.of(layout, rows.conditions >= 0) if config.streams == 2 else None
-        apart = self._to_conditions(context, rows) if config.conditioning == "cross" else None
+        crossed = config.conditioning == "cross"
+        own_weights = crossed or config.streams == 2
+        where = ConditionSlots.of(layout, rows.conditions >= 0) if own_weights else None
+        apart = self._to_conditions(context, rows) if crossed else None
         return DrawnContext(context, rows.owners, apart, where)
 
     def finish(
@@ -292,10 +294,17 @@ class _Stream(nnx.Module):
 
     def _read_apart(self, apart: ConditionsApart, x: Float[Array, "R C D"]) -> Array:
         """What patches read of conditions by an attention to them."""
-        (states, padded), rows = apart
+        (states, padded), where, rows = apart
         norm, attention = self.cross_norm, self.cross_attention
         assert norm is not None and attention is not None
-        k, v = attention.keys_and_values(states, rows)
+        graph, parameters = nnx.split(attention)
+
+        def keys_and_values(given: tuple[Any, RowContext], states: Array) -> tuple[Array, Array]:
+            parameters, rows = given
+            return nnx.merge(graph, parameters).keys_and_values(states, rows)
+
+        given = parameters, rows
+        k, v = of_conditions_alone(rows.layout, where, keys_and_values, given, states)
         besides = None if padded is None else attention.keys_and_values(padded, rows)
         mixed = attention.mixed(attention.queries(norm(x), rows), k, v, rows, besides)
         return attention.output(mixed, rows)
@@ -312,8 +321,8 @@ class _DiffusionBlock(_Stream):
         x, embedded, shared, conditions_apart = drawn
         rows, owners, to_conditions, where = context
         apart: ConditionsApart | None = None
-        if conditions_apart is not None and to_conditions is not None:
-            apart = conditions_apart, to_conditions
+        if conditions_apart is not None and to_conditions is not None and where is not None:
+            apart = conditions_apart, where, to_conditions
         time = jax.nn.silu(embedded)
         layout = rows.layout
         vectors = self.vectors(time, shared, layout)
@@ -321,12 +330,17 @@ class _DiffusionBlock(_Stream):
             mixed = self.attention.mixed(*self.read(vectors, rows, owners, x), rows)
             return self.finish(vectors, rows, owners, x, mixed, apart)
         assert where is not None
-        conditions, theirs = self.conditions, self.conditions.vectors(time, shared, layout)
+        theirs = self.conditions.vectors(time, shared, layout)
+        graph, parameters = nnx.split(self.conditions)
 
         def in_both(step: Callable[..., Any], *slots: Array) -> Any:
+            def of_conditions(given: Any, *slots: Array) -> Any:
+                parameters, theirs, rows = given
+                return step(nnx.merge(graph, parameters), theirs, rows, *slots)
+
             of_patches = partial(step, self, vectors, rows)
-            of_conditions = partial(step, conditions, theirs, rows)
-            return in_streams(layout, where, of_patches, of_conditions, owners, *slots)
+            given = parameters, theirs, rows
+            return in_streams(layout, where, of_patches, of_conditions, given, owners, *slots)
 
         queries, keys, values = in_both(_Stream.read, x)
         return in_both(_Stream.finish, x, self.attention.mixed(queries, keys, values, rows))

@@ -7,12 +7,16 @@
 Products with the weights of patches run over all slots, and those of conditions over a share of the row: the smallest
 of `SHARES` that holds all conditions. Which one is data, so that one program serves rows of any text and none.
 
+Nothing of the conditions is kept for the backward pass, whatever `remat` says: what is kept has a shape, and would have
+to be as large as all shares together. They run forward once more instead.
+
 Letters: R rows, C slots of a row, M slots of a share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +25,7 @@ from jaxtyping import Array, Bool, Int
 
 from sharding.rules import Layout
 
-SHARES = (8, 2, 1)  # parts of a row, of which conditions take one
+SHARES = (16, 8, 4, 2, 1)  # parts of a row, of which conditions take one
 
 OfSlots = Callable[..., Any]  # of arrays [R, C, ...] to a tree of such, slot by slot
 
@@ -58,22 +62,102 @@ def in_streams(
     layout: Layout,
     where: ConditionSlots,
     of_patches: OfSlots,
-    of_conditions: OfSlots,
+    of_conditions: Callable[..., Any],
+    given: Any,
     *slots: Array,
 ) -> Any:
-    """What each slot becomes: a condition by `of_conditions`, any other by `of_patches`."""
-    whole = of_patches(*slots)
+    """What each slot becomes: a condition by `of_conditions`, any other by `of_patches`.
 
-    def with_share(size: int) -> Callable[[Any, tuple[Array, ...]], Any]:
-        def run(whole: Any, slots: tuple[Array, ...]) -> Any:
+    Args:
+      of_conditions: of `given` and then of slots; it reads nothing else that has a gradient.
+    """
+    sizes = tuple(shares(layout, where.places.shape[1]))
+    return _with_conditions(of_conditions, sizes, where, of_patches(*slots), (given, *slots))
+
+
+def of_conditions_alone(
+    layout: Layout,
+    where: ConditionSlots,
+    function: Callable[..., Any],
+    given: Any,
+    *slots: Array,
+) -> Any:
+    """What the function makes of conditions, as in `in_streams`, and zeros in all other slots."""
+
+    def zeros(*slots: Array) -> Any:
+        shapes = jax.eval_shape(function, given, *slots)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    return in_streams(layout, where, zeros, function, given, *slots)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _with_conditions(
+    function: Callable[..., Any],
+    sizes: tuple[int, ...],
+    where: ConditionSlots,
+    whole: Any,
+    arguments: tuple[Any, ...],
+) -> Any:
+    """The tree `whole` of slots with what the function makes of conditions in their places.
+
+    Its backward pass begins with the arguments. What JAX derives hands over what every branch keeps, which has room for
+    all of them.
+    """
+
+    def with_share(size: int) -> OfSlots:
+        def run(whole: Any, arguments: tuple[Any, ...]) -> Any:
             places = where.places[:, :size]
-            made = of_conditions(*(_taken(values, places) for values in slots))
+            made = _made(function, places, arguments)
             return jax.tree.map(lambda out, values: _put(out, values, places), whole, made)
 
         return run
 
-    branches = [with_share(size) for size in shares(layout, where.places.shape[1])]
-    return jax.lax.switch(where.share, branches, whole, slots)
+    return jax.lax.switch(where.share, [with_share(size) for size in sizes], whole, arguments)
+
+
+def _made(function: Callable[..., Any], places: Array, arguments: tuple[Any, ...]) -> Any:
+    """What the function makes of the slots in these places: [R, M, ...]."""
+    given, *slots = arguments
+    return function(given, *(_taken(values, places) for values in slots))
+
+
+def _conditions_forward(
+    function: Callable[..., Any], sizes: tuple[int, ...], *primals: Any
+) -> tuple[Any, tuple[Any, ...]]:
+    where, whole, arguments = jax.tree.map(lambda primal: primal.value, primals)
+    # Arrays alone are handed over, and trees without any
+    asked = [() if primal.perturbed else None for primal in jax.tree.leaves(primals[2])]
+    return _with_conditions(function, sizes, where, whole, arguments), (where, arguments, asked)
+
+
+def _conditions_backward(
+    function: Callable[..., Any], sizes: tuple[int, ...], kept: tuple[Any, ...], d_out: Any
+) -> tuple[Any, ...]:
+    where, arguments, asked = kept
+    leaves, tree = jax.tree.flatten(arguments)
+    learned = [n for n, leaf in enumerate(leaves) if asked[n] is not None]
+
+    def with_share(size: int) -> Callable[..., list[Array]]:
+        def run(leaves: list[Array], d_out: Any) -> list[Array]:
+            places = where.places[:, :size]
+
+            def made(*values: Array) -> Any:
+                found = dict(enumerate(leaves)) | dict(zip(learned, values, strict=True))
+                return _made(function, places, jax.tree.unflatten(tree, found.values()))
+
+            _, pull_back = jax.vjp(made, *(leaves[n] for n in learned))
+            return list(pull_back(jax.tree.map(lambda d: _taken(d, places), d_out)))
+
+        return run
+
+    d_learned = jax.lax.switch(where.share, [with_share(size) for size in sizes], leaves, d_out)
+    d_leaves = dict.fromkeys(range(len(leaves))) | dict(zip(learned, d_learned, strict=True))
+    d_whole = jax.tree.map(lambda d: _put(d, jnp.zeros_like(d), where.places), d_out)
+    return None, d_whole, jax.tree.unflatten(tree, d_leaves.values())
+
+
+_with_conditions.defvjp(_conditions_forward, _conditions_backward, symbolic_zeros=True)
 
 
 @jax.vmap

@@ -28,7 +28,6 @@ from jaxmllm.config.schema import (
 )
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.models.model_component import LAYERS
-from jaxmllm.models.streams import SHARES
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.hardware import device_memory
 from jaxmllm.trainable import Params
@@ -47,7 +46,7 @@ GATHERED_WIDTHS = 6  # besides, of tokens for the experts: themselves, results a
 POST_NORM_WIDTHS = {"full": 0, "dots": 1, "none": 8}
 GELU_WIDTHS = {"full": 0, "dots": 0, "none": 2}
 CROSS_WIDTHS = 8  # besides, of a layer that attends to conditions apart
-STREAM_SHARES = sum(1 / share for share in SHARES)  # besides, of a layer with two streams
+STREAM_WIDTHS = 24  # besides, of a layer with two streams
 CROSS_KEPT_WIDTHS = {"full": 0, "dots": 4, "none": 6}
 # Besides, for each layer of a tower that adds to layers of the decoder: what it yields or adds, in two types, and its
 # gradient
@@ -192,9 +191,7 @@ def slot_bytes(config: Config, phase: str) -> float:
     running, running_mlp = RUNNING_WIDTHS
     if isinstance(shapes, DiffusionConfig):
         running += MODULATED_WIDTHS + (shapes.attentions - 1) * CROSS_WIDTHS
-        # A share of the row for each number that it may have (models/streams.py)
-        shares = STREAM_SHARES * (shapes.streams - 1)
-        running, running_mlp = (math.ceil((1 + shares) * n) for n in (running, running_mlp))
+        running += STREAM_WIDTHS * (shapes.streams - 1)
     if _has_experts(shapes):  # whose hidden values are those of a block
         running_mlp = 0
     values = running * shapes.width + running_mlp * shapes.mlp_width
@@ -242,10 +239,6 @@ def _layers_of_a_stage(config: Config, layers: int) -> int:
 
 def _kept_values(shapes: TowerConfig | DiffusionConfig | LanguageConfig, remat: Remat) -> int:
     """Numbers that a layer keeps of a slot for its backward pass."""
-    if isinstance(shapes, DiffusionConfig) and shapes.streams == 2:
-        read = KEPT_WIDTHS["full"][0] * shapes.width
-        besides = _kept_values(shapes.model_copy(update={"streams": 1}), remat) - read
-        return read + math.ceil((1 + STREAM_SHARES) * besides)
     if isinstance(remat, str):
         widths, mlp_widths = KEPT_WIDTHS[remat]
         mlp_width = 0 if _has_experts(shapes) else shapes.mlp_width

@@ -1,5 +1,7 @@
 """Slots with weights of one stream or of the other, against both of them over all slots."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ SLOTS = 64
 
 def test_each_slot_goes_through_the_weights_of_its_stream():
     """Whatever share of the rows conditions take, values and gradients are those of a choice by slot."""
-    assert shares(LAYOUT, SLOTS) == [8, 32, 64]
+    assert shares(LAYOUT, SLOTS) == [4, 8, 16, 32, 64]
     random = np.random.default_rng(0)
     x = jnp.asarray(random.normal(size=(2, SLOTS, 3)), jnp.float32)
     weights = jnp.asarray(random.normal(size=(2, 3, 4)), jnp.float32)
@@ -22,8 +24,9 @@ def test_each_slot_goes_through_the_weights_of_its_stream():
 
     def streams(is_condition, x, weights):
         where = ConditionSlots.of(LAYOUT, is_condition)
-        by = [lambda x, w=w: (jnp.tanh(x @ w), 2 * x) for w in weights]
-        return where.share, in_streams(LAYOUT, where, *by, x)
+        of = lambda weight, x: (jnp.tanh(x @ weight), 2 * x)  # noqa: E731
+        of_patches, of_conditions = weights
+        return where.share, in_streams(LAYOUT, where, partial(of, of_patches), of, of_conditions, x)
 
     def chosen(is_condition, x, weights):
         kept = is_condition[..., None]
@@ -37,7 +40,7 @@ def test_each_slot_goes_through_the_weights_of_its_stream():
         return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
 
     found, expected = sums(streams), sums(chosen)
-    for counts, share in (((0, 0), 0), ((8, 3), 0), ((9, 1), 1), ((32, 0), 1), ((33, 64), 2)):
+    for counts, share in (((0, 0), 0), ((4, 3), 0), ((9, 1), 2), ((32, 0), 3), ((33, 64), 4)):
         is_condition = np.zeros((2, SLOTS), bool)
         for row, count in zip(is_condition, counts, strict=True):
             row[random.choice(SLOTS, count, replace=False)] = True

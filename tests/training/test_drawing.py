@@ -267,20 +267,21 @@ def test_latents_are_drawn_as_pixels_are(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_adapters_of_decoder_and_generator_on_a_mesh(captions):
+@pytest.mark.parametrize("conditioning", ["usual", "read-apart", "two-streams"])
+def test_adapters_of_decoder_and_generator_on_a_mesh(captions, conditioning):
     """Both frozen: gradients go through them to the factors, by way of the states."""
     adapter, frozen = {"rank": 2, "alpha": 4.0}, {"freeze": True}
     changes = {
         "model__adapters": {"language": adapter, "diffusion": adapter},
         "components": {"language": frozen, "diffusion": frozen},
-        **DRAWING_ALONE,
+        **CONDITIONED.get(conditioning, DRAWING_ALONE),
     }
     alone = assemble(drawing_config(captions, **changes), 1)
     expected = computed(alone, alone.step(EXAMPLES))
     assert set(expected[0]) == {"adapter.language", "adapter.diffusion", "projector.language"}
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}
     spread = assemble(drawing_config(captions, mesh=mesh, **changes), 8)
-    assert_as(computed(spread, spread.step(EXAMPLES)), expected)
+    assert_as(computed(spread, spread.step(EXAMPLES)), expected, 2e-5)
 
 
 @pytest.mark.slow
@@ -491,6 +492,17 @@ def test_conditions_with_weights_of_their_own(captions, conditioned):
         _, sums = computed(alone, alone.step(random.choice(len(alone.corpus), size, replace=False)))
         assert np.isfinite(sums.drawn.loss).all()
     assert counter.count == 0
+
+
+@pytest.mark.slow
+def test_frozen_weights_of_conditions_pass_gradients_on(captions, conditioned):
+    changes, alone = conditioned
+    frozen = {f"components__{name}": {"freeze": True} for name in ("language", "diffusion")}
+    setup = assemble(drawing_config(captions, **changes, **frozen), 1)
+    grads, sums = computed(setup, setup.step(EXAMPLES))
+    expected, expected_sums = computed(alone, alone.step(EXAMPLES))
+    assert grads.keys() == {"projector.language"}
+    assert_as((grads, sums.drawn), ({name: expected[name] for name in grads}, expected_sums.drawn))
 
 
 @pytest.mark.slow

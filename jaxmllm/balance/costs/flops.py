@@ -408,14 +408,19 @@ def _plane_stem(config: AudioConfig) -> Layer:
 
 
 def _diffusion(config: DiffusionConfig, language_width: int) -> tuple[Layer, ...]:
-    """Every slot counts as a patch and as a state that is read: what is not there of either is little. What depends on
-    times alone, once per item, is left out."""
+    """Every slot counts as a patch and as a state that is projected: what is not there of either is little.
+
+    Left out are what depends on times alone, once per item, and keys and values of an attention to conditions.
+    """
     patch = config.patch_features * config.width
     shapes = config.projector_shapes
     projector = _projector(LANGUAGE, language_width, 1, config.width, shapes)
     block = _encoder_block("diffusion", config, per_token=1)
     # With two streams a slot is in one of them
     block = replace(block, parameters=config.streams * block.parameters)
+    if config.conditioning == "cross":
+        patches = block.parameters - 2 * config.width**2
+        block = replace(block, products=_product(patches))
     blocks = [block] * config.layers
     outer = Layer("diffusion", patch, _product(patch))
     inner = patch + config.edge_features * config.width

@@ -69,8 +69,8 @@ def test_a_clip_counts_the_pairs_in_its_chunks(frames, chunk):
     assert squares == (frames**2, counted(item_ids(1 + np.arange(frames) // chunk)))
 
 
-def test_an_attention_apart_costs_and_sends_as_much_as_the_first():
-    """Of products with weights, and of keys and values; its pairs are among those of an item's slots."""
+def test_an_attention_apart_costs_queries_and_sends_as_much_as_the_first():
+    """Of products with the weights of patches, and of keys and values; its pairs are among those of an item's slots."""
     drawing = {"width": 16, "layers": 3, "heads": 2, "mlp_width": 24}
     tree = MODEL.model_dump(by_alias=True) | {"diffusion": drawing}
     joint = ModelConfig.model_validate(tree)
@@ -78,7 +78,7 @@ def test_an_attention_apart_costs_and_sends_as_much_as_the_first():
     assert VisiblePairs.of_model(joint).crossed == ()
     assert VisiblePairs.of_model(cross).crossed == ("diffusion",)
     costs = [phase_flops(model, "diffusion", NOTHING) for model in (joint, cross)]
-    assert costs[1].linear - costs[0].linear == 3 * 4 * 2 * 16**2
+    assert costs[1].linear - costs[0].linear == 3 * 2 * 2 * 16**2
     assert costs[1].quadratic == costs[0].quadratic
     sent = [gathered_bytes(model, "diffusion") for model in (joint, cross)]
     assert sent[1] == 2 * sent[0]
