@@ -49,29 +49,37 @@ class Drawing:
             return layers
         return 4.0 * self.shapes.width**2 * self.shapes.layers  # keys and values
 
-    def modulation(self, slots: float, segments: int, beside: float) -> float:
-        """FLOPs in one pass of all layers: vectors are made of the time once for each segment, and taken by each slot
-        in products with zeros and ones.
+    def modulation(
+        self, slots: float, segments: int, beside: float, forward: float, backward: float
+    ) -> float:
+        """FLOPs of all layers: vectors are made of the time once for each segment, and looked up by each slot, whose
+        gradients are summed by products with zeros and ones.
 
         Args:
           slots: of a device.
           segments: of a row at most.
           beside: share of the row that runs through the weights of conditions.
+          forward, backward: passes.
         """
         width = self.shapes.width
-        taken = slots * (1 + beside * (self.shapes.streams - 1))
+        taken = backward * slots * (1 + beside * (self.shapes.streams - 1))
         made = width * self.shapes.streams * (self.shapes.modulation == "layer")
-        return 2.0 * VECTORS * segments * width * (taken + made) * self.shapes.layers
+        each = taken + (forward + backward) * made
+        return 2.0 * VECTORS * segments * width * each * self.shapes.layers
 
     def stored(self, inner: int) -> float:
-        """Bytes of a slot that a layer stores beside what any layer does (`stored_bytes`): the vectors, and a second
+        """Bytes of a slot that a layer stores in each pass beside what any layer does (`stored_bytes`): a second
         attention.
 
         Args:
           inner: devices that split a layer.
         """
-        second = (self.shapes.attentions - 1) * STORED_INSIDE / inner
-        return self.shapes.width * (VECTORS * VECTOR_BYTES + second)
+        return self.shapes.width * (self.shapes.attentions - 1) * STORED_INSIDE / inner
+
+    @property
+    def stored_backward(self) -> float:
+        """Bytes of a slot that the backward pass of a layer stores besides: gradients of the vectors."""
+        return float(self.shapes.width * VECTORS * VECTOR_BYTES)
 
 
 def mean_share() -> float:

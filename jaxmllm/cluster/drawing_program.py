@@ -23,16 +23,19 @@ if TYPE_CHECKING:
 
 # Values of a slot that a layer's backward pass has in memory at once, in (D, F) by remat; for a second attention so
 # many more, in (D, Q)
-DRAWING: Final = {"full": (22.75, 3.75), "dots": (25.5, 3.75), "none": (18.75, 3.75)}
-ATTENDING: Final = (25.0, 10.0)  # the same of its attention, in (D, Q)
-SECOND_ATTENTION: Final = (2.5, 10.4)
+DRAWING: Final = {"full": (17.25, 3.75), "dots": (19.0, 3.75), "none": (18.75, 3.75)}
+ATTENDING: Final = (17.5, 10.0)  # the same of its attention, in (D, Q)
+SECOND_ATTENTION: Final = (2.5, 5.0)
 # Of those, what gradients of vectors take, which nothing asks for of frozen layers
 OF_VECTORS: Final = 10
 # With two streams, so many more widths: rows that conditions are taken from and put into, and all that those of a whole
 # row become, where nothing of the patches is kept and frozen layers leave no room of their own
-OF_STREAMS: Final = {"full": 23.0, "dots": 6.0, "none": 6.0}
-DRAWING_FORWARD: Final = (3.0, 1.0)  # the same of a forward pass
-OF_STREAMS_FORWARD: Final = 4.0
+OF_STREAMS: Final = {"full": 13.0, "dots": 2.0, "none": 2.0}
+DRAWING_FORWARD: Final = (
+    1.5,
+    1.0,
+)  # the same of a forward pass, and more widths with a second stream or attention
+SECOND_FORWARD: Final = 3.0
 # Widths that a layer keeps where nothing is made again besides six of its MLP, and for a second attention
 KEPT: Final = 37.5
 SECOND_KEPT: Final = 16
@@ -97,7 +100,7 @@ class DrawingProgram(PhaseProgram):
 
     def forward(self, keeps: bool) -> dict[str, float]:
         width, mlp = DRAWING_FORWARD
-        width += OF_STREAMS_FORWARD * (self.shapes.streams - 1)
+        width += SECOND_FORWARD * (self.second + self.shapes.streams - 1)
         values = width * self.width + mlp * self.mlp
         layer = [self._gathered(one) for one in self.weights if one.layers and one.parts > 1]
         return {"layer forward": self.turned + self.slots * values + max(layer, default=0.0)}

@@ -205,9 +205,10 @@ class PhaseSeconds:
             rate = mixture.product_rate(device, slots, width, self.of_experts / linear)
         seconds = products / rate + pairs / device.attention_rate
         if self.drawing is not None:
-            often = passes.forward + passes.backward + passes.linear_again
-            moved = self.drawing.modulation(slots, self.spec.max_segments, beside)
-            seconds += often * moved / (device.wide_peak * device.efficiency)
+            forward = passes.forward + passes.linear_again
+            of_row = slots, self.spec.max_segments, beside
+            moved = self.drawing.modulation(*of_row, forward, passes.backward)
+            seconds += moved / (device.wide_peak * device.efficiency)
         seconds += device.memory_seconds(self._traffic(slots, inner, capacity, span, passes))
         inside, weights = self._sends(function, capacity, span)
         return Microbatch(seconds, products + pairs, inside, weights)
@@ -271,12 +272,13 @@ class PhaseSeconds:
         if self.mixture is not None:  # whose blocks store nothing
             mlp_widths = 0
         stored = stored_bytes(self.shapes.width, mlp_widths, inner)
+        often = passes.forward + BACKWARD * passes.backward + passes.linear_again
         if self.drawing is not None:
             stored += self.drawing.stored(inner)
-        often = passes.forward + BACKWARD * passes.backward + passes.linear_again
-        activations = (
-            slots / stride * stored * often * self.shapes.layers * self.device.rates.traffic
-        )
+        stored *= often
+        if self.drawing is not None:
+            stored += passes.backward * self.drawing.stored_backward
+        activations = slots / stride * stored * self.shapes.layers * self.device.rates.traffic
         if self.planes:  # written and read
             often = passes.forward + passes.stem_again + BACKWARD * bool(passes.stem_again)
             activations += 2 * slots * self.planes * self.component.dtype.itemsize * often

@@ -365,9 +365,8 @@ class _Phase:
         times += self.backward * layers * (reading + again)
         yield _send(layout, ALL_REDUCE, axes, size, times)
         if generates:
-            of_conditions = self.backward * (
-                attentions - 1
-            )  # gradients of what keys and values are made of
+            # Gradients of what keys and values are made of, or all that is summed of a second stream
+            of_conditions = self.backward * (attentions - 1)
             if self.shapes.streams == 2:
                 of_conditions = 2 * self.forward + self.backward * (reading + 2)
             share = mean_share() * size

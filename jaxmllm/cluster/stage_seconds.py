@@ -228,8 +228,9 @@ class _Operations:
         traffic = np.stack([self._traffic(row_class) for row_class in self.classes], axis=1)
         moved = self.device.memory_seconds(1.0) * traffic[:, None, row_class] * layers
         compute = products / rates[row_class] + pairs / self.device.attention_rate + moved
-        modulated = np.array([self._modulation(row_class) for row_class in self.classes])
-        compute[[FORWARD, INPUT, AGAIN]] += modulated[row_class] * layers[0]
+        for part, passes in ((FORWARD, (1, 0)), (INPUT, (0, 1)), (AGAIN, (1, 0))):
+            modulated = np.array([self._modulation(one, *passes) for one in self.classes])
+            compute[part] += modulated[row_class] * layers[0]
         inside = np.array(
             [
                 [self.network.seconds(self._inside(part, row_class)) for row_class in self.classes]
@@ -250,11 +251,12 @@ class _Operations:
     def _slots(self, row_class: RowClass) -> float:
         return row_class.capacity / self.parts
 
-    def _modulation(self, row_class: RowClass) -> float:
-        """Seconds of what modulates a layer of a generator, in one pass. Conditions are few: they count as none."""
+    def _modulation(self, row_class: RowClass, forward: int, backward: int) -> float:
+        """Seconds of what modulates a layer of a generator, in these passes. Conditions are few: they count as none."""
         if self.drawing is None:
             return 0.0
-        flops = self.drawing.modulation(self._slots(row_class), self.segments, 0.0)
+        of_row = self._slots(row_class), self.segments, 0.0
+        flops = self.drawing.modulation(*of_row, forward, backward)
         return flops / self.shapes.layers / (self.device.wide_peak * self.device.efficiency)
 
     def _mixture(self, row_class: RowClass) -> Mixture | None:
@@ -279,12 +281,15 @@ class _Operations:
         if self.drawing is not None:
             stored += self.drawing.stored(self.inner)
         once = tokens * stored * self.device.rates.traffic
+        backward = once
+        if self.drawing is not None:
+            backward += tokens * self.drawing.stored_backward * self.device.rates.traffic
         held = sum(
             leaf.size / leaf.stacked / leaf.split / devices_along(self.layout, leaf.gathered)
             for leaf in self.leaves[self.phase]
             if leaf.layer
         )
-        parts = np.array([once, once, once + ACCUMULATED_BYTES * held, once])
+        parts = np.array([once, backward, once + ACCUMULATED_BYTES * held, once])
         if mixture is not None:
             # Gradients of matrices are made with those of tokens; nothing is made again
             forward, backward = (mixture.block_traffic(*n, True) for n in ((1, 0), (0, 1)))

@@ -380,17 +380,47 @@ def edge_features(distances: Float[Array, "R C A"], count: int) -> Float[Array, 
 def by_slot(
     layout: Layout, modulation: Float[Array, "R S N D"], owners: Int[Array, "R C"]
 ) -> tuple[Float[Array, "R C D"], ...]:
-    """The N vectors of each slot's segment; zeros where there is none.
-
-    Products with zeros and ones, and so are their gradients: a scatter-add would sum in any order. One for each
-    vector: the gradients of all together would have to be stacked and transposed first.
-    """
-    chosen = _membership(owners, modulation.shape[1], modulation.dtype)
-    slots = (
-        jnp.einsum("rcs,rsd->rcd", chosen, vectors, precision=jax.lax.Precision.HIGHEST)
-        for vectors in jnp.moveaxis(modulation, 2, 0)
-    )
+    """The N vectors of each slot's segment; zeros where there is none. One by one: the gradients of all together would
+    have to be stacked and transposed first."""
+    segments = modulation.shape[1]
+    slots = (_of_owners(segments, vectors, owners) for vectors in jnp.moveaxis(modulation, 2, 0))
     return tuple(layout.constrain(part, (*SLOTS, None)) for part in slots)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _of_owners(
+    segments: int, vectors: Float[Array, "R S D"], owners: Int[Array, "R C"]
+) -> Float[Array, "R C D"]:
+    """The vector of each slot's segment.
+
+    On GPUs it is looked up, where what modulates a slot needs it: a product would write and read all slots of it. Its
+    gradient is one with zeros and ones, for a scatter-add would sum in any order.
+    """
+    found: Array = jax.lax.platform_dependent(vectors, owners, cpu=_multiplied, default=_looked_up)
+    return found
+
+
+def _multiplied(vectors: Array, owners: Array) -> Array:
+    chosen = _membership(owners, vectors.shape[1], vectors.dtype)
+    return jnp.einsum("rcs,rsd->rcd", chosen, vectors, precision=jax.lax.Precision.HIGHEST)
+
+
+def _looked_up(vectors: Array, owners: Array) -> Array:
+    from_one = jnp.pad(vectors, ((0, 0), (1, 0), (0, 0)))
+    return jnp.take_along_axis(from_one, owners[..., None], axis=1, mode="clip")
+
+
+def _of_owners_forward(segments: int, vectors: Array, owners: Array) -> tuple[Array, Array]:
+    return _of_owners(segments, vectors, owners), owners
+
+
+def _of_owners_backward(segments: int, owners: Array, gradient: Array) -> tuple[Array, None]:
+    chosen = _membership(owners, segments, gradient.dtype)
+    d_vectors = jnp.einsum("rcs,rcd->rsd", chosen, gradient, precision=jax.lax.Precision.HIGHEST)
+    return d_vectors, None
+
+
+_of_owners.defvjp(_of_owners_forward, _of_owners_backward)
 
 
 def edge_distances(layout: Layout, rows: GeneratorRows) -> Float[Array, "R C 6"]:

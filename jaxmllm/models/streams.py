@@ -1,4 +1,4 @@
-"""Two streams of weights in one row: most slots are patches, and those of conditions go through weights of their own.
+"""Weights of conditions in rows whose slots are patches, most of them: a second stream, or keys and values alone.
 
     slots      | c c c p p p p p p | c p p p p | . .
     patches    --weights of patches--> all slots --------------------+--> each slot by its own weights
@@ -99,9 +99,9 @@ def _with_conditions(
     whole: Any,
     arguments: tuple[Any, ...],
 ) -> Any:
-    """The tree `whole` of slots with what the function makes of conditions in their places.
+    """The tree `whole` of slots, with what the function makes of conditions in their places.
 
-    Its backward pass begins with the arguments. What JAX derives hands over what every branch keeps, which has room for
+    Its backward pass begins with the arguments: the one that JAX derives is handed what each branch keeps, in rooms for
     all of them.
     """
 

@@ -46,7 +46,7 @@ GATHERED_WIDTHS = 6  # besides, of tokens for the experts: themselves, results a
 POST_NORM_WIDTHS = {"full": 0, "dots": 1, "none": 8}
 GELU_WIDTHS = {"full": 0, "dots": 0, "none": 2}
 CROSS_WIDTHS = 8  # besides, of a layer that attends to conditions apart
-STREAM_WIDTHS = 24  # besides, of a layer with two streams
+STREAM_WIDTHS = 14  # besides, of a layer with two streams
 CROSS_KEPT_WIDTHS = {"full": 0, "dots": 4, "none": 6}
 # Besides, for each layer of a tower that adds to layers of the decoder: what it yields or adds, in two types, and its
 # gradient

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmllm.models.diffusion import edge_distances, edge_features, mean_conditions
+from jaxmllm.models import diffusion
+from jaxmllm.models.diffusion import by_slot, edge_distances, edge_features, mean_conditions
 from jaxmllm.models.rows import GeneratorRows
 from sharding.mesh import make_mesh
 from sharding.rules import make_layout
@@ -18,13 +19,25 @@ PICTURE = [(0, row, column) for row in (-1, 0) for column in (-2, -1, 0)]
 POSITIONS = [(0, 9, 9), (0, 9, 9), *PICTURE, (0, 0, 0), (7, 7, 7), (3, 0, 0), (4, 0, 0)]
 
 
-def rows() -> GeneratorRows:
+# The same where conditions are read apart, and lie in slots of patches
+APART = {
+    "owners": [1] * 6 + [0] + [2] * 3,
+    "segments": [1] * 6 + [0] + [2, 2, 0],
+    "conditions": [4, 5] + [-1] * 5 + [6, 7, 8],
+    "readers": [1, 1] + [0] * 8,
+    "positions": [*PICTURE, (0, 0, 0), (3, 0, 0), (4, 0, 0), (9, 9, 9)],
+}
+
+
+def rows(apart: bool = False) -> GeneratorRows:
     arrays = {
         "owners": OWNERS,
         "segments": SEGMENTS,
         "conditions": CONDITIONS,
         "positions": POSITIONS,
     }
+    if apart:
+        arrays = APART
     values = {name: jnp.asarray(value, jnp.int32)[None] for name, value in arrays.items()}
     empty = dict.fromkeys(GeneratorRows._fields)
     return GeneratorRows(**empty | values | {"times": jnp.zeros((1, 3))})
@@ -37,6 +50,9 @@ def test_patches_read_how_far_they_are_from_the_edges_of_their_item():
     ]
     assert distances[2:8].tolist() == [list(patch) for patch in picture]
     assert distances[10:].tolist() == [[0.5] * 3 + [1.5, 0.5, 0.5], [1.5] + [0.5] * 5]
+    apart = np.asarray(edge_distances(LAYOUT, rows(apart=True)))[0]
+    assert apart[:6].tolist() == distances[2:8].tolist()
+    assert apart[7:9].tolist() == distances[10:].tolist()
     features = np.asarray(edge_features(jnp.asarray(distances[None]), 16))
     assert features.shape == (1, 12, 6 * 16)
     shortest, longest = features[0, 2].reshape(6, 2, 8)[1, :, [0, -1]]
@@ -49,3 +65,31 @@ def test_the_mean_of_conditions_is_that_of_those_that_are_seen():
     conditions = jnp.arange(24.0).reshape(1, 12, 2)
     means = np.asarray(mean_conditions(LAYOUT, rows(), conditions))[0]
     assert means.tolist() == [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
+    apart = mean_conditions(LAYOUT, rows(apart=True), conditions[:, :10])
+    assert np.asarray(apart)[0].tolist() == means.tolist()
+
+
+def test_vectors_are_those_of_the_owners_however_they_are_found(monkeypatch):
+    """By a product, as on CPUs, and looked up, as elsewhere: the same numbers, and gradients, and zeros for padding."""
+    random = np.random.default_rng(0)
+    owners = jnp.asarray([OWNERS, OWNERS[::-1]], jnp.int32)
+    vectors = jnp.asarray(random.normal(size=(2, 2, 3, 4)), jnp.float32)
+    direction = jnp.asarray(random.normal(size=(3, 2, 12, 4)), jnp.float32)
+
+    def of_slots(vectors):
+        found = jnp.stack(by_slot(LAYOUT, vectors, owners))
+        return (found * direction).sum(), found
+
+    def computed():
+        (_, found), gradient = jax.jit(jax.value_and_grad(of_slots, has_aux=True))(vectors)
+        return np.asarray(found), np.asarray(gradient)
+
+    multiplied = computed()
+    monkeypatch.setattr(diffusion, "_multiplied", diffusion._looked_up)
+    jax.clear_caches()
+    looked_up = computed()
+    padded = np.pad(vectors, ((0, 0), (1, 0), (0, 0), (0, 0)))
+    expected = padded[np.arange(2)[:, None], owners]
+    for found, gradient in (multiplied, looked_up):
+        np.testing.assert_array_equal(np.moveaxis(found, 0, 2), expected)
+        np.testing.assert_array_equal(gradient, multiplied[1])
