@@ -12,7 +12,7 @@ from jaxmllm.balance.records import BatchItems, PlanSpec
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import SizingInputs
 from jaxmllm.balance.stages.sizes import PipelineSizes
-from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.config.schema import Config
 from jaxmllm.data.media.modalities import modalities, row_formats
 from jaxmllm.data.text.load import load_tokenizer
 from jaxmllm.models.compose import build_model
@@ -79,16 +79,8 @@ def generated_lengths(
     mix: Mapping[str, float] = DEFAULT_MIX,
 ) -> GeneratedLengths:
     """Compose the config's model on a mesh, and make up lengths of `data.batch_size` examples of those tasks of a
-    mix that the model has encoders for.
-
-    Raises:
-      ConfigError: the model draws, for which there are no tasks.
-    """
-    if config.model.generators:
-        raise ConfigError(
-            "model.diffusion: there are no made-up lengths of what it draws; take those of the config's data"
-        )
-    mix = mix_for(config.model, mix)
+    mix that the model has encoders for, and of what it draws."""
+    mix = mix_for(config.model, mix, learns_text=config.objective.language.weight > 0)
     words = vocabulary(config, load_tokenizer(config.data))
     model = build_model(config.model, words, config.components, mesh)
     spans = spans_of_phases(config, model)

@@ -42,10 +42,6 @@ def make_planner(
     Raises:
       ConfigError: the config cannot be planned.
     """
-    if config.model.generators and seed is not None:
-        raise ConfigError(
-            "model.diffusion: there are no made-up lengths of what it draws; plan the config's data, not --generated"
-        )
     config = with_nodes(config, cluster, devices)
     tokenizer = load_tokenizer(config.data)
     sizes = dict.fromkeys(AXES, 1) | {"data": devices}

@@ -78,7 +78,8 @@ class MadeUpLengths:
         media = modalities(config.model, config.data)
         key = repr(media)
         if key not in self._known:
-            mix = mix_for(config.model, self.mix)
+            learns_text = config.objective.language.weight > 0
+            mix = mix_for(config.model, self.mix, learns_text)
             if self._batches is None:
                 size = config.data.batch_size
                 self._batches = generated_batches(

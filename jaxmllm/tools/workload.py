@@ -1,5 +1,5 @@
-"""Generated batches for measuring the planner without data: seeded lengths of six tasks, and a
-model to cost them by.
+"""Generated batches for measuring the planner without data: seeded lengths of six tasks, two more for
+models that draw, and a model to cost them by.
 
     text                 no media
     speech_recognition   a clip and its transcript: text follows the seconds
@@ -7,12 +7,16 @@ model to cost them by.
     captioning           an image, then a caption
     visual_question      an image and a short answer
     multi_image          two to eight images with text between them
+    draw_picture         a caption, then a picture that is drawn from it
+    draw_clip            a caption, then a clip
 
 Images are log-uniform, text and clips truncated log-normal. Units are those of training: vision
 slots are patches, merge**2 of them per token; audio slots are frames of 10 ms, padded to whole
 tokens, or with silence to whole chunks where the tower hears it; the language sequence of an
 example counts its text, the tokens of its media and two frame tokens around each. Media stand
-evenly between equal pieces of the text. Examples are independent draws from the mix; one seed
+evenly between equal pieces of the text; what is drawn stands behind its caption, has no tokens, and is read
+from all of it. Its slots are patches: pictures have sides of 256 to 1,024 pixels where a patch has 16, and clips
+2 to 32 patches one after the other, of 256 to 768 pixels. Examples are independent draws from the mix; one seed
 makes one batch.
 
 Unless another model is given, it has 0.6B vision, 0.6B audio and 8B language parameters, all
@@ -32,6 +36,7 @@ from numpy.typing import NDArray
 
 from jaxmllm.arrays import Amount, Longs, ceil_divide, running_sums, sums_by
 from jaxmllm.balance.costs.flops import phase_flops
+from jaxmllm.balance.costs.visible_pairs import VisiblePairs
 from jaxmllm.balance.records import BatchItems, ExchangeGrid, Mode, PhaseItems, PlanSpec
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import ODD_FACTORS, Alignment, SizingInputs
@@ -114,13 +119,18 @@ class Task:
     clip: LogNormal | None = None  # seconds
     # Tokens of transcript per second of the clip, added to the text
     speech: LogNormal | None = None
+    drawn: LogUniform | None = None  # patches of what is drawn, at one time
+    times: LogUniform = LogUniform(1, 1)  # patches one after the other, of clips that are drawn
 
     @property
-    def encoders(self) -> set[str]:
-        """Phases of its media."""
-        return ({"vision"} if self.images[1] else set()) | (
-            {"audio"} if self.clip is not None else set()
-        )
+    def phases(self) -> set[str]:
+        """Those of its media."""
+        has = {
+            "vision": self.images[1] > 0,
+            "audio": self.clip is not None,
+            "diffusion": self.drawn is not None,
+        }
+        return {phase for phase, is_there in has.items() if is_there}
 
 
 TASKS: Final[Mapping[str, Task]] = {
@@ -134,6 +144,10 @@ TASKS: Final[Mapping[str, Task]] = {
     "captioning": Task(LogNormal(120, 0.7, 16, 1024), images=(1, 1)),
     "visual_question": Task(LogNormal(48, 0.9, 8, 1024), images=(1, 1)),
     "multi_image": Task(LogNormal(300, 0.8, 32, 2048), images=(2, 8), image=LogUniform(64, 1024)),
+    "draw_picture": Task(LogNormal(60, 0.8, 16, 512), drawn=LogUniform(256, 4096)),
+    "draw_clip": Task(
+        LogNormal(60, 0.8, 16, 512), drawn=LogUniform(256, 2304), times=LogUniform(2, 32)
+    ),
 }
 DEFAULT_MIX: Final[Mapping[str, float]] = {
     "text": 0.25,
@@ -143,6 +157,10 @@ DEFAULT_MIX: Final[Mapping[str, float]] = {
     "visual_question": 0.15,
     "multi_image": 0.10,
 }
+PICTURES: Final[Mapping[str, float]] = {"draw_picture": 0.5}  # besides, of models that draw
+CLIPS: Final[Mapping[str, float]] = {
+    "draw_clip": 0.5
+}  # and of those whose patches are several frames
 
 
 def generate(
@@ -163,13 +181,13 @@ def generate(
       Items of every phase of the model; `examples` is 0 .. B - 1, and all text tokens are targets.
 
     Raises:
-      ValueError: a task is unknown or needs an encoder that the model lacks, or no weight is positive.
+      ValueError: a task is unknown or needs an encoder or a generator that the model lacks, or no weight is positive.
     """
-    possible = mix_for(model, dict.fromkeys(TASKS, 1.0))
+    possible = _possible(model, dict.fromkeys(TASKS, 1.0))
     if impossible := mix.keys() - possible.keys():
         raise ValueError(
-            f"tasks {sorted(impossible)} are unknown or need another encoder than {list(model.encoders)}; "
-            f"possible are {list(possible)}"
+            f"tasks {sorted(impossible)} are unknown or need another encoder than {list(model.encoders)}, or another "
+            f"generator than {list(model.generators)}; possible are {list(possible)}"
         )
     weights = np.array([*mix.values()], np.float64)
     if (weights < 0).any() or not weights.sum():
@@ -182,6 +200,7 @@ def generate(
     empty = np.zeros(0, np.int64)
     images = _Media(empty, empty)
     clips = _Media(empty, empty)
+    drawn = _Media(empty, empty)
     # The order of the draws is part of what a seed means: figures in the docs were made with it.
     for index, name in enumerate(mix):
         members = np.flatnonzero(task_of == index)
@@ -195,8 +214,12 @@ def generate(
             clips = clips.with_more(members, np.ceil(seconds * FRAMES_PER_SECOND))
             if task.speech is not None:
                 tokens += seconds * task.speech.draw(random, len(members))
+        if task.drawn is not None:
+            patches = np.rint(task.drawn.draw(random, len(members)))
+            patches *= np.rint(task.times.draw(random, len(members)))
+            drawn = drawn.with_more(members, patches)
         text[members] = np.rint(tokens)
-    return _batch(text, images.ordered(), clips.ordered(), model)
+    return _batch(text, images.ordered(), clips.ordered(), drawn.ordered(), model)
 
 
 def generated_batches(
@@ -208,19 +231,28 @@ def generated_batches(
 ) -> tuple[list[BatchItems], list[BatchItems]]:
     """Batches to choose sizes from, and others to plan."""
     sampled = SAMPLED.batches(examples)
-    batches = [
-        generate([seed, index], examples, mix_for(model, mix), model)
-        for index in range(sampled + steps)
-    ]
+    batches = [generate([seed, index], examples, mix, model) for index in range(sampled + steps)]
     return batches[:sampled], batches[sampled:]
 
 
-def mix_for(model: ModelConfig, mix: Mapping[str, float] = DEFAULT_MIX) -> dict[str, float]:
-    """The tasks of a mix whose media the model has encoders for."""
-    missing = {"vision", "audio"} - set(model.encoders)
-    return {
-        name: weight for name, weight in mix.items() if missing.isdisjoint(TASKS[name].encoders)
-    }
+def mix_for(
+    model: ModelConfig, mix: Mapping[str, float] = DEFAULT_MIX, learns_text: bool = True
+) -> dict[str, float]:
+    """The tasks of a mix whose media the model has encoders for, and those of what it draws.
+
+    Args:
+      learns_text: whether examples train anything from which nothing is drawn.
+    """
+    tasks = _possible(model, mix) if learns_text else {}
+    if model.diffusion is not None:
+        tasks |= PICTURES | (CLIPS if model.diffusion.patch_frames > 1 else {})
+    return tasks
+
+
+def _possible(model: ModelConfig, mix: Mapping[str, float]) -> dict[str, float]:
+    """The tasks of a mix that the model can learn from."""
+    missing = {"vision", "audio", "diffusion"} - {*model.encoders, *model.generators}
+    return {name: weight for name, weight in mix.items() if missing.isdisjoint(TASKS[name].phases)}
 
 
 def describe(batch: BatchItems) -> dict[str, float]:
@@ -336,7 +368,9 @@ class _Media:
         return _Media(self.example[order], self.size[order])
 
 
-def _batch(text: Longs, images: _Media, clips: _Media, model: ModelConfig) -> BatchItems:
+def _batch(
+    text: Longs, images: _Media, clips: _Media, drawn: _Media, model: ModelConfig
+) -> BatchItems:
     """Each example has media of at most one kind, so the slots of a kind depend on no other."""
     phases = {}
     if model.vision is not None:
@@ -350,8 +384,10 @@ def _batch(text: Longs, images: _Media, clips: _Media, model: ModelConfig) -> Ba
     length = text.copy()
     for items in phases.values():
         length += sums_by(items.example, items.tokens.astype(np.int64) + FRAME_TOKENS, len(text))
+    length[drawn.example] += FRAME_TOKENS
     examples = np.arange(len(text))
     zeros = np.zeros(len(text), np.int32)
+    phases |= {phase: _drawn(drawn, text, model, phase) for phase in model.generators}
     phases[LANGUAGE] = PhaseItems(
         length, length, examples.astype(np.int32), tokens=zeros, slot=zeros
     )
@@ -366,6 +402,21 @@ def _items(example: Longs, length: Longs, real: Longs, tokens: Longs, text: Long
     slot = text_before + running_sums(example, tokens + FRAME_TOKENS) + FRAME_TOKENS // 2
     return PhaseItems(
         length, real, example.astype(np.int32), tokens.astype(np.int32), slot.astype(np.int32)
+    )
+
+
+def _drawn(drawn: _Media, text: Longs, model: ModelConfig, phase: str) -> PhaseItems:
+    conditions = text[drawn.example]
+    crossed = phase in model.crossed
+    shapes = np.stack([drawn.size, *[np.ones_like(drawn.size)] * 2], axis=1)
+    slots = np.maximum(drawn.size, conditions) if crossed else drawn.size + conditions
+    return PhaseItems(
+        slots,
+        drawn.size if crossed else slots,
+        drawn.example.astype(np.int32),
+        conditions.astype(np.int32),
+        np.zeros(len(conditions), np.int32),
+        VisiblePairs.of_model(model).of_items(phase, shapes, conditions),
     )
 
 
@@ -387,7 +438,12 @@ def _longest(phase: str, task: Task, model: ModelConfig) -> int:
         return image * slots_per_token("vision", model) if images else 0
     if phase == "audio":
         return clip * frames
+    patches = 0 if task.drawn is None else round(task.drawn.high * task.times.high)
+    if phase in model.generators:
+        text = round(task.text.high) if patches else 0
+        return max(patches, text) if phase in model.crossed else patches + text
     length = task.text.high + images * (image + FRAME_TOKENS)
+    length += FRAME_TOKENS if patches else 0
     if task.clip is not None:
         length += FRAME_TOKENS + clip
         length += 0 if task.speech is None else task.clip.high * task.speech.high

@@ -299,11 +299,6 @@ def test_a_plan_is_a_run(config_file, tmp_path, capsys):
         (["language.width=4"], 1, "unknown key 'language'"),
         (["pipeline.stages=3"], 1, "pipeline.stages 3"),
         (["pipeline.stages=2", "--check", "1"], 1, "`jaxmllm check`"),
-        (
-            ["model.diffusion={width: 16, layers: 1, heads: 2, mlp_width: 24, patch_size: 4}"],
-            1,
-            "model.diffusion: there are no made-up lengths of what it draws; plan the config's data",
-        ),
         (["mesh={data: 3}"], 1, "mesh.data 3 need a multiple of 3 devices, not 8"),
         (["--devices", "13", "data.batch_size=4", "mesh={context: 1}"], 1, "raise it to 13"),
         (

@@ -7,8 +7,10 @@ import pytest
 
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.balance.validate_plan import validate
+from jaxmllm.config.schema import DiffusionConfig, ModelConfig
 from jaxmllm.tools.workload import (
     DEFAULT_MIX,
+    FRAME_TOKENS,
     MODEL,
     TASKS,
     LogNormal,
@@ -121,7 +123,7 @@ def test_the_mix_is_drawn_by_weight():
     batch = generate(0, 20_000)
     has_image = len(np.unique(batch.phases["vision"].example)) / 20_000
     assert has_image == pytest.approx(
-        sum(DEFAULT_MIX[t] for t in TASKS if "vision" in TASKS[t].encoders), abs=0.01
+        sum(DEFAULT_MIX[t] for t in TASKS if "vision" in TASKS[t].phases), abs=0.01
     )
 
 
@@ -158,6 +160,45 @@ def test_models_get_the_tasks_and_units_that_they_can_take():
         update={"audio": MODEL.audio.model_copy(update={"chunk_frames": 400, "merge": 100})}
     )
     assert (generate(0, 50, DEFAULT_MIX, coarse).phases["audio"].length % 400 == 0).all()
+
+
+DIFFUSION = {"width": 64, "layers": 1, "heads": 2, "mlp_width": 128, "patch_size": 16}
+
+
+@pytest.mark.parametrize("conditioning", ["joint", "cross"])
+@pytest.mark.parametrize("patch_frames", [1, 8])
+def test_models_that_draw_get_pictures_and_clips(conditioning, patch_frames):
+    """Each behind its caption, all of whose tokens it is read from."""
+    generator = {"conditioning": conditioning, "patch_frames": patch_frames}
+    drawing = ModelConfig(
+        language=MODEL.language,
+        vision=MODEL.vision,
+        diffusion=DiffusionConfig(**DIFFUSION, **generator),
+    )
+    mix = mix_for(drawing)
+    assert {"text", "captioning", "draw_picture"} <= mix.keys()
+    assert ("draw_clip" in mix) == (patch_frames > 1) and "spoken_question" not in mix
+    drawn_alone = mix_for(drawing, learns_text=False)
+    assert drawn_alone.keys() == mix.keys() - DEFAULT_MIX.keys()
+    batch = generate(0, 4000, mix, drawing)
+    assert list(batch.phases) == ["vision", "diffusion", "language"]
+    items, language = batch.phases["diffusion"], batch.phases["language"]
+    share = sum(drawn_alone.values()) / sum(mix.values())
+    assert len(items.length) / 4000 == pytest.approx(share, abs=0.03)
+    assert len(np.unique(items.example)) == len(items.example)
+    assert (items.tokens + FRAME_TOKENS == language.length[items.example]).all()
+    if conditioning == "cross":
+        np.testing.assert_array_equal(items.length, np.maximum(items.real, items.tokens))
+        pairs = items.real * (items.real + items.tokens)
+        np.testing.assert_array_equal(items.extra[0] + items.length**2, pairs)
+    else:
+        np.testing.assert_array_equal(items.length, items.real)
+        assert (items.length > items.tokens).all() and items.extra_squares is None
+    for phase, of_phase in batch.phases.items():
+        assert of_phase.length.max() <= longest(phase, mix, drawing)
+    assert items.length.max() > longest("diffusion", mix, drawing) / 2
+    with pytest.raises(ValueError, match="draw_picture"):
+        generate(0, 20, mix, MODEL)
 
 
 @pytest.mark.parametrize("mix", [{"poetry": 1.0}, {"text": 0.0}, {"text": -1.0, "captioning": 2.0}])
