@@ -131,9 +131,13 @@ class _Candidates:
         return min(map(self.judge.bound, self.sets))
 
     def best(self) -> list[Classes]:
-        """The sets that are worth packing."""
+        """The sets that are worth packing: the best of all, and of those whose rows all have this span. What gathering
+        takes is in the bound, and waiting for the longest items, which it saves, is not."""
         packed = _of_span(self.judge.inputs, self.span, CAPACITY_SEARCH.first_packed)
-        return _best(self.sets, max(CAPACITY_SEARCH.least_packed, packed), self.judge.bound)
+        number = max(CAPACITY_SEARCH.least_packed, packed)
+        alike = [classes for classes in self.sets if {c.span for c in classes} == {self.span}]
+        best = (_best(sets, number, self.judge.bound) for sets in (self.sets, alike))
+        return list(dict.fromkeys(itertools.chain(*best)))
 
     def extend(self) -> None:
         """Add a further class to the best sets of most classes."""
