@@ -245,7 +245,9 @@ def mix_for(
     """
     tasks = _possible(model, mix) if learns_text else {}
     if model.diffusion is not None:
-        tasks |= PICTURES | (CLIPS if model.diffusion.patch_frames > 1 else {})
+        tasks |= PICTURES
+        if model.diffusion.patch_frames > 1:
+            tasks |= CLIPS
     return tasks
 
 
@@ -406,7 +408,7 @@ def _items(example: Longs, length: Longs, real: Longs, tokens: Longs, text: Long
 
 
 def _drawn(drawn: _Media, text: Longs, model: ModelConfig, phase: str) -> PhaseItems:
-    conditions = text[drawn.example]
+    conditions = text[drawn.example].astype(np.int32)
     crossed = phase in model.crossed
     shapes = np.stack([drawn.size, *[np.ones_like(drawn.size)] * 2], axis=1)
     slots = np.maximum(drawn.size, conditions) if crossed else drawn.size + conditions
@@ -414,7 +416,7 @@ def _drawn(drawn: _Media, text: Longs, model: ModelConfig, phase: str) -> PhaseI
         slots,
         drawn.size if crossed else slots,
         drawn.example.astype(np.int32),
-        conditions.astype(np.int32),
+        conditions,
         np.zeros(len(conditions), np.int32),
         VisiblePairs.of_model(model).of_items(phase, shapes, conditions),
     )

@@ -184,11 +184,16 @@ def test_a_picture_is_the_same_whatever_is_drawn_with_it(run, alone, mesh):
     assert not np.allclose(together["0005"][:4, :8], together["0006"][:4, :8])
 
 
+READ_APART = {"conditioning": "cross", "pooled_conditions": True, "padded_conditions": 40}
+
+
 @pytest.mark.slow
-@pytest.mark.exhaustive
-def test_two_streams_draw_a_picture_whatever_is_drawn_with_it(tmp_path):
+@pytest.mark.parametrize(
+    "generator", [READ_APART, pytest.param(TWO_STREAMS, marks=EXHAUSTIVE)], ids=["apart", "streams"]
+)
+def test_weights_of_conditions_draw_a_picture_whatever_is_drawn_with_it(tmp_path, generator):
     make_pictures(tmp_path)
-    changes = {f"model__diffusion__{key}": value for key, value in TWO_STREAMS.items()}
+    changes = {f"model__diffusion__{key}": value for key, value in generator.items()}
     run = saved_run(tmp_path / "run", run_config(tmp_path, **changes))
     alone = compiled(run, [ALONE], 1).values()["alone"]
     asked = [entry for entry in OTHERS if "messages" not in entry]

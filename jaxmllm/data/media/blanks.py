@@ -67,6 +67,10 @@ class Blanks(Generated):
     def format(self) -> RowFormat:
         return self.learned.format
 
+    @property
+    def crossed(self) -> bool:
+        return self.learned.crossed
+
     def measure(self, media: MediaReference) -> Shape:
         """Raises `MediaError`: answered_before, cut_patch, too_many_frames, image_too_large."""
         learned = self.learned
@@ -118,9 +122,6 @@ class Blanks(Generated):
 
     def condition_positions(self, shape: Shape, count: int) -> NDArray[np.int32]:
         return self.learned.condition_positions(shape, count)
-
-    def first_patch(self, conditions: int) -> int:
-        return self.learned.first_patch(conditions)
 
     def first_time(self, conditions: int) -> int:
         return self.learned.first_time(conditions)

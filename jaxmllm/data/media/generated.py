@@ -42,7 +42,11 @@ class Generated:
     generated = True
     centred = False  # where rows and columns are counted from
     diagonal = False  # whether conditions stand behind the patches along all axes
-    crossed = False  # whether patches see conditions by an attention apart
+
+    @property
+    def crossed(self) -> bool:
+        """Whether patches see conditions by an attention apart."""
+        return False
 
     def captions(self, shape: Shape) -> tuple[str, ...]:
         return ()

@@ -195,6 +195,7 @@ def test_what_an_attention_apart_reads_takes_no_slots_of_its_own():
         assert modality.patch_count(slots[1], 4) == copies * 15
     apart = pixels(crossed=True)
     for modality, copies in ((apart, 1), (Blanks(apart), 2)):
+        assert modality.crossed
         assert [item_slots(modality, shape, n) for n in (0, 4, 40)] == [copies * 15] * 2 + [40]
         assert item_real(modality, shape, 40) == copies * 15
         assert modality.patch_count(copies * 15, 40) == copies * 15
