@@ -157,10 +157,9 @@ DEFAULT_MIX: Final[Mapping[str, float]] = {
     "visual_question": 0.15,
     "multi_image": 0.10,
 }
-PICTURES: Final[Mapping[str, float]] = {"draw_picture": 0.5}  # besides, of models that draw
-CLIPS: Final[Mapping[str, float]] = {
-    "draw_clip": 0.5
-}  # and of those whose patches are several frames
+# Besides, of models that draw, and of those whose patches are several frames
+PICTURES: Final[Mapping[str, float]] = {"draw_picture": 0.5}
+CLIPS: Final[Mapping[str, float]] = {"draw_clip": 0.5}
 
 
 def generate(
