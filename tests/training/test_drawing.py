@@ -281,7 +281,7 @@ def test_adapters_of_decoder_and_generator_on_a_mesh(captions, conditioning):
     assert set(expected[0]) == {"adapter.language", "adapter.diffusion", "projector.language"}
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}
     spread = assemble(drawing_config(captions, mesh=mesh, **changes), 8)
-    assert_as(computed(spread, spread.step(EXAMPLES)), expected, 2e-5)
+    assert_as(computed(spread, spread.step(EXAMPLES)), expected)
 
 
 @pytest.mark.slow
