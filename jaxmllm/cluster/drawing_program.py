@@ -31,11 +31,8 @@ OF_VECTORS: Final = 10
 # With two streams, so many more widths: rows that conditions are taken from and put into, and all that those of a whole
 # row become, where nothing of the patches is kept and frozen layers leave no room of their own
 OF_STREAMS: Final = {"full": 13.0, "dots": 2.0, "none": 2.0}
-DRAWING_FORWARD: Final = (
-    1.5,
-    1.0,
-)  # the same of a forward pass, and more widths with a second stream or attention
-SECOND_FORWARD: Final = 3.0
+DRAWING_FORWARD: Final = (1.5, 1.0)  # the same of a forward pass
+SECOND_FORWARD: Final = 3.0  # so many more widths of it, with a second stream or attention
 # Widths that a layer keeps where nothing is made again besides six of its MLP, and for a second attention
 KEPT: Final = 37.5
 SECOND_KEPT: Final = 16

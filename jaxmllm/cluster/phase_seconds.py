@@ -273,11 +273,11 @@ class PhaseSeconds:
             mlp_widths = 0
         stored = stored_bytes(self.shapes.width, mlp_widths, inner)
         often = passes.forward + BACKWARD * passes.backward + passes.linear_again
+        of_vectors = 0.0
         if self.drawing is not None:
             stored += self.drawing.stored(inner)
-        stored *= often
-        if self.drawing is not None:
-            stored += passes.backward * self.drawing.stored_backward
+            of_vectors = passes.backward * self.drawing.stored_backward
+        stored = stored * often + of_vectors
         activations = slots / stride * stored * self.shapes.layers * self.device.rates.traffic
         if self.planes:  # written and read
             often = passes.forward + passes.stem_again + BACKWARD * bool(passes.stem_again)

@@ -278,12 +278,12 @@ class _Operations:
         tokens, mixture = self._tokens(row_class), self._mixture(row_class)
         mlp_widths = self.shapes.mlp_matrices * self.shapes.mlp_width if mixture is None else 0
         stored = stored_bytes(self.shapes.width, mlp_widths, self.inner)
+        of_vectors = 0.0
         if self.drawing is not None:
             stored += self.drawing.stored(self.inner)
+            of_vectors = self.drawing.stored_backward
         once = tokens * stored * self.device.rates.traffic
-        backward = once
-        if self.drawing is not None:
-            backward += tokens * self.drawing.stored_backward * self.device.rates.traffic
+        backward = once + tokens * of_vectors * self.device.rates.traffic
         held = sum(
             leaf.size / leaf.stacked / leaf.split / devices_along(self.layout, leaf.gathered)
             for leaf in self.leaves[self.phase]

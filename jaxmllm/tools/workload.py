@@ -29,7 +29,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -408,17 +408,23 @@ def _items(example: Longs, length: Longs, real: Longs, tokens: Longs, text: Long
 
 def _drawn(drawn: _Media, text: Longs, model: ModelConfig, phase: str) -> PhaseItems:
     conditions = text[drawn.example].astype(np.int32)
-    crossed = phase in model.crossed
     shapes = np.stack([drawn.size, *[np.ones_like(drawn.size)] * 2], axis=1)
-    slots = np.maximum(drawn.size, conditions) if crossed else drawn.size + conditions
+    slots = _slots_of_drawn(drawn.size, conditions, model, phase)
     return PhaseItems(
         slots,
-        drawn.size if crossed else slots,
+        drawn.size if phase in model.crossed else slots,
         drawn.example.astype(np.int32),
         conditions,
         np.zeros(len(conditions), np.int32),
         VisiblePairs.of_model(model).of_items(phase, shapes, conditions),
     )
+
+
+def _slots_of_drawn(patches: Any, conditions: Any, model: ModelConfig, phase: str) -> Any:
+    """Numbers or arrays: where conditions are read apart, they lie in slots of patches."""
+    if phase in model.crossed:
+        return np.maximum(patches, conditions)
+    return patches + conditions
 
 
 def _heard(frames: Amount, audio: AudioConfig) -> Amount:
@@ -442,7 +448,7 @@ def _longest(phase: str, task: Task, model: ModelConfig) -> int:
     patches = 0 if task.drawn is None else round(task.drawn.high * task.times.high)
     if phase in model.generators:
         text = round(task.text.high) if patches else 0
-        return max(patches, text) if phase in model.crossed else patches + text
+        return int(_slots_of_drawn(patches, text, model, phase))
     length = task.text.high + images * (image + FRAME_TOKENS)
     length += FRAME_TOKENS if patches else 0
     if task.clip is not None:
