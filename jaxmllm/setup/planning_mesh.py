@@ -43,6 +43,14 @@ def planning_mesh(config: Config, ranks: int | None = None) -> AbstractMesh:
     return abstract_mesh(sizes, math.prod(sizes.values()), spans=mesh_spans(config))
 
 
+def check_staged(config: Config) -> None:
+    """Raise `ConfigError` for a config without stages."""
+    if config.pipeline.stages == 1:
+        raise ConfigError(
+            "pipeline.stages (1): there is no schedule without stages; set pipeline.stages"
+        )
+
+
 def staged_mesh(config: Config) -> AbstractMesh:
     """The mesh of a config with a pipeline, without devices; -1 takes as many as this machine has,
     or one where it has too few.
@@ -50,10 +58,7 @@ def staged_mesh(config: Config) -> AbstractMesh:
     Raises:
       ConfigError: the config has no stages.
     """
-    if config.pipeline.stages == 1:
-        raise ConfigError(
-            "pipeline.stages (1): there is no schedule without stages; set pipeline.stages"
-        )
+    check_staged(config)
     sizes = config.mesh_sizes
     fixed = math.prod(size for size in sizes.values() if size != -1)
     devices = fixed * max(1, jax.device_count() // fixed) if -1 in sizes.values() else fixed

@@ -34,7 +34,7 @@ from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.batches import Segment, continued_examples
 from jaxmllm.families.resolved import load_run_config
 from jaxmllm.phases import LANGUAGE
-from jaxmllm.setup.planning_mesh import staged_mesh
+from jaxmllm.setup.planning_mesh import check_staged, staged_mesh
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.sizing import pipeline_sizes
 from jaxmllm.tools.output import command_parser, print_table
@@ -148,6 +148,7 @@ def _of_run(options: Namespace) -> Timeline:
     config = read_config(options.run)
     if config is None:
         raise ConfigError(f"--run {options.run}: the folder holds no run")
+    check_staged(config)
     if options.step is None:
         return of_table(options.run / SCHEDULE_FILE)
     return _of_step(config, options.run, options.step, options.save, read_history(options.run))

@@ -173,6 +173,9 @@ def test_a_step_of_a_run_is_planned_with_the_batch_size_that_it_had(config, tmp_
     assert "none: the folder holds no run" in capsys.readouterr().err
     assert timeline.main(["--run", str(folder), "--out", str(tmp_path)]) == 1
     assert "schedule.npz is not a schedule table" in capsys.readouterr().err
+    write_config(folder, load_config(str(config), ["pipeline.stages=1"]))
+    assert timeline.main(["--run", str(folder), "--out", str(tmp_path)]) == 1
+    assert "there is no schedule without stages" in capsys.readouterr().err
 
 
 def test_configs_that_have_no_schedule_to_draw(config, capsys):
