@@ -57,6 +57,7 @@ from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.data.rows.fill import HostStep, StepFiller
+from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
 from jaxmllm.setup.build import phased_programs
@@ -97,7 +98,7 @@ def variant_spec(config: Config, inputs: RunInputs, variant: str) -> PlanSpec:
         return plan_spec(config, replace(inputs, spans=dict.fromkeys(inputs.spans, (1,))))
     spec = plan_spec(config, inputs)
     if variant == "end to end":
-        phases = {phase: replace(rows, block=1) for phase, rows in spec.phases.items()}
+        phases = {phase: replace(rows, blocks=None) for phase, rows in spec.phases.items()}
         spec = replace(spec, phases=phases)
     return spec
 
@@ -219,8 +220,8 @@ def planned_flops(
         flops["computed"] = -head * without_target
         for phase, of_phase in of_phases.items():
             stride = programs.formats[phase].stride if phase in programs.formats else 1
-            block = variant.filler.attention.blocks[phase] * stride
-            flops["computed"] += computed_flops(*of_phase, tiles_of(host, phase) * block**2)
+            pairs = pairs_computed(host, phase, variant.filler.attention) * stride**2
+            flops["computed"] += computed_flops(*of_phase, pairs)
     return flops
 
 
@@ -239,20 +240,30 @@ def computed_flops(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, pairs: i
     return all_flops(plan, items, spec) + unseen * attention
 
 
-def tiles_of(host: HostStep, phase: str) -> int:
-    """Tiles of attention in a layer, of this process's rows."""
+def tiles_of(host: HostStep, phase: str) -> list[int]:
+    """Tiles of attention in a layer, of this process's rows of each microbatch."""
     # Spans are (first, partly visible, wholly visible)
-    return sum(int(row["tiles"]["query_spans"][..., 1:].sum()) for row in host.rows[phase])
+    return [int(row["tiles"]["query_spans"][..., 1:].sum()) for row in host.rows[phase]]
+
+
+def pairs_computed(host: HostStep, phase: str, attention: AttentionSpec) -> int:
+    """Pairs of tokens in these tiles."""
+    blocks = (attention.block(phase, row_class) for row_class in classes_of(host, phase))
+    tiles = tiles_of(host, phase)
+    return sum(count * block**2 for count, block in zip(tiles, blocks, strict=True))
+
+
+def classes_of(host: HostStep, phase: str) -> list[RowClass]:
+    """Of the rows of each microbatch."""
+    return list(map(RowClass, host.capacities[phase], host.spans[phase]))
 
 
 def rows_of(host: HostStep) -> set[RowsOf]:
     """What the rows of a step's microbatches are, which tells the programs that it runs."""
     return {
-        RowsOf(phase, microbatch, RowClass(*row_class))
+        RowsOf(phase, microbatch, row_class)
         for phase in host.rows
-        for microbatch, row_class in enumerate(
-            zip(host.capacities[phase], host.spans[phase], strict=True)
-        )
+        for microbatch, row_class in enumerate(classes_of(host, phase))
     }
 
 
@@ -296,7 +307,7 @@ def phase_amounts(host: HostStep, seconds: Mapping[ProgramName, float]) -> dict[
             ),
             microbatches=len(rows),
             slots=host.statistics[f"{phase}/slots"],
-            tiles=tiles_of(host, phase),
+            tiles=sum(tiles_of(host, phase)),
         )
         for phase, rows in host.rows.items()
     }

@@ -208,7 +208,7 @@ def balance(method: str, ids: TokenIds, ranks: int, work_of: WorkOf) -> RowBalan
 
 def block_of(tokens: int, ranks: int) -> int:
     """Tokens of a block of attention in a row that context ranks hold."""
-    return Alignment(128, small=64).attention_block((RowClass(tokens // ranks, ranks),))
+    return Alignment(128, small=64, smallest=32).attention_block(RowClass(tokens // ranks, ranks))
 
 
 def layer_cost(work: NDArray[Any], blocks: NDArray[Any], block: int) -> NDArray[np.float64]:

@@ -97,7 +97,7 @@ PLANNED: Mapping[str, tuple[Mode, int]] = {  # mode, and most ranks that hold a 
     "packed": ("none", 1),
 }
 NODE = 8  # ranks
-ALIGNMENT = Alignment(128, small=64)  # whole attention blocks
+ALIGNMENT = Alignment(128, small=64, smallest=32)  # whole attention blocks
 ROW_CLASSES = 4  # items are as short as 272 slots and as long as 74,240
 FRAME_TOKENS = 2  # of an example's text, around the place of what is drawn
 SAMPLED = 16  # batches that sizes are chosen from, and those of a measured epoch of the baselines

@@ -104,7 +104,8 @@ class PhaseSpec:
     slots_per_token: int  # encoder slots per language token; 1 for language
     cost: ItemCost  # balances items: FLOPs, or femtoseconds where measured (tools/calibrate.py)
     model_flops: ItemCost | None = None  # where the cost is measured; none: the cost is the FLOPs
-    block: int = 1  # slots of a block of attention, at whose edges items begin where rows have room; 1: anywhere
+    # Of each class, slots of a block of attention, at whose edges items begin where rows have room; none: anywhere
+    blocks: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -138,6 +139,20 @@ class PhaseSpec:
     def row_tokens(self) -> int:
         """Language tokens of the largest row on a rank."""
         return max(self.capacities) // self.slots_per_token
+
+    def row_blocks(self, capacity: Ints | Longs, span: Ints | Longs, rows: int) -> Longs | None:
+        """`blocks` of so many rows of each microbatch, one after another: [M * rows].
+
+        Args:
+          capacity, span: [M] of the microbatches.
+        """
+        if self.blocks is None:
+            return None
+        of_microbatch = np.zeros(len(capacity), np.int64)
+        for row_class, block in zip(self.classes, self.blocks, strict=True):
+            alike = (capacity == row_class.capacity) & (span == row_class.span)
+            of_microbatch[alike] = block
+        return np.repeat(of_microbatch, rows)
 
     @property
     def flops(self) -> ItemCost:

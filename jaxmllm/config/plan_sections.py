@@ -38,8 +38,8 @@ class PhaseConfig(Section):
     row_classes: Annotated[int, Field(ge=1, le=MOST_ROW_CLASSES)] | Auto = "auto"
     max_capacity: PositiveInt | Auto = "auto"  # auto: what memory allows, by an estimate
     max_segments: PositiveInt | Auto = "auto"  # items per row
-    # Tokens of an attention block. Capacities are multiples of it, or of 64 in rows of which several devices hold a few
-    # blocks each
+    # Tokens of an attention block. Capacities are multiples of it, or of 64 or 32 tokens, which are blocks of rows that
+    # have few of them on a device
     block: PositiveInt = 128
     # Of an encoder, and of a decoder that a generator reads: microbatches per step whose backward pass starts from
     # residuals of the forward pass, instead of running it again; auto: as many as memory allows, by an estimate

@@ -18,7 +18,7 @@ from jaxmllm.row_format import RowFormat
 from jaxmllm.setup.row_memory import memory_of_a_device
 from sharding.mesh import platform_of
 
-SMALLER_BLOCK = 64  # tokens
+SMALL_BLOCK, SMALLEST_BLOCK = 64, 32  # tokens
 
 
 def alignment(
@@ -26,8 +26,9 @@ def alignment(
 ) -> Alignment:
     """The attention blocks and language tokens that rows of a phase consist of, the same number in each part of a row.
 
-    A smaller block has 64 tokens, if that divides `phases.<phase>.block`. Towers that attend in windows take it for
-    all rows: a larger one would hold several windows.
+    A small block has 64 tokens, if that divides `phases.<phase>.block`, and the smallest 32, if that is a whole number
+    of language tokens. Towers that attend in windows take small ones for all rows: a larger one would hold several
+    windows.
 
     Args:
       formats: by encoder phase; a phase without one has rows of text, where a slot is a token.
@@ -37,12 +38,13 @@ def alignment(
     if phase in formats:
         stride, token = formats[phase].stride, formats[phase].alignment
     block = getattr(config.phases, phase).block * stride
-    small = SMALLER_BLOCK * stride
+    small, smallest = SMALL_BLOCK * stride, SMALLEST_BLOCK * stride
     if block % small:
-        small = block
+        return Alignment(block, stride=stride, token=token, parts=parts)
     if phase in formats and phase in config.model.windows:
         block = small
-    return Alignment(block, small, stride, token, parts=parts)
+    whole = None if smallest % token else smallest
+    return Alignment(block, small, whole, stride, token, parts=parts)
 
 
 def largest_row(
@@ -63,9 +65,8 @@ def largest_row(
     settings: PhaseConfig = getattr(config.phases, phase)
     if settings.capacities != "auto":
         return max(settings.capacities) * span
-    unit = alignment(config, phase, formats, parts).slots
     largest = fitting if settings.max_capacity == "auto" else settings.max_capacity
-    return largest // unit * unit * span
+    return alignment(config, phase, formats, parts).round_down(largest) * span
 
 
 def attention_spec(
@@ -73,11 +74,17 @@ def attention_spec(
 ) -> AttentionSpec:
     """Attention blocks and parts of every phase's rows."""
     parts = {phase: model.layout(phase).parts for phase in spec.phases}
+    blocks, smaller = {}, {}
+    for phase, rows in spec.phases.items():
+        shape = alignment(config, phase, formats, parts[phase])
+        blocks[phase] = shape.block // shape.stride
+        for row_class in rows.classes:
+            block = shape.attention_block(row_class)
+            if block < blocks[phase]:
+                smaller[phase, row_class] = block
     return AttentionSpec(
-        blocks={
-            phase: alignment(config, phase, formats, parts[phase]).attention_block(rows.classes)
-            for phase, rows in spec.phases.items()
-        },
+        blocks=blocks,
+        smaller_blocks=smaller,
         parts=parts,
         bidirectional=config.model.language.bidirectional,
         windows=config.model.windows,

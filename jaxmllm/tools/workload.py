@@ -70,13 +70,14 @@ assert MODEL.audio is not None
 PHASES: Final = make_phases(MODEL)
 FRAMES_PER_SECOND: Final = 100
 ALIGNMENTS: Final = {
-    "vision": Alignment(128, small=64),
+    "vision": Alignment(128, small=64, smallest=32),
     "audio": Alignment(
         128 * MODEL.audio.stem_stride,
         small=64 * MODEL.audio.stem_stride,
+        smallest=32 * MODEL.audio.stem_stride,
         stride=MODEL.audio.stem_stride,
     ),
-    "language": Alignment(128, small=64),
+    "language": Alignment(128, small=64, smallest=32),
 }  # whole attention blocks
 FRAME_TOKENS: Final = 2  # around every image and clip
 SAMPLED: Final = SampleSize(8192, fewest=2, most=16)  # generated to choose the sizes from

@@ -214,7 +214,7 @@ def test_one_clip_among_short_documents_is_shared_out_evenly():
     """Its blocks are the heaviest by far, and 32 ranks would hold three or four of 128 slots each."""
     tokens = 65_536
     uneven = {}
-    smaller = Alignment(128, small=64).attention_block((RowClass(tokens // 32, 32),))
+    smaller = Alignment(128, small=64).attention_block(RowClass(tokens // 32, 32))
     for block in (128, smaller):
         random = np.random.default_rng(0)
         for clip in (13_500, 14_600, 15_700, 16_384):

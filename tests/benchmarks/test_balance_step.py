@@ -8,19 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import balance_step
 from benchmarks.balance_step import (
     REST,
     computed_flops,
     mean_amounts,
     mesh_overrides,
+    pairs_computed,
     phase_amounts,
     rows_of,
     train_by_program,
 )
 from jaxmllm.balance.costs.flops import ItemCost
-from jaxmllm.balance.records import PhaseItems, PhaseSpec, RowClass
+from jaxmllm.balance.records import PhaseItems, PhaseSpec, PlanSpec, RowClass
 from jaxmllm.balance.rows.assign import assign
 from jaxmllm.config.read import load_config
+from jaxmllm.data.rows.masks import AttentionSpec
 from jaxmllm.phases import decoder_phase, encoder_phase
 from jaxmllm.training.programs.base import ProgramName
 
@@ -42,6 +45,26 @@ def test_rows_are_told_by_phase_microbatch_and_class():
         spans={"vision": (4, 4), "language": ()},
     )
     assert rows_of(step) == {("vision", 0, (256, 4)), ("vision", 1, (256, 4))}
+
+
+def test_pairs_are_those_of_the_blocks_of_each_class():
+    tiles = [{"tiles": {"query_spans": np.array([[[0, count, 0]]])}} for count in (3, 5)]
+    step = SimpleNamespace(
+        rows={"vision": tiles}, capacities={"vision": (64, 2048)}, spans={"vision": (4, 1)}
+    )
+    attention = AttentionSpec({"vision": 128}, smaller_blocks={("vision", RowClass(64, 4)): 32})
+    assert pairs_computed(step, "vision", attention) == 3 * 32**2 + 5 * 128**2
+
+
+def test_items_lie_end_to_end_or_by_blocks(monkeypatch):
+    cost = ItemCost(1, 0)
+    rows = PhaseSpec(encoder_phase("vision"), 2, (RowClass(64),), 4, 1, cost, blocks=(32,))
+    monkeypatch.setattr(
+        balance_step, "plan_spec", lambda config, inputs: PlanSpec({"vision": rows}, {})
+    )
+    for variant, blocks in (("in blocks", (32,)), ("end to end", None)):
+        spec = balance_step.variant_spec(None, None, variant)
+        assert spec.phases["vision"].blocks == blocks
 
 
 def test_every_program_counts_once():

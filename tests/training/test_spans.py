@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmllm.balance.records import RowClass
 from jaxmllm.runtime.compilations import CompilationCounter
 from tests.support import ENCODER_LAYOUT, Result, assemble, assert_same, slow_cases
 from tests.training.test_precision import COMPUTE, LEAF_TOLERANCE, LOSS_TOLERANCE, assert_near
@@ -77,14 +78,22 @@ def test_spans_leave_the_mathematics_alone(setups, by_example, whole, mesh, span
     assert_same(setup.gradients(step), whole, 1e-5)
 
 
-def test_a_rank_may_hold_less_than_a_block(setups, by_example, whole):
-    """Attention takes smaller ones then."""
-    slots = {"vision": 64, "audio": 256, "language": 64}  # a token of audio has 4
+@pytest.mark.parametrize(("tokens", "span", "block"), [(64, 8, 32), (96, 8, 32), (256, 2, 64)])
+def test_a_rank_may_hold_few_blocks_or_less_than_one(
+    setups, by_example, whole, tokens, span, block
+):
+    """Attention takes smaller ones then, in these rows alone."""
+    slots = {"vision": tokens, "audio": 4 * tokens, "language": tokens}
     rows = {
-        name: {"block": 128, "capacities": [count], "spans": [8]} for name, count in slots.items()
+        name: {"block": 128, "capacities": [count], "spans": [span]}
+        for name, count in slots.items()
     }
     setup = setups(by_example(mesh={"data": 4, "fsdp": 2}, phases=rows), 8)
-    assert setup.programs.attention.blocks == dict.fromkeys(slots, 64)
+    attention = setup.programs.attention
+    assert attention.blocks == dict.fromkeys(slots, 128)
+    assert attention.smaller_blocks == {
+        (name, RowClass(count, span)): block for name, count in slots.items()
+    }
     assert_same(setup.gradients(setup.step(EXAMPLES)), whole, 1e-5)
 
 

@@ -169,13 +169,14 @@ class _Movable:
     span: int
     groups: int
     slots: Longs  # [M * G] of the rows
-    block: int
+    blocks: Longs | None  # [M * G] of the rows, where items lie by them
 
     def moved(self, plan: PhasePlan) -> PhasePlan:
         """The plan with the items where they lie now."""
         row_of = self.state.row_of
         microbatch_index, group = np.divmod(row_of, self.groups)
-        offset, segment = lay_out(row_of, self.state.amounts[SLOTS, :-1], self.slots, self.block)
+        length = self.state.amounts[SLOTS, :-1]
+        offset, segment = lay_out(row_of, length, self.slots, self.blocks)
         now = {
             "microbatch": self.microbatches[microbatch_index],
             "rank": group * self.span,
@@ -235,7 +236,8 @@ def _movable(
         amounts.append(tokens[items])
         limits.append(0)
     state = RowState.from_limits(row_of, amounts, limits, rows)
-    return _Movable(items, state, microbatches, span, groups, slots, spec.block)
+    blocks = spec.row_blocks(plan.capacity[chosen], plan.span[chosen], groups)
+    return _Movable(items, state, microbatches, span, groups, slots, blocks)
 
 
 def _most(amount: Longs, margin: Longs) -> Longs:

@@ -301,7 +301,8 @@ def _phase_plan(
     capacity = np.repeat(np.array(spec.capacities, np.int32), counts)
     span = np.repeat(np.array(spec.spans, np.int32), counts)
     row_slots = np.repeat(capacity.astype(np.int64) * span, spec.ranks)
-    offset, segment = lay_out(microbatch * spec.ranks + rank, length, row_slots, spec.block)
+    blocks = spec.row_blocks(capacity, span, spec.ranks)
+    offset, segment = lay_out(microbatch * spec.ranks + rank, length, row_slots, blocks)
     return PhasePlan(
         capacity=capacity,
         span=span,

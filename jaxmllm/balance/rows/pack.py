@@ -151,7 +151,7 @@ def _first_fit(row_of: Longs, length: Longs, room: Longs, free_segments: Longs) 
 
 
 def lay_out(
-    row_of: Longs, length: Longs, slots: Longs | None = None, block: int = 1
+    row_of: Longs, length: Longs, slots: Longs | None = None, blocks: Longs | None = None
 ) -> tuple[Ints, Ints]:
     """Offset and segment of each item in its row.
 
@@ -163,13 +163,13 @@ def lay_out(
 
     So what is left over is packed into blocks (best fit by descending size), and the items of a block lie end to end.
     Each such group begins at the edge of a block as long as the row has slots to spare, the fullest ones first.
-    With blocks of 1 items lie end to end by number.
+    Without blocks items lie end to end by number.
 
     Args:
       row_of: [N] number of the row, at least 0.
       length: [N] slots.
-      slots: [rows] of the rows, which hold their items; none: items lie end to end whatever the block.
-      block: slots of a block.
+      slots: [rows] of the rows, which hold their items; none: items lie end to end.
+      blocks: [rows] slots of a block; none: items lie end to end.
 
     Returns:
       (offset [N] in slots from the start of the row, segment [N] counted from 1 along it).
@@ -177,11 +177,11 @@ def lay_out(
     offset = np.empty(len(row_of), np.int32)
     segment = np.empty(len(row_of), np.int32)
     rows = int(row_of.max(initial=-1)) + 1
-    if block == 1 or slots is None:
+    if blocks is None or slots is None:
         counts = np.zeros(rows, np.int64), np.zeros(rows, np.int32)
         _lay_out(row_of, length, *counts, offset, segment)
     else:
-        _lay_out_in_blocks(row_of, length, slots[:rows].copy(), block, offset, segment)
+        _lay_out_in_blocks(row_of, length, slots[:rows].copy(), blocks, offset, segment)
     return offset, segment
 
 
@@ -200,7 +200,7 @@ def _lay_out(
 
 @compiled
 def _lay_out_in_blocks(
-    row_of: Longs, length: Longs, spare: Longs, block: int, offset: Ints, segment: Ints
+    row_of: Longs, length: Longs, spare: Longs, blocks: Longs, offset: Ints, segment: Ints
 ) -> None:
     """Write offsets and segments. `spare` are the slots of each row, and in the end those without an item.
 
@@ -213,11 +213,11 @@ def _lay_out_in_blocks(
     for item in range(items - 1, -1, -1):
         spare[row_of[item]] -= length[item]
         _put_first(first_of_row, after, row_of[item], item)
-    first_with_room = np.empty(block, np.int64)
     after_group = np.empty(items, np.int64)
     last_of_group = np.empty(items, np.int64)
     for row in range(len(spare)):
-        first_with_room[:] = -1
+        block = blocks[row]
+        first_with_room = np.full(block, -1)
         _group(first_of_row[row], length, block, after, last_of_group, first_with_room, after_group)
         slot = number = 0
         for fullest in first_with_room:

@@ -76,7 +76,7 @@ def _with_more(chosen: Classes, candidates: _Candidates, judge: _Judge, share: f
 
 def smallest_capacity(inputs: SizingInputs, span: int) -> int:
     """The least capacity at which a row of `span` ranks holds the longest item."""
-    return inputs.alignment.round_up(max(ceil_divide(inputs.longest, span), 1), span)
+    return inputs.alignment.round_up(max(ceil_divide(inputs.longest, span), 1))
 
 
 def _too_small(inputs: SizingInputs) -> str:
@@ -93,7 +93,7 @@ def _too_small(inputs: SizingInputs) -> str:
     return (
         f"phases.{inputs.name}.max_capacity = {inputs.config.max_capacity} is too small: the "
         f"largest item has {inputs.longest} slots and rows come in multiples of "
-        f"{inputs.alignment.unit(widest)}{ranks}; raise it to {needed} or limit the size of items"
+        f"{inputs.alignment.unit(needed)}{ranks}; raise it to {needed} or limit the size of items"
     )
 
 
@@ -114,7 +114,7 @@ class _Candidates:
         inputs = judge.inputs
         self.judge = judge
         self.span = span
-        firsts = _load_shares(judge, span) | {smallest_capacity(inputs, span)}
+        firsts = _load_shares(judge) | {smallest_capacity(inputs, span)}
         self.largest_sets: list[Classes] = [
             (RowClass(capacity, span),)
             for capacity in firsts
@@ -160,8 +160,8 @@ def _of_span(inputs: SizingInputs, span: int, number: int) -> int:
     return number if span == min(inputs.spans) else number // parts
 
 
-def _load_shares(judge: _Judge, span: int) -> set[int]:
-    """Capacities of rows of `span` ranks, of which a few rows hold much or all of a load."""
+def _load_shares(judge: _Judge) -> set[int]:
+    """Capacities of which a few rows hold much or all of a load."""
     inputs = judge.inputs
     capacities: set[int] = set()
     loads = np.quantile(judge.slots, CAPACITY_SEARCH.load_quantiles, method="higher").tolist()
@@ -169,7 +169,7 @@ def _load_shares(judge: _Judge, span: int) -> set[int]:
         fewest = math.ceil(load / inputs.largest_capacity)
         numbers = range(fewest, fewest + CAPACITY_SEARCH.row_numbers)
         for rows, share in itertools.product(numbers, CAPACITY_SEARCH.load_shares):
-            capacities.add(inputs.alignment.round_up(math.ceil(load * share / rows), span))
+            capacities.add(inputs.alignment.round_up(math.ceil(load * share / rows)))
     return capacities
 
 
@@ -208,7 +208,7 @@ class _Further:
         return {self._rounded(math.ceil(slots / divisor)) for divisor in divisors}
 
     def _rounded(self, slots: int) -> int:
-        return self.alignment.round_up(slots, self.span)
+        return self.alignment.round_up(slots)
 
     def classes_after(self, classes: Classes) -> list[RowClass]:
         """Classes whose rows have fewer slots than those of the last of `classes`."""
@@ -434,7 +434,7 @@ def checked_capacities(capacities: Capacities, inputs: SizingInputs, span: int =
     """
     key = f"phases.{inputs.name}.capacities"
     for capacity in capacities:
-        unit = inputs.alignment.unit(span)
+        unit = inputs.alignment.unit(capacity)
         if capacity % unit:
             raise ConfigError(
                 f"{key}: {capacity} is not a multiple of {unit} (whole attention blocks and whole language tokens); "

@@ -22,21 +22,24 @@ HEAD_ROOM = 8  # sizes are 1/8 above what the samples needed
 class Alignment:
     """What rows of a phase consist of: whole attention blocks, and whole language tokens.
 
-    Where several devices hold a row and each has few blocks of it, attention takes smaller ones: few and large ones
-    cannot be shared out evenly. Blocks that hold no whole tokens go to a device in stretches that do.
+    Where a device has few blocks of a row, attention takes smaller ones: on average half a block of it is padding, and
+    few and large ones cannot be shared out evenly where several devices hold a row. Blocks that hold no whole tokens go
+    to a device in stretches that do.
 
     Attributes:
       block: slots of an attention block.
       small: of a smaller one; none: there is none.
+      smallest: of one still smaller; none: there is none.
       stride: slots of a token of attention.
       token: slots that the tower or its projector takes as a whole.
-      few: blocks of a device, of the larger kind, below which they are few; as are fewer than there are devices, for
-        those of one long item.
+      few: blocks of a device below which they are few; of small ones half as many. Fewer than there are devices are
+        few, too: those of one long item could not be shared out.
       parts: of the slots of a rank, each on a device.
     """
 
     block: int
     small: int | None = None
+    smallest: int | None = None
     stride: int = 1
     token: int = 1
     few: int = 8
@@ -47,53 +50,64 @@ class Alignment:
         """What capacities are multiples of, where blocks are not few."""
         return self._unit_of(self.block)
 
-    def unit(self, span: int) -> int:
-        """The least capacity of rows that `span` ranks hold together."""
-        if self.small is None or span * self.parts == 1:
+    def unit(self, slots: int) -> int:
+        """What capacities of about so many slots are multiples of."""
+        if self.small is None:
             return self.slots
-        return self._unit_of(self.small)
+        if self.smallest is None or slots >= self._few_small:
+            return self._unit_of(self.small)
+        return self._unit_of(self.smallest)
 
     def _unit_of(self, block: int) -> int:
         return math.lcm(block, self.token) * self.parts
 
-    def round_up(self, slots: int, span: int) -> int:
+    def round_up(self, slots: int) -> int:
         """The least capacity of so many slots or more."""
-        capacity = round_up(slots, self.unit(span))
+        capacity = round_up(slots, self.unit(slots))
         return capacity if capacity < self.few * self.slots else round_up(slots, self.slots)
 
-    def attention_block(self, classes: Classes) -> int:
-        """Tokens of the blocks in which attention takes rows of these classes.
+    def round_down(self, slots: int) -> int:
+        """The largest capacity of so many slots or fewer; 0 where there is none."""
+        unit = self.slots if slots >= self.few * self.slots else self.unit(slots)
+        return slots // unit * unit
+
+    def attention_block(self, row_class: RowClass) -> int:
+        """Tokens of the blocks in which attention takes rows of a class.
 
         Raises:
           ValueError: a row that several devices hold is no whole number of blocks on each of them, or of stretches of
             blocks that hold whole language tokens.
         """
-        slots = self._block(classes)
-        block, unit = slots // self.stride, self._unit_of(slots)
-        for capacity, span in classes:
-            devices = span * self.parts
-            if devices > 1 and (not capacity or capacity % unit):
-                raise ValueError(
-                    f"a row of {span * capacity // self.stride} tokens is not a whole number of blocks of {block} on "
-                    f"each of {devices} devices; make phases.<phase>.capacities multiples of {unit}, or change "
-                    "mesh.context"
-                )
+        capacity, span = row_class
+        slots = self._block(capacity, span)
+        block, unit, devices = slots // self.stride, self._unit_of(slots), span * self.parts
+        if devices > 1 and (not capacity or capacity % unit):
+            raise ValueError(
+                f"a row of {span * capacity // self.stride} tokens is not a whole number of blocks of {block} on "
+                f"each of {devices} devices; make phases.<phase>.capacities multiples of {unit}, or change "
+                "mesh.context"
+            )
         return block
 
-    def layout_block(self, classes: Classes) -> int:
-        """Slots of the blocks that items are laid out by: those of attention, or 1 where these hold no whole tokens."""
-        block = self._block(classes)
-        return 1 if block % self.token else block
+    def layout_blocks(self, classes: Classes) -> tuple[int, ...] | None:
+        """Slots of the blocks that items of each class are laid out by; none where blocks hold no whole tokens."""
+        blocks = tuple(self._block(*row_class) for row_class in classes)
+        return None if any(block % self.token for block in blocks) else blocks
 
-    def _block(self, classes: Classes) -> int:
-        if self.small is None or not any(self._needs_small(*row_class) for row_class in classes):
-            return self.block
-        return self.small
+    @property
+    def _few_small(self) -> int:
+        """Slots of a rank below which it has few small blocks."""
+        return self.few // 2 * (self.small or 0) * self.parts
 
-    def _needs_small(self, capacity: int, span: int) -> bool:
-        devices = span * self.parts
-        few = capacity // self.parts < max(self.few, devices) * self.block
-        return devices > 1 and (few or capacity % self.slots > 0)
+    def _block(self, capacity: int, span: int) -> int:
+        """The largest of which a device has a whole number that is not few."""
+        blocks = (self.block, self.small, self.smallest)
+        *larger, last = (block for block in blocks if block is not None)
+        enough = max(self.few, span * self.parts) * self.block * self.parts
+        for block, least in zip(larger, (enough, self._few_small), strict=False):
+            if capacity >= least and capacity % self._unit_of(block) == 0:
+                return block
+        return last
 
 
 @dataclass(frozen=True)
@@ -130,7 +144,7 @@ class SizingInputs:
     @property
     def largest_capacity(self) -> int:
         """Most slots of a rank that `max_capacity` and the alignment allow."""
-        return self._most_slots() // self.alignment.slots * self.alignment.slots
+        return self.alignment.round_down(self._most_slots())
 
     def _most_slots(self) -> int:
         most = self.config.max_capacity
@@ -213,7 +227,7 @@ def phase_spec(
         slots_per_token=inputs.slots_per_token,
         cost=inputs.flops if inputs.time is None else inputs.time.item,
         model_flops=None if inputs.time is None else inputs.flops,
-        block=inputs.alignment.layout_block(classes),
+        blocks=inputs.alignment.layout_blocks(classes),
     )
 
 

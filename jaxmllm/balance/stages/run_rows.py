@@ -139,7 +139,8 @@ def _phase_rows(
     rank = group * phase.widest + member
     row_on_rank = row * phase.ranks + rank
     row_slots = np.repeat(capacity * span, phase.ranks)
-    offset, segment = lay_out(row_on_rank, items.length, row_slots, phase.block)
+    blocks = phase.row_blocks(capacity, span, phase.ranks)
+    offset, segment = lay_out(row_on_rank, items.length, row_slots, blocks)
     most = np.array(
         [
             sums_by(row_on_rank, of_items, count * phase.ranks)

@@ -207,7 +207,7 @@ class Trials:
         hold the longest item."""
         inputs = self.inputs[name]
         share = int(self.load(name) * slack / rows)
-        ideal = inputs.alignment.round_up(share, self.span(name))
+        ideal = inputs.alignment.round_up(share)
         return max(self.least(name), min(inputs.largest_capacity, ideal))
 
     def least(self, name: str) -> int:
@@ -236,8 +236,8 @@ class Trials:
         self, name: str, capacities: tuple[int, ...], largest: int
     ) -> list[tuple[int, ...]]:
         """The same with one more class, to try, and the largest rows of so many slots."""
-        alignment, span = self.inputs[name].alignment, self.span(name)
-        shares = {alignment.round_up(int(largest / divisor), span) for divisor in CHOICE.divisors}
+        round_up = self.inputs[name].alignment.round_up
+        shares = {round_up(int(largest / divisor)) for divisor in CHOICE.divisors}
         return [
             tuple(sorted({largest, *capacities[1:], share}, reverse=True))
             for share in sorted(shares - {largest, *capacities[1:]})

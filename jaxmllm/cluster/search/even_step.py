@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxmllm.arrays import Floats, ceil_divide, round_up
+from jaxmllm.arrays import Floats, ceil_divide
 from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.records import (
     BatchItems,
@@ -76,10 +76,10 @@ def _squares(items: PhaseItems, cost: ItemCost) -> list[float]:
 def even_rows(load: PhaseLoad, inputs: SizingInputs, most: int) -> EvenRows:
     """The fewest rows of at most so many slots that hold an equal share of each rank."""
     per_rank = math.ceil(load.slots / inputs.ranks)
-    alignment = inputs.alignment.slots
-    largest = max(most // alignment, 1) * alignment
+    alignment = inputs.alignment
+    largest = max(alignment.round_down(most), alignment.round_up(1))
     microbatches = max(ceil_divide(per_rank, largest), 1)
-    share = round_up(max(ceil_divide(per_rank, microbatches), 1), alignment)
+    share = alignment.round_up(max(ceil_divide(per_rank, microbatches), 1))
     return EvenRows(share, microbatches)
 
 

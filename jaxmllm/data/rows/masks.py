@@ -24,6 +24,7 @@ from jaxmllm.arrays import Ints
 from jaxmllm.attention.mask import TokenIds, causal_ids, document_runs, item_ids
 from jaxmllm.attention.parts import TILE, assign_blocks, block_work
 from jaxmllm.attention.tiles import Tiles, crossed_tiles, dealt_tiles, list_bound, visible_tiles
+from jaxmllm.balance.records import RowClass
 from jaxmllm.config.schema import LayerWindows
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
@@ -45,10 +46,17 @@ class AttentionSpec:
     crossed: Mapping[str, int] = field(default_factory=dict)
     # Of phases whose kernel reads runs of documents: how many a row has at most
     runs: Mapping[str, int] = field(default_factory=dict)
+    # Of phases and classes of rows whose blocks are smaller: their tokens
+    smaller_blocks: Mapping[tuple[str, RowClass], int] = field(default_factory=dict)
 
-    def of(self, phase: str) -> tuple[int, int]:
-        """(block, parts)"""
-        return self.blocks[phase], self.parts.get(phase, 1)
+    def block(self, phase: str, row_class: RowClass) -> int:
+        """Attention tokens of a block of such rows."""
+        return self.smaller_blocks.get((phase, row_class), self.blocks[phase])
+
+    def of(self, phase: str, slots: int, span: int) -> tuple[int, int]:
+        """(block, parts) of a row of so many slots that `span` ranks hold together; each has the usual parts."""
+        block = self.block(phase, RowClass(slots // span, span))
+        return block, span * self.parts.get(phase, 1)
 
 
 def finish_encoder_row(
@@ -59,10 +67,9 @@ def finish_encoder_row(
     part has whole language tokens, and its blocks have `margins` where the tower reads what lies beyond them.
 
     Args:
-      span: ranks that hold the row together; each has the usual parts.
+      span: ranks that hold the row together.
     """
-    block, parts = attention.of(phase)
-    parts *= span
+    block, parts = attention.of(phase, row["segments"].shape[1], span)
     slots_per_token = row_format.slots_per_token
     stride = row_format.stride
     block_slots = block * stride
@@ -122,10 +129,9 @@ def finish_language_row(row: Row, attention: AttentionSpec, span: int = 1) -> No
     causal row with groups, and deal its slots to the parts.
 
     Args:
-      span: ranks that hold the row together; each has the usual parts.
+      span: ranks that hold the row together.
     """
-    block, parts = attention.of(LANGUAGE)
-    parts *= span
+    block, parts = attention.of(LANGUAGE, row["segments"].shape[1], span)
     rank_ids = zip(row["segments"], row["groups"], strict=True)
     ids = [causal_ids(segments, groups) for segments, groups in rank_ids]
     layers = {"tiles": (1, ids)}
@@ -150,11 +156,10 @@ def finish_generator_row(row: Row, attention: AttentionSpec, phase: str, span: i
     and `padded`: the conditions of zeros that each patch sees.
 
     Args:
-      span: ranks that hold the row together; each has the usual parts.
+      span: ranks that hold the row together.
     """
-    block, parts = attention.of(phase)
-    parts *= span
     seen = row["segments"]
+    block, parts = attention.of(phase, seen.shape[1], span)
     crossed: list[Tiles] = []
     moved = ["features", "segments", "positions", "owners", "patches", "conditions"]
     if phase in attention.crossed:

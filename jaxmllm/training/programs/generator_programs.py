@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmllm.balance.records import RowClass
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.models.rows import GeneratorRows, TokenPool, abstract_generator_rows
 from jaxmllm.phases import LANGUAGE
@@ -131,7 +132,7 @@ class GeneratorPrograms(Programs):
                 )
         return states, starts
 
-    def _generator_jobs(self, phase: str, row_format: RowFormat, block: int) -> Jobs:
+    def _generator_jobs(self, phase: str, row_format: RowFormat) -> Jobs:
         params = self._params_of(self.params, phase)
         grads = self._grads_of(self.accumulators, phase)
         pool = self.pools[self.exchange_owner[phase]]
@@ -142,7 +143,9 @@ class GeneratorPrograms(Programs):
         for capacity, span in spec.classes:
             functions = self.functions.spanned(phase, span)
             layout = functions.model.layout(phase)
-            rows = self._abstract_generator_rows(phase, layout, capacity, row_format, block)
+            rows = self._abstract_generator_rows(
+                phase, layout, RowClass(capacity, span), row_format
+            )
             arguments = (params, rows, pool, pool_offset, self._scalar(), grads, drawn)
             results = (pool, grads, drawn)
             by_device = GeneratorFunctions(functions.by_device(phase), phase)
@@ -166,18 +169,17 @@ class GeneratorPrograms(Programs):
         self,
         phase: str,
         layout: Layout,
-        capacity: int,
+        row_class: RowClass,
         row_format: RowFormat,
-        block: int,
         guided: bool = False,
     ) -> GeneratorRows:
         """Shapes, types and shardings of the rows of a phase, as the config has them."""
         return abstract_generator_rows(
             layout,
-            capacity,
+            row_class.capacity,
             self.spec.phases[phase].max_segments,
             row_format,
-            block,
+            self.attention.block(phase, row_class),
             guided,
             crossed=phase in self.attention.crossed,
         )

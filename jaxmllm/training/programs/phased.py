@@ -392,16 +392,16 @@ class PhasedPrograms(GeneratorPrograms):
 
     def _jobs(self, formats: Mapping[str, RowFormat]) -> Jobs:
         jobs = self._common_jobs(self.trained) | self._gradient_sums.jobs()
-        jobs |= self._language_jobs(self.attention.blocks[LANGUAGE])
+        jobs |= self._language_jobs()
         for exchange in self._exchange_programs.values():
             jobs |= exchange.jobs()
         for phase in self.encoders:
-            jobs |= self._encoder_jobs(phase, formats[phase], self.attention.blocks[phase])
+            jobs |= self._encoder_jobs(phase, formats[phase])
         for phase in self.generators:
-            jobs |= self._generator_jobs(phase, formats[phase], self.attention.blocks[phase])
+            jobs |= self._generator_jobs(phase, formats[phase])
         return jobs
 
-    def _language_jobs(self, block: int) -> Jobs:
+    def _language_jobs(self) -> Jobs:
         spec = self.spec.phases[LANGUAGE]
         params = self._params_of(self.params, LANGUAGE)
         grads = self._grads_of(self.accumulators, LANGUAGE)
@@ -419,6 +419,7 @@ class PhasedPrograms(GeneratorPrograms):
             functions = self.functions.spanned(LANGUAGE, span)
             layout = functions.model.layout(LANGUAGE)
             by_device = functions.by_device(LANGUAGE)
+            block = self.attention.block(LANGUAGE, RowClass(capacity, span))
             rows = abstract_language_rows(
                 layout,
                 capacity,
@@ -452,7 +453,7 @@ class PhasedPrograms(GeneratorPrograms):
                 )
         return jobs
 
-    def _encoder_jobs(self, phase: str, row_format: RowFormat, block: int) -> Jobs:
+    def _encoder_jobs(self, phase: str, row_format: RowFormat) -> Jobs:
         params = self._params_of(self.params, phase)
         grads = self._grads_of(self.accumulators, phase)
         pool = self.pools[self.exchange_owner[phase]]
@@ -464,6 +465,7 @@ class PhasedPrograms(GeneratorPrograms):
             functions = self.functions.spanned(phase, span)
             layout = functions.model.layout(phase)
             runs = self.attention.runs.get(phase)
+            block = self.attention.block(phase, RowClass(capacity, span))
             rows = abstract_encoder_rows(layout, capacity, row_format, block, windows, runs)
             arguments = (params, rows, pool, pool_offset, failed)
             starts: list[Start] = []

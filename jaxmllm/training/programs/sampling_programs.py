@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmllm.balance.records import RowClass
 from jaxmllm.data.rows.masks import Row
-from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 from jaxmllm.training.generator_functions import GeneratorFunctions
 from jaxmllm.training.programs.base import Job, Jobs, ProgramName, zeros_job
@@ -56,16 +56,16 @@ class SamplingPrograms(PhasedPrograms):
 
     def _jobs(self, formats: Mapping[str, RowFormat]) -> Jobs:
         jobs: Jobs = {ProgramName("zero", "failed"): zeros_job(self._scalar(np.int32))}
-        jobs |= self._language_jobs(self.attention.blocks[LANGUAGE])
+        jobs |= self._language_jobs()
         for exchange in self._exchange_programs.values():
             jobs |= exchange.jobs()
         for phase in self.encoders:
-            jobs |= self._encoder_jobs(phase, formats[phase], self.attention.blocks[phase])
+            jobs |= self._encoder_jobs(phase, formats[phase])
         for phase in self.generators:
-            jobs |= self._drawing_jobs(phase, formats[phase], self.attention.blocks[phase])
+            jobs |= self._drawing_jobs(phase, formats[phase])
         return jobs
 
-    def _drawing_jobs(self, phase: str, row_format: RowFormat, block: int) -> Jobs:
+    def _drawing_jobs(self, phase: str, row_format: RowFormat) -> Jobs:
         params = self._params_of(self.params, phase)
         pool = self.pools[self.exchange_owner[phase]]
         spec = self.spec.phases[phase]
@@ -75,7 +75,7 @@ class SamplingPrograms(PhasedPrograms):
             functions = GeneratorFunctions(self.functions.spanned(phase, span), phase)
             layout = functions.step.model.layout(phase)
             rows = self._abstract_generator_rows(
-                phase, layout, capacity, row_format, block, guided=True
+                phase, layout, RowClass(capacity, span), row_format, guided=True
             )
             patches = jax.ShapeDtypeStruct(
                 rows.features.shape, functions.dtype, sharding=rows.features.sharding

@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import DictKey
 
-from jaxmllm.balance.records import PipelineRun
+from jaxmllm.balance.records import PipelineRun, RowClass
 from jaxmllm.balance.stages.plan import PipelineSpec
 from jaxmllm.balance.stages.sizes import PipelineSizes
 from jaxmllm.config.schema import ADAPTER
@@ -426,12 +426,12 @@ class StagedPrograms(Programs):
     def _abstract_rows(self, formats: Mapping[str, RowFormat]) -> dict[str, Any]:
         rows: dict[str, Any] = {}
         for phase, spec in self.spec.phases.items():
-            block = self.attention.blocks[phase]
             windows = phase in self.attention.windows
             counts = self.sizes.training.rows[phase]
             of_classes = []
             for (capacity, span), count in zip(spec.classes, counts, strict=True):
                 layout = self.layouts[phase].spanned(span)
+                block = self.attention.block(phase, RowClass(capacity, span))
                 row: Any
                 most = spec.max_segments
                 if phase in self.generators:

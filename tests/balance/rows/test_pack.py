@@ -100,15 +100,17 @@ def touched(offset, length, block):
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=30),
-    st.sampled_from([2, 8, 16]),
+    st.lists(st.sampled_from([1, 2, 8, 16]), min_size=4, max_size=4),
     st.integers(0, 60),
 )
-def test_items_lie_apart_in_their_rows_whatever_the_block(items, block, spare):
+def test_items_lie_apart_in_their_rows_whatever_the_blocks(items, blocks, spare):
     rows, lengths = long([row for row, _ in items]), long([length for _, length in items])
     slots = sums_by(rows, lengths, int(rows.max()) + 1) + spare
-    offset, segment = lay_out(rows, lengths, slots, block)
+    offset, segment = lay_out(rows, lengths, slots, long(blocks))
     for row in np.unique(rows):
         of_row = np.flatnonzero(rows == row)
+        alone = long(np.zeros(len(of_row))), lengths[of_row], slots[row : row + 1]
+        assert offset[of_row].tolist() == lay_out(*alone, long([blocks[row]]))[0].tolist()
         of_row = of_row[np.argsort(offset[of_row])]
         end = offset[of_row] + lengths[of_row]
         assert offset[of_row[0]] >= 0 and end[-1] <= slots[row]
@@ -122,14 +124,14 @@ def test_items_touch_as_few_blocks_as_by_themselves_where_a_row_has_room(lengths
     lengths = long(lengths)
     rows = np.zeros(len(lengths), np.int64)
     slots = long([block * int((-(-lengths // block)).sum())])
-    offset, _ = lay_out(rows, lengths, slots, block)
+    offset, _ = lay_out(rows, lengths, slots, long([block]))
     assert (touched(offset, lengths, block) == -(-lengths // block)).all()
 
 
 def test_what_is_left_over_shares_blocks():
     """Without a slot to spare, too: 5 and 3 end at edges, where 5, 4 and 3 in turn touch one block more."""
     lengths = long([5, 4, 3])
-    offset, segment = lay_out(np.zeros(3, np.int64), lengths, long([12]), 4)
+    offset, segment = lay_out(np.zeros(3, np.int64), lengths, long([12]), long([4]))
     assert touched(offset, lengths, 4).tolist() == [2, 1, 1]
     assert sorted(segment.tolist()) == [1, 2, 3]
     assert touched(lay_out(np.zeros(3, np.int64), lengths)[0], lengths, 4).tolist() == [2, 2, 1]

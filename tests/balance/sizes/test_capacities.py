@@ -304,7 +304,7 @@ def test_a_class_may_hold_most_loads_in_one_row():
     judge = _Judge(inputs, loads_of(samples, inputs, {}, [None]))
     judge.slots = np.array([54, *[300] * 20, *[560] * 9, 640, 844])
     judge.median = float(np.median(judge.slots))
-    assert {576, 640} <= _load_shares(judge, 1)
+    assert {576, 640} <= _load_shares(judge)
 
 
 def test_a_class_lies_between_the_load_and_the_longest_item():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from jaxmllm.attention.mask import causal_ids
 from jaxmllm.attention.tiles import visible_tiles
+from jaxmllm.balance.records import RowClass
 from jaxmllm.config.schema import LayerWindows
 from jaxmllm.data.media.images import Images
 from jaxmllm.data.rows.masks import AttentionSpec, finish_encoder_row, finish_language_row
@@ -217,6 +218,17 @@ def test_parts_share_the_work_of_a_long_causal_document():
     assert work.sum() == 12 * 13 // 2 and work.max() - work.min() <= 1
 
 
-@pytest.mark.parametrize(("phase", "expected"), [("vision", (8, 1)), ("language", (16, 2))])
-def test_blocks_and_parts_go_by_phase(phase, expected):
-    assert AttentionSpec({"vision": 8, "language": 16}, {"language": 2}).of(phase) == expected
+@pytest.mark.parametrize(
+    ("phase", "slots", "span", "expected"),
+    [
+        ("vision", 128, 1, (8, 1)),
+        ("language", 128, 1, (16, 2)),
+        ("language", 128, 4, (4, 8)),
+        ("language", 128, 2, (16, 4)),
+        ("vision", 128, 4, (8, 4)),
+    ],
+)
+def test_blocks_and_parts_go_by_phase_and_rows(phase, slots, span, expected):
+    smaller = {("language", RowClass(32, 4)): 4}
+    spec = AttentionSpec({"vision": 8, "language": 16}, {"language": 2}, smaller_blocks=smaller)
+    assert spec.of(phase, slots, span) == expected
