@@ -31,6 +31,8 @@ class Choice:
     divisors: tuple[float, ...] = (1.25, 1.5, 1.8, 2.2, 2.7, 3.3, 4, 5.5, 8)
     class_worth: float = 0.99
     class_fill: float = 0.965
+    # Of capacities of media whose time differs by no more than this, which is chance, the fullest are taken.
+    chance: float = 1.001
     # Chunks of a component on each rank; more of them must gain a hundredth, for each tick takes
     # time besides its operations.
     chunks: tuple[int, ...] = (1, 2, 3, 4, 5, 6)

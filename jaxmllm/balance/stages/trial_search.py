@@ -102,14 +102,10 @@ class _Best:
         return math.inf if self.cost is None else self.cost
 
     def choose_capacity(self, name: str) -> None:
-        """Rows of one class, and of one more as long as that gains enough."""
-        rows = max(
-            (run.phases[LANGUAGE].count for run, *_ in self.trials.runs(self.capacities)), default=1
-        )
+        """Rows of one class, and of one more as long as that gains enough; of media, the fullest that take as long."""
         if len(self.capacities[name]) == 1:
-            for capacity in self.trials.candidates(name, rows):
-                tried = self.capacities | {name: (capacity,)}
-                self._try(tried, self.cut, CHOICE.capacity_worth)
+            for capacities in self._of_as_many_classes(name):
+                self._try(self.capacities | {name: capacities}, self.cut, CHOICE.capacity_worth)
         for count in range(1, self.trials.inputs[name].row_classes):
             further = len(self.capacities[name]) == count
             worth = CHOICE.class_worth if further else CHOICE.capacity_worth
@@ -117,15 +113,32 @@ class _Best:
             for capacities in self.trials.further(name, before, self.trials.least(name)):
                 if self._try(self.capacities | {name: capacities}, self.cut, worth):
                     worth = CHOICE.capacity_worth
-            if len(self.capacities[name]) == count and not self._fill(name):
+            if len(self.capacities[name]) > count:
+                continue
+            one_more = self.trials.further(name, before, before[0])
+            if not self._fill(name, one_more, CHOICE.class_fill):
                 break
+        if name != LANGUAGE:  # whose rows say which examples run together
+            self._fill(name, self._of_as_many_classes(name), 1.0, CHOICE.chance)
 
-    def _fill(self, name: str) -> bool:
-        """Whether one more class of rows leaves enough slots and costs no time: the one that leaves most is taken."""
+    def _of_as_many_classes(self, name: str) -> list[tuple[int, ...]]:
+        """Capacities to try that differ from those now in the smallest."""
+        *larger, _ = now = self.capacities[name]
+        if larger:
+            return self.trials.further(name, tuple(larger), now[0])
+        runs = self.trials.runs(self.capacities)
+        rows = max((run.phases[LANGUAGE].count for run, *_ in runs), default=1)
+        return [(capacity,) for capacity in self.trials.candidates(name, rows)]
+
+    def _fill(
+        self, name: str, others: list[tuple[int, ...]], share: float, chance: float = 1.0
+    ) -> bool:
+        """Whether other capacities leave less than a share of the slots and cost no more than by chance: those that
+        leave least are taken."""
         trials, before = self.trials, self.capacities
-        bound = self.cost_or_infinite + 1  # as much as now, and no more
-        least = CHOICE.class_fill * trials.slots(name, before)
-        for capacities in trials.further(name, before[name], before[name][0]):
+        bound = chance * self.cost_or_infinite + 1  # so much, and no more
+        least = share * trials.slots(name, before)
+        for capacities in others:
             tried = before | {name: capacities}
             slots = trials.slots(name, tried)
             if slots >= least:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from jaxmllm.balance.records import BatchItems
 from jaxmllm.balance.stages.chain_costs import ChainLayers
 from jaxmllm.balance.stages.plan import graph_of, plan_pipeline, schedule_of
 from jaxmllm.balance.stages.sizes import choose_pipeline
+from jaxmllm.balance.stages.trial_search import _Best
 from jaxmllm.balance.stages.trial_slots import Keeps, keeps_none
 from jaxmllm.balance.stages.trials import Cut, Trials
 from jaxmllm.config.schema import PhaseConfig, PipelineConfig
@@ -91,6 +94,32 @@ def test_where_the_longest_example_is_rare_rows_have_several_classes():
     assert len(one.spec.phases["language"].capacities) == 1
     batches = [random_batch(100 + seed) for seed in range(3)]
     assert cost(several, batches) < 0.9 * cost(one, batches)
+
+
+def test_of_capacities_that_take_as_long_media_have_the_fullest():
+    """Less than a thousandth of the time is chance. Language rows decide which examples run together."""
+    costs = {4: 100_000, 3: 100_090, 2: 100_050, 1: 100_200}
+
+    def predicted(capacities, cut, bound=math.inf):
+        of_rows = costs[capacities["vision"][0]] + costs[capacities["language"][0]]
+        return of_rows if of_rows < bound else None
+
+    tried = SimpleNamespace(
+        inputs=dict.fromkeys(("vision", "language"), SimpleNamespace(row_classes=1)),
+        runs=lambda capacities: [],
+        candidates=lambda name, rows: [1, 2, 3, 4],
+        slots=lambda name, capacities: 100 * capacities[name][0],
+        predicted=predicted,
+    )
+    best = _Best(tried, {"vision": (4,), "language": (4,)}, Cut("segments"))
+    best.choose_capacity("language")
+    assert best.capacities == {"vision": (4,), "language": (4,)}
+    best.choose_capacity("vision")
+    assert best.capacities == {"vision": (1,), "language": (4,)}
+    costs[1] = 100_300
+    best = _Best(tried, {"vision": (4,), "language": (4,)}, Cut("segments"))
+    best.choose_capacity("vision")
+    assert best.capacities == {"vision": (2,), "language": (4,)} and best.cost == 200_050
 
 
 def test_layout_and_chunks_are_no_worse_than_any_single_one():
