@@ -255,7 +255,8 @@ def pairs_computed(host: HostStep, phase: str, attention: AttentionSpec) -> int:
 
 def classes_of(host: HostStep, phase: str) -> list[RowClass]:
     """Of the rows of each microbatch."""
-    return list(map(RowClass, host.capacities[phase], host.spans[phase]))
+    of_microbatches = zip(host.capacities[phase], host.spans[phase], strict=True)
+    return [RowClass(*row_class) for row_class in of_microbatches]
 
 
 def rows_of(host: HostStep) -> set[RowsOf]:

@@ -148,8 +148,8 @@ def _of_run(options: Namespace) -> Timeline:
     config = read_config(options.run)
     if config is None:
         raise ConfigError(f"--run {options.run}: the folder holds no run")
-    check_staged(config)
     if options.step is None:
+        check_staged(config)
         return of_table(options.run / SCHEDULE_FILE)
     return _of_step(config, options.run, options.step, options.save, read_history(options.run))
 

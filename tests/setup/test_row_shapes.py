@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxmllm.balance.records import RowClass, row_classes
+from jaxmllm.balance.records import RowClass
 from jaxmllm.config.read import parse_config
 from jaxmllm.data.media.modalities import modalities, row_formats
 from jaxmllm.setup.row_shapes import alignment
@@ -10,31 +10,31 @@ from tests.support import tiny_config
 
 
 @pytest.mark.parametrize(
-    "phase, block, capacities, span, parts, expected",
+    "phase, block, capacity, span, parts, expected",
     [
-        ("language", 128, [4096], 1, 1, 128),
-        ("language", 128, [512], 1, 1, 64),
-        ("language", 128, [4096], 1, 4, 128),  # eight blocks each
-        ("language", 128, [2048], 1, 4, 64),  # four
-        ("language", 128, [512], 4, 1, 64),  # four ranks share rows
-        ("language", 128, [192], 4, 1, 32),
-        ("language", 128, [4096], 4, 1, 128),
-        ("language", 128, [1024], 2, 4, 64),
-        ("language", 256, [4096], 1, 8, 64),
-        ("language", 32, [256], 1, 4, 32),
-        ("language", 96, [768], 1, 4, 96),  # 64 does not divide it
-        ("audio", 128, [4 * 2048], 1, 4, 64),  # frames, four to a slot of attention
-        ("audio", 128, [4 * 224], 8, 1, 32),
-        ("audio", 128, [4 * 4096], 1, 4, 128),
+        ("language", 128, 4096, 1, 1, 128),
+        ("language", 128, 512, 1, 1, 64),
+        ("language", 128, 4096, 1, 4, 128),  # eight blocks each
+        ("language", 128, 2048, 1, 4, 64),  # four
+        ("language", 128, 512, 4, 1, 64),  # four ranks share rows
+        ("language", 128, 192, 4, 1, 32),
+        ("language", 128, 4096, 4, 1, 128),
+        ("language", 128, 1024, 2, 4, 64),
+        ("language", 256, 4096, 1, 8, 64),
+        ("language", 32, 256, 1, 4, 32),
+        ("language", 96, 768, 1, 4, 96),  # 64 does not divide it
+        ("audio", 128, 4 * 2048, 1, 4, 64),  # frames, four to a slot of attention
+        ("audio", 128, 4 * 224, 8, 1, 32),
+        ("audio", 128, 4 * 4096, 1, 4, 128),
     ],
 )
 def test_rows_get_smaller_blocks_where_these_are_few(
-    tmp_path, phase, block, capacities, span, parts, expected
+    tmp_path, phase, block, capacity, span, parts, expected
 ):
     config = parse_config(tiny_config(tmp_path, **{f"phases__{phase}__block": block}))
     formats = row_formats(modalities(config.model, config.data))
     shape = alignment(config, phase, formats, parts)
-    assert shape.attention_block(*row_classes(capacities, span)) == expected
+    assert shape.attention_block(RowClass(capacity, span)) == expected
 
 
 @pytest.mark.parametrize("block, expected", [(128, 64), (256, 64), (32, 32), (96, 96)])
@@ -62,6 +62,5 @@ def test_rows_of_frames_hold_whole_blocks_and_whole_tokens(tmp_path):
     assert [of(block, 1).unit(1023) for block in (32, 96, 128)] == [128, 384, 128]
     assert [of(block, 2).unit(2048) for block in (32, 96, 128)] == [256, 768, 512]
     assert [of(block, 2).unit(2047) for block in (32, 96, 128)] == [256, 768, 256]
-    assert (
-        of(1, 2).slots == of(1, 2).unit(100) == 16
-    )  # two blocks, which hold a token, in each part
+    # Two blocks, which hold a token, in each part
+    assert of(1, 2).slots == of(1, 2).unit(100) == 16

@@ -51,7 +51,7 @@ class Alignment:
         return self._unit_of(self.block)
 
     def unit(self, slots: int) -> int:
-        """What capacities of about so many slots are multiples of."""
+        """What capacities of about so many slots may be multiples of."""
         if self.small is None:
             return self.slots
         if self.smallest is None or slots >= self._few_small:
@@ -63,13 +63,17 @@ class Alignment:
 
     def round_up(self, slots: int) -> int:
         """The least capacity of so many slots or more."""
-        capacity = round_up(slots, self.unit(slots))
-        return capacity if capacity < self.few * self.slots else round_up(slots, self.slots)
+        return round_up(slots, self._chosen_unit(slots))
 
     def round_down(self, slots: int) -> int:
         """The largest capacity of so many slots or fewer; 0 where there is none."""
-        unit = self.slots if slots >= self.few * self.slots else self.unit(slots)
+        unit = self._chosen_unit(slots)
         return slots // unit * unit
+
+    def _chosen_unit(self, slots: int) -> int:
+        """What those that are chosen are multiples of. Each smaller unit divides the bound from which the next counts,
+        so that rounding up ends no further than there."""
+        return self.slots if slots >= self.few * self.slots else self.unit(slots)
 
     def attention_block(self, row_class: RowClass) -> int:
         """Tokens of the blocks in which attention takes rows of a class.
