@@ -41,23 +41,40 @@ def initial_state(
     """The state before the first step. Raises `CheckpointError` or `FolderError` if `model.from` and the like do
     not fit this model."""
     state = programs.init(config.run.seed)
-    source = config.model.from_
-    towers = config.model.tower_sources
-    if source is None and not towers:
+    abstract = programs.saved_state.params
+    parameters = _read_sources(config.model, abstract, say)
+    _warn_of_frozen(config, abstract.keys() - parameters.keys(), say)
+    if not parameters:
         return state
     saved = programs.to_saved(state)
-    abstract = programs.saved_state.params
-    parameters = {}
-    for name, folder in towers.items():
-        parameters[name] = read_folder(folder, abstract[name], name)
-        say(f"{_key(name, config.model)}: {name} from {folder}")
-    if source is not None:
-        parameters |= read_parameters(source, abstract, say, towers)
     saved = saved._replace(params=saved.params | parameters)
     if saved.averages is not None:
         averages = begun_averages(saved.params, programs.saved_state.averages)
         saved = saved._replace(averages=averages)
     return programs.from_saved(saved)
+
+
+def _read_sources(
+    model: ModelConfig, abstract: Mapping[str, Any], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Parameters of the components that `model.from` and the like name a source for."""
+    towers = model.tower_sources
+    parameters = {}
+    for name, folder in towers.items():
+        parameters[name] = read_folder(folder, abstract[name], name)
+        say(f"{_key(name, model)}: {name} from {folder}")
+    if model.from_ is not None:
+        parameters |= read_parameters(model.from_, abstract, say, towers)
+    return parameters
+
+
+def _warn_of_frozen(config: Config, drawn: Set[str], say: Callable[[str], None]) -> None:
+    """Name the components whose parameters were drawn at random and stay as they are."""
+    if frozen := sorted(name for name in drawn if config.components.of(name).freeze):
+        say(
+            f"warning: {', '.join(frozen)}: frozen, with parameters drawn at random; name a source in model.from or "
+            "the like, or leave freeze out"
+        )
 
 
 def _key(name: str, model: ModelConfig) -> str:

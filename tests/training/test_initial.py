@@ -13,6 +13,7 @@ import yaml
 
 from jaxmllm.config.read import dump_config, load_config, parse_config
 from jaxmllm.config.schema import ConfigError
+from jaxmllm.models.mllm import MLLM
 from jaxmllm.runtime.checkpoint import Checkpoints
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.setup.build import build_run
@@ -65,22 +66,40 @@ def test_parameters_are_read_on_any_mesh(source, by_example, which, monkeypatch)
     )
 
 
-def test_averages_begin_at_the_parameters_that_are_taken(source, by_example):
-    folder, expected = source
-    config = parse_config(by_example(model__from=str(folder)))
-    model = inputs_of(by_example(components__language__ema=0.9), {"data": 8}).model
+def programs_of(model: MLLM, ema: bool = False) -> SimpleNamespace:
+    """What a state is begun with, on a mesh; with `ema`, there are averages of the decoder."""
     drawn, zero = model.init(9, "float32"), jnp.zeros((), jnp.int32)
-    state = TrainState(drawn, {}, zero, zero, zero, zero, {"language": drawn["language"]})
-    programs = SimpleNamespace(
+    averages = {"language": drawn["language"]} if ema else None
+    state = TrainState(drawn, {}, zero, zero, zero, zero, averages)
+    return SimpleNamespace(
         init=lambda seed: state,
         saved_state=state._replace(params=model.abstract("float32")),
         to_saved=lambda state: state,
         from_saved=lambda state: state,
     )
-    begun = initial_state(config, programs, lambda line: None)
+
+
+def test_averages_begin_at_the_parameters_that_are_taken(source, by_example):
+    folder, expected = source
+    config = parse_config(by_example(model__from=str(folder)))
+    model = inputs_of(by_example(components__language__ema=0.9), {"data": 8}).model
+    begun = initial_state(config, programs_of(model, ema=True), lambda line: None)
     assert begun.averages.keys() == {"language"}
     for tree in (begun.params["language"], begun.averages["language"]):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(tree), expected["language"])
+
+
+def test_what_is_frozen_and_drawn_at_random_is_named(source, by_example):
+    frozen = {"components__vision__freeze": True, "components__projector__audio__freeze": True}
+    programs = programs_of(inputs_of(by_example(), {"data": 8}).model)
+    lines: list[str] = []
+    initial_state(parse_config(by_example(**frozen)), programs, lines.append)
+    (line,) = lines
+    assert line.startswith("warning: projector.audio, vision: frozen, with parameters drawn at")
+    lines.clear()
+    taken = parse_config(by_example(**frozen, model__from=str(source[0])))
+    initial_state(taken, programs, lines.append)
+    assert not any("warning" in line for line in lines)
 
 
 def test_missing_and_extra_components_are_named(source, by_example, tmp_path):
