@@ -1,6 +1,7 @@
 """Row classes: checked where a config gives capacities, else chosen from sampled loads.
 
     candidates --a bound, in all loads--> a few best --really packed, in some loads--> row classes
+    row classes, one of them moved, or one more ------ in the same way --------------> row classes, until none is better
 
 They minimise, summed over the loads, what the slowest rows cost with their padding, plus the
 overhead of every microbatch and the price of gathering keys and values in rows that several ranks
@@ -50,27 +51,43 @@ def choose_classes(inputs: SizingInputs, loads: Sequence[Load], share: float) ->
     if not loads:
         return (RowClass(smallest_capacity(inputs, spans[0]), spans[0]),)
     judge = _Judge(inputs, loads)
-    by_span = [_Candidates(judge, span) for span in spans]
+    by_span = {span: _Candidates(judge, span) for span in spans}
     # The bound knows slots, not waits: rows of each span have their best packed.
-    chosen = judge.best([classes for candidates in by_span for classes in candidates.best()])
+    best = judge.best([classes for of_span in by_span.values() for classes in of_span.best()])
+    candidates = by_span[best[0].span]
+    chosen = _moved(best, candidates, judge)
     if inputs.config.row_classes != "auto":
         return chosen
-    # The span that saves most by its bound is enough: each search takes seconds
-    candidates = min(by_span, key=lambda of_span: of_span.bound)
     return _with_more(chosen, candidates, judge, share)
 
 
+def _moved(classes: Classes, candidates: _Candidates, judge: _Judge) -> Classes:
+    """The set with other classes in the place of some, one after the other, as long as each saves more than chance."""
+    while True:
+        moved = judge.best([classes, *candidates.with_one_moved(classes)])
+        worth = CAPACITY_SEARCH.capacity_worth * judge.expected(classes, 1)
+        if judge.expected(moved, 1) >= worth:
+            return classes
+        classes = moved
+
+
 def _with_more(chosen: Classes, candidates: _Candidates, judge: _Judge, share: float) -> Classes:
-    """More classes than those chosen, one after the other, as long as each saves enough of a step."""
+    """More classes than those chosen, one after the other, as long as each saves enough of a step, or two of them as
+    much as two should."""
     enough = 1 - CAPACITY_SEARCH.class_saves / max(share, CAPACITY_SEARCH.class_saves)
+    further, more = chosen, 0
     for _ in range(CAPACITY_SEARCH.usual_classes, MOST_ROW_CLASSES):
-        if judge.least > enough * candidates.bound:
+        if judge.least > enough ** (more + 1) * judge.expected(chosen, 1):
             break
-        candidates.extend()
-        further = judge.best(candidates.best())
-        if judge.expected(further, 1) > enough * judge.expected(chosen, 1):
+        sets = candidates.with_one_more(further)
+        if not more and judge.least <= enough * candidates.bound:
+            candidates.extend()
+            sets += candidates.best()
+        further, more = _moved(judge.best([further, *sets]), candidates, judge), more + 1
+        if judge.expected(further, 1) <= enough**more * judge.expected(chosen, 1):
+            chosen, more = further, 0
+        elif more == 2:
             break
-        chosen = further
     return chosen
 
 
@@ -114,12 +131,12 @@ class _Candidates:
         inputs = judge.inputs
         self.judge = judge
         self.span = span
-        firsts = _load_shares(judge) | {smallest_capacity(inputs, span)}
-        self.largest_sets: list[Classes] = [
-            (RowClass(capacity, span),)
-            for capacity in firsts
+        self.firsts = [
+            RowClass(capacity, span)
+            for capacity in _load_shares(judge) | {smallest_capacity(inputs, span)}
             if smallest_capacity(inputs, span) <= capacity <= inputs.largest_capacity
         ]
+        self.largest_sets: list[Classes] = [(row_class,) for row_class in self.firsts]
         self.sets = set(self.largest_sets)
         self.further = [_Further(judge, of_ranks) for of_ranks in {span, min(inputs.spans)}]
         for _ in range(1, inputs.row_classes):
@@ -151,6 +168,39 @@ class _Candidates:
             )
         )
         self.sets.update(self.largest_sets)
+
+    def with_one_moved(self, classes: Classes) -> list[Classes]:
+        """A few sets that have another class in the place of one."""
+        first, beside = classes[0], self._beside(classes)
+        near = [RowClass(capacity, first.span) for capacity in self.further[0].near(first)]
+        return self._promising(
+            (*classes[:place], other, *classes[place + 1 :])
+            for place in range(len(classes))
+            for other in (beside if place else self.firsts + near)
+        )
+
+    def with_one_more(self, classes: Classes) -> list[Classes]:
+        """A few sets that have one class more."""
+        return self._promising((*classes, other) for other in self._beside(classes))
+
+    def _beside(self, classes: Classes) -> list[RowClass]:
+        return [other for of_ranks in self.further for other in of_ranks.classes_beside(classes)]
+
+    def _promising(self, sets: Iterable[Classes]) -> list[Classes]:
+        """The best by their bound of those that hold all items, each in the order of its rows' slots."""
+        inputs = self.judge.inputs
+        ordered = {
+            tuple(sorted(classes, key=lambda row_class: row_class.slots, reverse=True))
+            for classes in sets
+        }
+        valid = (
+            classes
+            for classes in ordered
+            if classes[0].slots >= inputs.longest
+            and max(row_class.capacity for row_class in classes) <= inputs.largest_capacity
+            and all(larger.slots > smaller.slots for larger, smaller in itertools.pairwise(classes))
+        )
+        return _best(valid, CAPACITY_SEARCH.least_packed, self.judge.bound)
 
 
 def _of_span(inputs: SizingInputs, span: int, number: int) -> int:
@@ -212,15 +262,36 @@ class _Further:
 
     def classes_after(self, classes: Classes) -> list[RowClass]:
         """Classes whose rows have fewer slots than those of the last of `classes`."""
-        first = classes[0].capacity
         last = classes[-1]
-        capacities = self.leftovers | self.longest | self.wholes
+        capacities = self._capacities(classes)
         capacities |= {self._rounded(last.capacity - step) for step in self._steps(classes)}
-        if first > self.median:
-            capacities |= self.shares | self._parts(first, CAPACITY_SEARCH.first_divisors)
         if last.span > 1:
             capacities.add(self._rounded(last.capacity))  # of fewer ranks
-        most = min(max(first, self.median), self.largest_capacity)
+        return self._smaller(capacities, classes[0], last)
+
+    def classes_beside(self, classes: Classes) -> list[RowClass]:
+        """Classes whose rows have fewer slots than those of the first of `classes`: those that may come after it, and
+        some near to all."""
+        capacities = self._capacities(classes).union(*map(self.near, classes))
+        return self._smaller(capacities, classes[0], classes[0])
+
+    def near(self, row_class: RowClass) -> set[int]:
+        """Capacities a little above and below that of a class."""
+        unit = self.alignment.unit(row_class.capacity)
+        steps = self.steps | {unit * count for count in CAPACITY_SEARCH.unit_steps}
+        near = (row_class.capacity + sign * step for step in steps for sign in (1, -1))
+        return {self._rounded(slots) for slots in near if slots > 0}
+
+    def _capacities(self, classes: Classes) -> set[int]:
+        first = classes[0].capacity
+        capacities = self.leftovers | self.longest | self.wholes
+        if first > self.median:
+            capacities |= self.shares | self._parts(first, CAPACITY_SEARCH.first_divisors)
+        return capacities
+
+    def _smaller(self, capacities: set[int], first: RowClass, last: RowClass) -> list[RowClass]:
+        """Classes of these capacities whose rows have fewer slots than those of `last`."""
+        most = min(max(first.capacity, self.median), self.largest_capacity)
         return [
             RowClass(capacity, self.span)
             for capacity in sorted(capacities)

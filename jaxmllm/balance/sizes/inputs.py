@@ -190,6 +190,10 @@ class CapacitySearch:
     # has to save this share of a step, as it does for batches of a handful of examples.
     usual_classes: int = 3
     class_saves: float = 0.005
+    # Another class in the place of one must save a thousandth: what is less is chance of the samples. Tried are those
+    # that may come after others, and some near to each, such as those so many units of capacities from it.
+    capacity_worth: float = 0.999
+    unit_steps: tuple[int, ...] = (1, 2, 4, 8)
     # Where nothing bounds capacities: rows that hold 4 of the longest items can still be balanced,
     # and no fewer slots than these.
     longest_items: int = 4
