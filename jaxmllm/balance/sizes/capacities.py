@@ -177,6 +177,7 @@ class _Candidates:
             (*classes[:place], other, *classes[place + 1 :])
             for place in range(len(classes))
             for other in (beside if place else self.firsts + near)
+            if other not in classes
         )
 
     def with_one_more(self, classes: Classes) -> list[Classes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from jaxmllm.balance.sizes.capacities import (
     _fewest_slots,
     _Judge,
     _load_shares,
+    _with_more,
 )
 from jaxmllm.balance.sizes.choose import choose_sizes
 from jaxmllm.balance.sizes.inputs import CAPACITY_SEARCH, Alignment, SizingInputs
@@ -151,6 +153,68 @@ def test_a_handful_of_examples_gain_by_more_than_three_classes():
     assert spec_of(4, "auto", "audio") == spec_of(4, 3, "audio")
 
 
+@pytest.mark.parametrize(
+    ("costs", "classes"),
+    [
+        ((100.0, 99.8, 98.5, 98.4), 5),  # two that save what two should
+        ((100.0, 99.8, 99.6, 97.0), 3),
+        ((100.0, 99.0, 98.0, 97.0), 6),
+    ],
+)
+def test_more_classes_have_to_save_enough_of_a_step(costs, classes):
+    """Half a percent for each; costs are those of sets of three classes and of more."""
+    sets = [tuple(RowClass(64 * n, 1) for n in range(count, 0, -1)) for count in (3, 4, 5, 6)]
+    expected = dict(zip(sets, costs, strict=True))
+    judge = SimpleNamespace(
+        least=1.0,
+        expected=lambda classes, step: expected[classes],
+        best=lambda sets: min(sets, key=expected.__getitem__),
+    )
+    candidates = SimpleNamespace(
+        bound=0.0,  # nothing that a search from scratch would find
+        with_one_moved=lambda classes: [],
+        with_one_more=lambda classes: [s for s in sets if len(s) == len(classes) + 1],
+    )
+    assert len(_with_more(sets[0], candidates, judge, share=1.0)) == classes
+
+
+def test_a_set_with_one_class_moved_or_one_more_holds_all_items():
+    samples = [generate([0, n], 24) for n in range(6)]
+    inputs = shared_rows(row_classes=3)
+    candidates = _Candidates(_Judge(inputs, loads_of(samples, inputs, {}, [None] * 6)), 8)
+    classes = max(candidates.best(), key=len)
+    moved, more = candidates.with_one_moved(classes), candidates.with_one_more(classes)
+    assert moved and more
+    assert all(len(of_set) == 3 and len({*of_set} - {*classes}) == 1 for of_set in moved)
+    assert all(len(of_set) == 4 and {*of_set} > {*classes} for of_set in more)
+    for of_set in moved + more:
+        slots = [row_class.slots for row_class in of_set]
+        assert slots == sorted({*slots}, reverse=True)
+        assert slots[0] >= inputs.longest
+        assert max(row_class.capacity for row_class in of_set) <= inputs.largest_capacity
+
+
+def test_a_first_class_is_fitted_to_those_after_it():
+    """A fifth of the texts have ten times the tokens of the others, and a rank of its own takes eight."""
+
+    def batch(seed: int) -> BatchItems:
+        random = np.random.default_rng(seed)
+        lengths = np.where(
+            random.random(8) < 0.2, random.normal(2000, 100, 8), random.normal(200, 30, 8)
+        )
+        return texts(lengths.clip(16, 9000).astype(int))
+
+    inputs = SizingInputs(
+        *(decoder_phase(), 1, Alignment(128, small=64, smallest=32), 1, 9000, ItemCost(1000, 0)),
+        PhaseConfig(row_classes=3),
+    )
+    spec = choose_sizes([batch(n) for n in range(64)], [inputs], {}, BalanceConfig())
+    rows = spec.phases["language"]
+    fresh = [batch(n).phases["language"] for n in range(100, 200)]
+    slots = sum(int(assign(rows, items).capacity.sum()) for items in fresh)
+    assert slots < 1.07 * sum(int(items.length.sum()) for items in fresh)  # 1.075 without
+
+
 SHORT = {"vision": 64, "audio": 64}
 
 
@@ -202,10 +266,11 @@ def test_a_high_price_of_microbatches_makes_fewer_of_them():
     assert microbatches(0) > microbatches(10**8) >= 8
 
 
-def texts(count: int, tokens: int) -> BatchItems:
-    """A batch of texts of one length."""
+def texts(tokens: np.ndarray) -> BatchItems:
+    """A batch of texts of these lengths."""
+    count = len(tokens)
     items = PhaseItems(
-        *(np.full(count, tokens), np.full(count, tokens), np.arange(count, dtype=np.int32)),
+        *(tokens, tokens, np.arange(count, dtype=np.int32)),
         *(np.zeros(count, np.int32), np.zeros(count, np.int32)),
     )
     return BatchItems(np.arange(count), count, {"language": items})
@@ -213,7 +278,7 @@ def texts(count: int, tokens: int) -> BatchItems:
 
 def test_spans_leave_the_rows_that_are_best_without_them():
     """Items of one length fill rows of one rank best, of the same capacities as where nothing else is allowed."""
-    samples = [texts(96, tokens=2000)] * 8
+    samples = [texts(np.full(96, 2000))] * 8
     chosen = [
         choose_sizes(
             samples,
@@ -249,7 +314,7 @@ def test_given_capacities_have_every_span():
 @pytest.mark.parametrize("spans", [(1,), (1, 8), (8,)])
 def test_classes_have_whole_blocks_of_their_span(spans):
     """Texts of 1,000 tokens, of which 8 ranks have a few each."""
-    samples = [texts(8, tokens=1000)] * 4
+    samples = [texts(np.full(8, 1000))] * 4
     inputs = SizingInputs(
         *(decoder_phase(), 64, Alignment(128, small=64), 1, 1000, ItemCost(1000, 1)),
         *(PhaseConfig(row_classes=3), None, spans),
