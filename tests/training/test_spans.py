@@ -102,7 +102,10 @@ CUT = {"model__vision__merge": 3, "model__audio__merge": 3, "model__audio__chunk
 
 @pytest.mark.parametrize(
     ("mesh", "spans"),
-    [({"data": 4, "fsdp": 2}, [1, 2, 8]), ({"data": 2, "fsdp": 2, "context": 2}, [4])],
+    [
+        pytest.param({"data": 4, "fsdp": 2}, [1, 2, 8], marks=pytest.mark.exhaustive),
+        ({"data": 2, "fsdp": 2, "context": 2}, [4]),
+    ],
 )
 def test_blocks_may_cut_tokens(setups, by_example, mesh, spans):
     """A language token is 9 patches or 12 frames, and a block 16 patches or 64 frames."""

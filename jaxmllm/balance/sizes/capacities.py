@@ -75,7 +75,7 @@ def _with_more(chosen: Classes, candidates: _Candidates, judge: _Judge, share: f
     """More classes than those chosen, one after the other, as long as each saves enough of a step, or two of them as
     much as two should."""
     enough = 1 - CAPACITY_SEARCH.class_saves / max(share, CAPACITY_SEARCH.class_saves)
-    further, more = chosen, 0
+    further, more = chosen, 0  # with so many classes more, which do not save enough yet
     for _ in range(CAPACITY_SEARCH.usual_classes, MOST_ROW_CLASSES):
         if judge.least > enough ** (more + 1) * judge.expected(chosen, 1):
             break
