@@ -140,16 +140,14 @@ class GeneratorPrograms(Programs):
         pool_offset = failed = self._scalar(np.int32)
         spec = self.spec.phases[phase]
         jobs: Jobs = {}
-        for capacity, span in spec.classes:
-            functions = self.functions.spanned(phase, span)
+        for row_class in spec.classes:
+            functions = self.functions.spanned(phase, row_class.span)
             layout = functions.model.layout(phase)
-            rows = self._abstract_generator_rows(
-                phase, layout, RowClass(capacity, span), row_format
-            )
+            rows = self._abstract_generator_rows(phase, layout, row_class, row_format)
             arguments = (params, rows, pool, pool_offset, self._scalar(), grads, drawn)
             results = (pool, grads, drawn)
             by_device = GeneratorFunctions(functions.by_device(phase), phase)
-            jobs[ProgramName("draw_loss_and_grad", phase, capacity, span)] = Job(
+            jobs[ProgramName("draw_loss_and_grad", phase, *row_class)] = Job(
                 _counting(map_rows(layout, by_device.draw_loss_and_grad, arguments, results)),
                 (*arguments, failed),
                 (*results, failed),
@@ -157,7 +155,7 @@ class GeneratorPrograms(Programs):
             )
             given = (params, rows, pool, pool_offset, drawn)
             evaluate = GeneratorFunctions(functions, phase).evaluate
-            jobs[ProgramName("evaluate", phase, capacity, span)] = Job(
+            jobs[ProgramName("evaluate", phase, *row_class)] = Job(
                 _counting(lambda *given, evaluate=evaluate: (evaluate(*given),)),
                 (*given, failed),
                 (drawn, failed),

@@ -415,14 +415,14 @@ class PhasedPrograms(GeneratorPrograms):
             ProgramName("zero", LANGUAGE): zeros_job(pool),
         }
 
-        for capacity, span in spec.classes:
-            functions = self.functions.spanned(LANGUAGE, span)
+        for row_class in spec.classes:
+            functions = self.functions.spanned(LANGUAGE, row_class.span)
             layout = functions.model.layout(LANGUAGE)
             by_device = functions.by_device(LANGUAGE)
-            block = self.attention.block(LANGUAGE, RowClass(capacity, span))
+            block = self.attention.block(LANGUAGE, row_class)
             rows = abstract_language_rows(
                 layout,
-                capacity,
+                row_class.capacity,
                 spec.max_segments,
                 block,
                 windows,
@@ -434,21 +434,21 @@ class PhasedPrograms(GeneratorPrograms):
                 given = (params, rows, pool)
                 states, kept = _decoding(functions, given, bool(names.backward_kept))
                 starts += [KeptResiduals(rows, kept)] if kept is not None else []
-                jobs[ProgramName(names.forward, LANGUAGE, capacity, span)] = Job(
+                jobs[ProgramName(names.forward, LANGUAGE, *row_class)] = Job(
                     map_rows(layout, states, given, (pool, kept)), given, (pool, kept), (2,)
                 )
             for start in starts:
                 scalar = self._scalar()
                 arguments = (params, start, pool, scalar, grads, sums, routing, *d_states)
                 results = (pool, grads, sums)
-                jobs[ProgramName(names.backward_from(start), LANGUAGE, capacity, span)] = Job(
+                jobs[ProgramName(names.backward_from(start), LANGUAGE, *row_class)] = Job(
                     map_rows(layout, by_device.language_loss_and_grad, arguments, results),
                     arguments,
                     results,
                     (2, 4, 5),
                 )
             if names.evaluate:
-                jobs[ProgramName(names.evaluate, LANGUAGE, capacity, span)] = Job(
+                jobs[ProgramName(names.evaluate, LANGUAGE, *row_class)] = Job(
                     functions.evaluate, (params, rows, pool, sums), sums, donated=(3,)
                 )
         return jobs
@@ -461,12 +461,14 @@ class PhasedPrograms(GeneratorPrograms):
         windows = phase in self.functions.model.config.windows
         names = self.functions_of(phase)
         jobs: Jobs = {}
-        for capacity, span in self.spec.phases[phase].classes:
-            functions = self.functions.spanned(phase, span)
+        for row_class in self.spec.phases[phase].classes:
+            functions = self.functions.spanned(phase, row_class.span)
             layout = functions.model.layout(phase)
             runs = self.attention.runs.get(phase)
-            block = self.attention.block(phase, RowClass(capacity, span))
-            rows = abstract_encoder_rows(layout, capacity, row_format, block, windows, runs)
+            block = self.attention.block(phase, row_class)
+            rows = abstract_encoder_rows(
+                layout, row_class.capacity, row_format, block, windows, runs
+            )
             arguments = (params, rows, pool, pool_offset, failed)
             starts: list[Start] = []
             if names.backward_kept:
@@ -476,13 +478,13 @@ class PhasedPrograms(GeneratorPrograms):
                 encode, kept = _encoding(functions, phase, arguments)
                 if names.backward:
                     starts = [start_from(rows, kept)]
-            jobs[ProgramName(names.forward, phase, capacity, span)] = Job(
+            jobs[ProgramName(names.forward, phase, *row_class)] = Job(
                 encode, arguments, (pool, kept, failed), donated=(2,)
             )
             for start in starts:
                 given = (params, start, pool.tokens, pool_offset, grads)
                 on_device = partial(functions.by_device(phase).encode_grad, phase)
-                jobs[ProgramName(names.backward_from(start), phase, capacity, span)] = Job(
+                jobs[ProgramName(names.backward_from(start), phase, *row_class)] = Job(
                     map_rows(layout, on_device, given, grads), given, grads, (4,)
                 )
         return jobs

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmllm.balance.records import RowClass
 from jaxmllm.data.rows.masks import Row
 from jaxmllm.row_format import RowFormat
 from jaxmllm.training.generator_functions import GeneratorFunctions
@@ -71,20 +70,18 @@ class SamplingPrograms(PhasedPrograms):
         spec = self.spec.phases[phase]
         number = self._scalar()
         jobs: Jobs = {}
-        for capacity, span in spec.classes:
-            functions = GeneratorFunctions(self.functions.spanned(phase, span), phase)
+        for row_class in spec.classes:
+            functions = GeneratorFunctions(self.functions.spanned(phase, row_class.span), phase)
             layout = functions.step.model.layout(phase)
-            rows = self._abstract_generator_rows(
-                phase, layout, RowClass(capacity, span), row_format, guided=True
-            )
+            rows = self._abstract_generator_rows(phase, layout, row_class, row_format, guided=True)
             patches = jax.ShapeDtypeStruct(
                 rows.features.shape, functions.dtype, sharding=rows.features.sharding
             )
-            jobs[ProgramName("first_patches", phase, capacity, span)] = Job(
+            jobs[ProgramName("first_patches", phase, *row_class)] = Job(
                 functions.first_patches, (rows,), patches
             )
             given = (params, rows, pool, self._scalar(np.int32), patches, number, number, number)
-            jobs[ProgramName("draw_step", phase, capacity, span)] = Job(
+            jobs[ProgramName("draw_step", phase, *row_class)] = Job(
                 functions.draw_step, given, patches, donated=(4,)
             )
         return jobs

@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import DictKey
 
-from jaxmllm.balance.records import PipelineRun, RowClass
+from jaxmllm.balance.records import PipelineRun
 from jaxmllm.balance.stages.plan import PipelineSpec
 from jaxmllm.balance.stages.sizes import PipelineSizes
 from jaxmllm.config.schema import ADAPTER
@@ -429,9 +429,10 @@ class StagedPrograms(Programs):
             windows = phase in self.attention.windows
             counts = self.sizes.training.rows[phase]
             of_classes = []
-            for (capacity, span), count in zip(spec.classes, counts, strict=True):
+            for row_class, count in zip(spec.classes, counts, strict=True):
+                capacity, span = row_class
                 layout = self.layouts[phase].spanned(span)
-                block = self.attention.block(phase, RowClass(capacity, span))
+                block = self.attention.block(phase, row_class)
                 row: Any
                 most = spec.max_segments
                 if phase in self.generators:
