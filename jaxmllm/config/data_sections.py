@@ -219,8 +219,9 @@ class DataConfig(Section):
     generated: GeneratedDataConfig = GeneratedDataConfig()  # of models that draw pixels
     latents: LatentsDataConfig = LatentsDataConfig()  # of models that draw latents
     index_cache: str | None = None  # folder of length indexes; none: next to each source
-    workers: int = Field(0, ge=0)  # processes per host that decode and fill rows; 0: a thread does
-    prefetch: PositiveInt = 2  # steps prepared ahead, at least one per worker
+    # Processes per host that decode and fill rows; 0: a thread does
+    workers: int = Field(0, ge=0, le=1024)
+    prefetch: int = Field(2, ge=1, le=1024)  # steps prepared ahead, at least one per worker
     max_rejected: float = Field(0.0, ge=0.0, le=1.0)  # share of examples that the index may reject
     # Media items that may fail to decode before the run stops
     max_failed_media: int = Field(0, ge=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from jaxmllm.config.section import Section
 
@@ -25,7 +25,7 @@ class LayerWindows(Layered):
     """Which layers attend in windows: with `window`, all but `full_layers`."""
 
     layers: PositiveInt
-    window: PositiveInt | None = None
+    window: int | None = Field(None, ge=1, le=1 << 30)
     full_layers: tuple[int, ...] = ()  # counted from 0
 
     @property

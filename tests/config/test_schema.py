@@ -542,6 +542,12 @@ def test_a_file_that_is_missing_broken_or_not_a_mapping(tmp_path):
             "phases.vision.capacities: must be 'auto' or at least one number of slots",
         ),
         ("data.batch_size=99999999999", "data.batch_size: must be less than or equal to 1048576"),
+        ("data.workers=99999999999", "data.workers: must be less than or equal to 1024"),
+        ("data.prefetch=99999999999", "data.prefetch: must be less than or equal to 1024"),
+        (
+            "model.vision.window=99999999999",
+            "model.vision.window: must be less than or equal to 1073741824",
+        ),
         (
             "optimizer.learning_rate=.inf",
             "optimizer.learning_rate: must be a finite number (got inf)",
