@@ -212,12 +212,12 @@ class CapacitySearch:
 
     # The 24 best by the bound, the same number of each span but at least 8, are really packed in a
     # quarter of 32 batches, and the 4 best of these in all of them. There are fewer batches where
-    # the former would pack over 1.2 million items.
+    # the former would pack over 4 million items.
     first_packed: int = 24
     least_packed: int = 8
     then_packed: int = 4
     packed_batches: int = 32
-    packed_items: int = 1_200_000
+    packed_items: int = 4_000_000
 
 
 CAPACITY_SEARCH = CapacitySearch()
