@@ -20,7 +20,7 @@ from jaxmllm.balance.costs.flops import head_flops
 from jaxmllm.balance.records import PhaseSpec, PlanSpec, RouteSpec
 from jaxmllm.balance.stages.plan import PipelineSpec
 from jaxmllm.balance.stages.sizes import PipelineSizes
-from jaxmllm.config.schema import Config
+from jaxmllm.config.schema import Config, PipelineConfig
 from jaxmllm.data.batches import evaluation_steps, steps
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.rows.draws import DrawRule
@@ -106,6 +106,7 @@ def make_programs(config: Config, inputs: RunInputs) -> tuple[Programs, Pipeline
     programs, sizes = plan_programs(config, inputs)
     if jax.process_index() == 0:  # all of them would say the same
         _warn_of_slow_attention(programs)
+        _warn_without_stages(config.pipeline)
     return programs.compile(), sizes
 
 
@@ -185,6 +186,17 @@ def _warn_of_slow_attention(programs: Programs) -> None:
                 needs,
                 phase,
             )
+
+
+def _warn_without_stages(pipeline: PipelineConfig) -> None:
+    """Name what a config says of stages where it has none: `microbatches` looks as if it cut a step into so many."""
+    usual = PipelineConfig(stages=pipeline.stages)
+    said = [key for key, value in pipeline if value != getattr(usual, key)]
+    if pipeline.stages == 1 and said:
+        _log.warning(
+            "%s: without stages (pipeline.stages: 1) this changes nothing; leave it out, or set pipeline.stages",
+            ", ".join(f"pipeline.{key}" for key in said),
+        )
 
 
 def plan_facts(spec: PlanSpec) -> dict[str, str]:

@@ -213,14 +213,14 @@ def slot_bytes(config: Config, phase: str) -> float:
 def kept_bytes(config: Config, phase: str) -> float:
     """Bytes of a slot that are kept for the backward pass."""
     shapes = getattr(config.model, phase)
-    kept = config.pipeline.kept_residuals
-    # What `auto` keeps has memory of its own
-    forwards = 1 if kept == "auto" else 1 + kept
-    layers = _layers_of_a_stage(config, shapes.layers) * forwards
-    values = layers * _kept_values(shapes, getattr(config.components, phase).remat)
+    layers = _layers_of_a_stage(config, shapes.layers)
+    values = _kept_values(shapes, getattr(config.components, phase).remat)
     if config.pipeline.stages > 1:
-        values += layers * _beside(config, phase)
-    return values * _itemsize(config, phase) / shapes.stem_stride
+        values += _beside(config, phase)
+        kept = config.pipeline.kept_residuals
+        # What `auto` keeps has memory of its own
+        layers *= 1 if kept == "auto" else 1 + kept
+    return layers * values * _itemsize(config, phase) / shapes.stem_stride
 
 
 def _beside(config: Config, phase: str) -> int:
