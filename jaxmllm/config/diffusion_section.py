@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from jaxmllm.config.layer_sections import (
+    LayerCount,
     Layered,
     attention_matrices,
     matrices_of_mlp,
@@ -53,7 +54,7 @@ class DiffusionConfig(Layered):
     pooled_conditions: bool = False
     padded_conditions: PositiveInt | None = None
     width: PositiveInt
-    layers: PositiveInt
+    layers: LayerCount
     heads: PositiveInt
     mlp_width: PositiveInt
     channels: PositiveInt | None = None  # of latents; none: pixels of three colors

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from jaxmllm.config.section import Section
 
 Gelu = Literal["tanh", "exact"]  # tanh: approximated by it
 Activation = Literal["silu", "gelu_tanh"]  # of a gated MLP
+LayerCount = Annotated[int, Field(ge=1, le=10_000)]
 
 
 class Layered(Section):
@@ -24,7 +25,7 @@ class Layered(Section):
 class LayerWindows(Layered):
     """Which layers attend in windows: with `window`, all but `full_layers`."""
 
-    layers: PositiveInt
+    layers: LayerCount
     window: int | None = Field(None, ge=1, le=1 << 30)
     full_layers: tuple[int, ...] = ()  # counted from 0
 

@@ -9,7 +9,13 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from jaxmllm.config.layer_sections import Gelu, Layered, LayerWindows, tower_matrices
+from jaxmllm.config.layer_sections import (
+    Gelu,
+    LayerCount,
+    Layered,
+    LayerWindows,
+    tower_matrices,
+)
 from jaxmllm.config.section import Section
 
 
@@ -22,7 +28,7 @@ class TowerConfig(Layered):
 
     from_: str | None = Field(None, alias="from")
     width: PositiveInt
-    layers: PositiveInt
+    layers: LayerCount
     heads: PositiveInt
     mlp_width: PositiveInt
     merge: PositiveInt = 2

@@ -542,6 +542,10 @@ def test_a_file_that_is_missing_broken_or_not_a_mapping(tmp_path):
             "phases.vision.capacities: must be 'auto' or at least one number of slots",
         ),
         ("data.batch_size=99999999999", "data.batch_size: must be less than or equal to 1048576"),
+        (
+            "model.language.layers=99999999999",
+            "model.language.layers: must be less than or equal to 10000",
+        ),
         ("data.workers=99999999999", "data.workers: must be less than or equal to 1024"),
         ("data.prefetch=99999999999", "data.prefetch: must be less than or equal to 1024"),
         (
