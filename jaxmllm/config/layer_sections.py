@@ -10,6 +10,7 @@ from jaxmllm.config.section import Section
 
 Gelu = Literal["tanh", "exact"]  # tanh: approximated by it
 Activation = Literal["silu", "gelu_tanh"]  # of a gated MLP
+# At most more than any model has: records of as many are made before anything else could refuse them
 LayerCount = Annotated[int, Field(ge=1, le=10_000)]
 
 
@@ -26,7 +27,7 @@ class LayerWindows(Layered):
     """Which layers attend in windows: with `window`, all but `full_layers`."""
 
     layers: LayerCount
-    window: int | None = Field(None, ge=1, le=1 << 30)
+    window: int | None = Field(None, ge=1, le=1 << 30)  # whose square is counted in 64 bits
     full_layers: tuple[int, ...] = ()  # counted from 0
 
     @property

@@ -71,10 +71,11 @@ def test_stages_hold_the_layers_of_one_and_what_waits_between_them(tmp_path):
     staged = deep | {"pipeline__stages": 4, "mesh": {"data": 2}}
     assert slots(tmp_path, **staged)[2] > slots(tmp_path, **deep)[2]
     none = {"components__language__remat": "none"}
-    for less in (none, {"pipeline__kept_residuals": 8}, {"pipeline__microbatches_in_flight": 1000}):
+    of_stages = ({"pipeline__kept_residuals": 8}, {"pipeline__microbatches_in_flight": 1000})
+    for less in (none, *of_stages):
         assert slots(tmp_path, **staged | less)[2] < slots(tmp_path, **staged)[2]
-        if less != none:  # what is said of stages, and there are none
-            assert slots(tmp_path, **deep | less)[2] == slots(tmp_path, **deep)[2]
+    for alike in of_stages:  # where there are none
+        assert slots(tmp_path, **deep | alike)[2] == slots(tmp_path, **deep)[2]
 
 
 def test_a_state_that_hardly_fits_leaves_a_tenth(tmp_path, monkeypatch):
