@@ -20,7 +20,8 @@ from jaxmllm.balance.costs.flops import head_flops
 from jaxmllm.balance.records import PhaseSpec, PlanSpec, RouteSpec
 from jaxmllm.balance.stages.plan import PipelineSpec
 from jaxmllm.balance.stages.sizes import PipelineSizes
-from jaxmllm.config.schema import Config, PipelineConfig
+from jaxmllm.config.schema import Config
+from jaxmllm.config.without_effect import keys_without_effect
 from jaxmllm.data.batches import evaluation_steps, steps
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.rows.draws import DrawRule
@@ -106,7 +107,7 @@ def make_programs(config: Config, inputs: RunInputs) -> tuple[Programs, Pipeline
     programs, sizes = plan_programs(config, inputs)
     if jax.process_index() == 0:  # all of them would say the same
         _warn_of_slow_attention(programs)
-        _warn_without_stages(config.pipeline)
+        _warn_without_effect(config)
     return programs.compile(), sizes
 
 
@@ -188,15 +189,11 @@ def _warn_of_slow_attention(programs: Programs) -> None:
             )
 
 
-def _warn_without_stages(pipeline: PipelineConfig) -> None:
-    """Name what a config says of stages where it has none: `microbatches` looks as if it cut a step into so many."""
-    usual = PipelineConfig(stages=pipeline.stages)
-    said = [key for key, value in pipeline if value != getattr(usual, key)]
-    if pipeline.stages == 1 and said:
-        _log.warning(
-            "%s: without stages (pipeline.stages: 1) this changes nothing; leave it out, or set pipeline.stages",
-            ", ".join(f"pipeline.{key}" for key in said),
-        )
+def _warn_without_effect(config: Config) -> None:
+    """Name keys that look as if they did something: `pipeline.microbatches` as if it cut a step into so many, even
+    without stages."""
+    for reason, keys in keys_without_effect(config).items():
+        _log.warning("%s: %s, so this changes nothing; leave it out", ", ".join(keys), reason)
 
 
 def plan_facts(spec: PlanSpec) -> dict[str, str]:

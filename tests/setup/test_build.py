@@ -45,18 +45,17 @@ def test_auto_that_comes_to_the_loop_on_a_gpu_is_a_warning(tmp_path, monkeypatch
         assert "heads of 16 numbers" in line and "components.vision.attention" in line
 
 
-def test_what_is_said_of_stages_without_any_is_a_warning(tmp_path, monkeypatch, caplog):
+def test_keys_that_change_nothing_are_named(tmp_path, monkeypatch, caplog):
     make_sample(tmp_path, seed=1, train=32, test=8)
     monkeypatch.setattr(Programs, "compile", lambda self: self)
 
-    def warnings(**pipeline):
-        changes = {f"pipeline__{key}": value for key, value in pipeline.items()}
+    def warnings(**changes):
         config = parse_config(tiny_config(tmp_path, **changes))
         caplog.clear()
         with caplog.at_level(logging.WARNING, "jaxmllm"):
             make_programs(config, prepare(config, make_mesh(config.mesh_sizes)))
-        return [line for line in caplog.messages if "stages" in line]
+        return [line for line in caplog.messages if "changes nothing" in line]
 
-    assert not warnings() and not warnings(schedule="greedy")
-    (line,) = warnings(microbatches=4, schedule="1f1b")
-    assert line.startswith("pipeline.schedule, pipeline.microbatches: without stages")
+    assert not warnings() and not warnings(pipeline__schedule="greedy")
+    (line,) = warnings(pipeline__microbatches=4, pipeline__schedule="1f1b")
+    assert line.startswith("pipeline.schedule, pipeline.microbatches: pipeline.stages is 1")

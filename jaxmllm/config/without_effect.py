@@ -1,0 +1,69 @@
+"""Keys that change nothing, because of what another key says.
+
+They are named, not refused: `model.audio=null` on the command line is then enough to train without that tower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter
+
+from jaxmllm.config.schema import Config, Section
+
+# The sections that speak of a part of the model
+SECTIONS = {
+    "vision": ("components.vision", "components.projector.vision", "phases.vision", "data.images"),
+    "audio": ("components.audio", "components.projector.audio", "phases.audio", "data.audio"),
+    "diffusion": (
+        "components.diffusion",
+        "components.projector.language",
+        "phases.diffusion",
+        "data.generated",
+    ),
+}
+
+
+def keys_without_effect(config: Config) -> dict[str, list[str]]:
+    """Keys that are set and change nothing, by the reason."""
+    keys: dict[str, list[str]] = {}
+    for reason, path, of_section in _unread(config):
+        said = [f"{path}.{key}" for key in _set_keys(config, path) if key in of_section]
+        if said:
+            keys.setdefault(reason, []).extend(said)
+    return keys
+
+
+def _unread(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """A reason, a section, and those of its keys that are not read."""
+    for part, paths in SECTIONS.items():
+        if part not in config.model.phases:
+            for path in paths:
+                yield f"there is no model.{part}", path, _all_keys(config, path)
+    for phase in config.model.phases:
+        if getattr(config.phases, phase).capacities != "auto":
+            reason = f"phases.{phase}.capacities says which rows there are"
+            yield reason, f"phases.{phase}", ("row_classes", "max_capacity")
+    if not config.may_share_rows:
+        reason = f"balance.mode ({config.balance.mode}) leaves every row to one rank"
+        yield reason, "balance", ("spans_cross_nodes", "flops_per_gathered_byte")
+    if config.pipeline.stages == 1:
+        yield "pipeline.stages is 1", "pipeline", _all_keys(config, "pipeline")
+    if not config.data.evaluation:
+        yield "data.evaluation is empty", "evaluation", _all_keys(config, "evaluation")
+    if config.optimizer.schedule == "constant":
+        yield "optimizer.schedule is constant", "optimizer", ("final_scale",)
+    if not config.profile.steps:
+        yield "profile.steps is 0", "profile", ("start",)
+
+
+def _all_keys(config: Config, path: str) -> tuple[str, ...]:
+    return tuple(type(attrgetter(path)(config)).model_fields)
+
+
+def _set_keys(config: Config, path: str) -> list[str]:
+    """Keys of a section whose values are not the usual ones."""
+    section: Section = attrgetter(path)(config)
+    fields = type(section).model_fields
+    return [
+        key for key, value in section if value != fields[key].get_default(call_default_factory=True)
+    ]

@@ -1,0 +1,71 @@
+"""Keys that change nothing because of another key's value."""
+
+import pytest
+
+from jaxmllm.config.read import parse_config
+from jaxmllm.config.without_effect import keys_without_effect
+from tests.support import tiny_config
+
+LAYOUT = {"batch": ["data", "fsdp", "tensor"], "heads": [], "mlp": []}
+
+
+def keys(tmp_path, **changes):
+    return keys_without_effect(parse_config(tiny_config(tmp_path, **changes)))
+
+
+def test_none_of_a_plain_config(tmp_path):
+    assert keys(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "names"),
+    [
+        (
+            {"model__audio": None, "components__audio__layout": LAYOUT},
+            "there is no model.audio",
+            [
+                "components.audio.layout",
+                "phases.audio.spans",
+                "phases.audio.row_classes",
+                "phases.audio.block",
+                "phases.audio.kept_residuals",
+                "data.audio.max_seconds",
+            ],
+        ),
+        (
+            {"components__projector__language__freeze": True, "data__generated__max_pixels": 4096},
+            "there is no model.diffusion",
+            ["components.projector.language.freeze", "data.generated.max_pixels"],
+        ),
+        (
+            {"phases__vision__capacities": [2048], "phases__vision__max_capacity": 4096},
+            "phases.vision.capacities says which rows there are",
+            ["phases.vision.row_classes", "phases.vision.max_capacity"],
+        ),
+        (
+            {"balance__mode": "none", "balance__spans_cross_nodes": True},
+            "balance.mode (none) leaves every row to one rank",
+            ["balance.spans_cross_nodes"],
+        ),
+        ({"pipeline__split_backward": True}, "pipeline.stages is 1", ["pipeline.split_backward"]),
+        (
+            {"data__evaluation": [], "evaluation__every": 2},
+            "data.evaluation is empty",
+            ["evaluation.every"],
+        ),
+        (
+            {"optimizer__final_scale": 0.5},
+            "optimizer.schedule is constant",
+            ["optimizer.final_scale"],
+        ),
+        ({"profile__start": 3}, "profile.steps is 0", ["profile.start"]),
+    ],
+)
+def test_each_reason(tmp_path, changes, reason, names):
+    assert keys(tmp_path, **changes) == {reason: names}
+
+
+def test_none_where_the_other_key_asks_for_them(tmp_path):
+    assert not keys(tmp_path, optimizer__schedule="cosine", optimizer__final_scale=0.5)
+    assert not keys(tmp_path, profile__start=3, profile__steps=1)
+    assert not keys(tmp_path, evaluation__every=2)
