@@ -49,9 +49,10 @@ from jaxmllm.setup.ahead import (
 )
 from jaxmllm.setup.chips import Chip, ChipError, chip_of
 from jaxmllm.setup.hlo import SENT
+from jaxmllm.tools.arguments import measuring_parser
 from jaxmllm.tools.check import in_words, only_compile
 from jaxmllm.tools.generated_lengths import generated_lengths
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.tools.workload import DEFAULT_MIX
 from jaxmllm.training.programs.base import ProgramName, Programs
 from jaxmllm.training.programs.phased import PhasedPrograms

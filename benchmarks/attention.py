@@ -29,7 +29,8 @@ from benchmarks.context import packed
 from jaxmllm.attention.attention import attention
 from jaxmllm.attention.mask import Mask, TokenIds, causal_ids, visible
 from jaxmllm.attention.tiles import tile_lists, visible_tiles
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.output import print_table, write_json
 
 HEADS = 8
 KEY_HEADS = 4

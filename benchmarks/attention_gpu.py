@@ -32,7 +32,8 @@ from jaxmllm.attention.attention import attention
 from jaxmllm.attention.kernel_cudnn import Documents
 from jaxmllm.attention.mask import Mask, causal_ids, document_runs, item_ids
 from jaxmllm.attention.tiles import tile_lists, visible_tiles
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.output import print_table, write_json
 
 
 @dataclass(frozen=True)

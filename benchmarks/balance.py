@@ -66,7 +66,8 @@ from jaxmllm.balance.rows.assign import assign, item_costs, part_costs
 from jaxmllm.balance.sizes.loads import SampleSize
 from jaxmllm.balance.statistics import slowest_flops
 from jaxmllm.balance.step_plan import plan_step
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.tools.workload import (
     MODEL,
     PHASES,

@@ -64,7 +64,8 @@ from jaxmllm.setup.build import phased_programs
 from jaxmllm.setup.prepare import RunInputs, prepare
 from jaxmllm.setup.sizing import plan_spec, resolved_shapes
 from jaxmllm.setup.spans import mesh_spans
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.tools.workload import describe
 from jaxmllm.training.programs.base import ProgramName
 from jaxmllm.training.programs.generator_programs import DeviceStep

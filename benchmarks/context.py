@@ -58,7 +58,8 @@ from jaxmllm.balance.records import RowClass
 from jaxmllm.balance.sizes.inputs import Alignment
 from jaxmllm.config.schema import LanguageConfig, ModelConfig
 from jaxmllm.phases import LANGUAGE
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.tools.workload import TASKS, generate
 
 TOKENS: Final = [8192, 16384, 32768, 65536, 131072]

@@ -73,7 +73,8 @@ from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config.schema import BalanceConfig, DiffusionConfig, ModelConfig, PhaseConfig
 from jaxmllm.phases import LANGUAGE, generator_phase, make_phases
 from jaxmllm.tools import workload
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.tools.workload import LogNormal, LogUniform
 
 DIFFUSION = "diffusion"

@@ -32,7 +32,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.tools.sample_data import make_sample
 
 GENERATOR = (

@@ -24,7 +24,8 @@ from benchmarks.common import median_seconds
 from jaxmllm.config.schema import ExpertKernel
 from jaxmllm.experts.expert_blocks import Matrices, block_rows
 from jaxmllm.experts.experts import experts
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.output import print_table, write_json
 from sharding.mesh import make_mesh
 from sharding.rules import make_layout
 

@@ -78,9 +78,10 @@ from jaxmllm.setup.build import build_run, phased_programs
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.sizing import plan_spec, resolved_shapes
 from jaxmllm.tools import calibrate
+from jaxmllm.tools.arguments import measuring_parser
 from jaxmllm.tools.check import in_words
 from jaxmllm.tools.made_up_rows import made_up_rows
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.training.programs.phased import PhasedPrograms
 from jaxmllm.training.run import Run

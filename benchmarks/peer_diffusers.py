@@ -50,7 +50,8 @@ from jaxmllm.data.media.generated import frames_of
 from jaxmllm.data.rows.draws import DrawRule
 from jaxmllm.families.resolved import load_run_config
 from jaxmllm.models.rows import LanguageRows
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.training.objectives.flow import patch_noise
 from jaxmllm.training.run import USER_ERRORS
 

@@ -42,7 +42,8 @@ from jaxmllm.config import strict_yaml
 from jaxmllm.config.schema import Config, ModelConfig
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.families.resolved import load_run_config, resolved
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.training.run import USER_ERRORS
 
 PEERS: Final = ("padded", "grouped")

@@ -64,7 +64,8 @@ from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.data.rows.fill import HostStep, StepFiller
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.training.optimizer import learning_rate
 from jaxmllm.training.programs.phased import PhasedPrograms

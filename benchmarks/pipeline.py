@@ -84,7 +84,8 @@ from jaxmllm.arrays import Longs, sums_by
 from jaxmllm.balance.stages.microbatches import MicrobatchPlan, PhaseLoad, plan_microbatches
 from jaxmllm.config.schema import ModelConfig
 from jaxmllm.phases import LANGUAGE
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.output import print_table, write_json
 from sharding.pipeline.build_graph import build_graph
 from sharding.pipeline.cuts import CutBy, LayoutName, partition
 from sharding.pipeline.graph import Graph, Pool, Slots, Workload

@@ -38,7 +38,8 @@ from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, rese
 from jaxmllm.setup.build import make_programs
 from jaxmllm.setup.prepare import RunInputs, prepare
 from jaxmllm.setup.spans import mesh_spans
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.tools.tick_times import TickTimes, call_seconds, measure_ticks
 from jaxmllm.training.programs.staged import StagedPrograms
 from jaxmllm.training.run import USER_ERRORS

@@ -65,7 +65,8 @@ from jaxmllm.cluster.clusters import ClusterError, cluster_of
 from jaxmllm.cluster.device_seconds import RATES
 from jaxmllm.cluster.text_run import TextRunError
 from jaxmllm.config.schema import ConfigError
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.output import print_table, write_json
 
 RUNS: Final = Path(__file__).with_name("published_runs.jsonl")
 # Its steps took up to three times what its links explain, and the more devices the more

@@ -31,9 +31,10 @@ from jaxmllm.config.schema import Config
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.ahead import CheckedProgram, FailedProgram, check_jobs, target_mesh
 from jaxmllm.setup.chips import Chip, ChipError, chip_of
+from jaxmllm.tools.arguments import measuring_parser
 from jaxmllm.tools.check import in_words, only_compile
 from jaxmllm.tools.generated_lengths import generated_lengths
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.training.programs.base import ProgramName, Programs
 from jaxmllm.training.programs.phased import PhasedPrograms
 

@@ -45,7 +45,8 @@ from jaxmllm.families.weight_files import write_tensors
 from jaxmllm.models.compose import build_model
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.distributed import initialize_distributed
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.training.folder_parameters import read_folder
 from sharding.mesh import make_mesh
 

@@ -25,8 +25,9 @@ from jaxmllm.cluster.held import device_bytes, resident
 from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.setup.planning_mesh import planning_mesh
+from jaxmllm.tools.arguments import measuring_parser
 from jaxmllm.tools.generated_lengths import GeneratedLengths, generated_lengths
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.training.programs.base import ProgramName
 from jaxmllm.training.programs.phased import PhasedPrograms
 

@@ -25,7 +25,8 @@ from jaxmllm.data.rows.masks import AttentionSpec, Row, finish_encoder_row, wind
 from jaxmllm.models.compose import build_model
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.models.rows import EncoderRows
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.output import print_table, write_json
 from sharding.mesh import make_mesh
 
 WINDOW: Final = 8

@@ -38,6 +38,7 @@ from jaxmllm.balance.records import Mode
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.families.resolved import load_run_config
+from jaxmllm.tools.arguments import MOST, command_parser, new_folder, positive_int, seed_int
 from jaxmllm.tools.balance_comparison import (
     AFTER,
     PER_RANK,
@@ -62,7 +63,7 @@ from jaxmllm.tools.balance_figures import (
     table,
     view,
 )
-from jaxmllm.tools.output import Page, command_parser, html_table, print_table, write_picture
+from jaxmllm.tools.output import Page, html_table, print_table, write_picture
 from jaxmllm.tools.workload import describe
 
 NAME = "balance"  # of the picture and the page
@@ -164,23 +165,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--generated", action="store_true", help="generated lengths instead of the config's data"
     )
     parser.add_argument(
-        "--ranks", type=_positive, help=f"data ranks (default: those of the config, or {RANKS})"
+        "--ranks", type=positive_int, help=f"data ranks (default: those of the config, or {RANKS})"
     )
     parser.add_argument(
         "--per-rank",
-        type=_positive,
+        type=positive_int,
         help=f"examples per rank (default: as the config, or {PER_RANK})",
     )
     parser.add_argument(
         "--before", choices=get_args(Mode), default="none", help="balance.mode to compare with"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of generated lengths")
+    parser.add_argument("--seed", type=seed_int, default=0, help="of generated lengths")
     parser.add_argument(
-        "--out", type=Path, default=Path(), help="folder of balance.png and balance.html"
+        "--out", type=new_folder, default=Path(), help="folder of balance.png and balance.html"
     )
     options = parse(parser, arguments)
     if options.config is None and (not options.generated or options.overrides):
         parser.error("name a --config, or ask for --generated lengths without overrides")
+    if (options.ranks or 1) * (options.per_rank or 1) > MOST:
+        parser.error(f"--ranks, --per-rank: a batch has at most {MOST} examples")
     if options.before == AFTER:
         parser.error(f"--before {AFTER} is what is drawn on the other side")
 
@@ -209,9 +212,3 @@ def _compare(options: argparse.Namespace) -> Comparison:
             config, name, options.ranks, options.per_rank, options.seed, options.before
         )
     return compare_on_data(config, name, options.ranks, options.per_rank, options.before)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)

@@ -45,8 +45,9 @@ from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.families.resolved import load_run_config
+from jaxmllm.tools.arguments import command_parser, new_file, positive_int
 from jaxmllm.tools.made_up_rows import made_up_rows
-from jaxmllm.tools.output import command_parser, print_table
+from jaxmllm.tools.output import print_table
 from jaxmllm.training.programs.phased import PhaseBuffers, PhasedPrograms
 from jaxmllm.training.run import Run
 from sharding.mesh import axis_sizes
@@ -256,13 +257,13 @@ def show(calibration: Calibration, title: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__, "jaxmllm calibrate")
     add_config(parser)
-    parser.add_argument("--out", type=Path, default=Path("calibration.json"), help="file to write")
     parser.add_argument(
-        "--repeats", type=int, default=REPEATS, help="rounds, of which the median counts"
+        "--out", type=new_file, default=Path("calibration.json"), help="file to write"
+    )
+    parser.add_argument(
+        "--repeats", type=positive_int, default=REPEATS, help="rounds, of which the median counts"
     )
     options = parse(parser, arguments)
-    if options.repeats < 1:
-        parser.error("--repeats must be positive")
     try:
         config = load_run_config(options.config, options.overrides)
     except ConfigError as error:

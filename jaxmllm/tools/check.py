@@ -44,8 +44,9 @@ from jaxmllm.setup.ahead import CheckedProgram, FailedProgram, check_jobs, targe
 from jaxmllm.setup.build import plan_programs
 from jaxmllm.setup.chips import CHIPS, ChipError, chip_of
 from jaxmllm.setup.prepare import prepare
+from jaxmllm.tools.arguments import measuring_parser, positive_int
 from jaxmllm.tools.generated_lengths import generated_lengths
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.training.programs.base import ProgramName, Programs
 from jaxmllm.training.run import USER_ERRORS
 from sharding.mesh import axis_sizes
@@ -71,7 +72,9 @@ GENERATED = "sizes from lengths of jaxmllm/tools/workload.py, data.batch_size ex
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__, "jaxmllm check")
     add_config(parser)
-    parser.add_argument("--devices", type=int, help="of the mesh; as many as it names, if none")
+    parser.add_argument(
+        "--devices", type=positive_int, help="of the mesh; as many as it names, if none"
+    )
     parser.add_argument("--chip", default="h100", help=f"one of {', '.join(CHIPS)}")
     parser.add_argument(
         "--only", metavar="NAMES", help="functions, apart by commas, such as encode,update"
@@ -80,8 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--generated", action="store_true", help="generated lengths instead of the config's data"
     )
     options = parse(parser, arguments)
-    if options.devices is not None and options.devices < 1:
-        parser.error("--devices must be positive")
     only_compile()
     try:
         chip = chip_of(options.chip)

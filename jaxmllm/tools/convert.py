@@ -59,7 +59,7 @@ from jaxmllm.runtime.checkpoint_files import (
     read_arrays,
     saved_specs,
 )
-from jaxmllm.tools.output import command_parser
+from jaxmllm.tools.arguments import command_parser
 from jaxmllm.tools.prepared_inputs import PreparedRun, differences
 from jaxmllm.training.folder_parameters import read_folder
 from jaxmllm.training.initial import CHECKPOINTS, source_checkpoints
@@ -363,7 +363,7 @@ def _beside(run: Path, folder: ModelFolder, saved: SavedComponent) -> list[str]:
 
 
 def _check_new(out: Path) -> None:
-    for path in (out, out.with_name(f"{out.name}.partial")):
+    for path in (out, out.parent / f"{out.name}.partial"):
         if path.exists():
             raise ConfigError(f"{path} is there already; name a new folder, or remove it")
 

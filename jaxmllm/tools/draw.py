@@ -33,7 +33,7 @@ from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.distributed import LaunchError, start_jax
 from jaxmllm.setup.sampling import Drawn, check_guidance, drawing_config, plan_drawing
 from jaxmllm.setup.spans import mesh_spans
-from jaxmllm.tools.output import command_parser
+from jaxmllm.tools.arguments import command_parser, positive_int, seed_int
 from jaxmllm.training.run import USER_ERRORS
 from jaxmllm.training.run_folder import check_writable
 from jaxmllm.training.saved_parameters import saved_parameters
@@ -50,12 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked.add_argument("--prompt", metavar="TEXT", help="what to draw")
     asked.add_argument("--jsonl", type=Path, metavar="FILE", help="several pictures, one per line")
     parser.add_argument("--size", metavar="HxW", help="of the picture of --prompt, in pixels")
-    parser.add_argument("--frames", type=int, help="of a clip of --prompt; none: a picture")
+    parser.add_argument(
+        "--frames", type=positive_int, help="of a clip of --prompt; none: a picture"
+    )
     parser.add_argument("--fps", type=float, help="of clips; none: data.generated.fps, or 8")
     parser.add_argument("--clips", choices=["png", "mp4"], default="png", help="files of clips")
     parser.add_argument("--steps", type=int, default=20, help="from noise to picture")
     parser.add_argument("--guidance", type=float, default=2.5, help="1: none")
-    parser.add_argument("--seed", type=int, default=0, help="of the noise")
+    parser.add_argument("--seed", type=seed_int, default=0, help="of the noise")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     add_overrides(parser)
     options = parse(parser, arguments)

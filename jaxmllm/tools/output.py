@@ -1,8 +1,7 @@
-"""What commands take, print and write: arguments, tables, pictures, HTML pages and JSON records."""
+"""What commands print and write: tables, pictures, HTML pages and JSON records."""
 
 from __future__ import annotations
 
-import argparse
 import base64
 import html
 import json
@@ -24,24 +23,6 @@ from rich.text import Text
 # Columns of a table that is not printed on a terminal: a file has no width to fit into
 WIDTH_OF_FILES = 160
 COLOURS = 64  # of a picture: a third of the bytes of all colours
-
-# ---------------------------------------------------------------------------- arguments
-
-
-def command_parser(description: str | None, name: str | None = None) -> argparse.ArgumentParser:
-    """A parser whose help shows a docstring as it stands; `name` is what users type."""
-    return argparse.ArgumentParser(
-        prog=name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-
-
-def measuring_parser(description: str | None, name: str | None = None) -> argparse.ArgumentParser:
-    """The same for commands that measure: it also knows `--json` and `--seed`."""
-    parser = command_parser(description, name)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write one JSON object")
-    parser.add_argument("--seed", type=int, default=0)
-    return parser
-
 
 # ---------------------------------------------------------------------------- tables
 

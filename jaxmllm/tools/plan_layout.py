@@ -56,8 +56,9 @@ from jaxmllm.tools import (
     plan_figures,
     plan_run,
 )
+from jaxmllm.tools.arguments import measuring_parser, new_folder, positive_int
 from jaxmllm.tools.check import only_compile
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.tools.plan_inputs import make_planner, notes, settle
 from jaxmllm.training.run import USER_ERRORS
 
@@ -119,23 +120,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--generated", action="store_true", help="generated lengths instead of the config's data"
     )
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="layouts in the table")
+    parser.add_argument(
+        "--top", type=positive_int, default=10, metavar="N", help="layouts in the table"
+    )
     parser.add_argument(
         "--check", type=int, default=0, metavar="N", help="layouts that are compiled"
     )
     parser.add_argument("--simulate", action="store_true", help="this config under every mode")
     parser.add_argument("--profile", action="store_true", help="how large batches must be")
     parser.add_argument("--from-run", type=Path, metavar="DIR", help="a run, beside its prediction")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of plan.yaml and others")
+    parser.add_argument(
+        "--out", type=new_folder, metavar="DIR", help="folder of plan.yaml and others"
+    )
     return parser
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     """Numbers of devices, with commas between them."""
-    numbers = tuple(map(int, text.split(",")))
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError("numbers of devices are positive")
-    return numbers
+    return tuple(map(positive_int, text.split(",")))
 
 
 def _planned(options: argparse.Namespace, cluster: Cluster) -> int:

@@ -9,6 +9,7 @@ videos are.
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -386,11 +387,13 @@ def _config(source: Path, inputs: Path, sections: Mapping[str, Any]) -> Config:
 
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
     """The arrays of an .npz file. Raises `ConfigError`."""
+    if not zipfile.is_zipfile(path):
+        raise ConfigError(f"{path} is no .npz file")
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return dict(arrays)
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} is no .npz file of arrays: {error}") from error
+    except Exception as error:  # a damaged file can fail anywhere in zip and npy
+        raise ConfigError(f"{path} cannot be read: {error}; write it again") from error
 
 
 def differences(

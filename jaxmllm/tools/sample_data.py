@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxmllm.data.printable import shown
-from jaxmllm.tools.output import command_parser
+from jaxmllm.tools.arguments import command_parser, seed_int
 from jaxmllm.tools.sample_media import COLOURS, SOUNDS, SampleFile, make_clips, make_pictures
 
 T = TypeVar("T")
@@ -280,7 +280,7 @@ def _describe(split: Split) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__, "jaxmllm sample-data")
     parser.add_argument("out", type=Path, help="folder to write into")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed_int, default=0)
     parser.add_argument("--train", type=int, default=4096, help="training examples")
     parser.add_argument("--test", type=int, default=512, help="held-out examples")
     options = parser.parse_args(arguments)

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from jaxmllm.data.printable import shown
-from jaxmllm.tools.output import command_parser
+from jaxmllm.tools.arguments import command_parser, new_file, seed_int
 from jaxmllm.tools.sample_data import random_of
 from jaxmllm.tools.shapes_judge import file_name, judge, table
 from jaxmllm.tools.shapes_scenes import (
@@ -232,11 +232,13 @@ def _write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__, "jaxmllm shapes")
     parser.add_argument("out", type=Path, nargs="?", help="folder to write into")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed_int, default=0)
     parser.add_argument("--train", type=int, default=9216, help="training pictures")
     parser.add_argument("--test", type=int, default=288, help="held-out pictures")
     parser.add_argument("--judge", type=Path, metavar="FOLDER", help="of drawn pictures and clips")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write what the judge says")
+    parser.add_argument(
+        "--json", type=new_file, metavar="PATH", help="also write what the judge says"
+    )
     for work in ("training", "sampling"):
         parser.add_argument(
             f"--seconds-{work}", type=float, metavar="S", help="that it took, for the JSON"
@@ -244,6 +246,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if (options.out is None) == (options.judge is None):
         parser.error("name either a folder to write into or --judge FOLDER")
+    if options.json is not None and options.judge is None:
+        parser.error("--json is what --judge says; leave it out, or name a folder of drawn files")
+    for key in ("training", "sampling"):
+        if getattr(options, f"seconds_{key}") is not None and options.json is None:
+            parser.error(f"--seconds-{key} is for the JSON; leave it out, or name a file by --json")
     try:
         if options.judge is not None:
             _judge(options)

@@ -37,7 +37,8 @@ from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.planning_mesh import check_staged, staged_mesh
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.setup.sizing import pipeline_sizes
-from jaxmllm.tools.output import command_parser, print_table
+from jaxmllm.tools.arguments import command_parser, new_file, new_folder, positive_int, seed_int
+from jaxmllm.tools.output import print_table
 from jaxmllm.tools.timeline_drawing import Bar, Timeline, table, write
 from jaxmllm.tools.timeline_generated import UNIT, generated_schedule
 from jaxmllm.training.history import read_history, segment_of
@@ -126,6 +127,8 @@ def plan_step_of(
     Raises:
       ConfigError: a config without stages, or a step that its data do not have.
     """
+    if step < 1:
+        raise ConfigError(f"--step {step}: steps are counted from 1")
     past = [segment for segment in history if segment.step < step] or [segment_of(config)]
     data = config.data.model_copy(update={"batch_size": past[-1].batch_size})
     config = config.model_copy(update={"data": data})
@@ -209,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", type=int, help="of the run, counted from 1")
     parser.add_argument(
         "--save",
-        type=Path,
+        type=new_file,
         metavar="TABLE",
         help="also write the step's tables to this file (.npz)",
     )
@@ -228,12 +231,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="of --generated",
     )
     parser.add_argument("--split", action="store_true", help="split backward of --generated in two")
-    parser.add_argument("--stages", type=int, default=4, help="of --generated")
-    parser.add_argument("--microbatches", type=int, default=12, help="of --generated")
-    parser.add_argument("--seed", type=int, default=0, help="of generated lengths")
+    parser.add_argument("--stages", type=positive_int, default=4, help="of --generated")
+    parser.add_argument("--microbatches", type=positive_int, default=12, help="of --generated")
+    parser.add_argument("--seed", type=seed_int, default=0, help="of generated lengths")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=new_folder,
         default=Path(),
         help="folder of pipeline.png and pipeline.html",
     )

@@ -57,8 +57,9 @@ from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.planning_mesh import planning_mesh
 from jaxmllm.setup.prepare import RunInputs, prepare
 from jaxmllm.setup.sizing import plan_spec
+from jaxmllm.tools.arguments import measuring_parser, positive_int
 from jaxmllm.tools.balance_comparison import key_value_bytes, with_mode
-from jaxmllm.tools.output import measuring_parser, print_table, write_json
+from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.training.run import USER_ERRORS
 
 # Mode, and whether several ranks may hold a row together
@@ -283,13 +284,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_config(parser)
     parser.add_argument(
         "--ranks",
-        type=int,
+        type=positive_int,
         help="data ranks to plan for, instead of those of the config",
     )
-    parser.add_argument("--steps", type=int, default=50, help="batches to plan")
+    parser.add_argument("--steps", type=positive_int, default=50, help="batches to plan")
     options = parse(parser, arguments)
-    if options.steps < 1:
-        parser.error("--steps must be positive")
     seed = [] if options.seed is None else [f"run.seed={options.seed}"]
     try:
         config = load_run_config(options.config, [*options.overrides, *seed])

@@ -2,10 +2,10 @@
 
 import json
 
+from jaxmllm.tools.arguments import measuring_parser
 from jaxmllm.tools.output import (
     Page,
     html_table,
-    measuring_parser,
     new_figure,
     print_table,
     write_json,

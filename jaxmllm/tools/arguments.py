@@ -1,0 +1,68 @@
+"""What commands take: parsers, and types of arguments, which refuse at once what would fail when all is done."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+MOST = 1 << 20  # of anything that is counted, as of data.batch_size
+
+
+def command_parser(description: str | None, name: str | None = None) -> argparse.ArgumentParser:
+    """A parser whose help shows a docstring as it stands; `name` is what users type."""
+    return argparse.ArgumentParser(
+        prog=name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def measuring_parser(description: str | None, name: str | None = None) -> argparse.ArgumentParser:
+    """The same for commands that measure: it also knows `--json` and `--seed`."""
+    parser = command_parser(description, name)
+    parser.add_argument("--json", type=new_file, metavar="PATH", help="also write one JSON object")
+    parser.add_argument("--seed", type=seed_int, default=0)
+    return parser
+
+
+def positive_int(text: str) -> int:
+    """How many there are of something: 1 or more."""
+    return _whole_number(text, 1, MOST)
+
+
+def seed_int(text: str) -> int:
+    """What random numbers start from, as `run.seed`."""
+    return _whole_number(text, 0, (1 << 63) - 1)
+
+
+def _whole_number(text: str, least: int, most: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if not least <= number <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+    return number
+
+
+def new_folder(text: str) -> Path:
+    """A folder to write into. It need not be there, nor those above it."""
+    path = Path(text)
+    above = path
+    while not above.exists() and above != above.parent:
+        above = above.parent
+    if not above.is_dir():
+        raise argparse.ArgumentTypeError(f"{above} is not a folder; name another path")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{above} may not be written into; name another path")
+    return path
+
+
+def new_file(text: str) -> Path:
+    """A file to write, or to write anew. Folders above it need not be there."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder; name a file")
+    if path.exists() and not path.is_file():
+        raise argparse.ArgumentTypeError(f"{path} is not a file; name another path")
+    new_folder(str(path.parent))
+    return path
