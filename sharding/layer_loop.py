@@ -22,6 +22,7 @@ import numpy as np
 from jax.experimental.layout import Layout as ArrayLayout
 from jax.experimental.layout import with_layout_constraint
 
+from sharding.by_platform import by_platform
 from sharding.gradient import LayerGradient, Params
 from sharding.parameters import Parameter, differentiated
 from sharding.rules import Layout
@@ -235,7 +236,7 @@ def _as_it_lies(layout: Layout, of_layer: Tree) -> Tree:
             of_layer,
         )
 
-    return jax.lax.platform_dependent(
+    return by_platform(
         of_layer, cuda=constrained, rocm=constrained, default=lambda of_layer: of_layer
     )
 

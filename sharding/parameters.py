@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sharding.by_platform import by_platform
 from sharding.rules import KEPT_AXES, Axes, Layout
 
 
@@ -255,7 +256,7 @@ def _rows_of_backward(
 ) -> tuple[jax.Array, None]:
     table, rows = residuals
     nothing = jnp.zeros_like(table)
-    added = jax.lax.platform_dependent(
+    added = by_platform(
         nothing, rows, found, cuda=sorted_sums, default=lambda x, rows, y: x.at[rows].add(y)
     )
     return added, None

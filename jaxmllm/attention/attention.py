@@ -34,6 +34,7 @@ from jaxmllm.attention import kernel_cpu, kernel_cudnn, kernel_gpu, kernel_jax
 from jaxmllm.attention.mask import Mask
 from jaxmllm.attention.slot_products import slot_dots, times_factors
 from jaxmllm.config.schema import Kernel
+from sharding.by_platform import by_platform
 
 # As JAX calls the platform of NVIDIA's devices, and that which programs are compiled for
 GPUS = ("gpu", "cuda")
@@ -199,7 +200,8 @@ def _choose(kernel: Kernel, scale: float, q: Array, mask: Mask, way: str) -> Cal
     """A kernel's function "forward" or "backward"."""
     if kernel == "cudnn":
         interpreted = partial(getattr(kernel_cudnn, f"interpreted_{way}"), scale)
-        return _by_platform(interpreted, cuda=partial(getattr(kernel_cudnn, way), scale))
+        own = {"cuda": partial(getattr(kernel_cudnn, way), scale)}
+        return partial(by_platform, default=interpreted, **own)
     plain, cpu, gpu = (
         partial(getattr(module, way), scale) for module in (kernel_jax, kernel_cpu, kernel_gpu)
     )
@@ -210,12 +212,8 @@ def _choose(kernel: Kernel, scale: float, q: Array, mask: Mask, way: str) -> Cal
         own["cpu"] = cpu
     if kernel in ("auto", "gpu") and not _gpu_needs(q, mask):
         own["cuda"] = gpu
-    return _by_platform(partial(gpu, interpret=True) if kernel == "gpu" else plain, **own)
-
-
-def _by_platform(elsewhere: Callable[..., Any], **own: Callable[..., Any]) -> Callable[..., Any]:
-    # The platform is known only when the program is lowered, perhaps on a machine of another platform.
-    return partial(jax.lax.platform_dependent, default=elsewhere, **own) if own else elsewhere
+    elsewhere = partial(gpu, interpret=True) if kernel == "gpu" else plain
+    return partial(by_platform, default=elsewhere, **own)
 
 
 def _gpu_needs(q: Array, mask: Mask) -> str | None:

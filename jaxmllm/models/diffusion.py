@@ -38,6 +38,7 @@ from jaxmllm.models.products import bias, biased, named, parameter, weight
 from jaxmllm.models.rotary import Rotation, rotary_angles_by_axis
 from jaxmllm.models.rows import GeneratorRows
 from jaxmllm.models.streams import ConditionSlots, in_streams, of_conditions_alone
+from sharding.by_platform import by_platform
 from sharding.context import SLOTS
 from sharding.layer_loop import run_layers
 from sharding.rules import Layout
@@ -396,7 +397,7 @@ def _of_owners(
     On GPUs it is looked up, where what modulates a slot needs it: a product would write and read all slots of it. Its
     gradient is one with zeros and ones, for a scatter-add would sum in any order.
     """
-    found: Array = jax.lax.platform_dependent(vectors, owners, cpu=_multiplied, default=_looked_up)
+    found: Array = by_platform(vectors, owners, cpu=_multiplied, default=_looked_up)
     return found
 
 

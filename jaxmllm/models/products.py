@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxmllm.config.schema import Kept
+from sharding.by_platform import by_platform
 from sharding.parameters import Parameter, gathered
 from sharding.rules import Axes, Layout
 
@@ -170,7 +171,7 @@ def _product_over_slots(
     if x.size <= y.size:
         return plain(x, y)
     # A CPU lays out the first factor anew, which should be the narrow one
-    product: Array = jax.lax.platform_dependent(x, y, cpu=narrow_first, default=plain)
+    product: Array = by_platform(x, y, cpu=narrow_first, default=plain)
     return product
 
 
@@ -222,7 +223,7 @@ def slot_sum(x: Float[Array, "*S *F"], slots: int) -> Float[Array, "*F"]:
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     in_groups = partial(sum_in_groups, slots=slots)
-    total: Array = jax.lax.platform_dependent(
+    total: Array = by_platform(
         wide, cuda=in_groups, rocm=in_groups, default=partial(sum_at_once, slots=slots)
     )
     return total.astype(x.dtype)

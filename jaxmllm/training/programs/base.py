@@ -43,6 +43,7 @@ from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.optimizer import make_optimizer
 from jaxmllm.training.programs.transfer import local_ranks
 from jaxmllm.training.step_functions import StepFunctions, TrainState
+from sharding.by_platform import traced_for
 from sharding.exchange import Exchange
 from sharding.rules import Layout
 
@@ -74,7 +75,8 @@ class Job:
         """Trace the function."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.result)
         jitted = jax.jit(self.function, donate_argnums=self.donated, out_shardings=shardings)
-        return jitted.lower(*self.arguments)
+        with traced_for(jax.tree.leaves(shardings)[0].mesh):
+            return jitted.lower(*self.arguments)
 
 
 Jobs = dict[ProgramName, Job]

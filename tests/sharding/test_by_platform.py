@@ -1,0 +1,61 @@
+"""Functions by platform: all of them where it is not known, one where it is."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from sharding.by_platform import by_platform, traced_for
+from sharding.mesh import make_mesh
+
+
+@jax.jit
+def doubled_on_cpu(x):
+    """Cached by JAX, as functions of its own are."""
+    return by_platform(x, cpu=lambda x: x * 2, cuda=jnp.sin, default=jnp.cos)
+
+
+def mesh_of(platform, version=""):
+    device = SimpleNamespace(platform=platform, client=SimpleNamespace(platform_version=version))
+    return SimpleNamespace(devices=SimpleNamespace(flat=[device]))
+
+
+def text(function, platform):
+    return jax.jit(function).trace(jnp.ones(2)).lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_all_are_traced_where_the_platform_is_not_known():
+    assert doubled_on_cpu(jnp.ones(2)).tolist() == [2.0, 2.0]
+    assert "sine" in text(lambda x: doubled_on_cpu(x), "cuda")
+    assert "cosine" in text(lambda x: doubled_on_cpu(x), "tpu")
+
+
+@pytest.mark.parametrize(
+    ("platform", "version", "operation"),
+    [
+        ("cpu", "", "mul"),
+        ("cuda", "", "sin"),
+        ("tpu", "", "cos"),
+        ("gpu", "PJRT C API\ncuda 12090", "sin"),
+    ],
+)
+def test_one_is_traced_where_it_is_known(platform, version, operation):
+    with traced_for(mesh_of(platform, version)):
+        program = jax.make_jaxpr(doubled_on_cpu)(jnp.ones(2))
+    (call,) = program.eqns
+    assert [str(eqn.primitive) for eqn in call.params["jaxpr"].eqns] == [operation]
+
+
+def test_a_gpu_that_may_be_either_kind_is_not_known():
+    with traced_for(mesh_of("gpu", "PJRT C API\nrocm 60200")):
+        program = str(jax.make_jaxpr(doubled_on_cpu)(jnp.ones(2)))
+    assert "platform_index" in program and "cos" in program and "sin" in program
+
+
+def test_what_was_traced_for_one_platform_is_not_found_for_another():
+    with traced_for(mesh_of("cuda")):
+        jax.make_jaxpr(doubled_on_cpu)(jnp.ones(3))
+    with traced_for(make_mesh({"data": 8})):
+        assert doubled_on_cpu(jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]
+    assert doubled_on_cpu(jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]
