@@ -445,24 +445,28 @@ def _fewest_slots(
         counts[:] = 0
         while True:
             # Of the base as many as the others leave over.
-            held = held_rows = needed = 0
+            held = held_rows = missing = missing_rows = count = 0
             enough = True
             for number in range(classes):
                 held += counts[number] * capacity[number]
                 held_rows += counts[number] * rows[number]
-                missing = -(-(needs[load, number] - held) // capacity[base])
-                missing_rows = -(-(rows_needed[load, number] - held_rows) // rows[base])
+                count += counts[number]
+                more = needs[load, number] - held
+                more_rows = rows_needed[load, number] - held_rows
                 if number < base:
-                    enough &= missing <= 0 and missing_rows <= 0
+                    enough &= more <= 0 and more_rows <= 0
                 else:
-                    needed = max(needed, missing, missing_rows)
-            slots = held + needed * capacity[base]
-            count = counts.sum() + needed
-            if enough and (slots < best_slots or (slots == best_slots and count < best_count)):
-                best_slots = slots
-                best_count = count
-                chosen[load] = counts
-                chosen[load, base] = needed
+                    missing = max(missing, more)
+                    missing_rows = max(missing_rows, more_rows)
+            if enough and held + missing <= best_slots:
+                needed = max(-(-missing // capacity[base]), -(-missing_rows // rows[base]))
+                slots = held + needed * capacity[base]
+                count += needed
+                if slots < best_slots or (slots == best_slots and count < best_count):
+                    best_slots = slots
+                    best_count = count
+                    chosen[load] = counts
+                    chosen[load, base] = needed
             # The next combination: too many of a class are followed by none of it and one more of
             # the next larger.
             index = classes - 1
