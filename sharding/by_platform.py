@@ -36,8 +36,11 @@ def by_platform(*operands: Any, default: Callable[..., Any], **own: Callable[...
 
 
 def _lowering_platform(mesh: jax.sharding.Mesh) -> str | None:
-    """None where it is not certain: devices call themselves `gpu` whether they are CUDA's or ROCm's."""
+    """What JAX lowers for; None where that cannot be told.
+
+    Devices call themselves `gpu`, be they CUDA's or ROCm's. Their client says which, in an attribute that JAX's
+    lowering reads and that is private to it; should it go, all functions are traced.
+    """
     device = mesh.devices.flat[0]
-    if device.platform != "gpu":
-        return device.platform
-    return "cuda" if "cuda" in device.client.platform_version else None
+    platform = getattr(device.client, "_raw_platform", device.platform)
+    return None if platform == "gpu" else platform
