@@ -46,8 +46,19 @@ def _unread(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     if not config.may_share_rows:
         reason = f"balance.mode ({config.balance.mode}) leaves every row to one rank"
         yield reason, "balance", ("spans_cross_nodes", "flops_per_gathered_byte")
+    if not (config.model.encoders or config.model.generators):
+        reason = "a model of text alone exchanges no tokens"
+        yield reason, "balance", ("exchange", "pool_slots", "pair_slots")
+    elif config.balance.exchange == "ragged":
+        yield "balance.exchange (ragged) sends what is there", "balance", ("pair_slots",)
     if config.pipeline.stages == 1:
         yield "pipeline.stages is 1", "pipeline", _all_keys(config, "pipeline")
+    elif config.pipeline.schedule not in ("auto", "search"):
+        yield (
+            f"pipeline.schedule ({config.pipeline.schedule}) searches nothing",
+            "pipeline",
+            ("rollouts",),
+        )
     if not config.data.evaluation:
         yield "data.evaluation is empty", "evaluation", _all_keys(config, "evaluation")
     if config.optimizer.schedule == "constant":

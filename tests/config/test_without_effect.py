@@ -47,6 +47,16 @@ def test_none_of_a_plain_config(tmp_path):
             "balance.mode (none) leaves every row to one rank",
             ["balance.spans_cross_nodes"],
         ),
+        (
+            {"balance__exchange": "ragged", "balance__pair_slots": 64},
+            "balance.exchange (ragged) sends what is there",
+            ["balance.pair_slots"],
+        ),
+        (
+            {"pipeline__stages": 2, "pipeline__rollouts": 8},
+            "pipeline.schedule (greedy) searches nothing",
+            ["pipeline.rollouts"],
+        ),
         ({"pipeline__split_backward": True}, "pipeline.stages is 1", ["pipeline.split_backward"]),
         (
             {"data__evaluation": [], "evaluation__every": 2},
@@ -65,7 +75,14 @@ def test_each_reason(tmp_path, changes, reason, names):
     assert keys(tmp_path, **changes) == {reason: names}
 
 
+def test_text_alone_exchanges_nothing(tmp_path):
+    named = keys(tmp_path, model__audio=None, model__vision=None, balance__pool_slots=512)
+    assert named["a model of text alone exchanges no tokens"] == ["balance.pool_slots"]
+
+
 def test_none_where_the_other_key_asks_for_them(tmp_path):
     assert not keys(tmp_path, optimizer__schedule="cosine", optimizer__final_scale=0.5)
     assert not keys(tmp_path, profile__start=3, profile__steps=1)
     assert not keys(tmp_path, evaluation__every=2)
+    assert not keys(tmp_path, balance__pair_slots=64)
+    assert not keys(tmp_path, pipeline__stages=2, pipeline__schedule="search", pipeline__rollouts=8)
