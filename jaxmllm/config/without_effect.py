@@ -54,11 +54,8 @@ def _unread(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     if config.pipeline.stages == 1:
         yield "pipeline.stages is 1", "pipeline", _all_keys(config, "pipeline")
     elif config.pipeline.schedule not in ("auto", "search"):
-        yield (
-            f"pipeline.schedule ({config.pipeline.schedule}) searches nothing",
-            "pipeline",
-            ("rollouts",),
-        )
+        reason = f"pipeline.schedule ({config.pipeline.schedule}) searches nothing"
+        yield reason, "pipeline", ("rollouts",)
     if not config.data.evaluation:
         yield "data.evaluation is empty", "evaluation", _all_keys(config, "evaluation")
     if config.optimizer.schedule == "constant":

@@ -58,11 +58,13 @@ def new_folder(text: str) -> Path:
 
 
 def new_file(text: str) -> Path:
-    """A file to write, or to write anew. Folders above it need not be there."""
+    """A file to write, or to write anew: also what is like one, such as /dev/stdout. Folders above it need not be
+    there."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a folder; name a file")
-    if path.exists() and not path.is_file():
-        raise argparse.ArgumentTypeError(f"{path} is not a file; name another path")
-    new_folder(str(path.parent))
+    if not path.exists():
+        new_folder(str(path.parent))
+    elif not os.access(path, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} may not be written; name another path")
     return path

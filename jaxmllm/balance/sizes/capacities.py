@@ -451,13 +451,13 @@ def _fewest_slots(
                 held += counts[number] * capacity[number]
                 held_rows += counts[number] * rows[number]
                 count += counts[number]
-                more = needs[load, number] - held
-                more_rows = rows_needed[load, number] - held_rows
+                open_slots = needs[load, number] - held
+                open_rows = rows_needed[load, number] - held_rows
                 if number < base:
-                    enough &= more <= 0 and more_rows <= 0
+                    enough &= open_slots <= 0 and open_rows <= 0
                 else:
-                    missing = max(missing, more)
-                    missing_rows = max(missing_rows, more_rows)
+                    missing = max(missing, open_slots)
+                    missing_rows = max(missing_rows, open_rows)
             if enough and held + missing <= best_slots:
                 needed = max(-(-missing // capacity[base]), -(-missing_rows // rows[base]))
                 slots = held + needed * capacity[base]
