@@ -1,8 +1,8 @@
 """One of several functions, by the platform that a program is for.
 
 JAX knows the platform only when it lowers a program, perhaps for devices of another machine, and so traces all of
-them, one after the other. Where the caller knows it, the one that counts is traced alone: a third of the time
-that tracing the programs of a step takes.
+them, one after the other. Where the caller knows it, the one that counts is traced alone, which saves a third of the
+time that tracing the programs of a step takes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def by_platform(*operands: Any, default: Callable[..., Any], **own: Callable[...
       own: by the name of a platform to lower for: `cpu`, `cuda`, `rocm` or `tpu`.
     """
     platform = _platform.value
-    if platform is None:
+    if platform is None and own:
         return jax.lax.platform_dependent(*operands, default=default, **own)
     return own.get(platform, default)(*operands)
 

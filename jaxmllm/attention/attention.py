@@ -200,8 +200,8 @@ def _choose(kernel: Kernel, scale: float, q: Array, mask: Mask, way: str) -> Cal
     """A kernel's function "forward" or "backward"."""
     if kernel == "cudnn":
         interpreted = partial(getattr(kernel_cudnn, f"interpreted_{way}"), scale)
-        own = {"cuda": partial(getattr(kernel_cudnn, way), scale)}
-        return partial(by_platform, default=interpreted, **own)
+        cudnn = partial(getattr(kernel_cudnn, way), scale)
+        return partial(by_platform, default=interpreted, cuda=cudnn)
     plain, cpu, gpu = (
         partial(getattr(module, way), scale) for module in (kernel_jax, kernel_cpu, kernel_gpu)
     )

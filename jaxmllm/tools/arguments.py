@@ -45,7 +45,8 @@ def _whole_number(text: str, least: int, most: int) -> int:
 
 
 def new_folder(text: str) -> Path:
-    """A folder to write into. It need not be there, nor those above it."""
+    """A folder to write into. It need not be there, nor those above it, and is not made yet: `check_writable` of a
+    run's folder makes it to try it out."""
     path = Path(text)
     above = path
     while not above.exists() and above != above.parent:

@@ -134,7 +134,7 @@ def to_folder(run: Path, out: Path, source: Path | None = None, component: str =
     beside = _beside(run, folder, saved)
     saved_components = [saved, *(saved.other(run, name) for name in beside)]
     fits = [folder.of(written.component).check(written.shapes) for written in saved_components]
-    draft = out.with_name(f"{out.name}.partial")
+    draft = _draft(out)
     left_out = write_folder(
         [(fit, written.merged) for fit, written in zip(fits, saved_components, strict=True)], draft
     )
@@ -204,7 +204,7 @@ def to_adapters(
         )
     for original in (saved, *(saved.other(run, name) for name in _beside(run, folder, saved))):
         _check_unchanged(folder, original)
-    draft = out.with_name(f"{out.name}.partial")
+    draft = _draft(out)
     write_adapter(folder, saved.adapter, saved.adapted, saved.factors, draft)
     draft.rename(out)
     print(f"{folder.family.name}: {ADAPTER}{LANGUAGE} of {saved.location} -> {out}")
@@ -363,9 +363,14 @@ def _beside(run: Path, folder: ModelFolder, saved: SavedComponent) -> list[str]:
 
 
 def _check_new(out: Path) -> None:
-    for path in (out, out.parent / f"{out.name}.partial"):
+    for path in (out, _draft(out)):
         if path.exists():
             raise ConfigError(f"{path} is there already; name a new folder, or remove it")
+
+
+def _draft(out: Path) -> Path:
+    """The folder that is written first, and renamed when it is whole."""
+    return out.parent / f"{out.name}.partial"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -387,13 +387,13 @@ def _config(source: Path, inputs: Path, sections: Mapping[str, Any]) -> Config:
 
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
     """The arrays of an .npz file. Raises `ConfigError`."""
-    if not zipfile.is_zipfile(path):
-        raise ConfigError(f"{path} is no .npz file")
+    if path.is_file() and not zipfile.is_zipfile(path):  # numpy would take it for a pickle
+        raise ConfigError(f"{path} is no .npz file of arrays")
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return dict(arrays)
     except Exception as error:  # a damaged file can fail anywhere in zip and npy
-        raise ConfigError(f"{path} cannot be read: {error}; write it again") from error
+        raise ConfigError(f"{path} is no .npz file of arrays: {error}") from error
 
 
 def differences(

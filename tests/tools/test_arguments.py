@@ -15,17 +15,13 @@ from jaxmllm.tools.arguments import (
 
 
 def test_numbers(capsys):
-    assert (
-        positive_int("1"),
-        positive_int(str(MOST)),
-        seed_int("0"),
-        seed_int(str((1 << 63) - 1)),
-    ) == (
-        1,
-        MOST,
-        0,
-        (1 << 63) - 1,
-    )
+    for kind, number in [
+        (positive_int, 1),
+        (positive_int, MOST),
+        (seed_int, 0),
+        (seed_int, (1 << 63) - 1),
+    ]:
+        assert kind(str(number)) == number
     for kind, text in [
         (positive_int, "0"),
         (positive_int, "-1"),
