@@ -19,6 +19,12 @@ from jaxmllm.data.text.conversation import ConversationError
 MAX_LINE = 8 << 20  # bytes of a record; what is longer is refused without being held in memory
 
 
+def resolved(path: str | Path, strict: bool = False) -> Path:
+    """An absolute path without symlinks. `Path.resolve` breaks down at one that leads to itself; here it stays, and
+    whoever opens it raises `OSError`; with `strict` this raises it for what is not there, too."""
+    return Path(os.path.realpath(path, strict=strict))
+
+
 @dataclass(frozen=True)
 class JsonLines:
     """A JSONL file, whose media paths are relative to `root`. Both paths are absolute and without
@@ -30,8 +36,8 @@ class JsonLines:
     @classmethod
     def of(cls, config: SourceConfig) -> JsonLines:
         """The source of an entry of data.sources."""
-        path = Path(config.path).resolve()
-        return cls(path, path.parent if config.root is None else Path(config.root).resolve())
+        path = resolved(config.path)
+        return cls(path, path.parent if config.root is None else resolved(config.root))
 
     def size(self) -> int:
         return self.path.stat().st_size
@@ -53,9 +59,10 @@ class JsonLines:
                     return
                 size = len(text)
                 if size > MAX_LINE:
-                    while (piece := file.readline(MAX_LINE)) and not piece.endswith(b"\n"):
+                    piece = text
+                    while piece and not piece.endswith(b"\n"):
+                        piece = file.readline(MAX_LINE)
                         size += len(piece)
-                    size += len(piece)
                     message = f"a line of {size} bytes; a record has at most {MAX_LINE}: split it"
                     yield RawRecord(line, offset, size, b"", ("line_too_long", message))
                 elif text.strip():
@@ -97,8 +104,16 @@ class JsonLines:
             status = os.stat(path)
             if stat.S_ISDIR(status.st_mode):
                 with os.scandir(path) as entries:
-                    files = [status, *(entry.stat() for entry in entries)]
+                    files = [status, *map(_status, entries)]
                 return sum(file.st_size for file in files), max(file.st_mtime_ns for file in files)
         except OSError:
             return MISSING
         return status.st_size, status.st_mtime_ns
+
+
+def _status(entry: os.DirEntry[str]) -> os.stat_result:
+    """Of a file in a folder, or of the link where the file is gone, such as an editor's lock."""
+    try:
+        return entry.stat()
+    except FileNotFoundError:
+        return entry.stat(follow_symlinks=False)

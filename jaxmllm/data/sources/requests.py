@@ -22,7 +22,7 @@ from typing import Any
 
 from jaxmllm.data.media.blanks import BLANK, Blank
 from jaxmllm.data.media.reference import MediaReference
-from jaxmllm.data.sources.jsonl import JsonLines
+from jaxmllm.data.sources.jsonl import JsonLines, resolved
 from jaxmllm.data.sources.source import MISSING, DataError, RawRecord
 from jaxmllm.data.text.conversation import MEDIA_LISTS, ConversationError, parse_json
 
@@ -58,7 +58,8 @@ class Requests:
           DataError: the file cannot be read, holds no entry, or two of one name.
         """
         try:
-            source = JsonLines(path.resolve(strict=True), path.resolve().parent)
+            file = resolved(path, strict=True)
+            source = JsonLines(file, file.parent)
             source.stamp()
             records = list(source.records())
         except OSError as error:

@@ -8,7 +8,7 @@ import pytest
 from jaxmllm.config.schema import SourceConfig
 from jaxmllm.data.sources import jsonl
 from jaxmllm.data.sources.jsonl import JsonLines
-from jaxmllm.data.sources.source import DataError
+from jaxmllm.data.sources.source import MISSING, DataError
 from jaxmllm.data.text.conversation import ConversationError
 from tests.data.index.examples import ask, index_of, text, write
 
@@ -94,3 +94,30 @@ def test_a_line_of_just_the_bound_is_read(
             SourceConfig(name="s", path=str(tmp_path / "train.jsonl")), tmp_path / str(bound)
         )
         assert len(index) == read and len(index.rejected) == 1 - read
+
+
+def test_the_record_after_a_line_of_the_bound_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its newline such a line is one byte too long, and ends with what shows that."""
+    records = [ask(text("a" * n), id=f"{n}") for n in (9, 50, 9)]
+    monkeypatch.setattr(jsonl, "MAX_LINE", len(json.dumps(records[1])))
+    index = index_of(write(tmp_path / "train.jsonl", *records))
+    assert index.line.tolist() == [1, 3] and [refusal.line for refusal in index.rejected] == [2]
+
+
+def test_a_link_to_itself_is_told(tmp_path: Path) -> None:
+    os.symlink("loop.jsonl", tmp_path / "loop.jsonl")
+    with pytest.raises(DataError, match=r"source 'x': .*loop\.jsonl cannot be read"):
+        index_of(SourceConfig(name="x", path=str(tmp_path / "loop.jsonl")))
+
+
+def test_the_stamp_of_a_folder_sees_its_files_beside_a_link_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "clip").mkdir()
+    for name in ("0.png", "1.png"):
+        (tmp_path / "clip" / name).write_bytes(b"0")
+    os.symlink("user@host.1", tmp_path / "clip" / ".#0.png")
+    source = JsonLines(tmp_path / "train.jsonl", tmp_path)
+    before = source.media_stamp("clip")
+    (tmp_path / "clip" / "1.png").write_bytes(b"longer")
+    assert MISSING != before != source.media_stamp("clip") != MISSING
