@@ -13,6 +13,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from tokenize import TokenError
 from typing import Any
 
 import ml_dtypes
@@ -32,6 +33,8 @@ TENSOR_TYPES = {  # of safetensors
     "F32": np.dtype("<f4"),
 }
 MAX_TENSORS_HEADER = 1 << 20  # bytes; of one tensor it has a hundred
+# numpy reads such a header as Python, and what is damaged fails in as many ways
+NPY_FAILURES = (ValueError, TypeError, OverflowError, SyntaxError, TokenError, RecursionError)
 _NPY_HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
@@ -92,7 +95,7 @@ class GeneratedLatents(Generated):
 
     def _shape(self, stored: _Stored, media: MediaReference) -> Shape:
         sizes = stored.shape
-        if len(sizes) not in (3, 4) or not all(sizes):
+        if len(sizes) not in (3, 4) or min(sizes) < 1:
             raise MediaError(
                 "unsupported_latents",
                 f"{media} holds numbers of shape {[*sizes]}; latents have [channels, height, width] or "
@@ -182,8 +185,8 @@ def _npy(file: Stream, media: MediaReference) -> _Stored:
         if version not in _NPY_HEADERS:
             raise ValueError(f"version {version}")
         shape, by_columns, dtype = _NPY_HEADERS[version](file)
-    except (ValueError, OverflowError) as error:
-        raise _broken(media, str(error)) from error
+    except NPY_FAILURES as error:
+        raise _broken(media, f"{type(error).__name__}: {error}") from error
     if dtype.kind != "f" or dtype.itemsize not in (2, 4):
         raise MediaError(
             "unsupported_latents",
@@ -203,7 +206,14 @@ def _safetensors(file: Stream, media: MediaReference) -> _Stored:
         named = [
             (str(t["dtype"]), [int(n) for n in t["shape"]], t["data_offsets"]) for t in tensors
         ]
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+    except (
+        ValueError,
+        OverflowError,
+        RecursionError,
+        TypeError,
+        KeyError,
+        AttributeError,
+    ) as error:
         raise _broken(media, f"{type(error).__name__}: {error}") from error
     if len(named) != 1:
         raise MediaError(

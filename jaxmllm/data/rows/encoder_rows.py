@@ -129,7 +129,7 @@ class Filling(ABC):
         """
         loaded = self._features([spans[item] for item in items])
         broken: MediaError | None = None
-        for item in items:
+        for place, item in enumerate(items):
             if cancelled():
                 raise CancelledError
             span = spans[item]
@@ -137,6 +137,9 @@ class Filling(ABC):
             row_index = self.local.row(item)
             slots = self.local.slots(item, int(self.items.length[item]))
             feature_slots = self.lay(row, row_index, item, span, slots)
+            if broken and _is_folder(span.reference):  # whose other files may be sound
+                loaded = self._features([spans[item] for item in items[place:]])
+                broken = None
             if broken is None:
                 try:
                     features = next(loaded)
@@ -199,6 +202,13 @@ def _together(
         else:
             groups.append([item])
     return groups
+
+
+def _is_folder(media: MediaReference) -> bool:
+    try:
+        return bool(media.files())
+    except MediaError:  # one that cannot be read
+        return False
 
 
 def _group_number(span: MediaSpan) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxmllm.balance.records import StepPlan
 from jaxmllm.data.rows.batch import CHANGED, Batch, LocalRows, MisalignmentError
+from jaxmllm.data.rows.encoder_rows import empty_rows
 from jaxmllm.data.rows.masks import AttentionSpec, Row, finish_language_row
 from jaxmllm.data.text.render import Rendered
 from jaxmllm.phases import LANGUAGE
@@ -36,11 +37,7 @@ def language_rows(
     phase = plan.phases[LANGUAGE]
     items = batch.items.phases[LANGUAGE]
     local = LocalRows(LANGUAGE, phase, ranks)
-    shapes = list(zip(phase.capacity.tolist(), phase.span.tolist(), strict=True))
-    rows = [
-        _empty_row(len(local.groups(span)), capacity * span, max_segments)
-        for capacity, span in shapes
-    ]
+    rows = empty_rows(local, lambda row_count, slots: _empty_row(row_count, slots, max_segments))
     # In stages a generator reads whole rows
     routes = {
         name: route
@@ -69,7 +66,7 @@ def language_rows(
                 if name in attention.bidirectional:
                     # A number that no other item of the row has
                     row["groups"][row_index, read] = first_slot + 1
-    for row, (_, span) in zip(rows, shapes, strict=True):
+    for row, span in zip(rows, phase.span.tolist(), strict=True):
         if span > 1:
             row["arrived"] = row["media"].copy()
             if generates:

@@ -102,6 +102,11 @@ REFUSED: dict[str, tuple[bytes, str, str]] = {  # content, reason, what the mess
     "odd frames": (array(LATENTS[:, :3]), "divided_patches", "3 frames, no multiple"),
     "one frame": (array(LATENTS[:, 0]), "divided_patches", "model.diffusion.patch_frames = 2"),
     "two axes": (array(LATENTS[0, 0]), "unsupported_latents", "[channels, height, width]"),
+    "negative sizes": (
+        array(LATENTS).replace(b"(4, 6, 8, 10)", b"(4, 6,-8,-10)"),
+        "unsupported_latents",
+        "shape [4, 6, -8, -10]",
+    ),
     "nothing": (array(LATENTS[:, :0]), "unsupported_latents", "shape [4, 0, 8, 10]"),
     "too long": (
         array(np.concatenate([LATENTS] * 2, 1)),
@@ -121,6 +126,17 @@ REFUSED: dict[str, tuple[bytes, str, str]] = {  # content, reason, what the mess
     ),
     "two tensors": (tensors(LATENTS, LATENTS), "unsupported_latents", "holds 2 tensors"),
     "objects": (array(LATENTS).replace(b"'<f4'", b"'|O' "), "unsupported_latents", "object"),
+    "open header": (array(LATENTS).replace(b"}", b" "), "broken_latents_header", "TokenError"),
+    "deep header": (
+        array(LATENTS).replace(b"6", b"\x00"),
+        "broken_latents_header",
+        "no .npy or .safetensors",
+    ),
+    "infinite sizes": (
+        tensors(LATENTS).replace(b"[4, 6, 8, 10]", b"[4, 6, 1e999]"),
+        "broken_latents_header",
+        "OverflowError",
+    ),
     "cut header": (array(LATENTS)[:40], "broken_latents_header", "no .npy or .safetensors"),
     "no header": (b"P5 12 12 255\n", "broken_latents_header", "no .npy or .safetensors"),
     "header of nothing": (tensors().replace(b"by hand", b'"y han"'), "broken_latents_header", ""),

@@ -80,9 +80,11 @@ def test_without_videos_their_records_are_refused(source):
     assert "set model.vision.videos, and see data.videos" in index.rejected[0].message
 
 
-def filled(source: SourceConfig) -> tuple[dict[str, np.ndarray], list[str], list[int]]:
+def filled(
+    source: SourceConfig, modality: ImagesAndVideos | None = None
+) -> tuple[dict[str, np.ndarray], list[str], list[int]]:
     """The first example's video in one row, the items in another order; messages, and groups that were decoded."""
-    modality = reader()
+    modality = modality or reader()
     corpus = Corpus.open([source], ByteTokenizer(), {"vision": modality})
     examples = np.array([0])
     items = corpus.gather(examples)
@@ -140,3 +142,19 @@ def test_a_video_that_does_not_decode_is_masked_and_counted(source):
     valid = [bool(row["valid"][0, offset // 4]) for offset in offsets]
     assert valid == [True, False, False]
     assert (row["segments"][0, :72] > 0).all()
+
+
+def test_files_of_a_folder_are_failed_one_by_one(source):
+    """Hosts begin at other groups: what is sound must be read whatever came before."""
+    folder = Path(source.path).parent / "v.png"
+    folder.unlink()
+    folder.mkdir()
+    for number, colors in enumerate(COLORS):
+        Image.fromarray(colors).save(folder / f"{number}.png")
+    damaged = folder / "2.png"
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:60] + bytes(20) + content[80:])
+    row, failures, offsets = filled(source, reader(folder_fps=2.0))
+    (message,) = failures
+    assert row["failed"].tolist() == [1] and "2.png does not decode" in message
+    assert [bool(row["valid"][0, offset // 4]) for offset in offsets] == [True, False, True]
