@@ -44,8 +44,10 @@ _PRIVATE = re.compile(PRIVATE)
 _ANSWER_MARKS = re.compile(f"[{OPEN}{CLOSE}{THOUGHT_OPEN}{THOUGHT_CLOSE}]")
 # The marks of all turns in their order: a template may drop the reasoning of a turn, but as a whole
 _IN_ORDER = re.compile(f"(?:(?:{THOUGHT_OPEN}{THOUGHT_CLOSE})?{OPEN}{CLOSE})*")
-# Reasoning inside a content, as models write it; its first tag may have stood in the prompt
-_THOUGHT = re.compile(r"(\s*(?:<think>)?)(.*?)(</think>)(.*)", re.DOTALL)
+# Reasoning inside a content, as models write it; its first tag may have stood in the prompt. Without the last tag, the
+# text would be searched once for each white space that it begins with.
+THOUGHT_END = "</think>"
+_THOUGHT = re.compile(rf"(\s*(?:<think>)?)(.*?)({THOUGHT_END})(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,11 @@ class ControlNames:
     @cached_property
     def separators(self) -> re.Pattern[str]:
         """Finds names and marks."""
-        return re.compile(f"{self.spelled.pattern}|{PRIVATE}")
+        # `re` looks for first characters by itself only where all alternatives begin with a literal one
+        first = "".join(sorted({name[:1] for name in self.ids}))
+        return re.compile(
+            f"(?=[{re.escape(first)}{PRIVATE[1:-1]}])(?:{self.spelled.pattern}|{PRIVATE})"
+        )
 
     @cached_property
     def turn_end(self) -> re.Pattern[str]:
@@ -253,9 +259,8 @@ def _messages(
         reasoning = hide(turn.reasoning)
         marked = mark and _is_learned(conversation, turn)
         if marked and (content or not turn.calls):
-            thought_match = (
-                _THOUGHT.fullmatch(content) if inline and turn.role == "assistant" else None
-            )
+            thinks = inline and turn.role == "assistant" and THOUGHT_END in content
+            thought_match = _THOUGHT.fullmatch(content) if thinks else None
             if thought_match and not reasoning:
                 begin, thought, end, answer = thought_match.groups()
                 content = begin + _thought(thought) + end + _enclosed(answer, OPEN, CLOSE)

@@ -57,6 +57,7 @@ MEDIA_LISTS = {"image": "images", "audio": "audios", "video": "videos"}
 REASONING = "reasoning_content"  # of an assistant's message
 CALLS = "tool_calls"  # of an assistant's message
 TOOLS = "tools"  # of a record
+MAX_NESTED = 100  # levels of tools and arguments, which templates and checks walk by recursion
 MAX_ID = 256  # characters; ids are kept in a table of fixed width
 
 # What a record names -> where it is; may raise `ConversationError`
@@ -255,15 +256,29 @@ def _objects(record: dict[str, Any], key: str, where: str) -> tuple[dict[str, An
 
 
 def _json_of(value: Any, where: str) -> Any:
-    """A value, or what a string holds as JSON."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
+    """A value, or what a string holds as JSON; not nested too deep."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ConversationError(
+                "wrong_type", f"{where} is a string, but no JSON: {error}"
+            ) from error
+    _check_nesting(value, where)
+    return value
+
+
+def _check_nesting(value: Any, where: str, levels: int = MAX_NESTED) -> None:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list):
+        return
+    if not levels:
         raise ConversationError(
-            "wrong_type", f"{where} is a string, but no JSON: {error}"
-        ) from error
+            "wrong_type", f"{where} is nested more than {MAX_NESTED} levels deep"
+        )
+    for entry in value:
+        _check_nesting(entry, where, levels - 1)
 
 
 def _parts(

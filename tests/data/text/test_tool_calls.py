@@ -150,6 +150,10 @@ def test_chatml_has_no_place_for_calls() -> None:
     assert caught.value.reason == "no_place"
 
 
+def nested(levels: int) -> dict[str, Any]:
+    return {"b": nested(levels - 1)} if levels > 1 else {}
+
+
 @pytest.mark.parametrize(
     ("calls", "words"),
     [
@@ -161,6 +165,11 @@ def test_chatml_has_no_place_for_calls() -> None:
         ([{"name": "a", "arguments": "b"}], "a string, but no JSON"),
         ([{"name": "a", "arguments": "[1]"}], "arguments must be an object, not a list"),
         ([{"name": "a", "arguments": {"b": "\ud800"}}], "not Unicode"),
+        (
+            [{"name": "a", "arguments": '{"b":' * 600 + "1" + "}" * 600}],
+            "more than 100 levels deep",
+        ),
+        ([{"name": "a", "arguments": nested(101)}], "more than 100 levels deep"),
         ([{"function": "a"}], "function must be an object, not a string"),
     ],
 )
