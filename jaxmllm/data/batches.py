@@ -25,7 +25,9 @@ from jaxmllm.balance.records import BatchItems
 from jaxmllm.data.rows.fill import HostStep, Lengths, StepFiller
 from jaxmllm.data.sources.source import DataError
 
-Member = tuple[str, float, Longs]  # name, weight, example numbers of one configured source
+Member = tuple[
+    str, float, Longs
+]  # name, weight, example numbers of one configured source, which follow one another
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ def example_order(
             raise DataError(
                 f"source {name!r} of data.sources has no usable example; remove it, or see its refusals"
             )
-        source = grain.MapDataset.source(examples).shuffle(seed=_source_seed(seed, index)).repeat()
+        # Twice as fast as one of a list, of which grain measures every access
+        numbers = grain.MapDataset.range(int(examples[0]), int(examples[-1]) + 1)
+        source = numbers.shuffle(seed=_source_seed(seed, index)).repeat()
         sources.append(source[skipped[index] :] if skipped else source)
     return grain.MapDataset.mix(sources, [weight for _, weight, _ in members])
 
@@ -186,7 +190,8 @@ def batch_examples(
         raise IndexError(
             f"step {step} of {batch_size} examples is outside an order of {len(order)}"
         )
-    return _numbers([order[i] for i in range(start, min(start + batch_size, len(order)))])
+    stop = min(start + batch_size, len(order))
+    return np.array([order[position] for position in range(start, stop)], np.int64)
 
 
 def sample_batches(
@@ -215,7 +220,3 @@ def source_batches(members: Sequence[Member], corpus: Lengths, batch_size: int) 
 def _source_seed(seed: int, index: int) -> int:
     # grain seeds epoch e with seed + e: neighbouring seeds would replay one another's epochs.
     return int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
-
-
-def _numbers(examples: Sequence[int]) -> Longs:
-    return np.asarray(examples, np.int64)

@@ -20,7 +20,7 @@ from jaxmllm.balance.costs.visible_pairs import NOTHING_KNOWN, VisiblePairs
 from jaxmllm.balance.records import BatchItems, PhaseItems
 from jaxmllm.config.schema import SourceConfig
 from jaxmllm.data.index.builder import build_index
-from jaxmllm.data.index.length_index import LengthIndex, Rejected
+from jaxmllm.data.index.length_index import LengthIndex, Rejected, starts
 from jaxmllm.data.media.modalities import row_formats
 from jaxmllm.data.media.modality import Modality
 from jaxmllm.data.printable import shown
@@ -218,7 +218,7 @@ class Corpus:
                 )
         rejected = self.rejected
         total = len(self) + len(rejected)
-        if len(self) and len(rejected) <= max_rejected * total:
+        if len(self) and len(rejected) / total <= max_rejected:
             return
         by_reason = self.rejected_counts().items()
         counts = ", ".join(f"{examples} {reason}" for reason, examples in by_reason) or "none"
@@ -236,6 +236,11 @@ class Corpus:
         anew."""
         indexes = tuple(index.without(_too_long(index, limits)) for index in self.indexes)
         return replace(self, indexes=indexes)
+
+    def for_rows(self) -> Corpus:
+        """The corpus without the names of media and without refusals, which filling rows does not ask for: every data
+        worker has its own copy of them, 150 MB of a million media."""
+        return replace(self, indexes=tuple(index.for_rows() for index in self.indexes))
 
     def fingerprint(self) -> str:
         """Equal for two runs exactly if their examples are the same in number, order, shapes and tokens.
@@ -257,9 +262,7 @@ class Corpus:
 
     @cached_property
     def _starts(self) -> Longs:
-        return np.concatenate(
-            [[0], np.cumsum([len(index) for index in self.indexes], dtype=np.int64)]
-        ).astype(np.int64)
+        return starts([len(index) for index in self.indexes])
 
     @cached_property
     def _label(self) -> Ints:

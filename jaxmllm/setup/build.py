@@ -67,7 +67,9 @@ def build_run(config: Config) -> Run:
 
     def filler(corpus: Corpus, stages: PipelineSpec | None, evaluation: bool = False) -> StepFiller:
         draws = draw_rule(config, evaluation)
-        return StepFiller(corpus, programs.spec, share, programs.attention, stages, draws=draws)
+        return StepFiller(
+            corpus.for_rows(), programs.spec, share, programs.attention, stages, draws=draws
+        )
 
     batches = steps(
         filler(inputs.corpus, pipeline.training if pipeline else None), batch_size, config.run.seed

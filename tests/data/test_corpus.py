@@ -195,6 +195,16 @@ def test_it_travels_to_worker_processes(corpus: Corpus) -> None:
     np.testing.assert_array_equal(copy.example(0).tokens, corpus.example(0).tokens)
 
 
+def test_rows_are_made_without_the_names_of_media(corpus: Corpus) -> None:
+    rows_corpus = corpus.for_rows()
+    assert not any(index.media.address or index.rejected for index in rows_corpus.indexes)
+    assert rows_corpus.fingerprint() == corpus.fingerprint()
+    for example in range(len(corpus)):
+        rendered = rows_corpus.example(example), corpus.example(example)
+        assert rendered[0].media == rendered[1].media
+        np.testing.assert_array_equal(rendered[0].tokens, rendered[1].tokens)
+
+
 def test_fingerprint_sees_data_and_order(
     corpus: Corpus, sources: tuple[SourceConfig, ...], tmp_path: Path
 ) -> None:
@@ -216,6 +226,16 @@ def test_rejected_share(corpus: Corpus) -> None:
     message = str(caught.value)
     assert "1 of 6 examples are refused" in message and "1 malformed_json" in message
     assert "first.jsonl:3: not valid JSON" in message and "data.max_rejected" in message
+
+
+def test_a_share_is_allowed_that_is_just_reached(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", *["{"] * 29, *[record("x")] * 71)
+    corpus = Corpus.open(
+        [SourceConfig(name="a", path=str(tmp_path / "a.jsonl"))], ByteTokenizer(), MODALITIES
+    )
+    corpus.check_rejected(0.29)
+    with pytest.raises(DataError, match="29 of 100"):
+        corpus.check_rejected(0.28)
 
 
 def test_nothing_left_is_an_error_whatever_the_share(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ from jaxmllm.data.text.tokenizers import Tokenizer
 
 CHUNK = 2048  # records whose media are measured together ...
 CHUNK_BYTES = 64 << 20  # ... or fewer, once their texts hold as much memory as this
-THREADS = 16  # that read headers: they wait for the disk, above all on network file systems
+THREADS = 16  # that follow paths and read headers: they wait for the disk, above all on network file systems
 
 
 def build_index(
@@ -144,7 +144,7 @@ class _Builder:
     def build(self, progress: bool) -> LengthIndex:
         with ThreadPoolExecutor(THREADS) as pool, _progress_bar(self.source, progress) as advance:
             for chunk in chunks(self.source.records()):
-                parsed = [self._parse(record) for record in chunk]
+                parsed = list(pool.map(self._parse, chunk))  # looks where media are
                 self._measure(parsed, pool)
                 for line in parsed:
                     self._add(line)

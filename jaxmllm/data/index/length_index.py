@@ -153,6 +153,11 @@ class LengthIndex:
         )
         return replace(self, **columns, item_start=starts(counts[keep]), rejected=rejected)
 
+    def for_rows(self) -> LengthIndex:
+        """See `Corpus.for_rows`."""
+        media = replace(self.media, address=(), part=(), failure={})
+        return replace(self, media=media, rejected=())
+
 
 def item_count(shape: Shape) -> int:
     """Items that one of this shape becomes: a video has one for each group of frames."""
