@@ -111,6 +111,10 @@ class PreparedTexts:
                 f"{path} holds {', '.join(sorted(arrays))}; it must hold input_ids, and may hold "
                 f"{', '.join(known[1:])}"
             )
+        if empty := [name for name, array in arrays.items() if not array.size]:
+            raise ConfigError(
+                f"{path}: {', '.join(empty)}: without an entry; leave out what is not there"
+            )
         ids = arrays["input_ids"]
         mask = arrays.get("attention_mask", np.ones_like(ids)).astype(bool)
         labels = arrays.get("labels", ids)
@@ -119,14 +123,28 @@ class PreparedTexts:
                 f"{path}: {', '.join(ARGUMENTS)} must be of one shape [texts, tokens], no text empty (got "
                 f"{[array.shape for array in (ids, mask, labels)]})"
             )
+        if ids.dtype.kind not in "iu" or labels.dtype.kind not in "iu":
+            raise ConfigError(
+                f"{path}: input_ids and labels must be whole numbers (got {ids.dtype}, {labels.dtype})"
+            )
         if ids.min() < 0 or ids.max() >= vocabulary:
             raise ConfigError(f"{path}: input_ids must be 0 .. {vocabulary - 1} (got {ids.max()})")
+        known_labels = (labels == NO_TARGET) | (labels >= 0) & (labels < vocabulary)
+        if not known_labels.all():
+            raise ConfigError(
+                f"{path}: labels must be 0 .. {vocabulary - 1}, or {NO_TARGET} (got {labels[~known_labels][0]})"
+            )
         slots = tuple(np.flatnonzero(row).astype(np.int32) for row in mask)
         tokens = tuple(row[chosen].astype(np.int32) for row, chosen in zip(ids, slots, strict=True))
         targets = []
         for row, chosen in zip(labels, slots, strict=True):
             following = np.append(row[chosen][1:], NO_TARGET)
             targets.append(np.where(following == NO_TARGET, -1, following).astype(np.int32))
+        if not any((of_text >= 0).any() for of_text in targets):
+            raise ConfigError(
+                f"{path}: no token is a target, and so there is no loss; labels must say at least one behind the first "
+                "token of a text"
+            )
         if config is None:
             return cls(slots, tokens, tuple(targets), ((),) * len(slots))
         media, spans = _read_media(path, arrays, slots, config.model, placeholders, readers)
@@ -400,32 +418,52 @@ def differences(
     run: PreparedRun, reference: Path | None = None, gradients: Path | None = None
 ) -> dict[str, Any]:
     """What `jaxmllm convert verify` prints, but for its seconds: of logits the largest difference where `valid`,
-    of gradients the largest difference over the largest entry, by key."""
+    of gradients the largest difference over the largest entry, by key; NaN where one of both is.
+
+    Raises `ConfigError` for files that do not hold what this run computes.
+    """
     loss, by_key = run.loss_and_gradients()
     report: dict[str, Any] = {"family": run.folders[LANGUAGE].family.name, "loss": loss}
     if reference is not None:
         expected = read_arrays(reference)
-        shape = expected["logits"].shape
-        valid = expected.get("valid", np.ones(shape[:2], bool)).astype(bool)
+        if "logits" not in expected:
+            raise ConfigError(
+                f"{reference} holds {', '.join(sorted(expected))}; it must hold logits"
+            )
+        vocabulary = run.config.model.language.vocab_size
+        tokens = 1 + max(int(slots[-1]) for slots in run.texts.slots)
+        tokens = max([tokens, *expected["logits"].shape[1:2]])  # masked ones may follow
+        shape = (len(run.texts.slots), tokens, vocabulary)
+        valid = expected.setdefault("valid", np.ones(shape[:2], bool)).astype(bool)
+        for name, wanted in {"logits": shape, "valid": shape[:2], "loss": ()}.items():
+            if name in expected:
+                _check_numbers(reference, name, expected[name], wanted)
         largest = 0.0
         for text, logits in run.logits():
             slots = run.texts.slots[text]
             off = np.abs(logits - expected["logits"][text, slots])[valid[text, slots]]
-            largest = max(largest, float(off.max(initial=0.0)))
+            largest = float(np.maximum(largest, off.max(initial=0.0)))  # max() would drop NaN
         report["logits"] = largest
         if "loss" in expected:
             report["loss_difference"] = abs(loss - float(expected["loss"]))
     if gradients is not None:
         expected = read_arrays(gradients)
-        report["gradients"] = {
-            key: float(
-                np.abs(value - expected[key]).max() / max(np.abs(expected[key]).max(), 1e-30)
-            )
-            for key, value in by_key
-            if key in expected
-        }
+        report["gradients"] = {}
+        for key, value in by_key:
+            if key in expected:
+                _check_numbers(gradients, key, expected[key], value.shape)
+                size = max(np.abs(expected[key]).max(), 1e-30)
+                report["gradients"][key] = float(np.abs(value - expected[key]).max() / size)
         if missing := sorted(expected.keys() - report["gradients"].keys()):
             raise ConfigError(
                 f"{gradients} has gradients of {', '.join(missing)}, which are no tensors of the model"
             )
     return report
+
+
+def _check_numbers(path: Path, name: str, array: NDArray[Any], shape: tuple[Any, ...]) -> None:
+    """Raise `ConfigError` for an array that is not one of numbers of this shape."""
+    if array.shape != shape or array.dtype.kind not in "biuf":
+        raise ConfigError(
+            f"{path}: {name} must be numbers of shape {list(shape)} (got {array.dtype} {list(array.shape)})"
+        )

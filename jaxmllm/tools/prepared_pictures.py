@@ -186,6 +186,11 @@ def _shapes(
     path: Path, name: str, arrays: Mapping[str, NDArray[Any]], images: Images
 ) -> list[Shape]:
     """Of the pictures, or of the videos: those whose times are written have their groups of frames apart."""
+    if arrays[name].shape[1:] != (3,) or arrays[name].dtype.kind not in "iu":
+        raise ConfigError(
+            f"{path}: {name} must be whole numbers, [items, 3]: frames, rows and columns (got {arrays[name].dtype} "
+            f"{list(arrays[name].shape)})"
+        )
     grids = [(int(frames), int(rows), int(columns)) for frames, rows, columns in arrays[name]]
     moving, merge = name in VIDEOS, images.merge
     for frames, *sides in grids:

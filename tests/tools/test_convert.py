@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from jaxmllm.config.read import parse_config
+from jaxmllm.config.schema import ConfigError
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.model_folder import ModelFolder
 from jaxmllm.families.resolved import resolved
@@ -104,6 +106,9 @@ def test_components_that_cannot_be_written(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+IDS = {"input_ids": np.ones((1, 3), int)}
+
+
 def test_inputs_that_are_none(tmp_path, capsys):
     folder = GOLDENS / QUICK
     for arrays, words in (
@@ -111,6 +116,11 @@ def test_inputs_that_are_none(tmp_path, capsys):
         ({"pixel_values_videos": np.zeros(3)}, "holds pixel_values_videos; it must hold input"),
         ({"input_ids": np.zeros(3, int)}, "of one shape [texts, tokens]"),
         ({"input_ids": np.full((1, 3), 48)}, "must be 0 .. 47 (got 48)"),
+        ({"input_ids": np.ones((0, 3), int)}, "input_ids: without an entry; leave out"),
+        ({"input_ids": np.full((1, 3), 1.5)}, "must be whole numbers (got float64, float64)"),
+        (IDS | {"labels": IDS["input_ids"] + 47}, "labels must be 0 .. 47, or -100 (got 48)"),
+        (IDS | {"labels": IDS["input_ids"] - 2}, "labels must be 0 .. 47, or -100 (got -1)"),
+        (IDS | {"labels": IDS["input_ids"] - 101}, "no token is a target, and so there is no loss"),
     ):
         np.savez(tmp_path / "inputs.npz", **arrays)
         assert main(["verify", str(folder), str(tmp_path / "inputs.npz")]) == 2
@@ -131,6 +141,9 @@ def test_pictures_that_are_none(tmp_path, capsys):
         ({"mm_token_type_ids": types[:, 1:]}, "must be of the shape of input_ids, [3, 24] (got"),
         ({"mm_token_type_ids": 0 * types}, "have [6, 1, 10] tokens, and mm_token_type_ids []"),
         ({"image_grid_thw": 2 * grids}, "has [2, 12, 8]; pictures have one frame, and whole cel"),
+        ({"image_grid_thw": grids[:, :2]}, "must be whole numbers, [items, 3]: frames, rows and"),
+        ({"image_grid_thw": grids[0]}, "must be whole numbers, [items, 3]: frames, rows and colu"),
+        ({"image_grid_thw": grids[:0], "pixel_values": pixels[:0]}, "image_grid_thw: without an"),
         ({"image_grid_thw": grids[:2]}, "pixel_values has 68 patches, and image_grid_thw 28"),
         ({"pixel_values": pixels[:, 1:]}, "pixel_values must be [patches, 96] (got [68, 95])"),
         ({"pixel_values": pixels + 0.01}, "are not colors of 8 bits, equal in all 2 frames"),
@@ -178,6 +191,42 @@ def test_clips_that_are_none(tmp_path, capsys):
         np.savez(tmp_path / "inputs.npz", **arrays)
         assert main(["verify", str(folder), str(tmp_path / "inputs.npz")]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_what_is_compared_has_one_shape_and_keeps_nan(tmp_path):
+    """Of a run that has computed zeros."""
+    np.savez(tmp_path / "inputs.npz", input_ids=[[5, 6, 7, 0]], attention_mask=[[1, 1, 1, 0]])
+    run = SimpleNamespace(
+        folders={"language": SimpleNamespace(family=SimpleNamespace(name="none"))},
+        config=SimpleNamespace(model=SimpleNamespace(language=SimpleNamespace(vocab_size=10))),
+        texts=PreparedTexts.read(tmp_path / "inputs.npz", 10),
+        loss_and_gradients=lambda: (0.0, iter([("key", np.zeros((2, 3)))])),
+        logits=lambda: iter([(0, np.zeros((3, 10)))]),
+    )
+    logits, gradient = np.zeros((1, 4, 10)), np.zeros((2, 3))
+    path = tmp_path / "wanted.npz"
+
+    def found(*kinds: str, **arrays: Any) -> dict[str, Any]:
+        np.savez(path, **arrays)
+        return differences(run, **dict.fromkeys(kinds, path))
+
+    assert found("reference", logits=logits + 2, loss=1.0)["logits"] == 2
+    assert found("gradients", key=gradient + 2)["gradients"] == {"key": 1}
+    logits[0, 1, 2] = gradient[1, 1] = np.nan
+    assert np.isnan(found("reference", logits=logits)["logits"])
+    assert np.isnan(found("gradients", key=gradient)["gradients"]["key"])
+    for kind, arrays, words in (
+        ("reference", {"loss": 1.0}, "holds loss; it must hold logits"),
+        ("reference", {"logits": logits[:, :2]}, "logits must be numbers of shape [1, 3, 10] (got"),
+        ("reference", {"logits": logits[..., :9]}, "of shape [1, 4, 10] (got float64 [1, 4, 9])"),
+        ("reference", {"logits": logits[0]}, "logits must be numbers of shape [1, 10, 10] (got"),
+        ("reference", {"logits": logits.astype(str)}, "logits must be numbers of shape [1, 4, 10]"),
+        ("reference", {"logits": logits, "valid": [1]}, "valid must be numbers of shape [1, 4] (g"),
+        ("reference", {"logits": logits, "loss": [1]}, "loss must be numbers of shape [] (got"),
+        ("gradients", {"key": gradient[:1, :1]}, "key must be numbers of shape [2, 3] (got float6"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            found(kind, **arrays)
 
 
 def test_labels_and_masks_are_read_as_the_reference_reads_them(tmp_path):
