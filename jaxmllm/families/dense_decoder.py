@@ -134,4 +134,7 @@ def _rotary(config: FolderConfig) -> tuple[float, dict[str, Any] | None]:
     if kind == "yarn":
         positions = "original_max_position_embeddings"
         scaling.setdefault(positions, config.number("max_position_embeddings"))
+        # The reference divides the multiplier of the one by that of the other, and both are 1
+        if found.get("mscale") and found.get("mscale_all_dim"):
+            scaling.setdefault("attention_factor", 1.0)
     return theta, {"kind": kind, **scaling}

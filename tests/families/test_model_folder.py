@@ -177,6 +177,20 @@ def test_windows_of_older_files(copy):
     assert language["window"] == 7 and language["full_layers"] == [0]
 
 
+def test_yarn_whose_multipliers_cancel(copy):
+    """With both keys the reference takes their quotient in place of 0.1 ln(factor) + 1."""
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    for keys, factor in (
+        ({}, None),
+        ({"mscale": 1.0}, None),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.2}, 1.2),
+    ):
+        change_config(copy, rope_parameters=yarn | keys)
+        config = FolderConfig.read(copy)
+        assert family_of(config).section(config)["rope_scaling"].get("attention_factor") == factor
+
+
 @pytest.mark.parametrize("equal", [True, False])
 def test_a_second_tensor_of_a_tied_head(copy, tmp_path, equal):
     """It is compared, and written back; one that differs is refused."""
