@@ -191,6 +191,23 @@ def test_yarn_whose_multipliers_cancel(copy):
         assert family_of(config).section(config)["rope_scaling"].get("attention_factor") == factor
 
 
+@pytest.mark.parametrize(
+    ("keys", "window"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, 7),
+        ({"use_sliding_window": True, "sliding_window": "absent"}, 4096),
+        ({"use_sliding_window": True, "sliding_window": None}, None),
+        ({"use_sliding_window": False, "sliding_window": 7}, None),
+    ],
+)
+def test_windows_of_qwen3_moe_are_of_all_layers(tmp_path, keys, window):
+    folder = Path(shutil.copytree(GOLDENS / "qwen3_moe", tmp_path / "copy"))
+    change_config(folder, **keys)
+    config = FolderConfig.read(folder)
+    language = family_of(config).section(config)
+    assert language.get("window") == window and not language.get("full_layers")
+
+
 @pytest.mark.parametrize("equal", [True, False])
 def test_a_second_tensor_of_a_tied_head(copy, tmp_path, equal):
     """It is compared, and written back; one that differs is refused."""
