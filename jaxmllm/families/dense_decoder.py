@@ -65,23 +65,23 @@ def dense_decoder(
     config.expect("mlp_bias", False)
     config.expect("attention_dropout", 0.0)
     config.expect("partial_rotary_factor", 1.0)
-    width, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    width, heads = config.count("hidden_size"), config.count("num_attention_heads")
     theta, scaling = _rotary(config)
-    language = {
-        "vocab_size": config.number("vocab_size"),
+    language: dict[str, Any] = {
+        "vocab_size": config.count("vocab_size"),
         "width": width,
-        "layers": config.number("num_hidden_layers"),
+        "layers": config.count("num_hidden_layers"),
         "heads": heads,
-        "kv_heads": config.number("num_key_value_heads", heads),
-        "head_size": config.number("head_dim", width // heads),
-        "mlp_width": config.number("intermediate_size"),
+        "kv_heads": config.count("num_key_value_heads", heads),
+        "head_size": config.count("head_dim", width // heads),
+        "mlp_width": config.count("intermediate_size"),
         "rope_theta": theta,
         "rope_scaling": scaling,
         "tie_embeddings": config.flag("tie_word_embeddings"),
         "norm_epsilon": float(config.number("rms_norm_eps", 1e-6)),
     }
     if any(windowed):
-        language["window"] = config.number("sliding_window", 4096)
+        language["window"] = config.count("sliding_window", 4096)
         language["full_layers"] = [layer for layer, narrow in enumerate(windowed) if not narrow]
     return language | own
 
@@ -97,7 +97,7 @@ def head_variant(key: str) -> Variant:
 
 def windows_by_layer(config: FolderConfig) -> tuple[bool, ...]:
     """Whether each layer attends in windows: `layer_types`, or `max_window_layers` in older files."""
-    layers = config.number("num_hidden_layers")
+    layers = config.count("num_hidden_layers")
     in_use = config.flag("use_sliding_window") and config.values.get("sliding_window", 4096)
     if config.get("layer_types") is None:
         first = config.number("max_window_layers", 28) if in_use else layers
@@ -107,7 +107,7 @@ def windows_by_layer(config: FolderConfig) -> tuple[bool, ...]:
 
 def windows_by_type(config: FolderConfig, in_use: bool = True) -> tuple[bool, ...]:
     """Whether each layer attends in windows, as `layer_types` says; none may where windows are not in use."""
-    layers, types = config.number("num_hidden_layers"), config.get("layer_types")
+    layers, types = config.count("num_hidden_layers"), config.get("layer_types")
     known = LAYER_TYPES if in_use else LAYER_TYPES[:1]
     if not isinstance(types, list) or len(types) != layers or not {*types} <= {*known}:
         config.refuse(
@@ -121,7 +121,8 @@ def _rotary(config: FolderConfig) -> tuple[float, dict[str, Any] | None]:
     found = config.get("rope_parameters", config.get("rope_scaling", {}))
     if not isinstance(found, dict) or any(isinstance(part, dict) for part in found.values()):
         config.refuse(f"has rotary parameters {found!r}", "one record for all layers is understood")
-    theta = float(found.get("rope_theta") or config.number("rope_theta", 10_000.0))
+    theta = config.number("rope_theta", 10_000.0)
+    theta = float(FolderConfig(config.path, found).number("rope_theta", theta))
     kind = found.get("rope_type", found.get("type", "default"))
     if kind == "default":
         return theta, None

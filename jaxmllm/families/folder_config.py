@@ -66,6 +66,13 @@ class FolderConfig:
             self.refuse(f"has {key} {value!r}", "it must be a number")
         return value
 
+    def count(self, key: str, default: int | None = None) -> int:
+        """Raises `FolderError` if it is missing, or no whole number above 0."""
+        value = self.number(key, default)
+        if not isinstance(value, int) or value < 1:
+            self.refuse(f"has {key} {value!r}", "it must be a whole number above 0")
+        return value
+
     def flag(self, key: str, default: bool = False) -> bool:
         """Raises `FolderError` if it is neither true nor false."""
         value = self.get(key, default)

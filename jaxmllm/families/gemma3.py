@@ -91,7 +91,7 @@ def _windowed(config: FolderConfig) -> tuple[bool, ...]:
     if config.get("layer_types") is not None:
         return windows_by_type(config)
     every = _positive(config, "sliding_window_pattern")
-    return tuple((layer + 1) % every != 0 for layer in range(config.number("num_hidden_layers")))
+    return tuple((layer + 1) % every != 0 for layer in range(config.count("num_hidden_layers")))
 
 
 def _positive(config: FolderConfig, key: str) -> Any:
@@ -143,7 +143,7 @@ def _tower(config: FolderConfig) -> dict[str, Any]:
 def _projector(config: FolderConfig) -> dict[str, Any]:
     """The keys of the projector in the section of the tower."""
     tower, language = _tower(config), _decoder(config)
-    tokens, grid = config.number("mm_tokens_per_image", 256), tower["position_grid"]
+    tokens, grid = config.count("mm_tokens_per_image", 256), tower["position_grid"]
     side = math.isqrt(tokens)
     if not side or side**2 != tokens or grid % side:
         config.refuse(

@@ -111,10 +111,10 @@ def _vision(config: FolderConfig) -> dict[str, Any]:
         vision.refuse(f"has layer_norm_eps {epsilon}", "queries and keys are normed with 1e-6")
     patch = _side(vision, "patch_size")
     return {
-        "width": vision.number("hidden_size"),
-        "layers": vision.number("num_hidden_layers"),
-        "heads": vision.number("num_attention_heads"),
-        "mlp_width": vision.number("intermediate_size"),
+        "width": vision.count("hidden_size"),
+        "layers": vision.count("num_hidden_layers"),
+        "heads": vision.count("num_attention_heads"),
+        "mlp_width": vision.count("intermediate_size"),
         "patch_size": patch,
         "positions": "table",
         "position_grid": _side(vision, "image_size") // patch,

@@ -47,7 +47,7 @@ def videos(
 
 def check_width(audio: FolderConfig, width: int) -> None:
     """Raise `FolderError` where a projector's tokens are not as wide as the decoder."""
-    if (made := audio.number("output_dim", AUDIO_WIDTH)) != width:
+    if (made := audio.count("output_dim", AUDIO_WIDTH)) != width:
         audio.refuse(f"has output_dim {made}", f"the decoder is {width} wide")
 
 

@@ -83,7 +83,7 @@ def _merger(config: FolderConfig) -> dict[str, Any]:
 
 def _audio(config: FolderConfig) -> dict[str, Any]:
     audio = thinker_of(config).part("audio_config").completed(HEARING)
-    half, places = audio.number("n_window", HALF_CHUNK), audio.number("max_source_positions")
+    half, places = audio.count("n_window", HALF_CHUNK), audio.count("max_source_positions")
     if half > places:
         audio.refuse(f"has n_window {half}", f"there are {places} positions (max_source_positions)")
     if half % POOL:

@@ -102,26 +102,26 @@ def windowed_tower(config: FolderConfig) -> dict[str, Any]:
     vision.expect("hidden_act", "silu")
     vision.expect("in_channels", 3)
     vision.expect("in_chans", 3)
-    layers, patch = vision.number("depth", 32), vision.number("patch_size", 14)
+    layers, patch = vision.count("depth", 32), vision.count("patch_size", 14)
     tower = {
-        "width": vision.number("hidden_size", 3584),
+        "width": vision.count("hidden_size", 3584),
         "layers": layers,
-        "heads": vision.number("num_heads", 16),
-        "mlp_width": vision.number("intermediate_size", 3420),
+        "heads": vision.count("num_heads", 16),
+        "mlp_width": vision.count("intermediate_size", 3420),
         "rope_theta": axial_theta(vision),
         "patch_size": patch,
-        "patch_frames": vision.number("temporal_patch_size", 2),
+        "patch_frames": vision.count("temporal_patch_size", 2),
         "patch_bias": False,
         "gated_mlp": True,
         "norm": "rms",
         "norm_epsilon": 1e-6,
     }
-    cell = patch * vision.number("spatial_merge_size", 2)
+    cell = patch * vision.count("spatial_merge_size", 2)
     full = vision.get("fullatt_block_indexes", FULL_LAYERS)
     full = sorted({layer for layer in full if layer < layers})
     if len(full) == layers:
         return tower
-    cells = vision.number("window_size", 112) // cell
+    cells = vision.count("window_size", 112) // cell
     if not cells:
         vision.refuse(f"has window_size {vision.get('window_size')}", f"a merged cell has {cell}")
     return tower | {"window": cells * cell // patch, "full_layers": full}
@@ -146,8 +146,8 @@ def merger(vision: FolderConfig, wide: int) -> dict[str, Any]:
       vision: the tower's part of config.json.
       wide: the width of the decoder.
     """
-    merge, width = vision.number("spatial_merge_size", 2), vision.number("hidden_size", 3584)
-    made = vision.number("out_hidden_size", 3584)
+    merge, width = vision.count("spatial_merge_size", 2), vision.count("hidden_size", 3584)
+    made = vision.count("out_hidden_size", 3584)
     if made != wide:
         vision.refuse(f"has out_hidden_size {made}", f"the decoder is {wide} wide")
     return {"merge": merge, "projector": {"mlp_width": merge**2 * width, "gelu": "exact"}}

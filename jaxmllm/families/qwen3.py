@@ -21,7 +21,7 @@ def qwen3_decoder(config: FolderConfig) -> dict[str, Any]:
     return dense_decoder(
         config,
         windows_by_layer(config),
-        head_size=config.number("head_dim", 128),
+        head_size=config.count("head_dim", 128),
         qkv_bias=bias,
         out_bias=bias,
         qk_norm=True,

@@ -28,13 +28,13 @@ def experts_of(config: FolderConfig, renormalise: bool = False) -> dict[str, Any
     config.expect("decoder_sparse_step", 1)
     config.expect("mlp_only_layers", [])
     # Older files say num_experts
-    count = config.number("num_local_experts", config.number("num_experts", 128))
+    count = config.count("num_local_experts", config.count("num_experts", 128))
     experts = {
         "count": count,
-        "per_token": config.number("num_experts_per_tok", 8),
+        "per_token": config.count("num_experts_per_tok", 8),
         "renormalise": config.flag("norm_topk_prob", renormalise),
     }
-    return {"mlp_width": config.number("moe_intermediate_size", 768), "experts": experts}
+    return {"mlp_width": config.count("moe_intermediate_size", 768), "experts": experts}
 
 
 QWEN3_MOE = Family(

@@ -105,12 +105,12 @@ def _mergers(config: FolderConfig) -> dict[str, Any]:
 
 def _audio(config: FolderConfig) -> dict[str, Any]:
     audio = thinker_of(config).part("audio_config").completed(IN_CHUNKS)
-    frames, seen = 2 * audio.number("n_window"), audio.number("n_window_infer")
+    frames, seen = 2 * audio.count("n_window"), audio.count("n_window_infer")
     if seen < frames:
         audio.refuse(f"has n_window_infer {seen}", f"a chunk has {frames} frames (2 * n_window)")
     tower = encoder(audio) | {
         "chunk_frames": frames,
-        "stem_channels": audio.number("downsample_hidden_size"),
+        "stem_channels": audio.count("downsample_hidden_size"),
         "positions": "sinusoidal",
         "silence": "cut",
         "attention": "chunk",
@@ -130,7 +130,7 @@ def _audio_projector(config: FolderConfig) -> dict[str, Any]:
     """Keys of the section of the tower."""
     audio = thinker_of(config).part("audio_config").completed(IN_CHUNKS)
     check_width(audio, _language(config)["width"])
-    return {"merge": 1, "projector": {"mlp_width": audio.number("d_model"), "gelu": "exact"}}
+    return {"merge": 1, "projector": {"mlp_width": audio.count("d_model"), "gelu": "exact"}}
 
 
 def _clip_processor(file: FolderConfig, section: dict[str, Any]) -> Processor:

@@ -90,11 +90,11 @@ def qwen3_vl_decoder(config: FolderConfig, usual: Mapping[str, Any]) -> dict[str
     if isinstance(rotary, dict):
         FolderConfig(config.path, rotary).expect("mrope_interleaved", True)
         sections = rotary.get("mrope_section", SECTIONS)
-    width, heads = text.number("hidden_size"), text.number("num_attention_heads")
+    width, heads = text.count("hidden_size"), text.count("num_attention_heads")
     bias = text.flag("attention_bias")
     return dense_decoder(
         text,
-        head_size=text.number("head_dim", width // heads),
+        head_size=text.count("head_dim", width // heads),
         qkv_bias=bias,
         out_bias=bias,
         qk_norm=True,
@@ -113,18 +113,18 @@ def vision_tower(config: FolderConfig) -> dict[str, Any]:
     vision = config.part("vision_config").completed(SEEING)
     vision.expect("hidden_act", "gelu_pytorch_tanh")
     vision.expect("in_channels", 3)
-    places = vision.number("num_position_embeddings", 2304)
+    places = vision.count("num_position_embeddings", 2304)
     side = round(places**0.5)
     if side**2 != places:
         vision.refuse(f"has num_position_embeddings {places}", "it must be the square of a number")
     return {
-        "width": vision.number("hidden_size"),
-        "layers": vision.number("depth", 27),
-        "heads": vision.number("num_heads", 16),
-        "mlp_width": vision.number("intermediate_size", 4304),
+        "width": vision.count("hidden_size"),
+        "layers": vision.count("depth", 27),
+        "heads": vision.count("num_heads", 16),
+        "mlp_width": vision.count("intermediate_size", 4304),
         "rope_theta": axial_theta(vision),
-        "patch_size": vision.number("patch_size", 16),
-        "patch_frames": vision.number("temporal_patch_size", 2),
+        "patch_size": vision.count("patch_size", 16),
+        "patch_frames": vision.count("temporal_patch_size", 2),
         "positions": "rotary_and_resampled",
         "position_grid": side,
         "norm": "layer",

@@ -29,11 +29,11 @@ def _language(config: FolderConfig) -> dict[str, Any]:
     text.expect("mlp_only_layers", [])
     text.expect("norm_topk_prob", True)  # as the reference always has it
     experts = {
-        "count": text.number("num_local_experts", text.number("num_experts", 60)),
-        "per_token": text.number("num_experts_per_tok", 4),
+        "count": text.count("num_local_experts", text.count("num_experts", 60)),
+        "per_token": text.count("num_experts_per_tok", 4),
         "renormalise": True,
     }
-    mlp_width = text.number("moe_intermediate_size", 1408)
+    mlp_width = text.count("moe_intermediate_size", 1408)
     return qwen3_vl_decoder(config, TEXT) | {"mlp_width": mlp_width, "experts": experts}
 
 

@@ -84,7 +84,7 @@ OTHER_MODELS = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_
 def _transformer(config: FolderConfig) -> dict[str, Any]:
     for key in OTHER_MODELS:
         config.expect(key, False)
-    side, packed = config.number("patch_size", 2), config.number("in_channels", 64)
+    side, packed = config.count("patch_size", 2), config.count("in_channels", 64)
     channels, rest = divmod(packed, side**2)
     if rest:
         config.refuse(
@@ -92,7 +92,7 @@ def _transformer(config: FolderConfig) -> dict[str, Any]:
             f"patches of {side} x {side} numbers have a multiple of {side**2}",
         )
     config.expect("out_channels", channels)
-    heads, size = config.number("num_attention_heads", 24), config.number("attention_head_dim", 128)
+    heads, size = config.count("num_attention_heads", 24), config.count("attention_head_dim", 128)
     axes = config.get("axes_dims_rope", [16, 56, 56])
     understood = isinstance(axes, list) and len(axes) == 3 and sum(axes) == size
     if not understood or any(axis % 2 for axis in axes):
@@ -103,7 +103,7 @@ def _transformer(config: FolderConfig) -> dict[str, Any]:
     width = heads * size
     return {
         "width": width,
-        "layers": config.number("num_layers", 60),
+        "layers": config.count("num_layers", 60),
         "heads": heads,
         "mlp_width": MLP_RATIO * width,
         "channels": channels,
@@ -120,7 +120,7 @@ def _transformer(config: FolderConfig) -> dict[str, Any]:
 
 
 def _projector(config: FolderConfig) -> dict[str, Any]:
-    return {"reads": config.number("joint_attention_dim", 3584)}
+    return {"reads": config.count("joint_attention_dim", 3584)}
 
 
 def _letters(section: dict[str, Any]) -> dict[str, int]:

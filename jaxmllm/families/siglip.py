@@ -57,11 +57,11 @@ def _tower(config: FolderConfig) -> dict[str, Any]:
     if activation not in GELU:
         vision.refuse(f"has hidden_act {activation!r}", f"there are {', '.join(GELU)}")
     return {
-        "width": vision.number("hidden_size", 768),
-        "layers": vision.number("num_hidden_layers", 12),
-        "heads": vision.number("num_attention_heads", 12),
-        "mlp_width": vision.number("intermediate_size", 3072),
-        "patch_size": vision.number("patch_size", 16),
+        "width": vision.count("hidden_size", 768),
+        "layers": vision.count("num_hidden_layers", 12),
+        "heads": vision.count("num_attention_heads", 12),
+        "mlp_width": vision.count("intermediate_size", 3072),
+        "patch_size": vision.count("patch_size", 16),
         "norm": "layer",
         "norm_epsilon": float(vision.number("layer_norm_eps", 1e-6)),
         "gelu": GELU[activation],
@@ -72,14 +72,14 @@ def square_tower(config: FolderConfig) -> dict[str, Any]:
     """The keys of `model.vision` of a tower that sees squares of one size."""
     tower = _tower(config)
     vision = _vision(config)
-    side = vision.number("image_size", 224) // tower["patch_size"]
+    side = vision.count("image_size", 224) // tower["patch_size"]
     return tower | {"positions": "table", "position_grid": side}
 
 
 def _of_any_size(config: FolderConfig) -> dict[str, Any]:
     tower = _tower(config)
     vision = _vision(config)
-    patches = vision.number("num_patches", 256)
+    patches = vision.count("num_patches", 256)
     side = round(patches**0.5)
     if side**2 != patches:
         vision.refuse(f"has num_patches {patches}", "it must be the square of a number")
@@ -110,7 +110,7 @@ def square_processor(file: FolderConfig, section: dict[str, Any], kernel: int) -
 
 def _filling_processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
     file.expect("patch_size", section["patch_size"])
-    pixels = file.number("max_num_patches", 256) * section["patch_size"] ** 2
+    pixels = file.count("max_num_patches", 256) * section["patch_size"] ** 2
     return _processor(file, "fill", pixels, kernel=2)
 
 

@@ -86,18 +86,18 @@ def _transformer(config: FolderConfig) -> dict[str, Any]:
         "pos_embed_seq_len",
     ):  # of models that see a picture
         config.expect(key, None)
-    channels = config.number("in_channels", 16)
+    channels = config.count("in_channels", 16)
     config.expect("out_channels", channels)
     patch = config.get("patch_size", [1, 2, 2])
     if not isinstance(patch, list) or len(patch) != 3 or patch[1] != patch[2]:
         config.refuse(f"has patch_size {patch!r}", "[frames, side, side] is understood")
-    heads, size = config.number("num_attention_heads", 40), config.number("attention_head_dim", 128)
+    heads, size = config.count("num_attention_heads", 40), config.count("attention_head_dim", 128)
     side = size // 6  # rotary pairs of rows, and of columns
     return {
         "width": heads * size,
-        "layers": config.number("num_layers", 40),
+        "layers": config.count("num_layers", 40),
         "heads": heads,
-        "mlp_width": config.number("ffn_dim", 13_824),
+        "mlp_width": config.count("ffn_dim", 13_824),
         "channels": channels,
         "patch_frames": patch[0],
         "patch_size": patch[1],
@@ -114,7 +114,7 @@ def _transformer(config: FolderConfig) -> dict[str, Any]:
 
 
 def _projector(config: FolderConfig) -> dict[str, Any]:
-    return {"reads": config.number("text_dim", 4096)}
+    return {"reads": config.count("text_dim", 4096)}
 
 
 def _letters(section: dict[str, Any]) -> dict[str, int]:

@@ -45,12 +45,12 @@ def encoder(config: FolderConfig) -> dict[str, Any]:
     for part in ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop"):
         config.expect(part, 0.0)
     return {
-        "width": config.number("d_model", 384),
-        "layers": config.number("encoder_layers", 4),
-        "heads": config.number("encoder_attention_heads", 6),
-        "mlp_width": config.number("encoder_ffn_dim", 1536),
-        "mel_bins": config.number("num_mel_bins", 80),
-        "chunk_frames": config.number("max_source_positions", 1500) * STRIDES[1],
+        "width": config.count("d_model", 384),
+        "layers": config.count("encoder_layers", 4),
+        "heads": config.count("encoder_attention_heads", 6),
+        "mlp_width": config.count("encoder_ffn_dim", 1536),
+        "mel_bins": config.count("num_mel_bins", 80),
+        "chunk_frames": config.count("max_source_positions", 1500) * STRIDES[1],
         "stem_strides": list(STRIDES),
         "positions": "table",
         "silence": "heard",
@@ -86,13 +86,13 @@ def clip_processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
     file.expect("feature_size", section["mel_bins"])
     file.expect("padding_value", 0.0)
     file.expect("dither", 0.0)
-    rate, hop = file.number("sampling_rate", 16_000), file.number("hop_length", 160)
-    seconds = file.number("chunk_length", 30)
+    rate, hop = file.count("sampling_rate", 16_000), file.count("hop_length", 160)
+    seconds = file.count("chunk_length", 30)
     return Processor(
         {},
         {
             "sample_rate": rate,
-            "window_length": file.number("n_fft", 400),
+            "window_length": file.count("n_fft", 400),
             "hop_length": hop,
             "max_seconds": float(seconds),
         },
