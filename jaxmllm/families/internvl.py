@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxmllm.families.dense_decoder import FREQUENCIES, head_variant
+from jaxmllm.families.dense_decoder import COPIES, FREQUENCIES, head_variant
 from jaxmllm.families.dense_decoder import PARAMETERS as DECODER
 from jaxmllm.families.family import Family, Processor, patterns, together
 from jaxmllm.families.folder_config import FolderConfig
@@ -169,7 +169,7 @@ INTERNVL = together(
         KIND,
         _language,
         LANGUAGE,
-        copies={"embedding": DECODER["head"].replace("d v", "v d")},
+        copies=COPIES,
         prefixes=IN_LANGUAGE,
         unprefixed=("head",),
         variants=(head_variant("language_model.lm_head.weight"),),

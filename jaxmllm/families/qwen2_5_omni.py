@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxmllm.families.dense_decoder import COPIES
 from jaxmllm.families.family import Family
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.omni_thinker import (
@@ -111,7 +112,7 @@ PARTS = (
         "",
         _language,
         DECODER,
-        copies={"embedding": DECODER["head"].replace("d v", "v d")},
+        copies=COPIES,
         unprefixed=("head",),
     ),
     Family(

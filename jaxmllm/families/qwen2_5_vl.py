@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxmllm.families.dense_decoder import FREQUENCIES, dense_decoder, windows_by_layer
+from jaxmllm.families.dense_decoder import COPIES, FREQUENCIES, dense_decoder, windows_by_layer
 from jaxmllm.families.dense_decoder import PARAMETERS as DECODER
 from jaxmllm.families.family import Family, Processor, together
 from jaxmllm.families.folder_config import FolderConfig
@@ -219,14 +219,13 @@ def patch_letters(section: dict[str, Any]) -> dict[str, int]:
     return {"c": 3, "t": section["patch_frames"], "p": patch, "q": patch}
 
 
-_HEAD = DECODER["head"]
 QWEN2_5_VL = together(
     Family(
         "Qwen2.5-VL",
         KIND,
         _language,
         LANGUAGE,
-        copies={"embedding": _HEAD.replace("d v", "v d")},
+        copies=COPIES,
         prefixes=IN_LANGUAGE,
         unprefixed=("head",),
     ),

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxmllm.config.schema import AudioConfig
+from jaxmllm.families.dense_decoder import COPIES
 from jaxmllm.families.expert_lines import APART, ROUTER, expert_variants
 from jaxmllm.families.family import Family, Processor
 from jaxmllm.families.folder_config import FolderConfig
@@ -152,7 +153,7 @@ PARTS = (
         "",
         _language,
         LANGUAGE,
-        copies={"embedding": LANGUAGE["head"].replace("d v", "v d")},
+        copies=COPIES,
         unprefixed=("head",),
         variants=expert_variants(),
     ),

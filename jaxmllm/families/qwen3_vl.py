@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxmllm.families.dense_decoder import FREQUENCIES, dense_decoder
+from jaxmllm.families.dense_decoder import COPIES, FREQUENCIES, dense_decoder
 from jaxmllm.families.family import Family, Variant, together
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.qwen2_5_vl import (
@@ -175,7 +175,7 @@ def qwen3_vl_family(
             kind,
             language,
             lines,
-            copies={"embedding": lines["head"].replace("d v", "v d")},
+            copies=COPIES,
             prefixes=IN_LANGUAGE,
             unprefixed=("head",),
             variants=variants,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxmllm.families.family import Family
+from jaxmllm.families.family import Family, together
 from jaxmllm.families.folder_config import FolderConfig
 
 KIND = "WanTransformer3DModel"
@@ -62,15 +62,6 @@ PROJECTOR = {
     "mlp.down": f"{TEXT}.linear_2.weight: d f -> f d",
     "mlp.down_bias": f"{TEXT}.linear_2.bias: d -> d",
 }
-OF_PROJECTOR = (f"{TEXT}.*",)
-OF_TRANSFORMER = (
-    "patch_embedding.*",
-    f"{TIME}.*",
-    "condition_embedder.time_proj.*",
-    "blocks.*",
-    "scale_shift_table",
-    "proj_out.*",
-)
 PADDED_CONDITIONS = 512
 TIME_FEATURES = 256
 MODULATIONS, OUTPUT_MODULATIONS = 6, 2
@@ -138,17 +129,8 @@ _TRANSFORMER = Family(
     _transformer,
     PARAMETERS,
     copies={},
-    carried=OF_PROJECTOR,
     component="diffusion",
     letters=_letters,
 )
-_READER = Family(
-    "Wan 2.1",
-    KIND,
-    _projector,
-    PROJECTOR,
-    copies={},
-    carried=OF_TRANSFORMER,
-    component="projector.language",
-)
-WAN = (_TRANSFORMER, _READER)
+_READER = Family("Wan 2.1", KIND, _projector, PROJECTOR, copies={}, component="projector.language")
+WAN = together(_TRANSFORMER, _READER)
