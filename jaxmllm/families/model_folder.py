@@ -206,7 +206,12 @@ def _copy_others(source: ModelFolder, folder: Path) -> tuple[str, ...]:
     """Copy the files that hold no weights; returns the names of those that hold some in another form."""
     own = {file.path.name for file in source.files}
     others = [path for path in sorted(source.path.iterdir()) if path.name not in own]
-    weights = [path for path in others if path.suffix in WEIGHTS or not path.is_file()]
+    unread = INDEX if SINGLE in own else None  # it names files that are left out
+    weights = [
+        path
+        for path in others
+        if path.suffix in WEIGHTS or path.name == unread or not path.is_file()
+    ]
     for path in others:
         if path not in weights:
             shutil.copyfile(path, folder / path.name)
@@ -226,13 +231,11 @@ def _empty_tensors(source: ModelFolder, folder: Path) -> dict[str, StoredTensor]
 
 
 def _weight_files(folder: Path) -> Iterator[WeightFile]:
-    for single in (SINGLE, OF_GENERATORS):
-        index = folder / f"{single}.index.json"
-        if index.is_file():
-            yield from _indexed_files(index)
-            return
-        if (folder / single).is_file():
-            yield WeightFile.open(folder / single)
+    # Where both are there, transformers reads the single file, and diffusers those of the index
+    for name in (SINGLE, INDEX, f"{OF_GENERATORS}.index.json", OF_GENERATORS):
+        path = folder / name
+        if path.is_file():
+            yield from [WeightFile.open(path)] if path.suffix in WEIGHTS else _indexed_files(path)
             return
     raise FolderError(
         f"{folder} has neither {SINGLE} nor {INDEX}; other formats are not read: save "

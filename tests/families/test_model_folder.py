@@ -208,6 +208,18 @@ def test_windows_of_qwen3_moe_are_of_all_layers(tmp_path, keys, window):
     assert language.get("window") == window and not language.get("full_layers")
 
 
+def test_one_file_is_read_before_an_index(copy, tmp_path):
+    """As transformers reads a folder that has both; what is not read is not written."""
+    twice = copy_in_one_file(copy, tmp_path / "one", dict)
+    shutil.copy(twice / "model.safetensors", copy)
+    folder = ModelFolder.open(copy)
+    assert [file.path.name for file in folder.files] == ["model.safetensors"]
+    fit = folder.check(shapes_of(folder))
+    left_out = write_folder([(fit, lambda path: fit.whole(path, np.float32))], tmp_path / "out")
+    assert INDEX in left_out and len(left_out) == 1 + len([*copy.glob("model-*")])
+    assert [path.name for path in (tmp_path / "out").glob("model*")] == ["model.safetensors"]
+
+
 @pytest.mark.parametrize("equal", [True, False])
 def test_a_second_tensor_of_a_tied_head(copy, tmp_path, equal):
     """It is compared, and written back; one that differs is refused."""
