@@ -6,6 +6,7 @@ Fit --part(path, slice)--> numbers, read from the files that hold them
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -222,12 +223,24 @@ def _empty_tensors(source: ModelFolder, folder: Path) -> dict[str, StoredTensor]
     """Make files with the headers of a folder's; returns the tensors in them, which are to be written."""
     for file in source.files:
         target = folder / file.path.name
-        target.write_bytes(file.head)
-        os.truncate(target, file.size)
+        with target.open("wb") as stream:
+            stream.write(file.head)
+            stream.flush()
+            _take_room(stream, file.size)
     return {
         key: replace(tensor, file=folder / tensor.file.name)
         for key, tensor in source.tensors.items()
     }
+
+
+def _take_room(stream: BinaryIO, size: int) -> None:
+    """Make a file so long. Raises OSError where there is no room, which a write through a mapping dies of."""
+    try:
+        os.posix_fallocate(stream.fileno(), 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise OSError(error.errno, error.strerror, stream.name) from error
+        stream.truncate(size)  # file systems that take none ahead
 
 
 def _weight_files(folder: Path) -> Iterator[WeightFile]:

@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 run = PreparedRun.of(options.folder, options.inputs)
                 report = differences(run, options.reference, options.gradients)
                 print(json.dumps(report | {"seconds": round(time.monotonic() - started, 1)}))
-    except (*USER_ERRORS, CheckpointError) as error:
+    except (*USER_ERRORS, CheckpointError, OSError) as error:  # the latter of full disks
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

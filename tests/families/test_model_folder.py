@@ -1,6 +1,8 @@
 """Folders of published models: what is wrong with one is told in a line, and a good one is written back as it was."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -218,6 +220,26 @@ def test_one_file_is_read_before_an_index(copy, tmp_path):
     left_out = write_folder([(fit, lambda path: fit.whole(path, np.float32))], tmp_path / "out")
     assert INDEX in left_out and len(left_out) == 1 + len([*copy.glob("model-*")])
     assert [path.name for path in (tmp_path / "out").glob("model*")] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSPC])
+def test_room_is_taken_before_anything_is_written(copy, tmp_path, monkeypatch, code):
+    """A mapped file without it ends the process; file systems that take none ahead are written to as they are."""
+
+    def refuse(*arguments: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    folder = ModelFolder.open(copy)
+    fit = folder.check(shapes_of(folder))
+    parts = [(fit, lambda path: fit.whole(path, np.float32))]
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    if code == errno.ENOSPC:
+        with pytest.raises(OSError, match=r"No space left on device: .*out/model"):
+            write_folder(parts, tmp_path / "out")
+        return
+    write_folder(parts, tmp_path / "out")
+    for path in copy.glob("*.safetensors"):
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("equal", [True, False])
