@@ -115,10 +115,11 @@ def to_orbax(
     config = ModelConfig.model_validate_json(json.dumps(shapes))
     mesh = make_mesh({"data": 1, "fsdp": -1}, devices)
     model = build_model(config, shapes[LANGUAGE]["vocab_size"], ComponentsConfig(), mesh)
-    abstract = model.abstract(dtype)
-    params = {name: read_folder(str(source), abstract[name], name) for name in abstract}
-    with Checkpoints(out / CHECKPOINTS, 1) as checkpoints:
-        checkpoints.save(0, {"params": params})
+    with jax.enable_x64(dtype == "float64"):  # without which arrays are float32
+        abstract = model.abstract(dtype)
+        params = {name: read_folder(str(source), abstract[name], name) for name in abstract}
+        with Checkpoints(out / CHECKPOINTS, 1) as checkpoints:
+            checkpoints.save(0, {"params": params})
     print(f"{folder.family.name}: {source} -> {out / CHECKPOINTS / '0'}")
 
 
@@ -306,7 +307,8 @@ class SavedComponent:
         spec = self.parameters[(component, *path.split("."))]
         leaf = jax.ShapeDtypeStruct(*spec, sharding=sharding)
         leaves = {"params": {component: unflatten_dict({path: leaf}, sep=".")}}
-        return np.asarray(jax.tree.leaves(read_arrays(self.location, leaves))[0])
+        with jax.enable_x64(True):  # without which float64 is read as float32
+            return np.asarray(jax.tree.leaves(read_arrays(self.location, leaves))[0])
 
 
 def _adapter_of(run: Path, component: str) -> AdapterConfig:

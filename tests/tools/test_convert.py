@@ -91,6 +91,22 @@ def test_a_folder_through_a_checkpoint_is_what_it_was(name, tmp_path, capsys):
     assert "is there already" in capsys.readouterr().err
 
 
+def test_a_folder_in_float64_loses_nothing(tmp_path, capsys):
+    source = Path(shutil.copytree(GOLDENS / QUICK, tmp_path / "source"))
+    for path in source.glob("*.safetensors"):
+        tensors = WeightFile.open(path).tensors
+        thirds = {k: tensor.array().astype(np.float64) / 3 for k, tensor in tensors.items()}
+        write_tensors(path, thirds)
+    assert main(["to-orbax", str(source), str(tmp_path / "run"), "--dtype", "float64"]) == 0
+    arguments = ["to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--source", str(source)]
+    assert main(arguments) == 0
+    for path in source.iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+    arguments[2] = str(source / "config.json" / "out")
+    assert main(arguments) == 2
+    assert "error: [Errno 20] Not a directory" in capsys.readouterr().err
+
+
 def test_components_that_cannot_be_written(tmp_path, capsys):
     folder = GOLDENS / QUICK
     assert main(["to-orbax", str(folder), str(tmp_path / "run")]) == 0
