@@ -21,7 +21,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -64,7 +64,7 @@ from jaxmllm.tools.prepared_inputs import PreparedRun, differences
 from jaxmllm.training.folder_parameters import read_folder
 from jaxmllm.training.initial import CHECKPOINTS, source_checkpoints
 from jaxmllm.training.run import USER_ERRORS
-from jaxmllm.training.run_folder import config_of, read_config
+from jaxmllm.training.run_folder import config_of
 from sharding.mesh import make_mesh
 
 PROJECTORS = tuple(f"{PROJECTOR}{phase}" for phase in (*TOWERS, LANGUAGE))
@@ -161,7 +161,7 @@ def projector_folder(run: Path, out: Path, component: str) -> None:
     Raises `ConfigError`, `CheckpointError`.
     """
     _check_new(out)
-    config, saved = read_config(run), SavedComponent.of(run, component)
+    config, saved = config_of(run), SavedComponent.of(run, component)
     if config is None:
         raise ConfigError(
             f"{run} is no run folder, whose config says what {component} is; name one"
@@ -169,7 +169,9 @@ def projector_folder(run: Path, out: Path, component: str) -> None:
     group, shapes = _projector_shapes(config.model, component.removeprefix(PROJECTOR))
     values = {path: saved.values(path) for path in saved.shapes}
     vision = config.model.vision if component == f"{PROJECTOR}vision" else None
-    write_projector(out, values, group, shapes, vision.deepstack_layers if vision else ())
+    draft = _draft(out)
+    write_projector(draft, values, group, shapes, vision.deepstack_layers if vision else ())
+    draft.rename(out)
     print(f"{component} of {saved.location} -> {out}")
 
 
@@ -324,21 +326,24 @@ def _adapter_of(run: Path, component: str) -> AdapterConfig:
 
 def _origin(run: Path, component: str) -> Path:
     """The published folder that a component of a run, or of a run before it, began from."""
-    seen = [run]
-    while True:
-        config = read_config(seen[-1])
-        if config is not None and component in config.model.tower_sources:
-            return Path(config.model.tower_sources[component])
-        source = config.model.from_ if config else None
-        published = source is not None and is_model_folder(source)
-        if source is None or Path(source) in seen or (published and not _holds(source, component)):
-            raise ConfigError(
-                f"{seen[-1]} does not say which published folder its parameters of {component} began from; name one by "
-                "--source"
-            )
-        if published:
-            return Path(source)
-        seen.append(Path(source))
+    for model in _models(run):
+        if component in model.tower_sources:
+            return Path(model.tower_sources[component])
+        if model.from_ and is_model_folder(model.from_) and _holds(model.from_, component):
+            return Path(model.from_)
+    raise ConfigError(
+        f"{run} (with the runs before it) does not say which published folder its parameters of {component} began "
+        "from; name one by --source"
+    )
+
+
+def _models(run: Path) -> Iterator[ModelConfig]:
+    """The models of a run, or a checkpoint, and of the runs that it goes on from, the latest first."""
+    seen: list[Path] = []
+    while run not in seen and not is_model_folder(run) and (config := config_of(run)) is not None:
+        seen.append(run)
+        yield config.model
+        run = Path(config.model.from_ or run)
 
 
 def _holds(folder: str, component: str) -> bool:
@@ -349,8 +354,7 @@ def _holds(folder: str, component: str) -> bool:
 def _beside(run: Path, folder: ModelFolder, saved: SavedComponent) -> list[str]:
     """Components of a run that are a published folder's, too, besides the decoder or the generator; a projector goes
     with its tower, and that of the generator is the folder's if it was read from there."""
-    config = config_of(run)
-    elsewhere = {} if config is None else config.model.tower_sources
+    elsewhere = {name for model in _models(run) for name in model.tower_sources}
     if saved.component == GENERATOR:
         return [name for name in (f"{PROJECTOR}{LANGUAGE}",) if name in elsewhere]
     if saved.component != LANGUAGE:

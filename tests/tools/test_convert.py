@@ -23,7 +23,7 @@ from jaxmllm.families.resolved import resolved
 from jaxmllm.families.weight_files import WeightFile, write_tensors
 from jaxmllm.models.compose import build_model
 from jaxmllm.runtime.checkpoint import Checkpoints
-from jaxmllm.tools.convert import main
+from jaxmllm.tools.convert import SavedComponent, _beside, _origin, main
 from jaxmllm.tools.prepared_inputs import PreparedRun, PreparedTexts, differences
 from jaxmllm.training.folder_parameters import read_folder
 from jaxmllm.training.run_folder import write_config
@@ -105,6 +105,63 @@ def test_a_folder_in_float64_loses_nothing(tmp_path, capsys):
     arguments[2] = str(source / "config.json" / "out")
     assert main(arguments) == 2
     assert "error: [Errno 20] Not a directory" in capsys.readouterr().err
+
+
+def begun_run(run: Path, model: dict[str, Any], **data: Any) -> dict[str, Any]:
+    """Write the config of a run, and return what it says of the model."""
+    tree = resolved(
+        {
+            "run": {"directory": str(run), "steps": 1},
+            "model": model,
+            "data": {"sources": [{"name": "a", "path": "a.jsonl"}], "tokenizer": "bytes"}
+            | {"batch_size": 1, **data},
+            "optimizer": {"learning_rate": 1.0},
+        }
+    )
+    run.mkdir()
+    write_config(run, parse_config(tree))
+    return tree["model"]
+
+
+@pytest.mark.parametrize(
+    ("model", "named", "data", "further", "beside"),
+    [
+        (
+            {"from": GOLDENS / "qwen2_5_vl", "vision": {"merge": 2}},
+            ("vision", GOLDENS.with_name("tower_goldens") / "siglip"),
+            {},
+            {"images": {"resize": "square", "min_pixels": 784, "max_pixels": 784}},
+            {"language": [], "vision": []},
+        ),
+        (
+            {"from": GOLDENS / QUICK, "diffusion": {"projector": "folder"}},
+            ("diffusion", GOLDENS.with_name("generator_goldens") / "wan"),
+            {"latents": {}},
+            {},
+            {"language": [], "diffusion": ["projector.language"]},
+        ),
+    ],
+    ids=["tower", "generator"],
+)
+def test_parts_of_other_folders_are_known_through_runs(
+    model, named, data, further, beside, tmp_path
+):
+    """Of a run, of one that goes on from its checkpoint, and of a checkpoint of that."""
+    component, folder = named
+    first, second = tmp_path / "first", tmp_path / "second"
+    said = model | {"from": str(model["from"]), component: model[component] | {"from": str(folder)}}
+    said = begun_run(first, said, **data)
+    section = {k: v for k, v in said[component].items() if k not in ("from", "projector")}
+    following = said | {"from": str(first / "checkpoints" / "1"), component: section}
+    begun_run(second, following, **data, **further)
+    names = ("language", "projector.language", "diffusion", "vision", "projector.vision")
+    parameters = {(name, "path"): ((), np.float32) for name in names}
+    for run in (first, second, second / "checkpoints" / "1"):
+        for name, others in beside.items():
+            began = folder if name == component else model["from"]
+            assert _origin(run, name) == began
+            saved = SavedComponent(run, name, parameters, None)
+            assert _beside(run, ModelFolder.open(began, name), saved) == others
 
 
 def test_components_that_cannot_be_written(tmp_path, capsys):
