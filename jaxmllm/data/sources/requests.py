@@ -30,7 +30,8 @@ KEYS = ("prompt", "messages", *MEDIA_LISTS.values(), "size", "frames", "seed", "
 PROMPT = "--prompt"  # where the only entry of a command line stands
 _SIZE = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,5})")
 _ADDRESS = re.compile(rf"{BLANK}\d+x\d+x\d+")
-_NAME = re.compile(r"[^/\\\0]{1,200}")
+_NAME = re.compile(r"[^/\\\0\ud800-\udfff]+")  # no surrogates, which files cannot be named by
+_LONGEST_NAME = 200  # bytes; with an ending files may have 255
 
 
 @dataclass(frozen=True)
@@ -158,9 +159,11 @@ def _checked(asked: Any) -> dict[str, Any]:
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ConversationError("wrong_type", f"seed must be a whole number (got {seed!r})")
     name = asked.get("name", "name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name.startswith("."):
+    named = isinstance(name, str) and _NAME.fullmatch(name) and not name.startswith(".")
+    if not named or len(name.encode()) > _LONGEST_NAME:
         raise ConversationError(
-            "wrong_type", f"name must be a file name without folders (got {name!r})"
+            "wrong_type",
+            f"name must be a file name without folders, of at most {_LONGEST_NAME} bytes (got {name!r})",
         )
     return asked
 

@@ -69,6 +69,8 @@ def test_noise_is_a_function_of_seed_and_messages(tmp_path: Path) -> None:
         ({"size": "0x4"}, "size must be HEIGHTxWIDTH in pixels"),
         ({"seed": 0.5}, "seed must be a whole number"),
         ({"name": "../x"}, "name must be a file name without folders"),
+        ({"name": "ü" * 101}, "of at most 200 bytes"),
+        ({"name": "\ud800"}, "name must be a file name without folders"),
         ({"frames": 0}, "frames must be a positive number"),
         ({"depth": 8}, "unknown key 'depth'"),
     ],
