@@ -153,7 +153,7 @@ def judge(folder: Path) -> dict[str, dict[str, float | None] | None]:
       those that training has nothing of, None where the folder has none.
 
     Raises:
-      ValueError: there is no file, one has another name, or is no clip though its name says so.
+      ValueError: there is no file, one has another name, is damaged, or no clip though its name says so.
     """
     paths = sorted(folder.glob("*.png"))
     if not paths:
@@ -169,8 +169,11 @@ def judge(folder: Path) -> dict[str, dict[str, float | None] | None]:
 
 def _seen(path: Path, scene: Scene) -> dict[str, str | None]:
     """What the file of a scene shows."""
-    with Image.open(path) as image:
-        frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)]
+    try:
+        with Image.open(path) as image:
+            frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)]
+    except Exception as error:  # of damaged files Pillow raises many kinds
+        raise ValueError(f"{path} is damaged ({error}); draw it again, or remove it") from error
     if scene.motion is None:
         return look(frames[0])
     if len(frames) == 1:

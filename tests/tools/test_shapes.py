@@ -217,6 +217,16 @@ def test_the_command_writes_what_the_judge_says(shapes, tmp_path, capsys):
     assert written["clips"] is None
 
 
+@pytest.mark.parametrize("kind", ["pictures", "clips"])
+@pytest.mark.parametrize("damage", [lambda b: b[:-30], lambda b: b[:40] + b"x" + b[41:]])
+def test_a_damaged_file_is_named(kind, damage, shapes, tmp_path, capsys):
+    path = min((shapes / "media" / f"{kind}-test").glob("*.png"))
+    (tmp_path / path.name).write_bytes(damage(path.read_bytes()))
+    with pytest.raises(SystemExit):
+        main(["--judge", str(tmp_path)])
+    assert f"{tmp_path / path.name} is damaged (" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
