@@ -153,6 +153,8 @@ class Writer:
             first, *others = map(Image.fromarray, drawn.pixels)
             moving: dict[str, Any] = {"save_all": True, "append_images": others, "loop": 0}
             moving["duration"] = 1000 / self.fps
+            # Of opaque frames it says nothing, but Pillow would join equal ones of one blend
+            moving["blend"] = [index % 2 for index in range(len(drawn.frames))]
             first.save(self._path(drawn, "png"), **(moving if drawn.is_clip else {}))
 
     def _path(self, drawn: Drawn, kind: str) -> Path:

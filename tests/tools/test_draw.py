@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from jaxmllm.config.read import parse_config
 from jaxmllm.data.media import video_files
 from jaxmllm.setup.sampling import Drawn
 from jaxmllm.tools import draw
+from jaxmllm.tools.shapes_judge import judge
 from jaxmllm.training.run_folder import write_config
 from tests.support import tiny_config
 from tests.training.drawing import drawing_config, latents_config
@@ -102,6 +103,19 @@ def test_latents_are_written_as_arrays(tmp_path, is_clip):
     assert written.dtype == np.float32
     channels_first = np.moveaxis(frames, -1, 0).astype(np.float32)
     np.testing.assert_array_equal(written, channels_first if is_clip else channels_first[:, 0])
+
+
+def test_a_clip_has_all_its_frames_though_they_are_equal(tmp_path):
+    frames = np.random.default_rng(0).uniform(-1, 1, (2, 8, 4, 3))[[0, 0, 1, 1, 1]]
+    drawn = Drawn("red-circle-moves-up-0", True, False, frames[:2])
+    draw.Writer(tmp_path, 4)(drawn)
+    assert judge(tmp_path)["clips"]["motion"] == 0
+    drawn = drawn._replace(frames=frames)
+    draw.Writer(tmp_path, 4)(drawn)
+    with Image.open(tmp_path / f"{drawn.name}.png") as clip:
+        found = [(np.asarray(f), f.info["duration"]) for f in ImageSequence.Iterator(clip)]
+    np.testing.assert_array_equal([pixels for pixels, _ in found], drawn.pixels)
+    assert {duration for _, duration in found} == {250}
 
 
 @pytest.mark.parametrize("clips", ["png", "mp4"])
