@@ -39,6 +39,7 @@ class SamplingPrograms(PhasedPrograms):
         strength = np.asarray(guidance, self._real_dtype)
         pools, _, _ = self._encode(params, batch, self._zeros("failed"), backward=False)
         states, _ = self._states(params, batch, pools, backward=False)
+        del pools
         for phase in self.generators:
             phase_params = self._params_of(params, phase)
             for m, rows in enumerate(batch.rows[phase]):
