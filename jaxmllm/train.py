@@ -91,7 +91,7 @@ def run(options: argparse.Namespace, stop: StopSignals) -> int:
             return 0
         with open_folder(config, options.resume) as checked:
             summary = train(build_run(checked), stop)
-        if summary["steps"] < config.run.steps:
+        if not summary["complete"]:
             outcome.code = code_when_stopped
     return outcome.code
 

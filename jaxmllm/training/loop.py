@@ -67,7 +67,8 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
         finally:
             loop.close()
         checkpoints.wait()
-        summary = loop.report.summary(loop.step, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        summary = loop.report.summary(loop.step, seconds, stopped=loop.stopped)
         writer.write_summary(summary)
     return summary
 
@@ -91,6 +92,7 @@ class Loop:
         self.state = state
         self.step = step
         self.first_step = step
+        self.stopped = False  # by a signal, which may leave an evaluation undone
         self.alone = jax.process_count() == 1
         self.together = hosts.current()
         board = self.together.board if self.together else None
@@ -113,13 +115,14 @@ class Loop:
     def run_steps(self) -> None:
         """Train until the last step is done, or a signal or an error ends the run."""
         try:
-            stopped = self.report.evaluation_missing(self.step) and not self._evaluate()
-            while self.step < self.run.config.run.steps and not stopped:
+            self.stopped = self.report.evaluation_missing(self.step) and not self._evaluate()
+            while self.step < self.run.config.run.steps and not self.stopped:
                 asked = time.monotonic()
                 batch = self._next_batch()
                 self._start_step(batch, waited=time.monotonic() - asked)
-                stopped = not self._after_step()
+                self.stopped = not self._after_step()
         except Interrupted:  # by a signal, in a wait for data
+            self.stopped = True
             self.report.settle()
             if self.step > self.first_step:
                 self._save()

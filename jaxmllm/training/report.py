@@ -193,13 +193,18 @@ class RunReport:
         with suppress(HostsError):
             self._publish()
 
-    def summary(self, steps: int, seconds: float, error: str | None = None) -> dict[str, Any]:
+    def summary(
+        self, steps: int, seconds: float, error: str | None = None, stopped: bool = False
+    ) -> dict[str, Any]:
         """The content of summary.json after `steps` steps; fractions and ratios are over the steps of this process.
 
-        A run that had come this far before, and had nothing left to do, keeps its summary.
+        A run that had come this far before, and had nothing left to do, keeps its summary. One that was `stopped` is
+        not complete while it owes an evaluation.
         """
+        done = steps >= self.run.config.run.steps and not (stopped and self.evaluation_due(steps))
+        complete = error is None and done
         if self._kept_summary is not None and error is None:
-            return self._kept_summary
+            return self._kept_summary | {"complete": complete}
         phases = self.run.programs.spec.phases
         sums = self._sums
         fractions = {
@@ -208,7 +213,7 @@ class RunReport:
         costs = {p: sums[f"{p}/slowest"] / sums[f"{p}/flops"] for p in phases if sums[f"{p}/flops"]}
         return {
             "steps": steps,
-            "complete": error is None and steps == self.run.config.run.steps,
+            "complete": complete,
             "error": error,
             "loss": self.loss,
             "compilations": self.run.compilations.count,

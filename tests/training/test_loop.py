@@ -415,6 +415,28 @@ def test_a_run_stops_within_an_evaluation_and_makes_up_for_it(damaged_held_out, 
     assert named and all("masked in the evaluation" in record["message"] for record in named)
 
 
+@pytest.mark.slow
+def test_a_run_that_a_signal_ends_in_its_last_evaluation_is_not_complete(
+    damaged_held_out, tmp_path
+):
+    """Call 1 belongs to the step, 2 and 3 to the batches of the evaluation."""
+    folder, _ = damaged_held_out
+    tree = tiny_config(
+        folder, run={"directory": str(tmp_path), "steps": 1}, mesh={"data": 1, "fsdp": 8}
+    )
+    tree["data"]["max_failed_media"] = 1000
+    run = build_run(parse_config(tree))
+    for stop in (
+        StopAt(1),
+        StopAt(2),
+    ):  # before the evaluation that is due, and on resume within it
+        summary = train(run, stop)
+        assert (summary["steps"], summary["eval"], summary["complete"]) == (1, None, False)
+    summary = train(run, StopAt())
+    assert summary["complete"] and summary["eval"]["step"] == 1
+    assert train(run, StopAt(1))["complete"], "nothing was left to do"
+
+
 # ---------------------------------------------------------------------------- undecodable media
 
 

@@ -245,3 +245,16 @@ def test_a_run_with_nothing_left_to_do_keeps_what_it_said(tmp_path: Path) -> Non
         stopped = again.summary(8, 1.0, error="step 8: why")
         assert stopped["error"] == "step 8: why" and not stopped["complete"]
     assert len(read_metrics(tmp_path)) == 10
+
+
+@pytest.mark.parametrize("kept", [None, {"steps": 8, "complete": True}])
+def test_a_run_that_was_stopped_before_its_last_evaluation_is_not_complete(kept: Any) -> None:
+    run, out = make_run(), Written()
+    run.config.evaluation = SimpleNamespace(at_start=True, every=3)
+    report: Any = RunReport(run, out, out, None)  # type: ignore[arg-type]
+    report._kept_summary = kept
+    assert report.summary(8, 1.0, stopped=True)["complete"], "nothing is held out"
+    run.evaluation = object()
+    assert not report.summary(8, 1.0, stopped=True)["complete"]
+    assert report.summary(8, 1.0)["complete"]
+    assert not report.summary(7, 1.0)["complete"]
