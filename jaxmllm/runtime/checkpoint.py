@@ -220,10 +220,16 @@ class Checkpoints:
         self._swept = True
 
     def _prune(self) -> None:
-        """Delete checkpoints that need not be kept, each absent before its first file is."""
-        steps = self.steps
-        sound = [step for step in steps if is_sound(self.directory / str(step))]
-        for step in set(steps) - {*sound[-self.keep :], *steps[-1:]}:
+        """Delete checkpoints that need not be kept, each absent before its first file is.
+
+        One that cannot be read counts for nothing, but may be readable later: it goes when `keep` sound ones are newer.
+        """
+        soundness = {step: is_sound(self.directory / str(step)) for step in self.steps}
+        sound = [step for step in soundness if soundness[step]]
+        oldest = sound[-self.keep] if len(sound) >= self.keep else 0
+        for step in list(soundness)[:-1]:
+            if step >= oldest and soundness[step] is not False:
+                continue
             doomed = self.directory / f"{step}{DELETED}"
             (self.directory / str(step)).rename(doomed)
             shutil.rmtree(doomed)

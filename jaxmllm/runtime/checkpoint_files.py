@@ -104,12 +104,12 @@ def check_files(location: Path) -> None:
         raise DamagedError(f"checkpoint {location} is damaged: {problem}")
 
 
-def is_sound(location: Path) -> bool:
-    """Whether a checkpoint was saved as a sound one, as far as its files still tell."""
+def is_sound(location: Path) -> bool | None:
+    """Whether a checkpoint was saved as a sound one; None where its files do not tell."""
     try:
         return bool(_checksums(location)["sound"])
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return None
 
 
 def _damage(location: Path, start: int, step: int) -> str | None:

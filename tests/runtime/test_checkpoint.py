@@ -326,6 +326,22 @@ def test_unsound_states_never_evict_sound_ones(tmp_path: Path) -> None:
         assert checkpoints.steps == [9]
 
 
+def test_a_checkpoint_that_cannot_be_read_is_kept_as_long_as_it_may_be_needed(
+    tmp_path: Path,
+) -> None:
+    three_checkpoints(tmp_path)
+    (tmp_path / "2" / "checksums.json").write_text('{"sound": tr')
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        checkpoints.wait()
+        assert checkpoints.steps == [1, 2, 3]
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.wait()
+        assert checkpoints.steps == [1, 2, 3], "it counts for nothing"
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.wait()
+        assert checkpoints.steps == [3]
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_a_full_disk_is_one_line(tmp_path: Path, late: bool, monkeypatch: Any, capfd: Any) -> None:
     def full(*_: Any, **__: Any) -> Any:
