@@ -64,8 +64,8 @@ def read_config(run_directory: str | Path) -> Config | None:
     except (ConfigError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"{path} is damaged: {reason}; restore it (checkpoints do not say what the run was), or begin another "
-            f"run with its parameters: a new run.directory and model.from={run_directory}"
+            f"{path} is damaged: {reason}; restore it (checkpoints do not say what the run was), or move it away and "
+            f"begin another run with its parameters: a new run.directory and model.from={run_directory}"
         ) from error
 
 

@@ -72,6 +72,19 @@ def test_a_damaged_config_is_one_line(tmp_path: Path, content: bytes) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_what_a_damaged_config_advises_works(tmp_path: Path) -> None:
+    begun, config = tmp_path / "begun", make_config(str(tmp_path / "new"))
+    (begun / "checkpoints" / "3").mkdir(parents=True)
+    (begun / "config.yaml").write_bytes(b"")
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"from_": str(begun)})}
+    )
+    with pytest.raises(CheckpointError, match=r"move it away and begin another run"):
+        check_folder(config, False)
+    (begun / "config.yaml").unlink()
+    assert check_folder(config, False).model.from_ == str(begun)
+
+
 def test_a_run_from_before_a_key_was_renamed_says_what_to_write(tmp_path: Path) -> None:
     write_config(tmp_path, make_config(str(tmp_path)))
     path = tmp_path / "config.yaml"
