@@ -506,14 +506,15 @@ class StepFunctions:
             return state.expert_counts, {}  # it runs forward alone, and its routing is not counted
         assert sums.routed is not None and state.expert_counts is not None
         counts = sums.routed.counts.sum(0)
-        tokens = counts[0].sum() // experts.per_token
+        real = counts.astype(sums.routed.z.dtype)  # whose sums no longer fit 32 bits
+        tokens = real[0].sum() / experts.per_token
         balance, z = router_means(sums.routed, Routing(state.expert_counts, tokens))
         layout = self.model.layout(LANGUAGE)
-        devices = counts.reshape(len(counts), layout.size("experts"), -1).sum(2)
+        devices = real.reshape(len(counts), layout.size("experts"), -1).sum(2)
         metrics = {
             "balance_loss": balance,
             "router_z_loss": z,
-            "expert_max_over_mean": _max_over_mean(counts),
+            "expert_max_over_mean": _max_over_mean(real),
             "expert_device_max_over_mean": _max_over_mean(devices),
         }
         return jnp.where(usable, counts, state.expert_counts), metrics
@@ -546,7 +547,7 @@ def _drawn_metrics(text_loss: Array, drawn: FlowSums) -> dict[str, Array]:
     }
 
 
-def _max_over_mean(counts: Int[Array, "L N"]) -> Float[Array, ""]:
+def _max_over_mean(counts: Float[Array, "L N"]) -> Float[Array, ""]:
     """The largest count of a layer over their mean, of the layer where that is worst; 1 where all are zero."""
     means = counts.mean(axis=1)
     return jnp.max(jnp.where(means > 0, counts.max(axis=1) / jnp.maximum(means, 1e-9), 1))

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from jaxmllm.models.mixture import RouterSums
 from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.training.objectives.routing import Routing, router_loss, router_means
 from jaxmllm.training.programs.staged import StagedPrograms
+from jaxmllm.training.step_functions import StepFunctions
 from sharding.mesh import MeshError, abstract_mesh
 from tests.support import (
     EXHAUSTIVE,
@@ -277,6 +280,34 @@ def test_fractions_before_the_first_step_are_even():
     sums = router_sums(jnp.zeros((LAYERS, 3, COUNT)), np.zeros((LAYERS, 3, PER_TOKEN)))
     balance, z = router_means(sums, Routing(0 * COUNTS, jnp.float32(3)))
     assert float(balance) == pytest.approx(1) and float(z) == pytest.approx(np.log(COUNT) ** 2)
+
+
+def test_counts_whose_sum_is_past_32_bits():
+    """A token that always chooses the first expert, which three of ten in the last step chose, too."""
+    counts = np.int32([[3, 1, 1, 1, 1, 1, 1, 1]] * LAYERS) * 400_000_000
+    tokens = int(counts[0].sum(dtype=np.int64)) // PER_TOKEN
+    probabilities = np.zeros((LAYERS, COUNT), np.float32)
+    probabilities[:, 0] = tokens
+    sums = RouterSums(counts[None], probabilities[None], np.full((1, LAYERS), tokens, np.float32))
+    balance, z = router_means(sums, Routing(counts, jnp.float32(tokens)))
+    assert float(balance) == pytest.approx(COUNT * 0.3) and float(z) == pytest.approx(1)
+
+    experts = SimpleNamespace(per_token=PER_TOKEN)
+    layout = SimpleNamespace(size=lambda axis: 1)
+    step: Any = SimpleNamespace(
+        model=SimpleNamespace(
+            config=SimpleNamespace(language=SimpleNamespace(experts=experts)),
+            layout=lambda phase: layout,
+        )
+    )
+    state: Any = SimpleNamespace(expert_counts=counts)
+    step_sums: Any = SimpleNamespace(drawn=None, routed=jax.tree.map(jnp.asarray, sums))
+    after, metrics = StepFunctions._routing_after(step, state, step_sums, jnp.bool_(True))
+    assert (np.asarray(after) == counts).all()
+    assert float(metrics["balance_loss"]) == pytest.approx(COUNT * 0.3)
+    assert float(metrics["router_z_loss"]) == pytest.approx(1)
+    assert float(metrics["expert_max_over_mean"]) == pytest.approx(2.4)
+    assert float(metrics["expert_device_max_over_mean"]) == 1
 
 
 def test_a_count_that_the_mesh_does_not_divide(texts):

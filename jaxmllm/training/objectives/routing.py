@@ -41,8 +41,9 @@ def router_means(sums: RouterSums, routing: Routing) -> tuple[Float[Array, ""], 
     """(balance, z) of some rows: what these add to the means over all tokens and layers of the batch."""
     dtype = sums.z.dtype
     layers, experts = routing.counts.shape
-    chosen = routing.counts.sum(axis=1, keepdims=True)
-    fractions = jnp.where(chosen > 0, routing.counts / jnp.maximum(chosen, 1), 1 / experts)
+    counts = jnp.asarray(routing.counts, dtype)  # their sum may be past the last integer of 32 bits
+    chosen = counts.sum(axis=1, keepdims=True)
+    fractions = jnp.where(chosen > 0, counts / jnp.maximum(chosen, 1), 1 / experts)
     scale = 1 / (layers * jnp.maximum(routing.tokens, 1).astype(dtype))
-    balance = experts * (sums.probabilities.sum(0) * fractions.astype(dtype)).sum()
+    balance = experts * (sums.probabilities.sum(0) * fractions).sum()
     return balance * scale, sums.z.sum() * scale
