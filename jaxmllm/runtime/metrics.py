@@ -172,16 +172,22 @@ class TensorBoardSink:
         self._writer.close()
 
 
+def imported_wandb(project: str) -> Any:
+    """The wandb package, which `logging.wandb` = `project` asks for. Raises `ConfigError` where it is not installed."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(
+            f"logging.wandb={project!r} needs the wandb package: install jaxmllm[wandb] or set logging.wandb=null"
+        ) from error
+    return wandb
+
+
 class WandbSink:
     """A Weights & Biases run; its id is kept in the run folder, so that a resumed run continues it."""
 
     def __init__(self, directory: Path, project: str) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(
-                f"logging.wandb={project!r} needs the wandb package: install jaxmllm[wandb] or set logging.wandb=null"
-            ) from error
+        wandb = imported_wandb(project)
         id_file = directory / WANDB_ID_FILE
         run_id = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None
         self._run: Any = wandb.init(project=project, dir=str(directory), id=run_id, resume="allow")

@@ -32,6 +32,7 @@ from jaxmllm.runtime import hosts
 from jaxmllm.runtime.checkpoint import check_space, state_bytes
 from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.runtime.hardware import peak_flops
+from jaxmllm.runtime.metrics import imported_wandb
 from jaxmllm.setup.prepare import RunInputs, prepare
 from jaxmllm.setup.row_memory import kept_residuals
 from jaxmllm.setup.row_shapes import attention_spec
@@ -57,6 +58,8 @@ def build_run(config: Config) -> Run:
     Raises one of `USER_ERRORS` for a config that cannot be run, `CheckpointError` where no checkpoint
     has room.
     """
+    if config.logging.wandb is not None and jax.process_index() == 0:
+        imported_wandb(config.logging.wandb)  # which is needed after minutes of compiling
     compilations = CompilationCounter()  # first, to count and to keep what comes from here on
     warnings = WarningLog()
     inputs = prepare(config, make_mesh(config.mesh_sizes, spans=mesh_spans(config)))

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 
 import pytest
 import yaml
@@ -48,6 +49,12 @@ def test_unknown_exchange(capsys, config):
     """The schema does not know the table of backends, so this is told before any data is read."""
     error = refusal(capsys, config, "balance.exchange=rugged", "data.root=/absent")
     assert "balance.exchange: must be one of auto, ragged, padded (got 'rugged')" in error
+
+
+def test_missing_wandb_is_told_before_any_data_is_read(capsys, config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    error = refusal(capsys, config, "logging.wandb=p", "data.root=/absent")
+    assert error.count("\n") == 1 and "logging.wandb='p' needs the wandb package" in error
 
 
 @pytest.mark.parametrize(
