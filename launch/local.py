@@ -166,10 +166,14 @@ def _forward_signals(children: Sequence[subprocess.Popen[str]]) -> Iterator[None
 def _print_lines(stream: IO[str], process: int, lock: threading.Lock) -> None:
     for line in stream:
         with lock:
-            sys.stdout.write(
-                f"[{process}] {line}" if line.endswith("\n") else f"[{process}] {line}\n"
-            )
-            sys.stdout.flush()
+            try:
+                sys.stdout.write(
+                    f"[{process}] {line}" if line.endswith("\n") else f"[{process}] {line}\n"
+                )
+                sys.stdout.flush()
+            except BrokenPipeError:
+                # Nobody reads any more, as after `| head`: processes whose lines stayed here would wait for ever
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _free_port() -> int:

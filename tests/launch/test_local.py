@@ -70,6 +70,22 @@ def test_every_process_is_told_who_it_is_and_its_lines_carry_its_number(capfd):
     ]
 
 
+def test_processes_end_where_nobody_reads_what_they_print():
+    printing = python("for line in range(20_000): print(line, flush=True)")
+    command = [sys.executable, "-m", "launch.local", "--processes", "2", "--", *printing]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None and launcher.stderr is not None
+        assert launcher.stdout.readline().endswith("] 0\n")
+        launcher.stdout.close()
+        try:
+            assert launcher.wait(timeout=45) == 0
+        finally:
+            launcher.kill()
+        assert launcher.stderr.read() == ""
+
+
 def test_a_failure_ends_the_others_and_gives_the_exit_code(tmp_path):
     code = (
         "import os, pathlib, sys, time\n"
