@@ -2,9 +2,9 @@
 
     run.lock   {"host", "pid", "process", "since", "token", "beat"}, rewritten every few seconds by a thread
 
-A holder on this machine is dead when no process has its number and its start, so that a run that
-was killed resumes at once. Of a holder on another machine only its heart can be heard: when `beat`
-has not changed for `SILENCE_SECONDS`, the lock is taken over. Clocks of two machines are never
+A holder on this machine, since it was booted, is dead when no process has its number and its start,
+so that a run that was killed resumes at once. Of any other holder only its heart can be heard: when
+`beat` has not changed for `SILENCE_SECONDS`, the lock is taken over. Clocks of two machines are never
 compared.
 """
 
@@ -35,9 +35,11 @@ POLL_SECONDS = 1.0
 class Holder:
     """A process that holds a folder."""
 
-    host: str  # machine and its set of process numbers: containers of one machine may count for themselves
+    # Machine, its set of process numbers (containers of one machine may count for themselves), and its boot (machines
+    # may have one name)
+    host: str
     pid: int
-    process: str  # boot and start of that process: numbers are used again
+    process: str  # start of that process: numbers are used again
     since: str
     token: str
     beat: int = 0
@@ -195,16 +197,19 @@ def _machine() -> str:
         numbers = os.readlink("/proc/self/ns/pid")
     except OSError:
         numbers = ""
-    return f"{socket.gethostname()} {numbers}".strip()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {numbers} {boot}".strip()
 
 
 def _start_of(pid: int) -> str | None:
     """What tells a process from others that have had its number; none: there is no such process."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         state, *numbers = status.rpartition(")")[2].split()  # the name before it may hold anything
-        return None if state in "ZX" else f"{boot} {numbers[18]}"  # a zombie writes nothing
+        return None if state in "ZX" else numbers[18]  # a zombie writes nothing
     except FileNotFoundError:
         if Path("/proc/self/stat").exists():
             return None

@@ -9,6 +9,7 @@ import textwrap
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,6 +99,22 @@ def test_a_silent_holder_elsewhere_is_waited_for_and_taken_over(
     with RunLock(tmp_path, lines.append, silence_seconds=0.3):
         assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
     assert "waiting up to 0 s for a sign of life" in lines[0] and "is taken over" in lines[1]
+
+
+def test_machines_of_one_name_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Path.read_text
+
+    def on_another(path: Path, **options: Any) -> str:
+        return "another boot" if path.name == "boot_id" else read(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", on_another)
+        write(tmp_path, replace(Holder.here(), pid=2**22 + 1, token="theirs"))
+    lines: list[str] = []
+    with RunLock(tmp_path, lines.append, silence_seconds=0.3):
+        assert "waiting up to 0 s for a sign of life" in lines[0]
 
 
 def test_a_holder_elsewhere_whose_heart_beats_keeps_the_folder(
