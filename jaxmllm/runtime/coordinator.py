@@ -120,10 +120,9 @@ async def keep(host: str | None, port: int, processes: int, heartbeat_seconds: i
     try:
         server = await asyncio.start_server(board.serve, host, port, limit=LINE_BYTES)
     except OSError as error:
-        print(
-            json.dumps({"error": os.strerror(error.errno) if error.errno else str(error)}),
-            flush=True,
-        )
+        code = error.errno or 0  # below 0 where a host cannot be looked up
+        reason = os.strerror(code) if code > 0 else error.strerror or str(error)
+        print(json.dumps({"error": reason}), flush=True)
         return
     _service, jax_port = start_jax_service(host, processes, heartbeat_seconds)
     board.values["jax/port"] = str(jax_port)
@@ -140,7 +139,11 @@ async def keep(host: str | None, port: int, processes: int, heartbeat_seconds: i
 
 def main() -> None:
     host, port, processes, heartbeat_seconds = sys.argv[1], *map(int, sys.argv[2:])
-    asyncio.run(keep(host or None, port, processes, heartbeat_seconds))
+    try:
+        asyncio.run(keep(host or None, port, processes, heartbeat_seconds))
+    except Exception as error:
+        line = f"{type(error).__name__}: {error}".partition("\n")[0]
+        print(json.dumps({"crash": line}), flush=True)
 
 
 if __name__ == "__main__":

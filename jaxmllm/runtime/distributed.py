@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -214,10 +215,16 @@ def _meet(
 
 def _join_detected(limits: DistributedConfig, facts: Mapping[str, str]) -> None:
     """Join what JAX detects, with the key-value store of its own coordinator as the board."""
-    jax.distributed.initialize(
-        initialization_timeout=int(limits.start_timeout),
-        heartbeat_timeout_seconds=int(limits.peer_timeout) + JAX_SLACK_SECONDS,
-    )
+    try:
+        jax.distributed.initialize(
+            initialization_timeout=int(limits.start_timeout),
+            heartbeat_timeout_seconds=int(limits.peer_timeout) + JAX_SLACK_SECONDS,
+        )
+    except ValueError as error:
+        raise LaunchError(
+            f"{COORDINATOR}={AUTO}: JAX detects no processes of a run here ({error}); that is for TPU pods and the "
+            f"like, elsewhere set {COORDINATOR} (host:port), {PROCESSES} and {PROCESS_ID} (see launch/)"
+        ) from error
     from orbax.checkpoint import multihost
 
     if jax.process_count() == 1:
@@ -239,7 +246,8 @@ def _join_detected(limits: DistributedConfig, facts: Mapping[str, str]) -> None:
 def start_coordinator(
     bind: str, port: int, processes: int, heartbeat_seconds: int
 ) -> subprocess.Popen[bytes]:
-    """Start the coordinator, which ends by itself after this process; raises `LaunchError` if it cannot listen."""
+    """Start the coordinator, which ends by itself after this process; raises `LaunchError` if it cannot listen or
+    fails."""
     command = [
         sys.executable,
         "-P",
@@ -266,14 +274,19 @@ def start_coordinator(
     assert child.stdout is not None
     ready, _, _ = select.select([child.stdout], [], [], COORDINATOR_SECONDS)
     line = child.stdout.readline() if ready else b""
-    answer = (
-        json.loads(line)
-        if line
-        else {"error": f"it did not start within {COORDINATOR_SECONDS:.0f} s"}
-    )
-    if "error" in answer:
-        child.kill()
-        child.wait()
+    answer = json.loads(line) if line else {}
+    if "jax_port" not in answer:
+        if line or not ready:
+            child.kill()
+        code = child.wait()
+        if "error" not in answer:
+            silent = (
+                f"it ended with code {code}" if ready else f"not within {COORDINATOR_SECONDS:.0f} s"
+            )
+            reason = answer.get("crash", f"{silent}; run `{shlex.join(command)}` to see why")
+            raise LaunchError(
+                f"the coordinator did not start on this host ({socket.gethostname()}): {reason}"
+            )
         raise LaunchError(
             f"the coordinator cannot listen on port {port} of {bind or 'this host'} ({socket.gethostname()}): "
             f"{answer['error']}; choose a free port in {COORDINATOR}"

@@ -94,6 +94,42 @@ def test_a_port_in_use_is_one_line() -> None:
             start_coordinator("127.0.0.1", port, 2, 60)
 
 
+def test_a_name_that_is_no_host_is_one_line() -> None:
+    with pytest.raises(
+        LaunchError, match="cannot listen on port .* of nosuchhost.invalid"
+    ) as caught:
+        start_coordinator("nosuchhost.invalid", free_port(), 2, 60)
+    assert "Unknown error" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        ("coordinator.start_jax_service = lambda *_: 1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", "it ended with code 3; run `.*` to see why"),
+    ],
+)
+def test_a_coordinator_that_fails_is_not_a_port_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, reason: str
+) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text(f"from jaxmllm.runtime import coordinator\n{broken}\ncoordinator.main()\n")
+    monkeypatch.setattr(distributed.coordinator, "__file__", str(script))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with pytest.raises(LaunchError, match=rf"did not start on this host \(.*\): {reason}"):
+        start_coordinator("127.0.0.1", free_port(), 2, 60)
+
+
+def test_detection_that_finds_nothing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(**options: Any) -> None:
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.config, "update", lambda *setting: None)
+    monkeypatch.setattr(jax.distributed, "initialize", nothing)
+    with pytest.raises(LaunchError, match=r"JAXMLLM_COORDINATOR=auto: JAX detects no processes"):
+        initialize_distributed(variables("auto"))
+
+
 def test_the_coordinator_listens_where_asked_alone_and_ends_with_its_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
