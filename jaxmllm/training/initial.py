@@ -197,5 +197,6 @@ def _agreed(locations: list[Path]) -> list[Path]:
     if len(locations) == 1 and not locations[0].name.isdecimal():
         return locations
     parent = locations[0].parent
-    steps = agreed_numbers(sorted(int(location.name) for location in locations))
-    return [parent / str(step) for step in reversed(steps)]
+    seen = {int(location.name): location for location in locations}  # a copy may be called 0003
+    steps = agreed_numbers(sorted(seen))
+    return [seen.get(step, parent / str(step)) for step in reversed(steps)]

@@ -66,6 +66,18 @@ def test_parameters_are_read_on_any_mesh(source, by_example, which, monkeypatch)
     )
 
 
+def test_a_copied_checkpoint_may_have_any_name(source, by_example, tmp_path):
+    folder, expected = source
+    for name in ("0004", "best"):
+        copy = shutil.copytree(folder / "checkpoints" / "4", tmp_path / name)
+        lines: list[str] = []
+        params = read_parameters(
+            str(copy), abstract_params(by_example(), {"data": 8}), lines.append
+        )
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), expected)
+        assert lines[0].endswith(f"from {copy}")
+
+
 def programs_of(model: MLLM, ema: bool = False) -> SimpleNamespace:
     """What a state is begun with, on a mesh; with `ema`, there are averages of the decoder."""
     drawn, zero = model.init(9, "float32"), jnp.zeros((), jnp.int32)
