@@ -96,7 +96,7 @@ def test_a_port_in_use_is_one_line() -> None:
 
 def test_a_name_that_is_no_host_is_one_line() -> None:
     with pytest.raises(
-        LaunchError, match="cannot listen on port .* of nosuchhost.invalid"
+        LaunchError, match=r"cannot listen on port .* of nosuchhost\.invalid"
     ) as caught:
         start_coordinator("nosuchhost.invalid", free_port(), 2, 60)
     assert "Unknown error" not in str(caught.value)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from jaxmllm.config.schema import DistributedConfig
 from jaxmllm.runtime.board import HostsError, RemoteBoard, gather
 from jaxmllm.runtime.coordinator import RECONNECT_SECONDS
-from jaxmllm.runtime.distributed import start_coordinator
+from jaxmllm.runtime.distributed import _meet, start_coordinator
 from jaxmllm.runtime.hosts import BEAT_SECONDS, Hosts, Watchdog
 from tests.runtime.test_signals import MemoryBoard
 
@@ -92,6 +93,15 @@ def test_whoever_is_early_waits_and_learns_of_a_peer_that_has_ended() -> None:
     ) == ["", ""]
     late.end("process 1 (host-b) failed: no space left")
     assert on_threads(lambda: early.meet("the end")) == ["process 1 (host-b) failed: no space left"]
+
+
+def test_a_process_that_was_told_of_more_is_named_however_late_one_looks() -> None:
+    board = MemoryBoard()
+    for process, told in enumerate((2, 2, 3)):
+        board.key_value_set(f"here/{process}", json.dumps([NAMES[process], told]))
+    limits = DistributedConfig(start_timeout=0.3)
+    with pytest.raises(HostsError, match=r"process 2 \(host-c\) was told JAXMLLM_PROCESSES=3"):
+        _meet(board, 0, 2, "host-a", "host-a:1", limits)
 
 
 class Clock:
