@@ -62,6 +62,11 @@ def _unread(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         yield "optimizer.schedule is constant", "optimizer", ("final_scale",)
     if not config.profile.steps:
         yield "profile.steps is 0", "profile", ("start",)
+    elif config.profile.start >= config.run.steps:
+        reason = (
+            f"profile.start ({config.profile.start}) is past the last step of {config.run.steps}"
+        )
+        yield reason, "profile", ("steps",)
 
 
 def _all_keys(config: Config, path: str) -> tuple[str, ...]:

@@ -113,6 +113,7 @@ def make_programs(config: Config, inputs: RunInputs) -> tuple[Programs, Pipeline
     if jax.process_index() == 0:  # all of them would say the same
         _warn_of_slow_attention(programs)
         _warn_without_effect(config)
+        _warn_of_late_warm_up(config)
     return programs.compile(), sizes
 
 
@@ -199,6 +200,18 @@ def _warn_without_effect(config: Config) -> None:
     without stages."""
     for reason, keys in keys_without_effect(config).items():
         _log.warning("%s: %s, so this changes nothing; leave it out", ", ".join(keys), reason)
+
+
+def _warn_of_late_warm_up(config: Config) -> None:
+    """Say where the learning rate falls in one step, instead of along a cosine."""
+    warmup = config.optimizer.warmup_steps
+    if config.optimizer.schedule == "cosine" and config.decay_steps <= warmup < config.run.steps:
+        _log.warning(
+            "optimizer.warmup_steps (%d) lasts until the end of the decay (optimizer.decay_steps: %d), so the learning "
+            "rate falls from its peak to the last one in one step; choose fewer steps to warm up, or more to decay",
+            warmup,
+            config.decay_steps,
+        )
 
 
 def plan_facts(spec: PlanSpec) -> dict[str, str]:

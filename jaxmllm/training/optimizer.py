@@ -53,7 +53,8 @@ def optimizer_updates(
 def learning_rate(
     config: OptimizerConfig, decay_steps: int, step: Int[Array, ""]
 ) -> Float[Array, ""]:
-    """Linear warm-up, then constant, or cosine decay that reaches `final_scale` at step `decay_steps` and stays."""
+    """Linear warm-up, then constant, or cosine decay that reaches `final_scale` at step `decay_steps` and stays; in the
+    step after the warm-up where that lasts longer."""
     peak = config.learning_rate
     if config.schedule == "constant":
         after = optax.constant_schedule(peak)

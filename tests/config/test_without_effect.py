@@ -69,6 +69,11 @@ def test_none_of_a_plain_config(tmp_path):
             ["optimizer.final_scale"],
         ),
         ({"profile__start": 3}, "profile.steps is 0", ["profile.start"]),
+        (
+            {"run": {"directory": "runs/x", "steps": 3}, "profile__steps": 2},
+            "profile.start (10) is past the last step of 3",
+            ["profile.steps"],
+        ),
     ],
 )
 def test_each_reason(tmp_path, changes, reason, names):

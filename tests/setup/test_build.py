@@ -6,7 +6,7 @@ import pytest
 
 from jaxmllm.config.read import parse_config
 from jaxmllm.models import mllm
-from jaxmllm.setup.build import make_programs
+from jaxmllm.setup.build import _warn_of_late_warm_up, make_programs
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.training.programs.base import Programs
@@ -59,3 +59,20 @@ def test_keys_that_change_nothing_are_named(tmp_path, monkeypatch, caplog):
     assert not warnings() and not warnings(pipeline__schedule="greedy")
     (line,) = warnings(pipeline__microbatches=4, pipeline__schedule="1f1b")
     assert line.startswith("pipeline.schedule, pipeline.microbatches: pipeline.stages is 1")
+
+
+@pytest.mark.parametrize(
+    ("warmup", "steps", "warned"), [(20, 30, True), (9, 30, False), (20, 20, False)]
+)
+def test_a_rate_that_falls_in_one_step_is_a_warning(tmp_path, caplog, warmup, steps, warned):
+    optimizer = {
+        "learning_rate": 1,
+        "schedule": "cosine",
+        "warmup_steps": warmup,
+        "decay_steps": 10,
+    }
+    run = {"directory": str(tmp_path), "steps": steps}
+    _warn_of_late_warm_up(parse_config(tiny_config(tmp_path, run=run, optimizer=optimizer)))
+    assert [line.partition(" lasts")[0] for line in caplog.messages] == [
+        f"optimizer.warmup_steps ({warmup})"
+    ] * warned
