@@ -25,7 +25,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the latest checkpoint of the run folder",
+        help="continue from the latest checkpoint of the run folder; begin the run where that is new or empty",
     )
     # A name that holds "=": an optional value of --resume would swallow the override after it.
     parser.add_argument(
@@ -33,7 +33,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         dest="resume",
         action="store_const",
         const="auto",
-        help="continue where the run folder holds this run, else begin it; for jobs that are requeued",
+        help="the same, and begin the run also beside other files, such as logs; for jobs that are requeued",
     )
     parser.add_argument(
         "--compile-only",

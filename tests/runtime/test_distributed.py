@@ -64,6 +64,12 @@ def test_ill_formed_variables(environment: dict[str, str], message: str) -> None
         initialize_distributed(environment)
 
 
+def test_documents_name_the_keys_that_hosts_may_have_for_themselves() -> None:
+    for document in ("launch/README.md", "docs/running.md"):
+        text = (ROOT / document).read_text()
+        assert all(f"`{key}`" in text for key in distributed.HOST_KEYS)
+
+
 def test_how_processes_join(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(jax.config, "update", lambda *setting: None)
