@@ -7,6 +7,7 @@ example number --byte offset--> JSONL line --render--> tokens, targets, position
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -297,7 +298,8 @@ class Corpus:
     def _locate(self, example: int) -> tuple[LengthIndex, int]:
         if not 0 <= example < len(self):
             raise IndexError(f"example {example} of {len(self)}")
-        index_number = int(np.searchsorted(self._starts, example, side="right")) - 1
+        # Of one number, numpy's own search takes ten times as long, and a step asks for every id
+        index_number = bisect_right(self._starts, example) - 1
         return self.indexes[index_number], int(example - self._starts[index_number])
 
 
