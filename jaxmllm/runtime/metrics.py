@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
@@ -217,20 +218,24 @@ def read_summary(run_directory: str | Path) -> dict[str, Any] | None:
 
 
 def _trim(path: Path, step: int) -> None:
-    """Keep the records up to `step` of a file with one per line."""
-    content = path.read_bytes()
-    lines = content.decode("utf-8", "replace").split("\n")
-    records = [(line, _parsed(line)) for line in lines]
-    sound_lines = [
-        f"{line}\n" for line, record in records if record is not None and record["step"] <= step
-    ]
-    if damaged := sum(record is None and bool(line.strip()) for line, record in records[:-1]):
-        aside = path.with_name(f"{path.name}.damaged")
-        aside.write_bytes(content)
-        print(
-            f"{path}: {damaged} lines are no records and are left out; the file as it was is {aside.name}"
-        )
-    write_atomically(path, "".join(sound_lines))
+    """Keep the records up to `step` of a file with one per line, which may be larger than memory."""
+
+    def kept_lines() -> Iterator[str]:
+        damaged = 0
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as stream:
+            for line in stream:
+                record = _parsed(line)
+                if record is not None and record["step"] <= step:
+                    yield line.removesuffix("\n") + "\n"
+                damaged += record is None and line.endswith("\n") and bool(line.strip())
+        if damaged:
+            aside = path.with_name(f"{path.name}.damaged")
+            shutil.copyfile(path, aside)
+            print(
+                f"{path}: {damaged} lines are no records and are left out; the file as it was is {aside.name}"
+            )
+
+    write_atomically(path, kept_lines())
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,19 @@ def test_a_damaged_file_of_records_is_put_aside_and_said(tmp_path: Path, capsys)
     assert (
         "metrics.jsonl: 2 lines are no records and are left out" in said and said.count("\n") == 1
     )
+
+
+def test_files_of_records_are_not_held_in_memory(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in range(1, 65):
+            writer.write_examples(step, ["x" * 1000] * 64)
+    size = (tmp_path / "examples.jsonl").stat().st_size
+    tracemalloc.start()
+    MetricsWriter(tmp_path, tensorboard=False).resume_from(32)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < size / 4
+    assert (tmp_path / "examples.jsonl").stat().st_size == pytest.approx(size / 2, rel=1e-2)
 
 
 def test_other_processes_write_nothing(tmp_path: Path) -> None:
