@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,15 @@ def write_data(run_directory: Path, corpus: Corpus) -> None:
         "examples": len(corpus),
         "rejected": corpus.rejected_counts(),
     }
-    stamps = io.BytesIO()
-    np.savez_compressed(stamps, **stamps_of(corpus))  # type: ignore[arg-type]
     lines = [json.dumps(asdict(rejected), ensure_ascii=False) for rejected in corpus.rejected]
-    write_atomically(run_directory / STAMPS_FILE, stamps.getvalue())
+    stamps = stamps_of(corpus)
+    _, saved = _read(run_directory)
+    if saved.keys() != stamps.keys() or not all(
+        np.array_equal(saved[name], stamps[name]) for name in stamps
+    ):
+        compressed = io.BytesIO()  # which takes seconds where there are millions of files
+        np.savez_compressed(compressed, **stamps)  # type: ignore[arg-type]
+        write_atomically(run_directory / STAMPS_FILE, compressed.getvalue())
     write_atomically(run_directory / REJECTED_FILE, "".join(f"{line}\n" for line in lines))
     write_atomically(run_directory / DATA_FILE, json.dumps(content, indent=1))
 
@@ -66,9 +71,7 @@ def stamps_of(corpus: Corpus) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     for index_number, index in enumerate(corpus.indexes):
         arrays[f"{index_number}/checksum"] = index.checksum.astype(np.uint32)
-        arrays[f"{index_number}/media"] = np.frombuffer(
-            json.dumps(index.media.address).encode(), np.uint8
-        )
+        arrays[f"{index_number}/media"] = _encoded(index.media.address)
         arrays[f"{index_number}/stamp"] = index.media.stamp
     return arrays
 
@@ -86,21 +89,22 @@ def _compare(run_directory: Path, corpus: Corpus, say: Callable[[str], None]) ->
             continue
         if record := _changed_record(index, stamps[f"{index_number}/checksum"]):
             raise CheckpointError(f"{record}; {advice}")
-        addresses = json.loads(stamps[f"{index_number}/media"].tobytes())
-        before = dict(zip(addresses, stamps[f"{index_number}/stamp"].tolist(), strict=True))
-        now = dict(zip(index.media.address, index.media.stamp.tolist(), strict=True))
-        common = [address for address in now if address in before]
-        if resized := [name for name in common if now[name][0] != before[name][0]]:
-            first = resized[0]
+        names, now, before = _common_media(
+            index, stamps[f"{index_number}/media"], stamps[f"{index_number}/stamp"]
+        )
+        resized = np.flatnonzero(now[:, 0] != before[:, 0])
+        if len(resized):
+            first = int(resized[0])
             raise CheckpointError(
-                f"{index.source.media(first)} has {now[first][0]} bytes, {before[first][0]} when the run was trained "
-                f"on it ({len(resized)} media files of source {index.name!r} differ so); {advice}"
+                f"{index.source.media(names[first])} has {now[first, 0]} bytes, {before[first, 0]} when the run was "
+                f"trained on it ({len(resized)} media files of source {index.name!r} differ so); {advice}"
             )
-        if touched := [name for name in common if now[name][1] != before[name][1]]:
+        touched = np.flatnonzero(now[:, 1] != before[:, 1])
+        if len(touched):
             say(
                 f"warning: {len(touched)} media files of source {index.name!r} have another modification time than "
-                f"when the run was trained on them, the first is {index.source.media(touched[0])}; their sizes are "
-                "the same"
+                f"when the run was trained on them, the first is {index.source.media(names[touched[0]])}; their sizes "
+                "are the same"
             )
     if saved["fingerprint"] != corpus.fingerprint():
         raise CheckpointError(
@@ -108,6 +112,23 @@ def _compare(run_directory: Path, corpus: Corpus, say: Callable[[str], None]) ->
             f"other lengths; restore the files and row limits, or begin another run with its parameters: a new "
             f"run.directory and model.from={run_directory}"
         )
+
+
+def _common_media(
+    index: LengthIndex, media: np.ndarray, stamp: np.ndarray
+) -> tuple[Sequence[str], np.ndarray, np.ndarray]:
+    """(addresses, stamps now, stamps before) of the media files of a source that were there before, too."""
+    names = index.media.address
+    if np.array_equal(media, _encoded(names)):  # of millions, which take seconds one by one
+        return names, index.media.stamp, stamp
+    places = {address: n for n, address in enumerate(json.loads(media.tobytes()))}
+    common = [n for n, address in enumerate(names) if address in places]
+    before = [places[names[n]] for n in common]
+    return [names[n] for n in common], index.media.stamp[common], stamp[before]
+
+
+def _encoded(addresses: Sequence[str]) -> np.ndarray:
+    return np.frombuffer(json.dumps(addresses).encode(), np.uint8)
 
 
 def _changed_record(index: LengthIndex, before: np.ndarray) -> str | None:

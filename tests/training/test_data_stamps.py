@@ -5,6 +5,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from jaxmllm.data.media.modalities import modalities
 from jaxmllm.data.media.sounds import Sounds
 from jaxmllm.data.text.tokenizers import ByteTokenizer
 from jaxmllm.runtime.checkpoint_files import CheckpointError
-from jaxmllm.training.data_stamps import check_data, write_data
+from jaxmllm.training.data_stamps import _common_media, check_data, write_data
 from tests.support import tiny_config
 
 
@@ -74,6 +75,29 @@ def test_unchanged_data_is_what_it_was(folder, tmp_path, capsys):
         "rejected.jsonl",
     ]
     assert capsys.readouterr().out == ""
+
+
+def test_stamps_are_written_where_something_changed(folder, tmp_path):
+    stamps = tmp_path / "run" / "data.npz"
+    train_on(tmp_path / "run", opened(folder))
+    written = stamps.stat().st_ino, stamps.stat().st_mtime_ns
+    train_on(tmp_path / "run", opened(folder))
+    assert (stamps.stat().st_ino, stamps.stat().st_mtime_ns) == written
+    os.utime(folder / "1.bmp", (1, 1))
+    train_on(tmp_path / "run", opened(folder))
+    assert (stamps.stat().st_ino, stamps.stat().st_mtime_ns) != written
+
+
+@pytest.mark.parametrize("before", ["abc", "cab", "bd", ""])
+def test_stamps_are_those_of_the_files_that_were_there_before(before):
+    now = {name: [n, 10 * n] for n, name in enumerate("abc")}
+    stamps = np.array([[ord(name), 0] for name in before], np.int64).reshape(-1, 2)
+    media = SimpleNamespace(address=tuple(now), stamp=np.array(list(now.values())))
+    encoded = np.frombuffer(json.dumps(tuple(before)).encode(), np.uint8)
+    names, now_stamps, before_stamps = _common_media(SimpleNamespace(media=media), encoded, stamps)
+    assert list(names) == [name for name in now if name in before]
+    assert now_stamps.tolist() == [now[name] for name in names]
+    assert before_stamps.tolist() == [[ord(name), 0] for name in names]
 
 
 def test_another_answer_of_the_same_length_is_named(folder, tmp_path):
