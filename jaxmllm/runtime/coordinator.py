@@ -31,7 +31,8 @@ class BoardServer:
     """Keys and values, and who is connected."""
 
     def __init__(self) -> None:
-        self.values: dict[str, str] = {}
+        # By all of a key before its last "/": thousands of processes look for a few keys each second
+        self.folders: dict[str, dict[str, str]] = {}
         self.hosts: dict[int, str] = {}  # of the processes that have said hello and not yet goodbye
         self.connections: dict[int, int] = {}  # how many each of these has
 
@@ -74,19 +75,30 @@ class BoardServer:
             line = (
                 f"process {process} ({self.hosts[process].partition(' ')[0]}) was killed or crashed"
             )
-            self.values.setdefault(f"{ENDED}/{process}", line)
+            self.answer("set", f"{ENDED}/{process}", line)
 
     def answer(self, verb: str, key: str, value: str = "", overwrite: bool = False) -> Any:
         """The reply to a request."""
+        folder = key.rpartition("/")[0]
         if verb == "set":
-            if not overwrite and key in self.values:
+            values = self.folders.setdefault(folder, {})
+            if not overwrite and key in values:
                 return f"{key} is set"
-            self.values[key] = value
+            values[key] = value
             return None
         if verb == "list":
-            return [(name, text) for name, text in self.values.items() if name.startswith(key)]
+            return [
+                (name, text)
+                for other, values in self.folders.items()
+                if not folder or f"{other}/".startswith(f"{folder}/")
+                for name, text in values.items()
+                if name.startswith(key)
+            ]
         if verb == "delete":
-            self.values.pop(key, None)
+            values = self.folders.get(folder, {})
+            values.pop(key, None)
+            if not values:
+                self.folders.pop(folder, None)
             return None
         raise ValueError(f"no such request: {verb}")
 
@@ -125,7 +137,7 @@ async def keep(host: str | None, port: int, processes: int, heartbeat_seconds: i
         print(json.dumps({"error": reason}), flush=True)
         return
     _service, jax_port = start_jax_service(host, processes, heartbeat_seconds)
-    board.values["jax/port"] = str(jax_port)
+    board.answer("set", "jax/port", str(jax_port))
     print(json.dumps({"jax_port": jax_port}), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.read)
     for _ in range(int(LINGER_SECONDS / 0.1)):

@@ -5,13 +5,14 @@ import socket
 import subprocess
 import threading
 import time
+import timeit
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from jaxmllm.config.schema import DistributedConfig
 from jaxmllm.runtime.board import HostsError, RemoteBoard, gather
-from jaxmllm.runtime.coordinator import RECONNECT_SECONDS
+from jaxmllm.runtime.coordinator import RECONNECT_SECONDS, BoardServer
 from jaxmllm.runtime.distributed import _meet, start_coordinator
 from jaxmllm.runtime.hosts import BEAT_SECONDS, Hosts, Watchdog
 from tests.runtime.test_signals import MemoryBoard
@@ -209,6 +210,33 @@ def test_the_board_keeps_values_and_misses_who_leaves_without_goodbye(
     second.key_value_set("b", "")
     second.leave()
     second.close()
+
+
+def test_the_boards_answers_are_those_of_a_plain_dictionary() -> None:
+    server, board = BoardServer(), MemoryBoard()
+    keys = ["b", "a/0", "a/1", "a/10", "a/1/0", "a/1/1", "a/10/0", "ab/0", "plan/3/0", "plan/3/1"]
+    prefixes = [*keys, "", "a", "a/", "a/1/", "a/10/", "plan/", "absent/"]
+    for key in keys:
+        board.key_value_set(key, key.upper())
+        assert server.answer("set", key, key.upper()) is None
+        assert server.answer("set", key, "again") == f"{key} is set"
+    for deleted in ("absent", "plan/3/1", "a/1", "plan/3/0"):
+        for prefix in prefixes:
+            found = server.answer("list", prefix)
+            assert sorted(found) == sorted(board.key_value_dir_get(prefix))
+        board.key_value_delete(deleted)
+        server.answer("delete", deleted)
+
+
+def test_looking_for_few_keys_takes_no_longer_where_there_are_many_others() -> None:
+    def seconds(others: int) -> float:
+        server = BoardServer()
+        for meeting in range(10):
+            for process in range(others // 10):
+                server.answer("set", f"meet/{meeting}/{process}", "")
+        return min(timeit.repeat(lambda: server.answer("list", "ended/"), number=10, repeat=5))
+
+    assert seconds(100_000) < 20 * seconds(100)
 
 
 def test_an_absent_coordinator_is_one_line() -> None:
