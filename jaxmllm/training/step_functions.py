@@ -426,7 +426,8 @@ class StepFunctions:
         failed: Int[Array, ""],
     ) -> tuple[TrainState, dict[str, Array]]:
         """Apply the gradients unless something is not finite (or no target is left); count what was skipped."""
-        targets = sums.targets.sum()
+        # Exact: 32 bits of a real number do not tell 2^24 targets from one more
+        targets = sums.targets.astype(jnp.int32).sum()
         text_loss = sums.loss.sum() / jnp.maximum(targets, 1)
         norm = optax.tree.norm(grads)
         if sums.drawn is None:  # what a router adds is part of the sum, and rescaled with it
@@ -469,7 +470,7 @@ class StepFunctions:
             "skipped": new.skipped,
             "skipped_in_row": new.skipped_in_row,
             "failed_media": new.failed_media,
-            "masked_targets": planned - targets if self.learns_text else jnp.zeros_like(targets),
+            "masked_targets": planned - targets if self.learns_text else jnp.zeros_like(planned),
         }
         return new, metrics | routing_metrics | drawn_metrics
 

@@ -520,6 +520,22 @@ def test_what_is_not_finite_skips_the_update_and_is_counted(updating, kind):
     assert (good.skipped, good.skipped_in_row) == (2, 0)
 
 
+def test_no_target_is_lost_of_more_than_a_real_number_counts():
+    """More than 2^24 of 2,560 ranks, each of which counts its own exactly."""
+    step = make_step(vision=FROZEN)
+    params = randomized(step, dtype=np.float32)
+    state = jax.eval_shape(step.init, params)
+    grads = {name: params[name] for name in ("language", "projector.vision")}
+    update = jax.jit(lambda *arguments: step.update(*arguments)[1]["masked_targets"])
+    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state)
+    for seed in range(3):
+        targets = np.random.default_rng(seed).integers(8192, 16384, (2560, SOURCES))
+        sums = Sums(np.ones_like(targets, np.float32), *[np.float32(targets)] * 3)
+        planned = np.float32(targets.sum())
+        assert update(state, grads, sums, planned, np.int32(0)) == 0
+        assert update(state, grads, sums, planned + 1024, np.int32(0)) == 1024
+
+
 def test_loss_by_source(updating):
     update, state, grads = updating
     sums = zero_sums()
