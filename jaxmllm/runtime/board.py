@@ -134,9 +134,7 @@ def gather(
     deadline = time.monotonic() + seconds
     while True:
         values = by_process(board.key_value_dir_get(f"{prefix}/"))
-        if (
-            len(values) >= processes
-        ):  # more: one with a number that is too large, as what it tells shows
+        if len(values) >= processes:  # more where one has a number that is too large
             return values
         for line in by_process(board.key_value_dir_get(f"{ENDED}/")).values():
             raise HostsError(line)
