@@ -42,6 +42,8 @@ class RowSearch:
     # Up to 256 items the search for the last overflowing rows goes to its end, for it takes no
     # time.
     very_few_items: int = 256
+    # So many combinations of row counts are listed in hundredths of a second. `auto` classes have some hundred.
+    most_steps: int = 1 << 14
     # Full rows cannot be balanced: one slot in 12 should be free if all cost were attention's. Of
     # ranks that hold more than 3 times the longest item, less is enough, for part of their rows can
     # take the long items.
@@ -91,7 +93,8 @@ def row_counts(classes: tuple[RowClass, ...], ranks: int, needs: RowNeeds) -> It
     The class that takes most slots of a rank may have any number. Another never has so many that
     one microbatch of the class that takes next more would take as many slots, or else two: then a
     few similar sizes allow finer total capacities. What items need that only rows of more slots
-    than those of the first hold comes on top. Without items the only combination is no microbatch.
+    than those of the first hold comes on top. Where that multiplies to too many combinations, there
+    are fewer of each. Without items the only combination is no microbatch.
 
     Args:
       ranks: of the group that the needs speak of; every span divides them.
@@ -133,7 +136,7 @@ def _further_counts(capacity: Longs, rows: Longs, needs: RowNeeds) -> tuple[int,
     return tuple(further)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=32)
 def row_steps(classes: tuple[RowClass, ...], further: tuple[int, ...] = ()) -> Longs:
     """Microbatches of each class that come to less than one of the base, in the order of
     `row_counts`: [n, K].
@@ -153,6 +156,13 @@ def row_steps(classes: tuple[RowClass, ...], further: tuple[int, ...] = ()) -> L
     for number, count in enumerate(further):
         bounds[number] += count
     others = [number for number in range(len(classes)) if number != base]
+    # Many given classes, and many items that only larger rows hold, multiply to more combinations than memory holds.
+    # Class 0 holds every item and the base comes in any number, so the others may be fewer.
+    spared = [number for number in others if number]
+    while math.prod(bound + 1 for bound in bounds.values()) > ROW_SEARCH.most_steps and any(
+        bounds[number] for number in spared
+    ):
+        bounds[max(spared, key=bounds.__getitem__)] //= 2
     combinations = itertools.product(*(range(bounds[number] + 1) for number in others))
     counts = np.zeros((math.prod(bounds[number] + 1 for number in others), len(classes)), np.int64)
     counts[:, others] = list(combinations)

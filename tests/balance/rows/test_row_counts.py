@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.records import PhaseItems, PhaseSpec, RowClass, row_classes
 from jaxmllm.balance.rows.assign import assign
-from jaxmllm.balance.rows.row_counts import RowNeeds, row_counts, row_needs
+from jaxmllm.balance.rows.row_counts import ROW_SEARCH, RowNeeds, row_counts, row_needs, row_steps
 from jaxmllm.phases import encoder_phase
 
 LENGTHS = st.lists(st.integers(1, 32), max_size=40)
@@ -66,9 +67,7 @@ def test_row_counts_are_complete_and_ordered(capacities, data):
 def test_needs_never_exceed_a_plan(lengths, classes, ranks, max_segments):
     """The lower bounds hold for the rows of an actual plan."""
     spec = PhaseSpec(encoder_phase("vision"), ranks, classes, max_segments, 1, ItemCost(5, 1))
-    length = np.array(lengths, np.int64)
-    zeros = np.zeros(len(length), np.int32)
-    items = PhaseItems(length, length, np.arange(len(length), dtype=np.int32), zeros, zeros)
+    items = items_of(lengths)
     plan = assign(spec, items)
     counts = counts_of(plan, classes)
     rows = counts * [ranks // row_class.span for row_class in classes]
@@ -80,6 +79,31 @@ def test_needs_never_exceed_a_plan(lengths, classes, ranks, max_segments):
     slots = int(plan.capacity.sum())
     tried = itertools.takewhile(lambda tried: tried @ spec.capacities <= slots, sets)
     assert any((counts == other).all() for other in tried)
+
+
+@pytest.mark.parametrize("lengths", [[4000] * 64, [300] * 64, [3000, 1500, 700, 30] * 9])
+def test_given_capacities_with_every_span_are_planned(lengths):
+    """Any number of classes and of items that few of them hold: what is listed stays small."""
+    given = [RowClass(capacity, span) for capacity in (512, 384, 256) for span in (8, 4, 2, 1)]
+    classes = tuple(sorted(given, key=lambda c: (c.slots, c.span), reverse=True))
+    spec = PhaseSpec(encoder_phase("vision"), 8, classes, 1000, 1, ItemCost(1000, 1))
+    plan = assign(spec, items_of(lengths))
+    assert 8 * int(plan.capacity.sum()) < 1.4 * sum(lengths)
+    assert len(row_steps(classes, (999,) * 9)) <= ROW_SEARCH.most_steps
+
+
+def test_items_of_one_length_take_the_rows_that_they_fill():
+    """Also where those are not of the largest class, and more than make totals fine."""
+    classes = (RowClass(1000, 2), RowClass(750, 2), RowClass(1000), RowClass(750))
+    spec = PhaseSpec(encoder_phase("vision"), 8, classes, 1000, 1, ItemCost(1000, 1))
+    plan = assign(spec, items_of([1500] * 100))
+    assert set(plan.capacity) == {750} and plan.microbatches == 25
+
+
+def items_of(lengths) -> PhaseItems:
+    length = np.array(lengths, np.int64)
+    zeros = np.zeros(len(length), np.int32)
+    return PhaseItems(length, length, np.arange(len(length), dtype=np.int32), zeros, zeros)
 
 
 def counts_of(plan, classes) -> np.ndarray:
