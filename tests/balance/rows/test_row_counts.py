@@ -81,6 +81,17 @@ def test_needs_never_exceed_a_plan(lengths, classes, ranks, max_segments):
     assert any((counts == other).all() for other in tried)
 
 
+def test_rows_are_needed_for_items_of_which_few_fit_one():
+    """Two of 40 slots share a row of 100, though slots would do for five in two rows."""
+    spec = PhaseSpec(encoder_phase("vision"), 4, row_classes((100, 50)), 9, 1, ItemCost(5, 1))
+    needs = row_needs(spec, np.array([40] * 80), np.zeros(80, np.int64), 1)
+    assert needs.slots.tolist() == [0, 800] and needs.rows.tolist() == [0, 40]
+    assert row_needs(spec, np.array([9, *[60] * 9]), np.zeros(10, np.int64), 1).rows.tolist() == [
+        9,
+        9,
+    ]
+
+
 @pytest.mark.parametrize("lengths", [[4000] * 64, [300] * 64, [3000, 1500, 700, 30] * 9])
 def test_given_capacities_with_every_span_are_planned(lengths):
     """Any number of classes and of items that few of them hold: what is listed stays small."""
