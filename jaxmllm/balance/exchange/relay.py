@@ -278,7 +278,8 @@ def _passing(round_: RouteRound, *, peers: int, groups: int, local: Longs) -> tu
     near_stretch, near_step = tokens_of(np.flatnonzero(has_local_end), round_.tokens)
 
     # Of the other stretches, a local rank of the group relays every A-th token.
-    passing = np.flatnonzero(~has_local_end & ~round_.direct)
+    relayed = ~round_.direct & (round_.sender != round_.receiver)
+    passing = np.flatnonzero(~has_local_end & relayed)
     ranks = np.flatnonzero(local >= 0)
     stretch = np.repeat(passing, len(ranks))
     rank = np.tile(ranks, len(passing))

@@ -116,6 +116,15 @@ def test_paths_of_some_ranks_are_those_of_all():
         assert through(rank, local) == through(rank, np.arange(10))
 
 
+def test_what_stays_on_its_rank_passes_no_other():
+    stays = np.array([0, 1, 2, 3])
+    columns = (np.full(4, 9), stays * 9, stays * 9, stays, stays, 0 * stays, stays < 0)
+    round_ = RouteRound(0, 0, 1, 1, 0, *columns)
+    local = np.array([-1, -1, 0, -1])
+    way = token_paths(round_, peers=4, groups=1, pair_slots=9, local=local)
+    assert way.start.tolist() == list(range(18, 27))
+
+
 def test_hops_are_what_the_busiest_ranks_need():
     """Items of one size to random receivers, so few pairs have traffic: relays fill nearly all of the busiest."""
     sender, receiver, tokens = random_traffic(0, 32, 1, 200, 1)
