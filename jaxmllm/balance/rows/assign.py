@@ -84,12 +84,14 @@ def assign_in_place(spec: PhaseSpec, items: PhaseItems, rank: Longs) -> PhasePla
     # A set of rows that is too small is most likely so for the rank that has most: it is tried
     # before all others.
     fullest_first = np.argsort(-sums_by(rank, items.length, spec.ranks), kind="stable")
-    items_of_ranks = [np.flatnonzero(rank == number) for number in fullest_first]
+    ends = np.cumsum(np.bincount(rank, minlength=spec.ranks))[:-1]
+    items_of_ranks = np.split(np.argsort(rank, kind="stable"), ends)
     assert all(row_class.span == 1 for row_class in spec.classes), "shared rows need balancing"
     for counts in row_counts(spec.classes, 1, row_needs(spec, items.length, rank, spec.ranks)):
         capacity = np.repeat(np.array(spec.capacities, np.int64), counts)
         microbatch = np.empty(len(rank), np.int64)
-        for members in items_of_ranks:
+        for number in fullest_first:
+            members = items_of_ranks[number]
             row_of = first_fit(items.length[members], capacity, spec.max_segments)
             if row_of is None:
                 break
