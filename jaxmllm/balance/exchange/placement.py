@@ -60,6 +60,8 @@ def place_items_near(
     Returns:
       The plans with new rows of the items.
     """
+    if not grids:
+        return dict(plans)
     media = media_of_examples(items)
     sequences = items.phases[LANGUAGE]
     media_of_sequences = media[sequences.example]

@@ -212,6 +212,18 @@ def test_language_ranks_take_in_media_more_evenly(make):
     assert unevenness[1] < 0.85 * unevenness[0]
 
 
+def test_text_alone_stays_where_it_is(make):
+    batch = make.batch(0, 64, media=0)
+    spec = make.spec(batch, {"vision": (8, 1, 1)}, node=2)
+    plans = place_items(batch, spec.phases, {}, "phases")
+    placed = place_items(batch, spec.phases, {}, "phases", spec.nodes)
+    again = place_items_near(plans, batch, spec.phases, {}, spec.nodes)
+    assert again["language"] is plans["language"]
+    for column in ("microbatch", "rank", "offset", "segment"):
+        expected = getattr(plans["language"], column)
+        assert np.array_equal(getattr(placed["language"], column), expected)
+
+
 def test_rank_totals_hardly_grow(make):
     for seed in range(5):
         batch = make.batch(seed, 64)
