@@ -292,7 +292,10 @@ def route_statistics(
         sending_node = encoder_node[route.grid.encoder[sending_peer, encoder_column]]
         receiving_node = language_node[route.grid.language[receiving_peer, language_column]]
         statistics["node_tokens"] = int(tokens[sending_node != receiving_node].sum())
-        far_share = float((encoder_node[:, None] != language_node).mean())  # of the pairs of ranks
+        numbers = int(max(encoder_node.max(), language_node.max())) + 1
+        in_node = [np.bincount(node, minlength=numbers) for node in (encoder_node, language_node)]
+        pairs = len(encoder_node) * len(language_node)
+        far_share = (pairs - int(in_node[0] @ in_node[1])) / pairs
         if arbitrary := far_share * routed:
             statistics["node_tokens_over_arbitrary"] = statistics["node_tokens"] / arbitrary
     return statistics
