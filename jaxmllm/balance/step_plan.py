@@ -10,14 +10,13 @@ every host.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
 from jaxmllm.arrays import Ints, Longs, running_sums, sums_by
 from jaxmllm.balance.exchange.placement import place_items_near
 from jaxmllm.balance.exchange.routes import plan_routes, route_statistics
-from jaxmllm.balance.exchange.traffic import media_of_examples
 from jaxmllm.balance.records import (
     BatchItems,
     ExchangeGrid,
@@ -89,7 +88,8 @@ def place_items(
         balanced = {phase: assign(spec, items.phases[phase]) for phase, spec in phases.items()}
         return place_items_near(balanced, items, phases, grids, nodes) if nodes else balanced
     language = assign(phases[LANGUAGE], items.phases[LANGUAGE]) if mode == "language" else None
-    example_rank = example_ranks(items, phases[LANGUAGE].ranks, mode, language)
+    generators = [name for name, spec in phases.items() if spec.phase.generates]
+    example_rank = example_ranks(items, phases[LANGUAGE].ranks, mode, language, generators)
     plans = {}
     for phase, spec in phases.items():
         if phase == LANGUAGE and language is not None:
@@ -101,7 +101,11 @@ def place_items(
 
 
 def example_ranks(
-    items: BatchItems, ranks: int, mode: Mode, language: PhasePlan | None = None
+    items: BatchItems,
+    ranks: int,
+    mode: Mode,
+    language: PhasePlan | None = None,
+    generators: Collection[str] = (),
 ) -> Longs:
     """Language rank of each example when its media stay with it: [B].
 
@@ -109,15 +113,21 @@ def example_ranks(
       ranks: of the language phase.
       mode: "none" cuts the batch into contiguous blocks, as sampling does: position p belongs to
         rank p * ranks // B. "tokens" balances the tokens of an example in all phases: those of its
-        language sequence and, once more, those that its media become. "language" follows the plan
-        of the language phase.
+        language sequence, once more those that its media become, and the slots of what it draws.
+        "language" follows the plan of the language phase.
       language: that plan.
+      generators: phases whose items are drawn; "tokens" asks for them.
     """
     examples = len(items.examples)
     sequences = items.phases[LANGUAGE]
     if mode == "tokens":
-        text_and_media = sums_by(sequences.example, sequences.length, examples)
-        return packed(text_and_media + media_of_examples(items), ranks)
+        tokens = np.zeros(examples, np.int64)
+        for name, of_phase in items.phases.items():
+            # Tokens of a generator's items are text that they read, not what they become.
+            whole = name == LANGUAGE or name in generators
+            amount = of_phase.length if whole else of_phase.tokens.astype(np.int64)
+            tokens += sums_by(of_phase.example, amount, examples)
+        return packed(tokens, ranks)
     if mode == "none":
         return np.arange(examples) * ranks // max(examples, 1)
     assert language is not None, f"mode {mode!r} follows the plan of the language phase"

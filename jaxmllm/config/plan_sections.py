@@ -80,9 +80,9 @@ class BalanceConfig(Section):
     """How work is balanced over ranks, and how tokens are exchanged for it.
 
     Modes: `none`: examples stay on the rank where sampling put them, with their media; `tokens`:
-    examples and their media are spread by one number, their tokens in all phases; `language`: the
-    language phase is balanced, media stay with their example; `phases`: every phase is balanced on
-    its own.
+    examples and their media are spread by one number, their tokens in all phases, and the slots of
+    what they draw; `language`: the language phase is balanced, media stay with their example;
+    `phases`: every phase is balanced on its own.
     """
 
     mode: Literal["none", "tokens", "language", "phases"] = "phases"

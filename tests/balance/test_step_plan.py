@@ -11,10 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.exchange.tables import route_tables
-from jaxmllm.balance.records import Mode, PlanSpec, StepPlan
-from jaxmllm.balance.step_plan import plan_step
+from jaxmllm.balance.records import (
+    BatchItems,
+    Mode,
+    PhaseItems,
+    PhaseSpec,
+    PlanSpec,
+    StepPlan,
+    row_classes,
+)
+from jaxmllm.balance.step_plan import place_items, plan_step
 from jaxmllm.balance.validate_plan import validate
+from jaxmllm.phases import decoder_phase, generator_phase
 
 MODES = get_args(Mode)
 
@@ -121,6 +131,25 @@ def test_example_ranks_of_every_mode(make):
         ]
         on = plans[mode]["vision"].rank
         assert all(rank in grid.encoder[number] for rank, number in zip(on, block, strict=True))
+
+
+def test_tokens_count_what_is_drawn():
+    """A large and a small picture in turn, drawn from equal texts: each rank draws half of the large ones."""
+    slots = np.array([4096, 64] * 4)
+    numbers = np.arange(8, dtype=np.int32)
+    text = PhaseItems(np.full(8, 60), np.full(8, 60), numbers, 0 * numbers, 0 * numbers)
+    drawn = PhaseItems(slots, slots, numbers, 0 * numbers + 50, 0 * numbers + 5)
+    phases = {
+        "language": (decoder_phase(), text),
+        "diffusion": (generator_phase("diffusion"), drawn),
+    }
+    specs = {
+        name: PhaseSpec(phase, 2, row_classes((8320,)), 64, 1, ItemCost(1, 1))
+        for name, (phase, _) in phases.items()
+    }
+    items = BatchItems(numbers.astype(np.int64), 1, {name: of for name, (_, of) in phases.items()})
+    rank = place_items(items, specs, {}, "tokens")["diffusion"].rank
+    assert np.bincount(rank, weights=slots).tolist() == [8320, 8320]
 
 
 def test_digests_tell_plans_apart(make):

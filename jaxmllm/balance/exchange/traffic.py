@@ -20,7 +20,7 @@ from jaxmllm.phases import LANGUAGE
 
 
 def media_of_examples(items: BatchItems) -> Longs:
-    """Tokens that the media of each example become, all encoder phases together: [B]."""
+    """Tokens that media of each example become, and that what it draws reads, all phases together: [B]."""
     tokens = np.zeros(len(items.examples), np.int64)
     for media in items.phases.values():
         tokens += sums_by(media.example, media.tokens.astype(np.int64), len(tokens))

@@ -95,8 +95,10 @@ class PhaseRows:
         # By batch, where media stay with their example.
         ranks_of_examples: list[Longs | None] = [None] * len(batches)
         if balance.mode in ("none", "tokens"):
+            generators = [inputs.name for inputs in phases if inputs.phase.generates]
             ranks_of_examples = [
-                example_ranks(batch, language.ranks, balance.mode) for batch in batches
+                example_ranks(batch, language.ranks, balance.mode, generators=generators)
+                for batch in batches
             ]
         specs: dict[str, PhaseSpec] = {}
         # Language first: encoders may follow where it places examples.
