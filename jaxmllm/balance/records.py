@@ -238,7 +238,7 @@ class PlanSpec:
     """All planner inputs other than the lengths."""
 
     phases: dict[str, PhaseSpec]  # in the order of `make_phases`
-    routes: dict[str, RouteSpec]  # by encoder phase
+    routes: dict[str, RouteSpec]  # by encoder or generator phase
     mode: Mode = "phases"
     # Node of each rank [R], by phase; empty: not known
     nodes: dict[str, Ints] = field(default_factory=dict)
