@@ -48,7 +48,10 @@ def fill_by_cost(length: Longs, cost: Longs, capacity: Longs, max_segments: int)
     shift = max(0, total_cost.bit_length() + total_slots.bit_length() - 62)
     budget_share = (cost >> shift) * total_slots // max(total_cost >> shift, 1)
     row_of = np.empty(len(order), np.int64)
-    filled = _fill_by_cost(row_of, order, length, budget_share, capacity, max_segments)
+    sizes, size_of = np.unique(capacity, return_inverse=True)
+    filled = _fill_by_cost(
+        row_of, order, length, budget_share, capacity, sizes, size_of, max_segments
+    )
     return row_of if filled else None
 
 
@@ -59,6 +62,8 @@ def _fill_by_cost(
     length: Longs,
     budget_share: Longs,
     capacity: Longs,
+    sizes: Longs,
+    size_of: Longs,
     max_segments: int,
 ) -> bool:
     room = capacity.copy()
@@ -68,6 +73,10 @@ def _fill_by_cost(
     # dropped at the top.
     by_left = [(-capacity[row], row) for row in range(len(capacity))]
     heapify(by_left)
+    by_room = [
+        [(-capacity[0], 0) for _ in range(0)] for _ in sizes
+    ]  # likewise, from the first need of it on
+    searched = False
     for item in order:
         row = -1
         while by_left and row < 0:
@@ -77,7 +86,11 @@ def _fill_by_cost(
             else:
                 heappop(by_left)
         if row >= 0 and length[item] > room[row]:  # the budget is not kept where slots are short
-            row = _roomiest(room, free_segments, capacity, length[item])
+            if not searched:
+                searched = True
+                for other in range(len(room)):
+                    heappush(by_room[size_of[other]], (-room[other], other))
+            row = _roomiest(by_room, sizes, room, free_segments, length[item])
         if row < 0:
             return False
         row_of[item] = row
@@ -85,17 +98,36 @@ def _fill_by_cost(
         budget[row] -= budget_share[item]
         free_segments[row] -= 1
         heappush(by_left, (-min(room[row], budget[row]), row))
+        if searched:
+            heappush(by_room[size_of[row]], (-room[row], row))
     return True
 
 
 @compiled
-def _roomiest(room: Longs, free_segments: Longs, capacity: Longs, length: int) -> int:
+def _roomiest(
+    by_room: list[list[tuple[int, int]]],
+    sizes: Longs,
+    room: Longs,
+    free_segments: Longs,
+    length: int,
+) -> int:
     """The row with most room of those that may take another item and, if empty, could hold this
-    one; -1 if there is none."""
+    one; -1 if there is none.
+
+    Args:
+      by_room: heaps of (-room, row), for the rows of each of `sizes`.
+    """
     best = -1
-    for row in range(len(room)):
-        if free_segments[row] and capacity[row] >= length and (best < 0 or room[row] > room[best]):
-            best = row
+    for number in range(len(sizes)):
+        if sizes[number] < length:
+            continue
+        heap = by_room[number]
+        while heap and (not free_segments[heap[0][1]] or -heap[0][0] != room[heap[0][1]]):
+            heappop(heap)
+        if heap:
+            row = heap[0][1]
+            if best < 0 or (room[row], -row) > (room[best], -best):
+                best = row
     return best
 
 
@@ -108,21 +140,30 @@ def best_fit(length: Longs, capacity: Longs, max_segments: int) -> Longs | None:
       [N] row of each item, or None when some item finds no room. Ties go to the lower item and row
       number.
     """
-    rows = len(capacity)
-    free_segments = [max_segments] * rows
-    by_room = sorted((capacity * rows + np.arange(rows)).tolist())  # room and row in one integer
+    free_segments = [max_segments] * len(capacity)
+    # Heaps of rows by their room: rooms are few where items have few sizes.
+    by_room: dict[int, list[int]] = {}
+    for row, room in enumerate(capacity.tolist()):
+        by_room.setdefault(room, []).append(row)
+    rooms = sorted(by_room)
     lengths = length.tolist()
     row_of = np.empty(len(length), np.int64)
     for item in np.argsort(-length, kind="stable").tolist():
-        index = bisect_left(by_room, lengths[item] * rows)
-        if index == len(by_room):
+        index = bisect_left(rooms, lengths[item])
+        if index == len(rooms):
             return None
-        key = by_room.pop(index)
-        row = key % rows
+        room = rooms[index]
+        row = heappop(by_room[room])
+        if not by_room[room]:
+            del by_room[room], rooms[index]
         row_of[item] = row
         free_segments[row] -= 1
         if free_segments[row]:
-            insort(by_room, key - lengths[item] * rows)
+            room -= lengths[item]
+            if room not in by_room:
+                by_room[room] = []
+                insort(rooms, room)
+            heappush(by_room[room], row)
     return row_of
 
 
