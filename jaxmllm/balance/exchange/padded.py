@@ -189,6 +189,8 @@ def choose_pair_slots(
       moves: of each step (sender, receiver, tokens), as for `split_over_relays`.
       longest: tokens of the longest item, which must be able to move where no sample does.
     """
+    if grid.peers == 1:
+        return 1  # nothing can move
     needed = [_slots_per_pair(*step, grid) for step in moves]
     # Where no sample moves anything: both legs of the longest item, which A relays share.
     usual = float(np.mean(needed)) if any(needed) else 2 * longest / grid.peers

@@ -91,6 +91,8 @@ class Ragged(Backend):
         )
 
     def buffer_slots(self, route: RouteSpec) -> tuple[int, int]:
+        if route.grid.peers == 1:
+            return 1, 1  # nothing can move
         return route.language_pool, route.encoder_pool
 
     def hop_shapes(self, route: RouteSpec, pool_slots: int) -> tuple[tuple[int, ...], ...]:

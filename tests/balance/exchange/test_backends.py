@@ -10,8 +10,10 @@ import pytest
 
 from jaxmllm.arrays import running_sums
 from jaxmllm.balance.exchange.backend import Backend, Stretches, fill, take, tokens_of
+from jaxmllm.balance.exchange.padded import PADDED, choose_pair_slots
+from jaxmllm.balance.exchange.ragged import RAGGED
 from jaxmllm.balance.exchange.tables import BACKENDS, backend_for
-from jaxmllm.balance.records import Hop, RouteTables
+from jaxmllm.balance.records import Hop, RouteSpec, RouteTables
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.balance.validate_plan import validate
 from jaxmllm.tools.sample_data import make_sample
@@ -175,3 +177,13 @@ def test_a_run_exchanges_by_the_backend_that_its_config_names(tmp_path, gathered
         assert setup.spec.routes["vision"].backend == backend
         results.append(setup.gradients(setup.step(range(16))))
     assert_same(*results, 1e-6)
+
+
+def test_where_nothing_can_move_buffers_have_a_slot_for_each_hop(make):
+    nothing = np.zeros(0, np.int64)
+    for shape in ((1, 1, 1), (1, 2, 2)):
+        grid = make.grid(shape)
+        slots = choose_pair_slots([(nothing, nothing, nothing)], grid, longest=9000)
+        route = RouteSpec(grid, encoder_pool=9000, language_pool=9000, pair_slots=slots)
+        assert PADDED.buffer_slots(route) == (route.hops, route.hops)
+        assert RAGGED.buffer_slots(route) == (1, 1)
