@@ -73,9 +73,8 @@ def _fill_by_cost(
     # dropped at the top.
     by_left = [(-capacity[row], row) for row in range(len(capacity))]
     heapify(by_left)
-    by_room = [
-        [(-capacity[0], 0) for _ in range(0)] for _ in sizes
-    ]  # likewise, from the first need of it on
+    # Likewise by room, for the rows of each size, once an item does not fit where most is left; empty, but typed.
+    by_room = [[(-size, 0) for _ in range(0)] for size in sizes]
     searched = False
     for item in order:
         row = -1

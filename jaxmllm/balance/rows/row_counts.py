@@ -82,7 +82,7 @@ def row_needs(spec: PhaseSpec, length: Longs, owner: Longs, owners: int) -> RowN
         most_items = int(np.bincount(owner[bound], minlength=owners).max(initial=0))
         most_alone = int(np.bincount(owner[alone], minlength=owners).max(initial=0))
         # No row holds more items of at least the shortest length than end to end; nor more segments.
-        shortest = int(length[bound].min(initial=spec.longest_row))
+        shortest = max(1, int(length[bound].min(initial=spec.longest_row)))
         together = max(1, min(spec.max_segments, spec.longest_row // shortest))
         slots.append(ceil_divide(most_slots, ranks))
         rows.append(max(ceil_divide(most_items, together), most_alone))
