@@ -56,7 +56,9 @@ class ChainCosts:
             squares * ATTENTION_PARTS // self.capacity**2,
             strict=True,
         ):
-            costs = costs + attention[:, :, None] * attended // ATTENTION_PARTS
+            # Parts of the quotient and of the rest: a product with all of it does not fit 64 bits of long rows
+            quotient, rest = np.divmod(attention[:, :, None], ATTENTION_PARTS)
+            costs = costs + quotient * attended + rest * attended // ATTENTION_PARTS
         forward, input_gradient, weight_gradient, recompute = costs
         if not backward:
             input_gradient = weight_gradient = recompute = np.zeros_like(forward)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from jaxmllm.balance.costs.flops import phase_layers
-from jaxmllm.balance.stages.chain_costs import ChainLayers
+from jaxmllm.balance.stages.chain_costs import ATTENTION_PARTS, ChainCosts, ChainLayers
 from sharding.pipeline.ring import Chain, Ring
 from tests.balance.stages.test_plan import MODEL, TRAINED
 
@@ -62,3 +63,16 @@ def test_a_frozen_language_model_returns_gradients_to_trained_encoders():
     costs = ChainLayers(MODEL, {"projector.vision": 1}, slots, {}).costs(ring)["language"].linear
     assert (costs[:, 1] > 0).all() and not costs[:, 2].any()
     assert (costs[0] == 2 * costs[1]).all()
+
+
+def test_attention_of_long_rows_is_exact():
+    """Against Python's integers, of which each is much more than 2**63 before it is divided."""
+    attention = np.array([[[(1 << 57) + 12_345]] * 4])
+    costs = ChainCosts((1 << 10,), np.zeros((1, 4, 1), np.int64), attention)
+    squares = np.array([[1 << 20, 3 << 17, 7 << 20]])
+    work = costs.work(squares, np.zeros(3, np.int64))
+    exact = [
+        int(attention.max()) * (part * ATTENTION_PARTS >> 20) // ATTENTION_PARTS
+        for part in squares[0].tolist()
+    ]
+    assert work.input_gradient.tolist() == work.forward.tolist() == [exact]
