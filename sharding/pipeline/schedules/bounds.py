@@ -10,7 +10,7 @@ Job = tuple[int, int, int]  # release, duration, what follows
 
 
 def lower_bound(graph: Graph) -> int:
-    """No schedule's lockstep cost is less, whatever the slots.
+    """No lockstep cost of a schedule that keeps no residuals is less, whatever the slots.
 
     For every rank, the makespan of its operations by themselves, each between what must be done
     before and after it elsewhere, if they could be interrupted: then the one that the longest path

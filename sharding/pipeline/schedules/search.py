@@ -1,7 +1,8 @@
 """Schedules found by search: the greedy scheduler run again and again with other weights.
 
 The objective is what the executor pays, the lockstep cost. A rollout is one run of the greedy
-scheduler, given up as soon as it cannot beat the best. Tunable ("genes", small integers) are the
+scheduler, given up as soon as it cannot beat the best, unless slots keep residuals: then all are run to
+their end, and cost is what remains with these kept. Tunable ("genes", small integers) are the
 weights of its policy, how much the longest path after an operation counts, and an offset to the
 priorities of every class (one chunk and kind). A quarter of the rollouts draws genes at random; the
 others change a quarter of the best ones.
@@ -29,8 +30,8 @@ from sharding.pipeline.schedules.greedy import (
     path_priority,
     rollout,
 )
-from sharding.pipeline.schedules.schedule import Schedule, lockstep
-from sharding.pipeline.schedules.shortest import Order, shortest
+from sharding.pipeline.schedules.schedule import Schedule
+from sharding.pipeline.schedules.shortest import Order, cost_within, keeps_residuals, shortest
 
 ROLLOUTS: Final = 64
 
@@ -67,9 +68,10 @@ GENES: Final = Genes()
 class Searched:
     """What a search found.
 
-    `lockstep` is the schedule's cost, `baseline` the least of the greedy and the fixed schedules
-    that fit the slots; `rollouts` how many there were: fewer than allowed where the lower bound was
-    met. `history[i]` is the least cost after i rollouts.
+    `lockstep` is the schedule's cost, with residuals kept in the slots that there are for them,
+    `baseline` the least of the greedy and the fixed schedules that fit the slots; `rollouts` how many
+    there were: fewer than allowed where the lower bound was met. `history[i]` is the least cost after
+    i rollouts.
     """
 
     schedule: Schedule
@@ -94,8 +96,10 @@ def search(
     Raises `PipelineError` when no schedule is found that fits the slots.
     """
     best = shortest(graph, fixed_orders, slots)
-    baseline = least = lockstep(best)
-    floor = lower_bound(graph)
+    baseline = least = cost_within(best, slots)
+    # What keeping residuals gains is known of a whole schedule alone, and no bound heeds it.
+    keeps = keeps_residuals(slots)
+    floor = 0 if keeps else lower_bound(graph)
     space = _Space.of(graph)
     best_genes = space.default()
     random = np.random.default_rng(seed)
@@ -104,11 +108,11 @@ def search(
         genes = space.draw(random)
         if len(history) - 1 >= GENES.drawn * rollouts:
             genes = np.where(random.random(genes.size) < GENES.changed, genes, best_genes)
-        schedule = rollout(graph, slots, *space.decode(genes), least)
+        schedule = rollout(graph, slots, *space.decode(genes), None if keeps else least)
         # Equal cost is taken too: what is no worse may lead further.
-        if schedule is not None and lockstep(schedule) <= least:
+        if schedule is not None and (cost := cost_within(schedule, slots)) <= least:
             best = schedule
-            least = lockstep(schedule)
+            least = cost
             best_genes = genes
         history.append(least)
     return Searched(best, least, baseline, len(history) - 1, tuple(history))

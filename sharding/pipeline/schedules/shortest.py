@@ -42,8 +42,7 @@ def shortest(
       PipelineError: no schedule is found that fits the slots, or a greedy one within the bound.
     """
     found = fitting_orders(graph, fixed_orders, slots)
-    budget = slots or {}
-    keeps = any(count for (pool, _), count in budget.items() if pool == Pool.RESIDUAL)
+    keeps = keeps_residuals(slots)
     bounds = [] if keeps else [lockstep(schedule) for schedule in found]
     if bound is not None and not keeps:
         bounds.append(bound)
@@ -52,9 +51,17 @@ def shortest(
     except PipelineError:
         if not found:
             raise
-    if keeps:
-        return min(found, key=lambda schedule: lockstep(keep_residuals(schedule, budget)))
-    return min(found, key=lockstep)
+    return min(found, key=lambda schedule: cost_within(schedule, slots))
+
+
+def keeps_residuals(slots: Slots | None) -> bool:
+    """Whether any slot is for residuals."""
+    return any(count for (pool, _), count in (slots or {}).items() if pool == Pool.RESIDUAL)
+
+
+def cost_within(schedule: Schedule, slots: Slots | None) -> int:
+    """The lockstep cost, with residuals kept in the slots that there are for them."""
+    return lockstep(keep_residuals(schedule, slots or {}) if keeps_residuals(slots) else schedule)
 
 
 def fitting_orders(

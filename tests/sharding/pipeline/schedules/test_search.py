@@ -17,7 +17,8 @@ from sharding.pipeline.schedules.greedy import greedy
 from sharding.pipeline.schedules.orders import gpipe, interleaved, one_f_one_b
 from sharding.pipeline.schedules.schedule import lockstep
 from sharding.pipeline.schedules.search import search
-from sharding.pipeline.slots import slots_needed
+from sharding.pipeline.schedules.shortest import shortest
+from sharding.pipeline.slots import keep_residuals, slots_needed
 from sharding.pipeline.table import make_table
 from sharding.pipeline.table_spec import TableSpec
 from sharding.pipeline.validator import validate
@@ -166,6 +167,17 @@ def test_slots_are_kept_to(room):
     assert all(count <= slots[place] for place, count in slots_needed([found.schedule]).items())
     prove(graph, found.schedule, slots)
     assert found.lockstep <= lockstep(greedy(graph, slots))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_search_is_no_worse_than_greedy_with_residuals_kept(seed):
+    graph = segments_graph(seed, split=False)
+    slots = {(pool, chain): 99 for pool in Pool for chain in range(3)}
+    slots |= {(Pool.RESIDUAL, chain): 2 for chain in range(3)}
+    found = search(graph, fixed_orders(), slots, rollouts=20)
+    assert found.lockstep == lockstep(keep_residuals(found.schedule, slots))
+    compared = shortest(graph, fixed_orders(), slots)
+    assert found.lockstep <= found.baseline == lockstep(keep_residuals(compared, slots))
 
 
 def test_no_room_at_all_is_an_error():
