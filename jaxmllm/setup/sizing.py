@@ -29,7 +29,7 @@ from jaxmllm.setup.row_shapes import alignment
 from jaxmllm.setup.spans import Spans
 from sharding.mesh import platform_of
 
-LARGEST_EXAMPLES = 64  # with most slots of an encoder; each must fit a pipeline by itself
+LARGEST_EXAMPLES = 64  # by each figure of `largest_examples`; each must fit a pipeline by itself
 LENGTHS_AT_ONCE = 1 << 16  # examples whose slots are summed at one time, to bound memory
 _log = logging.getLogger(__name__)
 
@@ -105,15 +105,20 @@ def remat_of(config: Config, model: MLLM) -> dict[str, Remat]:
 
 
 def largest_examples(corpus: Corpus, phase: str) -> BatchItems:
-    """Lengths of the examples that have most slots of a phase."""
-    slots = np.zeros(len(corpus), np.int64)
+    """Lengths of the examples that need most rows of a phase, which depends on the rows: those with most slots, most
+    items, and most items longer than half the longest, of which no two fit the smallest row that holds that one."""
+    figures = np.zeros((3, len(corpus)), np.int64)
+    longest = corpus.longest(phase)
     for first in range(0, len(corpus), LENGTHS_AT_ONCE):
         examples = np.arange(first, min(first + LENGTHS_AT_ONCE, len(corpus)))
         items = corpus.gather(examples).phases[phase]
-        np.add.at(slots, first + items.example, items.length)
+        length = items.length
+        amounts = np.stack([length, np.ones_like(length), 2 * length > longest])
+        for figure, amount in zip(figures, amounts, strict=True):
+            np.add.at(figure, first + items.example, amount)
     # Stable, so that all hosts choose the same among equals.
-    largest = np.argsort(-slots, kind="stable")[:LARGEST_EXAMPLES]
-    return corpus.gather(np.sort(largest))
+    largest = np.argsort(-figures, axis=1, kind="stable")[:, :LARGEST_EXAMPLES]
+    return corpus.gather(np.unique(largest))
 
 
 def _sizing_inputs_of(config: Config, inputs: RunInputs) -> list[SizingInputs]:
