@@ -116,7 +116,8 @@ def _check_classes(graph: Graph, spec: TableSpec) -> None:
 def _too_many(spec: TableSpec, buffer: Buffer) -> str:
     return (
         f"the schedule needs more than {spec.room(*buffer.pool_key)} {buffer.pool.words} slots of "
-        f"{spec.ring.chains[buffer.chain].name} on rank {buffer.rank}; raise the slots of the pipeline"
+        f"{spec.ring.chains[buffer.chain].name} on rank {buffer.rank}; raise the slots of the pipeline, "
+        "pipeline.microbatches_in_flight"
     )
 
 

@@ -137,8 +137,7 @@ def _runs_of(
         if len(examples) == 1:
             number = int(items.examples[examples[0]])
             raise ConfigError(
-                f"example {number} does not fit the pipeline by itself: {error}; its slots are those of "
-                "pipeline.microbatches_in_flight",
+                f"example {number} does not fit the pipeline by itself: {error}",
             ) from error
     for half in _halves(examples, items):
         yield from _runs_of(half, items, spec, pipeline)

@@ -66,13 +66,14 @@ def choose_pipeline(
       model: shapes, with the size of the vocabulary.
       trained: share of the parameters that are trained, by component that has any.
       examples: of a batch.
-      largest: the examples of the whole data that have most slots; each shall fit a run by itself.
+      largest: the examples of the whole data that need most rows; each shall fit a run by itself.
       remat: by phase, of its tower or decoder; full where it is not said.
       keeps: what `kept_residuals: auto` comes to.
       learns_text: whether the decoder has a loss.
 
     Raises:
-      ConfigError: capacities that hold no example, or slots that no schedule of a sample fits.
+      ConfigError: capacities that hold no example, encoder rows that do not hold one of the largest
+        examples, or slots that no schedule of a sample fits.
       PipelineError: more stages than layers.
     """
     gather_cost = {inputs.name: inputs.gather_cost for inputs in phases}

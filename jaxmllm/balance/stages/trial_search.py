@@ -20,6 +20,7 @@ def choose_sampled(trials: Trials) -> tuple[Trials, Sampled]:
     then those of fewer as long as they cost less.
 
     Raises:
+      ConfigError: encoder rows are given that do not hold one of the largest examples.
       PipelineError: more stages than layers.
     """
     some = trials.with_some()

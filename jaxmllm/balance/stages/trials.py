@@ -33,7 +33,7 @@ from jaxmllm.balance.stages.run_rows import (
 )
 from jaxmllm.balance.stages.trial_choice import CHOICE
 from jaxmllm.balance.stages.trial_slots import Keeps, keeps_none, slot_budget
-from jaxmllm.config.schema import PipelineConfig
+from jaxmllm.config.schema import ConfigError, PipelineConfig
 from jaxmllm.phases import LANGUAGE
 from sharding.pipeline.cuts import LayoutName, partition
 from sharding.pipeline.ring import PipelineError, Ring
@@ -254,6 +254,7 @@ class Trials:
         """The samples in rows of these capacities, on stages cut like that.
 
         Raises:
+          ConfigError: encoder rows are given that do not hold one of the largest examples.
           PipelineError: more stages or chunks than layers.
         """
         spec = self.spec(capacities)
@@ -399,13 +400,21 @@ def _rows_read(
     config: PipelineConfig,
 ) -> tuple[int, ...]:
     """Rows of each phase that is read which one microbatch of its reader may read: enough for the
-    samples, and for each of the largest examples by itself."""
-    if config.encoder_rows_per_microbatch != "auto":
-        return (config.encoder_rows_per_microbatch,) * len(read)
+    samples, and for each of the largest examples by itself. Raises `ConfigError` where as many are given
+    and do not hold one of these."""
 
     def most(runs: Sequence[RunRows], name: str) -> int:
         return max([1, *(run.rows_read[name] for run in runs)])
 
+    given = config.encoder_rows_per_microbatch
+    if given != "auto":
+        for name in read:
+            if most(alone, name) > given:
+                raise ConfigError(
+                    f"pipeline.encoder_rows_per_microbatch ({given}): the data have an example that reads "
+                    f"{most(alone, name)} rows of {name}; raise it or phases.{name}.capacities",
+                )
+        return (given,) * len(read)
     return tuple(max(with_head_room(most(sampled, name), 1), most(alone, name)) for name in read)
 
 

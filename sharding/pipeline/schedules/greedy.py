@@ -395,5 +395,5 @@ class _Greedy:
         name = self.graph.ring.chains[chain].name
         return (
             f"no schedule fits the slots: rank {rank} has no free {pool.name.lower()} slot for {name}, and nothing "
-            f"that would free one can run; raise the slots of the pipeline"
+            "that would free one can run; raise the slots of the pipeline, pipeline.microbatches_in_flight"
         )

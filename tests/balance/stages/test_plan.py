@@ -272,6 +272,32 @@ def test_samples_without_an_image_still_make_room_for_some():
     assert plan.phases["vision"].microbatches >= 1
 
 
+def test_encoder_rows_that_do_not_hold_the_largest_example_are_refused():
+    """At the start, and not in the step that draws it."""
+    request = {"capacities": {"vision": (64,)}, "largest": [batch([(5, [52, 52])])]}
+    with pytest.raises(
+        ConfigError, match=r"encoder_rows_per_microbatch \(1\): .* reads 2 rows of vision; raise"
+    ):
+        sizes(encoder_rows_per_microbatch=1, **request)
+    assert sizes(encoder_rows_per_microbatch=2, **request).training.tables.rows_read == (2,)
+
+
+@pytest.mark.parametrize(
+    "change, key",
+    [
+        ({"rows_read": (0,)}, r"pipeline\.encoder_rows_per_microbatch or phases.vision.capacities"),
+        ({"slots": {}}, r"pipeline\.microbatches_in_flight"),
+    ],
+)
+def test_what_holds_no_example_is_told_by_its_key_alone(change, key):
+    made = CASES["chain"]
+    tables = dataclasses.replace(made.training.tables, **change)
+    with pytest.raises(ConfigError, match=rf"example 0 does not fit .* raise [^,;]*,? ?{key}$"):
+        plan_pipeline(
+            batch([(5, [52])]), made.spec, dataclasses.replace(made.training, tables=tables)
+        )
+
+
 def test_orders_that_a_layout_cannot_keep():
     with pytest.raises(
         ConfigError, match=r"pipeline\.schedule = '1f1b'.*'segments'.*use schedule greedy"
