@@ -43,6 +43,9 @@ def _unread(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         if getattr(config.phases, phase).capacities != "auto":
             reason = f"phases.{phase}.capacities says which rows there are"
             yield reason, f"phases.{phase}", ("row_classes", "max_capacity")
+        elif config.pipeline.stages > 1 and config.pipeline.microbatches != "auto":
+            reason = f"pipeline.microbatches ({config.pipeline.microbatches}) makes all rows of one class"
+            yield reason, f"phases.{phase}", ("row_classes",)
     if not config.may_share_rows:
         reason = f"balance.mode ({config.balance.mode}) leaves every row to one rank"
         yield reason, "balance", ("spans_cross_nodes", "flops_per_gathered_byte")
@@ -56,6 +59,9 @@ def _unread(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     elif config.pipeline.schedule not in ("auto", "search"):
         reason = f"pipeline.schedule ({config.pipeline.schedule}) searches nothing"
         yield reason, "pipeline", ("rollouts",)
+    if config.pipeline.stages > 1 and not config.model.encoders:
+        idle = () if config.model.generators else ("encoder_rows_per_microbatch",)
+        yield "there is no encoder", "pipeline", ("deferral", *idle)
     if not config.data.evaluation:
         yield "data.evaluation is empty", "evaluation", _all_keys(config, "evaluation")
     if config.optimizer.schedule == "constant":

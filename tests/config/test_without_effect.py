@@ -57,6 +57,18 @@ def test_none_of_a_plain_config(tmp_path):
             "pipeline.schedule (greedy) searches nothing",
             ["pipeline.rollouts"],
         ),
+        (
+            {
+                "pipeline__stages": 2,
+                "pipeline__microbatches": 6,
+                "phases__language__row_classes": 5,
+                "phases__vision__capacities": [2048],
+                "phases__vision__row_classes": "auto",
+                "phases__audio__row_classes": "auto",
+            },
+            "pipeline.microbatches (6) makes all rows of one class",
+            ["phases.language.row_classes"],
+        ),
         ({"pipeline__split_backward": True}, "pipeline.stages is 1", ["pipeline.split_backward"]),
         (
             {"data__evaluation": [], "evaluation__every": 2},
@@ -83,6 +95,17 @@ def test_each_reason(tmp_path, changes, reason, names):
 def test_text_alone_exchanges_nothing(tmp_path):
     named = keys(tmp_path, model__audio=None, model__vision=None, balance__pool_slots=512)
     assert named["a model of text alone exchanges no tokens"] == ["balance.pool_slots"]
+
+
+def test_stages_of_text_alone_defer_nothing_and_read_no_encoder_rows(tmp_path):
+    changes = {"pipeline__deferral": False, "pipeline__encoder_rows_per_microbatch": 3}
+    text = {"model__audio": None, "model__vision": None}
+    named = keys(tmp_path, pipeline__stages=2, **text, **changes)
+    assert named["there is no encoder"] == [
+        "pipeline.deferral",
+        "pipeline.encoder_rows_per_microbatch",
+    ]
+    assert not keys(tmp_path, pipeline__stages=2, **changes)
 
 
 def test_none_where_the_other_key_asks_for_them(tmp_path):
