@@ -5,14 +5,15 @@
     jaxmllm timeline --table TABLE
     jaxmllm timeline --generated [--layout L] [--schedule S] [--split] [--stages N] [--microbatches M]
 
-The first plans a step of a config's run exactly as the run does, from its data. The second does so
-for the run in a folder, with the batch sizes and weights that its steps had; without --step it draws
-the tables that the run kept of its last step. The third draws the tables of a step that a run saved
-while it was profiled (profile.steps), or that --save wrote. The fourth plans a batch of
-jaxmllm/tools/workload.py on its model. Operations are as wide as their FLOPs and a tick as its
-longest operation; a saved table knows no FLOPs, so its ticks are equally wide. A step of several
-runs shows them one after another. Writes pipeline.png and pipeline.html, and prints their table.
-Nothing is compiled or run.
+The first plans a step of a config's run as the run does, from its data: exactly so where the run has as
+many devices as are assumed (a line says it where the mesh has an open axis, -1) and, with
+kept_residuals: auto, 80 GiB on each. The second does so for the run in a folder, with the batch sizes
+and weights that its steps had; without --step it draws the tables that the run kept of its last step.
+The third draws the tables of a step that a run saved while it was profiled (profile.steps), or that
+--save wrote. The fourth plans a batch of jaxmllm/tools/workload.py on its model. Operations are as wide
+as their FLOPs and a tick as its longest operation; a saved table knows no FLOPs, so its ticks are
+equally wide. A step of several runs shows them one after another. Writes pipeline.png and
+pipeline.html, and prints their table. Nothing is compiled or run.
 
     busy         share of the step that a rank computes
 """
@@ -23,7 +24,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Final, get_args
 
 import numpy as np
 
@@ -44,6 +45,7 @@ from jaxmllm.tools.timeline_generated import UNIT, generated_schedule
 from jaxmllm.training.history import read_history, segment_of
 from jaxmllm.training.run import USER_ERRORS
 from jaxmllm.training.run_folder import SCHEDULE_FILE, read_config
+from sharding.mesh import axis_sizes
 from sharding.pipeline.cuts import LayoutName
 from sharding.pipeline.graph import Kind
 from sharding.pipeline.schedules.by_name import SCHEDULES
@@ -52,6 +54,15 @@ from sharding.pipeline.table_file import load_tables, save_tables
 from sharding.pipeline.table_spec import operation_of
 
 PFLOP = 10**15
+# Options of --generated, and their values where they are not given
+GENERATED: Final = {
+    "layout": "segments",
+    "schedule": "greedy",
+    "split": False,
+    "stages": 4,
+    "microbatches": 12,
+    "seed": 0,
+}
 
 # ---------------------------------------------------------------------------- timelines
 
@@ -162,6 +173,12 @@ def _of_step(
 ) -> Timeline:
     """A planned step, whose tables are also written where they shall be saved."""
     runs, sizes = plan_step_of(config, step, history)
+    assumed = axis_sizes(staged_mesh(config))
+    for axis, size in config.mesh_sizes.items():
+        if size == -1:
+            print(
+                f"mesh.{axis} is -1: planned for {assumed[axis]}; a run on other devices has other steps"
+            )
     if save:
         counts = [run.table.count for run in runs]
         rows = [run.table.rows[:count] for run, count in zip(runs, counts, strict=True)]
@@ -221,19 +238,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--layout",
         choices=get_args(LayoutName),
-        default="segments",
-        help="of --generated",
+        help="of --generated (segments)",
     )
     parser.add_argument(
         "--schedule",
         choices=tuple(SCHEDULES),
-        default="greedy",
-        help="of --generated",
+        help="of --generated (greedy)",
     )
-    parser.add_argument("--split", action="store_true", help="split backward of --generated in two")
-    parser.add_argument("--stages", type=positive_int, default=4, help="of --generated")
-    parser.add_argument("--microbatches", type=positive_int, default=12, help="of --generated")
-    parser.add_argument("--seed", type=seed_int, default=0, help="of generated lengths")
+    parser.add_argument(
+        "--split", action="store_true", default=None, help="split backward of --generated in two"
+    )
+    parser.add_argument("--stages", type=positive_int, help="of --generated (4)")
+    parser.add_argument("--microbatches", type=positive_int, help="of --generated (12)")
+    parser.add_argument("--seed", type=seed_int, help="of generated lengths")
     parser.add_argument(
         "--out",
         type=new_folder,
@@ -257,6 +274,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--save needs --step: the last step's tables are {SCHEDULE_FILE} already")
     if kind in ("table", "generated") and (options.save or options.step is not None):
         parser.error("--save and --step belong to --config or --run")
+    given = {name for name in GENERATED if getattr(options, name) is not None}
+    if kind != "generated" and given:
+        parser.error(
+            f"{', '.join(f'--{name}' for name in GENERATED if name in given)}: only with --generated"
+        )
+    for name, value in GENERATED.items():
+        if name not in given:
+            setattr(options, name, value)
     try:
         timeline = kinds[kind](options)
     except (*USER_ERRORS, ValueError) as error:

@@ -178,6 +178,14 @@ def test_a_step_of_a_run_is_planned_with_the_batch_size_that_it_had(config, tmp_
     assert "there is no schedule without stages" in capsys.readouterr().err
 
 
+def test_an_open_axis_is_planned_for_as_many_devices_as_are_told(config, tmp_path, capsys):
+    command = ["--config", str(config), "--out", str(tmp_path)]
+    assert timeline.main(command) == 0
+    assert "planned for" not in capsys.readouterr().out
+    assert timeline.main([*command, "mesh.data=-1"]) == 0
+    assert "mesh.data is -1: planned for 4; a run on other devices" in capsys.readouterr().out
+
+
 def test_configs_that_have_no_schedule_to_draw(config, capsys):
     for change, words in (
         ("pipeline.stages=1", "pipeline.stages (1): there is no schedule without stages"),
@@ -195,6 +203,10 @@ def test_configs_that_have_no_schedule_to_draw(config, capsys):
         ["--table", "x.npz", "run.seed=1"],
         ["--table", "x.npz", "--step", "1"],
         ["--run", "x", "--save", "x.npz"],
+        *(["--table", "x.npz", option, "2"] for option in ("--stages", "--microbatches", "--seed")),
+        ["--config", str(config), "--layout", "chain"],
+        ["--config", str(config), "--schedule", "gpipe"],
+        ["--run", "x", "--split"],
     ):
         with pytest.raises(SystemExit):
             timeline.main(command)
