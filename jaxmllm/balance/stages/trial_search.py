@@ -13,6 +13,7 @@ from jaxmllm.arrays import ceil_divide
 from jaxmllm.balance.stages.trial_choice import CHOICE
 from jaxmllm.balance.stages.trials import Cut, Sampled, Trials
 from jaxmllm.phases import LANGUAGE
+from sharding.pipeline.ring import PipelineError
 
 
 def choose_sampled(trials: Trials) -> tuple[Trials, Sampled]:
@@ -32,7 +33,13 @@ def choose_sampled(trials: Trials) -> tuple[Trials, Sampled]:
         best = found
     assert best is not None
     chosen = trials.of_span(best.trials.widest)
-    return chosen, chosen.sampled(best.capacities, best.cut)
+    try:
+        return chosen, chosen.sampled(best.capacities, best.cut)
+    except PipelineError:
+        if trials.config.layout != "auto":
+            raise
+    # No layout can be cut so finely: a chain needs fewest layers, so what it lacks is what to tell
+    return chosen, chosen.sampled(best.capacities, Cut("chain"))
 
 
 def _choose_rows_and_cut(tried: Trials, similar: _Best | None = None) -> _Best:

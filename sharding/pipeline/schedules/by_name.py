@@ -61,7 +61,8 @@ def scheduler_of(name: str) -> Scheduler:
     """The scheduler of a name. Raises `PipelineError` that lists the names there are."""
     if name not in SCHEDULES:
         raise PipelineError(
-            f"pipeline.schedule = {name!r}: there is no such schedule; choose one of {', '.join(SCHEDULES)}",
+            f"pipeline.schedule = {name!r}: there is no such schedule; choose one of {', '.join(SCHEDULES)}, or "
+            "auto",
         )
     return SCHEDULES[name]
 

@@ -19,6 +19,7 @@ from jaxmllm.balance.stages.trial_slots import Keeps, keeps_none
 from jaxmllm.balance.stages.trials import Cut, Trials
 from jaxmllm.config.schema import PhaseConfig, PipelineConfig
 from sharding.pipeline.graph import Pool
+from sharding.pipeline.ring import PipelineError
 from sharding.pipeline.schedules.schedule import lockstep
 from tests.balance.stages.test_plan import LONGEST, MODEL, TRAINED, random_batch, sizes, sizing
 
@@ -178,6 +179,12 @@ def test_every_host_chooses_the_same():
     first, second = (sizes(stages=2) for _ in range(2))
     assert repr(first.spec) == repr(second.spec)
     assert repr(first.training.tables) == repr(second.training.tables)
+
+
+def test_more_stages_than_any_layout_has_layers_for():
+    """No other layout is advised."""
+    with pytest.raises(PipelineError, match=r"stages = 40, but .* 32 in all; use fewer stages$"):
+        chosen(24, stages=40)
 
 
 def test_many_replicas_are_tried_on_some():

@@ -23,7 +23,8 @@ def test_every_name_makes_a_proven_schedule(name):
 
 def test_a_wrong_name_is_told_the_names():
     with pytest.raises(
-        PipelineError, match=r"pipeline\.schedule = 'zigzag'.*choose one of 1f1b, .*greedy, search"
+        PipelineError,
+        match=r"pipeline\.schedule = 'zigzag'.*choose one of 1f1b, .*greedy, search, or auto",
     ):
         scheduler_of("zigzag")
 
