@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heapreplace
 
 import numpy as np
 
@@ -143,14 +144,17 @@ def _to_replicas(demands: Demands, replicas: int) -> Longs:
     language work."""
     examples = len(demands.work)
     room = [examples // replicas + (number < examples % replicas) for number in range(replicas)]
-    load = [0] * replicas
+    loads = [(0, number) for number in range(replicas) if room[number]]  # a heap
     replica = np.zeros(examples, np.int64)
     language_work = demands.language_work.tolist()
     for example in np.lexsort((-demands.language_work, -demands.encoder_work)).tolist():
-        chosen = min((number for number in range(replicas) if room[number]), key=load.__getitem__)
+        load, chosen = loads[0]
         replica[example] = chosen
-        load[chosen] += language_work[example]
         room[chosen] -= 1
+        if room[chosen]:
+            heapreplace(loads, (load + language_work[example], chosen))
+        else:
+            heappop(loads)
     # Any number of slots fits a replica, and swaps keep the numbers of examples equal.
     unlimited = Demands(
         demands.work,
