@@ -83,6 +83,11 @@ class _Proof:
         self.graph = graph
         self.spec = table.spec
         self.ring = graph.ring
+        self.depths = {
+            (c, rank, chain.local(d)): d
+            for c, chain in enumerate(self.ring.chains)
+            for d, rank in enumerate(chain.stages)
+        }
         self.done: dict[int, int] = {}  # tick of each operation
         self.held: dict[SlotKey, Label] = {}
         # Language microbatches that return gradients of the tokens of each (encoder, encoder row).
@@ -190,14 +195,9 @@ class _Proof:
             self._fail(f"has action {row['action']}, which does not exist")
         chain = self.ring.chains[c]
         m = row["microbatch"]
-        depths = [
-            d
-            for d in range(chain.depth)
-            if (chain.stages[d], chain.local(d)) == (rank, row["chunk"])
-        ]
-        if not depths:
+        d = self.depths.get((c, rank, row["chunk"]))
+        if d is None:
             self._fail(f"has chunk {row['chunk']} of {chain.name}, which it does not hold")
-        d = depths[0]
         n = self.graph.number.get((kind, c, d, m))
         if n is None:
             self._fail(
