@@ -8,7 +8,7 @@ GPipe's order is, for it has one such change, and its bubble is short where rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from sharding.pipeline.graph import Graph, Pool, Slots
 from sharding.pipeline.ring import PipelineError
@@ -36,18 +36,26 @@ def shortest(
 
     Args:
       powers: of the greedy schedules.
-      bound: greedy schedules that are longer are given up, too.
+      bound: schedules that are longer are given up, too, unless slots keep residuals.
 
     Raises:
-      PipelineError: no schedule is found that fits the slots, or a greedy one within the bound.
+      PipelineError: no schedule is found that fits the slots and the bound.
     """
-    found = fitting_orders(graph, fixed_orders, slots)
-    keeps = keeps_residuals(slots)
-    bounds = [] if keeps else [lockstep(schedule) for schedule in found]
-    if bound is not None and not keeps:
-        bounds.append(bound)
+    if keeps_residuals(slots):
+        found = fitting_orders(graph, fixed_orders, slots)
+        bound = None
+    else:
+        found = []
+        # Counting slots takes longest, so no order's are counted that cannot be the shortest.
+        for schedule in sorted(_kept_orders(graph, fixed_orders), key=lockstep):
+            if bound is not None and lockstep(schedule) > bound:
+                break
+            if _fits(schedule, slots):
+                found = [schedule]
+                bound = lockstep(schedule)
+                break
     try:
-        found.insert(0, greedy(graph, slots, powers=powers, bound=min(bounds, default=None)))
+        found.insert(0, greedy(graph, slots, powers=powers, bound=bound))
     except PipelineError:
         if not found:
             raise
@@ -68,14 +76,18 @@ def fitting_orders(
     graph: Graph, fixed_orders: Iterable[Order], slots: Slots | None = None
 ) -> list[Schedule]:
     """The schedules of fixed orders that can be kept and fit the slots."""
-    schedules = []
+    return [schedule for schedule in _kept_orders(graph, fixed_orders) if _fits(schedule, slots)]
+
+
+def _kept_orders(graph: Graph, fixed_orders: Iterable[Order]) -> Iterator[Schedule]:
     for fixed_order in fixed_orders:
         try:
-            schedule = fixed_order(graph)
+            yield fixed_order(graph)
         except PipelineError:  # the orders of its ranks wait for each other
             continue
-        if slots is None or all(
-            count <= slots.get(key, 0) for key, count in slots_needed([schedule]).items()
-        ):
-            schedules.append(schedule)
-    return schedules
+
+
+def _fits(schedule: Schedule, slots: Slots | None) -> bool:
+    return slots is None or all(
+        count <= slots.get(key, 0) for key, count in slots_needed([schedule]).items()
+    )

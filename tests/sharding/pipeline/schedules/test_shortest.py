@@ -55,6 +55,22 @@ def test_a_bound_is_kept_or_told():
         shortest(graph, [], bound=least - 1)
 
 
+def test_slots_are_counted_of_orders_that_may_win_alone(monkeypatch):
+    graph = graph_of(2)
+    least = lockstep(shortest(graph, fixed_orders()))
+    counted = []
+    monkeypatch.setattr(
+        "sharding.pipeline.schedules.shortest.slots_needed",
+        lambda schedules: counted.extend(schedules) or slots_needed(schedules),
+    )
+    slots = slots_needed([order(graph) for order in (greedy, gpipe, interleaved)])
+    assert lockstep(shortest(graph, fixed_orders(), slots)) == least
+    (first,) = counted
+    assert lockstep(first) == min(map(lockstep, fitting_orders(graph, fixed_orders())))
+    with pytest.raises(PipelineError, match="longer than the bound"):
+        shortest(graph, fixed_orders(), slots, bound=least - 1)
+
+
 @pytest.mark.parametrize("kept", [1, 2, 4])
 def test_kept_residuals_count(kept):
     """Greedy schedules, which go back soon, may then be the shorter ones."""
