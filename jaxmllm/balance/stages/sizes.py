@@ -112,10 +112,10 @@ def _scheduled(trials: Trials, sampled: Sampled) -> Sampled:
     names = AUTOMATIC if config.schedule == "auto" else (config.schedule,)
     splits = (False, True) if config.split_backward == "auto" else (config.split_backward,)
     best: tuple[int, PipelineSpec] | None = None
+    runs = sampled.fitting[:TRIED]
     for split, name in itertools.product(splits, names):
         pipeline = trials.with_schedule(sampled, name, split)
         try:
-            runs = sampled.fitting[:TRIED]
             cost = sum(lockstep(schedule_of(graph_of(run, pipeline), pipeline)) for run in runs)
         except PipelineError:  # its order cannot be kept on this ring
             continue
