@@ -180,11 +180,7 @@ def _of_step(
                 f"mesh.{axis} is -1: planned for {assumed[axis]}; a run on other devices has other steps"
             )
     if save:
-        counts = [run.table.count for run in runs]
-        rows = [run.table.rows[:count] for run, count in zip(runs, counts, strict=True)]
-        wire_active = [
-            run.table.wire_active[:count] for run, count in zip(runs, counts, strict=True)
-        ]
+        rows, wire_active = zip(*(run.table.used for run in runs), strict=True)
         save_tables(save, sizes.training.tables, rows, wire_active)
     microbatches = sum(run.rows.phases[LANGUAGE].count for run in runs)
     chosen = sizes.training.config

@@ -31,6 +31,11 @@ class Table:
     wire_active: Ints  # [T, wires]
     count: int
 
+    @property
+    def used(self) -> tuple[Ints, Ints]:
+        """`rows` and `wire_active` of the ticks that are run."""
+        return self.rows[: self.count], self.wire_active[: self.count]
+
 
 def make_table(schedule: Schedule, spec: TableSpec) -> Table:
     """A schedule as rows.

@@ -370,11 +370,12 @@ def _records(runs: Sequence[PlannedRun]) -> tuple[PipelineRun, ...]:
     begin = dict.fromkeys(runs[0].rows.phases, 0) if runs else {}
     for run in runs:
         counts = {name: rows.count for name, rows in run.rows.phases.items()}
+        table, wire_active = run.table.used
         records.append(
             PipelineRun(
                 microbatches={name: (begin[name], count) for name, count in counts.items()},
-                table=run.table.rows[: run.table.count],
-                wire_active=run.table.wire_active[: run.table.count],
+                table=table,
+                wire_active=wire_active,
             ),
         )
         begin = {name: begin[name] + count for name, count in counts.items()}
