@@ -84,8 +84,12 @@ class Device:
 
     @cached_property
     def peak(self) -> float:
-        """FLOP/s that its vendor names."""
-        return self.cluster.peak(self.dtype) / self.sharing
+        """FLOP/s that its vendor names, of what products are computed in: the denominator of a run's MFU."""
+        # Here, for this file imports jax
+        from jaxmllm.runtime.hardware import operand_dtype
+
+        dtype = operand_dtype(self.cluster.device_kind, self.dtype)
+        return self.cluster.peak(dtype) / self.sharing
 
     @cached_property
     def wide_peak(self) -> float:

@@ -47,7 +47,7 @@ def peak_flops(device: jax.Device, dtype: str) -> float | None:
     """
     if device.platform == "cpu":
         return measured_cpu_flops(dtype)
-    return table_flops(device.device_kind, _operand_dtype(device.device_kind, dtype))
+    return table_flops(device.device_kind, operand_dtype(device.device_kind, dtype))
 
 
 def table_flops(device_kind: str, dtype: str) -> float | None:
@@ -58,7 +58,8 @@ def table_flops(device_kind: str, dtype: str) -> float | None:
     return None
 
 
-def _operand_dtype(device_kind: str, dtype: str) -> str:
+def operand_dtype(device_kind: str, dtype: str) -> str:
+    """What XLA computes products of `dtype` in, by which a device's peak is told; see `peak_flops`."""
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if dtype != "float32" or precision in ("float32", "highest"):
         return dtype

@@ -62,7 +62,7 @@ from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.tools.plan_inputs import make_planner, notes, settle
 from jaxmllm.training.run import USER_ERRORS
 
-PLAN_ERRORS: Final = (*USER_ERRORS, CheckpointError)
+PLAN_ERRORS: Final = (*USER_ERRORS, CheckpointError, ClusterError)
 DATA = "batches of the config's data, as a run draws them"
 GENERATED = "lengths of jaxmllm/tools/workload.py, data.batch_size examples a step"
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from jaxmllm.cluster.clusters import CLUSTERS
 from jaxmllm.cluster.device_seconds import RATES, Device
+from jaxmllm.runtime.hardware import peak_flops
 
 DEVICE = Device(CLUSTERS["a100"], efficiency=0.8)
 
@@ -20,6 +22,16 @@ def test_small_products_run_slower_and_large_ones_at_the_efficiency():
     assert DEVICE.product_rate(2 * RATES.half_side, 2 * RATES.half_side) == pytest.approx(
         0.4 * 312e12, rel=1e-3
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"), [("a100", 156.0), ("h100", 494.5), ("v5p", 459.0), ("v5e", 197.0)]
+)
+def test_float32_is_computed_as_a_run_would(name, teraflops):
+    """On tensor cores, or by passes of bfloat16, whose figure is the denominator of a run's MFU."""
+    device = SimpleNamespace(platform="accelerator", device_kind=CLUSTERS[name].device_kind)
+    peak = Device(CLUSTERS[name], 0.8, dtype="float32").peak
+    assert peak == peak_flops(device, "float32") == teraflops * 1e12
 
 
 def test_what_overlaps_lies_between_both_ends():

@@ -329,6 +329,14 @@ def test_where_nothing_fits_the_line_says_what_would_do(config_file, tmp_path, c
     assert error.startswith("error: nothing fits 2 devices") and "GB in" in error
 
 
+def test_a_chip_without_a_peak_is_one_line(config_file, tmp_path, capsys):
+    cluster = tmp_path / "unknown.yaml"
+    cluster.write_text("like: h100\ndevice_kind: XPU 9\n")
+    assert plan(config_file, "--generated", "mesh={data: 8}", *SMALL, cluster=str(cluster)) == 1
+    (error,) = capsys.readouterr().err.strip().splitlines()
+    assert error == "error: cluster unknown: no peak for float32 on XPU 9; give peak_flops"
+
+
 def test_a_calibration_of_something_else_is_named(config_file, tmp_path, capsys):
     coefficients = {"row": 1e-3, "slot": 1e-6, "linear": 0, "quadratic": 0, "residual": 0}
     cost = {"linear": 1, "quadratic": 1}
