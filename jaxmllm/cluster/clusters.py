@@ -1,9 +1,9 @@
 """Chips and their links, by name or from a YAML file.
 
     --cluster h100          a record of `CLUSTERS`
-    --cluster mine.yaml     the same keys; `like: h100` takes from a record what the file does not say
+    --cluster mine.yaml     the same keys; `like: h100` takes from a record, or a file, what this one does not say
 
-Every number is a vendor's, or names what it was measured by. FLOP/s stand in runtime/hardware.py alone.
+Every number is a vendor's, or names what it was measured by. FLOP/s of chips stand in runtime/hardware.py alone.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class Cluster(Section):
     """One kind of chip and what connects its devices."""
 
     name: str
-    # What JAX calls it: finds its peak in runtime/hardware.py; empty where `peak_flops` says it
+    # What JAX calls it: finds its peaks in runtime/hardware.py
     device_kind: str = ""
-    peak_flops: PositiveFloat | None = None  # of bfloat16, where the table has none
+    # Of bfloat16, in place of the table's; other types keep their proportion to it, or without a table are as fast
+    peak_flops: PositiveFloat | None = None
     memory: PositiveFloat  # bytes
     taken_share: float = Field(default=TAKEN_SHARE, gt=0, le=1)  # of memory, by a run
     memory_bandwidth: PositiveFloat  # bytes/s
@@ -78,7 +79,7 @@ class Cluster(Section):
         return self.memory * self.taken_share
 
     def peak(self, dtype: str = "bfloat16") -> float:
-        """FLOP/s of matrix products.
+        """FLOP/s of matrix products whose operands are computed in `dtype`.
 
         Raises:
           ClusterError: neither the table nor the record has a figure.
@@ -86,13 +87,14 @@ class Cluster(Section):
         # Here, for the table is in a file that imports jax
         from jaxmllm.runtime.hardware import table_flops
 
-        known = table_flops(self.device_kind, dtype) if self.device_kind else None
-        figure = self.peak_flops if known is None else known
-        if figure is None:
+        known, usual = (table_flops(self.device_kind, one) for one in (dtype, "bfloat16"))
+        if self.peak_flops is not None:
+            return self.peak_flops * (known / usual if known and usual else 1)
+        if known is None:
             raise ClusterError(
                 f"cluster {self.name}: no peak for {dtype} on {self.device_kind or 'it'}; give peak_flops"
             )
-        return figure
+        return known
 
 
 # ---------------------------------------------------------------------------- records
@@ -247,8 +249,13 @@ def cluster_of(name_or_file: str) -> Cluster:
     Raises:
       ClusterError: there is none, or the file does not describe one.
     """
+    return _found(name_or_file, ())
+
+
+def _found(name_or_file: str, readers: tuple[Path, ...]) -> Cluster:
+    """The same. `readers`: files that are like it, resolved."""
     if name_or_file.endswith((".yaml", ".yml")):
-        return _from_file(Path(name_or_file))
+        return _from_file(Path(name_or_file), readers)
     if name_or_file not in CLUSTERS:
         near = difflib.get_close_matches(name_or_file, CLUSTERS, 1)
         meant = f"; did you mean {near[0]}?" if near else "."
@@ -258,7 +265,12 @@ def cluster_of(name_or_file: str) -> Cluster:
     return CLUSTERS[name_or_file]
 
 
-def _from_file(path: Path) -> Cluster:
+def _from_file(path: Path, readers: tuple[Path, ...]) -> Cluster:
+    readers = (*readers, path.resolve())
+    if readers[-1] in readers[:-1]:
+        raise ClusterError(
+            f"cluster file {path}: like: it would take from itself; name one of {', '.join(CLUSTERS)}, or another file"
+        )
     try:
         tree = strict_yaml.read_file(path)
     except strict_yaml.YamlError as error:
@@ -266,11 +278,21 @@ def _from_file(path: Path) -> Cluster:
     if not isinstance(tree, dict):
         raise ClusterError(f"cluster file {path} must hold a mapping of the keys of a cluster")
     like = tree.pop("like", None)
-    base: dict[str, Any] = {} if like is None else cluster_of(str(like)).model_dump()
+    base: dict[str, Any] = {} if like is None else _found(str(like), readers).model_dump()
     try:
         # JSON mode: strict about kinds, yet whole numbers may stand for others
-        return Cluster.model_validate_json(json.dumps(base | {"name": path.stem} | tree))
+        return Cluster.model_validate_json(json.dumps(_merged(base, {"name": path.stem} | tree)))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise ClusterError(f"cluster file {path}: {key}: {first['msg']}") from error
+
+
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A tree of keys with some changed, in nested mappings too."""
+    return base | {
+        key: _merged(base[key], value)
+        if isinstance(value, dict) and isinstance(base.get(key), dict)
+        else value
+        for key, value in changes.items()
+    }

@@ -38,6 +38,32 @@ def test_a_file_says_what_differs(tmp_path):
     assert cluster.in_node == cluster_of("a100").in_node
 
 
+def test_a_file_says_what_differs_in_nested_keys(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("like: a100\nefficiency: {share: 0.5}\nin_node: {hop_seconds: 1e-3}\n")
+    cluster, usual = cluster_of(str(file)), cluster_of("a100")
+    assert cluster.efficiency == usual.efficiency.model_copy(update={"share": 0.5})
+    assert cluster.in_node == usual.in_node.model_copy(update={"hop_seconds": 1e-3})
+
+
+def test_a_peak_that_a_file_names_takes_the_place_of_the_tables(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("like: a100\npeak_flops: 156e12\n")
+    cluster = cluster_of(str(file))
+    assert cluster.peak() == 156e12
+    assert cluster.peak("float32") == pytest.approx(19.5e12 / 2)
+    file.write_text("like: a100\ndevice_kind: another\npeak_flops: 156e12\n")
+    assert cluster_of(str(file)).peak("float32") == 156e12
+
+
+def test_a_file_that_is_like_itself_is_named(tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text(f"like: {second}\n")
+    second.write_text(f"like: {first}\n")
+    with pytest.raises(ClusterError, match=r"first.yaml: like: it would take from itself"):
+        cluster_of(str(first))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
