@@ -275,11 +275,12 @@ def _compared(options: argparse.Namespace, cluster: Cluster) -> int:
     )
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-        like = options.cluster if options.cluster in CLUSTERS else cluster.name
         spread = plan_run.spread(run, times)
-        text = strict_yaml.write_text(
-            {"like": like, "efficiency": {"share": device.efficiency, "uncertainty": spread}}
-        )
+        # Whole, so that it can be read without the file that it was fitted from
+        record = cluster.model_dump(exclude={"name"}, exclude_none=True) | {
+            "efficiency": {"share": device.efficiency, "uncertainty": spread}
+        }
+        text = strict_yaml.write_text(record)
         (options.out / "cluster.yaml").write_text(text, encoding="utf-8")
         print(f"wrote {options.out / 'cluster.yaml'}: name it as --cluster")
     _write_record(options, config, run=lines, as_planned=as_planned, efficiency=device.efficiency)
