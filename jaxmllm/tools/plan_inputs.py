@@ -16,6 +16,7 @@ from jaxmllm.cluster.search.mesh_choices import AXES, MeshChoice
 from jaxmllm.cluster.search.sieves import Planner
 from jaxmllm.config.read import config_tree, parse_config
 from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.data.batches import Segment
 from jaxmllm.data.text.load import load_tokenizer
 from jaxmllm.models.compose import build_model
 from jaxmllm.setup.prepare import vocabulary
@@ -32,12 +33,14 @@ def make_planner(
     seed: int | None,
     steps: Sequence[int] | None = None,
     mix: Mapping[str, float] = DEFAULT_MIX,
+    history: Sequence[Segment] = (),
 ) -> Planner:
     """A planner on a config's data, or (with a seed) on generated lengths.
 
     Args:
       steps: numbers of the batches of the data that are planned; none: the first few.
       mix: weight of each task, of generated lengths.
+      history: batch sizes and weights of the data's steps up to these; none: always those of the config.
 
     Raises:
       ConfigError: the config cannot be planned.
@@ -54,7 +57,7 @@ def make_planner(
         )
     device = Device(cluster, cluster.efficiency.share, dtype=_dtype(config))
     lengths: LengthsOf = (
-        DataLengths(tokenizer, steps or range(planned_steps(config.data.batch_size)))
+        DataLengths(tokenizer, steps or range(planned_steps(config.data.batch_size)), history)
         if seed is None
         else MadeUpLengths(seed, mix)
     )

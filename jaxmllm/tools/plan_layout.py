@@ -253,7 +253,9 @@ def _compared(options: argparse.Namespace, cluster: Cluster) -> int:
         )
     devices = options.devices[0] if options.devices else math.prod(sizes.values())
     config, choice = settle(run.config, devices, run.config.balance.mode)
-    planner = replace(make_planner(config, cluster, devices, None, run.batches), as_run=True)
+    planner = replace(
+        make_planner(config, cluster, devices, None, run.batches, history=run.history), as_run=True
+    )
     layout = planner.alone(choice)
     batches = planner.sampled.steps
     before = layout.seconds

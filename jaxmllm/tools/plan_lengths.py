@@ -9,7 +9,7 @@ from typing import Final
 from jaxmllm.balance.records import BatchItems
 from jaxmllm.cluster.search.layouts import Sampled
 from jaxmllm.config.schema import Config
-from jaxmllm.data.batches import batch_examples, example_order, source_batches
+from jaxmllm.data.batches import Segment, continued_examples, example_order, source_batches
 from jaxmllm.data.media.modalities import modalities, row_formats
 from jaxmllm.data.text.tokenizers import Tokenizer
 from jaxmllm.models.mllm import MLLM
@@ -18,6 +18,7 @@ from jaxmllm.setup.prepare import open_corpora, sizing_samples
 from jaxmllm.setup.sizing import largest_examples
 from jaxmllm.setup.spans import Spans
 from jaxmllm.tools.workload import DEFAULT_MIX, generated_batches, longest, mix_for
+from jaxmllm.training.history import segment_of
 
 STEPS: Final = 5  # batches that are planned ...
 STEP_EXAMPLES: Final = 4096  # ... or fewer, of so many examples together
@@ -35,6 +36,9 @@ class DataLengths:
 
     tokenizer: Tokenizer
     steps: Sequence[int]  # numbers of the batches that are planned
+    history: Sequence[
+        Segment
+    ] = ()  # of batch size and weights up to them; none: those of the config
     _known: dict[str, Sampled] = field(default_factory=dict)
 
     def __call__(self, config: Config, model: MLLM, spans: Spans) -> Sampled:
@@ -46,10 +50,15 @@ class DataLengths:
             corpora = [corpus] if held_out is None else [corpus, held_out]
             order = example_order(corpus.members, config.run.seed)
             size = config.data.batch_size
+            history = self.history or [segment_of(config)]
+            steps = [
+                continued_examples(corpus.members, config.run.seed, history, step)
+                for step in self.steps
+            ]
             self._known[key] = Sampled(
                 samples=sizing_samples(order, corpus, size),
                 others=source_batches(corpus.members, corpus, size),
-                steps=[corpus.gather(batch_examples(order, size, step)) for step in self.steps],
+                steps=[corpus.gather(examples) for examples in steps],
                 longest={
                     phase: max(one.longest(phase) for one in corpora) for phase in model.phases
                 },

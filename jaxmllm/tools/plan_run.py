@@ -18,8 +18,10 @@ from jaxmllm.cluster.device_seconds import Device
 from jaxmllm.cluster.search.layouts import PlannedLayout
 from jaxmllm.cluster.simulate import StepTime, simulate
 from jaxmllm.config.schema import Config, ConfigError
+from jaxmllm.data.batches import Segment
 from jaxmllm.runtime.metrics import read_metrics
 from jaxmllm.tools.plan_figures import planned_statistics
+from jaxmllm.training.history import read_history
 from jaxmllm.training.run_folder import read_config
 
 WARM_UP: Final = 3  # first steps, whose seconds hold what happens once
@@ -35,7 +37,10 @@ class LoggedRun:
     """What a run folder says."""
 
     config: Config
-    records: Sequence[Mapping[str, Any]]  # of steps, after the first few
+    records: Sequence[
+        Mapping[str, Any]
+    ]  # of steps with the config's batch size and weights, after the first few
+    history: Sequence[Segment] = ()  # of batch size and weights; none: always those of the config
 
     @property
     def seconds(self) -> float:
@@ -58,20 +63,28 @@ def logged_run(folder: Path) -> LoggedRun:
     """The run in a folder.
 
     Raises:
-      ConfigError: there is none, or it logged too few steps.
+      ConfigError: there is none, or it logged too few steps since its batch size or weights last changed.
+      CheckpointError: history.json is damaged.
     """
     config = read_config(folder)
     if config is None:
         raise ConfigError(
             f"--from-run {folder}: there is no run; name the folder that holds its config.yaml"
         )
-    records = [record for record in read_metrics(folder) if "step_seconds" in record]
+    history = read_history(folder)
+    # Rows were chosen anew where batch size or weights changed
+    first = history[-1].step if history else 0
+    records = [
+        record
+        for record in read_metrics(folder)
+        if "step_seconds" in record and record["step"] > first
+    ]
     if len(records) <= WARM_UP:
         raise ConfigError(
-            f"--from-run {folder}: {len(records)} steps are logged, of which the first {WARM_UP} are left out; "
-            "let it run longer"
+            f"--from-run {folder}: {len(records)} steps are logged from step {first + 1} on, of which the first "
+            f"{WARM_UP} are left out; let it run longer"
         )
-    return LoggedRun(config, records[WARM_UP:])
+    return LoggedRun(config, records[WARM_UP:], history)
 
 
 def fitted(

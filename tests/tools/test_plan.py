@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -18,7 +19,7 @@ from jaxmllm.cluster.device_peak import programs_peak
 from jaxmllm.cluster.search.layouts import EQUAL, SearchResult
 from jaxmllm.cluster.search.mesh_choices import MeshChoice
 from jaxmllm.config.read import dump_config, load_config
-from jaxmllm.data.batches import batch_examples
+from jaxmllm.data.batches import batch_examples, continued_examples
 from jaxmllm.runtime.metrics import read_metrics
 from jaxmllm.setup import chips
 from jaxmllm.setup.ahead import OUTSIDE_STEPS, Memory
@@ -32,6 +33,7 @@ from jaxmllm.tools.plan_figures import plan_record, why_lost
 from jaxmllm.tools.plan_layout import main
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.train import main as train
+from jaxmllm.training.history import segment_of, write_history
 from sharding.mesh import make_mesh
 from tests.training.drawing import drawing_config, make_pictures
 
@@ -406,6 +408,38 @@ def test_a_run_is_predicted_at_the_efficiency_that_it_shows(out, tmp_path, capsy
     (folder / "metrics.jsonl").write_text("".join(lines[:2]))
     assert main(["--from-run", str(folder), "--cluster", "cpu"]) == 1
     assert "let it run longer" in capsys.readouterr().err
+
+
+def test_a_run_whose_batch_size_changed_is_predicted_from_then_on(out, tmp_path, capsys):
+    """At the efficiency of a cluster of its own file, whose fitted record stands alone."""
+    config = load_config(out / "plan.yaml", ["data.batch_size=8"])
+    folder, changed = tmp_path / "run", 2
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump_config(config))
+    history = [replace(segment_of(config), batch_size=16), segment_of(config, changed)]
+    write_history(folder, history)
+    inputs = prepare(config, make_mesh(config.mesh_sizes, spans=mesh_spans(config)))
+    spec = plan_spec(config, inputs)
+    records = [{"step": 1, "step_seconds": 100.0}, {"step": 2, "step_seconds": 100.0}]
+    for step in range(changed, changed + 5):
+        examples = continued_examples(inputs.corpus.members, config.run.seed, history, step)
+        planned = plan_record(plan_step(inputs.corpus.gather(examples), spec))
+        records.append({"step": step + 1, "step_seconds": 0.5} | planned)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    cluster = tmp_path / "mine.yaml"
+    cluster.write_text("like: cpu\nmemory: 16e9\n")
+    fitted = tmp_path / "fitted"
+    words = ["--from-run", str(folder), "--cluster", str(cluster), "--out", str(fitted)]
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    assert "all 2 steps are exactly those planned" in told
+    assert "a step took 0.5 s, the median of 2;" in told
+    cluster.unlink()
+    known = cluster_of(str(fitted / "cluster.yaml"))
+    assert known.memory == 16e9 and known.efficiency.share < 0.5 and known.name == "cluster"
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records[:5]))
+    assert main(words[:2]) == 1
+    assert "3 steps are logged from step 3 on" in capsys.readouterr().err
 
 
 STAGED = [*SMALL, "pipeline.stages=2", "mesh={fsdp: 1, context: 1, tensor: 1}"]
