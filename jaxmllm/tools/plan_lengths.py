@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from jaxmllm.balance.records import BatchItems
-from jaxmllm.cluster.search.layouts import Sampled
+from jaxmllm.cluster.search.layouts import LengthsError, Sampled
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import Segment, continued_examples, example_order, source_batches
 from jaxmllm.data.media.modalities import modalities, row_formats
+from jaxmllm.data.sources.source import DataError
 from jaxmllm.data.text.tokenizers import Tokenizer
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.prepare import open_corpora, sizing_samples
+from jaxmllm.setup.row_shapes import largest_row
 from jaxmllm.setup.sizing import largest_examples
 from jaxmllm.setup.spans import Spans
 from jaxmllm.tools.workload import DEFAULT_MIX, generated_batches, longest, mix_for
@@ -44,9 +46,28 @@ class DataLengths:
     def __call__(self, config: Config, model: MLLM, spans: Spans) -> Sampled:
         media = modalities(config.model, config.data)
         stages = config.pipeline.stages > 1
-        key = f"{stages} {media!r}"
+        formats = row_formats(media)
+        # What rows of named bounds are too small for is refused
+        limits = {
+            phase: largest_row(
+                config,
+                phase,
+                formats,
+                model.layout(phase).parts,
+                span=max(spans[phase]),
+                fitting=UNBOUNDED,
+            )
+            for phase in model.phases
+            if _is_bounded(config, phase)
+        }
+        key = f"{stages} {limits} {media!r}"
         if key not in self._known:
-            corpus, held_out = open_corpora(_unbounded(config), self.tokenizer, media, model, spans)
+            try:
+                corpus, held_out = open_corpora(
+                    _unbounded(config), self.tokenizer, media, model, spans
+                )
+            except DataError as error:
+                raise LengthsError(str(error)) from error
             corpora = [corpus] if held_out is None else [corpus, held_out]
             order = example_order(corpus.members, config.run.seed)
             size = config.data.batch_size
@@ -114,3 +135,8 @@ def _unbounded(config: Config) -> Config:
         if (settings := getattr(config.phases, phase)).max_capacity == "auto"
     }
     return config.model_copy(update={"phases": config.phases.model_copy(update=phases)})
+
+
+def _is_bounded(config: Config, phase: str) -> bool:
+    settings = getattr(config.phases, phase)
+    return (settings.capacities, settings.max_capacity) != ("auto", "auto")

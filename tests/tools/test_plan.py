@@ -96,6 +96,17 @@ def test_a_run_of_the_plan_has_the_rows_that_were_planned(out):
     assert_planned_as_run(out, 8)
 
 
+def test_rows_that_ranks_share_hold_what_a_run_of_the_plan_does(config_file, tmp_path):
+    """A bound of a rank's row is no bound of items that several ranks hold together."""
+    rows = "phases.language={block: 32, max_capacity: 128, row_classes: 1}"
+    words = ["mesh={fsdp: 1, tensor: 1}", "pipeline.stages=1", *SMALL[:2], rows]
+    assert plan(config_file, "--out", str(tmp_path), *words, devices=2) == 0
+    assert_planned_as_run(tmp_path, 2)
+    # Of one rank, in two parts, no other one could share them
+    (reason,) = json.loads((tmp_path / "plan.json").read_text())["rejected"]
+    assert "examples are refused" in reason
+
+
 def test_what_compilers_say_takes_the_place_of_estimates(config_file, tmp_path, monkeypatch):
     """The compiler is a stand-in, which says that layouts of fsdp 1 take too much."""
     budget = CLUSTERS["cpu"].budget

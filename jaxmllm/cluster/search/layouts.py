@@ -17,7 +17,7 @@ from jaxmllm.cluster.device_peak import Peak
 from jaxmllm.cluster.search.even_step import EvenRows
 from jaxmllm.cluster.search.mesh_choices import MeshChoice
 from jaxmllm.cluster.simulate import StepTime
-from jaxmllm.config.schema import Config, Remat
+from jaxmllm.config.schema import Config, ConfigError, Remat
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
@@ -43,7 +43,11 @@ class Sampled:
     ] = ()  # examples that a run in stages shall hold, where there are stages
 
 
-# How items are measured depends on whether several devices hold their rows
+class LengthsError(ConfigError):
+    """Batches that cannot be drawn: the data are damaged, or rows of a layout are too small for some of them."""
+
+
+# Which examples are refused depends on how many devices hold their rows together. Raises `LengthsError`.
 LengthsOf = Callable[[Config, MLLM, Spans], Sampled]
 
 
@@ -183,7 +187,7 @@ class SearchResult:
     closest: Closest | None = None
     # Legal, but with more ranks than examples: the fewest ranks of any
     fewest_ranks: int | None = None
-    # Of the last layout whose stages could not be planned
+    # Of the last layout that could not be planned whole
     failure: str | None = None
     estimates: list[Estimate] = field(default_factory=list)
     ranked: list[PlannedLayout] = field(default_factory=list)
@@ -199,10 +203,10 @@ class SearchResult:
         if self.closest is None or closest.lacking < self.closest.lacking:
             self.closest = closest
 
-    def fails(self, error: Exception) -> None:
-        """Count a layout in stages that cannot be planned."""
+    def fails(self, error: Exception, where: str) -> None:
+        """Count a layout that cannot be planned whole."""
         self.failure = str(error)
-        self.reject(f"in stages: {self.failure.partition(';')[0]}")
+        self.reject(where + self.failure.partition(";")[0])
 
 
 def program_words(name: ProgramName) -> str:

@@ -17,7 +17,7 @@ from jaxmllm.cluster.search.mesh_choices import MeshChoice
 from jaxmllm.config.schema import Config
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.setup.sizing import model_flops, sizing_inputs
-from jaxmllm.setup.spans import Spans
+from jaxmllm.setup.spans import Spans, spans_of_phases
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ class Request:
 
     @cached_property
     def sampled(self) -> Sampled:
-        """Lengths where every rank holds its rows alone, but for spans that the config names."""
-        return self.lengths(self.config, self.model, self.named_spans)
+        """Lengths where as many ranks hold a row together as may on a mesh of ranks alone: no layout holds more."""
+        spans = spans_of_phases(self.config, self.model)
+        return self.lengths(self.config, self.model, spans)
 
     @cached_property
     def loads(self) -> dict[str, PhaseLoad]:

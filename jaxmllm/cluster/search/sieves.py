@@ -20,6 +20,7 @@ from typing import Final
 from jaxmllm.cluster.search.closed_form import ClosedForm
 from jaxmllm.cluster.search.layouts import (
     Estimate,
+    LengthsError,
     PlannedLayout,
     SearchResult,
     by_time,
@@ -107,7 +108,7 @@ class Planner(Request):
         return fitting
 
     def _planned(self, estimate: Estimate, result: SearchResult) -> PlannedLayout | None:
-        """None where its stages cannot be, which is counted.
+        """None where its stages cannot be, or its ranks cannot share rows widely enough, which is counted.
 
         Raises:
           ConfigError: without stages, what no other layout would mend.
@@ -115,9 +116,9 @@ class Planner(Request):
         try:
             return self.whole.planned(estimate)
         except (PipelineError, ConfigError) as error:
-            if estimate.choice.stages == 1:
+            if estimate.choice.stages == 1 and not isinstance(error, LengthsError):
                 raise
-            result.fails(error)
+            result.fails(error, "in stages: " if estimate.choice.stages > 1 else "")
             return None
 
     def fits(self, layout: PlannedLayout, result: SearchResult) -> bool:
