@@ -114,13 +114,16 @@ class LegalLayouts:
         as_given = size.stages == self._request.config.pipeline.stages
         open_remats = REMATS if as_given else REMATS[:1]
         options: dict[str, dict[Remat, int]] = {}
+        budget = self._request.budget
         for sizing in inputs:
             given = getattr(size.config.components, sizing.name).remat
+            least = least_capacity(sizing)
             options[sizing.name] = {}
             for remat in open_remats if sizing.name in free else (given,):
-                slots = size.fitting(sizing.name, self._request.budget, remat)
-                if slots >= least_capacity(sizing):
-                    options[sizing.name][remat] = slots
+                slots = size.fitting(sizing.name, budget, remat)
+                # A power of two, which the longest item need not be
+                if slots >= least or size.peak(sizing.name, least, remat) <= budget:
+                    options[sizing.name][remat] = max(slots, least)
         return options
 
     def _lacking(
@@ -139,8 +142,7 @@ class LegalLayouts:
             given = getattr(size.config.components, sizing.name).remat
             least = REMATS[0] if sizing.name in free else given
             peak = size.peak(sizing.name, least_capacity(sizing), least)
-            # Rows that fit are a power of two: the longest item may lack less than a byte
-            lacking = Closest(choice, sizing.name, max(peak - self._request.budget, 1.0))
+            lacking = Closest(choice, sizing.name, peak - self._request.budget)
             if closest is None or lacking.lacking > closest.lacking:
                 closest = lacking
         return closest

@@ -10,9 +10,10 @@ import pytest
 from benchmarks.omni import omni_config
 from jaxmllm.cluster.clusters import CLUSTERS
 from jaxmllm.cluster.device_peak import programs_peak
-from jaxmllm.cluster.search.layouts import EQUAL, program_words, ranked
-from jaxmllm.cluster.search.legal_layouts import FEWER_LAYERS
+from jaxmllm.cluster.search.layouts import EQUAL, SearchResult, program_words, ranked
+from jaxmllm.cluster.search.legal_layouts import FEWER_LAYERS, least_capacity
 from jaxmllm.cluster.search.mesh_choices import MeshChoice
+from jaxmllm.cluster.search.no_layout import why_none
 from jaxmllm.cluster.search.step_bytes import StepBytes, parameter_numbers
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.setup.row_memory import state_bytes
@@ -96,6 +97,19 @@ def test_the_first_bytes_are_those_of_planned_layouts(searched):
         later = ("pools", "pool_gradients", "kept for backward")  # known with rows alone
         planned = sum(part for name, part in one.peak.parts.items() if name not in later)
         assert first - size.pools == pytest.approx(planned, rel=0.01)
+
+
+def test_rows_that_just_fit_are_legal(monkeypatch):
+    """Also where those of the next power of two would not."""
+    monkeypatch.setitem(ROWS, "language", {"capacities": [24576], "spans": [1]})
+    choice = MeshChoice(1, 1, 1, 1)
+    layout = planner(1).legal.of(choice, SearchResult())
+    size = planner(1).legal.step_bytes(layout.config, layout.model)
+    peaks = {one.name: size.peak(one.name, least_capacity(one), "full") for one in layout.inputs}
+    assert max(peaks, key=peaks.get) == "language"
+    for memory, fits in ((peaks["language"], True), (peaks["language"] - 1, False)):
+        cluster = H100.model_copy(update={"memory": memory, "taken_share": 1.0})
+        assert (planner(1, cluster).legal.of(choice, SearchResult()) is not None) == fits
 
 
 @pytest.mark.slow
