@@ -187,8 +187,10 @@ class SearchResult:
     closest: Closest | None = None
     # Legal, but with more ranks than examples: the fewest ranks of any
     fewest_ranks: int | None = None
-    # Of the last layout that could not be planned whole
+    # Of the last layout whose stages could not be planned
     failure: str | None = None
+    # Of the first layout on whose mesh the config's rows or data cannot be
+    refusal: str | None = None
     estimates: list[Estimate] = field(default_factory=list)
     ranked: list[PlannedLayout] = field(default_factory=list)
     # Planned, and then not taken: each with the reason in words
@@ -203,10 +205,15 @@ class SearchResult:
         if self.closest is None or closest.lacking < self.closest.lacking:
             self.closest = closest
 
-    def fails(self, error: Exception, where: str) -> None:
-        """Count a layout that cannot be planned whole."""
+    def refuses(self, error: ConfigError) -> None:
+        """Count a layout on whose mesh the config's rows or data cannot be."""
+        self.refusal = self.refusal or str(error)
+        self.reject(str(error).partition(";")[0])
+
+    def fails(self, error: Exception) -> None:
+        """Count a layout in stages that cannot be planned."""
         self.failure = str(error)
-        self.reject(where + self.failure.partition(";")[0])
+        self.reject(f"in stages: {self.failure.partition(';')[0]}")
 
 
 def program_words(name: ProgramName) -> str:

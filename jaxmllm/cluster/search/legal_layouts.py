@@ -69,7 +69,7 @@ class LegalLayouts:
             result.reject(_uneven(error))
             return None
         except ConfigError as error:
-            result.reject(str(error).partition(";")[0])
+            result.refuses(error)
             return None
         size = self.step_bytes(config, model)
         options = self._options(size, inputs)

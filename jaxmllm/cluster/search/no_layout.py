@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from jaxmllm.cluster.clusters import GB
 from jaxmllm.cluster.search.layouts import SearchResult
-from jaxmllm.cluster.search.mesh_choices import mesh_choices
-from jaxmllm.config.schema import ConfigError
+from jaxmllm.cluster.search.mesh_choices import fixed_axes, mesh_choices
+from jaxmllm.config.schema import ConfigError, MeshConfig
 from jaxmllm.models.compose import laid_out
 from sharding.mesh import MeshError
 
@@ -21,37 +23,46 @@ def why_none(planner: Planner, result: SearchResult, devices: int) -> str:
     """One line: what is closest, what it lacks, and what would do."""
     if result.closest is not None:
         closest = result.closest
-        more = _enough_devices(planner, devices)
-        remedy = (
-            f"{more} devices would do"
-            if more
-            else "no number of devices would: freeze components, or shorten items"
-        )
         return (
             f"nothing fits {devices} devices of {planner.cluster.name} with {planner.budget / GB:.0f} GB each: "
-            f"closest is {closest.choice.words}, over by {closest.lacking / GB:.1f} GB in {closest.place}; {remedy}"
+            f"closest is {closest.choice.words}, over by {closest.lacking / GB:.1f} GB in {closest.place}; "
+            f"{_remedy(planner, devices)}"
         )
+    if result.failure is not None:
+        return f"no layout in stages on {devices} devices can be planned: {result.failure}"
+    if result.refusal is not None:  # what other devices would not mend
+        return result.refusal
     if result.fewest_ranks is not None:
         return (
             f"data.batch_size ({planner.config.data.batch_size}): every mesh of {devices} devices has more ranks; "
             f"raise it to {result.fewest_ranks} or more"
         )
-    if result.failure is not None:
-        return f"no layout in stages on {devices} devices can be planned: {result.failure}"
     near = " or ".join(map(str, _legal_devices(planner, devices))) or "another number"
     reasons = "; ".join(result.rejected)
     return f"no mesh of {devices} devices is legal ({reasons}); say --devices {near}"
 
 
-def _enough_devices(planner: Planner, devices: int) -> int | None:
-    """The smallest multiple of the devices, among doublings, on which something fits."""
-    for doubling in range(1, GROWTH + 1):
-        more = devices << doubling
+def _remedy(planner: Planner, devices: int) -> str:
+    """What makes something fit: more devices, or axes of the mesh that the config fixes."""
+    counts = [devices << doubling for doubling in range(1, GROWTH + 1)]
+    if more := _enough_devices(planner, counts):
+        return f"{more} devices would do"
+    if fixed_axes(planner.config):
+        opened = replace(planner, config=planner.config.model_copy(update={"mesh": MeshConfig()}))
+        if enough := _enough_devices(opened, [devices, *counts]):
+            return f"leave the axes open with mesh={{}}, and {enough} devices would do"
+    return f"up to {counts[-1]} devices would not do: freeze components, or shorten items"
+
+
+def _enough_devices(planner: Planner, counts: Sequence[int]) -> int | None:
+    """The first of these numbers on which something fits."""
+    for count in counts:
         try:
-            if planner.estimates(more).estimates:
-                return more
+            choices = mesh_choices(planner.config, count)
         except ConfigError:  # axes that are fixed
-            return None
+            continue
+        if any(planner.legal.of(choice, SearchResult()) for choice in choices):
+            return count
     return None
 
 

@@ -115,10 +115,13 @@ class Planner(Request):
         """
         try:
             return self.whole.planned(estimate)
+        except LengthsError as error:
+            result.refuses(error)
+            return None
         except (PipelineError, ConfigError) as error:
-            if estimate.choice.stages == 1 and not isinstance(error, LengthsError):
+            if estimate.choice.stages == 1:
                 raise
-            result.fails(error, "in stages: " if estimate.choice.stages > 1 else "")
+            result.fails(error)
             return None
 
     def fits(self, layout: PlannedLayout, result: SearchResult) -> bool:

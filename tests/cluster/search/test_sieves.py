@@ -258,6 +258,55 @@ def test_where_nothing_fits_the_closest_is_named_and_what_would_do():
         planner(1, small).search(1)
 
 
+def test_of_more_devices_the_first_layout_that_fits_answers(monkeypatch):
+    """No other one is looked at, and none is estimated."""
+    small = H100.model_copy(update={"memory": 4e7, "taken_share": 1.0})
+    made = planner(1, small)
+    result = made.estimates(1)
+    considered = []
+    of = made.legal.of
+
+    def counted(choice, result):
+        considered.append((choice.devices, layout := of(choice, result)))
+        return layout
+
+    monkeypatch.setattr(made.legal, "of", counted)
+    monkeypatch.setattr(made.closed_form, "estimate", None)
+    line = why_none(made, result, 1)
+    *refused, (devices, last) = considered
+    assert last is not None and not any(layout for _, layout in refused)
+    assert line.endswith(f"; {devices} devices would do")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "says"),
+    [
+        ({"data": -1, "fsdp": 1}, r"; leave the axes open with mesh={}, and \d devices would do$"),
+        ({"data": 4, "fsdp": 1, "context": 1, "tensor": 1}, "; leave the axes open with mesh={}"),
+    ],
+)
+def test_where_fixed_axes_leave_no_room_the_line_says_so(mesh, says):
+    """Of replicas no number holds less."""
+    small = H100.model_copy(update={"memory": 4e7, "taken_share": 1.0})
+    mesh = {"context": 1, "tensor": 1} | mesh
+    with pytest.raises(ConfigError, match=says):
+        planner(4, small, mesh=mesh, pipeline={"stages": 1}).search(4)
+
+
+def test_what_no_memory_would_hold_has_no_number_of_devices():
+    tiny = H100.model_copy(update={"memory": 1e5})
+    with pytest.raises(ConfigError, match="up to 64 devices would not do: freeze components"):
+        planner(1, tiny, mesh={"context": 1, "tensor": 1}, pipeline={"stages": 1}).search(1)
+
+
+def test_rows_that_no_mesh_can_have_are_the_error(monkeypatch):
+    """Neither other devices nor other batches would mend them."""
+    monkeypatch.setitem(ROWS, "language", {"capacities": [12300], "spans": [1]})
+    for batch in (32, 4):  # the latter with fewer examples than ranks on some meshes
+        with pytest.raises(ConfigError, match=r"^phases.language.capacities: 12300 is not a mul"):
+            planner(8, batch=batch).search(8)
+
+
 def test_devices_that_no_mesh_has_and_batches_that_are_too_small_are_named():
     made = planner(13, batch=4, mesh={"context": 1})
     with pytest.raises(ConfigError, match=r"data.batch_size \(4\): .* raise it to 13"):
