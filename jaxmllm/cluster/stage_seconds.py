@@ -284,15 +284,16 @@ class _Operations:
             of_vectors = self.drawing.stored_backward
         once = tokens * stored * self.device.rates.traffic
         backward = once + tokens * of_vectors * self.device.rates.traffic
-        held = sum(
+        summed = [
             leaf.size / leaf.stacked / leaf.split / devices_along(self.layout, leaf.gathered)
             for leaf in self.leaves[self.phase]
-            if leaf.layer
-        )
-        parts = np.array([once, backward, once + ACCUMULATED_BYTES * held, once])
+            if leaf.layer and self._is_trained(self.phase, leaf)
+        ]
+        parts = np.array([once, backward, once + ACCUMULATED_BYTES * sum(summed), once])
         if mixture is not None:
             # Gradients of matrices are made with those of tokens; nothing is made again
-            forward, backward = (mixture.block_traffic(*n, True) for n in ((1, 0), (0, 1)))
+            trained = bool(summed)
+            forward, backward = (mixture.block_traffic(*n, trained) for n in ((1, 0), (0, 1)))
             parts += [forward, backward, 0, 0]
         return parts
 
@@ -302,9 +303,8 @@ class _Operations:
         seconds = np.zeros((4, layers.shape[1], 1))
         for component, held in self.leaves.items():
             for leaf in held:
-                of_leaf = np.array(
-                    [self.network.seconds([self._send(leaf, part)]) for part in range(4)]
-                )
+                sends = [self._send(component, leaf, part) for part in range(4)]
+                of_leaf = np.array([self.network.seconds([send]) for send in sends])
                 if leaf.layer:
                     seconds += of_leaf[:, None, None] * layers
                 elif "embedding" not in leaf.path:
@@ -312,10 +312,16 @@ class _Operations:
                     seconds[:, -1 if follows else 0, 0] += of_leaf
         return seconds
 
-    def _send(self, leaf: Leaf, part: int) -> Send:
-        whole = self.itemsize * leaf.size / leaf.split / leaf.stacked
-        operation = SCATTER if part == WEIGHT else GATHER
-        return Send(operation, leaf.gathered, devices_along(self.layout, leaf.gathered), whole, 1)
+    def _is_trained(self, component: str, leaf: Leaf) -> bool:
+        return ".".join((component, *leaf.path)) in self.model.trainable.paths
+
+    def _send(self, component: str, leaf: Leaf, part: int) -> Send:
+        numbers = leaf.size / leaf.split / leaf.stacked
+        devices = devices_along(self.layout, leaf.gathered)
+        if part != WEIGHT:
+            return Send(GATHER, leaf.gathered, devices, self.itemsize * numbers, 1)
+        often = int(self._is_trained(component, leaf))
+        return Send(SCATTER, leaf.gathered, devices, SUM_BYTES * numbers, often)
 
     def _inside(self, part: int, row_class: RowClass) -> list[Send]:
         """What a layer waits for: keys and values of the other parts of a row, sums over devices that split it, and

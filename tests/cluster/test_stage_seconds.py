@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import pytest
 
+from benchmarks.ahead import MIX
+from benchmarks.omni import omni_config
 from jaxmllm.balance.stages.plan import plan_pipeline
 from jaxmllm.cluster.clusters import CLUSTERS
 from jaxmllm.cluster.device_seconds import RATES, Device
+from jaxmllm.cluster.network import Network
+from jaxmllm.cluster.sends import SCATTER, program_sends
 from jaxmllm.cluster.simulate import simulate
+from jaxmllm.cluster.stage_seconds import FORWARD, WEIGHT, _Operations
+from jaxmllm.config.read import config_tree, parse_config
+from jaxmllm.tools.generated_lengths import generated_lengths
+from jaxmllm.training.programs.base import ProgramName
+from sharding.mesh import make_mesh
 from tests.cluster.programs import CAPACITIES, tiny_lengths
 
 DEVICE = Device(CLUSTERS["h100"], 0.8)
@@ -99,6 +109,43 @@ def test_stages_that_share_cores_leave_them_to_each_other(staged):
     step = staged.on(Device(CLUSTERS["cpu"], 0.5, dtype="float32"))
     assert step.parts["bubble"] == 0
     assert [step.low, step.high] == pytest.approx([step.seconds] * 2)
+
+
+def test_gradients_are_sent_as_programs_of_phases_send_them():
+    """In bfloat16, of a decoder of which an adapter is trained, and of a tower."""
+    staged, phased = (_bfloat16(stages) for stages in (2, 1))
+    network = Network(staged.mesh, DEVICE)
+    checked = 0
+    for number, chain in enumerate(staged.sizes.training.tables.ring.chains):
+        phase = chain.name
+        operations = _Operations(staged, number, DEVICE, network)
+        sent = sum(
+            send.array_bytes * send.times * leaf.stacked
+            for component, held in operations.leaves.items()
+            for leaf in held
+            for send in [operations._send(component, leaf, WEIGHT)]
+            if send.devices > 1 and "embedding" not in leaf.path
+        )
+        backward = phased.functions_of(phase).backward
+        name = ProgramName(backward, phase, CAPACITIES[phase][0])
+        sends = program_sends(phased, name)
+        expected = sum(one.array_bytes * one.times for one in sends if one.operation == SCATTER)
+        assert sent == pytest.approx(expected) and sent > 0
+        traffic = operations._traffic(operations.classes[0])
+        assert (traffic[WEIGHT] > traffic[FORWARD]) == (phase != "language")
+        checked += 1
+    assert checked == 3
+
+
+def _bfloat16(stages):
+    phases = {phase: {"capacities": of, "spans": [1]} for phase, of in CAPACITIES.items()}
+    sections = {"mesh": {"data": 1, "fsdp": 4}, "pipeline": {"stages": stages}}
+    tree = config_tree(omni_config("tiny", phases=phases, data={"batch_size": 16}, **sections))
+    tree["model"]["adapters"] = {"language": {"rank": 4, "alpha": 4.0}}
+    tree["components"]["language"]["freeze"] = True
+    config = parse_config(tree)
+    mesh = make_mesh(config.mesh_sizes, jax.devices()[: 4 * stages])
+    return generated_lengths(config, mesh, 0, MIX).programs()
 
 
 @pytest.mark.slow
