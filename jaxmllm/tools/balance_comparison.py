@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from jaxmllm.balance.costs.gather import gathered_bytes
 from jaxmllm.balance.records import BatchItems, Mode, PlanSpec
-from jaxmllm.config.schema import Config
+from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.phases import LANGUAGE
+from jaxmllm.tools.arguments import MOST
 from jaxmllm.tools.workload import MODEL, PHASES, generated_batches, make_spec, spans_up_to
 
 AFTER: Mode = "phases"
@@ -33,8 +34,8 @@ class Comparison:
 
 
 def compare_generated(ranks: int, per_rank: int, seed: int, before: Mode) -> Comparison:
-    """A generated batch on the generator's own model."""
-    samples, (items,) = generated_batches(ranks * per_rank, seed)
+    """A generated batch on the generator's own model. Raises `ConfigError`: it is too large."""
+    samples, (items,) = generated_batches(_examples(ranks, per_rank), seed)
 
     def spec(mode: Mode) -> PlanSpec:
         spans = spans_up_to(NODE, ranks) if mode == AFTER else (1,)
@@ -108,10 +109,20 @@ def with_mode(config: Config, mode: Mode) -> Config:
 def _with_batch(config: Config, axes: Mapping[str, int], per_rank: int | None) -> Config:
     if per_rank is None:
         return config
-    examples = _data_ranks(axes) * per_rank
+    examples = _examples(_data_ranks(axes), per_rank)
     return config.model_copy(
         update={"data": config.data.model_copy(update={"batch_size": examples})}
     )
+
+
+def _examples(ranks: int, per_rank: int) -> int:
+    """Of a batch, no more than `data.batch_size` may be."""
+    if ranks * per_rank > MOST:
+        raise ConfigError(
+            f"--ranks, --per-rank: {ranks} ranks of {per_rank} examples are {ranks * per_rank}, and a batch has at "
+            f"most {MOST}; lower one of them"
+        )
+    return ranks * per_rank
 
 
 def _data_ranks(axes: Mapping[str, int]) -> int:

@@ -38,7 +38,7 @@ from jaxmllm.balance.records import Mode
 from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config.command_line import add_config, parse
 from jaxmllm.families.resolved import load_run_config
-from jaxmllm.tools.arguments import MOST, command_parser, new_folder, positive_int, seed_int
+from jaxmllm.tools.arguments import command_parser, new_folder, positive_int, seed_int
 from jaxmllm.tools.balance_comparison import (
     AFTER,
     PER_RANK,
@@ -182,8 +182,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(parser, arguments)
     if options.config is None and (not options.generated or options.overrides):
         parser.error("name a --config, or ask for --generated lengths without overrides")
-    if (options.ranks or 1) * (options.per_rank or 1) > MOST:
-        parser.error(f"--ranks, --per-rank: a batch has at most {MOST} examples")
     if options.before == AFTER:
         parser.error(f"--before {AFTER} is what is drawn on the other side")
 

@@ -64,6 +64,14 @@ def test_commands_that_make_no_sense_are_refused(command, capsys):
     assert "error" in capsys.readouterr().err
 
 
+def test_batches_that_are_too_large_are_told_before_they_are_made(balance_config, capsys):
+    """Of the ranks and examples that are used, whoever names them."""
+    of_config = ["--config", str(balance_config), "--per-rank", "1048576"]
+    for command in (["--generated", "--ranks", "1048576"], of_config, [*of_config, "--generated"]):
+        assert report.main(command) == 1
+        assert "a batch has at most 1048576; lower one of them" in capsys.readouterr().err
+
+
 def test_user_errors_are_told_in_one_line(balance_config, capsys):
     assert report.main(["--config", str(balance_config), "data.batchsize=3"]) == 1
     assert "data.batch_size" in capsys.readouterr().err
