@@ -22,7 +22,8 @@ compiles for this machine, and needs nothing. Rows and pools are chosen from the
     sent            what a device sends in all of them, in a ring
 
 A line for everything that did not become what was asked: attention without its kernel, another exchange. Exit code 1
-where a program does not compile, 2 where the chip is unknown or its compiler is missing, 3 where there are such lines.
+where the config cannot be run or a program does not compile, 2 where the command names a chip, a number of its devices
+or a program that there is not, or the chip's compiler is missing, 3 where there are such lines.
 """
 
 from __future__ import annotations
