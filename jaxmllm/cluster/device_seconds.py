@@ -133,6 +133,11 @@ class Device:
         """The same where everything that can overlap does."""
         return compute + sent if self.cluster.shared_cores else max(compute, sent)
 
+    def interval(self, seconds: float) -> tuple[float, float]:
+        """Where a step lies that nothing was calibrated for."""
+        uncertainty = self.cluster.efficiency.uncertainty
+        return seconds * (1 - uncertainty), seconds * (1 + uncertainty)
+
     def straggled(self, seconds: float, devices: int) -> float:
         """A step of so many devices, of which the slowest decides."""
         nodes = max(devices / self.cluster.node_devices, 1.0)

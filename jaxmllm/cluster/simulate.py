@@ -57,8 +57,7 @@ class StepTime:
 
     def interval(self, device: Device) -> tuple[float, float]:
         """Where the step lies that nothing was calibrated for."""
-        uncertainty = device.cluster.efficiency.uncertainty
-        return self.seconds * (1 - uncertainty), self.seconds * (1 + uncertainty)
+        return device.interval(self.seconds)
 
 
 def simulate(programs: Programs, plan: StepPlan, items: BatchItems, device: Device) -> StepTime:

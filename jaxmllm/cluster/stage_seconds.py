@@ -20,6 +20,7 @@ from jaxmllm.arrays import Floats, Ints
 from jaxmllm.balance.costs.flops import phase_layers
 from jaxmllm.balance.records import BatchItems, PipelineRun, RowClass, StepPlan
 from jaxmllm.cluster.clusters import ALL_REDUCE
+from jaxmllm.cluster.collectives import devices_along
 from jaxmllm.cluster.device_seconds import ACCUMULATED_BYTES, Device, stored_bytes
 from jaxmllm.cluster.drawing import drawing_of
 from jaxmllm.cluster.mixtures import Mixture, mixture_of
@@ -31,7 +32,6 @@ from jaxmllm.cluster.sends import (
     SUM_BYTES,
     Leaf,
     Send,
-    devices_along,
     expert_sends,
     leaves,
 )

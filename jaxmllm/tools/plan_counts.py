@@ -23,7 +23,7 @@ from jaxmllm.tools.output import (
     print_table,
     write_picture,
 )
-from jaxmllm.tools.plan_figures import SPEED, interval, record, speed
+from jaxmllm.tools.plan_figures import SPEED, record, speed
 from sharding.mesh import MeshError
 
 NAME: Final = "counts"  # of the picture and the page
@@ -152,7 +152,12 @@ def draw(title: str, counts: Sequence[Count]) -> Figure:
     figure = new_figure(HEIGHT, head=0.6, wspace=0.06)
     seconds, hours = figure.subplots(1, 2)
     found = [
-        (count.devices, count.best, interval(count.best, count.planner), count.device_hours)
+        (
+            count.devices,
+            count.best,
+            count.planner.device.interval(count.best.seconds),
+            count.device_hours,
+        )
         for count in counts
         if count.best is not None and count.planner is not None
     ]

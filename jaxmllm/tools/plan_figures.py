@@ -50,7 +50,7 @@ def _row(layout: PlannedLayout, why: str, planner: Planner) -> list[Any]:
 
 def speed(layout: PlannedLayout, planner: Planner) -> list[Any]:
     """What `SPEED` names."""
-    low, high = interval(layout, planner)
+    low, high = planner.device.interval(layout.seconds)
     used = f"{layout.peak.bytes / GB:.3g} of {planner.budget / GB:.3g}"
     used += ", compiled" if layout.peak.compiled else ""
     return [layout.seconds, low, high, f"{layout.mfu:.3f}", f"{layout.hfu:.3f}", used]
@@ -60,12 +60,6 @@ def waits(layout: PlannedLayout) -> str:
     """Of each phase the share of its time that ranks wait for the slowest one."""
     shares = {phase: layout.statistic(f"{phase}/idle_share") for phase in layout.spec.phases}
     return ", ".join(f"{phase} {100 * share:.0f} %" for phase, share in shares.items())
-
-
-def interval(layout: PlannedLayout, planner: Planner) -> tuple[float, float]:
-    """Where the step lies that nothing was calibrated for."""
-    uncertainty = planner.cluster.efficiency.uncertainty
-    return layout.seconds * (1 - uncertainty), layout.seconds * (1 + uncertainty)
 
 
 def remat_words(layout: PlannedLayout) -> str:
@@ -131,7 +125,7 @@ def records(result: SearchResult, planner: Planner) -> dict[str, Any]:
 
 def record(layout: PlannedLayout, best: PlannedLayout, planner: Planner) -> dict[str, Any]:
     """One layout."""
-    low, high = interval(layout, planner)
+    low, high = planner.device.interval(layout.seconds)
     overlapped, serial = layout.ends
     phases = layout.spec.phases
     return {
