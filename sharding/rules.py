@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding.mesh import MeshError, axis_sizes, whole_axis
+from sharding.pipeline.ring import STAGE
 
 Axes = tuple[str | None, ...]
 
@@ -34,8 +35,10 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
     "vocab": ("tensor",),
     "experts": ("fsdp",),  # of a mixture: a device computes its own, for the tokens of all
 }
-# These stay split during the computation, so never over a batch axis.
+# These stay split during the computation, so never over a batch axis, and no others over one of `sequence`.
 COMPUTE_AXES = ("sequence", "heads", "kv_heads", "mlp", "vocab")
+# Axes of activations, and what may not be split over the same mesh axes
+APART = {"batch": COMPUTE_AXES, "sequence": COMPUTE_AXES[1:]}
 # Parameters are never gathered along these. Experts may be split over a batch axis: tokens come to them.
 KEPT_AXES = (*COMPUTE_AXES, "experts")
 
@@ -226,14 +229,15 @@ def make_layout(
     """The default rules with overrides.
 
     Mesh axes named for `batch` are taken from the compute axes that the overrides do not name, so
-    `{batch: [data, fsdp, tensor]}` alone turns tensor parallelism into data parallelism.
+    `{batch: [data, fsdp, tensor]}` alone turns tensor parallelism into data parallelism. Those named for
+    `sequence` are taken from the others likewise.
 
     Args:
       overrides: whole mesh axes by logical axis.
       where: key of the config that errors name.
 
     Raises:
-      MeshError: an axis is unknown, or split over for two purposes.
+      MeshError: an axis is unknown, that of pipeline stages, or split over for two purposes.
     """
     overrides = overrides or {}
     for name, axes in overrides.items():
@@ -244,17 +248,22 @@ def make_layout(
             if axis not in axis_sizes(mesh):
                 known = ", ".join(axis_sizes(mesh))
                 raise MeshError(f"{where}.{name}: unknown mesh axis {axis!r}; the mesh has {known}")
+            if axis == STAGE:
+                raise MeshError(
+                    f"{where}.{name}: mesh axis {STAGE!r} holds the stages of the pipeline; leave it out"
+                )
     rules = {
         name: _in_mesh_order(mesh, overrides.get(name, axes))
         for name, axes in DEFAULT_RULES.items()
     }
-    for name in COMPUTE_AXES:
-        clash = set(rules[name]) & set(rules["batch"])
-        if clash and name in overrides:
-            raise MeshError(
-                f"{where}: mesh axes {_whole(clash)} are named for both 'batch' and {name!r}"
-            )
-        rules[name] = tuple(axis for axis in rules[name] if axis not in clash)
+    for taker, names in APART.items():
+        for name in names:
+            clash = set(rules[name]) & set(rules[taker])
+            if clash and name in overrides:
+                raise MeshError(
+                    f"{where}: mesh axes {_whole(clash)} are named for both {taker!r} and {name!r}"
+                )
+            rules[name] = tuple(axis for axis in rules[name] if axis not in clash)
     # What the experts' axes leave of those that a parameter's width is split over
     rules["expert_embed"] = tuple(a for a in rules["embed"] if a not in rules["experts"])
     rules["rank"] = rules["batch"]  # what ranks keep for themselves, whatever the span of rows

@@ -28,6 +28,29 @@ def test_batch_takes_axes_from_the_computation():
     assert layout.mesh_axes("embed") == ("fsdp",)
 
 
+WITH_CONTEXT = make_mesh({"data": 2, "context": 2, "tensor": 2})
+
+
+def test_sequence_takes_axes_from_the_rest_of_the_computation():
+    layout = make_layout(WITH_CONTEXT, {"sequence": ["context", "tensor"]})
+    assert layout.parts == 4
+    assert all(layout.mesh_axes(name) == () for name in ("heads", "kv_heads", "mlp", "vocab"))
+
+
+@pytest.mark.parametrize("name", ["heads", "kv_heads", "mlp", "vocab"])
+def test_what_slots_are_split_over_splits_nothing_else_of_the_computation(name):
+    with pytest.raises(MeshError, match=rf"here: .*\['context'\] .*'sequence' and '{name}'"):
+        make_layout(WITH_CONTEXT, {name: ["context"]}, "here")
+    make_layout(WITH_CONTEXT, {name: ["context"], "sequence": []})
+
+
+@pytest.mark.parametrize("name", ["batch", "layers", "embed", "heads"])
+def test_the_axis_of_stages_is_refused(name):
+    staged = make_mesh({"stage": 2, "data": 4})
+    with pytest.raises(MeshError, match=rf"here\.{name}: mesh axis 'stage' holds the stages"):
+        make_layout(staged, {name: ["stage"]}, "here")
+
+
 def test_axes_are_in_mesh_order_however_they_are_named():
     assert make_layout(MESH, {"batch": ["tensor", "data"]}).batch_axes == ("data", "tensor")
 
