@@ -26,6 +26,7 @@ from jaxmllm.models.projector import Projector, vision_projector
 from jaxmllm.models.vision import VisionTower
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.trainable import Trainable, leaves_by_path
+from sharding.mesh import MeshError
 from sharding.rules import Layout, make_layout
 
 
@@ -140,7 +141,10 @@ def with_settings(model: MLLM, settings: ComponentsConfig) -> MLLM:
 def _layouts(
     settings: Mapping[str, ComponentConfig], mesh: Mesh | AbstractMesh
 ) -> dict[str, Layout]:
-    """Layouts of components, each tower before its projector and its adapter."""
+    """Layouts of components, each tower before its projector and its adapter.
+
+    Raises `MeshError` for one that cannot be, or for a projector that names other ranks than its tower.
+    """
     layouts: dict[str, Layout] = {}
     for name, setting in settings.items():
         if name.startswith(ADAPTER):  # factors lie as the matrices do beside which they run
@@ -153,7 +157,13 @@ def _layouts(
             )
             tower = layouts[owner]
             for axes in ("batch", "sequence"):
-                overrides.setdefault(axes, list(tower.whole_axes(axes)))
+                of_tower = list(tower.whole_axes(axes))
+                named = overrides.setdefault(axes, of_tower)
+                if set(named) != set(of_tower):
+                    raise MeshError(
+                        f"components.{name}.layout.{axes}: {list(named)} is not {of_tower}, that of "
+                        f"components.{owner}, whose rows it reads; leave it out"
+                    )
         layouts[name] = replace(
             make_layout(mesh, overrides, f"components.{name}.layout"),
             narrow_gradients=setting.reduce_dtype == "compute",

@@ -25,12 +25,18 @@ from jaxmllm.models.diffusion import Conditions, Drawn
 from jaxmllm.models.language import Decoder, OutputHead
 from jaxmllm.models.layers import checkpointed, with_added, with_tapped
 from jaxmllm.models.mixture import MixtureBlock, RouterSums
-from jaxmllm.models.model_component import Component, ParameterAxes, init_component, shardings
+from jaxmllm.models.model_component import (
+    LAYERS,
+    Component,
+    ParameterAxes,
+    init_component,
+    shardings,
+)
 from jaxmllm.models.rows import EncoderRows, GeneratorRows, LanguageRows
 from jaxmllm.phases import LANGUAGE, Phase, make_phases
 from jaxmllm.trainable import Params, Trainable
 from sharding.context import take_slots
-from sharding.mesh import platform_of
+from sharding.mesh import MeshError, platform_of
 from sharding.parameters import by_replica, row_axes, whole_sum
 from sharding.rules import Layout
 
@@ -93,11 +99,20 @@ class MLLM:
         return model
 
     def by_device(self, phase: str) -> MLLM:
-        """The same model for a phase's code of one device along the axes of rows (sharding/parameters.py)."""
+        """The same model for a phase's code of one device along the axes of rows (sharding/parameters.py).
+
+        Raises `MeshError` where the devices have different rows and different layers: each runs its rows through all.
+        """
         axes = row_axes(self.layout(phase))
         model = self
         for name in self.phases[phase].components:
-            model = model.with_layout(name, self.components[name].layout.inside(*axes))
+            layout = self.components[name].layout.inside(*axes)
+            if layout.size(LAYERS) != self.components[name].layout.size(LAYERS):
+                raise MeshError(
+                    f"components.{name}.layout.layers: mesh axes {[*layout.whole_axes(LAYERS)]} split rows, each of "
+                    "which needs all layers; leave it out, or name axes that are neither of 'batch' nor of 'sequence'"
+                )
+            model = model.with_layout(name, layout)
         return model
 
     def deferred(self, params: Params) -> Params:

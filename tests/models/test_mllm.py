@@ -153,6 +153,35 @@ def test_layouts_that_cannot_be_are_refused_by_name(settings, message):
             build(language=ComponentConfig(**settings))
 
 
+def test_layers_that_lie_on_devices_of_other_rows_are_refused_where_a_step_runs():
+    """Each device would run its rows through its own part of the layers."""
+    model = build(language=ComponentConfig(layout={"layers": ["fsdp"], "embed": ["data"]}))
+    with pytest.raises(
+        MeshError, match=r"components\.language\.layout\.layers: mesh axes \['fsdp'\] split rows"
+    ):
+        model.by_device("language")
+    model.by_device("vision")
+    unsplit = {"heads": [], "kv_heads": [], "mlp": [], "vocab": [], "layers": ["tensor"]}
+    build(language=ComponentConfig(layout=unsplit)).by_device("language")
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"batch": ["data", "fsdp", "tensor"]}, r"batch: .*'tensor'\] is not \['data', 'fsdp'\]"),
+        ({"sequence": ["tensor"]}, r"sequence: \['tensor'\] is not \[\], .* components\.vision"),
+        ({"batch": ["fsdp", "data"], "sequence": []}, None),
+    ],
+)
+def test_a_projector_may_not_name_other_ranks_than_its_tower(layout, message):
+    projector = ProjectorComponents(vision=ProjectorConfig(layout=layout))
+    if message is None:
+        build(projector=projector)
+    else:
+        with pytest.raises(MeshError, match=rf"components\.projector\.vision\.layout\.{message}"):
+            build(projector=projector)
+
+
 def test_dimensions_that_do_not_split_are_refused_by_name():
     wide = make_mesh({"data": 2, "fsdp": 1, "tensor": 4})
     with pytest.raises(
