@@ -146,9 +146,13 @@ def kept_spec(spec: P, axes: Collection[str]) -> P:
 
 
 def is_split(layout: Layout, axes: Axes) -> bool:
-    """Whether devices that have different rows, and run the code here one by one, hold parts of a parameter."""
-    sizes = layout.mesh.shape
-    return any(sizes[axis] > 1 for names in _shards_here(layout, axes) for axis in names)
+    """Whether devices that have different rows, and run the code here one by one, hold parts of a parameter that each
+    of them gathers whole: of experts, each keeps its own."""
+    split, kept = (
+        {axis for names in dimensions for axis in names if layout.mesh.shape[axis] > 1}
+        for dimensions in (_shards_here(layout, axes), map(layout.mesh_axes, kept_axes(axes)))
+    )
+    return bool(split) and not kept & layout.manual_axes
 
 
 def deferred(layout: Layout, shard: jax.Array, axes: Axes, dtype: Any) -> Deferred:

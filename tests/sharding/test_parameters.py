@@ -91,6 +91,15 @@ def test_gradients_add_up_by_replica(sizes, span, replicas, rules):
         np.testing.assert_allclose(got, want, atol=1e-5, err_msg=name)
 
 
+def test_experts_that_devices_keep_apart_are_not_gathered_whole():
+    axes = ("experts", "expert_embed", "mlp")
+    wide = layout_of({"data": 2, "fsdp": 2, "tensor": 2}, rules={"embed": ["data", "fsdp"]})
+    assert not is_split(wide.inside(*row_axes(wide)), axes)
+    rules = {"embed": ["data", "fsdp"], "experts": []}
+    together = layout_of({"data": 2, "fsdp": 2, "tensor": 2}, rules=rules)
+    assert is_split(together.inside(*row_axes(together)), axes)
+
+
 @pytest.mark.parametrize("sizes, span, replicas, rules", MESHES.values(), ids=MESHES)
 def test_deferred_gradients_are_those_of_whole_parameters(sizes, span, replicas, rules):
     """Of a table that is looked up and of a matrix, each in the parts that devices hold."""

@@ -124,6 +124,14 @@ MESHES = {  # devices, mesh, what else
         {"data": 1, "fsdp": 4},
         {"components__language__layout": {"experts": []}, "components__language__reduce": "step"},
     ),
+    "width-over-both": (
+        4,
+        {"data": 2, "fsdp": 2},
+        {
+            "components__language__layout": {"embed": ["data", "fsdp"]},
+            "components__language__reduce": "step",
+        },
+    ),
     "ragged_dot": (2, {"data": 1, "fsdp": 2}, {"components__language__experts": "ragged_dot"}),
     "kept": (2, {"data": 1, "fsdp": 2}, {"components__language__remat": "none"}),
     "stages2-fsdp2": (4, {"data": 1, "fsdp": 2}, {"pipeline": {"stages": 2, "layout": "chain"}}),
