@@ -284,8 +284,8 @@ def rank_nodes(layout: Layout, devices_per_node: int | None = None) -> np.ndarra
     """Node of each rank of a layout, that of its first device: int32 [R].
 
     A node is what one process drives or, with `devices_per_node`, as many devices in the order of
-    their ids. The devices of an abstract mesh count in order; without `devices_per_node` they are
-    one node.
+    their ids, between which there may be gaps. The devices of an abstract mesh count in order;
+    without `devices_per_node` they are one node.
     """
     mesh = layout.mesh
     if not isinstance(mesh, Mesh):
@@ -293,7 +293,8 @@ def rank_nodes(layout: Layout, devices_per_node: int | None = None) -> np.ndarra
     elif devices_per_node is None:
         nodes = np.array([device.process_index for device in mesh.devices.flat])
     else:
-        nodes = np.array([device.id // devices_per_node for device in mesh.devices.flat])
+        ids = np.array([device.id for device in mesh.devices.flat])
+        nodes = np.searchsorted(np.sort(ids), ids) // devices_per_node
     numbered = np.unique(nodes, return_inverse=True)[1].reshape(tuple(mesh.shape.values()))
     first_devices = tuple(
         slice(None) if axis in layout.batch_axes else 0 for axis in mesh.axis_names

@@ -90,7 +90,8 @@ class BalanceConfig(Section):
     pair_slots: PositiveInt | Auto = "auto"  # tokens from a rank to another per padded all-to-all
     # A name in balance/exchange/tables.py; auto: ragged where the platform has it, else padded.
     exchange: str = "auto"
-    ranks_per_node: PositiveInt | Auto = "auto"  # auto: the devices of a process
+    # Devices of a node, in the order of their ids, whatever ranks they make; auto: those of a process
+    ranks_per_node: PositiveInt | Auto = "auto"
     # Whether ranks of several nodes may hold a row together, whose keys and values then cross nodes.
     spans_cross_nodes: bool = False
     # What a device could compute while a byte of keys and values of another rank arrives: the price

@@ -1,7 +1,10 @@
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from sharding.mesh import MeshError, abstract_mesh, make_mesh
@@ -136,6 +139,21 @@ def test_nodes_of_ranks():
     planned = make_layout(abstract_mesh({"data": 16, "fsdp": 2}, 32))
     assert rank_nodes(planned, 8).tolist() == [rank // 8 for rank in range(32)]
     assert rank_nodes(planned).tolist() == [0] * 32
+
+
+@dataclass(frozen=True)
+class Device:
+    id: int
+    process_index: int
+    platform: str = "cpu"
+
+
+def test_nodes_of_devices_whose_ids_have_gaps():
+    """As those of several processes have on CPUs."""
+    devices = [Device(2048 * (number // 2) + number % 2, number // 2) for number in range(8)]
+    layout = make_layout(Mesh(np.array(devices).reshape(4, 2), ("data", "fsdp")))
+    assert rank_nodes(layout).tolist() == rank_nodes(layout, 2).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert rank_nodes(layout, 4).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 CUT = make_mesh({"data": 2, "fsdp": 2, "tensor": 2}, spans=(1, 2, 4))
