@@ -51,7 +51,9 @@ def experts(
       matrices: of E experts, in the dtype of x, gathered but for `MATRICES`.
       kernel: "jax", "ragged_dot", or "auto": the first, which needs the least memory, on every platform.
 
-    Sums are kept in at least float32. Raises `ValueError` if the shapes do not fit each other.
+    A device keeps its sums in at least float32. What several devices make of a token, and the gradients of a token and
+    of its weights, are added over devices in the dtypes of x and of the weights. Raises `ValueError` if the shapes do
+    not fit each other.
     """
     _check_shapes(x, chosen, weights, matrices)
     return _experts(_Mixture(layout, kernel), x, chosen, weights, matrices)

@@ -3,7 +3,7 @@
 language          layers.mlp.up    W [layers, D, F]                                        frozen
 adapter.language  layers.mlp.up    a [layers, D, rank], b [layers, rank, F]
 
-`with_adapters` puts the factors beside their matrices, where `product` (layers.py) finds them.
+`with_adapters` puts the factors beside their matrices, where `product` (products.py) finds them.
 """
 
 from __future__ import annotations
