@@ -44,19 +44,37 @@ class Choice(NamedTuple):
     """The kernel that the programs of a platform run."""
 
     kernel: Literal["jax", "cpu", "gpu", "cudnn"]
-    # What the platform's own kernel would need of the inputs, where "auto" had to do without it
+    # What it would need instead of such inputs where it was asked for by name; else what the platform's own kernel
+    # would need, where "auto", or the name of another platform's, had to do without it
     needs: str | None = None
+
+
+def unsupported_reason(kernel: Kernel, dtype: Any, head: int, block: int) -> str | None:
+    """What a kernel needs instead of heads of a size and dtype, in blocks of so many slots; none if it takes them.
+
+    "cudnn" needs rows that tell where their documents lie, too.
+    """
+    if kernel == "cpu":
+        return kernel_cpu.unsupported_reason(dtype)
+    if kernel == "gpu":
+        return kernel_gpu.unsupported_reason(dtype, head, block)
+    if kernel == "cudnn":
+        return kernel_cudnn.unsupported_reason(dtype, head)
+    return None
 
 
 def choice(kernel: Kernel, platform: str, dtype: Any, head: int, block: int) -> Choice:
     """What `kernel` comes to for heads of a size and dtype, in blocks of so many slots."""
     if kernel != "auto":
-        return Choice(kernel)
-    if platform == "cpu" and not kernel_cpu.unsupported_reason(dtype):
+        needs = unsupported_reason(kernel, dtype, head, block)
+        if needs or kernel != "cpu" or platform == "cpu":
+            return Choice(kernel, needs)
+        return Choice("jax", "attention: auto or gpu, not cpu" if platform in GPUS else None)
+    if platform == "cpu" and not unsupported_reason("cpu", dtype, head, block):
         return Choice("cpu")
     if platform not in GPUS:
         return Choice("jax")
-    needs = kernel_gpu.unsupported_reason(dtype, head, block)
+    needs = unsupported_reason("gpu", dtype, head, block)
     return Choice("jax", needs) if needs else Choice("gpu")
 
 
@@ -111,20 +129,13 @@ def _checked(
     q: Array, k: Array, v: Array, mask: Mask, scale: float | None, kernel: Kernel
 ) -> tuple[Array, Array]:
     _check_shapes(q, k, v, mask)
-    if kernel == "cpu" and (needs := kernel_cpu.unsupported_reason(q.dtype)):
+    needs = unsupported_reason(kernel, q.dtype, q.shape[-1], mask.block)
+    if kernel == "cudnn" and mask.documents is None:
+        needs = "rows that tell where their documents lie"
+    if needs:
         raise ValueError(
-            f"attention: the cpu kernel needs {needs}; set components.<name>.attention to auto or jax, or change "
-            "that component's compute_dtype"
-        )
-    if kernel == "cudnn" and (needs := _cudnn_needs(q, mask)):
-        raise ValueError(
-            f"attention: the cudnn kernel needs {needs}; set components.<name>.attention to auto, gpu or jax, or "
-            "change that component's model or compute_dtype"
-        )
-    if kernel == "gpu" and (needs := _gpu_needs(q, mask)):
-        raise ValueError(
-            f"attention: the gpu kernel needs {needs}; set components.<name>.attention to auto or jax, or change "
-            "that component's model or phases.<name>.block"
+            f"attention: the {kernel} kernel needs {needs}; set components.<name>.attention to auto or jax, or change "
+            "that component's model or compute_dtype, or phases.<name>.block"
         )
     return _attention(kernel, _scale(q) if scale is None else scale, q, k, v, mask)
 
@@ -205,25 +216,16 @@ def _choose(kernel: Kernel, scale: float, q: Array, mask: Mask, way: str) -> Cal
     plain, cpu, gpu = (
         partial(getattr(module, way), scale) for module in (kernel_jax, kernel_cpu, kernel_gpu)
     )
+    inputs = q.dtype, q.shape[-1], mask.block
     own = {}
     # A process for other devices may have none of CPU, and need not compile the loops
     on_cpu = jax.default_backend() == "cpu"
-    if kernel in ("auto", "cpu") and on_cpu and not kernel_cpu.unsupported_reason(q.dtype):
+    if kernel in ("auto", "cpu") and on_cpu and not unsupported_reason("cpu", *inputs):
         own["cpu"] = cpu
-    if kernel in ("auto", "gpu") and not _gpu_needs(q, mask):
+    if kernel in ("auto", "gpu") and not unsupported_reason("gpu", *inputs):
         own["cuda"] = gpu
     elsewhere = partial(gpu, interpret=True) if kernel == "gpu" else plain
     return partial(by_platform, default=elsewhere, **own)
-
-
-def _gpu_needs(q: Array, mask: Mask) -> str | None:
-    return kernel_gpu.unsupported_reason(q.dtype, q.shape[-1], mask.block)
-
-
-def _cudnn_needs(q: Array, mask: Mask) -> str | None:
-    if mask.documents is None:
-        return "rows that tell where their documents lie"
-    return kernel_cudnn.unsupported_reason(q.dtype, q.shape[-1])
 
 
 def _check_shapes(q: Array, k: Array, v: Array, mask: Mask) -> None:

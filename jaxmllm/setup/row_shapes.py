@@ -72,7 +72,11 @@ def largest_row(
 def attention_spec(
     config: Config, model: MLLM, formats: Mapping[str, RowFormat], spec: PlanSpec
 ) -> AttentionSpec:
-    """Attention blocks and parts of every phase's rows."""
+    """Attention blocks and parts of every phase's rows.
+
+    Raises:
+      ConfigError: a phase's rows or model are not what the kernel needs that its attention was asked for.
+    """
     parts = {phase: model.layout(phase).parts for phase in spec.phases}
     blocks, smaller = {}, {}
     for phase, rows in spec.phases.items():
@@ -82,6 +86,9 @@ def attention_spec(
             block = shape.attention_block(row_class)
             if block < blocks[phase]:
                 smaller[phase, row_class] = block
+    runs = _runs(config, model, formats, spec, parts)
+    for phase, block in blocks.items():
+        _check_kernel(model, phase, block)
     return AttentionSpec(
         blocks=blocks,
         smaller_blocks=smaller,
@@ -89,8 +96,19 @@ def attention_spec(
         bidirectional=config.model.language.bidirectional,
         windows=config.model.windows,
         crossed=config.model.crossed,
-        runs=_runs(config, model, formats, spec, parts),
+        runs=runs,
     )
+
+
+def _check_kernel(model: MLLM, phase: str, block: int) -> None:
+    """Raise `ConfigError` for a kernel that was asked for by name and does not take what a phase has."""
+    asked = model.components[phase].settings.attention
+    kernel, needs = model.attention_choice(phase, block)
+    if needs and kernel == asked:
+        raise ConfigError(
+            f"components.{phase}.attention ({kernel}): that kernel needs {needs}; set it to auto or jax, or change "
+            f"model.{phase}, components.{phase}.compute_dtype or phases.{phase}.block"
+        )
 
 
 def _runs(

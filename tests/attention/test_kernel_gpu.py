@@ -206,6 +206,10 @@ def test_no_program_writes_what_another_one_writes():
         ("auto", "tpu", jnp.bfloat16, 64, Choice("jax")),
         ("jax", "gpu", jnp.bfloat16, 8, Choice("jax")),
         ("gpu", "cpu", jnp.bfloat16, 64, Choice("gpu")),
+        ("cpu", "cpu", jnp.float32, 8, Choice("cpu")),
+        ("cpu", "gpu", jnp.float32, 8, Choice("jax", "attention: auto or gpu, not cpu")),
+        ("cpu", "tpu", jnp.float32, 8, Choice("jax")),
+        ("cpu", "cpu", jnp.bfloat16, 8, Choice("cpu", "float32, not bfloat16")),
     ],
 )
 def test_auto_is_the_kernel_of_the_platform(kernel, platform, dtype, head, chosen):

@@ -5,12 +5,13 @@ import logging
 import pytest
 
 from jaxmllm.config.read import parse_config
+from jaxmllm.config.schema import ConfigError
 from jaxmllm.models import mllm
-from jaxmllm.setup.build import _warn_of_late_warm_up, make_programs
+from jaxmllm.setup.build import _warn_of_late_warm_up, make_programs, plan_programs
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.training.programs.base import Programs
-from sharding.mesh import make_mesh
+from sharding.mesh import abstract_mesh, make_mesh
 from tests.support import tiny_config
 
 
@@ -43,6 +44,25 @@ def test_auto_that_comes_to_the_loop_on_a_gpu_is_a_warning(tmp_path, monkeypatch
         (line,) = lines
         assert line.startswith("attention of vision is the loop")
         assert "heads of 16 numbers" in line and "components.vision.attention" in line
+
+
+@pytest.mark.parametrize(
+    ("attention", "dtype", "needs"),
+    [
+        ("gpu", "float32", "heads of 16 numbers to 512 bytes, not 8 of float32"),
+        ("cpu", "bfloat16", "float32, not bfloat16"),
+    ],
+)
+def test_a_kernel_that_does_not_take_a_phase_is_refused_before_anything_is_compiled(
+    tmp_path, attention, dtype, needs
+):
+    make_sample(tmp_path, seed=1, train=32, test=8)
+    settings = {"attention": attention, "compute_dtype": dtype}
+    config = parse_config(tiny_config(tmp_path, components__vision=settings))
+    with pytest.raises(
+        ConfigError, match=rf"components\.vision\.attention \({attention}\).*{needs}"
+    ):
+        plan_programs(config, prepare(config, abstract_mesh(config.mesh_sizes, 1)))
 
 
 def test_keys_that_change_nothing_are_named(tmp_path, monkeypatch, caplog):
