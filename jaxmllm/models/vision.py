@@ -87,7 +87,8 @@ class VisionTower(nnx.Module):
     def _normalised(
         self, colors: Shaped[Array, "R C F"], dtype: jnp.dtype
     ) -> Float[Array, "R C F"]:
-        """(color / 255 - mean) / std."""
+        """(color / 255 - mean) / std, computed in at least float32: in bfloat16 each step would round anew."""
+        wide = jnp.promote_types(dtype, jnp.float32)
         std = np.array(self.config.pixel_std)
         per_color = 255 * std, np.array(self.config.pixel_mean) / std
         scale: Any
@@ -96,8 +97,8 @@ class VisionTower(nnx.Module):
             scale, shift = (float(values[0]) for values in per_color)
         else:  # the colors of a pixel lie side by side
             pixels = self.config.row_frames * self.config.patch_size**2
-            scale, shift = (jnp.asarray(np.tile(values, pixels), dtype) for values in per_color)
-        return colors.astype(dtype) / scale - shift
+            scale, shift = (jnp.asarray(np.tile(values, pixels), wide) for values in per_color)
+        return (colors.astype(wide) / scale - shift).astype(dtype)
 
     def _learned(
         self, positions: Int[Array, "R C A"], layout: Layout, dtype: jnp.dtype

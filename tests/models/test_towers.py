@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from PIL import Image
 
 from jaxmllm.config.schema import (
@@ -21,7 +22,7 @@ from jaxmllm.data.rows.masks import AttentionSpec, finish_encoder_row, finish_la
 from jaxmllm.models.compose import build_model
 from jaxmllm.models.language import rope_sections
 from jaxmllm.models.rows import EncoderRows, LanguageRows
-from jaxmllm.models.vision import aligned_weights, resampling_weights
+from jaxmllm.models.vision import VisionTower, aligned_weights, resampling_weights
 from jaxmllm.row_format import RowFormat
 from sharding.mesh import make_mesh
 
@@ -606,3 +607,14 @@ def test_nothing_leaks_from_one_image_to_the_next(encoders):
     after, _ = encode(encoders, "vision", encoder_rows(pixels, positions, segments, 4))
     np.testing.assert_array_equal(before[:, :32], after[:, :32])
     assert (before[0, 32:52] != after[0, 32:52]).any()
+
+
+@pytest.mark.parametrize("mean", [(0.5, 0.5, 0.5), (0.48145466, 0.4578275, 0.40821073)])
+def test_pixels_are_rounded_to_the_compute_dtype_once(mean):
+    std = (0.26862954, 0.26130258, 0.27577711)
+    config = VISION.model_copy(update={"pixel_mean": mean, "pixel_std": std})
+    colors = np.arange(256, dtype=np.uint8)[None, :, None].repeat(12, axis=2)
+    tower = VisionTower(config, nnx.Rngs(0))
+    found = np.asarray(tower._normalised(jnp.asarray(colors), jnp.bfloat16), np.float64)
+    expected = (colors / 255 - np.tile(mean, 4)) / np.tile(std, 4)
+    np.testing.assert_allclose(found, expected, rtol=2**-8, atol=1e-6)
