@@ -120,6 +120,10 @@ class LanguageConfig(LayerWindows):
             raise ValueError(
                 f"rope_sections {self.rope_sections} must add up to head_size / 2 = {pairs}"
             )
+        if (scaling := self.rope_scaling) and scaling.kind == "yarn" and self.rope_theta <= 1:
+            raise ValueError(
+                f"rope_theta ({self.rope_theta:g}): with rope_scaling of kind 'yarn' it must be greater than 1"
+            )
         self._check_interleaved(pairs)
         self._check_window_rotation()
         self._check_choices_beside_experts()

@@ -370,6 +370,11 @@ class AudioConfig(TowerConfig):
             )
         if not self.rotates:
             self._check_not_rotary(self.positions)
+        if self.positions == "sinusoidal" and (self.width % 2 or self.width < 4):
+            raise ValueError(
+                f"width ({self.width}): sinusoidal positions are a sine and a cosine of each period, two at least; "
+                "set an even width from 4 on"
+            )
         if self.attention == "chunk" and self.silence == "heard":
             raise ValueError(
                 f"silence ({self.silence}): with attention (chunk), the last chunk of a clip sees itself alone; set "

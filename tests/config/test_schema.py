@@ -198,6 +198,14 @@ def test_unknown_keys_name_the_nearest_valid_one(path, override, message):
             "model.audio={width: 32, layers: 1, heads: 2, mlp_width: 64, stem_channels: 4, silence: stem}",
             "silence (stem): convolutions along time and mels (stem_channels) take zeros after a cl",
         ),
+        (
+            "model.audio={width: 33, layers: 1, heads: 1, mlp_width: 64, positions: sinusoidal}",
+            "width (33): sinusoidal positions are a sine and a cosine",
+        ),
+        (
+            "model.audio={width: 2, layers: 1, heads: 1, mlp_width: 64, positions: sinusoidal}",
+            "width (2): sinusoidal positions are",
+        ),
     ],
 )
 def test_ill_typed_values_name_the_key_the_type_and_the_value(path, override, message):
@@ -418,6 +426,12 @@ def test_positions_of_windows(path):
     assert load_config(path, [*windows, YARN, even]).model.language.window_rope_theta == 100
     assert "window_rope_theta (100): no layer attends in windows" in refusal(path, local)
     assert "rope_scaling (kind 'yarn') also multiplies" in refusal(path, *windows, YARN)
+
+
+def test_yarn_needs_a_base_of_frequencies(path):
+    one = "model.language.rope_theta=1"
+    assert "rope_theta (1): with rope_scaling of kind 'yarn' it must be" in refusal(path, one, YARN)
+    assert load_config(path, [one]).model.language.rope_theta == 1
 
 
 def test_a_frozen_decoder_that_nothing_trains_through_has_no_loss(path):
