@@ -189,7 +189,8 @@ def _tiles_of_pieces(ids: TokenIds, block: int) -> Tiles:
 
 def _lists(side: Longs, partner: Longs, full: Bools, side_blocks: int, bound: int) -> TileLists:
     # By block of the side, of each the partial tiles before the full ones, both ascending (`TileLists`)
-    order = np.lexsort((partner, full, side))
+    # One key: sorting by three takes several times as long
+    order = np.argsort((2 * side + full) * (partner.max(initial=0) + 1) + partner, kind="stable")
     partner = partner[order]
     fulls = np.bincount(side[full], minlength=side_blocks)
     tiles = np.bincount(side, minlength=side_blocks)
