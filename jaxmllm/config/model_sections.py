@@ -116,9 +116,10 @@ class LanguageConfig(LayerWindows):
             raise ValueError(
                 f"head_size ({self.head_size}) must be even: rotary positions rotate pairs"
             )
-        if self.rope_sections is not None and sum(self.rope_sections) != pairs:
+        sections = self.rope_sections
+        if sections is not None and (sum(sections) != pairs or min(sections) < 0):
             raise ValueError(
-                f"rope_sections {self.rope_sections} must add up to head_size / 2 = {pairs}"
+                f"rope_sections {sections} must add up to head_size / 2 = {pairs}, and be at least 0"
             )
         if (scaling := self.rope_scaling) and scaling.kind == "yarn" and self.rope_theta <= 1:
             raise ValueError(

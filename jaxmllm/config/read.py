@@ -23,7 +23,7 @@ from jaxmllm.config.schema import Config, ConfigError, RenamedKeyError
 
 SHOWN = 200  # characters of a value in a message
 # How pydantic names the branches of a union where it says in which key an error is.
-BRANCHES = ("constrained-", "literal[", "tuple[")
+BRANCHES = ("bool", "constrained-", "literal[", "tuple[")
 
 
 def load_config(
@@ -96,15 +96,15 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     *parents, last = key.strip().split(".")
     node = tree
     for depth, name in enumerate(parents):
-        if node.get(name) is None:
-            node[name] = {}
-        child = node[name]
+        child = {} if node.get(name) is None else node[name]
         path = ".".join(parents[: depth + 1])
         if isinstance(child, list):
             raise ConfigError(f"{where}: {path} is a list; give the whole list as its value")
         if not isinstance(child, dict):
             raise ConfigError(f"{where}: {path} is a value, not a section")
-        node = child
+        # A copy: with YAML's aliases, other keys may have the same object
+        node[name] = dict(child)
+        node = node[name]
     try:
         node[last] = strict_yaml.read_text(text)
     except strict_yaml.YamlError as error:

@@ -1,7 +1,8 @@
 """YAML as config files use it: what `yaml.safe_load` reads, and nothing that surprises.
 
-A key may stand once in a mapping. 3e-4 is a number, what is quoted is text, and so are dates. Aliases may not write out
-to endlessly many values, and files, numbers and nesting are bounded.
+A key may stand once in a mapping. 3e-4 is a number, what is quoted is text, and so are dates. 010, which YAML reads as
+8, and 1:30, which it reads as 90, are refused. Aliases may not write out to endlessly many values, and files, numbers
+and nesting are bounded.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class _Dumper(yaml.SafeDumper):
     """Quotes text that `_Loader` would take for a number."""
 
 
+_SURPRISING = re.compile(r"[-+]?(0[0-7_]+$|.*:)")
 # YAML 1.1 wants a point and a sign in 3e-4 and 1e5; people, and YAML 1.2, do not.
 _SCIENTIFIC = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
 for _class in (_Loader, _Dumper):
@@ -121,6 +123,11 @@ def _children(node: yaml.Node) -> list[yaml.Node]:
         raise _error(node, "half of a surrogate pair is no text")
     if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_NUMBER:
         raise _error(node, f"a number of {len(node.value)} characters is too long")
+    if node.tag.endswith((":int", ":float")) and _SURPRISING.match(node.value):
+        raise _error(
+            node,
+            f"YAML reads {node.value} as an octal number, or one to base 60; write it in decimal, or quote text",
+        )
     return []
 
 

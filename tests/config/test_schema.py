@@ -153,6 +153,8 @@ def test_unknown_keys_name_the_nearest_valid_one(path, override, message):
             "model.language.rope_sections=[1, 2, 3]",
             "rope_sections (1, 2, 3) must add up to head_size / 2 = 8",
         ),
+        ("model.language.rope_sections=[-1, 4, 5]", "rope_sections (-1, 4, 5) must add up to head"),
+        ("pipeline.split_backward=3", "pipeline.split_backward: must be a valid boolean or 'auto'"),
         ("model.language.rope_interleaved=true", "it orders rope_sections; set them, or leave it"),
         (
             "model.language={width: 64, layers: 2, heads: 4, kv_heads: 2, head_size: 16, mlp_width: 128, "
@@ -605,6 +607,9 @@ def test_a_file_that_is_missing_broken_or_not_a_mapping(tmp_path):
             "is not valid YAML: the key 'steps' stands here twice (line 1, column 12)",
         ),
         (f"run.steps={'x' * 9999}", "x ...)"),
+        ("run.steps=010", "YAML reads 010 as an octal number, or one to base 60"),
+        ("run.steps=1:30", "YAML reads 1:30 as an octal number, or one to base 60"),
+        ("optimizer.learning_rate=1:30.5", "YAML reads 1:30.5 as an octal number, or one to"),
     ],
 )
 def test_values_that_no_run_can_have_are_refused_in_one_line(path, override, message):
@@ -661,6 +666,12 @@ def test_aliases_and_merged_keys_are_read(path):
     path.write_text(MINIMAL + rows)
     phases = load_config(path).phases
     assert (phases.audio.block, phases.language.block, phases.language.row_classes) == (64, 32, 2)
+
+
+def test_an_override_changes_nothing_else_that_an_alias_names(path):
+    path.write_text(MINIMAL + "components: {vision: &tower {freeze: true}, audio: *tower}\n")
+    components = load_config(path, ["components.vision.freeze=false"]).components
+    assert (components.vision.freeze, components.audio.freeze) == (False, True)
 
 
 def test_what_is_quoted_is_text_and_dates_are_text(path):
