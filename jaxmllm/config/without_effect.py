@@ -6,9 +6,10 @@ They are named, not refused: `model.audio=null` on the command line is then enou
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import attrgetter
+from functools import reduce
+from typing import Any
 
-from jaxmllm.config.schema import Config, Section
+from jaxmllm.config.schema import PROJECTOR, Config, Section
 
 # The sections that speak of a part of the model
 SECTIONS = {
@@ -46,6 +47,14 @@ def _unread(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         elif config.pipeline.stages > 1 and config.pipeline.microbatches != "auto":
             reason = f"pipeline.microbatches ({config.pipeline.microbatches}) makes all rows of one class"
             yield reason, f"phases.{phase}", ("row_classes",)
+        if config.pipeline.stages > 1 and phase not in config.model.generators:
+            reason = "with pipeline.stages, microbatches say what lies in a row"
+            yield reason, f"phases.{phase}", ("max_segments",)
+    yield from _of_frozen_components(config)
+    vision = config.model.vision
+    # As `alignment` in setup/row_shapes.py has them
+    if vision is not None and vision.window is not None and config.phases.vision.block % 64 == 0:
+        yield "with model.vision.window, blocks have 64 tokens", "phases.vision", ("block",)
     if not config.may_share_rows:
         reason = f"balance.mode ({config.balance.mode}) leaves every row to one rank"
         yield reason, "balance", ("spans_cross_nodes", "flops_per_gathered_byte")
@@ -64,8 +73,10 @@ def _unread(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         yield "there is no encoder", "pipeline", ("deferral", *idle)
     if not config.data.evaluation:
         yield "data.evaluation is empty", "evaluation", _all_keys(config, "evaluation")
+    for number in range(len(config.data.evaluation)):
+        yield "evaluation reads every example once", f"data.evaluation.{number}", ("weight",)
     if config.optimizer.schedule == "constant":
-        yield "optimizer.schedule is constant", "optimizer", ("final_scale",)
+        yield "optimizer.schedule is constant", "optimizer", ("final_scale", "decay_steps")
     if not config.profile.steps:
         yield "profile.steps is 0", "profile", ("start",)
     elif config.profile.start >= config.run.steps:
@@ -75,14 +86,42 @@ def _unread(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         yield reason, "profile", ("steps",)
 
 
+def _of_frozen_components(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    model, components = config.model, config.components
+    adapted = model.adapters.by_component
+    trained_adapters = [name for name in adapted if not getattr(components.adapter, name).freeze]
+    projected = (*model.encoders, "language") if model.generators else model.encoders
+    for name in (*model.phases, *(f"{PROJECTOR}{name}" for name in projected)):
+        if components.of(name).freeze:
+            # How gradients are added is also that of adapters
+            added = () if name in trained_adapters else ("reduce", "reduce_dtype")
+            keys = ("learning_rate_scale", *added)
+            yield f"components.{name} is frozen", f"components.{name}", keys
+            if name in model.encoders and name not in trained_adapters:
+                yield f"components.{name} is frozen", f"phases.{name}", ("kept_residuals",)
+    for name in (name for name in adapted if name not in trained_adapters):
+        path = f"components.adapter.{name}"
+        yield f"{path} is frozen", path, ("learning_rate_scale",)
+
+
 def _all_keys(config: Config, path: str) -> tuple[str, ...]:
-    return tuple(type(attrgetter(path)(config)).model_fields)
+    return tuple(type(_section(config, path)).model_fields)
 
 
 def _set_keys(config: Config, path: str) -> list[str]:
     """Keys of a section whose values are not the usual ones."""
-    section: Section = attrgetter(path)(config)
+    section = _section(config, path)
     fields = type(section).model_fields
     return [
         key for key, value in section if value != fields[key].get_default(call_default_factory=True)
     ]
+
+
+def _section(config: Config, path: str) -> Section:
+    """The section at a dotted path, in which a number is that of an entry of a list."""
+
+    def child(node: Any, name: str) -> Any:
+        return node[int(name)] if name.isdigit() else getattr(node, name)
+
+    section: Section = reduce(child, path.split("."), config)
+    return section

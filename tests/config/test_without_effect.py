@@ -76,9 +76,37 @@ def test_none_of_a_plain_config(tmp_path):
             ["evaluation.every"],
         ),
         (
-            {"optimizer__final_scale": 0.5},
+            {"optimizer__final_scale": 0.5, "optimizer__decay_steps": 3},
             "optimizer.schedule is constant",
-            ["optimizer.final_scale"],
+            ["optimizer.decay_steps", "optimizer.final_scale"],
+        ),
+        (
+            {"data__evaluation": [{"name": "sample", "path": "test.jsonl", "weight": 2.0}]},
+            "evaluation reads every example once",
+            ["data.evaluation.0.weight"],
+        ),
+        (
+            {
+                "components__audio": {"freeze": True, "learning_rate_scale": 0.5, "reduce": "step"},
+                "phases__audio__kept_residuals": "auto",
+            },
+            "components.audio is frozen",
+            ["components.audio.learning_rate_scale", "components.audio.reduce"],
+        ),
+        (
+            {"components__audio__freeze": True, "phases__audio__kept_residuals": 2},
+            "components.audio is frozen",
+            ["phases.audio.kept_residuals"],
+        ),
+        (
+            {"model__vision__window": 4, "phases__vision__block": 256},
+            "with model.vision.window, blocks have 64 tokens",
+            ["phases.vision.block"],
+        ),
+        (
+            {"pipeline__stages": 2, "phases__vision__max_segments": 8},
+            "with pipeline.stages, microbatches say what lies in a row",
+            ["phases.vision.max_segments"],
         ),
         ({"profile__start": 3}, "profile.steps is 0", ["profile.start"]),
         (
@@ -113,4 +141,8 @@ def test_none_where_the_other_key_asks_for_them(tmp_path):
     assert not keys(tmp_path, profile__start=3, profile__steps=1)
     assert not keys(tmp_path, evaluation__every=2)
     assert not keys(tmp_path, balance__pair_slots=64)
+    assert not keys(tmp_path, model__vision__window=4, phases__vision__block=32)
+    adapted = {"model__adapters": {"audio": {"rank": 2, "alpha": 2.0}}}
+    added = {"components__audio__freeze": True, "components__audio__reduce": "step"}
+    assert not keys(tmp_path, **adapted, **added, phases__audio__kept_residuals=2)
     assert not keys(tmp_path, pipeline__stages=2, pipeline__schedule="search", pipeline__rollouts=8)
