@@ -18,6 +18,7 @@ from pydantic import (
 from jaxmllm.config.section import Auto, Section
 
 AxisSize = PositiveInt | Literal[-1]
+Slots = Annotated[int, Field(gt=0, lt=1 << 31)]  # whose places are counted in 32 bits
 MOST_ROW_CLASSES: Final = 6  # of a phase; each is a program to compile
 
 
@@ -36,8 +37,8 @@ class PhaseConfig(Section):
     spans: tuple[PositiveInt, ...] | Auto = "auto"
     # auto: up to 3, and up to 6 as long as each saves half a percent of a step
     row_classes: Annotated[int, Field(ge=1, le=MOST_ROW_CLASSES)] | Auto = "auto"
-    max_capacity: PositiveInt | Auto = "auto"  # auto: what memory allows, by an estimate
-    max_segments: PositiveInt | Auto = "auto"  # items per row
+    max_capacity: Slots | Auto = "auto"  # auto: what memory allows, by an estimate
+    max_segments: Slots | Auto = "auto"  # items per row
     # Tokens of an attention block. Capacities are multiples of it, or of 64 or 32 tokens, which are blocks of rows that
     # have few of them on a device
     block: PositiveInt = 128
@@ -86,8 +87,8 @@ class BalanceConfig(Section):
     """
 
     mode: Literal["none", "tokens", "language", "phases"] = "phases"
-    pool_slots: PositiveInt | Auto = "auto"  # routed tokens that a rank holds in one buffer
-    pair_slots: PositiveInt | Auto = "auto"  # tokens from a rank to another per padded all-to-all
+    pool_slots: Slots | Auto = "auto"  # routed tokens that a rank holds in one buffer
+    pair_slots: Slots | Auto = "auto"  # tokens from a rank to another per padded all-to-all
     # A name in balance/exchange/tables.py; auto: ragged where the platform has it, else padded.
     exchange: str = "auto"
     # Devices of a node, in the order of their ids, whatever ranks they make; auto: those of a process

@@ -17,7 +17,7 @@ class OptimizerConfig(Section):
 
     learning_rate: PositiveFloat
     schedule: Literal["cosine", "constant"] = "cosine"
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(0, ge=0, lt=1 << 31)  # steps are counted in 32 bits
     # Step at which the cosine has fallen; auto: `run.steps` when the run begins.
     decay_steps: PositiveInt | Auto = "auto"
     final_scale: float = Field(0.1, ge=0.0, le=1.0)

@@ -596,6 +596,8 @@ def test_a_file_that_is_missing_broken_or_not_a_mapping(tmp_path):
             'optimizer.learning_rate="1e5"',
             "optimizer.learning_rate: must be a valid number (got '1e5')",
         ),
+        ("optimizer.warmup_steps=2147483648", "warmup_steps: must be less than 2147483648"),
+        ("balance.pool_slots=2147483648", "balance.pool_slots: must be less than 2147483648 or"),
         ("run.seed=9223372036854775808", "run.seed: must be less than 9223372036854775808"),
         (
             f"run.seed={'9' * 5000}",

@@ -33,6 +33,8 @@ from jaxmllm.balance.statistics import slowest_cost
 from jaxmllm.compiled import compiled
 from jaxmllm.config.schema import MOST_ROW_CLASSES, ConfigError
 
+INT32_MAX = int(np.iinfo(np.int32).max)
+
 
 def choose_classes(inputs: SizingInputs, loads: Sequence[Load], share: float) -> Classes:
     """Up to `row_classes` classes of rows that hold the loads of a phase with little waste, of the
@@ -505,10 +507,15 @@ def checked_capacities(capacities: Capacities, inputs: SizingInputs, span: int =
       span: most ranks that hold a row together.
 
     Raises:
-      ConfigError: one is not a multiple of the alignment, they are not different, or none holds the
-        longest item.
+      ConfigError: one is not a multiple of the alignment, they are not different, rows have more
+        slots than are counted, or none holds the longest item.
     """
     key = f"phases.{inputs.name}.capacities"
+    if max(capacities, default=0) * span > INT32_MAX:
+        raise ConfigError(
+            f"{key}: {max(capacities)} slots on each of {span} ranks are more than {INT32_MAX}, up to which places in "
+            "a row are counted; lower it"
+        )
     for capacity in capacities:
         unit = inputs.alignment.unit(capacity)
         if capacity % unit:

@@ -429,6 +429,10 @@ def test_the_bound_is_the_first_set_that_meets_the_needs(lengths, classes):
             PhaseConfig(capacities=(256, 64)),
             r"phases\.vision\.capacities.*256, is too small.*512 slots",
         ),
+        (
+            PhaseConfig(capacities=(1 << 31,)),
+            r"phases\.vision\.capacities: 2147483648 slots.*more than",
+        ),
         (PhaseConfig(capacities=(512, 512)), r"phases\.vision\.capacities.*different"),
         (
             PhaseConfig(max_capacity=500),
