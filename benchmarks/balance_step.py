@@ -161,7 +161,9 @@ def measure(config: Config, steps: int, compared: str, by_phase: int) -> dict[st
     variants = {name: Variant.of(config, inputs, name) for name in VARIANTS[compared]}
     names = list(variants)
     state = variants[names[0]].programs.init(config.run.seed)
-    head = head_flops(resolved_shapes(config, inputs.model), inputs.model.trainable.shares)
+    learns_text = config.objective.language.weight > 0
+    shares = inputs.model.trainable.shares
+    head = head_flops(resolved_shapes(config, inputs.model), shares, learns_text)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     predicted: dict[str, dict[str, list[float]]] = defaultdict(lambda: {name: [] for name in names})
     amounts: dict[str, list[dict[str, PhaseAmounts]]] = {name: [] for name in names}

@@ -152,6 +152,8 @@ def real_flops(programs: Programs, items: BatchItems) -> float:
         spec.flops.total(items.phases[phase].real, items.phases[phase].extra)
         for phase, spec in specs.items()
     )
-    head = head_flops(resolved_model(programs), programs.functions.model.trainable.shares)
+    functions = programs.functions
+    shares = functions.model.trainable.shares
+    head = head_flops(resolved_model(programs), shares, functions.learns_text)
     without_target = int(items.phases[LANGUAGE].real.sum()) - items.targets
     return flops - head * float(without_target)

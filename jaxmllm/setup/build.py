@@ -91,7 +91,11 @@ def build_run(config: Config) -> Run:
         batches=batches,
         evaluation=evaluation,
         sources=inputs.corpus.sources,
-        head_flops=head_flops(resolved_shapes(config, inputs.model), inputs.model.trainable.shares),
+        head_flops=head_flops(
+            resolved_shapes(config, inputs.model),
+            inputs.model.trainable.shares,
+            learns_text=programs.functions.learns_text,
+        ),
         peak_flops=_peak_flops(config),
         compilations=compilations,
         warnings=warnings,

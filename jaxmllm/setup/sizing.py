@@ -181,8 +181,9 @@ def resolved_shapes(config: Config, model: MLLM) -> ModelConfig:
 
 def model_flops(config: Config, model: MLLM) -> dict[str, ItemCost]:
     """FLOPs of an item, by phase."""
-    shapes = resolved_shapes(config, model)
-    return {phase: phase_flops(shapes, phase, model.trainable.shares) for phase in model.phases}
+    shapes, trained = resolved_shapes(config, model), model.trainable.shares
+    learns_text = config.objective.language.weight > 0
+    return {phase: phase_flops(shapes, phase, trained, learns_text) for phase in model.phases}
 
 
 def measured_times(

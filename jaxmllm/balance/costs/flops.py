@@ -182,23 +182,28 @@ class Layer:
         return round(sum(pairs))
 
 
-def phase_flops(model: ModelConfig, phase: str, trained: Shares) -> ItemCost:
+def phase_flops(
+    model: ModelConfig, phase: str, trained: Shares, learns_text: bool = True
+) -> ItemCost:
     """FLOPs of one item of a phase, forward and backward.
 
-    An encoder phase includes its projector. The language phase includes the head on every slot, as if all had
-    targets: that balances the slots that may have one. `head_flops` says how much of it is the head's.
+    An encoder phase includes its projector. The language phase of a model that learns text includes the head on every
+    slot, as if all had targets: that balances the slots that may have one. `head_flops` says how much of it is the
+    head's.
 
     Args:
       model: shapes; `language.vocab_size` must be a number when the phase has the loss.
       phase: name of a phase of the model.
       trained: share of the parameters that are trained, by component that has any: "vision", "projector.vision", ...
+      learns_text: whether the decoder has a loss, and so a head.
 
     Raises:
       ValueError: unknown phase or component, or vocab_size not resolved.
     """
     linear = Fraction(0)
     squares = NO_SQUARES
-    for layer in _trained_layers(model, phase, frozenset(trained.items())):
+    layers = _trained_layers(model, phase, frozenset(trained.items()))
+    for layer in layers if learns_text or phase != LANGUAGE else layers[:-1]:
         linear += layer.linear
         squares = tuple(total + flops for total, flops in zip(squares, layer.squares, strict=True))
     quadratic, windowed = squares
@@ -218,13 +223,13 @@ def _window_slots(model: ModelConfig, phase: str) -> int:
     return window if phase == LANGUAGE else window**2
 
 
-def head_flops(model: ModelConfig, trained: Shares) -> int:
+def head_flops(model: ModelConfig, trained: Shares, learns_text: bool = True) -> int:
     """FLOPs of the head for one slot, forward and backward, which are computed where the slot has a target.
 
     Args and errors are those of `phase_flops`.
     """
     *_, head = _trained_layers(model, LANGUAGE, frozenset(trained.items()))
-    return round(head.linear)
+    return round(head.linear) if learns_text else 0
 
 
 class _LayerTotal(NamedTuple):

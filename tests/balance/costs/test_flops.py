@@ -85,6 +85,9 @@ def test_the_head_is_what_a_larger_vocabulary_adds_to(trained, passes):
         - phase_flops(MODEL, "language", trained).linear
     )
     assert abs(added - head_flops(MODEL, trained)) <= 1
+    silent, loud = (phase_flops(MODEL, "language", trained, learns) for learns in (False, True))
+    assert abs(loud.linear - silent.linear - head_flops(MODEL, trained)) <= 1
+    assert silent.quadratic == loud.quadratic and head_flops(MODEL, trained, False) == 0
 
 
 @pytest.mark.parametrize("n", [1, 7, 8, 9, 100])
