@@ -116,7 +116,8 @@ class Drawing:
 
 
 def drawing_config(run: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a run folder for drawing alone: nothing trains, text has no loss, and there are no stages.
+    """The config of a run folder for drawing alone: nothing trains, text has no loss, nothing that
+    was measured of training counts, and there are no stages.
 
     Raises:
       ConfigError: there is no run, it has no generator, or an override changes more than where and how
@@ -132,9 +133,12 @@ def drawing_config(run: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"--run: the model of {run} draws nothing: it has no model.diffusion")
     silent = config.objective.language.model_copy(update={"weight": 0.0})
     objective = config.objective.model_copy(update={"language": silent})
+    # Whatever was measured trained something
+    unmeasured = config.balance.model_copy(update={"calibration": None})
     folder = config.run.model_copy(update={"directory": str(run)})
     return config.model_copy(
         update={
+            "balance": unmeasured,
             "components": _untrained(config.components),
             "objective": objective,
             "pipeline": PipelineConfig(),

@@ -27,7 +27,7 @@ from jaxmllm.setup.prepare import RunInputs
 from jaxmllm.setup.row_memory import kept_forwards, slots_that_fit
 from jaxmllm.setup.row_shapes import alignment
 from jaxmllm.setup.spans import Spans
-from sharding.mesh import platform_of
+from sharding.mesh import axis_sizes, platform_of
 
 LARGEST_EXAMPLES = 64  # by each figure of `largest_examples`; each must fit a pipeline by itself
 LENGTHS_AT_ONCE = 1 << 16  # examples whose slots are summed at one time, to bound memory
@@ -197,7 +197,8 @@ def measured_times(
     mesh = model.layout(LANGUAGE).mesh
     # Commands that plan on an abstract mesh have no device that could differ from the measured one.
     device = mesh.devices.flat[0].device_kind if isinstance(mesh, Mesh) else None
-    for difference in calibration.differences(device, flops):
+    dtypes = {phase: getattr(config.components, phase).compute_dtype for phase in flops}
+    for difference in calibration.differences(device, flops, dtypes, axis_sizes(mesh)):
         _log.warning(
             "balance.calibration: %s %s; calibrate anew for the best balance", path, difference
         )

@@ -88,7 +88,8 @@ def _check_calibration(planner: Planner, devices: int) -> None:
     flops = model_flops(planner.config, planner.model)
     calibration = load_calibration(path, flops)
     kind = planner.cluster.device_kind or None
-    differences = calibration.differences(kind, flops)
+    dtypes = {phase: getattr(planner.config.components, phase).compute_dtype for phase in flops}
+    differences = calibration.differences(kind, flops, dtypes)
     measured = math.prod(calibration.mesh.values())
     if measured != devices:
         differences.append(f"was measured on {measured} devices, but there are {devices}")

@@ -103,6 +103,13 @@ def alone(run) -> Compiled:
     return compiled(run, [ALONE], 1)
 
 
+def test_what_was_measured_of_training_does_not_count(tmp_path):
+    write_config(
+        tmp_path, parse_config(run_config(tmp_path, balance={"calibration": "absent.json"}))
+    )
+    assert drawing_config(tmp_path).balance.calibration is None
+
+
 @pytest.mark.slow
 def test_steps_and_guidance_compile_nothing(alone):
     before = alone.values()["alone"]

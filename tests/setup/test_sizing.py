@@ -1,9 +1,63 @@
-"""Which examples a pipeline must hold by themselves."""
+"""What the planner is told besides lengths: costs, how far measured times are those of the run, and which examples a
+pipeline must hold by themselves."""
+
+import json
+import logging
 
 import numpy as np
+import pytest
 
-from jaxmllm.setup.sizing import LARGEST_EXAMPLES, largest_examples
+from jaxmllm.config.read import parse_config
+from jaxmllm.models.compose import build_model
+from jaxmllm.setup.sizing import (
+    LARGEST_EXAMPLES,
+    largest_examples,
+    measured_times,
+    model_flops,
+)
+from sharding.mesh import abstract_mesh
 from tests.balance.stages.test_plan import batch
+from tests.support import tiny_config
+from tests.tools.test_calibrate import content
+from tests.training.drawing import drawing_config
+
+
+def made(tree):
+    config = parse_config(tree)
+    mesh = abstract_mesh(config.mesh_sizes, 8)
+    return config, build_model(config.model, 320, config.components, mesh)
+
+
+def test_a_decoder_without_a_loss_has_no_head(tmp_path):
+    loud, silent = (
+        model_flops(*made(drawing_config(tmp_path, objective__language={"weight": weight})))
+        for weight in (1.0, 0.0)
+    )
+    width = 32
+    assert loud["language"].linear - silent["language"].linear == 3 * 2 * width * 320
+    assert loud | {"language": None} == silent | {"language": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "mesh", "said"),
+    [
+        ({}, {"data": 8}, None),
+        ({"components__language__compute_dtype": "bfloat16"}, {"data": 8}, "computes in bfloat16"),
+        ({}, {"data": 4, "fsdp": 2}, "was measured on the mesh {'data': 8}"),
+    ],
+)
+def test_a_calibration_of_another_mesh_or_type_is_said(tmp_path, caplog, changes, mesh, said):
+    path = tmp_path / "calibration.json"
+    tree = tiny_config(tmp_path, mesh=mesh, balance={"calibration": str(path)}, **changes)
+    config, model = made(tree)
+    flops = model_flops(config, model)
+    file = content(mesh={"data": 8})
+    for phase, cost in flops.items():
+        file["phases"][phase]["flops"] = {"linear": cost.linear, "quadratic": cost.quadratic}
+    path.write_text(json.dumps(file))
+    with caplog.at_level(logging.WARNING):
+        measured_times(config, model, flops)
+    assert [said in line for line in caplog.messages] == [True] * (said is not None)
 
 
 class Lengths:

@@ -189,6 +189,11 @@ def test_another_device_or_model_is_said(tmp_path):
         and "'TPU'" in measured.differences("TPU", same)[0]
     )
     assert "language" in measured.differences("some", other)[0]
+    (dtype,) = measured.differences("some", same, {"language": "bfloat16"})
+    assert dtype == "was measured in float32, but phase language computes in bfloat16"
+    (mesh,) = measured.differences("some", same, mesh={"data": 2, "tensor": 4})
+    assert f"{measured.mesh}" in mesh and "{'data': 2, 'tensor': 4}" in mesh
+    assert not measured.differences("some", same, {"language": "float32"}, measured.mesh | {"x": 1})
 
 
 # ---------------------------------------------------------------------------- in a run

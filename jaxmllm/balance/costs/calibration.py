@@ -89,17 +89,40 @@ class Calibration(Section):
     date: str
     phases: dict[str, PhaseCalibration]
 
-    def differences(self, device: str | None, flops: Mapping[str, ItemCost]) -> list[str]:
-        """In words: in what a run on this kind of device (none: not known) differs from what was measured."""
+    def differences(
+        self,
+        device: str | None,
+        flops: Mapping[str, ItemCost],
+        dtypes: Mapping[str, str] | None = None,
+        mesh: Mapping[str, int] | None = None,
+    ) -> list[str]:
+        """In words: in what a run on this kind of device differs from what was measured.
+
+        Args:
+          device: none: not known.
+          flops: of an item, by phase.
+          dtypes: of the computation, by phase; none: not known.
+          mesh: devices along each axis; none: not known.
+        """
         found = []
         if device is not None and device != self.device:
             found.append(f"was measured on {self.device!r}, but this run is on {device!r}")
+        if mesh is not None and _split(mesh) != _split(self.mesh):
+            found.append(f"was measured on the mesh {self.mesh}, but this run is on {dict(mesh)}")
+        for phase, dtype in (dtypes or {}).items():
+            if dtype != (measured := self.phases[phase].dtype):
+                found.append(f"was measured in {measured}, but phase {phase} computes in {dtype}")
         others = [phase for phase, cost in flops.items() if cost != self.phases[phase].flops]
         if others:
             found.append(
                 f"was measured with another model or other frozen components (phases {', '.join(others)})"
             )
         return found
+
+
+def _split(mesh: Mapping[str, int]) -> dict[str, int]:
+    """Axes along which there are several devices."""
+    return {axis: size for axis, size in mesh.items() if size > 1}
 
 
 def load_calibration(path: str | Path, phases: Iterable[str]) -> Calibration:
