@@ -9,12 +9,14 @@ batches   MapDatasets whose element k is this host's share of step k
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from jaxmllm.balance.costs.flops import head_flops
 from jaxmllm.balance.records import PhaseSpec, PlanSpec, RouteSpec
@@ -222,11 +224,12 @@ def plan_facts(spec: PlanSpec) -> dict[str, str]:
     """What must be the same on all hosts for them to make the same plans."""
     records: dict[str, PhaseSpec | RouteSpec] = {**spec.phases}
     records |= {f"route {name}": route for name, route in spec.routes.items()}
-    facts = {
-        f"{name}.{field.name}": repr(getattr(record, field.name))
-        for name, record in records.items()
-        for field in fields(record)
-    }
+    with np.printoptions(threshold=sys.maxsize):  # all ranks of a grid
+        facts = {
+            f"{name}.{field.name}": repr(getattr(record, field.name))
+            for name, record in records.items()
+            for field in fields(record)
+        }
     return facts | {f"nodes of {name}": str(ranks.tolist()) for name, ranks in spec.nodes.items()}
 
 

@@ -2,12 +2,19 @@
 
 import logging
 
+import numpy as np
 import pytest
 
+from jaxmllm.balance.records import ExchangeGrid, PlanSpec, RouteSpec
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.models import mllm
-from jaxmllm.setup.build import _warn_of_late_warm_up, make_programs, plan_programs
+from jaxmllm.setup.build import (
+    _warn_of_late_warm_up,
+    make_programs,
+    plan_facts,
+    plan_programs,
+)
 from jaxmllm.setup.prepare import prepare
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.training.programs.base import Programs
@@ -96,3 +103,14 @@ def test_a_rate_that_falls_in_one_step_is_a_warning(tmp_path, caplog, warmup, st
     assert [line.partition(" lasts")[0] for line in caplog.messages] == [
         f"optimizer.warmup_steps ({warmup})"
     ] * warned
+
+
+def test_large_grids_that_differ_in_the_middle_are_told_apart():
+    ranks = np.arange(2560, dtype=np.int32)
+    swapped = ranks.copy()
+    swapped[[1000, 1001]] = swapped[[1001, 1000]]
+    facts = [
+        plan_facts(PlanSpec({}, {"vision": RouteSpec(ExchangeGrid(grid, grid), 64, 64, 64)}))
+        for grid in (ranks[:, None], swapped[:, None])
+    ]
+    assert [key for key in facts[0] if facts[0][key] != facts[1][key]] == ["route vision.grid"]
