@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from jaxmllm.balance.costs.gather import gathered_bytes
@@ -75,7 +75,7 @@ def compare_on_data(
 
     title = f"{name}, {_sizes_in_words(config, axis_sizes(mesh))}"
     return Comparison(
-        *(title, items, spec(before), spec(AFTER), _token_bytes(config), key_value_bytes(config))
+        *(title, items, *_planned(spec, before), _token_bytes(config), key_value_bytes(config))
     )
 
 
@@ -96,9 +96,21 @@ def compare_on_generated(
         return replace(lengths, config=with_mode(config, mode)).spec
 
     return Comparison(
-        *(title, lengths.items, spec(before), spec(AFTER)),
+        *(title, lengths.items, *_planned(spec, before)),
         *(_token_bytes(config), key_value_bytes(config)),
     )
+
+
+def _planned(spec: Callable[[Mode], PlanSpec], before: Mode) -> tuple[PlanSpec, PlanSpec]:
+    """The sizes of both modes. Raises `ConfigError` where only rows of several ranks hold the largest items."""
+    after = spec(AFTER)
+    try:
+        return spec(before), after
+    except ConfigError as error:
+        raise ConfigError(
+            f"--before {before}: there is nothing to compare with, for its rows lie on one rank each, and so "
+            f"{error}; `jaxmllm waste` shows the run's own plan alone"
+        ) from error
 
 
 def with_mode(config: Config, mode: Mode) -> Config:

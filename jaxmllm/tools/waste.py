@@ -22,7 +22,7 @@ Six ways to make rows of the same batches:
     gathered MB     keys and values that all ranks receive for shared rows in a forward pass, the mean over steps
     plan ms         the median over steps
 
-Nothing is decoded, compiled or run.
+A dash stands where rows of one rank would not hold the largest items. Nothing is decoded, compiled or run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from jaxmllm.balance.rows import ranks
 from jaxmllm.balance.rows.assign import item_costs
 from jaxmllm.balance.step_plan import example_ranks, item_ranks, plan_step
 from jaxmllm.config.command_line import add_config, parse
-from jaxmllm.config.schema import Config
+from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.families.resolved import load_run_config
 from jaxmllm.phases import LANGUAGE
@@ -182,12 +182,18 @@ def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool = F
 
 
 def measure(config: Config, inputs: RunInputs, steps: int) -> list[dict[str, Any]]:
-    """One record for every phase and method, and one per method for all phases together."""
+    """One record for every phase and method, and one per method for all phases together.
+
+    Those of methods that have no rows for the largest items lack all figures.
+    """
     alone = replace(inputs, spans=dict.fromkeys(inputs.spans, (1,)))
-    specs = {
-        method: plan_spec(with_mode(config, mode), inputs if shares else alone)
-        for method, (mode, shares) in PLANNED.items()
-    }
+    specs: dict[str, PlanSpec] = {}
+    for method, (mode, shares) in PLANNED.items():
+        try:
+            specs[method] = plan_spec(with_mode(config, mode), inputs if shares else alone)
+        except ConfigError:  # what only rows of several ranks hold
+            if shares:
+                raise
     wastes: dict[tuple[str, str], list[PhaseWaste]] = defaultdict(list)  # by phase and method
     plan_ms: dict[str, list[float]] = defaultdict(list)
     for step in range(steps):
@@ -206,8 +212,13 @@ def measure(config: Config, inputs: RunInputs, steps: int) -> list[dict[str, Any
         _phase_record(name, method, group, steps, slot_bytes[name])
         for (name, method), group in wastes.items()
     ]
-    records.sort(key=lambda record: phases.index(record["phase"]))
-    for method in (*PLANNED, *PADDED):
+    impossible = [method for method in PLANNED if method not in specs]
+    records += [_record(name, method) for name in phases for method in impossible]
+    methods = (*PLANNED, *PADDED)
+    records.sort(
+        key=lambda record: (phases.index(record["phase"]), methods.index(record["method"]))
+    )
+    for method in methods:
         group = [waste for name in phases for waste in wastes.get((name, method), ())]
         milliseconds = statistics.median(plan_ms[method]) if method in plan_ms else None
         records.append(_record("all", method, over_ideal=_over_ideal(group), plan_ms=milliseconds))
@@ -264,7 +275,9 @@ def _record(phase: str, method: str, **figures: Any) -> dict[str, Any]:
     return {"phase": phase, "method": method} | {name: figures.get(name) for name in FIGURES}
 
 
-def _over_ideal(wastes: Sequence[PhaseWaste]) -> float:
+def _over_ideal(wastes: Sequence[PhaseWaste]) -> float | None:
+    if not wastes:
+        return None
     return sum(waste.slowest for waste in wastes) / sum(waste.ideal for waste in wastes)
 
 
@@ -301,6 +314,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ranks_in_words = ", ".join(f"{phase_ranks[phase]} {phase}" for phase in phase_ranks)
     title = f"{options.config}: {options.steps} steps of {config.data.batch_size} examples; ranks: {ranks_in_words}"
     print_table(title, COLUMNS, [_cells(record) for record in records], left_aligned=2)
+    totals = [record for record in records if record["phase"] == "all"]
+    for record in totals:
+        if record["over_ideal"] is None:
+            print(
+                f"{record['method']}: impossible, for rows of one rank do not hold the largest items"
+            )
     write_json(
         options.json,
         "waste",

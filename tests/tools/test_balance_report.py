@@ -75,3 +75,9 @@ def test_batches_that_are_too_large_are_told_before_they_are_made(balance_config
 def test_user_errors_are_told_in_one_line(balance_config, capsys):
     assert report.main(["--config", str(balance_config), "data.batchsize=3"]) == 1
     assert "data.batch_size" in capsys.readouterr().err
+
+
+def test_a_mode_whose_rows_do_not_hold_the_data_is_named(balance_config, tmp_path, capsys):
+    command = ["--config", str(balance_config), "--out", str(tmp_path)]
+    assert report.main([*command, "phases.language.max_capacity=96"]) == 1
+    assert "error: --before none: there is nothing to compare with" in capsys.readouterr().err

@@ -283,3 +283,21 @@ def test_packing_alone_leaves_every_rank_its_own_load(measured, drawn, phase):
 def test_user_errors_are_told_in_one_line(config_file, capsys):
     assert main(["--config", str(config_file), "data.batchsize=3"]) == 1
     assert "data.batch_size" in capsys.readouterr().err
+
+
+def test_what_only_shared_rows_hold_leaves_the_other_plans_out(config_file, tmp_path, capsys):
+    """Rows of 160 tokens on two ranks hold the longest text, and on one they do not."""
+    path = tmp_path / "waste.json"
+    command = ["--config", str(config_file), "--ranks", str(RANKS), "--steps", "1"]
+    assert main([*command, "--json", str(path), "phases.language.max_capacity=160"]) == 0
+    results = {
+        (each["phase"], each["method"]): each for each in json.loads(path.read_text())["results"]
+    }
+    assert results["language", "balanced"]["rows_by_span"].keys() == {"2"}
+    printed = capsys.readouterr().out
+    for method in ("balanced, alone", "packed"):
+        assert f"{method}: impossible, for rows of one rank" in printed
+        for phase in ("language", "all"):
+            assert results[phase, method] == {"phase": phase, "method": method} | dict.fromkeys(
+                FIGURES
+            )
