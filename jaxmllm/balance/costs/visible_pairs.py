@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxmllm.arrays import Ints, Longs
+from jaxmllm.arrays import Ints, Longs, sums_by
 from jaxmllm.config.schema import ModelConfig
 
 
@@ -94,7 +94,8 @@ class VisiblePairs:
             if phase in self.bidirectional:
                 length = tokens.astype(np.int64)
                 beyond = np.zeros_like(length) if window is None else (length - window).clip(0)
-                np.add.at(extra, example, np.stack([length**2, length**2 + beyond**2], axis=1))
+                for kind, pairs in enumerate((length**2, length**2 + beyond**2)):
+                    extra[:, kind] += sums_by(example, pairs, examples)
         return extra
 
 

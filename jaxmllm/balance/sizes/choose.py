@@ -72,7 +72,7 @@ class PhaseRows:
 
     def __init__(self, samples: Sequence[BatchItems]):
         self.samples = samples
-        self._known: dict[str, PhaseSpec] = {}
+        self._known: dict[tuple[bool, float, SizingInputs], PhaseSpec] = {}
         self._flops_of = cache(self._flops)  # asked for again with every mesh
 
     def chosen(
@@ -130,7 +130,7 @@ class PhaseRows:
         ranks_of_examples: Sequence[Longs | None],
         segments: bool,
     ) -> PhaseSpec:
-        key = f"{segments} {share} {_deciding(inputs)}"
+        key = segments, share, _deciding(inputs)
         if key not in self._known or any(ranks is not None for ranks in ranks_of_examples):
             loads = loads_of(self._batches, inputs, grids, ranks_of_examples)
             self._known[key] = _rows(inputs, share, loads, segments)
