@@ -44,12 +44,10 @@ def _unread(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         if getattr(config.phases, phase).capacities != "auto":
             reason = f"phases.{phase}.capacities says which rows there are"
             yield reason, f"phases.{phase}", ("row_classes", "max_capacity")
-        elif config.pipeline.stages > 1 and config.pipeline.microbatches != "auto":
-            reason = f"pipeline.microbatches ({config.pipeline.microbatches}) makes all rows of one class"
-            yield reason, f"phases.{phase}", ("row_classes",)
-        if config.pipeline.stages > 1 and phase not in config.model.generators:
-            reason = "with pipeline.stages, microbatches say what lies in a row"
-            yield reason, f"phases.{phase}", ("max_segments",)
+    if config.pipeline.stages == 1:
+        yield "pipeline.stages is 1", "pipeline", _all_keys(config, "pipeline")
+    else:
+        yield from _of_stages(config)
     yield from _of_frozen_components(config)
     vision = config.model.vision
     # As `alignment` in setup/row_shapes.py has them
@@ -63,14 +61,6 @@ def _unread(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         yield reason, "balance", ("exchange", "pool_slots", "pair_slots")
     elif config.balance.exchange == "ragged":
         yield "balance.exchange (ragged) sends what is there", "balance", ("pair_slots",)
-    if config.pipeline.stages == 1:
-        yield "pipeline.stages is 1", "pipeline", _all_keys(config, "pipeline")
-    elif config.pipeline.schedule not in ("auto", "search"):
-        reason = f"pipeline.schedule ({config.pipeline.schedule}) searches nothing"
-        yield reason, "pipeline", ("rollouts",)
-    if config.pipeline.stages > 1 and not config.model.encoders:
-        idle = () if config.model.generators else ("encoder_rows_per_microbatch",)
-        yield "there is no encoder", "pipeline", ("deferral", *idle)
     if not config.data.evaluation:
         yield "data.evaluation is empty", "evaluation", _all_keys(config, "evaluation")
     for number in range(len(config.data.evaluation)):
@@ -84,6 +74,22 @@ def _unread(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
             f"profile.start ({config.profile.start}) is past the last step of {config.run.steps}"
         )
         yield reason, "profile", ("steps",)
+
+
+def _of_stages(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    pipeline = config.pipeline
+    for phase in config.model.phases:
+        if getattr(config.phases, phase).capacities == "auto" and pipeline.microbatches != "auto":
+            reason = f"pipeline.microbatches ({pipeline.microbatches}) makes all rows of one class"
+            yield reason, f"phases.{phase}", ("row_classes",)
+        if phase not in config.model.generators:
+            reason = "with pipeline.stages, microbatches say what lies in a row"
+            yield reason, f"phases.{phase}", ("max_segments",)
+    if pipeline.schedule not in ("auto", "search"):
+        yield f"pipeline.schedule ({pipeline.schedule}) searches nothing", "pipeline", ("rollouts",)
+    if not config.model.encoders:
+        idle = () if config.model.generators else ("encoder_rows_per_microbatch",)
+        yield "there is no encoder", "pipeline", ("deferral", *idle)
 
 
 def _of_frozen_components(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:

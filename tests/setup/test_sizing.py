@@ -43,7 +43,7 @@ def test_a_decoder_without_a_loss_has_no_head(tmp_path):
     [
         ({}, {"data": 8}, None),
         ({"components__language__compute_dtype": "bfloat16"}, {"data": 8}, "computes in bfloat16"),
-        ({}, {"data": 4, "fsdp": 2}, "was measured on the mesh {'data': 8}"),
+        ({}, {"data": 4, "tensor": 2}, "split by nothing, but this run's are by {'tensor': 2}"),
     ],
 )
 def test_a_calibration_of_another_mesh_or_type_is_said(tmp_path, caplog, changes, mesh, said):

@@ -107,8 +107,11 @@ class Calibration(Section):
         found = []
         if device is not None and device != self.device:
             found.append(f"was measured on {self.device!r}, but this run is on {device!r}")
-        if mesh is not None and _split(mesh) != _split(self.mesh):
-            found.append(f"was measured on the mesh {self.mesh}, but this run is on {dict(mesh)}")
+        if mesh is not None and _split(mesh) != (measured_split := _split(self.mesh)):
+            found.append(
+                f"was measured with rows split by {measured_split or 'nothing'}, but this run's are by "
+                f"{_split(mesh) or 'nothing'}"
+            )
         for phase, dtype in (dtypes or {}).items():
             if dtype != (measured := self.phases[phase].dtype):
                 found.append(f"was measured in {measured}, but phase {phase} computes in {dtype}")
@@ -121,8 +124,9 @@ class Calibration(Section):
 
 
 def _split(mesh: Mapping[str, int]) -> dict[str, int]:
-    """Axes along which there are several devices."""
-    return {axis: size for axis, size in mesh.items() if size > 1}
+    """Axes along which several devices compute a row. Along the others each has rows of its own, which take as long
+    however many there are."""
+    return {axis: size for axis, size in mesh.items() if size > 1 and axis not in ("data", "fsdp")}
 
 
 def load_calibration(path: str | Path, phases: Iterable[str]) -> Calibration:
