@@ -38,9 +38,8 @@ class DataLengths:
 
     tokenizer: Tokenizer
     steps: Sequence[int]  # numbers of the batches that are planned
-    history: Sequence[
-        Segment
-    ] = ()  # of batch size and weights up to them; none: those of the config
+    # Of batch size and weights up to these steps; none: those of the config
+    history: Sequence[Segment] = ()
     _known: dict[str, Sampled] = field(default_factory=dict)
 
     def __call__(self, config: Config, model: MLLM, spans: Spans) -> Sampled:

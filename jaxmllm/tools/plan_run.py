@@ -37,9 +37,8 @@ class LoggedRun:
     """What a run folder says."""
 
     config: Config
-    records: Sequence[
-        Mapping[str, Any]
-    ]  # of steps with the config's batch size and weights, after the first few
+    # Of steps with the config's batch size and weights, after the first few
+    records: Sequence[Mapping[str, Any]]
     history: Sequence[Segment] = ()  # of batch size and weights; none: always those of the config
 
     @property

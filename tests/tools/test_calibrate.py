@@ -191,9 +191,10 @@ def test_another_device_or_model_is_said(tmp_path):
     assert "language" in measured.differences("some", other)[0]
     (dtype,) = measured.differences("some", same, {"language": "bfloat16"})
     assert dtype == "was measured in float32, but phase language computes in bfloat16"
-    (mesh,) = measured.differences("some", same, mesh={"data": 2, "tensor": 4})
-    assert f"{measured.mesh}" in mesh and "{'data': 2, 'tensor': 4}" in mesh
-    assert not measured.differences("some", same, {"language": "float32"}, measured.mesh | {"x": 1})
+    (mesh,) = measured.differences("some", same, mesh=measured.mesh | {"tensor": 4})
+    assert mesh == "was measured with rows split by nothing, but this run's are by {'tensor': 4}"
+    more_rows = measured.mesh | {"data": 64, "x": 1}
+    assert not measured.differences("some", same, {"language": "float32"}, more_rows)
 
 
 # ---------------------------------------------------------------------------- in a run
