@@ -209,6 +209,11 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         lambda content: content[:-2] + b"\xff\xda\0\2" * 5000,
         "undecodable_image",
     ),
+    "jpeg of a camera, of thousands of passes": (
+        "jpeg",
+        lambda content: with_another(content)[:-2] + b"\xff\xda\0\2" * 5000,
+        "undecodable_image",
+    ),
     "webp cut in half": ("webp", half, "broken_image_header"),
     "gif cut in half": ("gif", half, "undecodable_image"),
     "bmp cut in half": ("bmp", half, "undecodable_image"),
@@ -233,6 +238,14 @@ WHOLE: dict[str, tuple[str, Change, int]] = {
     "mp3 without a stored length": ("bare.mp3", lambda content: content, 58 * 576 - 529),
     "mp3 without a stored length, twice": ("bare.mp3", twice, 2 * 58 * 576 - 529),
 }
+
+
+def with_another(content: bytes) -> bytes:
+    """A JPEG with a second picture, which Pillow calls an MPO."""
+    file = io.BytesIO()
+    with Image.open(io.BytesIO(content)) as image:
+        image.save(file, "MPO", save_all=True, append_images=[image.copy()])
+    return file.getvalue()
 
 
 def make(kind: str, change: Change, folder: Path) -> tuple[Images | Sounds, Path]:

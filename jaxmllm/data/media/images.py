@@ -169,7 +169,7 @@ class Images:
                     "shape_changed",
                     f"{media} was indexed as {shape[1:]} patches but is {shape_now[1:]} now",
                 )
-            if image.format == "JPEG":
+            if image.format in ("JPEG", "MPO"):  # what cameras add a second picture to
                 _check_scans(file, media)
             return self.decoded(image, shape, media, "undecodable_image")
 
