@@ -237,6 +237,8 @@ def _take_room(stream: BinaryIO, size: int) -> None:
     """Make a file so long. Raises OSError where there is no room, which a write through a mapping dies of."""
     try:
         os.posix_fallocate(stream.fileno(), 0, size)
+    except AttributeError:  # on macOS
+        stream.truncate(size)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise OSError(error.errno, error.strerror, stream.name) from error
