@@ -51,6 +51,7 @@ from jaxmllm.training.step_functions import StepFunctions
 from sharding.mesh import make_mesh
 
 _log = logging.getLogger(__name__)
+BFLOAT16_ROUNDING = 2.0**-8  # the largest share of a number that rounding to bfloat16 changes
 SAME_PLAN = "Give all hosts the same file for balance.calibration, and the same data"
 
 
@@ -120,6 +121,7 @@ def make_programs(config: Config, inputs: RunInputs) -> tuple[Programs, Pipeline
         _warn_of_slow_attention(programs)
         _warn_without_effect(config)
         _warn_of_late_warm_up(config)
+        _warn_of_rounded_moments(config)
     return programs.compile(), sizes
 
 
@@ -217,6 +219,19 @@ def _warn_of_late_warm_up(config: Config) -> None:
             "rate falls from its peak to the last one in one step; choose fewer steps to warm up, or more to decay",
             warmup,
             config.decay_steps,
+        )
+
+
+def _warn_of_rounded_moments(config: Config) -> None:
+    """Say where the optimizer's mean of squared gradients hardly falls any more, for it has the type of parameters."""
+    beta2 = config.optimizer.beta2
+    if config.run.param_dtype == "bfloat16" and 1 - beta2 < BFLOAT16_ROUNDING:
+        _log.warning(
+            "optimizer.beta2 (%g) with run.param_dtype bfloat16: the mean of squared gradients is bfloat16, too, where "
+            "falling by %.2g of itself is rounded away, so that steps get smaller than they should; set beta2 to 0.99 "
+            "or less, or param_dtype to float32",
+            beta2,
+            1 - beta2,
         )
 
 

@@ -11,6 +11,7 @@ from jaxmllm.config.schema import ConfigError
 from jaxmllm.models import mllm
 from jaxmllm.setup.build import (
     _warn_of_late_warm_up,
+    _warn_of_rounded_moments,
     make_programs,
     plan_facts,
     plan_programs,
@@ -103,6 +104,17 @@ def test_a_rate_that_falls_in_one_step_is_a_warning(tmp_path, caplog, warmup, st
     assert [line.partition(" lasts")[0] for line in caplog.messages] == [
         f"optimizer.warmup_steps ({warmup})"
     ] * warned
+
+
+@pytest.mark.parametrize(
+    ("dtype", "beta2", "warned"),
+    [("bfloat16", 0.999, True), ("bfloat16", 0.99, False), ("float32", 0.999, False)],
+)
+def test_moments_that_rounding_keeps_are_a_warning(tmp_path, caplog, dtype, beta2, warned):
+    run = {"directory": str(tmp_path), "steps": 1, "param_dtype": dtype}
+    optimizer = {"learning_rate": 1, "beta2": beta2}
+    _warn_of_rounded_moments(parse_config(tiny_config(tmp_path, run=run, optimizer=optimizer)))
+    assert [line.startswith("optimizer.beta2") for line in caplog.messages] == [True] * warned
 
 
 def test_large_grids_that_differ_in_the_middle_are_told_apart():
