@@ -66,7 +66,7 @@ def _unread(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     for number in range(len(config.data.evaluation)):
         yield "evaluation reads every example once", f"data.evaluation.{number}", ("weight",)
     if config.optimizer.schedule == "constant":
-        yield "optimizer.schedule is constant", "optimizer", ("final_scale", "decay_steps")
+        yield "optimizer.schedule is constant", "optimizer", ("final_scale",)
     if not config.profile.steps:
         yield "profile.steps is 0", "profile", ("start",)
     elif config.profile.start >= config.run.steps:
@@ -82,9 +82,6 @@ def _of_stages(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         if getattr(config.phases, phase).capacities == "auto" and pipeline.microbatches != "auto":
             reason = f"pipeline.microbatches ({pipeline.microbatches}) makes all rows of one class"
             yield reason, f"phases.{phase}", ("row_classes",)
-        if phase not in config.model.generators:
-            reason = "with pipeline.stages, microbatches say what lies in a row"
-            yield reason, f"phases.{phase}", ("max_segments",)
     if pipeline.schedule not in ("auto", "search"):
         yield f"pipeline.schedule ({pipeline.schedule}) searches nothing", "pipeline", ("rollouts",)
     if not config.model.encoders:
@@ -103,7 +100,8 @@ def _of_frozen_components(config: Config) -> Iterator[tuple[str, str, tuple[str,
             added = () if name in trained_adapters else ("reduce", "reduce_dtype")
             keys = ("learning_rate_scale", *added)
             yield f"components.{name} is frozen", f"components.{name}", keys
-            if name in model.encoders and name not in trained_adapters:
+            keeps = name in model.encoders and getattr(config.phases, name).kept_residuals != 0
+            if keeps and name not in trained_adapters:
                 yield f"components.{name} is frozen", f"phases.{name}", ("kept_residuals",)
     for name in (name for name in adapted if name not in trained_adapters):
         path = f"components.adapter.{name}"

@@ -76,9 +76,9 @@ def test_none_of_a_plain_config(tmp_path):
             ["evaluation.every"],
         ),
         (
-            {"optimizer__final_scale": 0.5, "optimizer__decay_steps": 3},
+            {"optimizer__final_scale": 0.5},
             "optimizer.schedule is constant",
-            ["optimizer.decay_steps", "optimizer.final_scale"],
+            ["optimizer.final_scale"],
         ),
         (
             {"data__evaluation": [{"name": "sample", "path": "test.jsonl", "weight": 2.0}]},
@@ -102,11 +102,6 @@ def test_none_of_a_plain_config(tmp_path):
             {"model__vision__window": 4, "phases__vision__block": 256},
             "with model.vision.window, blocks have 64 tokens",
             ["phases.vision.block"],
-        ),
-        (
-            {"pipeline__stages": 2, "phases__vision__max_segments": 8},
-            "with pipeline.stages, microbatches say what lies in a row",
-            ["phases.vision.max_segments"],
         ),
         ({"profile__start": 3}, "profile.steps is 0", ["profile.start"]),
         (

@@ -145,6 +145,9 @@ class WholePlans:
         left *= KEPT_SHARE
         kept = {}
         for phase in phases:
+            if not programs.functions.may_keep_residuals(phase):
+                kept[phase] = 0
+                continue
             residuals = largest_residuals(programs, phase)
             given = getattr(config.phases, phase).kept_residuals
             if given == "auto":
