@@ -77,7 +77,10 @@ def run(options: argparse.Namespace, stop: StopSignals) -> int:
     except hosts.HostsError as error:
         hosts.leave_at_once(f"error: {error}", hosts.EXIT_CODE)
 
+    import jax
+
     from jaxmllm.runtime.compilation_cache import check_kept
+    from jaxmllm.runtime.metrics import imported_wandb
     from jaxmllm.setup.build import build_run
     from jaxmllm.training.loop import RUN_ERRORS, train
     from jaxmllm.training.run import USER_ERRORS
@@ -90,6 +93,8 @@ def run(options: argparse.Namespace, stop: StopSignals) -> int:
             compiled.say(compiled.describe())
             return 0
         with open_folder(config, options.resume) as checked:
+            if checked.logging.wandb is not None and jax.process_index() == 0:
+                imported_wandb(checked.logging.wandb)  # which is needed after minutes of compiling
             summary = train(build_run(checked), stop)
         if not summary["complete"]:
             outcome.code = code_when_stopped

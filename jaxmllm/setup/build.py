@@ -9,17 +9,15 @@ batches   MapDatasets whose element k is this host's share of step k
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from jaxmllm.balance.costs.flops import head_flops
-from jaxmllm.balance.records import PhaseSpec, PlanSpec, RouteSpec
+from jaxmllm.balance.records import ExchangeGrid, PhaseSpec, PlanSpec, RouteSpec
 from jaxmllm.balance.stages.plan import PipelineSpec
 from jaxmllm.balance.stages.sizes import PipelineSizes
 from jaxmllm.config.schema import Config
@@ -34,7 +32,6 @@ from jaxmllm.runtime import hosts
 from jaxmllm.runtime.checkpoint import check_space, state_bytes
 from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.runtime.hardware import peak_flops
-from jaxmllm.runtime.metrics import imported_wandb
 from jaxmllm.setup.prepare import RunInputs, prepare
 from jaxmllm.setup.row_memory import kept_residuals
 from jaxmllm.setup.row_shapes import attention_spec
@@ -61,8 +58,6 @@ def build_run(config: Config) -> Run:
     Raises one of `USER_ERRORS` for a config that cannot be run, `CheckpointError` where no checkpoint
     has room.
     """
-    if config.logging.wandb is not None and jax.process_index() == 0:
-        imported_wandb(config.logging.wandb)  # which is needed after minutes of compiling
     compilations = CompilationCounter()  # first, to count and to keep what comes from here on
     warnings = WarningLog()
     inputs = prepare(config, make_mesh(config.mesh_sizes, spans=mesh_spans(config)))
@@ -239,13 +234,17 @@ def plan_facts(spec: PlanSpec) -> dict[str, str]:
     """What must be the same on all hosts for them to make the same plans."""
     records: dict[str, PhaseSpec | RouteSpec] = {**spec.phases}
     records |= {f"route {name}": route for name, route in spec.routes.items()}
-    with np.printoptions(threshold=sys.maxsize):  # all ranks of a grid
-        facts = {
-            f"{name}.{field.name}": repr(getattr(record, field.name))
-            for name, record in records.items()
-            for field in fields(record)
-        }
+    facts = {
+        f"{name}.{field.name}": _told(getattr(record, field.name))
+        for name, record in records.items()
+        for field in fields(record)
+    }
     return facts | {f"nodes of {name}": str(ranks.tolist()) for name, ranks in spec.nodes.items()}
+
+
+def _told(value: object) -> str:
+    """What is compared of a value: of a grid, which has an entry for each rank, a digest."""
+    return hosts.digest_of(value) if isinstance(value, ExchangeGrid) else repr(value)
 
 
 def _check_room_for_checkpoints(config: Config, model: MLLM) -> None:
