@@ -23,7 +23,7 @@ TERA = 1e12
 # GPU architecture whitepaper (RTX 4090, FP32 accumulate).   Google Cloud TPU system architecture
 # pages (v4, v5e, v5p, v6e), peak compute of one chip.   AMD Instinct MI300X datasheet.
 _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
-    (r"A100\b", {"bfloat16": 312.0, "tensorfloat32": 156.0, "float32": 19.5}),
+    (r"A100(?!\d)", {"bfloat16": 312.0, "tensorfloat32": 156.0, "float32": 19.5}),
     (r"H100.*PCIe", {"bfloat16": 756.0, "tensorfloat32": 378.0, "float32": 51.0}),
     (r"H[12]00.*NVL", {"bfloat16": 835.5, "tensorfloat32": 417.5, "float32": 60.0}),
     (r"H[12]00", {"bfloat16": 989.5, "tensorfloat32": 494.5, "float32": 67.0}),

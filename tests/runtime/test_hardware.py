@@ -41,6 +41,7 @@ def test_bfloat16_peaks(kind: str, teraflops: float) -> None:
 def test_unknown_chips_and_types_have_no_peak() -> None:
     assert peak_flops(chip("NVIDIA GeForce GTX 1080"), "bfloat16") is None
     assert peak_flops(chip("NVIDIA RTX A1000 Laptop GPU"), "bfloat16") is None
+    assert peak_flops(chip("NVIDIA A100X"), "bfloat16") == 312e12
     assert table_flops("TPU v4", "float32") is None
     assert peak_flops(chip("NVIDIA H200"), "float64") is None
 
