@@ -19,7 +19,7 @@ from jaxmllm.families.dense_decoder import (
     dense_decoder,
     windows_by_type,
 )
-from jaxmllm.families.family import Family, Processor, patterns, together
+from jaxmllm.families.family import Family, Processor, patterns
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.siglip import CARRIED as HEADS
 from jaxmllm.families.siglip import PARAMETERS as TOWER
@@ -54,6 +54,10 @@ IN_VISION = tuple(
     f"{prefix}vision_tower.{inner}" for prefix in ("model.", "") for inner in ("vision_model.", "")
 )
 IN_PROJECTOR = ("model.multi_modal_projector.", "multi_modal_projector.")
+OTHER_PARTS = ("vision_tower.*", "multi_modal_projector.*")
+NOT_TEXT = (*OTHER_PARTS, *(f"model.{part}" for part in OTHER_PARTS))
+# All of it, for a tower is read beside decoders that are quantised, too
+TEXT = ("model.language_model.*", "language_model.*", "lm_head.weight")
 BILINEAR = 2  # of Pillow
 
 
@@ -174,6 +178,7 @@ BESIDE_TOWER = Family(
     _decoder,
     {path: line.removeprefix("model.") for path, line in TEXT_PARAMETERS.items() if path != "head"},
     COPIES,
+    NOT_TEXT,
     prefixes=PREFIXES,
 )
 VISION = Family(
@@ -182,6 +187,7 @@ VISION = Family(
     _tower,
     TOWER,
     copies={},
+    carried=(*TEXT, *patterns(PROJECTOR.values(), IN_PROJECTOR), *patterns(HEADS, IN_VISION)),
     component="vision",
     prefixes=IN_VISION,
     letters=patch_letters,
@@ -193,8 +199,8 @@ OF_VISION = Family(
     _projector,
     PROJECTOR,
     copies={},
+    carried=(*TEXT, *(pattern for pattern in NOT_TEXT if "vision" in pattern)),
     component="projector.vision",
     prefixes=IN_PROJECTOR,
 )
-OTHERS = (*FREQUENCIES, *patterns(HEADS, IN_VISION))
-GEMMA3 = (ALONE, *together(BESIDE_TOWER, VISION, OF_VISION, carried=OTHERS))
+GEMMA3 = (ALONE, BESIDE_TOWER, VISION, OF_VISION)

@@ -223,7 +223,7 @@ def _empty_tensors(source: ModelFolder, folder: Path) -> dict[str, StoredTensor]
     """Make files with the headers of a folder's; returns the tensors in them, which are to be written."""
     for file in source.files:
         target = folder / file.path.name
-        with target.open("wb") as stream:
+        with target.open("w+b") as stream:
             stream.write(file.head)
             stream.flush()
             _take_room(stream, file.size)
@@ -242,7 +242,9 @@ def _take_room(stream: BinaryIO, size: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise OSError(error.errno, error.strerror, stream.name) from error
-        stream.truncate(size)  # file systems that take none ahead
+        stream.truncate(
+            size
+        )  # file systems that take none ahead, where C's library does not write zeros for it
 
 
 def _weight_files(folder: Path) -> Iterator[WeightFile]:

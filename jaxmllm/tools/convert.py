@@ -340,7 +340,15 @@ def _origin(run: Path, component: str) -> Path:
 def _models(run: Path) -> Iterator[ModelConfig]:
     """The models of a run, or a checkpoint, and of the runs that it goes on from, the latest first."""
     seen: list[Path] = []
-    while run not in seen and not is_model_folder(run) and (config := config_of(run)) is not None:
+    while run not in seen and not is_model_folder(run):
+        try:
+            config = config_of(run)
+        except CheckpointError:
+            if not seen:
+                raise
+            return  # --source names what an earlier run cannot say
+        if config is None:
+            return
         seen.append(run)
         yield config.model
         run = Path(config.model.from_ or run)

@@ -72,7 +72,12 @@ def read_config(run_directory: str | Path) -> Config | None:
 def config_of(source: str | Path) -> Config | None:
     """The config of a run, by its folder or a checkpoint in that; None if none is there. Raises `CheckpointError`."""
     path = Path(source).absolute()
-    return read_config(path.parent.parent if path.parent.name == CHECKPOINTS else path)
+    config = read_config(path)  # first, for a run may lie in a folder of that name
+    return (
+        read_config(path.parent.parent)
+        if not config and path.parent.name == CHECKPOINTS
+        else config
+    )
 
 
 @contextmanager

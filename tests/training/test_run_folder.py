@@ -8,7 +8,13 @@ import pytest
 
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.resume import begun_config
-from jaxmllm.training.run_folder import check_folder, open_folder, read_config, write_config
+from jaxmllm.training.run_folder import (
+    check_folder,
+    config_of,
+    open_folder,
+    read_config,
+    write_config,
+)
 from tests.training.test_resume_rules import make_config
 
 
@@ -145,3 +151,10 @@ def test_a_component_comes_with_the_adapter_that_it_was_trained_with(tmp_path: P
             ),
             False,
         )
+
+
+def test_a_run_may_lie_in_a_folder_called_checkpoints(tmp_path: Path) -> None:
+    run = tmp_path / "checkpoints" / "mine"
+    config = make_config(str(run))
+    write_config(run, config)
+    assert config_of(run) == config_of(run / "checkpoints" / "3") == config
