@@ -241,7 +241,11 @@ class Corpus:
     def for_rows(self) -> Corpus:
         """The corpus without the names of media and without refusals, which filling rows does not ask for: every data
         worker has its own copy of them, 150 MB of a million media."""
-        return replace(self, indexes=tuple(index.for_rows() for index in self.indexes))
+        corpus = replace(self, indexes=tuple(index.for_rows() for index in self.indexes))
+        # What is made of all indexes is made once, and lies in memory that workers share.
+        columns = ("_starts", "_label", "_shapes", "_columns")
+        vars(corpus).update({name: getattr(self, name) for name in columns})
+        return corpus
 
     def fingerprint(self) -> str:
         """Equal for two runs exactly if their examples are the same in number, order, shapes and tokens.

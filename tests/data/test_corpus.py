@@ -199,6 +199,7 @@ def test_rows_are_made_without_the_names_of_media(corpus: Corpus) -> None:
     rows_corpus = corpus.for_rows()
     assert not any(index.media.address or index.rejected for index in rows_corpus.indexes)
     assert rows_corpus.fingerprint() == corpus.fingerprint()
+    assert rows_corpus._columns is corpus._columns and rows_corpus._shapes is corpus._shapes
     for example in range(len(corpus)):
         rendered = rows_corpus.example(example), corpus.example(example)
         assert rendered[0].media == rendered[1].media

@@ -33,8 +33,11 @@ TENSOR_TYPES = {  # of safetensors
     "F32": np.dtype("<f4"),
 }
 MAX_TENSORS_HEADER = 1 << 20  # bytes; of one tensor it has a hundred
-# numpy reads such a header as Python, and what is damaged fails in as many ways
-NPY_FAILURES = (ValueError, TypeError, OverflowError, SyntaxError, TokenError, RecursionError)
+# numpy reads such a header as Python, and what is damaged fails in as many ways; nested too deep, with a MemoryError
+NPY_FAILURES = (
+    *(ValueError, TypeError, IndexError, OverflowError),
+    *(SyntaxError, TokenError, RecursionError, MemoryError),
+)
 _NPY_HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 

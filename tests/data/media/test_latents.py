@@ -127,6 +127,11 @@ REFUSED: dict[str, tuple[bytes, str, str]] = {  # content, reason, what the mess
     "two tensors": (tensors(LATENTS, LATENTS), "unsupported_latents", "holds 2 tensors"),
     "objects": (array(LATENTS).replace(b"'<f4'", b"'|O' "), "unsupported_latents", "object"),
     "open header": (array(LATENTS).replace(b"}", b" "), "broken_latents_header", "TokenError"),
+    "header without a type": (
+        array(LATENTS).replace(b"'<f4'", b"()   "),
+        "broken_latents_header",
+        "IndexError",
+    ),
     "deep header": (
         array(LATENTS).replace(b"6", b"\x00"),
         "broken_latents_header",
