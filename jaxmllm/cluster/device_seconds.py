@@ -85,7 +85,7 @@ class Device:
     @cached_property
     def peak(self) -> float:
         """FLOP/s that its vendor names, of what products are computed in: the denominator of a run's MFU."""
-        # Here, for this file imports jax
+        # Here, for the table is in a file that imports jax
         from jaxmllm.runtime.hardware import operand_dtype
 
         dtype = operand_dtype(self.cluster.device_kind, self.dtype)

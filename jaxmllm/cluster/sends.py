@@ -102,6 +102,9 @@ class Leaf:
     split: int  # parts that it stays in while it is used
     replicas: tuple[str, ...]  # axes whose devices see other tokens and hold the same shard
     stacked: int  # layers that it holds; 1 outside of the stack
+    apart: bool = (
+        False  # whether devices that have other rows hold, while it is used, other parts of it
+    )
 
     @property
     def layer(self) -> bool:
@@ -117,6 +120,7 @@ def leaves(tree: Any, component: Component) -> Iterator[Leaf]:
     from sharding.rules import KEPT_AXES
 
     layout = component.layout
+    rows = {*layout.mesh_axes("batch"), *layout.mesh_axes("sequence")}
     axes_of_leaves = jax.tree.leaves(component.axes_of(tree))
     for (keys, leaf), axes in zip(jax.tree.leaves_with_path(tree), axes_of_leaves, strict=True):
         path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
@@ -130,6 +134,7 @@ def leaves(tree: Any, component: Component) -> Iterator[Leaf]:
             split=devices_along(layout, split[True]),
             replicas=replica_axes(layout, leaf.sharding),
             stacked=leaf.shape[0] if "layers" in path else 1,
+            apart=any(layout.mesh.shape[axis] > 1 for axis in rows.intersection(split[True])),
         )
 
 
@@ -205,9 +210,10 @@ def _replicas(programs: PhasedPrograms) -> Iterator[Send]:
 
 
 def _stays_whole(settings: Component, leaf: Leaf) -> bool:
-    """Whether a gradient is reduced once a step. A table that is only looked up is never whole."""
+    """Whether a gradient is reduced once a step, as `Component.defers` says. A table that is only looked up is never
+    whole, nor are experts of different devices."""
     looked_up = "embedding" in leaf.path and "head" in settings.shapes
-    return settings.settings.reduce == "step" and not looked_up
+    return settings.settings.reduce == "step" and not (looked_up or leaf.apart)
 
 
 class _Phase:

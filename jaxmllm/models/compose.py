@@ -26,7 +26,7 @@ from jaxmllm.models.projector import Projector, vision_projector
 from jaxmllm.models.vision import VisionTower
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.trainable import Trainable, leaves_by_path
-from sharding.mesh import MeshError
+from sharding.mesh import MeshError, axis_sizes
 from sharding.rules import Layout, make_layout
 
 
@@ -159,7 +159,8 @@ def _layouts(
             for axes in ("batch", "sequence"):
                 of_tower = list(tower.whole_axes(axes))
                 named = overrides.setdefault(axes, of_tower)
-                if set(named) != set(of_tower):
+                sizes = axis_sizes(mesh)
+                if any(sizes.get(axis) != 1 for axis in {*named} ^ {*of_tower}):
                     raise MeshError(
                         f"components.{name}.layout.{axes}: {list(named)} is not {of_tower}, that of "
                         f"components.{owner}, whose rows it reads; leave it out"

@@ -40,7 +40,7 @@ class DataLengths:
     steps: Sequence[int]  # numbers of the batches that are planned
     # Of batch size and weights up to these steps; none: those of the config
     history: Sequence[Segment] = ()
-    _known: dict[str, Sampled] = field(default_factory=dict)
+    _known: dict[str, Sampled | LengthsError] = field(default_factory=dict)
 
     def __call__(self, config: Config, model: MLLM, spans: Spans) -> Sampled:
         media = modalities(config.model, config.data)
@@ -61,37 +61,41 @@ class DataLengths:
         }
         key = f"{stages} {limits} {media!r}"
         if key not in self._known:
-            try:
-                corpus, held_out = open_corpora(
-                    _unbounded(config), self.tokenizer, media, model, spans
-                )
-            except DataError as error:
-                raise LengthsError(str(error)) from error
-            corpora = [corpus] if held_out is None else [corpus, held_out]
-            order = example_order(corpus.members, config.run.seed)
-            size = config.data.batch_size
-            history = self.history or [segment_of(config)]
-            steps = [
-                continued_examples(corpus.members, config.run.seed, history, step)
-                for step in self.steps
-            ]
-            self._known[key] = Sampled(
-                samples=sizing_samples(order, corpus, size),
-                others=source_batches(corpus.members, corpus, size),
-                steps=[corpus.gather(examples) for examples in steps],
-                longest={
-                    phase: max(one.longest(phase) for one in corpora) for phase in model.phases
-                },
-                formats=corpus.formats,
-                sources=len(corpus.sources),
-                largest=[
-                    largest_examples(one, phase)
-                    for one in corpora
-                    for phase in model.phases
-                    if stages and phase != LANGUAGE
-                ],
-            )
-        return self._known[key]
+            self._known[key] = self._drawn(config, model, spans)
+        known = self._known[key]
+        if isinstance(known, LengthsError):
+            raise known
+        return known
+
+    def _drawn(self, config: Config, model: MLLM, spans: Spans) -> Sampled | LengthsError:
+        stages = config.pipeline.stages > 1
+        media = modalities(config.model, config.data)
+        try:
+            corpus, held_out = open_corpora(_unbounded(config), self.tokenizer, media, model, spans)
+        except DataError as error:
+            return LengthsError(str(error))
+        corpora = [corpus] if held_out is None else [corpus, held_out]
+        order = example_order(corpus.members, config.run.seed)
+        size = config.data.batch_size
+        history = self.history or [segment_of(config)]
+        steps = [
+            continued_examples(corpus.members, config.run.seed, history, step)
+            for step in self.steps
+        ]
+        return Sampled(
+            samples=sizing_samples(order, corpus, size),
+            others=source_batches(corpus.members, corpus, size),
+            steps=[corpus.gather(examples) for examples in steps],
+            longest={phase: max(one.longest(phase) for one in corpora) for phase in model.phases},
+            formats=corpus.formats,
+            sources=len(corpus.sources),
+            largest=[
+                largest_examples(one, phase)
+                for one in corpora
+                for phase in model.phases
+                if stages and phase != LANGUAGE
+            ],
+        )
 
 
 @dataclass

@@ -28,11 +28,18 @@ CAPACITIES = {"vision": [16384], "audio": [16384], "language": [4096]}
 
 
 def tiny_lengths(
-    devices=8, frozen=(), capacities=CAPACITIES, kept=None, adapters=None, experts=None, **sections
+    devices=8,
+    frozen=(),
+    capacities=CAPACITIES,
+    kept=None,
+    adapters=None,
+    experts=None,
+    layout=None,
+    **sections,
 ):
     """A tiny omni model that computes in float32, for XLA sends nothing else on CPU, and batches for it.
 
-    `kept`: what else is said of phases, by phase. `experts`: of the decoder.
+    `kept`: what else is said of phases, by phase. `experts`, `layout`: of the decoder.
     """
     phases = {
         phase: {"capacities": of_phase, "spans": [1]} | (kept or {}).get(phase, {})
@@ -45,6 +52,7 @@ def tiny_lengths(
             component["compute_dtype"] = "float32"
     tree["model"]["adapters"] = adapters or {}
     tree["model"]["language"]["experts"] = experts
+    tree["components"]["language"]["layout"] = layout or {}
     for component in frozen:
         *of_projector, name = component.split(".")
         (of_projectors if of_projector else tree["components"])[name]["freeze"] = True

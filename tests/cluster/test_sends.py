@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from benchmarks.ahead import MIX
-from jaxmllm.cluster.sends import program_sends, ring_bytes
+from jaxmllm.cluster.sends import _stays_whole, leaves, program_sends, ring_bytes
 from jaxmllm.tools.generated_lengths import generated_lengths
 from jaxmllm.training.programs.base import ProgramName
 from sharding.mesh import abstract_mesh
@@ -82,6 +83,25 @@ def test_experts_send_what_is_predicted(mesh, remat):
     for name in programs.jobs:
         if name.function in ("language_loss_and_grad", "add_replicas"):
             assert_agrees(config, programs, name)
+
+
+def test_gradients_stay_whole_where_a_step_defers_them():
+    """Not those of experts, whose width is split over one more axis here."""
+    _, programs = tiny(
+        mesh={"data": 2, "fsdp": 4},
+        reduce="step",
+        experts={"count": 8, "per_token": 2},
+        layout={"embed": ["data", "fsdp"]},
+    )
+    model, trained = programs.functions.model, programs.trained["language"]
+    alone, whole = (one.components["language"] for one in (model.by_device("language"), model))
+    axes_of_leaves = jax.tree.leaves(alone.axes_of(trained))
+    gathered = [
+        (alone.defers(axes), _stays_whole(whole, leaf))
+        for axes, leaf in zip(axes_of_leaves, leaves(trained, whole), strict=True)
+        if leaf.gathered
+    ]
+    assert {*gathered} == {(True, True), (False, False)}
 
 
 @pytest.mark.slow

@@ -193,7 +193,7 @@ def test_another_device_or_model_is_said(tmp_path):
     assert dtype == "was measured in float32, but phase language computes in bfloat16"
     (mesh,) = measured.differences("some", same, mesh=measured.mesh | {"tensor": 4})
     assert mesh == "was measured with rows split by nothing, but this run's are by {'tensor': 4}"
-    more_rows = measured.mesh | {"data": 64, "x": 1}
+    more_rows = measured.mesh | {"data": 64, "stage": 2}
     assert not measured.differences("some", same, {"language": "float32"}, more_rows)
 
 

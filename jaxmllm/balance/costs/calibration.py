@@ -124,9 +124,8 @@ class Calibration(Section):
 
 
 def _split(mesh: Mapping[str, int]) -> dict[str, int]:
-    """Axes along which several devices compute a row. Along the others each has rows of its own, which take as long
-    however many there are."""
-    return {axis: size for axis, size in mesh.items() if size > 1 and axis not in ("data", "fsdp")}
+    """Axes along which several devices compute the same layers of a row: only these change how long it takes."""
+    return {axis: size for axis, size in mesh.items() if size > 1 and axis in ("context", "tensor")}
 
 
 def load_calibration(path: str | Path, phases: Iterable[str]) -> Calibration:

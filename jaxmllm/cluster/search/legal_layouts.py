@@ -57,6 +57,9 @@ class LegalLayouts:
             model = laid_out(
                 self._request.model, config.components, self._request.mesh(config, choice)
             )
+            if choice.stages == 1:
+                for phase in model.phases:  # whose ranks may not have the same layers
+                    model.by_device(phase)
             if model.layout(LANGUAGE).ranks > self._request.config.data.batch_size:
                 result.reject(IDLE)
                 ranks = model.layout(LANGUAGE).ranks

@@ -166,6 +166,21 @@ def test_stages_are_estimated_with_what_they_wait_for():
         assert parts["update"] == pytest.approx(same.parts["update"] / 2)
 
 
+def test_meshes_that_split_rows_and_layers_alike_are_counted():
+    """Those that do not are still planned."""
+    config = planner(4).config
+    layout = {"layers": ["fsdp"], "embed": ["data"]}
+    language = config.components.language.model_copy(update={"layout": layout})
+    components = config.components.model_copy(update={"language": language})
+    mesh = config.mesh.model_copy(update={"context": 1, "tensor": 1})
+    changed = {"components": components, "mesh": mesh}
+    result = SearchResult()
+    made = make_planner(config.model_copy(update=changed), H100, 4, 0)
+    legal = [made.legal.of(MeshChoice(data, 4 // data, 1, 1), result) for data in (1, 2, 4)]
+    assert [one is not None for one in legal] == [False, False, True]
+    assert any("layout.layers" in reason for reason in result.rejected)
+
+
 def test_stages_are_open_and_what_refuses_them_is_counted():
     result = planner(4).estimates(4)
     assert result.considered == len(result.estimates) + sum(result.rejected.values())
