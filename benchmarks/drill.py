@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.arguments import measuring_parser, new_folder
 from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.tools.sample_data import make_sample
 
@@ -127,22 +127,20 @@ class Drill:
         candidates = [
             (pid, role) for pid, role in self.members() if role in ("launcher", "trainer")
         ]
-        if process.poll() is not None or not candidates:
-            if process.wait():
-                self.violation(
-                    directory, f"ended with code {process.returncode} though nobody killed it"
-                )
-            self.end(process, directory)
+        done = last_step(directory) >= self.steps  # a kill while it exits would strike nothing
+        if done or process.poll() is not None or not candidates:
+            self.finish(process, directory)
             return last_step(directory) < self.steps
         pid, role = candidates[int(self.random.integers(len(candidates)))]
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:  # it has just come to its end
-            return True
+            self.finish(process, directory)
+            return last_step(directory) < self.steps
         self.outcome.kills += 1
         self.outcome.victims[role] += 1
         self.end(process, directory)
-        return True
+        return last_step(directory) < self.steps
 
     def start(self, directory: Path, life: Life) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "jaxmllm.train", "--config", str(self.config), "--resume"]
@@ -328,12 +326,16 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=24, help="of each run")
     parser.add_argument(
         "--folder",
-        type=Path,
+        type=new_folder,
         help="keep the runs and their logs here (default: a temporary folder)",
     )
     options = parser.parse_args(command)
     if options.kills < 1 or options.steps < 2:
         parser.error("--kills must be at least 1, --steps at least 2")
+    if options.folder and options.folder.is_dir() and any(options.folder.iterdir()):
+        parser.error(
+            f"--folder {options.folder} is not empty: its runs would count as those of this drill; name another"
+        )
     with tempfile.TemporaryDirectory() as temporary:
         outcome = Drill(options.folder or Path(temporary), options.steps, options.seed).run(
             options.kills

@@ -1,5 +1,7 @@
 """A short drill: whatever is killed, the run that is resumed is the one that was never killed."""
 
+import subprocess
+
 import numpy as np
 import pytest
 
@@ -26,6 +28,27 @@ def test_a_run_that_went_elsewhere_is_noticed(tmp_path):
     told = "\n".join(drill.outcome.violations)
     assert "step 1 took other examples" in told and "steps [1, 1, 2]" in told
     assert "step 2: loss 1.6 instead of 1.5" in told and "step 3: loss nan" in told
+
+
+def test_no_kill_is_dealt_to_a_run_that_is_done(tmp_path, monkeypatch):
+    """Its process may still be there, as long as it takes to exit."""
+    drill = Drill(tmp_path, steps=3, seed=0)
+    write(tmp_path / "run", [(1, 2.0), (2, 1.5), (3, 1.0)])
+    process = subprocess.Popen(["sleep", "1"])
+    monkeypatch.setattr(drill, "start", lambda directory, life: process)
+    monkeypatch.setattr(
+        drill, "members", lambda: [(process.pid, "trainer")] if process.poll() is None else []
+    )
+    assert not drill.live_and_die(tmp_path / "run")
+    assert process.returncode == 0
+    assert not drill.outcome.kills and not drill.outcome.violations
+
+
+def test_a_folder_with_runs_of_another_drill_is_refused(tmp_path, capsys):
+    (tmp_path / "run-0").mkdir()
+    with pytest.raises(SystemExit):
+        main(["--folder", str(tmp_path)])
+    assert "is not empty" in capsys.readouterr().err
 
 
 def write(folder, losses, ids="a"):
