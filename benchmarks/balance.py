@@ -51,7 +51,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from benchmarks.file_lengths import FileLengths
+from benchmarks.file_lengths import FILE_ERRORS, FileLengths
 from jaxmllm.balance.costs.gather import gathered_bytes
 from jaxmllm.balance.records import (
     BatchItems,
@@ -377,7 +377,11 @@ def main(command: Sequence[str] | None = None) -> int:
     options = parser.parse_args(command)
     settings = options.settings or (QUICK if options.quick else SETTINGS)
     row_classes: int | Literal["auto"] = options.row_classes or "auto"
-    files = FileLengths.of(options.data, tuple(PHASES)) if options.data else None
+    try:
+        files = FileLengths.of(options.data, tuple(PHASES)) if options.data else None
+    except FILE_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     rows: list[dict[str, Any]] = []
     for setting in settings:
         began = time.perf_counter()

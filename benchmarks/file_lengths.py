@@ -10,11 +10,14 @@ import numpy as np
 
 from jaxmllm.balance.records import BatchItems
 from jaxmllm.config.read import load_config
+from jaxmllm.config.schema import ConfigError
 from jaxmllm.data.corpus import Corpus
+from jaxmllm.data.sources.source import DataError
 from jaxmllm.setup.planning_mesh import staged_mesh
 from jaxmllm.setup.prepare import prepare
 
 CONFIG = Path(__file__).parents[1] / "configs" / "real-small.yaml"
+FILE_ERRORS = (ConfigError, DataError)  # what a folder may cause
 
 
 @dataclass(frozen=True)
@@ -30,15 +33,17 @@ class FileLengths:
 
     @classmethod
     def of(cls, folder: Path, phases: Collection[str]) -> FileLengths:
-        """Of a folder that holds train.jsonl."""
-        overrides = [f"data.root={folder}", "pipeline.stages=2", "mesh.data=1", "mesh.fsdp=1"]
+        """Of a folder that holds train.jsonl. Raises one of `FILE_ERRORS` if it does not."""
+        overrides = [f"data.root={folder}", "data.evaluation=[]"]
+        overrides += ["pipeline.stages=2", "mesh.data=1", "mesh.fsdp=1"]
         config = load_config(CONFIG, overrides)
         return cls(prepare(config, staged_mesh(config)).corpus, phases)
 
     def draw(self, seed: Sequence[int], examples: int) -> BatchItems:
         """A batch of examples that are drawn with replacement."""
         random = np.random.default_rng(seed)
-        items = self.corpus.gather(np.sort(random.integers(0, len(self.corpus), examples)))
+        # In the order drawn: neighbours of a file are alike, and mode `none` deals blocks of a batch
+        items = self.corpus.gather(random.integers(0, len(self.corpus), examples))
         of_phases = {name: items.phases[name] for name in self.phases}
         return BatchItems(items.examples, items.targets, of_phases)
 

@@ -68,6 +68,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.file_lengths import FILE_ERRORS, FileLengths
 from benchmarks.pipeline_batches import UNLIKE, VISION_LANGUAGE, Chains, Rows
 from benchmarks.pipeline_real import (
     FILES,
@@ -86,6 +87,7 @@ from jaxmllm.config.schema import ModelConfig
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.tools.arguments import measuring_parser
 from jaxmllm.tools.output import print_table, write_json
+from jaxmllm.tools.workload import PHASES
 from sharding.pipeline.build_graph import build_graph
 from sharding.pipeline.cuts import CutBy, LayoutName, partition
 from sharding.pipeline.graph import Graph, Pool, Slots, Workload
@@ -473,6 +475,11 @@ def main(command: Sequence[str] | None = None) -> int:
         "--real-variants", nargs="+", choices=tuple(REAL_VARIANTS), default=list(REAL_VARIANTS)
     )
     options = parser.parse_args(command)
+    try:  # before anything is measured
+        files = FileLengths.of(options.data, tuple(PHASES)) if options.data else None
+    except FILE_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     found: dict[str, Any] = {"rows": []}
     if "layouts" in options.families:
         found = _layouts(options)
@@ -481,7 +488,7 @@ def main(command: Sequence[str] | None = None) -> int:
         print_table("Microbatches against random order", [*even], [[*even.values()]])
         found["even"] = even
     if "real" in options.families:
-        found["rows"] += _real(options)
+        found["rows"] += _real(options, files)
     write_json(
         options.json,
         "pipeline",
@@ -518,17 +525,15 @@ def _layouts(options: Namespace) -> dict[str, Any]:
     return {"rows": rows, "search": quality}
 
 
-def _real(options: Namespace) -> list[dict[str, Any]]:
+def _real(options: Namespace, files: FileLengths | None) -> list[dict[str, Any]]:
     """Lengths of real mixtures."""
     seeds = range(options.seed, options.seed + options.real_seeds)
-    mixes = [*options.mixes, *([FILES] if options.data else [])]
+    mixes = [*options.mixes, *([FILES] if files else [])]
     rows = []
     for instance in instances(
         options.profiles, mixes, options.real_modes, options.real_stages, options.per_replica
     ):
-        of_instance = measure_real(
-            instance, seeds, options.rollouts, options.data, options.real_variants
-        )
+        of_instance = measure_real(instance, seeds, options.rollouts, files, options.real_variants)
         show_real(of_instance)
         rows += of_instance
     return rows

@@ -35,8 +35,7 @@ import heapq
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -158,9 +157,9 @@ def generated(instance: Instance, seeds: Sequence[int]) -> Lengths:
     )
 
 
-def from_files(instance: Instance, folder: Path, seeds: Sequence[int]) -> Lengths:
+def from_files(instance: Instance, files: FileLengths, seeds: Sequence[int]) -> Lengths:
     """Batches of the files of a folder."""
-    files = FileLengths.of(folder, tuple(make_phases(instance.model)))
+    files = replace(files, phases=tuple(make_phases(instance.model)))
     return Lengths(
         [files.draw([1, index], instance.examples) for index in range(SAMPLES)],
         [files.draw([0, seed], instance.examples) for seed in seeds],
@@ -435,13 +434,13 @@ def measure_real(
     instance: Instance,
     seeds: Sequence[int],
     rollouts: int,
-    folder: Path | None,
+    files: FileLengths | None,
     variants: Sequence[str] = tuple(VARIANTS),
 ) -> list[dict[str, Any]]:
     """A record for what others run, and for each variant."""
     if instance.mix == FILES:
-        assert folder is not None
-        lengths = from_files(instance, folder, seeds)
+        assert files is not None
+        lengths = from_files(instance, files, seeds)
     else:
         lengths = generated(instance, seeds)
     first = others(instance, lengths)
