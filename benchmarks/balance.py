@@ -66,7 +66,7 @@ from jaxmllm.balance.rows.assign import assign, item_costs, part_costs
 from jaxmllm.balance.sizes.loads import SampleSize
 from jaxmllm.balance.statistics import slowest_flops
 from jaxmllm.balance.step_plan import plan_step
-from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.arguments import measuring_parser, positive_int
 from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.tools.workload import (
     MODEL,
@@ -365,12 +365,19 @@ def main(command: Sequence[str] | None = None) -> int:
         "--settings", nargs="+", type=parse_setting, metavar="RANKSxEXAMPLES", help="default: all"
     )
     parser.add_argument(
-        "--batches", type=int, help="measured batches of each setting (default: 3 to 16)"
+        "--batches", type=positive_int, help="measured batches of each setting (default: 3 to 16)"
     )
-    parser.add_argument("--repeats", type=int, default=3, help="plans timed for each batch")
-    parser.add_argument("--row-classes", type=int, help="most of each phase (default: auto)")
     parser.add_argument(
-        "--widest", type=int, default=NODE, help="most ranks that hold a row together (default: 8)"
+        "--repeats", type=positive_int, default=3, help="plans timed for each batch"
+    )
+    parser.add_argument(
+        "--row-classes", type=positive_int, help="most of each phase (default: auto)"
+    )
+    parser.add_argument(
+        "--widest",
+        type=positive_int,
+        default=NODE,
+        help="most ranks that hold a row together (default: 8)",
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="files whose lengths to plan")
     parser.add_argument("--quick", action="store_true", help="one batch of small settings")

@@ -58,7 +58,7 @@ from jaxmllm.balance.records import RowClass
 from jaxmllm.balance.sizes.inputs import Alignment
 from jaxmllm.config.schema import LanguageConfig, ModelConfig
 from jaxmllm.phases import LANGUAGE
-from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.arguments import measuring_parser, positive_int
 from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.tools.workload import TASKS, generate
 
@@ -281,13 +281,11 @@ def verdict(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    parser.add_argument("--seeds", type=int, default=5, help="rows of each kind")
+    parser.add_argument("--tokens", type=positive_int, nargs="+", default=TOKENS)
+    parser.add_argument("--ranks", type=positive_int, nargs="+", default=RANKS)
+    parser.add_argument("--seeds", type=positive_int, default=5, help="rows of each kind")
     parser.add_argument("--isolated", action="store_true", help="images see themselves alone")
     options = parser.parse_args(command)
-    if options.seeds < 1:
-        parser.error("--seeds must be positive")
     work_of = isolated_work if options.isolated else block_work
     try:
         records = [

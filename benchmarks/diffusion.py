@@ -73,7 +73,7 @@ from jaxmllm.balance.step_plan import plan_step
 from jaxmllm.config.schema import BalanceConfig, DiffusionConfig, ModelConfig, PhaseConfig
 from jaxmllm.phases import LANGUAGE, generator_phase, make_phases
 from jaxmllm.tools import workload
-from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.arguments import measuring_parser, positive_int
 from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.tools.workload import LogNormal, LogUniform
 
@@ -295,9 +295,9 @@ METHODS: dict[str, Callable[..., dict[str, Any]]] = {
 
 def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--items", type=int, default=2048, help="of a step of all ranks")
-    parser.add_argument("--seeds", type=int, default=10, help="measured batches")
+    parser.add_argument("--ranks", type=positive_int, default=64)
+    parser.add_argument("--items", type=positive_int, default=2048, help="of a step of all ranks")
+    parser.add_argument("--seeds", type=positive_int, default=10, help="measured batches")
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=[*MIXES])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
     options = parser.parse_args(command)

@@ -24,7 +24,7 @@ from benchmarks.common import median_seconds
 from jaxmllm.config.schema import ExpertKernel
 from jaxmllm.experts.expert_blocks import Matrices, block_rows
 from jaxmllm.experts.experts import experts
-from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.arguments import measuring_parser, positive_int
 from jaxmllm.tools.output import print_table, write_json
 from sharding.mesh import make_mesh
 from sharding.rules import make_layout
@@ -125,12 +125,12 @@ def measure(
 
 def main() -> None:
     parser = measuring_parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--mlp-width", type=int, default=256)
-    parser.add_argument("--experts", type=int, nargs="+", default=[8, 64, 128])
-    parser.add_argument("--k", type=int, nargs="+", default=[2, 8])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=positive_int, default=4096)
+    parser.add_argument("--width", type=positive_int, default=512)
+    parser.add_argument("--mlp-width", type=positive_int, default=256)
+    parser.add_argument("--experts", type=positive_int, nargs="+", default=[8, 64, 128])
+    parser.add_argument("--k", type=positive_int, nargs="+", default=[2, 8])
+    parser.add_argument("--repeats", type=positive_int, default=5)
     options = parser.parse_args()
     sizes = options.tokens, options.width, options.mlp_width
     records = [

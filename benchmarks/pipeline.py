@@ -85,7 +85,7 @@ from jaxmllm.arrays import Longs, sums_by
 from jaxmllm.balance.stages.microbatches import MicrobatchPlan, PhaseLoad, plan_microbatches
 from jaxmllm.config.schema import ModelConfig
 from jaxmllm.phases import LANGUAGE
-from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.arguments import measuring_parser, positive_int
 from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.tools.workload import PHASES
 from sharding.pipeline.build_graph import build_graph
@@ -444,11 +444,13 @@ def measure_microbatches(
 
 def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
-    parser.add_argument("--seeds", type=int, default=10, help="batches")
-    parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--seeds", type=positive_int, default=10, help="batches")
+    parser.add_argument("--microbatches", type=positive_int, default=16)
+    parser.add_argument("--stages", type=positive_int, default=4)
     parser.add_argument(
-        "--live", type=int, help="language microbatches that have room on a rank (default: all)"
+        "--live",
+        type=positive_int,
+        help="language microbatches that have room on a rank (default: all)",
     )
     names = [variant.name for variant in VARIANTS]
     parser.add_argument(
@@ -467,14 +469,19 @@ def main(command: Sequence[str] | None = None) -> int:
     real.add_argument("--profiles", nargs="+", choices=tuple(PROFILES), default=["8B"])
     real.add_argument("--mixes", nargs="+", choices=tuple(MIXES), default=["all"])
     real.add_argument("--data", type=Path, metavar="DIR", help="that holds train.jsonl, as a mix")
-    real.add_argument("--real-stages", nargs="+", type=int, default=[4])
-    real.add_argument("--per-replica", nargs="+", type=int, default=[8, 32, 128])
+    real.add_argument("--real-stages", nargs="+", type=positive_int, default=[4])
+    real.add_argument("--per-replica", nargs="+", type=positive_int, default=[8, 32, 128])
     real.add_argument("--real-modes", nargs="+", choices=tuple(REAL_MODES), default=["train_all"])
-    real.add_argument("--real-seeds", type=int, default=2, help="batches of each instance")
+    real.add_argument("--real-seeds", type=positive_int, default=2, help="batches of each instance")
     real.add_argument(
         "--real-variants", nargs="+", choices=tuple(REAL_VARIANTS), default=list(REAL_VARIANTS)
     )
     options = parser.parse_args(command)
+    of_model = MODELS[options.model].modes
+    if unknown := [mode for mode in options.modes or () if mode not in of_model]:
+        parser.error(
+            f"--modes {' '.join(unknown)}: --model {options.model!r} has {', '.join(of_model)}"
+        )
     try:  # before anything is measured
         files = FileLengths.of(options.data, tuple(PHASES)) if options.data else None
     except FILE_ERRORS as error:

@@ -45,7 +45,7 @@ from jaxmllm.families.weight_files import write_tensors
 from jaxmllm.models.compose import build_model
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.distributed import initialize_distributed
-from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.arguments import measuring_parser, positive_int
 from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.training.folder_parameters import read_folder
 from sharding.mesh import make_mesh
@@ -247,12 +247,14 @@ def run(folder: Path, processes: int, devices: int, dtype: str) -> list[dict[str
 def main() -> None:
     parser = measuring_parser(__doc__)
     parser.add_argument("--gigabytes", type=float, default=2.0)
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--processes", type=positive_int, nargs="+", default=[1, 2])
+    parser.add_argument("--devices", type=positive_int, default=8)
     parser.add_argument("--dtype", default="bfloat16", help="of the parameters")
     parser.add_argument("--folder", type=Path, help="one that is there already")
     parser.add_argument("--into", type=Path, help="of one process: where its record goes")
     options = parser.parse_args()
+    if uneven := [count for count in options.processes if options.devices % count]:
+        parser.error(f"--processes {uneven[0]} cannot share --devices {options.devices} evenly")
     if options.into is not None:
         initialize_distributed()
         record = measure(options.folder, options.dtype)

@@ -25,7 +25,7 @@ from jaxmllm.data.rows.masks import AttentionSpec, Row, finish_encoder_row, wind
 from jaxmllm.models.compose import build_model
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.models.rows import EncoderRows
-from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.arguments import measuring_parser, positive_int
 from jaxmllm.tools.output import print_table, write_json
 from sharding.mesh import make_mesh
 
@@ -150,7 +150,7 @@ def measure(
 
 def main() -> None:
     parser = measuring_parser(__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=positive_int, default=5)
     arguments = parser.parse_args()
     records = [
         record for row in ROWS for record in measure(*row, arguments.seed, arguments.repeats)

@@ -153,3 +153,10 @@ def test_settings_that_are_none_are_refused(setting, capsys):
     with pytest.raises(SystemExit):
         main(["--settings", setting])
     assert "RANKSxEXAMPLES" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["--batches", "--repeats", "--row-classes"])
+def test_counts_that_cannot_be(name, capsys):
+    with pytest.raises(SystemExit):
+        main(["--settings", "1x1", name, "0"])
+    assert f"argument {name}" in capsys.readouterr().err

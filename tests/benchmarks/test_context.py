@@ -121,3 +121,10 @@ def test_layer_cost_is_that_of_its_matrices():
 def test_a_length_that_ranks_cannot_share_is_one_line(capsys):
     assert main(["--tokens", "1000", "--ranks", "8", "--seeds", "1"]) == 1
     assert "1000 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["--ranks", "--tokens", "--seeds"])
+def test_counts_that_cannot_be(name, capsys):
+    with pytest.raises(SystemExit):
+        main([name, "0"])
+    assert f"argument {name}" in capsys.readouterr().err

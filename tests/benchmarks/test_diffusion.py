@@ -109,3 +109,10 @@ def test_figures_are_those_of_the_slowest_rank_of_each_step():
     assert found["real_slots"] == sum(b.real for b in batches) / sum(b.slots for b in batches)
     planned = {"balanced", "balanced_long", "balanced_across", "packed"}
     assert set(METHODS) == planned | {"buckets", "padded_alike"}
+
+
+@pytest.mark.parametrize("name", ["--ranks", "--items", "--seeds"])
+def test_counts_that_cannot_be(name, capsys):
+    with pytest.raises(SystemExit):
+        main([name, "0"])
+    assert f"argument {name}" in capsys.readouterr().err

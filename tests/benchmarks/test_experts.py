@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.experts import ROUTINGS, choose, measure
+from benchmarks.experts import ROUTINGS, choose, main, measure
 
 
 def test_routings_are_what_they_are_called():
@@ -19,3 +19,10 @@ def test_records_compare_every_form():
     for record in records:
         assert record["forward_of_dense"] > 0 and record["training_of_dense"] > 0
         assert record["ragged_dot_training_ms"] > 0 and record["temporary_mib"] > 0
+
+
+def test_no_repeats_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["experts", "--repeats", "0"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "argument --repeats" in capsys.readouterr().err

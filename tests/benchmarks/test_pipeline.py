@@ -146,6 +146,20 @@ def test_frozen_towers_have_no_backward():
     assert {depth for name, depth in kinds if name == "language"} == set(range(8))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--modes", "frozen_text"], "train_all, alignment"),
+        (["--seeds", "0"], "whole number from 1"),
+        (["--real-seeds", "0"], "whole number from 1"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments, told, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert told in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------------------- text to video
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.reading import FILES, make_folder, run
+from benchmarks.reading import FILES, main, make_folder, run
 from jaxmllm.families.model_folder import ModelFolder
 
 
@@ -21,3 +21,11 @@ def test_processes_read_their_shares(tmp_path):
     assert [half["devices"] for half in halves] == [4, 4]
     for half in halves:
         assert half["asked"] == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize("sizes", ["--processes 3", "--processes 2 --devices 1"])
+def test_processes_that_cannot_share_the_devices(sizes, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["reading", *sizes.split()])
+    with pytest.raises(SystemExit):
+        main()
+    assert "cannot share --devices" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.windows import measure
+from benchmarks.windows import main, measure
 
 
 @pytest.mark.slow
@@ -9,3 +9,10 @@ def test_both_orders_are_measured_and_one_computes_less():
     assert (image["order"], windows["order"]) == ("image", "windows")
     assert 1 <= windows["pairs"] < image["pairs"]
     assert image["ratio"] == 1 and windows["seconds"] > 0
+
+
+def test_no_repeats_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["windows", "--repeats", "0"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "argument --repeats" in capsys.readouterr().err
