@@ -39,8 +39,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxmllm.config.schema import ComponentsConfig, LanguageConfig, ModelConfig
-from jaxmllm.families.lines import Index
-from jaxmllm.families.model_folder import INDEX, Fit, ModelFolder
+from jaxmllm.families.lines import Index, Line
+from jaxmllm.families.model_folder import INDEX, ModelFolder
 from jaxmllm.families.weight_files import write_tensors
 from jaxmllm.models.compose import build_model
 from jaxmllm.phases import LANGUAGE
@@ -52,7 +52,6 @@ from sharding.mesh import make_mesh
 
 FILES = 5
 LAYERS = 16
-BYTES = 2  # of a number in the files
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 SAMPLED_EVERY = 0.005  # seconds
@@ -175,16 +174,18 @@ def device_bytes() -> int:
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """How many numbers each slice has that is asked of a folder meanwhile."""
-    part, numbers = Fit.part, []
+    """How many bytes each slice has, in the type of its tensor, that is asked of a folder meanwhile."""
+    read, asked = Line.read, []
 
-    def counting(fit: Fit, path: str, index: Index, dtype: Any) -> NDArray[Any]:
-        values = part(fit, path, index, dtype)
-        numbers.append(values.size)
+    def counting(
+        line: Line, tensor: NDArray[Any], shape: tuple[int, ...], index: Index
+    ) -> NDArray[Any]:
+        values = read(line, tensor, shape, index)
+        asked.append(values.nbytes)
         return values
 
-    with mock.patch.object(Fit, "part", counting):
-        yield numbers
+    with mock.patch.object(Line, "read", counting):
+        yield asked
 
 
 def _from_disk() -> int:
@@ -210,7 +211,7 @@ def measure(folder: Path, dtype: str) -> dict[str, Any]:
     vocabulary = opened.config.number("vocab_size")
     model = build_model(ModelConfig(language=language), vocabulary, ComponentsConfig(), mesh)
     abstract = model.abstract(dtype)[LANGUAGE]
-    with Memory().sampled() as memory, counted() as numbers:
+    with Memory().sampled() as memory, counted() as asked:
         began, before = time.perf_counter(), _from_disk()
         parameters = jax.block_until_ready(read_folder(str(folder), abstract))
         seconds, disk = time.perf_counter() - began, _from_disk() - before
@@ -220,7 +221,7 @@ def measure(folder: Path, dtype: str) -> dict[str, Any]:
         "process": jax.process_index(),
         "devices": jax.local_device_count(),
         "seconds": seconds,
-        "asked": BYTES * sum(numbers) / sum(sizes),
+        "asked": sum(asked) / sum(sizes),
         "disk": disk / sum(sizes),
         "extra_bytes": memory.extra,
         "mapped_bytes": memory.mapped,
@@ -278,7 +279,15 @@ def main() -> None:
         rows.append(row)
     size = records[0]["folder_bytes"] / 1e9
     print_table(f"Reading a folder of {size:.2f} GB as {options.dtype}", COLUMNS, rows)
-    write_json(options.json, "reading", options.seed, GENERATOR, rows=records)
+    write_json(
+        options.json,
+        "reading",
+        options.seed,
+        GENERATOR,
+        dtype=options.dtype,
+        folder=options.folder and str(options.folder),
+        rows=records,
+    )
 
 
 if __name__ == "__main__":

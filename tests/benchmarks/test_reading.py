@@ -1,7 +1,8 @@
 import pytest
 
-from benchmarks.reading import FILES, main, make_folder, run
+from benchmarks.reading import FILES, main, make_folder, measure, run
 from jaxmllm.families.model_folder import ModelFolder
+from jaxmllm.families.weight_files import write_tensors
 
 
 def test_a_made_folder_is_one_of_a_model(tmp_path):
@@ -9,6 +10,16 @@ def test_a_made_folder_is_one_of_a_model(tmp_path):
     folder = ModelFolder.open(tmp_path / "folder")
     assert len(folder.files) == FILES
     assert folder.family.section(folder.config)["layers"] == 16
+
+
+def test_bytes_are_those_of_the_files_types(tmp_path):
+    """Also where parameters have another type."""
+    make_folder(tmp_path / "folder", 0.0001, seed=0)
+    tensors = ModelFolder.open(tmp_path / "folder").tensors
+    for file in {tensor.file for tensor in tensors.values()}:
+        of_file = {key: tensor for key, tensor in tensors.items() if tensor.file == file}
+        write_tensors(file, {key: of.array().astype("float32") for key, of in of_file.items()})
+    assert measure(tmp_path / "folder", "bfloat16")["asked"] == pytest.approx(1, abs=0.01)
 
 
 @pytest.mark.slow
