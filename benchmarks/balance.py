@@ -417,6 +417,8 @@ def main(command: Sequence[str] | None = None) -> int:
         settings=[f"{ranks}x{per_rank}" for ranks, per_rank in settings],
         row_classes=row_classes,
         widest=options.widest,
+        repeats=options.repeats,
+        data=options.data and str(options.data),
         rows=rows,
     )
     return 0

@@ -144,7 +144,17 @@ def main() -> None:
         COLUMNS,
         [list(record.values()) for record in records],
     )
-    write_json(options.json, "experts", options.seed, GENERATOR, rows=records)
+    write_json(
+        options.json,
+        "experts",
+        options.seed,
+        GENERATOR,
+        tokens=options.tokens,
+        width=options.width,
+        mlp_width=options.mlp_width,
+        repeats=options.repeats,
+        rows=records,
+    )
 
 
 if __name__ == "__main__":

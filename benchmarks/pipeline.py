@@ -502,6 +502,8 @@ def main(command: Sequence[str] | None = None) -> int:
         options.seed,
         GENERATOR,
         seeds=options.seeds,
+        real_seeds=options.real_seeds,  # of rows of the family `real`, in the place of `seeds`
+        data=options.data and str(options.data),
         microbatches=options.microbatches,
         stages=options.stages,
         live=options.live,

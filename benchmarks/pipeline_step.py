@@ -223,6 +223,8 @@ def main(command: Sequence[str] | None = None) -> int:
             "set": options.overrides,
             "steps": options.steps,
             "stages": options.stages,
+            "batch": options.batch,
+            "repeats": options.repeats,
         }
         write_json(
             options.json,

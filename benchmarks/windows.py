@@ -172,7 +172,14 @@ def main() -> None:
             for record in records
         ],
     )
-    write_json(arguments.json, "windows", arguments.seed, GENERATOR, rows=records)
+    write_json(
+        arguments.json,
+        "windows",
+        arguments.seed,
+        GENERATOR,
+        repeats=arguments.repeats,
+        rows=records,
+    )
 
 
 if __name__ == "__main__":

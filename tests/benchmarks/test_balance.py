@@ -160,3 +160,7 @@ def test_counts_that_cannot_be(name, capsys):
     with pytest.raises(SystemExit):
         main(["--settings", "1x1", name, "0"])
     assert f"argument {name}" in capsys.readouterr().err
+
+
+def test_json_has_what_was_measured(report):
+    assert (report["repeats"], report["data"]) == (1, None)

@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 
@@ -26,3 +28,13 @@ def test_no_repeats_are_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main()
     assert "argument --repeats" in capsys.readouterr().err
+
+
+def test_json_has_the_sizes(tmp_path, monkeypatch):
+    path = tmp_path / "experts.json"
+    sizes = {"tokens": 16, "width": 8, "mlp_width": 4, "repeats": 1}
+    given = [f"--{name.replace('_', '-')}={size}" for name, size in sizes.items()]
+    monkeypatch.setattr("sys.argv", ["experts", *given, "--json", str(path)])
+    monkeypatch.setattr("benchmarks.experts.measure", lambda *arguments: [{"experts": 8}])
+    main()
+    assert sizes.items() <= json.loads(path.read_text()).items()

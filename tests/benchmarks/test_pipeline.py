@@ -160,6 +160,17 @@ def test_arguments_that_cannot_be(arguments, told, capsys):
     assert told in capsys.readouterr().err
 
 
+def test_json_says_what_real_rows_are_means_of(tmp_path, monkeypatch):
+    files = object()
+    monkeypatch.setattr(pipeline.FileLengths, "of", lambda folder, phases: files)
+    monkeypatch.setattr(pipeline, "_real", lambda options, given: [{"files": given is files}])
+    arguments = ["--families", "real", "--real-seeds", "3", "--data", "some"]
+    assert main([*arguments, "--json", str(tmp_path / "pipeline.json")]) == 0
+    report = json.loads((tmp_path / "pipeline.json").read_text())
+    assert (report["real_seeds"], report["data"]) == (3, "some")
+    assert report["rows"] == [{"files": True}]
+
+
 # ---------------------------------------------------------------------------- text to video
 
 
