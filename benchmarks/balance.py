@@ -20,7 +20,7 @@ and one of phase `step` for every setting and `spans`.
     max/mean          costliest rank / mean rank
     synchronised      sum over microbatches of the costliest row / sum of means: ranks meet at every microbatch
     real tokens       share of row slots that hold data; of the step, weighted by the FLOPs of a slot
-    gathered GB       keys and values of all layers that the ranks receive of each other in a forward pass, together
+    gathered GB, all  keys and values of all layers that the ranks receive of each other in a forward pass, together
     step proxy        FLOPs of the costliest row, summed over microbatches and phases, over those of mode `phases`;
                       `padded` counts the linear part of a row on all of its slots, as fixed shapes do
     node bytes        tokens that change node (of 8 ranks), items placed near their texts / dealt at random
@@ -448,7 +448,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         "real tokens": "real_token_fraction",
         "rows per rank": "rows",
     }
-    columns = [*names_of_setting, "phase", *figures, "gathered GB", "plan ms"]
+    columns = [*names_of_setting, "phase", *figures, "gathered GB, all", "plan ms"]
     table = [
         [
             *_setting_of(row),
