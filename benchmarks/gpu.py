@@ -525,7 +525,9 @@ def calibration_rows(bench: Bench) -> list[Row]:
 def exchange_rows(bench: Bench) -> list[Row]:
     """Gradients of the tiny model through each exchange, and whether those of several calls are the same in every
     bit; a loss that differs is a failure."""
-    tiny = Bench(replace(SMALL, examples=32), bench.folder, bench.deadline, bench.seed)
+    # In a folder of its own: sizes of `prediction`, which comes later, are chosen from the sample of `bench`
+    folder = bench.folder / "exchange"
+    tiny = Bench(replace(SMALL, examples=32), folder, bench.deadline, bench.seed)
     rows: list[Row] = []
     for exchange in ("padded", "ragged"):
         try:
@@ -589,7 +591,10 @@ def prediction_rows(bench: Bench) -> list[Row]:
     for name, compiled in bench.programs.compiled.items():
         words = in_words(name)
         memory = memory_of(compiled)
-        if name.function == "zero" or words not in predicted or memory is None:
+        if name.function == "zero" or memory is None:
+            continue
+        if words not in predicted:
+            rows.append({"program": words, "failed": "`jaxmllm check` has no such program"})
             continue
         rows.append(
             {

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from benchmarks import gpu
 from benchmarks.attention_gpu import Shape, random_inputs
 from jaxmllm.attention.attention import attention
 from jaxmllm.attention.mask import visible
+from jaxmllm.training.programs.base import ProgramName
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,6 +85,38 @@ def test_attention_is_measured_and_cudnn_is_missing(bench):
     assert all(row["backward ms"] > 0 for row in rows if "failed" not in row)
     assert all(row["backward error"] < 0.02 for row in rows if "failed" not in row)
     assert [row["span"] for row in gpu.span_rows(bench)] == list(gpu.SPANS)
+
+
+def test_the_exchange_leaves_the_sample_as_it_is(bench, monkeypatch):
+    """`prediction` comes after it and chooses sizes from the sample anew."""
+
+    def refuse(*_):
+        raise ValueError("no programs here")
+
+    monkeypatch.setattr(gpu, "prepare", refuse)
+    file = bench.data / "train.jsonl"
+    before = file.read_text()
+    assert [row["failed"] for row in gpu.exchange_rows(bench)] == 2 * [
+        "ValueError: no programs here"
+    ]
+    assert file.read_text() == before
+
+
+def test_programs_that_are_not_predicted_are_named(bench, monkeypatch):
+    needed = {"needed": 2e9, "temporaries": 1e9}
+
+    def check(command, **_):
+        row = {"program": "evaluate language 512", "memory": needed}
+        Path(command[-1]).write_text(json.dumps({"rows": [row]}))
+
+    names = [ProgramName("evaluate", "language", slots) for slots in (512, 1024)]
+    bench.run = SimpleNamespace(config=bench.config())
+    bench.programs = SimpleNamespace(compiled=dict.fromkeys([*names, ProgramName("zero", "")]))
+    monkeypatch.setattr(gpu.subprocess, "run", check)
+    monkeypatch.setattr(gpu, "memory_of", lambda _: SimpleNamespace(**needed))
+    first, second = gpu.prediction_rows(bench)
+    assert first["predicted_gb"] == 2.0
+    assert second["program"] == "evaluate language 1024" and "no such program" in second["failed"]
 
 
 def test_of_several_devices_one_must_be_chosen(capsys):
