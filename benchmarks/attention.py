@@ -11,12 +11,14 @@ matrix product's, in the same run; `pairs` the share of visible query-key pairs 
 `difference` the largest one from the dense output.
 
 The second table holds rows of equal length whose documents are ever longer, and the line that fits
-their cost: seconds = constant + slope * tiles.
+their cost: seconds = constant + slope * tiles. It is left out where fewer than three lengths of
+documents fit into a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +31,7 @@ from benchmarks.context import packed
 from jaxmllm.attention.attention import attention
 from jaxmllm.attention.mask import Mask, TokenIds, causal_ids, visible
 from jaxmllm.attention.tiles import tile_lists, visible_tiles
-from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.arguments import measuring_parser, positive_int
 from jaxmllm.tools.output import print_table, write_json
 
 HEADS = 8
@@ -54,6 +56,7 @@ COLUMNS = [
 ]
 SLOPE_SLOTS = 16384
 SLOPE_DOCUMENTS = (512, 1024, 2048, 4096, 8192, 16384)
+LEAST_LENGTHS = 3  # of documents: any line fits two
 GENERATOR = (
     "numpy default_rng([seed, slots]): `packed` rows of benchmarks/context.py, normal q, k, v"
 )
@@ -153,14 +156,17 @@ def measure(seed: int, slots: int, blocks: list[int], repeats: int) -> list[dict
     return records
 
 
-def measure_slope(seed: int, slots: int, block: int, repeats: int) -> dict[str, Any]:
-    """Cost of rows of one length by their visible tiles, and the line through it."""
+def measure_slope(seed: int, slots: int, block: int, repeats: int) -> dict[str, Any] | None:
+    """Cost of rows of one length by their visible tiles, and the line through it; None where too few lengths of
+    documents fit."""
+    lengths = [length for length in SLOPE_DOCUMENTS if length <= slots]
+    if len(lengths) < LEAST_LENGTHS:
+        return None
     random = np.random.default_rng([seed, slots])
     q, k, v = random_inputs(random, slots)
     run = jax.jit(attention)
     functions = {}
     tiles = []
-    lengths = [length for length in SLOPE_DOCUMENTS if length <= slots]
     for length in lengths:
         segments = (np.arange(slots) // length + 1).astype(np.int32)
         mask, visible, _ = make_mask(causal_ids(segments), block)
@@ -181,12 +187,15 @@ def measure_slope(seed: int, slots: int, block: int, repeats: int) -> dict[str, 
     }
 
 
-def main() -> None:
+def main(command: Sequence[str] | None = None) -> None:
     parser = measuring_parser(__doc__)
-    parser.add_argument("--slots", type=int, nargs="+", default=[4096, 16384, 65536])
-    parser.add_argument("--blocks", type=int, nargs="+", default=[128, 256])
-    parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
+    parser.add_argument("--slots", type=positive_int, nargs="+", default=[4096, 16384, 65536])
+    parser.add_argument("--blocks", type=positive_int, nargs="+", default=[128, 256])
+    parser.add_argument("--repeats", type=positive_int, default=3)
+    options = parser.parse_args(command)
+    for slots, block in itertools.product(options.slots, options.blocks):
+        if slots % block:
+            parser.error(f"--slots {slots} must be a multiple of --blocks {block}")
     records = [
         row
         for slots in options.slots
@@ -203,14 +212,18 @@ def main() -> None:
     slope = measure_slope(
         options.seed, min(SLOPE_SLOTS, max(options.slots)), options.blocks[0], options.repeats
     )
-    line = f"{1e6 * slope['slope_seconds_per_tile']:.3g} us per tile + {1e3 * slope['constant_seconds']:.3g} ms"
-    print_table(
-        f"causal rows of {slope['slots']} slots, blocks of {slope['block']}:\n{line}, R^2 {slope['r_squared']:.4f}",
-        ["documents of", "tiles", "forward ms"],
-        zip(
-            slope["documents_of"], slope["tiles"], [1e3 * s for s in slope["seconds"]], strict=True
-        ),
-    )
+    if slope is not None:
+        line = f"{1e6 * slope['slope_seconds_per_tile']:.3g} us per tile + {1e3 * slope['constant_seconds']:.3g} ms"
+        print_table(
+            f"causal rows of {slope['slots']} slots, blocks of {slope['block']}:\n{line}, R^2 {slope['r_squared']:.4f}",
+            ["documents of", "tiles", "forward ms"],
+            zip(
+                slope["documents_of"],
+                slope["tiles"],
+                [1e3 * s for s in slope["seconds"]],
+                strict=True,
+            ),
+        )
     write_json(options.json, "attention", options.seed, GENERATOR, results=records, slope=slope)
 
 

@@ -1,6 +1,9 @@
+import json
+
 import pytest
 
-from benchmarks.attention import measure, measure_slope
+from benchmarks import attention
+from benchmarks.attention import main, measure, measure_slope
 
 
 @pytest.mark.slow
@@ -18,3 +21,28 @@ def test_the_slope_belongs_to_the_tiles():
     assert record["documents_of"] == [512, 1024, 2048]
     assert record["tiles"] == [4 * 3, 2 * 10, 36]  # triangles of 2, 4 and 8 blocks
     assert len(record["seconds"]) == 3 and record["r_squared"] <= 1
+
+
+@pytest.mark.parametrize("slots", [256, 768, 1024])
+def test_without_three_lengths_there_is_no_line(slots, tmp_path, monkeypatch):
+    """One length has no R^2, and any line fits two."""
+    monkeypatch.setattr(attention, "measure", lambda *_: [])
+    path = tmp_path / "attention.json"
+    main(["--slots", str(slots), "--json", str(path)])
+    assert json.loads(path.read_text())["slope"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--repeats", "0"], "--repeats: '0' is not a whole number"),
+        (["--slots", "640"], "--slots 640 must be a multiple of --blocks 256"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_measured(
+    arguments, message, monkeypatch, capsys
+):
+    monkeypatch.setattr(attention, "measure", None)
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
