@@ -22,6 +22,7 @@ seconds of diffusers over ours, of the same batch; tokens are those of the texts
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,7 @@ from numpy.typing import NDArray
 from benchmarks.balance_step import quartiles
 from benchmarks.diffusion import MIXES, draw
 from benchmarks.diffusion_buckets import FRAMES, MOST_TEXT, SIDE
-from benchmarks.peer_torch import tell, use_cores
+from benchmarks.peer_torch import add_threads, tell, use_cores
 from benchmarks.peers.examples import KeptCorpus
 from benchmarks.peers.own_run import OwnRun, compile_alone, compiled_programs
 from benchmarks.peers.processes import Peer, check_losses, has_modules, make_folder
@@ -50,7 +51,7 @@ from jaxmllm.data.media.generated import frames_of
 from jaxmllm.data.rows.draws import DrawRule
 from jaxmllm.families.resolved import load_run_config
 from jaxmllm.models.rows import LanguageRows
-from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.arguments import measuring_parser, positive_int
 from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.training.objectives.flow import patch_noise
 from jaxmllm.training.run import USER_ERRORS
@@ -327,14 +328,16 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", default=sys.executable, metavar="PATH")
     parser.add_argument("--size", choices=[*SIZES], default="6m")
     parser.add_argument("--mix", choices=[*MIXES], default="clips")
-    parser.add_argument("--steps", type=int, default=7, help="measured steps of each system")
-    parser.add_argument("--items", type=int, default=16, help="per step")
+    parser.add_argument(
+        "--steps", type=positive_int, default=7, help="measured steps of each system"
+    )
+    parser.add_argument("--items", type=positive_int, default=16, help="per step")
     parser.add_argument("--smaller", type=float, default=4.0, help="sides than the workload's")
-    parser.add_argument("--threads", type=int, default=1, help="cores, for both systems")
+    add_threads(parser, 1)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of our config")
     options = parser.parse_args(command)
-    if min(options.steps, options.items, options.threads) < 1 or options.smaller <= 0:
-        parser.error("--steps, --items, --threads and --smaller must be positive")
+    if not 0 < options.smaller < math.inf:
+        parser.error(f"--smaller {options.smaller} must be above 0")
     if not has_modules(options.python, "torch", "diffusers"):
         print(
             f"benchmarks.peer_diffusers measures nothing: {options.python} has no torch and diffusers; name an "

@@ -21,6 +21,7 @@ ours with data.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ import numpy as np
 import tokenizers
 
 from benchmarks.balance_step import quartiles
-from benchmarks.peer_torch import tell, use_cores
+from benchmarks.peer_torch import add_threads, tell, use_cores
 from benchmarks.peers import processes
 from benchmarks.peers.examples import Example, KeptCorpus, write_generated
 from benchmarks.peers.own_run import OwnRun, compile_alone, compiled_programs
@@ -42,7 +43,7 @@ from jaxmllm.config import strict_yaml
 from jaxmllm.config.schema import Config, ModelConfig
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.families.resolved import load_run_config, resolved
-from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.arguments import measuring_parser, positive_int
 from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.training.run import USER_ERRORS
 
@@ -335,14 +336,18 @@ def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
     parser.add_argument("--python", default=sys.executable, metavar="PATH")
     parser.add_argument("--size", choices=[*SIZES], default="40m")
-    parser.add_argument("--steps", type=int, default=7, help="measured steps of each system")
-    parser.add_argument("--examples", type=int, default=24, help="per step")
-    parser.add_argument("--micro-batch", type=int, default=4, help="examples, of transformers")
+    parser.add_argument(
+        "--steps", type=positive_int, default=7, help="measured steps of each system"
+    )
+    parser.add_argument("--examples", type=positive_int, default=24, help="per step")
+    parser.add_argument(
+        "--micro-batch", type=positive_int, default=4, help="examples, of transformers"
+    )
     parser.add_argument("--smaller", type=float, default=8.0, help="examples than the workload's")
-    parser.add_argument("--threads", type=int, default=2, help="cores, for every system")
+    add_threads(parser, 2)
     options = parser.parse_args(command)
-    if min(options.steps, options.examples, options.micro_batch, options.threads) < 1:
-        parser.error("--steps, --examples, --micro-batch and --threads must be positive")
+    if not 0 < options.smaller < math.inf:
+        parser.error(f"--smaller {options.smaller} must be above 0")
     if not has_modules(options.python, "torch", "transformers"):
         print(
             f"benchmarks.peer_hf measures nothing: {options.python} has no torch and transformers; name an interpreter "

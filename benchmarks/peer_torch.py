@@ -36,6 +36,7 @@ On a machine under other load, PyTorch's two threads wait for each other and its
 
 from __future__ import annotations
 
+import argparse
 import copy
 import importlib.util
 import math
@@ -64,7 +65,7 @@ from jaxmllm.config.read import load_config
 from jaxmllm.config.schema import Config
 from jaxmllm.data.batches import batch_examples
 from jaxmllm.data.rows.fill import HostStep, StepFiller
-from jaxmllm.tools.arguments import measuring_parser
+from jaxmllm.tools.arguments import measuring_parser, positive_int
 from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.training.optimizer import learning_rate
@@ -395,19 +396,19 @@ def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
     parser.add_argument("--size", choices=["quickstart", *SIZES], default="40m")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="that holds train.jsonl")
-    parser.add_argument("--steps", type=int, default=8, help="measured steps of each system")
-    parser.add_argument("--threads", type=int, default=2, help="cores, for every system")
+    parser.add_argument(
+        "--steps", type=positive_int, default=8, help="measured steps of each system"
+    )
+    add_threads(parser, 2)
     parser.add_argument(
         "--micro-batch",
-        type=int,
+        type=positive_int,
         nargs=len(IN_MICRO_BATCHES),
         metavar=tuple(name.upper() for name in IN_MICRO_BATCHES),
         help="examples, instead of the fastest",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of our config")
     options = parser.parse_args(command)
-    if min(options.steps, options.threads) < 1:
-        parser.error("--steps and --threads must be positive")
     sizes = dict(zip(IN_MICRO_BATCHES, options.micro_batch or (), strict=False))
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -472,13 +473,32 @@ def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
     print_table("where the time goes", ["system", "part", "CPU s", "share"], parts, left_aligned=2)
 
 
+def cores() -> list[int]:
+    """Numbers of those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return [*range(os.cpu_count() or 1)]
+
+
+def add_threads(parser: argparse.ArgumentParser, default: int) -> None:
+    """Add `--threads`, which names no more cores than there are: a table must not say what was not measured."""
+
+    def threads(text: str) -> int:
+        count = positive_int(text)
+        if count > len(cores()):
+            raise argparse.ArgumentTypeError(f"{count}: this process may use {len(cores())} cores")
+        return count
+
+    fewer = min(default, len(cores()))
+    parser.add_argument("--threads", type=threads, default=fewer, help="cores, for every system")
+
+
 def use_cores(threads: int) -> None:
     """Keep this process and those that it starts to so many cores, where the system lets it."""
     if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))[:threads]
-        os.sched_setaffinity(0, cores)
+        os.sched_setaffinity(0, cores()[:threads])
         # The process of PyTorch takes its number from `serve`
-        os.environ["NPROC"] = str(len(cores))
+        os.environ["NPROC"] = str(threads)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,19 @@ def test_without_torch_it_says_so(monkeypatch, capsys):
     assert "/some/python has no torch and diffusers" in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    ["--smaller 0", "--smaller nan", "--items 0", "--threads 4096"],
+)
+def test_bad_arguments_are_refused_at_once(arguments, monkeypatch, capsys):
+    """Before it asks for the other system."""
+    monkeypatch.setattr(peer_diffusers, "has_modules", None)
+    with pytest.raises(SystemExit) as ended:
+        peer_diffusers.main(arguments.split())
+    assert ended.value.code == 2
+    assert arguments.split()[0] in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_ratios_are_over_the_same_batch():
     ratio = peer_diffusers.ratio(MEASURED, "seconds")
     assert list(ratio.values()) == [1, 1, 3], "the median of each batch's ratio, and its quartiles"

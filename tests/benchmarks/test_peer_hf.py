@@ -25,6 +25,19 @@ def test_without_torch_it_says_so(monkeypatch, capsys):
     assert not peer_hf.has_modules(sys.executable, "no_such_module")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    ["--smaller 0", "--smaller nan", "--steps 0", "--micro-batch -1", "--threads 4096"],
+)
+def test_bad_arguments_are_refused_at_once(arguments, monkeypatch, capsys):
+    """Before it asks for the other system."""
+    monkeypatch.setattr(peer_hf, "has_modules", None)
+    with pytest.raises(SystemExit) as ended:
+        peer_hf.main(arguments.split())
+    assert ended.value.code == 2
+    assert arguments.split()[0] in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_ratios_are_over_the_same_batch():
     measured = {
         "told": {"padded": told([2.5, 6.5, 3.5]), "jaxmllm": told([1.5, 2.5, 3.5])},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 
@@ -32,6 +33,26 @@ def test_without_torch_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert peer_torch.main([]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["--micro-batch 1 -1 1", "--micro-batch 1 1 0", "--steps 0", "--threads 4096"],
+)
+def test_bad_arguments_are_refused_at_once(arguments, monkeypatch, capsys):
+    """Before it asks for the other system."""
+    monkeypatch.setattr(importlib.util, "find_spec", None)
+    with pytest.raises(SystemExit) as ended:
+        peer_torch.main(arguments.split())
+    assert ended.value.code == 2
+    assert arguments.split()[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_default_is_no_more_threads_than_cores(monkeypatch):
+    monkeypatch.setattr(peer_torch, "cores", lambda: [3])
+    parser = argparse.ArgumentParser()
+    peer_torch.add_threads(parser, 2)
+    assert parser.parse_args([]).threads == 1
 
 
 def test_ratios_are_over_the_same_batch():
