@@ -91,6 +91,11 @@ PER_DEVICE: Final = 2  # examples
 FORWARD: Final = ("encode", "evaluate")
 BOTH_PASSES: Final = ("encode_grad", "language_loss_and_grad")
 BACKWARD: Final = (*BOTH_PASSES, "encode_grad_kept")
+# What a step of these models runs
+FUNCTIONS: Final = (
+    *(*FORWARD, *BACKWARD, *HOPS),
+    *("deliver", "deliver_back", "add_replicas", "update", "gradients"),
+)
 COLUMNS: Final = ["program", "operation", "axes", "types", "GB", "needed GB", "temporary GB"]
 GENERATOR: Final = "jaxmllm.tools.workload.generate([seed, i], 2 examples a device), no multi_image"
 
@@ -294,7 +299,7 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--reduce", nargs="+", default=["microbatch"], help="when gradients are reduced"
     )
-    parser.add_argument("--only", nargs="+", metavar="FUNCTION", help="programs; default: all")
+    parser.add_argument("--only", nargs="+", choices=FUNCTIONS, help="programs; default: all")
     options = parser.parse_args(command)
     only_compile()
     models = MESHES if options.model is None else [options.model]

@@ -65,6 +65,7 @@ from jaxmllm.cluster.clusters import ClusterError, cluster_of
 from jaxmllm.cluster.device_seconds import RATES
 from jaxmllm.cluster.text_run import TextRunError
 from jaxmllm.config.schema import ConfigError
+from jaxmllm.data.sources.source import DataError
 from jaxmllm.tools.arguments import measuring_parser
 from jaxmllm.tools.output import print_table, write_json
 
@@ -85,7 +86,7 @@ COLUMNS: Final = [
 ]
 OTHERS: Final[Mapping[str, Callable[[argparse.Namespace], list[dict[str, Any]]]]] = {
     planner_ahead.MEMORY: lambda options: planner_ahead.ahead_rows(
-        options.seed, compiled=planner_ahead.stored(options.compiled)
+        options.seed, compiled=options.compiled
     ),
     planner_batches.BMIN: lambda options: planner_batches.batch_rows(options.seed, options.data),
     planner_configuration.CONFIGURATION: lambda options: planner_configuration.configuration_rows(
@@ -227,11 +228,16 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, metavar="DIR", help="bmin: of these files, too")
     parser.add_argument("--turns", type=int, default=5, help="measured: of each setting")
     parser.add_argument(
-        "--compiled", type=Path, metavar="PATH", help="memory: JSON of benchmarks.planner_ahead"
+        "--compiled",
+        type=planner_ahead.compiled_file,
+        metavar="PATH",
+        help="memory: JSON of benchmarks.planner_ahead",
     )
     options = parser.parse_args(command)
     if options.turns < 2:
         parser.error("--turns must be at least 2: spreads are taken from them")
+    if options.data is not None and not options.data.is_dir():
+        parser.error(f"--data {options.data} is no folder; name one that holds train.jsonl")
     if options.rows is not None:
         options.kinds = [PUBLISHED]
     if planner_measured.MEASURED in options.kinds:
@@ -244,7 +250,7 @@ def main(command: Sequence[str] | None = None) -> int:
         for kind in options.kinds:
             if kind != PUBLISHED:
                 rows += OTHERS[kind](options)
-    except (TextRunError, ClusterError, ConfigError, OSError) as error:
+    except (TextRunError, ClusterError, ConfigError, DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     write_json(

@@ -15,6 +15,7 @@ compiles only what that lacks. Models of benchmarks/omni.py in bfloat16. Needs n
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -161,6 +162,18 @@ def stored(path: Path | None) -> Compiled:
     return compiled
 
 
+def compiled_file(text: str) -> Compiled:
+    """The value of `--compiled`: what the JSON of an earlier run holds, read before anything is compiled."""
+    try:
+        return stored(Path(text))
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no JSON of `python -m benchmarks.planner_ahead`"
+        ) from error
+
+
 def measure(point: Point, chip: Chip, seed: int, compiled: Compiled) -> Iterator[dict[str, Any]]:
     """The rows of a point. What is compiled for them is added to `compiled`."""
     config = point.config()
@@ -303,11 +316,14 @@ def _error(row: Mapping[str, Any]) -> float:
 
 def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
-    parser.add_argument("--models", nargs="+", help="of these alone")
-    parser.add_argument("--compiled", type=Path, metavar="PATH", help="JSON of an earlier run")
+    models = list(dict.fromkeys(point.model for point in POINTS))
+    parser.add_argument("--models", nargs="+", choices=models, help="of these alone")
+    parser.add_argument(
+        "--compiled", type=compiled_file, metavar="PATH", help="JSON of an earlier run"
+    )
     options = parser.parse_args(command)
     points = [point for point in POINTS if not options.models or point.model in options.models]
-    compiled = stored(options.compiled)
+    compiled = options.compiled or {}
     rows = ahead_rows(options.seed, points, compiled)
     write_json(
         options.json,

@@ -43,13 +43,14 @@ def batch_rows(seed: int, data: Path | None = None) -> list[dict[str, Any]]:
     Args:
       data: a folder of such files as configs/real-small.yaml reads, if any.
     """
+    files = None if data is None else _files(data, seed)  # first: they may be wrong
     rows: list[dict[str, Any]] = []
     for ratio in RATIOS:
         rows += _rows(f"log-normal, {ratio} : 1", _lognormal(ratio, seed), {"ratio": ratio})
     for name, mix in MIXES.items():
         rows += _rows(f"generated, {name}", _generated(mix, seed), {"mix": name})
-    if data is not None:
-        rows += _rows("files", _files(data, seed), {"mix": "files"})
+    if files is not None:
+        rows += _rows("files", files, {"mix": "files"})
     return rows
 
 

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import ahead
 from benchmarks.omni import MODELS, omni_config
 from jaxmllm.models.compose import build_model
-from jaxmllm.setup.ahead import CheckedProgram, Memory, Transfer
+from jaxmllm.setup.ahead import OUTSIDE_STEPS, CheckedProgram, Memory, Transfer
 from jaxmllm.setup.chips import ChipError
 from jaxmllm.setup.spans import mesh_spans
 from jaxmllm.tools.generated_lengths import generated_lengths
@@ -142,6 +142,20 @@ def test_every_mesh_has_the_devices_and_splits_the_model(model):
         billions = sum(leaf.size for leaf in leaves) / 1e9
     assert billions == pytest.approx({"7B": 8.93, "84B": 84.3}[model], rel=0.01)
     assert MODELS[model].keys() == ahead.CAPACITIES.keys()
+
+
+def test_unknown_functions_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(ahead, "only_compile", None)
+    with pytest.raises(SystemExit):
+        ahead.main(["--only", "language_loss"])
+    assert "invalid choice: 'language_loss'" in capsys.readouterr().err
+
+
+def test_the_functions_that_may_be_asked_for_are_those_of_steps():
+    phased = tiny_programs(mesh={"data": 2, "fsdp": 4})
+    staged = tiny_programs(mesh={"data": 4}, pipeline={"stages": 2})
+    names = {name.function for name in [*phased.jobs, *staged.jobs]}
+    assert names - {*OUTSIDE_STEPS} == {*ahead.FUNCTIONS}
 
 
 def test_without_the_compiler_it_says_so(monkeypatch, capsys):

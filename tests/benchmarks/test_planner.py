@@ -76,6 +76,16 @@ def test_other_loads_are_asked_alike(monkeypatch):
     assert all(price >= 1 for row in rows for price in row["bad_splits"].values())
 
 
+def test_files_that_are_not_there_are_refused_before_other_loads(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(planner_batches, "_rows", None)
+    with pytest.raises(SystemExit):
+        planner.main(["--data", str(tmp_path / "none")])
+    assert "none is no folder" in capsys.readouterr().err
+    assert planner.main(["--kinds", "bmin", "--data", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "train.jsonl cannot be read" in error and error.count("\n") == 1
+
+
 def measured(seconds, predicted, spread=0.0, calibrates=False):
     return {
         "kind": "measured",

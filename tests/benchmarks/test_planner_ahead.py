@@ -7,7 +7,7 @@ import json
 import jax
 import pytest
 
-from benchmarks import planner_ahead
+from benchmarks import planner, planner_ahead
 from benchmarks.planner_ahead import Point, ahead_rows, key_of, main, rows_of, stored
 from jaxmllm.setup.ahead import OUTSIDE_STEPS
 from jaxmllm.setup.chips import ChipError
@@ -70,3 +70,26 @@ def test_without_a_compiler_a_line_says_so(no_compiler, capsys):
     assert ahead_rows(0) == [] and main(["--models", "2B"]) == 2
     error = capsys.readouterr().err
     assert error.count("memory and collectives are not compared: compiling for h100 needs") == 2
+
+
+@pytest.mark.parametrize("command", [main, planner.main])
+def test_what_is_no_earlier_run_is_refused_before_anything_is_compiled(
+    command, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(planner_ahead, "ahead_rows", None)
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    for path, message in (
+        (tmp_path / "none.json", "No such file"),
+        (other, "is no JSON of `python -m benchmarks.planner_ahead`"),
+    ):
+        with pytest.raises(SystemExit):
+            command(["--compiled", str(path)])
+        assert message in capsys.readouterr().err
+
+
+def test_unknown_models_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(planner_ahead, "ahead_rows", None)
+    with pytest.raises(SystemExit):
+        main(["--models", "3B"])
+    assert "invalid choice: '3B'" in capsys.readouterr().err
