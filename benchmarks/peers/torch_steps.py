@@ -594,12 +594,10 @@ class Stepper:
 
     def tune(self, examples: Sequence[Example], size: int | None) -> float:
         """Choose the size of micro-batches that is fastest on these examples, or take the given one; seconds
-        of a step."""
-        if size is not None:
-            self.size = size
-            return float(self(examples, updates=False)["seconds"])
+        of a step, the least of a few after one that is not counted."""
+        sizes = [max(1, len(examples) // share) for share in SHARES] if size is None else [size]
         seconds: dict[int, float] = {}
-        for self.size in dict.fromkeys(max(1, len(examples) // share) for share in SHARES):
+        for self.size in dict.fromkeys(sizes):
             self(examples, updates=False)
             seconds[self.size] = min(
                 self(examples, updates=False)["seconds"] for _ in range(TRIALS)
