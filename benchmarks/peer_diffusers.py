@@ -9,7 +9,7 @@ benchmarks/diffusion.py, with sides `--smaller` times smaller; few are of one sh
 
     by shape   diffusers and fused AdamW: items of one shape are a batch, texts are padded with zeros to 512 states
     jaxmllm    the programs of a run on one CPU device: plan, packed rows, step. They have been compiled before, in a
-               process of its own
+               process of its own, and a step that runs one of them for the first time has run it before
 
 Texts are states of the same frozen decoder of one layer. diffusers is given them, computed before the clock starts;
 jaxmllm, which keeps no states, computes them anew in every step. Both attend to 512 states (`padded_conditions`), both

@@ -9,7 +9,7 @@ and exits with 2. The model is random, about 40 million parameters: text 8 layer
     padded     transformers and fused AdamW, each micro-batch padded by what its processor does
     grouped    the same with the examples of a step sorted by length first
     jaxmllm    the programs of a run on one CPU device: plan, rows, step. They have been compiled before, in a process
-               of its own
+               of its own, and a step that runs one of them for the first time has run it before
 
 Losses before the first step must be equal to 1e-4, or nothing is measured. Media are decoded before the clock starts;
 padding, normalising, planning and filling rows are `host`, and all else is `compute`. Systems take turns on each
