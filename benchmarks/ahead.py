@@ -6,7 +6,7 @@
 
 Models of benchmarks/omni.py in bfloat16, on 64 and on 2,560 devices, with rows of 8,192 tokens, 16,384
 patches and 8,192 frames. Needs no GPU, but `pip install 'jaxmllm[ahead]'`; without it says so in a
-line and exits with 2.
+line and exits with 2. What cannot be run or compiled is a line of the JSON's `failed`, and then it exits with 1.
 
 The JSON's `rows` have one record for every program, and every operation and axes of the mesh along which it sends
 something or must:
@@ -248,8 +248,9 @@ def rows_of(
 
 def measure(
     setting: Setting, chip: Chip, only: Sequence[str] | None, seed: int
-) -> list[dict[str, Any]]:
-    """The records of one model on one mesh, each printed when its program is compiled."""
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The records of one model on one mesh, each printed when its program is compiled, and a line for each program
+    that does not compile."""
     config = setting.config()
     devices = target_mesh(config, chip, DEVICES[setting.model])
     programs = generated_lengths(config, devices, seed, MIX).programs()
@@ -263,6 +264,7 @@ def measure(
         "resident_gb": resident_bytes(programs) / 1e9,
     }
     rows = []
+    failed = []
     for name, job in programs.jobs.items():
         if name.function in OUTSIDE_STEPS or (only and name.function not in only):
             continue
@@ -270,7 +272,9 @@ def measure(
         try:
             checked = check_job(config, programs, name, job, chip)
         except jax.errors.JaxRuntimeError as error:
-            print(f"{setting}: {in_words(name)} does not compile: {str(error).splitlines()[0]}")
+            why = str(error).splitlines()[0]
+            failed.append(f"{setting}: {in_words(name)} does not compile: {why}")
+            print(f"error: {failed[-1]}", file=sys.stderr, flush=True)
             continue
         of_program = rows_of(facts, checked, needed_bytes(programs, name))
         rows += of_program
@@ -284,7 +288,7 @@ def measure(
         )
         for line in checked.fallbacks:
             print(f"  {line}", flush=True)
-    return rows
+    return rows, failed
 
 
 def main(command: Sequence[str] | None = None) -> int:
@@ -312,10 +316,12 @@ def main(command: Sequence[str] | None = None) -> int:
         for reduce in options.reduce
     ]
     rows: list[dict[str, Any]] = []
-    failed = []
+    failed: list[str] = []
     for setting in settings:
         try:
-            rows += measure(setting, chip_of(CHIP), options.only, options.seed)
+            measured, not_compiled = measure(setting, chip_of(CHIP), options.only, options.seed)
+            rows += measured
+            failed += not_compiled
         except ChipError as error:
             print(f"benchmarks.ahead compiles nothing: {error}", file=sys.stderr)
             return 2

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
+
 import jax
 import pytest
 
@@ -156,6 +159,23 @@ def test_the_functions_that_may_be_asked_for_are_those_of_steps():
     staged = tiny_programs(mesh={"data": 4}, pipeline={"stages": 2})
     names = {name.function for name in [*phased.jobs, *staged.jobs]}
     assert names - {*OUTSIDE_STEPS} == {*ahead.FUNCTIONS}
+
+
+def test_a_program_that_does_not_compile_is_a_failure(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise jax.errors.JaxRuntimeError("out of memory\nand more")
+
+    lengths = SimpleNamespace(programs=lambda: SimpleNamespace(jobs={ProgramName("update"): None}))
+    monkeypatch.setattr(ahead, "only_compile", lambda: None)
+    monkeypatch.setattr(ahead, "target_mesh", lambda *_: None)
+    monkeypatch.setattr(ahead, "generated_lengths", lambda *_: lengths)
+    monkeypatch.setattr(ahead, "resident_bytes", lambda _: 0)
+    monkeypatch.setattr(ahead, "check_job", refuse)
+    path = tmp_path / "ahead.json"
+    assert ahead.main(["--model", "7B", "--mesh", "fsdp", "--json", str(path)]) == 1
+    failed = ["7B, fsdp, remat full: update does not compile: out of memory"]
+    assert json.loads(path.read_text())["failed"] == failed
+    assert capsys.readouterr().err == f"error: {failed[0]}\n"
 
 
 def test_without_the_compiler_it_says_so(monkeypatch, capsys):
