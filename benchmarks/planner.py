@@ -92,7 +92,9 @@ OTHERS: Final[Mapping[str, Callable[[argparse.Namespace], list[dict[str, Any]]]]
     planner_configuration.CONFIGURATION: lambda options: planner_configuration.configuration_rows(
         options.seed
     ),
-    planner_measured.MEASURED: lambda options: planner_measured.measured_rows(options.turns),
+    planner_measured.MEASURED: lambda options: planner_measured.measured_rows(
+        options.turns, seed=options.seed
+    ),
     planner_optimum.OPTIMUM: lambda options: planner_optimum.optimum_rows(options.seed),
     planner_search.SCALE: lambda options: planner_search.scale_rows(options.seed),
     planner_simulated.SIMULATED: lambda options: planner_simulated.simulated_rows(options.seed),

@@ -2,11 +2,11 @@
 
     rows measured    16 settings and more; `fitted` learns the cluster from three of them
 
-The model and the data are those of configs/quickstart.yaml, the data made anew; widths and batch are larger, so that
-computing outweighs dispatch. All settings train on the same batch and take turns step by step; a step's seconds are the
-median over turns of what the process takes of all cores, divided by these: other work on the machine then counts
-little. Three settings calibrate: one on which nothing is split, one that gathers weights, and one in pipeline stages.
-The peak is measured before.
+The model and the data are those of configs/quickstart.yaml, the data made anew from the seed; widths and batch are
+larger, so that computing outweighs dispatch. All settings train on the same batch and take turns step by step; a
+step's seconds are the median over turns of what the process takes of all cores, divided by these: other work on the
+machine then counts little. Three settings calibrate: one on which nothing is split, one that gathers weights, and one
+in pipeline stages. The peak is measured after all steps.
 """
 
 from __future__ import annotations
@@ -167,10 +167,12 @@ def force_devices() -> None:
     reserve_cpu_threads()
 
 
-def measured_rows(turns: int, names: Sequence[str] = tuple(SETTINGS)) -> list[dict[str, Any]]:
-    """Every setting, predicted and measured, after `force_devices`."""
+def measured_rows(
+    turns: int, names: Sequence[str] = tuple(SETTINGS), seed: int = 0
+) -> list[dict[str, Any]]:
+    """Every setting, predicted and measured on data of a seed, after `force_devices`."""
     with tempfile.TemporaryDirectory() as folder:
-        make_data(Path(folder))
+        make_data(Path(folder), seed)
         settings = [Setting.of(name, _config(folder, name)) for name in names]
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for turn in range(turns + 1):
@@ -262,9 +264,9 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     print(", ".join(f"{name} {value:.3g}" for name, value in agreement(rows).items()))
 
 
-def make_data(folder: Path) -> None:
+def make_data(folder: Path, seed: int) -> None:
     """The examples of the sample data that have no sound."""
-    make_sample(folder, 0, EXAMPLES, 4)
+    make_sample(folder, seed, EXAMPLES, 4)
     file = folder / "train.jsonl"
     records = file.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = (record for record in records if json.loads(record)["source"] in SOURCES)

@@ -146,6 +146,19 @@ def test_measured_steps_are_predicted_by_three_of_them():
     assert rows[-1]["spread"] == pytest.approx(0.02)
 
 
+def test_steps_are_measured_on_data_of_the_seed(monkeypatch):
+    seeds = []
+
+    def stop(folder, seed, *_):
+        seeds.append(seed)
+        raise OSError("enough")
+
+    monkeypatch.setattr(planner_measured, "force_devices", lambda: None)
+    monkeypatch.setattr(planner_measured, "make_sample", stop)
+    assert planner.main(["--kinds", "measured", "--seed", "3"]) == 2
+    assert seeds == [3]
+
+
 def test_settings_are_configs(tmp_path):
     """At least 16 of them, with every axis, and none that a config refuses."""
     configs = {
