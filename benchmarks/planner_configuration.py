@@ -16,6 +16,7 @@ way back.
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -148,8 +149,11 @@ def step_time(ring: Ring, chains: Chains, microbatches: int) -> float:
 
 
 def _show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table of all rows, and one of what they come to for each model."""
     lines: dict[tuple[Any, ...], list[Any]] = {}
+    times: dict[str, dict[str, list[float]]] = {}
     for row in rows:
+        times.setdefault(row["profile"], {}).setdefault(row["method"], []).append(row["time"])
         of = tuple(row[name] for name in ("profile", "mix", "mode", "stages"))
         split = " : ".join(str(count) for count in row["split"].values())
         lines.setdefault(of, []).extend([f"{row['time']:.3f}", split])
@@ -159,4 +163,19 @@ def _show(rows: Sequence[Mapping[str, Any]]) -> None:
         ["model", "mix", "trained", "stages", *columns],
         [[*of, *line] for of, line in lines.items()],
         left_aligned=3,
+    )
+    print_table(
+        "median (worst)",
+        ["model", *METHODS],
+        [
+            [
+                profile,
+                *(
+                    f"{statistics.median(by_method[method]):.3f} ({max(by_method[method]):.2f})"
+                    for method in METHODS
+                ),
+            ]
+            for profile, by_method in times.items()
+        ],
+        left_aligned=1,
     )

@@ -305,6 +305,20 @@ def test_the_chosen_layout_is_compared_with_all_others():
     assert row["chosen"] and row["best_s"] > 0
 
 
+def test_what_stages_cost_is_told_by_model(capsys):
+    setting = {"profile": "8B", "mix": "all", "mode": "full", "split": {"language": 4}}
+    times = {"cost": (1.0, 1.0, 1.0), "parameters": (1.5, 1.25, 1.0), "rounding": (1.0, 1.0, 1.1)}
+    planner_configuration._show(
+        [
+            setting | {"stages": 4 + number, "method": method, "time": times[method][number]}
+            for number in range(3)
+            for method in times
+        ]
+    )
+    last = [line for line in capsys.readouterr().out.splitlines() if "8B" in line][-1]
+    assert all(cell in last for cell in ("1.000 (1.00)", "1.250 (1.50)", "1.000 (1.10)"))
+
+
 def test_stages_by_cost_are_never_slower(monkeypatch):
     monkeypatch.setattr(planner_configuration, "BATCHED", 256)
     monkeypatch.setattr(planner_configuration, "STAGES", (4, 16))
