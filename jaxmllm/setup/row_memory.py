@@ -32,7 +32,6 @@ from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.hardware import device_memory
 from jaxmllm.trainable import Params
 from jaxmllm.training.optimizer import MOMENTS
-from jaxmllm.training.step_functions import StepFunctions
 
 PLANNED_MEMORY = 80 << 30  # bytes of a device that is only planned for
 USED_SHARE = 0.5  # of what the state leaves, for the rows of one microbatch
@@ -65,19 +64,16 @@ def slots_that_fit(config: Config, model: MLLM, phase: str) -> int:
 
 
 def kept_residuals(config: Config, model: MLLM, capacities: Mapping[str, int]) -> dict[str, int]:
-    """Microbatches whose residuals stay in memory between the two passes of their phase, by phase that has any to keep:
-    with `auto` a power of two, or none.
+    """Microbatches whose residuals stay in memory between the two passes of their phase, by phase of two passes: with
+    `auto` a power of two, or none.
 
     What the largest rows do not take is given to one phase after the other, as much as it has already.
 
     Args:
       capacities: of the largest rows of every phase, slots of a rank.
     """
-    functions = StepFunctions(model, config.optimizer, config.decay_steps, 1, config.objective)
     asked = {
-        phase: getattr(config.phases, phase).kept_residuals
-        for phase in config.model.two_passes
-        if functions.may_keep_residuals(phase)
+        phase: getattr(config.phases, phase).kept_residuals for phase in config.model.two_passes
     }
     kept = {phase: 0 if given == "auto" else given for phase, given in asked.items()}
     growing = [phase for phase, given in asked.items() if given == "auto"]

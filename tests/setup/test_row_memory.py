@@ -178,15 +178,3 @@ def test_phases_share_what_large_rows_leave_for_residuals(tmp_path):
     # Rows as large as may be: what is left for residuals is a share of its own
     large = kept(tmp_path, 1 << 20, others=1 << 26, **AUTO)
     assert 0 < large["vision"] < alike["vision"]
-
-
-def test_phases_that_keep_nothing_leave_their_share_to_others(tmp_path):
-    """Frozen towers, whether their projectors are trained or not; also where a number is given for them."""
-    alone = kept(tmp_path, others=1 << 21, **AUTO | {"phases__audio__kept_residuals": 0})["vision"]
-    together = kept(tmp_path, others=1 << 21, **AUTO)
-    assert together["audio"] and together["vision"] < alone
-    for frozen in ({}, {"components__projector__audio__freeze": True}):
-        frozen = AUTO | frozen | {"components__audio__freeze": True}
-        for given in ("auto", together["audio"]):
-            asked = frozen | {"phases__audio__kept_residuals": given}
-            assert kept(tmp_path, others=1 << 21, **asked) == {"vision": alone}
