@@ -84,12 +84,15 @@ class Device:
 
     @cached_property
     def peak(self) -> float:
-        """FLOP/s that its vendor names, of what products are computed in: the denominator of a run's MFU."""
+        """FLOP/s that its vendor names; of a type without a figure, that of what its products are computed in."""
         # Here, for the table is in a file that imports jax
         from jaxmllm.runtime.hardware import operand_dtype
 
-        dtype = operand_dtype(self.cluster.device_kind, self.dtype)
-        return self.cluster.peak(dtype) / self.sharing
+        try:
+            return self.cluster.peak(self.dtype) / self.sharing
+        except ClusterError:
+            dtype = operand_dtype(self.cluster.device_kind, self.dtype)
+            return self.cluster.peak(dtype) / self.sharing
 
     @cached_property
     def wide_peak(self) -> float:
