@@ -136,9 +136,17 @@ def open_corpora(
 
 
 def row_limits(
-    config: Config, model: MLLM, formats: Mapping[str, RowFormat], spans: Spans
+    config: Config,
+    model: MLLM,
+    formats: Mapping[str, RowFormat],
+    spans: Spans,
+    fitting: int | None = None,
 ) -> dict[str, int]:
-    """Slots of the largest row of each phase."""
+    """Slots of the largest row of each phase.
+
+    Args:
+      fitting: slots that the memory of a rank holds; none: by an estimate.
+    """
     return {
         phase: largest_row(
             config,
@@ -146,7 +154,7 @@ def row_limits(
             formats,
             model.layout(phase).parts,
             span=max(spans[phase]),
-            fitting=slots_that_fit(config, model, phase),
+            fitting=slots_that_fit(config, model, phase) if fitting is None else fitting,
         )
         for phase in model.phases
     }

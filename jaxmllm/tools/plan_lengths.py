@@ -15,8 +15,7 @@ from jaxmllm.data.sources.source import DataError
 from jaxmllm.data.text.tokenizers import Tokenizer
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.phases import LANGUAGE
-from jaxmllm.setup.prepare import open_corpora, sizing_samples
-from jaxmllm.setup.row_shapes import largest_row
+from jaxmllm.setup.prepare import open_corpora, row_limits, sizing_samples
 from jaxmllm.setup.sizing import largest_examples
 from jaxmllm.setup.spans import Spans
 from jaxmllm.tools.workload import DEFAULT_MIX, generated_batches, longest, mix_for
@@ -45,20 +44,9 @@ class DataLengths:
     def __call__(self, config: Config, model: MLLM, spans: Spans) -> Sampled:
         media = modalities(config.model, config.data)
         stages = config.pipeline.stages > 1
-        formats = row_formats(media)
+        limits = row_limits(config, model, row_formats(media), spans, fitting=UNBOUNDED)
         # What rows of named bounds are too small for is refused
-        limits = {
-            phase: largest_row(
-                config,
-                phase,
-                formats,
-                model.layout(phase).parts,
-                span=max(spans[phase]),
-                fitting=UNBOUNDED,
-            )
-            for phase in model.phases
-            if _is_bounded(config, phase)
-        }
+        limits = {phase: slots for phase, slots in limits.items() if _is_bounded(config, phase)}
         key = f"{stages} {limits} {media!r}"
         if key not in self._known:
             self._known[key] = self._drawn(config, model, spans)
@@ -111,7 +99,7 @@ class MadeUpLengths:
         media = modalities(config.model, config.data)
         key = repr(media)
         if key not in self._known:
-            learns_text = config.objective.language.weight > 0
+            learns_text = config.objective.learns_text
             mix = mix_for(config.model, self.mix, learns_text)
             if self._batches is None:
                 size = config.data.batch_size
