@@ -102,9 +102,8 @@ class Leaf:
     split: int  # parts that it stays in while it is used
     replicas: tuple[str, ...]  # axes whose devices see other tokens and hold the same shard
     stacked: int  # layers that it holds; 1 outside of the stack
-    apart: bool = (
-        False  # whether devices that have other rows hold, while it is used, other parts of it
-    )
+    # Whether devices that have other rows hold, while it is used, other parts of it
+    apart: bool = False
 
     @property
     def layer(self) -> bool:

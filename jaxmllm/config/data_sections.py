@@ -25,9 +25,8 @@ class SourceConfig(Section):
     # A name in data/sources/formats.py; none: by the file's ending, jsonl for unknown endings.
     format: str | None = None
     root: str | None = None
-    weight: PositiveFloat = (
-        1.0  # of examples; relative to the smallest weight it counts in hundredths
-    )
+    # Of examples; relative to the smallest weight it counts in hundredths
+    weight: PositiveFloat = 1.0
     # What is learned: what the assistant says, or all text. Only with `all` may an example have
     # nothing that the assistant says.
     targets: Targets = "assistant"

@@ -79,6 +79,11 @@ class ObjectiveConfig(Section):
     diffusion: DiffusionObjectiveConfig = DiffusionObjectiveConfig()
     experts: ExpertsObjectiveConfig = ExpertsObjectiveConfig()
 
+    @property
+    def learns_text(self) -> bool:
+        """Whether the decoder has a loss, and with it a head."""
+        return self.language.weight > 0
+
 
 class CheckpointConfig(Section):
     """When the state is saved, and how many states are kept."""

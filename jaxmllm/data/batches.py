@@ -25,9 +25,8 @@ from jaxmllm.balance.records import BatchItems
 from jaxmllm.data.rows.fill import HostStep, Lengths, StepFiller
 from jaxmllm.data.sources.source import DataError
 
-Member = tuple[
-    str, float, Longs
-]  # name, weight, example numbers of one configured source, which follow one another
+# Name, weight, example numbers of one configured source, which follow one another
+Member = tuple[str, float, Longs]
 
 
 @dataclass(frozen=True)

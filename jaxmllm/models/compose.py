@@ -145,6 +145,7 @@ def _layouts(
 
     Raises `MeshError` for one that cannot be, or for a projector that names other ranks than its tower.
     """
+    sizes = axis_sizes(mesh)
     layouts: dict[str, Layout] = {}
     for name, setting in settings.items():
         if name.startswith(ADAPTER):  # factors lie as the matrices do beside which they run
@@ -159,7 +160,6 @@ def _layouts(
             for axes in ("batch", "sequence"):
                 of_tower = list(tower.whole_axes(axes))
                 named = overrides.setdefault(axes, of_tower)
-                sizes = axis_sizes(mesh)
                 if any(sizes.get(axis) != 1 for axis in {*named} ^ {*of_tower}):
                     raise MeshError(
                         f"components.{name}.layout.{axes}: {list(named)} is not {of_tower}, that of "

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxmllm.arrays import sums_by
 from jaxmllm.balance.costs.calibration import load_calibration
 from jaxmllm.balance.costs.flops import ItemCost, PhaseTime, phase_flops
 from jaxmllm.balance.costs.gather import flops_per_byte, gather_cost
@@ -95,7 +96,7 @@ def stage_sizes(
         largest,
         remat_of(config, model),
         partial(kept_forwards, config, model, memory=memory),
-        learns_text=config.objective.language.weight > 0,
+        learns_text=config.objective.learns_text,
     )
 
 
@@ -113,9 +114,9 @@ def largest_examples(corpus: Corpus, phase: str) -> BatchItems:
         examples = np.arange(first, min(first + LENGTHS_AT_ONCE, len(corpus)))
         items = corpus.gather(examples).phases[phase]
         length = items.length
-        amounts = np.stack([length, np.ones_like(length), 2 * length > longest])
+        amounts = (length, np.ones_like(length), (2 * length > longest).astype(np.int64))
         for figure, amount in zip(figures, amounts, strict=True):
-            np.add.at(figure, first + items.example, amount)
+            figure[examples] = sums_by(items.example, amount, len(examples))
     # Stable, so that all hosts choose the same among equals.
     largest = np.argsort(-figures, axis=1, kind="stable")[:, :LARGEST_EXAMPLES]
     return corpus.gather(np.unique(largest))
@@ -182,7 +183,7 @@ def resolved_shapes(config: Config, model: MLLM) -> ModelConfig:
 def model_flops(config: Config, model: MLLM) -> dict[str, ItemCost]:
     """FLOPs of an item, by phase."""
     shapes, trained = resolved_shapes(config, model), model.trainable.shares
-    learns_text = config.objective.language.weight > 0
+    learns_text = config.objective.learns_text
     return {phase: phase_flops(shapes, phase, trained, learns_text) for phase in model.phases}
 
 

@@ -80,7 +80,7 @@ def generated_lengths(
 ) -> GeneratedLengths:
     """Compose the config's model on a mesh, and make up lengths of `data.batch_size` examples of those tasks of a
     mix that the model has encoders for, and of what it draws."""
-    mix = mix_for(config.model, mix, learns_text=config.objective.language.weight > 0)
+    mix = mix_for(config.model, mix, learns_text=config.objective.learns_text)
     words = vocabulary(config, load_tokenizer(config.data))
     model = build_model(config.model, words, config.components, mesh)
     spans = spans_of_phases(config, model)

@@ -105,8 +105,8 @@ class StepFunctions:
 
     @property
     def learns_text(self) -> bool:
-        """Whether the decoder has a loss, and with it a head."""
-        return self.objective.language.weight > 0
+        """See `ObjectiveConfig.learns_text`."""
+        return self.objective.learns_text
 
     @property
     def routing_shape(self) -> tuple[int, int] | None:
