@@ -3,7 +3,7 @@
 A function is compiled when it is first called with arrays of some types, which takes seconds, and
 kept on disk next to its module or in the user's cache directory. It is compiled again only when
 that module changes, not when one that it imports does: so compiled functions call only those of
-their own module.
+their own module, or the module has a mark of what they take from another (attention/kernel_cpu.py).
 """
 
 from __future__ import annotations

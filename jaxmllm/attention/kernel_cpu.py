@@ -110,9 +110,10 @@ def _workers_per_device() -> int:
 # ---------------------------------------------------------------------------- the loops
 
 # Numbers of arguments: of calls of both ways, and of the backward one alone
-QUERIES, KEYS, VALUES, SPANS, BLOCKS = 0, 1, 2, 11, 12
-QUERY_IDS, KEY_IDS = 3, 7  # the first of four columns
-DELTA, LOGSUMEXP, D_OUT = 13, 14, 15
+QUERIES, KEYS, VALUES, QUERY_IDS = range(4)
+KEY_IDS = QUERY_IDS + len(TokenIds._fields)  # the first column, as QUERY_IDS is
+SPANS = KEY_IDS + len(TokenIds._fields)
+BLOCKS, DELTA, LOGSUMEXP, D_OUT = range(SPANS + 1, SPANS + 5)
 
 
 @compiled_sums
@@ -291,8 +292,10 @@ def _list_runs(span: Ints, blocks: Ints, block: int, together: int, runs: Longs)
     return count
 
 
-# The rule of attention/mask.py. Compiled code is kept until this file changes: touch it when that rule does.
 _sees = compiled_leaf(visible)
+# Of the source of that rule of attention/mask.py, which the loops here are compiled with. They stay on disk until this
+# file changes, so a new rule must change it: a test compares, and says what to write.
+RULE = "9473a243"
 
 
 @compiled_leaf

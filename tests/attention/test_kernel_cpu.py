@@ -1,6 +1,8 @@
 """What is of the kernel for CPUs alone: threads, its exponential, and where it is chosen. Its results are compared with
 the dense form beside those of the jax kernel, in test_attention.py."""
 
+import hashlib
+import inspect
 import math
 import os
 import re
@@ -115,9 +117,16 @@ def test_exponential():
 tokens = st.builds(TokenIds, *[st.integers(0, 2)] * 2, *[st.integers(-3, 9)] * 2)
 
 
+def test_a_new_rule_compiles_its_loops_anew():
+    source = inspect.getsource(TokenIds) + inspect.getsource(visible)
+    digest = hashlib.sha256(source.encode()).hexdigest()[:8]
+    assert digest == kernel_cpu.RULE, (
+        f"write {digest} there: what numba has on disk holds the old rule"
+    )
+
+
 @given(tokens, tokens)
 def test_its_rule_is_that_of_masks(query, key):
-    """If not, numba has loaded one that it compiled before the rule was changed: touch kernel_cpu.py."""
     query, key = (ids.map(np.int32) for ids in (query, key))
     assert _sees(query, key) == visible(query, key)
 
