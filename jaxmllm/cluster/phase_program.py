@@ -36,9 +36,10 @@ RUNNING: Final = {
     ("tower", "dots"): (4.0, 4.0, 4.25),
     ("tower", "none"): (4.0, 2.0, 1.0),
 }
-# Where nothing is made again, a layer keeps so many widths more with `post_norms` and with experts, and of its MLP with
-# GELU
+# Where nothing is made again, a layer keeps so many widths more with `post_norms`, with `layer_scale` and with experts,
+# and of its MLP with GELU
 POST_NORM_KEPT: Final = 8
+SCALED_KEPT: Final = 2
 EXPERTS_KEPT: Final = 2
 GELU_KEPT: Final = 2
 FORWARD_RUNNING: Final = {True: (2.0, 2.0, 2.25), False: (2.0, 1.0, 0.0)}  # decoders and towers
@@ -147,6 +148,7 @@ class PhaseProgram:
         kv_heads = getattr(shapes, "kv_heads", shapes.heads)
         self.width = shapes.width
         self.post_norms = getattr(shapes, "post_norms", False)
+        self.layer_scale = getattr(shapes, "layer_scale", False)
         self.gelu = getattr(shapes, "activation", "silu") == "gelu_tanh"
         # Experts have no hidden values but those of a block
         mlp_width = 0 if getattr(shapes, "experts", None) else shapes.mlp_width
@@ -193,14 +195,15 @@ class PhaseProgram:
         of_name = {
             "attention": self.queries + WIDE / self.itemsize * self.queries / self.shapes.head_size,
             "projections": self.queries + 2 * self.keys + self.width,
-            "mlp": (self.shapes.mlp_matrices - 1) * self.mlp + self.width * self.post_norms,
+            "mlp": (self.shapes.mlp_matrices - 1) * self.mlp
+            + self.width * (self.post_norms + self.layer_scale),
         }
         if remat == "full":
             names: Iterable[str] = ()
         elif remat == "dots":
             names = ("projections", "mlp")
         elif remat == "none":  # and what norms and activations are made of
-            widths = 10 + POST_NORM_KEPT * self.post_norms
+            widths = 10 + POST_NORM_KEPT * self.post_norms + SCALED_KEPT * self.layer_scale
             widths += EXPERTS_KEPT * (self.mixture is not None)
             mlps = 6 + GELU_KEPT * self.gelu
             return mlps * self.mlp + widths * self.width + 2 * (self.queries + self.keys)

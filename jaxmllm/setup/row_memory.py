@@ -45,6 +45,7 @@ GATHERED_WIDTHS = 6  # besides, of tokens for the experts: themselves, results a
 # Besides, of a decoder's layer with `post_norms`, and with GELU of its MLP
 POST_NORM_WIDTHS = {"full": 0, "dots": 1, "none": 8}
 GELU_WIDTHS = {"full": 0, "dots": 0, "none": 2}
+SCALED_WIDTHS = {"full": 0, "dots": 1, "none": 2}  # besides, of a tower's layer with `layer_scale`
 CROSS_WIDTHS = 8  # besides, of a layer that attends to conditions apart
 STREAM_WIDTHS = 14  # besides, of a layer with two streams
 CROSS_KEPT_WIDTHS = {"full": 0, "dots": 4, "none": 6}
@@ -247,6 +248,8 @@ def _kept_values(shapes: TowerConfig | DiffusionConfig | LanguageConfig, remat: 
         if isinstance(shapes, LanguageConfig):
             widths += shapes.post_norms * POST_NORM_WIDTHS[remat]
             mlp_widths += (shapes.activation == "gelu_tanh") * GELU_WIDTHS[remat]
+        if isinstance(shapes, TowerConfig):
+            widths += shapes.layer_scale * SCALED_WIDTHS[remat]
         return widths * shapes.width + mlp_widths * mlp_width
     kv_heads, post_norms = shapes.heads, False
     if isinstance(shapes, LanguageConfig):
@@ -261,6 +264,8 @@ def _kept_values(shapes: TowerConfig | DiffusionConfig | LanguageConfig, remat: 
             name: shapes.attentions * of_name[name] for name in ("attention", "projections")
         }
         of_name["mlp"] += shapes.width  # what is gated
+    if isinstance(shapes, TowerConfig):  # what is scaled
+        of_name["mlp"] += shapes.layer_scale * shapes.width
     widths, _ = KEPT_WIDTHS["full"]
     return widths * shapes.width + sum(of_name[name] for name in remat)
 

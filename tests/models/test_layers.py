@@ -422,8 +422,8 @@ def block_parts(rngs):
     return attention, GatedMLP(rngs, WIDTH, MLP_WIDTH)
 
 
-def make_encoder_block(rngs):
-    config = TowerConfig(width=WIDTH, layers=LAYERS, heads=HEADS, mlp_width=MLP_WIDTH)
+def make_encoder_block(rngs, **choices):
+    config = TowerConfig(width=WIDTH, layers=LAYERS, heads=HEADS, mlp_width=MLP_WIDTH, **choices)
     return encoder_block(config, rngs)
 
 
@@ -523,6 +523,20 @@ def test_a_norm_after_an_mlp_has_what_it_reads_kept():
     kept = counted(nnx.split(nnx.eval_shape(make)))
     slots = LAYERS * inputs().size // WIDTH
     assert kept(("mlp",)) - kept("full") == slots * (2 * MLP_WIDTH + WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("remat", "widths"),
+    [("full", 0), ("dots", 1), ("none", 2), (("mlp",), 1), (("projections",), 0)],
+)
+def test_a_layer_that_scales_what_it_adds_keeps_that(remat, widths):
+    def kept(layer_scale):
+        make = partial(make_encoder_block, layer_scale=layer_scale)
+        stack = nnx.eval_shape(lambda: stacked(make, LAYERS, nnx.Rngs(0)))
+        return counted(nnx.split(stack))(remat)
+
+    scales = 2 * LAYERS * WIDTH
+    assert kept(True) - kept(False) - scales == LAYERS * inputs().size * widths
 
 
 def products(jaxpr):

@@ -59,6 +59,17 @@ def test_norms_and_activations_that_keep_more(tmp_path):
         assert values == 48 * activations
 
 
+@pytest.mark.parametrize(
+    ("remat", "widths"), [("full", 0), ("dots", 1), ("none", 2), (["mlp"], 1), (["attention"], 0)]
+)
+def test_layers_that_scale_what_they_add_keep_that(tmp_path, remat, widths):
+    def kept(layer_scale):
+        changes = {"components__vision__remat": remat, "model__vision__layer_scale": layer_scale}
+        return kept_bytes(parse_config(tiny_config(tmp_path, **changes)), "vision")
+
+    assert (kept(True) - kept(False)) / 4 == 16 * widths  # bytes
+
+
 def test_experts_hold_tokens_of_all_devices_that_share_them(tmp_path):
     experts = {"model__language__experts": {"count": 8, "per_token": 2}}
     wide = {"model__language__mlp_width": 4096}
