@@ -21,6 +21,7 @@ from jaxmllm.runtime.gpu_memory import TAKEN_SHARE
 
 GB: Final = 1e9
 ALL_REDUCE: Final = "all-reduce"
+SUFFIXES: Final = (".yaml", ".yml")  # of a cluster's file
 
 
 class ClusterError(ValueError):
@@ -221,6 +222,17 @@ CLUSTERS: Final = {
             efficiency=UNKNOWN,
             source="Cloud TPU v5p: 1,200 GB/s a chip both ways over three dimensions, 50 Gb/s a chip between pods",
         ),
+        Cluster(
+            name="v6e",
+            device_kind="TPU v6 lite",
+            memory=32 * GB,
+            memory_bandwidth=1640 * GB,
+            node_devices=256,
+            in_node=_torus(200 * GB),
+            between_nodes=_network(12.5 * GB),
+            efficiency=UNKNOWN,
+            source="Cloud TPU v6e: 800 GB/s a chip both ways over two dimensions, 25.6 Tb/s a pod of 256 chips",
+        ),
         # Forced devices of a host with two cores of an AMD EPYC. Only measured steps say more (fitting.py).
         Cluster(
             name="cpu",
@@ -254,7 +266,7 @@ def cluster_of(name_or_file: str) -> Cluster:
 
 def _found(name_or_file: str, readers: tuple[Path, ...]) -> Cluster:
     """The same. `readers`: files that are like it, resolved."""
-    if name_or_file.endswith((".yaml", ".yml")):
+    if name_or_file.endswith(SUFFIXES):
         return _from_file(Path(name_or_file), readers)
     if name_or_file not in CLUSTERS:
         near = difflib.get_close_matches(name_or_file, CLUSTERS, 1)
@@ -278,7 +290,10 @@ def _from_file(path: Path, readers: tuple[Path, ...]) -> Cluster:
     if not isinstance(tree, dict):
         raise ClusterError(f"cluster file {path} must hold a mapping of the keys of a cluster")
     like = tree.pop("like", None)
-    base: dict[str, Any] = {} if like is None else _found(str(like), readers).model_dump()
+    base: dict[str, Any] = {}
+    if like is not None:
+        beside = path.parent / str(like)  # a file is named from the folder of the one that names it
+        base = _found(str(beside if beside.suffix in SUFFIXES else like), readers).model_dump()
     try:
         # JSON mode: strict about kinds, yet whole numbers may stand for others
         return Cluster.model_validate_json(json.dumps(_merged(base, {"name": path.stem} | tree)))

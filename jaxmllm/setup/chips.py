@@ -64,6 +64,7 @@ class Chip:
 
     name: str
     platform: str  # of JAX: cuda, tpu, cpu
+    device_kind: str = ""  # as JAX names it
     devices_per_host: int = 0  # none: all are on this one
     packages: tuple[str, ...] = ()  # of which one holds the compiler
     target: str = ""  # text that describes a GPU to its compiler
@@ -92,9 +93,17 @@ UNTIMED: dict[str, str | bool] = {
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("h100", "cuda", 8, tuple(CUDA_PLUGINS), target=H100, compiler_options=UNTIMED),
-        Chip("v5p", "tpu", 4, ("libtpu",), dimensions=3),
-        Chip("v6e", "tpu", 4, ("libtpu",), dimensions=2),
+        Chip(
+            "h100",
+            "cuda",
+            "NVIDIA H100 80GB HBM3",
+            8,
+            tuple(CUDA_PLUGINS),
+            target=H100,
+            compiler_options=UNTIMED,
+        ),
+        Chip("v5p", "tpu", "TPU v5", 4, ("libtpu",), dimensions=3),
+        Chip("v6e", "tpu", "TPU v6 lite", 4, ("libtpu",), dimensions=2),
         Chip("cpu", "cpu"),
     )
 }

@@ -20,9 +20,9 @@ from jaxmllm.config.schema import ConfigError
 from jaxmllm.models.compose import laid_out
 from jaxmllm.setup.ahead import FailedProgram, compiled_memory, target_mesh
 from jaxmllm.setup.build import phased_programs
-from jaxmllm.setup.chips import Chip, ChipError, chip_of
+from jaxmllm.setup.chips import CHIPS, Chip, ChipError, chip_of
 
-CHIPS_OF_KINDS: Final = {"NVIDIA H100 80GB HBM3": "h100", "TPU v5": "v5p"}
+CHIPS_OF_KINDS: Final = {chip.device_kind: chip for chip in CHIPS.values() if chip.device_kind}
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def chip_of_cluster(cluster: Cluster) -> Chip:
         raise ChipError(
             f"programs cannot be compiled for {kind or cluster.name}; only for {', '.join(CHIPS_OF_KINDS)}"
         )
-    return chip_of(CHIPS_OF_KINDS[kind])
+    return CHIPS_OF_KINDS[kind]
 
 
 def _compiled(

@@ -56,6 +56,12 @@ def test_a_peak_that_a_file_names_takes_the_place_of_the_tables(tmp_path):
     assert cluster_of(str(file)).peak("float32") == 156e12
 
 
+def test_a_file_is_named_from_the_folder_of_the_one_that_names_it(tmp_path):
+    (tmp_path / "base.yaml").write_text("like: a100\nmemory: 64e9\n")
+    (tmp_path / "mine.yaml").write_text("like: base.yaml\n")
+    assert cluster_of(str(tmp_path / "mine.yaml")).memory == 64e9
+
+
 def test_a_file_that_is_like_itself_is_named(tmp_path):
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     first.write_text(f"like: {second}\n")
