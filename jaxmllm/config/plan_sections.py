@@ -129,7 +129,7 @@ class PipelineConfig(Section):
 
     stages: PositiveInt = 1  # 1: no pipeline
     layout: Literal["auto", "chain", "segments", "parallel"] = "auto"
-    # A name in sharding/pipeline/schedules/by_name.py; auto: of all, by predicted time
+    # A name in sharding/pipeline/schedules/by_name.py; auto: the fastest, as predicted
     schedule: str = "greedy"
     rollouts: PositiveInt = 64  # greedy schedules that a search tries
     # Input and weight gradients as operations of their own; auto: where that is predicted to pay

@@ -28,12 +28,14 @@ from jaxmllm.phases import LANGUAGE, Phase
 from sharding.pipeline.cuts import USUAL, Reading
 from sharding.pipeline.graph import Pool, PoolKey
 from sharding.pipeline.ring import PipelineError
+from sharding.pipeline.schedules.by_name import SCHEDULES
 from sharding.pipeline.schedules.schedule import Schedule, lockstep
 from sharding.pipeline.slots import slots_needed
 
-AUTOMATIC: Final = ("1f1b", "interleaved", "greedy", "search")  # the simplest first
+# What `schedule: auto` tries, the simplest first. All microbatches in flight need slots for all, and save no time.
+AUTOMATIC: Final = [name for name, scheduler in SCHEDULES.items() if not scheduler.all_in_flight]
 TRIED: Final = 3  # samples that schedules are compared on
-SCHEDULES: Final = 8  # sampled batches, those of most rows, whose schedules decide slots and ticks
+DECIDING: Final = 8  # sampled batches, those of most rows, whose schedules decide slots and ticks
 ALL_FULL: Mapping[str, Remat] = {}
 
 
@@ -87,7 +89,7 @@ def choose_pipeline(
     by_rows = sorted(
         sampled.fitting,
         key=lambda run: -sum(phase_rows.count for phase_rows in run.phases.values()),
-    )[:SCHEDULES]
+    )[:DECIDING]
     training = _fitted(sampled.pipeline, by_rows)
     evaluation = _fitted(replace(sampled.pipeline, backward=False), by_rows)
     ticks = max(training.tables.ticks, evaluation.tables.ticks)
