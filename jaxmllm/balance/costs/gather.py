@@ -6,10 +6,9 @@ backward    gathered again, for nothing of it is kept, and their gradients are s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
 
 from jaxmllm.config.schema import (
     DiffusionConfig,
@@ -17,7 +16,6 @@ from jaxmllm.config.schema import (
     ModelConfig,
     TowerConfig,
 )
-from jaxmllm.phases import LANGUAGE
 
 
 @dataclass(frozen=True)
@@ -69,26 +67,9 @@ def gather_cost(model: ModelConfig, phase: str, per_byte: float) -> int:
 
 def _numbers(model: ModelConfig, phase: str) -> Fraction:
     """Elements of the keys and values of one slot, of all layers."""
-    if phase == LANGUAGE:
-        return _of_language(model.language)
-    return _TOWERS[phase](getattr(model, phase))
-
-
-def _of_language(config: LanguageConfig) -> Fraction:
-    return Fraction(2 * config.layers * config.kv_heads * config.head_size)
-
-
-def _of_tower(config: TowerConfig | DiffusionConfig) -> Fraction:
-    """`stem_stride` slots are one token of its attention."""
-    return Fraction(2 * config.layers * config.width, config.stem_stride)
-
-
-def _of_diffusion(config: DiffusionConfig) -> Fraction:
-    return config.attentions * _of_tower(config)
-
-
-_TOWERS: dict[str, Callable[[Any], Fraction]] = {
-    "vision": _of_tower,
-    "audio": _of_tower,
-    "diffusion": _of_diffusion,
-}
+    config: LanguageConfig | TowerConfig | DiffusionConfig = getattr(model, phase)
+    if isinstance(config, LanguageConfig):
+        return Fraction(2 * config.layers * config.kv_heads * config.head_size)
+    # `stem_stride` slots of a tower are one token of its attention
+    numbers = Fraction(2 * config.layers * config.width, config.stem_stride)
+    return numbers * (config.attentions if isinstance(config, DiffusionConfig) else 1)
