@@ -121,6 +121,11 @@ class Layout:
             if axis not in ranks and self.mesh.shape[axis] > 1
         )
 
+    def split_axes(self, *names: str) -> tuple[str, ...]:
+        """Mesh axes of several devices that split logical axes, whether or not they are manual here."""
+        axes = (axis for name in names for axis in self.mesh_axes(name))
+        return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
+
     @property
     def rows(self) -> NamedSharding:
         """Sharding of [R / g, ...] arrays: one row on every rank or group of ranks."""

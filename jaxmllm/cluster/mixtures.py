@@ -54,17 +54,13 @@ class Mixture:
     def token_axes(self) -> tuple[str, ...]:
         """Mesh axes whose devices gather each other's tokens: those that split experts, and slots as well."""
         slots = {*self.layout.mesh_axes("batch"), *self.layout.mesh_axes("sequence")}
-        return tuple(axis for axis in self._several("experts") if axis in slots)
+        return tuple(axis for axis in self.layout.split_axes("experts") if axis in slots)
 
     @property
     def other_axes(self) -> tuple[str, ...]:
         """Mesh axes whose devices have parts of the sums of the same tokens."""
-        split = dict.fromkeys((*self._several("experts"), *self._several("mlp")))
+        split = dict.fromkeys(self.layout.split_axes("experts", "mlp"))
         return tuple(axis for axis in split if axis not in self.token_axes)
-
-    def _several(self, name: str) -> tuple[str, ...]:
-        sizes = self.layout.mesh.shape
-        return tuple(axis for axis in self.layout.mesh_axes(name) if sizes[axis] > 1)
 
     @property
     def all_tokens(self) -> float:
@@ -74,7 +70,7 @@ class Mixture:
     @property
     def held(self) -> float:
         """Experts of the device."""
-        return self.count / devices_along(self.layout, self._several("experts"))
+        return self.count / devices_along(self.layout, self.layout.split_axes("experts"))
 
     @property
     def block_rows(self) -> int:
@@ -122,7 +118,7 @@ class Mixture:
           tokens: of the device's rows.
           width: of what its other products have.
         """
-        inner = self.mlp_width / devices_along(self.layout, self._several("mlp"))
+        inner = self.mlp_width / devices_along(self.layout, self.layout.split_axes("mlp"))
         blocks = device.product_rate(min(self.block_rows, self._pairs_per_expert), inner)
         return 1 / (share / blocks + (1 - share) / device.product_rate(tokens, width))
 
@@ -164,7 +160,7 @@ class Mixture:
             MATRICES
             * self.width
             * self.mlp_width
-            / devices_along(self.layout, self._several("mlp"))
+            / devices_along(self.layout, self.layout.split_axes("mlp"))
         )
 
 

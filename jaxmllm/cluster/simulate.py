@@ -131,7 +131,7 @@ def _exchange_seconds(programs: PhasedPrograms, plan: StepPlan, network: Network
         rounds = plan.routes[owner].rounds
         hops = sum(one.hops for one in rounds)
         layout = programs.layouts[owner]
-        axes = tuple(axis for axis in layout.mesh_axes("rank") if layout.mesh.shape[axis] > 1)
+        axes = layout.split_axes("rank")
         if not hops or not axes:
             continue
         devices = devices_along(layout, axes)

@@ -161,7 +161,7 @@ class _Mixture:
 
     def _own(self, chosen: Array, matrices: Matrices) -> Array:
         """Numbers of experts, counted from the first one of this device."""
-        axes = self._split("experts")
+        axes = self.layout.split_axes("experts")
         if not axes:
             return chosen
         return chosen - jax.lax.axis_index(axes) * len(matrices.gate)
@@ -176,7 +176,9 @@ class _Mixture:
 
     def _returned(self, partial_sums: Array, shape: tuple[int, ...]) -> Array:
         """Sums over all experts and all parts of their matrices, of the own tokens."""
-        sum_axes = [a for a in self._split("experts", "mlp") if a not in self._token_axes]
+        sum_axes = [
+            a for a in self.layout.split_axes("experts", "mlp") if a not in self._token_axes
+        ]
         total = self._summed(partial_sums, tuple(sum_axes))
         if self._token_axes:
             total = jax.lax.psum_scatter(total, self._token_axes, scatter_dimension=0, tiled=True)
@@ -188,19 +190,14 @@ class _Mixture:
     @property
     def _token_axes(self) -> tuple[str, ...]:
         """Mesh axes along which experts are split, and tokens as well."""
-        slots = self._split(*SLOTS)
-        return tuple(axis for axis in self._split("experts") if axis in slots)
+        slots = self.layout.split_axes(*SLOTS)
+        return tuple(axis for axis in self.layout.split_axes("experts") if axis in slots)
 
     @property
     def _replicas(self) -> tuple[str, ...]:
         """Mesh axes along which the same experts see other tokens; in manual code these keep sums of their own."""
-        split_axes = {*self._split("experts"), *self.layout.manual_axes}
-        return tuple(axis for axis in self._split(*SLOTS) if axis not in split_axes)
-
-    def _split(self, *names: str) -> tuple[str, ...]:
-        """Mesh axes of several devices that split logical axes."""
-        axes = (axis for name in names for axis in self.layout.mesh_axes(name))
-        return tuple(axis for axis in axes if self.layout.mesh.shape[axis] > 1)
+        split_axes = {*self.layout.split_axes("experts"), *self.layout.manual_axes}
+        return tuple(axis for axis in self.layout.split_axes(*SLOTS) if axis not in split_axes)
 
 
 def _check_shapes(x: Array, chosen: Array, weights: Array, matrices: Matrices) -> None:

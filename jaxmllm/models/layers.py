@@ -500,6 +500,6 @@ def checkpointed(function: Callable[..., Any], remat: Remat, in_loop: bool) -> C
             policy = policies.nothing_saveable
         case "dots":
             policy = policies.dots_with_no_batch_dims_saveable
-        case kept:
+        case (*kept,):
             policy = policies.save_only_these_names(*kept)
     return jax.checkpoint(function, policy=policy, prevent_cse=not in_loop)

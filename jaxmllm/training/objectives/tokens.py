@@ -146,9 +146,11 @@ class _Loss:
         shape = targets.shape
         x, target = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
         slots, positions, targets_on_device = slots_with_target(target, self.chunk)
-        if self._split("vocab"):
+        if self.layout.split_axes("vocab"):
             # Devices that meet in the loop must run it equally often
-            targets_on_device = jax.lax.pmax(targets_on_device, self._split("vocab") + self._ranks)
+            targets_on_device = jax.lax.pmax(
+                targets_on_device, self.layout.split_axes("vocab") + self._ranks
+            )
         wide = jnp.promote_types(x.dtype, jnp.float32)
         table = self._gathered(matrix.astype(x.dtype))
         begin = {
@@ -174,7 +176,7 @@ class _Loss:
             new = {"losses": losses, "hits": hits}
             if wants_hidden:
                 d_x = jnp.einsum(f"kv,{self._letters}->kd", d_logits, table)
-                new["d_hidden"] = _summed(d_x, self._split("vocab"))
+                new["d_hidden"] = _summed(d_x, self.layout.split_axes("vocab"))
             written = {
                 name: jax.lax.dynamic_update_slice_in_dim(done[name], values, start, axis=0)
                 for name, values in new.items()
@@ -208,7 +210,7 @@ class _Loss:
         self, x: Float[Array, "K D"], table: Array, target: Int[Array, " K"]
     ) -> tuple[Array, Array, Array]:
         """Loss and hit of each token, and the gradient of the losses' sum by logit, in the type of x."""
-        split = self._split("vocab")
+        split = self.layout.split_axes("vocab")
         wide = jnp.promote_types(x.dtype, jnp.float32)
         logits = jnp.einsum(f"kd,{self._letters}->kv", x, table, preferred_element_type=wide)
         largest = logits.max(axis=-1)
@@ -237,20 +239,15 @@ class _Loss:
     def _width(self) -> int:
         return self._letters.index("d")
 
-    def _split(self, *names: str) -> tuple[str, ...]:
-        """Mesh axes of several devices that split logical axes."""
-        axes = (axis for name in names for axis in self.layout.mesh_axes(name))
-        return tuple(axis for axis in axes if self.layout.mesh.shape[axis] > 1)
-
     @property
     def _ranks(self) -> tuple[str, ...]:
         """Mesh axes that split slots; in manual code replicas keep counts and sums of their own."""
         manual = self.layout.manual_axes
-        return tuple(axis for axis in self._split(*SLOTS) if axis not in manual)
+        return tuple(axis for axis in self.layout.split_axes(*SLOTS) if axis not in manual)
 
     def _gathered(self, matrix: Array) -> Array:
         """The matrix along its whole width."""
-        axes = self._split("embed")
+        axes = self.layout.split_axes("embed")
         if not axes:
             return matrix
         return jax.lax.all_gather(matrix, axes, axis=self._width, tiled=True)
@@ -258,8 +255,8 @@ class _Loss:
     def _scattered(self, d_head: Array) -> Array:
         """The sum of all ranks' gradients, of which a device gets the part that it holds; of a replica's
         ranks where these add up once a step (`sharding.parameters.by_replica`)."""
-        holders = self._split("embed")
-        copies = tuple(axis for axis in holders if axis not in self._split(*SLOTS))
+        holders = self.layout.split_axes("embed")
+        copies = tuple(axis for axis in holders if axis not in self.layout.split_axes(*SLOTS))
         if copies:  # their devices have computed the same
             d_head = jnp.where(jax.lax.axis_index(copies) == 0, d_head, 0)
         if holders:
