@@ -442,7 +442,7 @@ def _fewest_slots(
                     slots = max(slots, needs[load, later])
                     rows_left = max(rows_left, rows_needed[load, later])
                 most[number] += 2 * (-(-slots // capacity[number])) - (-rows_left // rows[number])
-        best_slots = INT64_MAX
+        best_slots = _slots_of_two(capacity, rows, base, needs[load], rows_needed[load])
         best_count = INT64_MAX
         counts[:] = 0
         while True:
@@ -470,19 +470,37 @@ def _fewest_slots(
                     chosen[load] = counts
                     chosen[load, base] = needed
             # The next combination: too many of a class are followed by none of it and one more of
-            # the next larger.
+            # the next larger. Too many are also those that hold more than the best, whatever
+            # smaller classes would add.
             index = classes - 1
             while index > 0:
                 number = order[index]
                 counts[number] += 1
-                innermost = index == classes - 1
-                if counts[number] <= most[number] and not (innermost and held >= best_slots):
+                held += capacity[number]
+                if counts[number] <= most[number] and held <= best_slots:
                     break
+                held -= counts[number] * capacity[number]
                 counts[number] = 0
                 index -= 1
             if index == 0:
                 break
     return chosen
+
+
+@compiled
+def _slots_of_two(capacity: Longs, rows: Longs, base: int, needs: Longs, rows_needed: Longs) -> int:
+    """Slots of a rank in microbatches of the first class and of `base` alone that meet the needs of
+    a load, [K]: where these are the same class, no bound."""
+    if base == 0:
+        return INT64_MAX
+    first = max(
+        -(-needs[:base].max() // capacity[0]),
+        -(-rows_needed[:base].max() // rows[0]),
+    )
+    missing = max(needs[base:].max() - first * capacity[0], 0)
+    missing_rows = max(rows_needed[base:].max() - first * rows[0], 0)
+    others = max(-(-missing // capacity[base]), -(-missing_rows // rows[base]))
+    return int(first * capacity[0] + others * capacity[base])
 
 
 # ---------------------------------------------------------------------------- capacities of a config
