@@ -26,6 +26,8 @@ from jaxmllm.compiled import compiled, compiled_leaf
 # Compiled code needs constants of the module.
 COMPANIONS = 6  # an item moves alone, or with one of up to 5 misplaced items of its row
 PARTNERS = 12  # the first 11 of a row are also tried in pairs: all pairs would take long
+# So many of a row are tried at all, those of most tokens: rows of thousands of small images would take their square
+MOST_PARTNERS = 256
 
 
 class Destinations(NamedTuple):
@@ -103,7 +105,7 @@ def _sweep(state: RowState, destinations: Destinations, ranks_of_block: Longs, o
     misplaced = _Misplaced(np.full(rows, no_item), np.empty(no_item, np.int64))
     # Made once and written anew for each item: to make them takes longer than many a search.
     outgoing = _no_choices(COMPANIONS)
-    incoming = _no_choices(no_item + PARTNERS * PARTNERS)
+    incoming = _no_choices(MOST_PARTNERS + PARTNERS * PARTNERS)
     return _swap_in_order(state, destinations, ranks_of_block, order, misplaced, outgoing, incoming)
 
 
@@ -258,7 +260,7 @@ def _list_incoming(
     least_gain: int,
     incoming: _Choices,
 ) -> int:
-    """List the misplaced items of the row `goal`, alone and the first of them in pairs, that bring
+    """List the first misplaced items of the row `goal`, alone and a few of them in pairs, that bring
     at least `least_gain` on the way to the row `source`; return how many choices there are."""
     no_item = len(state.row_of)
     ranks = len(destinations.node)
@@ -267,7 +269,7 @@ def _list_incoming(
     choices = 0
     partners = 0
     partner = misplaced.first[goal]
-    while partner != no_item:
+    while partner != no_item and partners < MOST_PARTNERS:
         partners += 1
         slots = state.amounts[SLOTS, partner]
         cost = state.amounts[COST, partner]
