@@ -34,6 +34,15 @@ from jaxmllm.row_format import RowFormat
 
 SHOWN = 5  # refusals quoted in an error
 
+
+class RejectedError(DataError):
+    """More records of a corpus are refused than `data.max_rejected` allows: all of them are in `rejected`."""
+
+    def __init__(self, message: str, rejected: tuple[Rejected, ...]):
+        super().__init__(message)
+        self.rejected = rejected
+
+
 _RESIZED_BY = {
     "vision": "lower data.images.max_pixels (data.videos.max_pixels)",
     "audio": "lower data.audio.max_seconds or split the clip",
@@ -210,8 +219,8 @@ class Corpus:
         return dict(Counter(rejected.reason for rejected in self.rejected).most_common())
 
     def check_rejected(self, max_rejected: float) -> None:
-        """Raise `DataError` when more than this share of all records was refused, or all of them,
-        or a source has no record at all."""
+        """Raise `RejectedError` when more than this share of all records was refused, or all of them;
+        `DataError` when a source has no record at all."""
         for index in self.indexes:
             if not len(index) and not index.rejected:
                 raise DataError(
@@ -225,10 +234,11 @@ class Corpus:
         counts = ", ".join(f"{examples} {reason}" for reason, examples in by_reason) or "none"
         quoted = "".join(f"\n  {refusal}" for refusal in rejected[:SHOWN])
         unquoted = f"\n  and {len(rejected) - SHOWN} more" if len(rejected) > SHOWN else ""
-        raise DataError(
+        raise RejectedError(
             f"{len(rejected)} of {total} examples are refused, data.max_rejected allows a share of {max_rejected:g} "
             f"and at least one must remain; by reason: {counts}.{quoted}{unquoted}\n"
-            "Fix the records, or raise data.max_rejected to train without them."
+            "Fix the records, or raise data.max_rejected to train without them.",
+            rejected,
         )
 
     def refuse(self, limits: Mapping[str, int]) -> Corpus:

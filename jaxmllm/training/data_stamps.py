@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxmllm.data.corpus import Corpus
-from jaxmllm.data.index.length_index import LengthIndex
+from jaxmllm.data.index.length_index import LengthIndex, Rejected
 from jaxmllm.runtime.agreement import agreed_problem
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.files import write_atomically
@@ -53,7 +53,6 @@ def write_data(run_directory: Path, corpus: Corpus) -> None:
         "examples": len(corpus),
         "rejected": corpus.rejected_counts(),
     }
-    lines = [json.dumps(asdict(rejected), ensure_ascii=False) for rejected in corpus.rejected]
     stamps = stamps_of(corpus)
     _, saved = _read(run_directory)
     if saved.keys() != stamps.keys() or not all(
@@ -62,8 +61,17 @@ def write_data(run_directory: Path, corpus: Corpus) -> None:
         compressed = io.BytesIO()  # which takes seconds where there are millions of files
         np.savez_compressed(compressed, **stamps)  # type: ignore[arg-type]
         write_atomically(run_directory / STAMPS_FILE, compressed.getvalue())
-    write_atomically(run_directory / REJECTED_FILE, "".join(f"{line}\n" for line in lines))
+    write_rejected(run_directory, corpus.rejected)
     write_atomically(run_directory / DATA_FILE, json.dumps(content, indent=1))
+
+
+def write_rejected(run_directory: Path, rejected: Sequence[Rejected]) -> Path:
+    """Store refused records, one JSON object per line, in rejected.jsonl, whose path is returned; one process calls
+    this."""
+    path = run_directory / REJECTED_FILE
+    lines = [json.dumps(asdict(refusal), ensure_ascii=False) for refusal in rejected]
+    write_atomically(path, "".join(f"{line}\n" for line in lines))
+    return path
 
 
 def stamps_of(corpus: Corpus) -> dict[str, np.ndarray]:

@@ -23,12 +23,15 @@ import jax
 
 from jaxmllm.config.read import dump_config, load_config
 from jaxmllm.config.schema import Config, ConfigError, RenamedKeyError
+from jaxmllm.data.corpus import RejectedError
+from jaxmllm.data.sources.source import DataError
 from jaxmllm.families.weight_files import FolderError
 from jaxmllm.runtime.agreement import agreed_problem
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.files import write_atomically
 from jaxmllm.runtime.lock import LOCK_FILE, RunLock
 from jaxmllm.runtime.resume import begun_config, check_compatible, resumed_config
+from jaxmllm.training.data_stamps import REJECTED_FILE, write_rejected
 from jaxmllm.training.initial import CHECKPOINTS, check_sources
 
 CONFIG_FILE = "config.yaml"
@@ -86,7 +89,8 @@ def open_folder(config: Config, resume: bool | str) -> Iterator[Config]:
 
     The main process holds the folder for all. Raises `CheckpointError` in every process if another
     run holds it, or if this one may not continue in it; and instead of an error of a full disk
-    inside the context.
+    inside the context. Where data are refused inside, all refusals are in rejected.jsonl of the folder, and
+    `DataError` names it.
     """
     with ExitStack() as stack:
         problem = None
@@ -101,7 +105,8 @@ def open_folder(config: Config, resume: bool | str) -> Iterator[Config]:
         if problem := agreed_problem(problem):
             raise CheckpointError(problem)
         try:
-            yield checked
+            with _refusals_kept(Path(config.run.directory)):
+                yield checked
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
@@ -110,6 +115,17 @@ def open_folder(config: Config, resume: bool | str) -> Iterator[Config]:
                 f"{where} cannot be written ({error.strerror}): make room, then --resume continues from the latest "
                 "checkpoint"
             ) from error
+
+
+@contextmanager
+def _refusals_kept(run_directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except RejectedError as error:
+        if jax.process_index() != 0:
+            raise
+        path = write_rejected(run_directory, error.rejected)
+        raise DataError(f"{error}\nAll refusals are in {path}.") from error
 
 
 def check_folder(config: Config, resume: bool | str) -> Config:
@@ -128,7 +144,9 @@ def check_folder(config: Config, resume: bool | str) -> Config:
         check_compatible(saved, config)
         return resumed_config(saved, config)
     entries = folder.iterdir() if folder.exists() else ()
-    present = sorted(entry.name for entry in entries if not entry.name.startswith((LOCK_FILE, ".")))
+    # A run that data kept from beginning leaves its refusals; the next one begins as in an empty folder.
+    no_run = (LOCK_FILE, REJECTED_FILE, ".")
+    present = sorted(entry.name for entry in entries if not entry.name.startswith(no_run))
     if left_behind := [name for name in present if name in OWN]:
         raise CheckpointError(
             f"{folder} holds {', '.join(left_behind)} but no {CONFIG_FILE}, so it cannot be said which "

@@ -8,9 +8,9 @@ import sys
 import pytest
 import yaml
 
-from jaxmllm.config.read import parse_config
+from jaxmllm.config.read import load_config, parse_config
 from jaxmllm.train import main
-from jaxmllm.training.run_folder import write_config
+from jaxmllm.training.run_folder import check_folder, write_config
 from tests.support import tiny_config, train_command
 
 
@@ -94,6 +94,17 @@ def test_missing_media_file(capsys, config, data, tmp_path):
     broken.write_text((data / "train.jsonl").read_text() + json.dumps(record) + "\n")
     error = refusal(capsys, config, f"data.sources=[{{name: s, path: {broken}, root: {data}}}]")
     assert "absent.png" in error and f"{broken}:97" in error and "data.max_rejected" in error
+
+
+def test_all_refusals_are_in_the_run_folder_and_it_begins_as_an_empty_one(capsys, config, tmp_path):
+    lines = tmp_path / "bad.jsonl"
+    lines.write_text("{\n" * 9)
+    error = refusal(capsys, config, f"data.sources=[{{name: s, path: {lines}}}]")
+    path = tmp_path / "run" / "rejected.jsonl"
+    assert "and 4 more" in error and f"All refusals are in {path}." in error
+    assert [json.loads(line)["line"] for line in path.read_text().splitlines()] == [*range(1, 10)]
+    for resume in (False, True, "auto"):
+        check_folder(load_config(config), resume)
 
 
 def test_pictures_of_the_assistant_where_nothing_draws_or_sees(capsys, config, data, tmp_path):
