@@ -10,6 +10,7 @@
 #   preempted, or a node fails   Slurm requeues the job (--requeue)
 #   the time is up               two minutes before, the run saves a checkpoint and this script requeues the job
 #   scancel, or an error         the run saves or ends with a line; the job is not requeued
+# A node that fails gives no signal: set checkpoint.every=N, without which nothing is saved before the end or a signal.
 
 #SBATCH --job-name=jaxmllm
 #SBATCH --nodes=2
