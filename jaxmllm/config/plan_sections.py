@@ -139,7 +139,8 @@ class PipelineConfig(Section):
     deferral: bool = True  # examples may run their language part one microbatch after their media
     # Of the language model per step; auto: as few as hold a batch, in rows chosen by predicted time
     microbatches: PositiveInt | Auto = "auto"
-    microbatches_in_flight: PositiveInt | Auto = "auto"  # on a rank at a time; auto: 4 * stages
+    # On a rank at a time; auto: 4 * stages, of which memory may allow fewer; with schedule: gpipe all of a step
+    microbatches_in_flight: PositiveInt | Auto = "auto"
     # That one microbatch reads, by encoder
     encoder_rows_per_microbatch: PositiveInt | Auto = "auto"
     # Forwards of each component on a rank that keep what `remat` says for their backward; auto: as many
