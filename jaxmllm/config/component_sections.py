@@ -27,13 +27,13 @@ class TrainingConfig(Section):
 
     With `ema`, a running average of what is trained is kept beside it, in at least float32: after each
     update it moves towards the parameters by 1 - `ema` of the difference, in the first updates by more
-    (training/averages.py). Evaluations and `jaxmllm draw` use it.
+    (training/averages.py). Evaluations and the command `draw` use it.
     """
 
     freeze: bool = False
     train: tuple[str, ...] = ("*",)
-    ema: float | None = Field(None, gt=0.0, lt=1.0)
-    learning_rate_scale: float = Field(1.0, ge=0.0)
+    ema: float | None = Field(None, gt=0.0, lt=1.0)  # share that stays in an update
+    learning_rate_scale: float = Field(1.0, ge=0.0)  # times optimizer.learning_rate
 
     @model_validator(mode="after")
     def _check_train(self) -> Self:
@@ -68,7 +68,7 @@ class ComponentConfig(TrainingConfig):
         mlp           the products before its activation, and the last one where it is normed or gated
     """
 
-    compute_dtype: DType = "float32"
+    compute_dtype: DType = "float32"  # of products and activations; GPUs and TPUs want bfloat16
     # In what the gradients of shards are added over devices: at least float32, or compute_dtype, which
     # sends half as much where that is bfloat16, and rounds every sum
     reduce_dtype: Literal["float32", "compute"] = "float32"
@@ -108,6 +108,8 @@ class ProjectorConfig(ComponentConfig):
 
 
 class ProjectorComponents(Section):
+    """Settings by projector."""
+
     vision: ProjectorConfig = ProjectorConfig()
     audio: ProjectorConfig = ProjectorConfig()
     language: ProjectorConfig = ProjectorConfig()  # the decoder's states -> what `diffusion` reads

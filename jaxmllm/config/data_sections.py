@@ -20,11 +20,11 @@ class SourceConfig(Section):
     `path` and `root` are relative to `data.root`.
     """
 
-    name: str
-    path: str
+    name: str  # in metrics and messages
+    path: str  # of the file
     # A name in data/sources/formats.py; none: by the file's ending, jsonl for unknown endings.
     format: str | None = None
-    root: str | None = None
+    root: str | None = None  # of media; none: the folder of the file
     # Of examples; relative to the smallest weight it counts in hundredths
     weight: PositiveFloat = 1.0
     # What is learned: what the assistant says, or all text. Only with `all` may an example have
@@ -61,8 +61,7 @@ class ImageDataConfig(Section):
     With the last three an image or tile always has about max_pixels, and min_pixels must be the same.
     """
 
-    # At most what a file may have; see data/media/images.py.
-    min_pixels: int = Field(28 * 28, ge=1, le=89_478_485)
+    min_pixels: int = Field(28 * 28, ge=1, le=89_478_485)  # at most what a file may have
     max_pixels: PositiveInt = 1024 * 1024
     resize: ResizeRule = "area"
     kernel: ResizeKernel = "bicubic"
@@ -197,17 +196,17 @@ class AudioDataConfig(Section):
     """
 
     sample_rate: int = Field(16_000, ge=1_000, le=1_000_000)  # Hz; the same bounds as for files
-    window_length: PositiveInt = 400
-    hop_length: PositiveInt = 160
+    window_length: PositiveInt = 400  # samples
+    hop_length: PositiveInt = 160  # samples
     max_seconds: PositiveFloat = 60.0
 
 
 class DataConfig(Section):
     """What is trained on and evaluated on, and how it is read."""
 
-    sources: tuple[SourceConfig, ...]
-    evaluation: tuple[SourceConfig, ...] = ()
-    root: str | None = None  # folder of the sources' relative paths; none: the current one
+    sources: tuple[SourceConfig, ...]  # of training, mixed by weight
+    evaluation: tuple[SourceConfig, ...] = ()  # held out
+    root: str | None = None  # folder of the sources' relative paths; none: where one starts
     batch_size: int = Field(gt=0, le=1 << 20)  # examples per step, on all hosts together
     tokenizer: str | None = None  # a tokenizers JSON file; none: bytes
     # How turns are laid out: `chatml`, or a file with a Jinja template

@@ -27,7 +27,8 @@ class LayerWindows(Layered):
     """Which layers attend in windows: with `window`, all but `full_layers`."""
 
     layers: LayerCount
-    window: int | None = Field(None, ge=1, le=1 << 30)  # whose square is counted in 64 bits
+    # Tokens, or patches of a side; its square is counted in 64 bits
+    window: int | None = Field(None, ge=1, le=1 << 30)
     full_layers: tuple[int, ...] = ()  # counted from 0
 
     @property

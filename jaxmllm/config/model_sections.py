@@ -63,7 +63,7 @@ class LanguageConfig(LayerWindows):
     `rope_scaling` leaves as they are.
     """
 
-    vocab_size: PositiveInt | Auto = "auto"
+    vocab_size: PositiveInt | Auto = "auto"  # auto: the tokenizer's, rounded up to a multiple of 64
     width: PositiveInt
     heads: PositiveInt
     kv_heads: PositiveInt
@@ -79,11 +79,11 @@ class LanguageConfig(LayerWindows):
     activation: Activation = "silu"
     qkv_bias: bool = False
     out_bias: bool = False  # of attention
-    qk_norm: bool = False
+    qk_norm: bool = False  # RMS norms of queries and keys, by head
     norm: Literal["rms", "zero_centred_rms"] = "rms"  # zero-centred: multiplies by 1 + scale
     post_norms: bool = False  # also of what attention and MLP add
     scale_embedding: bool = False  # that of text, by sqrt(width)
-    tie_embeddings: bool = False
+    tie_embeddings: bool = False  # the head is the embedding
     norm_epsilon: PositiveFloat = 1e-6
     loss_chunk: PositiveInt = 512  # tokens whose logits exist at one time, at most
     # Those of an image's tokens: its row and column, and tile (grid), or one after another, as text has them (line)

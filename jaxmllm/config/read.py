@@ -163,13 +163,14 @@ def _fields_at(section: type[BaseModel], location: Sequence[Any]) -> list[str]:
         field = section.model_fields.get(str(step))
         if field is None:
             return []
-        section = next(iter(_sections_of(field.annotation)), section)
+        section = next(iter(sections_of(field.annotation)), section)
     return [field.alias or name for name, field in section.model_fields.items()]
 
 
-def _sections_of(annotation: Any) -> Iterable[type[BaseModel]]:
+def sections_of(annotation: Any) -> Iterable[type[BaseModel]]:
+    """Sections in the type of a key: that of a section, of one or none, or of a list of them."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     elif isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:
         for argument in typing.get_args(annotation):
-            yield from _sections_of(argument)
+            yield from sections_of(argument)

@@ -15,17 +15,17 @@ class OptimizerConfig(Section):
     Weight decay leaves out norms, biases and embeddings.
     """
 
-    learning_rate: PositiveFloat
+    learning_rate: PositiveFloat  # after the warm-up
     schedule: Literal["cosine", "constant"] = "cosine"
-    warmup_steps: int = Field(0, ge=0, lt=1 << 31)  # steps are counted in 32 bits
+    warmup_steps: int = Field(0, ge=0, lt=1 << 31)  # steps until learning_rate is reached, linearly
     # Step at which the cosine has fallen; auto: `run.steps` when the run begins.
     decay_steps: PositiveInt | Auto = "auto"
-    final_scale: float = Field(0.1, ge=0.0, le=1.0)
+    final_scale: float = Field(0.1, ge=0.0, le=1.0)  # of learning_rate, from there on
     beta1: float = Field(0.9, ge=0.0, lt=1.0)
     beta2: float = Field(0.95, ge=0.0, lt=1.0)
     epsilon: PositiveFloat = 1e-8
-    weight_decay: float = Field(0.0, ge=0.0)
-    clip_norm: PositiveFloat | None = 1.0
+    weight_decay: float = Field(0.0, ge=0.0)  # times the learning rate, in every step
+    clip_norm: PositiveFloat | None = 1.0  # of the gradient of all parameters; none: as it is
     max_skipped: PositiveInt = 5  # non-finite updates in a row before the run stops
 
 
@@ -89,7 +89,7 @@ class CheckpointConfig(Section):
     """When the state is saved, and how many states are kept."""
 
     every: PositiveInt | None = None  # steps; none: only at the end and on SIGTERM
-    keep: PositiveInt = 3
+    keep: PositiveInt = 3  # the latest ones; older ones are deleted
 
 
 class LoggingConfig(Section):
@@ -97,15 +97,15 @@ class LoggingConfig(Section):
 
     every: PositiveInt = 1  # steps between metric records
     examples: bool = False  # write the ids of every step's examples to examples.jsonl
-    tensorboard: bool = True
+    tensorboard: bool = True  # the same records as events in tensorboard/ of the run folder
     wandb: str | None = None  # project name
-    peak_flops: PositiveFloat | Auto = "auto"  # of one device, for MFU
+    peak_flops: PositiveFloat | Auto = "auto"  # FLOPs per second of one device, for MFU
 
 
 class ProfileConfig(Section):
     """Which steps the profiler records."""
 
-    start: int = Field(10, ge=0)
+    start: int = Field(10, ge=0)  # first recorded step
     steps: int = Field(0, ge=0)  # 0: no profile
 
 
@@ -129,10 +129,10 @@ class EvaluationConfig(Section):
 class RunConfig(Section):
     """Where the run lives, how long it is, and what its random numbers and parameters start from."""
 
-    directory: str
-    steps: PositiveInt
-    seed: int = Field(0, ge=0, lt=1 << 63)
-    param_dtype: DType = "float32"
+    directory: str  # the run folder, which belongs to this run alone
+    steps: PositiveInt  # updates
+    seed: int = Field(0, ge=0, lt=1 << 63)  # of all that is random
+    param_dtype: DType = "float32"  # of parameters and their optimizer states
     # Folder of compiled programs, which the next start reads; auto: `compiled` next to the run folder;
     # none: every start compiles.
     compilation_cache: Auto | Annotated[str, Field(min_length=1)] | None = "auto"

@@ -35,7 +35,7 @@ class TowerConfig(Layered):
     rope_theta: PositiveFloat = 10_000.0
     norm: Literal["rms", "layer"] = "rms"  # layer: with biases
     norm_epsilon: PositiveFloat = 1e-6
-    gelu: Gelu = "tanh"
+    gelu: Gelu = "tanh"  # tanh: approximated by it
     qkv_bias: bool = True  # the output always has one
     key_bias: bool = True
     qk_norm: bool = False  # RMS norms of queries and keys, over all heads together
@@ -151,12 +151,12 @@ class VisionConfig(LayerWindows, TowerConfig):
     image, or of every tile of one, and leaves no feature (arXiv 2010.11929).
     """
 
-    patch_size: PositiveInt = 14
+    patch_size: PositiveInt = 14  # pixels of a side
     patch_frames: PositiveInt = 1
     videos: bool = False
-    patch_bias: bool = True
+    patch_bias: bool = True  # of the embedding of patches
     gated_mlp: bool = False
-    last_norm: bool = True
+    last_norm: bool = True  # after all layers
     class_token: bool = False
     projector: ProjectorShapes = ProjectorShapes()
     deepstack_layers: tuple[int, ...] = ()  # counted from 0
@@ -300,7 +300,7 @@ class AudioConfig(TowerConfig):
     plane_strides: ClassVar[tuple[int, ...]] = (2, 2, 2)
 
     mel_bins: PositiveInt = 80
-    chunk_frames: PositiveInt = 64
+    chunk_frames: PositiveInt = 64  # of data.audio.hop_length samples
     stem_strides: tuple[Literal[1, 2], Literal[2]] = (2, 2)
     stem_channels: PositiveInt | None = None
     # One for each place of a chunk: learned (table), or waves (sinusoidal, arXiv 1706.03762)

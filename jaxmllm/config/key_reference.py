@@ -1,0 +1,171 @@
+"""The reference of all keys, from the schema: types and defaults, comments beside fields, docstrings of sections.
+
+python -m jaxmllm.config.key_reference > docs/config.md
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import json
+import tokenize
+import types
+from collections.abc import Iterable
+from datetime import date
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+
+from jaxmllm.config.read import sections_of
+from jaxmllm.config.schema import Config
+from jaxmllm.config.section import Section
+
+HEAD = """\
+# All keys of a config
+
+jaxmllm/config/key_reference.py writes this file from the schema. A section of YAML is a heading here, and on the
+command line a key has its section before it: `optimizer.learning_rate=3e-4`. *required* keys have no default. What a
+meaning calls none is `null`, and `auto` is chosen when the run is built. Sections with the same keys stand together,
+`data.sources[]` is an entry of that list, and indented lines are the values of a key.
+"""
+BOUNDS = {Gt: ("gt", ">"), Ge: ("ge", ">="), Lt: ("lt", "<"), Le: ("le", "<=")}
+WORDS = {int: "integer", float: "number", str: "text", date: "date"}
+POWER_FROM = 1 << 30  # bounds from here on are powers of two, and told as such
+
+
+def reference() -> str:
+    """Markdown of all sections, in the order of the schema."""
+    return HEAD + "".join(
+        f"\n## {', '.join(f'`{path}`' for path in paths)}\n\n{_description(section)}\n\n{_table(section)}"
+        for section, paths in _paths(Config).items()
+        if section is not Config
+    )
+
+
+def _paths(section: type[BaseModel], prefix: str = "") -> dict[type[BaseModel], list[str]]:
+    """Where each section stands, by its class, this one first."""
+    paths = {section: [prefix]}
+    for name, field in section.model_fields.items():
+        entry = "[]" if get_origin(field.annotation) is tuple else ""
+        path = f"{prefix}.{field.alias or name}{entry}".removeprefix(".")
+        for child in sections_of(field.annotation):
+            for below, places in _paths(child, path).items():
+                paths.setdefault(below, []).extend(places)
+    return paths
+
+
+def _description(section: type[BaseModel]) -> str:
+    """The docstrings of a section and of those that it inherits fields from."""
+    with_fields = (
+        base
+        for base in section.__mro__
+        if base is section or (issubclass(base, Section) and inspect.get_annotations(base))
+    )
+    return "\n\n".join(inspect.cleandoc(base.__doc__) for base in with_fields if base.__doc__)
+
+
+def _table(section: type[BaseModel]) -> str:
+    comments = _comments(section)
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, field in section.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        value = "*required*" if field.is_required() else f"`{_yaml(default)}`"
+        cells = (
+            f"`{field.alias or name}`",
+            _type(field.annotation, field.metadata),
+            value,
+            comments.get(name, "-"),
+        )
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _comments(section: type[BaseModel]) -> dict[str, str]:
+    """What stands above each field and beside it, by name; a class without such words leaves those that it inherits."""
+    comments = {}
+    for base in reversed(section.__mro__):
+        if not issubclass(base, Section):
+            continue
+        source = inspect.getsource(base)
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        words = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}
+        whole = {number for number, token in words.items() if token.line.lstrip().startswith("#")}
+        (record,) = ast.parse(source).body
+        assert isinstance(record, ast.ClassDef)
+        for node in record.body:
+            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+                continue
+            first = node.lineno
+            while first - 1 in whole:
+                first -= 1
+            lines = range(first, (node.end_lineno or first) + 1)
+            if said := [words[line].string.lstrip("# ") for line in lines if line in words]:
+                comments[node.target.id] = " ".join(said)
+    return comments
+
+
+def _type(annotation: Any, constraints: Iterable[Any] = (), many: bool = False) -> str:
+    """A type in words; of `many` values in the plural."""
+    *first, last = _choices(annotation, constraints, many)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _choices(annotation: Any, constraints: Iterable[Any], many: bool) -> list[str]:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        inner, *outer = arguments
+        nested = [item for info in outer for item in getattr(info, "metadata", [info])]
+        return _choices(inner, nested, many)
+    if origin is Literal:
+        return [f"`{_yaml(value)}`" for value in arguments]
+    if origin in (Union, types.UnionType):
+        return [choice for item in arguments for choice in _choices(item, constraints, many)]
+    if annotation is type(None):
+        return ["`null`"]
+    if annotation is bool:
+        return ["`true`", "`false`"]
+    return [_one(annotation, constraints, many)]
+
+
+def _one(annotation: Any, constraints: Iterable[Any], many: bool) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is dict:
+        key, value = arguments
+        return f"mapping of {_type(key, many=True)} to {_type(value, many=True)}"
+    if origin is list or (origin is tuple and arguments[-1] is ...):
+        return f"list{'s' * many} of {_type(arguments[0], many=True)}"
+    if origin is tuple:
+        each = [_type(argument, many=len(set(arguments)) == 1) for argument in arguments]
+        return (
+            f"list of {len(each)} {each[0]}" if len(set(each)) == 1 else f"list: {'; '.join(each)}"
+        )
+    if annotation not in WORDS:
+        return "section" + "s" * many
+    bounds = " and ".join(
+        f"{sign} {_bound(getattr(item, attribute))}"
+        for item in constraints
+        for kind, (attribute, sign) in BOUNDS.items()
+        if isinstance(item, kind)
+    )
+    return f"{WORDS[annotation]}{'s' * many} {bounds}".rstrip()
+
+
+def _bound(bound: float) -> str:
+    if isinstance(bound, int) and bound >= POWER_FROM:
+        return f"2^{bound.bit_length() - 1}"
+    return f"{bound:g}" if isinstance(bound, float) else str(bound)
+
+
+def _yaml(value: Any) -> str:
+    """A default as it would stand in a YAML file, on one line."""
+    if isinstance(value, str) and value.isidentifier():
+        return value
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_yaml, value))}]"
+    return json.dumps({} if isinstance(value, BaseModel) else value)
+
+
+if __name__ == "__main__":
+    print(reference(), end="")
