@@ -258,10 +258,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__, "jaxmllm calibrate")
     add_config(parser)
     parser.add_argument(
-        "--out", type=new_file, default=Path("calibration.json"), help="file to write"
+        "--out", type=new_file, default=Path("calibration.json"), help="file to write (%(default)s)"
     )
     parser.add_argument(
-        "--repeats", type=positive_int, default=REPEATS, help="rounds, of which the median counts"
+        "--repeats",
+        type=positive_int,
+        default=REPEATS,
+        help="rounds, of which the median counts (%(default)s)",
     )
     options = parse(parser, arguments)
     try:

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--devices", type=positive_int, help="of the mesh; as many as it names, if none"
     )
-    parser.add_argument("--chip", default="h100", help=f"one of {', '.join(CHIPS)}")
+    parser.add_argument("--chip", default="h100", help=f"one of {', '.join(CHIPS)} (%(default)s)")
     parser.add_argument(
         "--only", metavar="NAMES", help="functions, apart by commas, such as encode,update"
     )

@@ -49,14 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--prompt", metavar="TEXT", help="what to draw")
     asked.add_argument("--jsonl", type=Path, metavar="FILE", help="several pictures, one per line")
-    parser.add_argument("--size", metavar="HxW", help="of the picture of --prompt, in pixels")
+    parser.add_argument(
+        "--size", metavar="HxW", help="of the picture of --prompt, which needs it, in pixels"
+    )
     parser.add_argument(
         "--frames", type=positive_int, help="of a clip of --prompt; none: a picture"
     )
     parser.add_argument("--fps", type=float, help="of clips; none: data.generated.fps, or 8")
     parser.add_argument("--clips", choices=["png", "mp4"], default="png", help="files of clips")
-    parser.add_argument("--steps", type=int, default=20, help="from noise to picture")
-    parser.add_argument("--guidance", type=float, default=2.5, help="1: none")
+    parser.add_argument("--steps", type=int, default=20, help="from noise to picture (%(default)s)")
+    parser.add_argument("--guidance", type=float, default=2.5, help="1: none (%(default)s)")
     parser.add_argument("--seed", type=seed_int, default=0, help="of the noise")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     add_overrides(parser)

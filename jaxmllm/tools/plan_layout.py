@@ -115,13 +115,19 @@ def _parser() -> argparse.ArgumentParser:
         "--devices", type=_numbers, default=(), metavar="N[,N ...]", help="of the cluster"
     )
     parser.add_argument(
-        "--cluster", default="h100", help=f"one of {', '.join(CLUSTERS)}, or a .yaml file"
+        "--cluster",
+        default="h100",
+        help=f"one of {', '.join(CLUSTERS)}, or a .yaml file (%(default)s)",
     )
     parser.add_argument(
         "--generated", action="store_true", help="generated lengths instead of the config's data"
     )
     parser.add_argument(
-        "--top", type=positive_int, default=10, metavar="N", help="layouts in the table"
+        "--top",
+        type=positive_int,
+        default=10,
+        metavar="N",
+        help="layouts in the table (%(default)s)",
     )
     parser.add_argument(
         "--check", type=int, default=0, metavar="N", help="layouts that are compiled"

@@ -300,7 +300,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=positive_int,
         help="data ranks to plan for, instead of those of the config",
     )
-    parser.add_argument("--steps", type=positive_int, default=50, help="batches to plan")
+    parser.add_argument(
+        "--steps", type=positive_int, default=50, help="batches to plan (%(default)s)"
+    )
     options = parse(parser, arguments)
     seed = [] if options.seed is None else [f"run.seed={options.seed}"]
     try:
