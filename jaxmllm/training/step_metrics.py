@@ -203,8 +203,8 @@ def speed(steps: Sequence[StepFacts]) -> Values:
 
 def times(steps: Sequence[StepFacts]) -> Values:
     """`step_seconds`: see `StepFacts.seconds`. `data_wait_seconds`: that this process waited for
-    its batch; some of it while the devices had work. `compilations`: programs compiled so far; it
-    stays as it is after the first steps."""
+    its batch; some of it while the devices had work. `compilations`: programs compiled so far,
+    constant from the first step on."""
     step = steps[-1]
     return {
         "step_seconds": step.seconds,
