@@ -116,14 +116,36 @@ def windows_by_type(config: FolderConfig, in_use: bool = True) -> tuple[bool, ..
     return tuple(kind == LAYER_TYPES[1] for kind in types)
 
 
+def rotary_record(config: FolderConfig) -> dict[str, Any]:
+    """What a file says of rotary positions, `rope_theta` and `rope_type` included: `rope_parameters`, or `rope_theta`
+    and `rope_scaling` in older files.
+
+    Raises `FolderError` for records of single layers, and where both are there and differ.
+    """
+    theta, records = config.number("rope_theta", 10_000.0), []
+    for key in ("rope_scaling", "rope_parameters"):
+        found = config.get(key) or {}  # an empty record hides no other
+        if not isinstance(found, dict) or any(isinstance(part, dict) for part in found.values()):
+            config.refuse(
+                f"has rotary parameters {found!r}", "one record for all layers is understood"
+            )
+        if found:
+            kind = found.get("rope_type", found.get("type", "default"))
+            base = float(FolderConfig(config.path, found).number("rope_theta", theta))
+            found = {name: value for name, value in found.items() if name != "type"}
+            records.append(found | {"rope_theta": base, "rope_type": kind})
+    if any(record != records[0] for record in records):
+        config.refuse(
+            f"has rope_scaling {records[0]!r} and rope_parameters {records[1]!r}",
+            "they differ, and libraries read one or the other; leave one of them out",
+        )
+    return records[0] if records else {"rope_theta": float(theta), "rope_type": "default"}
+
+
 def _rotary(config: FolderConfig) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling): from `rope_parameters`, or `rope_theta` and `rope_scaling` in older files."""
-    found = config.get("rope_parameters", config.get("rope_scaling", {}))
-    if not isinstance(found, dict) or any(isinstance(part, dict) for part in found.values()):
-        config.refuse(f"has rotary parameters {found!r}", "one record for all layers is understood")
-    theta = config.number("rope_theta", 10_000.0)
-    theta = float(FolderConfig(config.path, found).number("rope_theta", theta))
-    kind = found.get("rope_type", found.get("type", "default"))
+    """(theta, scaling) of the record of all layers."""
+    found = rotary_record(config)
+    theta, kind = found["rope_theta"], found["rope_type"]
     if kind == "default":
         return theta, None
     if kind not in SCALED_BY:

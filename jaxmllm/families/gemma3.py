@@ -73,7 +73,7 @@ def _text(config: FolderConfig) -> dict[str, Any]:
     full, local = _rotary(config)
     bias = config.flag("attention_bias")
     return dense_decoder(
-        config.updated(rope_parameters=full),
+        config.updated(rope_parameters=full, rope_scaling=None),
         windowed,
         window_rope_theta=local if any(windowed) else None,
         attention_scale=_positive(config, "query_pre_attn_scalar") ** -0.5,

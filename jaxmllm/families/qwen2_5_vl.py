@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxmllm.families.dense_decoder import COPIES, FREQUENCIES, dense_decoder, windows_by_layer
+from jaxmllm.families.dense_decoder import (
+    COPIES,
+    FREQUENCIES,
+    dense_decoder,
+    rotary_record,
+    windows_by_layer,
+)
 from jaxmllm.families.dense_decoder import PARAMETERS as DECODER
 from jaxmllm.families.family import Family, Processor, together
 from jaxmllm.families.folder_config import FolderConfig
@@ -80,13 +86,12 @@ def _language(config: FolderConfig) -> dict[str, Any]:
 
 def axial_decoder(text: FolderConfig) -> dict[str, Any]:
     """The keys of `model.language` of a decoder whose positions have three axes."""
-    rotary = text.get("rope_parameters", text.get("rope_scaling", {}))
-    if isinstance(rotary, dict):
-        kind = rotary.get("rope_type", rotary.get("type"))
+    rotary = rotary_record(text)
+    if rotary["rope_type"] == "mrope":
         # By kind there are sections of the axes; the frequencies are the usual ones
-        rotary = rotary | {"rope_type": "default"} if kind in ("mrope", None) else rotary
-    sections = rotary.get("mrope_section", SECTIONS) if isinstance(rotary, dict) else SECTIONS
-    text = text.updated(rope_parameters=rotary)
+        rotary["rope_type"] = "default"
+    sections = rotary.get("mrope_section", SECTIONS)
+    text = text.updated(rope_parameters=rotary, rope_scaling=None)
     return dense_decoder(
         text,
         windows_by_layer(text),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxmllm.families.dense_decoder import COPIES, FREQUENCIES, dense_decoder
+from jaxmllm.families.dense_decoder import COPIES, FREQUENCIES, dense_decoder, rotary_record
 from jaxmllm.families.family import Family, Variant, together
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.qwen2_5_vl import (
@@ -85,11 +85,8 @@ def qwen3_vl_decoder(config: FolderConfig, usual: Mapping[str, Any]) -> dict[str
     tied = config.flag("tie_word_embeddings")  # whatever text_config says
     text = config.part("text_config").completed(usual).updated(tie_word_embeddings=tied)
     text.expect("use_sliding_window", False)
-    rotary = text.get("rope_parameters", text.get("rope_scaling", {}))
-    sections = SECTIONS
-    if isinstance(rotary, dict):
-        FolderConfig(config.path, rotary).expect("mrope_interleaved", True)
-        sections = rotary.get("mrope_section", SECTIONS)
+    rotary = rotary_record(text)
+    FolderConfig(config.path, rotary).expect("mrope_interleaved", True)
     width, heads = text.count("hidden_size"), text.count("num_attention_heads")
     bias = text.flag("attention_bias")
     return dense_decoder(
@@ -98,7 +95,7 @@ def qwen3_vl_decoder(config: FolderConfig, usual: Mapping[str, Any]) -> dict[str
         qkv_bias=bias,
         out_bias=bias,
         qk_norm=True,
-        rope_sections=sections,
+        rope_sections=rotary.get("mrope_section", SECTIONS),
         rope_interleaved=True,
         bidirectional=[],
     )

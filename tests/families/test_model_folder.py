@@ -170,6 +170,28 @@ def test_old_and_new_spellings_are_one(copy):
     assert new["rope_scaling"] == {"kind": "linear", "factor": 4.0} and new["rope_theta"] == 5e4
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen2_5_vl", "qwen3_vl"])
+def test_an_empty_record_of_rotary_positions_hides_no_other(name):
+    config = FolderConfig.read(GOLDENS / name)
+    section = family_of(config).section
+    text = {**config.values.get("text_config", config.values)}
+    scaling = {"rope_type": "linear", "factor": 4.0, "mrope_section": [2, 1, 1]}
+    scaling |= {"mrope_interleaved": True}
+    text |= {"rope_theta": 5e4, "rope_scaling": scaling}
+
+    def read(rope_parameters: object) -> dict:
+        said = text | {"rope_parameters": rope_parameters}
+        return section(config.updated(**said, text_config=said))
+
+    both = scaling | {"rope_theta": 5e4}
+    for found in (read({}), read(None), read(both)):
+        assert found["rope_scaling"] == {"kind": "linear", "factor": 4.0}
+        assert found["rope_theta"] == 5e4 and found.get("rope_sections", [2, 1, 1]) == [2, 1, 1]
+    for changed in ({"rope_theta": 1e4}, {"rope_type": "default"}, {"factor": 2.0}):
+        with pytest.raises(FolderError, match=r"has rope_scaling .* they differ"):
+            read(both | changed)
+
+
 def test_windows_of_older_files(copy):
     change_config(
         copy, layer_types="absent", use_sliding_window=True, sliding_window=7, max_window_layers=1
