@@ -149,7 +149,10 @@ def _rotary(config: FolderConfig) -> tuple[float, dict[str, Any] | None]:
     if kind == "default":
         return theta, None
     if kind not in SCALED_BY:
-        config.refuse(f"has rope_type {kind!r}", f"there are default, {', '.join(SCALED_BY)}")
+        cure = f"there are default, {', '.join(SCALED_BY)}"
+        if kind == "dynamic":
+            cure += "; up to max_position_embeddings it is default: write that if no text is longer"
+        config.refuse(f"has rope_type {kind!r}", cure)
     for key in ("mscale", "mscale_all_dim", "partial_rotary_factor"):
         if found.get(key) not in (None, 1.0):
             config.refuse(f"has {key} {found[key]!r}", "this decoder has none")

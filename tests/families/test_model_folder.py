@@ -362,6 +362,7 @@ def test_no_weights(copy):
         ({"rope_parameters": {"rope_theta": "x"}}, "has rope_theta 'x'; it must be a number"),
         ({"tie_word_embeddings": 1}, "it must be true or false"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "has rope_type 'longrope'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "it is default: write that if no text is"),
         ({"rope_parameters": {"full_attention": {}}}, "one record for all layers"),
         ({"layer_types": ["linear_attention"] * 2}, "2 of full_attention are understood"),
         ({"attention_dropout": 0.1}, "has attention_dropout 0.1"),
