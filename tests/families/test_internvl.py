@@ -70,6 +70,17 @@ def test_keys_as_in_memory_are_read(copy):
     np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.parametrize("said", [None, False, True])
+def test_files_of_transformers_4_say_in_the_part_for_text_whether_the_head_is_tied(
+    copy, tmp_path, said
+):
+    whole = json.loads((copy / "config.json").read_text())
+    del whole["tie_word_embeddings"], whole["text_config"]["tie_word_embeddings"]
+    whole["text_config"] |= {} if said is None else {"tie_word_embeddings": said}
+    (copy / "config.json").write_text(json.dumps(whole))
+    assert config_of(copy, tmp_path).model.language.tie_embeddings is bool(said)
+
+
 @pytest.mark.parametrize("key", ["lm_head.weight", "language_model.lm_head.weight"])
 def test_a_tied_head_may_have_a_second_tensor(key, tmp_path):
     """Under either of its keys; it must be the embedding."""
