@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 from jaxmllm.families.weight_files import FolderError
 
 CONFIG_JSON = "config.json"
+# Keys whose null is not their default: as many as heads; no windows
+NULLED = ("num_key_value_heads", "sliding_window")
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,10 @@ class FolderConfig:
         return default if value is None else value
 
     def completed(self, defaults: Mapping[str, Any]) -> FolderConfig:
-        """These values, and the defaults of all that is absent."""
-        given = {key: value for key, value in self.values.items() if value is not None}
+        """These values, and the defaults of all that is absent, or null but for keys to which null says something."""
+        given = {
+            key: value for key, value in self.values.items() if value is not None or key in NULLED
+        }
         return FolderConfig(self.path, {**defaults, **given})
 
     def updated(self, **values: Any) -> FolderConfig:

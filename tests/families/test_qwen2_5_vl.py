@@ -138,6 +138,12 @@ def test_what_a_config_leaves_out_is_as_the_reference_has_it(copy):
         QWEN2_5_VL[2].section(config)
 
 
+def test_null_key_value_heads_are_as_many_as_heads():
+    config = ModelFolder.open(FOLDER).config
+    text = config.values["text_config"] | {"num_key_value_heads": None}
+    assert QWEN2_5_VL[0].section(config.updated(text_config=text))["kv_heads"] == 4
+
+
 PUBLISHED_TOWER = {
     "depth": 32,
     "hidden_act": "silu",

@@ -105,6 +105,14 @@ def test_what_a_config_leaves_out_is_as_the_reference_has_it(copy):
     assert placeholder is not None and placeholder(config) == 151_646
 
 
+@pytest.mark.parametrize("size", [7, None])
+def test_windows_whose_size_is_null_are_none(size):
+    config = ModelFolder.open(FOLDER).config
+    windows = {"use_sliding_window": True, "sliding_window": size, "max_window_layers": 0}
+    text = config.values["text_config"] | windows | {"layer_types": None}
+    assert QWEN2_AUDIO[0].section(config.updated(text_config=text)).get("window") == size
+
+
 def test_clips_are_the_processors(tmp_path):
     """After a clip comes silence, as far as convolutions reach; a clip of one chunk ends with that."""
     reader = reader_of(config_of(FOLDER, tmp_path))
