@@ -10,7 +10,7 @@ from jaxmllm.families.family import Family, together
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.qwen2_5_vl import video_processor
 
-# Keys of a thinker's parts begin so; behind "model." as the reference names its modules, or behind those of a thinker
+# Keys of a thinker's parts begin so; behind "model." as the reference names its modules, or as folders have them
 MODULES: Final = {
     "language": ("language_model.", "model."),
     "vision": ("visual.", "visual."),
@@ -77,5 +77,5 @@ def _inside(part: Family, model_type: str, prefix: str) -> Family:
         model_type=model_type,
         parameters={**part.parameters, **beside},
         copies={path: prefix + line for path, line in part.copies.items()},
-        prefixes=(f"model.{named}", f"{prefix}{stored}"),
+        prefixes=(f"{prefix}model.{named}", f"{prefix}{stored}"),
     )

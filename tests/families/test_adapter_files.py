@@ -36,6 +36,9 @@ def test_modules_have_the_names_of_the_reference_whatever_the_keys_begin_with():
     path, layer = "layers.mlp.up", "layers.{layer}.mlp.up_proj.weight"
     assert family.lines[path].key == f"language_model.model.{layer}"
     assert family.module_line(path).key == f"model.language_model.{layer}"
+    for name, module in (("qwen2_5_omni", "thinker.model"), ("qwen2_5_omni-thinker", "model")):
+        family = ModelFolder.open(GOLDENS / name).family
+        assert family.module_line(path).key == f"{module}.language_model.{layer}"
 
 
 @pytest.mark.parametrize(
