@@ -17,6 +17,7 @@ from jaxmllm.families.dense_decoder import (
     LAYER_TYPES,
     PARAMETERS,
     dense_decoder,
+    head_variant,
     windows_by_type,
 )
 from jaxmllm.families.family import Family, Processor, patterns
@@ -180,6 +181,8 @@ BESIDE_TOWER = Family(
     COPIES,
     NOT_TEXT,
     prefixes=PREFIXES,
+    unprefixed=("head",),
+    variants=(head_variant("language_model.lm_head.weight"),),  # of a copy, before transformers 5
 )
 VISION = Family(
     "Gemma 3",

@@ -23,6 +23,7 @@ from tests.families.test_model_folder import (
     add_tensor,
     change_config,
     change_header,
+    copy_in_one_file,
     shapes_of,
 )
 from tests.support import tiny_config
@@ -207,6 +208,25 @@ def test_an_own_head_beside_a_tower_is_refused(tower):
     change_config(tower, tie_word_embeddings=False)
     with pytest.raises(FolderError, match="tie_word_embeddings False; True alone is supported"):
         ModelFolder.open(tower).family.section(FolderConfig.read(tower))
+
+
+@pytest.mark.parametrize("key", ["lm_head.weight", "language_model.lm_head.weight"])
+def test_a_tied_head_may_have_a_second_tensor(key, tmp_path):
+    """Under either of its keys; it must be the embedding."""
+    embedding = "language_model.model.embed_tokens.weight"
+    for difference in (0, 1):
+        folder = copy_in_one_file(
+            GOLDENS / "gemma3-tower",
+            tmp_path / str(difference),
+            lambda arrays, added=difference: arrays | {key: arrays[embedding] + added},
+        )
+        opened = ModelFolder.open(folder)
+        fit = opened.check(shapes_of(opened))
+        if difference:
+            with pytest.raises(FolderError, match=f"{key} of .* is not {embedding}"):
+                fit.whole("embedding", np.float32)
+        else:
+            assert fit.whole("embedding", np.float32).any()
 
 
 def test_keys_of_both_prefixes_are_read(tower):
