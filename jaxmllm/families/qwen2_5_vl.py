@@ -134,10 +134,10 @@ def windowed_tower(config: FolderConfig) -> dict[str, Any]:
 
 def axial_theta(vision: FolderConfig) -> float:
     """The base of the tower's rotary positions. Raises `FolderError` for others than those of rows and columns."""
-    rotary = vision.get("rope_parameters", {})
-    if not isinstance(rotary, dict) or rotary.get("rope_type", "axial") != "axial":
+    rotary = rotary_record(vision)
+    if rotary["rope_type"] not in ("axial", "default"):  # the latter in older files
         vision.refuse(f"has rope_parameters {rotary!r}", "rope_type axial alone is supported")
-    return float(rotary.get("rope_theta", 10_000.0))
+    return float(rotary["rope_theta"])
 
 
 def _projector(config: FolderConfig) -> dict[str, Any]:

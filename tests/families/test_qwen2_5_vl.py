@@ -22,6 +22,7 @@ from jaxmllm.data.media.modalities import modalities
 from jaxmllm.data.media.reference import File
 from jaxmllm.families.model_folder import ModelFolder
 from jaxmllm.families.qwen2_5_vl import QWEN2_5_VL
+from jaxmllm.families.qwen3_vl import QWEN3_VL
 from jaxmllm.families.resolved import resolved
 from jaxmllm.families.weight_files import FolderError
 from jaxmllm.models.compose import build_model
@@ -142,6 +143,19 @@ def test_null_key_value_heads_are_as_many_as_heads():
     config = ModelFolder.open(FOLDER).config
     text = config.values["text_config"] | {"num_key_value_heads": None}
     assert QWEN2_5_VL[0].section(config.updated(text_config=text))["kv_heads"] == 4
+
+
+@pytest.mark.parametrize("family", [QWEN2_5_VL[1], QWEN3_VL[1]], ids=["2.5", "3"])
+def test_rotary_positions_of_towers_in_older_files(family):
+    config = ModelFolder.open(GOLDENS / family.model_type).config
+    for said, theta in (
+        ({}, 10_000.0),
+        ({"rope_theta": 77}, 77.0),
+        ({"rope_parameters": {"rope_type": "default"}}, 10_000.0),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 77}}, 77.0),
+    ):
+        vision = config.values["vision_config"] | {"rope_parameters": None} | said
+        assert family.section(config.updated(vision_config=vision))["rope_theta"] == theta
 
 
 PUBLISHED_TOWER = {
