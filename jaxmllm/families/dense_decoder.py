@@ -157,10 +157,10 @@ def _rotary(config: FolderConfig) -> tuple[float, dict[str, Any] | None]:
         if found.get(key) not in (None, 1.0):
             config.refuse(f"has {key} {found[key]!r}", "this decoder has none")
     scaling = {key: found[key] for key in SCALED_BY[kind] if found.get(key) is not None}
-    if kind == "yarn":
-        positions = "original_max_position_embeddings"
-        scaling.setdefault(positions, config.number("max_position_embeddings"))
-        # The reference divides the multiplier of the one by that of the other, and both are 1
-        if found.get("mscale") and found.get("mscale_all_dim"):
-            scaling.setdefault("attention_factor", 1.0)
+    positions = "original_max_position_embeddings"
+    if positions in SCALED_BY[kind] and positions not in scaling:
+        scaling[positions] = config.number("max_position_embeddings")
+    # The reference divides the multiplier of the one by that of the other, and both are 1
+    if kind == "yarn" and found.get("mscale") and found.get("mscale_all_dim"):
+        scaling.setdefault("attention_factor", 1.0)
     return theta, {"kind": kind, **scaling}

@@ -13,6 +13,7 @@ from jaxmllm.families.dense_decoder import PARAMETERS as DECODER
 from jaxmllm.families.family import Family, Processor, patterns, together
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.qwen2 import QWEN2
+from jaxmllm.families.qwen2_5_vl import MEAN, STD
 from jaxmllm.families.qwen3 import QWEN3
 from jaxmllm.families.siglip import GELU, patch_letters, square_processor
 
@@ -157,7 +158,8 @@ def _projector(config: FolderConfig) -> dict[str, Any]:
 
 def _processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
     """Squares, cut as the processor of texts and pictures has them cut, whatever this file says of that."""
-    read = square_processor(file, section, BICUBIC)
+    colors = file.completed({"image_mean": MEAN, "image_std": STD})
+    read = square_processor(colors, section, BICUBIC)
     tiles = {"resize": "tiles", "min_tiles": file.number("min_patches", 1)}
     return Processor(
         read.model, {**read.data, **tiles, "max_tiles": file.number("max_patches", 12)}

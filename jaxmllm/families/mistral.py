@@ -11,7 +11,8 @@ from jaxmllm.families.folder_config import FolderConfig
 
 def _language(config: FolderConfig) -> dict[str, Any]:
     narrow = config.values.get("sliding_window", 4096) is not None
-    return dense_decoder(config, (narrow,) * config.count("num_hidden_layers"))
+    windowed = (narrow,) * config.count("num_hidden_layers")
+    return dense_decoder(config.completed({"num_key_value_heads": 8}), windowed)
 
 
 MISTRAL = Family("Mistral", "mistral", _language, PARAMETERS, COPIES, FREQUENCIES)

@@ -16,7 +16,7 @@ PREFIX = "model."
 def _language(config: FolderConfig) -> dict[str, Any]:
     # The reference has windows in all layers or none, whatever keys of Qwen3 say
     everywhere = config.updated(layer_types=None, max_window_layers=0)
-    return qwen3_decoder(everywhere) | experts_of(config)
+    return qwen3_decoder(everywhere.completed({"num_key_value_heads": 4})) | experts_of(config)
 
 
 def experts_of(config: FolderConfig, renormalise: bool = False) -> dict[str, Any]:

@@ -47,6 +47,18 @@ def test_pixels_are_the_processors(tmp_path):
     check_squares(FOLDER, config_of(FOLDER, tmp_path), tmp_path)
 
 
+def test_colors_that_the_processor_does_not_say_are_those_of_clip(copy, tmp_path):
+    path = copy / "preprocessor_config.json"
+    said = json.loads(path.read_text())
+    path.write_text(
+        json.dumps({key: said[key] for key in said.keys() - {"image_mean", "image_std"}})
+    )
+    vision = config_of(copy, tmp_path).model.vision
+    assert vision is not None
+    np.testing.assert_allclose(vision.pixel_mean, (0.481, 0.458, 0.408), atol=1e-3)
+    np.testing.assert_allclose(vision.pixel_std, (0.269, 0.261, 0.276), atol=1e-3)
+
+
 def test_keys_as_in_memory_are_read(copy):
     def in_memory(key: str) -> str:
         if key == "language_model.lm_head.weight":

@@ -232,6 +232,25 @@ def test_windows_of_qwen3_moe_are_of_all_layers(tmp_path, keys, window):
     assert language.get("window") == window and not language.get("full_layers")
 
 
+@pytest.mark.parametrize(("name", "usual"), [("mistral", 8), ("qwen3_moe", 4), ("llama", 16)])
+def test_key_value_heads_that_a_file_does_not_say(name, usual):
+    """The number of the reference, or that of heads, which null means everywhere."""
+    config = FolderConfig.read(GOLDENS / name)
+    values = {key: value for key, value in config.values.items() if key != "num_key_value_heads"}
+    for said, heads in ({}, usual), ({"num_key_value_heads": None}, 16):
+        plain = FolderConfig(config.path, values | said | {"num_attention_heads": 16})
+        assert family_of(config).section(plain)["kv_heads"] == heads
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_scaling_begins_at_all_positions_unless_the_file_says_otherwise(copy, kind):
+    factors = {"factor": 4.0} | {f"{pace}_freq_factor": 1.0 for pace in ("low", "high")}
+    change_config(copy, rope_parameters={"rope_type": kind} | factors, max_position_embeddings=4096)
+    config = FolderConfig.read(copy)
+    found = family_of(config).section(config)["rope_scaling"]
+    assert found["original_max_position_embeddings"] == 4096
+
+
 def test_one_file_is_read_before_an_index(copy, tmp_path):
     """As transformers reads a folder that has both; what is not read is not written."""
     twice = copy_in_one_file(copy, tmp_path / "one", dict)
