@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxmllm.families.family import Variant
+from jaxmllm.families.family import Family, Variant
 from jaxmllm.families.folder_config import FolderConfig
 
 ATTENTION = "model.layers.{layer}.self_attn"
@@ -30,6 +30,8 @@ PARAMETERS = {
     "norm.scale": "model.norm.weight: d -> d",
     "head": "lm_head.weight: v d -> d v",
 }
+BASE = "model."  # before the keys of all but the head
+LANGUAGE = {path: line.removeprefix(BASE) for path, line in PARAMETERS.items()}
 COPIES = {"embedding": "lm_head.weight: v d -> v d"}  # where the head is tied
 FREQUENCIES = ("model.layers.*.self_attn.rotary_emb.inv_freq",)  # follow from config.json
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -50,6 +52,34 @@ SCALED_BY = {  # rope_type -> its keys
         "attention_factor",
     ),
 }
+
+
+def decoder_family(
+    name: str,
+    kind: str,
+    section: Callable[[FolderConfig], dict[str, Any]],
+    lines: Mapping[str, str] = LANGUAGE,
+    variants: tuple[Variant, ...] = (),
+) -> Family:
+    """The family of a decoder alone. Folders of its base model, without a head, have keys without `model.`.
+
+    Args:
+      kind: `model_type` of config.json.
+      section: the keys of `model.language`.
+      lines: of its parameters, without `model.`.
+      variants: of these lines.
+    """
+    return Family(
+        name,
+        kind,
+        section,
+        lines,
+        COPIES,
+        FREQUENCIES,
+        prefixes=(BASE, ""),
+        unprefixed=("head",),
+        variants=variants,
+    )
 
 
 def dense_decoder(

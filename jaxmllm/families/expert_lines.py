@@ -3,7 +3,6 @@ layer in one tensor, and their first two matrices in another, in one order of ax
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -28,26 +27,15 @@ OUTPUTS_FIRST = {  # as transformers 5 has all experts in memory
 }
 
 
-def expert_variants(prefix: str = "") -> tuple[Variant, ...]:
-    """The forms in which a folder may have experts, whatever its family usually has.
-
-    Args:
-      prefix: what the keys of a family's lines begin with.
-    """
+def expert_variants() -> tuple[Variant, ...]:
+    """The forms in which a folder may have experts, whatever its family usually has."""
     fits = {"apart": APART, "inputs": INPUTS_FIRST, "outputs": OUTPUTS_FIRST}
-    return tuple(
-        Variant(prefixed(lines, prefix), partial(_has, prefix, form))
-        for form, lines in fits.items()
-    )
+    return tuple(Variant(lines, partial(_has, form)) for form, lines in fits.items())
 
 
-def prefixed(lines: Mapping[str, str], prefix: str) -> dict[str, str]:
-    return {path: prefix + line for path, line in lines.items()}
-
-
-def _has(prefix: str, form: str, section: dict[str, Any], shapes: Shapes) -> bool:
+def _has(form: str, section: dict[str, Any], shapes: Shapes) -> bool:
     """Whether the first layer has experts in a form. Of both tensors that join them one may be square, but not both."""
-    experts = f"{prefix}{MLP}.experts".format(layer=0)
+    experts = f"{MLP}.experts".format(layer=0)
     if form == "apart":
         return f"{experts}.0.down_proj.weight" in shapes
     count, width, mlp_width = section["experts"]["count"], section["width"], section["mlp_width"]

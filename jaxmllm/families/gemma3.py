@@ -13,9 +13,9 @@ from typing import Any
 
 from jaxmllm.families.dense_decoder import (
     COPIES,
-    FREQUENCIES,
+    LANGUAGE,
     LAYER_TYPES,
-    PARAMETERS,
+    decoder_family,
     dense_decoder,
     head_variant,
     windows_by_type,
@@ -40,8 +40,8 @@ DEFAULTS = {  # of keys that published files leave out
     "rope_local_base_freq": 10_000.0,
     "tie_word_embeddings": True,
 }
-LAYER = "model.layers.{layer}"
-TEXT_PARAMETERS = PARAMETERS | {
+LAYER = "layers.{layer}"
+TEXT_PARAMETERS = LANGUAGE | {
     "layers.post_attention_norm.scale": f"{LAYER}.post_attention_layernorm.weight: d -> layer d",
     "layers.mlp_norm.scale": f"{LAYER}.pre_feedforward_layernorm.weight: d -> layer d",
     "layers.post_mlp_norm.scale": f"{LAYER}.post_feedforward_layernorm.weight: d -> layer d",
@@ -172,12 +172,12 @@ def _processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
     return square_processor(file, section, BILINEAR)
 
 
-ALONE = Family("Gemma 3", "gemma3_text", _text, TEXT_PARAMETERS, COPIES, FREQUENCIES)
+ALONE = decoder_family("Gemma 3", "gemma3_text", _text, TEXT_PARAMETERS)
 BESIDE_TOWER = Family(
     "Gemma 3",
     "gemma3",
     _decoder,
-    {path: line.removeprefix("model.") for path, line in TEXT_PARAMETERS.items() if path != "head"},
+    {path: line for path, line in TEXT_PARAMETERS.items() if path != "head"},
     COPIES,
     NOT_TEXT,
     prefixes=PREFIXES,

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxmllm.families.dense_decoder import COPIES, FREQUENCIES, head_variant
-from jaxmllm.families.dense_decoder import PARAMETERS as DECODER
+from jaxmllm.families.dense_decoder import COPIES, FREQUENCIES, LANGUAGE, head_variant
 from jaxmllm.families.family import Family, Processor, patterns, together
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.qwen2 import QWEN2
@@ -21,7 +20,6 @@ KIND = "internvl"
 DECODERS = {family.model_type: family for family in (QWEN2, QWEN3)}
 LAYER = "encoder.layer.{layer}"
 ATTENTION = f"{LAYER}.attention"
-LANGUAGE = {path: line.removeprefix("model.") for path, line in DECODER.items()}
 VISION = {
     "patch": "embeddings.patch_embeddings.projection.weight: d c p q -> (p q c) d",
     "patch_bias": "embeddings.patch_embeddings.projection.bias: d -> d",

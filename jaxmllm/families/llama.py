@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxmllm.families.dense_decoder import COPIES, FREQUENCIES, PARAMETERS, dense_decoder
-from jaxmllm.families.family import Family
+from jaxmllm.families.dense_decoder import decoder_family, dense_decoder
 from jaxmllm.families.folder_config import FolderConfig
 
 
@@ -14,4 +13,4 @@ def _language(config: FolderConfig) -> dict[str, Any]:
     return dense_decoder(config, qkv_bias=bias, out_bias=bias)
 
 
-LLAMA = Family("Llama", "llama", _language, PARAMETERS, COPIES, FREQUENCIES)
+LLAMA = decoder_family("Llama", "llama", _language)

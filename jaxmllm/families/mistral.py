@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxmllm.families.dense_decoder import COPIES, FREQUENCIES, PARAMETERS, dense_decoder
-from jaxmllm.families.family import Family
+from jaxmllm.families.dense_decoder import decoder_family, dense_decoder
 from jaxmllm.families.folder_config import FolderConfig
 
 
@@ -15,4 +14,4 @@ def _language(config: FolderConfig) -> dict[str, Any]:
     return dense_decoder(config.completed({"num_key_value_heads": 8}), windowed)
 
 
-MISTRAL = Family("Mistral", "mistral", _language, PARAMETERS, COPIES, FREQUENCIES)
+MISTRAL = decoder_family("Mistral", "mistral", _language)

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxmllm.families.dense_decoder import (
-    COPIES,
-    FREQUENCIES,
-    PARAMETERS,
-    dense_decoder,
-    windows_by_layer,
-)
-from jaxmllm.families.family import Family
+from jaxmllm.families.dense_decoder import decoder_family, dense_decoder, windows_by_layer
 from jaxmllm.families.folder_config import FolderConfig
 
 
@@ -19,4 +12,4 @@ def _language(config: FolderConfig) -> dict[str, Any]:
     return dense_decoder(config, windows_by_layer(config), qkv_bias=True)
 
 
-QWEN2 = Family("Qwen2", "qwen2", _language, PARAMETERS, COPIES, FREQUENCIES)
+QWEN2 = decoder_family("Qwen2", "qwen2", _language)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxmllm.families.dense_decoder import COPIES
+from jaxmllm.families.dense_decoder import LANGUAGE as DECODER
 from jaxmllm.families.family import Family
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.omni_thinker import (
@@ -20,7 +21,6 @@ from jaxmllm.families.omni_thinker import (
     token,
     videos,
 )
-from jaxmllm.families.qwen2_5_vl import LANGUAGE as DECODER
 from jaxmllm.families.qwen2_5_vl import PROJECTOR as MERGER
 from jaxmllm.families.qwen2_5_vl import (
     VIDEO_PIXELS,

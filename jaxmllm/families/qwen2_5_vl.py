@@ -11,18 +11,17 @@ from typing import Any
 from jaxmllm.families.dense_decoder import (
     COPIES,
     FREQUENCIES,
+    LANGUAGE,
     dense_decoder,
     rotary_record,
     windows_by_layer,
 )
-from jaxmllm.families.dense_decoder import PARAMETERS as DECODER
 from jaxmllm.families.family import Family, Processor, together
 from jaxmllm.families.folder_config import FolderConfig
 
 KIND = "qwen2_5_vl"
 LAYER = "blocks.{layer}"
 JOINED = f"{LAYER}.attn.qkv"
-LANGUAGE = {path: line.removeprefix("model.") for path, line in DECODER.items()}
 JOINED_ATTENTION = {
     "layers.attention.query": f"{JOINED}.weight[0/3]: (h k) d -> layer d h k",
     "layers.attention.query_bias": f"{JOINED}.bias[0/3]: (h k) -> layer h k",

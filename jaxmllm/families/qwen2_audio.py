@@ -12,7 +12,7 @@ from jaxmllm.families.dense_decoder import (
     head_variant,
     windows_by_layer,
 )
-from jaxmllm.families.dense_decoder import PARAMETERS as DECODER
+from jaxmllm.families.dense_decoder import LANGUAGE as DECODER
 from jaxmllm.families.family import Family, together
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.whisper import PARAMETERS as AUDIO
@@ -20,8 +20,7 @@ from jaxmllm.families.whisper import chunk_processor, encoder, stem_letters
 
 KIND = "qwen2_audio"
 POOL = 2
-LANGUAGE = {path: line.removeprefix("model.") for path, line in DECODER.items()}
-LANGUAGE["head"] = f"language_model.{DECODER['head']}"
+LANGUAGE = DECODER | {"head": f"language_model.{DECODER['head']}"}
 PROJECTOR = {"linear": "linear.weight: d i -> i d", "linear_bias": "linear.bias: d -> d"}
 # As the reference names its modules, and as folders have it
 IN_LANGUAGE = ("model.language_model.", "language_model.model.")

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxmllm.families.dense_decoder import (
-    COPIES,
-    FREQUENCIES,
-    PARAMETERS,
-    dense_decoder,
-    windows_by_layer,
-)
-from jaxmllm.families.family import Family
+from jaxmllm.families.dense_decoder import decoder_family, dense_decoder, windows_by_layer
 from jaxmllm.families.folder_config import FolderConfig
 
 
@@ -28,4 +21,4 @@ def qwen3_decoder(config: FolderConfig) -> dict[str, Any]:
     )
 
 
-QWEN3 = Family("Qwen3", "qwen3", qwen3_decoder, PARAMETERS, COPIES, FREQUENCIES)
+QWEN3 = decoder_family("Qwen3", "qwen3", qwen3_decoder)

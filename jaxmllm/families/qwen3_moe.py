@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxmllm.families.dense_decoder import COPIES, FREQUENCIES, PARAMETERS
-from jaxmllm.families.expert_lines import APART, ROUTER, expert_variants, prefixed
-from jaxmllm.families.family import Family
+from jaxmllm.families.dense_decoder import LANGUAGE, decoder_family
+from jaxmllm.families.expert_lines import APART, ROUTER, expert_variants
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.qwen3 import qwen3_decoder
-
-PREFIX = "model."
 
 
 def _language(config: FolderConfig) -> dict[str, Any]:
@@ -37,12 +34,6 @@ def experts_of(config: FolderConfig, renormalise: bool = False) -> dict[str, Any
     return {"mlp_width": config.count("moe_intermediate_size", 768), "experts": experts}
 
 
-QWEN3_MOE = Family(
-    "Qwen3-MoE",
-    "qwen3_moe",
-    _language,
-    PARAMETERS | prefixed(ROUTER | APART, PREFIX),
-    COPIES,
-    FREQUENCIES,
-    variants=expert_variants(PREFIX),
+QWEN3_MOE = decoder_family(
+    "Qwen3-MoE", "qwen3_moe", _language, LANGUAGE | ROUTER | APART, expert_variants()
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxmllm.config.schema import AudioConfig
 from jaxmllm.families.dense_decoder import COPIES
+from jaxmllm.families.dense_decoder import LANGUAGE as DECODER
 from jaxmllm.families.expert_lines import APART, ROUTER, expert_variants
 from jaxmllm.families.family import Family, Processor
 from jaxmllm.families.folder_config import FolderConfig
@@ -23,7 +24,6 @@ from jaxmllm.families.omni_thinker import (
     token,
     videos,
 )
-from jaxmllm.families.qwen2_5_vl import LANGUAGE as DECODER
 from jaxmllm.families.qwen2_5_vl import patch_letters, picture_processor
 from jaxmllm.families.qwen2_audio import HEARING
 from jaxmllm.families.qwen3_moe import experts_of

@@ -10,13 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxmllm.families.dense_decoder import COPIES, FREQUENCIES, dense_decoder, rotary_record
+from jaxmllm.families.dense_decoder import (
+    COPIES,
+    FREQUENCIES,
+    LANGUAGE,
+    dense_decoder,
+    rotary_record,
+)
 from jaxmllm.families.family import Family, Variant, together
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.qwen2_5_vl import (
     IN_VISION,
     JOINED_ATTENTION,
-    LANGUAGE,
     LAYER,
     axial_theta,
     merger,

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxmllm.families.dense_decoder import LANGUAGE
 from jaxmllm.families.expert_lines import INPUTS_FIRST, ROUTER, expert_variants
 from jaxmllm.families.folder_config import FolderConfig
-from jaxmllm.families.qwen2_5_vl import LANGUAGE
 from jaxmllm.families.qwen3_vl import qwen3_vl_decoder, qwen3_vl_family
 
 # What a config.json that leaves a key out means by that

@@ -263,6 +263,25 @@ def test_one_file_is_read_before_an_index(copy, tmp_path):
     assert [path.name for path in (tmp_path / "out").glob("model*")] == ["model.safetensors"]
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3_moe-weighted", "gemma3"])
+def test_a_folder_of_the_base_model_is_read(name, tmp_path):
+    """Its keys begin without `model.`; adapters name modules as beside a head."""
+    folder = ModelFolder.open(GOLDENS / name)
+    shapes = shapes_of(folder)
+    copied = copy_in_one_file(
+        GOLDENS / name,
+        tmp_path / "base",
+        lambda arrays: {k.removeprefix("model."): v for k, v in arrays.items()},
+    )
+    base = ModelFolder.open(copied)
+    assert "embed_tokens.weight" in base.tensors
+    fits = [opened.check(shapes) for opened in (folder, base)]
+    for path in shapes:
+        np.testing.assert_array_equal(*(fit.whole(path, np.float32) for fit in fits))
+    path = "layers.attention.query"
+    assert base.family.module_line(path) == folder.family.module_line(path)
+
+
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSPC])
 def test_room_is_taken_before_anything_is_written(copy, tmp_path, monkeypatch, code):
     """A mapped file without it ends the process; file systems that take none ahead are written to as they are."""
