@@ -140,7 +140,8 @@ class VideoDataConfig(Section):
 
     A video has `positions_per_second` on the axis of time, rounded down; or its times are written:
 
-        positions   text after a video goes on as after an image, below the last times (arXiv 2502.13923)
+        positions   text after a video goes on as after an image, below the last times (transformers 5; before, and in
+                    arXiv 2502.13923, at the maximum + 1)
         line        text after a video goes on at the maximum + 1; groups of frames are as far apart as `fps` says, also
                     of videos that are too short or too long for it (arXiv 2503.20215)
         fractions   likewise, and nothing is rounded down (arXiv 2509.17765)

@@ -184,6 +184,7 @@ class ImagesAndVideos(Images):
         if self.videos.times != "fractions":
             times = np.floor(times)
         positions[:, 0] += np.repeat(times, len(of_group))
+        # `positions` goes on as transformers 5 does; before that it was the maximum + 1 there, too
         return positions, float(positions.max()) + 1 if line else after
 
     def group_seconds(self, shape: ClipShape) -> float:
