@@ -57,7 +57,6 @@ IN_VISION = tuple(
 IN_PROJECTOR = ("model.multi_modal_projector.", "multi_modal_projector.")
 OTHER_PARTS = ("vision_tower.*", "multi_modal_projector.*")
 NOT_TEXT = (*OTHER_PARTS, *(f"model.{part}" for part in OTHER_PARTS))
-# All of it, for a tower is read beside decoders that are quantised, too
 TEXT = ("model.language_model.*", "language_model.*", "lm_head.weight")
 BILINEAR = 2  # of Pillow
 
