@@ -82,8 +82,8 @@ def _language(config: FolderConfig) -> dict[str, Any]:
     text = config.part("text_config")
     if text.kind not in DECODERS:
         text.refuse(f"has model_type {text.kind!r}", f"there are {', '.join(DECODERS)}")
-    # Whatever text_config says; files of transformers 4 have no such key, and there text_config counts
-    tied = config.flag("tie_word_embeddings", text.flag("tie_word_embeddings"))
+    # Whatever text_config says; files of transformers 4 have the key there alone
+    tied = config.flag("tie_word_embeddings", text.flag("tie_word_embeddings", True))
     section = DECODERS[text.kind].section(text.updated(tie_word_embeddings=tied))
     return section | {"bidirectional": [], "media_positions": "line"}
 
