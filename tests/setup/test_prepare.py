@@ -1,11 +1,18 @@
 """Data and model of a run, before anything is compiled."""
 
+import json
+import os
+from pathlib import Path
+
 import pytest
+from PIL import Image
 
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ConfigError, SourceConfig
+from jaxmllm.data.corpus import Corpus
+from jaxmllm.data.media.images import Images
 from jaxmllm.data.text.tokenizers import ByteTokenizer
-from jaxmllm.setup.prepare import VOCABULARY_MULTIPLE, under_root, vocabulary
+from jaxmllm.setup.prepare import VOCABULARY_MULTIPLE, data_facts, under_root, vocabulary
 from tests.support import tiny_config
 
 
@@ -34,3 +41,21 @@ def test_a_vocabulary_holds_all_tokens(tmp_path):
         ConfigError, match=rf"is 100, but the tokenizer has {tokenizer.vocab_size} tokens; raise it"
     ):
         rows(100)
+
+
+def test_hosts_tell_records_and_media_of_equal_lengths_apart(tmp_path: Path) -> None:
+    def facts(answer: str = "yes", mode: str = "L", seconds: int = 1) -> dict[str, str]:
+        user = {"role": "user", "content": [{"type": "image", "image": "a.bmp"}]}
+        record = {"messages": [user, {"role": "assistant", "content": answer}]}
+        (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+        Image.new(mode, (16, 16)).save(tmp_path / "a.bmp")
+        os.utime(tmp_path / "a.bmp", (seconds, seconds))
+        source = SourceConfig(name="s", path=str(tmp_path / "a.jsonl"))
+        images = {"vision": Images(8, 1, 64, 4096)}
+        return data_facts(Corpus.open([source], ByteTokenizer(), images, progress=False), None)
+
+    here = facts()
+    assert facts(seconds=2) == here, "a copy"
+    for there in (facts(answer="no!"), facts(mode="RGB")):
+        differing = {key for key in here if there[key] != here[key]}
+        assert differing == {"data of source 's'"}, "lengths are the same"
