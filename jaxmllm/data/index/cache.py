@@ -43,7 +43,7 @@ from jaxmllm.data.printable import shown
 from jaxmllm.data.sources.source import Source
 from jaxmllm.data.text.tokenizers import Tokenizer
 
-VERSION = 9  # of the cache file and of everything lengths depend on that is no setting
+VERSION = 10  # of the cache file and of everything lengths depend on that is no setting
 STALE_SECONDS = 24 * 3600  # the draft of a cache file that is older is nobody's
 STAMP_THREADS = 16  # they wait for the disk, above all on network file systems
 STAMPS_AT_ONCE = 2048  # by one thread: less would cost more in handing out than in asking

@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 
 from jaxmllm.config.schema import SourceConfig
@@ -78,28 +78,41 @@ class JsonLines:
         return str(self.path), line
 
     def resolve(self, name: str) -> File:
-        """The file of a path in a record, with symlinks followed.
+        """The file of a path in a record, whose symlinks are followed anew whenever it is opened.
 
-        Raises `ConversationError`: wrong_type, and path_escapes_root where that is not below the root.
+        Raises `ConversationError`: wrong_type, and path_escapes_root where they lead out of the root.
         """
         if "\0" in name or not name:
             raise ConversationError("wrong_type", f"{name!r} is no file path")
-        top = os.path.realpath(self.root)
-        real = os.path.realpath(os.path.join(top, name))
-        below = top.rstrip(os.sep) + os.sep
-        if os.path.isabs(name) or not real.startswith(below):
+        inner = None if os.path.isabs(name) else self._below_root(name)
+        if inner is None:
             raise ConversationError(
                 "path_escapes_root",
-                f"media path {name!r} leaves the root {top}; paths must be relative and stay below it "
+                f"media path {name!r} leaves the root {self.root}; paths must be relative and stay below it "
                 "(the source's 'root' sets it)",
             )
-        return File(Path(real), real[len(below) :])
+        # Not the file that links lead to: they may lead elsewhere at the next start. But `..` stands above that file.
+        return self.media(inner if ".." in name.split(os.sep) else os.path.normpath(name))
+
+    def _below_root(self, name: str) -> str | None:
+        """The path from the root to a file, without symlinks; none: it is not below the root."""
+        top = os.fspath(self.root)
+        path = os.path.join(top, name)
+        steps = name.split(os.sep)
+        # Most paths have no links, and `realpath` takes five times as long as a look for them
+        if ".." in steps or any(map(os.path.islink, accumulate(steps, os.path.join, initial=top))):
+            top, path = os.path.realpath(top), os.path.realpath(path)
+        below = top.rstrip(os.sep) + os.sep
+        path = os.path.normpath(path)
+        return path.removeprefix(below) if path.startswith(below) else None
 
     def media(self, address: str) -> File:
         return File(self.root / address, address)
 
     def media_stamp(self, address: str) -> tuple[int, int]:
         path = os.path.join(self.root, address)
+        if self._below_root(address) is None:  # where a link leads now
+            return MISSING
         try:
             status = os.stat(path)
             if stat.S_ISDIR(status.st_mode):

@@ -72,5 +72,5 @@ class Source(Protocol):
 
     def media_stamp(self, address: str) -> tuple[int, int]:
         """Size in bytes and modification time in ns of a media item, or of all files of a folder: equal as
-        long as its content is. `MISSING` where there is none."""
+        long as its content is. `MISSING` where there is none, or none that a record may name."""
         ...

@@ -1,4 +1,5 @@
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,9 +13,9 @@ from jaxmllm.data.index.length_index import LengthIndex
 from jaxmllm.data.media.generated import GeneratedPixels
 from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.modality import Shape
-from jaxmllm.data.media.reference import MediaReference
+from jaxmllm.data.media.reference import File, MediaReference
 from jaxmllm.data.text.tokenizers import ByteTokenizer
-from tests.data.index.examples import IMAGES, ask, image, index_of, same, sound, write
+from tests.data.index.examples import IMAGES, ask, image, index_of, same, sound, text, write
 
 
 def test_the_cache_is_used_until_something_changes(media: Path, measured: list[str]) -> None:
@@ -44,6 +45,26 @@ def test_the_cache_is_used_until_something_changes(media: Path, measured: list[s
     index, names = read_again()
     assert names == ["b.png"] and len(index) == 3
     assert len(list(cache.iterdir())) == 1 and not list(media.glob("*.npz"))
+
+
+def test_a_link_that_leads_elsewhere_is_followed_anew(media: Path) -> None:
+    """Also to a copy that has the size and time of what was measured, but lies outside the root."""
+    root = media / "root"
+    for name, size in (("v1", (24, 16)), ("v2", (8, 8))):
+        (root / name).mkdir(parents=True)
+        Image.new("RGB", size).save(root / name / "a.png")
+    shutil.copytree(root / "v2", media / "outside")
+    source = write(root / "train.jsonl", ask(image("now/a.png")), ask(text("b")))
+    for target, refused in (("v1", []), ("v2", []), ("../outside", ["path_escapes_root"])):
+        (root / "now").unlink(missing_ok=True)
+        (root / "now").symlink_to(target)
+        index = index_of(source)
+        assert [refusal.reason for refusal in index.rejected] == refused
+        if not refused:
+            assert index.shapes(0) == (IMAGES.measure(File(root / target / "a.png")),)
+            resolved = index.source.resolve("now/a.png")
+            assert index.media.address == (resolved.address,)
+            assert IMAGES.load(resolved, index.shapes(0)[0]).size
 
 
 def test_a_new_format_is_measured_and_a_lost_one_refused(

@@ -41,6 +41,14 @@ def test_media_must_stay_below_the_root(tmp_path: Path) -> None:
     assert source.media(resolved.address) == resolved
 
 
+def test_a_step_up_from_a_link_is_one_from_where_it_leads(tmp_path: Path) -> None:
+    (tmp_path / "far/away").mkdir(parents=True)
+    os.symlink("far/away", tmp_path / "link")
+    source = JsonLines(tmp_path / "train.jsonl", tmp_path)
+    assert source.resolve("link/../a.png").path == tmp_path / "far/a.png"
+    assert source.resolve("./link//a.png").path == tmp_path / "link/a.png"
+
+
 def test_a_root_may_be_a_symlink(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     os.symlink(tmp_path / "real", tmp_path / "root")
