@@ -7,6 +7,7 @@ example number --byte offset--> JSONL line --render--> tokens, targets, position
 from __future__ import annotations
 
 import hashlib
+import zlib
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -206,7 +207,8 @@ class Corpus:
             raise DataError(
                 f"{_not_indexed(index, local)}: {error}; start the run again"
             ) from error
-        if conversation.id != id or len(rendered.tokens) != index.language_length[local]:
+        same = zlib.crc32(record.strip()) == index.checksum[local]
+        if not same or len(rendered.tokens) != index.language_length[local]:
             raise DataError(f"{_not_indexed(index, local)}; start the run again")
         return rendered
 

@@ -189,6 +189,16 @@ def test_a_file_that_changed_under_the_run_is_an_error(corpus: Corpus, tmp_path:
     assert len(corpus.example(0).tokens)
 
 
+def test_another_record_of_the_same_id_and_length_is_an_error(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    path = tmp_path / "second.jsonl"
+    path.write_text(path.read_text().replace("LONG WORDS", "LONG WORKS"))
+    with pytest.raises(DataError, match=r"second\.jsonl:1: not the record 's0' that was indexed"):
+        corpus.example(3)
+    assert len(corpus.example(4).tokens)
+
+
 def test_it_travels_to_worker_processes(corpus: Corpus) -> None:
     copy = pickle.loads(pickle.dumps(corpus))
     assert copy.fingerprint() == corpus.fingerprint()
