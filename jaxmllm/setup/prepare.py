@@ -38,6 +38,8 @@ from sharding.pipeline.schedules.by_name import scheduler_of
 
 # Lengths of these decide the sizes that the config leaves to `auto`
 SAMPLED = SampleSize(16_384, fewest=8, most=128)
+# Batches that hold each example so often are enough: an epoch of grain's shuffle takes 25 ms, however short it is
+SAMPLED_EPOCHS = 64
 VOCABULARY_MULTIPLE = 64  # so that an `auto` vocabulary divides over tensor-parallel ranks
 SAME_DATA = "Give all hosts the same files for data.sources and data.evaluation"
 
@@ -88,7 +90,8 @@ def sizing_samples(
     order: grain.MapDataset[int], corpus: Corpus, batch_size: int
 ) -> list[BatchItems]:
     """The batches that sizes are chosen from."""
-    return sample_batches(order, corpus, batch_size, SAMPLED.batches(batch_size))
+    enough = max(SAMPLED.fewest, math.ceil(SAMPLED_EPOCHS * len(corpus) / batch_size))
+    return sample_batches(order, corpus, batch_size, min(SAMPLED.batches(batch_size), enough))
 
 
 def vocabulary(config: Config, tokenizer: Tokenizer) -> int:

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import grain
 import pytest
 from PIL import Image
 
@@ -12,7 +13,13 @@ from jaxmllm.config.schema import ConfigError, SourceConfig
 from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.media.images import Images
 from jaxmllm.data.text.tokenizers import ByteTokenizer
-from jaxmllm.setup.prepare import VOCABULARY_MULTIPLE, data_facts, under_root, vocabulary
+from jaxmllm.setup.prepare import (
+    VOCABULARY_MULTIPLE,
+    data_facts,
+    sizing_samples,
+    under_root,
+    vocabulary,
+)
 from tests.support import tiny_config
 
 
@@ -59,3 +66,18 @@ def test_hosts_tell_records_and_media_of_equal_lengths_apart(tmp_path: Path) -> 
     for there in (facts(answer="no!"), facts(mode="RGB")):
         differing = {key for key in here if there[key] != here[key]}
         assert differing == {"data of source 's'"}, "lengths are the same"
+
+
+@pytest.mark.parametrize(
+    ("examples", "batch_size", "batches"),
+    [(1, 64, 8), (16, 64, 16), (128, 64, 128), (999, 1000, 16)],
+)
+def test_a_small_corpus_is_not_sampled_for_hundreds_of_epochs(
+    examples: int, batch_size: int, batches: int, tmp_path: Path
+) -> None:
+    record = {"messages": [{"role": "assistant", "content": "yes"}]}
+    (tmp_path / "a.jsonl").write_text((json.dumps(record) + "\n") * examples)
+    source = SourceConfig(name="s", path=str(tmp_path / "a.jsonl"))
+    corpus = Corpus.open([source], ByteTokenizer(), {}, progress=False)
+    order = grain.MapDataset.range(examples).repeat()
+    assert len(sizing_samples(order, corpus, batch_size)) == batches
