@@ -179,8 +179,7 @@ class VideoFile:
                 if frame.is_corrupt:
                     break
                 decoded += 1
-                # Counter-clockwise, as both count it
-                yield frame.to_image().rotate(frame.rotation, expand=True)
+                yield _upright(frame)
             if decoded < len(self.seconds):
                 raise MediaError(
                     "undecodable_video",
@@ -194,6 +193,19 @@ class VideoFile:
 
     def _refuse(self, what: str) -> NoReturn:
         raise MediaError("unsupported_video", f"{self.media} {what}")
+
+
+def _upright(frame: Any) -> Image.Image:
+    """The picture of a frame, turned and mirrored as its display matrix says."""
+    image = frame.to_image()
+    turn = frame.rotation  # counter-clockwise, as Pillow counts it
+    if matrix := frame.side_data.get("DISPLAYMATRIX"):
+        a, b, _, c, d, *_ = np.frombuffer(matrix, np.int32).tolist()
+        if a * d < b * c:
+            # It mirrors, and the angle is that of its first row, which points the other way then
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            turn += 180
+    return image.rotate(turn, expand=True)
 
 
 def lacks_writer() -> str:

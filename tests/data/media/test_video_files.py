@@ -120,6 +120,21 @@ def test_frames_are_turned_as_the_file_says(tmp_path, degrees):
     assert frames(drawn(), film(tmp_path / "a.mp4", lying, rotation=degrees)) == [*range(7)]
 
 
+@needs_av
+@pytest.mark.parametrize("turns", range(4))
+def test_mirrored_frames_are_mirrored_back(tmp_path, turns):
+    """They are mirrored from left to right, and then turned counter-clockwise."""
+    lying = np.ascontiguousarray(np.rot90(COLORS, -turns, axes=(1, 2))[:, :, ::-1])
+    clip = film(tmp_path / "a.mp4", lying)
+    (a, b), (c, d) = np.diag([-1, 1]) @ np.linalg.matrix_power([[0, -1], [1, 0]], turns)
+    matrix = np.array([a, b, 0, c, d, 0, 0, 0, 1 << 14]) << 16
+    data = bytearray((tmp_path / "a.mp4").read_bytes())
+    start = data.index(b"tkhd") + 44  # of the matrix in the header of the stream
+    data[start : start + 36] = matrix.astype(">i4").tobytes()
+    (tmp_path / "a.mp4").write_bytes(data)
+    assert frames(drawn(), clip) == [*range(7)]
+
+
 # ---------------------------------------------------------------------------- refusals
 
 
