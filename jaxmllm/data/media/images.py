@@ -449,7 +449,10 @@ def _rgb(image: Image.Image) -> Image.Image:
 def _rgb_band(image: Image.Image) -> Image.Image:
     if image.mode == "I" or image.mode.startswith("I;16"):
         # Pillow would clip 16 bits, not scale them
-        eight_bit = (np.asarray(image).clip(0, 65535) // 257).astype(np.uint8)
+        values = np.asarray(image)
+        eight_bit = (values.clip(0, 65535) // 257).astype(np.uint8)
+        if "transparency" in image.info:  # one of the values
+            eight_bit[values == image.info["transparency"]] = 255
         return Image.fromarray(eight_bit).convert("RGB")
     if image.has_transparency_data:
         image = image.convert("RGBA")

@@ -174,7 +174,12 @@ def test_modes(tmp_path: Path) -> None:
         [204, 224, 244], abs=1
     )
     assert flat(Image.new("LA", size, (0, 51)), path) == pytest.approx([204, 204, 204], abs=1)
-    assert flat(Image.fromarray(np.full((16, 24), 90 * 257, np.uint16)), path) == [90, 90, 90]
+    deep = Image.fromarray(np.full((16, 24), 90 * 257, np.uint16))
+    assert flat(deep, path) == [90, 90, 90]
+    deep.info["transparency"] = 90 * 257 + 1  # a value that is not there
+    assert flat(deep, path) == [90, 90, 90]
+    deep.info["transparency"] = 90 * 257
+    assert flat(deep, path) == [255, 255, 255]
     palette = Image.new("P", size, 1)
     palette.putpalette([1, 2, 3, 10, 20, 30])
     assert flat(palette, path) == [10, 20, 30]
