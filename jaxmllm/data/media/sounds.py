@@ -9,7 +9,9 @@ i is about sample i * hop, so that clips shorter than one window have frames too
 follows from the header alone.
 
 Nothing of a clip is left out or made up: a file whose body does not have the length that was
-measured, or that continues where decoders end, is refused (containers.py, mpeg.py). Samples are
+measured, or that continues where decoders end, is refused (containers.py, mpeg.py). ADPCM and GSM WAV alone end
+with what fills their last block, up to a tenth of a second: the `fact` chunk, which has the length
+before it, is wrong in files of some programs (libsndfile halves that of two channels). Samples are
 decoded, averaged and resampled in blocks, so that memory grows with seconds and not with the rate
 or the channels of the file.
 """
