@@ -57,7 +57,7 @@ class _Blocks:
         elif head[:4] == b"RIFF" and head[8:] == b"WEBP":
             self._webp(int.from_bytes(head[4:8], "little") + 8)
         else:
-            self._broken("it is no GIF, WebP or PNG file")
+            self._broken("it is no MP4, GIF, WebP or PNG file; convert it (ffmpeg -i FILE out.mp4)")
         return self._timed()
 
     def _gif(self) -> None:

@@ -174,6 +174,17 @@ def test_what_cannot_be_drawn_is_refused_by_name(name: str, tmp_path: Path) -> N
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "head", [b"\x1aE\xdf\xa3" + bytes(60), b"RIFF\0\0\0\0AVI LIST" + bytes(48)]
+)
+def test_what_to_convert_other_videos_to_is_told(head: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(head)
+    with pytest.raises(
+        MediaError, match=r"no MP4, GIF, WebP or PNG file; .*ffmpeg -i FILE out\.mp4"
+    ):
+        pixels().measure(Clip(File(tmp_path / "a")))
+
+
 def test_rows_and_columns_are_counted_from_the_middle():
     shape = (2, 3, 4)
     centred = pixels(centred=True).positions(shape)
