@@ -28,7 +28,8 @@ HEAD = """\
 jaxmllm/config/key_reference.py writes this file from the schema. A section of YAML is a heading here, and on the
 command line a key has its section before it: `optimizer.learning_rate=3e-4`. *required* keys have no default. What a
 meaning calls none is `null`, and `auto` is chosen when the run is built. Sections with the same keys stand together,
-`data.sources[]` is an entry of that list, and indented lines are the values of a key.
+`data.sources[]` is an entry of that list, and indented lines are the values of a key. Where a meaning is *above*, the
+text over the table tells it.
 """
 BOUNDS = {Gt: ("gt", ">"), Ge: ("ge", ">="), Lt: ("lt", "<"), Le: ("le", "<=")}
 WORDS = {int: "integer", float: "number", str: "text", date: "date"}
@@ -38,10 +39,14 @@ POWER_FROM = 1 << 30  # bounds from here on are powers of two, and told as such
 def reference() -> str:
     """Markdown of all sections, in the order of the schema."""
     return HEAD + "".join(
-        f"\n## {', '.join(f'`{path}`' for path in paths)}\n\n{_description(section)}\n\n{_table(section)}"
-        for section, paths in _paths(Config).items()
-        if section is not Config
+        _part(section, paths) for section, paths in _paths(Config).items() if section is not Config
     )
+
+
+def _part(section: type[BaseModel], paths: list[str]) -> str:
+    description = _description(section)
+    title = ", ".join(f"`{path}`" for path in paths)
+    return f"\n## {title}\n\n{description}\n\n{_table(section, description)}"
 
 
 def _paths(section: type[BaseModel], prefix: str = "") -> dict[type[BaseModel], list[str]]:
@@ -66,17 +71,18 @@ def _description(section: type[BaseModel]) -> str:
     return "\n\n".join(inspect.cleandoc(base.__doc__) for base in with_fields if base.__doc__)
 
 
-def _table(section: type[BaseModel]) -> str:
+def _table(section: type[BaseModel], description: str) -> str:
     comments = _comments(section)
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, field in section.model_fields.items():
         default = field.get_default(call_default_factory=True)
         value = "*required*" if field.is_required() else f"`{_yaml(default)}`"
+        key = f"`{field.alias or name}`"
         cells = (
-            f"`{field.alias or name}`",
+            key,
             _type(field.annotation, field.metadata),
             value,
-            comments.get(name, "-"),
+            comments.get(name) or ("*above*" if key in description else ""),
         )
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines) + "\n"

@@ -20,7 +20,7 @@ def test_the_reference_is_current():
     [
         ("checkpoint", "| `every` | integer > 0 or `null` | `null` | steps; none: only at the end and on SIGTERM |"),
         ("data", "| `batch_size` | integer > 0 and <= 1048576 | *required* | examples per step,"),
-        ("model.vision", "| `from` | text or `null` | `null` | - |"),
+        ("model.vision", "| `from` | text or `null` | `null` | *above* |"),
         ("model.vision", "| `window` | integer >= 1 and <= 2^30 or `null` | `null` | Tokens, or patches of a side;"),
         (
             "components.projector.vision",
