@@ -116,10 +116,12 @@ class GeneratorFunctions:
         states, _ = _condition_slots(rows, pool_offset).take(layout, pool)
         shift = jnp.where(rows.times > 0, rows.times, 1)  # of segments without an item: none
         now, then = (shifted(at, shift).astype(rows.times.dtype) for at in (time, next_time))
-        rows = rows._replace(times=now)
+        free = (rows.segments != rows.owners)[..., None]  # patches that do not see conditions
+        # As owners of their own, or what is pooled of the conditions would modulate them
+        now, then = (jnp.concatenate([times, times], axis=1) for times in (now, then))
+        rows = rows._replace(times=now, owners=rows.segments)
         predicted = model.draw(params, self.phase, rows, noisy, states).astype(noisy.dtype)
         other = permute(layout, predicted, rows.partners)
-        free = (rows.segments != rows.owners)[..., None]  # patches that do not see conditions
         with_conditions = jnp.where(free, other, predicted)
         without = jnp.where(free, predicted, other)
         guided = without + guidance * (with_conditions - without)

@@ -13,6 +13,7 @@ from PIL import Image
 
 from jaxmllm.config.read import parse_config
 from jaxmllm.data.sources.requests import Requests
+from jaxmllm.models.rows import TokenPool
 from jaxmllm.runtime.checkpoint import Checkpoints
 from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.setup.sampling import Drawing, drawing_config, plan_drawing
@@ -189,6 +190,32 @@ def test_a_picture_is_the_same_whatever_is_drawn_with_it(run, alone, mesh):
     assert len(together) == len(others) + 1 and together["clip"].shape == (3, 8, 4, 3)
     np.testing.assert_allclose(together["alone"], alone.values()["alone"], atol=1e-4)
     assert not np.allclose(together["0005"][:4, :8], together["0006"][:4, :8])
+
+
+@pytest.mark.parametrize("conditioning", [pytest.param("joint", marks=EXHAUSTIVE), "cross"])
+def test_what_is_pooled_of_a_prompt_does_not_move_the_half_without_it(tmp_path, conditioning):
+    """One step, with other states in the place of the prompt's: with guidance 0 to the same patches."""
+    changes = {"conditioning": conditioning, "pooled_conditions": True}
+    changes = {f"model__diffusion__{key}": value for key, value in changes.items()}
+    tree = run_config(tmp_path, model__vision=None, data__batch_size=2, **changes)
+    write_config(tmp_path, parse_config(tree))
+    drawing = planned_drawing(tmp_path, [ALONE, OTHERS[0]], 1)
+    functions = GeneratorFunctions(drawing.programs.functions, "diffusion")
+    params = perturbed(functions.step.model.init(0, "float32"))
+    batch = drawing.programs.put(drawing._filler(0, np.arange(2)))
+    (rows,) = batch.rows["diffusion"]
+    noisy, pool = np.asarray(functions.first_patches(rows)), drawing.programs.pools["diffusion"]
+    draw_step = jax.jit(functions.draw_step)
+
+    def drawn(seed: int, guidance: float) -> np.ndarray:
+        states = np.random.default_rng(seed).normal(1, 1, pool.tokens.shape).astype(np.float32)
+        prompt = TokenPool(states, np.ones(pool.valid.shape, np.int32))
+        times = np.float32([1.0, 0.5])
+        after = draw_step(params, rows, prompt, np.int32(0), noisy, *times, np.float32(guidance))
+        return np.asarray(after)[np.asarray(rows.patches) >= 0]
+
+    np.testing.assert_allclose(drawn(0, 0.0), drawn(1, 0.0), atol=1e-6)
+    assert np.abs(drawn(0, 1.0) - drawn(1, 1.0)).max() > 1e-3
 
 
 READ_APART = {"conditioning": "cross", "pooled_conditions": True, "padded_conditions": 40}
