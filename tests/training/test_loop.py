@@ -28,6 +28,7 @@ from jaxmllm.setup.build import build_run
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.training.evaluate import evaluate
 from jaxmllm.training.loop import train
+from jaxmllm.training.programs.base import Evaluated
 from jaxmllm.training.report import TrainingError
 from tests.support import EXHAUSTIVE, assert_close, scaled, tiny_config, without_targets
 
@@ -274,6 +275,18 @@ def test_evaluation_counts_every_example_once(alone, learnt):
         sum(float(getattr(one, name).sum()) for one in one_by_one) for name in ("loss", "targets")
     )
     assert whole["loss"] == pytest.approx(loss / targets, rel=1e-5)
+
+
+def test_an_evaluation_counts_beyond_what_float32_tells(alone):
+    programs, many = alone.programs, 2**24
+    for i in range(4):
+        batch = alone.put(alone.step([i]))
+        counted = programs.evaluate(alone.params, batch).sums.targets
+        sums, failed = programs._nothing_evaluated()
+        started = jax.device_put(np.asarray(sums.targets) + many, sums.targets.sharding)
+        before = Evaluated(sums._replace(targets=started.astype(sums.targets.dtype)), failed)
+        after = programs.evaluate(alone.params, batch, before).sums.targets
+        np.testing.assert_array_equal(np.int64(after) - many, counted)
 
 
 @pytest.fixture(scope="module")

@@ -30,9 +30,9 @@ class FlowSums(NamedTuple):
     """Sums over the patches that count, by rank and source, and by rank and time."""
 
     loss: Float[Array, "R N"]  # of each patch, the mean over its numbers
-    patches: Float[Array, "R N"]
+    patches: Int[Array, "R N"]  # float32 would lose what an evaluation counts beyond 2^24
     loss_by_time: Float[Array, "R B"]  # the same, by the time of the noise
-    patches_by_time: Float[Array, "R B"]
+    patches_by_time: Int[Array, "R B"]
 
 
 class NoisyPatches(NamedTuple):
@@ -165,16 +165,18 @@ def flow_sums(
     ) -> FlowSums:
         padded = jnp.concatenate([jnp.full_like(source_of[0][:1], -1), source_of[0]])
         source = padded[owners[0]]
+        counts = counted.astype(jnp.int32)
         band = jnp.minimum((times[0] * TIME_BANDS).astype(jnp.int32), TIME_BANDS - 1)
 
         def total(values: Array, group: Array, groups: int) -> Array:
             of_group = group[:, None] == jnp.arange(groups)
-            summed = jnp.where(of_group, values[:, None].astype(losses.dtype), 0).sum(0)[None]
+            of_values = jnp.where(of_group, values[:, None], 0)
+            summed = of_values.sum(0, dtype=values.dtype)[None]
             return jax.lax.psum(summed, split) if split else summed
 
         return FlowSums(
-            *(total(values[0], source, sources) for values in (losses, counted)),
-            *(total(values[0], band, TIME_BANDS) for values in (losses, counted)),
+            *(total(values[0], source, sources) for values in (losses, counts)),
+            *(total(values[0], band, TIME_BANDS) for values in (losses, counts)),
         )
 
     local = layout.local(on_device, (SLOTS, SLOTS, SLOTS, ("batch",), SLOTS), ("batch",))

@@ -38,9 +38,9 @@ class Sums(NamedTuple):
     """Sums over the target tokens that count, by rank and source; adding two microbatches' sums is exact."""
 
     loss: Float[Array, "R N"]
-    targets: Float[Array, "R N"]
-    exact: Float[Array, "R N"]  # examples whose every target is the argmax
-    examples: Float[Array, "R N"]
+    targets: Int[Array, "R N"]
+    exact: Int[Array, "R N"]  # examples whose every target is the argmax
+    examples: Int[Array, "R N"]
     drawn: FlowSums | None = None  # of a generator, once it has run
     routed: RouterSums | None = None  # [R, L, ...], over all tokens, of a decoder with experts
 
@@ -317,7 +317,8 @@ def sums_by_source(
             values: Array, source: Array
         ) -> Array:  # no matrix product: accelerators round its inputs
             by_source = source[:, None] == jnp.arange(sources)
-            return jnp.where(by_source, values[:, None].astype(losses.dtype), 0).sum(0)[None]
+            dtype = jnp.int32 if values.dtype == bool else values.dtype
+            return jnp.where(by_source, values[:, None].astype(dtype), 0).sum(0, dtype=dtype)[None]
 
         return Sums(
             loss=over_parts(total(losses[0], token_source)),

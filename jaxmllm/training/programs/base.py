@@ -362,17 +362,19 @@ class Programs(abc.ABC):
         return counts._replace(params=params, optimizer=optimizer, averages=averages)
 
     def _abstract_sums(self) -> Sums:
-        of_text = self._by_rank_and_source(LANGUAGE)
+        loss, count = self._by_rank_and(self.functions.sources, LANGUAGE)
         drawn = [self._abstract_drawn(phase) for phase in self.generators]
         return Sums(
-            *(of_text,) * 4, drawn=drawn[0] if drawn else None, routed=self._abstract_routed()
+            *(loss, count, count, count),
+            drawn=drawn[0] if drawn else None,
+            routed=self._abstract_routed(),
         )
 
     def _abstract_drawn(self, phase: str) -> FlowSums:
-        of_source = self._by_rank_and_source(phase)
-        by_time = (of_source.shape[0], TIME_BANDS)
-        of_time: Any = jax.ShapeDtypeStruct(by_time, of_source.dtype, sharding=of_source.sharding)
-        return FlowSums(of_source, of_source, of_time, of_time)
+        return FlowSums(
+            *self._by_rank_and(self.functions.sources, phase),
+            *self._by_rank_and(TIME_BANDS, phase),
+        )
 
     def _abstract_routed(self) -> RouterSums | None:
         if self.functions.routing_shape is None:
@@ -391,10 +393,11 @@ class Programs(abc.ABC):
         shape = self.functions.routing_shape
         return shape and Routing(self._replicated(shape, np.int32), self._scalar())
 
-    def _by_rank_and_source(self, phase: str) -> Any:
+    def _by_rank_and(self, groups: int, phase: str) -> Any:
+        """Losses and counts."""
         layout = self.layouts[phase]
-        shape = (layout.ranks, self.functions.sources)
-        return jax.ShapeDtypeStruct(shape, self._real_dtype, sharding=layout.rows)
+        make = partial(jax.ShapeDtypeStruct, (layout.ranks, groups), sharding=layout.rows)
+        return make(self._real_dtype), make(np.int32)
 
     @property
     def _real_dtype(self) -> Any:

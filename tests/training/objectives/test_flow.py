@@ -76,6 +76,9 @@ def test_losses_are_told_by_source_and_by_quarter_of_the_times():
     assert time_bands() == ["0", "0.25", "0.5", "0.75"]
     assert sums.loss_by_time.tolist() == [[3.0, 4.0, 0.0, 8.0]]
     assert sums.patches_by_time.tolist() == [[2.0, 1.0, 0.0, 1.0]]
+    many = jnp.int32(2**24)  # from which float32 counts in steps of two
+    assert (many + sums.patches).sum() == 3 * 2**24 + 4
+    assert (many + sums.patches_by_time).sum() == 4 * 2**24 + 4
 
 
 def test_steps_along_right_predictions_of_either_kind_end_at_the_image():
