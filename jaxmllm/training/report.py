@@ -292,11 +292,9 @@ class RunReport:
     def _enforce(self, step: int, values: dict[str, Any]) -> None:
         config = self.run.config
         if values["skipped_in_row"] >= config.optimizer.max_skipped:
-            why = (
-                "not finite"
-                if values["targets_by_source"].any()
-                else "not finite, or of no target token,"
-            )
+            why, patches = "not finite", values.get("patches_by_source")
+            if not values["targets_by_source"].any() and (patches is None or not patches.any()):
+                why += f", or of no target token{'' if patches is None else ' or patch'},"
             raise TrainingError(
                 f"step {step}: loss or gradients were {why} for {values['skipped_in_row']} steps in a row "
                 f"(loss {values['loss']}, gradient norm {values['gradient_norm']}); resume from the last checkpoint "

@@ -441,7 +441,10 @@ class StepFunctions:
             rescale = jnp.ones((), norm.dtype)
         norm = norm * rescale
         rate = learning_rate(self.optimizer, self.decay_steps, state.step)
-        usable = jnp.isfinite(loss) & jnp.isfinite(norm) & (counted > 0)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        usable = finite & (counted > 0)
+        # Texts alone have nothing to learn where only drawings have a loss: no sign of divergence
+        in_row = state.skipped_in_row + (~usable if self.learns_text else ~finite)
 
         trained, frozen = self.model.trainable.split(state.params)
         # One factor for both: gradients that are read again are not written first
@@ -456,7 +459,7 @@ class StepFunctions:
             optimizer,
             state.step + 1,
             state.skipped + ~usable,
-            jnp.where(usable, 0, state.skipped_in_row + 1),
+            jnp.where(usable, 0, in_row),
             state.failed_media + failed,
             averages,
             counts,

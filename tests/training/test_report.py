@@ -195,6 +195,19 @@ def test_a_step_whose_targets_are_all_masked_has_no_loss() -> None:
         assert not any(name.startswith("loss/") for name in record)
 
 
+@pytest.mark.parametrize("patches, why", [(9, "not finite"), (0, "not finite, .* token or patch,")])
+def test_a_model_that_draws_is_told_of_patches(patches, why) -> None:
+    run, out = make_run(), Written()
+    report: Any = RunReport(run, out, out, None)  # type: ignore[arg-type]
+    values = step_metrics(
+        targets_by_source=np.zeros(2),
+        patches_by_source=np.array([0, patches]),
+        skipped_in_row=np.int32(3),
+    )
+    with pytest.raises(TrainingError, match=f"step 2: loss or gradients were {why} for 3"):
+        report._enforce(2, values)
+
+
 # ---------------------------------------------------------------------------- what a run leaves
 
 

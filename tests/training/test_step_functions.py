@@ -1,5 +1,7 @@
 """The step's functions against the derivative of the whole model at once, and its update against plain numpy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,9 @@ from jaxmllm.config.schema import (
     ComponentConfig,
     ComponentsConfig,
     LanguageConfig,
+    LanguageObjectiveConfig,
     ModelConfig,
+    ObjectiveConfig,
     OptimizerConfig,
     ProjectorComponents,
     ProjectorConfig,
@@ -19,6 +23,7 @@ from jaxmllm.data.rows.masks import AttentionSpec, finish_encoder_row, finish_la
 from jaxmllm.models.compose import build_model
 from jaxmllm.models.rows import EncoderRows, LanguageRows, TokenPool
 from jaxmllm.row_format import RowFormat
+from jaxmllm.training.objectives.flow import FlowSums
 from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.step_functions import StepFunctions, TrainState
 from sharding.mesh import make_mesh
@@ -518,6 +523,23 @@ def test_what_is_not_finite_skips_the_update_and_is_counted(updating, kind):
     assert (again.failed_media, metrics["skipped"], metrics["skipped_in_row"]) == (3, 1, 1)
     good, _ = update(again, grads, make_sums(80.0))
     assert (good.skipped, good.skipped_in_row) == (2, 0)
+
+
+@pytest.mark.parametrize("weight, counts", [(0.0, False), (1.0, True)])
+def test_texts_of_a_model_that_learns_drawings_alone_are_no_streak(updating, weight, counts):
+    """Nothing counts in the step: with a weight of text, all that could was masked."""
+    _, state, grads = updating
+    objective = ObjectiveConfig(language=LanguageObjectiveConfig(weight=weight))
+    step = dataclasses.replace(make_step(vision=FROZEN), objective=objective)
+    zeros = zero_sums(np.float32)
+    none = zeros._replace(drawn=FlowSums(*[zeros.loss] * 4))
+    state = step.init(randomized(step, dtype=np.float32))._replace(skipped_in_row=jnp.int32(2))
+    grads = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), grads)
+    update = jax.jit(lambda grads: step.update(state, grads, none, jnp.zeros(()), jnp.int32(0))[0])
+    after = update(grads)
+    assert (after.skipped, after.skipped_in_row) == (1, 2 + counts)
+    after = update(spoil(grads, np.nan))
+    assert (after.skipped, after.skipped_in_row) == (1, 3)
 
 
 def test_no_target_is_lost_of_more_than_a_real_number_counts():
