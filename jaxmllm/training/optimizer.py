@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from jaxmllm.config.schema import OptimizerConfig
 
 MOMENTS = 2  # arrays that the optimizer keeps of each trained parameter
-UNDECAYED = ("bias", "scale", "embedding")  # endings of parameter names
+UNDECAYED = ("bias", "scale", "embedding", "class_token")  # endings of parameter names
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:

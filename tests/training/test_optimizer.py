@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxmllm.config.schema import OptimizerConfig
@@ -70,3 +71,10 @@ def test_adam_with_decoupled_decay_of_matrices_alone():
                 np.testing.assert_allclose(
                     got[group][name], want, rtol=1e-10, err_msg=f"{step} {name}"
                 )
+
+
+def test_what_towers_add_to_their_slots_is_not_decayed():
+    params = {name: jnp.ones((2, 3)) for name in ("class_token", "position_embedding", "patch")}
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=1.0, weight_decay=0.1))
+    updates, _ = optimizer.update(optax.tree.zeros_like(params), optimizer.init(params), params)
+    assert {name for name, update in updates.items() if update.any()} == {"patch"}
