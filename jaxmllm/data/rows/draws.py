@@ -3,6 +3,7 @@ many patches the item has.
 
     (seed, step, id, item) --blake2b--> key of the noise; numbers in (0, 1) --> time, whether conditions are hidden
 
+Where a step has several examples of one id, the second and later ones have their number among these besides.
 The noise itself is made on the device, patch by patch, from the key. In evaluations there is no step: an item
 has the same noise in each of them, conditions are never hidden, and times lie on a fixed grid.
 """
@@ -11,13 +12,16 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmllm.arrays import Longs
 from jaxmllm.config.schema import DiffusionObjectiveConfig
 
 EVALUATION_TIMES = 8  # of the grid, at the middle of as many bands of the unshifted times
@@ -41,10 +45,13 @@ class DrawRule:
     evaluation: bool = False
     guided: bool = False
 
-    def of(self, step: int, id: str, item: int, patches: int) -> Draws:
-        """Those of an item, given by its number among those of the example; `patches`: how many it has."""
+    def of(self, step: int, id: str, item: int, patches: int, before: int = 0) -> Draws:
+        """Those of an item, given by its number among those of the example; `patches`: how many it has, `before`: how
+        many examples of this id stand before its own in the step."""
         shift = self._shift(patches)
-        key = (self.seed, None if self.evaluation else step, id, item)
+        key: tuple[Any, ...] = (self.seed, None if self.evaluation else step, id, item)
+        if before and not self.evaluation:  # where batches of any size draw the same
+            key += (before,)
         digest = hashlib.blake2b(repr(key).encode(), digest_size=24).digest()
         first, second, *words = np.frombuffer(digest, np.uint32).tolist()
         # Strictly between 0 and 1
@@ -74,11 +81,24 @@ class StepDraws:
 
     rule: DrawRule
     step: int
+    examples: Longs  # [B] numbers, of all hosts
     id_of: Callable[[int], str]  # of an example number
 
-    def of(self, example: int, item: int, patches: int) -> Draws:
-        """As `DrawRule.of`, by example number."""
-        return self.rule.of(self.step, self.id_of(example), item, patches)
+    def of(self, index: int, item: int, patches: int) -> Draws:
+        """As `DrawRule.of`, by the place of the example in the batch."""
+        id, before = self._ids[index]
+        return self.rule.of(self.step, id, item, patches, before)
+
+    @cached_property
+    def _ids(self) -> list[tuple[str, int]]:
+        """Id of each example, and how many of the same id stand before it."""
+        counts: Counter[str] = Counter()
+        ids = []
+        for example in self.examples.tolist():
+            id = self.id_of(example)
+            ids.append((id, counts[id]))
+            counts[id] += 1
+        return ids
 
 
 def shifted(time: Any, shift: Any) -> Any:

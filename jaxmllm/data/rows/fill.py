@@ -197,7 +197,7 @@ class StepFiller:
                 rows[phase], messages = generator_rows(
                     *of_phase,
                     self.spec.phases[phase].max_segments,
-                    StepDraws(self.draws, step, self.corpus.id),
+                    StepDraws(self.draws, step, batch.examples, self.corpus.id),
                     self.threads,
                     plan.routes[phase] if plan.runs else None,
                 )

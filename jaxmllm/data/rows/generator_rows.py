@@ -80,7 +80,7 @@ def generator_rows(
         index = int(items.example[item])
         patches = generated.patch_count(int(items.real[item]), int(items.tokens[item]))
         number = batch.number_in_example(phase, item)
-        drawn[item] = draws.of(int(batch.examples[index]), number, patches // (2 if guided else 1))
+        drawn[item] = draws.of(index, number, patches // (2 if guided else 1))
         row = rows[plan.microbatch[item]]
         row_segment = local.row(item), int(plan.segment[item]) - 1
         row["noise"][row_segment] = drawn[item].noise

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxmllm.config.schema import DiffusionObjectiveConfig
-from jaxmllm.data.rows.draws import EVALUATION_TIMES, DrawRule
+from jaxmllm.data.rows.draws import EVALUATION_TIMES, DrawRule, StepDraws
 
 PLAIN = DiffusionObjectiveConfig(times="uniform", condition_drop=0.25)
 ITEMS = [(step, f"e{id}", item, 9) for step in range(20) for id in range(50) for item in range(2)]
@@ -32,6 +32,16 @@ def test_draws_are_the_same_again_and_different_for_all_else():
     keys = [draws.noise for draws in drawn()]
     assert len(set(keys)) == len(ITEMS)
     assert all(0 <= word < 2**32 for key in keys for word in key)
+
+
+def test_copies_of_an_example_in_a_step_differ_but_for_the_first():
+    rule, ids = DrawRule(3, PLAIN), ["a", "b", "a"]
+    draws = StepDraws(rule, 5, np.array([0, 1, 2, 0]), ids.__getitem__)
+    items = [draws.of(index, 1, 9) for index in range(4)]
+    assert items[:2] == [rule.of(5, id, 1, 9) for id in "ab"]
+    assert len({item.noise for item in items}) == len({item.time for item in items}) == 4
+    held_out = StepDraws(DrawRule(3, PLAIN, evaluation=True), 5, np.zeros(2, int), ids.__getitem__)
+    assert held_out.of(0, 1, 9) == held_out.of(1, 1, 9), "whatever the batches of an evaluation"
 
 
 def test_times_have_the_distribution_that_is_asked_for():
