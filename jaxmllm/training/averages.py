@@ -1,10 +1,10 @@
 """Running averages of trained parameters (`components.*.ema`): what evaluations and drawing use.
 
-    average += max(1 - ema, 9 / (10 + updates before)) * (parameter - average)        after every update
+    average += max(1 - ema, 9 / (10 + steps before)) * (parameter - average)        after every update
 
-They begin at the parameters. The second term lets go of these soon, whatever `ema` is: early on, the
-average is over about the last ninth of all updates, as with the decay min(ema, (1 + k) / (10 + k)) of
-TensorFlow's moving averages. An update that is skipped moves nothing.
+They begin at the parameters, and steps are those of the run, whenever they begin. The second term lets go of
+these soon, whatever `ema` is: early on, the average is over about the last ninth of all updates, as with the
+decay min(ema, (1 + k) / (10 + k)) of TensorFlow's moving averages. An update that is skipped moves nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def moved_averages(
     """Averages after an update that gave the parameters `trained`.
 
     Args:
-      updates: done before it.
+      updates: steps of the run before it.
       usable: whether it was not skipped.
     """
     early = 9 / (10 + updates)
