@@ -75,7 +75,8 @@ class Drawing:
 
     def drawn(self, params: Any, steps: int, guidance: float) -> Iterator[Drawn]:
         """All that is asked for, in batches of `data.batch_size`. Raises `DataError` for what is shown and does not
-        decode."""
+        decode. A `guidance` other than 1 is for what was planned as guided."""
+        assert guidance == 1 or self.programs.guided
         times = [1 - step / steps for step in range(steps + 1)]
         for number, examples in enumerate(self._batches):
             batch = self._filler(number, examples)
@@ -163,8 +164,8 @@ def check_guidance(config: Config, guidance: float) -> None:
         )
 
 
-def plan_drawing(config: Config, requests: Requests, mesh: Mesh) -> Drawing:
-    """What draws the requests, not compiled yet.
+def plan_drawing(config: Config, requests: Requests, mesh: Mesh, guided: bool = True) -> Drawing:
+    """What draws the requests, not compiled yet; unless `guided`, without the half that sees no prompt.
 
     Raises:
       ConfigError, MeshError: a config that cannot be run on this mesh.
@@ -176,7 +177,7 @@ def plan_drawing(config: Config, requests: Requests, mesh: Mesh) -> Drawing:
     readers = modalities(config.model, config.data)
     for phase, modality in readers.items():
         if isinstance(modality, GeneratedPixels | GeneratedLatents):
-            readers[phase] = Blanks(modality)
+            readers[phase] = Blanks(modality, copies=2 if guided else 1)
     index = uncached_index("requests", requests, tokenizer, readers)
     pairs = VisiblePairs.of_model(config.model)
     corpus = Corpus((index,), (1.0,), tokenizer, readers, pairs=pairs)
@@ -200,7 +201,8 @@ def plan_drawing(config: Config, requests: Requests, mesh: Mesh) -> Drawing:
         model, config.optimizer, config.decay_steps, len(corpus.sources), config.objective
     )
     attention = attention_spec(config, model, corpus.formats, spec)
-    programs = SamplingPrograms(functions, spec, corpus.formats, attention, config.run.param_dtype)
+    given = functions, spec, corpus.formats, attention, config.run.param_dtype
+    programs = SamplingPrograms(*given, guided=guided)
     return Drawing(config, requests, corpus, programs)
 
 

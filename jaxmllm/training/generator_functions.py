@@ -104,15 +104,14 @@ class GeneratorFunctions:
         next_time: Float[Array, ""],
         guidance: Float[Array, ""],
     ) -> Float[Array, "R C F"]:
-        """Noisy patches of guided items at the next time, which is less (arXiv 2207.12598, 2209.03003). Both times are
+        """Noisy patches of items at the next time, which is less (arXiv 2207.12598, 2209.03003). Both times are
         shifted by what rows have in the place of theirs.
 
-        With a guidance of 1 they are drawn from their conditions, with 0 without them, and what lies
-        beyond 1 goes on in this direction.
+        With a guidance of 1, or where items lie once, they are drawn from their conditions, with 0 without them,
+        and what lies beyond 1 goes on in this direction.
         """
         model = self.step.model
         layout = model.layout(self.phase)
-        assert rows.partners is not None
         states, _ = _condition_slots(rows, pool_offset).take(layout, pool)
         shift = jnp.where(rows.times > 0, rows.times, 1)  # of segments without an item: none
         now, then = (shifted(at, shift).astype(rows.times.dtype) for at in (time, next_time))
@@ -121,14 +120,15 @@ class GeneratorFunctions:
         now, then = (jnp.concatenate([times, times], axis=1) for times in (now, then))
         rows = rows._replace(times=now, owners=rows.segments)
         predicted = model.draw(params, self.phase, rows, noisy, states).astype(noisy.dtype)
-        other = permute(layout, predicted, rows.partners)
-        with_conditions = jnp.where(free, other, predicted)
-        without = jnp.where(free, predicted, other)
-        guided = without + guidance * (with_conditions - without)
+        if rows.partners is not None:
+            other = permute(layout, predicted, rows.partners)
+            with_conditions = jnp.where(free, other, predicted)
+            without = jnp.where(free, predicted, other)
+            predicted = without + guidance * (with_conditions - without)
         prediction = self.step.objective.diffusion.prediction
         return euler_step(
             prediction,
-            guided,
+            predicted,
             noisy,
             *(
                 slot_times(layout, rows, times)[..., None].astype(noisy.dtype)

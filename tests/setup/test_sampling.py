@@ -218,6 +218,31 @@ def test_what_is_pooled_of_a_prompt_does_not_move_the_half_without_it(tmp_path, 
     assert np.abs(drawn(0, 1.0) - drawn(1, 1.0)).max() > 1e-3
 
 
+def test_without_guidance_patches_lie_once_and_take_the_same_step(tmp_path):
+    shallow = run_config(tmp_path, model__vision=None, model__diffusion__layers=1)
+    write_config(tmp_path, parse_config(shallow))
+    (tmp_path / "asked.jsonl").write_text(json.dumps(ALONE))
+    config, requests = drawing_config(tmp_path), Requests.of_file(tmp_path / "asked.jsonl", 0)
+    mesh = make_mesh(config.mesh_sizes, jax.devices()[:1], spans=mesh_spans(config))
+    drawn, params = [], None
+    for guided in (True, False):
+        drawing = plan_drawing(config, requests, mesh, guided)
+        functions = GeneratorFunctions(drawing.programs.functions, "diffusion")
+        batch = drawing.programs.put(drawing._filler(0, np.arange(1)))
+        (rows,), (host,) = batch.rows["diffusion"], batch.host.rows["diffusion"]
+        width = config.model.language.width
+        states = np.random.default_rng(0).normal(size=(1, 64, width)).astype(np.float32)
+        prompt = TokenPool(states, np.ones((1, 64), np.int32))
+        params = params or perturbed(functions.step.model.init(0, "float32"))
+        noisy, numbers = functions.first_patches(rows), np.float32([1.0, 0.5, 1.0])
+        after = jax.jit(functions.draw_step)(params, rows, prompt, np.int32(0), noisy, *numbers)
+        (one,) = drawing._of_row(host, np.asarray(after))
+        drawn.append((one.frames, (host["patches"] >= 0).sum()))
+    (twice, twice_patches), (once, patches) = drawn
+    assert (twice_patches, patches) == (60, 30)
+    np.testing.assert_allclose(once, twice, atol=1e-5)
+
+
 READ_APART = {"conditioning": "cross", "pooled_conditions": True, "padded_conditions": 40}
 
 

@@ -4,7 +4,7 @@
     drawn patches --frames--> [frames, height, width, channels]
 
 Each lies twice in a row, for classifier-free guidance (arXiv 2207.12598): once it sees what it is drawn from,
-once it does not.
+once it does not; or once, where there is none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from jaxmllm.data.media.reference import Clip, MediaError, MediaReference, Strea
 from jaxmllm.row_format import RowFormat
 
 BLANK = "blank:"  # before the sizes in addresses
-COPIES = 2  # of an item in its row
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,7 @@ class Blanks(Generated):
     """The diffusion modality of what is to be drawn, with the patches and bounds of what was learned."""
 
     learned: GeneratedPixels | GeneratedLatents
+    copies: int = 2
 
     formats: ClassVar[tuple[str, ...]] = ()
 
@@ -112,13 +112,13 @@ class Blanks(Generated):
             )
 
     def length(self, shape: Shape) -> int:
-        return COPIES * super().length(shape)
+        return self.copies * super().length(shape)
 
     def real(self, shape: Shape) -> int:
-        return COPIES * super().real(shape)
+        return self.copies * super().real(shape)
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
-        return np.tile(self.learned.positions(shape), (COPIES, 1))
+        return np.tile(self.learned.positions(shape), (self.copies, 1))
 
     def condition_positions(self, shape: Shape, count: int) -> NDArray[np.int32]:
         return self.learned.condition_positions(shape, count)

@@ -40,6 +40,7 @@ class Generated:
     name = "diffusion"
     parts: ClassVar[tuple[str, ...]] = ("image", "video")
     generated = True
+    copies = 1  # of an item in its row
     centred = False  # where rows and columns are counted from
     diagonal = False  # whether conditions stand behind the patches along all axes
 

@@ -37,8 +37,8 @@ class Draws(NamedTuple):
 
 @dataclass(frozen=True)
 class DrawRule:
-    """How they are drawn; `evaluation` says whether for a held-out loss, `guided` whether items are to be drawn, and
-    lie in their rows twice, with and without their conditions (media/blanks.py)."""
+    """How they are drawn; `evaluation` says whether for a held-out loss, `guided` whether items are to be drawn
+    (media/blanks.py)."""
 
     seed: int
     objective: DiffusionObjectiveConfig

@@ -74,13 +74,13 @@ def generator_rows(
             count, slots, max_segments, modality.format, generated.crossed
         ),
     )
-    guided = draws.rule.guided
+    guided = generated.copies > 1
     drawn: dict[int, Draws] = {}
     for item in local.items.tolist():
         index = int(items.example[item])
         patches = generated.patch_count(int(items.real[item]), int(items.tokens[item]))
         number = batch.number_in_example(phase, item)
-        drawn[item] = draws.of(index, number, patches // (2 if guided else 1))
+        drawn[item] = draws.of(index, number, patches // generated.copies)
         row = rows[plan.microbatch[item]]
         row_segment = local.row(item), int(plan.segment[item]) - 1
         row["noise"][row_segment] = drawn[item].noise

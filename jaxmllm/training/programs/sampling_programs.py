@@ -24,7 +24,15 @@ from jaxmllm.training.programs.phased import PhasedPrograms
 
 
 class SamplingPrograms(PhasedPrograms):
-    """Programs of a model of which nothing is trained, and without a loss of text."""
+    """Programs of a model of which nothing is trained, and without a loss of text.
+
+    Args:
+      guided: whether items lie with and without conditions; else a guidance is not read.
+    """
+
+    def __init__(self, *given: Any, guided: bool = True):
+        super().__init__(*given)
+        self.guided = guided
 
     def draw(
         self, params: Any, batch: DeviceStep, times: Sequence[float], guidance: float
@@ -74,7 +82,7 @@ class SamplingPrograms(PhasedPrograms):
         for row_class in spec.classes:
             functions = GeneratorFunctions(self.functions.spanned(phase, row_class.span), phase)
             layout = functions.step.model.layout(phase)
-            rows = self._abstract_generator_rows(phase, layout, row_class, row_format, guided=True)
+            rows = self._abstract_generator_rows(phase, layout, row_class, row_format, self.guided)
             patches = jax.ShapeDtypeStruct(
                 rows.features.shape, functions.dtype, sharding=rows.features.sharding
             )
