@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,7 @@ LOCK_FILE = "run.lock"
 BEAT_SECONDS = 10.0
 # Without a beat, after which a holder elsewhere counts as dead: several missed beats
 SILENCE_SECONDS = 60.0
+SHARED_SECONDS = 30.0  # network file systems may show a new file late
 POLL_SECONDS = 1.0
 
 
@@ -80,6 +82,11 @@ class RunLock:
         self._holder = Holder.here()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="run-lock", daemon=True)
+
+    @property
+    def token(self) -> str:
+        """What tells this lock from all others, in the lock file as long as the folder is held."""
+        return self._holder.token
 
     def __enter__(self) -> RunLock:
         while not self._take():
@@ -186,6 +193,18 @@ class RunLock:
                 write_atomically(self.path, _text(self._holder))
             except (OSError, CheckpointError):
                 continue  # the disk of the folder may come back; what the run itself writes there says so
+
+
+def shows_lock(folder: Path, token: str) -> bool:
+    """Whether the lock file of `folder`, as this process sees it, has this token within `SHARED_SECONDS`."""
+    deadline = time.monotonic() + SHARED_SECONDS
+    while True:
+        with suppress(OSError):
+            if token in (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace"):
+                return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_SECONDS)
 
 
 def _text(holder: Holder) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,10 +27,11 @@ from jaxmllm.config.schema import Config, ConfigError, RenamedKeyError
 from jaxmllm.data.corpus import RejectedError
 from jaxmllm.data.sources.source import DataError
 from jaxmllm.families.weight_files import FolderError
+from jaxmllm.runtime import hosts
 from jaxmllm.runtime.agreement import agreed_problem
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.files import write_atomically
-from jaxmllm.runtime.lock import LOCK_FILE, RunLock
+from jaxmllm.runtime.lock import LOCK_FILE, RunLock, shows_lock
 from jaxmllm.runtime.resume import begun_config, check_compatible, resumed_config
 from jaxmllm.training.data_stamps import REJECTED_FILE, write_rejected
 from jaxmllm.training.initial import CHECKPOINTS, check_sources
@@ -88,21 +90,25 @@ def open_folder(config: Config, resume: bool | str) -> Iterator[Config]:
     """Hold `run.directory` for this run, and yield the config of the steps to come as `check_folder` does.
 
     The main process holds the folder for all. Raises `CheckpointError` in every process if another
-    run holds it, or if this one may not continue in it; and instead of an error of a full disk
-    inside the context. Where data are refused inside, all refusals are in rejected.jsonl of the folder, and
-    `DataError` names it.
+    run holds it, if this one may not continue in it, or if a process sees another folder there than
+    the main one; and instead of an error of a full disk inside the context. Where data are refused
+    inside, all refusals are in rejected.jsonl of the folder, and `DataError` names it.
     """
     with ExitStack() as stack:
         problem = None
+        token = ""  # of the lock, which the main process takes
         checked = config
         try:
             check_writable(Path(config.run.directory))  # before the lock, which is a file there
             if jax.process_index() == 0:
-                stack.enter_context(RunLock(Path(config.run.directory)))
+                token = stack.enter_context(RunLock(Path(config.run.directory))).token
             checked = check_folder(config, resume)
         except (CheckpointError, FolderError) as error:
             problem = str(error)
         if problem := agreed_problem(problem):
+            raise CheckpointError(problem)
+        token = hosts.tell_all(token)[0]
+        if problem := agreed_problem(_not_shared(Path(config.run.directory), token)):
             raise CheckpointError(problem)
         try:
             with _refusals_kept(Path(config.run.directory)):
@@ -126,6 +132,17 @@ def _refusals_kept(run_directory: Path) -> Iterator[None]:
             raise
         path = write_rejected(run_directory, error.rejected)
         raise DataError(f"{error}\nAll refusals are in {path}.") from error
+
+
+def _not_shared(folder: Path, token: str) -> str | None:
+    """What to say where this process does not see the lock that the main one holds; every process writes its part of
+    a checkpoint, and the parts in another folder would be lost."""
+    if shows_lock(folder, token):
+        return None
+    return (
+        f"run.directory: {folder.absolute()} on {socket.gethostname()} (process {jax.process_index()}) is not the "
+        "folder that process 0 holds: set run.directory to one that all hosts share, by its absolute path"
+    )
 
 
 def check_folder(config: Config, resume: bool | str) -> Config:

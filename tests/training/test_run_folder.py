@@ -4,8 +4,10 @@ import errno
 import os
 from pathlib import Path
 
+import jax
 import pytest
 
+from jaxmllm.runtime import hosts, lock
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.resume import begun_config
 from jaxmllm.training.run_folder import (
@@ -113,6 +115,27 @@ def test_an_unwritable_folder_is_found_at_once(tmp_path: Path) -> None:
     ):
         with open_folder(make_config(str(tmp_path / "file" / "run")), False):
             raise AssertionError("opened")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_folder_that_processes_do_not_share_is_refused(
+    tmp_path: Path, monkeypatch, shared
+) -> None:
+    """This is process 1; process 0 holds `main`."""
+    here = make_config(str(tmp_path / "here"))
+    main = tmp_path / ("here" if shared else "there")
+    main.mkdir()
+    monkeypatch.setattr(lock, "SHARED_SECONDS", 0.0)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with lock.RunLock(main) as held:
+        of_main = iter(["", held.token, ""])  # no problem, the lock, no problem
+        monkeypatch.setattr(hosts, "tell_all", lambda text: [next(of_main), text])
+        if shared:
+            with open_folder(here, False):
+                return
+        with pytest.raises(CheckpointError, match=r"here on .* \(process 1\) is not the folder"):
+            with open_folder(here, False):
+                raise AssertionError("opened")
 
 
 def test_a_disk_that_fills_up_during_the_run_is_one_line(tmp_path: Path) -> None:
