@@ -156,18 +156,34 @@ class Sink(Protocol):
 
 
 class TensorBoardSink:
-    """Event files; those of steps after `resumed_from` that an earlier process wrote are purged on display."""
+    """An event file; those of steps after `resumed_from` that an earlier process wrote are purged on display.
+
+    tensorboardX's `SummaryWriter` is not used: it writes from a thread that ends at the first error of the disk, after
+    which adding to its full queue waits for ever. Here such an error is raised, as an `OSError`.
+    """
 
     def __init__(self, directory: Path, resumed_from: int | None) -> None:
-        from tensorboardX import SummaryWriter  # slow to import, and needed by one process of many
+        # Slow to import, and needed by one process of many
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar
 
-        purge = None if resumed_from is None else resumed_from + 1
-        self._writer = SummaryWriter(str(directory), purge_step=purge, flush_secs=10)
+        self._scalar = scalar
+        self._event = Event
+        directory.mkdir(parents=True, exist_ok=True)
+        self._writer = EventsWriter(str(directory / "events"))
+        if resumed_from is not None:
+            self._add(resumed_from + 1, file_version="brain.Event:2")
+            self._add(resumed_from + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, values: Mapping[str, Scalar]) -> None:
         for name, value in values.items():
             if isinstance(value, int | float):
-                self._writer.add_scalar(name, float(value), step)
+                self._add(step, summary=self._scalar(name, float(value)))
+        self._writer.flush()
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._writer.write_event(self._event(step=step, wall_time=time.time(), **content))
 
     def close(self) -> None:
         self._writer.close()

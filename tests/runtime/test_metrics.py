@@ -1,7 +1,10 @@
 """Metric records and the summary."""
 
+import errno
 import json
+import os
 import sys
+import threading
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,22 +127,62 @@ def test_other_processes_write_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
+def events(file: Path) -> list[Any]:
+    """The events of a file of records: length, its checksum, an Event, its checksum."""
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c
 
-    with MetricsWriter(tmp_path) as writer:
-        writer.write(7, {"loss": 2.5, "kind": "train"})
-    (file,) = (tmp_path / "tensorboard").iterdir()
     data, found = file.read_bytes(), []
-    while data:  # a record: length, its checksum, an Event, its checksum
+    while data:
         size = int.from_bytes(data[:8], "little")
         body = data[12 : 12 + size]
         assert masked_crc32c(body) == int.from_bytes(data[12 + size : 16 + size], "little")
-        event = Event.FromString(body)
-        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+        found.append(Event.FromString(body))
         data = data[16 + size :]
-    assert found == [(7, "loss", 2.5)]
+    return found
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(7, {"loss": 2.5, "kind": "train"})
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    values = [(event.step, value) for event in events(file) for value in event.summary.value]
+    assert [(step, value.tag, value.simple_value) for step, value in values] == [(7, "loss", 2.5)]
+
+
+def test_a_full_disk_under_the_event_file_is_an_error_and_no_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(path: str) -> Any:
+        return os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb")
+
+    monkeypatch.setattr("tensorboardX.record_writer.open_file", full_disk)
+    errors: list[OSError] = []
+
+    def write() -> None:
+        writer = MetricsWriter(tmp_path)
+        try:
+            for step in range(1, 100):
+                writer.write(step, {"loss": 1.0})
+        except OSError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert errors[0].errno == errno.ENOSPC
+
+
+def test_what_an_event_file_shows_ends_where_a_resumed_run_begins(tmp_path: Path) -> None:
+    from tensorboardX.proto.event_pb2 import SessionLog
+
+    with MetricsWriter(tmp_path) as writer:
+        writer.resume_from(3)
+        writer.write(4, {"loss": 1.0})
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    purged = [event.step for event in events(file) if event.session_log.status == SessionLog.START]
+    assert purged == [4]
 
 
 def test_wandb_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
