@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.workers.reader import Loader
+from jaxmllm.runtime import hosts
+from jaxmllm.runtime.agreement import agreed_numbers
 from jaxmllm.runtime.board import HostsError
 from jaxmllm.runtime.metrics import METRICS_FILE, MetricsWriter, read_metrics, read_summary
 from jaxmllm.runtime.progress import ProgressBar
@@ -145,9 +145,8 @@ class RunReport:
         if not self.evaluation_due(step):
             return False
         missing = self.evaluation is None or self.evaluation["step"] != step
-        if jax.process_count() > 1:
-            missing = bool(multihost_utils.broadcast_one_to_all(np.int32(missing)))
-        return missing
+        # No collective: the main process may still be reading records, for longer than one would wait
+        return bool(agreed_numbers([missing])[0])
 
     def evaluate(self, step: int, state: TrainState, should_stop: Callable[[], bool]) -> bool:
         """Measure the held-out set; False when `should_stop`, asked once per batch, said so: then there is no record.
@@ -163,8 +162,9 @@ class RunReport:
             self.tell(step, failures, "masked in the evaluation")
 
         source_of = run.held_out.source_of
-        with closing(self.loader.read(run.evaluation, 0, len(run.evaluation))) as batches:
+        with closing(self.loader.read(run.evaluation, 0, len(run.evaluation))) as loaded:
             params = run.programs.averaged(state)
+            batches = loaded if self._recent else _once_all_have_one(loaded)
             results = evaluate(
                 run.programs, params, batches, run.sources, source_of, should_stop, tell
             )
@@ -311,6 +311,14 @@ class RunReport:
 def due(step: int, every: int | None) -> bool:
     """Whether something that happens every so many steps (none: never) happens after this one."""
     return every is not None and step % every == 0
+
+
+def _once_all_have_one(batches: Iterator[HostStep]) -> Iterator[HostStep]:
+    """The batches of an evaluation before the first step: its first collective would not wait for a slow reader."""
+    for number, batch in enumerate(batches):
+        if number == 0:
+            hosts.meet("its first evaluation")
+        yield batch
 
 
 def _limit_of_failures(run: Run) -> str:

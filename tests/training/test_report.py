@@ -260,6 +260,42 @@ def test_a_run_with_nothing_left_to_do_keeps_what_it_said(tmp_path: Path) -> Non
     assert len(read_metrics(tmp_path)) == 10
 
 
+def test_processes_meet_before_the_programs_of_an_evaluation_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a first collective gives up after seconds, while the main process reads records or another one media."""
+    run, out, events = make_run(), Written(), []
+    run.evaluation, run.held_out = [1, 2], SimpleNamespace(source_of=None)
+    run.config.evaluation = SimpleNamespace(at_start=True, every=3)
+    run.programs.averaged = lambda state: state
+
+    def read(source: Any, start: int, stop: int) -> Any:
+        for batch in source:
+            events.append(f"loaded {batch}")
+            yield batch
+
+    def evaluated(programs: Any, params: Any, batches: Any, *rest: Any) -> None:
+        events.extend(f"evaluated {batch}" for batch in batches)
+
+    monkeypatch.setattr("jaxmllm.training.report.evaluate", evaluated)
+    monkeypatch.setattr("jaxmllm.runtime.hosts.meet", events.append)
+    monkeypatch.setattr(
+        "jaxmllm.runtime.hosts.tell_all", lambda text: events.append(text) or [text]
+    )
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    loader: Any = SimpleNamespace(read=read)
+    report: Any = RunReport(run, out, out, loader)  # type: ignore[arg-type]
+    assert report.evaluation_missing(0)
+    report.evaluate(0, SimpleNamespace(averages=None), lambda: False)
+    rest = ["evaluated 1", "loaded 2", "evaluated 2"]
+    assert events == ["[1]", "loaded 1", "its first evaluation", *rest]
+    events.clear()
+    report.follow(started(1, began=0.0, completed=1.0))
+    report.settle()
+    report.evaluate(1, SimpleNamespace(averages=None), lambda: False)
+    assert events == ["loaded 1", *rest], "devices have met in the step"
+
+
 @pytest.mark.parametrize("kept", [None, {"steps": 8, "complete": True}])
 def test_a_run_that_was_stopped_before_its_last_evaluation_is_not_complete(kept: Any) -> None:
     run, out = make_run(), Written()
