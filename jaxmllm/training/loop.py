@@ -9,7 +9,7 @@ Reading one step late keeps the devices busy: while step k runs, the host prepar
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import jax
@@ -58,15 +58,20 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
         hosts.meet("training")
         loop = Loop(run, checkpoints, writer, stop, state, step)
         try:
+            if (
+                step < run.config.run.steps
+            ):  # said now, for nobody can say it of a run that is killed
+                begun = loop.report.summary(step, time.monotonic() - started)
+                writer.write_summary(begun)
             loop.run_steps()
-        except (TrainingError, *DATA_ERRORS) as error:
-            writer.write_summary(
-                loop.report.summary(loop.step, time.monotonic() - started, str(error))
-            )
+            checkpoints.wait()
+        except (TrainingError, CheckpointError, OSError, *DATA_ERRORS) as error:
+            seconds = time.monotonic() - started
+            with suppress(OSError):  # of the same disk, perhaps
+                writer.write_summary(loop.report.summary(loop.step, seconds, str(error)))
             raise
         finally:
             loop.close()
-        checkpoints.wait()
         seconds = time.monotonic() - started
         summary = loop.report.summary(loop.step, seconds, stopped=loop.stopped)
         writer.write_summary(summary)

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,9 @@ from jaxmllm.data.batches import evaluation_steps
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.data.sources.jsonl import JsonLines
 from jaxmllm.models.rows import EncoderRows, LanguageRows
+from jaxmllm.runtime.checkpoint import Checkpoints
+from jaxmllm.runtime.checkpoint_files import CheckpointError
+from jaxmllm.runtime.metrics import read_summary
 from jaxmllm.runtime.resume import begun_config
 from jaxmllm.runtime.signals import StopSignals
 from jaxmllm.setup.build import build_run
@@ -29,8 +33,9 @@ from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.training.evaluate import evaluate
 from jaxmllm.training.loop import train
 from jaxmllm.training.programs.base import Evaluated
-from jaxmllm.training.report import TrainingError
+from jaxmllm.training.report import RunReport, TrainingError
 from tests.support import EXHAUSTIVE, assert_close, scaled, tiny_config, without_targets
+from tests.training.test_report import make_run
 
 KINDS = {"picture", "sound", "both", "text"}
 PHASES = ("vision", "audio", "language")
@@ -146,6 +151,42 @@ def test_metric_records_hold_what_there_is_to_know(finished):
         {f"eval/exact_match/{kind}" for kind in KINDS} <= record.keys() for record in evaluations
     )
     assert steps[-1]["compilations"] == steps[3]["compilations"]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in a step", "in the last save"])
+@pytest.mark.parametrize("error", [CheckpointError("checkpoint 4: why"), OSError(28, "full")])
+def test_the_summary_of_a_run_that_fails_or_is_killed_is_not_complete(
+    tmp_path, monkeypatch, error, late
+):
+    run = make_run(logging=SimpleNamespace(tensorboard=False, wandb=None))
+    run.config.checkpoint = SimpleNamespace(keep=1)
+    run.directory = tmp_path
+    report = RunReport(run, None, None, None)
+    (tmp_path / "summary.json").write_text('{"steps": 4, "complete": true, "error": null}')
+    said = []
+
+    def fail(on_time):
+        said.append(read_summary(tmp_path))  # what a kill would leave
+        if on_time:
+            raise error
+
+    def loop(*arguments):
+        report.resume(4)
+        return SimpleNamespace(
+            step=4, report=report, run_steps=lambda: fail(not late), close=lambda: None
+        )
+
+    monkeypatch.setattr("jaxmllm.training.loop.begin", lambda run, *rest: (run, None, 4))
+    monkeypatch.setattr("jaxmllm.training.loop.Loop", loop)
+    waits = iter([fail, lambda on_time: None])  # then the one of closing
+    monkeypatch.setattr(Checkpoints, "wait", lambda self: next(waits)(True))
+    if not late:
+        next(waits)
+    with pytest.raises(type(error), match=r"why|full"):
+        train(run, StopAt())
+    assert said[0] == {"steps": 4, "complete": False, "error": None}
+    assert not read_summary(tmp_path)["complete"]
+    assert read_summary(tmp_path)["error"] == str(error)
 
 
 def test_summary(finished):
