@@ -43,6 +43,9 @@ from jaxmllm.runtime.checkpoint_fit import BY_COMPONENT, with_trained_components
 DRAFT = "orbax-checkpoint-tmp"  # in the name of a folder that is being written
 DELETED = ".deleted"  # end of the name of a folder that is being deleted
 DAMAGED = ".damaged"  # end of the name of a folder that was found damaged and put aside
+# For one save: those, and those of a disk that writes so slowly and is read back for the checksums
+SAVE_SECONDS = 1200
+SLOW_BYTES_PER_SECOND = 50e6
 
 
 class Checkpoints:
@@ -54,12 +57,14 @@ class Checkpoints:
     writing is raised by the next `save`, `wait` or `close`.
     """
 
-    def __init__(self, directory: str | Path, keep: int) -> None:
+    def __init__(self, directory: str | Path, keep: int, expected_bytes: int = 0) -> None:
+        """Checkpoints of `expected_bytes`; the more there are, the longer may a save take before it is an error."""
         write_small_arrays_whole()
         self.directory = Path(directory).absolute()
         self.keep = keep
         self._handler = SealedHandler()
-        self._writer = ocp.AsyncCheckpointer(self._handler)
+        self._seconds = SAVE_SECONDS + int(expected_bytes / SLOW_BYTES_PER_SECOND)
+        self._writer = ocp.AsyncCheckpointer(self._handler, timeout_secs=self._seconds)
         # Asked of the disk once: processes that look at a network file system later may see different things.
         self._taken = set(self.steps)
         self._writing: int | None = None
@@ -205,6 +210,13 @@ class Checkpoints:
                 if complete
                 else "there is no complete one"
             )
+            if (
+                isinstance(error, TimeoutError) and error.errno is None
+            ):  # not of the disk, but of waiting for it
+                raise CheckpointError(
+                    f"checkpoint {step} was not complete in {self.directory} within {self._seconds} s; {latest}: see "
+                    "what slows its disk or network down, then --resume"
+                ) from error
             raise CheckpointError(
                 f"checkpoint {step} cannot be written to {self.directory}: {one_line(error)}; {latest}: make room or "
                 "fix the folder, then --resume"

@@ -50,7 +50,7 @@ from jaxmllm.families.resolved import GENERATOR, TOWERS, resolved
 from jaxmllm.models.adapters import merged
 from jaxmllm.models.compose import build_model
 from jaxmllm.phases import LANGUAGE
-from jaxmllm.runtime.checkpoint import Checkpoints
+from jaxmllm.runtime.checkpoint import Checkpoints, state_bytes
 from jaxmllm.runtime.checkpoint_files import (
     ArrayPath,
     ArraySpec,
@@ -118,7 +118,7 @@ def to_orbax(
     with jax.enable_x64(dtype == "float64"):  # without which arrays are float32
         abstract = model.abstract(dtype)
         params = {name: read_folder(str(source), abstract[name], name) for name in abstract}
-        with Checkpoints(out / CHECKPOINTS, 1) as checkpoints:
+        with Checkpoints(out / CHECKPOINTS, 1, state_bytes(params)) as checkpoints:
             checkpoints.save(0, {"params": params})
     print(f"{folder.family.name}: {source} -> {out / CHECKPOINTS / '0'}")
 

@@ -17,7 +17,7 @@ import jax
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.workers.reader import Interrupted, Loader, LoadError
 from jaxmllm.runtime import hosts
-from jaxmllm.runtime.checkpoint import Checkpoints
+from jaxmllm.runtime.checkpoint import Checkpoints, state_bytes
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.metrics import MetricsWriter
 from jaxmllm.runtime.profiler import ProfilerWindow
@@ -49,8 +49,9 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
     started = time.monotonic()
     # Whoever is faster waits for the others: collectives that meet for the first time allow 30 s of skew (Gloo).
     hosts.meet("the opening of its checkpoints")
+    size = state_bytes(run.programs.saved_state)
     with (
-        Checkpoints(run.directory / CHECKPOINTS, run.config.checkpoint.keep) as checkpoints,
+        Checkpoints(run.directory / CHECKPOINTS, run.config.checkpoint.keep, size) as checkpoints,
         MetricsWriter(run.directory, logging.tensorboard, logging.wandb, run.is_main) as writer,
         nullcontext(stop) if stop else StopSignals() as stop,
     ):

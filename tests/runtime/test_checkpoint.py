@@ -367,6 +367,22 @@ def test_a_full_disk_is_one_line(tmp_path: Path, late: bool, monkeypatch: Any, c
     assert [step for step in Checkpoints(tmp_path / "run", keep=1).steps] == [1]
 
 
+def test_a_save_that_takes_too_long_is_no_full_disk(tmp_path: Path, monkeypatch: Any) -> None:
+    """The limit grows with the bytes that a slow disk must take."""
+    checkpoints = Checkpoints(tmp_path, 1, expected_bytes=5 * 10**12)
+    manager = checkpoints._writer._async_manager
+    assert manager._timeout_secs == 1200 + 100_000
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "_exception", TimeoutError("Timed out while waiting for barrier."))
+        with pytest.raises(CheckpointError, match=r"was not complete in .* within 101200 s; there"):
+            checkpoints.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "_exception", TimeoutError(errno.ETIMEDOUT, "Connection timed out"))
+        with pytest.raises(CheckpointError, match=r"cannot be written to .*Connection timed out"):
+            checkpoints.wait()
+    checkpoints.close()
+
+
 def test_room_for_a_checkpoint_is_asked_for(tmp_path: Path) -> None:
     target = abstract(make_state((4, 2), host_params()))
     needed = state_bytes(target)

@@ -160,7 +160,7 @@ def test_the_summary_of_a_run_that_fails_or_is_killed_is_not_complete(
 ):
     run = make_run(logging=SimpleNamespace(tensorboard=False, wandb=None))
     run.config.checkpoint = SimpleNamespace(keep=1)
-    run.directory = tmp_path
+    run.directory, run.programs.saved_state = tmp_path, {}
     report = RunReport(run, None, None, None)
     (tmp_path / "summary.json").write_text('{"steps": 4, "complete": true, "error": null}')
     said = []
