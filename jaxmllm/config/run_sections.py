@@ -113,9 +113,9 @@ class DistributedConfig(Section):
     """How long the processes of a run wait for one another."""
 
     # Seconds for processes that start, read data or compile later than others.
-    start_timeout: PositiveFloat = 600.0
+    start_timeout: float = Field(600.0, gt=0, le=1e6)
     # Seconds without a sign of life after which a process counts as dead.
-    peer_timeout: PositiveFloat = 60.0
+    peer_timeout: float = Field(60.0, gt=0, le=1e6)
 
 
 class EvaluationConfig(Section):

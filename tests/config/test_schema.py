@@ -564,6 +564,8 @@ def test_a_file_that_is_missing_broken_or_not_a_mapping(tmp_path):
         ),
         ("data.workers=99999999999", "data.workers: must be less than or equal to 1024"),
         ("data.prefetch=99999999999", "data.prefetch: must be less than or equal to 1024"),
+        ("distributed.start_timeout=1e12", "distributed.start_timeout: must be less than or equal"),
+        ("distributed.peer_timeout=1e10", "distributed.peer_timeout: must be less than or equal"),
         (
             "model.vision.window=99999999999",
             "model.vision.window: must be less than or equal to 1073741824",
