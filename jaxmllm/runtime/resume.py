@@ -58,11 +58,11 @@ CHANGEABLE_KEYS = (
 )
 
 
-def check_compatible(saved: Config, current: Config) -> None:
+def check_compatible(saved: Config, current: Config, has_checkpoint: bool = True) -> None:
     """Raise `CheckpointError` unless a run begun with `saved` may continue with `current`.
 
     Everything that its past batches and losses depend on must be equal; `FREE_KEYS` and
-    `CHANGEABLE_KEYS` may differ.
+    `CHANGEABLE_KEYS` may differ. What to do instead depends on whether the run has a checkpoint.
     """
     differences = [
         f"{key}: {before} in the run, {now} now"
@@ -71,11 +71,16 @@ def check_compatible(saved: Config, current: Config) -> None:
     ]
     if differences:
         directory = current.run.directory
+        anew = (
+            "begin another run with this one's parameters: set run.directory to a new folder and model.from to "
+            f"{directory}"
+            if has_checkpoint
+            else f"begin anew, for it has no checkpoint: delete {directory}, or choose another run.directory"
+        )
         raise CheckpointError(
             f"the run in {directory} cannot be resumed with this config, its steps would differ:\n"
             f"{listed(differences)}\n"
-            "Set these keys back, or begin another run with this one's parameters: set run.directory to a new folder "
-            f"and model.from to {directory}. If nothing has changed but a name (data that has moved, say), change it "
+            f"Set these keys back, or {anew}. If nothing has changed but a name (data that has moved, say), change it "
             f"in {Path(directory) / 'config.yaml'} too."
         )
 

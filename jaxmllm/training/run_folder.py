@@ -29,6 +29,7 @@ from jaxmllm.data.sources.source import DataError
 from jaxmllm.families.weight_files import FolderError
 from jaxmllm.runtime import hosts
 from jaxmllm.runtime.agreement import agreed_problem
+from jaxmllm.runtime.checkpoint import saved_steps
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.files import write_atomically
 from jaxmllm.runtime.lock import LOCK_FILE, RunLock, shows_lock
@@ -158,7 +159,7 @@ def check_folder(config: Config, resume: bool | str) -> Config:
             raise CheckpointError(
                 f"{folder} already holds a run; pass --resume to continue it, or choose another run.directory"
             )
-        check_compatible(saved, config)
+        check_compatible(saved, config, bool(saved_steps(folder / CHECKPOINTS)))
         return resumed_config(saved, config)
     entries = folder.iterdir() if folder.exists() else ()
     # A run that data kept from beginning leaves its refusals; the next one begins as in an empty folder.

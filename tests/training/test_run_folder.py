@@ -53,6 +53,17 @@ def test_a_folder_that_holds_a_run_is_resumed_when_that_is_meant(tmp_path: Path)
             check_folder(make_config(str(tmp_path), run__seed=3), resume)
 
 
+def test_what_a_refused_resume_advises_depends_on_what_is_there(tmp_path: Path) -> None:
+    write_config(tmp_path, begun_config(make_config(str(tmp_path))))
+    other = make_config(str(tmp_path), run__seed=3)
+    with pytest.raises(CheckpointError, match="it has no checkpoint: delete") as caught:
+        check_folder(other, True)
+    assert "model.from" not in str(caught.value)
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=f"model.from to {tmp_path}"):
+        check_folder(other, True)
+
+
 def test_a_folder_without_config_does_not_resume_silently(tmp_path: Path) -> None:
     config = make_config(str(tmp_path))
     (tmp_path / "slurm-17.out").touch()
