@@ -1,9 +1,10 @@
 """One run, one folder: `run.lock` says which process writes there, and refuses the second one.
 
-    run.lock   {"host", "pid", "process", "since", "token", "beat"}, rewritten every few seconds by a thread
+    run.lock   {"host", "pid", "process", "since", "token", "beat", "folder"}, rewritten every few seconds by a thread
 
 A holder on this machine, since it was booted, is dead when no process has its number and its start,
-so that a run that was killed resumes at once. Of any other holder only its heart can be heard: when
+so that a run that was killed resumes at once. Of any other holder, and where the lock seems to be a
+copy from another folder, only its heart can be heard: when
 `beat` has not changed for `SILENCE_SECONDS`, the lock is taken over. Clocks of two machines are never
 compared.
 """
@@ -45,6 +46,9 @@ class Holder:
     since: str
     token: str
     beat: int = 0
+    folder: int = (
+        0  # number of the folder in its file system, which a path is not: copies have others
+    )
 
     @staticmethod
     def here() -> Holder:
@@ -118,6 +122,7 @@ class RunLock:
         """Make the lock file unless it exists, whole from its first moment on."""
         draft = self.path.with_name(f"{LOCK_FILE}.{self._holder.token}")
         try:
+            self._holder = replace(self._holder, folder=self.path.parent.stat().st_ino)
             draft.write_text(_text(self._holder), encoding="utf-8")
             try:
                 os.link(draft, self.path)
@@ -154,7 +159,10 @@ class RunLock:
 
     def _dead(self, holder: Holder) -> bool:
         if holder.host == self._holder.host:
-            return _start_of(holder.pid) != holder.process
+            if _start_of(holder.pid) != holder.process:
+                return True
+            if holder.folder in (0, self._holder.folder):
+                return False
         self._say(
             f"{self.path.parent} was held by {holder}: waiting up to {self._silence:.0f} s for a sign of life before "
             "taking it over"

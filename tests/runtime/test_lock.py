@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -163,6 +164,27 @@ def test_the_heart_beats_and_a_holder_that_lost_the_folder_learns_it(
     assert json.loads((tmp_path / "run.lock").read_text())["token"] == "theirs", (
         "what is not ours stays"
     )
+
+
+@pytest.mark.parametrize("alive", [False, True])
+def test_a_copy_of_a_held_folder_is_held_by_nobody(tmp_path: Path, alive: bool) -> None:
+    """Unless its heart beats: a file system need not give a folder the same number twice."""
+    held, copy = tmp_path / "held", tmp_path / "copy"
+    held.mkdir()
+    with RunLock(held):
+        shutil.copytree(held, copy)
+        lines: list[str] = []
+        if alive:
+            holder = Holder(**json.loads((copy / "run.lock").read_text()))
+            timer = threading.Timer(0.5, write, (copy, replace(holder, beat=1)))
+            timer.start()
+            with pytest.raises(CheckpointError, match="is held by process"):
+                RunLock(copy, lines.append, silence_seconds=60).__enter__()
+            timer.join()
+        else:
+            with RunLock(copy, lines.append, silence_seconds=0.3):
+                assert "is taken over" in lines[1]
+        assert "for a sign of life" in lines[0]
 
 
 def test_a_second_run_is_refused_before_it_reads_anything(tmp_path: Path) -> None:
