@@ -65,9 +65,9 @@ class Holder:
 class RunLock:
     """Context manager that holds a run folder for this process, or raises `CheckpointError` naming who does.
 
-    `lost` is called, by the thread that keeps the lock alive, with one line when another process
-    has taken the folder over: this process was stopped for so long that it counted as dead, and
-    must not write there any more.
+    `lost` is called, by the thread that keeps the lock alive, with one line when the folder was
+    removed or moved away, or another process has taken it over: this process was stopped for so
+    long that it counted as dead. It must not write there any more.
     """
 
     def __init__(
@@ -189,10 +189,19 @@ class RunLock:
             self._say(f"{self.path.parent}: the lock of {holder} was stale and is taken over")
 
     def _keep(self) -> None:
+        missing = False
         while not self._closed.wait(self._beat):
             try:
                 holder = self._read()
-                if holder is not None and holder.token != self._holder.token:
+                if holder is None and missing:  # twice: another process moves it to see whose it is
+                    self._lost(
+                        f"{self.path} was removed, or its folder, under the run that holds it"
+                    )
+                    return
+                missing = holder is None
+                if holder is None:
+                    continue  # no beat, which would make the folder anew
+                if holder.token != self._holder.token:
                     self._lost(
                         f"{self.path.parent} was taken over by {holder} while this process stood still"
                     )

@@ -166,6 +166,18 @@ def test_the_heart_beats_and_a_holder_that_lost_the_folder_learns_it(
     )
 
 
+def test_a_holder_whose_folder_is_removed_learns_it_and_makes_no_other(tmp_path: Path) -> None:
+    lost = threading.Event()
+    lines: list[str] = []
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with RunLock(folder, lost=lambda line: lines.append(line) or lost.set(), beat_seconds=0.05):
+        shutil.rmtree(folder)
+        assert lost.wait(10)
+    assert "run.lock was removed, or its folder, under the run" in lines[0]
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("alive", [False, True])
 def test_a_copy_of_a_held_folder_is_held_by_nobody(tmp_path: Path, alive: bool) -> None:
     """Unless its heart beats: a file system need not give a folder the same number twice."""
