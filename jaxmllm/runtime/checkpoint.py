@@ -223,12 +223,10 @@ class Checkpoints:
             ) from error
 
     def _sweep(self) -> None:
-        """Remove what killed processes left half written or half deleted."""
+        """Remove what killed processes left, once."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if not self._swept:
-            for entry in self.directory.iterdir():
-                if DRAFT in entry.name or entry.name.endswith(DELETED):
-                    shutil.rmtree(entry)
+            sweep(self.directory)
         self._swept = True
 
     def _prune(self) -> None:
@@ -252,6 +250,16 @@ class Checkpoints:
             aside = self.directory / f"{step}{DAMAGED}"
             shutil.rmtree(aside, ignore_errors=True)
             (self.directory / str(step)).rename(aside)
+
+
+def sweep(directory: Path) -> None:
+    """Remove checkpoints that killed processes left half written or half deleted; for who holds the run folder.
+
+    Raises `OSError`.
+    """
+    for entry in directory.iterdir():
+        if DRAFT in entry.name or entry.name.endswith(DELETED):
+            shutil.rmtree(entry)
 
 
 def saved_steps(directory: Path) -> list[int]:

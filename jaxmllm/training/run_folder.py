@@ -29,7 +29,7 @@ from jaxmllm.data.sources.source import DataError
 from jaxmllm.families.weight_files import FolderError
 from jaxmllm.runtime import hosts
 from jaxmllm.runtime.agreement import agreed_problem
-from jaxmllm.runtime.checkpoint import saved_steps
+from jaxmllm.runtime.checkpoint import saved_steps, sweep
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.files import write_atomically
 from jaxmllm.runtime.lock import LOCK_FILE, RunLock, shows_lock
@@ -104,6 +104,9 @@ def open_folder(config: Config, resume: bool | str) -> Iterator[Config]:
             if jax.process_index() == 0:
                 token = stack.enter_context(RunLock(Path(config.run.directory))).token
             checked = check_folder(config, resume)
+            if token:  # now, for the room that a checkpoint takes is asked for before the first one is written
+                with suppress(OSError):
+                    sweep(Path(config.run.directory) / CHECKPOINTS)
         except (CheckpointError, FolderError) as error:
             problem = str(error)
         if problem := agreed_problem(problem):

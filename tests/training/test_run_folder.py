@@ -64,6 +64,22 @@ def test_what_a_refused_resume_advises_depends_on_what_is_there(tmp_path: Path) 
         check_folder(other, True)
 
 
+def test_room_that_killed_saves_took_is_free_when_a_run_is_resumed(tmp_path: Path) -> None:
+    config = begun_config(make_config(str(tmp_path)))
+    write_config(tmp_path, config)
+    for name in ("4", "8.orbax-checkpoint-tmp", "2.deleted"):
+        (tmp_path / "checkpoints" / name / "d").mkdir(parents=True)
+
+    def left() -> list[str]:
+        return sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir())
+
+    with pytest.raises(CheckpointError), open_folder(config, False):
+        pass
+    assert len(left()) == 3, "nothing is touched of a run that is not to be resumed"
+    with open_folder(config, True):
+        assert left() == ["4"]
+
+
 def test_a_folder_without_config_does_not_resume_silently(tmp_path: Path) -> None:
     config = make_config(str(tmp_path))
     (tmp_path / "slurm-17.out").touch()
