@@ -31,6 +31,7 @@ from jaxmllm.runtime.checkpoint_files import (
     SealedHandler,
     SealedSave,
     check_files,
+    hush_writers,
     is_sound,
     one_line,
     quiet,
@@ -87,6 +88,7 @@ class Checkpoints:
         self.wait()
         self._taken.add(step)
         self._writing = step
+        hush_writers(True)
         self._handler.sound = sound  # read when this save is complete, which the next one waits for
         with self._explained():
             if _is_main():
@@ -171,6 +173,7 @@ class Checkpoints:
             self._writing = None
             if _is_main():
                 self._prune()
+        hush_writers(False)  # not after an error, which has more to say as its tasks are forgotten
 
     def close(self) -> None:
         """Wait, then release threads."""

@@ -226,6 +226,18 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
+def hush_writers(on: bool) -> None:
+    """Keep errors that the threads of orbax and asyncio log out of the log, or no longer: `quiet` while the main thread
+    does not wait for them."""
+    for name in ("absl", "asyncio"):
+        logger = logging.getLogger(name)
+        (logger.addFilter if on else logger.removeFilter)(_below_error)
+
+
+def _below_error(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR
+
+
 def one_line(error: BaseException) -> str:
     """One line of an exception; of a group or chain, the first that says something of the disk."""
     cause: BaseException | None = error

@@ -1,6 +1,7 @@
 """Checkpoints: whole or absent, readable on any mesh, refused when they do not fit."""
 
 import errno
+import logging
 import os
 import signal
 import subprocess
@@ -365,6 +366,24 @@ def test_a_full_disk_is_one_line(tmp_path: Path, late: bool, monkeypatch: Any, c
     monkeypatch.undo()
     assert "Traceback" not in "".join(capfd.readouterr())
     assert [step for step in Checkpoints(tmp_path / "run", keep=1).steps] == [1]
+
+
+def test_a_save_that_fails_in_the_background_floods_no_log(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint_files, "_checksum", full)
+    checkpoints = Checkpoints(tmp_path / "run", keep=1)
+    checkpoints.save(1, {"w": jnp.ones((4, 4))})
+    checkpoints._writer._async_manager._thread.join(60)  # before anybody waits for it
+    assert caplog.records == []
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        checkpoints.wait()
+    checkpoints.close()
+    logging.getLogger("absl").error("heard again")
+    assert [record.message for record in caplog.records] == ["heard again"]
 
 
 def test_a_save_that_takes_too_long_is_no_full_disk(tmp_path: Path, monkeypatch: Any) -> None:
