@@ -86,6 +86,38 @@ def test_a_process_that_does_not_answer_is_named() -> None:
     ]
 
 
+def test_all_learn_what_each_one_tells_and_one_alone_reads_it_from_each() -> None:
+    class Counted(MemoryBoard):
+        read = 0
+
+        def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+            values = super().key_value_dir_get(key)
+            if threading.current_thread().name != "0":
+                self.read += len(values)
+            return values
+
+    count = 40
+    board = Counted()
+    names = tuple(f"host-{process}" for process in range(count))
+    told: dict[int, list[str]] = {}
+
+    def tell(process: int) -> None:
+        hosts = Hosts(process, names, board, 20.0, 20.0)
+        told[process] = hosts.tell_all(f"{process}")
+
+    threads = [
+        threading.Thread(target=tell, args=(process,), name=f"{process}")
+        for process in reversed(range(count))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    texts = [f"{process}" for process in range(count)]
+    assert told == {process: texts for process in range(count)}
+    assert board.read == count - 1
+
+
 def test_whoever_is_early_waits_and_learns_of_a_peer_that_has_ended() -> None:
     board = MemoryBoard()
     early, late = hosts_on(board, 0, 2), hosts_on(board, 1, 2)
