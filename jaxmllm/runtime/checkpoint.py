@@ -213,9 +213,8 @@ class Checkpoints:
                 if complete
                 else "there is no complete one"
             )
-            if (
-                isinstance(error, TimeoutError) and error.errno is None
-            ):  # not of the disk, but of waiting for it
+            # Of waiting for the disk, not of the disk itself
+            if isinstance(error, TimeoutError) and error.errno is None:
                 raise CheckpointError(
                     f"checkpoint {step} was not complete in {self.directory} within {self._seconds} s; {latest}: see "
                     "what slows its disk or network down, then --resume"

@@ -46,9 +46,7 @@ class Holder:
     since: str
     token: str
     beat: int = 0
-    folder: int = (
-        0  # number of the folder in its file system, which a path is not: copies have others
-    )
+    folder: int = 0  # its number in the file system: a copy has another
 
     @staticmethod
     def here() -> Holder:

@@ -59,11 +59,9 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
         hosts.meet("training")
         loop = Loop(run, checkpoints, writer, stop, state, step)
         try:
-            if (
-                step < run.config.run.steps
-            ):  # said now, for nobody can say it of a run that is killed
-                begun = loop.report.summary(step, time.monotonic() - started)
-                writer.write_summary(begun)
+            if step < run.config.run.steps:
+                # Not complete: of a run that is killed, nobody can say it later
+                writer.write_summary(loop.report.summary(step, time.monotonic() - started))
             loop.run_steps()
             checkpoints.wait()
         except (TrainingError, CheckpointError, OSError, *DATA_ERRORS) as error:
