@@ -113,6 +113,7 @@ def settle(config: Config, devices: int, mode: Mode) -> tuple[Config, MeshChoice
     """The config with nothing left open but rows, and its mesh.
 
     Raises:
+      ConfigError: its rows cannot be had in this mode.
       MeshError: it has another number of devices.
     """
     sizes = config.mesh_sizes
@@ -122,5 +123,4 @@ def settle(config: Config, devices: int, mode: Mode) -> tuple[Config, MeshChoice
     tree = config_tree(config)
     tree["mesh"] = choice.sizes
     tree["balance"]["mode"] = mode
-    settled = parse_config(tree, "--simulate")
-    return settled, choice
+    return parse_config(tree, "the config"), choice

@@ -211,22 +211,33 @@ def _simulated(options: argparse.Namespace, cluster: Cluster) -> int:
     """This config alone, under every balance mode that it may have."""
     config = load_run_config(options.config, options.overrides)
     (devices,) = options.devices
-    lines, records = [], []
     # Stages have microbatches of their own, in the usual mode alone
-    modes = get_args(Mode) if config.pipeline.stages == 1 else (config.balance.mode,)
-    for mode in modes:
-        settled, choice = settle(config, devices, mode)
-        planner = make_planner(settled, cluster, devices, _seed(options))
-        layout = planner.alone(choice)
-        record = {"mode": mode} | plan_figures.record(layout, layout, planner)
+    own = config.balance.mode
+    modes = get_args(Mode) if config.pipeline.stages == 1 else (own,)
+    lines, records, refused = [], [], []
+    # Its own mode first, whose errors are errors: rows of several ranks leave no other one
+    for mode in sorted(modes, key=lambda mode: mode != own):
+        try:
+            settled, choice = settle(config, devices, mode)
+            planner = make_planner(settled, cluster, devices, _seed(options))
+            layout = planner.alone(choice)
+        except ConfigError as error:
+            if mode == own:
+                raise
+            refused.append({"mode": mode, "why_not": str(error)})
+            continue
+        records.append({"mode": mode} | plan_figures.record(layout, layout, planner))
         lines.append([mode, *plan_figures.speed(layout, planner), plan_figures.waits(layout)])
-        records.append(record)
+    records.sort(key=lambda record: modes.index(record["mode"]))
+    lines.sort(key=lambda line: modes.index(line[0]))
     title = f"{options.config} on {devices} {cluster.name}: {choice.words}"
     print_table(title, ["balance.mode", *plan_figures.SPEED, "ranks wait"], lines, left_aligned=1)
     parts = list(records[0]["parts"])
     rows = [[part, *(record["parts"][part] for record in records)] for part in parts]
     print_table("seconds", ["part", *(record["mode"] for record in records)], rows, left_aligned=1)
-    _write_record(options, config, modes=records)
+    for one in refused:
+        print(f"balance.mode {one['mode']} is not simulated: {one['why_not']}")
+    _write_record(options, config, modes=[*records, *refused])
     return 0
 
 

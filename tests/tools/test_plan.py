@@ -498,6 +498,22 @@ def test_every_balance_mode_is_simulated(config_file, tmp_path):
     assert modes["phases"]["step_s"] <= modes["none"]["step_s"]
 
 
+def test_modes_that_rows_of_several_ranks_leave_out_are_lines(config_file, tmp_path, capsys):
+    record = tmp_path / "modes.json"
+    rows = [word.replace("spans: [1]", "spans: [2]") for word in SMALL]
+    words = ["--generated", "--simulate", "--json", str(record), *rows, "mesh={data: 2}"]
+    assert plan(config_file, *words, devices=2, cluster="h100") == 0
+    own, *others = json.loads(record.read_text())["modes"]
+    assert own["mode"] == "phases" and own["step_s"] > 0
+    assert [one["mode"] for one in others] == ["none", "tokens", "language"]
+    told = capsys.readouterr().out
+    for one in others:
+        assert "every row lies on one rank; leave spans out" in one["why_not"]
+        assert f"balance.mode {one['mode']} is not simulated: {one['why_not']}" in told
+    assert plan(config_file, *words, "balance.mode=none", devices=2, cluster="h100") == 1
+    assert "every row lies on one rank" in capsys.readouterr().err
+
+
 def test_batches_are_profiled(config_file, capsys):
     assert plan(config_file, "--generated", "--profile", "mesh={data: 8}") == 0
     lines = capsys.readouterr().out.splitlines()
