@@ -10,7 +10,7 @@ from jaxmllm.balance.costs.calibration import load_calibration
 from jaxmllm.balance.records import Mode
 from jaxmllm.cluster.clusters import Cluster
 from jaxmllm.cluster.device_seconds import Device
-from jaxmllm.cluster.search.cluster_mesh import cluster_mesh, with_nodes
+from jaxmllm.cluster.search.cluster_mesh import cluster_mesh, with_gather_price, with_nodes
 from jaxmllm.cluster.search.layouts import LengthsOf
 from jaxmllm.cluster.search.mesh_choices import AXES, MeshChoice
 from jaxmllm.cluster.search.sieves import Planner
@@ -34,6 +34,7 @@ def make_planner(
     steps: Sequence[int] | None = None,
     mix: Mapping[str, float] = DEFAULT_MIX,
     history: Sequence[Segment] = (),
+    as_run: bool = False,
 ) -> Planner:
     """A planner on a config's data, or (with a seed) on generated lengths.
 
@@ -41,11 +42,16 @@ def make_planner(
       steps: numbers of the batches of the data that are planned; none: the first few.
       mix: weight of each task, of generated lengths.
       history: batch sizes and weights of the data's steps up to these; none: always those of the config.
+      as_run: see `Request`.
 
     Raises:
       ConfigError: the config cannot be planned.
+      ClusterError: the cluster has no peak.
     """
     config = with_nodes(config, cluster, devices)
+    device = Device(cluster, cluster.efficiency.share, dtype=_dtype(config))
+    if not as_run:
+        config = with_gather_price(config, device)
     tokenizer = load_tokenizer(config.data)
     sizes = dict.fromkeys(AXES, 1) | {"data": devices}
     mesh = cluster_mesh(config, sizes, cluster)
@@ -55,13 +61,12 @@ def make_planner(
         raise ConfigError(
             "every component is frozen: set components.<name>.freeze: false for what shall be trained"
         )
-    device = Device(cluster, cluster.efficiency.share, dtype=_dtype(config))
     lengths: LengthsOf = (
         DataLengths(tokenizer, steps or range(planned_steps(config.data.batch_size)), history)
         if seed is None
         else MadeUpLengths(seed, mix)
     )
-    planner = Planner(config, model, device, lengths)
+    planner = Planner(config, model, device, lengths, as_run)
     _check_calibration(planner, devices)
     return planner
 

@@ -32,7 +32,6 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -270,8 +269,8 @@ def _compared(options: argparse.Namespace, cluster: Cluster) -> int:
         )
     devices = options.devices[0] if options.devices else math.prod(sizes.values())
     config, choice = settle(run.config, devices, run.config.balance.mode)
-    planner = replace(
-        make_planner(config, cluster, devices, None, run.batches, history=run.history), as_run=True
+    planner = make_planner(
+        config, cluster, devices, None, run.batches, history=run.history, as_run=True
     )
     layout = planner.alone(choice)
     batches = planner.sampled.steps

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxmllm.cluster.clusters import Cluster
+from jaxmllm.cluster.device_seconds import Device
 from jaxmllm.config.schema import Config
 from jaxmllm.setup.spans import mesh_spans
 from sharding.mesh import abstract_mesh
@@ -35,3 +36,22 @@ def with_nodes(config: Config, cluster: Cluster, devices: int) -> Config:
         return config
     balance = config.balance.model_copy(update={"ranks_per_node": cluster.node_devices})
     return config.model_copy(update={"balance": balance})
+
+
+def with_gather_price(config: Config, device: Device) -> Config:
+    """The config with the FLOPs that a device could do while a byte arrives from its node, to three digits, where it
+    leaves them open and ranks may share rows. Devices that share cores keep what was measured of them.
+
+    Raises:
+      ClusterError: the cluster has no peak.
+    """
+    balance = config.balance
+    if (
+        balance.flops_per_gathered_byte != "auto"
+        or not config.may_share_rows
+        or device.cluster.shared_cores
+    ):
+        return config
+    price = device.peak * device.efficiency / device.cluster.in_node.bytes_per_second
+    priced = balance.model_copy(update={"flops_per_gathered_byte": float(f"{price:.3g}")})
+    return config.model_copy(update={"balance": priced})

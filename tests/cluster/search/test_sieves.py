@@ -10,6 +10,7 @@ import pytest
 from benchmarks.omni import omni_config
 from jaxmllm.cluster.clusters import CLUSTERS
 from jaxmllm.cluster.device_peak import programs_peak
+from jaxmllm.cluster.search.chosen_config import chosen_config
 from jaxmllm.cluster.search.layouts import EQUAL, SearchResult, program_words, ranked
 from jaxmllm.cluster.search.legal_layouts import FEWER_LAYERS, least_capacity
 from jaxmllm.cluster.search.mesh_choices import MeshChoice
@@ -97,6 +98,28 @@ def test_the_first_bytes_are_those_of_planned_layouts(searched):
         later = ("pools", "pool_gradients", "kept for backward")  # known with rows alone
         planned = sum(part for name, part in one.peak.parts.items() if name not in later)
         assert first - size.pools == pytest.approx(planned, rel=0.01)
+
+
+def test_shared_rows_are_priced_by_the_links_of_the_cluster():
+    """The plan says the price, so that a run of it, which knows no links, has the same rows."""
+    slow = H100.in_node.model_copy(update={"bytes_per_second": 20e9})
+    priced = {}
+    for name, cluster in (("slow", H100.model_copy(update={"in_node": slow})), ("h100", H100)):
+        made = planner(2, cluster, mesh={"data": 2})
+        balance = chosen_config(made.search(2).ranked[0]).balance
+        rate = made.device.peak * made.device.efficiency
+        price = rate / cluster.in_node.bytes_per_second
+        assert balance.flops_per_gathered_byte == pytest.approx(price, rel=5e-3)
+        priced[name] = {sizing.name: sizing.gather_cost for sizing in made.inputs}
+    for phase, cost in priced["slow"].items():
+        assert cost == pytest.approx(18 * priced["h100"][phase], rel=1e-2)
+    left = [
+        planner(2, balance={"flops_per_gathered_byte": 4000.0}),
+        planner(2, balance={"mode": "none"}),
+        planner(2, CLUSTERS["cpu"]),
+    ]
+    prices = [made.config.balance.flops_per_gathered_byte for made in left]
+    assert prices == [4000.0, "auto", "auto"]
 
 
 def test_rows_that_just_fit_are_legal(monkeypatch):
