@@ -76,6 +76,9 @@ class Device:
     rates: Rates = RATES
     dtype: str = "bfloat16"
     sharing: int = 1  # devices of one processor that have its rates together
+    said_peak: float | None = (
+        None  # FLOP/s of one device that MFU is told by; none: as a run finds it
+    )
 
     def among(self, devices: int) -> Device:
         """The same as one of so many. Where devices share cores, each has its share of their rates, and leaves it to
@@ -93,6 +96,16 @@ class Device:
         except ClusterError:
             dtype = operand_dtype(self.cluster.device_kind, self.dtype)
             return self.cluster.peak(dtype) / self.sharing
+
+    @cached_property
+    def logged_peak(self) -> float:
+        """FLOP/s by which a run tells MFU: of float32 on NVIDIA those of tensor cores, while `peak` is that of plain
+        units."""
+        from jaxmllm.runtime.hardware import operand_dtype
+
+        if self.said_peak is not None:
+            return self.said_peak
+        return self.cluster.peak(operand_dtype(self.cluster.device_kind, self.dtype)) / self.sharing
 
     @cached_property
     def wide_peak(self) -> float:

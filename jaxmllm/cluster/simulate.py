@@ -84,7 +84,7 @@ def simulate(programs: Programs, plan: StepPlan, items: BatchItems, device: Devi
     parts = {**worked.parts, "update": update}
     step = sum(parts.values())
     parts["straggling"] = device.straggled(step, devices) - step
-    could = (step + parts["straggling"]) * device.peak
+    could = (step + parts["straggling"]) * device.logged_peak
     return StepTime(
         parts=parts,
         low=device.straggled(worked.low + update, devices),

@@ -49,7 +49,13 @@ def make_planner(
       ClusterError: the cluster has no peak.
     """
     config = with_nodes(config, cluster, devices)
-    device = Device(cluster, cluster.efficiency.share, dtype=_dtype(config))
+    said = config.logging.peak_flops
+    device = Device(
+        cluster,
+        cluster.efficiency.share,
+        dtype=_dtype(config),
+        said_peak=None if said == "auto" else said,
+    )
     if not as_run:
         config = with_gather_price(config, device)
     tokenizer = load_tokenizer(config.data)

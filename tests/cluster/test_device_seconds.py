@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from jaxmllm.cluster.clusters import CLUSTERS
 from jaxmllm.cluster.device_seconds import RATES, Device
+from jaxmllm.runtime.hardware import peak_flops
 
 DEVICE = Device(CLUSTERS["a100"], efficiency=0.8)
 
@@ -28,6 +30,15 @@ def test_small_products_run_slower_and_large_ones_at_the_efficiency():
 def test_float32_has_a_peak_on_every_chip(name, teraflops):
     """TPUs compute it by passes of bfloat16."""
     assert Device(CLUSTERS[name], 0.8, dtype="float32").peak == teraflops * 1e12
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["a100", "h100", "v5p"])
+def test_mfu_is_told_by_the_peak_of_a_run(name, dtype):
+    device = Device(CLUSTERS[name], 0.8, dtype=dtype)
+    chip = SimpleNamespace(platform="", device_kind=CLUSTERS[name].device_kind)
+    assert device.logged_peak == peak_flops(chip, dtype)
+    assert replace(device, said_peak=1e12).logged_peak == 1e12
 
 
 def test_what_overlaps_lies_between_both_ends():

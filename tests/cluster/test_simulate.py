@@ -95,6 +95,16 @@ def test_one_device_computes_its_rows_and_the_run_counts_its_data(alone):
     assert step.mfu == pytest.approx(flops / step.seconds / 989.5e12)
 
 
+def test_mfu_is_what_a_run_of_the_same_seconds_logs(alone):
+    """In float32, which takes the time of plain units here, over what tensor cores could do."""
+    plain = alone.on(replace(DEVICE, dtype="float32"))
+    said = alone.on(replace(DEVICE, dtype="float32", said_peak=1e12))
+    assert said.parts == plain.parts
+    for share in ("mfu", "hfu"):
+        over = getattr(plain, share) / getattr(said, share)
+        assert over == pytest.approx(1e12 / 494.5e12)
+
+
 @given(
     factors=st.fixed_dictionaries(
         {key: st.floats(1, 8) for key in ("memory", "memory_bandwidth", "peak_flops", "links")}

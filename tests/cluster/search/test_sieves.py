@@ -122,6 +122,11 @@ def test_shared_rows_are_priced_by_the_links_of_the_cluster():
     assert prices == [4000.0, "auto", "auto"]
 
 
+def test_mfu_is_told_by_the_peak_that_the_config_says():
+    assert planner(2, logging={"peak_flops": 1e12}).device.logged_peak == 1e12
+    assert planner(2).device.logged_peak == H100.peak()
+
+
 def test_rows_that_just_fit_are_legal(monkeypatch):
     """Also where those of the next power of two would not."""
     monkeypatch.setitem(ROWS, "language", {"capacities": [24576], "spans": [1]})
