@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jaxmllm.cluster.search.sieves import Planner
 
 GROWTH: Final = 6  # doublings of the devices that are tried
+OPEN: Final = "leave the axes open with mesh={}"
 
 
 def why_none(planner: Planner, result: SearchResult, devices: int) -> str:
@@ -32,14 +33,16 @@ def why_none(planner: Planner, result: SearchResult, devices: int) -> str:
         return f"no layout in stages on {devices} devices can be planned: {result.failure}"
     if result.refusal is not None:  # what other devices would not mend
         return result.refusal
+    opened = _opened(planner)
+    opening = OPEN if opened and _enough_devices(opened, [devices]) else ""
     if result.fewest_ranks is not None:
         return (
             f"data.batch_size ({planner.config.data.batch_size}): every mesh of {devices} devices has more ranks; "
-            f"raise it to {result.fewest_ranks} or more"
+            f"{opening and f'{opening}, or '}raise it to {result.fewest_ranks} or more"
         )
-    near = " or ".join(map(str, _legal_devices(planner, devices))) or "another number"
-    reasons = "; ".join(result.rejected)
-    return f"no mesh of {devices} devices is legal ({reasons}); say --devices {near}"
+    near = " or ".join(map(str, _legal_devices(planner, devices)))
+    remedy = opening if opening and not near else f"say --devices {near or 'another number'}"
+    return f"no mesh of {devices} devices is legal ({'; '.join(result.rejected)}); {remedy}"
 
 
 def _remedy(planner: Planner, devices: int) -> str:
@@ -47,11 +50,17 @@ def _remedy(planner: Planner, devices: int) -> str:
     counts = [devices << doubling for doubling in range(1, GROWTH + 1)]
     if more := _enough_devices(planner, counts):
         return f"{more} devices would do"
-    if fixed_axes(planner.config):
-        opened = replace(planner, config=planner.config.model_copy(update={"mesh": MeshConfig()}))
-        if enough := _enough_devices(opened, [devices, *counts]):
-            return f"leave the axes open with mesh={{}}, and {enough} devices would do"
+    opened = _opened(planner)
+    if opened and (enough := _enough_devices(opened, [devices, *counts])):
+        return f"{OPEN}, and {enough} devices would do"
     return f"up to {counts[-1]} devices would not do: freeze components, or shorten items"
+
+
+def _opened(planner: Planner) -> Planner | None:
+    """The same with all axes of the mesh open; none where the config fixes none."""
+    if not fixed_axes(planner.config):
+        return None
+    return replace(planner, config=planner.config.model_copy(update={"mesh": MeshConfig()}))
 
 
 def _enough_devices(planner: Planner, counts: Sequence[int]) -> int | None:

@@ -357,3 +357,17 @@ def test_devices_that_no_mesh_has_and_batches_that_are_too_small_are_named():
     fixed = planner(6, mesh={"data": 1, "context": 1, "fsdp": 1})
     with pytest.raises(ConfigError, match=r"no mesh of 6 devices is legal .* say --devices 2"):
         fixed.search(6)
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "mesh", "says"),
+    [
+        (8, 4, {"fsdp": 8}, r"more ranks; leave the axes open with mesh={}, or raise it to 8 or"),
+        (6, 32, {"tensor": 3}, r"is legal \(.*\); leave the axes open with mesh={}$"),
+    ],
+)
+def test_axes_that_are_fixed_are_named_where_open_ones_would_do(devices, batch, mesh, says):
+    made = planner(devices, batch=batch, mesh=mesh)
+    with pytest.raises(ConfigError, match=says):
+        made.search(devices)
+    assert planner(devices, batch=batch).estimates(devices).estimates
