@@ -2,10 +2,10 @@
 
     jaxmllm plan --config configs/quickstart.yaml --devices 8 --cluster h100 [--generated] [--out DIR] [key=value ...]
 
-What the config or the command fixes stays; what they leave open is chosen: axes of `mesh` that are not named or -1
-(`mesh={}` opens all, and pipeline stages unless `pipeline.stages` is named), layouts of encoders, `remat` of each tower
-and of the decoder, rows, `kept_residuals`. Model and batch are never changed. No device is needed, and without --check
-nothing is compiled.
+What the config or the command fixes stays; what they leave open is chosen: axes of `mesh` that are not named, or one
+that is -1 (`mesh={}` opens all, and pipeline stages unless `pipeline.stages` is named), layouts of encoders, `remat` of
+each tower and of the decoder, rows, `kept_residuals`. Model and batch are never changed. No device is needed, and
+without --check nothing is compiled.
 
     --devices N,M   several numbers: the best layout for each, and what it costs
     --generated     lengths of the generator in jaxmllm/tools/workload.py instead of the config's data
