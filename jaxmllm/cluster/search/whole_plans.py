@@ -19,7 +19,7 @@ from jaxmllm.cluster.search.staged_step import planned_in_stages
 from jaxmllm.cluster.search.step_bytes import with_kept
 from jaxmllm.cluster.simulate import simulate
 from jaxmllm.cluster.temporaries import largest_residuals
-from jaxmllm.config.schema import Config
+from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.setup.build import phased_programs
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
@@ -40,11 +40,39 @@ class WholePlans:
         self._known_stage_rows: dict[str, PlanSpec] = {}
 
     def planned(self, estimate: Estimate) -> PlannedLayout:
-        """Sizes for a layout, and its steps planned and simulated.
+        """Sizes for a layout, and its steps planned and simulated. Where memory holds residuals of none of a phase's
+        rows, they are planned half as large as well, and what is faster is taken.
 
         Raises:
           PipelineError: its layers cannot be cut into so many stages.
         """
+        layout = self._planned(estimate)
+        halves = self._halves(estimate, layout)
+        if not halves:
+            return layout
+        try:
+            halved = self._planned(replace(estimate, fitting={**estimate.fitting, **halves}))
+        except ConfigError:  # the longest item needs more
+            return layout
+        return min(
+            layout, halved, key=lambda one: (one.peak.bytes > self._request.budget, one.seconds)
+        )
+
+    def _halves(self, estimate: Estimate, layout: PlannedLayout) -> dict[str, int]:
+        """By phase half the slots of its largest row, where rows are open and no residuals have room."""
+        if self._request.as_run or estimate.choice.stages > 1:
+            return {}
+        given = estimate.config.phases
+        may_keep = layout.programs.functions.may_keep_residuals
+        return {
+            phase: max(layout.spec.phases[phase].capacities) // 2
+            for phase in layout.config.model.two_passes
+            if getattr(given, phase).capacities == getattr(given, phase).kept_residuals == "auto"
+            and may_keep(phase)
+            and not getattr(layout.config.phases, phase).kept_residuals
+        }
+
+    def _planned(self, estimate: Estimate) -> PlannedLayout:
         sampled = self._request.lengths(estimate.config, estimate.model, estimate.layout.spans)
         inputs = self._inputs(estimate, sampled)
         if estimate.choice.stages > 1:

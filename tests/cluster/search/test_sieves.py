@@ -127,6 +127,23 @@ def test_mfu_is_told_by_the_peak_that_the_config_says():
     assert planner(2).device.logged_peak == H100.peak()
 
 
+@pytest.mark.parametrize(("kept", "halved"), [("auto", True), (0, False)])
+def test_rows_whose_residuals_have_no_room_are_planned_half_as_large(monkeypatch, kept, halved):
+    """Which saves running the tower again, unless the config keeps none anyway."""
+    rows = {"spans": [1], "block": 32, "row_classes": 1, "kept_residuals": kept}
+    monkeypatch.setitem(ROWS, "vision", rows)
+    cluster = H100.model_copy(update={"memory": 6e8, "taken_share": 1.0})
+    towers = {"vision": {"remat": "none"}}
+    made = planner(1, cluster, 16, mesh={"data": 1}, components=towers)
+    (estimate,) = made.estimates(1).estimates
+    first, taken = made.whole._planned(estimate), made.whole.planned(estimate)
+    slots = [max(one.spec.phases["vision"].capacities) for one in (first, taken)]
+    residuals = [one.config.phases.vision.kept_residuals for one in (first, taken)]
+    assert (slots[1] <= slots[0] / 2) == halved and residuals == [0, int(halved)]
+    assert (taken.seconds < 0.9 * first.seconds) == halved
+    assert taken.peak.bytes <= made.budget
+
+
 def test_rows_that_just_fit_are_legal(monkeypatch):
     """Also where those of the next power of two would not."""
     monkeypatch.setitem(ROWS, "language", {"capacities": [24576], "spans": [1]})
