@@ -76,9 +76,7 @@ class Device:
     rates: Rates = RATES
     dtype: str = "bfloat16"
     sharing: int = 1  # devices of one processor that have its rates together
-    said_peak: float | None = (
-        None  # FLOP/s of one device that MFU is told by; none: as a run finds it
-    )
+    said_peak: float | None = None  # FLOP/s by which MFU is told; none: as a run finds them
 
     def among(self, devices: int) -> Device:
         """The same as one of so many. Where devices share cores, each has its share of their rates, and leaves it to
