@@ -15,6 +15,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
@@ -29,6 +30,7 @@ METRICS_FILE = "metrics.jsonl"
 EXAMPLES_FILE = "examples.jsonl"
 SUMMARY_FILE = "summary.json"
 WANDB_ID_FILE = "wandb_id.txt"
+FLUSH_SECONDS = 10  # of event files
 
 Scalar = float | int | str | bool | None
 
@@ -111,9 +113,10 @@ class MetricsWriter:
         if self._examples is not None:
             self._examples.close()
             self._examples = None
-        for sink in self._sinks:
-            sink.close()
-        self._sinks = []
+        with ExitStack() as stack:  # all, whatever one of them raises
+            for sink in self._sinks:
+                stack.callback(sink.close)
+            self._sinks = []
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -124,7 +127,11 @@ class MetricsWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except OSError:
+            if error is None:  # else that one says why the run ends
+                raise
 
     def _append(self, step: int, values: Mapping[str, Scalar]) -> None:
         if self._stream is None:
@@ -172,6 +179,7 @@ class TensorBoardSink:
         self._event = Event
         directory.mkdir(parents=True, exist_ok=True)
         self._writer = EventsWriter(str(directory / "events"))
+        self._flushed = time.monotonic()
         if resumed_from is not None:
             self._add(resumed_from + 1, file_version="brain.Event:2")
             self._add(resumed_from + 1, session_log=SessionLog(status=SessionLog.START))
@@ -180,7 +188,9 @@ class TensorBoardSink:
         for name, value in values.items():
             if isinstance(value, int | float):
                 self._add(step, summary=self._scalar(name, float(value)))
-        self._writer.flush()
+        if time.monotonic() - self._flushed >= FLUSH_SECONDS:  # each waits for the disk
+            self._writer.flush()
+            self._flushed = time.monotonic()
 
     def _add(self, step: int, **content: Any) -> None:
         self._writer.write_event(self._event(step=step, wall_time=time.time(), **content))

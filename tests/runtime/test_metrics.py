@@ -157,6 +157,9 @@ def test_a_full_disk_under_the_event_file_is_an_error_and_no_hang(
         return os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb")
 
     monkeypatch.setattr("tensorboardX.record_writer.open_file", full_disk)
+    with pytest.raises(ValueError, match="of the run"), MetricsWriter(tmp_path) as ended:
+        ended.write(1, {"loss": 1.0})
+        raise ValueError("of the run")  # which that of the disk does not hide
     errors: list[OSError] = []
 
     def write() -> None:
@@ -164,6 +167,7 @@ def test_a_full_disk_under_the_event_file_is_an_error_and_no_hang(
         try:
             for step in range(1, 100):
                 writer.write(step, {"loss": 1.0})
+            writer.close()
         except OSError as error:
             errors.append(error)
 
