@@ -78,12 +78,28 @@ def prepare(config: Config, mesh: Mesh | AbstractMesh) -> RunInputs:
     spans = spans_of_phases(config, model)
     media = modalities(config.model, config.data)
     corpus, held_out = open_corpora(config, tokenizer, media, model, spans)
+    _check_drawn(config, corpus)
     # Hosts that differ would plan different steps, and hang in the first collective.
     hosts.compare("data", lambda: data_facts(corpus, held_out), SAME_DATA)
     order = example_order(corpus.members, config.run.seed)
     samples = sizing_samples(order, corpus, config.data.batch_size)
     of_sources = source_batches(corpus.members, corpus, config.data.batch_size)
     return RunInputs(model, corpus, held_out, order, samples, spans, of_sources)
+
+
+def _check_drawn(config: Config, corpus: Corpus) -> None:
+    """Raise `ConfigError` where drawings alone have a loss and the data have none: every step would be skipped."""
+    generators = config.model.generators
+    if config.objective.learns_text or not generators:
+        return
+    for index in corpus.indexes:
+        numbers = [number for number, name in enumerate(index.phases) if name in generators]
+        if np.isin(index.item_phase, numbers).any():
+            return
+    raise ConfigError(
+        "objective.language.weight (0): nothing of data.sources is drawn, so that nothing has a loss; let an assistant "
+        "answer with images or clips there, or raise the weight"
+    )
 
 
 def sizing_samples(

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from jaxmllm.config.schema import ConfigError
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.data.sources.source import DataError
 from jaxmllm.runtime.compilations import CompilationCounter
@@ -59,6 +60,13 @@ def captions(tmp_path_factory):
 def drawing(captions) -> Setup:
     """Text to pictures on one rank: the decoder learns from pictures alone."""
     return assemble(drawing_config(captions, **DRAWING_ALONE), 1)
+
+
+def test_data_without_a_drawn_item_are_refused_where_text_has_no_loss(tmp_path):
+    record = {"messages": [{"role": role, "content": "text"} for role in ("user", "assistant")]}
+    (tmp_path / "pictures.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(ConfigError, match=r"nothing of data.sources is drawn, so that nothing has"):
+        assemble(drawing_config(tmp_path, **DRAWING_ALONE), 1)
 
 
 @pytest.fixture(scope="module")
