@@ -204,12 +204,10 @@ class Corpus:
             )
             rendered = render(conversation, self.tokenizer, self.modalities, index.shapes(local))
         except ValueError as error:
-            raise DataError(
-                f"{_not_indexed(index, local)}: {error}; start the run again"
-            ) from error
+            raise DataError(_not_indexed(index, local, f": {error}")) from error
         same = zlib.crc32(record.strip()) == index.checksum[local]
         if not same or len(rendered.tokens) != index.language_length[local]:
-            raise DataError(f"{_not_indexed(index, local)}; start the run again")
+            raise DataError(_not_indexed(index, local))
         return rendered
 
     @property
@@ -332,8 +330,11 @@ def _flat_shapes(shapes: Ints) -> Ints:
     return shapes[keep]
 
 
-def _not_indexed(index: LengthIndex, example: int) -> str:
-    return f"{index.place(example)}: not the record {str(index.id[example])!r} that was indexed"
+def _not_indexed(index: LengthIndex, example: int, why: str = "") -> str:
+    return (
+        f"{index.place(example)}: not the record {str(index.id[example])!r} that was indexed{why}; restore the file "
+        "and start the run again with --resume, or begin another run"
+    )
 
 
 def _too_long(index: LengthIndex, limits: Mapping[str, int]) -> list[tuple[int, str, str]]:
