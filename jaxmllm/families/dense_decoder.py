@@ -34,6 +34,7 @@ BASE = "model."  # before the keys of all but the head
 LANGUAGE = {path: line.removeprefix(BASE) for path, line in PARAMETERS.items()}
 COPIES = {"embedding": "lm_head.weight: v d -> v d"}  # where the head is tied
 FREQUENCIES = ("model.layers.*.self_attn.rotary_emb.inv_freq",)  # follow from config.json
+NO_NAMES: Mapping[str, str] = {}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 SCALED_BY = {  # rope_type -> its keys
     "linear": ("factor",),
@@ -146,9 +147,12 @@ def windows_by_type(config: FolderConfig, in_use: bool = True) -> tuple[bool, ..
     return tuple(kind == LAYER_TYPES[1] for kind in types)
 
 
-def rotary_record(config: FolderConfig) -> dict[str, Any]:
+def rotary_record(config: FolderConfig, kinds: Mapping[str, str] = NO_NAMES) -> dict[str, Any]:
     """What a file says of rotary positions, `rope_theta` and `rope_type` included: `rope_parameters`, or `rope_theta`
     and `rope_scaling` in older files.
+
+    Args:
+      kinds: other names of rope types.
 
     Raises `FolderError` for records of single layers, and where both are there and differ.
     """
@@ -162,8 +166,8 @@ def rotary_record(config: FolderConfig) -> dict[str, Any]:
         if found:
             kind = found.get("rope_type", found.get("type", "default"))
             base = float(FolderConfig(config.path, found).number("rope_theta", theta))
-            found = {name: value for name, value in found.items() if name != "type"}
-            records.append(found | {"rope_theta": base, "rope_type": kind})
+            said = {key: x for key, x in found.items() if x is not None and key != "type"}
+            records.append(said | {"rope_theta": base, "rope_type": kinds.get(str(kind), kind)})
     if any(record != records[0] for record in records):
         config.refuse(
             f"has rope_scaling {records[0]!r} and rope_parameters {records[1]!r}",

@@ -85,10 +85,7 @@ def _language(config: FolderConfig) -> dict[str, Any]:
 
 def axial_decoder(text: FolderConfig) -> dict[str, Any]:
     """The keys of `model.language` of a decoder whose positions have three axes."""
-    rotary = rotary_record(text)
-    if rotary["rope_type"] == "mrope":
-        # By kind there are sections of the axes; the frequencies are the usual ones
-        rotary["rope_type"] = "default"
+    rotary = rotary_record(text, {"mrope": "default"})  # it is that of the frequencies
     sections = rotary.get("mrope_section", SECTIONS)
     text = text.updated(rope_parameters=rotary, rope_scaling=None)
     return dense_decoder(
@@ -135,7 +132,10 @@ def axial_theta(vision: FolderConfig) -> float:
     """The base of the tower's rotary positions. Raises `FolderError` for others than those of rows and columns."""
     rotary = rotary_record(vision)
     if rotary["rope_type"] not in ("axial", "default"):  # the latter in older files
-        vision.refuse(f"has rope_parameters {rotary!r}", "rope_type axial alone is supported")
+        vision.refuse(
+            f"has rope_parameters {rotary!r}",
+            "rope_type axial alone is supported, which default means, too",
+        )
     return float(rotary["rope_theta"])
 
 

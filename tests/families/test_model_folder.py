@@ -184,12 +184,23 @@ def test_an_empty_record_of_rotary_positions_hides_no_other(name):
         return section(config.updated(**said, text_config=said))
 
     both = scaling | {"rope_theta": 5e4}
-    for found in (read({}), read(None), read(both)):
+    for found in (read({}), read(None), read(both), read(both | {"attention_factor": None})):
         assert found["rope_scaling"] == {"kind": "linear", "factor": 4.0}
         assert found["rope_theta"] == 5e4 and found.get("rope_sections", [2, 1, 1]) == [2, 1, 1]
     for changed in ({"rope_theta": 1e4}, {"rope_type": "default"}, {"factor": 2.0}):
         with pytest.raises(FolderError, match=r"has rope_scaling .* they differ"):
             read(both | changed)
+
+
+def test_records_that_call_the_usual_frequencies_otherwise_are_equal():
+    config = FolderConfig.read(GOLDENS / "qwen2_5_vl")
+    sections = {"mrope_section": [2, 1, 1]}
+    said = config.values.get("text_config", config.values) | {
+        "rope_scaling": {"type": "mrope"} | sections,
+        "rope_parameters": {"rope_type": "default"} | sections,
+    }
+    found = family_of(config).section(config.updated(**said, text_config=said))
+    assert found["rope_sections"] == [2, 1, 1] and found.get("rope_scaling") is None
 
 
 def test_windows_of_older_files(copy):
