@@ -1,7 +1,8 @@
 """Chips and their links, by name or from a YAML file.
 
     --cluster h100          a record of `CLUSTERS`
-    --cluster mine.yaml     the same keys; `like: h100` takes from a record, or a file, what this one does not say
+    --cluster mine.yaml     the same keys; `like: h100` takes from a record, or a file beside this one, what this
+                            one does not say
 
 Every number is a vendor's, or names what it was measured by. FLOP/s of chips stand in runtime/hardware.py alone.
 """
@@ -292,7 +293,7 @@ def _from_file(path: Path, readers: tuple[Path, ...]) -> Cluster:
     like = tree.pop("like", None)
     base: dict[str, Any] = {}
     if like is not None:
-        beside = path.parent / str(like)  # a file is named from the folder of the one that names it
+        beside = path.parent / str(like)
         base = _found(str(beside if beside.suffix in SUFFIXES else like), readers).model_dump()
     try:
         # JSON mode: strict about kinds, yet whole numbers may stand for others

@@ -5,7 +5,7 @@
 Arrays are stored whole, whatever their sharding, so the devices, mesh and processes that read a
 checkpoint need not be those that wrote it. A checkpoint is written under a temporary name and
 renamed when its last byte is on disk: a process killed at any time leaves complete ones behind, and
-a draft that the next one's first save sweeps away. The last thing written before the renaming is
+a draft that is swept away when the run is resumed. The last thing written before the renaming is
 `checksums.json`, size and CRC-32 of every file; a checkpoint is read only after all of them were
 found to be as written. All processes call every function here.
 """

@@ -34,7 +34,7 @@ def make_planner(
     steps: Sequence[int] | None = None,
     mix: Mapping[str, float] = DEFAULT_MIX,
     history: Sequence[Segment] = (),
-    as_run: bool = False,
+    priced: bool = True,
 ) -> Planner:
     """A planner on a config's data, or (with a seed) on generated lengths.
 
@@ -42,7 +42,7 @@ def make_planner(
       steps: numbers of the batches of the data that are planned; none: the first few.
       mix: weight of each task, of generated lengths.
       history: batch sizes and weights of the data's steps up to these; none: always those of the config.
-      as_run: see `Request`.
+      priced: whether rows that ranks share have the price of the cluster where the config names none; else a run's.
 
     Raises:
       ConfigError: the config cannot be planned.
@@ -56,7 +56,7 @@ def make_planner(
         dtype=_dtype(config),
         said_peak=None if said == "auto" else said,
     )
-    if not as_run:
+    if priced:
         config = with_gather_price(config, device)
     tokenizer = load_tokenizer(config.data)
     sizes = dict.fromkeys(AXES, 1) | {"data": devices}
@@ -72,7 +72,7 @@ def make_planner(
         if seed is None
         else MadeUpLengths(seed, mix)
     )
-    planner = Planner(config, model, device, lengths, as_run)
+    planner = Planner(config, model, device, lengths)
     _check_calibration(planner, devices)
     return planner
 

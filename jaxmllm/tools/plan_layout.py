@@ -32,6 +32,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -218,7 +219,7 @@ def _simulated(options: argparse.Namespace, cluster: Cluster) -> int:
     for mode in sorted(modes, key=lambda mode: mode != own):
         try:
             settled, choice = settle(config, devices, mode)
-            planner = make_planner(settled, cluster, devices, _seed(options))
+            planner = make_planner(settled, cluster, devices, _seed(options), priced=False)
             layout = planner.alone(choice)
         except ConfigError as error:
             if mode == own:
@@ -270,8 +271,9 @@ def _compared(options: argparse.Namespace, cluster: Cluster) -> int:
     devices = options.devices[0] if options.devices else math.prod(sizes.values())
     config, choice = settle(run.config, devices, run.config.balance.mode)
     planner = make_planner(
-        config, cluster, devices, None, run.batches, history=run.history, as_run=True
+        config, cluster, devices, None, run.batches, history=run.history, priced=False
     )
+    planner = replace(planner, as_run=True)
     layout = planner.alone(choice)
     batches = planner.sampled.steps
     before = layout.seconds

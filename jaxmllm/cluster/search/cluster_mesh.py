@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxmllm.cluster.clusters import Cluster
+from jaxmllm.balance.costs.gather import flops_per_byte
+from jaxmllm.cluster.clusters import CLUSTERS, Cluster
 from jaxmllm.cluster.device_seconds import Device
 from jaxmllm.config.schema import Config
 from jaxmllm.setup.spans import mesh_spans
@@ -39,8 +40,9 @@ def with_nodes(config: Config, cluster: Cluster, devices: int) -> Config:
 
 
 def with_gather_price(config: Config, device: Device) -> Config:
-    """The config with the FLOPs that a device could do while a byte arrives from its node, to three digits, where it
-    leaves them open and ranks may share rows. Devices that share cores keep what was measured of them.
+    """The config with a price of rows that ranks share, to three digits, where it leaves that open: what a run takes,
+    an H100's, times what this device could do while a byte arrives in its node over what an H100 could. Devices that
+    share cores keep what was measured of them.
 
     Raises:
       ClusterError: the cluster has no peak.
@@ -52,6 +54,11 @@ def with_gather_price(config: Config, device: Device) -> Config:
         or device.cluster.shared_cores
     ):
         return config
-    price = device.peak * device.efficiency / device.cluster.in_node.bytes_per_second
+    usual = CLUSTERS["h100"]
+    price = (
+        flops_per_byte("gpu")
+        * (device.peak * device.efficiency / device.cluster.in_node.bytes_per_second)
+        / (usual.peak() * usual.efficiency.share / usual.in_node.bytes_per_second)
+    )
     priced = balance.model_copy(update={"flops_per_gathered_byte": float(f"{price:.3g}")})
     return config.model_copy(update={"balance": priced})

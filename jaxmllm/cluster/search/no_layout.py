@@ -20,20 +20,20 @@ GROWTH: Final = 6  # doublings of the devices that are tried
 OPEN: Final = "leave the axes open with mesh={}"
 
 
-def why_none(planner: Planner, result: SearchResult, devices: int) -> str:
-    """One line: what is closest, what it lacks, and what would do."""
+def why_none(planner: Planner, result: SearchResult, devices: int, *, may_open: bool = True) -> str:
+    """One line: what is closest, what it lacks, and what would do; unless `may_open`, on these axes of the mesh."""
+    opened = _opened(planner) if may_open else None
     if result.closest is not None:
         closest = result.closest
         return (
             f"nothing fits {devices} devices of {planner.cluster.name} with {planner.budget / GB:.0f} GB each: "
             f"closest is {closest.choice.words}, over by {closest.lacking / GB:.1f} GB in {closest.place}; "
-            f"{_remedy(planner, devices)}"
+            f"{_remedy(planner, opened, devices)}"
         )
     if result.failure is not None:
         return f"no layout in stages on {devices} devices can be planned: {result.failure}"
     if result.refusal is not None:  # what other devices would not mend
         return result.refusal
-    opened = _opened(planner)
     opening = OPEN if opened and _enough_devices(opened, [devices]) else ""
     if result.fewest_ranks is not None:
         return (
@@ -45,12 +45,11 @@ def why_none(planner: Planner, result: SearchResult, devices: int) -> str:
     return f"no mesh of {devices} devices is legal ({'; '.join(result.rejected)}); {remedy}"
 
 
-def _remedy(planner: Planner, devices: int) -> str:
+def _remedy(planner: Planner, opened: Planner | None, devices: int) -> str:
     """What makes something fit: more devices, or axes of the mesh that the config fixes."""
     counts = [devices << doubling for doubling in range(1, GROWTH + 1)]
     if more := _enough_devices(planner, counts):
         return f"{more} devices would do"
-    opened = _opened(planner)
     if opened and (enough := _enough_devices(opened, [devices, *counts])):
         return f"{OPEN}, and {enough} devices would do"
     return f"up to {counts[-1]} devices would not do: freeze components, or shorten items"

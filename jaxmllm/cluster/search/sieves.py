@@ -142,7 +142,7 @@ class Planner(Request):
         result = SearchResult(considered=1, meshes=1)
         estimate = self._estimate(choice, result)
         if estimate is None:
-            raise ConfigError(why_none(self, result, choice.devices))
+            raise ConfigError(why_none(self, result, choice.devices, may_open=False))
         return self.whole.planned(estimate)
 
     def estimates(self, devices: int) -> SearchResult:

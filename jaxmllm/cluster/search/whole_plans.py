@@ -63,13 +63,27 @@ class WholePlans:
         if self._request.as_run or estimate.choice.stages > 1:
             return {}
         given = estimate.config.phases
+        longest = self._request.lengths(
+            estimate.config, estimate.model, estimate.layout.spans
+        ).longest
         may_keep = layout.programs.functions.may_keep_residuals
-        return {
+        halves = {
             phase: max(layout.spec.phases[phase].capacities) // 2
             for phase in layout.config.model.two_passes
-            if getattr(given, phase).capacities == getattr(given, phase).kept_residuals == "auto"
-            and may_keep(phase)
+            if may_keep(phase)
+            and layout.microbatches[phase] > 0
             and not getattr(layout.config.phases, phase).kept_residuals
+            and {
+                getattr(given, phase).capacities,
+                getattr(given, phase).max_capacity,
+                getattr(given, phase).kept_residuals,
+            }
+            == {"auto"}
+        }
+        return {
+            phase: half
+            for phase, half in halves.items()
+            if half * max(estimate.layout.spans[phase]) >= longest[phase]
         }
 
     def _planned(self, estimate: Estimate) -> PlannedLayout:

@@ -18,7 +18,7 @@ A row has, with q local ranks, C slots, F features and S segments:
     [q, C] (number of the patch in its item; -1: none, or it did not load), conditions int32 [q, C] (slot
     of its rank's row in the order of the plan, which is where its state arrives, or in stages slot of the
     pool of all language rows that the microbatch reads; -1: none), noise uint32
-    [q, S, 2] (key of each segment's noise), times float32 [q, S] (of guided items what shifts them), sources
+    [q, S, 2] (key of each segment's noise), times float32 [q, S] (of items to be drawn what shifts them), sources
     int32 [q, S] (-1: none), failed int32 [q] (items that did not load), order and tiles (see masks.py).
 Of guided items, the second half of the patches are the first ones again, which do not see the conditions:
     slots     | c c c p p p q p p p q |        segments of the second half are those of the first + S
