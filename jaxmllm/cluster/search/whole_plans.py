@@ -62,29 +62,20 @@ class WholePlans:
         """By phase half the slots of its largest row, where rows are open and no residuals have room."""
         if self._request.as_run or estimate.choice.stages > 1:
             return {}
-        given = estimate.config.phases
-        longest = self._request.lengths(
-            estimate.config, estimate.model, estimate.layout.spans
-        ).longest
+        spans = estimate.layout.spans
+        longest = self._request.lengths(estimate.config, estimate.model, spans).longest
         may_keep = layout.programs.functions.may_keep_residuals
-        halves = {
-            phase: max(layout.spec.phases[phase].capacities) // 2
-            for phase in layout.config.model.two_passes
-            if may_keep(phase)
-            and layout.microbatches[phase] > 0
-            and not getattr(layout.config.phases, phase).kept_residuals
-            and {
-                getattr(given, phase).capacities,
-                getattr(given, phase).max_capacity,
-                getattr(given, phase).kept_residuals,
-            }
-            == {"auto"}
-        }
-        return {
-            phase: half
-            for phase, half in halves.items()
-            if half * max(estimate.layout.spans[phase]) >= longest[phase]
-        }
+        halves = {}
+        for phase in layout.config.model.two_passes:
+            given = getattr(estimate.config.phases, phase)
+            is_open = given.capacities == given.max_capacity == given.kept_residuals == "auto"
+            has_room = getattr(layout.config.phases, phase).kept_residuals
+            half = max(layout.spec.phases[phase].capacities) // 2
+            holds_longest = half * max(spans[phase]) >= longest[phase]
+            tight = may_keep(phase) and layout.microbatches[phase] and not has_room
+            if is_open and tight and holds_longest:
+                halves[phase] = half
+        return halves
 
     def _planned(self, estimate: Estimate) -> PlannedLayout:
         sampled = self._request.lengths(estimate.config, estimate.model, estimate.layout.spans)
