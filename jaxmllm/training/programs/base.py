@@ -299,13 +299,13 @@ class Programs(abc.ABC):
             lambda leaf: self._replicated(leaf.shape, leaf.dtype),
             jax.eval_shape(self.functions.update, *arguments)[1],
         )
-        totals = jax.tree.map(lambda leaf: self._replicated(leaf.shape[1:], leaf.dtype), sums)
+        totals = jax.tree.map(
+            lambda leaf: self._replicated(leaf.shape, leaf.dtype), jax.eval_shape(_totals, sums)
+        )
         jobs = {
             ProgramName("zero", "sums"): zeros_job(sums),
             ProgramName("zero", "failed"): zeros_job(failed),
-            ProgramName("totals"): Job(
-                lambda sums: jax.tree.map(lambda x: x.sum(0), sums), (sums,), totals
-            ),
+            ProgramName("totals"): Job(_totals, (sums,), totals),
             ProgramName("update"): Job(
                 self.functions.update, arguments, (self.state, metrics), (0,)
             ),
@@ -409,3 +409,15 @@ class Programs(abc.ABC):
 
     def _replicated(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, P()))
+
+
+def _totals(sums: Sums) -> Sums:
+    """Sums over the ranks. Those of text are of one type, so that devices meet once."""
+    wide = sums.loss.dtype
+    sums = sums._replace(
+        targets=sums.targets.astype(wide),
+        exact=sums.exact.astype(wide),
+        examples=sums.examples.astype(wide),
+    )
+    totals: Sums = jax.tree.map(lambda x: x.sum(0), sums)
+    return totals
