@@ -99,9 +99,8 @@ class BalanceConfig(Section):
     # of rows of several ranks when `auto` chooses them; auto: by the platform (costs/gather.py).
     flops_per_gathered_byte: PositiveFloat | Auto = "auto"
     check_every: PositiveInt = 100  # steps between comparisons of the plan over processes
-    calibration: str | None = (
-        None  # file of the command `calibrate`; none: items are balanced by FLOPs
-    )
+    # File of the command `calibrate`; none: items are balanced by FLOPs
+    calibration: str | None = None
 
 
 class MeshConfig(Section):
