@@ -104,23 +104,27 @@ class Calibration(Section):
           dtypes: of the computation, by phase; none: not known.
           mesh: devices along each axis; none: not known.
         """
-        found = []
+        differences = []
         if device is not None and device != self.device:
-            found.append(f"was measured on {self.device!r}, but this run is on {device!r}")
+            differences.append(f"was measured on {self.device!r}, but this run is on {device!r}")
         if mesh is not None and _split(mesh) != (measured_split := _split(self.mesh)):
-            found.append(
+            differences.append(
                 f"was measured with rows split by {measured_split or 'nothing'}, but this run's are by "
                 f"{_split(mesh) or 'nothing'}"
             )
         for phase, dtype in (dtypes or {}).items():
             if dtype != (measured := self.phases[phase].dtype):
-                found.append(f"was measured in {measured}, but phase {phase} computes in {dtype}")
-        others = [phase for phase, cost in flops.items() if cost != self.phases[phase].flops]
-        if others:
-            found.append(
-                f"was measured with another model or other frozen components (phases {', '.join(others)})"
+                differences.append(
+                    f"was measured in {measured}, but phase {phase} computes in {dtype}"
+                )
+        changed_phases = [
+            phase for phase, cost in flops.items() if cost != self.phases[phase].flops
+        ]
+        if changed_phases:
+            differences.append(
+                f"was measured with another model or other frozen components (phases {', '.join(changed_phases)})"
             )
-        return found
+        return differences
 
 
 def _split(mesh: Mapping[str, int]) -> dict[str, int]:

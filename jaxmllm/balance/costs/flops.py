@@ -163,11 +163,11 @@ class Layer:
 
     def trained_share(self, shares: Shares) -> Fraction | int:
         """Of products with weights, how much has gradients of the weights."""
-        own = shares.get(self.component, 0)
+        component_share = shares.get(self.component, 0)
         if not self.adapters:
-            return own
+            return component_share
         products = sum(self.products, Fraction(0))
-        trained = own * products + shares.get(self.adapter, 0) * self.adapters
+        trained = component_share * products + shares.get(self.adapter, 0) * self.adapters
         return trained / (products + self.adapters)
 
     def attention(self, squares: Sequence[int]) -> int:
@@ -471,13 +471,15 @@ def _projector(
       count: of such projectors side by side, each of features of its own.
     """
     if shapes.linear:
-        only = features * width
-        return Layer(f"{PROJECTOR}{phase}", only, _product(only, per_token=per_token))
+        weights = features * width
+        return Layer(f"{PROJECTOR}{phase}", weights, _product(weights, per_token=per_token))
     between = shapes.mlp_width or width
-    first = count * features * between
-    second = count * between * width
-    products = _product(first, per_token=per_token) + _product(second, per_token=per_token)
-    return Layer(f"{PROJECTOR}{phase}", first + second, products)
+    weights_in = count * features * between
+    weights_out = count * between * width
+    products = _product(weights_in, per_token=per_token) + _product(
+        weights_out, per_token=per_token
+    )
+    return Layer(f"{PROJECTOR}{phase}", weights_in + weights_out, products)
 
 
 def _product(weights: int, per_token: int = 1) -> tuple[Fraction, ...]:

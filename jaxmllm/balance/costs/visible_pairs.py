@@ -42,8 +42,8 @@ class VisiblePairs:
             frames = audio.chunk_frames, audio.chunk_slots - audio.chunk_frames
         tiled = model.vision is not None and model.vision.class_token
         crossed = tuple(model.crossed)
-        both = language.bidirectional
-        return cls(tower, language.window, both, crossed, chunk, frames, tiled)
+        bidirectional = language.bidirectional
+        return cls(tower, language.window, bidirectional, crossed, chunk, frames, tiled)
 
     def of_items(self, phase: str, shapes: Ints, tokens: Ints | None = None) -> Longs | None:
         """Of items of these shapes [N, 3]: the pairs that are seen, less those that `ItemCost.squares` counts, where
@@ -73,9 +73,9 @@ class VisiblePairs:
         if phase == "audio":
             frames, empty = self.chunk_frames
             sizes += sizes // frames * empty
-        whole, rest = np.divmod(sizes, side)
+        windows, cut_side = np.divmod(sizes, side)
         # Of each axis the sum of squared sizes of windows: those of the plane are all their products
-        seen = (whole * side**2 + rest**2).prod(axis=1)
+        seen = (windows * side**2 + cut_side**2).prod(axis=1)
         slots = sizes.prod(axis=1)
         counted = slots * np.minimum(slots, side ** sizes.shape[1])
         return np.stack([np.zeros_like(seen), seen - counted], axis=1)
