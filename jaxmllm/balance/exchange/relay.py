@@ -78,7 +78,7 @@ def split_over_relays(
             rounds=rounds,
             direct_tokens=direct_tokens,
         )
-        if max(first + second for first, second in stretches.hops) <= max_hops:
+        if max(send_hops + relay_hops for send_hops, relay_hops in stretches.hops) <= max_hops:
             return stretches
         rounds *= 2
         direct_tokens //= 2
@@ -97,24 +97,24 @@ def _split(
 ) -> Stretches:
     """The stretches of a number of equal rounds, and the hops that each needs."""
     ranks = peers * groups
-    round_, item, start, amount = _cut_into_rounds(tokens, rounds)
+    round_, item, start, part_tokens = _cut_into_rounds(tokens, rounds)
     pair = (round_ * ranks + sender[item]) * ranks + receiver[item]
-    of_pair = running_sums(pair, amount)  # earlier tokens
-    direct = np.clip(direct_tokens - of_pair, 0, amount)
+    of_pair = running_sums(pair, part_tokens)  # earlier tokens
+    direct = np.clip(direct_tokens - of_pair, 0, part_tokens)
 
-    relayed = np.flatnonzero(amount > direct)
+    relayed = np.flatnonzero(part_tokens > direct)
     relayed_round = round_[relayed]
     relayed_sender = sender[item[relayed]]
     relayed_receiver = receiver[item[relayed]]
-    relayed_amount = (amount - direct)[relayed]
-    of_sender = running_sums(relayed_round * ranks + relayed_sender, relayed_amount)
+    relayed_tokens = (part_tokens - direct)[relayed]
+    of_sender = running_sums(relayed_round * ranks + relayed_sender, relayed_tokens)
 
     # In turn, so every relay gets as many of a sender's tokens, or one less.
-    spread_slots = ceil_divide(of_sender + relayed_amount, peers)
+    spread_slots = ceil_divide(of_sender + relayed_tokens, peers)
     first_leg = direct_tokens + _max_by(relayed_round, spread_slots, rounds)
     first_relay = (of_sender + relayed_sender // groups) % peers
     goal, goal_tokens = _most_of_one_color(
-        relayed_round * ranks + relayed_receiver, first_relay, relayed_amount, colors=peers
+        relayed_round * ranks + relayed_receiver, first_relay, relayed_tokens, colors=peers
     )
     second_leg = _max_by(goal // ranks, goal_tokens, rounds)
 
@@ -123,7 +123,7 @@ def _split(
         round=np.concatenate([round_[with_direct], relayed_round]),
         item=np.concatenate([item[with_direct], item[relayed]]),
         start=np.concatenate([start[with_direct], (start + direct)[relayed]]),
-        tokens=np.concatenate([direct[with_direct], relayed_amount]),
+        tokens=np.concatenate([direct[with_direct], relayed_tokens]),
         direct=np.arange(len(with_direct) + len(relayed)) < len(with_direct),
         ordinal=np.concatenate([of_pair[with_direct], of_sender]),
         hops=[

@@ -187,10 +187,10 @@ def _arrivals(pieces: Mapping[str, Pieces], start: Ints, ranks: int) -> dict[str
     """
     row = np.concatenate([of_phase.row(ranks) for of_phase in pieces.values()])
     slot = np.concatenate([of_phase.slot for of_phase in pieces.values()])
-    amount = np.concatenate([of_phase.tokens for of_phase in pieces.values()])
+    tokens = np.concatenate([of_phase.tokens for of_phase in pieces.values()])
     order = np.lexsort((slot, row))
     arrival = np.empty(len(row), np.int64)
-    arrival[order] = start[row[order]] + running_sums(row[order], amount[order])
+    arrival[order] = start[row[order]] + running_sums(row[order], tokens[order])
     ends = np.cumsum([len(of_phase.slot) for of_phase in pieces.values()])[:-1]
     return dict(zip(pieces, np.split(arrival, ends), strict=True))
 

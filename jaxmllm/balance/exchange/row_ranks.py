@@ -96,7 +96,7 @@ def match_rows(
     ranks = np.arange(spec.ranks)
     weight = items.tokens.astype(np.int64) ** 2
     cost = item_costs(spec, items)
-    places = {
+    places_by_span = {
         span: Places.of_groups(span, goal, grid, encoder_node, language_node)
         for span in np.unique(plan.span).tolist()
     }
@@ -106,7 +106,7 @@ def match_rows(
         groups = best_ranks(
             plan.rank[members].astype(np.int64) // span,
             weight[members],
-            places[span].chosen(members),
+            places_by_span[span].chosen(members),
         )
         return groups[ranks // span] * span + ranks % span
 
