@@ -90,8 +90,8 @@ def assign_in_place(spec: PhaseSpec, items: PhaseItems, rank: Longs) -> PhasePla
     for counts in row_counts(spec.classes, 1, row_needs(spec, items.length, rank, spec.ranks)):
         capacity = np.repeat(np.array(spec.capacities, np.int64), counts)
         microbatch = np.empty(len(rank), np.int64)
-        for number in fullest_first:
-            members = items_of_ranks[number]
+        for rank_number in fullest_first:
+            members = items_of_ranks[rank_number]
             row_of = first_fit(items.length[members], capacity, spec.max_segments)
             if row_of is None:
                 break
@@ -137,8 +137,8 @@ def part_costs(plan: PhasePlan, cost: Longs, ranks: int) -> Longs:
     for span in np.unique(plan.span[plan.span > 1]).tolist():
         shared = plan.span == span
         # A shared row is that of the first rank of its group.
-        parts = ceil_divide(of_rows[shared][:, ::span], span)
-        of_rows[shared] = np.repeat(parts, span, axis=1)
+        part_cost = ceil_divide(of_rows[shared][:, ::span], span)
+        of_rows[shared] = np.repeat(part_cost, span, axis=1)
     return of_rows
 
 
@@ -170,7 +170,7 @@ def _row_sets(spec: PhaseSpec, length: Longs, cost: Longs) -> Iterator[_RowSet]:
     """Sets of rows that are worth trying, fewest slots first."""
     sizes = np.array(spec.capacities, np.int64)
     anywhere = np.zeros(len(length), np.int64)  # one group of all ranks: items move freely
-    wanted = wanted_slots(
+    roomy_slots = wanted_slots(
         length, cost, spec.ranks, max(row_class.span for row_class in spec.classes)
     )
     sets = row_counts(spec.classes, spec.ranks, row_needs(spec, length, anywhere, 1))
@@ -180,7 +180,7 @@ def _row_sets(spec: PhaseSpec, length: Longs, cost: Longs) -> Iterator[_RowSet]:
         next_slots = int(next_counts @ sizes)
         much_larger = next_slots * ROW_SEARCH.similar_slots > slots * (ROW_SEARCH.similar_slots + 1)
         try_best_fit = len(length) <= ROW_SEARCH.few_items or much_larger
-        if try_best_fit or slots * spec.ranks >= wanted:
+        if try_best_fit or slots * spec.ranks >= roomy_slots:
             yield _RowSet(counts, slots, try_best_fit)
         counts = next_counts
 
@@ -336,6 +336,6 @@ def _check_lengths(spec: PhaseSpec, items: PhaseItems) -> None:
 def _span_that_holds(length: int, spec: PhaseSpec) -> int | None:
     """The fewest ranks that would hold an item together, each as much as the largest class takes of
     a rank; None where all ranks would not."""
-    least = ceil_divide(length, max(spec.capacities))
-    spans = range(least, spec.ranks + 1)
+    least_span = ceil_divide(length, max(spec.capacities))
+    spans = range(least_span, spec.ranks + 1)
     return next((span for span in spans if spec.ranks % span == 0), None)

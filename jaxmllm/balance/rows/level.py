@@ -266,34 +266,34 @@ def _pair_rows(
     """
     slowest = 0
     slow_enough = 0
-    count = 0
-    first = 0
-    for number in range(len(classes.spans)):
-        groups = classes.groups[number]
-        span = classes.spans[number]
-        half = groups // 2
-        for _ in range(classes.rows_of_class[number] // groups):
-            last = first + groups - 1
+    pairs_count = 0
+    first_of_microbatch = 0
+    for row_class in range(len(classes.spans)):
+        groups = classes.groups[row_class]
+        span = classes.spans[row_class]
+        partners = groups // 2
+        for _ in range(classes.rows_of_class[row_class] // groups):
+            last_of_microbatch = first_of_microbatch + groups - 1
             load = 0
-            for index in range(first, last + 1):
+            for index in range(first_of_microbatch, last_of_microbatch + 1):
                 load -= remaining[by_load[index]]
             mean = load // groups
-            slowest += -(remaining[by_load[first]] // span)
+            slowest += -(remaining[by_load[first_of_microbatch]] // span)
             slow_enough += -(-(mean + mean // search.stop_within) // span)
-            least = mean + mean // (2 * search.stop_within)
-            for index in range(half):
-                heavy = by_load[first + index]
-                partner = (index - search.partner_step * sweep) % half
-                light = by_load[last - partner]
+            least_load = mean + mean // (2 * search.stop_within)
+            for index in range(partners):
+                heavy = by_load[first_of_microbatch + index]
+                partner = (index - search.partner_step * sweep) % partners
+                light = by_load[last_of_microbatch - partner]
                 uneven = remaining[light] - remaining[heavy] > mean // search.stop_within
                 if sweep >= search.sweeps_of_all_pairs:
-                    uneven &= -remaining[heavy] > least
+                    uneven &= -remaining[heavy] > least_load
                 if uneven:
-                    pairs.heavy[count] = heavy
-                    pairs.light[count] = light
-                    count += 1
-            first = last + 1
-    return slowest, slow_enough, count
+                    pairs.heavy[pairs_count] = heavy
+                    pairs.light[pairs_count] = light
+                    pairs_count += 1
+            first_of_microbatch = last_of_microbatch + 1
+    return slowest, slow_enough, pairs_count
 
 
 def balance_ranks(state: RowState, ranks: int) -> None:
@@ -306,13 +306,13 @@ def balance_ranks(state: RowState, ranks: int) -> None:
     """
     weight = len(state.amounts) - 1
     order = state.in_order(COST)
-    half = ranks // 2
+    partners = ranks // 2
     microbatches = state.remaining.shape[1] // ranks
     load = -state.remaining[weight].reshape(microbatches, ranks).sum(axis=0)
     for sweep in range(max(SWAP_SEARCH.rank_sweeps, microbatches)):
         by_load = np.argsort(-load, kind="stable")
-        heavy = by_load[:half]
-        light = np.roll(by_load[ranks - half :][::-1], SWAP_SEARCH.partner_step * sweep)
+        heavy = by_load[:partners]
+        light = np.roll(by_load[ranks - partners :][::-1], SWAP_SEARCH.partner_step * sweep)
         uneven = (load[heavy] - load[light]) * SWAP_SEARCH.rank_difference * ranks > load.sum()
         if not uneven.any():
             return
@@ -458,17 +458,17 @@ def _list_choices(
     """List what a row may give: items of which it offers all, or some evenly spread, from 1 on; and
     what each choice of them has. Return how many choices there are."""
     offered = scratch.offered
-    first = scratch.start[row]
-    size = scratch.start[row + 1] - first
+    start = scratch.start[row]
+    size = scratch.start[row + 1] - start
     items = min(size, OFFERED)
     offered[side, 0] = amounts.shape[1] - 1  # no item
     for index in range(items):
         if size > OFFERED:
             offered[side, index + 1] = scratch.by_row[
-                first + (index * size + sweep % size) // OFFERED
+                start + (index * size + sweep % size) // OFFERED
             ]
         else:
-            offered[side, index + 1] = scratch.by_row[first + index]
+            offered[side, index + 1] = scratch.by_row[start + index]
     choices = 1 + items * (items + 1) // 2
     for choice in range(choices):
         a = offered[side, CHOICE_A[choice]]

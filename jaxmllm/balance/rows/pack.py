@@ -87,8 +87,8 @@ def _fill_by_cost(
         if row >= 0 and length[item] > room[row]:  # the budget is not kept where slots are short
             if not searched:
                 searched = True
-                for other in range(len(room)):
-                    heappush(by_room[size_of[other]], (-room[other], other))
+                for candidate in range(len(room)):
+                    heappush(by_room[size_of[candidate]], (-room[candidate], candidate))
             row = _roomiest(by_room, sizes, room, free_segments, length[item])
         if row < 0:
             return False
@@ -117,10 +117,10 @@ def _roomiest(
       by_room: heaps of (-room, row), for the rows of each of `sizes`.
     """
     best = -1
-    for number in range(len(sizes)):
-        if sizes[number] < length:
+    for size_index in range(len(sizes)):
+        if sizes[size_index] < length:
             continue
-        heap = by_room[number]
+        heap = by_room[size_index]
         while heap and (not free_segments[heap[0][1]] or -heap[0][0] != room[heap[0][1]]):
             heappop(heap)
         if heap:
@@ -259,7 +259,7 @@ def _lay_out_in_blocks(
         block = blocks[row]
         first_with_room = np.full(block, -1)
         _group(first_of_row[row], length, block, after, last_of_group, first_with_room, after_group)
-        slot = number = 0
+        slot = segments = 0
         for fullest in first_with_room:
             group = fullest
             while group >= 0:
@@ -269,9 +269,9 @@ def _lay_out_in_blocks(
                     slot += gap
                 member = group
                 while member >= 0:
-                    number += 1
+                    segments += 1
                     offset[member] = slot
-                    segment[member] = number
+                    segment[member] = segments
                     slot += length[member]
                     member = after[member]
                 group = after_group[group]

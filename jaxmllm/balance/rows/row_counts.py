@@ -131,10 +131,10 @@ def _further_counts(capacity: Longs, rows: Longs, needs: RowNeeds) -> tuple[int,
     """Of the classes whose rows have more slots than those of the base: microbatches that would
     hold all items which need such rows, were there no other class."""
     further: list[int] = []
-    for number in range(len(capacity)):
+    for k in range(len(capacity)):
         # All rows but one of a tight packing are more than half full.
-        by_slots = 2 * ceil_divide(int(needs.slots[number : len(capacity)].max()), capacity[number])
-        by_rows = ceil_divide(int(needs.rows[number : len(capacity)].max()), rows[number])
+        by_slots = 2 * ceil_divide(int(needs.slots[k : len(capacity)].max()), capacity[k])
+        by_rows = ceil_divide(int(needs.rows[k : len(capacity)].max()), rows[k])
         further.append(int(by_slots + by_rows) + 1 if by_rows else 0)
     return tuple(further)
 
@@ -156,19 +156,19 @@ def row_steps(classes: tuple[RowClass, ...], further: tuple[int, ...] = ()) -> L
         smaller: max(2, (classes[larger].capacity - 1) // classes[smaller].capacity)
         for larger, smaller in itertools.pairwise(order)
     }
-    for number, count in enumerate(further):
-        bounds[number] += count
-    others = [number for number in range(len(classes)) if number != base]
+    for k, microbatches in enumerate(further):
+        bounds[k] += microbatches
+    other_classes = [k for k in range(len(classes)) if k != base]
     # Many given classes, and many items that only larger rows hold, multiply to more combinations than memory holds.
     # Class 0 holds every item and the base comes in any number, so the others may be fewer.
-    spared = [number for number in others if number]
+    spared = [k for k in other_classes if k]
     while math.prod(bound + 1 for bound in bounds.values()) > ROW_SEARCH.most_steps and any(
-        bounds[number] for number in spared
+        bounds[k] for k in spared
     ):
         bounds[max(spared, key=bounds.__getitem__)] //= 2
-    combinations = itertools.product(*(range(bounds[number] + 1) for number in others))
-    counts = np.zeros((math.prod(bounds[number] + 1 for number in others), len(classes)), np.int64)
-    counts[:, others] = list(combinations)
+    combinations = itertools.product(*(range(bounds[k] + 1) for k in other_classes))
+    counts = np.zeros((math.prod(bounds[k] + 1 for k in other_classes), len(classes)), np.int64)
+    counts[:, other_classes] = list(combinations)
     # What the others take is counted in microbatches of the base and slots over these.
     capacity = np.array([row_class.capacity for row_class in classes], np.int64)
     held_rows, held_slots = np.divmod(counts @ capacity, classes[base].capacity)
