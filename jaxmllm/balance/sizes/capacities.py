@@ -77,18 +77,18 @@ def _with_more(chosen: Classes, candidates: _Candidates, judge: _Judge, share: f
     """More classes than those chosen, one after the other, as long as each saves enough of a step, or two of them as
     much as two should."""
     enough = 1 - CAPACITY_SEARCH.class_saves / max(share, CAPACITY_SEARCH.class_saves)
-    further, more = chosen, 0  # with so many classes more, which do not save enough yet
+    further, added = chosen, 0  # with so many classes more, which do not save enough yet
     for _ in range(CAPACITY_SEARCH.usual_classes, MOST_ROW_CLASSES):
-        if judge.least > enough ** (more + 1) * judge.expected(chosen, 1):
+        if judge.least > enough ** (added + 1) * judge.expected(chosen, 1):
             break
         sets = candidates.with_one_more(further)
-        if not more and judge.least <= enough * candidates.bound:
+        if not added and judge.least <= enough * candidates.bound:
             candidates.extend()
             sets += candidates.best()
-        further, more = _moved(judge.best([further, *sets]), candidates, judge), more + 1
-        if judge.expected(further, 1) <= enough**more * judge.expected(chosen, 1):
-            chosen, more = further, 0
-        elif more == 2:
+        further, added = _moved(judge.best([further, *sets]), candidates, judge), added + 1
+        if judge.expected(further, 1) <= enough**added * judge.expected(chosen, 1):
+            chosen, added = further, 0
+        elif added == 2:
             break
     return chosen
 
@@ -153,9 +153,9 @@ class _Candidates:
         """The sets that are worth packing: the best of all, and of those whose rows all have this span. What gathering
         takes is in the bound, and waiting for the longest items, which it saves, is not."""
         packed = _of_span(self.judge.inputs, self.span, CAPACITY_SEARCH.first_packed)
-        number = max(CAPACITY_SEARCH.least_packed, packed)
+        packed_sets = max(CAPACITY_SEARCH.least_packed, packed)
         alike = [classes for classes in self.sets if {c.span for c in classes} == {self.span}]
-        best = (_best(sets, number, self.judge.bound) for sets in (self.sets, alike))
+        best = (_best(sets, packed_sets, self.judge.bound) for sets in (self.sets, alike))
         return list(dict.fromkeys(itertools.chain(*best)))
 
     def extend(self) -> None:
@@ -173,21 +173,25 @@ class _Candidates:
 
     def with_one_moved(self, classes: Classes) -> list[Classes]:
         """A few sets that have another class in the place of one."""
-        first, beside = classes[0], self._beside(classes)
-        near = [RowClass(capacity, first.span) for capacity in self.further[0].near(first)]
+        first_class, beside = classes[0], self._beside(classes)
+        near_first = [
+            RowClass(capacity, first_class.span) for capacity in self.further[0].near(first_class)
+        ]
         return self._promising(
-            (*classes[:place], other, *classes[place + 1 :])
-            for place in range(len(classes))
-            for other in (beside if place else self.firsts + near)
-            if other not in classes
+            (*classes[:index], other_class, *classes[index + 1 :])
+            for index in range(len(classes))
+            for other_class in (beside if index else self.firsts + near_first)
+            if other_class not in classes
         )
 
     def with_one_more(self, classes: Classes) -> list[Classes]:
         """A few sets that have one class more."""
-        return self._promising((*classes, other) for other in self._beside(classes))
+        return self._promising((*classes, further_class) for further_class in self._beside(classes))
 
     def _beside(self, classes: Classes) -> list[RowClass]:
-        return [other for of_ranks in self.further for other in of_ranks.classes_beside(classes)]
+        return [
+            row_class for of_ranks in self.further for row_class in of_ranks.classes_beside(classes)
+        ]
 
     def _promising(self, sets: Iterable[Classes]) -> list[Classes]:
         """The best by their bound of those that hold all items, each in the order of its rows' slots."""
@@ -265,12 +269,12 @@ class _Further:
 
     def classes_after(self, classes: Classes) -> list[RowClass]:
         """Classes whose rows have fewer slots than those of the last of `classes`."""
-        last = classes[-1]
+        last_class = classes[-1]
         capacities = self._capacities(classes)
-        capacities |= {self._rounded(last.capacity - step) for step in self._steps(classes)}
-        if last.span > 1:
-            capacities.add(self._rounded(last.capacity))  # of fewer ranks
-        return self._smaller(capacities, classes[0], last)
+        capacities |= {self._rounded(last_class.capacity - step) for step in self._steps(classes)}
+        if last_class.span > 1:
+            capacities.add(self._rounded(last_class.capacity))  # of fewer ranks
+        return self._smaller(capacities, classes[0], last_class)
 
     def classes_beside(self, classes: Classes) -> list[RowClass]:
         """Classes whose rows have fewer slots than those of the first of `classes`: those that may come after it, and
@@ -281,24 +285,24 @@ class _Further:
     def near(self, row_class: RowClass) -> set[int]:
         """Capacities a little above and below that of a class."""
         unit = self.alignment.unit(row_class.capacity)
-        steps = self.steps | {unit * count for count in CAPACITY_SEARCH.unit_steps}
-        near = (row_class.capacity + sign * step for step in steps for sign in (1, -1))
-        return {self._rounded(slots) for slots in near if slots > 0}
+        steps = self.steps | {unit * units for units in CAPACITY_SEARCH.unit_steps}
+        capacities = (row_class.capacity + sign * step for step in steps for sign in (1, -1))
+        return {self._rounded(slots) for slots in capacities if slots > 0}
 
     def _capacities(self, classes: Classes) -> set[int]:
-        first = classes[0].capacity
+        first_capacity = classes[0].capacity
         capacities = self.leftovers | self.longest | self.wholes
-        if first > self.median:
-            capacities |= self.shares | self._parts(first, CAPACITY_SEARCH.first_divisors)
+        if first_capacity > self.median:
+            capacities |= self.shares | self._parts(first_capacity, CAPACITY_SEARCH.first_divisors)
         return capacities
 
     def _smaller(self, capacities: set[int], first: RowClass, last: RowClass) -> list[RowClass]:
         """Classes of these capacities whose rows have fewer slots than those of `last`."""
-        most = min(max(first.capacity, self.median), self.largest_capacity)
+        capacity_bound = min(max(first.capacity, self.median), self.largest_capacity)
         return [
             RowClass(capacity, self.span)
             for capacity in sorted(capacities)
-            if 0 < capacity * self.span < last.slots and capacity <= most
+            if 0 < capacity * self.span < last.slots and capacity <= capacity_bound
         ]
 
     def _steps(self, classes: Classes) -> set[int]:
@@ -351,8 +355,10 @@ class _Judge:
 
     def best(self, sets: Sequence[Classes]) -> Classes:
         """The set of least expected cost: of all by packing a quarter of the batches, of the best by packing all."""
-        last = _best(sets, CAPACITY_SEARCH.then_packed, lambda classes: self.expected(classes, 4))
-        return _best(last, 1, lambda classes: self.expected(classes, 1))[0]
+        finalists = _best(
+            sets, CAPACITY_SEARCH.then_packed, lambda classes: self.expected(classes, 4)
+        )
+        return _best(finalists, 1, lambda classes: self.expected(classes, 1))[0]
 
     def _expected(self, classes: Classes, step: int) -> float:
         """The bound of all loads, times what packing some of them takes over their own bound: one in `step` of those
@@ -385,14 +391,14 @@ class _Judge:
 
     def _bounds(self, classes: Classes) -> Floats:
         """Cost of the fewest rows that may hold each load, filled as far as rows get: [loads]."""
-        half = classes[0].slots // 2  # of the items over it, no two share a row
+        half_row = classes[0].slots // 2  # of the items over it, no two share a row
         slots = np.empty((len(self.loads), len(classes)), np.int64)
         rows = np.empty_like(slots)
-        for number, row_class in enumerate(classes[1:]):  # no later class holds longer items
-            slots[:, number] = self.needs_over(row_class.slots).slots
-            rows[:, number] = self.needs_over(max(row_class.slots, half)).rows
+        for k, row_class in enumerate(classes[1:]):  # no later class holds longer items
+            slots[:, k] = self.needs_over(row_class.slots).slots
+            rows[:, k] = self.needs_over(max(row_class.slots, half_row)).rows
         slots[:, -1] = self.wanted(max(row_class.span for row_class in classes))
-        rows[:, -1] = self.needs_over(half).rows
+        rows[:, -1] = self.needs_over(half_row).rows
         np.maximum(rows, slots > 0, out=rows)
         capacity = np.array([row_class.capacity for row_class in classes], np.int64)
         span = np.array([row_class.span for row_class in classes], np.int64)
@@ -430,32 +436,32 @@ def _fewest_slots(
     loads, classes = needs.shape
     chosen = np.zeros((loads, classes), np.int64)
     counts = np.zeros(classes, np.int64)
-    most = np.zeros(classes, np.int64)
+    bounds = np.zeros(classes, np.int64)
     base = order[0]
     for load in range(loads):
         for index in range(1, classes):
-            number = order[index]
-            most[number] = max(2, (capacity[order[index - 1]] - 1) // capacity[number])
-            if number < base:  # items may need such rows that none of the base hold
+            k = order[index]
+            bounds[k] = max(2, (capacity[order[index - 1]] - 1) // capacity[k])
+            if k < base:  # items may need such rows that none of the base hold
                 slots = rows_left = 0
-                for later in range(number, base):
+                for later in range(k, base):
                     slots = max(slots, needs[load, later])
                     rows_left = max(rows_left, rows_needed[load, later])
-                most[number] += 2 * (-(-slots // capacity[number])) - (-rows_left // rows[number])
+                bounds[k] += 2 * (-(-slots // capacity[k])) - (-rows_left // rows[k])
         best_slots = _slots_of_two(capacity, rows, base, needs[load], rows_needed[load])
-        best_count = INT64_MAX
+        best_microbatches = INT64_MAX
         counts[:] = 0
         while True:
             # Of the base as many as the others leave over.
-            held = held_rows = missing = missing_rows = count = 0
+            held = held_rows = missing = missing_rows = microbatches = 0
             enough = True
-            for number in range(classes):
-                held += counts[number] * capacity[number]
-                held_rows += counts[number] * rows[number]
-                count += counts[number]
-                open_slots = needs[load, number] - held
-                open_rows = rows_needed[load, number] - held_rows
-                if number < base:
+            for k in range(classes):
+                held += counts[k] * capacity[k]
+                held_rows += counts[k] * rows[k]
+                microbatches += counts[k]
+                open_slots = needs[load, k] - held
+                open_rows = rows_needed[load, k] - held_rows
+                if k < base:
                     enough &= open_slots <= 0 and open_rows <= 0
                 else:
                     missing = max(missing, open_slots)
@@ -463,10 +469,10 @@ def _fewest_slots(
             if enough and held + missing <= best_slots:
                 needed = max(-(-missing // capacity[base]), -(-missing_rows // rows[base]))
                 slots = held + needed * capacity[base]
-                count += needed
-                if slots < best_slots or (slots == best_slots and count < best_count):
+                microbatches += needed
+                if slots < best_slots or (slots == best_slots and microbatches < best_microbatches):
                     best_slots = slots
-                    best_count = count
+                    best_microbatches = microbatches
                     chosen[load] = counts
                     chosen[load, base] = needed
             # The next combination: too many of a class are followed by none of it and one more of
@@ -474,13 +480,13 @@ def _fewest_slots(
             # smaller classes would add.
             index = classes - 1
             while index > 0:
-                number = order[index]
-                counts[number] += 1
-                held += capacity[number]
-                if counts[number] <= most[number] and held <= best_slots:
+                k = order[index]
+                counts[k] += 1
+                held += capacity[k]
+                if counts[k] <= bounds[k] and held <= best_slots:
                     break
-                held -= counts[number] * capacity[number]
-                counts[number] = 0
+                held -= counts[k] * capacity[k]
+                counts[k] = 0
                 index -= 1
             if index == 0:
                 break
@@ -493,14 +499,14 @@ def _slots_of_two(capacity: Longs, rows: Longs, base: int, needs: Longs, rows_ne
     a load, [K]: where these are the same class, no bound."""
     if base == 0:
         return INT64_MAX
-    first = max(
+    first_microbatches = max(
         -(-needs[:base].max() // capacity[0]),
         -(-rows_needed[:base].max() // rows[0]),
     )
-    missing = max(needs[base:].max() - first * capacity[0], 0)
-    missing_rows = max(rows_needed[base:].max() - first * rows[0], 0)
-    others = max(-(-missing // capacity[base]), -(-missing_rows // rows[base]))
-    return int(first * capacity[0] + others * capacity[base])
+    missing = max(needs[base:].max() - first_microbatches * capacity[0], 0)
+    missing_rows = max(rows_needed[base:].max() - first_microbatches * rows[0], 0)
+    base_microbatches = max(-(-missing // capacity[base]), -(-missing_rows // rows[base]))
+    return int(first_microbatches * capacity[0] + base_microbatches * capacity[base])
 
 
 # ---------------------------------------------------------------------------- capacities of a config

@@ -116,7 +116,7 @@ class PhaseRows:
     def _flops(self, phase: str, cost: ItemCost) -> float:
         """FLOPs of a phase in all samples."""
         items = [batch.phases[phase] for batch in self.samples]
-        return sum(cost.total(each.length, each.extra) for each in items)
+        return sum(cost.total(phase_items.length, phase_items.extra) for phase_items in items)
 
     @cached_property
     def _batches(self) -> list[BatchItems]:
@@ -147,9 +147,11 @@ def _deciding(inputs: SizingInputs) -> SizingInputs:
 def _rows(inputs: SizingInputs, share: float, loads: Sequence[Load], segments: bool) -> PhaseSpec:
     """A phase with its row classes and the most items of a row."""
     config = inputs.config
-    given = config.capacities
+    capacities = config.capacities
     classes = (
-        choose_classes(inputs, loads, share) if given == "auto" else given_classes(given, inputs)
+        choose_classes(inputs, loads, share)
+        if capacities == "auto"
+        else given_classes(capacities, inputs)
     )
     if config.max_segments != "auto":
         return phase_spec(inputs, classes, config.max_segments)

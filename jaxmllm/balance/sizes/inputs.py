@@ -106,12 +106,12 @@ class Alignment:
     def _block(self, capacity: int, span: int) -> int:
         """The largest of which a device has a whole number that is not few."""
         blocks = (self.block, self.small, self.smallest)
-        *larger, last = (block for block in blocks if block is not None)
+        *larger, smallest = (block for block in blocks if block is not None)
         enough = max(self.few, span * self.parts) * self.block * self.parts
-        for block, least in zip(larger, (enough, self._few_small), strict=False):
-            if capacity >= least and capacity % self._unit_of(block) == 0:
+        for block, least_capacity in zip(larger, (enough, self._few_small), strict=False):
+            if capacity >= least_capacity and capacity % self._unit_of(block) == 0:
                 return block
-        return last
+        return smallest
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,9 @@ class SizingInputs:
         return self.alignment.round_down(self._most_slots())
 
     def _most_slots(self) -> int:
-        most = self.config.max_capacity
-        if most != "auto":
-            return most
+        max_capacity = self.config.max_capacity
+        if max_capacity != "auto":
+            return max_capacity
         longest_part = ceil_divide(self.longest, max(self.spans))
         enough = max(CAPACITY_SEARCH.usual_capacity, CAPACITY_SEARCH.longest_items * longest_part)
         return enough if self.fitting is None else min(enough, self.fitting)

@@ -66,8 +66,8 @@ class Load:
         items move freely, slots of the mean rank and items of all."""
         if self.item_rank is None:
             lengths, slots_from = self._ascending
-            first = int(np.searchsorted(lengths, length, side="right"))
-            return ceil_divide(int(slots_from[first]), self.ranks), len(lengths) - first
+            fitting = int(np.searchsorted(lengths, length, side="right"))
+            return ceil_divide(int(slots_from[fitting]), self.ranks), len(lengths) - fitting
         longer = self.items.length > length
         rank = self.item_rank[longer]
         slots = int(sums_by(rank, self.items.length[longer], self.ranks).max())
@@ -75,13 +75,13 @@ class Load:
 
     def wanted_slots(self, inputs: SizingInputs, span: int) -> int:
         """Slots that the rows of a rank should have where `span` ranks may share one."""
-        least = math.ceil(self.slots / CAPACITY_SEARCH.expected_fill)
+        least_slots = math.ceil(self.slots / CAPACITY_SEARCH.expected_fill)
         if self.item_rank is not None:
-            return least
+            return least_slots
         # Of the mean rank: items that move freely need room, too, where their costs are balanced.
         cost = item_costs(phase_spec(inputs, (RowClass(1),)), self.items)
-        wanted = wanted_slots(self.items.length, cost, self.ranks, span)
-        return max(least, ceil_divide(wanted, self.ranks))
+        roomy_slots = wanted_slots(self.items.length, cost, self.ranks, span)
+        return max(least_slots, ceil_divide(roomy_slots, self.ranks))
 
     def plan(self, spec: PhaseSpec) -> PhasePlan:
         """The items really packed."""
@@ -140,8 +140,10 @@ def _microbatch_overhead(inputs: SizingInputs, items: PhaseItems, slots: int) ->
     else:
         overhead, cost = inputs.microbatch_cost, inputs.flops
     slots_of_items = items.length.astype(float).sum()
-    least = CAPACITY_SEARCH.least_overhead * slots
-    return max(float(overhead * slots_of_items / cost.total(items.length, items.extra)), least)
+    least_overhead = CAPACITY_SEARCH.least_overhead * slots
+    return max(
+        float(overhead * slots_of_items / cost.total(items.length, items.extra)), least_overhead
+    )
 
 
 def to_plan(samples: Sequence[BatchItems]) -> Sequence[BatchItems]:
@@ -177,9 +179,9 @@ def _pooled(samples: Sequence[BatchItems]) -> tuple[dict[str, PhaseItems], int]:
     for phase in samples[0].phases:
         by_batch = [batch.phases[phase] for batch in samples]
         columns = {
-            name: np.concatenate(parts)
+            name: np.concatenate(batch_columns)
             for name in ITEM_COLUMNS
-            if (parts := [getattr(items, name) for items in by_batch])[0] is not None
+            if (batch_columns := [getattr(items, name) for items in by_batch])[0] is not None
         }
         examples = [items.example + start[batch] for batch, items in enumerate(by_batch)]
         pooled[phase] = PhaseItems(**columns | {"example": np.concatenate(examples)})
