@@ -56,9 +56,9 @@ class ChainCosts:
             squares * ATTENTION_PARTS // self.capacity**2,
             strict=True,
         ):
-            # Parts of the quotient and of the rest: a product with all of it does not fit 64 bits of long rows
-            quotient, rest = np.divmod(attention[:, :, None], ATTENTION_PARTS)
-            costs = costs + quotient * attended + rest * attended // ATTENTION_PARTS
+            # Parts of the quotient and of the remainder: a product with all of it does not fit 64 bits of long rows
+            quotient, remainder = np.divmod(attention[:, :, None], ATTENTION_PARTS)
+            costs = costs + quotient * attended + remainder * attended // ATTENTION_PARTS
         forward, input_gradient, weight_gradient, recompute = costs
         if not backward:
             input_gradient = weight_gradient = recompute = np.zeros_like(forward)
@@ -104,8 +104,8 @@ class ChainLayers:
         """The layers of a phase, and what their own backward pass computes again: only between the first,
         a stem or embedding, and the last, a projector or head."""
         layers = self._flops_layers(phase)
-        for number, layer in enumerate(layers):
-            if 0 < number < len(layers) - 1:
+        for index, layer in enumerate(layers):
+            if 0 < index < len(layers) - 1:
                 yield layer, computed_again(self.remat.get(phase, "full"))
             else:
                 yield layer, {}
@@ -115,14 +115,14 @@ class ChainLayers:
         layers = phase_layers(self.model, phase)
         record = make_phases(self.model)[phase]
         if record.generates:  # what makes conditions and patches into slots is one stem
-            projector, stem, *others = layers
+            projector, stem, *other_layers = layers
             products = (*projector.products, *stem.products)
             parameters = projector.parameters + stem.parameters
             either = projector if projector.is_trained(self.trained) else stem
-            return (replace(either, parameters=parameters, products=products), *others)
+            return (replace(either, parameters=parameters, products=products), *other_layers)
         if phase in self.reading.optional - self.reading.losses:  # a norm follows the layers
-            *others, head = layers
-            return (*others, replace(head, parameters=0, products=()))
+            *other_layers, head = layers
+            return (*other_layers, replace(head, parameters=0, products=()))
         return layers
 
     def costs(self, ring: Ring) -> dict[str, ChainCosts]:

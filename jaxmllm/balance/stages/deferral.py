@@ -123,13 +123,13 @@ def _subset_sums(work: Longs, slots: Longs) -> Longs:
     INT64_MAX: there is none."""
     table = np.full((len(work) + 1, int(work.sum()) + 1), INT64_MAX, np.int64)
     table[0, 0] = 0
-    for index, (amount, size) in enumerate(zip(work.tolist(), slots.tolist(), strict=True)):
+    for index, (example_work, size) in enumerate(zip(work.tolist(), slots.tolist(), strict=True)):
         without = table[index]
         row = table[index + 1]
         row[:] = without
-        source = without[: len(without) - amount]
+        source = without[: len(without) - example_work]
         with_example = np.where(source < INT64_MAX, source, INT64_MAX - size) + size
-        np.minimum(row[amount:], with_example, out=row[amount:])
+        np.minimum(row[example_work:], with_example, out=row[example_work:])
     return table
 
 

@@ -120,14 +120,14 @@ def swap_examples(
         partner = change.argmin(axis=1)
         gain = change[np.arange(len(entries)), partner]
         best_first = np.argsort(gain, kind="stable")[: int((gain < 0).sum())]
-        one, other = _without_common_groups(best_first, partner[best_first], entry_group)
-        idle = 0 if len(one) else idle + 1
+        index_a, index_b = _without_common_groups(best_first, partner[best_first], entry_group)
+        idle = 0 if len(index_a) else idle + 1
         if idle == rounds:
             break
-        a = entries[one]
-        b = entries[other]
-        g = entry_group[one]
-        h = entry_group[other]
+        a = entries[index_a]
+        b = entries[index_b]
+        g = entry_group[index_a]
+        h = entry_group[index_b]
         load[g] -= work[a] - work[b]
         load[h] += work[a] - work[b]
         filled[g] -= slots[a] - slots[b]
@@ -146,10 +146,10 @@ def _changes(work: Longs, load: Longs, squares: Longs) -> Longs:
       load: [n, P] of their groups.
       squares: [n] sum over phases of the squared work.
     """
-    half = np.repeat((squares - (work * load).sum(axis=1))[:, None], len(work), axis=1)
+    one_way = np.repeat((squares - (work * load).sum(axis=1))[:, None], len(work), axis=1)
     for phase in range(work.shape[1]):
-        half += work[:, phase, None] * (load - work)[:, phase]
-    return half + half.T
+        one_way += work[:, phase, None] * (load - work)[:, phase]
+    return one_way + one_way.T
 
 
 def _without_common_groups(ones: Longs, others: Longs, group: Longs) -> tuple[Longs, Longs]:

@@ -85,21 +85,25 @@ def plan_microbatches(
     phases = {**encoders, reader: language}
     _check(phases, reader, replicas, microbatches)
     demands = _demands(list(phases.values()))
-    replica = _to_replicas(demands, replicas)
-    members = [np.flatnonzero(replica == number) for number in range(replicas)]
+    replica_of = _to_replicas(demands, replicas)
+    members = [np.flatnonzero(replica_of == replica) for replica in range(replicas)]
     shares = [demands.subset(examples) for examples in members]
-    count = max(microbatches, max((share.fewest_microbatches for share in shares), default=1))
+    microbatch_count = max(
+        microbatches, max((share.fewest_microbatches for share in shares), default=1)
+    )
     while True:
-        plans = _replica_plans(shares, count, max_deferred)
+        plans = _replica_plans(shares, microbatch_count, max_deferred)
         if plans is not None:
             break
-        count += max(1, count // 8)
-    encoder_microbatch = np.empty(len(replica), np.int32)
-    language_microbatch = np.empty(len(replica), np.int32)
+        microbatch_count += max(1, microbatch_count // 8)
+    encoder_microbatch = np.empty(len(replica_of), np.int32)
+    language_microbatch = np.empty(len(replica_of), np.int32)
     for examples, plan in zip(members, plans, strict=True):
         encoder_microbatch[examples] = plan.encoder
         language_microbatch[examples] = plan.language
-    return MicrobatchPlan(replica.astype(np.int32), encoder_microbatch, language_microbatch, count)
+    return MicrobatchPlan(
+        replica_of.astype(np.int32), encoder_microbatch, language_microbatch, microbatch_count
+    )
 
 
 def _check(phases: Mapping[str, PhaseLoad], reader: str, replicas: int, microbatches: int) -> None:
@@ -143,13 +147,13 @@ def _to_replicas(demands: Demands, replicas: int) -> Longs:
     """Replica of each example [B]: by encoder work descending, each to the replica with least
     language work."""
     examples = len(demands.work)
-    room = [examples // replicas + (number < examples % replicas) for number in range(replicas)]
-    loads = [(0, number) for number in range(replicas) if room[number]]  # a heap
-    replica = np.zeros(examples, np.int64)
+    room = [examples // replicas + (replica < examples % replicas) for replica in range(replicas)]
+    loads = [(0, replica) for replica in range(replicas) if room[replica]]  # a heap
+    replica_of = np.zeros(examples, np.int64)
     language_work = demands.language_work.tolist()
     for example in np.lexsort((-demands.language_work, -demands.encoder_work)).tolist():
         load, chosen = loads[0]
-        replica[example] = chosen
+        replica_of[example] = chosen
         room[chosen] -= 1
         if room[chosen]:
             heapreplace(loads, (load + language_work[example], chosen))
@@ -162,7 +166,7 @@ def _to_replicas(demands: Demands, replicas: int) -> Longs:
         np.zeros(0, np.int64),
         demands.media,
     )
-    return swap_examples(replica, unlimited, replicas)
+    return swap_examples(replica_of, unlimited, replicas)
 
 
 # ---------------------------------------------------------------------------- levels 1 and 2
@@ -186,8 +190,8 @@ def _replica_plans(
     """Plans of all replicas, or None where some rows are short of slots."""
     media_microbatches = max(_media_microbatches(share, microbatches) for share in shares)
     # Where rows are short of slots, media in all microbatches may still fit.
-    for count in dict.fromkeys((media_microbatches, microbatches)):
-        plans = [_plan_replica(share, microbatches, count, max_deferred) for share in shares]
+    for with_media in dict.fromkeys((media_microbatches, microbatches)):
+        plans = [_plan_replica(share, microbatches, with_media, max_deferred) for share in shares]
         if all(plan is not None for plan in plans):
             return [plan for plan in plans if plan is not None]
     return None

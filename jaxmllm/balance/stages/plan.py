@@ -102,9 +102,7 @@ def plan_pipeline(items: BatchItems, spec: PlanSpec, pipeline: PipelineSpec) -> 
     began = time.perf_counter()
     runs = plan_runs(items, spec, pipeline)
     phases, arrivals = _joined([run.rows for run in runs], items, spec)
-    room = {
-        name: spec.phases[name].row_tokens * count for name, count in pipeline.rows_read.items()
-    }
+    room = {name: spec.phases[name].row_tokens * rows for name, rows in pipeline.rows_read.items()}
     pool_of_language = sum(slots for name, slots in room.items() if name != LANGUAGE)
     statistics: dict[str, float] = {}
     for name, phase in spec.phases.items():
@@ -135,9 +133,9 @@ def _runs_of(
         return
     except PipelineError as error:
         if len(examples) == 1:
-            number = int(items.examples[examples[0]])
+            example = int(items.examples[examples[0]])
             raise ConfigError(
-                f"example {number} does not fit the pipeline by itself: {error}",
+                f"example {example} does not fit the pipeline by itself: {error}",
             ) from error
     for half in _halves(examples, items):
         yield from _runs_of(half, items, spec, pipeline)
@@ -209,7 +207,7 @@ def best_rows(rows: Sequence[RunRows], pipeline: PipelineSpec) -> RunRows:
     """Of the rows that some examples may have, those whose steps are predicted to take least time."""
     if len(rows) == 1:
         return rows[0]
-    costs = [predicted_cost(graph_of(each, pipeline), pipeline) for each in rows]
+    costs = [predicted_cost(graph_of(run_rows, pipeline), pipeline) for run_rows in rows]
     return rows[costs.index(min(costs))]
 
 
@@ -232,29 +230,29 @@ def quick_schedule(graph: Graph, pipeline: PipelineSpec, bound: float = math.inf
     """
     if pipeline.backward and pipeline.config.schedule not in ("greedy", "search"):
         return schedule_of(graph, pipeline)
-    most = None if bound == math.inf else math.ceil(bound) - 1
+    most_cost = None if bound == math.inf else math.ceil(bound) - 1
     slots = pipeline.tables.slots
-    return shortest(graph, fixed_orders(), slots, powers=QUICK_POWERS, bound=most)
+    return shortest(graph, fixed_orders(), slots, powers=QUICK_POWERS, bound=most_cost)
 
 
 def _check_bounds(rows: RunRows, spec: PlanSpec, pipeline: PipelineSpec) -> None:
-    for name, most in pipeline.rows_read.items():
+    for name, bound in pipeline.rows_read.items():
         needed = rows.rows_read[name]
-        if needed > most:
+        if needed > bound:
             raise PipelineError(
-                f"a microbatch reads {needed} rows of {name}, room is for {most}: "
+                f"a microbatch reads {needed} rows of {name}, room is for {bound}: "
                 f"raise pipeline.encoder_rows_per_microbatch or phases.{name}.capacities",
             )
     for name, phase_rows in rows.phases.items():
         phase = spec.phases[name]
         counts = phase_rows.counts(len(phase.capacities))
-        for (capacity, _), count, most in zip(
+        for (capacity, _), class_rows, bound in zip(
             phase.classes, counts, pipeline.rows[name], strict=True
         ):
-            if count > most:
+            if class_rows > bound:
                 key = f"phases.{name}.capacities" if name != LANGUAGE else "pipeline.microbatches"
                 raise PipelineError(
-                    f"{count} rows of {name} of {capacity} slots, a run has {most}: raise {key}",
+                    f"{class_rows} rows of {name} of {capacity} slots, a run has {bound}: raise {key}",
                 )
 
 
@@ -270,8 +268,8 @@ def graph_of(rows: RunRows, pipeline: PipelineSpec) -> Graph:
         for of_phase in (rows.phases[chain.name],)
     )
     before = {
-        number: rows.inputs[chain.name]
-        for number, chain in enumerate(ring.encoders)
+        chain_number: rows.inputs[chain.name]
+        for chain_number, chain in enumerate(ring.encoders)
         if chain.name in rows.inputs
     }
     config = pipeline.config
@@ -373,12 +371,12 @@ def _records(runs: Sequence[PlannedRun]) -> tuple[PipelineRun, ...]:
         table, wire_active = run.table.used
         records.append(
             PipelineRun(
-                microbatches={name: (begin[name], count) for name, count in counts.items()},
+                microbatches={name: (begin[name], row_count) for name, row_count in counts.items()},
                 table=table,
                 wire_active=wire_active,
             ),
         )
-        begin = {name: begin[name] + count for name, count in counts.items()}
+        begin = {name: begin[name] + row_count for name, row_count in counts.items()}
     return tuple(records)
 
 

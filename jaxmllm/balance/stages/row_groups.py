@@ -32,9 +32,9 @@ def encoder_groups(group: Longs, length: Longs, of_language: int, widest: int) -
     chosen = np.empty_like(group)
     for item in np.argsort(-length, kind="stable").tolist():
         of_group = filled[group[item]]
-        least = int(of_group.argmin())
-        of_group[least] += length[item]
-        chosen[item] = group[item] * inside + least
+        emptiest = int(of_group.argmin())
+        of_group[emptiest] += length[item]
+        chosen[item] = group[item] * inside + emptiest
     return chosen
 
 
@@ -52,19 +52,23 @@ def narrowest(
     member = np.zeros(len(length), np.int64)
     if len(set(phase.spans)) == 1:
         return span, member
-    for number, slots in enumerate(capacity.tolist()):
-        items = np.flatnonzero(row == number)
-        of_groups = [items[group[items] == one] for one in np.unique(group[items])]
+    for row_number, slots in enumerate(capacity.tolist()):
+        items = np.flatnonzero(row == row_number)
+        of_groups = [
+            items[group[items] == widest_group] for widest_group in np.unique(group[items])
+        ]
         spans = [row_class.span for row_class in phase.classes if row_class.capacity == slots]
         for narrow in sorted(spans):
             rows = phase.widest // narrow
-            parts = (split(length[of], work[of], narrow * slots, rows) for of in of_groups)
-            found = [part for part in parts if part is not None]
-            if len(found) < len(of_groups):
+            splits = (
+                split(length[members], work[members], narrow * slots, rows) for members in of_groups
+            )
+            fitting = [row_of for row_of in splits if row_of is not None]
+            if len(fitting) < len(of_groups):
                 continue
-            span[number] = narrow
-            for of, part in zip(of_groups, found, strict=True):
-                member[of] = part * narrow
+            span[row_number] = narrow
+            for members, row_of in zip(of_groups, fitting, strict=True):
+                member[members] = row_of * narrow
             break
     return span, member
 
@@ -77,13 +81,13 @@ def split(length: Longs, work: Longs, capacity: int, rows: int) -> Longs | None:
     chosen = np.zeros(len(length), np.int64)
     for item in np.lexsort((-length, -work)).tolist():
         size = int(length[item])
-        with_room = [number for number in range(rows) if room[number] >= size]
+        with_room = [row for row in range(rows) if room[row] >= size]
         if not with_room:
             return None
-        least = min(with_room, key=load.__getitem__)
-        room[least] -= size
-        load[least] += int(work[item])
-        chosen[item] = least
+        lightest = min(with_room, key=load.__getitem__)
+        room[lightest] -= size
+        load[lightest] += int(work[item])
+        chosen[item] = lightest
     return chosen
 
 
@@ -108,24 +112,24 @@ def group_route(
         plan, per_token = plans[LANGUAGE], 1
         examples = items[LANGUAGE].example  # ascending, one item each
         held = np.searchsorted(examples, items[name].example)
-        first = plan.offset[held] + items[name].slot
+        first_token = plan.offset[held] + items[name].slot
     else:
         plan, per_token = plans[name], spec.phases[name].slots_per_token
         held = np.arange(len(tokens))
-        first = plan.offset // per_token  # token of the row
+        first_token = plan.offset // per_token  # token of the row
     on_rank = plan.capacity[plan.microbatch[held]] // per_token  # tokens of the row
-    last = np.maximum(first + tokens - 1, first)
-    item = np.repeat(np.arange(len(tokens)), last // on_rank - first // on_rank + 1)
-    first, end, on_rank = first[item], (first + tokens)[item], on_rank[item]
-    part = first // on_rank + running_sums(item, np.ones_like(item))  # which rank of the row
-    begin = np.maximum(first, part * on_rank)
+    last_token = np.maximum(first_token + tokens - 1, first_token)
+    item = np.repeat(np.arange(len(tokens)), last_token // on_rank - first_token // on_rank + 1)
+    first_token, end, on_rank = first_token[item], (first_token + tokens)[item], on_rank[item]
+    part = first_token // on_rank + running_sums(item, np.ones_like(item))  # which rank of the row
+    begin = np.maximum(first_token, part * on_rank)
     end = np.minimum(end, (part + 1) * on_rank)
     widest = max(phase.widest for phase in spec.phases.values())
     member = plan.rank[held[item]] % widest + part
     arrival = member * pool + row_start[item] + begin - part * on_rank
     return RoutePlan(
         item=item.astype(np.int32),
-        skipped=np.asarray(begin - first, np.int32),
+        skipped=np.asarray(begin - first_token, np.int32),
         tokens=np.asarray(end - begin, np.int32),
         arrival=arrival.astype(np.int32),
         rounds=(),

@@ -141,7 +141,7 @@ def _phase_rows(
     row_slots = np.repeat(capacity * span, phase.ranks)
     blocks = phase.row_blocks(capacity, span, phase.ranks)
     offset, segment = lay_out(row_on_rank, items.length, row_slots, blocks)
-    most = np.array(
+    most_squares = np.array(
         [
             sums_by(row_on_rank, of_items, count * phase.ranks)
             .reshape(count, phase.ranks)
@@ -149,10 +149,12 @@ def _phase_rows(
             for of_items in squares
         ]
     )
-    by_shape = {shape: number for number, shape in enumerate(phase.classes)}
+    by_shape = {shape: k for k, shape in enumerate(phase.classes)}
     shapes = zip(capacity.tolist(), span.tolist(), strict=True)
     row_class = np.array([by_shape[RowClass(*shape)] for shape in shapes], np.int64)
-    return PhaseRows(row_class, numbers, row, rank, offset, segment, ceil_divide(most, span))
+    return PhaseRows(
+        row_class, numbers, row, rank, offset, segment, ceil_divide(most_squares, span)
+    )
 
 
 def examples_in_microbatches(
@@ -241,7 +243,7 @@ def pack_rows(microbatch: Ints | Longs, slots: Longs, capacity: int) -> tuple[In
     for item in np.argsort(-slots, kind="stable").tolist():
         size = int(slots[item])
         rows = free_slots.setdefault(int(microbatch[item]), [])
-        chosen = next((number for number, free in enumerate(rows) if free >= size), len(rows))
+        chosen = next((candidate for candidate, free in enumerate(rows) if free >= size), len(rows))
         if chosen == len(rows):
             rows.append(capacity)
         rows[chosen] -= size
@@ -328,16 +330,18 @@ def rows_in_turn(
     # Of each replica, the microbatches in reach, and how many rows there were before each
     recent: list[list[tuple[int, list[int]]]] = [[] for _ in range(ranks)]
     for item in np.lexsort((-length, microbatch)).tolist():
-        number, of = int(replica[item]), int(microbatch[item])
-        rows = free[number]
-        if not recent[number] or recent[number][-1][0] != of:
-            recent[number] = [begun for begun in recent[number] if begun[0] >= of - reach]
-            recent[number].append((of, [len(of_class) for of_class in rows]))
-        _, first = recent[number][0]
+        item_replica, item_microbatch = int(replica[item]), int(microbatch[item])
+        rows = free[item_replica]
+        if not recent[item_replica] or recent[item_replica][-1][0] != item_microbatch:
+            recent[item_replica] = [
+                begun for begun in recent[item_replica] if begun[0] >= item_microbatch - reach
+            ]
+            recent[item_replica].append((item_microbatch, [len(of_class) for of_class in rows]))
+        _, rows_before = recent[item_replica][0]
         size = int(length[item])
         smallest = int(row_class[item])
         for k in range(smallest + 1):
-            chosen = first[k]
+            chosen = rows_before[k]
             while chosen < len(rows[k]) and rows[k][chosen] < size:
                 chosen += 1
             if chosen < len(rows[k]):
@@ -347,8 +351,8 @@ def rows_in_turn(
         rows[k][chosen] -= size
         row[item] = chosen
         row_class[item] = k
-    most = np.array([[len(of_class) for of_class in rows] for rows in free]).max(axis=0)
-    return (np.cumsum(most) - most)[row_class] + row, int(most.sum())
+    most_rows = np.array([[len(of_class) for of_class in rows] for rows in free]).max(axis=0)
+    return (np.cumsum(most_rows) - most_rows)[row_class] + row, int(most_rows.sum())
 
 
 def _grouped_rows(
@@ -385,16 +389,16 @@ def _sharing_groups(
 
     group = np.zeros(count, np.int64)
     begin = 0
-    number = 0
+    group_number = 0
     most_needed = 0  # by any one microbatch of the group
     for m in range(count):
         alone = rows_needed(m, m)
         if rows_needed(begin, m) > max(most_needed, alone):
             begin = m
-            number += 1
+            group_number += 1
             most_needed = 0
         most_needed = max(most_needed, alone)
-        group[m] = number
+        group[m] = group_number
     return group
 
 
@@ -411,7 +415,7 @@ def _linked(
     Args:
       sequences: by encoder or generator, the language microbatch that reads each item [n], or is read.
     """
-    number = {name: place for place, name in enumerate(phases)}
+    phase_number = {name: index for index, name in enumerate(phases)}
     inputs: dict[str, list[list[tuple[int, int]]]] = {}
     position = {}  # of the row that is read among those of its reader
     needed: dict[str, int] = {}
@@ -419,13 +423,13 @@ def _linked(
         read, reader = (LANGUAGE, name) if spec.phases[name].phase.generates else (name, LANGUAGE)
         of_item = phases[name].row
         row, reading = (sequence, of_item) if reader == name else (of_item, sequence)
-        count = phases[read].count + 1
-        pairs, pair_of_item = np.unique(reading * count + row, return_inverse=True)
-        microbatch, row = np.divmod(pairs, count)
+        stride = phases[read].count + 1
+        pairs, pair_of_item = np.unique(reading * stride + row, return_inverse=True)
+        microbatch, row = np.divmod(pairs, stride)
         pair_position = running_sums(microbatch, np.ones_like(microbatch))
         of_reader = inputs.setdefault(reader, [[] for _ in range(phases[reader].count)])
         for m, read_row in zip(microbatch.tolist(), row.tolist(), strict=True):
-            of_reader[m].append((number[read], read_row))
+            of_reader[m].append((phase_number[read], read_row))
         position[name] = pair_position[pair_of_item]
         needed[read] = int(pair_position.max(initial=-1)) + 1
     inputs.setdefault([*phases][-1], [[] for _ in range(phases[[*phases][-1]].count)])

@@ -152,10 +152,15 @@ def _fitted(generous: PipelineSpec, sampled: Sequence[RunRows]) -> PipelineSpec:
         ) from problem
     budget = generous.tables.slots
     if not generous.backward:
-        budget = {key: most for key, most in budget.items() if key[0] in (Pool.INPUT, Pool.TOKENS)}
+        budget = {
+            key: most_slots
+            for key, most_slots in budget.items()
+            if key[0] in (Pool.INPUT, Pool.TOKENS)
+        }
     needed = slots_needed(schedules)
     slots = {
-        key: _slots_of(key, most, needed.get(key, 0), generous) for key, most in budget.items()
+        key: _slots_of(key, most_slots, needed.get(key, 0), generous)
+        for key, most_slots in budget.items()
     }
     ticks = max((len(schedule.ticks) for schedule in schedules), default=1)
     return replace(
@@ -173,5 +178,5 @@ def _slots_of(key: PoolKey, most: int, needed: int, pipeline: PipelineSpec) -> i
     if pool in (Pool.RESIDUAL, Pool.PENDING):  # not needed, but made use of
         return most
     # Enough for two microbatches, of which one reads what the other one does.
-    least = 2 * tables.ring.chains[chain].chunks_per_rank * [*tables.rows_read, 1][chain]
-    return min(most, max(least, with_head_room(needed, 1)))
+    least_slots = 2 * tables.ring.chains[chain].chunks_per_rank * [*tables.rows_read, 1][chain]
+    return min(most, max(least_slots, with_head_room(needed, 1)))

@@ -27,10 +27,10 @@ def choose_sampled(trials: Trials) -> tuple[Trials, Sampled]:
     some = trials.with_some()
     best: _Best | None = None
     for span in some.spans_to_try:
-        found = _choose_rows_and_cut(some.of_span(span), best)
-        if best is not None and found.cost_or_infinite >= best.cost_or_infinite:
+        best_of_span = _choose_rows_and_cut(some.of_span(span), best)
+        if best is not None and best_of_span.cost_or_infinite >= best.cost_or_infinite:
             break
-        best = found
+        best = best_of_span
     assert best is not None
     chosen = trials.of_span(best.trials.widest)
     try:
@@ -52,15 +52,15 @@ def _choose_rows_and_cut(tried: Trials, similar: _Best | None = None) -> _Best:
     Raises:
       PipelineError: more stages than layers.
     """
-    first = _first_capacities(tried)
+    capacities = _first_capacities(tried)
     rounds = CHOICE.rounds
     if similar is not None and tried.microbatches is None:
-        first = {
+        capacities = {
             name: tried.given(name) or (max(tried.least(name), largest),)
             for name, (largest, *_) in similar.capacities.items()
         }
         rounds = 1
-    best = _Best(tried, first, _first_cut(tried) if similar is None else similar.cut)
+    best = _Best(tried, capacities, _first_cut(tried) if similar is None else similar.cut)
     to_choose = [] if tried.microbatches else [LANGUAGE, *tried.media]
     to_choose = [name for name in to_choose if tried.given(name) is None]
     if similar is None:
@@ -80,9 +80,9 @@ def _first_capacities(trials: Trials) -> dict[str, tuple[int, ...]]:
     longest example allows."""
     microbatches = trials.microbatches
     if microbatches is None:
-        most = CHOICE.per_stage * trials.config.stages
+        most_microbatches = CHOICE.per_stage * trials.config.stages
         (*_, language) = trials.given(LANGUAGE) or (
-            trials.capacity(LANGUAGE, most, 1 / CHOICE.fill),
+            trials.capacity(LANGUAGE, most_microbatches, 1 / CHOICE.fill),
         )
         microbatches = max(1, ceil_divide(trials.load(LANGUAGE), language))
     return {
@@ -114,14 +114,14 @@ class _Best:
         if len(self.capacities[name]) == 1:
             for capacities in self._of_as_many_classes(name):
                 self._try(self.capacities | {name: capacities}, self.cut, CHOICE.capacity_worth)
-        for count in range(1, self.trials.inputs[name].row_classes):
-            further = len(self.capacities[name]) == count
+        for classes in range(1, self.trials.inputs[name].row_classes):
+            further = len(self.capacities[name]) == classes
             worth = CHOICE.class_worth if further else CHOICE.capacity_worth
-            before = self.capacities[name][:count]
+            before = self.capacities[name][:classes]
             for capacities in self.trials.further(name, before, self.trials.least(name)):
                 if self._try(self.capacities | {name: capacities}, self.cut, worth):
                     worth = CHOICE.capacity_worth
-            if len(self.capacities[name]) > count:
+            if len(self.capacities[name]) > classes:
                 continue
             one_more = self.trials.further(name, before, before[0])
             if not self._fill(name, one_more, CHOICE.class_fill):
@@ -145,15 +145,15 @@ class _Best:
         leave least are taken."""
         trials, before = self.trials, self.capacities
         bound = chance * self.cost_or_infinite + 1  # so much, and no more
-        least = share * trials.slots(name, before)
+        least_slots = share * trials.slots(name, before)
         for capacities in others:
             tried = before | {name: capacities}
             slots = trials.slots(name, tried)
-            if slots >= least:
+            if slots >= least_slots:
                 continue
             cost = trials.predicted(tried, self.cut, bound)
             if cost is not None:
-                self.capacities, self.cost, least = tried, cost, slots
+                self.capacities, self.cost, least_slots = tried, cost, slots
         return self.capacities is not before
 
     def choose_cut(self) -> None:
@@ -166,8 +166,8 @@ class _Best:
             return
         for name in (LANGUAGE, *self.trials.media):
             is_encoder = name in self.trials.encoders
-            for count in CHOICE.encoder_chunks if is_encoder else CHOICE.chunks:
-                self._try(self.capacities, self.cut.with_chunks(name, count), CHOICE.worth)
+            for chunks in CHOICE.encoder_chunks if is_encoder else CHOICE.chunks:
+                self._try(self.capacities, self.cut.with_chunks(name, chunks), CHOICE.worth)
 
     def _try(self, capacities: dict[str, tuple[int, ...]], cut: Cut, worth: float = 1.0) -> bool:
         """Whether these cost less, and are the best now."""

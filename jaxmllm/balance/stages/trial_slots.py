@@ -41,30 +41,30 @@ def slot_budget(
         in_flight = most if all_at_once else CHOICE.per_stage * config.stages
     # Of every chain, by microbatch of the last one
     rows_each = [1] * len(ring.chains)
-    for number, reader in reversed(list(enumerate(ring.readers))):
-        rows_each[number] = rows_each[reader] * rows_read[number]
+    for chain_number, reader in reversed(list(enumerate(ring.readers))):
+        rows_each[chain_number] = rows_each[reader] * rows_read[chain_number]
     slots: Slots = {}
-    for number, chain in enumerate(ring.chains):
-        encoder = number < len(rows_read)
-        rows_in_flight = in_flight * rows_each[number]
+    for chain_number, chain in enumerate(ring.chains):
+        encoder = chain_number < len(rows_read)
+        rows_in_flight = in_flight * rows_each[chain_number]
         if chain.depth > 1 or chain.head_only:
-            slots[Pool.INPUT, number] = rows_in_flight * chain.chunks_per_rank
+            slots[Pool.INPUT, chain_number] = rows_in_flight * chain.chunks_per_rank
         if encoder:
-            slots[Pool.TOKENS, number] = rows_in_flight
+            slots[Pool.TOKENS, chain_number] = rows_in_flight
         linear = costs[chain.name].linear
         goes_back = bool(linear[:, 1:].any())
         if goes_back:
             has_weight_gradients = bool(linear[:, 2].any())
             splits = config.split_backward is True and has_weight_gradients
-            slots |= _backward_slots(number, chain, rows_in_flight, encoder, splits)
+            slots |= _backward_slots(chain_number, chain, rows_in_flight, encoder, splits)
             most = rows_in_flight * chain.chunks_per_rank
             if config.kept_residuals == "auto":
                 capacity = costs[chain.name].capacity
-                kept = min(most, keeps(chain.name, capacity, max(chain.layers)))
+                residuals = min(most, keeps(chain.name, capacity, max(chain.layers)))
             else:
-                kept = config.kept_residuals
-            if kept and not chain.head_only:  # there the features wait, and no residuals
-                slots[Pool.RESIDUAL, number] = kept
+                residuals = config.kept_residuals
+            if residuals and not chain.head_only:  # there the features wait, and no residuals
+                slots[Pool.RESIDUAL, chain_number] = residuals
     return slots
 
 

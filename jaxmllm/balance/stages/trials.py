@@ -63,12 +63,12 @@ class Sampled:
     @property
     def fitting(self) -> list[RunRows]:
         """The best of each batch whose microbatches read no more rows than there is room for."""
-        most = self.pipeline.rows_read
+        rows_read = self.pipeline.rows_read
         fitting = [
             [
                 run
                 for run in of_batch
-                if all(run.rows_read[name] <= room for name, room in most.items())
+                if all(run.rows_read[name] <= room for name, room in rows_read.items())
             ]
             for of_batch in self.runs
         ]
@@ -123,22 +123,24 @@ class Trials:
     def of_span(self, widest: int) -> Trials:
         """The same with rows that so many ranks hold together."""
         inputs = list(self.inputs.values())
-        rest = self.config, self.layers, self.examples, self.largest, self.keeps, widest
-        return Trials(self.samples, inputs, *rest)
+        settings = self.config, self.layers, self.examples, self.largest, self.keeps, widest
+        return Trials(self.samples, inputs, *settings)
 
     def with_some(self) -> Trials:
         """The same with fewer samples, of fewer replicas, on which candidates are tried."""
         ranks = self.inputs[LANGUAGE].ranks
         per_replica = ceil_divide(self.examples, ranks)
-        fewest, most = CHOICE.samples
-        replicas = min(ranks, max(1, CHOICE.examples // (fewest * per_replica)))
+        fewest_samples, most_samples = CHOICE.samples
+        replicas = min(ranks, max(1, CHOICE.examples // (fewest_samples * per_replica)))
         most_span = max(self.spans_to_try)
         replicas = max(1, replicas // most_span) * most_span
-        count = min(most, max(fewest, CHOICE.examples // (per_replica * replicas)))
-        inputs = [replace(each, ranks=replicas) for each in self.inputs.values()]
-        part = per_replica * replicas
-        samples = [_first_examples(batch, part) for batch in self.samples[:count]]
-        return Trials(samples, inputs, self.config, self.layers, part, keeps=self.keeps)
+        sample_count = min(
+            most_samples, max(fewest_samples, CHOICE.examples // (per_replica * replicas))
+        )
+        inputs = [replace(phase_inputs, ranks=replicas) for phase_inputs in self.inputs.values()]
+        examples = per_replica * replicas
+        samples = [_first_examples(batch, examples) for batch in self.samples[:sample_count]]
+        return Trials(samples, inputs, self.config, self.layers, examples, keeps=self.keeps)
 
     # ------------------------------------------------------------------------ spans
 
@@ -147,11 +149,11 @@ class Trials:
         """Ranks that may hold a row of some phase together, most first."""
         spans = {span for inputs in self.inputs.values() for span in inputs.spans}
         # Capacities that are given come with all spans that are.
-        least = max(
+        least_span = max(
             min(inputs.spans) if self.given(name) is None else max(inputs.spans)
             for name, inputs in self.inputs.items()
         )
-        return sorted((span for span in spans if span >= least), reverse=True)
+        return sorted((span for span in spans if span >= least_span), reverse=True)
 
     def span(self, name: str) -> int:
         """Most ranks that hold a row of a phase together."""
@@ -217,17 +219,17 @@ class Trials:
     def candidates(self, name: str, microbatches: int) -> list[int]:
         """Capacities to try, ascending: few rows of a replica, or as many as the longest item
         allows; about as many rows as there are microbatches, and twice or half as many."""
-        most = max(1, self.load(name) // self.least(name))
+        most_rows = max(1, self.load(name) // self.least(name))
         if name == LANGUAGE:
-            most = min(most, CHOICE.rows_per_stage * self.config.stages)
-            counts = [most + 1]
+            most_rows = min(most_rows, CHOICE.rows_per_stage * self.config.stages)
+            counts = [most_rows + 1]
         else:
-            counts = [microbatches // 2, microbatches, 2 * microbatches, most + 1]
-        counts += [round(most * share) for share in CHOICE.row_shares]
+            counts = [microbatches // 2, microbatches, 2 * microbatches, most_rows + 1]
+        counts += [round(most_rows * share) for share in CHOICE.row_shares]
         tried = {
-            self.capacity(name, count, slack)
-            for count in counts
-            if 1 <= count <= most + 1
+            self.capacity(name, rows, slack)
+            for rows in counts
+            if 1 <= rows <= most_rows + 1
             for slack in CHOICE.slacks
         }
         return sorted(tried)
@@ -268,7 +270,7 @@ class Trials:
         }
         # One microbatch may read as many rows as that, so a run has them.
         for name, fewest in zip(self.read, rows_read, strict=True):
-            rows[name] = tuple(max(count, fewest) for count in rows[name])
+            rows[name] = tuple(max(class_rows, fewest) for class_rows in rows[name])
         # All language rows of a step may be of one class, and they hold integers alone.
         load = with_head_room(self.load(LANGUAGE), 1)
         rows[LANGUAGE] = tuple(
@@ -315,10 +317,10 @@ class Trials:
         for of_batch, floor in zip(graphs, floors, strict=True):
             total -= floor
             # What a batch may take, if all that follow took no more than their ranks' own work
-            least = bound - total
+            least_cost = bound - total
             for graph in of_batch:
-                least = min(least, predicted_cost(graph, sampled.pipeline, least))
-            total += least
+                least_cost = min(least_cost, predicted_cost(graph, sampled.pipeline, least_cost))
+            total += least_cost
             if total >= bound:
                 return None
         return int(total)
@@ -330,10 +332,10 @@ class Trials:
             spec = self.spec(capacities)
             self._runs[key] = [
                 [
-                    self._packed_sample(number, capacity, spec)
+                    self._packed_sample(sample_number, capacity, spec)
                     for capacity in capacities_to_try(np.arange(len(batch.examples)), batch, spec)
                 ]
-                for number, batch in enumerate(self.samples)
+                for sample_number, batch in enumerate(self.samples)
             ]
         return self._runs[key]
 
@@ -379,9 +381,9 @@ def _segments(lengths: Longs, classes: tuple[RowClass, ...]) -> int:
 def _alone(largest: Sequence[BatchItems], spec: PlanSpec) -> list[RunRows]:
     """Every one of these examples in a run by itself."""
     return [
-        pack_run(np.array([number]), batch, spec, microbatches=1, deferral=False)
+        pack_run(np.array([example]), batch, spec, microbatches=1, deferral=False)
         for batch in largest
-        for number in range(len(batch.examples))
+        for example in range(len(batch.examples))
     ]
 
 
@@ -389,8 +391,8 @@ def _most_rows(runs: Sequence[RunRows], name: str, classes: int) -> tuple[int, .
     """Rows of each class of a phase that hold each of these runs, with some to spare; as many of a
     class as of larger ones, which become some of it where less lies in them."""
     counts = [np.cumsum(run.phases[name].counts(classes)) for run in runs]
-    most = np.max([np.ones(classes, np.int64), *counts], axis=0).tolist()
-    return tuple(with_head_room(count, 1) for count in most)
+    most_rows = np.max([np.ones(classes, np.int64), *counts], axis=0).tolist()
+    return tuple(with_head_room(rows, 1) for rows in most_rows)
 
 
 def _rows_read(
@@ -406,15 +408,15 @@ def _rows_read(
     def most(runs: Sequence[RunRows], name: str) -> int:
         return max([1, *(run.rows_read[name] for run in runs)])
 
-    given = config.encoder_rows_per_microbatch
-    if given != "auto":
+    given_rows = config.encoder_rows_per_microbatch
+    if given_rows != "auto":
         for name in read:
-            if most(alone, name) > given:
+            if most(alone, name) > given_rows:
                 raise ConfigError(
-                    f"pipeline.encoder_rows_per_microbatch ({given}): the data have an example that reads "
+                    f"pipeline.encoder_rows_per_microbatch ({given_rows}): the data have an example that reads "
                     f"{most(alone, name)} rows of {name}; raise it or phases.{name}.capacities",
                 )
-        return (given,) * len(read)
+        return (given_rows,) * len(read)
     return tuple(max(with_head_room(most(sampled, name), 1), most(alone, name)) for name in read)
 
 
@@ -424,16 +426,20 @@ def _rows_read(
 def _ring(layers: ChainLayers, sampled: Sequence[RunRows], stages: int, cut: Cut) -> Ring:
     """Stages for the average row of every phase."""
     squares = {}
-    count = {}
+    row_count = {}
     slots = {}
     for name, capacities in layers.capacities.items():
         rows = [run.phases[name] for run in sampled]
-        count[name] = sum(phase_rows.count for phase_rows in rows)
+        row_count[name] = sum(phase_rows.count for phase_rows in rows)
         sums = np.array([phase_rows.squares.sum(axis=1) for phase_rows in rows]).sum(axis=0)
-        squares[name] = (sums // max(count[name], 1)).tolist()
-        of_rows = sum(int(np.array(capacities)[each.row_class].sum()) for each in rows)
-        slots[name] = of_rows // count[name] if count[name] else capacities[0]
-    rows_per_microbatch = {name: count[name] / max(count[LANGUAGE], 1) for name in count}
+        squares[name] = (sums // max(row_count[name], 1)).tolist()
+        of_rows = sum(
+            int(np.array(capacities)[rows_of_run.row_class].sum()) for rows_of_run in rows
+        )
+        slots[name] = of_rows // row_count[name] if row_count[name] else capacities[0]
+    rows_per_microbatch = {
+        name: row_count[name] / max(row_count[LANGUAGE], 1) for name in row_count
+    }
     chunks = dict(cut.chunks) if cut.layout == "segments" else None
     of_layers = layers.layers(squares, slots)
     return partition(
