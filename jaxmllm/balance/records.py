@@ -365,7 +365,7 @@ class RoutePlan:
         """Slot of the pool for each token of an item."""
         begin, end = np.searchsorted(self.item, [item, item + 1])
         pieces = zip(self.arrival[begin:end].tolist(), self.tokens[begin:end].tolist(), strict=True)
-        return np.concatenate([np.arange(first, first + tokens) for first, tokens in pieces])
+        return np.concatenate([np.arange(arrival, arrival + tokens) for arrival, tokens in pieces])
 
 
 @dataclass(frozen=True)

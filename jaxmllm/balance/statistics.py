@@ -49,8 +49,8 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
     }
     for row_class in spec.classes:
         of_class = (capacity == row_class.capacity) & (span == row_class.span)
-        number = int(of_class.sum()) * (spec.ranks // row_class.span)
-        statistics[f"{spec.name}/{ROWS_OF}{class_name(row_class)}"] = number
+        rows_of_class = int(of_class.sum()) * (spec.ranks // row_class.span)
+        statistics[f"{spec.name}/{ROWS_OF}{class_name(row_class)}"] = rows_of_class
     if not rows:
         return statistics
     statistics[f"{spec.name}/real_token_fraction"] = tokens / slots

@@ -124,9 +124,9 @@ def example_ranks(
         tokens = np.zeros(examples, np.int64)
         for name, of_phase in items.phases.items():
             # Tokens of a generator's items are text that they read, not what they become.
-            whole = name == LANGUAGE or name in generators
-            amount = of_phase.length if whole else of_phase.tokens.astype(np.int64)
-            tokens += sums_by(of_phase.example, amount, examples)
+            by_length = name == LANGUAGE or name in generators
+            item_tokens = of_phase.length if by_length else of_phase.tokens.astype(np.int64)
+            tokens += sums_by(of_phase.example, item_tokens, examples)
         return packed(tokens, ranks)
     if mode == "none":
         return np.arange(examples) * ranks // max(examples, 1)

@@ -99,8 +99,8 @@ def _token_slots(
     item = np.repeat(np.arange(len(media.tokens)), media.tokens)
     step = running_sums(item, np.ones_like(item))  # tokens before it in its item
     microbatch = encoder.microbatch[item]
-    place = encoder.offset[item] // slots_per_token + step
-    member, inside = np.divmod(place, encoder.capacity[microbatch] // slots_per_token)
+    position = encoder.offset[item] // slots_per_token + step
+    member, inside = np.divmod(position, encoder.capacity[microbatch] // slots_per_token)
     slot = encoder.pool_offset[microbatch] + inside
     departure = np.stack([encoder.pool[microbatch], encoder.rank[item] + member, slot], axis=1)
 
@@ -113,8 +113,8 @@ def _token_slots(
     language = plan.phases[LANGUAGE]
     sequence = sequence_of_example(items)[media.example][item]
     microbatch = language.microbatch[sequence]
-    place = language.offset[sequence] + media.slot[item] + step
-    rank = language.rank[sequence] + place // language.capacity[microbatch]
+    position = language.offset[sequence] + media.slot[item] + step
+    rank = language.rank[sequence] + position // language.capacity[microbatch]
     of_one_rank = (np.diff(rank)[np.diff(piece) == 0] == 0).all()
     _require(of_one_rank, phase, "a piece is read by several ranks")
     slot = route.arrival[piece] + in_piece
