@@ -44,11 +44,11 @@ def family_of(config: FolderConfig, component: str = "language") -> Family:
     """The family of a folder that is to hold a component. Raises `FolderError` for one that is not there, holds
     other components, or is quantised."""
     known = [kind for kind, of_family in FAMILIES if of_family == component]
-    kind, there = config.kind, components_of(config)
-    if not there:
+    kind, components = config.kind, components_of(config)
+    if not components:
         config.refuse(f"has model_type {kind!r}", f"there are {', '.join(known)}")
-    if component not in there:
-        key = "model.from" if "language" in there else f"model.{there[0]}.from"
+    if component not in components:
+        key = "model.from" if "language" in components else f"model.{components[0]}.from"
         config.refuse(
             f"has model_type {kind!r} and so no {component}",
             f"name the folder in {key}, or one of {', '.join(known)} here",

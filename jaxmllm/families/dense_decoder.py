@@ -131,8 +131,8 @@ def windows_by_layer(config: FolderConfig) -> tuple[bool, ...]:
     layers = config.count("num_hidden_layers")
     in_use = config.flag("use_sliding_window") and config.values.get("sliding_window", 4096)
     if config.get("layer_types") is None:
-        first = config.number("max_window_layers", 28) if in_use else layers
-        return tuple(layer >= first for layer in range(layers))
+        first_windowed = config.number("max_window_layers", 28) if in_use else layers
+        return tuple(layer >= first_windowed for layer in range(layers))
     return windows_by_type(config, in_use)
 
 
@@ -158,15 +158,17 @@ def rotary_record(config: FolderConfig, kinds: Mapping[str, str] = NO_NAMES) -> 
     """
     theta, records = config.number("rope_theta", 10_000.0), []
     for key in ("rope_scaling", "rope_parameters"):
-        found = config.get(key) or {}  # an empty record hides no other
-        if not isinstance(found, dict) or any(isinstance(part, dict) for part in found.values()):
+        rotary = config.get(key) or {}  # an empty record hides no other
+        if not isinstance(rotary, dict) or any(
+            isinstance(value, dict) for value in rotary.values()
+        ):
             config.refuse(
-                f"has rotary parameters {found!r}", "one record for all layers is understood"
+                f"has rotary parameters {rotary!r}", "one record for all layers is understood"
             )
-        if found:
-            kind = found.get("rope_type", found.get("type", "default"))
-            base = float(FolderConfig(config.path, found).number("rope_theta", theta))
-            said = {key: x for key, x in found.items() if x is not None and key != "type"}
+        if rotary:
+            kind = rotary.get("rope_type", rotary.get("type", "default"))
+            base = float(FolderConfig(config.path, rotary).number("rope_theta", theta))
+            said = {key: x for key, x in rotary.items() if x is not None and key != "type"}
             records.append(said | {"rope_theta": base, "rope_type": kinds.get(str(kind), kind)})
     if any(record != records[0] for record in records):
         config.refuse(
@@ -178,8 +180,8 @@ def rotary_record(config: FolderConfig, kinds: Mapping[str, str] = NO_NAMES) -> 
 
 def _rotary(config: FolderConfig) -> tuple[float, dict[str, Any] | None]:
     """(theta, scaling) of the record of all layers."""
-    found = rotary_record(config)
-    theta, kind = found["rope_theta"], found["rope_type"]
+    record = rotary_record(config)
+    theta, kind = record["rope_theta"], record["rope_type"]
     if kind == "default":
         return theta, None
     if kind not in SCALED_BY:
@@ -188,13 +190,13 @@ def _rotary(config: FolderConfig) -> tuple[float, dict[str, Any] | None]:
             cure += "; up to max_position_embeddings it is default: write that if no text is longer"
         config.refuse(f"has rope_type {kind!r}", cure)
     for key in ("mscale", "mscale_all_dim", "partial_rotary_factor"):
-        if found.get(key) not in (None, 1.0):
-            config.refuse(f"has {key} {found[key]!r}", "this decoder has none")
-    scaling = {key: found[key] for key in SCALED_BY[kind] if found.get(key) is not None}
+        if record.get(key) not in (None, 1.0):
+            config.refuse(f"has {key} {record[key]!r}", "this decoder has none")
+    scaling = {key: record[key] for key in SCALED_BY[kind] if record.get(key) is not None}
     positions = "original_max_position_embeddings"
     if positions in SCALED_BY[kind] and positions not in scaling:
         scaling[positions] = config.number("max_position_embeddings")
     # The reference divides the multiplier of the one by that of the other, and both are 1
-    if kind == "yarn" and found.get("mscale") and found.get("mscale_all_dim"):
+    if kind == "yarn" and record.get("mscale") and record.get("mscale_all_dim"):
         scaling.setdefault("attention_factor", 1.0)
     return theta, {"kind": kind, **scaling}

@@ -80,10 +80,10 @@ class Family:
 
     def of_folder(self, config: FolderConfig, shapes: Shapes) -> Family:
         """The same with the sizes, the prefix and the lines of one folder, whose tensors have these shapes by key."""
-        found = [
+        matches = [
             prefix for prefix in self.prefixes if any(key.startswith(prefix) for key in shapes)
         ]
-        prefix = found[0] if found else self.prefixes[0]
+        prefix = matches[0] if matches else self.prefixes[0]
         section = self.section(config)
         parameters = dict(self.parameters)
         plain = {key.removeprefix(prefix): shape for key, shape in shapes.items()}
@@ -128,12 +128,12 @@ def together(*components: Family, carried: Iterable[str] = ()) -> tuple[Family, 
     """
     return tuple(
         replace(
-            one,
+            component,
             carried=(
-                *one.carried,
+                *component.carried,
                 *carried,
-                *(key for other in components if other is not one for key in other.keys),
+                *(key for other in components if other is not component for key in other.keys),
             ),
         )
-        for one in components
+        for component in components
     )

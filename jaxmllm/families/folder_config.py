@@ -52,10 +52,10 @@ class FolderConfig:
 
     def completed(self, defaults: Mapping[str, Any]) -> FolderConfig:
         """These values, and the defaults of all that is absent, or null but for keys to which null says something."""
-        given = {
+        values = {
             key: value for key, value in self.values.items() if value is not None or key in NULLED
         }
-        return FolderConfig(self.path, {**defaults, **given})
+        return FolderConfig(self.path, {**defaults, **values})
 
     def updated(self, **values: Any) -> FolderConfig:
         """These values, some of them replaced."""
@@ -88,8 +88,8 @@ class FolderConfig:
         """Refuse any other value than the usual ones, the first of which is the default."""
         value = self.get(key, usual[0])
         if value not in usual:
-            wanted = " or ".join(map(repr, usual))
-            self.refuse(f"has {key} {value!r}", f"{wanted} alone is supported")
+            choices = " or ".join(map(repr, usual))
+            self.refuse(f"has {key} {value!r}", f"{choices} alone is supported")
 
     def refuse(self, what: str, cure: str) -> NoReturn:
         """Raises `FolderError`, always."""

@@ -96,20 +96,21 @@ def _windowed(config: FolderConfig) -> tuple[bool, ...]:
 
 
 def _positive(config: FolderConfig, key: str) -> Any:
-    number = config.number(key)
-    if number <= 0:
-        config.refuse(f"has {key} {number!r}", "it must be greater than 0")
-    return number
+    value = config.number(key)
+    if value <= 0:
+        config.refuse(f"has {key} {value!r}", "it must be greater than 0")
+    return value
 
 
 def _rotary(config: FolderConfig) -> tuple[dict[str, Any], float]:
     """(the record of layers that see everything, theta of those that attend in windows), in either spelling."""
-    found = config.get("rope_parameters", {})
-    if not isinstance(found, dict) or not found.keys() <= {*LAYER_TYPES}:
+    records = config.get("rope_parameters", {})
+    if not isinstance(records, dict) or not records.keys() <= {*LAYER_TYPES}:
         config.refuse(
-            f"has rope_parameters {found!r}", f"those of {' and '.join(LAYER_TYPES)} are understood"
+            f"has rope_parameters {records!r}",
+            f"those of {' and '.join(LAYER_TYPES)} are understood",
         )
-    full, local = (found.get(kind) or {} for kind in LAYER_TYPES)
+    full, local = (records.get(kind) or {} for kind in LAYER_TYPES)
     scaling = config.get("rope_scaling", {})
     for record in (full, local, scaling):
         if not isinstance(record, dict):

@@ -102,8 +102,8 @@ def _vision(config: FolderConfig) -> dict[str, Any]:
     norm = NORMS[kind]
     epsilon = float(vision.number("layer_norm_eps", 1e-6))
     normed = vision.flag("use_qk_norm")
-    last = not vision.flag("use_mean_pooling", True)
-    if last and norm != "layer":
+    last_norm = not vision.flag("use_mean_pooling", True)
+    if last_norm and norm != "layer":
         vision.refuse(
             "has norm_type 'rms_norm' and use_mean_pooling False", "its last norm is another one"
         )
@@ -121,7 +121,7 @@ def _vision(config: FolderConfig) -> dict[str, Any]:
         "class_token": True,
         "norm": norm,
         "norm_epsilon": epsilon,
-        "last_norm": last,
+        "last_norm": last_norm,
         "gelu": GELU[activation],
         "qkv_bias": vision.flag("attention_bias"),
         "qk_norm": normed,

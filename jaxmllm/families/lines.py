@@ -136,9 +136,9 @@ class Line:
     def pieces(self, shape: tuple[int, ...], index: Index) -> Iterator[tuple[str, Any, Index]]:
         """What each tensor holds of a slice of a parameter: (key, place in the slice, slice of one tensor)."""
         axes = len(self.stacked)
-        counted = [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
+        counted = [range(*extent.indices(size)) for extent, size in zip(index, shape, strict=True)]
         for place in np.ndindex(*map(len, counted[:axes])):
-            tensor = tuple(numbers[at] for numbers, at in zip(counted, place, strict=False))
+            tensor = tuple(numbers[offset] for numbers, offset in zip(counted, place, strict=False))
             yield self._key(tensor), (*place, ...), index[axes:]
 
     def view(self, tensor: NDArray[Any], shape: tuple[int, ...], index: Index) -> NDArray[Any]:
@@ -153,8 +153,8 @@ class Line:
         order = list(itertools.chain(*self.tensor))
         if self.parts > 1:
             length = self._part_shape(shape)[self.part_axis]
-            own = slice(self.part * length, (self.part + 1) * length)
-            tensor = tensor[(slice(None),) * self.part_axis + (own,)]
+            part_slice = slice(self.part * length, (self.part + 1) * length)
+            tensor = tensor[(slice(None),) * self.part_axis + (part_slice,)]
         split = tensor.reshape([sizes[letter] for letter in order])
         assert np.shares_memory(split, tensor) or not tensor.size, "a view, not a copy"
         split = np.flip(split, tuple(order.index(letter) for letter in self.backward))
@@ -163,16 +163,18 @@ class Line:
 
     def read(self, tensor: NDArray[Any], shape: tuple[int, ...], index: Index) -> NDArray[Any]:
         """The same in the axes of the parameter; a copy, of which joined axes may be cut."""
-        first = len(self.stacked)
-        joined = [" " in axis for axis in self.parameter[first:]]
+        stacked_axes = len(self.stacked)
+        joined = [" " in axis for axis in self.parameter[stacked_axes:]]
         outer = tuple(
-            slice(None) if whole else part for whole, part in zip(joined, index, strict=True)
+            slice(None) if is_joined else extent
+            for is_joined, extent in zip(joined, index, strict=True)
         )
         inner = tuple(
-            part if whole else slice(None) for whole, part in zip(joined, index, strict=True)
+            extent if is_joined else slice(None)
+            for is_joined, extent in zip(joined, index, strict=True)
         )
-        parts = zip(shape[first:], outer, strict=True)
-        sizes = [len(range(*part.indices(size))) for size, part in parts]
+        axes = zip(shape[stacked_axes:], outer, strict=True)
+        sizes = [len(range(*extent.indices(size))) for size, extent in axes]
         return self.view(tensor, shape, outer).reshape(sizes)[inner]
 
     def bands(
@@ -194,15 +196,15 @@ class Line:
             return
         axis = axes.index(letter)
         length = self._sizes(shape)[letter]
-        first, last, _ = index[axis].indices(length)
+        lower, upper, _ = index[axis].indices(length)
         apart = math.prod(self._part_shape(shape)) // max(1, length)
         if self.part_axis:
             apart *= self.parts
         step = max(1, numbers // max(1, apart))
-        for begin in range(first, last, step):
-            end = min(begin + step, last)
+        for begin in range(lower, upper, step):
+            end = min(begin + step, upper)
             yield (
-                (*everything[:axis], slice(begin - first, end - first), *everything[axis + 1 :]),
+                (*everything[:axis], slice(begin - lower, end - lower), *everything[axis + 1 :]),
                 (*index[:axis], slice(begin, end), *index[axis + 1 :]),
             )
 
@@ -216,12 +218,14 @@ class Line:
 
     def _by_letter(self, shape: tuple[int, ...], index: Index) -> Index:
         slices: list[slice] = []
-        first = len(self.stacked)
-        for axis, size, part in zip(self.parameter[first:], shape[first:], index, strict=True):
+        stacked_axes = len(self.stacked)
+        for axis, size, extent in zip(
+            self.parameter[stacked_axes:], shape[stacked_axes:], index, strict=True
+        ):
             letters = axis.split()
-            if len(letters) > 1 and part.indices(size) != (0, size, 1):
-                raise ValueError(f"{self.key}: the axis ({axis}) is read whole, not {part}")
-            slices += [part] if len(letters) == 1 else [slice(None)] * len(letters)
+            if len(letters) > 1 and extent.indices(size) != (0, size, 1):
+                raise ValueError(f"{self.key}: the axis ({axis}) is read whole, not {extent}")
+            slices += [extent] if len(letters) == 1 else [slice(None)] * len(letters)
         return tuple(slices)
 
     def _sizes(self, shape: tuple[int, ...]) -> dict[str, int]:

@@ -93,20 +93,20 @@ class ModelFolder:
                 problems.append(f"{key} {list(tensors[key].shape)} belongs to no parameter")
         if problems:
             shown = "; ".join(sorted(problems)[:LISTED])
-            more = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
+            unlisted = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
             raise FolderError(
                 f"the tensors of {self.path} are not those of its {CONFIG_JSON} "
-                f"({self.family.name}): {shown}{more}; copy the folder again, or correct {CONFIG_JSON}"
+                f"({self.family.name}): {shown}{unlisted}; copy the folder again, or correct {CONFIG_JSON}"
             )
         return fit
 
     def _copies(self, shapes: Shapes, tensors: Mapping[str, StoredTensor]) -> dict[str, Line]:
         """Lines of second tensors that this folder has of some parameters."""
-        taken = {self.family.lines[path].key for path in shapes if path in self.family.lines}
+        used_keys = {self.family.lines[path].key for path in shapes if path in self.family.lines}
         return {
             path: line
             for path, line in self.family.copy_lines.items()
-            if path in shapes and line.key in tensors and line.key not in taken
+            if path in shapes and line.key in tensors and line.key not in used_keys
         }
 
 
@@ -152,16 +152,16 @@ class Fit:
 
     def part(self, path: str, index: Index, dtype: Any) -> NDArray[Any]:
         """A slice of a parameter. Raises `FolderError` if a copy of it differs."""
-        part = self._read(self.folder.family.lines[path], path, index, dtype)
+        values = self._read(self.folder.family.lines[path], path, index, dtype)
         copy = self.copies.get(path)
         if copy is not None and not np.array_equal(
-            part, self._read(copy, path, index, dtype), equal_nan=True
+            values, self._read(copy, path, index, dtype), equal_nan=True
         ):
             raise FolderError(
                 f"{copy.key} of {self.folder.path} is not {self.folder.family.lines[path].key}, "
                 f"though {CONFIG_JSON} ties them; set tie_word_embeddings: false there"
             )
-        return part
+        return values
 
     def whole(self, path: str, dtype: Any) -> NDArray[Any]:
         """All of a parameter. Raises `FolderError` if a copy of it differs."""
@@ -169,7 +169,9 @@ class Fit:
 
     def _read(self, line: Line, path: str, index: Index, dtype: Any) -> NDArray[Any]:
         shape, tensors = self.shapes[path], self.folder.tensors
-        sizes = [len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)]
+        sizes = [
+            len(range(*extent.indices(size))) for extent, size in zip(index, shape, strict=True)
+        ]
         values = np.empty(sizes, dtype)
         for key, place, of_tensor in line.pieces(shape, index):
             piece = values[place]
@@ -205,15 +207,15 @@ def write_folder(
 
 def _copy_others(source: ModelFolder, folder: Path) -> tuple[str, ...]:
     """Copy the files that hold no weights; returns the names of those that hold some in another form."""
-    own = {file.path.name for file in source.files}
-    others = [path for path in sorted(source.path.iterdir()) if path.name not in own]
-    unread = INDEX if SINGLE in own else None  # it names files that are left out
+    tensor_files = {file.path.name for file in source.files}
+    paths = [path for path in sorted(source.path.iterdir()) if path.name not in tensor_files]
+    unread = INDEX if SINGLE in tensor_files else None  # it names files that are left out
     weights = [
         path
-        for path in others
+        for path in paths
         if path.suffix in WEIGHTS or path.name == unread or not path.is_file()
     ]
-    for path in others:
+    for path in paths:
         if path not in weights:
             shutil.copyfile(path, folder / path.name)
     return tuple(path.name for path in weights)
@@ -272,7 +274,7 @@ def _indexed_files(index: Path) -> Iterator[WeightFile]:
         if Path(name).name != name or not path.is_file():
             raise FolderError(f"{index} names {name}, which is not there; copy the folder again")
         file = WeightFile.open(path)
-        keys = {key for key, place in named.items() if place == name}
+        keys = {key for key, file_name in named.items() if file_name == name}
         if unequal := sorted(keys ^ file.tensors.keys()):
             raise FolderError(
                 f"{index} and {path} differ in {', '.join(unequal[:LISTED])}; copy the folder again"

@@ -47,8 +47,8 @@ def videos(
 
 def check_width(audio: FolderConfig, width: int) -> None:
     """Raise `FolderError` where a projector's tokens are not as wide as the decoder."""
-    if (made := audio.count("output_dim", AUDIO_WIDTH)) != width:
-        audio.refuse(f"has output_dim {made}", f"the decoder is {width} wide")
+    if (output_width := audio.count("output_dim", AUDIO_WIDTH)) != width:
+        audio.refuse(f"has output_dim {output_width}", f"the decoder is {width} wide")
 
 
 def thinkers(kind: str, parts: Iterable[Family], carried: Iterable[str]) -> tuple[Family, ...]:

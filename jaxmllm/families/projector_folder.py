@@ -59,18 +59,18 @@ def write_projector(
     tensors: dict[str, NDArray[Any]] = {}
     for path, values in parameters.items():
         tensors |= Line.of(LINES[path]).tensors(values)
-    first, last = (
+    first_shape, last_shape = (
         parameters[name].shape
         for name in (("linear", "linear") if "linear" in parameters else ("mlp.up", "mlp.down"))
     )
     config: dict[str, Any] = {
         "model_type": "jaxmllm_projector",
         "group": group,
-        "input_size": first[0],
-        "output_size": last[1],
+        "input_size": first_shape[0],
+        "output_size": last_shape[1],
     }
     if "linear" not in parameters:
-        config |= {"hidden_size": first[1], "hidden_act": ACTIVATIONS[shapes.gelu]}
+        config |= {"hidden_size": first_shape[1], "hidden_act": ACTIVATIONS[shapes.gelu]}
     if shapes.grouping != "concatenated":
         config["grouping"] = shapes.grouping
     if shapes.norm is not None:

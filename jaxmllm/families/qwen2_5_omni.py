@@ -84,15 +84,18 @@ def _merger(config: FolderConfig) -> dict[str, Any]:
 
 def _audio(config: FolderConfig) -> dict[str, Any]:
     audio = thinker_of(config).part("audio_config").completed(HEARING)
-    half, places = audio.count("n_window", HALF_CHUNK), audio.count("max_source_positions")
-    if half > places:
-        audio.refuse(f"has n_window {half}", f"there are {places} positions (max_source_positions)")
-    if half % POOL:
+    half_chunk, positions = audio.count("n_window", HALF_CHUNK), audio.count("max_source_positions")
+    if half_chunk > positions:
         audio.refuse(
-            f"has n_window {half}", "a token would be of features of two chunks; it must be even"
+            f"has n_window {half_chunk}", f"there are {positions} positions (max_source_positions)"
+        )
+    if half_chunk % POOL:
+        audio.refuse(
+            f"has n_window {half_chunk}",
+            "a token would be of features of two chunks; it must be even",
         )
     return encoder(audio) | {
-        "chunk_frames": half * STRIDES[1],
+        "chunk_frames": half_chunk * STRIDES[1],
         "positions": "sinusoidal",
         "silence": "masked",
         "attention": "chunk",

@@ -151,9 +151,9 @@ def merger(vision: FolderConfig, wide: int) -> dict[str, Any]:
       wide: the width of the decoder.
     """
     merge, width = vision.count("spatial_merge_size", 2), vision.count("hidden_size", 3584)
-    made = vision.count("out_hidden_size", 3584)
-    if made != wide:
-        vision.refuse(f"has out_hidden_size {made}", f"the decoder is {wide} wide")
+    output_width = vision.count("out_hidden_size", 3584)
+    if output_width != wide:
+        vision.refuse(f"has out_hidden_size {output_width}", f"the decoder is {wide} wide")
     return {"merge": merge, "projector": {"mlp_width": merge**2 * width, "gelu": "exact"}}
 
 

@@ -25,9 +25,9 @@ def experts_of(config: FolderConfig, renormalise: bool = False) -> dict[str, Any
     config.expect("decoder_sparse_step", 1)
     config.expect("mlp_only_layers", [])
     # Older files say num_experts
-    count = config.count("num_local_experts", config.count("num_experts", 128))
+    expert_count = config.count("num_local_experts", config.count("num_experts", 128))
     experts = {
-        "count": count,
+        "count": expert_count,
         "per_token": config.count("num_experts_per_tok", 8),
         "renormalise": config.flag("norm_topk_prob", renormalise),
     }

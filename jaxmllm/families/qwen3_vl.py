@@ -115,10 +115,12 @@ def vision_tower(config: FolderConfig) -> dict[str, Any]:
     vision = config.part("vision_config").completed(SEEING)
     vision.expect("hidden_act", "gelu_pytorch_tanh")
     vision.expect("in_channels", 3)
-    places = vision.count("num_position_embeddings", 2304)
-    side = round(places**0.5)
-    if side**2 != places:
-        vision.refuse(f"has num_position_embeddings {places}", "it must be the square of a number")
+    positions = vision.count("num_position_embeddings", 2304)
+    side = round(positions**0.5)
+    if side**2 != positions:
+        vision.refuse(
+            f"has num_position_embeddings {positions}", "it must be the square of a number"
+        )
     return {
         "width": vision.count("hidden_size"),
         "layers": vision.count("depth", 27),

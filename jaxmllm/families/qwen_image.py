@@ -85,8 +85,8 @@ def _transformer(config: FolderConfig) -> dict[str, Any]:
     for key in OTHER_MODELS:
         config.expect(key, False)
     side, packed = config.count("patch_size", 2), config.count("in_channels", 64)
-    channels, rest = divmod(packed, side**2)
-    if rest:
+    channels, remainder = divmod(packed, side**2)
+    if remainder:
         config.refuse(
             f"has in_channels {packed}",
             f"patches of {side} x {side} numbers have a multiple of {side**2}",

@@ -90,10 +90,10 @@ def _with_folders(tree: dict[str, Any]) -> dict[str, Any]:
         return tree
     config = FolderConfig.read(Path(source))
     shapes = family_of(config).section(config)
-    own = model.get("language") or {}
-    if not isinstance(own, dict):
+    settings = model.get("language") or {}
+    if not isinstance(settings, dict):
         return tree
-    _check_equal("language", LanguageConfig, OPEN - shapes.keys(), own, shapes, config)
+    _check_equal("language", LanguageConfig, OPEN - shapes.keys(), settings, shapes, config)
     for component in TOWERS:
         if component in components_of(config):
             tree = _with_own_tower(tree, component, config)
@@ -101,7 +101,7 @@ def _with_folders(tree: dict[str, Any]) -> dict[str, Any]:
         data = tree["data"]
         named = {key: value for key, value in data.items() if value is not None}
         tree = tree | {"data": data | _text_of(Path(source)) | named}
-    return tree | {"model": tree["model"] | {"language": shapes | own}}
+    return tree | {"model": tree["model"] | {"language": shapes | settings}}
 
 
 def _text_of(folder: Path) -> dict[str, str]:
@@ -146,9 +146,9 @@ def _with_named_generator(tree: dict[str, Any]) -> dict[str, Any]:
     if config is None:
         return tree
     model, shapes = tree["model"], family_of(config, GENERATOR).section(config)
-    own = model[GENERATOR]
-    _check_equal(GENERATOR, DiffusionConfig, GENERATOR_OPEN, own, shapes, config)
-    return tree | {"model": model | {GENERATOR: shapes | own}}
+    settings = model[GENERATOR]
+    _check_equal(GENERATOR, DiffusionConfig, GENERATOR_OPEN, settings, shapes, config)
+    return tree | {"model": model | {GENERATOR: shapes | settings}}
 
 
 def _check_states(tree: dict[str, Any]) -> None:
@@ -170,8 +170,8 @@ def _check_states(tree: dict[str, Any]) -> None:
 
 def _named_folder(tree: dict[str, Any], component: str) -> FolderConfig | None:
     """What the folder says that `model.vision.from` or the like names, if it does."""
-    own = tree["model"].get(component)
-    source = own.get("from") if isinstance(own, dict) else None
+    settings = tree["model"].get(component)
+    source = settings.get("from") if isinstance(settings, dict) else None
     if not isinstance(source, str):
         return None
     if not is_model_folder(source):
@@ -186,13 +186,13 @@ def _with_own_tower(tree: dict[str, Any], component: str, config: FolderConfig) 
     """The tree with the tower and the projector of a folder that has the decoder, too, unless the config names
     another tower, or null."""
     model = tree["model"]
-    own = model.get(component, {})
-    if not isinstance(own, dict) or own.get("from") is not None:
+    settings = model.get(component, {})
+    if not isinstance(settings, dict) or settings.get("from") is not None:
         return tree
     shapes = [
-        family_of(config, part).section(config) for part in (component, f"{PROJECTOR}{component}")
+        family_of(config, name).section(config) for name in (component, f"{PROJECTOR}{component}")
     ]
-    tree = tree | {"model": model | {component: own}}
+    tree = tree | {"model": model | {component: settings}}
     return _with_tower(tree, component, config, shapes[0] | shapes[1])
 
 
@@ -202,19 +202,19 @@ def _with_tower(
     """The tree with a tower of these shapes, and the section of `data` that reads its media."""
     section, media, part = TOWERS[component]
     model, data = tree["model"], tree.get("data") or {}
-    own = model[component]
+    settings = model[component]
     read = data.get(media) or {} if isinstance(data, dict) else None
     family = family_of(config, component)
     if family.processor is not None and isinstance(read, dict):
         processor = family.processor(_processor_file(config.path.parent, part), shapes)
         shapes = shapes | dict(processor.model)
         data = data | {media: dict(processor.data) | read}
-        if family.videos is not None and own.get("videos") is True:
+        if family.videos is not None and settings.get("videos") is True:
             data = data | {"videos": _videos_of(family.videos, config, shapes, data.get("videos"))}
         tree = tree | {"data": data}
     free = TOWER_OPEN | (PROJECTOR_OPEN - shapes.keys())
-    _check_equal(component, section, free, own, shapes, config)
-    return tree | {"model": model | {component: shapes | own}}
+    _check_equal(component, section, free, settings, shapes, config)
+    return tree | {"model": model | {component: shapes | settings}}
 
 
 def _videos_of(
@@ -241,9 +241,9 @@ def _videos_of(
 
 
 def _has_processor(folder: Path, part: str, own: str) -> bool:
-    whole = folder / PROCESSOR
+    joint_file = folder / PROCESSOR
     return (folder / own).is_file() or (
-        whole.is_file() and part in FolderConfig.read(folder, PROCESSOR).values
+        joint_file.is_file() and part in FolderConfig.read(folder, PROCESSOR).values
     )
 
 
@@ -267,10 +267,10 @@ def _check_equal(
     """Raise `ConfigError` where a config says otherwise than the folder."""
     usual = {field.alias or name: field.default for name, field in section.model_fields.items()}
     for key in own.keys() & usual.keys() - free:
-        said, given, default = shapes.get(key, usual[key]), own[key], usual[key]
-        if isinstance(default, Section) and isinstance(said, dict) and isinstance(given, dict):
-            said, given = (default.model_dump(mode="json") | part for part in (said, given))
-        if given != (list(said) if isinstance(said, tuple) else said):
+        said, value, default = shapes.get(key, usual[key]), own[key], usual[key]
+        if isinstance(default, Section) and isinstance(said, dict) and isinstance(value, dict):
+            said, value = (default.model_dump(mode="json") | fields for fields in (said, value))
+        if value != (list(said) if isinstance(said, tuple) else said):
             raise ConfigError(
                 f"model.{component}.{key} is {own[key]!r}, but {config.path} says {said!r}; leave it out"
             )

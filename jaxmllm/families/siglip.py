@@ -118,14 +118,14 @@ def _processor(file: FolderConfig, resize: str, pixels: int, kernel: int) -> Pro
     for step in ("do_resize", "do_rescale", "do_normalize"):
         file.expect(step, True)
     file.expect("rescale_factor", 1 / 255)
-    number = file.get("resample", kernel)
-    if number not in KERNELS:
-        file.refuse(f"has resample {number!r}", f"there are {KERNELS}")
+    resample = file.get("resample", kernel)
+    if resample not in KERNELS:
+        file.refuse(f"has resample {resample!r}", f"there are {KERNELS}")
     images = {
         "min_pixels": pixels,
         "max_pixels": pixels,
         "resize": resize,
-        "kernel": KERNELS[number],
+        "kernel": KERNELS[resample],
     }
     tower = {
         "pixel_mean": file.get("image_mean", [0.5] * 3),

@@ -124,19 +124,19 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
 def _stored(path: Path, key: str, entry: Any, begin: int, size: int) -> StoredTensor:
     try:
         dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
-        first, last = map(int, entry["data_offsets"])
+        start, end = map(int, entry["data_offsets"])
     except (TypeError, KeyError, ValueError) as error:
         raise FolderError(_broken(path, f"{key} has no dtype, shape and data_offsets")) from error
-    if begin + last > size:
+    if begin + end > size:
         raise FolderError(
-            f"{path} is truncated: {key} ends at byte {begin + last}, the file has {size}; copy it again"
+            f"{path} is truncated: {key} ends at byte {begin + end}, the file has {size}; copy it again"
         )
-    bad = first < 0 or min(shape, default=0) < 0
+    bad = start < 0 or min(shape, default=0) < 0
     if dtype in DTYPES:
-        bad = bad or last - first != math.prod(shape) * DTYPES[dtype].itemsize
+        bad = bad or end - start != math.prod(shape) * DTYPES[dtype].itemsize
     if bad:
-        raise FolderError(_broken(path, f"{key} of {dtype}{list(shape)} at {first} to {last}"))
-    return StoredTensor(path, dtype, shape, begin + first, last - first)
+        raise FolderError(_broken(path, f"{key} of {dtype}{list(shape)} at {start} to {end}"))
+    return StoredTensor(path, dtype, shape, begin + start, end - start)
 
 
 def _broken(path: Path, what: str) -> str:

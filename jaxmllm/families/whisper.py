@@ -42,8 +42,8 @@ def encoder(config: FolderConfig) -> dict[str, Any]:
     """The keys of `model.audio` of an encoder like this one."""
     config.expect("activation_function", "gelu")
     config.expect("scale_embedding", False)  # of which the encoder makes no use
-    for part in ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop"):
-        config.expect(part, 0.0)
+    for key in ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop"):
+        config.expect(key, 0.0)
     return {
         "width": config.count("d_model", 384),
         "layers": config.count("encoder_layers", 4),
