@@ -92,7 +92,7 @@ class _Blocks:
 
     def _png(self) -> tuple[tuple[Fraction, ...], int]:
         stated = 0
-        first = 0
+        first_frame = 0
         self.file.seek(len(_PNG))
         while True:
             head = self._read(8)
@@ -101,18 +101,20 @@ class _Blocks:
                 stated = int.from_bytes(self._read(size)[:4], "big")
             elif kind == b"fcTL" and stated:
                 data = self._read(size)
-                delay, parts = (int.from_bytes(data[at : at + 2], "big") for at in (20, 22))
-                self._add(Fraction(delay, parts or 100))
+                delay, denominator = (
+                    int.from_bytes(data[offset : offset + 2], "big") for offset in (20, 22)
+                )
+                self._add(Fraction(delay, denominator or 100))
             else:
                 if kind == b"IDAT" and stated and not self.seconds:
-                    first = 1
+                    first_frame = 1
                 self._skip(size)
             self._skip(4)  # the checksum
             if kind == b"IEND":
                 break
         if stated != len(self.seconds):
             self._broken(f"it tells of {stated} frames and has {len(self.seconds)}")
-        return self._timed().seconds, first
+        return self._timed().seconds, first_frame
 
     def _webp(self, end: int) -> None:
         while self.file.tell() < end:

@@ -88,16 +88,16 @@ class _Folder:
         self.seconds = (1 / Fraction(fps),) * len(files)
 
     def size(self, reader: Images) -> tuple[int, int]:
-        first = self.files[0]
-        with first.open() as file, closing(opened(file, first)) as image:
-            return reader.size(image, first)
+        first_file = self.files[0]
+        with first_file.open() as file, closing(opened(file, first_file)) as image:
+            return reader.size(image, first_file)
 
     def decoded(
         self, reader: Images, numbers: Sequence[int], shape: Shape
     ) -> Iterator[NDArray[np.uint8]]:
         grid = (1, *shape[1:])
-        for number in numbers:
-            file = self.files[number]
+        for frame in numbers:
+            file = self.files[frame]
             if reader.measure(file) != grid:
                 raise MediaError(
                     "unlike_frames",
@@ -126,9 +126,9 @@ class _AnimationFrames:
         self, reader: Images, numbers: Sequence[int], shape: Shape
     ) -> Iterator[NDArray[np.uint8]]:
         grid = (1, *shape[1:])
-        for number in numbers:
-            place = self.animation.first + number
-            yield reader.decoded(self.image, grid, self.media, "undecodable_video", place)
+        for frame in numbers:
+            image_frame = self.animation.first + frame
+            yield reader.decoded(self.image, grid, self.media, "undecodable_video", image_frame)
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,11 @@ class ClassedTiles(Images):
     @cached_property
     def canvases(self) -> list[tuple[int, int]]:
         """(rows, columns) of tiles that there are, those of fewer tiles first."""
-        least, most = self.tiles
-        sides = range(1, most + 1)
+        min_tiles, max_tiles = self.tiles
+        sides = range(1, max_tiles + 1)
         grids = [(rows, columns) for columns in sides for rows in sides]
         return sorted(
-            (grid for grid in grids if least <= grid[0] * grid[1] <= most),
+            (grid for grid in grids if min_tiles <= grid[0] * grid[1] <= max_tiles),
             key=lambda grid: grid[0] * grid[1],
         )
 
@@ -54,8 +54,8 @@ class ClassedTiles(Images):
 
     def shape_of(self, height: int, width: int) -> Shape:
         rows, columns = self.canvas(height, width)
-        count = rows * columns
-        return count + (count > 1), *self.grid(height, width)
+        tile_count = rows * columns
+        return tile_count + (tile_count > 1), *self.grid(height, width)
 
     def length(self, shape: Shape) -> int:
         return super().length(shape) + round_up(shape[0], self.merge**2)
@@ -65,36 +65,36 @@ class ClassedTiles(Images):
 
     def patches(self, pixels: NDArray[np.uint8], shape: Shape) -> NDArray[np.uint8]:
         """Tiles one below the other [tiles * grid_h * patch_size, grid_w * patch_size, 3] -> [length, features]."""
-        count, height, width = shape
-        patches = super().patches(pixels, (1, count * height, width))
+        tile_count, height, width = shape
+        patches = super().patches(pixels, (1, tile_count * height, width))
         return np.pad(patches, ((0, self.length(shape) - len(patches)), (0, 0)))
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
         """(0, row, column) of each patch in its tile, and (0, grid_h, 0) of class tokens: [length, 3]."""
-        count, height, _ = shape
+        tile_count, height, _ = shape
         of_tile = super().positions((1, *shape[1:]))
         positions = np.zeros((self.length(shape), 3), np.int32)
-        ends = count * len(of_tile)
-        positions[:ends] = np.tile(of_tile, (count, 1))
-        positions[ends : ends + count, 1] = height
+        ends = tile_count * len(of_tile)
+        positions[:ends] = np.tile(of_tile, (tile_count, 1))
+        positions[ends : ends + tile_count, 1] = height
         return positions
 
     def real_slots(self, shape: Shape) -> NDArray[np.bool_]:
         return np.arange(self.length(shape)) < self.real(shape)
 
     def apart(self, shape: Shape) -> NDArray[np.int32] | None:
-        count, height, width = shape
-        tiles = np.arange(count, dtype=np.int32)
-        parts = np.zeros(self.length(shape), np.int32)
-        parts[: self.real(shape)] = np.append(np.repeat(tiles, height * width), tiles)
-        return parts
+        tile_count, height, width = shape
+        tiles = np.arange(tile_count, dtype=np.int32)
+        numbers = np.zeros(self.length(shape), np.int32)
+        numbers[: self.real(shape)] = np.append(np.repeat(tiles, height * width), tiles)
+        return numbers
 
     def _drawn(self, image: Image.Image, shape: Shape) -> NDArray[np.uint8]:
         rows, columns = self.canvas(*upright_size(image))
         side, kernel = self.side, KERNELS[self.kernel]
-        whole = resized(image, rows * side, columns * side, kernel, reduced=False)
+        canvas = resized(image, rows * side, columns * side, kernel, reduced=False)
         tiles = (
-            whole.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
+            canvas.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
         )
         if len(tiles) > 1:
             tiles = np.concatenate([tiles, resized(image, side, side, kernel, reduced=False)[None]])

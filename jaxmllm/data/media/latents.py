@@ -91,10 +91,10 @@ class GeneratedLatents(Generated):
                 )
             values = stored.array(file, media)
         frames = values.reshape(len(values), -1, *values.shape[-2:])
-        kept = np.moveaxis(frames[:, : shape[0] * self.patch_frames], 0, -1).astype(np.float32)
+        latents = np.moveaxis(frames[:, : shape[0] * self.patch_frames], 0, -1).astype(np.float32)
         mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
         with np.errstate(over="ignore", invalid="ignore"):  # whoever fills rows looks at the result
-            return patches_of((kept - mean) / std, self.patch_frames, self.patch_size)
+            return patches_of((latents - mean) / std, self.patch_frames, self.patch_size)
 
     def _shape(self, stored: _Stored, media: MediaReference) -> Shape:
         sizes = stored.shape
@@ -116,13 +116,13 @@ class GeneratedLatents(Generated):
             ("rows", sizes[-2], "patch_size"),
             ("columns", sizes[-1], "patch_size"),
         ):
-            count, rest = divmod(size, getattr(self, key))
-            if rest:
+            patch_count, remainder = divmod(size, getattr(self, key))
+            if remainder:
                 raise MediaError(
                     "divided_patches",
                     f"{media} has {size} {what}, no multiple of model.diffusion.{key} = {getattr(self, key)}",
                 )
-            patches.append(count)
+            patches.append(patch_count)
         time, height, width = patches
         return time, height, width
 

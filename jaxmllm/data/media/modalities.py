@@ -18,13 +18,13 @@ from jaxmllm.row_format import RowFormat
 
 def modalities(model: ModelConfig, data: DataConfig) -> dict[str, Modality]:
     """The modalities of the model's encoders and generators by phase, in model order."""
-    made: dict[str, Modality] = {}
+    by_phase: dict[str, Modality] = {}
     for phase in model.encoders:
         if phase == "vision" and model.vision is not None:
             in_line = model.language.media_positions == "line"
-            made[phase] = _seen(model.vision, data, in_line)
+            by_phase[phase] = _seen(model.vision, data, in_line)
         if phase == "audio" and model.audio is not None:
-            made[phase] = Sounds(
+            by_phase[phase] = Sounds(
                 sample_rate=data.audio.sample_rate,
                 window_length=data.audio.window_length,
                 hop_length=data.audio.hop_length,
@@ -39,8 +39,8 @@ def modalities(model: ModelConfig, data: DataConfig) -> dict[str, Modality]:
                 pool=model.audio.pool,
             )
     if model.diffusion is not None:
-        made["diffusion"] = _generated(model.diffusion, data)
-    return made
+        by_phase["diffusion"] = _generated(model.diffusion, data)
+    return by_phase
 
 
 def _seen(model: VisionConfig, data: DataConfig, in_line: bool) -> Images:

@@ -30,9 +30,9 @@ class ClipShape(tuple[int, int, int]):
     rate: float
 
     def __new__(cls, shape: Shape, frames: int, rate: float) -> Self:
-        made = super().__new__(cls, shape)
-        made.frames, made.rate = frames, rate
-        return made
+        clip_shape = super().__new__(cls, shape)
+        clip_shape.frames, clip_shape.rate = frames, rate
+        return clip_shape
 
     def __getnewargs__(self) -> tuple[tuple[int, ...], int, float]:
         return (*self,), self.frames, self.rate

@@ -74,13 +74,13 @@ def open_stream(file: Stream, media: MediaReference) -> MpegStream:
     stored size shows it, truncated_audio and joined_audio."""
     start = after_id3(file)
     head = read(file, start, _HEAD)
-    first = _frame(head)
-    if first is None:
+    first_frame = _frame(head)
+    if first_frame is None:
         raise MediaError(
             "broken_audio_header",
             f"{media} holds no MP3 (MPEG Layer III) frame where its stream begins",
         )
-    has_info, stored, stored_bytes = _info(head, first)
+    has_info, stored, stored_bytes = _info(head, first_frame)
     size = size_of(file)
     if stored_bytes is not None and stored_bytes > size:
         raise MediaError(
@@ -92,7 +92,7 @@ def open_stream(file: Stream, media: MediaReference) -> MpegStream:
         if (frame := _frame(second)) is not None and _info(second, frame)[0]:
             raise _joined(media, f"a second stream begins at byte {start + stored_bytes}")
     understood = stored is not None and head[36:40] != b"VBRI"
-    return MpegStream(start, first, has_info, stored, stored_bytes, understood)
+    return MpegStream(start, first_frame, has_info, stored, stored_bytes, understood)
 
 
 def scan(file: Stream, stream: MpegStream, media: MediaReference, max_frames: int) -> Scan:
@@ -174,8 +174,8 @@ def read(file: Stream, position: int, size: int) -> bytes:
 
 def only_zeros(file: Stream, position: int) -> bool:
     """Whether nothing but zeros follows up to the end of the file, and not many of them."""
-    rest = read(file, position, _PADDING)
-    return len(rest) < _PADDING and not rest.strip(b"\0")
+    tail = read(file, position, _PADDING)
+    return len(tail) < _PADDING and not tail.strip(b"\0")
 
 
 def is_frame(head: bytes) -> bool:

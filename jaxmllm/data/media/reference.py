@@ -175,9 +175,9 @@ class _RangeStream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        count = max(0, min(len(buffer), self._size - self._position))
+        size = max(0, min(len(buffer), self._size - self._position))
         # By absolute position: whoever else reads through the descriptor does not move this stream.
-        data = os.pread(self._file.fileno(), count, self._start + self._position)
+        data = os.pread(self._file.fileno(), size, self._start + self._position)
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)

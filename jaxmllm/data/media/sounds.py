@@ -113,16 +113,16 @@ class Sounds:
         return round_up(self.chunk_frames, self.stem_stride)
 
     def length(self, shape: Shape) -> int:
-        whole = ceil_divide(shape[0], self.chunk_frames) * self.chunk_slots
+        slots = ceil_divide(shape[0], self.chunk_frames) * self.chunk_slots
         if self.silence == "heard":
-            return whole
+            return slots
         heard = self._slots(shape) + (REACH if self.silence == "stem" else 0)
-        return min(whole, round_up(heard, self.format.alignment))
+        return min(slots, round_up(heard, self.format.alignment))
 
     def _slots(self, shape: Shape) -> int:
         """Slots from its first frame to the last one."""
-        chunks, place = divmod(shape[0] - 1, self.chunk_frames)
-        return chunks * self.chunk_slots + place + 1
+        chunks, offset = divmod(shape[0] - 1, self.chunk_frames)
+        return chunks * self.chunk_slots + offset + 1
 
     def real(self, shape: Shape) -> int:
         return self.length(shape) if self.silence == "heard" else self._slots(shape)
@@ -139,8 +139,8 @@ class Sounds:
         """
         slots = np.zeros((self.length(shape), self.mel_bins), np.float32)
         numbers = np.arange(self.heard(shape))
-        chunks, places = np.divmod(numbers, self.chunk_frames)
-        slots[chunks * self.chunk_slots + places] = frames[: len(numbers)]
+        chunks, offsets = np.divmod(numbers, self.chunk_frames)
+        slots[chunks * self.chunk_slots + offsets] = frames[: len(numbers)]
         return slots
 
     def tokens(self, shape: Shape) -> int:

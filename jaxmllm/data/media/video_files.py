@@ -198,14 +198,14 @@ class VideoFile:
 def _upright(frame: Any) -> Image.Image:
     """The picture of a frame, turned and mirrored as its display matrix says."""
     image = frame.to_image()
-    turn = frame.rotation  # counter-clockwise, as Pillow counts it
+    angle = frame.rotation  # counter-clockwise, as Pillow counts it
     if matrix := frame.side_data.get("DISPLAYMATRIX"):
         a, b, _, c, d, *_ = np.frombuffer(matrix, np.int32).tolist()
         if a * d < b * c:
             # It mirrors, and the angle is that of its first row, which points the other way then
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            turn += 180
-    return image.rotate(turn, expand=True)
+            angle += 180
+    return image.rotate(angle, expand=True)
 
 
 def lacks_writer() -> str:

@@ -129,7 +129,7 @@ class Filling(ABC):
         """
         loaded = self._features([spans[item] for item in items])
         broken: MediaError | None = None
-        for place, item in enumerate(items):
+        for index, item in enumerate(items):
             if cancelled():
                 raise CancelledError
             span = spans[item]
@@ -138,7 +138,7 @@ class Filling(ABC):
             slots = self.local.slots(item, int(self.items.length[item]))
             feature_slots = self.lay(row, row_index, item, span, slots)
             if broken and _is_folder(span.reference):  # whose other files may be sound
-                loaded = self._features([spans[item] for item in items[place:]])
+                loaded = self._features([spans[item] for item in items[index:]])
                 broken = None
             if broken is None:
                 try:

@@ -79,8 +79,8 @@ def generator_rows(
     for item in local.items.tolist():
         index = int(items.example[item])
         patches = generated.patch_count(int(items.real[item]), int(items.tokens[item]))
-        number = batch.number_in_example(phase, item)
-        drawn[item] = draws.of(index, number, patches // generated.copies)
+        item_number = batch.number_in_example(phase, item)
+        drawn[item] = draws.of(index, item_number, patches // generated.copies)
         row = rows[plan.microbatch[item]]
         row_segment = local.row(item), int(plan.segment[item]) - 1
         row["noise"][row_segment] = drawn[item].noise

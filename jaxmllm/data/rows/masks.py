@@ -117,8 +117,8 @@ def block_margins(row: Row, blocks: Ints, size: int, margin: int) -> Row:
         widths = ((margin, margin), *((0, 0),) * (row[name].ndim - 2))
         margins[name] = np.stack(
             [
-                np.pad(of_rank, widths)[taken]
-                for of_rank, taken in zip(row[name], slots, strict=True)
+                np.pad(of_rank, widths)[rank_slots]
+                for of_rank, rank_slots in zip(row[name], slots, strict=True)
             ]
         )
     return margins

@@ -113,10 +113,10 @@ class Requests:
 def _named(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     named: dict[str, Entry] = {}
     for entry in entries:
-        other = named.setdefault(entry.name, entry)
-        if other is not entry:
+        holder = named.setdefault(entry.name, entry)
+        if holder is not entry:
             raise DataError(
-                f"--jsonl: lines {other.line} and {entry.line} have the name {entry.name!r}: give one of them another"
+                f"--jsonl: lines {holder.line} and {entry.line} have the name {entry.name!r}: give one of them another"
             )
     return tuple(named.values())
 
@@ -176,19 +176,19 @@ def _conversation(asked: dict[str, Any], number: int, seed: int) -> bytes:
     digest = hashlib.blake2b(
         json.dumps([seed, said], sort_keys=True).encode("utf-8", "surrogatepass"), digest_size=16
     )
-    *before, last = said["messages"]
+    *before, last_message = said["messages"]
     begun: Any = []
-    if isinstance(last, dict) and last.get("role") == "assistant":
-        begun = last.get("content", "")
+    if isinstance(last_message, dict) and last_message.get("role") == "assistant":
+        begun = last_message.get("content", "")
     else:
-        before.append(last)
+        before.append(last_message)
     if isinstance(begun, str):
         begun = [{"type": "text", "text": begun}]
     if not isinstance(begun, list):
         raise ConversationError("wrong_type", "content must be a string or a list of parts")
-    part = "video" if "frames" in asked else "image"
+    kind = "video" if "frames" in asked else "image"
     height, width = map(int, asked["size"].split("x"))
-    drawn = {"type": part, part: Blank(asked.get("frames", 1), height, width).address}
+    drawn = {"type": kind, kind: Blank(asked.get("frames", 1), height, width).address}
     messages = [*before, {"role": "assistant", "content": [*begun, drawn]}]
     record = said | {"messages": messages, "id": digest.hexdigest(), "source": f"{number:09}"}
     return json.dumps(record).encode()

@@ -86,9 +86,9 @@ class ControlNames:
     def separators(self) -> re.Pattern[str]:
         """Finds names and marks."""
         # `re` looks for first characters by itself only where all alternatives begin with a literal one
-        first = "".join(sorted({name[:1] for name in self.ids}))
+        initials = "".join(sorted({name[:1] for name in self.ids}))
         return re.compile(
-            f"(?=[{re.escape(first)}{PRIVATE[1:-1]}])(?:{self.spelled.pattern}|{PRIVATE})"
+            f"(?=[{re.escape(initials)}{PRIVATE[1:-1]}])(?:{self.spelled.pattern}|{PRIVATE})"
         )
 
     @cached_property

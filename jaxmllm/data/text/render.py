@@ -112,12 +112,14 @@ def _render_turns(
             if isinstance(part, MediaPart):
                 modality = modality_of(part, modalities)
                 frame = layout.media[part.part]
-                made = learned and modality.generated
+                frame_learned = learned and modality.generated
                 for caption, reference, shape in _framed(part, modality, next(remaining)):
                     sequence.add_text(tokenizer.encode(caption))
-                    sequence.add_text((*tokenizer.encode(frame.before), *frame.begin), made)
+                    sequence.add_text(
+                        (*tokenizer.encode(frame.before), *frame.begin), frame_learned
+                    )
                     sequence.add_item(reference, modality, shape, frame.pad)
-                    sequence.add_text((*frame.end, *tokenizer.encode(frame.after)), made)
+                    sequence.add_text((*frame.end, *tokenizer.encode(frame.after)), frame_learned)
             else:
                 sequence.add_text(tokenizer.encode(part.text), learned)
         sequence.add_text((layout.turn_end,), learned)
@@ -168,14 +170,14 @@ def _render_pieces(
         part, shape = media[piece.media], shapes[piece.media]
         modality = modality_of(part, modalities)
         frame = tokenizer.layout.media[part.part]
-        made = modality.generated  # by the assistant, and so is its frame
+        frame_learned = modality.generated  # by the assistant, and so is its frame
         before: list[str | int] = [frame.before, *frame.begin]
         after: list[str | int] = [*frame.end, frame.after]
         for caption, reference, of_item in _framed(part, modality, shape):
             framed += [Piece(caption)] if caption else []
-            framed += [Piece(of, learned=made) for of in before if of != ""]
+            framed += [Piece(content, learned=frame_learned) for content in before if content != ""]
             framed.append(replace(piece, content=frame.pad, media=len(items)))  # for all its tokens
-            framed += [Piece(of, learned=made) for of in after if of != ""]
+            framed += [Piece(content, learned=frame_learned) for content in after if content != ""]
             items.append((reference, modality, of_item))
     encoded = tokenizer.encode_pieces([piece.content for piece in framed])
     if not encoded.ids:
@@ -183,17 +185,17 @@ def _render_pieces(
     # A token is learned if one of its characters is
     learned_before = np.cumsum([0, *(piece.learned for piece in framed)])
     learned = learned_before[encoded.last + 1] > learned_before[encoded.first]
-    numbers = np.array([-1 if piece.media is None else piece.media for piece in framed])
-    number = numbers[encoded.first]
-    changes = (learned[1:] != learned[:-1]) | (number[1:] != number[:-1])
-    cuts = [0, *(1 + np.flatnonzero(changes)).tolist(), len(number)]
+    piece_items = np.array([-1 if piece.media is None else piece.media for piece in framed])
+    token_items = piece_items[encoded.first]
+    changes = (learned[1:] != learned[:-1]) | (token_items[1:] != token_items[:-1])
+    cuts = [0, *(1 + np.flatnonzero(changes)).tolist(), len(token_items)]
     sequence = _Sequence()
     for start, end in itertools.pairwise(cuts):
         ids = encoded.ids[start:end]
-        if number[start] < 0:
+        if token_items[start] < 0:
             sequence.add_text(ids, bool(learned[start]))
         else:
-            sequence.add_item(*items[number[start]], *ids)
+            sequence.add_item(*items[token_items[start]], *ids)
     return sequence.finish()
 
 

@@ -170,8 +170,8 @@ class _Counted(NodeTransformer):
 
     def _with_step(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
         self.generic_visit(node)
-        count = nodes.Call(nodes.EnvironmentAttribute("count_step"), [], [], None, None)
-        node.body.insert(0, nodes.ExprStmt(count, lineno=node.lineno))
+        call = nodes.Call(nodes.EnvironmentAttribute("count_step"), [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(call, lineno=node.lineno))
         return node
 
 

@@ -88,8 +88,8 @@ def _respelled(file: dict[str, Any], control: frozenset[int], nonce: str) -> tok
         prefix = model.get("continuing_subword_prefix") or ""
         pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
         model["merges"] = [
-            [left, second]
-            for left, second in pairs
-            if gone.isdisjoint((left, second, left + second.removeprefix(prefix)))
+            [left, right]
+            for left, right in pairs
+            if gone.isdisjoint((left, right, left + right.removeprefix(prefix)))
         ]
     return literal_tokenizer(json.dumps(file))

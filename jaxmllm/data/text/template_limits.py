@@ -86,9 +86,9 @@ def check_length(length: int) -> None:
 
 def check_product(operator: str, left: Any, right: Any) -> None:
     """Before `left * right` and `left ** right`. Raises `LimitError`."""
-    for one, other in ((left, right), (right, left)):
-        if isinstance(one, str | list | tuple) and isinstance(other, int):
-            check_length(len(one) * other)
+    for sequence, times in ((left, right), (right, left)):
+        if isinstance(sequence, str | list | tuple) and isinstance(times, int):
+            check_length(len(sequence) * times)
     if operator == "**" and isinstance(left, int) and isinstance(right, int):
         _check_bits(left.bit_length() * right)
 

@@ -220,16 +220,16 @@ class FileTokenizer:
         media = {part: self._frame(triples) or without for part, triples in names.media.items()}
         media |= self._further_frames(names)
         frame = media["image"]  # both are framed as vision
-        found = (self._tokenizer.token_to_id(name) for name in VIDEO_PADS)
+        pads = (self._tokenizer.token_to_id(name) for name in VIDEO_PADS)
         return media | {
-            "video": replace(frame, pad=next((i for i in found if i is not None), frame.pad))
+            "video": replace(frame, pad=next((i for i in pads if i is not None), frame.pad))
         }
 
     def _further_frames(self, names: ChatNames) -> dict[str, MediaTokens]:
         """Around media parts that have no other frame."""
         missing = [part for part, triples in names.media.items() if self._frame(triples) is None]
-        found = {part: self._frame(FURTHER[part]) for part in missing if part in FURTHER}
-        return {part: frame for part, frame in found.items() if frame is not None}
+        frames = {part: self._frame(FURTHER[part]) for part in missing if part in FURTHER}
+        return {part: frame for part, frame in frames.items() if frame is not None}
 
     def _frame(self, triples: Sequence[tuple[str, str, str]]) -> MediaTokens | None:
         """The first of these frames whose tokens all exist."""
