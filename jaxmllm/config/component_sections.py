@@ -136,8 +136,8 @@ class ComponentsConfig(Section):
 
     def of(self, name: str) -> ComponentConfig:
         """Settings of a component by its name: "vision", "projector.vision", "adapter.vision", ..."""
-        own = attrgetter(name)(self)
+        settings = attrgetter(name)(self)
         if not name.startswith(ADAPTER):
-            component: ComponentConfig = own
+            component: ComponentConfig = settings
             return component
-        return self.of(name.removeprefix(ADAPTER)).model_copy(update=dict(own))
+        return self.of(name.removeprefix(ADAPTER)).model_copy(update=dict(settings))

@@ -56,8 +56,8 @@ def _paths(section: type[BaseModel], prefix: str = "") -> dict[type[BaseModel], 
         entry = "[]" if get_origin(field.annotation) is tuple else ""
         path = f"{prefix}.{field.alias or name}{entry}".removeprefix(".")
         for child in sections_of(field.annotation):
-            for below, places in _paths(child, path).items():
-                paths.setdefault(below, []).extend(places)
+            for below, child_paths in _paths(child, path).items():
+                paths.setdefault(below, []).extend(child_paths)
     return paths
 
 
@@ -97,16 +97,20 @@ def _comments(section: type[BaseModel]) -> dict[str, str]:
         source = inspect.getsource(base)
         tokens = tokenize.generate_tokens(io.StringIO(source).readline)
         words = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}
-        whole = {number for number, token in words.items() if token.line.lstrip().startswith("#")}
+        comment_lines = {
+            line_number
+            for line_number, token in words.items()
+            if token.line.lstrip().startswith("#")
+        }
         (record,) = ast.parse(source).body
         assert isinstance(record, ast.ClassDef)
         for node in record.body:
             if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
                 continue
-            first = node.lineno
-            while first - 1 in whole:
-                first -= 1
-            lines = range(first, (node.end_lineno or first) + 1)
+            first_line = node.lineno
+            while first_line - 1 in comment_lines:
+                first_line -= 1
+            lines = range(first_line, (node.end_lineno or first_line) + 1)
             if said := [words[line].string.lstrip("# ") for line in lines if line in words]:
                 comments[node.target.id] = " ".join(said)
     return comments
@@ -114,8 +118,8 @@ def _comments(section: type[BaseModel]) -> dict[str, str]:
 
 def _type(annotation: Any, constraints: Iterable[Any] = (), many: bool = False) -> str:
     """A type in words; of `many` values in the plural."""
-    *first, last = _choices(annotation, constraints, many)
-    return f"{', '.join(first)} or {last}" if first else last
+    *choices, last_choice = _choices(annotation, constraints, many)
+    return f"{', '.join(choices)} or {last_choice}" if choices else last_choice
 
 
 def _choices(annotation: Any, constraints: Iterable[Any], many: bool) -> list[str]:
@@ -143,9 +147,11 @@ def _one(annotation: Any, constraints: Iterable[Any], many: bool) -> str:
     if origin is list or (origin is tuple and arguments[-1] is ...):
         return f"list{'s' * many} of {_type(arguments[0], many=True)}"
     if origin is tuple:
-        each = [_type(argument, many=len(set(arguments)) == 1) for argument in arguments]
+        entries = [_type(argument, many=len(set(arguments)) == 1) for argument in arguments]
         return (
-            f"list of {len(each)} {each[0]}" if len(set(each)) == 1 else f"list: {'; '.join(each)}"
+            f"list of {len(entries)} {entries[0]}"
+            if len(set(entries)) == 1
+            else f"list: {'; '.join(entries)}"
         )
     if annotation not in WORDS:
         return "section" + "s" * many

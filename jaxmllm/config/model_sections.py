@@ -135,8 +135,12 @@ class LanguageConfig(LayerWindows):
             return
         if self.rope_sections is None:
             raise ValueError("rope_interleaved: it orders rope_sections; set them, or leave it out")
-        last = (axis + 3 * (count - 1) for axis, count in enumerate(self.rope_sections) if axis)
-        if max(last) >= pairs:
+        last_pairs = (
+            axis + 3 * (pair_count - 1)
+            for axis, pair_count in enumerate(self.rope_sections)
+            if axis
+        )
+        if max(last_pairs) >= pairs:
             raise ValueError(
                 f"rope_sections {self.rope_sections}: with rope_interleaved every third of {pairs} pairs is of "
                 "height, and of width; they must not have more than there are"

@@ -93,7 +93,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigError(f"{where} is not of the form dotted.key=value")
-    *parents, last = key.strip().split(".")
+    *parents, leaf = key.strip().split(".")
     node = tree
     for depth, name in enumerate(parents):
         child = {} if node.get(name) is None else node[name]
@@ -106,7 +106,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         node[name] = dict(child)
         node = node[name]
     try:
-        node[last] = strict_yaml.read_text(text)
+        node[leaf] = strict_yaml.read_text(text)
     except strict_yaml.YamlError as error:
         raise ConfigError(f"{where}: the value {error}") from error
 

@@ -26,7 +26,7 @@ def renamed_keys(tree: dict[str, Any]) -> list[str]:
 
 
 def _holds(tree: Any, key: str) -> bool:
-    name, _, rest = key.partition(".")
+    name, _, subkey = key.partition(".")
     if not isinstance(tree, dict) or name not in tree:
         return False
-    return not rest or _holds(tree[name], rest)
+    return not subkey or _holds(tree[name], subkey)

@@ -211,8 +211,8 @@ class Config(Section):
 
     def _check_adapters(self) -> None:
         for name in type(self.components.adapter).model_fields:
-            there = name in self.model.adapters.by_component
-            if not there and getattr(self.components.adapter, name) != TrainingConfig():
+            has_adapter = name in self.model.adapters.by_component
+            if not has_adapter and getattr(self.components.adapter, name) != TrainingConfig():
                 raise ValueError(
                     f"components.adapter.{name}: there is no model.adapters.{name}; leave it out, or add that section"
                 )
@@ -253,9 +253,9 @@ class Config(Section):
                 "latents are drawn; leave it out, and see data.latents"
             )
         for key in ("mean", "std"):
-            if (count := len(getattr(latents, key))) not in (1, model.channels):
+            if (value_count := len(getattr(latents, key))) not in (1, model.channels):
                 raise ValueError(
-                    f"data.latents.{key}: {count} numbers, but one for all channels or one for each of "
+                    f"data.latents.{key}: {value_count} numbers, but one for all channels or one for each of "
                     f"model.diffusion.channels ({model.channels})"
                 )
         if latents.shorten and latents.max_frames % model.patch_frames:

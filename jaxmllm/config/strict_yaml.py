@@ -118,7 +118,7 @@ def _children(node: yaml.Node) -> list[yaml.Node]:
             if isinstance(key, yaml.ScalarNode) and key.value in names:
                 raise _error(key, f"the key {key.value!r} stands here twice")
             names.add(str(key.value))
-        return [part for pair in node.value for part in pair]
+        return [child for pair in node.value for child in pair]
     if any("\ud800" <= character <= "\udfff" for character in node.value):
         raise _error(node, "half of a surrogate pair is no text")
     if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_NUMBER:

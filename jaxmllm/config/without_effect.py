@@ -36,10 +36,10 @@ def keys_without_effect(config: Config) -> dict[str, list[str]]:
 
 def _unread(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """A reason, a section, and those of its keys that are not read."""
-    for part, paths in SECTIONS.items():
-        if part not in config.model.phases:
+    for component, paths in SECTIONS.items():
+        if component not in config.model.phases:
             for path in paths:
-                yield f"there is no model.{part}", path, _all_keys(config, path)
+                yield f"there is no model.{component}", path, _all_keys(config, path)
     for phase in config.model.phases:
         if getattr(config.phases, phase).capacities != "auto":
             reason = f"phases.{phase}.capacities says which rows there are"
@@ -63,8 +63,8 @@ def _unread(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         yield "balance.exchange (ragged) sends what is there", "balance", ("pair_slots",)
     if not config.data.evaluation:
         yield "data.evaluation is empty", "evaluation", _all_keys(config, "evaluation")
-    for number in range(len(config.data.evaluation)):
-        yield "evaluation reads every example once", f"data.evaluation.{number}", ("weight",)
+    for source_number in range(len(config.data.evaluation)):
+        yield "evaluation reads every example once", f"data.evaluation.{source_number}", ("weight",)
     if config.optimizer.schedule == "constant":
         yield "optimizer.schedule is constant", "optimizer", ("final_scale",)
     if not config.profile.steps:
