@@ -89,7 +89,7 @@ class Cluster(Section):
         # Here, for the table is in a file that imports jax
         from jaxmllm.runtime.hardware import table_flops
 
-        known, usual = (table_flops(self.device_kind, one) for one in (dtype, "bfloat16"))
+        known, usual = (table_flops(self.device_kind, name) for name in (dtype, "bfloat16"))
         if self.peak_flops is not None:
             return self.peak_flops * (known / usual if known and usual else 1)
         if known is None:
@@ -270,8 +270,8 @@ def _found(name_or_file: str, readers: tuple[Path, ...]) -> Cluster:
     if name_or_file.endswith(SUFFIXES):
         return _from_file(Path(name_or_file), readers)
     if name_or_file not in CLUSTERS:
-        near = difflib.get_close_matches(name_or_file, CLUSTERS, 1)
-        meant = f"; did you mean {near[0]}?" if near else "."
+        matches = difflib.get_close_matches(name_or_file, CLUSTERS, 1)
+        meant = f"; did you mean {matches[0]}?" if matches else "."
         raise ClusterError(
             f"there is no cluster {name_or_file!r}{meant} Clusters: {', '.join(CLUSTERS)}, or a .yaml file"
         )
@@ -299,9 +299,9 @@ def _from_file(path: Path, readers: tuple[Path, ...]) -> Cluster:
         # JSON mode: strict about kinds, yet whole numbers may stand for others
         return Cluster.model_validate_json(json.dumps(_merged(base, {"name": path.stem} | tree)))
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise ClusterError(f"cluster file {path}: {key}: {first['msg']}") from error
+        first_error = error.errors()[0]
+        key = ".".join(map(str, first_error["loc"]))
+        raise ClusterError(f"cluster file {path}: {key}: {first_error['msg']}") from error
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

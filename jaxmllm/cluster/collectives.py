@@ -62,26 +62,29 @@ def collective_seconds(
         return 0.0
     inside = group.in_node(cluster)
     crosses = inside < group.devices
-    near, far = cluster.in_node, cluster.between_nodes
-    far_rate = far.rate(operation) * network
+    in_node, between_nodes = cluster.in_node, cluster.between_nodes
+    far_rate = between_nodes.rate(operation) * network
     sent = SENT[operation](group.devices) * array_bytes
     if cluster.shared_cores:
-        return sent * sharing / near.rate(operation) + near.hop_seconds
+        return sent * sharing / in_node.rate(operation) + in_node.hop_seconds
     if operation in POINT_TO_POINT:
         # With neighbours in a node only every last one crosses, but all wait for it
         return (
-            sent / far_rate + far.hop_seconds
+            sent / far_rate + between_nodes.hop_seconds
             if crosses
-            else sent / near.rate(operation) + near.hop_seconds
+            else sent / in_node.rate(operation) + in_node.hop_seconds
         )
     if operation in PAIRWISE:
-        to_node = array_bytes * (inside - 1) / group.devices / near.rate(operation)
+        to_node = array_bytes * (inside - 1) / group.devices / in_node.rate(operation)
         to_others = array_bytes * (group.devices - inside) / group.devices / far_rate
-        return max(to_node, to_others) + (far if crosses else near).hop_seconds
-    transfer = sent / near.rate(operation) if inside > 1 else 0.0
+        return max(to_node, to_others) + (between_nodes if crosses else in_node).hop_seconds
+    transfer = sent / in_node.rate(operation) if inside > 1 else 0.0
     if crosses:
         transfer = max(transfer, sent / (inside * far_rate))
-    return transfer + _hops(operation, group.devices) * (far if crosses else near).hop_seconds
+    return (
+        transfer
+        + _hops(operation, group.devices) * (between_nodes if crosses else in_node).hop_seconds
+    )
 
 
 def _hops(operation: str, devices: int) -> float:

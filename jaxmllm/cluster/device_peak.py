@@ -72,9 +72,9 @@ def programs_peak(
     from jaxmllm.training.programs.phased import PhasedPrograms
 
     if isinstance(programs, PhasedPrograms):
-        names, kept = _phased(programs), _kept(programs, microbatches or {})
+        names, kept_bytes = _phased(programs), _kept(programs, microbatches or {})
     else:
-        names, kept = _traced(programs), 0
+        names, kept_bytes = _traced(programs), 0
     totals: Sizes = {}
     for name, fresh in names:
         if compiled and name in compiled:
@@ -84,7 +84,7 @@ def programs_peak(
             totals[name] = Temporaries({key: size + fresh for key, size in moments.items()})
     for name, size in (compiled or {}).items():
         totals.setdefault(name, size)
-    return step_peak({**asdict(resident(programs)), "kept for backward": kept}, totals)
+    return step_peak({**asdict(resident(programs)), "kept for backward": kept_bytes}, totals)
 
 
 def _phased(programs: PhasedPrograms) -> Iterator[tuple[ProgramName, int]]:
@@ -118,10 +118,10 @@ def _kept(programs: PhasedPrograms, microbatches: Mapping[str, int]) -> int:
     functions = programs.functions
     total = 0
     for phase in functions.model.config.two_passes:
-        number = programs.kept_residuals.get(phase, 0)
+        kept_microbatches = programs.kept_residuals.get(phase, 0)
         if functions.keeps_features(phase):
-            number = microbatches.get(phase, 1)
-        total += number * largest_residuals(programs, phase)
+            kept_microbatches = microbatches.get(phase, 1)
+        total += kept_microbatches * largest_residuals(programs, phase)
     return total
 
 

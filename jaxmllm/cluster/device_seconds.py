@@ -121,8 +121,8 @@ class Device:
         """FLOP/s of products of [tokens, width] matrices."""
         side = 1 / (1 / tokens + 1 / width)
         ridge = self.peak * self.sharing / self.cluster.memory_bandwidth
-        half = self.rates.half_side * ridge / RIDGE
-        return self.peak * self.efficiency * side / (side + half)
+        half_side = self.rates.half_side * ridge / RIDGE
+        return self.peak * self.efficiency * side / (side + half_side)
 
     @property
     def attention_rate(self) -> float:

@@ -62,10 +62,10 @@ class Drawing:
           forward, backward: passes.
         """
         width = self.shapes.width
-        taken = backward * slots * (1 + beside * (self.shapes.streams - 1))
-        made = width * self.shapes.streams * (self.shapes.modulation == "layer")
-        each = taken + (forward + backward) * made
-        return 2.0 * VECTORS * segments * width * each * self.shapes.layers
+        sums = backward * slots * (1 + beside * (self.shapes.streams - 1))
+        products = width * self.shapes.streams * (self.shapes.modulation == "layer")
+        of_number = sums + (forward + backward) * products
+        return 2.0 * VECTORS * segments * width * of_number * self.shapes.layers
 
     def stored(self, inner: int) -> float:
         """Bytes of a slot that a layer stores in each pass beside what any layer does (`stored_bytes`): a second

@@ -72,11 +72,11 @@ class DrawingProgram(PhaseProgram):
         width, mlp = DRAWING[remat]
         trained = [weight for weight in self.weights if weight.layers and weight.trained]
         second = OF_STREAMS[remat if trained else "dots"] * (self.shapes.streams - 1)
-        more = second - OF_VECTORS * (not trained)
+        added_width = second - OF_VECTORS * (not trained)
         attending, of_queries = ATTENDING
         values = max(
-            (more + width) * self.width + mlp * self.mlp,
-            (more + attending) * self.width + of_queries * self.queries,
+            (added_width + width) * self.width + mlp * self.mlp,
+            (added_width + attending) * self.width + of_queries * self.queries,
         )
         beside, queries = SECOND_ATTENTION
         values += self.second * (beside * self.width + queries * self.queries)
@@ -99,7 +99,9 @@ class DrawingProgram(PhaseProgram):
         width, mlp = DRAWING_FORWARD
         width += SECOND_FORWARD * (self.second + self.shapes.streams - 1)
         values = width * self.width + mlp * self.mlp
-        layer = [self._gathered(one) for one in self.weights if one.layers and one.parts > 1]
+        layer = [
+            self._gathered(weight) for weight in self.weights if weight.layers and weight.parts > 1
+        ]
         return {"layer forward": self.turned + self.slots * values + max(layer, default=0.0)}
 
 

@@ -67,17 +67,17 @@ def fitted(cluster: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
         return np.concatenate([np.array(errors) / SPREAD, x / spreads])
 
     # No more than the peak, and no ticks of less than the record's
-    most = np.array([-math.log(cluster.efficiency.share) + 1e-9, np.inf, np.inf, 1.0])
-    least = np.array([-np.inf, -np.inf, -np.inf, 0.0])
+    upper = np.array([-math.log(cluster.efficiency.share) + 1e-9, np.inf, np.inf, 1.0])
+    lower = np.array([-np.inf, -np.inf, -np.inf, 0.0])
     # From inside of the bounds: steps from their edges are short
     start = np.array([0.0, 0.0, 0.0, TICKS])
-    solution = least_squares(residuals, start, bounds=(least, most)).x
-    found = changed_by(solution)
+    solution = least_squares(residuals, start, bounds=(lower, upper)).x
+    fitted_cluster = changed_by(solution)
     missed = float(np.abs(residuals(solution)[: len(steps)]).max()) * SPREAD
     uncertainty = min(cluster.efficiency.uncertainty, max(CALIBRATED, missed))
-    efficiency = found.efficiency.model_copy(update={"uncertainty": uncertainty})
+    efficiency = fitted_cluster.efficiency.model_copy(update={"uncertainty": uncertainty})
     source = f"fitted to {len(steps)} measured steps; {cluster.source}"
-    return found.model_copy(update={"efficiency": efficiency, "source": source})
+    return fitted_cluster.model_copy(update={"efficiency": efficiency, "source": source})
 
 
 def _changed(cluster: Cluster, share: float, rate: float, hop: float, tick: float) -> Cluster:

@@ -24,8 +24,8 @@ class Network:
             inner *= size
         # Of an axis that spans have cut, its innermost part
         for axis in mesh.shape:
-            (whole,) = whole_axes((axis,), mesh)
-            strides[whole] = min(strides.get(whole, inner), strides[axis])
+            (whole_axis,) = whole_axes((axis,), mesh)
+            strides[whole_axis] = min(strides.get(whole_axis, inner), strides[axis])
         self._strides = strides
 
     def seconds(self, sends: Iterable[Send]) -> float:

@@ -103,17 +103,17 @@ def _weights(model: MLLM, name: str) -> list[Weight]:
         jax.tree.leaves_with_path(component.shapes), jax.tree.leaves(component.axes), strict=True
     ):
         path = ".".join((name, *(jax.tree_util.keystr((key,), simple=True) for key in keys)))
-        own = axes.names[axes.stacked :]
+        weight_axes = axes.names[axes.stacked :]
         layers = leaf.shape[0] if axes.stacked else 0
         split = math.prod(layout.size(axis) for axis in kept_axes(axes.names) if axis)
-        gathered = [axis for axis in own if axis and axis not in KEPT_AXES]
+        gathered = [axis for axis in weight_axes if axis and axis not in KEPT_AXES]
         parts = math.prod(map(layout.size, gathered))
         weights.append(
             Weight(
                 layers=layers,
                 numbers=leaf.size / max(layers, 1) / split,
                 parts=parts,
-                turned=parts > 1 and own[0] not in gathered,
+                turned=parts > 1 and weight_axes[0] not in gathered,
                 trained=path in model.trainable.paths,
                 wide=not WIDE_PARTS.isdisjoint(path.split(".")),
             )
@@ -160,9 +160,9 @@ class PhaseProgram:
 
     def with_rows(self, capacity: int) -> PhaseProgram:
         """The same program for rows of so many slots of a rank."""
-        other = copy.copy(self)
-        other.tokens = capacity / self._parts_of_slots
-        return other
+        program = copy.copy(self)
+        program.tokens = capacity / self._parts_of_slots
+        return program
 
     def temporaries(self, keeps: bool = False) -> Temporaries:
         """What it takes for itself; see `program_temporaries`."""
@@ -297,8 +297,8 @@ class PhaseProgram:
             return self.kept + norm + self.slots * self.width
         shapes = self.shapes.projector
         read = shapes.inputs(self.width, self.shapes.merged)
-        each = read + PROJECTOR_KEPT * self._projector_width
-        projector = self._merged * self.shapes.projectors * each
+        of_slot = read + PROJECTOR_KEPT * self._projector_width
+        projector = self._merged * self.shapes.projectors * of_slot
         norm += (shapes.norm is not None) * self.tokens / self.shapes.merged * 2 * WIDE * (read + 1)
         stem = STEM_KEPT * self.slots * self.width if self._has_stem else 0.0
         return self.kept + stem + norm + projector

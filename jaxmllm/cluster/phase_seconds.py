@@ -117,11 +117,11 @@ class PhaseSeconds:
         """All calls of all programs of the phase in a step."""
         squares = row_squares(plan, self.spec, items, self.device)
         beside = None if self.drawing is None else self.drawing.shares(plan, self.spec, items)
-        for number, (capacity, span) in enumerate(zip(plan.capacity, plan.span, strict=True)):
-            own = tuple(float(of_kind[number]) / int(span) for of_kind in squares)
-            share = 0.0 if beside is None else float(beside[number])
-            for function, passes in self._calls(number):
-                yield self._call(function, passes, int(capacity), int(span), own, share)
+        for microbatch, (capacity, span) in enumerate(zip(plan.capacity, plan.span, strict=True)):
+            costliest = tuple(float(of_kind[microbatch]) / int(span) for of_kind in squares)
+            share = 0.0 if beside is None else float(beside[microbatch])
+            for function, passes in self._calls(microbatch):
+                yield self._call(function, passes, int(capacity), int(span), costliest, share)
 
     def _calls(self, number: int) -> list[tuple[str, Passes]]:
         """Programs that a microbatch runs."""
@@ -179,8 +179,8 @@ class PhaseSeconds:
         """
         device, layout = self.device, self.component.layout
         inner = devices_along(layout, layout.mesh_axes("mlp"))
-        parts = devices_along(layout, layout.part_axes)
-        slots = capacity / parts
+        row_parts = devices_along(layout, layout.part_axes)
+        slots = capacity / row_parts
         linear, *per_square = self.forward
         of_backward = self.whole.linear - linear
         if not passes.head:  # whose weights are those of its component
@@ -197,7 +197,7 @@ class PhaseSeconds:
             of_conditions = self.drawing.flops_of_conditions(self.again)
             products += beside * of_conditions / linear * of_all
         products *= slots / inner
-        pairs = self._pairs(per_square, squares, passes) / parts / inner
+        pairs = self._pairs(per_square, squares, passes) / row_parts / inner
         width = self.shapes.width / inner
         rate = device.product_rate(slots, width)
         if self.mixture is not None:
@@ -253,10 +253,10 @@ class PhaseSeconds:
     ) -> float:
         """FLOPs of attention, which makes its scores again in the backward pass."""
         once = sum(per * square for per, square in zip(per_square, squares, strict=True))
-        whole = sum(
+        with_backward = sum(
             per * square for per, square in zip(self.whole.per_square, squares, strict=True)
         )
-        returned = (whole - once) * FLASH_BACKWARD / BACKWARD
+        returned = (with_backward - once) * FLASH_BACKWARD / BACKWARD
         return (passes.forward + passes.attention_again) * once + passes.backward * returned
 
     def _mixture(self, slots: float, span: int) -> Mixture:

@@ -115,9 +115,9 @@ def smallest_batch(
 def enough(profiles: Sequence[Profile]) -> Profile | None:
     """Of growing batches the first from which on regret stays at most `CHEAP`; none where even the last one costs
     more."""
-    found = None
-    for one in reversed(profiles):
-        if one.worst_regret > CHEAP:
+    smallest = None
+    for batch in reversed(profiles):
+        if batch.worst_regret > CHEAP:
             break
-        found = one
-    return found
+        smallest = batch
+    return smallest

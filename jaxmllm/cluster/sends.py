@@ -202,8 +202,8 @@ def _replicas(programs: PhasedPrograms) -> Iterator[Send]:
         layout = settings.layout
         for leaf in leaves(trained, settings):
             if _stays_whole(settings, leaf):
-                whole = SUM_BYTES * leaf.size / leaf.split
-                yield _send(layout, SCATTER, leaf.gathered, whole)
+                whole_bytes = SUM_BYTES * leaf.size / leaf.split
+                yield _send(layout, SCATTER, leaf.gathered, whole_bytes)
             shard = leaf.size / leaf.split / devices_along(layout, leaf.gathered)
             yield _send(layout, ALL_REDUCE, leaf.replicas, SUM_BYTES * shard)
 
@@ -235,15 +235,15 @@ class _Phase:
         self.mixture = mixture_of(self.model, self.phase, self.tokens / self.layout.parts)
         features = self.backward and functions.keeps_features(self.phase) and self.phase != LANGUAGE
         self.components = [
-            part
-            for part in self.model.phases[self.phase].components
-            if not (features and part in (self.phase, f"{ADAPTER}{self.phase}"))
+            component
+            for component in self.model.phases[self.phase].components
+            if not (features and component in (self.phase, f"{ADAPTER}{self.phase}"))
         ]
 
     @property
     def moves_residuals(self) -> bool:
-        kept = bool(self.programs.kept_residuals.get(self.phase))
-        return self.function in ("encode", "language_states") and kept and self._inner > 1
+        keeps = bool(self.programs.kept_residuals.get(self.phase))
+        return self.function in ("encode", "language_states") and keeps and self._inner > 1
 
     @property
     def _inner(self) -> int:
@@ -285,12 +285,12 @@ class _Phase:
                 continue
             if (table or path == ("head",)) and not self._has_head:
                 continue
-            whole = leaf.size / leaf.split / leaf.stacked
+            numbers = leaf.size / leaf.split / leaf.stacked
             passes = self.forward + self.backward if leaf.layer else 1
-            number = itemsize if WIDE_PARTS.isdisjoint(path) else SUM_BYTES
+            number_bytes = itemsize if WIDE_PARTS.isdisjoint(path) else SUM_BYTES
             # Which share of a row conditions take decides who computes them
             of_conditions = STREAM in path or (CROSS in path and path[-1] in KEYS)
-            by_data = of_conditions and number == itemsize
+            by_data = of_conditions and number_bytes == itemsize
             if not self.forward and path[0] in READS_ROWS:
                 passes = 0
             if by_data and self.settings.settings.remat != "none" and READ_AGAIN & {*path}:
@@ -298,17 +298,17 @@ class _Phase:
             if path[0] == PLANES:
                 passes = self.forward + self.backward
             gathered = (layout, GATHER, leaf.gathered)
-            yield _send(*gathered, number * whole, passes * leaf.stacked, by_data)
+            yield _send(*gathered, number_bytes * numbers, passes * leaf.stacked, by_data)
             if self.backward and path in trained and not _stays_whole(settings, leaf):
                 summed = itemsize if layout.narrow_gradients else SUM_BYTES
                 scattered = (layout, SCATTER, leaf.gathered)
-                yield _send(*scattered, summed * whole, leaf.stacked, by_data)
+                yield _send(*scattered, summed * numbers, leaf.stacked, by_data)
 
     def _lookups(self, leaf: Leaf, layout: Layout, itemsize: int, trained: bool) -> Iterator[Send]:
         """Each device looks up its part of the width for all that share the table; what it finds is exchanged."""
-        found = itemsize * self.tokens / layout.parts * self.shapes.width
+        looked_up = itemsize * self.tokens / layout.parts * self.shapes.width
         returned = trained and self.backward
-        yield _send(layout, EXCHANGE, leaf.gathered, found, self.forward + returned)
+        yield _send(layout, EXCHANGE, leaf.gathered, looked_up, self.forward + returned)
 
     def _parts(self) -> Iterator[Send]:
         """Keys and values of rows that several devices hold, and the tokens of media, which lie in order of the row

@@ -81,12 +81,12 @@ def simulate(programs: Programs, plan: StepPlan, items: BatchItems, device: Devi
         assert isinstance(programs, PhasedPrograms)
         worked = _phased_work(programs, plan, items, device, network)
     update = device.memory_seconds(device_bytes(programs.trained) / OWN_BYTES * UPDATED_BYTES)
-    parts = {**worked.parts, "update": update}
-    step = sum(parts.values())
-    parts["straggling"] = device.straggled(step, devices) - step
-    could = (step + parts["straggling"]) * device.logged_peak
+    part_seconds = {**worked.parts, "update": update}
+    step = sum(part_seconds.values())
+    part_seconds["straggling"] = device.straggled(step, devices) - step
+    could = (step + part_seconds["straggling"]) * device.logged_peak
     return StepTime(
-        parts=parts,
+        parts=part_seconds,
         low=device.straggled(worked.low + update, devices),
         high=device.straggled(worked.high + update, devices),
         mfu=real_flops(programs, items) / devices / could,
@@ -105,13 +105,13 @@ def _phased_work(
         calls = PhaseSeconds(programs, phase, device).microbatches(
             plan.phases[phase], items.phases[phase]
         )
-        parts = [f"{phase}/{part}" for part in ("compute", "inside", "weights")]
-        total = total.plus(Worked(dict.fromkeys(parts, 0.0)))
+        part_names = [f"{phase}/{part}" for part in ("compute", "inside", "weights")]
+        total = total.plus(Worked(dict.fromkeys(part_names, 0.0)))
         for call in calls:
             inside, weights = network.seconds(call.inside), network.seconds(call.weights)
             layers = call.seconds + inside
             exposed = device.together(layers, weights) - layers
-            seconds = dict(zip(parts, (call.seconds, inside, exposed), strict=True))
+            seconds = dict(zip(part_names, (call.seconds, inside, exposed), strict=True))
             low = device.least_together(layers, weights)
             total = total.plus(Worked(seconds, low, layers + weights, call.flops))
     replicas = program_sends(programs, ProgramName("add_replicas")) or []
@@ -129,7 +129,7 @@ def _exchange_seconds(programs: PhasedPrograms, plan: StepPlan, network: Network
     total = 0.0
     for owner in dict.fromkeys(programs.exchange_owner.values()):
         rounds = plan.routes[owner].rounds
-        hops = sum(one.hops for one in rounds)
+        hops = sum(round_.hops for round_ in rounds)
         layout = programs.layouts[owner]
         axes = layout.split_axes("rank")
         if not hops or not axes:

@@ -61,8 +61,8 @@ def staged_work(
 ) -> Worked:
     """What all runs of a step take, but for the update."""
     operations = [
-        _Operations(programs, number, device, network)
-        for number in range(len(programs.sizes.training.tables.ring.chains))
+        _Operations(programs, chain, device, network)
+        for chain in range(len(programs.sizes.training.tables.ring.chains))
     ]
     squares = {
         phase: np.array(row_squares(placed, spec, items.phases[phase], device)) / placed.span
@@ -88,13 +88,13 @@ def _run(
 ) -> Worked:
     """What the ticks of a run take."""
     tables = programs.sizes.training.tables
-    columns = {name: run.table[:, :, number] for name, number in tables.columns.items()}
+    columns = {name: run.table[:, :, column] for name, column in tables.columns.items()}
     # Of every stage in every tick: seconds of computing, inside of layers, of weights; FLOPs
     totals = np.zeros((4, *run.table.shape[:2]))
-    parts: dict[str, float] = {}
+    part_seconds: dict[str, float] = {}
     for of_chain in operations:
-        first, count = run.microbatches[of_chain.phase]
-        rows = slice(first, first + count)
+        first_row, row_count = run.microbatches[of_chain.phase]
+        rows = slice(first_row, first_row + row_count)
         phase = plan.phases[of_chain.phase]
         shapes = map(RowClass, phase.capacity[rows].tolist(), phase.span[rows].tolist())
         done = of_chain.ticks(columns, squares[of_chain.phase][:, rows], list(shapes))
@@ -103,7 +103,7 @@ def _run(
         for name, seconds in zip(
             ("compute", "inside", "weights"), (*done[:2], exposed), strict=True
         ):
-            parts[f"{of_chain.phase}/{name}"] = float(seconds.mean(axis=1).sum())
+            part_seconds[f"{of_chain.phase}/{name}"] = float(seconds.mean(axis=1).sum())
     compute, inside, weights, flops = totals
     layers = compute + inside
     busy = _together(device, layers, weights)
@@ -115,15 +115,16 @@ def _run(
         sent += seconds[run.wire_active[:, wire]]
     config = programs.sizes.training.config
     besides = len(ticks) * seconds_besides(config, programs.functions.model, device)
-    parts |= {
+    part_seconds |= {
         "bubble": float((ticks - busy.mean(axis=1)).sum()),
         "sends": float(sent.sum()),
         "ticks": besides,
     }
-    least = np.vectorize(device.least_together, otypes=[float])
+    least_together = np.vectorize(device.least_together, otypes=[float])
     return Worked(
-        parts,
-        low=float(least(_slowest(device, least(layers, weights)), sent).sum()) + besides,
+        part_seconds,
+        low=float(least_together(_slowest(device, least_together(layers, weights)), sent).sum())
+        + besides,
         high=float((_slowest(device, layers + weights) + sent).sum()) + besides,
         flops=float(flops.mean(axis=1).sum()),
     )
@@ -191,7 +192,7 @@ class _Operations:
         done = np.zeros((4, *columns["action"].shape))
         for kind, gradients in GRADIENTS.items():
             tick, stage = np.nonzero(columns["action"] == action_of(self.number, kind))
-            chunk, row, kept, loss = (
+            chunk, row, residual, loss = (
                 columns[name][tick, stage]
                 for name in ("chunk", "microbatch", "read_residual", "count_loss")
             )
@@ -200,7 +201,7 @@ class _Operations:
                 done[:, tick, stage] += of_parts[:, part, depth, row]
             # A backward operation that counts the loss stands for its forward one
             forward = (loss > 0) | (kind == Kind.FORWARD)
-            again = (kept < 0) & ~forward & (kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT))
+            again = (residual < 0) & ~forward & (kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT))
             done[:, tick, stage] += of_parts[:, FORWARD, depth, row] * forward
             done[:, tick, stage] += of_parts[:, AGAIN, depth, row] * again
         return done
@@ -229,7 +230,7 @@ class _Operations:
         moved = self.device.memory_seconds(1.0) * traffic[:, None, row_class] * layers
         compute = products / rates[row_class] + pairs / self.device.attention_rate + moved
         for part, passes in ((FORWARD, (1, 0)), (INPUT, (0, 1)), (AGAIN, (1, 0))):
-            modulated = np.array([self._modulation(one, *passes) for one in self.classes])
+            modulated = np.array([self._modulation(shape, *passes) for shape in self.classes])
             compute[part] += modulated[row_class] * layers[0]
         inside = np.array(
             [
@@ -270,8 +271,8 @@ class _Operations:
         if mixture is None:
             return self.device.product_rate(slots, width)
         layers = phase_layers(self.resolved, self.phase)
-        whole = max(layer.linear(1) for layer in layers if any(layer.attention_squares))
-        return mixture.product_rate(self.device, slots, width, mixture.forward_flops / whole)
+        layer_flops = max(layer.linear(1) for layer in layers if any(layer.attention_squares))
+        return mixture.product_rate(self.device, slots, width, mixture.forward_flops / layer_flops)
 
     def _traffic(self, row_class: RowClass) -> Floats:
         """Bytes that go through memory in a layer, by part."""
@@ -289,13 +290,13 @@ class _Operations:
             for leaf in self.leaves[self.phase]
             if leaf.layer and self._is_trained(self.phase, leaf)
         ]
-        parts = np.array([once, backward, once + ACCUMULATED_BYTES * sum(summed), once])
+        part_bytes = np.array([once, backward, once + ACCUMULATED_BYTES * sum(summed), once])
         if mixture is not None:
             # Gradients of matrices are made with those of tokens; nothing is made again
             trained = bool(summed)
             forward, backward = (mixture.block_traffic(*n, trained) for n in ((1, 0), (0, 1)))
-            parts += [forward, backward, 0, 0]
-        return parts
+            part_bytes += [forward, backward, 0, 0]
+        return part_bytes
 
     def _weights(self, layers: Ints) -> Floats:
         """Seconds of gathering weights and scattering their gradients: of layers, and of what precedes and follows
@@ -384,18 +385,18 @@ def once_seconds(
       trained: components of which anything is.
       network: of the mesh with stages.
     """
-    number = np.dtype(param_dtype).itemsize
+    number_bytes = np.dtype(param_dtype).itemsize
     gathers, sums = [], []
     for component, tree in model.abstract(param_dtype).items():
         layout = model.layout(component)
         often = int(component in trained)
         for leaf in leaves(tree, model.components[component]):
-            replicas, others = leaf.replicas, devices_along(layout, leaf.replicas)
+            replicas, copies = leaf.replicas, devices_along(layout, leaf.replicas)
             held = leaf.size / leaf.split / devices_along(layout, leaf.gathered)
             if leaf.layer:
-                sums.append(Send(ALL_REDUCE, replicas, others, SUM_BYTES * held / stages, often))
+                sums.append(Send(ALL_REDUCE, replicas, copies, SUM_BYTES * held / stages, often))
             else:
                 axes = (STAGE, *replicas)
-                gathers.append(Send(GATHER, (STAGE,), stages, number * held, 1))
-                sums.append(Send(ALL_REDUCE, axes, stages * others, SUM_BYTES * held, often))
+                gathers.append(Send(GATHER, (STAGE,), stages, number_bytes * held, 1))
+                sums.append(Send(ALL_REDUCE, axes, stages * copies, SUM_BYTES * held, often))
     return network.seconds(gathers) + network.seconds(sums)

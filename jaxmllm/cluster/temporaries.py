@@ -46,7 +46,7 @@ def largest_residuals(programs: PhasedPrograms, phase: str) -> int:
 
     forward = programs.functions_of(phase).forward
     classes = programs.spec.phases[phase].classes
-    names = (ProgramName(forward, phase, *one) for one in classes)
+    names = (ProgramName(forward, phase, *row_class) for row_class in classes)
     return max(residual_bytes(programs.functions.model, name) for name in names)
 
 

@@ -73,8 +73,8 @@ class TextRun:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if field.type == "int" and not (whole and value > 0):
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if field.type == "int" and not (is_whole and value > 0):
                 raise TextRunError(f"{field.name} {value!r} is no whole number above 0")
             if field.type == "bool" and not isinstance(value, bool):
                 raise TextRunError(f"{field.name} {value!r} is neither true nor false")
@@ -102,11 +102,11 @@ class TextRun:
           TextRunError: a key is missing, or numbers contradict.
         """
         known = {field.name for field in fields(cls)}
-        own = {key: value for key, value in record.items() if key in known}
+        values = {key: value for key, value in record.items() if key in known}
         # A head each has keys of its own where nothing else is said
         usual: dict[str, Any] = {"kv_heads": record.get("heads"), "interleave": 1}
         try:
-            return cls(**usual | own)
+            return cls(**usual | values)
         except TypeError as error:
             raise TextRunError(str(error).removeprefix("TextRun.__init__() ")) from error
 
@@ -133,8 +133,8 @@ class TextRun:
         """Shares of products and of attention that the backward pass makes again."""
         products, attention = RECOMPUTED[self.remat]
         if self.remat == "qkv":
-            kept = self.width * (self.width + 2 * self.kv_heads * (self.width // self.heads))
-            products -= kept / self.layer.parameters
+            qkv = self.width * (self.width + 2 * self.kv_heads * (self.width // self.heads))
+            products -= qkv / self.layer.parameters
         if self.remat == "sel" and self.attention == FLASH:
             attention = 0.0  # it recomputes by itself, in any case
         return products, attention
@@ -208,10 +208,10 @@ def text_step(run: TextRun, device: Device) -> TextStep:
     def pipelined(of_layer: float) -> float:
         """All microbatches through the stages: the slowest decides, and the first one's way through
         the others is waited for."""
-        whole = math.ceil(run.layers / stages) * of_layer
-        last = run.layers // stages * of_layer + head
+        full_stage = math.ceil(run.layers / stages) * of_layer
+        last_stage = run.layers // stages * of_layer + head
         mean = (run.layers * of_layer + head) / stages
-        return microbatches * max(whole, last) + (stages - 1) / run.interleave * mean
+        return microbatches * max(full_stage, last_stage) + (stages - 1) / run.interleave * mean
 
     sends = 0.0
     if stages > 1:
@@ -224,26 +224,26 @@ def text_step(run: TextRun, device: Device) -> TextStep:
     waited = replicas * device.rates.reduced
 
     step = pipelined(together) + sends + waited + update
-    least = max(pipelined(max(layer.compute, layer.weights)), sends, replicas) + update
-    most = pipelined(layer.compute + layer.hidden + layer.weights) + sends + replicas + update
+    low = max(pipelined(max(layer.compute, layer.weights)), sends, replicas) + update
+    high = pipelined(layer.compute + layer.hidden + layer.weights) + sends + replicas + update
 
     share = microbatches / stages
-    parts = {
+    part_seconds = {
         name: share * run.layers * getattr(layer, name)
         for name in ("products", "attention", "traffic", "tensor", "context")
     }
-    parts["products"] += share * head
+    part_seconds["products"] += share * head
     weights = share * run.layers * (together - layer.compute)
-    rest = pipelined(together) - sum(parts.values()) - weights
+    idle = pipelined(together) - sum(part_seconds.values()) - weights
     return TextStep(
-        **parts,
+        **part_seconds,
         weights=weights,
-        bubble=rest + sends,
+        bubble=idle + sends,
         replicas=waited,
         update=update,
         straggling=device.straggled(step, run.devices) - step,
-        low=device.straggled(least, run.devices),
-        high=device.straggled(most, run.devices),
+        low=device.straggled(low, run.devices),
+        high=device.straggled(high, run.devices),
     )
 
 
