@@ -74,19 +74,21 @@ class ClosedForm:
             )
             for sizing in layout.inputs
         }
-        parts = self._even_parts(layout.choice, config, model, layout.inputs, rows)
-        seconds = self._request.device.straggled(sum(parts.values()), layout.choice.devices)
-        return Estimate(replace(layout, config=config, model=model), fitting, rows, parts, seconds)
+        part_seconds = self._even_parts(layout.choice, config, model, layout.inputs, rows)
+        seconds = self._request.device.straggled(sum(part_seconds.values()), layout.choice.devices)
+        return Estimate(
+            replace(layout, config=config, model=model), fitting, rows, part_seconds, seconds
+        )
 
     def _most_slots(
         self, inputs: SizingInputs, fitting: Mapping[str, int], choice: MeshChoice
     ) -> int:
         """Of a rank's row: what fits, or in stages so few that microbatches keep them busy."""
-        most = fitting[inputs.name]
+        room = fitting[inputs.name]
         if choice.stages == 1:
-            return most
+            return room
         share = self._request.loads[inputs.name].slots / inputs.ranks / (WAVES * choice.stages)
-        return min(most, max(least_capacity(inputs), math.ceil(share)))
+        return min(room, max(least_capacity(inputs), math.ceil(share)))
 
     def _even_parts(
         self,
@@ -106,7 +108,7 @@ class ClosedForm:
         nothing_kept = with_kept(config, dict.fromkeys(config.model.encoders, 0))
         sampled = self._request.sampled
         programs = phased_programs(nothing_kept, of_stage, sampled.formats, spec, sampled.sources)
-        parts = even_step(programs, self._request.loads, rows, self._request.device)
+        part_seconds = even_step(programs, self._request.loads, rows, self._request.device)
         if choice.stages == 1:
-            return parts
-        return in_stages(parts, rows, config, model, self._request.device)
+            return part_seconds
+        return in_stages(part_seconds, rows, config, model, self._request.device)

@@ -134,20 +134,20 @@ def even_step(
         statistics[key] = statistics.get(key, 0.0) + loads[phase].tokens * (1 - 1 / peers)
         routes[owner] = RoutePlan.of_whole_items(NOTHING, NOTHING, (_ONE_HOP,))
     plan = StepPlan(phases, routes, statistics)
-    parts = simulate(programs, plan, BatchItems(NO_LENGTH, 0, items), device).parts
+    part_seconds = simulate(programs, plan, BatchItems(NO_LENGTH, 0, items), device).parts
     return {
         name: seconds * rows[phase].microbatches
         if (phase := name.split("/")[0]) in rows
         else seconds
-        for name, seconds in parts.items()
+        for name, seconds in part_seconds.items()
         if name != "straggling"
     }
 
 
 def _one_microbatch(capacity: int) -> PhasePlan:
-    first = np.array([capacity], np.int32)
+    capacities = np.array([capacity], np.int32)
     ones = np.ones(1, np.int32)
-    return PhasePlan(first, ones, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, ones)
+    return PhasePlan(capacities, ones, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, ones)
 
 
 _ONE_HOP = RouteRound(

@@ -119,14 +119,14 @@ class LegalLayouts:
         options: dict[str, dict[Remat, int]] = {}
         budget = self._request.budget
         for sizing in inputs:
-            given = getattr(size.config.components, sizing.name).remat
-            least = least_capacity(sizing)
+            given_remat = getattr(size.config.components, sizing.name).remat
+            least_slots = least_capacity(sizing)
             options[sizing.name] = {}
-            for remat in open_remats if sizing.name in free else (given,):
+            for remat in open_remats if sizing.name in free else (given_remat,):
                 slots = size.fitting(sizing.name, budget, remat)
                 # A power of two, which the longest item need not be
-                if slots >= least or size.peak(sizing.name, least, remat) <= budget:
-                    options[sizing.name][remat] = max(slots, least)
+                if slots >= least_slots or size.peak(sizing.name, least_slots, remat) <= budget:
+                    options[sizing.name][remat] = max(slots, least_slots)
         return options
 
     def _lacking(
@@ -142,9 +142,9 @@ class LegalLayouts:
         for sizing in inputs:
             if options[sizing.name]:
                 continue
-            given = getattr(size.config.components, sizing.name).remat
-            least = REMATS[0] if sizing.name in free else given
-            peak = size.peak(sizing.name, least_capacity(sizing), least)
+            given_remat = getattr(size.config.components, sizing.name).remat
+            least_remat = REMATS[0] if sizing.name in free else given_remat
+            peak = size.peak(sizing.name, least_capacity(sizing), least_remat)
             lacking = Closest(choice, sizing.name, peak - self._request.budget)
             if closest is None or lacking.lacking > closest.lacking:
                 closest = lacking
@@ -168,16 +168,16 @@ class LegalLayouts:
 def _check_given(inputs: Sequence[SizingInputs]) -> None:
     """Raise `ConfigError` for capacities of the config that rows on a mesh cannot have."""
     for sizing in inputs:
-        given = sizing.config.capacities
-        if given != "auto":
-            checked_capacities(given, sizing, max(sizing.spans))
+        capacities = sizing.config.capacities
+        if capacities != "auto":
+            checked_capacities(capacities, sizing, max(sizing.spans))
 
 
 def least_capacity(inputs: SizingInputs) -> int:
     """Slots of a rank's row that holds the longest item, shared by as many ranks as may."""
-    given = inputs.config.capacities
-    if given != "auto":
-        return max(given)
+    capacities = inputs.config.capacities
+    if capacities != "auto":
+        return max(capacities)
     return smallest_capacity(inputs, max(inputs.spans))
 
 

@@ -86,9 +86,9 @@ class MeshChoice:
 
 def fixed_axes(config: Config) -> dict[str, int]:
     """Sizes that the config names."""
-    given = {axis: getattr(config.mesh, axis) for axis in AXES}
+    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
     named = config.mesh.model_fields_set
-    return {axis: size for axis, size in given.items() if axis in named and size != -1}
+    return {axis: size for axis, size in sizes.items() if axis in named and size != -1}
 
 
 def open_layouts(config: Config) -> tuple[str, ...]:
@@ -124,19 +124,19 @@ def mesh_choices(config: Config, devices: int) -> list[MeshChoice]:
     stages = config.pipeline.stages
     product = math.prod(fixed.values()) * stages
     if devices % product or (len(fixed) == len(AXES) and product != devices):
-        parts = [f"pipeline.stages {stages}"] if stages > 1 else []
-        named = ", ".join([*parts, *(f"mesh.{axis} {size}" for axis, size in fixed.items())])
+        of_stages = [f"pipeline.stages {stages}"] if stages > 1 else []
+        named = ", ".join([*of_stages, *(f"mesh.{axis} {size}" for axis, size in fixed.items())])
         below = devices // product * product if len(fixed) < len(AXES) else product
-        near = below or product
+        nearest = below or product
         raise ConfigError(
-            f"{named} need a multiple of {product} devices, not {devices}; say --devices {near}, or leave the axes "
+            f"{named} need a multiple of {product} devices, not {devices}; say --devices {nearest}, or leave the axes "
             "open with mesh={}"
         )
     return [
         choice
-        for count in stage_counts(config)
-        if devices % count == 0
-        for choice in _of_stages(config, devices // count, count)
+        for stage_count in stage_counts(config)
+        if devices % stage_count == 0
+        for choice in _of_stages(config, devices // stage_count, stage_count)
     ]
 
 
@@ -156,23 +156,23 @@ def _shared(sizes: dict[str, int]) -> list[tuple[str, ...]]:
     several = [axis for axis in INNER_AXES if sizes[axis] > 1]
     return [
         chosen
-        for count in range(len(several) + 1)
-        for chosen in itertools.combinations(several, count)
+        for axis_count in range(len(several) + 1)
+        for chosen in itertools.combinations(several, axis_count)
     ]
 
 
 def _factorizations(number: int, fixed: list[int | None]) -> Iterator[tuple[int, ...]]:
     """Ordered factors of a number, of which some are given."""
-    first, *rest = fixed
-    if not rest:
-        if first in (None, number):
+    fixed_factor, *later_fixed = fixed
+    if not later_fixed:
+        if fixed_factor in (None, number):
             yield (number,)
         return
-    factors = [first] if first is not None else divisors(number)
+    factors = [fixed_factor] if fixed_factor is not None else divisors(number)
     for factor in factors:
         if number % factor == 0:
-            for others in _factorizations(number // factor, rest):
-                yield (factor, *others)
+            for later_factors in _factorizations(number // factor, later_fixed):
+                yield (factor, *later_factors)
 
 
 def divisors(number: int) -> list[int]:

@@ -40,8 +40,8 @@ def why_none(planner: Planner, result: SearchResult, devices: int, *, may_open: 
             f"data.batch_size ({planner.config.data.batch_size}): every mesh of {devices} devices has more ranks; "
             f"{opening and f'{opening}, or '}raise it to {result.fewest_ranks} or more"
         )
-    near = " or ".join(map(str, _legal_devices(planner, devices)))
-    remedy = opening if opening and not near else f"say --devices {near or 'another number'}"
+    legal = " or ".join(map(str, _legal_devices(planner, devices)))
+    remedy = opening if opening and not legal else f"say --devices {legal or 'another number'}"
     return f"no mesh of {devices} devices is legal ({'; '.join(result.rejected)}); {remedy}"
 
 
@@ -64,13 +64,13 @@ def _opened(planner: Planner) -> Planner | None:
 
 def _enough_devices(planner: Planner, counts: Sequence[int]) -> int | None:
     """The first of these numbers on which something fits."""
-    for count in counts:
+    for devices in counts:
         try:
-            choices = mesh_choices(planner.config, count)
+            choices = mesh_choices(planner.config, devices)
         except ConfigError:  # axes that are fixed
             continue
         if any(planner.legal.of(choice, SearchResult()) for choice in choices):
-            return count
+            return devices
     return None
 
 

@@ -47,20 +47,20 @@ class RowChoice:
         if all(sizing.config.capacities != "auto" for sizing in inputs):
             return list(inputs)
         share = equal_parts(inputs, self._samples, grids)
-        few = [replace(sizing, ranks=sizing.ranks // share) for sizing in inputs]
+        part_inputs = [replace(sizing, ranks=sizing.ranks // share) for sizing in inputs]
         if share > 1:  # ranks of many examples need not share rows to have equal work
-            few = [replace(sizing, spans=(_least_span(sizing),)) for sizing in few]
-        parts = {phase: _first_peers(grid, share) for phase, grid in grids.items()}
+            part_inputs = [replace(sizing, spans=(_least_span(sizing),)) for sizing in part_inputs]
+        part_grids = {phase: _first_peers(grid, share) for phase, grid in grids.items()}
         rows = self._rows_of(share)
-        specs = rows.chosen(few, parts, balance, segments=False)
+        specs = rows.chosen(part_inputs, part_grids, balance, segments=False)
         if any(not _is_product(spec) for spec in specs.values()):
             again = [
                 _given(sizing, specs[sizing.name])
                 if _is_product(specs[sizing.name])
                 else replace(sizing, spans=(specs[sizing.name].classes[0].span,))
-                for sizing in few
+                for sizing in part_inputs
             ]
-            specs = rows.chosen(again, parts, balance, segments=False)
+            specs = rows.chosen(again, part_grids, balance, segments=False)
         return [_given(sizing, specs[sizing.name]) for sizing in inputs]
 
     def _rows_of(self, share: int) -> PhaseRows:
@@ -104,11 +104,11 @@ def equal_parts(
     grids: Mapping[str, ExchangeGrid] = NO_GRIDS,
 ) -> int:
     """How many equal parts the ranks have of which one has examples enough."""
-    most = min(len(batch.examples) for batch in samples) // ENOUGH
+    most_parts = min(len(batch.examples) for batch in samples) // ENOUGH
     peers = [grid.peers for grid in grids.values()]
-    for share in range(max(most, 1), 1, -1):
-        whole = all(sizing.ranks % (share * max(sizing.spans)) == 0 for sizing in inputs)
-        if whole and all(number % share == 0 for number in peers):
+    for share in range(max(most_parts, 1), 1, -1):
+        ranks_divide = all(sizing.ranks % (share * max(sizing.spans)) == 0 for sizing in inputs)
+        if ranks_divide and all(grid_peers % share == 0 for grid_peers in peers):
             return share
     return 1
 

@@ -89,8 +89,8 @@ class Planner(Request):
             (estimate for estimate in result.estimates if (estimate.choice.stages > 1) == staged),
             key=by_time,
         )
-        first = [self.closed_form.refined(estimate) for estimate in ordered[:refined]]
-        return sorted([*first, *ordered[refined:]], key=by_time)
+        leaders = [self.closed_form.refined(estimate) for estimate in ordered[:refined]]
+        return sorted([*leaders, *ordered[refined:]], key=by_time)
 
     def _planned_whole(
         self, estimates: Sequence[Estimate], number: int, result: SearchResult
@@ -159,8 +159,8 @@ class Planner(Request):
         """How many layouts are planned whole."""
         items = max(1, sum(len(items.length) for items in self.sampled.steps[0].phases.values()))
         steps = len(self.sampled.steps)
-        number = PLANNED_ITEMS // (items * steps)
-        return min(max(number, FEWEST_PLANNED), MOST_PLANNED)
+        layouts = PLANNED_ITEMS // (items * steps)
+        return min(max(layouts, FEWEST_PLANNED), MOST_PLANNED)
 
     def _estimate(self, choice: MeshChoice, result: SearchResult) -> Estimate | None:
         layout = self.legal.of(choice, result)

@@ -127,28 +127,28 @@ def _searched_sizes(
     Both are found from one of the equal parts of a large batch. Layouts that differ in memory alone share their rows,
     whose trials take most of the time.
     """
-    parts = equal_parts(inputs, sampled.samples)
-    few = [
-        replace(sizing, ranks=sizing.ranks // parts, config=_with_one_class(sizing.config))
+    share = equal_parts(inputs, sampled.samples)
+    part_inputs = [
+        replace(sizing, ranks=sizing.ranks // share, config=_with_one_class(sizing.config))
         for sizing in inputs
     ]
-    data = config.data.model_copy(update={"batch_size": config.data.batch_size // parts})
+    data = config.data.model_copy(update={"batch_size": config.data.batch_size // share})
     of_part = config.model_copy(update={"data": data})
-    samples = [first_examples(batch, parts) for batch in sampled.samples]
+    samples = [first_examples(batch, share) for batch in sampled.samples]
 
     def sizes_of(inputs: Sequence[SizingInputs]) -> PipelineSizes:
         return stage_sizes(of_part, model, samples, inputs, sampled.largest, memory)
 
-    deciding = _deciding(of_part, model, sampled, few)
+    deciding = _deciding(of_part, model, sampled, part_inputs)
     if deciding not in known_rows:
-        known_rows[deciding] = sizes_of(few).spec
+        known_rows[deciding] = sizes_of(part_inputs).spec
     config = with_rows(config, known_rows[deciding])
-    given = [
+    given_inputs = [
         replace(sizing, config=rows, spans=rows.spans)
-        for sizing in few
+        for sizing in part_inputs
         for rows in (getattr(config.phases, sizing.name),)
     ]
-    sizes = sizes_of(given)
+    sizes = sizes_of(given_inputs)
     return config, _of_all_ranks(sizes, inputs, config.data.batch_size)
 
 

@@ -78,7 +78,7 @@ class StepBytes:
     def state(self) -> float:
         """What lies there between the programs, but for pools."""
         components = self.model.components.values()
-        if any(part.settings.reduce == "step" for part in components):
+        if any(component.settings.reduce == "step" for component in components):
             return state_bytes(self.config, self.model) / self.stages
         itemsize = jnp.dtype(self.config.run.param_dtype).itemsize
         trained_bytes = MOMENTS * itemsize + max(itemsize, SUM_BYTES)
@@ -164,13 +164,13 @@ class StepBytes:
     def fitting(self, phase: str, budget: float, remat: Remat) -> int:
         """Slots of a rank's row for which there is room: a power of two, so that layouts of like room have like rows;
         0 where there is none."""
-        left = budget - self.resident
-        if left < self.replicas:
+        room = budget - self.resident
+        if room < self.replicas:
             return 0
         fit = bisect.bisect_left(
             range(LARGEST_ROW.bit_length()),
             True,
-            key=lambda exponent: self.program(phase, 1 << exponent, remat) > left,
+            key=lambda exponent: self.program(phase, 1 << exponent, remat) > room,
         )
         return (1 << fit) >> 1
 

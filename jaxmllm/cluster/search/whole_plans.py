@@ -67,14 +67,14 @@ class WholePlans:
         may_keep = layout.programs.functions.may_keep_residuals
         halves = {}
         for phase in layout.config.model.two_passes:
-            given = getattr(estimate.config.phases, phase)
-            is_open = given.capacities == given.max_capacity == given.kept_residuals == "auto"
+            rows = getattr(estimate.config.phases, phase)
+            is_open = rows.capacities == rows.max_capacity == rows.kept_residuals == "auto"
             has_room = getattr(layout.config.phases, phase).kept_residuals
-            half = max(layout.spec.phases[phase].capacities) // 2
-            holds_longest = half * max(spans[phase]) >= longest[phase]
+            half_slots = max(layout.spec.phases[phase].capacities) // 2
+            holds_longest = half_slots * max(spans[phase]) >= longest[phase]
             tight = may_keep(phase) and layout.microbatches[phase] and not has_room
             if is_open and tight and holds_longest:
-                halves[phase] = half
+                halves[phase] = half_slots
         return halves
 
     def _planned(self, estimate: Estimate) -> PlannedLayout:
@@ -135,7 +135,7 @@ class WholePlans:
         backend = exchange_backend(config, model)
         arrays = [array.tobytes() for array in nodes.values()]
         arrays += [
-            part.tobytes() for grid in grids.values() for part in (grid.encoder, grid.language)
+            side.tobytes() for grid in grids.values() for side in (grid.encoder, grid.language)
         ]
         key = repr((id(sampled), _deciding(inputs), config.balance, backend, [*map(hash, arrays)]))
         if key not in self._known_plans:
@@ -161,9 +161,9 @@ class WholePlans:
 
     def _phase_rows(self, sampled: Sampled) -> PhaseRows:
         """Of as many batches as segments and pools are chosen from."""
-        number = max(SAMPLED_EXAMPLES // self._request.config.data.batch_size, 1)
-        few = sampled.samples if self._request.as_run else sampled.samples[:number]
-        return self._known_rows.setdefault(id(sampled), PhaseRows(few))
+        batches = max(SAMPLED_EXAMPLES // self._request.config.data.batch_size, 1)
+        samples = sampled.samples if self._request.as_run else sampled.samples[:batches]
+        return self._known_rows.setdefault(id(sampled), PhaseRows(samples))
 
     def _kept_residuals(
         self, config: Config, model: MLLM, planned: Plans, used: Mapping[str, int]
@@ -174,20 +174,20 @@ class WholePlans:
         phases = config.model.two_passes
         nothing = with_kept(config, dict.fromkeys(phases, 0))
         programs = phased_programs(nothing, model, sampled.formats, spec, sampled.sources)
-        left = self._request.budget - programs_peak(programs, microbatches=used).bytes
-        left *= KEPT_SHARE
-        kept = {}
+        room = self._request.budget - programs_peak(programs, microbatches=used).bytes
+        room *= KEPT_SHARE
+        microbatches = {}
         for phase in phases:
             if not programs.functions.may_keep_residuals(phase):
-                kept[phase] = 0
+                microbatches[phase] = 0
                 continue
             residuals = largest_residuals(programs, phase)
-            given = getattr(config.phases, phase).kept_residuals
-            if given == "auto":
-                given = max(int(left // residuals), 0)
-            kept[phase] = min(given, used[phase])
-            left -= kept[phase] * residuals
-        return kept
+            limit = getattr(config.phases, phase).kept_residuals
+            if limit == "auto":
+                limit = max(int(room // residuals), 0)
+            microbatches[phase] = min(limit, used[phase])
+            room -= microbatches[phase] * residuals
+        return microbatches
 
 
 def _rounded(amount: float) -> int:
