@@ -59,8 +59,8 @@ class PhaseView:
     def rows_by_span(self) -> str:
         """How many rows of each span a rank holds or shares, in words: 2 of 8, 1 of 1."""
         spans, counts = np.unique(self.span, return_counts=True)
-        both = zip(counts[::-1].tolist(), spans[::-1].tolist(), strict=True)
-        return ", ".join(f"{count} of {span}" for count, span in both)
+        by_span = zip(counts[::-1].tolist(), spans[::-1].tolist(), strict=True)
+        return ", ".join(f"{rows} of {span}" for rows, span in by_span)
 
 
 Views = Mapping[str, Mapping[str, PhaseView]]  # by mode, before first; then by phase

@@ -316,10 +316,10 @@ def _calibrate_ticks(run: Run, repeats: int) -> None:
     params = programs.init(run.config.run.seed).params
     steps = [run.batches[number] for number in range(TIMED_STEPS)]
     together = partial(sync_global_devices, "calibrate")
-    found = measure_ticks(programs, params, steps, repeats, together)
+    times = measure_ticks(programs, params, steps, repeats, together)
     columns = ("start ms", "tick us", "TFLOP/s of a stage", "flops_per_tick")
-    per_second = 1e-12 / found.flop if found.flop else math.inf
-    numbers = (1e3 * found.start, 1e6 * found.tick, per_second, found.flops_per_tick)
+    per_second = 1e-12 / times.flop if times.flop else math.inf
+    numbers = (1e3 * times.start, 1e6 * times.tick, per_second, times.flops_per_tick)
     if run.is_main:
         print_table(
             f"{run.config.pipeline.stages} stages, {repeats} rounds of {TIMED_STEPS} steps",
@@ -327,7 +327,7 @@ def _calibrate_ticks(run: Run, repeats: int) -> None:
             [[f"{number:.4g}" for number in numbers]],
             left_aligned=0,
         )
-        print(f"plan with it: pipeline.flops_per_tick={found.flops_per_tick:.3g}")
+        print(f"plan with it: pipeline.flops_per_tick={times.flops_per_tick:.3g}")
 
 
 def _uncalibrated(config: Config) -> Config:

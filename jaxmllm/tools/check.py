@@ -187,7 +187,7 @@ def records(program: CheckedProgram) -> list[dict[str, Any]]:
     """One record with what a program keeps, and one for each kind of collective."""
     name = {"program": in_words(program.name)}
     memory = asdict(program.memory) | {"needed": program.memory.needed}
-    kept = name | {
+    of_program = name | {
         "memory": memory,
         "custom_calls": dict(program.custom_calls),
         "fallbacks": list(program.fallbacks),
@@ -198,7 +198,7 @@ def records(program: CheckedProgram) -> list[dict[str, Any]]:
         name | asdict(transfer) | {"total_bytes": transfer.total_bytes}
         for transfer in program.transfers
     ]
-    return [kept, *sent]
+    return [of_program, *sent]
 
 
 def _memory_row(program: CheckedProgram) -> list[Any]:

@@ -279,8 +279,8 @@ class SavedComponent:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of its own parameters, by path."""
-        own = (item for item in self.parameters.items() if item[0][0] == self.component)
-        return {".".join(path[1:]): shape for path, (shape, _) in own}
+        of_component = (item for item in self.parameters.items() if item[0][0] == self.component)
+        return {".".join(path[1:]): shape for path, (shape, _) in of_component}
 
     @cached_property
     def adapted(self) -> tuple[str, ...]:

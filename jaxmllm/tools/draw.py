@@ -130,11 +130,11 @@ def draw(config: Config, requests: Requests, steps: int, guidance: float, writer
     drawing.programs.compile()
     print(f"compiled in {time.monotonic() - began:.1f} s")
     began = time.monotonic()
-    count = 0
+    files = 0
     for drawn in drawing.drawn(params, steps, guidance):
         writer(drawn)
-        count += 1
-    print(f"{count} drawn in {time.monotonic() - began:.1f} s: {writer.folder}")
+        files += 1
+    print(f"{files} drawn in {time.monotonic() - began:.1f} s: {writer.folder}")
 
 
 @dataclass(frozen=True)
@@ -152,12 +152,12 @@ class Writer:
         elif drawn.is_clip and self.clips == "mp4":
             write_video(self._path(drawn, "mp4"), drawn.pixels, self.fps)
         else:
-            first, *others = map(Image.fromarray, drawn.pixels)
-            moving: dict[str, Any] = {"save_all": True, "append_images": others, "loop": 0}
+            first_frame, *later_frames = map(Image.fromarray, drawn.pixels)
+            moving: dict[str, Any] = {"save_all": True, "append_images": later_frames, "loop": 0}
             moving["duration"] = 1000 / self.fps
             # Of opaque frames it says nothing, but Pillow would join equal ones of one blend
             moving["blend"] = [index % 2 for index in range(len(drawn.frames))]
-            first.save(self._path(drawn, "png"), **(moving if drawn.is_clip else {}))
+            first_frame.save(self._path(drawn, "png"), **(moving if drawn.is_clip else {}))
 
     def _path(self, drawn: Drawn, kind: str) -> Path:
         return self.folder / f"{drawn.name}.{kind}"

@@ -46,20 +46,20 @@ def profiles(loads: Floats, devices: int, seed: int) -> list[Profile]:
 
 def conclusions(found: Sequence[Profile], phases: Sequence[str], batch_size: int) -> list[str]:
     """What the sizes come to, in lines; the last one warns of a batch that is too small."""
-    lines = [f"devices of {' : '.join(phases)}", *(one.line for one in found)]
-    least = enough(found)
+    lines = [f"devices of {' : '.join(phases)}", *(profile.line for profile in found)]
+    cheap = enough(found)
     if found[-1].settled:
         lines.append(f"b_min is {found[-1].samples} examples: from there on all batches agree")
-    elif least is not None:
+    elif cheap is not None:
         lines.append(
-            f"the split does not settle by {found[-1].samples} examples, and need not: from {least.samples} on, the "
+            f"the split does not settle by {found[-1].samples} examples, and need not: from {cheap.samples} on, the "
             f"worst that was drawn costs at most {100 * CHEAP:.0f} %"
         )
-    if least is None:
+    if cheap is None:
         lines.append(f"no batch up to {found[-1].samples} examples makes a fixed split cheap")
-    elif batch_size < least.samples:
+    elif batch_size < cheap.samples:
         lines.append(
-            f"warning: data.batch_size ({batch_size}) is below {least.samples}, from which on a fixed split costs at "
+            f"warning: data.batch_size ({batch_size}) is below {cheap.samples}, from which on a fixed split costs at "
             f"most {100 * CHEAP:.0f} %; raise it, or let phases share devices"
         )
     return lines

@@ -59,18 +59,20 @@ def check(result: SearchResult, planner: Planner, number: int) -> Checked:
     try:
         chip = chip_of_cluster(planner.cluster)
         while todo := [
-            one for one in result.ranked[:number] if id(one) not in done and one.choice.stages == 1
+            candidate
+            for candidate in result.ranked[:number]
+            if id(candidate) not in done and candidate.choice.stages == 1
         ]:
             layout = _compiled(result, planner, todo[0], chip)
-            others = [one for one in result.ranked if one is not todo[0]]
-            kept = others if layout is None else [*others, layout]
-            if not kept:
+            other_layouts = [candidate for candidate in result.ranked if candidate is not todo[0]]
+            remaining = other_layouts if layout is None else [*other_layouts, layout]
+            if not remaining:
                 raise ConfigError(why_none(planner, result, devices))
-            result.ranked = ranked(kept)
+            result.ranked = ranked(remaining)
             done.add(id(layout if layout is not None else todo[0]))
     except ChipError as error:
         return Checked(number, len(done), str(error))
-    staged = sum(one.choice.stages > 1 for one in result.ranked[:number])
+    staged = sum(candidate.choice.stages > 1 for candidate in result.ranked[:number])
     return Checked(number, len(done), staged=staged)
 
 

@@ -60,7 +60,7 @@ def count_up(devices: Sequence[int], planner_of: Callable[[int], Planner]) -> li
     Raises:
       ConfigError: no number has any, for this reason.
     """
-    counts = [_counted(number, planner_of) for number in sorted(set(devices))]
+    counts = [_counted(device_count, planner_of) for device_count in sorted(set(devices))]
     if all(count.best is None for count in counts):
         raise ConfigError("; ".join(f"{count.devices}: {count.why_none}" for count in counts))
     return counts
@@ -105,10 +105,10 @@ def conclusion(counts: Sequence[Count]) -> str:
     fastest = min(hours, key=lambda devices: hours[devices] / devices)
     if fastest == cheapest:
         return f"{cheapest} devices are the cheapest and the fastest"
-    more = hours[fastest] / hours[cheapest]
+    hours_ratio = hours[fastest] / hours[cheapest]
     return (
-        f"{cheapest} devices are the cheapest; {fastest} are {fastest / cheapest / more:.2f} times as fast for "
-        f"{100 * (more - 1):.0f} % more device hours"
+        f"{cheapest} devices are the cheapest; {fastest} are {fastest / cheapest / hours_ratio:.2f} times as fast for "
+        f"{100 * (hours_ratio - 1):.0f} % more device hours"
     )
 
 
@@ -151,7 +151,7 @@ def draw(title: str, counts: Sequence[Count]) -> Figure:
     """Seconds of a step with their interval to the left, device hours to the right."""
     figure = new_figure(HEIGHT, head=0.6, wspace=0.06)
     seconds, hours = figure.subplots(1, 2)
-    found = [
+    points = [
         (
             count.devices,
             count.best,
@@ -161,21 +161,21 @@ def draw(title: str, counts: Sequence[Count]) -> Figure:
         for count in counts
         if count.best is not None and count.planner is not None
     ]
-    numbers = [devices for devices, *_ in found]
-    seconds.plot(numbers, [best.seconds for _, best, *_ in found], marker="o", color=COLOUR)
-    low, high = zip(*(between for *_, between, _ in found), strict=True)
+    numbers = [devices for devices, *_ in points]
+    seconds.plot(numbers, [best.seconds for _, best, *_ in points], marker="o", color=COLOUR)
+    low, high = zip(*(between for *_, between, _ in points), strict=True)
     seconds.fill_between(numbers, low, high, color=COLOUR, alpha=0.15, linewidth=0)
-    hours.plot(numbers, [of_steps for *_, of_steps in found], marker="o", color=COLOUR)
+    hours.plot(numbers, [of_steps for *_, of_steps in points], marker="o", color=COLOUR)
     _finish(seconds, numbers, "seconds of a step, and the interval of a time without calibration")
     _finish(hours, numbers, f"device hours of {STEPS} steps")
-    at = 1 - 0.14 / HEIGHT
-    figure.text(0.008, at, title, fontsize=15, fontweight="bold", color=INK, va="top")
+    top = 1 - 0.14 / HEIGHT
+    figure.text(0.008, top, title, fontsize=15, fontweight="bold", color=INK, va="top")
     return figure
 
 
 def _finish(axes: Axes, numbers: Sequence[int], title: str) -> None:
     axes.set_xscale("log", base=2)
-    axes.set_xticks(numbers, [str(number) for number in numbers])
+    axes.set_xticks(numbers, [str(devices) for devices in numbers])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("devices")
     axes.set_title(title, fontsize=11, color=INK, loc="left")

@@ -45,7 +45,7 @@ def draw(title: str, layouts: Sequence[PlannedLayout], budget: float) -> Figure:
     held = [{part: size / GB for part, size in layout.peak.parts.items()} for layout in layouts]
     _bars(memory, held)
     memory.axvline(budget / GB, color=INK, linewidth=1.4, linestyle="--")
-    memory.set_xlim(0, 1.05 * max(budget / GB, *(sum(parts.values()) for parts in held)))
+    memory.set_xlim(0, 1.05 * max(budget / GB, *(sum(sizes.values()) for sizes in held)))
     memory.set_xlabel("GB of a device at the peak; dashed: what a run may take")
     seconds.set_yticks(range(len(layouts)), [layout.choice.words for layout in layouts])
     seconds.invert_yaxis()
@@ -63,19 +63,19 @@ def _bars(axes: Axes, layouts: Sequence[Mapping[str, float]]) -> None:
         for name in dict.fromkeys(part for parts in layouts for part in parts)
         if max(parts.get(name, 0.0) for parts in layouts) > SMALL * longest
     ]
-    left = [0.0] * len(layouts)
+    starts = [0.0] * len(layouts)
     for index, name in enumerate(names):
         widths = [parts.get(name, 0.0) for parts in layouts]
         color = COLOURS[index % len(COLOURS)]
         axes.barh(
             range(len(layouts)),
             widths,
-            left=left,
+            left=starts,
             height=0.7,
             color=color,
             label=name.replace("_", " "),
         )
-        left = [start + width for start, width in zip(left, widths, strict=True)]
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
     axes.tick_params(labelsize=9, colors=INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
@@ -92,8 +92,8 @@ def _bars(axes: Axes, layouts: Sequence[Mapping[str, float]]) -> None:
 def page(title: str, result: SearchResult, planner: Planner, notes: Sequence[str]) -> Page:
     """The page around the picture."""
     reasons = "".join(
-        f"<li>{count} rejected: {html.escape(reason)}</li>"
-        for reason, count in result.rejected.most_common()
+        f"<li>{rejections} rejected: {html.escape(reason)}</li>"
+        for reason, rejections in result.rejected.most_common()
     )
     best = result.ranked[0]
     sections = (

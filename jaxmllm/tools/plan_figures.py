@@ -41,7 +41,9 @@ def table(result: SearchResult, planner: Planner) -> list[list[Any]]:
 def chosen_table(result: SearchResult) -> list[list[Any]]:
     """What was chosen for each of them beside the mesh."""
     layouts = [*result.ranked, *(layout for layout, _ in result.struck)]
-    return [[one.choice.words, remat_words(one), rows_words(one)] for one in layouts]
+    return [
+        [planned.choice.words, remat_words(planned), rows_words(planned)] for planned in layouts
+    ]
 
 
 def _row(layout: PlannedLayout, why: str, planner: Planner) -> list[Any]:
@@ -87,8 +89,8 @@ def why_lost(layout: PlannedLayout, best: PlannedLayout) -> str:
     """One line: what takes most more than in the layout that was chosen."""
     if layout.seconds <= best.seconds * (1 + EQUAL):
         return "as fast, with no fewer axes"
-    more = {name: seconds - best.parts.get(name, 0.0) for name, seconds in layout.parts.items()}
-    name = max(more, key=lambda part: more[part])
+    excess = {name: seconds - best.parts.get(name, 0.0) for name, seconds in layout.parts.items()}
+    name = max(excess, key=lambda part: excess[part])
     phase, _, kind = name.partition("/")
     share = f"{100 * layout.parts[name] / layout.seconds:.0f} % of the step"
     if kind == "weights":
@@ -99,7 +101,7 @@ def why_lost(layout: PlannedLayout, best: PlannedLayout) -> str:
         waits = layout.statistic(f"{phase}/idle_share")
         if waits > best.statistic(f"{phase}/idle_share") + WAITING:
             return f"{phase} waits {100 * waits:.0f} %"
-        return f"{phase} computes {100 * more[name] / best.parts[name]:.0f} % longer"
+        return f"{phase} computes {100 * excess[name] / best.parts[name]:.0f} % longer"
     return f"{REST[name]}, {share}"
 
 
@@ -133,7 +135,9 @@ def record(layout: PlannedLayout, best: PlannedLayout, planner: Planner) -> dict
         "stages": layout.choice.stages,
         "encoders_over": list(layout.choice.as_data),
         "remat": {phase: getattr(layout.config.components, phase).remat for phase in phases},
-        "classes": {phase: [list(one) for one in spec.classes] for phase, spec in phases.items()},
+        "classes": {
+            phase: [list(row_class) for row_class in spec.classes] for phase, spec in phases.items()
+        },
         "kept_residuals": dict(layout.programs.kept_residuals),
         "step_s": layout.seconds,
         "low_s": low,
@@ -154,7 +158,7 @@ def record(layout: PlannedLayout, best: PlannedLayout, planner: Planner) -> dict
 def plan_record(plan: StepPlan) -> dict[str, Any]:
     """Rows of one step, named as a run logs them, and the capacities of its microbatches."""
     capacities = {
-        f"{phase}/capacities": one.capacity.tolist() for phase, one in plan.phases.items()
+        f"{phase}/capacities": rows.capacity.tolist() for phase, rows in plan.phases.items()
     }
     return planned_statistics(plan) | capacities
 
@@ -164,6 +168,6 @@ def planned_statistics(plan: StepPlan) -> dict[str, float]:
     return {
         name: value
         for name, value in plan.statistics.items()
-        if (place := name.split("/"))[0] in plan.phases
-        and (place[-1] in STATISTICS or place[-1].startswith(ROWS_OF))
+        if (path := name.split("/"))[0] in plan.phases
+        and (path[-1] in STATISTICS or path[-1].startswith(ROWS_OF))
     }

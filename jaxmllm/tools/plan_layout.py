@@ -212,17 +212,17 @@ def _simulated(options: argparse.Namespace, cluster: Cluster) -> int:
     config = load_run_config(options.config, options.overrides)
     (devices,) = options.devices
     # Stages have microbatches of their own, in the usual mode alone
-    own = config.balance.mode
-    modes = get_args(Mode) if config.pipeline.stages == 1 else (own,)
+    own_mode = config.balance.mode
+    modes = get_args(Mode) if config.pipeline.stages == 1 else (own_mode,)
     lines, records, refused = [], [], []
     # Its own mode first, whose errors are errors: rows of several ranks leave no other one
-    for mode in sorted(modes, key=lambda mode: mode != own):
+    for mode in sorted(modes, key=lambda mode: mode != own_mode):
         try:
             settled, choice = settle(config, devices, mode)
             planner = make_planner(settled, cluster, devices, _seed(options), priced=False)
             layout = planner.alone(choice)
         except ConfigError as error:
-            if mode == own:
+            if mode == own_mode:
                 raise
             refused.append({"mode": mode, "why_not": str(error)})
             continue
@@ -232,11 +232,11 @@ def _simulated(options: argparse.Namespace, cluster: Cluster) -> int:
     lines.sort(key=lambda line: modes.index(line[0]))
     title = f"{options.config} on {devices} {cluster.name}: {choice.words}"
     print_table(title, ["balance.mode", *plan_figures.SPEED, "ranks wait"], lines, left_aligned=1)
-    parts = list(records[0]["parts"])
-    rows = [[part, *(record["parts"][part] for record in records)] for part in parts]
+    part_names = list(records[0]["parts"])
+    rows = [[part, *(record["parts"][part] for record in records)] for part in part_names]
     print_table("seconds", ["part", *(record["mode"] for record in records)], rows, left_aligned=1)
-    for one in refused:
-        print(f"balance.mode {one['mode']} is not simulated: {one['why_not']}")
+    for refusal in refused:
+        print(f"balance.mode {refusal['mode']} is not simulated: {refusal['why_not']}")
     _write_record(options, config, modes=[*records, *refused])
     return 0
 
@@ -255,7 +255,7 @@ def _profiled(options: argparse.Namespace, cluster: Cluster) -> int:
         options,
         config,
         phases=[*flops],
-        profiles=[{"settled": one.settled} | vars(one) for one in profiles],
+        profiles=[{"settled": profile.settled} | vars(profile) for profile in profiles],
     )
     return 0
 
@@ -324,8 +324,8 @@ def show(title: str, result: SearchResult, planner: Planner, top: int) -> None:
         f"{result.considered} layouts on {result.meshes} meshes considered; {len(result.estimates)} are legal and fit, "
         f"of which {len(result.ranked) + len(result.struck)} were planned whole"
     )
-    for reason, count in result.rejected.most_common():
-        print(f"  {count} rejected: {reason}")
+    for reason, rejections in result.rejected.most_common():
+        print(f"  {rejections} rejected: {reason}")
 
 
 def write_plan(options: argparse.Namespace, best: PlannedLayout) -> None:

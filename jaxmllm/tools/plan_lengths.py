@@ -74,12 +74,14 @@ class DataLengths:
             samples=sizing_samples(order, corpus, size),
             others=source_batches(corpus.members, corpus, size),
             steps=[corpus.gather(examples) for examples in steps],
-            longest={phase: max(one.longest(phase) for one in corpora) for phase in model.phases},
+            longest={
+                phase: max(opened.longest(phase) for opened in corpora) for phase in model.phases
+            },
             formats=corpus.formats,
             sources=len(corpus.sources),
             largest=[
-                largest_examples(one, phase)
-                for one in corpora
+                largest_examples(opened, phase)
+                for opened in corpora
                 for phase in model.phases
                 if stages and phase != LANGUAGE
             ],

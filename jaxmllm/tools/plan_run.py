@@ -49,8 +49,8 @@ class LoggedRun:
     @property
     def compared(self) -> list[Mapping[str, Any]]:
         """Records of the steps that are planned again: spread over the run."""
-        places = np.linspace(0, len(self.records) - 1, min(COMPARED, len(self.records)))
-        return [self.records[place] for place in dict.fromkeys(places.astype(int).tolist())]
+        positions = np.linspace(0, len(self.records) - 1, min(COMPARED, len(self.records)))
+        return [self.records[index] for index in dict.fromkeys(positions.astype(int).tolist())]
 
     @property
     def batches(self) -> list[int]:
@@ -72,15 +72,15 @@ def logged_run(folder: Path) -> LoggedRun:
         )
     history = read_history(folder)
     # Rows were chosen anew where batch size or weights changed
-    first = history[-1].step if history else 0
+    last_change = history[-1].step if history else 0
     records = [
         record
         for record in read_metrics(folder)
-        if "step_seconds" in record and record["step"] > first
+        if "step_seconds" in record and record["step"] > last_change
     ]
     if len(records) <= WARM_UP:
         raise ConfigError(
-            f"--from-run {folder}: {len(records)} steps are logged from step {first + 1} on, of which the first "
+            f"--from-run {folder}: {len(records)} steps are logged from step {last_change + 1} on, of which the first "
             f"{WARM_UP} are left out; let it run longer"
         )
     return LoggedRun(config, records[WARM_UP:], history)
@@ -95,9 +95,9 @@ def fitted(
     """
 
     def times(efficiency: float) -> list[StepTime]:
-        at = replace(device, efficiency=efficiency)
+        tried = replace(device, efficiency=efficiency)
         return [
-            simulate(layout.programs, plan, items, at)
+            simulate(layout.programs, plan, items, tried)
             for plan, items in zip(layout.plans, batches, strict=True)
         ]
 
@@ -139,8 +139,8 @@ def comparison(
             logged = [record[key] for record in run.compared if key in record]
             line[f"logged_{name}"] = float(np.mean(logged)) if logged else None
         lines.append(line)
-    rest = [name for name in times[0].parts if "/" not in name]
-    lines += [{"part": name, "predicted_s": _mean_of(times, name)} for name in rest]
+    other_parts = [name for name in times[0].parts if "/" not in name]
+    lines += [{"part": name, "predicted_s": _mean_of(times, name)} for name in other_parts]
     step = {"part": "step, median", "predicted_s": _median(times), "measured_s": run.seconds}
     return [*lines, step]
 
@@ -154,7 +154,7 @@ def plan_conclusion(layout: PlannedLayout, run: LoggedRun) -> str:
                 different[name] = different.get(name, 0) + 1
     if not different:
         return f"rows, their classes and real tokens of all {len(layout.plans)} steps are exactly those planned"
-    names = ", ".join(f"{name} in {count}" for name, count in different.items())
+    names = ", ".join(f"{name} in {steps}" for name, steps in different.items())
     return f"of {len(layout.plans)} steps, other than planned: {names}"
 
 

@@ -67,7 +67,7 @@ def read_clips(
         raise ConfigError(
             f"{path}: feature_attention_mask must be ones, and then zeros, in each clip"
         )
-    shapes: list[Shape] = [(int(count), 1, 1) for count in counts]
+    shapes: list[Shape] = [(int(clip_frames), 1, 1) for clip_frames in counts]
     for shape in shapes:
         if sounds.heard(shape) > mask.shape[1]:
             raise ConfigError(

@@ -435,9 +435,9 @@ def differences(
         tokens = max([tokens, *expected["logits"].shape[1:2]])  # masked ones may follow
         shape = (len(run.texts.slots), tokens, vocabulary)
         valid = expected.setdefault("valid", np.ones(shape[:2], bool)).astype(bool)
-        for name, wanted in {"logits": shape, "valid": shape[:2], "loss": ()}.items():
+        for name, due_shape in {"logits": shape, "valid": shape[:2], "loss": ()}.items():
             if name in expected:
-                _check_numbers(reference, name, expected[name], wanted)
+                _check_numbers(reference, name, expected[name], due_shape)
         largest = 0.0
         for text, logits in run.logits():
             slots = run.texts.slots[text]

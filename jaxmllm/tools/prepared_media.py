@@ -54,15 +54,17 @@ class Places:
         """
         runs = self.runs(texts)
         tokens = [modality.tokens(shape) for shape in shapes]
-        found = [stop - start for of_text in runs for start, stop in of_text]
-        if found != tokens:
-            raise ConfigError(f"{path}: {what} have {tokens} tokens, and {self.source} {found}")
+        run_tokens = [stop - start for of_text in runs for start, stop in of_text]
+        if run_tokens != tokens:
+            raise ConfigError(
+                f"{path}: {what} have {tokens} tokens, and {self.source} {run_tokens}"
+            )
         numbers = itertools.count()
 
         def span(start: int, stop: int) -> MediaSpan:
-            number = next(numbers)
-            shape, address = shapes[number], f"{prefix}{number}"
-            reference = FileRange(path, 0, 0, f"{what}: {number}", address)
+            item = next(numbers)
+            shape, address = shapes[item], f"{prefix}{item}"
+            reference = FileRange(path, 0, 0, f"{what}: {item}", address)
             kind = "video" if isinstance(shape, ClipShape) else "image"
             return MediaSpan(modality.name, taken_as(kind, reference), shape, start, stop - start)
 
@@ -85,12 +87,12 @@ def positions_of(
     length: int, spans: Spans, modalities: Mapping[str, Modality]
 ) -> NDArray[np.float32]:
     """Three-axis positions [L, 3] of a text with media."""
-    positions, at = SequencePositions(), 0
+    positions, end = SequencePositions(), 0
     for span in spans:
-        positions.add_text(span.slot - at)
+        positions.add_text(span.slot - end)
         positions.add_item(modalities[span.phase], span.shape)
-        at = span.slot + span.tokens
-    positions.add_text(length - at)
+        end = span.slot + span.tokens
+    positions.add_text(length - end)
     return positions.finish()
 
 

@@ -77,8 +77,8 @@ class Record:
     @property
     def words(self) -> Iterator[str]:
         """All texts."""
-        parts = (*self.said, self.answer, *itertools.chain(*self.further))
-        return (part for part in parts if isinstance(part, str))
+        contents = (*self.said, self.answer, *itertools.chain(*self.further))
+        return (content for content in contents if isinstance(content, str))
 
     def conversation(self, id: str) -> dict[str, Any]:
         """The line to train on."""
@@ -100,8 +100,10 @@ class Record:
 
     def _question(self) -> dict[str, Any]:
         contents = [
-            {"type": "text", "text": part} if isinstance(part, str) else _media(part, "image")
-            for part in self.said
+            {"type": "text", "text": content}
+            if isinstance(content, str)
+            else _media(content, "image")
+            for content in self.said
         ]
         text = self.said[0]
         plain = len(contents) == 1 and isinstance(text, str)

@@ -65,9 +65,9 @@ def look_at_clip(frames: Sequence[NDArray[np.uint8]]) -> dict[str, str | None]:
     colours = Counter(figure[0] if figure else None for figure in figures)
     shapes = Counter(_shape(figure[1]) if figure else None for figure in figures)
     motion = None
-    first, last = figures[0], figures[-1]
-    if first is not None and last is not None:
-        way = np.subtract(_centroid(last[1]), _centroid(first[1]))
+    start, end = figures[0], figures[-1]
+    if start is not None and end is not None:
+        way = np.subtract(_centroid(end[1]), _centroid(start[1]))
         along = {name: float(way @ np.array(step)) for name, step in MOTIONS.items()}
         best = max(along, key=lambda name: along[name])
         motion = best if along[best] >= LEAST_WAY else None
@@ -85,10 +85,10 @@ def _figure(pixels: NDArray[np.uint8]) -> tuple[str | None, Floats] | None:
     ground = np.median(edge, axis=0)
     difference = np.linalg.norm(image - ground, axis=2)
     # The largest of few pixels may be an outlier
-    most = float(np.sort(difference.ravel())[-3:].mean())
-    if most < LEAST_CONTRAST:
+    contrast = float(np.sort(difference.ravel())[-3:].mean())
+    if contrast < LEAST_CONTRAST:
         return None
-    core = image[difference > CORE * most].mean(axis=0)
+    core = image[difference > CORE * contrast].mean(axis=0)
     if np.linalg.norm(core - ground) < LEAST_CONTRAST:  # colours on all sides of the ground
         return None
     error = {name: float(np.linalg.norm(core - value)) for name, value in COLOURS.items()}
@@ -161,8 +161,8 @@ def judge(folder: Path) -> dict[str, dict[str, float | None] | None]:
     right: dict[bool, list[tuple[Scene, dict[str, bool]]]] = {False: [], True: []}
     for path in paths:
         scene = scene_of(path)
-        found = _seen(path, scene)
-        aspects = {name: value == getattr(scene, name) for name, value in found.items()}
+        seen = _seen(path, scene)
+        aspects = {name: value == getattr(scene, name) for name, value in seen.items()}
         right[scene.motion is not None].append((scene, aspects))
     return {"pictures": _shares(right[False]), "clips": _shares(right[True])}
 
@@ -190,9 +190,9 @@ def _shares(files: Sequence[tuple[Scene, Mapping[str, bool]]]) -> dict[str, floa
         else None
         for name in ("colour", "shape", "place", "motion")
     }
-    whole = [(scene.unseen, all(aspects.values())) for scene, aspects in files]
-    unseen = [value for unseen, value in whole if unseen]
-    shares["all"] = float(np.mean([value for _, value in whole]))
+    verdicts = [(scene.unseen, all(aspects.values())) for scene, aspects in files]
+    unseen = [value for unseen, value in verdicts if unseen]
+    shares["all"] = float(np.mean([value for _, value in verdicts]))
     shares["unseen_all"] = float(np.mean(unseen)) if unseen else None
     return {"files": len(files)} | shares
 

@@ -193,6 +193,6 @@ def coverage(shape: str, height: int, width: int, y: float, x: float, radius: fl
     else:
         half = np.sqrt(3) / 2 * radius  # of its height
         inside = (down < half) & (np.sqrt(3) * abs(right) < down + half)
-    parts = inside.reshape(height, SUBPIXELS, width, SUBPIXELS)
-    covered: Floats = parts.mean(axis=(1, 3))
+    subpixels = inside.reshape(height, SUBPIXELS, width, SUBPIXELS)
+    covered: Floats = subpixels.mean(axis=(1, 3))
     return covered

@@ -56,19 +56,19 @@ def measure_ticks(
       repeats: rounds.
       ready: called before the clock starts, to let processes begin together.
     """
-    found = []
+    measured = []
     for host in steps:
         ways = {name: programs.put(step) for name, step in _ways(programs, host).items()}
         rounds = [
             {name: _seconds(programs, params, batch, ready) for name, batch in ways.items()}
             for _ in range(repeats + 1)
         ][1:]
-        medians = {name: statistics.median(each[name] for each in rounds) for name in ways}
-        found.append((host, medians))
+        medians = {name: statistics.median(seconds[name] for seconds in rounds) for name in ways}
+        measured.append((host, medians))
     return fit_ticks(
         [
             (medians, _ticks(host), _pauses(programs.sizes.training.tables, host))
-            for host, medians in found
+            for host, medians in measured
         ],
         [host.statistics["pipeline/cost"] for host in steps],
         [len(host.runs) for host in steps],
@@ -104,8 +104,8 @@ def fit_ticks(
     planned, paused, empty = (
         sum(seconds[way] for seconds, _, _ in timed) for way in ("planned", "paused", "empty")
     )
-    ticks = sum(count for _, count, _ in timed)
-    pauses = sum(count for _, _, count in timed)
+    ticks = sum(of_step for _, of_step, _ in timed)
+    pauses = sum(of_step for _, _, of_step in timed)
     tick = max(0.0, paused - planned) / max(pauses, 1)
     flop = max(0.0, planned - empty - tick * ticks) / sum(costs)
     return TickTimes(empty / sum(runs), tick, flop)

@@ -270,13 +270,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--save needs --step: the last step's tables are {SCHEDULE_FILE} already")
     if kind in ("table", "generated") and (options.save or options.step is not None):
         parser.error("--save and --step belong to --config or --run")
-    given = {name for name in GENERATED if getattr(options, name) is not None}
-    if kind != "generated" and given:
+    of_generated = {name for name in GENERATED if getattr(options, name) is not None}
+    if kind != "generated" and of_generated:
         parser.error(
-            f"{', '.join(f'--{name}' for name in GENERATED if name in given)}: only with --generated"
+            f"{', '.join(f'--{name}' for name in GENERATED if name in of_generated)}: only with --generated"
         )
     for name, value in GENERATED.items():
-        if name not in given:
+        if name not in of_generated:
             setattr(options, name, value)
     try:
         timeline = kinds[kind](options)

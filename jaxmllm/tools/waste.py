@@ -135,8 +135,8 @@ def planned(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> dict[str, Phas
 
 def _rows_by_span(plan: PhasePlan, phase: PhaseSpec) -> dict[int, int]:
     spans, microbatches = np.unique(plan.span, return_counts=True)
-    both = zip(spans.tolist(), microbatches.tolist(), strict=True)
-    return {span: count * (phase.ranks // span) for span, count in both}
+    by_span = zip(spans.tolist(), microbatches.tolist(), strict=True)
+    return {span: count * (phase.ranks // span) for span, count in by_span}
 
 
 def _floor(items: PhaseItems, phase: PhaseSpec) -> float:

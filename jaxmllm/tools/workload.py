@@ -440,8 +440,8 @@ def _longest(phase: str, task: Task, model: ModelConfig) -> int:
     image = round(task.image.high)
     frames, clip = slots_per_token("audio", model), 0
     if task.clip is not None and model.audio is not None:
-        most = math.ceil(task.clip.high * FRAMES_PER_SECOND)
-        clip = ceil_divide(_heard(most, model.audio), frames)
+        clip_frames = math.ceil(task.clip.high * FRAMES_PER_SECOND)
+        clip = ceil_divide(_heard(clip_frames, model.audio), frames)
     if phase == "vision":
         return image * slots_per_token("vision", model) if images else 0
     if phase == "audio":
