@@ -174,16 +174,16 @@ def memory_of(compiled: Compiled) -> Memory | None:
 def transfers(sent: list[Collective], mesh: Mesh) -> tuple[Transfer, ...]:
     """Collectives by what they do, those that move most first."""
     alike: dict[tuple[str, tuple[str, ...], str, int, int, bool], list[Collective]] = {}
-    for one in sent:
-        axes = whole_axes(mesh_axes(one, mesh.shape), mesh)
-        key = (one.operation, axes, one.dtype, one.bytes, one.trips, one.exact)
-        alike.setdefault(key, []).append(one)
+    for send in sent:
+        axes = whole_axes(mesh_axes(send, mesh.shape), mesh)
+        key = (send.operation, axes, send.dtype, send.bytes, send.trips, send.exact)
+        alike.setdefault(key, []).append(send)
     records = (
         Transfer(
             *key,
             count=len(group),
-            sent_bytes=sum(one.sent_bytes for one in group),
-            scopes=tuple(sorted({one.scope for one in group})),
+            sent_bytes=sum(send.sent_bytes for send in group),
+            scopes=tuple(sorted({send.scope for send in group})),
         )
         for key, group in alike.items()
     )
@@ -192,12 +192,12 @@ def transfers(sent: list[Collective], mesh: Mesh) -> tuple[Transfer, ...]:
 
 def whole_axes(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
     """Axes of a mesh that spans have cut, those that are there with all their parts under one name."""
-    parts: dict[str, list[str]] = {}
+    cut_axes: dict[str, list[str]] = {}
     for axis, size in mesh.shape.items():
         if size > 1:
-            parts.setdefault(whole_axis(axis), []).append(axis)
+            cut_axes.setdefault(whole_axis(axis), []).append(axis)
     names = (
-        whole_axis(axis) if set(parts.get(whole_axis(axis), [axis])) <= set(axes) else axis
+        whole_axis(axis) if set(cut_axes.get(whole_axis(axis), [axis])) <= set(axes) else axis
         for axis in axes
     )
     return tuple(dict.fromkeys(names))

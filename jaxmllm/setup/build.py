@@ -128,8 +128,10 @@ def plan_programs(config: Config, inputs: RunInputs) -> tuple[Programs, Pipeline
     if config.pipeline.stages == 1:
         spec = plan_spec(config, inputs)
         programs = phased_programs(config, model, formats, spec, sources)
-        kept = {f"{phase}.kept_residuals": str(n) for phase, n in programs.kept_residuals.items()}
-        hosts.compare("plan", lambda: plan_facts(spec) | kept, SAME_PLAN)
+        residual_facts = {
+            f"{phase}.kept_residuals": str(n) for phase, n in programs.kept_residuals.items()
+        }
+        hosts.compare("plan", lambda: plan_facts(spec) | residual_facts, SAME_PLAN)
         return programs, None
     sizes = pipeline_sizes(config, inputs)
 
@@ -156,8 +158,10 @@ def phased_programs(
     functions = step_functions(config, model, sources)
     attention = attention_spec(config, model, formats, spec)
     largest = {phase: max(of_phase.capacities) for phase, of_phase in spec.phases.items()}
-    kept = kept_residuals(config, model, largest)
-    return PhasedPrograms(functions, spec, formats, attention, config.run.param_dtype, kept)
+    kept_microbatches = kept_residuals(config, model, largest)
+    return PhasedPrograms(
+        functions, spec, formats, attention, config.run.param_dtype, kept_microbatches
+    )
 
 
 def staged_programs(

@@ -210,8 +210,8 @@ def _gpu_topology(chip: Chip, count: int) -> str:
     """SLICES x HOSTS x DEVICES of a host, all hosts of one network."""
     if count <= chip.devices_per_host:
         return f"1x1x{count}"
-    hosts, rest = divmod(count, chip.devices_per_host)
-    if rest:
+    hosts, remainder = divmod(count, chip.devices_per_host)
+    if remainder:
         raise ChipError(
             f"{count} devices of {chip.name} are no whole hosts of {chip.devices_per_host}"
         )

@@ -93,7 +93,7 @@ def _check_drawn(config: Config, corpus: Corpus) -> None:
     if config.objective.learns_text or not generators:
         return
     for index in corpus.indexes:
-        numbers = [number for number, name in enumerate(index.phases) if name in generators]
+        numbers = [phase for phase, name in enumerate(index.phases) if name in generators]
         if np.isin(index.item_phase, numbers).any():
             return
     raise ConfigError(

@@ -76,24 +76,24 @@ def kept_residuals(config: Config, model: MLLM, capacities: Mapping[str, int]) -
     asked = {
         phase: getattr(config.phases, phase).kept_residuals for phase in config.model.two_passes
     }
-    kept = {phase: 0 if given == "auto" else given for phase, given in asked.items()}
-    growing = [phase for phase, given in asked.items() if given == "auto"]
+    microbatches = {phase: 0 if setting == "auto" else setting for phase, setting in asked.items()}
+    growing = [phase for phase, setting in asked.items() if setting == "auto"]
     if not growing:  # as in a search for layouts, which says all of them, and often
-        return kept
+        return microbatches
     slots = {phase: size / model.layout(phase).parts for phase, size in capacities.items()}
-    sizes = {phase: slots[phase] * kept_bytes(config, phase) for phase in kept}
-    left = _left(config, model)
+    sizes = {phase: slots[phase] * kept_bytes(config, phase) for phase in microbatches}
+    free = _left(config, model)
     rows = max(slots[phase] * _row_bytes(config, model, phase) for phase in model.phases)
-    room = max(left - rows / USED_SHARE, left * KEPT_SHARE)
-    room -= sum(kept[phase] * size for phase, size in sizes.items())
+    room = max(free - rows / USED_SHARE, free * KEPT_SHARE)
+    room -= sum(microbatches[phase] * size for phase, size in sizes.items())
     while growing:
         phase = growing.pop(0)
-        more = max(kept[phase], 1)
-        if more * sizes[phase] <= room:
-            kept[phase] += more
-            room -= more * sizes[phase]
+        added = max(microbatches[phase], 1)
+        if added * sizes[phase] <= room:
+            microbatches[phase] += added
+            room -= added * sizes[phase]
             growing.append(phase)
-    return kept
+    return microbatches
 
 
 def kept_forwards(
@@ -139,8 +139,8 @@ def memory_of_a_device(model: MLLM) -> int:
     if not isinstance(mesh, Mesh):
         return PLANNED_MEMORY
     # A device of this process: those of others do not tell theirs
-    own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    return device_memory(own[0] if own else mesh.devices.flat[0]) or PLANNED_MEMORY
+    local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    return device_memory(local[0] if local else mesh.devices.flat[0]) or PLANNED_MEMORY
 
 
 def state_bytes(config: Config, model: MLLM) -> int:
@@ -158,8 +158,8 @@ def _gradient_bytes(config: Config, model: MLLM, trained: Params) -> int:
     beside them until they are added, of one layer at a time."""
     if config.pipeline.stages > 1:
         return _device_bytes(config, trained, least=4)
-    own = config.run.param_dtype
-    sums = model.gradient_sums(trained, jnp.promote_types(own, jnp.float32))
+    param_dtype = config.run.param_dtype
+    sums = model.gradient_sums(trained, jnp.promote_types(param_dtype, jnp.float32))
     beside = [0]
     for phase, record in model.phases.items():
         components = model.by_device(phase).components
@@ -171,7 +171,7 @@ def _gradient_bytes(config: Config, model: MLLM, trained: Params) -> int:
                 if component.defers(names):
                     _, *shape = leaf.sharding.shard_shape(leaf.shape)
                     numbers = math.prod(shape[1:] if names.stacked else shape)
-                    beside[-1] += numbers * component.whole_dtype(names, own).itemsize
+                    beside[-1] += numbers * component.whole_dtype(names, param_dtype).itemsize
     return _device_bytes(config, sums) + max(beside)
 
 
@@ -218,9 +218,9 @@ def kept_bytes(config: Config, phase: str) -> float:
     values = _kept_values(shapes, getattr(config.components, phase).remat)
     if config.pipeline.stages > 1:
         values += _beside(config, phase)
-        kept = config.pipeline.kept_residuals
+        forwards = config.pipeline.kept_residuals
         # What `auto` keeps has memory of its own
-        layers *= 1 if kept == "auto" else 1 + kept
+        layers *= 1 if forwards == "auto" else 1 + forwards
     return layers * values * _itemsize(config, phase) / shapes.stem_stride
 
 

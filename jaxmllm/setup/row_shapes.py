@@ -43,8 +43,8 @@ def alignment(
         return Alignment(block, stride=stride, token=token, parts=parts)
     if phase in formats and phase in config.model.windows:
         block = small
-    whole = None if smallest % token else smallest
-    return Alignment(block, small, whole, stride, token, parts=parts)
+    smallest_whole = None if smallest % token else smallest
+    return Alignment(block, small, smallest_whole, stride, token, parts=parts)
 
 
 def largest_row(

@@ -78,8 +78,8 @@ class Drawing:
         decode. A `guidance` other than 1 is for what was planned as guided."""
         assert guidance == 1 or self.programs.guided
         times = [1 - step / steps for step in range(steps + 1)]
-        for number, examples in enumerate(self._batches):
-            batch = self._filler(number, examples)
+        for batch_number, examples in enumerate(self._batches):
+            batch = self._filler(batch_number, examples)
             if batch.failures:
                 raise DataError(f"what is shown does not decode: {batch.failures[0]}")
             on_devices = self.programs.put(batch)
@@ -91,9 +91,9 @@ class Drawing:
         assert isinstance(modality, Blanks)
         for group, segment in zip(*np.nonzero(row["sources"] >= 0), strict=True):
             owned = (row["owners"][group] == segment + 1) & (row["patches"][group] >= 0)
-            kept = owned & (row["segments"][group] == segment + 1)
-            of_item = np.empty((kept.sum(), patches.shape[2]), patches.dtype)
-            of_item[row["patches"][group][kept]] = patches[group][kept]
+            item_slots = owned & (row["segments"][group] == segment + 1)
+            of_item = np.empty((item_slots.sum(), patches.shape[2]), patches.dtype)
+            of_item[row["patches"][group][item_slots]] = patches[group][item_slots]
             request = int(row["sources"][group, segment])
             media = self.corpus.example(request).media[-1].reference
             yield Drawn(
@@ -152,7 +152,7 @@ def _untrained(section: Any) -> Any:
     """Components of which nothing is trained."""
     if isinstance(section, TrainingConfig):
         return section.model_copy(update=UNTRAINED)
-    return section.model_copy(update={name: _untrained(part) for name, part in section})
+    return section.model_copy(update={name: _untrained(subsection) for name, subsection in section})
 
 
 def check_guidance(config: Config, guidance: float) -> None:
@@ -183,8 +183,8 @@ def plan_drawing(config: Config, requests: Requests, mesh: Mesh, guided: bool = 
     corpus = Corpus((index,), (1.0,), tokenizer, readers, pairs=pairs)
     corpus = corpus.refuse(row_limits(config, model, corpus.formats, spans))
     if corpus.rejected:
-        others = f" (and {len(corpus.rejected) - 1} more)" if len(corpus.rejected) > 1 else ""
-        raise DataError(f"{corpus.rejected[0]}{others}")
+        and_more = f" (and {len(corpus.rejected) - 1} more)" if len(corpus.rejected) > 1 else ""
+        raise DataError(f"{corpus.rejected[0]}{and_more}")
     samples = [
         corpus.gather(examples) for examples in batches_of(len(corpus), config.data.batch_size)
     ]
@@ -201,14 +201,14 @@ def plan_drawing(config: Config, requests: Requests, mesh: Mesh, guided: bool = 
         model, config.optimizer, config.decay_steps, len(corpus.sources), config.objective
     )
     attention = attention_spec(config, model, corpus.formats, spec)
-    given = functions, spec, corpus.formats, attention, config.run.param_dtype
-    programs = SamplingPrograms(*given, guided=guided)
+    arguments = functions, spec, corpus.formats, attention, config.run.param_dtype
+    programs = SamplingPrograms(*arguments, guided=guided)
     return Drawing(config, requests, corpus, programs)
 
 
 def batches_of(count: int, size: int) -> list[NDArray[np.int64]]:
     """The numbers below `count`, so many at a time."""
     return [
-        np.arange(first, min(first + size, count), dtype=np.int64)
-        for first in range(0, count, size)
+        np.arange(start, min(start + size, count), dtype=np.int64)
+        for start in range(0, count, size)
     ]

@@ -110,13 +110,13 @@ def largest_examples(corpus: Corpus, phase: str) -> BatchItems:
     items, and most items longer than half the longest, of which no two fit the smallest row that holds that one."""
     figures = np.zeros((3, len(corpus)), np.int64)
     longest = corpus.longest(phase)
-    for first in range(0, len(corpus), LENGTHS_AT_ONCE):
-        examples = np.arange(first, min(first + LENGTHS_AT_ONCE, len(corpus)))
+    for start in range(0, len(corpus), LENGTHS_AT_ONCE):
+        examples = np.arange(start, min(start + LENGTHS_AT_ONCE, len(corpus)))
         items = corpus.gather(examples).phases[phase]
         length = items.length
         amounts = (length, np.ones_like(length), (2 * length > longest).astype(np.int64))
-        for figure, amount in zip(figures, amounts, strict=True):
-            figure[examples] = sums_by(items.example, amount, len(examples))
+        for figure, of_items in zip(figures, amounts, strict=True):
+            figure[examples] = sums_by(items.example, of_items, len(examples))
     # Stable, so that all hosts choose the same among equals.
     largest = np.argsort(-figures, axis=1, kind="stable")[:, :LARGEST_EXAMPLES]
     return corpus.gather(np.unique(largest))
