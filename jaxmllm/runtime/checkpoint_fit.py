@@ -78,9 +78,9 @@ def _spec_text(spec: ArraySpec | None) -> str:
 
 
 def _mismatch(location: Path, unequal: list[str]) -> str:
-    count = f"{len(unequal)} array{'s differ' if len(unequal) > 1 else ' differs'}"
+    difference = f"{len(unequal)} array{'s differ' if len(unequal) > 1 else ' differs'}"
     return (
-        f"checkpoint {location} does not fit the model of this config ({count}):\n{listed(unequal)}\n"
+        f"checkpoint {location} does not fit the model of this config ({difference}):\n{listed(unequal)}\n"
         "Resume with the model and components sections that the run began with, or set run.directory to a new folder "
         "to begin a new run."
     )
@@ -88,6 +88,6 @@ def _mismatch(location: Path, unequal: list[str]) -> str:
 
 def listed(lines: list[str]) -> str:
     """Some lines, indented, with a count of those that are not shown."""
-    rest = len(lines) - SHOWN
-    shown = lines[:SHOWN] + ([f"... and {rest} more"] if rest > 0 else [])
+    unshown = len(lines) - SHOWN
+    shown = lines[:SHOWN] + ([f"... and {unshown} more"] if unshown > 0 else [])
     return "\n".join(f"  {line}" for line in shown)

@@ -89,8 +89,8 @@ class BoardServer:
         if verb == "list":
             return [
                 (name, text)
-                for other, values in self.folders.items()
-                if not folder or f"{other}/".startswith(f"{folder}/")
+                for subfolder, values in self.folders.items()
+                if not folder or f"{subfolder}/".startswith(f"{folder}/")
                 for name, text in values.items()
                 if name.startswith(key)
             ]

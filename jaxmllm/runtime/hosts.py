@@ -94,9 +94,9 @@ class Hosts:
         late = self._late(f"has not come to {what}")
 
         def late_by_now(_: list[int]) -> str:
-            here = by_process(self.board.key_value_dir_get(f"meet/{meeting}/"))
+            arrived = by_process(self.board.key_value_dir_get(f"meet/{meeting}/"))
             return late(
-                [process for process in range(self.processes) if process not in here] or [0]
+                [process for process in range(self.processes) if process not in arrived] or [0]
             )
 
         # Process 0 alone reads what each of them says: else what the board sends grows with their square.
@@ -251,8 +251,8 @@ class Watchdog:
         hosts = self._hosts
         by_step: dict[int, dict[int, str]] = {}
         for key, digest in hosts.board.key_value_dir_get("plan/"):
-            _, number, process = key.rsplit("/", 2)
-            by_step.setdefault(int(number), {})[int(process)] = digest
+            _, step_text, process = key.rsplit("/", 2)
+            by_step.setdefault(int(step_text), {})[int(process)] = digest
         for step, digests in sorted(by_step.items()):
             different = [p for p in sorted(digests) if 0 in digests and digests[p] != digests[0]]
             if different:

@@ -137,11 +137,11 @@ def changes(saved: Config, current: Config, step: int) -> list[str]:
 
 def _differences(saved: Config, current: Config) -> Iterator[tuple[str, str, str]]:
     """(key, value before, value now) of the keys that differ."""
-    left = dict(dotted_values(config_tree(saved)))
-    right = dict(dotted_values(config_tree(current)))
-    for key in dict.fromkeys([*left, *right]):
-        if left.get(key) != right.get(key) or (key in left) != (key in right):
-            yield key, _value_text(left, key), _value_text(right, key)
+    before = dict(dotted_values(config_tree(saved)))
+    now = dict(dotted_values(config_tree(current)))
+    for key in dict.fromkeys([*before, *now]):
+        if before.get(key) != now.get(key) or (key in before) != (key in now):
+            yield key, _value_text(before, key), _value_text(now, key)
 
 
 def _matches(key: str, patterns: tuple[str, ...]) -> bool:

@@ -69,8 +69,8 @@ class StopSignals:
         self._thread = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
         self._thread.start()
         self._previous_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        for number in SIGNALS:
-            self._previous[number] = signal.signal(number, self._handle)
+        for signal_number in SIGNALS:
+            self._previous[signal_number] = signal.signal(signal_number, self._handle)
         return self
 
     def __exit__(
@@ -79,9 +79,9 @@ class StopSignals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for number, previous in self._previous.items():
+        for signal_number, previous in self._previous.items():
             # None: a handler not installed from Python, which cannot be put back.
-            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+            signal.signal(signal_number, signal.SIG_DFL if previous is None else previous)
         signal.set_wakeup_fd(self._previous_wakeup)
         os.write(self._write_end, END_OF_SIGNALS)
         self._thread.join()
@@ -211,9 +211,9 @@ class Agreement:
             if len(answers) == self._processes:
                 return [int(calls) for _, calls in answers]
             if time.monotonic() > deadline:
-                here = sorted(int(key.rpartition("/")[2]) for key, _ in answers)
+                answered = sorted(int(key.rpartition("/")[2]) for key, _ in answers)
                 raise HostsError(
-                    f"asked to stop, but only processes {here} of {self._processes} answered within "
+                    f"asked to stop, but only processes {answered} of {self._processes} answered within "
                     f"{self._patience:.0f} s; the last complete checkpoint is the one to resume from"
                 )
             time.sleep(min(self._poll, 0.1))
