@@ -251,9 +251,9 @@ class _Linearized:
     ) -> Any:
         """What the backward pass yields, of which residuals are given."""
         y_count = len(jax.tree.leaves(self.y))
-        again = iter(self._computed([False] * y_count + [not one for one in kept], args))
-        given = iter(residuals)
-        leaves = [next(given) if one else next(again) for one in kept]
+        again = iter(self._computed([False] * y_count + [not is_kept for is_kept in kept], args))
+        kept_residuals = iter(residuals)
+        leaves = [next(kept_residuals) if is_kept else next(again) for is_kept in kept]
         gradients = jax.tree.map(lambda d, y: d if _is_real(y) else _no_gradient(y), dy, self.y)
         return jax.tree.unflatten(self._vjp, leaves)(gradients)
 

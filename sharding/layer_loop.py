@@ -77,7 +77,7 @@ def run_layers(
 
     def forward(*primals: Tree) -> tuple[tuple[Tree, Tree], Callable[..., Any]]:
         plain, totals, x, of_layers, of_all = jax.tree.map(lambda primal: primal.value, primals)
-        trained, read = (_Asked.of(primals[number]) for number in (0, 4))
+        trained, read = (_Asked.of(primals[argument]) for argument in (0, 4))
         passes = _Passes(layout, run_layer, trained, read, plain, x, of_layers, of_all)
         results, residuals = passes.forward(plain, x, of_layers, of_all)
         backward = jax.tree_util.Partial(
@@ -114,7 +114,7 @@ class _Asked(NamedTuple):
         """The tree of these leaves."""
         leaves = zip(asked, others, strict=True)
         return jax.tree.unflatten(
-            self.tree, [other if leaf is None else leaf for leaf, other in leaves]
+            self.tree, [other_leaf if leaf is None else leaf for leaf, other_leaf in leaves]
         )
 
 
@@ -140,30 +140,30 @@ class _Passes:
         self._as_it_lies = partial(_as_it_lies, layout)
 
         def parted_layer(params: Params, inputs: tuple[Tree, Any], rows: Any) -> tuple[Tree, Tree]:
-            (x, asked), (own, others) = inputs, rows
-            return layer(trained.joined(*params), x, own, read.joined(asked, others))
+            (x, asked), (own, unasked) = inputs, rows
+            return layer(trained.joined(*params), x, own, read.joined(asked, unasked))
 
         params, own = jax.tree.map(_of_one_layer, (trained.parted(plain), of_layers))
-        asked, others = read.parted(of_all)
-        self._gradient = LayerGradient(parted_layer, params, (x, asked), (own, others))
+        asked, unasked = read.parted(of_all)
+        self._gradient = LayerGradient(parted_layer, params, (x, asked), (own, unasked))
         # Which leaf of `asked` a residual is, if it is one
-        first = len(jax.tree.leaves(x))
+        x_leaves = len(jax.tree.leaves(x))
         self._of_all = [
-            None if number is None or number < first else number - first
-            for number in self._gradient.of_x
+            None if leaf is None or leaf < x_leaves else leaf - x_leaves
+            for leaf in self._gradient.of_x
         ]
 
     def forward(
         self, plain: list[Parameter], x: Tree, of_layers: Tree, of_all: Tree
     ) -> tuple[tuple[Tree, Tree], list[jax.Array]]:
         """What the loop yields, and the residuals of all layers."""
-        asked, others = self._read.parted(of_all)
+        asked, unasked = self._read.parted(of_all)
 
         def step(x: Tree, of_layer: tuple[Params, Tree]) -> tuple[Tree, Any]:
             params, own = self._as_it_lies(of_layer)
-            (x, out), residuals = self._gradient.forward(params, (x, asked), (own, others))
-            kept = zip(residuals, self._of_all, strict=True)
-            return x, (out, [residual for residual, number in kept if number is None])
+            (x, out), residuals = self._gradient.forward(params, (x, asked), (own, unasked))
+            pairs = zip(residuals, self._of_all, strict=True)
+            return x, (out, [residual for residual, leaf in pairs if leaf is None])
 
         x, (outs, residuals) = jax.lax.scan(step, x, (self._trained.parted(plain), of_layers))
         return (x, outs), residuals
@@ -179,19 +179,19 @@ class _Passes:
         d_outs: Tree,
     ) -> tuple[Any, ...]:
         """The gradients of what the loop was given."""
-        asked, others = self._read.parted(of_all)
+        asked, unasked = self._read.parted(of_all)
 
         def step(carry: tuple[Tree, Tree, list[Any]], of_layer: Any) -> tuple[Any, list[Any]]:
             dx, d_asked, sums = carry
-            number, params, own, kept, d_out = self._as_it_lies(of_layer)
+            layer_number, params, own, layer_residuals, d_out = self._as_it_lies(of_layer)
             leaves, (dx, d_read) = self._gradient.backward(
-                params, (own, others), self._residuals(kept, asked), (dx, d_out)
+                params, (own, unasked), self._residuals(layer_residuals, asked), (dx, d_out)
             )
             d_asked = jax.tree.map(jnp.add, d_asked, d_read)
             gradients = jax.tree.unflatten(self._trained.tree, leaves)
             pairs = list(zip(sums, gradients, strict=True))
             added = [
-                None if total is None else self._with_added(total, number, gradient)
+                None if total is None else self._with_added(total, layer_number, gradient)
                 for total, gradient in pairs
             ]
             alone = [gradient if total is None else None for total, gradient in pairs]
@@ -201,9 +201,9 @@ class _Passes:
             None if total is None else total.reshape(differentiated(parameter).shape)
             for parameter, total in zip(plain, totals, strict=True)
         ]
-        numbers = np.arange(len(jax.tree.leaves(plain)[0]))
+        layer_numbers = np.arange(len(jax.tree.leaves(plain)[0]))
         dx, d_outs = jax.tree.map(_instantiated, (dx, d_outs))
-        layers = numbers, self._trained.parted(plain), of_layers, residuals, d_outs
+        layers = layer_numbers, self._trained.parted(plain), of_layers, residuals, d_outs
         carry = dx, jax.tree.map(jnp.zeros_like, asked), sums
         (dx, d_asked, sums), alone = jax.lax.scan(step, carry, layers, reverse=True)
         d_totals = jax.tree.map(lambda total, new: new.reshape(total.shape), totals, sums)
@@ -211,14 +211,14 @@ class _Passes:
 
     def _with_added(self, total: jax.Array, number: jax.Array, gradient: Any) -> jax.Array:
         """Sums of all layers with the gradient of one added."""
-        own = jax.lax.dynamic_index_in_dim(total, number, keepdims=False)
-        own += self._as_it_lies(differentiated(gradient).astype(total.dtype))
-        return jax.lax.dynamic_update_index_in_dim(total, own, number, 0)
+        layer_total = jax.lax.dynamic_index_in_dim(total, number, keepdims=False)
+        layer_total += self._as_it_lies(differentiated(gradient).astype(total.dtype))
+        return jax.lax.dynamic_update_index_in_dim(total, layer_total, number, 0)
 
     def _residuals(self, kept: Sequence[jax.Array], asked: Sequence[Any]) -> list[jax.Array]:
         """Those of a layer, of what was kept of it and what all layers read."""
-        own, leaves = iter(kept), jax.tree.leaves(asked)
-        return [next(own) if number is None else leaves[number] for number in self._of_all]
+        layer_residuals, leaves = iter(kept), jax.tree.leaves(asked)
+        return [next(layer_residuals) if leaf is None else leaves[leaf] for leaf in self._of_all]
 
 
 def _as_it_lies(layout: Layout, of_layer: Tree) -> Tree:

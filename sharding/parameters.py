@@ -238,8 +238,8 @@ def looked_up(
     if isinstance(table, Deferred):
         table = _own_part(layout, axes, table.stand_in.dtype, table)
     everyones = jax.lax.all_gather(rows, names, axis=0, tiled=True)
-    found = _rows_of(layout.constrain(table, kept_axes(axes)), everyones).astype(dtype)
-    return _returned(layout, names, found)
+    vectors = _rows_of(layout.constrain(table, kept_axes(axes)), everyones).astype(dtype)
+    return _returned(layout, names, vectors)
 
 
 @jax.custom_vjp
@@ -285,8 +285,8 @@ def sorted_sums(nothing: jax.Array, rows: jax.Array, found: jax.Array) -> jax.Ar
     order = jnp.argsort(rows, stable=True)
     rows, found = rows[order], found.reshape(len(order), -1)[order]
     changes = rows[1:] != rows[:-1]
-    first = jnp.append(True, changes)
-    last = jnp.append(changes, True)
+    is_start = jnp.append(True, changes)
+    is_end = jnp.append(changes, True)
 
     def add(
         left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]
@@ -294,10 +294,10 @@ def sorted_sums(nothing: jax.Array, rows: jax.Array, found: jax.Array) -> jax.Ar
         begins = left[0] | right[0]
         return begins, jnp.where(right[0], right[1], left[1] + right[1])
 
-    _, sums = jax.lax.associative_scan(add, (first[:, None], found))
+    _, sums = jax.lax.associative_scan(add, (is_start[:, None], found))
     # Outside of the table, each in a place of its own, where nothing is written
-    places = jnp.where(last, rows, len(nothing) + jnp.arange(len(rows), dtype=rows.dtype))
-    return nothing.at[places].set(sums, mode="drop", unique_indices=True)
+    target_rows = jnp.where(is_end, rows, len(nothing) + jnp.arange(len(rows), dtype=rows.dtype))
+    return nothing.at[target_rows].set(sums, mode="drop", unique_indices=True)
 
 
 def kept_axes(axes: Axes) -> Axes:

@@ -90,7 +90,7 @@ def put_rows(layout: Layout, rows: jax.Array, index: jax.Array, pool: jax.Array)
       index: int32 [R / g, g * C] slot of the pool where each goes; -1: nowhere.
       pool: [R, W, D]; slots that no index names stay as they are.
     """
-    parts = layout.part_axes
+    part_axes = layout.part_axes
 
     def on_device(rows: jax.Array, index: jax.Array, pool: jax.Array) -> jax.Array:
         slots = pool.shape[1]
@@ -99,8 +99,8 @@ def put_rows(layout: Layout, rows: jax.Array, index: jax.Array, pool: jax.Array)
         inverse = jnp.full(slots, -1, jnp.int32).at[target].set(row_slots, mode="drop")
         put = gather(rows[0], inverse)[None].astype(pool.dtype)
         is_filled = (inverse >= 0)[None]
-        if parts:  # each has some slots of its rank's
-            put, is_filled = jax.lax.psum((put, is_filled.astype(jnp.int32)), parts)
+        if part_axes:  # each has some slots of its rank's
+            put, is_filled = jax.lax.psum((put, is_filled.astype(jnp.int32)), part_axes)
         return jnp.where(_expanded(is_filled > 0, put), put, pool)
 
     return layout.local(on_device, (SLOTS, SLOTS, RANKS), RANKS)(rows, index, pool)
@@ -125,8 +125,8 @@ def add_to_first_rank(layout: Layout, x: jax.Array, rows: jax.Array) -> jax.Arra
 def on_first_part(layout: Layout, x: jax.Array) -> jax.Array:
     """What whole rows amount to, on the first of the devices that hold a row's parts, where code is manual
     along them; zero on the others, for what is added over all devices."""
-    parts = tuple(axis for axis in layout.mesh_axes("sequence") if axis in layout.manual_axes)
-    return jnp.where(jax.lax.axis_index(parts) == 0, x, 0) if parts else x
+    part_axes = tuple(axis for axis in layout.mesh_axes("sequence") if axis in layout.manual_axes)
+    return jnp.where(jax.lax.axis_index(part_axes) == 0, x, 0) if part_axes else x
 
 
 def of_group(layout: Layout, pool: Any) -> Any:

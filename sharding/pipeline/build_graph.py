@@ -44,16 +44,16 @@ def _check(ring: Ring, workload: Workload) -> None:
             f"work of {len(workload.chains)} components for a ring of {len(ring.chains)}",
         )
     consumed = set()
-    for number, chain in enumerate(ring.chains):
-        _check_chain(ring, workload, number)
-        microbatches = workload.chains[number].shape[1]
-        inputs = workload.inputs_of(number)
+    for chain_number, chain in enumerate(ring.chains):
+        _check_chain(ring, workload, chain_number)
+        microbatches = workload.chains[chain_number].shape[1]
+        inputs = workload.inputs_of(chain_number)
         if len(inputs) != microbatches:
             raise PipelineError(
                 f"inputs of {len(inputs)} {chain.name} microbatches, of which there are {microbatches}",
             )
         for microbatch in range(microbatches):
-            _check_inputs(ring, workload, number, microbatch)
+            _check_inputs(ring, workload, chain_number, microbatch)
             consumed |= set(inputs[microbatch])
     for encoder, chain in enumerate(ring.encoders):
         for sub in range(workload.chains[encoder].shape[1]):
@@ -228,8 +228,8 @@ class _Builder:
 
     def _group(self, kind: int, c: int, d: int, m: int) -> int:
         """The group that an operation belongs to: a language microbatch with what it reads."""
-        first, last = self.groups[c][m]
-        return first if kind == Kind.FORWARD else last
+        first_group, last_group = self.groups[c][m]
+        return first_group if kind == Kind.FORWARD else last_group
 
     def _groups(self) -> list[list[tuple[int, int]]]:
         """First and last group of all rows. A row that nothing reads is a group of its own, after the groups of
@@ -248,12 +248,12 @@ class _Builder:
             latest = max((sub for c, sub in consumed if c in alone), default=-1)
             keys.append((latest, False, chains - 1, m))
         keys += [(m, True, c, m) for c, m in unread]
-        number = {(c, m): group for group, (*_, c, m) in enumerate(sorted(keys))}
+        group_of = {(c, m): group for group, (*_, c, m) in enumerate(sorted(keys))}
         groups: list[list[tuple[int, int]]] = [[] for _ in range(chains)]
         for c in reversed(range(chains)):
             for m in range(self.workload.chains[c].shape[1]):
-                if (c, m) in number:
-                    groups[c].append((number[c, m],) * 2)
+                if (c, m) in group_of:
+                    groups[c].append((group_of[c, m],) * 2)
                 else:
                     of_users = [groups[self.ring.readers[c]][user] for user in self.consumers[c][m]]
                     groups[c].append(

@@ -128,8 +128,8 @@ def _cut_below(
                 if cost > limit:
                     break
                 total = squares[chunk - 1][start] + cost * cost
-                least = squares[chunk][stop]
-                if total < least or (costliest_last and total == least):  # longer chunks come later
+                best = squares[chunk][stop]
+                if total < best or (costliest_last and total == best):  # longer chunks come later
                     squares[chunk][stop] = total
                     cut_before[chunk][stop] = start
     bounds = [layers]
@@ -142,18 +142,20 @@ def _round_limits(ends: Sequence[int], stages: int, rounds: int) -> list[int]:
     """What a chunk may cost in every round, so that chunks can be cut and the sum is least; of equal
     sums, the one of least squares. `ends` [L + 1] are cumulative costs, from 0."""
     layers = len(ends) - 1
-    most = rounds * _least_maximum(ends, stages * rounds)
+    upper_bound = rounds * _least_maximum(ends, stages * rounds)
     # By the layers that the rounds so far have: sum and squares of their limits, and the limits.
     best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
-    least = _least_limits(ends, stages, most)
-    for number in range(1, rounds + 1):
-        last = layers - stages * (rounds - number)  # the chunks that follow have a layer each
+    least_limits = _least_limits(ends, stages, upper_bound)
+    for round_number in range(1, rounds + 1):
+        latest = layers - stages * (
+            rounds - round_number
+        )  # the chunks that follow have a layer each
         further: dict[int, tuple[int, int, list[int]]] = {}
         for start, (total, squares, limits) in best.items():
-            for stop, limit in least[start].items():
-                found = (total + limit, squares + limit * limit, [*limits, limit])
-                if stop <= last and (stop not in further or found < further[stop]):
-                    further[stop] = found
+            for stop, limit in least_limits[start].items():
+                candidate = (total + limit, squares + limit * limit, [*limits, limit])
+                if stop <= latest and (stop not in further or candidate < further[stop]):
+                    further[stop] = candidate
         best = further
     return best[layers][2]
 
@@ -162,17 +164,17 @@ def _least_limits(ends: Sequence[int], stages: int, most: int) -> list[dict[int,
     """By first layer and end, the least cost of the costliest of so many chunks, where it is no more
     than `most`."""
     sums = {stop - start for start, stop in itertools.combinations(ends, 2)}
-    least: list[dict[int, int]] = [{} for _ in ends]
-    for limit in sorted(each for each in sums if each <= most):
+    least_limits: list[dict[int, int]] = [{} for _ in ends]
+    for limit in sorted(cost for cost in sums if cost <= most):
         # Where a chunk ends at the latest, and then where the last of all does
         latest = [bisect.bisect_right(ends, end + limit) - 1 for end in ends]
         reached: Sequence[int] = range(len(ends))
         for _ in range(stages):
             reached = [latest[stop] for stop in reached]
         for start, stop in enumerate(reached):
-            longest = max(least[start], default=start + stages - 1)
-            least[start].update(dict.fromkeys(range(longest + 1, stop + 1), limit))
-    return least
+            longest = max(least_limits[start], default=start + stages - 1)
+            least_limits[start].update(dict.fromkeys(range(longest + 1, stop + 1), limit))
+    return least_limits
 
 
 def _least_maximum(ends: Sequence[int], stages: int) -> int:
@@ -247,8 +249,8 @@ def partition(
         case "chain":
             placed = _chain(weights, stages)
         case "segments":
-            counts = _chunks_per_rank(weights, stages, costs, row_counts) | dict(chunks or {})
-            placed = _segments(weights, stages, counts)
+            per_rank = _chunks_per_rank(weights, stages, costs, row_counts) | dict(chunks or {})
+            placed = _segments(weights, stages, per_rank)
         case "parallel":
             placed = _parallel(weights, stages)
     laid = [
@@ -283,13 +285,13 @@ class _Units:
 
 def _units(weights: Sequence[int], rows: float, has_loss: bool) -> _Units:
     stem, *blocks, head = weights
-    count = len(blocks)
+    block_count = len(blocks)
     blocks[0] += stem
     # A head may have a stage of its own, for a vocabulary is as much work as a few blocks
     if has_loss:
-        return _Units([*blocks, head], count, rows)
+        return _Units([*blocks, head], block_count, rows)
     blocks[-1] += head
-    return _Units(blocks, count, rows)
+    return _Units(blocks, block_count, rows)
 
 
 Placed = dict[str, list[tuple[int, int]]]  # by chain: rank and number of units of every chunk
@@ -314,8 +316,8 @@ def _chain(weights: Mapping[str, _Units], stages: int) -> Placed:
     begin = 0
     for name, units in weights.items():
         end = begin + len(units.costs)
-        counts = [min(stop, end) - max(start, begin) for start, stop in itertools.pairwise(bounds)]
-        placed[name] = [(rank, count) for rank, count in enumerate(counts) if count > 0]
+        sizes = [min(stop, end) - max(start, begin) for start, stop in itertools.pairwise(bounds)]
+        placed[name] = [(rank, size) for rank, size in enumerate(sizes) if size > 0]
         begin = end
     return placed
 
@@ -346,12 +348,12 @@ def _segments(weights: Mapping[str, _Units], stages: int, chunks: Mapping[str, i
         )
     placed: Placed = {}
     for name, units in weights.items():
-        count = chunks[name]
-        if not 1 <= count * stages <= len(units):
+        per_rank = chunks[name]
+        if not 1 <= per_rank * stages <= len(units):
             raise PipelineError(
-                f"{count} chunks of {name!r} on each of {stages} stages, but {_counts({name: units})}",
+                f"{per_rank} chunks of {name!r} on each of {stages} stages, but {_counts({name: units})}",
             )
-        bounds = cut_in_rounds(units.costs, stages, count)
+        bounds = cut_in_rounds(units.costs, stages, per_rank)
         placed[name] = [
             (index % stages, size) for index, size in enumerate(np.diff(bounds).tolist())
         ]
@@ -371,21 +373,21 @@ def _parallel(weights: Mapping[str, _Units], stages: int) -> Placed:
     for units in weights.values():
         ends = [0, *itertools.accumulate(units.microbatch_costs)]
         slowest.append(
-            {count: _least_maximum(ends, count) for count in range(1, min(len(units), stages) + 1)},
+            {ranks: _least_maximum(ends, ranks) for ranks in range(1, min(len(units), stages) + 1)},
         )
 
     def worth(split: tuple[int, ...]) -> list[int]:
-        return sorted((slowest[index][count] for index, count in enumerate(split)), reverse=True)
+        return sorted((slowest[index][ranks] for index, ranks in enumerate(split)), reverse=True)
 
     best = min(_splits(stages, limits), key=worth)
     placed: Placed = {}
     begin = 0
-    for (name, units), count in zip(weights.items(), best, strict=True):
-        bounds = cut(units.microbatch_costs, count)
+    for (name, units), ranks in zip(weights.items(), best, strict=True):
+        bounds = cut(units.microbatch_costs, ranks)
         placed[name] = [
             (begin + index, size) for index, size in enumerate(np.diff(bounds).tolist())
         ]
-        begin += count
+        begin += ranks
     return placed
 
 
@@ -395,9 +397,9 @@ def _splits(stages: int, limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
         if 1 <= stages <= limits[0]:
             yield (stages,)
         return
-    for count in range(1, min(limits[0], stages - len(limits) + 1) + 1):
-        for remaining in _splits(stages - count, limits[1:]):
-            yield (count, *remaining)
+    for ranks in range(1, min(limits[0], stages - len(limits) + 1) + 1):
+        for remaining in _splits(stages - ranks, limits[1:]):
+            yield (ranks, *remaining)
 
 
 def _counts(chains: Mapping[str, _Units]) -> str:

@@ -89,12 +89,12 @@ class ChainWork:
     def rows(self) -> tuple[tuple[int, int], ...]:
         """The row of each microbatch: its class, and its number among the rows of that class."""
         if self.row_class is None:
-            return tuple((0, number) for number in range(self.shape[1]))
-        counts: Counter[int] = Counter()
+            return tuple((0, row) for row in range(self.shape[1]))
+        class_sizes: Counter[int] = Counter()
         rows = []
         for row_class in self.row_class.tolist():
-            rows.append((row_class, counts[row_class]))
-            counts[row_class] += 1
+            rows.append((row_class, class_sizes[row_class]))
+            class_sizes[row_class] += 1
         return tuple(rows)
 
 

@@ -93,7 +93,7 @@ def layer_costs(
       chains: those that are read before their readers.
       readers: of each chain that another than the last one reads, that one.
     """
-    *_, last = chains
+    *_, last_chain = chains
     costs: dict[str, tuple[LayerCost, ...]] = {}
     upstream: set[str] = set()  # chains that read something trained
     for name, layers in chains.items():
@@ -103,7 +103,7 @@ def layer_costs(
             chain_costs.append(_cost(layer, up))
             up = up or layer.trainable
         if up:
-            upstream.add(readers.get(name, last))
+            upstream.add(readers.get(name, last_chain))
         costs[name] = tuple(chain_costs)
     return costs
 

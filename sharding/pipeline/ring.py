@@ -78,12 +78,12 @@ class Ring:
         names = [chain.name for chain in self.chains]
         if not names or len(set(names)) < len(names):
             raise PipelineError(f"a ring needs components of distinct names, not {names}")
-        for number, chain in enumerate(self.chains):
+        for chain_number, chain in enumerate(self.chains):
             self._check(chain)
-            if chain.reader and chain.reader not in names[number + 1 :]:
+            if chain.reader and chain.reader not in names[chain_number + 1 :]:
                 raise PipelineError(
                     f"{chain.name} is read by {chain.reader!r}, which is none of the chains after it: "
-                    f"{names[number + 1 :]}"
+                    f"{names[chain_number + 1 :]}"
                 )
 
     def _check(self, chain: Chain) -> None:
@@ -118,8 +118,8 @@ class Ring:
     @cached_property
     def readers(self) -> tuple[int, ...]:
         """Of every chain but the last, the number of the one that reads what it delivers."""
-        number = {chain.name: number for number, chain in enumerate(self.chains)}
-        return tuple(number[chain.reader or self.reader.name] for chain in self.encoders)
+        chain_number = {chain.name: chain_number for chain_number, chain in enumerate(self.chains)}
+        return tuple(chain_number[chain.reader or self.reader.name] for chain in self.encoders)
 
     def feeding(self, reader: int) -> tuple[int, ...]:
         """Numbers of the chains that a chain reads."""

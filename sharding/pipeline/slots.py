@@ -129,18 +129,18 @@ def lives_of(schedule: Schedule) -> list[Life]:
 def allocate(lives: Iterable[Life]) -> list[tuple[Life, int]]:
     """Each life with the lowest slot of its pool and rank that is free."""
     free: dict[RankPool, list[int]] = defaultdict(list)
-    taken: dict[RankPool, list[tuple[int, int]]] = defaultdict(list)  # (end of the life, slot)
+    occupied: dict[RankPool, list[tuple[int, int]]] = defaultdict(list)  # (end of the life, slot)
     allocated = []
     for life in sorted(
         lives,
         key=lambda life: (life.start, life.end, life.buffer.microbatch, life.buffer.depth),
     ):
         rank_pool = life.buffer.rank_pool
-        while taken[rank_pool] and taken[rank_pool][0][0] < life.start:
-            heappush(free[rank_pool], heappop(taken[rank_pool])[1])
+        while occupied[rank_pool] and occupied[rank_pool][0][0] < life.start:
+            heappush(free[rank_pool], heappop(occupied[rank_pool])[1])
         # No slot is free: all that were ever given out are taken, so their number is the next one.
-        slot = heappop(free[rank_pool]) if free[rank_pool] else len(taken[rank_pool])
-        heappush(taken[rank_pool], (life.end, slot))
+        slot = heappop(free[rank_pool]) if free[rank_pool] else len(occupied[rank_pool])
+        heappush(occupied[rank_pool], (life.end, slot))
         allocated.append((life, slot))
     return allocated
 
@@ -175,9 +175,9 @@ def keep_residuals(schedule: Schedule, slots: Slots) -> Schedule:
             held[life.buffer.chain, life.buffer.rank][life.start : life.end + 1] += 1
     keepers = set(schedule.keepers)
     for n, backward in _candidates(schedule, times):
-        first = moment_of(times.tick[n], Moment.WRITE)
-        last = moment_of(times.tick[backward], Moment.READ)
-        meanwhile = held[graph.chain[n], graph.stage[n]][first : last + 1]
+        first_moment = moment_of(times.tick[n], Moment.WRITE)
+        last_moment = moment_of(times.tick[backward], Moment.READ)
+        meanwhile = held[graph.chain[n], graph.stage[n]][first_moment : last_moment + 1]
         room = slots.get((Pool.RESIDUAL, graph.chain[n]), 0)
         if n not in keepers and meanwhile.max() < room:
             meanwhile += 1
@@ -196,7 +196,7 @@ def _candidates(schedule: Schedule, times: TickTimes) -> list[tuple[int, int]]:
         if backward is None:
             continue
         row = schedule.ticks[times.tick[backward]].tolist()
-        length = max((graph.duration[other] for other in row if other >= 0), default=0)
+        length = max((graph.duration[operation] for operation in row if operation >= 0), default=0)
         shortens_nothing = length > graph.duration[backward]
         candidates.append((shortens_nothing, times.tick[backward] - times.tick[n], n, backward))
     return [(n, backward) for *_, n, backward in sorted(candidates)]

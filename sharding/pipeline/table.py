@@ -62,15 +62,15 @@ def make_table(schedule: Schedule, spec: TableSpec) -> Table:
 
 def padded_table(spec: TableSpec, rows: Ints, wire_active: Ints) -> Table:
     """The rows of a schedule's ticks with idle ones after them."""
-    count = len(rows)
-    missing = spec.ticks - count
+    ticks = len(rows)
+    missing = spec.ticks - ticks
     if missing < 0:
         raise PipelineError(
-            f"a schedule of {count} ticks for tables of {spec.ticks}; raise the ticks of the pipeline",
+            f"a schedule of {ticks} ticks for tables of {spec.ticks}; raise the ticks of the pipeline",
         )
     idle = _idle_rows(spec, missing)
     still = np.zeros((missing, len(spec.wires)), np.int32)
-    return Table(spec, np.concatenate([rows, idle]), np.concatenate([wire_active, still]), count)
+    return Table(spec, np.concatenate([rows, idle]), np.concatenate([wire_active, still]), ticks)
 
 
 def with_pauses(spec: TableSpec, rows: Ints, wire_active: Ints, pauses: int) -> tuple[Ints, Ints]:
@@ -100,21 +100,23 @@ def _check_rows_read(graph: Graph, spec: TableSpec) -> None:
     for encoder, chain in enumerate(spec.ring.encoders):
         reader = spec.ring.readers[encoder]
         for microbatch, inputs in enumerate(graph.workload.inputs_of(reader)):
-            count = sum(source == encoder for source, _ in inputs)
-            if count > spec.rows_read[encoder]:
+            rows = sum(source == encoder for source, _ in inputs)
+            if rows > spec.rows_read[encoder]:
                 raise PipelineError(
-                    f"{spec.ring.chains[reader].name} microbatch {microbatch} consumes {count} rows of {chain.name}, "
+                    f"{spec.ring.chains[reader].name} microbatch {microbatch} consumes {rows} rows of {chain.name}, "
                     f"tables have room for {spec.rows_read[encoder]}; raise the rows that a microbatch of the "
                     "pipeline reads",
                 )
 
 
 def _check_classes(graph: Graph, spec: TableSpec) -> None:
-    for number, chain in enumerate(spec.ring.chains):
-        most = max((row_class for row_class, _ in graph.workload.chains[number].rows), default=0)
-        if most >= spec.classes(number):
+    for chain_number, chain in enumerate(spec.ring.chains):
+        highest_class = max(
+            (row_class for row_class, _ in graph.workload.chains[chain_number].rows), default=0
+        )
+        if highest_class >= spec.classes(chain_number):
             raise PipelineError(
-                f"a row of {chain.name} of class {most}, the tables have {spec.classes(number)} classes"
+                f"a row of {chain.name} of class {highest_class}, the tables have {spec.classes(chain_number)} classes"
             )
 
 
@@ -149,8 +151,8 @@ class _Writer:
             wire = self._wire_number[buffer.pool_key]
             self._put_at(tick, buffer.rank, f"receive.{self.spec.wires[wire].name}", slot)
             row_class, _ = self.graph.row_of(buffer.chain, buffer.microbatch)
-            others = self.wire_active[tick, wire]
-            self.wire_active[tick, wire] = min(others or row_class + 1, row_class + 1)
+            active = self.wire_active[tick, wire]
+            self.wire_active[tick, wire] = min(active or row_class + 1, row_class + 1)
         last_tick, departure = tick_of(life.end)
         if departure == Moment.SEND:
             self._put_at(
@@ -238,9 +240,9 @@ class _Writer:
         chain = self.spec.ring.chains[c]
         depth = graph.depth[n]
         kind = graph.kind[n]
-        last = depth == chain.depth - 1
+        is_last = depth == chain.depth - 1
         fused = (Kind.FORWARD, c, depth, graph.microbatch[n]) not in graph.number
-        has_loss = last and self.spec.ring.has_loss(c)
+        has_loss = is_last and self.spec.ring.has_loss(c)
         row_class, row = graph.row_of(c, graph.microbatch[n])
         computes_loss = kind == Kind.FORWARD or (fused and kind != Kind.WEIGHT_GRADIENT)
         values = {
@@ -248,7 +250,7 @@ class _Writer:
             "chunk": chain.local(depth),
             "layers": chain.layers[depth],
             "first": int(depth == 0),
-            "last": int(last),
+            "last": int(is_last),
             "microbatch": graph.microbatch[n],
             "row_class": row_class,
             "row": row,

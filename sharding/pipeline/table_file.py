@@ -73,7 +73,7 @@ def load_tables(path: Path) -> SavedTables:
                 f"{path} holds schedule tables of format {description['format']}, this version reads {FORMAT}; "
                 "save them again",
             )
-        columns = {str(name): number for number, name in enumerate(description["columns"])}
+        columns = {str(name): column for column, name in enumerate(description["columns"])}
         wires = tuple(map(str, description["wires"]))
         bounds = np.cumsum(np.array(description["ticks"], np.int64))
         expected = ((bounds[-1], rows.shape[1], len(columns)), (bounds[-1], len(wires)))

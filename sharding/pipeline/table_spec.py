@@ -79,9 +79,9 @@ class TableSpec:
     def wires(self) -> tuple[Wire, ...]:
         """Edges that leave their rank; there is none for what stays where it is."""
         wires = []
-        for number, chain in enumerate(self.ring.chains):
+        for c, chain in enumerate(self.ring.chains):
             if len(set(chain.stages)) > 1:
-                wires += [Wire(Pool.INPUT, number, up=True), Wire(Pool.GRADIENT, number, up=False)]
+                wires += [Wire(Pool.INPUT, c, up=True), Wire(Pool.GRADIENT, c, up=False)]
         for encoder in range(len(self.ring.encoders)):
             if self.ring.delivery_hops(encoder):
                 wires += [
@@ -113,7 +113,7 @@ class TableSpec:
                 names += [f"{what}.{encoder}.{index}" for index in range(rows_read)]
         for what in ("receive", "send"):
             names += [f"{what}.{wire.name}" for wire in self.wires]
-        return {name: number for number, name in enumerate(names)}
+        return {name: column for column, name in enumerate(names)}
 
     def classes(self, chain: int) -> int:
         """How many classes the rows of a component have."""

@@ -153,13 +153,13 @@ class _Proof:
         row: RowValues,
         sent: list[list[Label | None]],
     ) -> None:
-        for number, wire in enumerate(self.spec.wires):
+        for wire_number, wire in enumerate(self.spec.wires):
             slot = row[f"receive.{wire.name}"]
             if slot < 0:
                 continue
             source = (rank - 1 if wire.up else rank + 1) % self.ring.stages
-            label = sent[source][number]
-            active = self.table.wire_active[tick, number]
+            label = sent[source][wire_number]
+            active = self.table.wire_active[tick, wire_number]
             if label is None or not active:
                 self._fail(
                     f"receives {wire.name} into slot {slot}, but rank {source} sends nothing on it",
@@ -217,10 +217,10 @@ class _Proof:
             last=d == chain.depth - 1,
             language=c == len(self.ring.chains) - 1,
         )
-        row_class, number = self.graph.row_of(c, m)
+        row_class, row_number = self.graph.row_of(c, m)
         expected = {
             "row_class": row_class,
-            "row": number,
+            "row": row_number,
             "layers": chain.layers[d],
             "first": operation.first,
             "last": operation.last,

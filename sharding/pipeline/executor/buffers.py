@@ -118,8 +118,8 @@ class Shapes:
                 jax.eval_shape(component.last, self.outer[c], x, row)
                 for component, x, row in zip(of_classes, self.x[c], data, strict=True)
             ]
-            parts = [self.parted(c, output) for output in outputs]
-            tokens, losses = zip(*parts, strict=True)
+            parted_outputs = [self.parted(c, output) for output in outputs]
+            tokens, losses = zip(*parted_outputs, strict=True)
             self.sums.append(losses[0][1] if self.ring.has_loss(c) else ())
             if c < self.reader:
                 self.tokens.append(list(tokens))
@@ -145,9 +145,9 @@ class Shapes:
         """Whatever a smaller row needs fits into the corner of what the largest one does."""
         held = [self.x[c], [gradient.residuals for gradient in self.gradients[c]]]
         held += [] if c == self.reader else [self.tokens[c]]
-        for largest, *others in held:
-            for other in others:
-                self._check_fits(c, other, largest)
+        for largest, *smaller in held:
+            for small in smaller:
+                self._check_fits(c, small, largest)
 
     def _check_fits(self, c: int, value: Tree, largest: Tree) -> None:
         if not fits(value, largest):
@@ -295,9 +295,9 @@ class Buffers:
                 ((Pool.PENDING, c), "pending", weight),
             ):
                 if self.shapes.has(*key):
-                    wanted = reads & (row[column] >= 0)
+                    loads = reads & (row[column] >= 0)
                     scratch[key], pools[key] = once(
-                        wanted,
+                        loads,
                         _load,
                         (scratch[key], pools[key]),
                         row[column],
@@ -310,8 +310,8 @@ class Buffers:
                 slots = jnp.stack(
                     [row[f"tokens.{e}.{index}"] for index in range(self.spec.rows_read[e])],
                 )
-                wanted = does(row, self.ring.readers[e], *Kind) & is_first
-                media[e], pools[key] = once(wanted, _collect, (media[e], pools[key]), slots)
+                loads = does(row, self.ring.readers[e], *Kind) & is_first
+                media[e], pools[key] = once(loads, _collect, (media[e], pools[key]), slots)
         return pools, state.work._replace(scratch=scratch, media=tuple(media))
 
     def store(self, pools: Pools, work: Work, row: Row) -> Pools:
@@ -340,8 +340,8 @@ class Buffers:
                 ((Pool.PENDING, c), "pending", split),
             ):
                 if self.shapes.has(*key):
-                    wanted = writes & (row[column] >= 0)
-                    pools[key], _ = once(wanted, _store, (pools[key], scratch[key]), row[column])
+                    stores = writes & (row[column] >= 0)
+                    pools[key], _ = once(stores, _store, (pools[key], scratch[key]), row[column])
         return self._add_token_gradients(pools, scratch, row)
 
     def _add_token_gradients(self, pools: Pools, scratch: dict[PoolKey, Tree], row: Row) -> Pools:

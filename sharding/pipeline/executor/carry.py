@@ -47,15 +47,15 @@ class Held:
             pool, c = key
             activation = shapes.components[c][0].activation or PartitionSpec()
             rows = jax.tree.leaves(shapes.x[c][0])[0].shape[0]
-            found = 0
+            byte_count = 0
             for leaf, spec in zip(jax.tree.leaves(tree), shapes.specs(pool, c), strict=True):
                 if spec is not None:
-                    found += _bytes(leaf, spec, leading, mesh)
+                    byte_count += _bytes(leaf, spec, leading, mesh)
                     continue
                 axes = leading + (pool in (Pool.RESIDUAL, Pool.PENDING))  # that of the layers
                 is_of_rows = leaf.ndim > axes and leaf.shape[axes] == rows
-                found += _bytes(leaf, activation[:1] if is_of_rows else (), axes, mesh)
-            return found
+                byte_count += _bytes(leaf, activation[:1] if is_of_rows else (), axes, mesh)
+            return byte_count
 
         encoders = range(shapes.reader)
         # The box of gradients of tokens has one for each row that is read

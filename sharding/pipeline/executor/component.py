@@ -87,7 +87,10 @@ class ManualAxes(NamedTuple):
         replicated: Any = PartitionSpec()
         if self.inputs is None:
             return Outputs(replicated, replicated, specs.layers, specs.outer)
-        layers, outer = (tuple(of.trained for of in part) for part in (specs.layers, specs.outer))
+        layers, outer = (
+            tuple(params.trained for params in by_component)
+            for by_component in (specs.layers, specs.outer)
+        )
         return Outputs(replicated, replicated, layers, outer)
 
     def added(self, c: int, gradients: Tree, specs: Tree, *others: str) -> Tree:

@@ -98,12 +98,12 @@ def held_bytes(
     Args:
       inputs: arrays or their shapes.
     """
-    found: list[Held] = []
+    held: list[Held] = []
 
     def start(inputs: Inputs) -> State:
         shapes = Shapes(spec, components, inputs)
         state = Buffers(shapes).start()
-        found.append(Held.of(shapes, state, mesh))
+        held.append(Held.of(shapes, state, mesh))
         return state
 
     replicated: Any = PartitionSpec()
@@ -116,7 +116,7 @@ def held_bytes(
         check_vma=False,
     )
     jax.eval_shape(mapped, inputs)
-    return found[-1]
+    return held[-1]
 
 
 def _run(
@@ -150,10 +150,10 @@ def _run(
     loss, sums = lax.psum((work.loss, work.sums), (axis, *manual.names))
     layers, outer = [], []
     for c, params in enumerate(inputs.layers):
-        own = jax.tree.map(
+        gradients = jax.tree.map(
             lambda total, leaf: total.reshape(leaf.shape), work.layers[c], params.trained
         )
-        layers.append(manual.added(c, own, _of_component(specs.layers, c)))
+        layers.append(manual.added(c, gradients, _of_component(specs.layers, c)))
         outer.append(manual.added(c, work.outer[c], _of_component(specs.outer, c), axis))
     return Outputs(loss, sums, tuple(layers), tuple(outer))
 
@@ -168,7 +168,7 @@ def _move_edges(shapes: Shapes, axis: str, pools: Pools, row: Row, wire_active: 
     nothing travels, and sends no more than the largest row that does."""
     spec = shapes.spec
     stages = spec.ring.stages
-    for number, wire in enumerate(spec.wires):
+    for wire_number, wire in enumerate(spec.wires):
         key = wire.pool_key
         if key not in pools:
             continue
@@ -189,7 +189,7 @@ def _move_edges(shapes: Shapes, axis: str, pools: Pools, row: Row, wire_active: 
         value = read(pools[key], jnp.where(send >= 0, send, unknown_slot))
         sizes = shapes.tokens if wire.pool in (Pool.TOKENS, Pool.TOKEN_GRADIENT) else shapes.x
         for row_class, shape in enumerate(sizes[wire.chain]):
-            travels = wire_active[number] == row_class + 1
+            travels = wire_active[wire_number] == row_class + 1
             value = lax.cond(travels, partial(move, shape=shape), unchanged, value)
         pools = pools | {
             key: write(pools[key], jnp.where(receive >= 0, receive, unknown_slot), value),

@@ -175,8 +175,8 @@ class Program:
             needs_y=is_last,
         )
         if self.shapes.has(*residual_key):
-            kept = corner(y_box, self.shapes.x[c][k])
-            y = jax.tree.map(lambda new, old: jnp.where(recomputes, new, old), y, kept)
+            kept_y = corner(y_box, self.shapes.x[c][k])
+            y = jax.tree.map(lambda new, old: jnp.where(recomputes, new, old), y, kept_y)
         work = work._replace(scratch=work.scratch | {residual_key: (stack, with_corner(y_box, y))})
         # At the last chunk dy is not read, but it has the right shape.
         dy = y if values.dy is None else values.dy

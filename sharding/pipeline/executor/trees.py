@@ -59,10 +59,10 @@ def fits(value: Tree, tree: Tree) -> bool:
     """Whether a value of such shapes can lie in the corners of such a tree."""
     new, old = jax.tree.leaves(value), jax.tree.leaves(tree)
     return len(new) == len(old) and all(
-        part.dtype == leaf.dtype
-        and len(part.shape) == len(leaf.shape)
-        and all(few <= many for few, many in zip(part.shape, leaf.shape, strict=True))
-        for part, leaf in zip(new, old, strict=True)
+        new_leaf.dtype == leaf.dtype
+        and len(new_leaf.shape) == len(leaf.shape)
+        and all(size <= room for size, room in zip(new_leaf.shape, leaf.shape, strict=True))
+        for new_leaf, leaf in zip(new, old, strict=True)
     )
 
 

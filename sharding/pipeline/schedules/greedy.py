@@ -118,14 +118,14 @@ def greedy(
         for power in powers:
             try:
                 of_power = replace(policy, power=power)
-                found = _Greedy(lookup, slots, priorities, of_power, bound).run()
+                schedule = _Greedy(lookup, slots, priorities, of_power, bound).run()
             except _StuckError as error:
                 stuck = error
                 continue
             # The first of equal ones, so the order of powers matters.
-            if best is None or lockstep(found) < lockstep(best):
-                best = found
-                bound = lockstep(found)
+            if best is None or lockstep(schedule) < lockstep(best):
+                best = schedule
+                bound = lockstep(schedule)
         if best is not None:
             return best
         if policy.window == 1 or isinstance(stuck, _LongError):
@@ -188,13 +188,13 @@ class _Lookup:
 
     @staticmethod
     def _make(graph: Graph) -> _Lookup:
-        numbers: dict[tuple[int, ...], int] = {}
+        class_numbers: dict[tuple[int, ...], int] = {}
         class_of = []
         for key in zip(graph.stage, graph.chain, graph.depth, graph.kind, strict=True):
-            class_of.append(numbers.setdefault(key, len(numbers)))
+            class_of.append(class_numbers.setdefault(key, len(class_numbers)))
         rank_classes: list[list[int]] = [[] for _ in range(graph.ring.stages)]
-        for (rank, *_), number in numbers.items():
-            rank_classes[rank].append(number)
+        for (rank, *_), class_number in class_numbers.items():
+            rank_classes[rank].append(class_number)
         writes: list[list[int]] = [[] for _ in range(graph.size)]
         reads: list[list[int]] = [[] for _ in range(graph.size)]
         for index, buffer in enumerate(graph.buffers):
@@ -206,7 +206,7 @@ class _Lookup:
             graph=graph,
             class_of=tuple(class_of),
             rank_classes=tuple(map(tuple, rank_classes)),
-            side=tuple(SIDES.get(Kind(key[3]), BACKWARD_SIDE) for key in numbers),
+            side=tuple(SIDES.get(Kind(key[3]), BACKWARD_SIDE) for key in class_numbers),
             writes=tuple(map(tuple, writes)),
             reads=tuple(map(tuple, reads)),
             rank_pool=tuple(buffer.rank_pool for buffer in graph.buffers),
@@ -279,9 +279,9 @@ class _Greedy:
                 duration = self.graph.duration[n]
                 length = max(length, duration)
                 self.work[rank] -= duration
-                number = self.lookup.class_of[n]
-                heappop(self.heaps[number])
-                last_side[rank] = self.lookup.side[number]
+                class_number = self.lookup.class_of[n]
+                heappop(self.heaps[class_number])
+                last_side[rank] = self.lookup.side[class_number]
                 done += 1
                 self._occupy(n)
                 for when, follower in self.clock.finish(n, tick):
@@ -301,11 +301,11 @@ class _Greedy:
         """The best operation of every class that can run now."""
         choices = []
         limit = self.base + self.policy.window
-        for number in self.lookup.rank_classes[rank]:
-            if self.heaps[number]:
-                n = self.heaps[number][0][1]
+        for class_number in self.lookup.rank_classes[rank]:
+            if self.heaps[class_number]:
+                n = self.heaps[class_number][0][1]
                 if self.graph.group[n] < limit and self._has_room(n):
-                    choices.append((self.graph.duration[n], self.lookup.side[number], n))
+                    choices.append((self.graph.duration[n], self.lookup.side[class_number], n))
         return choices
 
     def _has_room(self, n: int) -> bool:

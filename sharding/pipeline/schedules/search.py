@@ -96,7 +96,7 @@ def search(
     Raises `PipelineError` when no schedule is found that fits the slots.
     """
     best = shortest(graph, fixed_orders, slots)
-    baseline = least = cost_within(best, slots)
+    baseline = least_cost = cost_within(best, slots)
     # What keeping residuals gains is known of a whole schedule alone, and no bound heeds it.
     keeps = keeps_residuals(slots)
     floor = 0 if keeps else lower_bound(graph)
@@ -104,18 +104,18 @@ def search(
     best_genes = space.default()
     random = np.random.default_rng(seed)
     history = [baseline]
-    while len(history) <= rollouts and least > floor:
+    while len(history) <= rollouts and least_cost > floor:
         genes = space.draw(random)
         if len(history) - 1 >= GENES.drawn * rollouts:
             genes = np.where(random.random(genes.size) < GENES.changed, genes, best_genes)
-        schedule = rollout(graph, slots, *space.decode(genes), None if keeps else least)
+        schedule = rollout(graph, slots, *space.decode(genes), None if keeps else least_cost)
         # Equal cost is taken too: what is no worse may lead further.
-        if schedule is not None and (cost := cost_within(schedule, slots)) <= least:
+        if schedule is not None and (cost := cost_within(schedule, slots)) <= least_cost:
             best = schedule
-            least = cost
+            least_cost = cost
             best_genes = genes
-        history.append(least)
-    return Searched(best, least, baseline, len(history) - 1, tuple(history))
+        history.append(least_cost)
+    return Searched(best, least_cost, baseline, len(history) - 1, tuple(history))
 
 
 # ---------------------------------------------------------------------------- genes

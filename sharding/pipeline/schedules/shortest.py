@@ -42,24 +42,24 @@ def shortest(
       PipelineError: no schedule is found that fits the slots and the bound.
     """
     if keeps_residuals(slots):
-        found = fitting_orders(graph, fixed_orders, slots)
+        schedules = fitting_orders(graph, fixed_orders, slots)
         bound = None
     else:
-        found = []
+        schedules = []
         # Counting slots takes longest, so no order's are counted that cannot be the shortest.
         for schedule in sorted(_kept_orders(graph, fixed_orders), key=lockstep):
             if bound is not None and lockstep(schedule) > bound:
                 break
             if _fits(schedule, slots):
-                found = [schedule]
+                schedules = [schedule]
                 bound = lockstep(schedule)
                 break
     try:
-        found.insert(0, greedy(graph, slots, powers=powers, bound=bound))
+        schedules.insert(0, greedy(graph, slots, powers=powers, bound=bound))
     except PipelineError:
-        if not found:
+        if not schedules:
             raise
-    return min(found, key=lambda schedule: cost_within(schedule, slots))
+    return min(schedules, key=lambda schedule: cost_within(schedule, slots))
 
 
 def keeps_residuals(slots: Slots | None) -> bool:
@@ -89,5 +89,5 @@ def _kept_orders(graph: Graph, fixed_orders: Iterable[Order]) -> Iterator[Schedu
 
 def _fits(schedule: Schedule, slots: Slots | None) -> bool:
     return slots is None or all(
-        count <= slots.get(key, 0) for key, count in slots_needed([schedule]).items()
+        needed <= slots.get(key, 0) for key, needed in slots_needed([schedule]).items()
     )

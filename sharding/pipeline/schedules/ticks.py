@@ -82,13 +82,13 @@ def follow(graph: Graph, orders: Orders, last: Collection[int] = ()) -> Schedule
         ready[n] = 0
     position = [0] * len(orders)
     done = 0
-    first = graph.size - len(last)  # operations that come before the last ones
+    before_last = graph.size - len(last)  # operations that come before the last ones
     latest = 0
     rows: list[list[int]] = []
     while done < graph.size:
         tick = len(rows)
         row = [WAITS] * len(orders)
-        waiting = last if done < first else ()
+        waiting = last if done < before_last else ()
         for rank, order in enumerate(orders):
             if position[rank] == len(order) or order[position[rank]] in waiting:
                 continue
