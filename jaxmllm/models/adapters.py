@@ -39,14 +39,18 @@ class Adapter(nnx.Module):
           parameters: shape and axes of each parameter of the component, stacked layers first.
         """
         for path, (inputs, _) in config.adapted(matrices).items():
-            *names, last = path.split(".")
+            *names, matrix_name = path.split(".")
             node: nnx.Module = self
             for name in names:
                 if not hasattr(node, name):
                     setattr(node, name, nnx.Module())
                 node = getattr(node, name)
             shape, axes = parameters[path]
-            setattr(node, last, _Factors(shape[1:], axes[1:], shape[0], inputs, config.rank, rngs))
+            setattr(
+                node,
+                matrix_name,
+                _Factors(shape[1:], axes[1:], shape[0], inputs, config.rank, rngs),
+            )
 
 
 class _Factors(nnx.Module):
@@ -69,7 +73,7 @@ class _Factors(nnx.Module):
 
 def _leading(shape: tuple[int, ...], inputs: int) -> int:
     """How many leading axes of a matrix are those that it reads, for they may be split into heads."""
-    return next(count for count in range(1, len(shape)) if math.prod(shape[:count]) == inputs)
+    return next(axes for axes in range(1, len(shape)) if math.prod(shape[:axes]) == inputs)
 
 
 def with_adapters(parameters: Any, factors: Any, scale: float) -> Any:

@@ -41,14 +41,14 @@ class StemConvolution(nnx.Module):
         self, x: Float[Array, "R N T I"], first: Bool[Array, "R N T/s"], layout: Layout
     ) -> Float[Array, "R N T/s D"]:
         """Outputs that are `first` see zeros before their slots, and those before them zeros after."""
-        here, after = x[:, :, 0 :: self.stride], x[:, :, 1 :: self.stride]
+        middle, after = x[:, :, 0 :: self.stride], x[:, :, 1 :: self.stride]
         if self.stride == 1:
             before, after = _shifted(x, 1), _shifted(x, -1)
             after = jnp.where(_shifted(first, -1)[..., None], 0, after)
         else:
             before = _shifted(after, 1)
         before = jnp.where(first[..., None], 0, before)
-        windows = jnp.concatenate([before, here, after], axis=-1)
+        windows = jnp.concatenate([before, middle, after], axis=-1)
         return jax.nn.gelu(
             biased(
                 times_matrix(1, windows, weight(self.kernel, layout, x.dtype)), self.bias, layout
@@ -75,17 +75,17 @@ class AudioTower(nnx.Module):
     def __init__(self, config: AudioConfig, rngs: nnx.Rngs):
         self.config = config
         if config.stem_channels is None:
-            first, second = config.stem_strides
+            first_stride, second_stride = config.stem_strides
             mels, width, gelu = config.mel_bins, config.width, config.gelu
-            self.stem_mels = StemConvolution(mels, width, first, gelu, rngs)
-            self.stem_width = StemConvolution(width, width, second, gelu, rngs)
+            self.stem_mels = StemConvolution(mels, width, first_stride, gelu, rngs)
+            self.stem_width = StemConvolution(width, width, second_stride, gelu, rngs)
         else:
             self.stem = PlaneStem(config, rngs)
         self.layers = stacked(lambda rngs: encoder_block(config, rngs), config.layers, rngs)
         self.norm = NORMS[config.norm](config.width, config.norm_epsilon)
-        if places := config.learned_positions:
+        if positions := config.learned_positions:
             self.position_embedding = parameter(
-                rngs, (places, config.width), (None, "embed"), config.width
+                rngs, (positions, config.width), (None, "embed"), config.width
             )
 
     def __call__(

@@ -133,7 +133,8 @@ def laid_out(model: MLLM, settings: ComponentsConfig, mesh: Mesh | AbstractMesh)
 def with_settings(model: MLLM, settings: ComponentsConfig) -> MLLM:
     """The same model in the same layouts, whose components have other settings of remat or types."""
     components = {
-        name: replace(part, settings=settings.of(name)) for name, part in model.components.items()
+        name: replace(component, settings=settings.of(name))
+        for name, component in model.components.items()
     }
     return replace(model, components=components)
 

@@ -251,9 +251,9 @@ class _Stream(nnx.Module):
         self.cross_attention = _attention(config, rngs) if apart else None
         self.mlp_norm = norm(width, config.norm_epsilon)
         self.mlp = MLP(rngs, width, config.mlp_width)
-        own = config.modulation == "layer"
-        self.modulation = _Modulation(width, MODULATIONS) if own else None
-        self.modulation_bias = None if own else bias((MODULATIONS, width), (None, None))
+        per_layer = config.modulation == "layer"
+        self.modulation = _Modulation(width, MODULATIONS) if per_layer else None
+        self.modulation_bias = None if per_layer else bias((MODULATIONS, width), (None, None))
 
     def vectors(
         self, time: Float[Array, "R S D"], shared: Float[Array, "R S 6 D"] | None, layout: Layout
@@ -331,16 +331,16 @@ class _DiffusionBlock(_Stream):
             mixed = self.attention.mixed(*self.read(vectors, rows, owners, x), rows)
             return self.finish(vectors, rows, owners, x, mixed, apart)
         assert where is not None
-        theirs = self.conditions.vectors(time, shared, layout)
+        condition_vectors = self.conditions.vectors(time, shared, layout)
         graph, parameters = nnx.split(self.conditions)
 
         def in_both(step: Callable[..., Any], *slots: Array) -> Any:
             def of_conditions(given: Any, *slots: Array) -> Any:
-                parameters, theirs, rows = given
-                return step(nnx.merge(graph, parameters), theirs, rows, *slots)
+                parameters, condition_vectors, rows = given
+                return step(nnx.merge(graph, parameters), condition_vectors, rows, *slots)
 
             of_patches = partial(step, self, vectors, rows)
-            given = parameters, theirs, rows
+            given = parameters, condition_vectors, rows
             return in_streams(layout, where, of_patches, of_conditions, given, owners, *slots)
 
         queries, keys, values = in_both(_Stream.read, x)
@@ -385,7 +385,7 @@ def by_slot(
     have to be stacked and transposed first."""
     segments = modulation.shape[1]
     slots = (_of_owners(segments, vectors, owners) for vectors in jnp.moveaxis(modulation, 2, 0))
-    return tuple(layout.constrain(part, (*SLOTS, None)) for part in slots)
+    return tuple(layout.constrain(slot_vectors, (*SLOTS, None)) for slot_vectors in slots)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -397,8 +397,8 @@ def _of_owners(
     On GPUs it is looked up, where what modulates a slot needs it: a product would write and read all slots of it. Its
     gradient is one with zeros and ones, for a scatter-add would sum in any order.
     """
-    found: Array = by_platform(vectors, owners, cpu=_multiplied, default=_looked_up)
-    return found
+    slot_vectors: Array = by_platform(vectors, owners, cpu=_multiplied, default=_looked_up)
+    return slot_vectors
 
 
 def _multiplied(vectors: Array, owners: Array) -> Array:
@@ -427,13 +427,13 @@ _of_owners.defvjp(_of_owners_forward, _of_owners_backward)
 def edge_distances(layout: Layout, rows: GeneratorRows) -> Float[Array, "R C 6"]:
     """Of each patch from the first and the last patch of its item, along every axis, plus a half."""
     axes = layout.mesh_axes("sequence")
-    far = jnp.iinfo(rows.positions.dtype).max
+    limit = jnp.iinfo(rows.positions.dtype).max
 
     def on_device(owners: Array, positions: Array) -> tuple[Array, Array]:
         chosen = _membership(owners, rows.times.shape[1], jnp.dtype(bool))[..., None]
-        at = positions[:, :, None, :]
-        first = jnp.where(chosen, at, far).min(axis=1)
-        last = jnp.where(chosen, at, -far).max(axis=1)
+        place = positions[:, :, None, :]
+        first = jnp.where(chosen, place, limit).min(axis=1)
+        last = jnp.where(chosen, place, -limit).max(axis=1)
         if axes:
             first, last = jax.lax.pmin(first, axes), jax.lax.pmax(last, axes)
         return first, last
@@ -442,8 +442,8 @@ def edge_distances(layout: Layout, rows: GeneratorRows) -> Float[Array, "R C 6"]
     ends = layout.local(on_device, in_axes=(SLOTS, SLOTS), out_axes=(("batch",), ("batch",)))
     ends_by_segment = jnp.stack(ends(patches, rows.positions), axis=2).astype(jnp.float32)
     first, last = by_slot(layout, ends_by_segment, patches)
-    at = rows.positions.astype(jnp.float32)
-    return jnp.concatenate([at - first, last - at], axis=-1) + 0.5
+    place = rows.positions.astype(jnp.float32)
+    return jnp.concatenate([place - first, last - place], axis=-1) + 0.5
 
 
 def mean_conditions(
@@ -455,10 +455,10 @@ def mean_conditions(
     def on_device(owners: Array, conditions: Array) -> Array:
         chosen = _membership(owners, rows.times.shape[1], conditions.dtype)
         sums = jnp.einsum("rcs,rcd->rsd", chosen, conditions, precision=jax.lax.Precision.HIGHEST)
-        counts = chosen.sum(axis=1)
+        condition_counts = chosen.sum(axis=1)
         if axes:
-            sums, counts = jax.lax.psum((sums, counts), axes)
-        return sums / jnp.maximum(counts, 1)[..., None]
+            sums, condition_counts = jax.lax.psum((sums, condition_counts), axes)
+        return sums / jnp.maximum(condition_counts, 1)[..., None]
 
     of_means = layout.local(on_device, in_axes=(SLOTS, SLOTS), out_axes=("batch",))
     return of_means(rows.seen_conditions, conditions)

@@ -100,10 +100,10 @@ class Decoder(nnx.Module):
         self, tokens: Int[Array, "R C"], layout: Layout, dtype: jnp.dtype
     ) -> Float[Array, "R C D"]:
         table = self.embedding
-        found = looked_up(layout, table[...], table.axes, tokens, dtype)
+        embedded = looked_up(layout, table[...], table.axes, tokens, dtype)
         if self.config.scale_embedding:  # by a factor in the type of what it multiplies
-            found = found * jnp.asarray(self.config.width**0.5, dtype)
-        return layout.constrain(found, ("batch", "sequence", None))
+            embedded = embedded * jnp.asarray(self.config.width**0.5, dtype)
+        return layout.constrain(embedded, ("batch", "sequence", None))
 
     def output_head(self) -> OutputHead:
         """The head, which the loss gathers and applies chunk by chunk."""

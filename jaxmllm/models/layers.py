@@ -93,7 +93,7 @@ def row_keys(layout: Layout, ids: TokenIds) -> TokenIds:
     )
     columns, shape = jax.tree.flatten(ids)
     gathered = gather(jnp.stack(columns, axis=-1))
-    return jax.tree.unflatten(shape, [gathered[..., number] for number in range(len(columns))])
+    return jax.tree.unflatten(shape, [gathered[..., column] for column in range(len(columns))])
 
 
 def documents_of(rows: EncoderRows) -> Documents | None:
@@ -441,7 +441,7 @@ def loop_over_layers(
     graph, parameters = nnx.split(blocks)
     kinds = None if windowed is None else np.array(windowed)
     layers = len(jax.tree.leaves(parameters)[0])
-    numbers = np.arange(layers) if taps or rows.added is not None else None
+    layer_numbers = np.arange(layers) if taps or rows.added is not None else None
     tapped = jnp.zeros((len(taps), *x.shape), x.dtype) if taps else None
 
     def block(parameters: Any, x: Array, windowed: Any, rows: RowContext) -> tuple[Array, Any]:
@@ -451,15 +451,15 @@ def loop_over_layers(
 
     # Outside of what is computed again: neither sums nor choices keep anything for the backward pass
     def layer(parameters: Any, carry: Any, own: Any, rows: RowContext) -> tuple[Any, Any]:
-        (x, tapped), (number, windowed) = carry, own
+        (x, tapped), (layer_number, windowed) = carry, own
         x, out = run_block(parameters, x, windowed, rows)
-        x = rows.add(x, number)
+        x = rows.add(x, layer_number)
         if taps:
-            tapped = with_tapped(x, tapped, taps, number)
+            tapped = with_tapped(x, tapped, taps, layer_number)
         return (x, tapped), out
 
     (x, tapped), outs = run_layers(
-        rows.layout, layer, parameters, (x, tapped), (numbers, kinds), rows
+        rows.layout, layer, parameters, (x, tapped), (layer_numbers, kinds), rows
     )
     return x, tapped, outs
 

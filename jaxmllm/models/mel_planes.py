@@ -88,11 +88,11 @@ class PlaneStem(nnx.Module):
         x, stride = frames[..., None], 1
         for convolution in (self.first, self.second, self.third):
             stride *= 2
-            at = _spread(places, self.config.stem_stride // stride)
-            x = convolution(x, at == 0, layout)
+            frame_places = _spread(places, self.config.stem_stride // stride)
+            x = convolution(x, frame_places == 0, layout)
             # The next one takes what follows the last frame of a chunk for zeros
             outputs = -(-self.config.chunk_frames // stride)
-            x = jnp.where((at < outputs)[..., None, None], x, 0)
+            x = jnp.where((frame_places < outputs)[..., None, None], x, 0)
         return product(x.reshape(*x.shape[:3], -1), self.matrix, layout)
 
 

@@ -57,8 +57,12 @@ class MLLM:
     @property
     def ema(self) -> dict[str, float]:
         """By component whose trained parameters are averaged: how much of the average an update keeps."""
-        settings = {name: part.settings for name, part in self.components.items()}
-        return {name: of.ema for name, of in sorted(settings.items()) if of.ema is not None}
+        settings = {name: component.settings for name, component in self.components.items()}
+        return {
+            name: setting.ema
+            for name, setting in sorted(settings.items())
+            if setting.ema is not None
+        }
 
     def layout(self, phase: str) -> Layout:
         return self.components[phase].layout
@@ -117,7 +121,9 @@ class MLLM:
 
     def deferred(self, params: Params) -> Params:
         """Parameters of some components, with those `Deferred` whose gradients stay whole; inside `by_device`."""
-        return {name: self.components[name].deferred(part) for name, part in params.items()}
+        return {
+            name: self.components[name].deferred(parameters) for name, parameters in params.items()
+        }
 
     def summed(self, trained: Params, totals: Params) -> Params:
         """Trained parameters of some components, with those of their layers `Summed`.
@@ -126,7 +132,8 @@ class MLLM:
           totals: sums of gradients, of these components at least.
         """
         return {
-            name: self.components[name].summed(part, totals[name]) for name, part in trained.items()
+            name: self.components[name].summed(parameters, totals[name])
+            for name, parameters in trained.items()
         }
 
     def gradient_sums(self, trained: Params, dtype: Any) -> Params:
@@ -236,8 +243,8 @@ class MLLM:
 
     def _added(self, rows: LanguageRows, media: Float[Array, "R C W"]) -> Float[Array, "N R C D"]:
         """What is added to the hidden states after the first N layers of the decoder."""
-        _, *others = jnp.split(media, 1 + self.config.deepstack_depth, axis=-1)
-        added = jnp.stack(others).astype(self.components[LANGUAGE].dtype)
+        _, *deepstack = jnp.split(media, 1 + self.config.deepstack_depth, axis=-1)
+        added = jnp.stack(deepstack).astype(self.components[LANGUAGE].dtype)
         return jnp.where((rows.media >= 0)[..., None], added, 0)
 
     def draw(

@@ -70,8 +70,8 @@ class Component:
         factors = params.get(f"{ADAPTER}{self.name}")
         if self.adapter_scale is None or not factors:
             return params
-        own = with_adapters(params[self.name], factors, self.adapter_scale)
-        return params | {self.name: own}
+        with_factors = with_adapters(params[self.name], factors, self.adapter_scale)
+        return params | {self.name: with_factors}
 
     def defers(self, axes: ParameterAxes) -> bool:
         """Whether a parameter's gradient stays whole on every device until a step's microbatches are done.

@@ -129,8 +129,8 @@ def times_matrix(inputs: int, x: Float[Array, "*S *I"], matrix: Float[Array, "*I
 
 
 def _matrix_forward(inputs: int, x: Any, matrix: Any) -> tuple[Array, tuple[Any, Any]]:
-    kept = x.value if matrix.perturbed else None, matrix.value if x.perturbed else None
-    return jnp.tensordot(x.value, matrix.value, inputs), kept
+    residuals = x.value if matrix.perturbed else None, matrix.value if x.perturbed else None
+    return jnp.tensordot(x.value, matrix.value, inputs), residuals
 
 
 def _matrix_backward(

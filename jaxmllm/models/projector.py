@@ -79,7 +79,7 @@ class DeepstackProjector(Projector):
     def __call__(
         self, features: Float[Array, "R C (N+1)*D"], layout: Layout
     ) -> Float[Array, "R C/g (N+1)*O"]:
-        last, *tapped = jnp.split(features, 1 + self.depth, axis=-1)
+        of_last_layer, *tapped = jnp.split(features, 1 + self.depth, axis=-1)
         graph, parameters = nnx.split(self.deepstack)
 
         def project(_: None, layer: tuple[Any, Array]) -> tuple[None, Array]:
@@ -88,7 +88,7 @@ class DeepstackProjector(Projector):
 
         grouped = jnp.stack([_grouped(of_layer, self.group, layout) for of_layer in tapped])
         _, tokens = jax.lax.scan(project, None, (parameters, grouped))
-        return jnp.concatenate([super().__call__(last, layout), *tokens], axis=-1)
+        return jnp.concatenate([super().__call__(of_last_layer, layout), *tokens], axis=-1)
 
 
 def vision_projector(config: VisionConfig, width: int, rngs: nnx.Rngs) -> Projector:

@@ -33,8 +33,8 @@ def rotary_angles(
     axis = np.repeat(np.arange(len(sections)), sections)
     if interleaved:
         axis = np.zeros_like(axis)
-        for number, pairs in enumerate(sections[1:], start=1):
-            axis[number : len(sections) * pairs : len(sections)] = number
+        for axis_index, pairs in enumerate(sections[1:], start=1):
+            axis[axis_index : len(sections) * pairs : len(sections)] = axis_index
     return _angles(positions, frequency, axis, dtype)
 
 

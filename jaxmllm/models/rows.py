@@ -274,13 +274,13 @@ def abstract_generator_rows(
       guided: whether items lie with and without conditions.
       crossed: whether attention to conditions is apart.
     """
-    count = layout.span * capacity
-    slots = _shape((count,))
+    row_slots = layout.span * capacity
+    slots = _shape((row_slots,))
     shapes = GeneratorRows(
-        features=_shape((count, row_format.features), row_format.dtype),
+        features=_shape((row_slots, row_format.features), row_format.dtype),
         owners=slots,
         segments=slots,
-        positions=_shape((count, 3)),
+        positions=_shape((row_slots, 3)),
         patches=slots,
         conditions=slots,
         noise=_shape((max_segments, 2), np.uint32),
@@ -288,7 +288,7 @@ def abstract_generator_rows(
         sources=_shape((max_segments,)),
         failed=_shape(()),
         order=slots,
-        tiles=_tiles(layout, count // block),
+        tiles=_tiles(layout, row_slots // block),
         arrived=slots if layout.span > 1 else None,
         partners=slots if guided else None,
         readers=slots if crossed else None,
@@ -306,9 +306,9 @@ def abstract_pool(layout: Layout, slots: int, width: int, dtype: DTypeLike) -> T
 
 
 def _tiles(layout: Layout, blocks: int) -> RowTiles:
-    parts, own = layout.parts, blocks // layout.parts
-    lists = _shape((parts, list_bound(own, blocks)))
-    return RowTiles(_shape((parts, own, 3)), lists, _shape((parts, blocks, 3)), lists)
+    parts, part_blocks = layout.parts, blocks // layout.parts
+    lists = _shape((parts, list_bound(part_blocks, blocks)))
+    return RowTiles(_shape((parts, part_blocks, 3)), lists, _shape((parts, blocks, 3)), lists)
 
 
 def _margins(blocks: int, row_format: RowFormat) -> BlockMargins:

@@ -41,11 +41,11 @@ class ConditionSlots(NamedTuple):
         """Find them. Devices that gather weights together take the same share, for they meet in its products."""
         slots = is_condition.shape[1]
         order = jnp.argsort(~is_condition, axis=1, stable=True).astype(jnp.int32)
-        counts = is_condition.sum(axis=1, dtype=jnp.int32)
+        condition_counts = is_condition.sum(axis=1, dtype=jnp.int32)
         slot = jnp.arange(slots, dtype=jnp.int32)
         # Each another one, so that none is written to twice
-        indices = jnp.where(slot < counts[:, None], order, slots + slot)
-        longest = counts.max()
+        indices = jnp.where(slot < condition_counts[:, None], order, slots + slot)
+        longest = condition_counts.max()
         if axes := tuple(a for a in layout.mesh_axes("embed") if a in layout.manual_axes):
             longest = layout.local(lambda longest: jax.lax.pmax(longest, axes), ((),), ())(longest)
         fits = jnp.array(shares(layout, slots)) >= longest
@@ -108,8 +108,8 @@ def _with_conditions(
     def with_share(size: int) -> OfSlots:
         def run(whole: Any, arguments: tuple[Any, ...]) -> Any:
             places = where.places[:, :size]
-            made = _made(function, places, arguments)
-            return jax.tree.map(lambda out, values: _put(out, values, places), whole, made)
+            outputs = _made(function, places, arguments)
+            return jax.tree.map(lambda out, values: _put(out, values, places), whole, outputs)
 
         return run
 
@@ -143,8 +143,8 @@ def _conditions_backward(
             places = where.places[:, :size]
 
             def made(*values: Array) -> Any:
-                found = dict(enumerate(leaves)) | dict(zip(learned, values, strict=True))
-                return _made(function, places, jax.tree.unflatten(tree, found.values()))
+                all_leaves = dict(enumerate(leaves)) | dict(zip(learned, values, strict=True))
+                return _made(function, places, jax.tree.unflatten(tree, all_leaves.values()))
 
             _, pull_back = jax.vjp(made, *(leaves[n] for n in learned))
             return list(pull_back(jax.tree.map(lambda d: _taken(d, places), d_out)))

@@ -41,9 +41,9 @@ class VisionTower(nnx.Module):
         norm = NORMS[config.norm]
         self.norm = norm(config.width, config.norm_epsilon) if config.last_norm else None
         if (side := config.position_grid) is not None:
-            places = (1, 1 + side**2) if config.class_token else (side, side)
+            grid = (1, 1 + side**2) if config.class_token else (side, side)
             self.position_embedding = parameter(
-                rngs, (*places, config.width), (None, None, "embed"), config.width
+                rngs, (*grid, config.width), (None, None, "embed"), config.width
             )
         if config.class_token:
             self.class_token = parameter(
@@ -116,8 +116,10 @@ class VisionTower(nnx.Module):
         rows, columns = (
             weights(positions[..., axis], positions[..., axis + 2], side, dtype) for axis in (0, 1)
         )
-        both = (rows[..., :, None] * columns[..., None, :]).reshape(*rows.shape[:2], side**2)
-        return both.astype(dtype) @ table.reshape(side**2, width)
+        grid_weights = (rows[..., :, None] * columns[..., None, :]).reshape(
+            *rows.shape[:2], side**2
+        )
+        return grid_weights.astype(dtype) @ table.reshape(side**2, width)
 
     def _is_class(self, positions: Int[Array, "R C A"]) -> Bool[Array, "R C"]:
         """Slots of the class token: below the last row of patches."""
@@ -176,5 +178,5 @@ def aligned_weights(
     """The same for values that are resampled linearly, corner to corner: the first place has the first value, and the
     last place the last one."""
     wide = jnp.promote_types(dtype, jnp.float32)
-    at = place.astype(wide) * (side - 1) / jnp.maximum(places - 1, 1)
-    return jnp.maximum(0, 1 - jnp.abs(jnp.arange(side) - at[..., None]))
+    position = place.astype(wide) * (side - 1) / jnp.maximum(places - 1, 1)
+    return jnp.maximum(0, 1 - jnp.abs(jnp.arange(side) - position[..., None]))
