@@ -217,15 +217,15 @@ def _choose(kernel: Kernel, scale: float, q: Array, mask: Mask, way: str) -> Cal
         partial(getattr(module, way), scale) for module in (kernel_jax, kernel_cpu, kernel_gpu)
     )
     inputs = q.dtype, q.shape[-1], mask.block
-    own = {}
+    kernels = {}
     # A process for other devices may have none of CPU, and need not compile the loops
     on_cpu = jax.default_backend() == "cpu"
     if kernel in ("auto", "cpu") and on_cpu and not unsupported_reason("cpu", *inputs):
-        own["cpu"] = cpu
+        kernels["cpu"] = cpu
     if kernel in ("auto", "gpu") and not unsupported_reason("gpu", *inputs):
-        own["cuda"] = gpu
+        kernels["cuda"] = gpu
     elsewhere = partial(gpu, interpret=True) if kernel == "gpu" else plain
-    return partial(by_platform, default=elsewhere, **own)
+    return partial(by_platform, default=elsewhere, **kernels)
 
 
 def _check_shapes(q: Array, k: Array, v: Array, mask: Mask) -> None:
@@ -251,11 +251,11 @@ def _check_shapes(q: Array, k: Array, v: Array, mask: Mask) -> None:
             f"attention: {slots} query slots and {keys} key slots must be cut into blocks of one size, "
             f"got lists for {counts[0]} and {counts[1]} blocks"
         )
-    for name, lists, count in zip(
+    for name, lists, blocks in zip(
         ("query_tiles", "key_tiles"), (mask.query_tiles, mask.key_tiles), counts, strict=True
     ):
         if (
-            lists.spans.shape != (rows, count, 3)
+            lists.spans.shape != (rows, blocks, 3)
             or lists.blocks.ndim != 2
             or lists.blocks.shape[0] != rows
         ):

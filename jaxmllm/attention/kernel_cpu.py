@@ -143,16 +143,16 @@ def _forward(frame: int, worker: int, workers: int) -> None:
         for first_query in range(part * side, slots, parts * side):
             query = slice(first_query, first_query + side)
             query_ids = _ids(frame, QUERY_IDS, r, query)
-            count = _list_runs(spans[r, first_query // block], blocks[r], block, together, runs)
+            run_count = _list_runs(spans[r, first_query // block], blocks[r], block, together, runs)
             for h in range(g * of_key_head, (g + 1) * of_key_head):
                 _transpose(q[r, query, h], queries)
                 # Finite, so that exp(-inf - maximum) is 0 and not NaN where nothing has been seen yet
                 maximum[:] = LOWEST
                 norm[:] = 0
                 total[:] = 0
-                for n in range(count):
-                    first, length, partial = runs[n]
-                    key = slice(first, first + length)
+                for n in range(run_count):
+                    first_key, length, partial = runs[n]
+                    key = slice(first_key, first_key + length)
                     tile = weights[:length]
                     _product(products, scale, keys[key], queries, 0, tile)
                     if partial:
@@ -223,8 +223,8 @@ def _backward(frame: int, worker: int, workers: int) -> None:
                 _transpose(values[key], values_across)
                 span = spans[r, first_key // block]
                 for n in range(_list_runs(span, blocks[r], block, together, runs)):
-                    first, length, partial = runs[n]
-                    query = slice(first, first + length)
+                    first_query, length, partial = runs[n]
+                    query = slice(first_query, first_query + length)
                     tile, d_tile = weights[:length], d_weights[:length]
                     _product(products, scale, queries[query], keys_across, 0, tile)
                     if partial:
@@ -254,8 +254,8 @@ def _vector(size: int) -> Singles:
 def _product_sides(block: int, size: int) -> tuple[int, int]:
     """Slots of the two sides of a product: parts of a block, or the second several blocks."""
     side = _part(block, SIDE)
-    most = min(TOGETHER, SMALL_PRODUCT // (side * size))
-    return side, most // block * block if most >= block else _part(block, most)
+    longest = min(TOGETHER, SMALL_PRODUCT // (side * size))
+    return side, longest // block * block if longest >= block else _part(block, longest)
 
 
 @compiled_leaf
@@ -277,19 +277,19 @@ def _list_runs(span: Ints, blocks: Ints, block: int, together: int, runs: Longs)
     """Write down (first slot, slots, whether partial) of what a span lists, in runs of neighbouring blocks or in parts
     of one, of up to `together` slots; how many these are."""
     first, partial, full = span
-    count = 0
+    run_count = 0
     for n in range(partial + full):
-        number = blocks[first + n] if first >= 0 else -1 - first + n
-        begin, end, is_partial = number * block, (number + 1) * block, int(n < partial)
-        if count:
-            last = runs[count - 1]
-            if last[0] + last[1] == begin and last[2] == is_partial and last[1] + block <= together:
-                last[1] += block
+        block_number = blocks[first + n] if first >= 0 else -1 - first + n
+        begin, end, is_partial = block_number * block, (block_number + 1) * block, int(n < partial)
+        if run_count:
+            run = runs[run_count - 1]
+            if run[0] + run[1] == begin and run[2] == is_partial and run[1] + block <= together:
+                run[1] += block
                 continue
         for slot in range(begin, end, together):
-            runs[count] = slot, min(together, end - slot), is_partial
-            count += 1
-    return count
+            runs[run_count] = slot, min(together, end - slot), is_partial
+            run_count += 1
+    return run_count
 
 
 _sees = compiled_leaf(visible)
@@ -432,21 +432,21 @@ def _gemm(
     sizes[0], sizes[1], sizes[2] = z.shape[1], z.shape[0], inner
     sizes[3], sizes[4], sizes[5] = y.strides[0] // 4, x.strides[0] // 4, z.strides[0] // 4
     factors[0], factors[1] = alpha, beta
-    letter, number, factor = letters.ctypes.data, sizes.ctypes.data, factors.ctypes.data
+    letter, size, factor = letters.ctypes.data, sizes.ctypes.data, factors.ctypes.data
     _sgemm(
         letter,
         letter + transposed,
-        number,
-        number + 4,
-        number + 8,
+        size,
+        size + 4,
+        size + 8,
         factor,
         y.ctypes.data,
-        number + 12,
+        size + 12,
         x.ctypes.data,
-        number + 16,
+        size + 16,
         factor + 4,
         z.ctypes.data,
-        number + 20,
+        size + 20,
     )
 
 

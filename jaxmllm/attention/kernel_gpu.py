@@ -55,16 +55,16 @@ class Cut(NamedTuple):
     @property
     def pieces(self) -> list[tuple[int, int]]:
         """First column and columns of each piece of a head; the last may reach beyond it."""
-        pieces, at, end = [], 0, pl.cdiv(self.head, SMALLEST) * SMALLEST
-        while at < end:
-            pieces.append((at, 1 << (end - at).bit_length() - 1))
-            at += pieces[-1][1]
+        pieces, column, end = [], 0, pl.cdiv(self.head, SMALLEST) * SMALLEST
+        while column < end:
+            pieces.append((column, 1 << (end - column).bit_length() - 1))
+            column += pieces[-1][1]
         return pieces
 
     @property
     def columns(self) -> int:
         """Of all pieces."""
-        return sum(count for _, count in self.pieces)
+        return sum(width for _, width in self.pieces)
 
     @property
     def compiler_params(self) -> Any:
@@ -365,17 +365,17 @@ def _store(cut: Cut, ref: Ref, x: Columns) -> None:
 def _pieces(cut: Cut, **options: Any) -> list[tuple[Any, dict[str, Any]]]:
     """Columns of each piece, and the mask of those that exist with other options of a masked access."""
     pieces = []
-    for first, count in cut.pieces:
-        masked = first + count > cut.head
+    for first, width in cut.pieces:
+        masked = first + width > cut.head
         padding = (
-            {"mask": (first + jnp.arange(count) < cut.head)[None], **options} if masked else {}
+            {"mask": (first + jnp.arange(width) < cut.head)[None], **options} if masked else {}
         )
-        pieces.append((pl.ds(first, count), padding))
+        pieces.append((pl.ds(first, width), padding))
     return pieces
 
 
 def _zeros(cut: Cut) -> Columns:
-    return [jnp.zeros((cut.own, count), jnp.float32) for _, count in cut.pieces]
+    return [jnp.zeros((cut.own, width), jnp.float32) for _, width in cut.pieces]
 
 
 def _dot_transposed(x: Columns, y: Columns) -> Array:

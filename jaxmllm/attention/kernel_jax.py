@@ -62,9 +62,9 @@ def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Arr
         logsumexp = jnp.where(seen, maximum + jnp.log(total), jnp.inf)
         return _put(results[0], i, out.astype(q.dtype)), _put(results[1], i, logsumexp)
 
-    order, count = _listed(tiles.spans)
+    order, block_count = _listed(tiles.spans)
     nothing_seen = jnp.zeros_like(q), jnp.full(q.shape[:-1], jnp.inf, dtype)
-    out, logsumexp = lax.fori_loop(0, count, query_block, nothing_seen)
+    out, logsumexp = lax.fori_loop(0, block_count, query_block, nothing_seen)
     return _slots(out, block, shape), _slots(logsumexp[..., None], block, (*shape[:3], 1))[..., 0]
 
 
@@ -114,9 +114,9 @@ def backward(
         dq, dk_j, dv_j = _over_tiles(tiles.spans[j], tiles.blocks, query_block, sums)
         return dq, _put(dk, j, (scale * dk_j).astype(k.dtype)), _put(dv, j, dv_j.astype(v.dtype))
 
-    order, count = _listed(tiles.spans)
+    order, block_count = _listed(tiles.spans)
     nothing = jnp.zeros_like(q, dtype=dtype), jnp.zeros_like(k), jnp.zeros_like(v)
-    dq, dk, dv = lax.fori_loop(0, count, key_block, nothing)
+    dq, dk, dv = lax.fori_loop(0, block_count, key_block, nothing)
     dq = (scale * dq).astype(q.dtype)
     return _slots(dq, block, shapes[0]), _slots(dk, block, shapes[1]), _slots(dv, block, shapes[1])
 
