@@ -57,15 +57,15 @@ def list_blocks(chosen: Int[Array, "N k"], experts: int, rows: int) -> Blocks:
     is_own = (expert >= 0) & (expert < experts)
     expert = jnp.where(is_own, expert, experts)
     pairs = jnp.argsort(expert, stable=True).astype(jnp.int32)
-    counts = (expert[:, None] == jnp.arange(experts)).sum(axis=0, dtype=jnp.int32)
-    blocks = -(-counts // rows)
+    pairs_per_expert = (expert[:, None] == jnp.arange(experts)).sum(axis=0, dtype=jnp.int32)
+    blocks = -(-pairs_per_expert // rows)
     block_ends = jnp.cumsum(blocks)
-    first_pairs = jnp.cumsum(counts) - counts
+    first_pairs = jnp.cumsum(pairs_per_expert) - pairs_per_expert
     index = jnp.arange(expert.size // rows + experts, dtype=jnp.int32)
     of_block = jnp.searchsorted(block_ends, index, side="right").astype(jnp.int32)
     of_block = jnp.minimum(of_block, experts - 1)  # of blocks that there are not
     begin = first_pairs[of_block] + rows * (index - (block_ends - blocks)[of_block])
-    end = jnp.minimum(begin + rows, (first_pairs + counts)[of_block])
+    end = jnp.minimum(begin + rows, (first_pairs + pairs_per_expert)[of_block])
     # A block reads `rows` pairs whatever it has. Without room behind the last pair, dynamic_slice would
     # move its start to the left, and the block would read another expert's pairs.
     return Blocks(jnp.pad(pairs, (0, rows)), of_block, begin, end, block_ends[-1])

@@ -27,8 +27,8 @@ def forward(
     expert = chosen.reshape(-1)
     is_own = (expert >= 0) & (expert < experts)
     pairs = jnp.argsort(jnp.where(is_own, expert, experts), stable=True)
-    counts = (expert[:, None] == jnp.arange(experts)).sum(axis=0, dtype=jnp.int32)
-    product = partial(jax.lax.ragged_dot, group_sizes=counts)
+    pairs_per_expert = (expert[:, None] == jnp.arange(experts)).sum(axis=0, dtype=jnp.int32)
+    product = partial(jax.lax.ragged_dot, group_sizes=pairs_per_expert)
     tokens = pairs // chosen.shape[1]
     inputs = x[tokens]
     hidden = jax.nn.silu(product(inputs, matrices.gate)) * product(inputs, matrices.up)
