@@ -102,9 +102,9 @@ def _compare(run_directory: Path, corpus: Corpus, say: Callable[[str], None]) ->
         )
         resized = np.flatnonzero(now[:, 0] != before[:, 0])
         if len(resized):
-            first = int(resized[0])
+            file = int(resized[0])
             raise CheckpointError(
-                f"{index.source.media(names[first])} has {now[first, 0]} bytes, {before[first, 0]} when the run was "
+                f"{index.source.media(names[file])} has {now[file, 0]} bytes, {before[file, 0]} when the run was "
                 f"trained on it ({len(resized)} media files of source {index.name!r} differ so); {advice}"
             )
         touched = np.flatnonzero(now[:, 1] != before[:, 1])
@@ -129,9 +129,9 @@ def _common_media(
     names = index.media.address
     if np.array_equal(media, _encoded(names)):  # of millions, which take seconds one by one
         return names, index.media.stamp, stamp
-    places = {address: n for n, address in enumerate(json.loads(media.tobytes()))}
-    common = [n for n, address in enumerate(names) if address in places]
-    before = [places[names[n]] for n in common]
+    saved_positions = {address: n for n, address in enumerate(json.loads(media.tobytes()))}
+    common = [n for n, address in enumerate(names) if address in saved_positions]
+    before = [saved_positions[names[n]] for n in common]
     return [names[n] for n in common], index.media.stamp[common], stamp[before]
 
 
@@ -145,9 +145,9 @@ def _changed_record(index: LengthIndex, before: np.ndarray) -> str | None:
     common = min(len(now), len(before))
     differing = np.flatnonzero(now[:common] != before[:common])
     if len(differing):
-        first = int(differing[0])
+        record = int(differing[0])
         return (
-            f"{index.place(first)}: the record {str(index.id[first])!r} is not the one that the run was "
+            f"{index.place(record)}: the record {str(index.id[record])!r} is not the one that the run was "
             f"trained on ({len(differing)} records differ)"
         )
     if len(now) != len(before):

@@ -91,7 +91,7 @@ def evaluate(
         "exact_match": {sources[i]: float(total.exact[i] / total.examples[i]) for i in present},
         "examples": {sources[i]: int(total.examples[i]) for i in present},
         "masked_examples": sum(masked.values()),
-        "masked_by_source": {source: count for source, count in masked.items() if count},
+        "masked_by_source": {source: examples for source, examples in masked.items() if examples},
         "failed_media": int(failed),
     } | ({} if total.drawn is None else _drawn(total.drawn, sources, patches))
 

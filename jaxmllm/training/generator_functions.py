@@ -114,16 +114,16 @@ class GeneratorFunctions:
         layout = model.layout(self.phase)
         states, _ = _condition_slots(rows, pool_offset).take(layout, pool)
         shift = jnp.where(rows.times > 0, rows.times, 1)  # of segments without an item: none
-        now, then = (shifted(at, shift).astype(rows.times.dtype) for at in (time, next_time))
+        now, then = (shifted(when, shift).astype(rows.times.dtype) for when in (time, next_time))
         free = (rows.segments != rows.owners)[..., None]  # patches that do not see conditions
         # As owners of their own, or what is pooled of the conditions would modulate them
         now, then = (jnp.concatenate([times, times], axis=1) for times in (now, then))
         rows = rows._replace(times=now, owners=rows.segments)
         predicted = model.draw(params, self.phase, rows, noisy, states).astype(noisy.dtype)
         if rows.partners is not None:
-            other = permute(layout, predicted, rows.partners)
-            with_conditions = jnp.where(free, other, predicted)
-            without = jnp.where(free, predicted, other)
+            of_partners = permute(layout, predicted, rows.partners)
+            with_conditions = jnp.where(free, of_partners, predicted)
+            without = jnp.where(free, predicted, of_partners)
             predicted = without + guidance * (with_conditions - without)
         prediction = self.step.objective.diffusion.prediction
         return euler_step(
@@ -144,10 +144,10 @@ class GeneratorFunctions:
 
     def conditions(self, rows: GeneratorRows, pool: TokenPool) -> TokenPool:
         """The states that are the conditions of rows, and which could be computed: [R / g, g * C, ...]."""
-        taken: TokenPool = _condition_slots(rows, jnp.int32(0)).take(
+        states: TokenPool = _condition_slots(rows, jnp.int32(0)).take(
             self.step.model.layout(self.phase), pool
         )
-        return taken
+        return states
 
     def _loss(
         self, params: Params, rows: GeneratorRows, states: Array, valid: Array

@@ -173,12 +173,12 @@ class Loop:
     def _after_step(self) -> bool:
         """Save and evaluate where that is due; whether the run continues."""
         stopped = self.stop.should_stop()
-        last = stopped or self.step == self.run.config.run.steps
-        saves = last or due(self.step, self.run.config.checkpoint.every)
+        is_last = stopped or self.step == self.run.config.run.steps
+        saves = is_last or due(self.step, self.run.config.checkpoint.every)
         evaluates = not stopped and self.report.evaluation_due(self.step)
         if saves or evaluates:
             self.report.settle()  # never keep a state that the limits forbid
-        if saves and (last or not self.report.streak):
+        if saves and (is_last or not self.report.streak):
             self._save()
         elif saves:
             streak = self.report.streak

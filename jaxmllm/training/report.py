@@ -315,8 +315,8 @@ def due(step: int, every: int | None) -> bool:
 
 def _once_all_have_one(batches: Iterator[HostStep]) -> Iterator[HostStep]:
     """The batches of an evaluation before the first step: its first collective would not wait for a slow reader."""
-    for number, batch in enumerate(batches):
-        if number == 0:
+    for batch_number, batch in enumerate(batches):
+        if batch_number == 0:
             hosts.meet("its first evaluation")
         yield batch
 

@@ -230,10 +230,10 @@ class StepFunctions:
         parted = Parted(*self.split(params, phase, grads))
         backward: Callable[[Array], Params]
         if isinstance(start, KeptResiduals):
-            kept = self._kept_forward(phase, parted, start.rows)
+            kept_forward = self._kept_forward(phase, parted, start.rows)
             residuals = tuple(leaf[0] for leaf in start.residuals)
-            tokens = kept.y
-            backward = partial(kept.backward, parted, start.rows, residuals)
+            tokens = kept_forward.y
+            backward = partial(kept_forward.backward, parted, start.rows, residuals)
         else:
             tokens, vjp = jax.vjp(
                 lambda trained: self.tokens(phase, join(trained, parted.frozen), start),
@@ -382,8 +382,8 @@ class StepFunctions:
         if not isinstance(start, KeptResiduals):
             return lambda trained: self._decoded(parted._replace(trained=trained), start)
         decoded, residuals = jax.tree.map(lambda leaf: leaf[0], start.residuals)
-        kept = self._kept_decoder(parted, start.rows)
-        return kept.remembered(parted, start.rows, residuals, decoded)
+        kept_decoder = self._kept_decoder(parted, start.rows)
+        return kept_decoder.remembered(parted, start.rows, residuals, decoded)
 
     def failed_tokens(self, rows: LanguageRows, valid: Array) -> Array:
         """Which tokens belong to examples with a media token that could not be computed."""
@@ -412,10 +412,10 @@ class StepFunctions:
         zero = jnp.zeros((), jnp.int32)
         optimizer = init_optimizer(self.optimizer, trained)
         averages = first_averages(trained, self.model.ema) if self.model.ema else None
-        counts = None
+        expert_counts = None
         if self.routing_shape is not None:
-            counts = jnp.zeros(self.routing_shape, jnp.int32)
-        return TrainState(params, optimizer, zero, zero, zero, zero, averages, counts)
+            expert_counts = jnp.zeros(self.routing_shape, jnp.int32)
+        return TrainState(params, optimizer, zero, zero, zero, zero, averages, expert_counts)
 
     def update(
         self,
@@ -453,7 +453,7 @@ class StepFunctions:
         averages = state.averages
         if averages is not None:
             averages = moved_averages(averages, trained, self.model.ema, state.step, usable)
-        counts, routing_metrics = self._routing_after(state, sums, usable)
+        expert_counts, routing_metrics = self._routing_after(state, sums, usable)
         new = TrainState(
             join(trained, frozen),
             optimizer,
@@ -462,7 +462,7 @@ class StepFunctions:
             jnp.where(usable, 0, in_row),
             state.failed_media + failed,
             averages,
-            counts,
+            expert_counts,
         )
         metrics = {
             "loss": loss,
@@ -509,19 +509,19 @@ class StepFunctions:
         if sums.drawn is not None and not self.trains_language:
             return state.expert_counts, {}  # it runs forward alone, and its routing is not counted
         assert sums.routed is not None and state.expert_counts is not None
-        counts = sums.routed.counts.sum(0)
-        real = counts.astype(sums.routed.z.dtype)  # whose sums no longer fit 32 bits
+        expert_counts = sums.routed.counts.sum(0)
+        real = expert_counts.astype(sums.routed.z.dtype)  # whose sums no longer fit 32 bits
         tokens = real[0].sum() / experts.per_token
         balance, z = router_means(sums.routed, Routing(state.expert_counts, tokens))
         layout = self.model.layout(LANGUAGE)
-        devices = real.reshape(len(counts), layout.size("experts"), -1).sum(2)
+        devices = real.reshape(len(expert_counts), layout.size("experts"), -1).sum(2)
         metrics = {
             "balance_loss": balance,
             "router_z_loss": z,
             "expert_max_over_mean": _max_over_mean(real),
             "expert_device_max_over_mean": _max_over_mean(devices),
         }
-        return jnp.where(usable, counts, state.expert_counts), metrics
+        return jnp.where(usable, expert_counts, state.expert_counts), metrics
 
     def split(
         self, params: Params, phase: str, grads: Params | None = None

@@ -165,7 +165,7 @@ def flow_sums(
     ) -> FlowSums:
         padded = jnp.concatenate([jnp.full_like(source_of[0][:1], -1), source_of[0]])
         source = padded[owners[0]]
-        counts = counted.astype(jnp.int32)
+        patches = counted.astype(jnp.int32)
         band = jnp.minimum((times[0] * TIME_BANDS).astype(jnp.int32), TIME_BANDS - 1)
 
         def total(values: Array, group: Array, groups: int) -> Array:
@@ -175,8 +175,8 @@ def flow_sums(
             return jax.lax.psum(summed, split) if split else summed
 
         return FlowSums(
-            *(total(values[0], source, sources) for values in (losses, counts)),
-            *(total(values[0], band, TIME_BANDS) for values in (losses, counts)),
+            *(total(values[0], source, sources) for values in (losses, patches)),
+            *(total(values[0], band, TIME_BANDS) for values in (losses, patches)),
         )
 
     local = layout.local(on_device, (SLOTS, SLOTS, SLOTS, ("batch",), SLOTS), ("batch",))

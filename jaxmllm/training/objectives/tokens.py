@@ -220,11 +220,11 @@ class _Loss:
         powers = jnp.exp(logits - largest[:, None])
         chosen = jnp.where(hot, logits, 0).sum(axis=-1)
         total, chosen = _summed((powers.sum(axis=-1), chosen), split)
-        counts = target >= 0
-        d_logits = jnp.where(counts[:, None], powers / total[:, None] - hot, 0)
+        has_target = target >= 0
+        d_logits = jnp.where(has_target[:, None], powers / total[:, None] - hot, 0)
         return (
-            jnp.where(counts, jnp.log(total) + largest - chosen, 0),
-            counts & (chosen >= largest),
+            jnp.where(has_target, jnp.log(total) + largest - chosen, 0),
+            has_target & (chosen >= largest),
             d_logits.astype(x.dtype),
         )
 
@@ -274,11 +274,11 @@ def slots_with_target(
     P is T, up to whole chunks; beyond the end slots are T, and places of slots without a target P.
     """
     length = -(-targets.size // chunk) * chunk
-    counts = targets >= 0
-    positions = jnp.where(counts, jnp.cumsum(counts, dtype=jnp.int32) - 1, length)
-    numbers = jnp.arange(targets.size, dtype=jnp.int32)
-    slots = jnp.full(length, targets.size, jnp.int32).at[positions].set(numbers, mode="drop")
-    return slots, positions, counts.sum(dtype=jnp.int32)
+    has_target = targets >= 0
+    positions = jnp.where(has_target, jnp.cumsum(has_target, dtype=jnp.int32) - 1, length)
+    slot_numbers = jnp.arange(targets.size, dtype=jnp.int32)
+    slots = jnp.full(length, targets.size, jnp.int32).at[positions].set(slot_numbers, mode="drop")
+    return slots, positions, has_target.sum(dtype=jnp.int32)
 
 
 def _summed(x: Any, axes: tuple[str, ...]) -> Any:

@@ -355,11 +355,11 @@ class Programs(abc.ABC):
                 averages,
                 {name: trained[name] for name in averages},
             )
-        counts = jax.tree.map(
+        counters = jax.tree.map(
             lambda leaf: self._replicated(leaf.shape, leaf.dtype),
             state._replace(params=None, optimizer=None, averages=None),
         )
-        return counts._replace(params=params, optimizer=optimizer, averages=averages)
+        return counters._replace(params=params, optimizer=optimizer, averages=averages)
 
     def _abstract_sums(self) -> Sums:
         loss, count = self._by_rank_and(self.functions.sources, LANGUAGE)

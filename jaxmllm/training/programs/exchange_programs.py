@@ -95,8 +95,8 @@ class ExchangePrograms:
         self, call: Call, way: str, source: Any, target: Any, hops: Any, gather: jax.Array
     ) -> Any:
         buffer = call("zero", f"{'d_' if way else ''}buffer of {self.owner}")()
-        for number, hop in enumerate(hops):
-            buffer = call(f"hop{way}", self.owner)(source, buffer, np.int32(number), *hop)
+        for hop_number, hop in enumerate(hops):
+            buffer = call(f"hop{way}", self.owner)(source, buffer, np.int32(hop_number), *hop)
         return call(f"deliver{way}", self.owner)(source, buffer, target, gather)
 
     def _directions(self, tables: DeviceTables) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
@@ -144,11 +144,13 @@ class ExchangePrograms:
         slots: int,
     ) -> Jobs:
         buffer = self._abstract_buffer(source, slots)
-        number = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(self.exchange.mesh, P()))
+        hop_number = jax.ShapeDtypeStruct(
+            (), np.int32, sharding=NamedSharding(self.exchange.mesh, P())
+        )
         return {
             ProgramName("zero", f"{'d_' if way else ''}buffer of {self.owner}"): zeros_job(buffer),
             ProgramName(f"hop{way}", self.owner): Job(
-                hop, (source, buffer, number, *send), buffer, (1,)
+                hop, (source, buffer, hop_number, *send), buffer, (1,)
             ),
             ProgramName(f"deliver{way}", self.owner): Job(
                 deliver, (source, buffer, target, gather), target, (2,)

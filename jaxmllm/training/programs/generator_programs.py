@@ -205,12 +205,13 @@ class GeneratorPrograms(Programs):
         self, batch: DeviceStep, owners: Iterable[str], prefix: str
     ) -> dict[str, list[Any]]:
         """Zeroed encoder pools by owner of an exchange, as many as the step needs."""
-        last: dict[str, int] = dict.fromkeys(owners, -1)
+        last_pool: dict[str, int] = dict.fromkeys(owners, -1)
         for phase, owner in self.exchange_owner.items():
-            if owner in last:
-                last[owner] = max(last[owner], *batch.host.pools[phase], -1)
+            if owner in last_pool:
+                last_pool[owner] = max(last_pool[owner], *batch.host.pools[phase], -1)
         return {
-            owner: [self._zeros(prefix + owner) for _ in range(n + 1)] for owner, n in last.items()
+            owner: [self._zeros(prefix + owner) for _ in range(n + 1)]
+            for owner, n in last_pool.items()
         }
 
     def _owners(self, phases: Iterable[str]) -> tuple[str, ...]:
@@ -235,8 +236,8 @@ def _counting(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[A
     those of the rows."""
 
     def counting(params: Any, rows: GeneratorRows, *rest: Any) -> tuple[Any, ...]:
-        *others, failed = rest
+        *arguments, failed = rest
         counted = failed + rows.failed.sum(dtype=failed.dtype)
-        return *function(params, rows, *others), counted
+        return *function(params, rows, *arguments), counted
 
     return counting

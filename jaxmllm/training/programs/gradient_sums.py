@@ -57,7 +57,7 @@ class GradientSums:
             reductions = self._unfinished(self._reductions)
 
             def add_replicas(sums: list[jax.Array]) -> list[jax.Array]:
-                return [reduce(one) for reduce, one in zip(reductions, sums, strict=True)]
+                return [reduce(leaf) for reduce, leaf in zip(reductions, sums, strict=True)]
 
             jobs[ProgramName("add_replicas")] = Job(add_replicas, (unfinished,), totals)
         return jobs
@@ -78,7 +78,7 @@ class GradientSums:
     def _unfinished(self, tree: Any) -> list[Any]:
         """What belongs to sums that are not gradients yet, of a tree like those."""
         trees = map(jax.tree.leaves, (tree, self.abstract, self._trained))
-        return [one for one, sums, total in zip(*trees, strict=True) if not _same(sums, total)]
+        return [leaf for leaf, sums, total in zip(*trees, strict=True) if not _same(sums, total)]
 
     def _of_component(self, model: MLLM, phase: str, name: str) -> Any:
         """Of each trained parameter, how its gradient is made of the sums."""
@@ -91,8 +91,8 @@ class GradientSums:
             shards = reduced(layout, rows, axes.names, component.dtype)
             return lambda sums: shards(sums).astype(total.dtype)
 
-        part = self._trained[name]
-        return jax.tree.map(leaf, part, component.axes_of(part))
+        trained = self._trained[name]
+        return jax.tree.map(leaf, trained, component.axes_of(trained))
 
 
 def _same(sums: Any, total: Any) -> bool:

@@ -204,8 +204,8 @@ class PhasedPrograms(GeneratorPrograms):
                 )
                 start = self.start_of(phase, m, rows, kept) if backward else rows
                 saved_for_backward[phase].append(start)
-        count = max(host.pools[LANGUAGE], default=0) + 1
-        language_pools = [self._zeros(LANGUAGE) for _ in range(count)]
+        pool_count = max(host.pools[LANGUAGE], default=0) + 1
+        language_pools = [self._zeros(LANGUAGE) for _ in range(pool_count)]
         for owner in list(encoder_pools):
             pools = encoder_pools.pop(owner)  # held by nothing else, as in `_return`
             exchange = self._exchange_programs[owner]
@@ -293,8 +293,8 @@ class PhasedPrograms(GeneratorPrograms):
         for owner in self._exchange_programs:
             leaves = jax.tree.leaves(self.pools[owner])
             token_bytes = sum(math.prod(leaf.shape[2:]) * leaf.dtype.itemsize for leaf in leaves)
-            for name, amount in (("bytes_moved", "slots_moved"), ("node_bytes", "node_tokens")):
-                if (key := f"route/{owner}/{amount}") in statistics:
+            for name, statistic in (("bytes_moved", "slots_moved"), ("node_bytes", "node_tokens")):
+                if (key := f"route/{owner}/{statistic}") in statistics:
                     metrics[f"route/{owner}/{name}"] = statistics[key] * token_bytes
         for phase in self.spec.phases:
             if (key := f"{phase}/gathered_slots") in statistics:
@@ -329,17 +329,17 @@ class PhasedPrograms(GeneratorPrograms):
         """Run one microbatch of a phase forward. The given buffers are used up: pass on those returned."""
         names = self.functions_of(phase)
         program = self._call(names.forward or names.evaluate, phase, *row_class)
-        given = self._params_of(params, phase), rows, buffers.pool
+        inputs = self._params_of(params, phase), rows, buffers.pool
         if phase in self.encoders:
-            pool, kept, failed = program(*given, np.int32(0), buffers.failed)
+            pool, kept, failed = program(*inputs, np.int32(0), buffers.failed)
             return buffers._replace(pool=pool, failed=failed, saved=start_from(rows, kept))
         if phase in self.generators:
-            drawn, failed = program(*given, np.int32(0), buffers.sums, buffers.failed)
+            drawn, failed = program(*inputs, np.int32(0), buffers.sums, buffers.failed)
             return buffers._replace(sums=drawn, failed=failed)
         if names.forward:
-            pool, kept = program(*given)
+            pool, kept = program(*inputs)
             return buffers._replace(pool=pool, saved=start_from(rows, kept))
-        return buffers._replace(sums=program(*given, buffers.sums))
+        return buffers._replace(sums=program(*inputs, buffers.sums))
 
     def backward(
         self, phase: str, params: Any, rows: Any, row_class: RowClass, buffers: PhaseBuffers
@@ -349,21 +349,21 @@ class PhasedPrograms(GeneratorPrograms):
         names = self.functions_of(phase)
         start = buffers.saved if names.forward else rows
         program = self._call(names.backward_from(start), phase, *row_class)
-        given = self._params_of(params, phase), start
+        inputs = self._params_of(params, phase), start
         first_slot, gradients, sums = np.int32(0), buffers.gradients, buffers.sums
         if phase in self.encoders:
-            gradients = program(*given, buffers.d_pool, first_slot, gradients)
+            gradients = program(*inputs, buffers.d_pool, first_slot, gradients)
             return buffers._replace(gradients=gradients)
         scale = np.asarray(1e-6, self._real_dtype)
         if phase in self.generators:
             pool, gradients, sums, failed = program(
-                *(*given, buffers.pool, first_slot, scale, gradients, sums, buffers.failed)
+                *(*inputs, buffers.pool, first_slot, scale, gradients, sums, buffers.failed)
             )
             return buffers._replace(pool=pool, gradients=gradients, sums=sums, failed=failed)
         d_states = [] if buffers.d_pool is None else [buffers.d_pool]
         routing = self._routing({TOKENS: 1})
         pool, gradients, sums = program(
-            *(*given, buffers.pool, scale, gradients, sums, routing, *d_states)
+            *(*inputs, buffers.pool, scale, gradients, sums, routing, *d_states)
         )
         return buffers._replace(pool=pool, gradients=gradients, sums=sums)
 
@@ -431,11 +431,11 @@ class PhasedPrograms(GeneratorPrograms):
             )
             starts: list[Start] = [rows] if names.backward else []
             if names.forward:
-                given = (params, rows, pool)
-                states, kept = _decoding(functions, given, bool(names.backward_kept))
+                inputs = (params, rows, pool)
+                states, kept = _decoding(functions, inputs, bool(names.backward_kept))
                 starts += [KeptResiduals(rows, kept)] if kept is not None else []
                 jobs[ProgramName(names.forward, LANGUAGE, *row_class)] = Job(
-                    map_rows(layout, states, given, (pool, kept)), given, (pool, kept), (2,)
+                    map_rows(layout, states, inputs, (pool, kept)), inputs, (pool, kept), (2,)
                 )
             for start in starts:
                 scalar = self._scalar()
@@ -482,10 +482,10 @@ class PhasedPrograms(GeneratorPrograms):
                 encode, arguments, (pool, kept, failed), donated=(2,)
             )
             for start in starts:
-                given = (params, start, pool.tokens, pool_offset, grads)
+                inputs = (params, start, pool.tokens, pool_offset, grads)
                 on_device = partial(functions.by_device(phase).encode_grad, phase)
                 jobs[ProgramName(names.backward_from(start), phase, *row_class)] = Job(
-                    map_rows(layout, on_device, given, grads), given, grads, (4,)
+                    map_rows(layout, on_device, inputs, grads), inputs, grads, (4,)
                 )
         return jobs
 

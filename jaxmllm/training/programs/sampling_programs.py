@@ -43,7 +43,7 @@ class SamplingPrograms(PhasedPrograms):
           times: from 1, noise, to 0, before they are shifted.
         """
         host = batch.host
-        numbers = [np.asarray(time, self._real_dtype) for time in times]
+        time_arrays = [np.asarray(time, self._real_dtype) for time in times]
         strength = np.asarray(guidance, self._real_dtype)
         pools, _, _ = self._encode(params, batch, self._zeros("failed"), backward=False)
         states, _ = self._states(params, batch, pools, backward=False)
@@ -55,7 +55,7 @@ class SamplingPrograms(PhasedPrograms):
                 pool_offset = np.int32(host.pool_offsets[phase][m])
                 patches = self._of_microbatch("first_patches", phase, host, m)(rows)
                 draw_step = self._of_microbatch("draw_step", phase, host, m)
-                for time, next_time in pairwise(numbers):
+                for time, next_time in pairwise(time_arrays):
                     patches = draw_step(
                         *(phase_params, rows, pool, pool_offset),
                         *(patches, time, next_time, strength),
@@ -77,7 +77,7 @@ class SamplingPrograms(PhasedPrograms):
         params = self._params_of(self.params, phase)
         pool = self.pools[self.exchange_owner[phase]]
         spec = self.spec.phases[phase]
-        number = self._scalar()
+        scalar = self._scalar()
         jobs: Jobs = {}
         for row_class in spec.classes:
             functions = GeneratorFunctions(self.functions.spanned(phase, row_class.span), phase)
@@ -89,8 +89,8 @@ class SamplingPrograms(PhasedPrograms):
             jobs[ProgramName("first_patches", phase, *row_class)] = Job(
                 functions.first_patches, (rows,), patches
             )
-            given = (params, rows, pool, self._scalar(np.int32), patches, number, number, number)
+            inputs = (params, rows, pool, self._scalar(np.int32), patches, scalar, scalar, scalar)
             jobs[ProgramName("draw_step", phase, *row_class)] = Job(
-                functions.draw_step, given, patches, donated=(4,)
+                functions.draw_step, inputs, patches, donated=(4,)
             )
         return jobs

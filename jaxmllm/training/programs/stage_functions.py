@@ -213,12 +213,14 @@ class StageFunctions:
             return Activation(hidden, arrived.valid, self._not_routed(len(rows.tokens)))
 
         def layer(params: Params, x: Activation, rows: LanguageRows) -> Activation:
-            frozen, windowed, number = params.frozen
-            own = join(params.trained, frozen)
-            hidden, routed = model.layer(LANGUAGE, own, x.hidden, rows, windowed, number)
+            frozen, windowed, layer_number = params.frozen
+            layer_params = join(params.trained, frozen)
+            hidden, routed = model.layer(
+                LANGUAGE, layer_params, x.hidden, rows, windowed, layer_number
+            )
             if x.routed is None or routed is None:
                 return x._replace(hidden=hidden)
-            return x._replace(hidden=hidden, routed=_with_layer(x.routed, routed, number))
+            return x._replace(hidden=hidden, routed=_with_layer(x.routed, routed, layer_number))
 
         def last(outer: Params, x: Activation, rows: LanguageRows) -> Any:
             hidden = model.finish_states(_outer_params(outer), x.hidden)
@@ -261,8 +263,8 @@ class StageFunctions:
             return Drawing(begun, valid)
 
         def layer(params: Params, x: Drawing, rows: GeneratorRows) -> Drawing:
-            own = join(params.trained, params.frozen[0])
-            return x._replace(drawn=model.draw_layer(phase, own, x.drawn, rows))
+            layer_params = join(params.trained, params.frozen[0])
+            return x._replace(drawn=model.draw_layer(phase, layer_params, x.drawn, rows))
 
         def last(outer: Params, x: Drawing, rows: GeneratorRows) -> tuple[Array, FlowSums]:
             constants: LossConstants = outer.frozen[1]
@@ -304,8 +306,8 @@ def _text_losses(
     total, sums = functions.losses(hidden, head, rows, x.valid)
     total *= constants.scale
     if x.routed is not None:
-        counts = jnp.round(x.routed.counts).astype(jnp.int32)
-        routed = x.routed._replace(counts=counts)
+        expert_counts = jnp.round(x.routed.counts).astype(jnp.int32)
+        routed = x.routed._replace(counts=expert_counts)
         sums = sums._replace(routed=functions.routed_sums(routed))
         if constants.routing is not None:
             total += router_loss(functions.objective.experts, routed, constants.routing)

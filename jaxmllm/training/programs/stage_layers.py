@@ -27,16 +27,16 @@ class StageLayers:
         """The layers as a ring lays them."""
         index = np.full((stages, chain.chunks_per_rank, max(1, *chain.layers)), -1, np.int32)
         begin = 0
-        for depth, (stage, count) in enumerate(zip(chain.stages, chain.layers, strict=True)):
-            index[stage, chain.local(depth), :count] = np.arange(begin, begin + count)
-            begin += count
+        for depth, (stage, layer_count) in enumerate(zip(chain.stages, chain.layers, strict=True)):
+            index[stage, chain.local(depth), :layer_count] = np.arange(begin, begin + layer_count)
+            begin += layer_count
         return StageLayers(index)
 
     def staged(self, leaf: jax.Array) -> jax.Array:
         """[layers, ...] -> [S, K, L, ...], zero where there is no layer."""
-        taken = jnp.take(leaf, np.maximum(self.index, 0), axis=0)
+        layers = jnp.take(leaf, np.maximum(self.index, 0), axis=0)
         is_layer = (self.index >= 0).reshape(*self.index.shape, *(1,) * (leaf.ndim - 1))
-        return jnp.where(is_layer, taken, 0)
+        return jnp.where(is_layer, layers, 0)
 
     def joined(self, leaf: jax.Array) -> jax.Array:
         """[S, K, L, ...] -> [layers, ...]"""

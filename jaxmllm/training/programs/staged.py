@@ -158,13 +158,13 @@ class StagedPrograms(Programs):
     def held(self) -> Held:
         """What a device holds from tick to tick while a table of training runs, but for the sums of
         gradients."""
-        found: list[Held] = []
+        held: list[Held] = []
         rows = self.rows
 
         def record(params: Any, constants: LossConstants) -> None:
             stage_functions = self._stage_functions
             inputs = stage_functions.inputs(params, rows, constants, self.functions.model.trainable)
-            found.append(
+            held.append(
                 held_bytes(
                     self.sizes.training.tables,
                     stage_functions.components(),
@@ -176,7 +176,7 @@ class StagedPrograms(Programs):
             )
 
         jax.eval_shape(record, self.params, self._abstract_constants())
-        return found[-1]
+        return held[-1]
 
     @property
     def held_sums(self) -> int:
@@ -198,8 +198,8 @@ class StagedPrograms(Programs):
         ]
         for c, phase in enumerate(self.functions.model.phases):
             of_phase = [
-                f"{pool.words} {count} x {_size(held.pools[pool, c] / count)}"
-                for (pool, chain), count in held.slots.items()
+                f"{pool.words} {slot_count} x {_size(held.pools[pool, c] / slot_count)}"
+                for (pool, chain), slot_count in held.slots.items()
                 if chain == c
             ]
             backward = held.boxes.get((Pool.RESIDUAL, c))
@@ -256,9 +256,9 @@ class StagedPrograms(Programs):
         """The shape of an array, split over the stages as well along an axis that allows it: one that
         nothing splits, if there is one."""
         spec: list[Any] = [*leaf.sharding.spec, *[None] * (leaf.ndim - len(leaf.sharding.spec))]
-        part = leaf.sharding.shard_shape(leaf.shape)
+        shard_shape = leaf.sharding.shard_shape(leaf.shape)
         stages = self.mesh.shape[STAGE]
-        divisible = [axis for axis, size in enumerate(part) if size % stages == 0]
+        divisible = [axis for axis, size in enumerate(shard_shape) if size % stages == 0]
         if not divisible:
             return leaf
         axis = min(divisible, key=lambda axis: spec[axis] is not None)
@@ -328,8 +328,8 @@ class StagedPrograms(Programs):
         evaluated: Evaluated,
     ) -> Evaluated:
         stage_functions = self._stage_functions
-        one = jnp.ones((), evaluated.sums.loss.dtype)
-        constants = LossConstants(one, drawn_scale=one if self.generators else None)
+        scale = jnp.ones((), evaluated.sums.loss.dtype)
+        constants = LossConstants(scale, drawn_scale=scale if self.generators else None)
         lying = self._manual(NOTHING_TRAINED, self._abstract_constants()._replace(routing=None))
         executor = self._executor(self.sizes.evaluation, stage_functions, lying)
         out = executor(table, stage_functions.inputs(params, rows, constants, NOTHING_TRAINED))
@@ -360,7 +360,7 @@ class StagedPrograms(Programs):
 
     def _sums(self, by_component: tuple[Any, ...]) -> Sums:
         """Sums [N] of all ranks and components as those of the first of R."""
-        found = dict(zip(self.spec.phases, by_component, strict=True))
+        sums_by_phase = dict(zip(self.spec.phases, by_component, strict=True))
         ranks = self.layouts[LANGUAGE].ranks
 
         def by_rank(sums: Any) -> Any:
@@ -370,13 +370,13 @@ class StagedPrograms(Programs):
             )
 
         if self.functions.learns_text:
-            sums: Sums = by_rank(found[LANGUAGE])
+            sums: Sums = by_rank(sums_by_phase[LANGUAGE])
         else:
             sums = jax.tree.map(
                 lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._abstract_sums()
             )
         for phase in self.generators:
-            sums = sums._replace(drawn=by_rank(found[phase]))
+            sums = sums._replace(drawn=by_rank(sums_by_phase[phase]))
         return sums
 
     @property
@@ -427,25 +427,25 @@ class StagedPrograms(Programs):
         rows: dict[str, Any] = {}
         for phase, spec in self.spec.phases.items():
             windows = phase in self.attention.windows
-            counts = self.sizes.training.rows[phase]
+            row_counts = self.sizes.training.rows[phase]
             of_classes = []
-            for row_class, count in zip(spec.classes, counts, strict=True):
+            for row_class, row_count in zip(spec.classes, row_counts, strict=True):
                 capacity, span = row_class
                 layout = self.layouts[phase].spanned(span)
                 block = self.attention.block(phase, row_class)
                 row: Any
-                most = spec.max_segments
+                max_segments = spec.max_segments
                 if phase in self.generators:
                     crossed = phase in self.attention.crossed
                     of_media = formats[phase], block
                     row = abstract_generator_rows(
-                        layout, capacity, most, *of_media, crossed=crossed
+                        layout, capacity, max_segments, *of_media, crossed=crossed
                     )
                 elif spec.has_loss:
-                    row = abstract_language_rows(layout, capacity, most, block, windows)
+                    row = abstract_language_rows(layout, capacity, max_segments, block, windows)
                 else:
                     row = abstract_encoder_rows(layout, capacity, formats[phase], block, windows)
-                of_classes.append(jax.tree.map(partial(_stacked, count), row))
+                of_classes.append(jax.tree.map(partial(_stacked, row_count), row))
             rows[phase] = tuple(of_classes)
         return rows
 
@@ -464,7 +464,7 @@ class StagedPrograms(Programs):
             kind: Any = EncoderRows if phase in self.encoders else LanguageRows
             if phase in self.generators:
                 kind = GeneratorRows
-            begin, count = run.microbatches[phase]
+            begin, microbatches = run.microbatches[phase]
             held = list(zip(batch.capacities[phase], batch.spans[phase], strict=True))
             of_classes = []
             classes = self.spec.phases[phase].classes
@@ -472,9 +472,9 @@ class StagedPrograms(Programs):
                 spanned = layout.spanned(row_class.span)
                 local = len(local_ranks(spanned.rows, spanned.groups))
                 filled = [
-                    kind.of(dict(batch.rows[phase][number]))
-                    for number in range(begin, begin + count)
-                    if held[number] == row_class
+                    kind.of(dict(batch.rows[phase][m]))
+                    for m in range(begin, begin + microbatches)
+                    if held[m] == row_class
                 ]
                 put = partial(_put_stacked, local)
                 of_classes.append(jax.tree.map(put, shapes, *filled))
@@ -492,14 +492,14 @@ class StagedPrograms(Programs):
                 lambda index: values[index],
             )
 
-        count = len(run.table)
-        # The program's shape is that of the longest table; it runs `count` ticks of it.
-        padding = ((0, tables.ticks - count), (0, 0))
+        ticks = len(run.table)
+        # The program's shape is that of the longest table; it runs `ticks` of it.
+        padding = ((0, tables.ticks - ticks), (0, 0))
         rows = np.pad(run.table, (*padding, (0, 0)))
         return TableArrays(
             put(rows),
             put(np.pad(run.wire_active, padding)),
-            put(np.array(count, np.int32)),
+            put(np.array(ticks, np.int32)),
         )
 
 
@@ -517,8 +517,8 @@ def _failed(rows: Mapping[str, Any], stage_functions: StageFunctions) -> jax.Arr
 
 def _put_stacked(local: int, leaf: Any, *microbatches: np.ndarray) -> jax.Array:
     """Rows [local, ...] of this host as [M, R, ...], zero beyond those given."""
-    most, ranks, *row_shape = leaf.shape
-    stack = np.zeros((most, local, *row_shape), leaf.dtype)
+    max_microbatches, ranks, *row_shape = leaf.shape
+    stack = np.zeros((max_microbatches, local, *row_shape), leaf.dtype)
     for index, microbatch in enumerate(microbatches):
         stack[index] = microbatch
     return put_ranks(stack, leaf.sharding, ranks, axis=1)
