@@ -136,7 +136,8 @@ class _Passes:
         of_layers: Tree,
         of_all: Tree,
     ):
-        self._trained, self._read = trained, read
+        self._trained = trained
+        self._read = read
         self._as_it_lies = partial(_as_it_lies, layout)
 
         def parted_layer(params: Params, inputs: tuple[Tree, Any], rows: Any) -> tuple[Tree, Tree]:
@@ -217,7 +218,8 @@ class _Passes:
 
     def _residuals(self, kept: Sequence[jax.Array], asked: Sequence[Any]) -> list[jax.Array]:
         """Those of a layer, of what was kept of it and what all layers read."""
-        layer_residuals, leaves = iter(kept), jax.tree.leaves(asked)
+        layer_residuals = iter(kept)
+        leaves = jax.tree.leaves(asked)
         return [next(layer_residuals) if leaf is None else leaves[leaf] for leaf in self._of_all]
 
 

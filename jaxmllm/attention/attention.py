@@ -157,7 +157,8 @@ def with_repeated_key(
       logsumexp: of its logits, infinite for queries that see nothing.
       scale: as of `attention`.
     """
-    dtype, wide = out.dtype, logsumexp.dtype
+    dtype = out.dtype
+    wide = logsumexp.dtype
     out, q, key, value = (x.astype(wide) for x in (out, q, key, value))
     logits = slot_dots(q, key)
     logits = logits * (_scale(q) if scale is None else scale)

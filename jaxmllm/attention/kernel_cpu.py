@@ -118,26 +118,37 @@ BLOCKS, DELTA, LOGSUMEXP, D_OUT = range(SPANS + 1, SPANS + 5)
 
 @compiled_sums
 def _forward(frame: int, worker: int, workers: int) -> None:
-    q, k = _floats4(_argument(frame, QUERIES)), _floats4(_argument(frame, KEYS))
+    q = _floats4(_argument(frame, QUERIES))
+    k = _floats4(_argument(frame, KEYS))
     v = _floats4(_argument(frame, VALUES))
-    spans, blocks = _integers3(_argument(frame, SPANS)), _integers2(_argument(frame, BLOCKS))
-    out, logsumexp = _floats4(_result(frame, 0)), _floats3(_result(frame, 1))
+    spans = _integers3(_argument(frame, SPANS))
+    blocks = _integers2(_argument(frame, BLOCKS))
+    out = _floats4(_result(frame, 0))
+    logsumexp = _floats3(_result(frame, 1))
     scale = _scale(frame)
     rows, slots, heads, size = q.shape
-    key_heads, query_blocks = k.shape[2], spans.shape[1]
-    of_key_head, block = heads // key_heads, slots // query_blocks
+    key_heads = k.shape[2]
+    query_blocks = spans.shape[1]
+    of_key_head = heads // key_heads
+    block = slots // query_blocks
     side, together = _product_sides(block, size)
     # Of the query blocks, where heads are fewer than threads
     parts = -(-workers // (rows * key_heads))
     products = _workspace()
     runs = np.empty((_most_runs(k.shape[1], block, together), 3), np.int64)
-    keys, values = _matrix(k.shape[1], size), _matrix(k.shape[1], size)
+    keys = _matrix(k.shape[1], size)
+    values = _matrix(k.shape[1], size)
     # Queries side by side: maxima and sums over keys are then vector instructions
-    weights, queries = _matrix(together, side), _matrix(size, side)
+    weights = _matrix(together, side)
+    queries = _matrix(size, side)
     total = _matrix(side, size)
-    maximum, shrink, norm = _vector(side), _vector(side), _vector(side)
+    maximum = _vector(side)
+    shrink = _vector(side)
+    norm = _vector(side)
     for task in range(worker, rows * key_heads * parts, workers):
-        r, g, part = task // (key_heads * parts), task // parts % key_heads, task % parts
+        r = task // (key_heads * parts)
+        g = task // parts % key_heads
+        part = task % parts
         _load(k, r, g, keys)
         _load(v, r, g, values)
         for first_query in range(part * side, slots, parts * side):
@@ -184,26 +195,39 @@ def _forward(frame: int, worker: int, workers: int) -> None:
 
 @compiled_sums
 def _backward(frame: int, worker: int, workers: int) -> None:
-    q, k = _floats4(_argument(frame, QUERIES)), _floats4(_argument(frame, KEYS))
+    q = _floats4(_argument(frame, QUERIES))
+    k = _floats4(_argument(frame, KEYS))
     v = _floats4(_argument(frame, VALUES))
-    spans, blocks = _integers3(_argument(frame, SPANS)), _integers2(_argument(frame, BLOCKS))
-    delta, logsumexp = _floats3(_argument(frame, DELTA)), _floats3(_argument(frame, LOGSUMEXP))
+    spans = _integers3(_argument(frame, SPANS))
+    blocks = _integers2(_argument(frame, BLOCKS))
+    delta = _floats3(_argument(frame, DELTA))
+    logsumexp = _floats3(_argument(frame, LOGSUMEXP))
     d_out = _floats4(_argument(frame, D_OUT))
-    dq, dk = _floats4(_result(frame, 0)), _floats4(_result(frame, 1))
+    dq = _floats4(_result(frame, 0))
+    dk = _floats4(_result(frame, 1))
     dv = _floats4(_result(frame, 2))
     scale = _scale(frame)
     rows, slots, heads, size = q.shape
-    key_heads, key_blocks = k.shape[2], spans.shape[1]
-    of_key_head, block = heads // key_heads, k.shape[1] // key_blocks
+    key_heads = k.shape[2]
+    key_blocks = spans.shape[1]
+    of_key_head = heads // key_heads
+    block = k.shape[1] // key_blocks
     side, together = _product_sides(block, size)
     products = _workspace()
     runs = np.empty((_most_runs(slots, block, together), 3), np.int64)
-    queries, d_queries, d_outs = _matrix(slots, size), _matrix(slots, size), _matrix(slots, size)
-    keys, d_keys = _matrix(k.shape[1], size), _matrix(k.shape[1], size)
-    values, d_values = _matrix(k.shape[1], size), _matrix(k.shape[1], size)
-    keys_across, values_across = _matrix(size, side), _matrix(size, side)
-    weights, d_weights = _matrix(together, side), _matrix(together, side)
-    sums, deltas = _vector(slots), _vector(slots)
+    queries = _matrix(slots, size)
+    d_queries = _matrix(slots, size)
+    d_outs = _matrix(slots, size)
+    keys = _matrix(k.shape[1], size)
+    d_keys = _matrix(k.shape[1], size)
+    values = _matrix(k.shape[1], size)
+    d_values = _matrix(k.shape[1], size)
+    keys_across = _matrix(size, side)
+    values_across = _matrix(size, side)
+    weights = _matrix(together, side)
+    d_weights = _matrix(together, side)
+    sums = _vector(slots)
+    deltas = _vector(slots)
     for task in range(worker, rows * key_heads, workers):
         r, g = divmod(task, key_heads)
         _load(k, r, g, keys)
@@ -225,7 +249,8 @@ def _backward(frame: int, worker: int, workers: int) -> None:
                 for n in range(_list_runs(span, blocks[r], block, together, runs)):
                     first_query, length, partial = runs[n]
                     query = slice(first_query, first_query + length)
-                    tile, d_tile = weights[:length], d_weights[:length]
+                    tile = weights[:length]
+                    d_tile = d_weights[:length]
                     _product(products, scale, queries[query], keys_across, 0, tile)
                     if partial:
                         _hide_keys(tile, _ids(frame, QUERY_IDS, r, query), key_ids)
@@ -280,7 +305,9 @@ def _list_runs(span: Ints, blocks: Ints, block: int, together: int, runs: Longs)
     run_count = 0
     for n in range(partial + full):
         block_number = blocks[first + n] if first >= 0 else -1 - first + n
-        begin, end, is_partial = block_number * block, (block_number + 1) * block, int(n < partial)
+        begin = block_number * block
+        end = (block_number + 1) * block
+        is_partial = int(n < partial)
         if run_count:
             run = runs[run_count - 1]
             if run[0] + run[1] == begin and run[2] == is_partial and run[1] + block <= together:
@@ -325,7 +352,8 @@ def _token(ids: Columns, slot: int) -> TokenIds:
 def _weigh(tile: Singles, d_tile: Singles, sums: Singles, deltas: Singles) -> None:
     """Weights [M queries, b keys] in the place of logits, and gradients of logits in that of those of weights."""
     for c in range(tile.shape[0]):
-        of_query, delta = sums[c], deltas[c]
+        of_query = sums[c]
+        delta = deltas[c]
         for t in range(tile.shape[1]):
             weight = _exp(tile[c, t] - of_query)
             tile[c, t] = weight
@@ -359,11 +387,17 @@ def _transpose(x: Singles, y: Singles) -> None:
 LOWEST = np.finfo(np.float32).min
 ZERO_BELOW = np.float32(-88)
 PER_LN_2 = np.float32(1 / np.log(2))
-LN_2, LN_2_REST = np.float32(0.693359375), np.float32(np.log(2) - 0.693359375)
-HALF, ONE = np.float32(0.5), np.float32(1)
+LN_2 = np.float32(0.693359375)
+LN_2_REST = np.float32(np.log(2) - 0.693359375)
+HALF = np.float32(0.5)
+ONE = np.float32(1)
 # Of exp(r) = 1 + r + r ** 2 (...) for |r| <= ln 2 / 2: Cephes' expf, to 4e-7
-P0, P1, P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
-P3, P4, P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+P0 = np.float32(1.9875691500e-4)
+P1 = np.float32(1.3981999507e-3)
+P2 = np.float32(8.3334519073e-3)
+P3 = np.float32(4.1665795894e-2)
+P4 = np.float32(1.6666665459e-1)
+P5 = np.float32(5.0000001201e-1)
 
 
 @compiled_sums
@@ -432,7 +466,9 @@ def _gemm(
     sizes[0], sizes[1], sizes[2] = z.shape[1], z.shape[0], inner
     sizes[3], sizes[4], sizes[5] = y.strides[0] // 4, x.strides[0] // 4, z.strides[0] // 4
     factors[0], factors[1] = alpha, beta
-    letter, size, factor = letters.ctypes.data, sizes.ctypes.data, factors.ctypes.data
+    letter = letters.ctypes.data
+    size = sizes.ctypes.data
+    factor = factors.ctypes.data
     _sgemm(
         letter,
         letter + transposed,
@@ -456,9 +492,17 @@ def _gemm(
 VERSION = 0, 1
 METADATA = 1  # XLA_FFI_Extension_Metadata, which asks for that version instead of results
 # Words of 8 bytes in XLA_FFI_CallFrame, XLA_FFI_Buffer and XLA_FFI_Scalar
-FRAME, EXTENSION, ARGUMENTS, RESULT_COUNT, RESULTS, ATTRIBUTES = 21, 1, 9, 12, 14, 20
-BUFFER, DATA, DIMENSIONS = 6, 3, 5
-SCALAR, VALUE = 2, 1
+FRAME = 21
+EXTENSION = 1
+ARGUMENTS = 9
+RESULT_COUNT = 12
+RESULTS = 14
+ATTRIBUTES = 20
+BUFFER = 6
+DATA = 3
+DIMENSIONS = 5
+SCALAR = 2
+VALUE = 1
 
 
 @intrinsic

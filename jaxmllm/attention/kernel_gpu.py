@@ -55,7 +55,9 @@ class Cut(NamedTuple):
     @property
     def pieces(self) -> list[tuple[int, int]]:
         """First column and columns of each piece of a head; the last may reach beyond it."""
-        pieces, column, end = [], 0, pl.cdiv(self.head, SMALLEST) * SMALLEST
+        pieces = []
+        column = 0
+        end = pl.cdiv(self.head, SMALLEST) * SMALLEST
         while column < end:
             pieces.append((column, 1 << (end - column).bit_length() - 1))
             column += pieces[-1][1]
@@ -180,7 +182,8 @@ def _forward_stages() -> int:
 
 def _cut(q: Array, mask: Mask, own: int, stages: int) -> Cut:
     # The best of 18 for heads of 128 and 64 numbers on an H100, or near it (docs/performance.md)
-    head, shrink = q.shape[-1], 1 if q.shape[-1] * q.dtype.itemsize <= 256 else 2
+    head = q.shape[-1]
+    shrink = 1 if q.shape[-1] * q.dtype.itemsize <= 256 else 2
     own, step = math.gcd(mask.block, own // shrink), math.gcd(mask.block, 64 // shrink)
     return Cut(head, mask.block, own, step, min(4, own // 16), stages)
 
@@ -232,7 +235,8 @@ def _forward_kernel(
         if masked:
             logits = jnp.where(visible(ids, _row(key_ids, slots)), logits, -jnp.inf)
         new = jnp.maximum(maximum, logits.max(axis=1))
-        shrink, weights = jnp.exp2(maximum - new), jnp.exp2(logits - new[:, None])
+        shrink = jnp.exp2(maximum - new)
+        weights = jnp.exp2(logits - new[:, None])
         out = [x * shrink[:, None] for x in out]
         return (
             new,
@@ -266,7 +270,8 @@ def _queries_kernel(
 ) -> None:
     q, d_out = (_load(cut, ref, slice(None)) for ref in (q_ref, d_out_ref))
     ids = _column(query_ids, slice(None))
-    logsumexp, delta = logsumexp_ref[...][:, None], delta_ref[...][:, None]
+    logsumexp = logsumexp_ref[...][:, None]
+    delta = delta_ref[...][:, None]
 
     def meet(masked: bool, slots: Any, dq: Columns) -> Columns:
         k = _load(cut, k_ref, slots)

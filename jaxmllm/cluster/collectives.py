@@ -62,7 +62,8 @@ def collective_seconds(
         return 0.0
     inside = group.in_node(cluster)
     crosses = inside < group.devices
-    in_node, between_nodes = cluster.in_node, cluster.between_nodes
+    in_node = cluster.in_node
+    between_nodes = cluster.between_nodes
     far_rate = between_nodes.rate(operation) * network
     sent = SENT[operation](group.devices) * array_bytes
     if cluster.shared_cores:

@@ -72,9 +72,11 @@ def programs_peak(
     from jaxmllm.training.programs.phased import PhasedPrograms
 
     if isinstance(programs, PhasedPrograms):
-        names, kept_bytes = _phased(programs), _kept(programs, microbatches or {})
+        names = _phased(programs)
+        kept_bytes = _kept(programs, microbatches or {})
     else:
-        names, kept_bytes = _traced(programs), 0
+        names = _traced(programs)
+        kept_bytes = 0
     totals: Sizes = {}
     for name, fresh in names:
         if compiled and name in compiled:

@@ -134,7 +134,8 @@ class Mixture:
         pairs = self._pairs_per_expert * self.held
         blocks = pairs / self.block_rows + self.held / 2  # an expert's last block is half empty
         numbers = self._matrix_numbers
-        read, added = self.itemsize, 2 * WIDE
+        read = self.itemsize
+        added = 2 * WIDE
         once = blocks * numbers * read + pairs * self.width * (read + added)
         back = blocks * numbers * (read + trained * added)
         back += pairs * self.width * (2 * read + added)

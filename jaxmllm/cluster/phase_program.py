@@ -50,7 +50,8 @@ HEAD_ROWS: Final = 3  # [t, D] arrays beside the head's loop
 # [t, D] arrays of a stem of convolutions, whose first one has two positions for a token
 STEM_KEPT: Final = 18
 # Of what convolutions along time and mels yield: arrays that lie there at once, forward and backward
-PLANES, PLANES_BACKWARD = 1.7, 4.45
+PLANES = 1.7
+PLANES_BACKWARD = 4.45
 IN_FLIGHT: Final = 4  # microbatches per stage; see `PipelineConfig.microbatches_in_flight`
 PROJECTOR_KEPT: Final = 6  # arrays of a projector's tokens, as wide as its MLP
 GAPS: Final = 1.03  # the heap's, of what comes and goes
@@ -144,7 +145,8 @@ class PhaseProgram:
         self.tower += [name for name in (f"{ADAPTER}{self.phase}",) if name in model.components]
         self.features_kept = not phase.has_loss and trained.isdisjoint(self.tower)
         self.features = name.function in BACKWARD and self.features_kept
-        shapes, layout = self.shapes, self.layout
+        shapes = self.shapes
+        layout = self.layout
         kv_heads = getattr(shapes, "kv_heads", shapes.heads)
         self.width = shapes.width
         self.post_norms = getattr(shapes, "post_norms", False)

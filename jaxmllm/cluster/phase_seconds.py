@@ -177,7 +177,8 @@ class PhaseSeconds:
           squares: of the costliest row, by kind.
           beside: share of the row that runs through the weights of conditions besides.
         """
-        device, layout = self.device, self.component.layout
+        device = self.device
+        layout = self.component.layout
         inner = devices_along(layout, layout.mesh_axes("mlp"))
         row_parts = devices_along(layout, layout.part_axes)
         slots = capacity / row_parts

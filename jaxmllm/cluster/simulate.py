@@ -108,7 +108,8 @@ def _phased_work(
         part_names = [f"{phase}/{part}" for part in ("compute", "inside", "weights")]
         total = total.plus(Worked(dict.fromkeys(part_names, 0.0)))
         for call in calls:
-            inside, weights = network.seconds(call.inside), network.seconds(call.weights)
+            inside = network.seconds(call.inside)
+            weights = network.seconds(call.weights)
             layers = call.seconds + inside
             exposed = device.together(layers, weights) - layers
             seconds = dict(zip(part_names, (call.seconds, inside, exposed), strict=True))

@@ -267,7 +267,8 @@ class _Operations:
 
     def _rate(self, row_class: RowClass, width: float) -> float:
         """FLOP/s of the products of a layer."""
-        slots, mixture = self._slots(row_class), self._mixture(row_class)
+        slots = self._slots(row_class)
+        mixture = self._mixture(row_class)
         if mixture is None:
             return self.device.product_rate(slots, width)
         layers = phase_layers(self.resolved, self.phase)
@@ -276,7 +277,8 @@ class _Operations:
 
     def _traffic(self, row_class: RowClass) -> Floats:
         """Bytes that go through memory in a layer, by part."""
-        tokens, mixture = self._tokens(row_class), self._mixture(row_class)
+        tokens = self._tokens(row_class)
+        mixture = self._mixture(row_class)
         mlp_widths = self.shapes.mlp_matrices * self.shapes.mlp_width if mixture is None else 0
         stored = stored_bytes(self.shapes.width, mlp_widths, self.inner)
         of_vectors = 0.0
@@ -327,7 +329,8 @@ class _Operations:
     def _inside(self, part: int, row_class: RowClass) -> list[Send]:
         """What a layer waits for: keys and values of the other parts of a row, sums over devices that split it, and
         tokens that go to experts."""
-        tokens, mixture = self._tokens(row_class), self._mixture(row_class)
+        tokens = self._tokens(row_class)
+        mixture = self._mixture(row_class)
         axes = self.layout.spanned(row_class.span).mesh_axes("sequence")
         holders = devices_along(self.layout, axes)
         keys = tokens * holders * self.key_values / self.layout.size("kv_heads")
@@ -353,12 +356,15 @@ def _edges(programs: StagedPrograms) -> Iterator[list[Send]]:
     model = programs.functions.model
     for wire in tables.wires:
         phase = tables.ring.chains[wire.chain].name
-        spec, layout = programs.spec.phases[phase], model.layout(phase)
+        spec = programs.spec.phases[phase]
+        layout = model.layout(phase)
         shapes = getattr(model.config, phase)
         if wire.pool in (Pool.TOKENS, Pool.TOKEN_GRADIENT):
-            slots, width = spec.slots_per_token, model.config.token_width
+            slots = spec.slots_per_token
+            width = model.config.token_width
         else:
-            slots, width = shapes.stem_stride, model.config.carried_width(phase)
+            slots = shapes.stem_stride
+            width = model.config.carried_width(phase)
         of_slot = width / slots / layout.parts * model.components[phase].dtype.itemsize
         yield [
             Send(PERMUTE, (STAGE,), tables.ring.stages, capacity * of_slot, 1)
@@ -386,12 +392,14 @@ def once_seconds(
       network: of the mesh with stages.
     """
     number_bytes = np.dtype(param_dtype).itemsize
-    gathers, sums = [], []
+    gathers = []
+    sums = []
     for component, tree in model.abstract(param_dtype).items():
         layout = model.layout(component)
         often = int(component in trained)
         for leaf in leaves(tree, model.components[component]):
-            replicas, copies = leaf.replicas, devices_along(layout, leaf.replicas)
+            replicas = leaf.replicas
+            copies = devices_along(layout, leaf.replicas)
             held = leaf.size / leaf.split / devices_along(layout, leaf.gathered)
             if leaf.layer:
                 sums.append(Send(ALL_REDUCE, replicas, copies, SUM_BYTES * held / stages, often))

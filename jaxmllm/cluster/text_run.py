@@ -26,7 +26,8 @@ from jaxmllm.cluster.device_seconds import (
 )
 
 NUMBER_BYTES: Final = 2  # bfloat16, in which all of them compute
-FLASH, UNFUSED = "flash", "unfused"
+FLASH = "flash"
+UNFUSED = "unfused"
 # What the backward pass makes again: shares of the products and of the attention of a layer. `selop` is every second
 # operation, `qkv` everything but the first projections, whose share depends on the layer.
 RECOMPUTED: Final = {
@@ -203,7 +204,8 @@ def text_step(run: TextRun, device: Device) -> TextStep:
     layer = _layer_seconds(run, device)
     together = device.together(layer.compute, layer.weights)
     head = _head_seconds(run, device)
-    stages, microbatches = run.stages, run.microbatches
+    stages = run.stages
+    microbatches = run.microbatches
 
     def pipelined(of_layer: float) -> float:
         """All microbatches through the stages: the slowest decides, and the first one's way through
@@ -248,7 +250,8 @@ def text_step(run: TextRun, device: Device) -> TextStep:
 
 
 def _layer_seconds(run: TextRun, device: Device) -> _Layer:
-    layer, slots = run.layer, run.slots
+    layer = run.layer
+    slots = run.slots
     again, attention_again = run.recomputed
     passes = 1 + BACKWARD + again
     rate = device.product_rate(slots, run.width / run.tensor)

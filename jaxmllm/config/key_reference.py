@@ -123,7 +123,8 @@ def _type(annotation: Any, constraints: Iterable[Any] = (), many: bool = False) 
 
 
 def _choices(annotation: Any, constraints: Iterable[Any], many: bool) -> list[str]:
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if origin is Annotated:
         inner, *outer = arguments
         nested = [item for info in outer for item in getattr(info, "metadata", [info])]
@@ -140,7 +141,8 @@ def _choices(annotation: Any, constraints: Iterable[Any], many: bool) -> list[st
 
 
 def _one(annotation: Any, constraints: Iterable[Any], many: bool) -> str:
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if origin is dict:
         key, value = arguments
         return f"mapping of {_type(key, many=True)} to {_type(value, many=True)}"

@@ -257,7 +257,8 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_deepstack(self) -> Self:
-        depth, key = self.deepstack_depth, "vision.deepstack_layers"
+        depth = self.deepstack_depth
+        key = "vision.deepstack_layers"
         if depth > self.language.layers:
             raise ValueError(
                 f"{key}: {depth} layers, but the decoder has {self.language.layers} after which they are added"

@@ -225,7 +225,8 @@ class Config(Section):
                     "cross-entropy of text; leave it out, or give it model.diffusion"
                 )
             return
-        encoders, adapted = self.model.encoders, self.model.adapters.by_component
+        encoders = self.model.encoders
+        adapted = self.model.adapters.by_component
         text_path = (*encoders, "language")
         before_the_loss = (
             *text_path,
@@ -240,7 +241,8 @@ class Config(Section):
             )
 
     def _check_latents(self) -> None:
-        latents, model = self.data.latents, self.model.diffusion
+        latents = self.data.latents
+        model = self.model.diffusion
         if model is None or model.channels is None:
             if latents != LatentsDataConfig():
                 raise ValueError(
@@ -296,7 +298,8 @@ class Config(Section):
             )
 
     def _check_images(self) -> None:
-        vision, images = self.model.vision, self.data.images
+        vision = self.model.vision
+        images = self.data.images
         if images.resize == "tiles" and not (vision is not None and vision.class_token):
             raise ValueError(
                 "data.images.resize (tiles): towers with a class token see tiles; name another rule"
@@ -313,7 +316,9 @@ class Config(Section):
             )
 
     def _check_videos(self) -> None:
-        vision, videos, resize = self.model.vision, self.data.videos, self.data.images.resize
+        vision = self.model.vision
+        videos = self.data.videos
+        resize = self.data.images.resize
         if vision is None or not vision.videos:
             if videos != VideoDataConfig():
                 raise ValueError(
@@ -348,7 +353,8 @@ class Config(Section):
             )
 
     def _check_clips(self) -> None:
-        audio, data = self.model.audio, self.data.audio
+        audio = self.model.audio
+        data = self.data.audio
         if audio is None or audio.positions != "table":
             return
         seconds = audio.chunk_frames * data.hop_length / data.sample_rate

@@ -90,7 +90,8 @@ def _of_stages(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
 
 
 def _of_frozen_components(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    model, components = config.model, config.components
+    model = config.model
+    components = config.components
     adapted = model.adapters.by_component
     trained_adapters = [name for name in adapted if not getattr(components.adapter, name).freeze]
     projected = (*model.encoders, "language") if model.generators else model.encoders

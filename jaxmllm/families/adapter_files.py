@@ -38,7 +38,8 @@ def factor_lines(line: Line, inputs: int) -> tuple[Line, Line]:
     Raises:
       FolderError: the tensor is not one matrix of outputs and inputs.
     """
-    reads, makes = line.letters[:inputs], line.letters[inputs:]
+    reads = line.letters[:inputs]
+    makes = line.letters[inputs:]
     apart = [{*group} for group in line.tensor] == [{*makes}, {*reads}] and line.parts == 1
     if not (apart and line.stacked == (LAYER,) and line.key.endswith(WEIGHT)):
         raise FolderError(

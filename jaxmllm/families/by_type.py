@@ -44,7 +44,8 @@ def family_of(config: FolderConfig, component: str = "language") -> Family:
     """The family of a folder that is to hold a component. Raises `FolderError` for one that is not there, holds
     other components, or is quantised."""
     known = [kind for kind, of_family in FAMILIES if of_family == component]
-    kind, components = config.kind, components_of(config)
+    kind = config.kind
+    components = components_of(config)
     if not components:
         config.refuse(f"has model_type {kind!r}", f"there are {', '.join(known)}")
     if component not in components:

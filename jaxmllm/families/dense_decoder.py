@@ -96,7 +96,8 @@ def dense_decoder(
     config.expect("mlp_bias", False)
     config.expect("attention_dropout", 0.0)
     config.expect("partial_rotary_factor", 1.0)
-    width, heads = config.count("hidden_size"), config.count("num_attention_heads")
+    width = config.count("hidden_size")
+    heads = config.count("num_attention_heads")
     theta, scaling = _rotary(config)
     language: dict[str, Any] = {
         "vocab_size": config.count("vocab_size"),
@@ -138,7 +139,8 @@ def windows_by_layer(config: FolderConfig) -> tuple[bool, ...]:
 
 def windows_by_type(config: FolderConfig, in_use: bool = True) -> tuple[bool, ...]:
     """Whether each layer attends in windows, as `layer_types` says; none may where windows are not in use."""
-    layers, types = config.count("num_hidden_layers"), config.get("layer_types")
+    layers = config.count("num_hidden_layers")
+    types = config.get("layer_types")
     known = LAYER_TYPES if in_use else LAYER_TYPES[:1]
     if not isinstance(types, list) or len(types) != layers or not {*types} <= {*known}:
         config.refuse(
@@ -156,7 +158,8 @@ def rotary_record(config: FolderConfig, kinds: Mapping[str, str] = NO_NAMES) -> 
 
     Raises `FolderError` for records of single layers, and where both are there and differ.
     """
-    theta, records = config.number("rope_theta", 10_000.0), []
+    theta = config.number("rope_theta", 10_000.0)
+    records = []
     for key in ("rope_scaling", "rope_parameters"):
         rotary = config.get(key) or {}  # an empty record hides no other
         if not isinstance(rotary, dict) or any(
@@ -181,7 +184,8 @@ def rotary_record(config: FolderConfig, kinds: Mapping[str, str] = NO_NAMES) -> 
 def _rotary(config: FolderConfig) -> tuple[float, dict[str, Any] | None]:
     """(theta, scaling) of the record of all layers."""
     record = rotary_record(config)
-    theta, kind = record["rope_theta"], record["rope_type"]
+    theta = record["rope_theta"]
+    kind = record["rope_type"]
     if kind == "default":
         return theta, None
     if kind not in SCALED_BY:

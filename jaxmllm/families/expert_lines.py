@@ -38,7 +38,9 @@ def _has(form: str, section: dict[str, Any], shapes: Shapes) -> bool:
     experts = f"{MLP}.experts".format(layer=0)
     if form == "apart":
         return f"{experts}.0.down_proj.weight" in shapes
-    count, width, mlp_width = section["experts"]["count"], section["width"], section["mlp_width"]
+    count = section["experts"]["count"]
+    width = section["width"]
+    mlp_width = section["mlp_width"]
     expected = {"gate_up_proj": (width, 2 * mlp_width), "down_proj": (mlp_width, width)}
     order = 1 if form == "inputs" else -1
     return all(

@@ -144,8 +144,10 @@ def _tower(config: FolderConfig) -> dict[str, Any]:
 
 def _projector(config: FolderConfig) -> dict[str, Any]:
     """The keys of the projector in the section of the tower."""
-    tower, language = _tower(config), _decoder(config)
-    tokens, grid = config.count("mm_tokens_per_image", 256), tower["position_grid"]
+    tower = _tower(config)
+    language = _decoder(config)
+    tokens = config.count("mm_tokens_per_image", 256)
+    grid = tower["position_grid"]
     side = math.isqrt(tokens)
     if not side or side**2 != tokens or grid % side:
         config.refuse(

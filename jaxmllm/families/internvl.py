@@ -94,7 +94,8 @@ def _vision(config: FolderConfig) -> dict[str, Any]:
     vision.expect("use_absolute_position_embeddings", True)
     for key in ("hidden_dropout_prob", "attention_dropout", "projection_dropout"):
         vision.expect(key, 0.0)
-    activation, kind = vision.get("hidden_act"), vision.get("norm_type")
+    activation = vision.get("hidden_act")
+    kind = vision.get("norm_type")
     if activation not in GELU:
         vision.refuse(f"has hidden_act {activation!r}", f"there are {', '.join(GELU)}")
     if kind not in NORMS:
@@ -142,10 +143,8 @@ def _projector(config: FolderConfig) -> dict[str, Any]:
     """The keys of the projector in the section of the tower."""
     config.expect("vision_feature_layer", -1)
     config.expect("vision_feature_select_strategy", "default")
-    activation, ratio = (
-        config.get("projector_hidden_act", "gelu"),
-        config.number("downsample_ratio", 0.5),
-    )
+    activation = config.get("projector_hidden_act", "gelu")
+    ratio = config.number("downsample_ratio", 0.5)
     if activation not in GELU:
         config.refuse(f"has projector_hidden_act {activation!r}", f"there are {', '.join(GELU)}")
     if not 0 < ratio <= 1 or 1 / ratio % 1:

@@ -85,7 +85,8 @@ class Line:
         if missing := [letter for letter in joined if letter not in (sizes or {})]:
             raise ValueError(f"{text!r}: nothing says the size of {', '.join(missing)}")
         of_joined = {letter: (sizes or {})[letter] for letter in joined}
-        part, parts = int(match["part"] or 0), int(match["parts"] or 1)
+        part = int(match["part"] or 0)
+        parts = int(match["parts"] or 1)
         if part >= parts:
             raise ValueError(f"{text!r}: parts of a tensor are counted from 0")
         axis = int(match["axis"] or 0)

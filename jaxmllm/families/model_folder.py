@@ -54,7 +54,8 @@ class ModelFolder:
         """Read config.json, the index and all headers. Raises `FolderError`."""
         folder = Path(path)
         config = FolderConfig.read(folder)
-        family, files = family_of(config, component), tuple(_weight_files(folder))
+        family = family_of(config, component)
+        files = tuple(_weight_files(folder))
         return cls(folder, config, family, files).of(component)
 
     def of(self, component: str) -> ModelFolder:
@@ -168,7 +169,8 @@ class Fit:
         return self.part(path, full_index(self.shapes[path]), dtype)
 
     def _read(self, line: Line, path: str, index: Index, dtype: Any) -> NDArray[Any]:
-        shape, tensors = self.shapes[path], self.folder.tensors
+        shape = self.shapes[path]
+        tensors = self.folder.tensors
         sizes = [
             len(range(*extent.indices(size))) for extent, size in zip(index, shape, strict=True)
         ]

@@ -18,7 +18,8 @@ MODULES: Final = {
 }
 THINKER: Final = "thinker."  # before the keys of a folder that has a talker, too
 CLIP, PICTURE, VIDEO = 151_646, 151_655, 151_656  # tokens
-AUDIO_WIDTH, POSITIONS_PER_SECOND = 3584, 25
+AUDIO_WIDTH = 3584
+POSITIONS_PER_SECOND = 25
 
 
 def thinker_of(config: FolderConfig) -> FolderConfig:

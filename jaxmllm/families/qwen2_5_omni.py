@@ -64,7 +64,8 @@ TEXT = {
     "max_position_embeddings": 32_768,
     "max_window_layers": 28,
 }
-HALF_CHUNK, FPS = 100, 2.0
+HALF_CHUNK = 100
+FPS = 2.0
 
 
 def _language(config: FolderConfig) -> dict[str, Any]:
@@ -84,7 +85,8 @@ def _merger(config: FolderConfig) -> dict[str, Any]:
 
 def _audio(config: FolderConfig) -> dict[str, Any]:
     audio = thinker_of(config).part("audio_config").completed(HEARING)
-    half_chunk, positions = audio.count("n_window", HALF_CHUNK), audio.count("max_source_positions")
+    half_chunk = audio.count("n_window", HALF_CHUNK)
+    positions = audio.count("max_source_positions")
     if half_chunk > positions:
         audio.refuse(
             f"has n_window {half_chunk}", f"there are {positions} positions (max_source_positions)"

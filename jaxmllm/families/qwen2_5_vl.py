@@ -69,10 +69,12 @@ TEXT = {
 }
 SECTIONS = [16, 24, 24]  # rotary pairs of time, height and width
 FULL_LAYERS = [7, 15, 23, 31]
-MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+MEAN = [0.48145466, 0.4578275, 0.40821073]
+STD = [0.26862954, 0.26130258, 0.27577711]
 PIXELS = 56 * 56, 28 * 28 * 1280  # least and most of a picture ...
 VIDEO_PIXELS = 128 * 28 * 28, 768 * 28 * 28  # ... and of each frame
-MIN_FRAMES, MAX_FRAMES = 4, 768
+MIN_FRAMES = 4
+MAX_FRAMES = 768
 TOKENS_PER_SECOND = 4
 BICUBIC = 3  # of Pillow
 
@@ -103,7 +105,8 @@ def windowed_tower(config: FolderConfig) -> dict[str, Any]:
     vision.expect("hidden_act", "silu")
     vision.expect("in_channels", 3)
     vision.expect("in_chans", 3)
-    layers, patch = vision.count("depth", 32), vision.count("patch_size", 14)
+    layers = vision.count("depth", 32)
+    patch = vision.count("patch_size", 14)
     tower = {
         "width": vision.count("hidden_size", 3584),
         "layers": layers,
@@ -150,7 +153,8 @@ def merger(vision: FolderConfig, wide: int) -> dict[str, Any]:
       vision: the tower's part of config.json.
       wide: the width of the decoder.
     """
-    merge, width = vision.count("spatial_merge_size", 2), vision.count("hidden_size", 3584)
+    merge = vision.count("spatial_merge_size", 2)
+    width = vision.count("hidden_size", 3584)
     output_width = vision.count("out_hidden_size", 3584)
     if output_width != wide:
         vision.refuse(f"has out_hidden_size {output_width}", f"the decoder is {wide} wide")

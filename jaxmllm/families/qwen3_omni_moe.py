@@ -53,7 +53,8 @@ def _respelled(lines: Mapping[str, str]) -> dict[str, str]:
     return respelled
 
 
-VISION, MERGER = _respelled(PLAIN_VISION), _respelled(MERGERS)
+VISION = _respelled(PLAIN_VISION)
+MERGER = _respelled(MERGERS)
 LAYERS = {path: line for path, line in ENCODER.items() if path.startswith("layers.")}
 AUDIO = LAYERS | {
     "layers.attention.key_bias": f"{ATTENTION}.k_proj.bias: (h k) -> layer h k",
@@ -106,7 +107,8 @@ def _mergers(config: FolderConfig) -> dict[str, Any]:
 
 def _audio(config: FolderConfig) -> dict[str, Any]:
     audio = thinker_of(config).part("audio_config").completed(IN_CHUNKS)
-    frames, seen = 2 * audio.count("n_window"), audio.count("n_window_infer")
+    frames = 2 * audio.count("n_window")
+    seen = audio.count("n_window_infer")
     if seen < frames:
         audio.refuse(f"has n_window_infer {seen}", f"a chunk has {frames} frames (2 * n_window)")
     tower = encoder(audio) | {

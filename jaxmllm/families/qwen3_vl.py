@@ -92,7 +92,8 @@ def qwen3_vl_decoder(config: FolderConfig, usual: Mapping[str, Any]) -> dict[str
     text.expect("use_sliding_window", False)
     rotary = rotary_record(text)
     FolderConfig(config.path, rotary).expect("mrope_interleaved", True)
-    width, heads = text.count("hidden_size"), text.count("num_attention_heads")
+    width = text.count("hidden_size")
+    heads = text.count("num_attention_heads")
     bias = text.flag("attention_bias")
     return dense_decoder(
         text,

@@ -29,7 +29,8 @@ def _stream(
       norm: what keys of the norms of queries and keys begin with.
     """
     query, key, value, out = (f"{LAYER}.attn.{name}" for name in projections)
-    modulation, mlp = f"{LAYER}.{part}_mod.1", f"{LAYER}.{part}_mlp.net"
+    modulation = f"{LAYER}.{part}_mod.1"
+    mlp = f"{LAYER}.{part}_mlp.net"
     return {
         f"{own}.modulation.weight": f"{modulation}.weight: (n d) e -> layer e n d",
         f"{own}.modulation.bias": f"{modulation}.bias: (n d) -> layer n d",
@@ -76,7 +77,8 @@ PROJECTOR = {
     "linear_bias": "txt_in.bias: d -> d",
 }
 MLP_RATIO = 4
-MODULATIONS, OUTPUT_MODULATIONS = 6, 2
+MODULATIONS = 6
+OUTPUT_MODULATIONS = 2
 # Of models that also see pictures, or layers of one
 OTHER_MODELS = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
 
@@ -84,7 +86,8 @@ OTHER_MODELS = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_
 def _transformer(config: FolderConfig) -> dict[str, Any]:
     for key in OTHER_MODELS:
         config.expect(key, False)
-    side, packed = config.count("patch_size", 2), config.count("in_channels", 64)
+    side = config.count("patch_size", 2)
+    packed = config.count("in_channels", 64)
     channels, remainder = divmod(packed, side**2)
     if remainder:
         config.refuse(
@@ -92,7 +95,8 @@ def _transformer(config: FolderConfig) -> dict[str, Any]:
             f"patches of {side} x {side} numbers have a multiple of {side**2}",
         )
     config.expect("out_channels", channels)
-    heads, size = config.count("num_attention_heads", 24), config.count("attention_head_dim", 128)
+    heads = config.count("num_attention_heads", 24)
+    size = config.count("attention_head_dim", 128)
     axes = config.get("axes_dims_rope", [16, 56, 56])
     understood = isinstance(axes, list) and len(axes) == 3 and sum(axes) == size
     if not understood or any(axis % 2 for axis in axes):
@@ -124,7 +128,8 @@ def _projector(config: FolderConfig) -> dict[str, Any]:
 
 
 def _letters(section: dict[str, Any]) -> dict[str, int]:
-    side, size = section["patch_size"], section["width"] // section["heads"]
+    side = section["patch_size"]
+    size = section["width"] // section["heads"]
     return {
         "c": section["channels"],
         "i": side,

@@ -34,7 +34,8 @@ TEMPLATES = (
     "processor_config.json",
 )
 # Files that say how media are read: of all media, and in older folders of one kind
-PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
+PROCESSOR = "processor_config.json"
+PREPROCESSOR = "preprocessor_config.json"
 OF_VIDEOS = "video_preprocessor_config.json"
 # Keys of model.language that are not the folder's, unless it says them: no text is computed otherwise
 OPEN = {"loss_chunk", "bidirectional", "media_positions", "rope_sections", "rope_interleaved"}
@@ -145,7 +146,8 @@ def _with_named_generator(tree: dict[str, Any]) -> dict[str, Any]:
     config = _named_folder(tree, GENERATOR)
     if config is None:
         return tree
-    model, shapes = tree["model"], family_of(config, GENERATOR).section(config)
+    model = tree["model"]
+    shapes = family_of(config, GENERATOR).section(config)
     settings = model[GENERATOR]
     _check_equal(GENERATOR, DiffusionConfig, GENERATOR_OPEN, settings, shapes, config)
     return tree | {"model": model | {GENERATOR: shapes | settings}}
@@ -154,7 +156,8 @@ def _with_named_generator(tree: dict[str, Any]) -> dict[str, Any]:
 def _check_states(tree: dict[str, Any]) -> None:
     """Raise `ConfigError` for a generator's folder with a projector that reads other states than the decoder has."""
     model = tree["model"]
-    generator, language = model.get(GENERATOR), model.get("language")
+    generator = model.get(GENERATOR)
+    language = model.get("language")
     if not isinstance(generator, dict) or generator.get("projector") != "folder":
         return
     config = _named_folder(tree, GENERATOR)
@@ -201,7 +204,8 @@ def _with_tower(
 ) -> dict[str, Any]:
     """The tree with a tower of these shapes, and the section of `data` that reads its media."""
     section, media, part = TOWERS[component]
-    model, data = tree["model"], tree.get("data") or {}
+    model = tree["model"]
+    data = tree.get("data") or {}
     settings = model[component]
     read = data.get(media) or {} if isinstance(data, dict) else None
     family = family_of(config, component)
@@ -267,7 +271,9 @@ def _check_equal(
     """Raise `ConfigError` where a config says otherwise than the folder."""
     usual = {field.alias or name: field.default for name, field in section.model_fields.items()}
     for key in own.keys() & usual.keys() - free:
-        said, value, default = shapes.get(key, usual[key]), own[key], usual[key]
+        said = shapes.get(key, usual[key])
+        value = own[key]
+        default = usual[key]
         if isinstance(default, Section) and isinstance(said, dict) and isinstance(value, dict):
             said, value = (default.model_dump(mode="json") | fields for fields in (said, value))
         if value != (list(said) if isinstance(said, tuple) else said):

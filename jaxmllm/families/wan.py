@@ -13,7 +13,8 @@ from jaxmllm.families.folder_config import FolderConfig
 
 KIND = "WanTransformer3DModel"
 LAYER = "blocks.{layer}"
-SELF, CROSS = f"{LAYER}.attn1", f"{LAYER}.attn2"
+SELF = f"{LAYER}.attn1"
+CROSS = f"{LAYER}.attn2"
 TIME = "condition_embedder.time_embedder"
 PARAMETERS = {
     "patch": "patch_embedding.weight: d c t i j -> (t i j c) d",
@@ -64,7 +65,8 @@ PROJECTOR = {
 }
 PADDED_CONDITIONS = 512
 TIME_FEATURES = 256
-MODULATIONS, OUTPUT_MODULATIONS = 6, 2
+MODULATIONS = 6
+OUTPUT_MODULATIONS = 2
 
 
 def _transformer(config: FolderConfig) -> dict[str, Any]:
@@ -82,7 +84,8 @@ def _transformer(config: FolderConfig) -> dict[str, Any]:
     patch = config.get("patch_size", [1, 2, 2])
     if not isinstance(patch, list) or len(patch) != 3 or patch[1] != patch[2]:
         config.refuse(f"has patch_size {patch!r}", "[frames, side, side] is understood")
-    heads, size = config.count("num_attention_heads", 40), config.count("attention_head_dim", 128)
+    heads = config.count("num_attention_heads", 40)
+    size = config.count("attention_head_dim", 128)
     side = size // 6  # rotary pairs of rows, and of columns
     return {
         "width": heads * size,
@@ -109,7 +112,8 @@ def _projector(config: FolderConfig) -> dict[str, Any]:
 
 
 def _letters(section: dict[str, Any]) -> dict[str, int]:
-    side, size = section["patch_size"], section["width"] // section["heads"]
+    side = section["patch_size"]
+    size = section["width"] // section["heads"]
     return {
         "c": section["channels"],
         "t": section["patch_frames"],

@@ -123,7 +123,8 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
 
 def _stored(path: Path, key: str, entry: Any, begin: int, size: int) -> StoredTensor:
     try:
-        dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
+        dtype = str(entry["dtype"])
+        shape = tuple(map(int, entry["shape"]))
         start, end = map(int, entry["data_offsets"])
     except (TypeError, KeyError, ValueError) as error:
         raise FolderError(_broken(path, f"{key} has no dtype, shape and data_offsets")) from error

@@ -86,7 +86,8 @@ def clip_processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
     file.expect("feature_size", section["mel_bins"])
     file.expect("padding_value", 0.0)
     file.expect("dither", 0.0)
-    rate, hop = file.count("sampling_rate", 16_000), file.count("hop_length", 160)
+    rate = file.count("sampling_rate", 16_000)
+    hop = file.count("hop_length", 160)
     seconds = file.count("chunk_length", 30)
     return Processor(
         {},

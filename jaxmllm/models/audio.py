@@ -41,9 +41,11 @@ class StemConvolution(nnx.Module):
         self, x: Float[Array, "R N T I"], first: Bool[Array, "R N T/s"], layout: Layout
     ) -> Float[Array, "R N T/s D"]:
         """Outputs that are `first` see zeros before their slots, and those before them zeros after."""
-        middle, after = x[:, :, 0 :: self.stride], x[:, :, 1 :: self.stride]
+        middle = x[:, :, 0 :: self.stride]
+        after = x[:, :, 1 :: self.stride]
         if self.stride == 1:
-            before, after = _shifted(x, 1), _shifted(x, -1)
+            before = _shifted(x, 1)
+            after = _shifted(x, -1)
             after = jnp.where(_shifted(first, -1)[..., None], 0, after)
         else:
             before = _shifted(after, 1)
@@ -76,7 +78,9 @@ class AudioTower(nnx.Module):
         self.config = config
         if config.stem_channels is None:
             first_stride, second_stride = config.stem_strides
-            mels, width, gelu = config.mel_bins, config.width, config.gelu
+            mels = config.mel_bins
+            width = config.width
+            gelu = config.gelu
             self.stem_mels = StemConvolution(mels, width, first_stride, gelu, rngs)
             self.stem_width = StemConvolution(width, width, second_stride, gelu, rngs)
         else:
@@ -91,7 +95,8 @@ class AudioTower(nnx.Module):
     def __call__(
         self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
     ) -> Float[Array, "R C/s/p D"]:
-        x, context = self.embed(rows, layout, dtype), self.context(rows, layout, dtype, settings)
+        x = self.embed(rows, layout, dtype)
+        context = self.context(rows, layout, dtype, settings)
         return self.normed(run_stack(self.layers, x, context, settings.remat))
 
     def normed(self, x: Float[Array, "R C/s D"]) -> Float[Array, "R C/s/p D"]:

@@ -87,7 +87,8 @@ class DiffusionTower(nnx.Module):
 
     def __init__(self, config: DiffusionConfig, rngs: nnx.Rngs):
         self.config = config
-        width, patch = config.width, config.patch_features
+        width = config.width
+        patch = config.patch_features
         self.patch = parameter(rngs, (patch, width), (None, "embed"), patch)
         self.patch_bias = bias((width,), (None,))
         self.time = _Embedding(2 * TIME_FREQUENCIES, width, rngs)
@@ -150,7 +151,8 @@ class DiffusionTower(nnx.Module):
             distances = edge_distances(layout, rows)
             waves = edge_features(distances, config.edge_features // distances.shape[-1])
             patches += waves.astype(dtype) @ weight(self.edges, layout, dtype)
-        x, apart = patches, config.conditioning == "cross"
+        x = patches
+        apart = config.conditioning == "cross"
         if not apart:
             is_condition = rows.conditions >= 0
             x = jnp.where(is_condition[..., None], conditions.states.astype(dtype), patches)
@@ -186,7 +188,8 @@ class DiffusionTower(nnx.Module):
         self, rows: GeneratorRows, drawn: Drawn, layout: Layout, dtype: jnp.dtype
     ) -> Float[Array, "R C F"]:
         """Predictions, of what the last layer yields."""
-        x, embedded = drawn.x, drawn.embedded
+        x = drawn.x
+        embedded = drawn.embedded
         time = jax.nn.silu(embedded)
         if self.output_modulation is not None:
             output_modulation = self.output_modulation(time, layout)
@@ -243,7 +246,8 @@ class _Stream(nnx.Module):
     each. Where conditions are apart, attention to them lies between the two, which time does not touch."""
 
     def __init__(self, config: DiffusionConfig, rngs: nnx.Rngs):
-        width, norm = config.width, MODULATED_NORMS[config.norm]
+        width = config.width
+        norm = MODULATED_NORMS[config.norm]
         self.attention_norm = norm(width, config.norm_epsilon)
         self.attention = _attention(config, rngs)
         apart = config.conditioning == "cross"
@@ -296,7 +300,8 @@ class _Stream(nnx.Module):
     def _read_apart(self, apart: ConditionsApart, x: Float[Array, "R C D"]) -> Array:
         """What patches read of conditions by an attention to them."""
         (states, padded), where, rows = apart
-        norm, attention = self.cross_norm, self.cross_attention
+        norm = self.cross_norm
+        attention = self.cross_attention
         assert norm is not None and attention is not None
         graph, parameters = nnx.split(attention)
 

@@ -150,7 +150,8 @@ class Decoder(nnx.Module):
         multiplier = config.rope_scaling.multiplier if config.rope_scaling else 1.0
         ids = TokenIds(rows.segments, rows.groups, rows.order)
         rotation = Rotation.of(angles, multiplier)
-        windows, window_rotation = None, None
+        windows = None
+        window_rotation = None
         if rows.window_tiles is not None:
             narrow = ids.within(config.window)
             windows = narrow, row_keys(layout, narrow), rows.window_tiles

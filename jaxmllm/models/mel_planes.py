@@ -85,7 +85,8 @@ class PlaneStem(nnx.Module):
     def _tokens(
         self, frames: Float[Array, "R N T M"], places: Int[Array, "R N T/8"], layout: Layout
     ) -> Float[Array, "R N T/8 D"]:
-        x, stride = frames[..., None], 1
+        x = frames[..., None]
+        stride = 1
         for convolution in (self.first, self.second, self.third):
             stride *= 2
             frame_places = _spread(places, self.config.stem_stride // stride)

@@ -68,8 +68,10 @@ class ExpertMLPs(nnx.Module):
     """The experts' gated MLPs (arXiv 2002.05202), without biases."""
 
     def __init__(self, rngs: nnx.Rngs, width: int, mlp_width: int, count: int):
-        inner, outer = (count, width, mlp_width), (count, mlp_width, width)
-        into, out_of = ("experts", "expert_embed", "mlp"), ("experts", "mlp", "expert_embed")
+        inner = (count, width, mlp_width)
+        outer = (count, mlp_width, width)
+        into = ("experts", "expert_embed", "mlp")
+        out_of = ("experts", "mlp", "expert_embed")
         self.gate = parameter(rngs, inner, into, width)
         self.up = parameter(rngs, inner, into, width)
         self.down = parameter(rngs, outer, out_of, mlp_width)

@@ -75,7 +75,8 @@ class Rotation(NamedTuple):
     @classmethod
     def of(cls, angles: Float[Array, "R C K/2"], multiplier: float = 1.0) -> Rotation:
         """By these angles."""
-        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        cos = jnp.cos(angles)
+        sin = jnp.sin(angles)
         return cls(cos, sin) if multiplier == 1.0 else cls(cos * multiplier, sin * multiplier)
 
 

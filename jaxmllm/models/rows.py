@@ -306,7 +306,8 @@ def abstract_pool(layout: Layout, slots: int, width: int, dtype: DTypeLike) -> T
 
 
 def _tiles(layout: Layout, blocks: int) -> RowTiles:
-    parts, part_blocks = layout.parts, blocks // layout.parts
+    parts = layout.parts
+    part_blocks = blocks // layout.parts
     lists = _shape((parts, list_bound(part_blocks, blocks)))
     return RowTiles(_shape((parts, part_blocks, 3)), lists, _shape((parts, blocks, 3)), lists)
 

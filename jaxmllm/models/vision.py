@@ -53,7 +53,8 @@ class VisionTower(nnx.Module):
     def __call__(
         self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
     ) -> Float[Array, "R C F"]:
-        x, context = self.embed(rows, layout, dtype), self.context(rows, layout, dtype, settings)
+        x = self.embed(rows, layout, dtype)
+        context = self.context(rows, layout, dtype, settings)
         how = settings.remat, self.config.windowed
         if not (taps := self.config.deepstack_layers):
             return self.normed(run_stack(self.layers, x, context, *how))

@@ -30,7 +30,8 @@ def planning_mesh(config: Config, ranks: int | None = None) -> AbstractMesh:
         )
     sizes = config.mesh.model_dump()
     if ranks is not None:
-        data, fsdp = sizes["data"], sizes["fsdp"]
+        data = sizes["data"]
+        fsdp = sizes["fsdp"]
         shards = ranks // math.gcd(ranks, data) if fsdp == -1 else math.gcd(ranks, fsdp)
         sizes |= {"data": ranks // shards, "fsdp": shards}
         for axis, size in sizes.items():

@@ -251,9 +251,11 @@ def _kept_values(shapes: TowerConfig | DiffusionConfig | LanguageConfig, remat: 
         if isinstance(shapes, TowerConfig):
             widths += shapes.layer_scale * SCALED_WIDTHS[remat]
         return widths * shapes.width + mlp_widths * mlp_width
-    kv_heads, post_norms = shapes.heads, False
+    kv_heads = shapes.heads
+    post_norms = False
     if isinstance(shapes, LanguageConfig):
-        kv_heads, post_norms = shapes.kv_heads, shapes.post_norms
+        kv_heads = shapes.kv_heads
+        post_norms = shapes.post_norms
     of_name = {
         "attention": shapes.heads * (shapes.head_size + 2),  # a logsumexp takes up to two
         "projections": (shapes.heads + 2 * kv_heads) * shapes.head_size + shapes.width,

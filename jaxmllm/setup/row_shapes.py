@@ -34,11 +34,14 @@ def alignment(
       formats: by encoder phase; a phase without one has rows of text, where a slot is a token.
       parts: that the slots of a rank are split into (context parallelism).
     """
-    stride, token = 1, 1
+    stride = 1
+    token = 1
     if phase in formats:
-        stride, token = formats[phase].stride, formats[phase].alignment
+        stride = formats[phase].stride
+        token = formats[phase].alignment
     block = getattr(config.phases, phase).block * stride
-    small, smallest = SMALL_BLOCK * stride, SMALLEST_BLOCK * stride
+    small = SMALL_BLOCK * stride
+    smallest = SMALLEST_BLOCK * stride
     if block % small:
         return Alignment(block, stride=stride, token=token, parts=parts)
     if phase in formats and phase in config.model.windows:
@@ -78,7 +81,8 @@ def attention_spec(
       ConfigError: a phase's rows or model are not what the kernel needs that its attention was asked for.
     """
     parts = {phase: model.layout(phase).parts for phase in spec.phases}
-    blocks, smaller = {}, {}
+    blocks = {}
+    smaller = {}
     for phase, rows in spec.phases.items():
         shape = alignment(config, phase, formats, parts[phase])
         blocks[phase] = shape.block // shape.stride
@@ -144,7 +148,8 @@ def _check_cudnn_memory(config: Config, model: MLLM, rows: PhaseSpec, stride: in
     """Raise `ConfigError` where a device has no memory for what cuDNN works in. `stride`: slots of a token."""
     phase = rows.name
     tokens = max(rows.capacities) // stride
-    layout, section = model.layout(phase), getattr(config.model, phase)
+    layout = model.layout(phase)
+    section = getattr(config.model, phase)
     needed = kernel_cudnn.backward_bytes(
         tokens,
         section.heads // layout.size("heads"),

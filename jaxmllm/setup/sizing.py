@@ -182,7 +182,8 @@ def resolved_shapes(config: Config, model: MLLM) -> ModelConfig:
 
 def model_flops(config: Config, model: MLLM) -> dict[str, ItemCost]:
     """FLOPs of an item, by phase."""
-    shapes, trained = resolved_shapes(config, model), model.trainable.shares
+    shapes = resolved_shapes(config, model)
+    trained = model.trainable.shares
     learns_text = config.objective.learns_text
     return {phase: phase_flops(shapes, phase, trained, learns_text) for phase in model.phases}
 

@@ -90,7 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _to_hf(options: argparse.Namespace) -> None:
-    run, out, source, component = options.run, options.out, options.source, options.component
+    run = options.run
+    out = options.out
+    source = options.source
+    component = options.component
     if options.adapters:
         to_adapters(run, out, source, component)
     elif component not in PROJECTORS:
@@ -161,7 +164,8 @@ def projector_folder(run: Path, out: Path, component: str) -> None:
     Raises `ConfigError`, `CheckpointError`.
     """
     _check_new(out)
-    config, saved = config_of(run), SavedComponent.of(run, component)
+    config = config_of(run)
+    saved = SavedComponent.of(run, component)
     if config is None:
         raise ConfigError(
             f"{run} is no run folder, whose config says what {component} is; name one"

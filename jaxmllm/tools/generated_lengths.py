@@ -65,7 +65,9 @@ class GeneratedLengths:
 
     def programs(self) -> Programs:
         """Those of a run, not compiled yet."""
-        config, model, formats = self.config, self.model, self.formats
+        config = self.config
+        model = self.model
+        formats = self.formats
         sources = len(config.data.sources)
         if config.pipeline.stages > 1:
             return staged_programs(config, model, formats, self.pipeline, sources)

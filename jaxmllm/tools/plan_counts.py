@@ -89,7 +89,8 @@ def table(counts: Sequence[Count]) -> list[list[Any]]:
 
 
 def _line(count: Count) -> list[Any]:
-    best, planner = count.best, count.planner
+    best = count.best
+    planner = count.planner
     if best is None or planner is None:
         nothing = [None] * (len(SPEED) + 3)
         return [count.devices, None, count.why_none, *nothing]

@@ -214,7 +214,9 @@ def _simulated(options: argparse.Namespace, cluster: Cluster) -> int:
     # Stages have microbatches of their own, in the usual mode alone
     own_mode = config.balance.mode
     modes = get_args(Mode) if config.pipeline.stages == 1 else (own_mode,)
-    lines, records, refused = [], [], []
+    lines = []
+    records = []
+    refused = []
     # Its own mode first, whose errors are errors: rows of several ranks leave no other one
     for mode in sorted(modes, key=lambda mode: mode != own_mode):
         try:

@@ -101,7 +101,8 @@ def fitted(
             for plan, items in zip(layout.plans, batches, strict=True)
         ]
 
-    low, high = np.log(LEAST), np.log(MOST)
+    low = np.log(LEAST)
+    high = np.log(MOST)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         error = _median(times(float(np.exp(middle)))) / seconds - 1

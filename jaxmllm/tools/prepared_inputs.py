@@ -327,7 +327,8 @@ class PreparedRun:
             for component, of_component in gradients.items()
             for of_path in leaves_by_path(of_component)
         ):
-            line, shape = self.folders[component].family.lines[path], leaf.shape
+            line = self.folders[component].family.lines[path]
+            shape = leaf.shape
             values = np.asarray(jax.device_get(leaf))
             for key, slices, index in line.pieces(shape, full_index(shape)):
                 empty = np.empty(line.tensor_shape(shape), values.dtype)

@@ -63,7 +63,8 @@ class Places:
 
         def span(start: int, stop: int) -> MediaSpan:
             item = next(numbers)
-            shape, address = shapes[item], f"{prefix}{item}"
+            shape = shapes[item]
+            address = f"{prefix}{item}"
             reference = FileRange(path, 0, 0, f"{what}: {item}", address)
             kind = "video" if isinstance(shape, ClipShape) else "image"
             return MediaSpan(modality.name, taken_as(kind, reference), shape, start, stop - start)
@@ -87,7 +88,8 @@ def positions_of(
     length: int, spans: Spans, modalities: Mapping[str, Modality]
 ) -> NDArray[np.float32]:
     """Three-axis positions [L, 3] of a text with media."""
-    positions, end = SequencePositions(), 0
+    positions = SequencePositions()
+    end = 0
     for span in spans:
         positions.add_text(span.slot - end)
         positions.add_item(modalities[span.phase], span.shape)

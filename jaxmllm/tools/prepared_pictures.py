@@ -135,7 +135,8 @@ def _read_squares(
     """`read_pictures` of squares of one size."""
     if unused := [name for name in ARGUMENTS[1:] if name in arrays]:
         raise ConfigError(f"{path} has {unused[0]}, and pictures of this model are squares")
-    pixels, side = arrays["pixel_values"], images.side
+    pixels = arrays["pixel_values"]
+    side = images.side
     if pixels.ndim != 4 or pixels.shape[1:] != (3, side, side):
         raise ConfigError(
             f"{path}: pixel_values must be [pictures, 3, {side}, {side}] (got {list(pixels.shape)})"
@@ -192,7 +193,8 @@ def _shapes(
             f"{list(arrays[name].shape)})"
         )
     grids = [(int(frames), int(rows), int(columns)) for frames, rows, columns in arrays[name]]
-    moving, merge = name in VIDEOS, images.merge
+    moving = name in VIDEOS
+    merge = images.merge
     for frames, *sides in grids:
         if (frames != 1 and not moving) or any(side % merge for side in sides):
             raise ConfigError(
@@ -218,7 +220,8 @@ def _shapes(
 def _colors(path: Path, name: str, pixels: NDArray[Any], vision: VisionConfig) -> NDArray[np.uint8]:
     """uint8 [patches, (frame, row, column, color)], of as many frames as rows hold, of normalised
     (color, frame, row, column)."""
-    size, frames = vision.patch_size, vision.patch_frames
+    size = vision.patch_size
+    frames = vision.patch_frames
     if pixels.ndim != 2 or pixels.shape[1] != frames * vision.patch_features:
         raise ConfigError(
             f"{path}: {name} must be [patches, {frames * vision.patch_features}] (got {list(pixels.shape)})"

@@ -179,7 +179,8 @@ class _Maker:
 
 def _drawn(maker: _Maker, index: int) -> Record:
     """A caption with its picture or clip."""
-    random, scene = maker.random, maker.scene(index)
+    random = maker.random
+    scene = maker.scene(index)
     moving = scene.motion is not None
     sides = size(random, CLIP_SIDES if moving else SIDES)
     frames = int(random.integers(FRAMES[0], FRAMES[1] + 1)) if moving else 1
@@ -190,7 +191,8 @@ def _drawn(maker: _Maker, index: int) -> Record:
 
 def _edit(maker: _Maker, index: int) -> Record:
     """Its scene is what is answered; what is shown has another colour, with which training has it, too."""
-    random, scene = maker.random, maker.scene(index)
+    random = maker.random
+    scene = maker.scene(index)
     recoloured = [
         candidate
         for candidate in maker.scenes
@@ -207,7 +209,8 @@ def _edit(maker: _Maker, index: int) -> Record:
 
 def _questions(maker: _Maker, index: int) -> Record:
     """A picture, and all questions about it in any order; one of them in what is held out."""
-    random, scene = maker.random, maker.scene(index)
+    random = maker.random
+    scene = maker.scene(index)
     picture = maker.save(
         file_name(scene, index), Figure.of(random, scene, *size(random, SIDES)).frames()
     )

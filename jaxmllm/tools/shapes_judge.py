@@ -65,7 +65,8 @@ def look_at_clip(frames: Sequence[NDArray[np.uint8]]) -> dict[str, str | None]:
     colours = Counter(figure[0] if figure else None for figure in figures)
     shapes = Counter(_shape(figure[1]) if figure else None for figure in figures)
     motion = None
-    start, end = figures[0], figures[-1]
+    start = figures[0]
+    end = figures[-1]
     if start is not None and end is not None:
         way = np.subtract(_centroid(end[1]), _centroid(start[1]))
         along = {name: float(way @ np.array(step)) for name, step in MOTIONS.items()}
@@ -116,7 +117,8 @@ def _shape(cover: Floats) -> str | None:
     """The shape whose outline overlaps best with what is covered."""
     area = cover.sum()
     rows, columns = (np.flatnonzero((cover > 0.5).any(axis=axis)) for axis in (1, 0))
-    y, x = (rows[0] + rows[-1] + 1) / 2, (columns[0] + columns[-1] + 1) / 2
+    y = (rows[0] + rows[-1] + 1) / 2
+    x = (columns[0] + columns[-1] + 1) / 2
     # No outline that is tried reaches further beyond the pixels that are covered at all
     top, left = (max(0, int(np.flatnonzero(cover.any(axis=axis))[0]) - MARGIN) for axis in (1, 0))
     bottom, right = (int(np.flatnonzero(cover.any(axis=axis))[-1]) + MARGIN for axis in (1, 0))

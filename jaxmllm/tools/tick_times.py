@@ -114,7 +114,8 @@ def fit_ticks(
 def _ways(programs: StagedPrograms, host: HostStep) -> dict[str, HostStep]:
     """A step as planned, with pauses, and without ticks."""
     tables = programs.sizes.training.tables
-    paused, empty = [], []
+    paused = []
+    empty = []
     for run in host.runs:
         pauses = min(len(run.table), tables.ticks - len(run.table))
         rows, wires = with_pauses(tables, run.table, run.wire_active, pauses)

@@ -283,7 +283,8 @@ def _over_ideal(wastes: Sequence[PhaseWaste]) -> float | None:
 
 def _cells(record: dict[str, Any]) -> list[Any]:
     """Of `COLUMNS`."""
-    rows, gathered = record["rows_by_span"], record["gathered_bytes"]
+    rows = record["rows_by_span"]
+    gathered = record["gathered_bytes"]
     in_words = {
         "rows_by_span": rows and ", ".join(f"{count:g} of {span}" for span, count in rows.items()),
         "gathered_bytes": None if gathered is None else gathered / 1e6,

@@ -438,7 +438,8 @@ def _heard(frames: Amount, audio: AudioConfig) -> Amount:
 def _longest(phase: str, task: Task, model: ModelConfig) -> int:
     images = task.images[1]
     image = round(task.image.high)
-    frames, clip = slots_per_token("audio", model), 0
+    frames = slots_per_token("audio", model)
+    clip = 0
     if task.clip is not None and model.audio is not None:
         clip_frames = math.ceil(task.clip.high * FRAMES_PER_SECOND)
         clip = ceil_divide(_heard(clip_frames, model.audio), frames)

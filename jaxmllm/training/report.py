@@ -292,7 +292,8 @@ class RunReport:
     def _enforce(self, step: int, values: dict[str, Any]) -> None:
         config = self.run.config
         if values["skipped_in_row"] >= config.optimizer.max_skipped:
-            why, patches = "not finite", values.get("patches_by_source")
+            why = "not finite"
+            patches = values.get("patches_by_source")
             if not values["targets_by_source"].any() and (patches is None or not patches.any()):
                 why += f", or of no target token{'' if patches is None else ' or patch'},"
             raise TrainingError(

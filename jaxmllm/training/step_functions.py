@@ -309,7 +309,8 @@ class StepFunctions:
             trained: Params, media: Array
         ) -> tuple[Array, tuple[Sums | None, RouterSums | None]]:
             hidden, routed = decoded((trained, media))
-            total, sums = jnp.zeros((), scale.dtype), None
+            total = jnp.zeros((), scale.dtype)
+            sums = None
             if self.learns_text:
                 head = self.model.head(join(trained, frozen))
                 total, sums = self.losses(hidden, head, rows, valid)
@@ -431,7 +432,9 @@ class StepFunctions:
         text_loss = sums.loss.sum() / jnp.maximum(targets, 1)
         norm = optax.tree.norm(grads)
         if sums.drawn is None:  # what a router adds is part of the sum, and rescaled with it
-            loss, counted, drawn_metrics = text_loss, targets, {}
+            loss = text_loss
+            counted = targets
+            drawn_metrics = {}
             rescale = (planned / jnp.maximum(targets, 1)).astype(norm.dtype)
         else:  # two means: what is masked of one cannot be told from the sum of their gradients
             drawn_metrics = _drawn_metrics(text_loss, sums.drawn)
@@ -540,7 +543,8 @@ class StepFunctions:
 
 def _drawn_metrics(text_loss: Array, drawn: FlowSums) -> dict[str, Array]:
     """What a step tells of a model that draws besides what all tell."""
-    patches, patches_by_time = drawn.patches.sum(0), drawn.patches_by_time.sum(0)
+    patches = drawn.patches.sum(0)
+    patches_by_time = drawn.patches_by_time.sum(0)
     return {
         "text_loss": text_loss,
         "drawn_loss": drawn.loss.sum() / jnp.maximum(drawn.patches.sum(), 1),

@@ -115,7 +115,8 @@ def drawn(steps: Sequence[StepFacts]) -> Values:
     if "drawn_loss" not in device:
         return {}
     of_source, of_time = (f"drawn_loss_by_{group}" for group in ("source", "time"))
-    patches, patches_by_time = device["patches_by_source"], device["patches_by_time"]
+    patches = device["patches_by_source"]
+    patches_by_time = device["patches_by_time"]
     means = _means("drawn_loss", steps[-1].sources, device[of_source], patches)
     means |= _means(of_time, time_bands(), device[of_time], patches_by_time)
     return {

@@ -346,10 +346,12 @@ def decoder_layer(
     """
     mlp = width * (3 if gated else 2) * mlp_width
     outside = width * (2 * heads_width + 2 * kv_width)
-    active, weights = outside + mlp, outside + mlp
+    active = outside + mlp
+    weights = outside + mlp
     if experts is not None:
         outside += width * experts.count  # the router
-        active, weights = outside + experts.per_token * mlp, outside + experts.count * mlp
+        active = outside + experts.per_token * mlp
+        weights = outside + experts.count * mlp
     causal = Fraction(2 * heads_width)  # half of the pairs
     return Layer(LANGUAGE, weights, _product(active), attention_squares=(causal, Fraction(0)))
 
@@ -399,7 +401,9 @@ def _stem(config: AudioConfig) -> Layer:
 
 def _plane_stem(config: AudioConfig) -> Layer:
     """Convolutions along time and mels, each at all mels that it leaves, and a matrix."""
-    channels, inputs, per_token = config.stem_channels or 0, 1, 1
+    channels = config.stem_channels or 0
+    inputs = 1
+    per_token = 1
     products: tuple[Fraction, ...] = ()
     weights = config.learned_positions * config.width  # looked up
     for stride, mels in zip(config.plane_strides, config.stem_mels, strict=True):

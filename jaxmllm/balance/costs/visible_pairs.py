@@ -35,8 +35,10 @@ class VisiblePairs:
     def of_model(cls, model: ModelConfig) -> VisiblePairs:
         """As the model's config says."""
         tower = None if model.vision is None else model.vision.window
-        language, audio = model.language, model.audio
-        chunk, frames = None, (1, 0)
+        language = model.language
+        audio = model.audio
+        chunk = None
+        frames = (1, 0)
         if audio is not None and audio.attention == "chunk":
             chunk = audio.seen_slots
             frames = audio.chunk_frames, audio.chunk_slots - audio.chunk_frames
@@ -55,15 +57,14 @@ class VisiblePairs:
         """
         if phase in self.crossed:
             assert tokens is not None, "a generator's items read tokens"
-            conditions, patches = tokens.astype(np.int64), shapes.astype(np.int64).prod(axis=1)
+            conditions = tokens.astype(np.int64)
+            patches = shapes.astype(np.int64).prod(axis=1)
             counted = np.maximum(conditions, patches) ** 2
             seen = patches * (patches + conditions)
             return np.stack([seen - counted, np.zeros_like(seen)], axis=1)
         if phase == "vision" and self.tiled:
-            tiles, tile = (
-                shapes[:, 0].astype(np.int64),
-                1 + shapes[:, 1:].astype(np.int64).prod(axis=1),
-            )
+            tiles = shapes[:, 0].astype(np.int64)
+            tile = 1 + shapes[:, 1:].astype(np.int64).prod(axis=1)
             return np.stack([tiles * tile**2 - (tiles * tile) ** 2, 0 * tiles], axis=1)
         side = {"vision": self.tower_window, "audio": self.chunk}.get(phase)
         if side is None:

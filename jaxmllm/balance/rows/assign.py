@@ -229,7 +229,8 @@ def _pack(
     amounts: Sequence[Longs], capacity: Longs, max_segments: int, try_best_fit: bool
 ) -> RowState | None:
     """Rows filled by cost or, where that overflows, as tightly as possible."""
-    length, cost = amounts[SLOTS], amounts[COST]
+    length = amounts[SLOTS]
+    cost = amounts[COST]
 
     def state_of(row_of: Longs) -> RowState:
         limits = (capacity, max_segments, 0, 0)  # costs are balanced, not limited
@@ -260,7 +261,8 @@ def _arrange(filled: _Filled, spec: PhaseSpec, by: int) -> _Placing:
     Args:
       by: the amount that rows of one microbatch shall have nearly the same of.
     """
-    counts, row_of = filled.counts, filled.state.row_of
+    counts = filled.counts
+    row_of = filled.state.row_of
     cost = filled.state.amounts[COST, :-1]
     span_of_class = np.array([row_class.span for row_class in spec.classes])
     span = np.repeat(span_of_class, counts)  # [M]

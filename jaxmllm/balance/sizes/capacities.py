@@ -87,7 +87,8 @@ def _with_more(chosen: Classes, candidates: _Candidates, judge: _Judge, share: f
             sets += candidates.best()
         further, added = _moved(judge.best([further, *sets]), candidates, judge), added + 1
         if judge.expected(further, 1) <= enough**added * judge.expected(chosen, 1):
-            chosen, added = further, 0
+            chosen = further
+            added = 0
         elif added == 2:
             break
     return chosen
@@ -173,7 +174,8 @@ class _Candidates:
 
     def with_one_moved(self, classes: Classes) -> list[Classes]:
         """A few sets that have another class in the place of one."""
-        first_class, beside = classes[0], self._beside(classes)
+        first_class = classes[0]
+        beside = self._beside(classes)
         near_first = [
             RowClass(capacity, first_class.span) for capacity in self.further[0].near(first_class)
         ]

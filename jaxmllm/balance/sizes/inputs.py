@@ -84,7 +84,9 @@ class Alignment:
         """
         capacity, span = row_class
         slots = self._block(capacity, span)
-        block, unit, devices = slots // self.stride, self._unit_of(slots), span * self.parts
+        block = slots // self.stride
+        unit = self._unit_of(slots)
+        devices = span * self.parts
         if devices > 1 and (not capacity or capacity % unit):
             raise ValueError(
                 f"a row of {span * capacity // self.stride} tokens is not a whole number of blocks of {block} on "

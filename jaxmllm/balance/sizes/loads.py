@@ -136,9 +136,11 @@ def _microbatch_overhead(inputs: SizingInputs, items: PhaseItems, slots: int) ->
     """What a microbatch takes besides its slots, expressed in slots of average cost: each is a
     dispatch of its own and gathers sharded parameters anew."""
     if inputs.time is not None and inputs.time.row:
-        overhead, cost = inputs.time.row, inputs.time.item
+        overhead = inputs.time.row
+        cost = inputs.time.item
     else:
-        overhead, cost = inputs.microbatch_cost, inputs.flops
+        overhead = inputs.microbatch_cost
+        cost = inputs.flops
     slots_of_items = items.length.astype(float).sum()
     least_overhead = CAPACITY_SEARCH.least_overhead * slots
     return max(

@@ -109,12 +109,14 @@ def group_route(
     """
     tokens = items[name].tokens
     if spec.phases[name].phase.generates:  # what it reads are slots of language rows
-        plan, per_token = plans[LANGUAGE], 1
+        plan = plans[LANGUAGE]
+        per_token = 1
         examples = items[LANGUAGE].example  # ascending, one item each
         held = np.searchsorted(examples, items[name].example)
         first_token = plan.offset[held] + items[name].slot
     else:
-        plan, per_token = plans[name], spec.phases[name].slots_per_token
+        plan = plans[name]
+        per_token = spec.phases[name].slots_per_token
         held = np.arange(len(tokens))
         first_token = plan.offset // per_token  # token of the row
     on_rank = plan.capacity[plan.microbatch[held]] // per_token  # tokens of the row

@@ -330,7 +330,8 @@ def rows_in_turn(
     # Of each replica, the microbatches in reach, and how many rows there were before each
     recent: list[list[tuple[int, list[int]]]] = [[] for _ in range(ranks)]
     for item in np.lexsort((-length, microbatch)).tolist():
-        item_replica, item_microbatch = int(replica[item]), int(microbatch[item])
+        item_replica = int(replica[item])
+        item_microbatch = int(microbatch[item])
         rows = free[item_replica]
         if not recent[item_replica] or recent[item_replica][-1][0] != item_microbatch:
             recent[item_replica] = [

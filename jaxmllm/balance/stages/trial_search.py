@@ -143,7 +143,8 @@ class _Best:
     ) -> bool:
         """Whether other capacities leave less than a share of the slots and cost no more than by chance: those that
         leave least are taken."""
-        trials, before = self.trials, self.capacities
+        trials = self.trials
+        before = self.capacities
         bound = chance * self.cost_or_infinite + 1  # so much, and no more
         least_slots = share * trials.slots(name, before)
         for capacities in others:
@@ -153,7 +154,9 @@ class _Best:
                 continue
             cost = trials.predicted(tried, self.cut, bound)
             if cost is not None:
-                self.capacities, self.cost, least_slots = tried, cost, slots
+                self.capacities = tried
+                self.cost = cost
+                least_slots = slots
         return self.capacities is not before
 
     def choose_cut(self) -> None:
@@ -176,6 +179,8 @@ class _Best:
         bound = worth * self.cost_or_infinite
         cost = self.trials.predicted(capacities, cut, bound)
         if cost is not None and cost < bound:
-            self.capacities, self.cut, self.cost = capacities, cut, cost
+            self.capacities = capacities
+            self.cut = cut
+            self.cost = cost
             return True
         return False

@@ -113,7 +113,8 @@ def even_step(
     Args:
       programs: for rows of `even_spec`.
     """
-    phases, items = {}, {}
+    phases = {}
+    items = {}
     for phase, spec in programs.spec.phases.items():
         of_rank = loads[phase].squares / spec.ranks / rows[phase].microbatches
         phases[phase] = _one_microbatch(rows[phase].capacity)

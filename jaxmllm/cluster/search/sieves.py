@@ -37,7 +37,8 @@ from sharding.pipeline.ring import PipelineError
 NEAR: Final = 0.02  # of the fastest, layouts in closed form that may be as fast when planned whole
 # Layouts whose batches are planned: the fastest in closed form, as many as plan so many items, within bounds
 PLANNED_ITEMS: Final = 200_000
-FEWEST_PLANNED, MOST_PLANNED = 4, 12
+FEWEST_PLANNED = 4
+MOST_PLANNED = 12
 STAGED_PLANNED: Final = 4  # of those in stages, whose sizes are found by trial, in seconds
 STAGED_BESIDE: Final = 2  # the same, where layouts without stages fit
 REFINED: Final = 24  # layouts of which every remat is tried

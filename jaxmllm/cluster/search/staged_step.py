@@ -90,7 +90,8 @@ def planned_in_stages(
       ConfigError: an example that no run holds, or slots that no schedule fits.
       PipelineError: the layers cannot be cut so.
     """
-    config, model = estimate.config, estimate.model
+    config = estimate.config
+    model = estimate.model
     memory = device.cluster.budget
     if as_run:
         sizes = stage_sizes(config, model, sampled.samples, inputs, sampled.largest, memory)
@@ -167,7 +168,8 @@ def _deciding(config: Config, model: MLLM, sampled: Sampled, inputs: Sequence[Si
         )
         for sizing in inputs
     ]
-    shapes, remat = resolved_shapes(config, model), remat_of(config, model)
+    shapes = resolved_shapes(config, model)
+    remat = remat_of(config, model)
     batch = id(sampled), config.data.batch_size
     return repr((batch, of_phases, config.pipeline, shapes, remat))
 

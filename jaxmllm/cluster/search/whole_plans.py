@@ -86,8 +86,11 @@ class WholePlans:
                 estimate, sampled, inputs, request.device, request.as_run, self._known_stage_rows
             )
         planned = self._plans(estimate, sampled, inputs)
-        spec, plans, sampled = planned.spec, planned.plans, planned.sampled
-        config, model = estimate.config, estimate.model
+        spec = planned.spec
+        plans = planned.plans
+        sampled = planned.sampled
+        config = estimate.config
+        model = estimate.model
         used = {
             phase: max(plan.phases[phase].microbatches for plan in plans) for phase in spec.phases
         }
@@ -129,7 +132,8 @@ class WholePlans:
 
     def _plans(self, estimate: Estimate, sampled: Sampled, inputs: Sequence[SizingInputs]) -> Plans:
         """Shared by layouts of the same ranks and rows."""
-        config, model = estimate.config, estimate.model
+        config = estimate.config
+        model = estimate.model
         grids = exchange_grids(model)
         nodes = nodes_of_ranks(config, model)
         backend = exchange_backend(config, model)
@@ -170,7 +174,8 @@ class WholePlans:
     ) -> dict[str, int]:
         """Microbatches of phases whose residuals stay between their two passes, where the config leaves it open: at
         most those of a step."""
-        spec, sampled = planned.spec, planned.sampled
+        spec = planned.spec
+        sampled = planned.sampled
         phases = config.model.two_passes
         nothing = with_kept(config, dict.fromkeys(phases, 0))
         programs = phased_programs(nothing, model, sampled.formats, spec, sampled.sources)

@@ -96,7 +96,8 @@ class _Blocks:
         self.file.seek(len(_PNG))
         while True:
             head = self._read(8)
-            size, kind = int.from_bytes(head[:4], "big"), head[4:]
+            size = int.from_bytes(head[:4], "big")
+            kind = head[4:]
             if kind == b"acTL":
                 stated = int.from_bytes(self._read(size)[:4], "big")
             elif kind == b"fcTL" and stated:

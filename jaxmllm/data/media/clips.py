@@ -84,7 +84,8 @@ class _Folder:
                 f"{media} is a folder of frames, and nothing says how many of them are one second; set "
                 f"data.{section}.folder_fps",
             )
-        self.media, self.files = media, files
+        self.media = media
+        self.files = files
         self.seconds = (1 / Fraction(fps),) * len(files)
 
     def size(self, reader: Images) -> tuple[int, int]:

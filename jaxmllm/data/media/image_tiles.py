@@ -44,12 +44,14 @@ class ClassedTiles(Images):
     def canvas(self, height: int, width: int) -> tuple[int, int]:
         """(rows, columns) of the tiles of an image: of the nearest aspect ratio; where several are as near, the most
         tiles that have less than twice the pixels of the image. In floating-point numbers, as published."""
-        chosen, nearest = (1, 1), float("inf")
+        chosen = (1, 1)
+        nearest = float("inf")
         for rows, columns in self.canvases:
             off = abs(width / height - columns / rows)
             small = height * width > 0.5 * self.side**2 * rows * columns
             if off < nearest or (off == nearest and small):
-                chosen, nearest = (rows, columns), off
+                chosen = (rows, columns)
+                nearest = off
         return chosen
 
     def shape_of(self, height: int, width: int) -> Shape:
@@ -91,7 +93,8 @@ class ClassedTiles(Images):
 
     def _drawn(self, image: Image.Image, shape: Shape) -> NDArray[np.uint8]:
         rows, columns = self.canvas(*upright_size(image))
-        side, kernel = self.side, KERNELS[self.kernel]
+        side = self.side
+        kernel = KERNELS[self.kernel]
         canvas = resized(image, rows * side, columns * side, kernel, reduced=False)
         tiles = (
             canvas.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)

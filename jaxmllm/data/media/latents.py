@@ -92,7 +92,8 @@ class GeneratedLatents(Generated):
             values = stored.array(file, media)
         frames = values.reshape(len(values), -1, *values.shape[-2:])
         latents = np.moveaxis(frames[:, : shape[0] * self.patch_frames], 0, -1).astype(np.float32)
-        mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
+        mean = np.array(self.mean, np.float32)
+        std = np.array(self.std, np.float32)
         with np.errstate(over="ignore", invalid="ignore"):  # whoever fills rows looks at the result
             return patches_of((latents - mean) / std, self.patch_frames, self.patch_size)
 

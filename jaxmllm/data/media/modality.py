@@ -31,7 +31,8 @@ class ClipShape(tuple[int, int, int]):
 
     def __new__(cls, shape: Shape, frames: int, rate: float) -> Self:
         clip_shape = super().__new__(cls, shape)
-        clip_shape.frames, clip_shape.rate = frames, rate
+        clip_shape.frames = frames
+        clip_shape.rate = rate
         return clip_shape
 
     def __getnewargs__(self) -> tuple[tuple[int, ...], int, float]:

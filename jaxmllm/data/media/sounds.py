@@ -307,7 +307,9 @@ def mel_filters(sample_rate: int, window: int, mel_bins: int) -> NDArray[np.floa
     mel_bins]."""
     edges = _mel_to_hertz(np.linspace(0, _hertz_to_mel(sample_rate / 2), mel_bins + 2))
     bins = np.fft.rfftfreq(window, 1 / sample_rate)[:, None]
-    low, centre, high = edges[:-2], edges[1:-1], edges[2:]
+    low = edges[:-2]
+    centre = edges[1:-1]
+    high = edges[2:]
     triangles = np.minimum((bins - low) / (centre - low), (high - bins) / (high - centre)).clip(
         min=0
     )

@@ -138,7 +138,8 @@ class StepFiller:
         valid and is counted; it changes no shape and no placement. Raises `MisalignmentError` when the data is not what
         the plan was made from, and `CancelledError` soon after `cancelled` returns True.
         """
-        corpus, phases = self.corpus, self.spec.phases
+        corpus = self.corpus
+        phases = self.spec.phases
         batch = Batch(
             examples,
             items,

@@ -128,7 +128,8 @@ class _Filling(Filling):
 
     def patches(self, item: int, slots: slice) -> slice:
         """The slots of an item that hold patches."""
-        modality, conditions = cast(Generated, self.modality), int(self.items.tokens[item])
+        modality = cast(Generated, self.modality)
+        conditions = int(self.items.tokens[item])
         start = slots.start + modality.first_patch(conditions)
         return slice(start, start + modality.patch_count(int(self.items.real[item]), conditions))
 

@@ -48,8 +48,10 @@ def language_rows(
     if generates:
         rows = [row | {"states": np.full_like(row["media"], -1)} for row in rows]
     for item in local.items.tolist():
-        row, row_index = rows[phase.microbatch[item]], local.row(item)
-        index, segment = int(items.example[item]), int(phase.segment[item])
+        row = rows[phase.microbatch[item]]
+        row_index = local.row(item)
+        index = int(items.example[item])
+        segment = int(phase.segment[item])
         example = _planned_example(batch, index, int(items.length[item]))
         slots = local.slots(item, len(example.tokens))
         row["tokens"][row_index, slots] = example.tokens

@@ -34,7 +34,8 @@ from jaxmllm.data.text.conversation import (
 from jaxmllm.data.text.sandbox import CLOSE, OPEN
 from jaxmllm.data.text.tokenizers import TokenizerError
 
-THOUGHT_OPEN, THOUGHT_CLOSE = "\U00100002", "\U00100003"
+THOUGHT_OPEN = "\U00100002"
+THOUGHT_CLOSE = "\U00100003"
 MEDIA = 0x100010  # the mark of media item 0; those of the others follow
 SPELLED = 0xF0000  # the mark of control token 0 where a content spells it
 MOST = 0xFF00  # media items, and control tokens, that there are marks for
@@ -339,7 +340,8 @@ def _learned(
     after = 0
     for answer in answers:
         spans = list(itertools.islice(matches, answer.marks))
-        start, marks_end = spans[0].start(), spans[-1].end()
+        start = spans[0].start()
+        marks_end = spans[-1].end()
         begin = marked.rfind(template.prompt, after, start) if template.prompt else -1
         if begin >= 0:
             begin += len(template.prompt)

@@ -163,7 +163,8 @@ class ChatTemplate:
     def _generation_prompt(self) -> str:
         """What stands between a question and the answer that the model begins, as far as the template says."""
         try:
-            without, prompted = self._run([QUESTION]), self._run([QUESTION], prompt=True)
+            without = self._run([QUESTION])
+            prompted = self._run([QUESTION], prompt=True)
         except ConversationError:
             return ""
         return prompted.removeprefix(without) if prompted.startswith(without) else ""

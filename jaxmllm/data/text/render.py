@@ -167,7 +167,8 @@ def _render_pieces(
         if piece.media is None:
             framed.append(piece)
             continue
-        part, shape = media[piece.media], shapes[piece.media]
+        part = media[piece.media]
+        shape = shapes[piece.media]
         modality = modality_of(part, modalities)
         frame = tokenizer.layout.media[part.part]
         frame_learned = modality.generated  # by the assistant, and so is its frame

@@ -32,7 +32,8 @@ from jaxmllm.data.text.template_limits import (
 )
 
 # Private characters around what the model generates; no record may hold them (see answer_marks.py)
-OPEN, CLOSE = "\U00100000", "\U00100001"
+OPEN = "\U00100000"
+CLOSE = "\U00100001"
 _ENCLOSED = "enclosed"  # the method of `_Generation` that its tag calls
 # Methods and filters that only pad text, or draw at random
 ABSENT_METHODS = {"center", "ljust", "rjust", "zfill", "expandtabs"}
@@ -116,7 +117,8 @@ def run(
       SecurityError: it reaches for what the sandbox does not give.
       Exception: whatever else a program may raise.
     """
-    length, blocks = 0, []
+    length = 0
+    blocks = []
     with limited(limits or Limits(), marked):
         try:
             for block in template.generate(values):

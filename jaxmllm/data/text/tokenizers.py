@@ -199,7 +199,8 @@ class FileTokenizer:
     def _layout(self, names: ChatNames, path: str) -> tuple[ChatLayout, set[int]]:
         """The layout, and the control tokens in it."""
         find = self._tokenizer.token_to_id
-        turn_begin, turn_end = find(names.turn_begin), find(names.turn_end)
+        turn_begin = find(names.turn_begin)
+        turn_end = find(names.turn_end)
         if turn_begin is None or turn_end is None:
             raise TokenizerError(
                 f"data.tokenizer: {shown(path)} must have the tokens {names.turn_begin!r} and {names.turn_end!r}, "

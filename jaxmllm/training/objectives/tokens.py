@@ -144,7 +144,8 @@ class _Loss:
         self, wants_hidden: bool, wants_head: bool, hidden: Array, matrix: Array, targets: Array
     ) -> tuple[Array, ...]:
         shape = targets.shape
-        x, target = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+        x = hidden.reshape(-1, hidden.shape[-1])
+        target = targets.reshape(-1)
         slots, positions, targets_on_device = slots_with_target(target, self.chunk)
         if self.layout.split_axes("vocab"):
             # Devices that meet in the loop must run it equally often

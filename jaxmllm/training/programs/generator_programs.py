@@ -198,7 +198,8 @@ class GeneratorPrograms(Programs):
         self, function: str, phase: str, host: HostStep, microbatch: int
     ) -> Callable[..., Any]:
         """The program for the rows of one microbatch."""
-        capacity, span = host.capacities[phase][microbatch], host.spans[phase][microbatch]
+        capacity = host.capacities[phase][microbatch]
+        span = host.spans[phase][microbatch]
         return self._call(function, phase, capacity, span)
 
     def _empty_pools(

@@ -87,7 +87,8 @@ class GradientSums:
         def leaf(total: Any, axes: ParameterAxes) -> Callable[[jax.Array], jax.Array]:
             if not component.defers(axes):
                 return partial(_added_replicas, total)
-            layout, rows = model.components[name].layout, row_axes(model.layout(phase))
+            layout = model.components[name].layout
+            rows = row_axes(model.layout(phase))
             shards = reduced(layout, rows, axes.names, component.dtype)
             return lambda sums: shards(sums).astype(total.dtype)
 

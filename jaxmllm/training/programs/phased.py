@@ -350,7 +350,9 @@ class PhasedPrograms(GeneratorPrograms):
         start = buffers.saved if names.forward else rows
         program = self._call(names.backward_from(start), phase, *row_class)
         inputs = self._params_of(params, phase), start
-        first_slot, gradients, sums = np.int32(0), buffers.gradients, buffers.sums
+        first_slot = np.int32(0)
+        gradients = buffers.gradients
+        sums = buffers.sums
         if phase in self.encoders:
             gradients = program(*inputs, buffers.d_pool, first_slot, gradients)
             return buffers._replace(gradients=gradients)

@@ -205,7 +205,8 @@ class StageFunctions:
     def _language(self, functions: StepFunctions) -> Component:
         model = functions.model
         layout = model.layout(LANGUAGE)
-        generates, learns = bool(self.generators), functions.learns_text
+        generates = bool(self.generators)
+        learns = functions.learns_text
 
         def first(outer: Params, rows: LanguageRows, media: tuple[TokenPool, ...]) -> Activation:
             arrived = self._arrived(layout, rows, media)

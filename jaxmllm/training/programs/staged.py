@@ -191,7 +191,8 @@ class StagedPrograms(Programs):
     def describe_memory(self) -> list[str]:
         """What the tables of this run may fill, and what that takes."""
         held = self.held
-        slots, boxes = sum(held.pools.values()), sum(held.boxes.values()) + held.media
+        slots = sum(held.pools.values())
+        boxes = sum(held.boxes.values()) + held.media
         lines = [
             f"stages: a device holds {_size(held.total + self.held_sums)} while it runs a table: "
             f"slots {_size(slots)}, boxes {_size(boxes)}, sums of gradients {_size(self.held_sums)}"

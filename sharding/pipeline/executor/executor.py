@@ -148,7 +148,8 @@ def _run(
     work = lax.fori_loop(0, table.ticks, run_tick, buffers.start()).work
     specs = manual.output_specs(axis)
     loss, sums = lax.psum((work.loss, work.sums), (axis, *manual.names))
-    layers, outer = [], []
+    layers = []
+    outer = []
     for c, params in enumerate(inputs.layers):
         gradients = jax.tree.map(
             lambda total, leaf: total.reshape(leaf.shape), work.layers[c], params.trained

@@ -110,7 +110,8 @@ class Program:
 
     def _of_class(self, c: int, k: int, values: Values) -> Values:
         """As much of the values as a row of class k has."""
-        x, tokens = self.shapes.x[c][k], () if c == self.reader else self.shapes.tokens[c][k]
+        x = self.shapes.x[c][k]
+        tokens = () if c == self.reader else self.shapes.tokens[c][k]
 
         def part(value: Tree, shape: Tree) -> Tree:
             return None if value is None else corner(value, shape)

@@ -57,7 +57,8 @@ def with_corner(tree: Tree, value: Tree) -> Tree:
 
 def fits(value: Tree, tree: Tree) -> bool:
     """Whether a value of such shapes can lie in the corners of such a tree."""
-    new, old = jax.tree.leaves(value), jax.tree.leaves(tree)
+    new = jax.tree.leaves(value)
+    old = jax.tree.leaves(tree)
     return len(new) == len(old) and all(
         new_leaf.dtype == leaf.dtype
         and len(new_leaf.shape) == len(leaf.shape)
