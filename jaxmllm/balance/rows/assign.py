@@ -92,6 +92,7 @@ def assign_in_place(spec: PhaseSpec, items: PhaseItems, rank: Longs) -> PhasePla
         microbatch = np.empty(len(rank), np.int64)
         for rank_number in fullest_first:
             members = items_of_ranks[rank_number]
+            # A rank has one row of each microbatch, so its rows are numbered like these.
             row_of = first_fit(items.length[members], capacity, spec.max_segments)
             if row_of is None:
                 break
@@ -174,6 +175,7 @@ def _row_sets(spec: PhaseSpec, length: Longs, cost: Longs) -> Iterator[_RowSet]:
         length, cost, spec.ranks, max(row_class.span for row_class in spec.classes)
     )
     sets = row_counts(spec.classes, spec.ranks, row_needs(spec, length, anywhere, 1))
+    # One set behind: whether a set is worth trying also depends on how much larger the next one is.
     counts = next(sets)
     for next_counts in sets:
         slots = int(counts @ sizes)
@@ -211,6 +213,7 @@ def _fill(spec: PhaseSpec, amounts: Sequence[Longs], row_set: _RowSet) -> _Fille
     Args:
       amounts: K of [N], what each item takes: those of a `RowState`, attention among them.
     """
+    # Rows are numbered class by class: those of class k are in front of those of class k + 1.
     span = np.array([row_class.span for row_class in spec.classes])
     row_slots = np.array([row_class.slots for row_class in spec.classes], np.int64)
     rows_of_classes = row_set.counts * (spec.ranks // span)
@@ -270,6 +273,8 @@ def _arrange(filled: _Filled, spec: PhaseSpec, by: int) -> _Placing:
     class_of_row = np.repeat(np.arange(len(counts)), rows_of_classes)
     row_cost = sums_by(row_of, cost, len(class_of_row))
     row_amount = sums_by(row_of, filled.state.amounts[by, :-1], len(class_of_row))
+    # Last key first: by class, as microbatches are numbered; then the amount, of which neighbours
+    # have nearly the same; then cost.
     order = np.lexsort((-row_cost, -row_amount, class_of_row))  # rows by microbatch
     microbatch_of_row = np.empty(len(order), np.int64)
     rank_of_row = np.empty(len(order), np.int64)
@@ -280,6 +285,8 @@ def _arrange(filled: _Filled, spec: PhaseSpec, by: int) -> _Placing:
     for microbatch, held_by in enumerate(span.tolist()):
         groups = spec.ranks // held_by
         members = order[start : start + groups]
+        # Costliest row first, and below groups of least total first: the n-th row goes to the n-th
+        # group.
         members = members[np.argsort(-row_cost[members], kind="stable")]
         start += groups
         total_of_groups = total.reshape(groups, held_by)  # a view
@@ -304,6 +311,8 @@ def _phase_plan(
 ) -> PhasePlan:
     capacity = np.repeat(np.array(spec.capacities, np.int32), counts)
     span = np.repeat(np.array(spec.spans, np.int32), counts)
+    # Row m * R + r is that of microbatch m whose first rank is r; where rows are shared, numbers of
+    # other ranks stay without items.
     row_slots = np.repeat(capacity.astype(np.int64) * span, spec.ranks)
     blocks = spec.row_blocks(capacity, span, spec.ranks)
     offset, segment = lay_out(microbatch * spec.ranks + rank, length, row_slots, blocks)

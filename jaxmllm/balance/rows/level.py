@@ -129,6 +129,8 @@ def fix_overflow(state: RowState, search: bool = False) -> bool:
         if not overflowing:
             break
         heavy = rows[:overflowing]
+        # In sweep s the row that overflows most skips the s rows of most room and meets the next
+        # one; the others follow in order, around the end.
         light = np.roll(rows[::-1], -sweep)[:overflowing]
         swaps = _swap_items(state, order, heavy, light, sweep, SLOTS, limited=COST)
         if not swaps and not search:
@@ -175,6 +177,7 @@ def balance_attention(state: RowState, classes: RowsByClass) -> None:
     for microbatches in classes.microbatches(cost):
         of_rows = cost[microbatches]
         mean = of_rows.sum(axis=1, keepdims=True) // of_rows.shape[1]
+        # Heaviest first: the first column is the costliest row of each microbatch.
         limit = np.maximum(of_rows[:, :1], mean + mean // SWAP_SEARCH.cost_margin)
         state.remaining[COST, microbatches] = limit - of_rows
     _balance(state, classes, ATTENTION, SWAP_SEARCH.attention_sweeps)
@@ -222,6 +225,7 @@ def _sweep_microbatches(
     last_slowest = INT64_MAX
     patience = search.patience
     for sweep in range(sweeps):
+        # Rows are sorted and cut into microbatches anew: swaps change which of them are alike.
         stop = 0
         for rows_of_class in classes.rows_of_class:
             rows = classes.rows[stop : stop + rows_of_class]
@@ -278,11 +282,14 @@ def _pair_rows(
             for index in range(first_of_microbatch, last_of_microbatch + 1):
                 load -= remaining[by_load[index]]
             mean = load // groups
+            # Floor division of a number below 0 rounds the load of a rank's part up.
             slowest += -(remaining[by_load[first_of_microbatch]] // span)
             slow_enough += -(-(mean + mean // search.stop_within) // span)
             least_load = mean + mean // (2 * search.stop_within)
             for index in range(partners):
                 heavy = by_load[first_of_microbatch + index]
+                # Partners count from the lightest row. Heavy and light rows are of different
+                # halves, so each row is in one pair at most.
                 partner = (index - search.partner_step * sweep) % partners
                 light = by_load[last_of_microbatch - partner]
                 uneven = remaining[light] - remaining[heavy] > mean // search.stop_within
@@ -319,6 +326,7 @@ def balance_ranks(state: RowState, ranks: int) -> None:
         # The totals of the ranks, at each of their rows: a swap in one microbatch counts what the
         # others hold.
         state.remaining[weight] = np.tile(-load, microbatches)
+        # One microbatch a sweep: only at its rows are the totals of ranks up to date afterwards.
         start = sweep % microbatches * ranks
         heavy_rows = start + heavy[uneven]
         light_rows = start + light[uneven]
@@ -391,6 +399,7 @@ def _swap_each_pair(
     offered = scratch.offered
     weights = scratch.weights
     slots = scratch.slots
+    # Listed once, before any swap, so a row may be in one pair only.
     _list_by_row(row_of, order, scratch)
     swaps = 0
     for pair in range(len(heavy)):
@@ -402,6 +411,7 @@ def _swap_each_pair(
         light_room = max(remaining[SLOTS, rows[1]], 0)
         if weight == SLOTS:  # is not limited then
             heavy_room = light_room = INT64_MAX
+        # A swap that passes d leaves a gap of gap - 2 * d, and choice 0 against 0 the gap as it is.
         best_miss = gap
         best = (0, 0)
         for from_heavy in range(heavy_choices):
@@ -424,6 +434,7 @@ def _swap_each_pair(
                     best_miss = miss
                     best = (from_heavy, from_light)
         swaps += best_miss < gap
+        # Where no swap was found, both choices are the item N, which does not move.
         for side in range(2):
             for item in (offered[side, CHOICE_A[best[side]]], offered[side, CHOICE_B[best[side]]]):
                 if item < len(row_of):
@@ -439,6 +450,8 @@ def _list_by_row(row_of: Longs, order: Longs, scratch: _Scratch) -> None:
     """List the items of every row in the given order."""
     start = scratch.start
     end = scratch.end
+    # A counting sort: `start[row + 1]` first counts the items of a row, then sums make it the end
+    # of the row, where the next one starts. `end` goes from the start of each row to its end.
     start[:] = 0
     for item in range(len(row_of)):
         start[row_of[item] + 1] += 1
@@ -464,11 +477,14 @@ def _list_choices(
     offered[side, 0] = amounts.shape[1] - 1  # no item
     for index in range(items):
         if size > OFFERED:
+            # Equal steps through the row, which begin by tenths of an item later from sweep to
+            # sweep; as `sweep % size` is below `size`, the last step stays in the row.
             offered[side, index + 1] = scratch.by_row[
                 start + (index * size + sweep % size) // OFFERED
             ]
         else:
             offered[side, index + 1] = scratch.by_row[start + index]
+    # No item, one, or two: as many as the choices of numbers up to `items`, which come first.
     choices = 1 + items * (items + 1) // 2
     for choice in range(choices):
         a = offered[side, CHOICE_A[choice]]

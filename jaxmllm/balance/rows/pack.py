@@ -77,6 +77,8 @@ def _fill_by_cost(
     by_room = [[(-size, 0) for _ in range(0)] for size in sizes]
     searched = False
     for item in order:
+        # The row that has most left and may take another item, if there is one; its entry stays on
+        # the heap, out of date as soon as the row has less left.
         row = -1
         while by_left and row < 0:
             negative_left, top = by_left[0]
@@ -89,6 +91,7 @@ def _fill_by_cost(
                 searched = True
                 for candidate in range(len(room)):
                     heappush(by_room[size_of[candidate]], (-room[candidate], candidate))
+            # Also where even that row has too little room: then it overflows.
             row = _roomiest(by_room, sizes, room, free_segments, length[item])
         if row < 0:
             return False
@@ -144,6 +147,8 @@ def best_fit(length: Longs, capacity: Longs, max_segments: int) -> Longs | None:
     by_room: dict[int, list[int]] = {}
     for row, room in enumerate(capacity.tolist()):
         by_room.setdefault(room, []).append(row)
+    # The keys of `by_room`, ascending, whose heaps are not empty. Rows that take no further item
+    # are in neither.
     rooms = sorted(by_room)
     lengths = length.tolist()
     row_of = np.empty(len(length), np.int64)
@@ -250,6 +255,7 @@ def _lay_out_in_blocks(
     items = len(row_of)
     first_of_row = np.full(len(spare), -1)
     after = np.empty(items, np.int64)
+    # Backwards, for entries come in front: the chain of a row is then by item number.
     for item in range(items - 1, -1, -1):
         spare[row_of[item]] -= length[item]
         _put_first(first_of_row, after, row_of[item], item)
@@ -260,9 +266,12 @@ def _lay_out_in_blocks(
         first_with_room = np.full(block, -1)
         _group(first_of_row[row], length, block, after, last_of_group, first_with_room, after_group)
         slot = segments = 0
+        # Indices are the room that groups leave, from 0 up: the fullest ones come first.
         for fullest in first_with_room:
             group = fullest
             while group >= 0:
+                # To the next edge of a block, if the row can spare it; else the group follows at
+                # once.
                 gap = -slot % block
                 if gap <= spare[row]:
                     spare[row] -= gap
@@ -291,15 +300,20 @@ def _group(
     groups on chains by the room that they leave of it: [block]."""
     first_of_size = np.full(block + 1, -1)
     while item >= 0:
+        # Read before the item goes onto the chain of its size, which writes `after` anew.
         following = after[item]
         left_over = (length[item] - 1) % block + 1  # in its last block, if it begins at an edge
         _put_first(first_of_size, after, left_over, item)
         item = following
+    # No group has more room than this, which is below `block`: a search up to it stays in the
+    # array.
     most_room = 0
     for size in range(block, 0, -1):
         item = first_of_size[size]
         while item >= 0:
             following = after[item]
+            # Best fit: the group of least room that suffices, taken off its chain; else a new
+            # group, whose last block the item shares with nobody yet.
             room = size
             while room <= most_room and first_with_room[room] < 0:
                 room += 1

@@ -52,6 +52,8 @@ def padded(costs: Longs, ranks: int) -> Longs:
     costs = _checked(costs, ranks)
     order = np.argsort(-costs, kind="stable")
     descending = costs[order].tolist()
+    # No bound below the costliest item will do; from it on every rank takes at least one. At the
+    # upper bound one rank takes all.
     low = max(descending, default=0)
     high = len(costs) * low
     while low < high:

@@ -110,8 +110,11 @@ def row_counts(classes: tuple[RowClass, ...], ranks: int, needs: RowNeeds) -> It
     base = base_class(classes)
     steps = row_steps(classes, _further_counts(capacity[:base], rows[:base], needs))
     is_base = np.arange(len(classes)) == base
+    # Sets of number n have n times the slots of the base or more, but less than n + 1 times. So
+    # those of fewest slots come first, and those before the first n cannot hold all items.
     for base_count in itertools.count(int(needs.slots[-1]) // int(capacity[base])):
         counts = steps + base_count * is_base
+        # Needs are those of a class and all before it, so what sets have is summed up likewise.
         enough_slots = np.cumsum(counts * capacity, axis=1) >= needs.slots
         enough_rows = np.cumsum(counts * rows, axis=1) >= needs.rows
         yield from counts[(enough_slots & enough_rows).all(axis=1) & (counts[:, base] >= 0)]
@@ -173,6 +176,7 @@ def row_steps(classes: tuple[RowClass, ...], further: tuple[int, ...] = ()) -> L
     capacity = np.array([row_class.capacity for row_class in classes], np.int64)
     held_rows, held_slots = np.divmod(counts @ capacity, classes[base].capacity)
     counts[:, base] = -held_rows
+    # Sets add equally many of the base to all steps, so these sums compare their microbatches.
     return counts[np.lexsort((counts.sum(axis=1), held_slots))]
 
 
@@ -181,7 +185,9 @@ def wanted_slots(length: Longs, cost: Longs, ranks: int, span: int = 1) -> int:
     follow length. `span` ranks may share a row."""
     slots = int(length.sum())
     total_cost = max(int(cost.sum()), 1)
+    # What every slot costs at least follows length. The rest makes rows of equal slots uneven.
     uneven_cost = total_cost - slots * int((cost // length).min())
+    # How many of the longest items the slots of `span` ranks would hold.
     looseness = max(ROW_SEARCH.loose_ranks, slots * span // (ranks * int(length.max())))
     divisor = total_cost * ROW_SEARCH.room_to_balance * looseness
     return slots + slots * uneven_cost * ROW_SEARCH.loose_ranks // divisor
