@@ -60,6 +60,9 @@ class Padded(Backend):
         last_slot = np.where(relayed, second_slot, first_slot)
         last_sender = np.where(relayed, paths.relay, paths.sender)
 
+        # What a rank sends and its buffer have the same layout, by hop, peer and slot:
+        #
+        #     hop 0: | peer 0, Q slots | peer 1, Q slots | ..    hop 1: | peer 0, Q slots | ..
         def chunk_slot(hop: Longs, rank: Longs, slot: Longs) -> Longs:
             """Slot of a chunk for `rank` among those sent, and of one from it in the buffer."""
             return (hop * peers + rank // groups) * slots + slot
@@ -82,6 +85,8 @@ class Padded(Backend):
         )
         arrived_at = chunk_slot(last_hop, last_sender, last_slot)
         gather_forward = np.full((len(ranks), route.language_pool), -1, np.int32)
+        # Gathers read buffer ++ pool, hops pool ++ buffer: what stays on its rank follows the
+        # buffer.
         arrives = np.where(moves, arrived_at, forward_slots + paths.start)
         fill(gather_forward, local[paths.receiver], True, paths.arrival, arrives)
 
@@ -130,6 +135,8 @@ class Padded(Backend):
         )
         moves = paths.sender != paths.receiver
         relayed = paths.relay != paths.receiver
+        # What is forwarded has to reach its relay in the first leg; nothing goes after the last
+        # hop.
         limits = (
             (paths.send_slot[moves], round_.hops),
             (paths.send_slot[moves & relayed], round_.first_leg),

@@ -68,6 +68,7 @@ class Runs:
         item = pieces.item[piece]
         slot = (row_token[piece] + skipped) * slots_per_token
         rank = owning_rank(plan, item, slot)
+        # Tokens of the row that lie on the ranks of the group before this one.
         passed = (rank - plan.rank[item]) * held[piece]
         return cls(piece, skipped, tokens, rank, row_token[piece] + skipped - passed)
 
@@ -91,10 +92,12 @@ def cut(start: Longs, amount: Ints | Longs, size: Ints | Longs) -> tuple[Longs, 
       place. A stretch of no places has one part.
     """
     first_cell = start // size
+    # From the cell of the first place to that of the last, which is the first of a stretch of none.
     part_counts = np.maximum(start + amount - 1, start) // size - first_cell + 1
     stretch = np.repeat(np.arange(len(start)), part_counts)
     part_index = running_sums(stretch, np.ones_like(stretch))
     size = size[stretch].astype(np.int64)
+    # Where the cell of each part begins, counted in the stretch: 0 or below for the first part.
     edge = (first_cell[stretch] + part_index) * size - start[stretch]
     begin = np.maximum(edge, 0)
     end = np.minimum(edge + size, amount[stretch])

@@ -65,6 +65,7 @@ def place_items_near(
     media = media_of_examples(items)
     sequences = items.phases[LANGUAGE]
     media_of_sequences = media[sequences.example]
+    # First the language rows: where these lie decides where encoders' items are wanted.
     language = _spread_media(plans[LANGUAGE], sequences, phases[LANGUAGE], media_of_sequences)
     placed = place_rows(dict(plans) | {LANGUAGE: language}, items, phases, grids, nodes)
     least_benefit = max(1, int(media.sum()) // PLACEMENT_SEARCH.least_benefit)
@@ -220,6 +221,8 @@ def _movable(
     row_cost = sums_by(row_of, cost, rows).reshape(-1, groups)
     mean = row_cost.sum(axis=1, keepdims=True) // groups
     microbatch_limit = _most(row_cost, mean // PLACEMENT_SEARCH.margin)
+    # A row costs each of its ranks 1 / span, so what its fullest rank may still take counts span
+    # times; each of the group's rows gets an equal part of that.
     group_room = rank_room.reshape(groups, span).min(axis=1) * span // max(len(microbatches), 1)
     cost_limit = row_cost + np.minimum(microbatch_limit - row_cost, group_room)
     row_attention = sums_by(row_of, attention, rows).reshape(-1, groups)

@@ -50,6 +50,8 @@ class Ragged(Backend):
         expected, landing_back = _volumes(
             round_.receiver, round_.sender, round_.tokens, ranks=ranks, grid=route.grid
         )
+        # Where the tokens for each peer begin among those sent, and those from each in the buffer:
+        # [x, A].
         leaving = np.cumsum(sent, axis=1) - sent
         landing = np.cumsum(expected, axis=1) - expected
 
@@ -152,6 +154,7 @@ def _volumes(
     for row, rank in enumerate(ranks):
         of_rank = moves & (rank_of == rank)
         volume[row] = _sums_by_peer(peer_of[of_rank], tokens[of_rank], grid)
+        # Peer numbers repeat in every group, so other groups' stretches are left out.
         same_group = rank_of % groups == rank % groups
         lower = moves & same_group & (rank_of // groups < rank // groups)
         lower_volume[row] = _sums_by_peer(peer_of[lower], tokens[lower], grid)

@@ -98,6 +98,8 @@ def _split(
     """The stretches of a number of equal rounds, and the hops that each needs."""
     ranks = peers * groups
     round_, item, start, part_tokens = _cut_into_rounds(tokens, rounds)
+    # `running_sums` wants members of a group side by side: in each round items are still in order
+    # of sender and receiver.
     pair = (round_ * ranks + sender[item]) * ranks + receiver[item]
     of_pair = running_sums(pair, part_tokens)  # earlier tokens
     direct = np.clip(direct_tokens - of_pair, 0, part_tokens)
@@ -111,6 +113,7 @@ def _split(
 
     # In turn, so every relay gets as many of a sender's tokens, or one less.
     spread_slots = ceil_divide(of_sender + relayed_tokens, peers)
+    # Every pair has slots for `direct_tokens` first, used or not; those of spread tokens follow.
     first_leg = direct_tokens + _max_by(relayed_round, spread_slots, rounds)
     first_relay = (of_sender + relayed_sender // groups) % peers
     goal, goal_tokens = _most_of_one_color(
@@ -206,6 +209,7 @@ def _most_of_one_color(
     # At one position ends come before beginnings, or an arc would meet the next one.
     key = (owner * (colors + 1) + position) * 2 + (change > 0)
     order = np.argsort(key, kind="stable")
+    # An item that only makes full circles adds an end and then a beginning, which raise no maximum.
     arcs = np.cumsum(change[order])  # over the color; 0 at the end of every group
     begins = np.flatnonzero(np.r_[True, np.diff(owner[order]) > 0])
     of_circles = np.zeros(int(group.max()) + 1, np.int64)
@@ -253,9 +257,14 @@ def token_paths(
     earlier = np.cumsum(round_.tokens, dtype=np.int64) - round_.tokens
     line = earlier[stretch] + step
     pair = np.where(spread, relay * peers + receiver // groups, -1)
+    # Numbers in `line` differ, and so do all keys: any sort will do.
     order = np.argsort(pair * (int(round_.tokens.sum(dtype=np.int64)) + 1) + line)
     relay_slot = np.empty_like(line)
     relay_slot[order] = running_sums(pair[order], np.ones_like(line))
+    # Slots from one rank to another, through the hops of a round:
+    #
+    #     | direct | spread, to a relay | .. empty .. | forwarded, or spread to oneself |
+    #     0        direct_tokens                      first_leg * pair_slots
     relay_slot += round_.first_leg * pair_slots
 
     # A sender that is its own relay takes part in the second leg alone.

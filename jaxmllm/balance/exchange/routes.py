@@ -142,6 +142,7 @@ def _encoder_pools(
     ]
     owner = phases[0]
     pool, start = _fill_pools(
+        # A microbatch takes its capacity on every rank, so one column stands for all.
         np.concatenate(tokens)[:, None],
         spec.routes[owner].encoder_pool,
         name=f"encoder pool of phase {owner!r}",
@@ -185,6 +186,7 @@ def _arrivals(pieces: Mapping[str, Pieces], start: Ints, ranks: int) -> dict[str
     Args:
       start: [M * R] first pool slot of each microbatch on each rank.
     """
+    # All phases together, for the tokens of several may alternate in a row.
     row = np.concatenate([of_phase.row(ranks) for of_phase in pieces.values()])
     slot = np.concatenate([of_phase.slot for of_phase in pieces.values()])
     tokens = np.concatenate([of_phase.tokens for of_phase in pieces.values()])
@@ -222,6 +224,7 @@ def _rounds_between(
     moves = moves[np.lexsort((traffic.receiver[moves], traffic.sender[moves]))]
     leaving = traffic.chosen(moves)
     stretches = backend_of(route).spread(leaving.sender, leaving.receiver, leaving.tokens, route)
+    # A run may be cut into several stretches: from here on one entry for each.
     moves = moves[stretches.item]
 
     def column(staying: Longs, moving: Longs) -> Ints:
@@ -295,6 +298,7 @@ def route_statistics(
         numbers = int(max(encoder_node.max(), language_node.max())) + 1
         in_node = [np.bincount(node, minlength=numbers) for node in (encoder_node, language_node)]
         pairs = len(encoder_node) * len(language_node)
+        # Of all pairs of an encoder and a language rank, the part whose nodes differ.
         far_share = (pairs - int(in_node[0] @ in_node[1])) / pairs
         if arbitrary := far_share * routed:
             statistics["node_tokens_over_arbitrary"] = statistics["node_tokens"] / arbitrary

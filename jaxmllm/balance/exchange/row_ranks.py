@@ -110,6 +110,7 @@ def match_rows(
         )
         return groups[ranks // span] * span + ranks % span
 
+    # The new rank of the row that lies on each rank: [M, R].
     rank_of = np.empty((plan.microbatches, spec.ranks), np.int64)
     for microbatch, span in enumerate(plan.span.tolist()):
         rank_of[microbatch] = moved(span, np.flatnonzero(plan.microbatch == microbatch))
@@ -148,6 +149,8 @@ def _cap_rank_totals(rank_of: Longs, cost: Longs, shared: Longs, limit: int) -> 
       cost: [M, R] of each row.
       shared: [R] what each rank costs besides.
     """
+    # The inverse of `rank_of`: where the row now on each new rank lay before. Swaps change it, and
+    # it is turned back in the end.
     row_at = np.argsort(rank_of, axis=1)  # by rank
     cost_at = np.take_along_axis(cost, row_at, axis=1)
     total = cost_at.sum(axis=0) + shared
@@ -157,6 +160,8 @@ def _cap_rank_totals(rank_of: Longs, cost: Longs, shared: Longs, limit: int) -> 
         heavy = int(total.argmax())
         # What the heavy rank passes to each other one by a swap of their rows in each microbatch.
         passed = cost_at[:, heavy, None] - cost_at
+        # The higher total of the two ranks after each swap: [M, R]. It has to be below the highest
+        # of all ranks before, so the loop ends.
         higher = np.maximum(total[heavy] - passed, total + passed)
         higher[:, heavy] = highest
         microbatch, light = divmod(int(higher.argmin()), len(total))
@@ -189,6 +194,7 @@ def best_ranks(row: Longs, weight: Longs, places: Places) -> Longs:
         benefit = by_node.reshape(ranks, nodes)[:, places.node]
         benefit = benefit + by_block.reshape(ranks, blocks)[:, places.block]
         return linear_sum_assignment(benefit, maximize=True)[1].astype(np.int64)
+    # Nodes have as many places as there are rows, so those left over are for rows without a node.
     room = np.bincount(places.node, minlength=nodes)
     node_of, room = _greedy_groups(row, wanted_node, weight, room=room, rows=ranks)
     without = node_of < 0
@@ -235,6 +241,8 @@ def _greedy_groups(
     room = room.astype(np.int64)
     while len(wishing_row):
         asking = np.unique(wishing_row, return_index=True)[1]  # best wish of each row
+        # Wishes are listed best first: in order of these numbers, each group takes the rows that
+        # bring most.
         asking = asking[np.lexsort((asking, wish[asking]))]
         asked = wish[asking]
         granted = asking[_ordinals(asked) < room[asked]]
@@ -261,6 +269,7 @@ def _ranks_in_nodes(
     order = np.argsort(wish, kind="stable")
     wishing = wishing[order]
     wish = wish[order]
+    # The n-th row with a wish takes the n-th rank of that node and block, as long as there is one.
     index = np.searchsorted(available, wish) + _ordinals(wish)
     fits = index < np.searchsorted(available, wish, side="right")
     rank_of[wishing[fits]] = ranks[index[fits]]

@@ -176,6 +176,8 @@ def _best_swap(
     best_order = 0
     best = (source, no_item, no_item, no_item)
     out_count = _list_outgoing(state, misplaced, item, outgoing)
+    # The rows of the block's ranks in every microbatch. A rank that is listed twice offers nothing
+    # new.
     for first_row in range(0, state.remaining.shape[1], ranks):
         for goal_rank in ranks_of_block[block]:
             goal = first_row + goal_rank
@@ -187,6 +189,8 @@ def _best_swap(
                 gain = item_gain + _gain(destinations, companion, source_rank, goal_rank)
                 outgoing.gain[out_index] = gain
                 max_out_gain = max(max_out_gain, gain)
+            # Items of the other row that bring less cannot make a swap as good as the best one,
+            # whatever leaves with them.
             least_gain = max(best_gain, 1) - max_out_gain
             in_count = _list_incoming(
                 state, destinations, misplaced, goal, source, least_gain, incoming
@@ -217,6 +221,8 @@ def _best_swap(
                     if gain < best_gain or (gain == best_gain and miss > best_miss):
                         continue
                     order = in_index * COMPANIONS + out_index
+                    # A swap equal to the best one comes before it only in the same row: rows are
+                    # tried in order.
                     equal = gain == best_gain and miss == best_miss
                     if equal and (goal != best[0] or order > best_order):
                         continue
@@ -346,6 +352,8 @@ def _move(
     for kind in range(len(state.amounts)):
         state.remaining[kind, source] += state.amounts[kind, item]
         state.remaining[kind, goal] -= state.amounts[kind, item]
+    # It is in the list of its row, for only misplaced items move: taken out there, and put into the
+    # other row's list if it is not in its block there either.
     previous = misplaced.first[source]
     if previous == item:
         misplaced.first[source] = misplaced.following[item]
