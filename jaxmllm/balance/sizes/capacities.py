@@ -76,12 +76,17 @@ def _moved(classes: Classes, candidates: _Candidates, judge: _Judge) -> Classes:
 def _with_more(chosen: Classes, candidates: _Candidates, judge: _Judge, share: float) -> Classes:
     """More classes than those chosen, one after the other, as long as each saves enough of a step, or two of them as
     much as two should."""
+    # So far the phase's cost has to fall for a step to fall by `class_saves`: to 0 where the phase
+    # is no larger part of a step than that.
     enough = 1 - CAPACITY_SEARCH.class_saves / max(share, CAPACITY_SEARCH.class_saves)
     further, added = chosen, 0  # with so many classes more, which do not save enough yet
     for _ in range(CAPACITY_SEARCH.usual_classes, MOST_ROW_CLASSES):
+        # Not even rows without waste would save what so many more classes have to.
         if judge.least > enough ** (added + 1) * judge.expected(chosen, 1):
             break
         sets = candidates.with_one_more(further)
+        # Where there is that much left to save even below the best bound, sets of one more class
+        # are also made anew, not only around those chosen.
         if not added and judge.least <= enough * candidates.bound:
             candidates.extend()
             sets += candidates.best()
@@ -450,9 +455,12 @@ def _fewest_slots(
                     slots = max(slots, needs[load, later])
                     rows_left = max(rows_left, rows_needed[load, later])
                 bounds[k] += 2 * (-(-slots // capacity[k])) - (-rows_left // rows[k])
+        # The search starts from what two classes reach, a combination that it will come by, too.
         best_slots = _slots_of_two(capacity, rows, base, needs[load], rows_needed[load])
         best_microbatches = INT64_MAX
         counts[:] = 0
+        # `counts` goes through combinations as an odometer does, the smallest class fastest; that
+        # of the base stays 0.
         while True:
             # Of the base as many as the others leave over.
             held = held_rows = missing = missing_rows = microbatches = 0
@@ -463,6 +471,8 @@ def _fewest_slots(
                 microbatches += counts[k]
                 open_slots = needs[load, k] - held
                 open_rows = rows_needed[load, k] - held_rows
+                # Rows before the base have to meet their needs by themselves: base rows are too
+                # short for such items. From the base on it makes up what is missing.
                 if k < base:
                     enough &= open_slots <= 0 and open_rows <= 0
                 else:

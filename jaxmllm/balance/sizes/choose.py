@@ -131,6 +131,8 @@ class PhaseRows:
         segments: bool,
     ) -> PhaseSpec:
         key = segments, share, _deciding(inputs)
+        # The key does not hold the ranks that examples lie on, so rows are chosen anew where items
+        # stay with them.
         if key not in self._known or any(ranks is not None for ranks in ranks_of_examples):
             loads = loads_of(self._batches, inputs, grids, ranks_of_examples)
             self._known[key] = _rows(inputs, share, loads, segments)

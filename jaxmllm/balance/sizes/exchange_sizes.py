@@ -57,6 +57,7 @@ def choose_routes(
     plans = [place_items(batch, specs, grids, balance.mode, nodes) for batch in batches]
     language = specs[LANGUAGE]
     arriving = [
+        # All microbatches of a rank together: one pool shall hold them.
         media_tokens(batch, plan[LANGUAGE], tuple(grids), language.ranks).sum(axis=0).max(initial=0)
         for batch, plan in zip(batches, plans, strict=True)
     ]

@@ -110,6 +110,8 @@ class Alignment:
         blocks = (self.block, self.small, self.smallest)
         *larger, smallest = (block for block in blocks if block is not None)
         enough = max(self.few, span * self.parts) * self.block * self.parts
+        # Each larger block with the least capacity of which it makes enough blocks. There may be
+        # none or one of them, so the lengths may differ.
         for block, least_capacity in zip(larger, (enough, self._few_small), strict=False):
             if capacity >= least_capacity and capacity % self._unit_of(block) == 0:
                 return block

@@ -192,6 +192,7 @@ def _pooled(samples: Sequence[BatchItems]) -> tuple[dict[str, PhaseItems], int]:
 
 def _items_of(items: PhaseItems, chosen: Longs, examples: int) -> PhaseItems:
     """The items of chosen examples, which are numbered anew."""
+    # Items are in the order of examples: those of one are side by side, from `start` on.
     items_per_example = np.bincount(items.example, minlength=examples)
     start = np.cumsum(items_per_example) - items_per_example
     example = np.repeat(np.arange(len(chosen)), items_per_example[chosen])
