@@ -128,10 +128,10 @@ def fix_overflow(state: RowState, search: bool = False) -> bool:
         overflowing = min(int(np.searchsorted(room[rows], 0)), len(rows) // 2)
         if not overflowing:
             break
-        heavy = rows[:overflowing]
+        heavy, spare = np.split(rows, [overflowing])  # no row is on both sides of swaps
         # In sweep s the row that overflows most skips the s rows of most room and meets the next
         # one; the others follow in order, around the end.
-        light = np.roll(rows[::-1], -sweep)[:overflowing]
+        light = np.roll(spare[::-1], -sweep)[:overflowing]
         swaps = _swap_items(state, order, heavy, light, sweep, SLOTS, limited=COST)
         if not swaps and not search:
             break

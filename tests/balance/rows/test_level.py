@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -147,6 +148,21 @@ def test_an_overflow_that_only_two_against_two_cure():
     state = state_with([0, 0, 1, 1], [1, 8, 5, 3], [8, 9], 2)
     assert fix_overflow(state)
     assert state.remaining[SLOTS].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("search", [False, True])
+def test_no_row_passes_items_in_two_swaps_at_once(search):
+    """What it has left would then be another number than what its items leave."""
+    random = np.random.default_rng(0)
+    for _ in range(400):
+        rows = int(random.integers(3, 9))
+        length = random.integers(1, 30, int(random.integers(2 * rows, 6 * rows)))
+        capacity = np.full(rows, -(-length.sum() // rows) + int(random.integers(0, 3)))
+        row_of = random.integers(0, rows, len(length))
+        state = state_with(row_of.tolist(), length.tolist(), capacity.tolist(), 100)
+        fix_overflow(state, search)
+        left = capacity - np.bincount(state.row_of, weights=length, minlength=rows).astype(int)
+        assert state.remaining[SLOTS].tolist() == left.tolist()
 
 
 def test_a_search_continues_where_a_sweep_finds_nothing():
