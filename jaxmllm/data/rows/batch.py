@@ -101,6 +101,8 @@ class LocalRows:
     @property
     def items(self) -> Longs:
         """Numbers of the items that lie in these rows."""
+        # A plan names an item's rank by the first of its group, and groups count by `rank // span`;
+        # so rows of each span are found on their own.
         span_of_item = self.plan.span[self.plan.microbatch]
         is_local = np.zeros(len(span_of_item), np.bool_)
         for span in np.unique(span_of_item).tolist():

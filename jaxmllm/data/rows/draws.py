@@ -52,6 +52,7 @@ class DrawRule:
         key: tuple[Any, ...] = (self.seed, None if self.evaluation else step, id, item)
         if before and not self.evaluation:  # where batches of any size draw the same
             key += (before,)
+        # Six words of 32 bits: two are the key, the next two become numbers in (0, 1).
         digest = hashlib.blake2b(repr(key).encode(), digest_size=24).digest()
         first, second, *words = np.frombuffer(digest, np.uint32).tolist()
         # Strictly between 0 and 1

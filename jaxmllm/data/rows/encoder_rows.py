@@ -137,6 +137,8 @@ class Filling(ABC):
             row_index = self.local.row(item)
             slots = self.local.slots(item, int(self.items.length[item]))
             feature_slots = self.lay(row, row_index, item, span, slots)
+            # A generator that has raised yields nothing more. So one error stands for all later
+            # items of a file, unless another generator begins with the next one.
             if broken and _is_folder(span.reference):  # whose other files may be sound
                 loaded = self._features([spans[item] for item in items[index:]])
                 broken = None
@@ -195,6 +197,7 @@ def _together(
             isinstance(last_media, FrameGroup)
             and isinstance(media, FrameGroup)
             and (last_media.clip, example[last_item]) == (media.clip, example[item])
+            # An example that has a video twice begins it anew: the number of the group falls.
             and last_media.number < media.number
         )
         if goes_on:
@@ -225,6 +228,7 @@ class _Filling(Filling):
         segment = self.local.plan.segment
         segments = np.full(slots.stop - slots.start, segment[item])
         if (subsegment := modality.apart(span.shape)) is not None:  # which has a number of its own
+            # Numbers of the plan are 1 .. max, so steps of max keep those of all parts different.
             segments += segment.max() * subsegment
         row["segments"][row_index, slots] = np.where(modality.real_slots(span.shape), segments, 0)
         row["positions"][row_index, slots] = modality.positions(span.shape)[:, modality.format.axes]

@@ -143,6 +143,7 @@ class StepFiller:
         batch = Batch(
             examples,
             items,
+            # Every phase asks for its examples; all have one rendering.
             functools.cache(corpus.example),
             corpus.source_of,
             corpus.modalities,
@@ -160,6 +161,7 @@ class StepFiller:
             step=step,
             examples=np.asarray(examples, np.int64),
             targets=items.targets,
+            # Linear in slots and conditions, so it may be asked for the sums over all items.
             patches=sum(
                 cast(Generated, modality).patch_count(
                     int(items.phases[phase].real.sum()), int(items.phases[phase].tokens.sum())

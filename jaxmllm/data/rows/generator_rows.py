@@ -86,6 +86,7 @@ def generator_rows(
         row["noise"][row_segment] = drawn[item].noise
         row["times"][row_segment] = drawn[item].time
         row["sources"][row_segment] = batch.source(index)
+    # Slots that have no partner name themselves; the items' fillings overwrite the others.
     if guided:
         for row in rows:
             row["partners"] = np.tile(
@@ -116,6 +117,8 @@ class _Filling(Filling):
         row["readers" if modality.crossed else "segments"][row_index, conditions] = seen
         row["segments"][row_index, patches] = plan.segment[item]
         if self.route is None:
+            # Slots capacity * p .. of the row are those of the p-th rank of the group, and a state
+            # arrives in that rank's own pool at the number of its slot there.
             capacity = int(plan.capacity[plan.microbatch[item]])
             row["conditions"][row_index, conditions] = conditions % capacity
         else:
@@ -144,6 +147,7 @@ class _GuidedFilling(_Filling):
     def lay(self, row: Row, row_index: int, item: int, span: MediaSpan, slots: slice) -> slice:
         patches = super().lay(row, row_index, item, span, slots)
         with_conditions, without = _halves(patches)
+        # As many as segments of a row at most: numbers that no item's first half has.
         row["segments"][row_index, without] += row["noise"].shape[1]
         row["partners"][row_index, with_conditions] = np.arange(without.start, without.stop)
         row["partners"][row_index, without] = np.arange(with_conditions.start, with_conditions.stop)

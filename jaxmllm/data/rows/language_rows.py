@@ -70,6 +70,7 @@ def language_rows(
                     row["groups"][row_index, read] = first_slot + 1
     for row, span in zip(rows, phase.span.tolist(), strict=True):
         if span > 1:
+            # Still in the order of the plan; what follows deals slots to parts.
             row["arrived"] = row["media"].copy()
             if generates:
                 row["leaving"] = row["states"].copy()

@@ -73,6 +73,8 @@ def finish_encoder_row(
     slots_per_token = row_format.slots_per_token
     stride = row_format.stride
     block_slots = block * stride
+    # order[rank, place] is the language token of the plan that stands there. It is kept up to date
+    # with all that moves; its inverse is `places`.
     order = np.tile(np.arange(row["valid"].shape[1], dtype=np.int32), (len(row["valid"]), 1))
     moved = ["features", "segments", "positions"]
     window = attention.windows[phase].window if phase in attention.windows else None
@@ -84,16 +86,20 @@ def finish_encoder_row(
         row["windows"] = window_numbers(row["segments"], row["positions"], window)
         moved.append("windows")
     ids = [item_ids(of_rank) for of_rank in row["segments"][:, ::stride]]
+    # Blocks are dealt in stretches, so that a part has whole language tokens and whole groups of
+    # slots that the tower takes together.
     stretch_slots = math.lcm(block_slots, row_format.alignment) if parts > 1 else block_slots
     stretch = stretch_slots // block_slots
     tokens = row["segments"].shape[1] // stride
     stretches = deal_blocks([(1, ids)], tokens, block, parts, stretch=stretch)
     blocks = _expand(stretches, stretch)
+    # Tiles are found in the row before it is dealt; `blocks` [r, N] says which block goes where.
     row["tiles"] = tile_tables(ids, blocks, block, parts)
     if window is not None:
         ids = [item_ids(of_rank) for of_rank in row["windows"][:, ::stride]]
         row["window_tiles"] = tile_tables(ids, blocks, block, parts)
     if parts > 1:
+        # Taken first, for afterwards a block has other neighbours.
         if row_format.margin:
             row["margins"] = block_margins(row, blocks, block_slots, row_format.margin)
         _reorder(row, moved, _expand(stretches, stretch_slots))
@@ -110,6 +116,8 @@ def block_margins(row: Row, blocks: Ints, size: int, margin: int) -> Row:
       blocks: [r, N] which block stands at each place.
       size: slots of a block.
     """
+    # Zeros in front put slot s of the row at s + margin, so the slots before block b begin at
+    # b * size, and those after it at (b + 1) * size + margin.
     beside = np.concatenate([np.arange(margin), np.arange(size, size + margin) + margin])
     slots = (blocks[:, :, None] * size + beside).reshape(len(blocks), -1)
     margins = {}
@@ -140,6 +148,8 @@ def finish_language_row(row: Row, attention: AttentionSpec, span: int = 1) -> No
         narrow = [of_rank.within(windows.window) for of_rank in ids]
         windowed = sum(windows.windowed)
         layers = {"tiles": (windows.layers - windowed, ids), "window_tiles": (windowed, narrow)}
+    # All layers have the same parts: blocks are dealt by their work in full layers and in windowed
+    # ones together.
     blocks = deal_blocks(list(layers.values()), row["segments"].shape[1], block, parts)
     row |= {name: tile_tables(ids, blocks, block, parts) for name, (_, ids) in layers.items()}
     row["order"] = _expand(blocks, block)
@@ -178,6 +188,7 @@ def finish_generator_row(row: Row, attention: AttentionSpec, phase: str, span: i
     if parts > 1:
         if "partners" in row:
             moved.append("partners")
+            # Partners are named by their slots: the numbers change with the order, and then move.
             new_slots = np.argsort(row["order"], axis=1).astype(np.int32)
             row["partners"] = np.take_along_axis(new_slots, row["partners"], axis=1)
         _reorder(row, moved, row["order"])
@@ -217,6 +228,7 @@ def window_order(
       block: slots of a block of attention.
     """
     document = segments[:, ::slots_per_token]
+    # Row and column of the token's window in its item; 0 for padding, which is one window.
     corner = positions[:, ::slots_per_token] // side * (document > 0)[:, :, None]
     order = np.empty_like(document)
     for rank, (items, (rows, columns)) in enumerate(
@@ -224,14 +236,19 @@ def window_order(
     ):
         starts = np.flatnonzero(np.append(True, items[1:] != items[:-1]))
         item = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(items)))
+        # A key is the same for the tokens of one window of one item alone: [T]. Of each token then
+        # the number of its window, and how many slots go with that.
         key = (item * (rows.max() + 1) + rows) * (columns.max() + 1) + columns
         window, tokens = np.unique(key, return_inverse=True, return_counts=True)[1:]
         slots = tokens[window] * slots_per_token
         # By the last key first; equal ones stay in their order
         of_row = np.lexsort((window, -slots, slots % block != 0, item)).astype(np.int32)
+        # Tokens from the item's first one to the next edge of a block.
         before = -starts * slots_per_token % block // slots_per_token
         ends = np.append(starts[1:], len(items))
         for start, end, shift in zip(starts, ends, before, strict=True):
+            # Windows that fill blocks stand first. Turned by `shift`, the item has its last tokens
+            # before the edge, and the first window begins at it.
             if items[start] and 0 < shift < end - start:
                 of_row[start:end] = np.roll(of_row[start:end], shift)
         order[rank] = of_row
@@ -277,6 +294,7 @@ def deal_blocks(
             if apart:
                 work.append(apart[rank])
             of_stretches = np.sum(work, axis=0).reshape(-1, stretch).sum(axis=1)
+            # By owner; a stable sort leaves the blocks of a part in the order of the row.
             order[rank] = np.argsort(assign_blocks(of_stretches, parts), kind="stable")
     return order
 
@@ -308,6 +326,7 @@ def dealt_tables(tiles: list[Tiles], order: Ints, parts: int) -> dict[str, Ints]
 def _reorder(row: Row, names: Iterable[str], order: Ints) -> None:
     for name in names:
         for of_rank, slots in zip(row[name], order, strict=True):
+            # Indexing with an array copies, so every slot is read before one is written.
             of_rank[:] = of_rank[slots]
 
 
