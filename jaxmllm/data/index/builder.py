@@ -179,6 +179,8 @@ class _Builder:
         )
         new = [key for key in dict.fromkeys(keys) if key not in self.media]
         for key, measured in zip(new, pool.map(self._measure_one, new), strict=True):
+            # The number is that of the row in the table, read before the key is there: keys stay in
+            # the order in which records first name them, however long headers take.
             self.media[key] = len(self.media), measured
 
     def _measure_one(self, key: MediaKey) -> Measured:
@@ -209,6 +211,7 @@ class _Builder:
             if measured.shape is None:
                 self._reject(line, measured.failure)
                 return
+            # Groups of frames of a video are items of their own, and share its row of the table.
             rows += [row] * item_count(measured.shape)
             shapes.append(measured.shape)
         try:

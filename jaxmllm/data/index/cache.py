@@ -189,6 +189,7 @@ def _sweep_drafts(file: Path) -> None:
     """Remove what killed processes left of this cache file: drafts of processes of this host that
     are no more, and old ones of any host."""
     for folder in file.parent.glob(f"{glob.escape(file.name)}.*"):
+        # FILE.HOST.PROCESS.RANDOM, taken apart from behind: names of hosts may have dots.
         host, _, process = (
             folder.name.removeprefix(f"{file.name}.").rpartition(".")[0].rpartition(".")
         )

@@ -130,6 +130,7 @@ class LengthIndex:
         item, end = self.item_start[example : example + 2].tolist()
         while item < end:
             shapes.append(self.media.shape_of(self.item_media[item]))
+            # The items of a video follow one another and share its shape: one step for all of them.
             item += item_count(shapes[-1])
         return tuple(shapes)
 
