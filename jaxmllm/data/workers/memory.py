@@ -85,6 +85,8 @@ def receive(connection: socket.socket) -> int:
 
 def _layout(sizes: Any) -> tuple[list[int], int]:
     """Offsets of the buffers after the header, and the size of the block."""
+    # number of parts, sizes | pickle | array | array | ..
+    # Each part begins at the first multiple of ALIGNMENT after the end of the one before.
     ends = itertools.accumulate(
         (WORD * (len(sizes) + 1), *sizes), lambda end, size: round_up(end, ALIGNMENT) + size
     )

@@ -151,6 +151,8 @@ class Loader(Generic[T]):
         with self._lock:
             self._closed.set()
             workers = list(self._workers.values())
+        # A worker that is killed fails its call, and its thread finds the loader closed before it
+        # tries again. A thread that waits for a task gets `None`.
         for worker in workers:
             worker.kill()
         for _ in self._threads:
@@ -214,6 +216,7 @@ class Loader(Generic[T]):
                 with self._lock:
                     self._workers.pop(thread).wait(CLOSE_SECONDS)
                 line = f"{task.what}: {death}"
+            # Nothing before the first retry, then longer each time; none once the loader closes.
             if self._closed.wait(PAUSE_SECONDS * (attempt - 1)):
                 raise CancelledError
             if attempt < ATTEMPTS:
@@ -254,6 +257,7 @@ class Reader(Iterator[T]):
         `Interrupted`."""
         if not self._ahead:
             raise StopIteration
+        # It stays the next one until it is there: a wait that is interrupted skips no element.
         element = self._loader.result(self._ahead[0])
         self._ahead.popleft()
         self._load_ahead()
