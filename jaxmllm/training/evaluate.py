@@ -123,6 +123,7 @@ def recorded_evaluation(record: dict[str, Any]) -> dict[str, Any]:
     evaluation: dict[str, Any] = NOTHING | {"step": record["step"]}
     for name, value in record.items():
         if name.startswith("eval/"):
+            # Names of sources may have slashes, too.
             _, key, *source = name.split("/", 2)
             evaluation[key] = evaluation.get(key, {}) | {source[0]: value} if source else value
     return evaluation

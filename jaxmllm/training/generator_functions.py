@@ -117,6 +117,7 @@ class GeneratorFunctions:
         now, then = (shifted(when, shift).astype(rows.times.dtype) for when in (time, next_time))
         free = (rows.segments != rows.owners)[..., None]  # patches that do not see conditions
         # As owners of their own, or what is pooled of the conditions would modulate them
+        # Segment s + S, the second half of an item, is drawn at the times of segment s.
         now, then = (jnp.concatenate([times, times], axis=1) for times in (now, then))
         rows = rows._replace(times=now, owners=rows.segments)
         predicted = model.draw(params, self.phase, rows, noisy, states).astype(noisy.dtype)

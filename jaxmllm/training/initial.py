@@ -194,6 +194,7 @@ def _say_taken(
 
 def _agreed(locations: list[Path]) -> list[Path]:
     """Those that the main process sees: a network file system need not show all processes the same."""
+    # A checkpoint that was given by its own path, whose name is no step.
     if len(locations) == 1 and not locations[0].name.isdecimal():
         return locations
     parent = locations[0].parent

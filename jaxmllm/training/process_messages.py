@@ -55,6 +55,7 @@ class Messages:
         if self._board is None or self._process == 0:
             self._own += [Message(step, self._process, line) for line in lines]
             return
+        # With zeros in front: keys sort by process, and then as they were sent.
         key = f"{self._prefix}/{self._process:08d}/{self._sent:08d}"
         self._sent += 1
         try:
@@ -79,6 +80,7 @@ class Messages:
             messages += [Message(step, int(key.split("/")[-2]), line) for line in lines]
         for message in sorted(messages, key=lambda message: (message.step, message.process)):
             publish(message)
+        # After they are written down, for `await_publication` takes their absence for that.
         for key, _ in entries:
             assert self._board is not None
             self._board.key_value_delete(key)

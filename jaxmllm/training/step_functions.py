@@ -232,6 +232,7 @@ class StepFunctions:
         if isinstance(start, KeptResiduals):
             kept_forward = self._kept_forward(phase, parted, start.rows)
             residuals = tuple(leaf[0] for leaf in start.residuals)
+            # A shape: nothing runs forward here.
             tokens = kept_forward.y
             backward = partial(kept_forward.backward, parted, start.rows, residuals)
         else:
@@ -301,6 +302,7 @@ class StepFunctions:
         rows = start.rows if isinstance(start, KeptResiduals) else start
         media, valid = self._arrived(rows, pool)
         trained, frozen = self.split(params, LANGUAGE, grads)
+        # Media tokens stand beside the parameters, for gradients may be asked of both.
         decoded = self._decoded_from(start, Parted((trained, media), frozen))
         layout = self.model.layout(LANGUAGE)
         d_hidden = None if d_states is None else states_slots(rows).take(layout, d_states)
@@ -328,6 +330,8 @@ class StepFunctions:
             pool = pool._replace(tokens=media_slots(rows).put(layout, d_media, pool.tokens))
         else:
             d_params, of_rows = jax.grad(objective, has_aux=True)(trained, media)
+        # Sums of text have no `routed`, and there are none where no text has a loss; so what was
+        # routed is added by itself.
         row_sums, row_routed = of_rows
         routed = self.added(LANGUAGE, sums.routed, row_routed)
         sums = sums._replace(routed=None)
@@ -457,6 +461,8 @@ class StepFunctions:
         if averages is not None:
             averages = moved_averages(averages, trained, self.model.ema, state.step, usable)
         expert_counts, routing_metrics = self._routing_after(state, sums, usable)
+        # Steps number batches, and count where an update is skipped, too; the optimizer's own
+        # count stays then, as its moments do.
         new = TrainState(
             join(trained, frozen),
             optimizer,
@@ -514,9 +520,11 @@ class StepFunctions:
         assert sums.routed is not None and state.expert_counts is not None
         expert_counts = sums.routed.counts.sum(0)
         real = expert_counts.astype(sums.routed.z.dtype)  # whose sums no longer fit 32 bits
+        # Every token counts `per_token` times in each layer, so one layer tells how many there are.
         tokens = real[0].sum() / experts.per_token
         balance, z = router_means(sums.routed, Routing(state.expert_counts, tokens))
         layout = self.model.layout(LANGUAGE)
+        # Experts of a device are neighbours: [L, devices, experts of each].
         devices = real.reshape(len(expert_counts), layout.size("experts"), -1).sum(2)
         metrics = {
             "balance_loss": balance,

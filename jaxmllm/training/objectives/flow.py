@@ -52,6 +52,7 @@ def noisy_patches(layout: Layout, rows: GeneratorRows, dtype: jnp.dtype) -> Nois
     def on_device(
         features: Array, owners: Array, patches: Array, keys: Array, times: Array
     ) -> tuple[Array, ...]:
+        # A device has slots of one row alone: every leading axis is 1 long.
         image = features[0].astype(dtype)
         if features.dtype == jnp.uint8:  # pixels; latents are normalised where they are loaded
             image = image / MIDDLE_GRAY - 1
@@ -163,6 +164,7 @@ def flow_sums(
     def on_device(
         losses: Array, counted: Array, owners: Array, source_of: Array, times: Array
     ) -> FlowSums:
+        # By segment from 0: slots of no item have source -1, which is no column of the sums.
         padded = jnp.concatenate([jnp.full_like(source_of[0][:1], -1), source_of[0]])
         source = padded[owners[0]]
         patches = counted.astype(jnp.int32)

@@ -91,6 +91,7 @@ def _objective(loss: _Loss, hidden: Array, matrix: Parameter, targets: Array) ->
 def _forward_rule(loss: _Loss, hidden: Any, matrix: Any, targets: Any) -> tuple[Any, Any]:
     """With the gradients of the sum: of the hidden states and of the head, those that are asked for."""
     shard, head = (matrix.shard, matrix.stand_in) if loss.stays else (matrix, matrix)
+    # `perturbed` says whether anybody asks for a gradient of an argument.
     perturbed = hidden.perturbed, head.perturbed
     losses, hits, *gradients = loss(hidden.value, shard.value, targets.value, *perturbed)
     # Else the whole gradient of the head may lie until all layers are done, and only then be scattered
@@ -146,6 +147,7 @@ class _Loss:
         shape = targets.shape
         x = hidden.reshape(-1, hidden.shape[-1])
         target = targets.reshape(-1)
+        # The loop runs over a list of slots [P]; `positions` [T] brings its results back.
         slots, positions, targets_on_device = slots_with_target(target, self.chunk)
         if self.layout.split_axes("vocab"):
             # Devices that meet in the loop must run it equally often
@@ -154,6 +156,7 @@ class _Loss:
             )
         wide = jnp.promote_types(x.dtype, jnp.float32)
         table = self._gathered(matrix.astype(x.dtype))
+        # In the order of `results` in `__call__`, in which they are returned.
         begin = {
             "losses": jnp.zeros(slots.shape, wide),
             "hits": jnp.zeros(slots.shape, bool),
@@ -171,6 +174,7 @@ class _Loss:
         def step(index: Array, done: dict[str, Array]) -> dict[str, Array]:
             start = index * self.chunk
             chunk_slots = jax.lax.dynamic_slice_in_dim(slots, start, self.chunk)
+            # Behind the last target the list holds T, which lies outside: zeros, without a target.
             chunk_x = x.at[chunk_slots].get(mode="fill", fill_value=0)
             chunk_target = target.at[chunk_slots].get(mode="fill", fill_value=-1)
             losses, hits, d_logits = self._cross_entropy(chunk_x, table, chunk_target)
@@ -217,6 +221,7 @@ class _Loss:
         largest = logits.max(axis=-1)
         largest = jax.lax.pmax(largest, split) if split else largest
         first_token = jax.lax.axis_index(split) * logits.shape[1] if split else 0
+        # In the columns of this device: a target of another one is in none of them, nor is -1.
         hot = (target - first_token)[:, None] == jnp.arange(logits.shape[1])
         powers = jnp.exp(logits - largest[:, None])
         chosen = jnp.where(hot, logits, 0).sum(axis=-1)
@@ -311,6 +316,8 @@ def sums_by_source(
         segment = jnp.where(segments[0] > 0, segments[0] - 1, segment_source.size)
         token_source = jnp.append(segment_source, -1)[segment]
         some = jnp.zeros(segment_source.size, jnp.int32)
+        # A segment may have slots on several parts of a row. All of them know whether it has a
+        # target, and whether one was missed, so examples are not added up over parts.
         has_target = over_parts(some.at[segment].max(counted[0], mode="drop")) > 0
         missed = over_parts(some.at[segment].max(counted[0] & ~hits[0], mode="drop")) > 0
 

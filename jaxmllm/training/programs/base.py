@@ -336,6 +336,7 @@ class Programs(abc.ABC):
     def _abstract_state(self, params: Any) -> TrainState:
         state = jax.eval_shape(self.functions.init, params)
         trained, _ = self.functions.model.trainable.split(params)
+        # Moments are like their parameter in shape, type and sharding; counts are on all devices.
         optimizer = {
             name: optax.tree_utils.tree_map_params(
                 make_optimizer(self.functions.optimizer),

@@ -166,6 +166,7 @@ class ExchangePrograms:
                 self._ints(*shape) for shape in backend_of(route).hop_shapes(route, pool_slots)
             )
 
+        # A hop reads the pool that tokens leave; a gather has an entry for each slot they enter.
         forward = hop(route.encoder_pool), self._ints(route.language_pool)
         backward = hop(route.language_pool), self._ints(route.encoder_pool)
         return *forward, *backward

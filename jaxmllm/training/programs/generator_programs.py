@@ -124,6 +124,7 @@ class GeneratorPrograms(Programs):
             language_pools[pool], kept = program(phase_params, rows, language_pools[pool])
             starts.append(self.start_of(LANGUAGE, m, rows, kept) if backward else rows)
         states = self._empty_pools(batch, self._owners(self.generators), "")
+        # Rounds are told from encoders' side: here the target is read and the source is filled.
         for owner, pools in states.items():
             exchange = self._exchange_programs[owner]
             for round_, tables in zip(host.rounds[owner], batch.tables[owner], strict=True):
@@ -191,6 +192,8 @@ class GeneratorPrograms(Programs):
     def start_of(self, phase: str, microbatch: int, rows: Any, kept: Any) -> Start:
         """What the backward pass of a microbatch of a step starts from, by what its forward pass has kept."""
         start = start_from(rows, kept)
+        # One program runs forward for all microbatches of a class: what it keeps of those beyond
+        # the number is let go here.
         within = microbatch < self.kept_residuals.get(phase, 0)
         return rows if isinstance(start, KeptResiduals) and not within else start
 
@@ -206,6 +209,7 @@ class GeneratorPrograms(Programs):
         self, batch: DeviceStep, owners: Iterable[str], prefix: str
     ) -> dict[str, list[Any]]:
         """Zeroed encoder pools by owner of an exchange, as many as the step needs."""
+        # -1 where no microbatch of the step needs one: then there is no pool.
         last_pool: dict[str, int] = dict.fromkeys(owners, -1)
         for phase, owner in self.exchange_owner.items():
             if owner in last_pool:

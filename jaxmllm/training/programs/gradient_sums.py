@@ -67,6 +67,7 @@ class GradientSums:
         unfinished = self._unfinished(sums)
         if not unfinished:
             return sums
+        # In the order of leaves, in which the map below takes them.
         totals = iter(call("add_replicas")(unfinished))
         return jax.tree.map(
             lambda one, abstract, total: one if _same(abstract, total) else next(totals),

@@ -122,6 +122,7 @@ class PhasedPrograms(GeneratorPrograms):
             params, batch, self._zeros("failed"), backward=True
         )
         gradients = self._zeros("gradients")
+        # Programs of the decoder take sums without `drawn`, which those of generators add to.
         sums = self._zeros("sums")
         sums, drawn = sums._replace(drawn=None), sums.drawn
         d_states: list[jax.Array] = []
@@ -258,6 +259,7 @@ class PhasedPrograms(GeneratorPrograms):
             program = self._of_microbatch(names.backward_from(start), LANGUAGE, host, m)
             pools[pool], grads, sums = program(
                 *(phase_params, start, pools[pool], scale, grads, sums, routing),
+                # No argument at all where there are none, as the program was compiled.
                 *d_states[pool : pool + 1],
             )
         return grads, sums
@@ -431,6 +433,7 @@ class PhasedPrograms(GeneratorPrograms):
                 bool(self.generators),
                 self.attention.runs.get(LANGUAGE),
             )
+            # A program for microbatches that start from residuals, one for those that do not.
             starts: list[Start] = [rows] if names.backward else []
             if names.forward:
                 inputs = (params, rows, pool)
@@ -441,6 +444,7 @@ class PhasedPrograms(GeneratorPrograms):
                 )
             for start in starts:
                 scalar = self._scalar()
+                # Pool, gradients and sums are overwritten: numbers 2, 4 and 5 of these.
                 arguments = (params, start, pool, scalar, grads, sums, routing, *d_states)
                 results = (pool, grads, sums)
                 jobs[ProgramName(names.backward_from(start), LANGUAGE, *row_class)] = Job(

@@ -138,6 +138,7 @@ class StageFunctions:
             trained, frozen = trainable.split(
                 {name: params[name] for name in self.model.phases[phase].components},
             )
+            # Windows and numbers reach each layer as parameters do, so they lie with frozen ones.
             layers.append(
                 Params(
                     _layers_of(trained),
@@ -307,6 +308,7 @@ def _text_losses(
     total, sums = functions.losses(hidden, head, rows, x.valid)
     total *= constants.scale
     if x.routed is not None:
+        # They came from chunk to chunk as real numbers, like all of an `Activation`.
         expert_counts = jnp.round(x.routed.counts).astype(jnp.int32)
         routed = x.routed._replace(counts=expert_counts)
         sums = sums._replace(routed=functions.routed_sums(routed))

@@ -41,5 +41,6 @@ class StageLayers:
     def joined(self, leaf: jax.Array) -> jax.Array:
         """[S, K, L, ...] -> [layers, ...]"""
         index = self.index.reshape(-1)
+        # Where in [S * K * L] the layers lie, in their own order.
         positions = np.flatnonzero(index >= 0)[np.argsort(index[index >= 0])]
         return jnp.take(leaf.reshape(-1, *leaf.shape[3:]), positions, axis=0)

@@ -175,6 +175,7 @@ class StagedPrograms(Programs):
                 )
             )
 
+        # Traced, for `inputs` computes with what are shapes here; the result leaves by the list.
         jax.eval_shape(record, self.params, self._abstract_constants())
         return held[-1]
 
@@ -472,6 +473,7 @@ class StagedPrograms(Programs):
             for row_class, shapes in zip(classes, self.rows[phase], strict=True):
                 spanned = layout.spanned(row_class.span)
                 local = len(local_ranks(spanned.rows, spanned.groups))
+                # The schedule numbers rows within their class, so their order stays.
                 filled = [
                     kind.of(dict(batch.rows[phase][m]))
                     for m in range(begin, begin + microbatches)

@@ -27,6 +27,7 @@ def put_ranks(local: np.ndarray, sharding: NamedSharding, ranks: int, axis: int 
     """
     shape = (*local.shape[:axis], ranks, *local.shape[axis + 1 :])
     indices = sharding.addressable_devices_indices_map(shape).values()
+    # Rows of `local` are the ranks of this host, ascending, as `local_ranks` has them.
     present = sorted({_first_rank(index, axis) for index in indices})
     row_of_rank = {rank: row for row, rank in enumerate(present)}
 
