@@ -76,6 +76,7 @@ def collective_seconds(
             else sent / in_node.rate(operation) + in_node.hop_seconds
         )
     if operation in PAIRWISE:
+        # Of the array a device keeps its own share, and sends as much to each of the others.
         to_node = array_bytes * (inside - 1) / group.devices / in_node.rate(operation)
         to_others = array_bytes * (group.devices - inside) / group.devices / far_rate
         return max(to_node, to_others) + (between_nodes if crosses else in_node).hop_seconds

@@ -120,6 +120,7 @@ class Device:
     def product_rate(self, tokens: float, width: float) -> float:
         """FLOP/s of products of [tokens, width] matrices."""
         side = 1 / (1 / tokens + 1 / width)
+        # A chip with more FLOPs for a byte of memory needs larger matrices to be as busy.
         ridge = self.peak * self.sharing / self.cluster.memory_bandwidth
         half_side = self.rates.half_side * ridge / RIDGE
         return self.peak * self.efficiency * side / (side + half_side)

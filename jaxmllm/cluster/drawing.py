@@ -36,6 +36,7 @@ class Drawing:
         conditions = np.zeros((plan.microbatches, spec.ranks))
         np.add.at(conditions, (plan.microbatch, plan.rank), items.tokens)
         filled = conditions.max(axis=1) / (plan.capacity * plan.span)
+        # Ascending, so a search finds the smallest share that is at least as large.
         shares = np.array([1 / share for share in SHARES])
         return shares[np.minimum(np.searchsorted(shares, filled), len(shares) - 1)]
 

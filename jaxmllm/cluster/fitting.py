@@ -57,6 +57,7 @@ def fitted(cluster: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
     # Seconds of a whole tick
     tick = statistics.median([step.seconds / step.ticks for step in steps if step.ticks] or [0.0])
 
+    # x: logarithms of the factors of efficiency, rates and hops; share of a tick that is its own.
     def changed_by(x: Floats) -> Cluster:
         share, rate, hop = np.exp(x[:3]).tolist()
         return _changed(cluster, share, rate, hop, float(x[3]) * tick)
@@ -64,6 +65,8 @@ def fitted(cluster: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
     def residuals(x: Floats) -> Floats:
         changed = changed_by(x)
         errors = [math.log(step.predicted(changed) / step.seconds) for step in steps]
+        # Least squares of both: misses in units of their spread, and distances from the record
+        # in units of what is not known of it.
         return np.concatenate([np.array(errors) / SPREAD, x / spreads])
 
     # No more than the peak, and no ticks of less than the record's

@@ -17,6 +17,7 @@ class Network:
         from jaxmllm.setup.ahead import whole_axes
 
         self._device = device
+        # Devices along the last axis are neighbours; along others, all inner axes lie between.
         strides: dict[str, int] = {}
         inner = 1
         for axis, size in reversed(mesh.shape.items()):

@@ -151,6 +151,7 @@ class PhaseSeconds:
         """Its states are computed for a generator first, and where nothing of that is kept again with the backward
         pass."""
         names = self.functions
+        # Where no gradient passes through the decoder, the whole is its forward pass.
         returns = self.whole.linear > self.forward[0]
         passes = Passes(0 if kept else 1, 1, **again) if returns else Passes(1, 0)
         calls = [
@@ -182,12 +183,14 @@ class PhaseSeconds:
         inner = devices_along(layout, layout.mesh_axes("mlp"))
         row_parts = devices_along(layout, layout.part_axes)
         slots = capacity / row_parts
+        # FLOPs of a slot, forward and backward; the latter are 0 where nothing has a gradient.
         linear, *per_square = self.forward
         of_backward = self.whole.linear - linear
         if not passes.head:  # whose weights are those of its component
             of_backward -= of_backward / linear * self.head
             linear -= self.head
         products = passes.forward * linear + passes.backward * of_backward
+        # From residuals of the layers, the head alone runs forward.
         if passes.head and not passes.forward:
             products += self.head
         products += passes.linear_again * (self.again - self.of_experts)

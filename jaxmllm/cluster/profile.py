@@ -64,6 +64,8 @@ def best_split(loads: Sequence[float] | Floats, devices: int) -> tuple[int, ...]
     """
     if devices < len(loads):
         raise ValueError(f"{devices} devices for {len(loads)} components: each needs one")
+    # Each further device goes to the slowest component: no other choice makes the whole faster.
+    # Loads are negative in the heap, so that it has the slowest one first.
     split = [1] * len(loads)
     slowest = [(-load, component) for component, load in enumerate(loads)]
     heapq.heapify(slowest)

@@ -277,10 +277,12 @@ class _Phase:
         trained = {leaf.path for leaf in leaves(self.programs.trained.get(component, {}), settings)}
         for path, leaf in by_path.items():
             table = "embedding" in path
+            # Two uses of a table: it is looked up, and multiplied where it is the head, too.
             if table and self.function in LOOKS_UP:
                 yield from self._lookups(leaf, layout, itemsize, path in trained)
             elif table:  # gathered as it lies
                 yield _send(layout, GATHER, leaf.gathered, SUM_BYTES * leaf.size / leaf.split)
+            # Another matrix is the head, so this one has no further use.
             if table and ("head",) in by_path:
                 continue
             if (table or path == ("head",)) and not self._has_head:

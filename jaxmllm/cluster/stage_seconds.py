@@ -97,6 +97,8 @@ def _run(
         rows = slice(first_row, first_row + row_count)
         phase = plan.phases[of_chain.phase]
         shapes = map(RowClass, phase.capacity[rows].tolist(), phase.span[rows].tolist())
+        # A stage does one operation in a tick, so only one chain has more than 0 there, and what
+        # the chains take one by one adds up to `busy` below.
         done = of_chain.ticks(columns, squares[of_chain.phase][:, rows], list(shapes))
         totals += done
         exposed = _together(device, done[0] + done[1], done[2]) - done[0] - done[1]
@@ -191,6 +193,7 @@ class _Operations:
         of_parts = np.stack(self._parts(squares, row_class))  # [4, part, D, M]
         done = np.zeros((4, *columns["action"].shape))
         for kind, gradients in GRADIENTS.items():
+            # Each pair (tick, stage) occurs once, or `+=` at these places would add only the last.
             tick, stage = np.nonzero(columns["action"] == action_of(self.number, kind))
             chunk, row, residual, loss = (
                 columns[name][tick, stage]
@@ -218,6 +221,7 @@ class _Operations:
         self, squares: Floats, row_class: NDArray[np.intp]
     ) -> tuple[Floats, Floats, Floats, Floats]:
         """Of the parts of operations, by chunk and row: what `ticks` adds up."""
+        # Arrays are [4, D, M], by part, chunk of the chain and row, or broadcast to that.
         shares = self.parts * self.inner
         products = np.moveaxis(self.costs.linear[row_class], 0, -1) / shares
         filled = squares / self.costs.capacity**2
@@ -311,6 +315,7 @@ class _Operations:
                 if leaf.layer:
                     seconds += of_leaf[:, None, None] * layers
                 elif "embedding" not in leaf.path:
+                    # Other components of the phase, and the head, count with the last chunk.
                     follows = component != self.phase or "head" in leaf.path
                     seconds[:, -1 if follows else 0, 0] += of_leaf
         return seconds

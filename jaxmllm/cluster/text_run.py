@@ -229,6 +229,7 @@ def text_step(run: TextRun, device: Device) -> TextStep:
     low = max(pipelined(max(layer.compute, layer.weights)), sends, replicas) + update
     high = pipelined(layer.compute + layer.hidden + layer.weights) + sends + replicas + update
 
+    # Parts are means over the stages; what the pipeline takes besides them, stages wait.
     share = microbatches / stages
     part_seconds = {
         name: share * run.layers * getattr(layer, name)
@@ -266,6 +267,7 @@ def _layer_seconds(run: TextRun, device: Device) -> _Layer:
         # Of all pairs, also those that causal attention does not see
         computed = 2 * pairs * (1 + BACKWARD + attention_again) / rate
         scores = run.heads / run.tensor * run.sequence * slots * device.rates.score_bytes
+        # `score_bytes` are those of a forward and a backward pass together.
         written = scores * (1 + BACKWARD + attention_again) / (1 + BACKWARD)
         attention = computed + device.memory_seconds(written)
     else:
@@ -273,6 +275,7 @@ def _layer_seconds(run: TextRun, device: Device) -> _Layer:
 
     network = device.rates.network
     summed = slots * run.width * NUMBER_BYTES
+    # Two sums of activations forward, after attention and after the MLP, and two backward.
     sums = (2 + 2 + 2 * again) * collective_seconds(
         device.cluster, ALL_REDUCE, summed, Group(run.tensor), network
     )
@@ -289,6 +292,7 @@ def _layer_seconds(run: TextRun, device: Device) -> _Layer:
     )
     exposed = gathers * float(GATHER_PRICE.exposed)
 
+    # The mesh numbers devices of tensor parallelism first, then of context, fsdp and data.
     shards = Group(run.fsdp, inner * run.context)
     held = layer.parameters / run.tensor
     weights = 2 * collective_seconds(

@@ -42,6 +42,8 @@ class ClosedForm:
         options = estimate.layout.options
         best = {phase: getattr(estimate.config.components, phase).remat for phase in options}
         fastest = {phase: estimate.phase_seconds(phase) for phase in options}
+        # Phases follow one another, so each one's fastest is found by itself: a trial gives
+        # one remat to all phases that can have it.
         for remat in REMATS:
             trial = {phase: remat if remat in options[phase] else best[phase] for phase in options}
             if trial == best:

@@ -119,6 +119,7 @@ def even_step(
         of_rank = loads[phase].squares / spec.ranks / rows[phase].microbatches
         phases[phase] = _one_microbatch(rows[phase].capacity)
         tokens = loads[phase].tokens / spec.ranks / rows[phase].microbatches
+        # One item without length stands for the even share: its squares are the extra ones alone.
         items[phase] = PhaseItems(
             length=NO_LENGTH,
             real=NO_LENGTH,
@@ -130,6 +131,7 @@ def even_step(
     routes: dict[str, RoutePlan] = {}
     statistics: dict[str, float] = {}
     for phase, owner in programs.exchange_owner.items():
+        # Of a rank's tokens, those for itself stay: 1 in as many as there are peers.
         peers = programs.spec.routes[owner].grid.peers
         key = f"route/{owner}/slots_moved"
         statistics[key] = statistics.get(key, 0.0) + loads[phase].tokens * (1 - 1 / peers)

@@ -48,6 +48,7 @@ def in_stages(
     """
     stages = config.pipeline.stages
     shares = {name: seconds / stages for name, seconds in parts.items() if name != EXCHANGE}
+    # Parts with a slash are those of phases: `<phase>/compute` and the like.
     of_layers = sum(seconds for name, seconds in shares.items() if "/" in name)
     bubble = of_layers * (stages - 1) / rows[LANGUAGE].microbatches
     network = Network(model.layout(LANGUAGE).mesh, device)

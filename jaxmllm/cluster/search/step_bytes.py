@@ -153,6 +153,7 @@ class StepBytes:
             functions = phase_functions(step_functions(self.config, model, 1), phase)
             names = ("gradients",) if self.stages > 1 else functions.names
             model = with_settings(model, with_remat(self.config, {phase: remat}).components)
+            # Made for rows of 1 slot; `with_rows` changes that alone.
             programs = [phase_program(model, ProgramName(name, phase, 1)) for name in names]
             self.known[key] = _largest(programs, self.stages)
         return self.known[key](slots)
@@ -167,6 +168,7 @@ class StepBytes:
         room = budget - self.resident
         if room < self.replicas:
             return 0
+        # The first exponent without room: half its power has room, 0 where one slot has none.
         fit = bisect.bisect_left(
             range(LARGEST_ROW.bit_length()),
             True,
