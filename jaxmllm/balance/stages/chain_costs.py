@@ -148,6 +148,7 @@ class ChainLayers:
             ]
             linear = [_columns(chunk_costs(chain, layers)) for layers in without_attention]
             totals = [_columns(chunk_costs(chain, layers[chain.name])) for layers in one_item]
+            # What squares of each kind add to the largest row, [kinds, 4, D]
             attention = np.array(totals) - linear[0]
             spans = self.spans.get(chain.name, (1,) * len(capacities))
             price = self.gather_cost.get(chain.name, 0)

@@ -72,6 +72,8 @@ def defer(
     tables = [_subset_sums(work[examples], slots[examples]) for examples in members]
     transfer = _best_transfers(tables, loads[heavy][:, None] - loads[light], room)
     after = np.maximum(loads[heavy][:, None] - transfer, loads[light] + transfer)
+    # A heavy load within T does with any partner, for no best transfer raises the greater of the
+    # two. So only those above T have to be matched.
     threshold = _threshold(after, loads[heavy], int(loads[light].max(initial=0)))
     squares = (loads[heavy][:, None] - transfer) ** 2 + (loads[light] + transfer) ** 2
     # Dearer than any assignment without it: pairs over the threshold are taken only where nothing
@@ -111,6 +113,7 @@ def _best_transfers(tables: list[Longs], gap: Longs, room: Longs) -> Longs:
     transfer = np.zeros(gap.shape, np.int64)
     for row, table in enumerate(tables):
         possible = np.flatnonzero(table[-1] < INT64_MAX)
+        # [sums, light]: how far apart the two loads are after a transfer of each possible sum
         miss = np.abs(2 * possible[:, None] - gap[row])
         miss[table[-1][possible][:, None] > room] = INT64_MAX
         miss[0] = np.minimum(miss[0], gap[row])  # the empty subset is always possible
@@ -127,6 +130,7 @@ def _subset_sums(work: Longs, slots: Longs) -> Longs:
         without = table[index]
         row = table[index + 1]
         row[:] = without
+        # A sum s without the example is s + example_work with it. INT64_MAX shall not overflow.
         source = without[: len(without) - example_work]
         with_example = np.where(source < INT64_MAX, source, INT64_MAX - size) + size
         np.minimum(row[example_work:], with_example, out=row[example_work:])
@@ -137,6 +141,7 @@ def _subset_with(table: Longs, work: Longs, total: int) -> list[int]:
     """The examples of the subset that the table found for a sum."""
     chosen = []
     for index in range(len(work) - 1, -1, -1):
+        # The example made the sum possible, or with fewer slots.
         if table[index + 1, total] != table[index, total]:
             chosen.append(index)
             total -= int(work[index])
@@ -150,6 +155,7 @@ def _threshold(after: Longs, loads: Longs, least: int) -> int:
     candidates = candidates[candidates >= least]
     low = 0
     high = len(candidates) - 1
+    # The least T is among low .. high: no load is above the last candidate, which is always enough.
     while low < high:
         middle = (low + high) // 2
         bound = candidates[middle]

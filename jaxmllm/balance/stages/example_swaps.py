@@ -104,14 +104,17 @@ def swap_examples(
     rounds = ceil_divide(len(group), SEARCH.compared)
     idle = 0
     for sweep in range(SEARCH.sweeps * rounds):
+        # Every `rounds`-th entry, so that `rounds` sweeps in a row see all entries.
         entries = np.arange(sweep % rounds, len(group), rounds)
         entry_group = group[entries]
         change = _changes(work[entries], load[entry_group], squares[entries])
+        # 0, which gains nothing, marks from here on what must not be swapped.
         change[entry_group[:, None] == entry_group] = 0
         for phase in limited:
             free = (demands.capacity[phase] - filled[:, phase])[entry_group]
             # By the second one's group
             received = slots[entries, phase][:, None] - slots[entries, phase]
+            # [i, j]: so much the group of j receives, and that of i gives away.
             change[(received > free) | (-received > free[:, None])] = 0
         if bound is not None:
             assert media_groups is not None
@@ -128,6 +131,7 @@ def swap_examples(
         b = entries[index_b]
         g = entry_group[index_a]
         h = entry_group[index_b]
+        # No group is twice in g and h together, so these additions by index lose nothing.
         load[g] -= work[a] - work[b]
         load[h] += work[a] - work[b]
         filled[g] -= slots[a] - slots[b]
@@ -146,6 +150,8 @@ def _changes(work: Longs, load: Longs, squares: Longs) -> Longs:
       load: [n, P] of their groups.
       squares: [n] sum over phases of the squared work.
     """
+    # one_way[i, j] is a (a - g + h - b), of which i gives a, g and j gives b, h. With its transpose
+    # that is (a - b) (a - b - (g - h)).
     one_way = np.repeat((squares - (work * load).sum(axis=1))[:, None], len(work), axis=1)
     for phase in range(work.shape[1]):
         one_way += work[:, phase, None] * (load - work)[:, phase]

@@ -258,6 +258,7 @@ def _fill(
     if stratified and media.any():
         by_language = np.flatnonzero(media)[np.argsort(-language_work[media], kind="stable")]
         heavy[by_language[: ceil_divide(len(by_language), 2)]] = True
+    # The last key counts most: media first, of these the heavy half, then by work.
     order = np.lexsort((-language_work, -encoder_work, ~heavy, ~media))
     group = np.empty(len(media), np.int64)
     language_load = [0] * microbatches
@@ -333,6 +334,7 @@ def _in_order(
     position = np.empty(microbatches, np.int64)
     position[[microbatch for pair in pairs for microbatch in pair]] = np.arange(microbatches)
     encoder = position[group]
+    # A pair stands together, so the microbatch after a heavy one is its partner.
     language = encoder + deferral.deferred
     # Without media an example waits for nothing: it is not deferred, but stands in the later
     # microbatch altogether.

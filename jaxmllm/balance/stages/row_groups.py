@@ -120,6 +120,9 @@ def group_route(
         held = np.arange(len(tokens))
         first_token = plan.offset // per_token  # token of the row
     on_rank = plan.capacity[plan.microbatch[held]] // per_token  # tokens of the row
+    # row, by rank |  on_rank  |  on_rank  |  on_rank  |     An item without tokens
+    # item              |first_token        end|          has one piece, of none.
+    # pieces            |part 0|  part 1   |p.2|
     last_token = np.maximum(first_token + tokens - 1, first_token)
     item = np.repeat(np.arange(len(tokens)), last_token // on_rank - first_token // on_rank + 1)
     first_token, end, on_rank = first_token[item], (first_token + tokens)[item], on_rank[item]

@@ -137,6 +137,7 @@ def _phase_rows(
     squares = phase.cost.squares(items.length, items.extra)
     span, member = narrowest(phase, items.length, squares[0], row, group, capacity)
     rank = group * phase.widest + member
+    # Every rank has every row; one of several ranks counts as its first rank's, with all its slots.
     row_on_rank = row * phase.ranks + rank
     row_slots = np.repeat(capacity * span, phase.ranks)
     blocks = phase.row_blocks(capacity, span, phase.ranks)
@@ -338,6 +339,7 @@ def rows_in_turn(
                 begun for begun in recent[item_replica] if begun[0] >= item_microbatch - reach
             ]
             recent[item_replica].append((item_microbatch, [len(of_class) for of_class in rows]))
+        # Rows from these numbers on were begun by microbatches in reach; those before are closed.
         _, rows_before = recent[item_replica][0]
         size = int(length[item])
         smallest = int(row_class[item])
@@ -348,10 +350,12 @@ def rows_in_turn(
             if chosen < len(rows[k]):
                 break
         else:
+            # The last turn left `smallest` in `k`, and the number of the new row in `chosen`.
             rows[smallest].append(capacities[smallest])
         rows[k][chosen] -= size
         row[item] = chosen
         row_class[item] = k
+    # On all replicas rows have the same numbers: of a class, as many as one has that has most.
     most_rows = np.array([[len(of_class) for of_class in rows] for rows in free]).max(axis=0)
     return (np.cumsum(most_rows) - most_rows)[row_class] + row, int(most_rows.sum())
 
@@ -369,6 +373,7 @@ def _grouped_rows(
     group = sharing[microbatch]
     row_in_group, _ = pack_rows(group * ranks + replica, length, capacity)
     rows_before = np.zeros(microbatches + 1, np.int64)
+    # At g + 1, the rows of group g; their running sum at g is that of all groups before.
     np.maximum.at(rows_before, group + 1, row_in_group + 1)
     return np.cumsum(rows_before)[group] + row_in_group, int(rows_before.sum())
 
@@ -423,8 +428,10 @@ def _linked(
     for name, sequence in sequences.items():
         read, reader = (LANGUAGE, name) if spec.phases[name].phase.generates else (name, LANGUAGE)
         of_item = phases[name].row
+        # Rows of a generator read language rows, microbatches of language read rows of encoders.
         row, reading = (sequence, of_item) if reader == name else (of_item, sequence)
         stride = phases[read].count + 1
+        # A number for every pair of microbatch and row: sorted, a microbatch's rows are neighbours.
         pairs, pair_of_item = np.unique(reading * stride + row, return_inverse=True)
         microbatch, row = np.divmod(pairs, stride)
         pair_position = running_sums(microbatch, np.ones_like(microbatch))
@@ -435,6 +442,8 @@ def _linked(
         needed[read] = int(pair_position.max(initial=-1)) + 1
     inputs.setdefault([*phases][-1], [[] for _ in range(phases[[*phases][-1]].count)])
     arrivals = {}
+    # A reader's pool: | rows_read rows of vision | rows_read rows of audio |, each with the tokens
+    # of the largest row. Where a microbatch reads fewer, places stay empty.
     base = dict.fromkeys(inputs, 0)
     for name in position:
         read, reader = (LANGUAGE, name) if spec.phases[name].phase.generates else (name, LANGUAGE)

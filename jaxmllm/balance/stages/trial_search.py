@@ -118,6 +118,8 @@ class _Best:
             further = len(self.capacities[name]) == classes
             worth = CHOICE.class_worth if further else CHOICE.capacity_worth
             before = self.capacities[name][:classes]
+            # Beside smaller rows, the largest ones need to hold the longest item and no more. Once
+            # a class is taken, its compile time is paid: other sizes of it need not gain as much.
             for capacities in self.trials.further(name, before, self.trials.least(name)):
                 if self._try(self.capacities | {name: capacities}, self.cut, worth):
                     worth = CHOICE.capacity_worth

@@ -315,6 +315,7 @@ class Trials:
         floors = [min(int(graph.rank_work.max()) for graph in of_batch) for of_batch in graphs]
         total: float = sum(floors)
         for of_batch, floor in zip(graphs, floors, strict=True):
+            # What the batches before cost, plus the floors of those that follow
             total -= floor
             # What a batch may take, if all that follow took no more than their ranks' own work
             least_cost = bound - total
