@@ -74,6 +74,7 @@ def _check_chain(ring: Ring, workload: Workload, number: int) -> None:
             f"{chain.name} has a forward operation of duration {work.forward.min()}; at least 1",
         )
     backward = (work.input_gradient + work.weight_gradient) > 0
+    # [D - 1, M]: a gradient comes from the chunk after, so that one has to go back, too.
     orphans = backward[:-1] & ~backward[1:]
     if orphans.any():
         depth, microbatch = np.argwhere(orphans)[0]
@@ -140,6 +141,7 @@ class _Builder:
                     self.consumers[encoder][sub].append(microbatch)
         # By chain and row: whether any gradient reaches what its last chunk yields.
         self.wanted: list[list[bool]] = [[True] * work.shape[1] for work in workload.chains]
+        # Readers have greater numbers than what they read, so theirs is known by then.
         for c, reader in reversed(list(enumerate(ring.readers))):
             if not ring.has_loss(c):
                 self.wanted[c] = [
@@ -205,6 +207,8 @@ class _Builder:
             for m in range(microbatches):
                 x_time = input_time[d][m] if self.wanted[c][m] else 0
                 w_time = weight_time[d][m] if self.wanted[c][m] else 0
+                # The fused operation starts from the chunk's input: the forward pass takes the
+                # recompute's place.
                 if d == fused and x_time + w_time:
                     again = forward_time[d][m]
                 else:
@@ -247,9 +251,12 @@ class _Builder:
         for m, consumed in enumerate(self.workload.inputs):
             latest = max((sub for c, sub in consumed if c in alone), default=-1)
             keys.append((latest, False, chains - 1, m))
+        # Sorted, unread row m comes after every microbatch that reads none later than m. Where
+        # every row is read, all keys begin with -1, and group m is microbatch m.
         keys += [(m, True, c, m) for c, m in unread]
         group_of = {(c, m): group for group, (*_, c, m) in enumerate(sorted(keys))}
         groups: list[list[tuple[int, int]]] = [[] for _ in range(chains)]
+        # Readers first: a row lasts from the first group of its readers to their last.
         for c in reversed(range(chains)):
             for m in range(self.workload.chains[c].shape[1]):
                 if (c, m) in group_of:
@@ -291,6 +298,8 @@ class _Builder:
         entry = self.entry[c][d][m]
         sender = self.forward[c][d - 1][m]
         self.successors[sender].append((entry, ticks))
+        # The last reader alone is named: the backward, whose number is the greatest, or, where
+        # there is none (-1), the forward.
         self.buffers.append(Buffer(Pool.INPUT, c, d, m, stages[d], (sender,), (max(entry, back),)))
         receiver = self.back[c][d - 1][m]
         if receiver != NONE:
@@ -325,6 +334,8 @@ class _Builder:
                 continue
             for user_back in writers:
                 self.returns[user_back].append((c, sub, back))
+            # Shares add up in a slot of the reader's rank. With hops the sum is sent from there to a
+            # slot of the encoder's rank, where it waits for the backward.
             summed = Buffer(
                 Pool.TOKEN_GRADIENT,
                 c,

@@ -122,6 +122,7 @@ def _cut_below(
     cut_before = [[0] * (layers + 1) for _ in range(chunks + 1)]
     squares[0][0] = 0
     for chunk, limit in enumerate(limits, start=1):
+        # `stop` and `start` leave a layer to every other chunk, after and before.
         for stop in range(chunk, layers - (chunks - chunk) + 1):
             for start in range(stop - 1, chunk - 2, -1):
                 cost = ends[stop] - ends[start]
@@ -142,6 +143,7 @@ def _round_limits(ends: Sequence[int], stages: int, rounds: int) -> list[int]:
     """What a chunk may cost in every round, so that chunks can be cut and the sum is least; of equal
     sums, the one of least squares. `ends` [L + 1] are cumulative costs, from 0."""
     layers = len(ends) - 1
+    # The sum of the limits where all rounds have the same; no limit of the least sum is above it.
     upper_bound = rounds * _least_maximum(ends, stages * rounds)
     # By the layers that the rounds so far have: sum and squares of their limits, and the limits.
     best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
@@ -154,6 +156,8 @@ def _round_limits(ends: Sequence[int], stages: int, rounds: int) -> list[int]:
         for start, (total, squares, limits) in best.items():
             for stop, limit in least_limits[start].items():
                 candidate = (total + limit, squares + limit * limit, [*limits, limit])
+                # Of equal sums and squares, the lists decide: cheaper rounds first, the costliest
+                # last.
                 if stop <= latest and (stop not in further or candidate < further[stop]):
                     further[stop] = candidate
         best = further
@@ -168,10 +172,13 @@ def _least_limits(ends: Sequence[int], stages: int, most: int) -> list[dict[int,
     for limit in sorted(cost for cost in sums if cost <= most):
         # Where a chunk ends at the latest, and then where the last of all does
         latest = [bisect.bisect_right(ends, end + limit) - 1 for end in ends]
+        # By first layer, where the chunks so far end at the latest
         reached: Sequence[int] = range(len(ends))
         for _ in range(stages):
             reached = [latest[stop] for stop in reached]
         for start, stop in enumerate(reached):
+            # With a layer for every chunk, each end up to the latest can be had. Limits ascend, so
+            # ends that have one keep it, and the others get this one.
             longest = max(least_limits[start], default=start + stages - 1)
             least_limits[start].update(dict.fromkeys(range(longest + 1, stop + 1), limit))
     return least_limits
@@ -187,6 +194,7 @@ def _least_maximum(ends: Sequence[int], stages: int) -> int:
         finer = maxima.copy()
         for stop in range(stage, layers + 1):
             starts = slice(stage - 1, stop)
+            # By start of the last stage: the costlier of it and of the stages before it
             finer[stop] = np.maximum(maxima[starts], sums[stop] - sums[starts]).min()
         maxima = finer
     return int(maxima[layers])
@@ -300,6 +308,7 @@ Placed = dict[str, list[tuple[int, int]]]  # by chain: rank and number of units 
 def _joined(name: str, chunks: Sequence[tuple[int, int]], costs: Sequence[LayerCost]) -> Chain:
     """A chain whose layer counts are those of its units, but for the head's."""
     ranks, units = zip(*chunks, strict=True)
+    # 1 where the head is a unit of its own, else 0; a last chunk of the head alone has no layers.
     surplus = sum(units) - (len(costs) - 2)  # the unit of the head
     layers = (*units[:-1], units[-1] - surplus)
     return Chain(name, ranks, layers, head_only=not any(cost.backward for cost in costs[:-1]))
@@ -316,6 +325,7 @@ def _chain(weights: Mapping[str, _Units], stages: int) -> Placed:
     begin = 0
     for name, units in weights.items():
         end = begin + len(units.costs)
+        # What of each stage lies in units begin .. end - 1, those of this chain; 0 or less: none
         sizes = [min(stop, end) - max(start, begin) for start, stop in itertools.pairwise(bounds)]
         placed[name] = [(rank, size) for rank, size in enumerate(sizes) if size > 0]
         begin = end

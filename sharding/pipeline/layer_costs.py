@@ -71,6 +71,7 @@ class LayerCost:
             input_grad=self.input_grad + other.input_grad,
             weight_grad=self.weight_grad + other.weight_grad,
             recompute=self.recompute + other.recompute,
+            # That of the last layer: `sum` adds from the left, in the order of the layers.
             unread=other.unread,
         )
 
@@ -152,6 +153,7 @@ def chain_work(chain: Chain, costs: Sequence[Sequence[LayerCost]]) -> ChainWork:
         [[cost.columns for cost in by_id[id(row_costs)]] for row_costs in costs],
         np.int64,
     )
+    # [M, D, 4] becomes [4, D, M]; without microbatches the reshape makes [0, D, 4].
     forward, input_grad, weight_grad, recompute = columns.reshape(-1, chain.depth, 4).transpose(
         2,
         1,

@@ -69,6 +69,7 @@ class TickTimes:
 
     def arrival(self, buffer: Buffer) -> int:
         """When something is written into the slot for the first time."""
+        # Sent in tick t over h hops: received in tick t + h - 1, and read from tick t + h on.
         if buffer.pool == Pool.TOKEN_GRADIENT and buffer.hops:
             sent = self._sent[buffer.chain, buffer.microbatch]
             return moment_of(sent + buffer.hops - 1, Moment.RECEIVE)
@@ -111,10 +112,13 @@ def lives_of(schedule: Schedule) -> list[Life]:
         )
         lives.append(Life(buffer, times.arrival(buffer), times.departure(buffer)))
     for life in list(lives):
+        # The ranks on the way, from the goal back: tokens go up the ring, their gradients down.
         direction = 1 if life.buffer.pool == Pool.TOKENS else -1
         for hop in range(1, life.buffer.hops):
             # Received in one tick and sent on in the next.
             rank = (life.buffer.rank - direction * hop) % graph.ring.stages
+            # RECEIVE of a tick plus `Moment.RECEIVE` moments is SEND of the next: one slot is
+            # enough for all that passes, for the next arrival comes right after it.
             arrival = life.start - len(Moment) * hop
             lives.append(
                 Life(
@@ -131,11 +135,14 @@ def allocate(lives: Iterable[Life]) -> list[tuple[Life, int]]:
     free: dict[RankPool, list[int]] = defaultdict(list)
     occupied: dict[RankPool, list[tuple[int, int]]] = defaultdict(list)  # (end of the life, slot)
     allocated = []
+    # By their starts: so a pool gets no more slots than it has lives at any one moment.
     for life in sorted(
         lives,
         key=lambda life: (life.start, life.end, life.buffer.microbatch, life.buffer.depth),
     ):
         rank_pool = life.buffer.rank_pool
+        # Ends are inclusive, and READ comes before WRITE: what an operation reads for the last time
+        # may be overwritten by its result.
         while occupied[rank_pool] and occupied[rank_pool][0][0] < life.start:
             heappush(free[rank_pool], heappop(occupied[rank_pool])[1])
         # No slot is free: all that were ever given out are taken, so their number is the next one.
@@ -179,6 +186,7 @@ def keep_residuals(schedule: Schedule, slots: Slots) -> Schedule:
         last_moment = moment_of(times.tick[backward], Moment.READ)
         meanwhile = held[graph.chain[n], graph.stage[n]][first_moment : last_moment + 1]
         room = slots.get((Pool.RESIDUAL, graph.chain[n]), 0)
+        # `meanwhile` is a view. Fewer than `room` at every moment: `allocate` finds a slot.
         if n not in keepers and meanwhile.max() < room:
             meanwhile += 1
             keepers.add(n)

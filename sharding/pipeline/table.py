@@ -81,6 +81,7 @@ def with_pauses(spec: TableSpec, rows: Ints, wire_active: Ints, pauses: int) -> 
       rows: [T, ...] of a table, on any number of ranks.
       wire_active: [T, wires].
     """
+    # 4 ticks, 2 pauses: 0 0 1 1 2 3, where the second of two equal ones is the pause.
     order = np.sort(np.concatenate([np.arange(len(rows)), np.arange(pauses)]), kind="stable")
     paused = np.zeros(len(order), bool)
     paused[1:] = order[1:] == order[:-1]
@@ -154,6 +155,8 @@ class _Writer:
             active = self.wire_active[tick, wire]
             self.wire_active[tick, wire] = min(active or row_class + 1, row_class + 1)
         last_tick, departure = tick_of(life.end)
+        # Sums of gradients, and what passes through. The result of an operation is sent in its own
+        # tick, from no slot that the table knows.
         if departure == Moment.SEND:
             self._put_at(
                 last_tick,
@@ -196,6 +199,8 @@ class _Writer:
         writer = buffer.writers[0]
         for n in buffer.readers:
             self._put(n, "input", slot)
+        # `readers` has the last reader alone. At depth 0 there is nothing but features, which the
+        # forward writes.
         if forward is not None and buffer.depth:
             self._put(forward, "input", slot)
         if stays and writer != forward:
@@ -219,6 +224,7 @@ class _Writer:
             self._put(n, "gradient", slot)
         if not stays:
             return
+        # All writers run on one rank, so no two in a tick. The first overwrites what was there.
         earliest = min(buffer.writers, key=lambda n: self.tick[n])
         for n in buffer.writers:
             suffix = f"{buffer.chain}.{self._input_index(n, buffer)}"

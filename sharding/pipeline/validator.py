@@ -262,6 +262,7 @@ class _Proof:
         c = operation.c
         m = operation.m
         forward = self.graph.number.get((Kind.FORWARD, *operation.key))
+        # A forward that has not been done counts as one of this tick: too late.
         if forward is not None and self.done.get(forward, tick) >= tick:
             self._fail("comes before its forward")
         if row["read_residual"] >= 0:

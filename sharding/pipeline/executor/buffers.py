@@ -97,6 +97,7 @@ class Shapes:
         self.outer = inputs.outer
         self.per_chunk = [max(1, *chain.layers) for chain in self.chains]  # L
         self.layers = [
+            # [1, K, L, ...] on this rank becomes [K * L, ...]
             jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), tree)
             for tree in inputs.layers
         ]
@@ -235,6 +236,8 @@ class Buffers:
         """Empty slots and scratch, zero sums."""
         shapes = self.shapes
         pools = {key: self._empty_pool(*key) for key in self._pool_keys()}
+        # Two pools' boxes follow below: a backward needs a stack of residuals even where no slot
+        # keeps any, and shares of token gradients come together, [rows read, ...].
         scratch: dict[PoolKey, Tree] = {
             (pool, c): self._empty(pool, c)
             for pool, c in pools
@@ -323,6 +326,8 @@ class Buffers:
         for c in range(self.reader + 1):
             forward = does(row, c, Kind.FORWARD)
             backward = does(row, c, Kind.BACKWARD, Kind.INPUT_GRADIENT)
+            # Written in every tick: without a slot, into the one unknown to tables, from which
+            # wires send. In the last chunk `output` is of tokens, and y goes to `features`.
             for pool, slot, writes in (
                 (Pool.INPUT, jnp.where(is_last, row["features"], row["output"]), forward),
                 (Pool.TOKENS, row["output"], forward & is_last),

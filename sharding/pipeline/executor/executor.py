@@ -154,6 +154,7 @@ def _run(
         gradients = jax.tree.map(
             lambda total, leaf: total.reshape(leaf.shape), work.layers[c], params.trained
         )
+        # Gradients of layers belong to one stage each; those of the rest are summed over stages.
         layers.append(manual.added(c, gradients, _of_component(specs.layers, c)))
         outer.append(manual.added(c, work.outer[c], _of_component(specs.outer, c), axis))
     return Outputs(loss, sums, tuple(layers), tuple(outer))
@@ -189,9 +190,11 @@ def _move_edges(shapes: Shapes, axis: str, pools: Pools, row: Row, wire_active: 
 
         value = read(pools[key], jnp.where(send >= 0, send, unknown_slot))
         sizes = shapes.tokens if wire.pool in (Pool.TOKENS, Pool.TOKEN_GRADIENT) else shapes.x
+        # At most one holds, that of the largest row that travels; smaller ones lie in its corner.
         for row_class, shape in enumerate(sizes[wire.chain]):
             travels = wire_active[wire_number] == row_class + 1
             value = lax.cond(travels, partial(move, shape=shape), unchanged, value)
+        # All ranks take part; what comes to one that receives nothing goes into the unknown slot.
         pools = pools | {
             key: write(pools[key], jnp.where(receive >= 0, receive, unknown_slot), value),
         }

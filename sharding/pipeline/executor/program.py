@@ -176,6 +176,8 @@ class Program:
             needs_y=is_last,
         )
         if self.shapes.has(*residual_key):
+            # With residuals read, the loop above made no turn, and its y is x; the true y lies
+            # beside them.
             kept_y = corner(y_box, self.shapes.x[c][k])
             y = jax.tree.map(lambda new, old: jnp.where(recomputes, new, old), y, kept_y)
         work = work._replace(scratch=work.scratch | {residual_key: (stack, with_corner(y_box, y))})
@@ -341,6 +343,8 @@ class Program:
             return dx, add_at(gradients, layer, dw)
 
         pending_key = (Pool.PENDING, c)
+        # `gradients`: split, what is pending by layer of the chunk; whole, sums by layer of the
+        # rank.
         start = work.scratch[pending_key] if split else work.layers[c]
         dx, gradients = lax.fori_loop(0, row["layers"], step, (dy, start))
         if split:
@@ -377,6 +381,7 @@ class Program:
         d_loss = jnp.ones_like(loss)
         loss, sums = _counted(row, (work.loss, work.sums[c]), (loss, sums))
         work = work._replace(loss=loss, sums=replaced(work.sums, c, sums))
+        # Of (tokens, loss); the last chain yields no tokens.
         dy, weights = vjp((values.d_tokens if c < self.reader else None, d_loss))
         return dy, work._replace(outer=replaced(work.outer, c, add(work.outer[c], weights)))
 
@@ -388,6 +393,7 @@ class Program:
         trained_encoders = [e for e in media_of if self.shapes.has(Pool.TOKEN_GRADIENT, e)]
 
         def first(outer: Params, trained_media: list[Tree]) -> Tree:
+            # `|` keeps the order of its left side, in which `first` expects the encoders.
             media = media_of | dict(zip(trained_encoders, trained_media, strict=True))
             return self.components[c][k].first(outer, data, tuple(media.values()))
 

@@ -51,6 +51,8 @@ def _interruptible(jobs: list[Job]) -> int:
         now = max(now, release)
         heappush(ready, (-follows, duration))
         until = by_release[index + 1][0] if index + 1 < len(by_release) else None
+        # Until the next job is released, the ready one with most after it is worked on; what is
+        # left of it at that time goes back into the heap.
         while ready and (until is None or now < until):
             negative_follows, remaining = heappop(ready)
             work = remaining if until is None else min(remaining, until - now)

@@ -267,6 +267,8 @@ class _Greedy:
             for rank_pool in releases.pop(tick, ()):
                 self.free[rank_pool] += 1
             row = self._pick([self._choices(rank) for rank in range(stages)], last_side)
+            # Waiting is right while something is on its way; without that all later ticks are
+            # alike.
             if max(row) == WAITS and not arrivals and not releases:
                 raise _StuckError(self._dead_end())
             length = 0
@@ -280,6 +282,7 @@ class _Greedy:
                 length = max(length, duration)
                 self.work[rank] -= duration
                 class_number = self.lookup.class_of[n]
+                # This is n: choices are heads of heaps, and a rank does one operation in a tick.
                 heappop(self.heaps[class_number])
                 last_side[rank] = self.lookup.side[class_number]
                 done += 1
@@ -289,6 +292,7 @@ class _Greedy:
                 self._release(n, tick, releases)
             rows.append(row)
             cost += length
+            # The ticks to come together take no less than the most work that a rank has left.
             if self.bound is not None and cost + max(self.work) > self.bound:
                 raise _LongError("the schedule is longer than the bound")
         while rows and max(rows[-1]) == WAITS:
@@ -333,6 +337,7 @@ class _Greedy:
                 releases[tick + 1].append(self.lookup.rank_pool[buffer])
         for encoder, sub, _ in self.graph.returns[n]:
             # A sum that leaves its rank has no readers: its slot is free once it is sent.
+            # `sent` has it once all shares are there: n has just added the last one.
             if (encoder, sub) in self.clock.sent and self.clock.hops[encoder]:
                 rank_pool = (Pool.TOKEN_GRADIENT, encoder, self.graph.stage[n])
                 releases[self.clock.sent[encoder, sub] + 1].append(rank_pool)
@@ -376,6 +381,7 @@ class _Greedy:
                         best_worth = worth + near * (4 * duration // length)
                 row.append(chosen)
                 work += chosen_duration
+            # Lengths ascend, so of equal shares the longest tick is taken.
             if work / self._weight(length) >= best_share:
                 best_share = work / self._weight(length)
                 best_row = row

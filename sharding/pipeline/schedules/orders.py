@@ -60,6 +60,8 @@ def interleaved(graph: Graph) -> Schedule:
     while True:
         orders = []
         for rank, (forward, backward) in enumerate(units):
+            # A microbatch enters the last chunk here after S units of each chunk before; then it
+            # takes S - 1 - rank ticks to the last rank, and its gradient as many back.
             warmup = (chunks[rank] - 1) * stages + 2 * (stages - 1 - rank) + longer
             orders.append(_alternate(forward, backward, warmup))
         try:

@@ -165,6 +165,8 @@ class _Space:
         near, turn, late, power, order, window = genes[:weights].tolist()
         offsets = genes[weights:] * size // GENES.offset_parts
         priority = self.priority + order * self.order // 4 + offsets[self.classes]
+        # Of N operations: near is N/8 to 16 N, late 0 to 4 N, turn -N/4 to N/4, where
+        # `self.priority` is 0 .. N-1. The window is in fifths of all microbatches.
         policy = Policy(
             near=(size << near) // 8,
             late=size * late // 2,

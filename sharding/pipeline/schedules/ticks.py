@@ -58,6 +58,7 @@ class TickClock:
                 send = tick
                 if self.hops[encoder]:
                     # All sums of an encoder share a wire, which takes one of them per tick.
+                    # They take the same way at the same pace, so they cannot meet on a later hop.
                     send = max(tick, self._wire_free[encoder])
                     self._wire_free[encoder] = send + 1
                 self.sent[encoder, sub] = send
