@@ -164,6 +164,7 @@ def with_repeated_key(
     logits = logits * (_scale(q) if scale is None else scale)
     times = count[..., None]
     sees = jnp.isfinite(logsumexp)
+    # With n = count, the key's share of the softmax is n e^l / (n e^l + e^logsumexp): a sigmoid.
     ahead = logits + jnp.log(times.astype(logits.dtype)) - jnp.where(sees, logsumexp, 0)
     # A query without other keys has the whole of this one; without this one, too, it has nothing
     share = jnp.where(sees, jax.nn.sigmoid(ahead), (times > 0).astype(logits.dtype))

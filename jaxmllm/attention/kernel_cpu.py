@@ -145,6 +145,7 @@ def _forward(frame: int, worker: int, workers: int) -> None:
     maximum = _vector(side)
     shrink = _vector(side)
     norm = _vector(side)
+    # A task is a key head of a row, and of the queries of its heads every parts-th tile.
     for task in range(worker, rows * key_heads * parts, workers):
         r = task // (key_heads * parts)
         g = task // parts % key_heads
@@ -165,9 +166,11 @@ def _forward(frame: int, worker: int, workers: int) -> None:
                     first_key, length, partial = runs[n]
                     key = slice(first_key, first_key + length)
                     tile = weights[:length]
+                    # Logits [keys, queries]
                     _product(products, scale, keys[key], queries, 0, tile)
                     if partial:
                         _hide_queries(tile, _ids(frame, KEY_IDS, r, key), query_ids)
+                    # The old maximum; then the factor on norm and total that the new one asks for.
                     shrink[:] = maximum
                     for t in range(length):
                         for c in range(side):
@@ -239,6 +242,7 @@ def _backward(frame: int, worker: int, workers: int) -> None:
             _load(d_out, r, h, d_outs)
             sums[:] = logsumexp[r, :, h]
             deltas[:] = delta[r, :, h]
+            # d_keys and d_values add up over the heads of the group, d_queries over a head's tiles.
             d_queries[:] = 0
             for first_key in range(0, k.shape[1], side):
                 key = slice(first_key, first_key + side)
@@ -309,6 +313,7 @@ def _list_runs(span: Ints, blocks: Ints, block: int, together: int, runs: Longs)
         end = (block_number + 1) * block
         is_partial = int(n < partial)
         if run_count:
+            # A view of `runs`: the last run grows in place. Parts of a block never do.
             run = runs[run_count - 1]
             if run[0] + run[1] == begin and run[2] == is_partial and run[1] + block <= together:
                 run[1] += block
@@ -403,6 +408,7 @@ P5 = np.float32(5.0000001201e-1)
 @compiled_sums
 def _exp(x: np.float32) -> np.float32:
     """exp(x), and 0 below -88; unlike a library's it becomes vector instructions."""
+    # At -88 the power is -127, whose bits of the exponent are all 0: the factor is 0.0.
     x = ZERO_BELOW if x < ZERO_BELOW else x
     power = np.floor(x * PER_LN_2 + HALF)
     r = x - power * LN_2 - power * LN_2_REST
@@ -464,6 +470,7 @@ def _gemm(
     letters, sizes, factors = told
     # Matrices of Fortran lie by columns: they are the transposed ones, whose product has the other order
     sizes[0], sizes[1], sizes[2] = z.shape[1], z.shape[0], inner
+    # Distances of rows in numbers of float32, by which matrices may be parts of wider ones.
     sizes[3], sizes[4], sizes[5] = y.strides[0] // 4, x.strides[0] // 4, z.strides[0] // 4
     factors[0], factors[1] = alpha, beta
     letter = letters.ctypes.data
@@ -605,6 +612,9 @@ def _handler(frame: int) -> int:
     """What XLA calls."""
     words = _words(frame, FRAME)
     if words[EXTENSION]:
+        # Words of the extension: size, kind (an int32, the lower half), next extension, metadata.
+        # Of the metadata: size, then the version's size and extension, then its two int32 numbers
+        # in one word.
         kind, _, metadata = _words(words[EXTENSION], 4)[1:]
         if kind & 0xFFFFFFFF == METADATA:
             _words(metadata, 4)[3] = VERSION[0] | VERSION[1] << 32

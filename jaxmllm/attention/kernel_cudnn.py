@@ -109,6 +109,8 @@ def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Arr
     inputs = (*map(_end_to_end, (q, k, v)), *packing.operands)
     out, sums = _call(FORWARD, scale, q, mask, packing, inputs, results)
     real = packing.real[:, None]
+    # Sums [M, H, T] count slots from a sequence's own first token on. Two indices with a slice
+    # between them give their axis first: [T, H].
     logsumexp = sums[packing.run, :, packing.inside]
     return (
         _zero_unless(real[..., None], out[0].swapaxes(0, 1)).reshape(q.shape),
@@ -193,6 +195,8 @@ def _packing(mask: Mask, q: Array, k: Array) -> _Packing:
     runs = runs[jnp.argsort(runs[:, 1] == 0, stable=True)]
     lengths = runs[:, 1][None]
     starts = jnp.where(lengths[0] > 0, runs[:, 0], rows * slots)
+    # M + 1 offsets: the begin of each sequence, and the end of all. Padding may lie between two
+    # sequences, so it is lengths that say where each ends.
     ends = jnp.append(starts, jnp.int32(rows * slots))[None]
     offsets = (ends * (x.shape[2] * x.shape[3]) for x in (q, k))
     return _Packing(starts, (lengths, lengths, *offsets), *_runs_of_slots(runs, rows * slots))

@@ -184,6 +184,7 @@ def _cut(q: Array, mask: Mask, own: int, stages: int) -> Cut:
     # The best of 18 for heads of 128 and 64 numbers on an H100, or near it (docs/performance.md)
     head = q.shape[-1]
     shrink = 1 if q.shape[-1] * q.dtype.itemsize <= 256 else 2
+    # The gcd with a power of two is one, too, and at least SMALLEST, which divides a block.
     own, step = math.gcd(mask.block, own // shrink), math.gcd(mask.block, 64 // shrink)
     return Cut(head, mask.block, own, step, min(4, own // 16), stages)
 
@@ -275,6 +276,7 @@ def _queries_kernel(
 
     def meet(masked: bool, slots: Any, dq: Columns) -> Columns:
         k = _load(cut, k_ref, slots)
+        # Of pairs that are not visible it may be infinite, until the mask puts zeros there.
         weights = jnp.exp2(scale * LOG2_E * _dot_transposed(q, k) - logsumexp)
         if masked:
             weights = jnp.where(visible(ids, _row(key_ids, slots)), weights, 0.0)
@@ -336,6 +338,7 @@ def _over_tiles(cut: Cut, tiles: TileLists, meet: Step, sums: Any) -> Any:
     steps = cut.block // cut.step
 
     def slots(t: Array) -> Any:
+        # Step t is in the n-th block. Without a list (first < 0) entry 0 is read in vain.
         n = lax.div(t, steps)
         listed = tiles.blocks[jnp.where(first >= 0, first + n, 0)]
         block = jnp.where(first >= 0, listed, -1 - first + n)

@@ -192,6 +192,8 @@ def _counted_over_rows(lists: TileLists, others: int) -> TileLists:
     """The lists of all rows as one: spans [N, 3] into blocks [B * L] that number the blocks of all rows; `others` is
     the number of blocks that a row has on the listed side."""
     row = jnp.arange(len(lists.blocks), dtype=jnp.int32)
+    # Row r begins at entry r * L of the lists and at block r * others of the listed side. A
+    # negative first is -1 - block (`TileLists`): to raise the block, it is lowered.
     first = lists.spans[..., 0]
     first = jnp.where(
         first >= 0, first + lists.blocks.shape[1] * row[:, None], first - others * row[:, None]

@@ -96,17 +96,20 @@ def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
     if not real_tokens:
         return spans[0], spans[1]
     # With no padding but at the end nothing need be gathered, which takes about half of the time.
+    # Up to the last lines, indices count real tokens alone: padding between them is left out.
     ends_padded = slots[-1] + 1 == real_tokens
     document, group, position, window = ids.at(slice(real_tokens) if ends_padded else slots)
     new_document = document[1:] != document[:-1]
     new_group = new_document | (group[1:] != group[:-1])
     rises = position[1:] > position[:-1]
+    # Equal positions are fine inside a group, whose tokens see one another whatever their order.
     rises |= (position[1:] == position[:-1]) & ~new_group & (group[1:] > 0)
     if not (new_document | rises).all():
         return None
     document_starts = _starts(new_document)
     group_starts = _starts(new_group)
     media = group_starts[group[group_starts] > 0]
+    # A document, or a group of one document, that comes twice is two intervals.
     if _repeats(document[document_starts]) or _repeats(
         document[media].astype(np.int64) << 32 | group[media]
     ):
@@ -115,6 +118,7 @@ def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
     first_seen = np.repeat(document_starts, np.diff(document_starts, append=real_tokens))
     group_ends = np.append(group_starts[1:], real_tokens).astype(np.int32)
     if window is not None:
+        # A token whose first position is beyond its own would not see itself.
         if (window > position).any():
             return None
         # Positions ascend in a document, and documents are numbered in the order of the row: both in one key.
@@ -135,6 +139,7 @@ def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
         spans[1, :real_tokens] = end
     else:
         spans[0, slots] = np.take(slots, first_seen)
+        # One past the last token seen, not the slot of the token after it: padding may lie between.
         spans[1, slots] = np.take(slots, end - 1) + 1
     return spans[0], spans[1]
 
@@ -153,6 +158,9 @@ class DocumentPieces(NamedTuple):
             return visible(self.last.at(query), self.first.at(key)), visible(
                 self.first.at(query), self.last.at(key)
             )
+        # Any of the queries sees the positions from the smallest `first` to the last position,
+        # those that `widest` sees, and all of them see those that `narrowest` sees. Of the keys
+        # `nearest` is the one closest to the end of the former.
         earliest = self.first.at(key)
         latest = self.last.at(key)
         widest = self.last._replace(first=self.first.first).at(query)

@@ -66,11 +66,14 @@ def span_work(start: Ints, stop: Ints, block: int) -> Longs:
     # Every token is in its own span, so those of neighbours touch: what a block sees is one span, but for padding.
     real = (stop > start).reshape(-1, block)
     held = real.any(axis=1)
+    # [N + 1], so that a difference counts the blocks in an interval that hold tokens.
     held_before = np.concatenate([[0], np.cumsum(held)])
     low = np.where(real, start.reshape(-1, block), len(start)).min(axis=1)
     high = np.where(real, stop.reshape(-1, block), 0).max(axis=1)
     tiles = held_before[-(-high // block)] - held_before[low // block]
     token = np.arange(len(stop), dtype=np.int32).reshape(-1, block)
+    # All real tokens in a span are seen, and one ends it. So a token whose span goes on after it
+    # sees the next real one, which lies in the same block unless the token is the last one there.
     last_real = np.where(real, token, -1).max(axis=1)
     looks_ahead = (real & (stop.reshape(-1, block) > token + 1) & (token < last_real[:, None])).any(
         axis=1
@@ -127,6 +130,8 @@ def assign_blocks(work: ArrayLike, ranks: int, search: Search = DEFAULT_SEARCH) 
     starts = [(contiguous(blocks, ranks), False)]
     if blocks_per_rank % 2 == 0:
         starts.append((zigzag(blocks, ranks), max_load > enough))
+    # Swaps never raise the heaviest load. To end no higher than a start, it is enough to try it
+    # where it is lower as it stands.
     for start, promising in starts:
         if promising or _loads(amounts, start, ranks).max() < max_load:
             owner, load = _swapped(amounts, start, ranks, enough, search)
@@ -214,10 +219,12 @@ def _swapped(work: Longs, owner: Ints, ranks: int, enough: int, search: Search) 
         if swap is None:
             break
         light, passed, returned = swap
+        # Indexing by lists copies the right side, so each gets what the other had.
         members[heavy, passed], members[light, returned] = (
             members[light, returned],
             members[heavy, passed],
         )
+        # Rows of `members` stay ascending: `_closest` looks amounts up by bisection.
         for rank in (heavy, light):
             members[rank] = members[rank][np.argsort(work[members[rank]], kind="stable")]
             load[rank] = work[members[rank]].sum()
@@ -285,6 +292,8 @@ def _closest(heavy: Longs, lighter: Longs, gap: Longs) -> tuple[int, int, int] |
     right = np.searchsorted((lighter + row * reach).ravel(), wished + row * reach) - row * width
     candidates = np.clip(np.stack([right - 1, right]), 0, width - 1)
     passed = heavy - lighter[row, candidates]
+    # Loads L and L - gap become L - passed and L - gap + passed: how far the higher one falls. On
+    # the heaviest rank's own row, with a gap of 0, it cannot.
     gain = np.minimum(passed, gap[:, None] - passed)
     side, chosen, heavy_index = np.unravel_index(int(gain.argmax()), gain.shape)
     if gain[side, chosen, heavy_index] <= 0:

@@ -76,6 +76,7 @@ def dealt_tiles(tiles: Tiles, places: Ints, parts: int, bound: int | None = None
     """
     blocks = len(places)
     blocks_per_part = blocks // parts
+    # Keys are those of all parts, numbered as dealt; queries are numbered within their part.
     key = places[tiles.key].astype(np.int64)
     part, query = np.divmod(places[tiles.query].astype(np.int64), blocks_per_part)
     members = (np.flatnonzero(part == index) for index in range(parts))
@@ -118,6 +119,7 @@ def crossed_tiles(queries: Ints, keys: Ints, block: int) -> Tiles:
     tiles, tile_of_pair = np.unique(
         query_block[query] * blocks + key_block[key], return_inverse=True
     )
+    # A tile may hold pieces of several documents; it is full if their visible pairs are all b * b.
     pairs = np.zeros(len(tiles), np.int64)
     np.add.at(pairs, tile_of_pair, query_size[query] * key_size[key])
     return Tiles(tiles // blocks, tiles % blocks, pairs == block * block)
@@ -144,13 +146,16 @@ def _tiles_of_spans(start: Ints, stop: Ints, block: int) -> Tiles:
     stop = stop.reshape(-1, block)
     held = np.any(real, axis=1)
     queries = np.flatnonzero(held)
+    # C stands for the start of padding, which is 0 and would draw the minimum to the row's begin.
     low = np.where(real, start, start.size)[queries].min(axis=1) // block
     high = -(-stop[queries].max(axis=1) // block)
     met = (high - low).astype(np.int64)
     query = np.repeat(queries, met)
+    # Key blocks low .. low + met - 1 of every query block, end to end.
     key = np.arange(len(query)) + np.repeat(low - (np.cumsum(met) - met), met)
     # A tile is full if neither of its blocks has padding, and every query's span holds the key block.
     unpadded = np.all(real, axis=1)
+    # Key blocks from the first up to the end for all lie in the span of every query of a block.
     first_for_all = -(-start.max(axis=1) // block)
     end_for_all = stop.min(axis=1) // block
     full = (
@@ -166,10 +171,13 @@ def _tiles_of_pieces(ids: TokenIds, block: int) -> Tiles:
     pieces = cut_documents(ids, block)
     document = pieces.first.document
     at_block = pieces.slot // block
+    # Pieces are sorted by document: p meets the pieces begin[p] .. begin[p] + partners[p] - 1.
     begin = np.searchsorted(document, document, side="left")
     partners = np.searchsorted(document, document, side="right") - begin
     seen = np.zeros(blocks * blocks, np.bool_)
     pairs = np.zeros(blocks * blocks, np.int64)  # of tokens, in wholly visible pairs of pieces
+    # The pieces whose pairs hold pair number 0, PAIRS_AT_ONCE, 2 * PAIRS_AT_ONCE ...: from each of
+    # them up to the next one about PAIRS_AT_ONCE pairs are compared together.
     edges = np.searchsorted(
         np.cumsum(partners), np.arange(0, partners.sum(), PAIRS_AT_ONCE), side="right"
     )
