@@ -74,6 +74,7 @@ class LayoutPair:
     def _ranks(self, batch_axes: tuple[str, ...], own_axes: tuple[str, ...]) -> np.ndarray:
         sizes = [self.mesh.shape[axis] for axis in batch_axes]
         ranks = np.arange(math.prod(sizes), dtype=np.int32).reshape(sizes)
+        # Shared axes in front, in one order: row a of both grids is of the same devices.
         order = [batch_axes.index(axis) for axis in (*self.shared, *own_axes)]
         peers = math.prod(self.mesh.shape[axis] for axis in self.shared)
         return ranks.transpose(order).reshape(peers, -1)
@@ -170,6 +171,8 @@ class Exchange(LayoutPair):
         def on_device(source: Pool, buffer: Pool, target: Pool, gather: jax.Array) -> Pool:
             def add(pool: jax.Array, received: jax.Array, into: jax.Array) -> jax.Array:
                 arrived = gather_either(received[0], pool[0], gather[0])
+                # Devices along these axes received different slots, and have zeros in the others.
+                # The sum makes them equal, for the target's layout splits nothing over these axes.
                 if summed:
                     arrived = jax.lax.psum(arrived, summed)
                 return into + arrived[None]

@@ -47,6 +47,7 @@ class KeptForward:
         )
         self.y = self._passes.y
         of_params, of_row = map(self._passes.depends_on, range(2))
+        # `backward` is given both, and makes again what depends on at most one of them.
         self._kept = [*map(all, zip(of_params, of_row, strict=True))]
 
     def forward(self, params: Params, row: Tree) -> tuple[Tree, tuple[jax.Array, ...]]:
@@ -137,6 +138,7 @@ class LayerGradient:
 
     def split(self) -> SplitGradient:
         """The backward pass as two operations."""
+        # A layer's y is the next one's x, so dy is like x.
         return SplitGradient(self, self._params, self._row, self._x)
 
 
@@ -147,6 +149,8 @@ class SplitGradient:
     def __init__(self, gradient: LayerGradient, params: Params, row: Tree, dy: Tree):
         closed = _inline(gradient.backward, params, row, gradient.residuals, dy)
         jaxpr = closed.jaxpr
+        # Inputs are parameters and row, then residuals and dy; outputs are gradients of the trained
+        # parameters, then of x.
         known = len(jax.tree.leaves((params, row)))  # inputs that both halves are given
         trained = len(jax.tree.leaves(params.trained))
         weights = jaxpr.outvars[:trained]
@@ -154,10 +158,12 @@ class SplitGradient:
         self._trained = jax.tree.structure(params.trained)
         self._x = jax.tree.structure(dy)
         input_eqns = _needed(jaxpr.eqns, inputs)
+        # What the input half has when it is done: the weight half begins with these.
         early = {*jaxpr.invars[known:], *(var for eqn in input_eqns for var in eqn.outvars)}
         # What depends on parameters and row alone is computed twice rather than stored.
         early &= _reached(jaxpr, jaxpr.invars[known:])
         weight_eqns = _needed(jaxpr.eqns, weights, stop=early)
+        # The input half may have made a weight's gradient itself, which then waits as it is.
         reads = _variables(var for eqn in weight_eqns for var in eqn.invars) | _variables(weights)
         ordered = [*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
         pending = [var for var in ordered if var in reads & early]
@@ -211,6 +217,8 @@ class _Linearized:
     """
 
     def __init__(self, function: Callable[..., tuple[Tree, Any]], *args: Tree):
+        # `vjp` is a tree too, whose leaves are what it keeps: the outputs of what is traced are the
+        # leaves of y, and after them these.
         closed, (self.y, vjp) = jax.make_jaxpr(function, return_shape=True)(
             *jax.tree.map(_shape, args)
         )
@@ -350,6 +358,8 @@ def _inlined(closed: Any) -> Any:
                     dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, core.Var)),
                 )
                 outputs = [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
+                # Run by itself, the equation becomes one of what is being traced here. Constants
+                # that it reads are inputs like all others.
                 alone = core.ClosedJaxpr(jaxpr.replace(constvars=[]), [])
                 results = _function(alone, [eqn], inputs, outputs)(*(values[var] for var in inputs))
                 values.update(zip(outputs, results, strict=True))

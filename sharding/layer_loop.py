@@ -80,6 +80,7 @@ def run_layers(
         trained, read = (_Asked.of(primals[argument]) for argument in (0, 4))
         passes = _Passes(layout, run_layer, trained, read, plain, x, of_layers, of_all)
         results, residuals = passes.forward(plain, x, of_layers, of_all)
+        # What a forward rule keeps must be a tree of arrays: a Partial is one, of its arguments.
         backward = jax.tree_util.Partial(
             passes.backward, plain, totals, of_layers, of_all, residuals
         )
@@ -198,6 +199,7 @@ class _Passes:
             alone = [gradient if total is None else None for total, gradient in pairs]
             return (dx, d_asked, added), alone
 
+        # Where each device has a sum of its own, a total has an axis of length 1 in front.
         sums = [
             None if total is None else total.reshape(differentiated(parameter).shape)
             for parameter, total in zip(plain, totals, strict=True)
@@ -250,6 +252,7 @@ def _of_one_layer(leaf: jax.Array) -> jax.ShapeDtypeStruct:
 def _instantiated(gradient: Any) -> Any:
     """Zeros where JAX knows that a gradient is zero; for integers, which have none, something that is not read."""
     if gradient.dtype == jax.dtypes.float0:
+        # [L] where it is an output of layers, for the scan takes these apart.
         return np.zeros(gradient.shape[:1])
     if isinstance(gradient, jax.custom_derivatives.SymbolicZero):
         return jnp.zeros(gradient.shape, gradient.dtype)

@@ -122,6 +122,8 @@ def _cut_axes(sizes: Mapping[str, int], spans: Sequence[int]) -> dict[str, int]:
     axes: dict[str, int] = {}
     for name, size in sizes.items():
         inner: list[int] = []
+        # Factors of the shorter spans come first, and the later ones go in front of them: so the
+        # innermost sub-axes multiply to each span in turn.
         for factor in factors:
             if name != STAGE and size % factor == 0:
                 size //= factor

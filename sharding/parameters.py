@@ -237,6 +237,7 @@ def looked_up(
         return _rows_of(gathered(layout, table, axes, table.dtype), rows).astype(dtype)
     if isinstance(table, Deferred):
         table = _own_part(layout, axes, table.stand_in.dtype, table)
+    # [F * R, C]: those of every device that holds a part of the width, in the devices' order.
     everyones = jax.lax.all_gather(rows, names, axis=0, tiled=True)
     vectors = _rows_of(layout.constrain(table, kept_axes(axes)), everyones).astype(dtype)
     return _returned(layout, names, vectors)
@@ -288,6 +289,8 @@ def sorted_sums(nothing: jax.Array, rows: jax.Array, found: jax.Array) -> jax.Ar
     is_start = jnp.append(True, changes)
     is_end = jnp.append(changes, True)
 
+    # Of two neighbouring stretches of entries: whether a run begins in them, and the sum since the
+    # last one began. What the left one has counts only where none begins in the right one.
     def add(
         left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:

@@ -96,6 +96,7 @@ def put_rows(layout: Layout, rows: jax.Array, index: jax.Array, pool: jax.Array)
         slots = pool.shape[1]
         target = jnp.where(index[0] >= 0, index[0], slots)  # -1 would wrap; the end is dropped
         row_slots = jnp.arange(index.shape[1], dtype=jnp.int32)
+        # [W]: the slot of the rows that goes to each slot of the pool, -1: none.
         inverse = jnp.full(slots, -1, jnp.int32).at[target].set(row_slots, mode="drop")
         put = gather(rows[0], inverse)[None].astype(pool.dtype)
         is_filled = (inverse >= 0)[None]

@@ -153,6 +153,7 @@ class Layout:
                 f"into {cut}: a span must be a product of the innermost of these; change "
                 f"phases.<phase>.spans or the mesh"
             )
+        # Ranks before the devices of one rank: the parts of a row are numbered rank by rank.
         return self._with(batch=tuple(outer), sequence=(*inner, *self.mesh_axes("sequence")))
 
     def _with(self, **rules: tuple[str, ...]) -> Layout:
@@ -261,6 +262,7 @@ def make_layout(
         name: _in_mesh_order(mesh, overrides.get(name, axes))
         for name, axes in DEFAULT_RULES.items()
     }
+    # `batch` first: what it takes from `sequence` is not taken from the others for that.
     for taker, names in APART.items():
         for name in names:
             clash = set(rules[name]) & set(rules[taker])
