@@ -55,15 +55,18 @@ def list_blocks(chosen: Int[Array, "N k"], experts: int, rows: int) -> Blocks:
     """The blocks of own experts 0 .. experts - 1; other numbers in `chosen` are not computed here."""
     expert = chosen.reshape(-1)
     is_own = (expert >= 0) & (expert < experts)
+    # Pairs of other devices' experts are sorted behind all own ones, where no block begins.
     expert = jnp.where(is_own, expert, experts)
     pairs = jnp.argsort(expert, stable=True).astype(jnp.int32)
     pairs_per_expert = (expert[:, None] == jnp.arange(experts)).sum(axis=0, dtype=jnp.int32)
     blocks = -(-pairs_per_expert // rows)
     block_ends = jnp.cumsum(blocks)
     first_pairs = jnp.cumsum(pairs_per_expert) - pairs_per_expert
+    # B: an expert of p pairs has at most p // rows + 1 blocks.
     index = jnp.arange(expert.size // rows + experts, dtype=jnp.int32)
     of_block = jnp.searchsorted(block_ends, index, side="right").astype(jnp.int32)
     of_block = jnp.minimum(of_block, experts - 1)  # of blocks that there are not
+    # block_ends - blocks is the number of each expert's first block.
     begin = first_pairs[of_block] + rows * (index - (block_ends - blocks)[of_block])
     end = jnp.minimum(begin + rows, (first_pairs + pairs_per_expert)[of_block])
     # A block reads `rows` pairs whatever it has. Without room behind the last pair, dynamic_slice would
@@ -138,6 +141,7 @@ def backward(
         hidden = gated * raised
         weight = jnp.where(live, flat_weights[pairs], 0)[:, None]
         d_hidden = jnp.matmul(d_made, down.T, preferred_element_type=wide)
+        # A weight's gradient is the dot product of d_out and what its expert yields, hidden @ down.
         of_weight = (d_hidden * hidden).sum(axis=1)
         d_hidden = (d_hidden * weight).astype(x.dtype)
         (d_gated,) = act_vjp(d_hidden * raised)

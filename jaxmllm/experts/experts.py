@@ -145,6 +145,7 @@ class _Mixture:
         d_x, d_weights, d_matrices = KERNELS[self.kernel].backward(
             x_all, chosen_all, weights_all, matrices, d_all, wants_matrices
         )
+        # The sums are over the tokens of all devices that share the experts, not yet over replicas.
         if d_matrices is not None:
             d_matrices = jax.tree.map(
                 lambda gradient, matrix: self._summed(gradient, self._replicas).astype(
@@ -164,6 +165,7 @@ class _Mixture:
         axes = self.layout.split_axes("experts")
         if not axes:
             return chosen
+        # Others' experts get numbers below 0 or beyond the own ones, which kernels leave out.
         return chosen - jax.lax.axis_index(axes) * len(matrices.gate)
 
     def _gathered(self, *of_slots: Array) -> list[Array]:
@@ -180,6 +182,7 @@ class _Mixture:
             a for a in self.layout.split_axes("experts", "mlp") if a not in self._token_axes
         ]
         total = self._summed(partial_sums, tuple(sum_axes))
+        # Every device has sums for all gathered tokens; added up, its own ones return to each.
         if self._token_axes:
             total = jax.lax.psum_scatter(total, self._token_axes, scatter_dimension=0, tiled=True)
         return total.reshape(shape)
