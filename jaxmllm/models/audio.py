@@ -41,6 +41,8 @@ class StemConvolution(nnx.Module):
         self, x: Float[Array, "R N T I"], first: Bool[Array, "R N T/s"], layout: Layout
     ) -> Float[Array, "R N T/s D"]:
         """Outputs that are `first` see zeros before their slots, and those before them zeros after."""
+        # With stride s, output t is made of slots s t - 1, s t and s t + 1. With s = 2 the first of
+        # them is the last one of output t - 1.
         middle = x[:, :, 0 :: self.stride]
         after = x[:, :, 1 :: self.stride]
         if self.stride == 1:
@@ -120,6 +122,7 @@ class AudioTower(nnx.Module):
         else:
             x = self.stem(x, places, layout)
         if rows.margins is not None:
+            # A margin of one stride on either side has become one token, which is not the block's.
             x = x[:, :, 1:-1]
         x = x.reshape(ranks, slots // stride, -1)
         if self.config.positions != "rotary":
@@ -139,6 +142,8 @@ class AudioTower(nnx.Module):
         layout: Layout,
     ) -> Float[Array, "R N T/s D"]:
         """Two convolutions along time; tokens that are `first` in their chunk see nothing before it."""
+        # The second convolution has stride 2: a token stands at two outputs of the first one, of
+        # which only the earlier can be the first of a chunk.
         first_halves = jnp.stack([first, jnp.zeros_like(first)], axis=-1)
         x = self.stem_mels(x, first_halves.reshape(*first.shape[:2], -1), layout)
         if self.config.silence == "masked":
@@ -181,6 +186,7 @@ def _stretches(rows: EncoderRows, margin: int) -> BlockMargins:
 
     def with_margins(leaf: Array, margins: Array) -> Array:
         ranks, *width = leaf.shape[0], *leaf.shape[2:]
+        # Margins lie block by block: the slots before it, then those after it.
         before, after = jnp.split(margins.reshape(ranks, blocks, 2 * margin, *width), 2, axis=2)
         block = leaf.reshape(ranks, blocks, -1, *width)
         return jnp.concatenate([before, block, after], axis=2)

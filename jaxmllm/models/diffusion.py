@@ -130,6 +130,7 @@ class DiffusionTower(nnx.Module):
             beside, context = of_all
             return run_block(parameters, Drawn(x, *beside), context), None
 
+        # Layers close over no traced arrays: what all of them read is handed to `run_layers`.
         x, *beside = start
         x, _ = run_layers(layout, layer, parameters, x, None, (beside, context))
         return self.finish(rows, start._replace(x=x), layout, dtype)
@@ -345,6 +346,7 @@ class _DiffusionBlock(_Stream):
                 return step(nnx.merge(graph, parameters), condition_vectors, rows, *slots)
 
             of_patches = partial(step, self, vectors, rows)
+            # All that conditions read and that has a gradient: `in_streams` asks for no others.
             given = parameters, condition_vectors, rows
             return in_streams(layout, where, of_patches, of_conditions, given, owners, *slots)
 

@@ -197,6 +197,8 @@ class SelfAttention(nnx.Module):
             )
             kv_axes = query_axes
         slots = ("batch", "sequence")
+        # Queries, their ids and the tiles are those of a part; ids of keys and documents those of
+        # the row, for keys and values are gathered in `gathered_attention`.
         attend = layout.local(
             partial(_attend, layout.mesh_axes("sequence"), rows.kernel, self.scale),
             in_axes=(
@@ -244,6 +246,7 @@ def _attend(
     repeated: Array | None,
 ) -> Array:
     """Attention on one device: from its part of a row to the whole row."""
+    # A device has the tables of its own part alone: their axis P is of length 1 here.
     query_spans, query_blocks, key_spans, key_blocks = (table[:, 0] for table in tiles)
     lists = TileLists(query_spans, query_blocks), TileLists(key_spans, key_blocks)
     mask = Mask(queries, keys, *lists, documents)

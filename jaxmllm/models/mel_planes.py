@@ -32,6 +32,7 @@ class PlaneConvolution(nnx.Module):
         self, x: Float[Array, "R N T M I"], first: Bool[Array, "R N T/2"], layout: Layout
     ) -> Float[Array, "R N T/2 M/2 C"]:
         """Outputs that are `first` see zeros before their slots; zeros lie above and below all mels."""
+        # Output t reads slots 2t - 1, 2t and 2t + 1. `before` has 2t - 1, and zeros for t = 0.
         before = jnp.pad(x[:, :, 1:-1:2], ((0, 0), (0, 0), (1, 0), (0, 0), (0, 0)))
         before = jnp.where(first[..., None, None], 0, before)
         kernel = weight(self.kernel, layout, x.dtype).reshape(self.shape)

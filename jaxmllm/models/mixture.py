@@ -55,6 +55,8 @@ class Router(nnx.Module):
         if self.config.renormalise:
             weights /= weights.sum(axis=-1, keepdims=True)
         token = rows.ids.document > 0
+        # Expert E is nobody's: no device computes it, and no sum below counts it. So the weights of
+        # padding, which stay, are not read.
         chosen = jnp.where(token[..., None], chosen, self.config.count)
         sums = RouterSums(
             (chosen[..., None] == jnp.arange(self.config.count)).sum((1, 2), dtype=jnp.int32),

@@ -279,6 +279,9 @@ class MLLM:
         """What the first layer of a tower reads, and room for what layers yield that deepstack reads."""
         component = self.components[phase]
         x: Array = component.module(params).embed(rows, component.layout, component.dtype)
+        # In stages a slot has [x | what goes beside it], each of the width D of the layers: of a
+        # tower what its taps yielded so far, zeros at first; of the decoder what is to be added
+        # after its first layers.
         beside = self.config.carried_width(phase) - x.shape[-1]
         return jnp.pad(x, ((0, 0), (0, 0), (0, beside))) if beside else x
 
@@ -319,6 +322,7 @@ class MLLM:
         """
         component = self.components[phase]
         tower = component.module({phase: {}})
+        # The graph of all layers is that of one, for it holds no shapes of parameters.
         block = nnx.merge(nnx.split(tower.layers)[0], component.adapted(params)[phase])
         context = tower.context(rows, component.layout, component.dtype, component.settings)
         x, beside = self._parted(phase, x)
@@ -399,6 +403,7 @@ class MLLM:
         width = getattr(self.config, phase).width
         if x.shape[-1] == width:
             return x, None
+        # The first D numbers of a slot, and the others D by D: [R, T, N, D] -> [N, R, T, D].
         parts = x.reshape(*x.shape[:-1], -1, width)
         return parts[..., 0, :], jnp.moveaxis(parts[..., 1:, :], -2, 0)
 

@@ -63,6 +63,7 @@ class Component:
 
         Parts whose parameters are left out are there, too, for what needs none of them.
         """
+        # Whole subtrees that are not given stay shapes, which nothing may compute with.
         return nnx.merge(self.graph, self.shapes | self.adapted(params)[self.name])
 
     def adapted(self, params: Params) -> Params:
@@ -148,6 +149,7 @@ def check_shapes(component: Component) -> None:
 
 def _axis_names(variable: nnx.Variable[Any]) -> ParameterAxes:
     names: tuple[str | None, ...] = variable.axes
+    # Stacking layers (`stacked`) adds an axis to the array, and none to its names.
     stacked = len(variable.get_value().shape) - len(names)
     return ParameterAxes(("layers",) * stacked + names, variable.looked_up)
 

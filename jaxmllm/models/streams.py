@@ -153,6 +153,7 @@ def _conditions_backward(
 
     d_learned = jax.lax.switch(where.share, [with_share(size) for size in sizes], leaves, d_out)
     d_leaves = dict.fromkeys(range(len(leaves))) | dict(zip(learned, d_learned, strict=True))
+    # What conditions replaced has no gradient: zeros are put where they lie.
     d_whole = jax.tree.map(lambda d: _put(d, jnp.zeros_like(d), where.places), d_out)
     return None, d_whole, jax.tree.unflatten(tree, d_leaves.values())
 

@@ -114,6 +114,7 @@ class VisionTower(nnx.Module):
         if self.config.positions == "table":
             return table[positions[..., 0], positions[..., 1]]
         weights = resampling_weights if self.config.positions == "resampled" else aligned_weights
+        # Positions are (row, column, rows, columns) here: a place and the size of its image.
         rows, columns = (
             weights(positions[..., axis], positions[..., axis + 2], side, dtype) for axis in (0, 1)
         )
@@ -168,6 +169,8 @@ def resampling_weights(
     """
     step = side / jnp.maximum(places, 1).astype(jnp.promote_types(dtype, jnp.float32))
     reach = jnp.maximum(step, 1)
+    # Between centres, in steps of the given values. Where there are fewer places than values,
+    # weights reach further, so that every value counts.
     distance = jnp.arange(side) + 0.5 - (step * (place + 0.5))[..., None]
     weights = jnp.maximum(0, 1 - jnp.abs(distance) / reach[..., None])
     return weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-6)
