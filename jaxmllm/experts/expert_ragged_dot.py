@@ -30,13 +30,13 @@ def forward(
     pairs_per_expert = (expert[:, None] == jnp.arange(experts)).sum(axis=0, dtype=jnp.int32)
     product = partial(jax.lax.ragged_dot, group_sizes=pairs_per_expert)
     tokens = pairs // chosen.shape[1]
-    inputs = x[tokens]
+    # Rows of others' experts lie behind those of own ones, where products and their gradients are not defined
+    own = is_own[pairs][:, None]
+    inputs = jnp.where(own, x[tokens], 0)
     hidden = jax.nn.silu(product(inputs, matrices.gate)) * product(inputs, matrices.up)
-    outputs = product(hidden, matrices.down, preferred_element_type=wide)
+    outputs = jnp.where(own, product(hidden, matrices.down, preferred_element_type=wide), 0)
     weight = weights.reshape(-1)[pairs].astype(wide)
-    # Rows of others' experts lie behind those of own ones, where products are not defined
-    weighted = jnp.where(is_own[pairs][:, None], weight[:, None] * outputs, 0)
-    return jnp.zeros(x.shape, wide).at[tokens].add(weighted)
+    return jnp.zeros(x.shape, wide).at[tokens].add(weight[:, None] * outputs)
 
 
 def backward(
