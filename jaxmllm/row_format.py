@@ -18,7 +18,8 @@ class RowFormat:
       slots that become one language token. stride: slots that become one token of the tower's
       attention. alignment: slots that the tower or its projector takes as a whole; items and rows
       are multiples of it. axes: P position axes that rows keep, of (time, height, width): those
-      that the tower's rotary positions have. margin: slots before and after each block of attention
+      that the tower's rotary positions have; and 3 and 4 where it has the height and width of each
+      patch's image, too. margin: slots before and after each block of attention
       that the tower also reads, where blocks lie apart because several devices hold the row.
     """
 
