@@ -128,10 +128,13 @@ def fix_overflow(state: RowState, search: bool = False) -> bool:
         overflowing = min(int(np.searchsorted(room[rows], 0)), len(rows) // 2)
         if not overflowing:
             break
-        heavy, spare = np.split(rows, [overflowing])  # no row is on both sides of swaps
+        heavy = rows[:overflowing]
         # In sweep s the row that overflows most skips the s rows of most room and meets the next
         # one; the others follow in order, around the end.
-        light = np.roll(spare[::-1], -sweep)[:overflowing]
+        light = np.roll(rows[::-1], -sweep)[:overflowing]
+        apart = ~np.isin(light, heavy)  # around the end: no row may be on both sides of swaps
+        heavy = heavy[apart]
+        light = light[apart]
         swaps = _swap_items(state, order, heavy, light, sweep, SLOTS, limited=COST)
         if not swaps and not search:
             break
