@@ -148,7 +148,7 @@ class _Mixture:
         # The sums are over the tokens of all devices that share the experts, not yet over replicas.
         if d_matrices is not None:
             d_matrices = jax.tree.map(
-                lambda gradient, matrix: self._summed(gradient, self._replicas).astype(
+                lambda gradient, matrix: jax.lax.psum(gradient, self._replicas).astype(
                     matrix.dtype
                 ),
                 d_matrices,
@@ -181,14 +181,11 @@ class _Mixture:
         sum_axes = [
             a for a in self.layout.split_axes("experts", "mlp") if a not in self._token_axes
         ]
-        total = self._summed(partial_sums, tuple(sum_axes))
+        total = jax.lax.psum(partial_sums, tuple(sum_axes))
         # Every device has sums for all gathered tokens; added up, its own ones return to each.
         if self._token_axes:
             total = jax.lax.psum_scatter(total, self._token_axes, scatter_dimension=0, tiled=True)
         return total.reshape(shape)
-
-    def _summed(self, x: Array, axes: tuple[str, ...]) -> Array:
-        return jax.lax.psum(x, axes) if axes else x
 
     @property
     def _token_axes(self) -> tuple[str, ...]:

@@ -149,6 +149,14 @@ def flow_losses(
     return jnp.where(counted, jnp.square(velocity - true).mean(-1), 0)
 
 
+def sums_by_group(values: Array, group: Int[Array, " T"], groups: int) -> Array:
+    """Sums of values [T], or in int32 how many hold, by the group that each is of: [groups]. One of -1 is of none."""
+    dtype = jnp.int32 if values.dtype == bool else values.dtype
+    # No matrix product: accelerators round its inputs
+    by_group = jnp.where(group[:, None] == jnp.arange(groups), values[:, None].astype(dtype), 0)
+    return by_group.sum(0, dtype=dtype)
+
+
 def flow_sums(
     layout: Layout,
     sources: int,
@@ -167,18 +175,14 @@ def flow_sums(
         # By segment from 0: slots of no item have source -1, which is no column of the sums.
         padded = jnp.concatenate([jnp.full_like(source_of[0][:1], -1), source_of[0]])
         source = padded[owners[0]]
-        patches = counted.astype(jnp.int32)
         band = jnp.minimum((times[0] * TIME_BANDS).astype(jnp.int32), TIME_BANDS - 1)
 
         def total(values: Array, group: Array, groups: int) -> Array:
-            of_group = group[:, None] == jnp.arange(groups)
-            of_values = jnp.where(of_group, values[:, None], 0)
-            summed = of_values.sum(0, dtype=values.dtype)[None]
-            return jax.lax.psum(summed, split) if split else summed
+            return jax.lax.psum(sums_by_group(values, group, groups)[None], split)
 
         return FlowSums(
-            *(total(values[0], source, sources) for values in (losses, patches)),
-            *(total(values[0], band, TIME_BANDS) for values in (losses, patches)),
+            *(total(values[0], source, sources) for values in (losses, counted)),
+            *(total(values[0], band, TIME_BANDS) for values in (losses, counted)),
         )
 
     local = layout.local(on_device, (SLOTS, SLOTS, SLOTS, ("batch",), SLOTS), ("batch",))

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmllm.models.language import OutputHead
 from jaxmllm.models.mixture import RouterSums
-from jaxmllm.training.objectives.flow import FlowSums
+from jaxmllm.training.objectives.flow import FlowSums, sums_by_group
 from sharding.context import SLOTS
 from sharding.parameters import Deferred, Parameter, kept_axes, whole_gradient
 from sharding.rules import Axes, Layout
@@ -181,7 +181,7 @@ class _Loss:
             new = {"losses": losses, "hits": hits}
             if wants_hidden:
                 d_x = jnp.einsum(f"kv,{self._letters}->kd", d_logits, table)
-                new["d_hidden"] = _summed(d_x, self.layout.split_axes("vocab"))
+                new["d_hidden"] = jax.lax.psum(d_x, self.layout.split_axes("vocab"))
             written = {
                 name: jax.lax.dynamic_update_slice_in_dim(done[name], values, start, axis=0)
                 for name, values in new.items()
@@ -225,7 +225,7 @@ class _Loss:
         hot = (target - first_token)[:, None] == jnp.arange(logits.shape[1])
         powers = jnp.exp(logits - largest[:, None])
         chosen = jnp.where(hot, logits, 0).sum(axis=-1)
-        total, chosen = _summed((powers.sum(axis=-1), chosen), split)
+        total, chosen = jax.lax.psum((powers.sum(axis=-1), chosen), split)
         has_target = target >= 0
         d_logits = jnp.where(has_target[:, None], powers / total[:, None] - hot, 0)
         return (
@@ -269,7 +269,7 @@ class _Loss:
             d_head = jax.lax.psum_scatter(
                 d_head, holders, scatter_dimension=self._width, tiled=True
             )
-        return _summed(d_head, tuple(axis for axis in self._ranks if axis not in holders))
+        return jax.lax.psum(d_head, tuple(axis for axis in self._ranks if axis not in holders))
 
 
 def slots_with_target(
@@ -287,10 +287,6 @@ def slots_with_target(
     return slots, positions, has_target.sum(dtype=jnp.int32)
 
 
-def _summed(x: Any, axes: tuple[str, ...]) -> Any:
-    return jax.lax.psum(x, axes) if axes else x
-
-
 # ---------------------------------------------------------------------------- sums
 
 
@@ -306,8 +302,7 @@ def sums_by_source(
     """Per rank and source: loss, target tokens, examples, and examples answered exactly."""
     split = layout.mesh_axes("sequence")
 
-    def over_parts(x: Array) -> Array:
-        return jax.lax.psum(x, split) if split else x
+    over_parts = functools.partial(jax.lax.psum, axis_name=split)
 
     def on_device(
         losses: Array, hits: Array, counted: Array, segments: Array, source_of: Array
@@ -321,12 +316,8 @@ def sums_by_source(
         has_target = over_parts(some.at[segment].max(counted[0], mode="drop")) > 0
         missed = over_parts(some.at[segment].max(counted[0] & ~hits[0], mode="drop")) > 0
 
-        def total(
-            values: Array, source: Array
-        ) -> Array:  # no matrix product: accelerators round its inputs
-            by_source = source[:, None] == jnp.arange(sources)
-            dtype = jnp.int32 if values.dtype == bool else values.dtype
-            return jnp.where(by_source, values[:, None].astype(dtype), 0).sum(0, dtype=dtype)[None]
+        def total(values: Array, source: Array) -> Array:
+            return sums_by_group(values, source, sources)[None]
 
         return Sums(
             loss=over_parts(total(losses[0], token_source)),
@@ -348,6 +339,6 @@ def failed_examples(
 
     def on_device(failed: Array, segments: Array) -> Array:
         any_failed = jnp.zeros(max_segments + 1, jnp.int32).at[segments[0]].max(failed[0])
-        return (jax.lax.psum(any_failed, split) if split else any_failed)[segments[0]][None] > 0
+        return jax.lax.psum(any_failed, split)[segments[0]][None] > 0
 
     return layout.local(on_device, (SLOTS, SLOTS), SLOTS)(failed, segments)
