@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from jaxmllm.balance.costs.kept_values import further_widths, named_values
 from jaxmllm.cluster.mixtures import Mixture, mixture_of
 from jaxmllm.cluster.sends import BACKWARD, FROM_RESIDUALS, SUM_BYTES, WIDE_PARTS
 from jaxmllm.config.schema import ADAPTER, PROJECTOR, AudioConfig
@@ -36,12 +37,8 @@ RUNNING: Final = {
     ("tower", "dots"): (4.0, 4.0, 4.25),
     ("tower", "none"): (4.0, 2.0, 1.0),
 }
-# Where nothing is made again, a layer keeps so many widths more with `post_norms`, with `layer_scale` and with experts,
-# and of its MLP with GELU
-POST_NORM_KEPT: Final = 8
-SCALED_KEPT: Final = 2
+# Where nothing is made again, a layer keeps so many widths more with experts
 EXPERTS_KEPT: Final = 2
-GELU_KEPT: Final = 2
 FORWARD_RUNNING: Final = {True: (2.0, 2.0, 2.25), False: (2.0, 1.0, 0.0)}  # decoders and towers
 STATES: Final = 2  # widths more where states go into a pool
 # Of a layer's gradients, what lies there at once: they are scattered as they are made
@@ -149,9 +146,6 @@ class PhaseProgram:
         layout = self.layout
         kv_heads = getattr(shapes, "kv_heads", shapes.heads)
         self.width = shapes.width
-        self.post_norms = getattr(shapes, "post_norms", False)
-        self.layer_scale = getattr(shapes, "layer_scale", False)
-        self.gelu = getattr(shapes, "activation", "silu") == "gelu_tanh"
         # Experts have no hidden values but those of a block
         mlp_width = 0 if getattr(shapes, "experts", None) else shapes.mlp_width
         self.mlp = mlp_width / layout.size("mlp")
@@ -194,21 +188,19 @@ class PhaseProgram:
     def kept_values(self) -> float:
         """Of a slot, by one layer."""
         remat = self.component.settings.remat
-        of_name = {
-            "attention": self.queries + WIDE / self.itemsize * self.queries / self.shapes.head_size,
-            "projections": self.queries + 2 * self.keys + self.width,
-            "mlp": (self.shapes.mlp_matrices - 1) * self.mlp
-            + self.width * (self.post_norms + self.layer_scale),
-        }
+        of_name = named_values(
+            self.shapes, self.queries, self.keys, self.mlp, logsumexp=WIDE / self.itemsize
+        )
         if remat == "full":
             names: Iterable[str] = ()
         elif remat == "dots":
             names = ("projections", "mlp")
         elif remat == "none":  # and what norms and activations are made of
-            widths = 10 + POST_NORM_KEPT * self.post_norms + SCALED_KEPT * self.layer_scale
-            widths += EXPERTS_KEPT * (self.mixture is not None)
-            mlps = 6 + GELU_KEPT * self.gelu
-            return mlps * self.mlp + widths * self.width + 2 * (self.queries + self.keys)
+            more, more_of_mlp = further_widths(self.shapes, remat)
+            widths = 10 + more + EXPERTS_KEPT * (self.mixture is not None)
+            return (
+                (6 + more_of_mlp) * self.mlp + widths * self.width + 2 * (self.queries + self.keys)
+            )
         else:
             names = remat
         return self.width + sum(of_name[name] for name in names)

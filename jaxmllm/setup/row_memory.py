@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.tree_util import DictKey
 
 from jaxmllm.arrays import ceil_divide
+from jaxmllm.balance.costs.kept_values import further_widths, named_values
 from jaxmllm.balance.stages.trial_choice import CHOICE
 from jaxmllm.config.schema import (
     AudioConfig,
@@ -42,10 +43,6 @@ LEAST_SHARE = 0.1  # of a device, where the state leaves less: the run will say 
 KEPT_WIDTHS = {"full": (1, 0), "dots": (6, 2), "none": (12, 4)}
 RUNNING_WIDTHS = (16, 6)
 GATHERED_WIDTHS = 6  # besides, of tokens for the experts: themselves, results and gradients, wide
-# Besides, of a decoder's layer with `post_norms`, and with GELU of its MLP
-POST_NORM_WIDTHS = {"full": 0, "dots": 1, "none": 8}
-GELU_WIDTHS = {"full": 0, "dots": 0, "none": 2}
-SCALED_WIDTHS = {"full": 0, "dots": 1, "none": 2}  # besides, of a tower's layer with `layer_scale`
 CROSS_WIDTHS = 8  # besides, of a layer that attends to conditions apart
 STREAM_WIDTHS = 14  # besides, of a layer with two streams
 CROSS_KEPT_WIDTHS = {"full": 0, "dots": 4, "none": 6}
@@ -238,36 +235,24 @@ def _layers_of_a_stage(config: Config, layers: int) -> int:
     return ceil_divide(layers, config.pipeline.stages)
 
 
-def _kept_values(shapes: TowerConfig | DiffusionConfig | LanguageConfig, remat: Remat) -> int:
+def _kept_values(shapes: TowerConfig | DiffusionConfig | LanguageConfig, remat: Remat) -> float:
     """Numbers that a layer keeps of a slot for its backward pass."""
     if isinstance(remat, str):
         widths, mlp_widths = KEPT_WIDTHS[remat]
         mlp_width = 0 if _has_experts(shapes) else shapes.mlp_width
         if isinstance(shapes, DiffusionConfig):
             widths += (shapes.attentions - 1) * CROSS_KEPT_WIDTHS[remat]
-        if isinstance(shapes, LanguageConfig):
-            widths += shapes.post_norms * POST_NORM_WIDTHS[remat]
-            mlp_widths += (shapes.activation == "gelu_tanh") * GELU_WIDTHS[remat]
-        if isinstance(shapes, TowerConfig):
-            widths += shapes.layer_scale * SCALED_WIDTHS[remat]
-        return widths * shapes.width + mlp_widths * mlp_width
-    kv_heads = shapes.heads
-    post_norms = False
-    if isinstance(shapes, LanguageConfig):
-        kv_heads = shapes.kv_heads
-        post_norms = shapes.post_norms
-    of_name = {
-        "attention": shapes.heads * (shapes.head_size + 2),  # a logsumexp takes up to two
-        "projections": (shapes.heads + 2 * kv_heads) * shapes.head_size + shapes.width,
-        "mlp": (shapes.mlp_matrices - 1) * shapes.mlp_width + post_norms * shapes.width,
-    }
+        more, more_of_mlp = further_widths(shapes, remat)
+        return (widths + more) * shapes.width + (mlp_widths + more_of_mlp) * mlp_width
+    kv_heads = shapes.kv_heads if isinstance(shapes, LanguageConfig) else shapes.heads
+    queries, keys = (heads * shapes.head_size for heads in (shapes.heads, kv_heads))
+    # A logsumexp takes up to two
+    of_name = named_values(shapes, queries, keys, shapes.mlp_width, logsumexp=2)
     if isinstance(shapes, DiffusionConfig):
         of_name |= {
             name: shapes.attentions * of_name[name] for name in ("attention", "projections")
         }
         of_name["mlp"] += shapes.width  # what is gated
-    if isinstance(shapes, TowerConfig):  # what is scaled
-        of_name["mlp"] += shapes.layer_scale * shapes.width
     widths, _ = KEPT_WIDTHS["full"]
     return widths * shapes.width + sum(of_name[name] for name in remat)
 
