@@ -86,23 +86,23 @@ class Device:
     @cached_property
     def peak(self) -> float:
         """FLOP/s that its vendor names; of a type without a figure, that of what its products are computed in."""
-        # Here, for the table is in a file that imports jax
-        from jaxmllm.runtime.hardware import operand_dtype
-
         try:
             return self.cluster.peak(self.dtype) / self.sharing
         except ClusterError:
-            dtype = operand_dtype(self.cluster.device_kind, self.dtype)
-            return self.cluster.peak(dtype) / self.sharing
+            return self._operand_peak
 
     @cached_property
     def logged_peak(self) -> float:
         """FLOP/s by which a run tells MFU: of float32 on NVIDIA those of tensor cores, while `peak` is that of plain
         units."""
+        return self._operand_peak if self.said_peak is None else self.said_peak
+
+    @property
+    def _operand_peak(self) -> float:
+        """FLOP/s of the type that products of `dtype` are computed in."""
+        # Here, for the table is in a file that imports jax
         from jaxmllm.runtime.hardware import operand_dtype
 
-        if self.said_peak is not None:
-            return self.said_peak
         return self.cluster.peak(operand_dtype(self.cluster.device_kind, self.dtype)) / self.sharing
 
     @cached_property

@@ -17,7 +17,8 @@ class OptimizerConfig(Section):
 
     learning_rate: PositiveFloat  # after the warm-up
     schedule: Literal["cosine", "constant"] = "cosine"
-    warmup_steps: int = Field(0, ge=0, lt=1 << 31)  # steps until learning_rate is reached, linearly
+    # Steps until learning_rate is reached, linearly; they are counted in 32 bits
+    warmup_steps: int = Field(0, ge=0, lt=1 << 31)
     # Step at which the cosine has fallen; auto: `run.steps` when the run begins.
     decay_steps: PositiveInt | Auto = "auto"
     final_scale: float = Field(0.1, ge=0.0, le=1.0)  # of learning_rate, from there on

@@ -293,9 +293,10 @@ class RunReport:
         config = self.run.config
         if values["skipped_in_row"] >= config.optimizer.max_skipped:
             why = "not finite"
-            patches = values.get("patches_by_source")
-            if not values["targets_by_source"].any() and (patches is None or not patches.any()):
-                why += f", or of no target token{'' if patches is None else ' or patch'},"
+            learned = {"targets_by_source": "target token", "patches_by_source": "patch"}
+            names = [name for name in learned if name in values]
+            if not any(values[name].any() for name in names):
+                why += f", or of no {' or '.join(learned[name] for name in names)},"
             raise TrainingError(
                 f"step {step}: loss or gradients were {why} for {values['skipped_in_row']} steps in a row "
                 f"(loss {values['loss']}, gradient norm {values['gradient_norm']}); resume from the last checkpoint "
