@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 from matplotlib.patches import Rectangle
 
 from jaxmllm.balance.step_plan import plan_step
@@ -48,6 +49,7 @@ def test_a_shared_row_is_one_wide_column(balance):
         assert all(3 < bar.get_width() < 4 for bar in wide)
 
 
+@pytest.mark.slow
 def test_many_ranks_are_drawn_costliest_first():
     compared = comparison.compare_generated(drawing.IN_ORDER + 2, 2, seed=1, before="tokens")
     views = {

@@ -134,6 +134,7 @@ def test_rows_that_ranks_share_are_chosen_where_one_item_would_bound_the_step():
     assert over_ideal[1, 2, 4] < 1.25
 
 
+@pytest.mark.slow
 def test_a_handful_of_examples_gain_by_more_than_three_classes():
     """Where a step gains: clips are a hundredth of it."""
 

@@ -20,6 +20,7 @@ def test_nearly_every_step_needs_one_pool_and_one_round(make):
     assert all(len(plan_step(batch, spec).routes["vision"].rounds) == 1 for batch in samples)
 
 
+@pytest.mark.slow
 def test_batches_of_another_source_do_not_collapse():
     """Samples without pictures, then batches of pictures alone."""
     ranks = 8
