@@ -1,4 +1,5 @@
-"""How arrays and programs lie on devices: meshes, logical-axis rules, the exchange between layouts.
+"""How arrays and programs are placed on devices: meshes, rules for logical axes, the exchange
+between layouts.
 
-Imports nothing of jaxmllm: kernels and model functions are passed in.
+Imports nothing from jaxmllm: kernels and model functions are passed in.
 """

@@ -1,8 +1,8 @@
-"""One of several functions, by the platform that a program is for.
+"""One of several functions, chosen by the platform that a program is for.
 
-JAX knows the platform only when it lowers a program, perhaps for devices of another machine, and so traces all of
-them, one after the other. Where the caller knows it, the one that counts is traced alone, which saves a third of the
-time that tracing the programs of a step takes.
+JAX knows the platform only when it lowers a program, perhaps for devices of another machine, so it
+traces all the functions, one after the other. Where the caller knows the platform, only that
+platform's function is traced, which saves a third of the time that tracing a step's programs takes.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 
 import jax
 
-# Part of what JAX caches by: nothing that was traced for one platform is found for another
+# Part of the keys of JAX's caches: nothing traced for one platform is reused for another
 _platform = jax.make_user_context(None)
 
 
 def traced_for(mesh: jax.sharding.Mesh) -> AbstractContextManager[None]:
-    """A context in which all that is traced runs on the devices of a mesh, and nowhere else."""
+    """A context in which everything that is traced will run on the devices of a mesh only."""
     context: AbstractContextManager[None] = _platform(_lowering_platform(mesh))
     return context
 
 
 def by_platform(*operands: Any, default: Callable[..., Any], **own: Callable[..., Any]) -> Any:
-    """The result of the platform's own function, or of the default.
+    """The result of the platform's own function or, where it has none, of `default`.
 
     Args:
-      own: by the name of a platform to lower for: `cpu`, `cuda`, `rocm` or `tpu`.
+      own: functions by the name of the platform to lower for: `cpu`, `cuda`, `rocm` or `tpu`.
     """
     platform = _platform.value
     if platform is None and own:
@@ -36,10 +36,10 @@ def by_platform(*operands: Any, default: Callable[..., Any], **own: Callable[...
 
 
 def _lowering_platform(mesh: jax.sharding.Mesh) -> str | None:
-    """What JAX lowers for; None where that cannot be told.
+    """The platform that JAX lowers for, or None where it is not known.
 
-    Devices call themselves `gpu`, be they CUDA's or ROCm's. Their client says which, in an attribute that JAX's
-    lowering reads and that is private to it; should it go, all functions are traced.
+    Devices of CUDA and of ROCm both call themselves `gpu`. Their client tells them apart in a
+    private attribute, which JAX's lowering reads; if JAX removes it, all functions are traced.
     """
     device = mesh.devices.flat[0]
     platform = getattr(device.client, "_raw_platform", device.platform)

@@ -1,10 +1,10 @@
-"""Rows in parts: the slots of a row are split over devices, which attend from their queries.
+"""Rows in parts: the slots of a row are split over devices, and each attends from its own queries.
 
 These are the devices of one rank (context parallelism), those of a group of ranks that hold the row
-together (spans), or both. Which slots a device gets is the host's choice and reaches it as data;
-every device has equally many, so all that works token by token stays balanced. Keys and values are
-gathered from all parts, a few heads at a time, and their gradients are scattered back as sums: the
-transpose of the gather.
+together (spans), or both. The host chooses which slots a device gets, and the choice reaches the
+device as data; all devices get equally many, so everything that works token by token stays
+balanced. Keys and values are gathered from all parts, a few heads at a time, and their gradients
+are scattered back as sums: the transpose of the gather.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from sharding.rules import Layout
 
 # Keys and values are gathered in up to 4 groups of heads: all gathers but the first can overlap with
-# the attention of the group before. A gather of a few megabytes costs its start alone, and each group
-# loops over the tiles once more: small rows are gathered at once.
+# the attention of the group before. Small rows are gathered at once: a gather of a few megabytes
+# costs hardly more than its start, and each group loops over the tiles once more.
 HEAD_GROUPS = 4
-GROUP_BYTES = 4 * 2**20  # that a device receives at least for a group, where there are several
+GROUP_BYTES = 4 * 2**20  # the least that a device receives for a group, where there are several
 SLOTS = ("batch", "sequence")  # logical axes of [R / g, g * C, ...]
 RANKS = ("rank",)  # logical axes of [R, ...]
 
@@ -44,7 +44,7 @@ def take_slots(layout: Layout, x: jax.Array, slots: jax.Array) -> jax.Array:
     Args:
       layout: that of the rows, of span g.
       x: [R / g, g * T, D] in another order, perhaps in parts.
-      slots: int32 [R / g, g * T], which slot of x each is; in parts where ranks share the row.
+      slots: int32 [R / g, g * T], each slot's slot of x; in parts where ranks share the row.
     """
     axes = layout.mesh_axes("sequence")
     if layout.span > 1 or not axes:
@@ -61,10 +61,10 @@ def take_slots(layout: Layout, x: jax.Array, slots: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _copied(layout: Layout, x: jax.Array) -> jax.Array:
-    """What all devices of a rank hold copies of, in code that is manual over them.
+    """x, of which all devices of a rank hold a copy, in code that is manual over these devices.
 
-    Each copy is given the gradient of them all, of which it may return its share: shard_map does
-    that where it ends, and no shard_map ends here.
+    Each copy receives the gradient of all copies, and must return only its share of it: shard_map
+    divides gradients at its end, but no shard_map ends here.
     """
     return x
 
@@ -82,7 +82,7 @@ _copied.defvjp(_copied_forward, _copied_backward)
 
 
 def by_rank(layout: Layout, x: jax.Array) -> jax.Array:
-    """What each rank holds of rows in packed order, whole on all its devices: [R, T, ...].
+    """Each rank's slots of rows in packed order, whole on all its devices: [R, T, ...].
 
     Args:
       layout: that of the rows, of span g.
@@ -93,15 +93,15 @@ def by_rank(layout: Layout, x: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def to_ranks(layout: Layout, x: Any, order: jax.Array) -> Any:
-    """Slots of rows in packed order, each rank's whole on all its devices: [R, C, ...].
+    """Each rank's slots of rows, put into packed order, whole on all its devices: [R, C, ...].
 
-    Differentiable: a device takes its slots' gradients out of those of its rank, which are sums over
-    all devices that read them.
+    Differentiable: a device takes the gradients of its own slots from those of its rank, which are
+    sums over all devices that read them.
 
     Args:
       layout: that of the rows, of span g.
       x: [R / g, g * C, ...] in parts, or a tree of such arrays.
-      order: int32 [R / g, g * C] in parts, place of each slot in the packed row.
+      order: int32 [R / g, g * C] in parts, the place of each slot in the packed row.
     """
     return jax.tree.map(partial(by_rank, layout), permute_back(layout, x, order))
 
@@ -131,8 +131,8 @@ to_ranks.defvjp(_to_ranks_forward, _to_ranks_backward)
 def permute(layout: Layout, x: Any, index: jax.Array) -> Any:
     """Slots of rows in another order, still in parts: y[row, j] = x[row, index[row, j]].
 
-    Every leaf is gathered from all parts of its row. Differentiable in leaves of numbers: the way
-    back gathers, too, by the inverse (`permute_back`).
+    Every leaf is gathered from all parts of its row. Differentiable in real leaves: the backward
+    pass gathers too, by the inverse (`permute_back`).
 
     Args:
       x: [R / g, N, ...] in parts, or a tree of such arrays.
@@ -147,7 +147,7 @@ def permute(layout: Layout, x: Any, index: jax.Array) -> Any:
 
 
 def permute_back(layout: Layout, y: Any, index: jax.Array) -> Any:
-    """The inverse of `permute`, which is its transpose, too: x[row, index[row, j]] = y[row, j]."""
+    """The inverse of `permute`, and its transpose: x[row, index[row, j]] = y[row, j]."""
     axes = layout.mesh_axes("sequence")
 
     def on_device(y: Any, index: jax.Array) -> Any:
@@ -160,7 +160,7 @@ def permute_back(layout: Layout, y: Any, index: jax.Array) -> Any:
 
 
 def _of_rows(x: jax.Array, slots: jax.Array) -> jax.Array:
-    """x[row, slots[row]] of every row."""
+    """x[row, slots[row]] for every row."""
     return jax.vmap(lambda of_row, slots: of_row[slots])(x, slots)
 
 
@@ -198,13 +198,14 @@ def gathered_attention(
     """Inside shard_map: attention of this device's queries to the keys of all parts of the row.
 
     Args:
-      attend: attention of q [1, C/X, h, K] to k and v [1, C, g, K], for any number of heads h / g = H / G; it returns
-        an array [1, C/X, h, ...], or a tree of such arrays.
+      attend: attention of q [1, C/X, h, K] to k and v [1, C, g, K], for any numbers of heads with
+        h / g = H / G; it returns an array [1, C/X, h, ...], or a tree of such arrays.
       q: [1, C/X, H, K], this device's.
       k: [1, C/X, G, K], this device's.
       v: [1, C/X, G, K], this device's.
       block: slots of a block of attention; parts hold whole blocks.
-      axes: mesh axes that rows are split over; without any, or with one device along them, nothing is gathered.
+      axes: mesh axes that rows are split over; without any, or with one device along them, nothing
+        is gathered.
     """
     if not _split(axes):
         return attend(q, k, v)
@@ -216,8 +217,8 @@ def gathered_attention(
         k_all, v_all = ready
         if group + 1 < groups:
             following = keys[group + 1], values[group + 1]
-            # Gather one group ahead and no more, or the whole row's keys would lie in memory at
-            # once: the gather waits for the group before the current one.
+            # Gather only one group ahead, or the keys of all heads would be in memory at once: the
+            # gather waits for the attention of the group before the current one.
             if outs:
                 following = jax.lax.optimization_barrier((following, outs[-1]))[0]
             ready = _gathered(*following, block, axes)
@@ -226,7 +227,7 @@ def gathered_attention(
 
 
 def _head_groups(k: jax.Array, axes: Sequence[str]) -> int:
-    """In how many groups of heads the keys k [1, C/X, G, K] and their values are gathered."""
+    """Number of groups of heads in which keys k [1, C/X, G, K] and their values are gathered."""
     received = 2 * k.size * k.dtype.itemsize * jax.lax.axis_size(tuple(axes))
     max_groups = max(1, min(HEAD_GROUPS, k.shape[2], received // GROUP_BYTES))
     return next(n for n in range(max_groups, 0, -1) if k.shape[2] % n == 0)
@@ -235,16 +236,17 @@ def _head_groups(k: jax.Array, axes: Sequence[str]) -> int:
 def _gathered(
     k: jax.Array, v: jax.Array, block: int, axes: Sequence[str]
 ) -> tuple[jax.Array, jax.Array]:
-    """Both in one collective, and so are their gradients.
+    """Keys and values of all parts, [1, C, G, K] each, in one collective; their gradients likewise.
 
-    They travel block by block, each head's slots together, as a kernel that loops over blocks wants
-    them: then only the device's own part is transposed, for the compiler drops what undoes itself.
+    They are sent block by block, each head's slots together, in the order that a kernel that loops
+    over blocks wants. So only the device's own part is transposed: the transposes of the gathered
+    arrays, here and for the kernel, cancel, and the compiler drops them.
     """
     heads = k.shape[2]
     blocks = jnp.concatenate([k, v], axis=2).reshape(-1, block, 2 * heads, k.shape[3])
     blocks = blocks.swapaxes(1, 2)
-    # One line per block: of more dimensions XLA would change the layout instead of transposing the part, and every
-    # device would then transpose the whole row
+    # One line a block: with more dimensions XLA would change the layout instead of transposing the
+    # part, and every device would then transpose the whole row
     all_blocks = gather_parts(blocks.reshape(len(blocks), -1), axes, axis=0)
     all_blocks = all_blocks.reshape(-1, *blocks.shape[1:]).swapaxes(1, 2)
     keys_values = all_blocks.reshape(1, -1, 2 * heads, k.shape[3])

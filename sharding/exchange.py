@@ -1,16 +1,16 @@
 """The exchange that carries encoder outputs to the ranks where the language phase needs them.
 
-    hop        encoder pool [R_encoder, W, ...], buffer [X, U, ...] --> buffer    several per round
+    hop        encoder pool [R_encoder, W, ...], buffer [X, U, ...] --> buffer    several a round
     deliver    buffer, encoder pool --gather--> language pool [R_language, W, ...]
 
-A hop sends tokens between devices; how, and by which index tables, is the backend's matter, whose
-function for one device is passed in. It may forward what an earlier hop brought, so that a token
-can take a way around a busy pair of ranks. Tokens that stay where they are take no hop.
+A hop sends tokens between devices. The backend decides how, and by which index tables; its function
+for one device is passed in. A hop may forward tokens that an earlier hop brought, so that a token
+can go around a busy pair of ranks. Tokens that stay on their device take no hop.
 
 Both directions only gather: the way back has index tables of its own, so no scatter-add is needed
 and the gradient is deterministic. Mesh axes fall into three groups: A are batch axes of both
-layouts, E of the encoder's only, L of the language's only. Each device sends along A; what the E
-axes received is summed, because every slot is filled by one of them.
+layouts, E of the encoder's only, L of the language's only. Each device sends along A; what devices
+along E received is summed, because only one of them fills each slot.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HopOnDevice = Callable[[jax.Array, jax.Array, jax.Array, Tables, tuple[str, ...]
 
 @dataclass(frozen=True)
 class LayoutPair:
-    """How the layouts of encoder and language lie on one mesh."""
+    """The layouts of an encoder and of language on one mesh, and the batch axes that they share."""
 
     mesh: Mesh | AbstractMesh
     encoder: Layout
@@ -46,7 +46,7 @@ class LayoutPair:
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """A: batch axes of both."""
+        """A: batch axes of both layouts."""
         return tuple(axis for axis in self.encoder.batch_axes if axis in self.language.batch_axes)
 
     @property
@@ -74,7 +74,7 @@ class LayoutPair:
     def _ranks(self, batch_axes: tuple[str, ...], own_axes: tuple[str, ...]) -> np.ndarray:
         sizes = [self.mesh.shape[axis] for axis in batch_axes]
         ranks = np.arange(math.prod(sizes), dtype=np.int32).reshape(sizes)
-        # Shared axes in front, in one order: row a of both grids is of the same devices.
+        # Shared axes come first, in the same order, so row a of both grids is the same devices.
         order = [batch_axes.index(axis) for axis in (*self.shared, *own_axes)]
         peers = math.prod(self.mesh.shape[axis] for axis in self.shared)
         return ranks.transpose(order).reshape(peers, -1)
@@ -92,8 +92,8 @@ class Exchange(LayoutPair):
         """One hop on the way to the language ranks.
 
         Args:
-          buffer: arrays [X, U, ...], which it fills.
-          hop_index: of the hop in its round.
+          buffer: arrays [X, U, ...], which the hop fills.
+          hop_index: number of the hop in its round.
           tables: int32 [X, ...], as the backend makes them: they index pool ++ buffer.
         """
         return self._hop(encoder_pool, buffer, hop_index, tables, self.encoder)
@@ -101,13 +101,13 @@ class Exchange(LayoutPair):
     def hop_back(
         self, d_language_pool: Pool, buffer: Pool, hop_index: jax.Array, *tables: jax.Array
     ) -> Pool:
-        """One hop on the way back; as `hop`."""
+        """One hop on the way back; arguments as for `hop`."""
         return self._hop(d_language_pool, buffer, hop_index, tables, self.language)
 
     def deliver(
         self, encoder_pool: Pool, buffer: Pool, language_pool: Pool, gather: jax.Array
     ) -> Pool:
-        """Add what has arrived to `language_pool`, which is zero where it arrives.
+        """Add the tokens that have arrived to `language_pool`, which is zero in their slots.
 
         Args:
           gather: int32 [X, W] into buffer ++ encoder pool.
@@ -124,7 +124,7 @@ class Exchange(LayoutPair):
     def deliver_back(
         self, d_language_pool: Pool, buffer: Pool, d_encoder_pool: Pool, gather: jax.Array
     ) -> Pool:
-        """Add the gradients that have come back to `d_encoder_pool`; as `deliver`."""
+        """Add the gradients that have come back to `d_encoder_pool`; arguments as for `deliver`."""
         return self._deliver(
             d_language_pool,
             buffer,
@@ -172,7 +172,8 @@ class Exchange(LayoutPair):
             def add(pool: jax.Array, received: jax.Array, into: jax.Array) -> jax.Array:
                 arrived = gather_either(received[0], pool[0], gather[0])
                 # Devices along these axes received different slots, and have zeros in the others.
-                # The sum makes them equal, for the target's layout splits nothing over these axes.
+                # After the sum all have the same, as the target's layout needs, which splits
+                # nothing over these axes.
                 if summed:
                     arrived = jax.lax.psum(arrived, summed)
                 return into + arrived[None]

@@ -1,4 +1,4 @@
-"""Backward passes that are programs of their own: from the residuals of a forward pass, and in two halves.
+"""Backward passes as programs of their own, from the residuals of a forward pass, or in two halves.
 
 KeptForward, of whole towers and decoders
   forward            row -> y, residuals          residuals: what depends on both row and parameters
@@ -27,15 +27,15 @@ _CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat2", "remat")
 
 
 class Params(NamedTuple):
-    """Parameters that are trained, and those that are frozen: any pytrees, also empty ones."""
+    """Trained and frozen parameters, as any two pytrees, which may be empty."""
 
     trained: Tree
     frozen: Tree
 
 
 class KeptForward:
-    """The two passes of function(params, row) -> y as two programs. Construct it in each of them,
-    while tracing: shapes alone decide what the residuals are."""
+    """The forward and the backward pass of function(params, row) -> y, for two programs. Construct
+    it in each of them while tracing: shapes alone decide which values are residuals."""
 
     def __init__(self, function: Callable[[Params, Tree], Tree], params: Params, row: Tree):
         self._passes = _Linearized(
@@ -47,7 +47,7 @@ class KeptForward:
         )
         self.y = self._passes.y
         of_params, of_row = map(self._passes.depends_on, range(2))
-        # `backward` is given both, and makes again what depends on at most one of them.
+        # `backward` receives params and row, and recomputes what depends on at most one of them.
         self._kept = [*map(all, zip(of_params, of_row, strict=True))]
 
     def forward(self, params: Params, row: Tree) -> tuple[Tree, tuple[jax.Array, ...]]:
@@ -62,8 +62,9 @@ class KeptForward:
     def remembered(
         self, params: Params, row: Tree, residuals: Sequence[jax.Array], y: Tree
     ) -> Callable[[Tree], Tree]:
-        """The function of the trained parameters, to be differentiated where these are what they were: its value is y,
-        and its backward pass starts from the residuals."""
+        """The function of the trained parameters alone, to be differentiated where they have the
+        values of the forward pass: it returns y, and its backward pass starts from the
+        residuals."""
 
         @jax.custom_vjp
         def function(trained: Tree) -> Tree:
@@ -80,8 +81,8 @@ class LayerGradient:
     """The backward pass of layer(params, x, row) -> y. Construct it while tracing, from shapes or
     arrays.
 
-    What cannot be taken apart, such as a shard_map around whole matrix products, counts to the
-    input gradient.
+    An equation that serves both gradients and cannot be taken apart, such as a shard_map around
+    whole matrix products, counts toward the input gradient.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class LayerGradient:
         )
         self._depends = self._passes.depends_on(1)
         self.residuals = _chosen(self._passes.leaves, self._depends)
-        # Which leaf of x a residual is, if it is one
+        # For each residual: the leaf of x that it is, or None
         self.of_x = _chosen(self._passes.numbers_in(1), self._depends)
 
     def forward(self, params: Params, x: Tree, row: Tree) -> tuple[Tree, tuple[jax.Array, ...]]:
@@ -113,11 +114,11 @@ class LayerGradient:
 
     @property
     def keeps_input_alone(self) -> bool:
-        """Whether the residuals are parts of x, so that they are there without a forward pass."""
+        """Whether all residuals are leaves of x, so that no forward pass is needed to have them."""
         return None not in self.of_x
 
     def residuals_of_input(self, x: Tree) -> tuple[jax.Array, ...]:
-        """The residuals, where they are parts of x."""
+        """The residuals, where all of them are leaves of x."""
         assert self.keeps_input_alone, "residuals that only a forward pass yields"
         leaves = jax.tree.leaves(x)
         return tuple(leaves[index] for index in self.of_x if index is not None)
@@ -129,8 +130,8 @@ class LayerGradient:
         residuals: Sequence[jax.Array],
         dy: Tree,
     ) -> tuple[Tree, Tree]:
-        """Gradients of the trained parameters and of x. Integers of y have none in dy that would be read."""
-        # What is computed again depends on no x
+        """Gradients of the trained parameters and of x. Of dy, leaves for integers are not read."""
+        # Shapes of x are enough: nothing that is computed again depends on x
         result: tuple[Tree, Tree] = self._passes.backward(
             self._depends, residuals, dy, params, self._x, row
         )
@@ -143,27 +144,26 @@ class LayerGradient:
 
 
 class SplitGradient:
-    """The equations of a layer's backward pass, split into those that dx needs and those that it
-    does not."""
+    """The equations of a layer's backward pass in two halves: those that dx needs, and the rest."""
 
     def __init__(self, gradient: LayerGradient, params: Params, row: Tree, dy: Tree):
         closed = _inline(gradient.backward, params, row, gradient.residuals, dy)
         jaxpr = closed.jaxpr
         # Inputs are parameters and row, then residuals and dy; outputs are gradients of the trained
         # parameters, then of x.
-        known = len(jax.tree.leaves((params, row)))  # inputs that both halves are given
+        known = len(jax.tree.leaves((params, row)))  # number of inputs that both halves receive
         trained = len(jax.tree.leaves(params.trained))
         weights = jaxpr.outvars[:trained]
         inputs = jaxpr.outvars[trained:]
         self._trained = jax.tree.structure(params.trained)
         self._x = jax.tree.structure(dy)
         input_eqns = _needed(jaxpr.eqns, inputs)
-        # What the input half has when it is done: the weight half begins with these.
+        # The variables known once the input half is done, from which the weight half may start
         early = {*jaxpr.invars[known:], *(var for eqn in input_eqns for var in eqn.outvars)}
-        # What depends on parameters and row alone is computed twice rather than stored.
+        # Variables that depend on parameters and row alone are computed twice rather than stored.
         early &= _reached(jaxpr, jaxpr.invars[known:])
         weight_eqns = _needed(jaxpr.eqns, weights, stop=early)
-        # The input half may have made a weight's gradient itself, which then waits as it is.
+        # The input half may have made a weight's gradient itself, which is then stored as it is.
         reads = _variables(var for eqn in weight_eqns for var in eqn.invars) | _variables(weights)
         ordered = [*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
         pending = [var for var in ordered if var in reads & early]
@@ -185,7 +185,7 @@ class SplitGradient:
         residuals: Sequence[jax.Array],
         dy: Tree,
     ) -> tuple[Tree, tuple[jax.Array, ...]]:
-        """dx, and what the weight gradient needs."""
+        """dx, and the arrays that `weight_gradient` needs (`pending`)."""
         outputs = self._input_half(*jax.tree.leaves((params, row, tuple(residuals), dy)))
         dx_count = len(outputs) - len(self.pending)
         return jax.tree.unflatten(self._x, outputs[:dx_count]), tuple(outputs[dx_count:])
@@ -199,7 +199,7 @@ class SplitGradient:
 
 
 def used_leaves(function: Callable[..., Any], tree: Tree, *others: Tree) -> list[bool]:
-    """Which leaves of `tree` the results of function(tree, *others) depend on at all."""
+    """Whether the results of function(tree, *others) depend on each leaf of `tree`."""
     jaxpr = _inline(function, tree, *others).jaxpr
     eqns = _needed(jaxpr.eqns, jaxpr.outvars)
     reads = _variables(var for eqn in eqns for var in eqn.invars) | _variables(jaxpr.outvars)
@@ -212,20 +212,21 @@ def used_leaves(function: Callable[..., Any], tree: Tree, *others: Tree) -> list
 class _Linearized:
     """A function that returns y and a backward pass, as `jax.vjp` does, traced once.
 
-    Of the leaves of the backward pass some are kept, the residuals, and the others are computed again, where arguments
-    that these do not need may be shapes. Which arguments are one array makes no difference.
+    Some leaves of the backward pass are kept, as residuals, and the others are computed again;
+    arguments that these do not need may then be shapes. It makes no difference whether two
+    arguments are the same array.
     """
 
     def __init__(self, function: Callable[..., tuple[Tree, Any]], *args: Tree):
-        # `vjp` is a tree too, whose leaves are what it keeps: the outputs of what is traced are the
-        # leaves of y, and after them these.
+        # `vjp` is a pytree too, and its leaves are the arrays that it keeps. So the outputs of the
+        # traced function are the leaves of y, followed by those of `vjp`.
         closed, (self.y, vjp) = jax.make_jaxpr(function, return_shape=True)(
             *jax.tree.map(_shape, args)
         )
         leaves, self._vjp = jax.tree.flatten(vjp)
         self.leaves = tuple(map(_shape, leaves))
         self._inputs = [len(jax.tree.leaves(tree)) for tree in args]
-        # A call that reads an argument may also compute what does not depend on it
+        # Calls are inlined: one that reads an argument may also compute values independent of it
         self._closed = _inlined(closed)
 
     def _input_vars(self, argument: int) -> list[Any]:
@@ -238,12 +239,12 @@ class _Linearized:
         return outputs[len(outputs) - len(self.leaves) :]
 
     def depends_on(self, argument: int) -> list[bool]:
-        """Which leaves of the backward pass depend on one of the arguments."""
+        """Whether each leaf of the backward pass depends on an argument, given by number."""
         reached = _reached(self._closed.jaxpr, self._input_vars(argument))
         return [isinstance(var, core.Var) and var in reached for var in self._leaf_vars]
 
     def numbers_in(self, argument: int) -> list[int | None]:
-        """Which leaf of one of the arguments a leaf of the backward pass is, if it is one."""
+        """For each leaf of the backward pass: the leaf of the argument that it is, or None."""
         inputs = self._input_vars(argument)
         return [inputs.index(var) if var in inputs else None for var in self._leaf_vars]
 
@@ -257,7 +258,7 @@ class _Linearized:
     def backward(
         self, kept: Sequence[bool], residuals: Sequence[jax.Array], dy: Tree, *args: Tree
     ) -> Any:
-        """What the backward pass yields, of which residuals are given."""
+        """The result of the backward pass for dy: from the residuals, and leaves computed again."""
         y_count = len(jax.tree.leaves(self.y))
         again = iter(self._computed([False] * y_count + [not is_kept for is_kept in kept], args))
         kept_residuals = iter(residuals)
@@ -266,7 +267,7 @@ class _Linearized:
         return jax.tree.unflatten(self._vjp, leaves)(gradients)
 
     def _computed(self, wanted: Sequence[bool], args: tuple[Tree, ...]) -> list[jax.Array]:
-        """Some outputs of what was traced, without the equations that they do not need."""
+        """The wanted outputs of the traced function, run without the equations they do not need."""
         jaxpr = self._closed.jaxpr
         outputs = _chosen(jaxpr.outvars, wanted)
         eqns = _needed(jaxpr.eqns, outputs)
@@ -285,7 +286,7 @@ def _is_real(leaf: Any) -> bool:
 
 
 def _no_gradient(leaf: Any) -> Any:
-    """What JAX takes for the gradient of integers."""
+    """Zeros of the type that JAX accepts as the gradient of integers."""
     return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
@@ -301,7 +302,7 @@ def _variables(atoms: Iterable[Any]) -> set[Any]:
 
 
 def _reached(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
-    """Variables that depend on some others, with these."""
+    """The variables that depend on `sources`, with the sources themselves."""
     reached = set(sources)
     for eqn in jaxpr.eqns:
         if _variables(eqn.invars) & reached:
@@ -310,7 +311,7 @@ def _reached(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
 
 
 def _needed(eqns: Sequence[Any], targets: Iterable[Any], stop: Set[Any] = frozenset()) -> list[Any]:
-    """Equations that lead to some variables, in order, without those that lead to `stop`."""
+    """The equations that `targets` need, in order; the variables in `stop` count as known."""
     needed = _variables(targets) - stop
     backwards = []
     for eqn in reversed(eqns):
@@ -358,8 +359,8 @@ def _inlined(closed: Any) -> Any:
                     dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, core.Var)),
                 )
                 outputs = [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
-                # Run by itself, the equation becomes one of what is being traced here. Constants
-                # that it reads are inputs like all others.
+                # Running the equation by itself adds it to the jaxpr that is being traced here.
+                # Constants that it reads are inputs like all others.
                 alone = core.ClosedJaxpr(jaxpr.replace(constvars=[]), [])
                 results = _function(alone, [eqn], inputs, outputs)(*(values[var] for var in inputs))
                 values.update(zip(outputs, results, strict=True))

@@ -1,12 +1,14 @@
-"""A loop over layers, in whose backward pass gradients are added to the sums of all microbatches, layer by layer.
+"""A loop over layers whose backward pass adds each layer's gradient to the sums of all
+microbatches.
 
     forward     x --layer--> x, out, residuals           layers 0, 1, ...
     backward    dx <--layer-- dx, d_out, residuals       layers ..., 1, 0
-                total[layer] += gradient                 in place, of what is `Summed`
+                total[layer] += gradient                 in place, for parameters that are `Summed`
 
-`jax.lax.scan` returns the gradients of all layers as arrays of their own, which are added to the sums afterwards: they
-take as much memory as the parameters do in float32, and are written and read once more. And where nothing is computed
-again it keeps every layer's parameters as they were gathered. Here they are gathered again.
+The backward pass of `jax.lax.scan` returns the gradients of all layers as new arrays, to be added
+to the sums afterwards: they take as much memory as the parameters do in float32, and are written
+and read once more. And where no layer is recomputed, it keeps the gathered parameters of every
+layer. Here they are gathered again.
 """
 
 from __future__ import annotations
@@ -36,26 +38,27 @@ Layer = Callable[[Tree, Tree, Tree, Tree], tuple[Tree, Tree]]
 class Summed:
     """A trained parameter of all layers, and the sum of its gradients so far.
 
-    What comes back as the gradient of `total` is the new sum. So the layers must run once, by `run_layers`, and what
-    gradients are asked of must depend on what they yield: else the sum is lost, or counted twice.
+    The new sum is returned as the gradient of `total`. So the layers must run exactly once, in
+    `run_layers`, and the differentiated value must depend on their results: otherwise the sum is
+    lost or counted twice.
     """
 
     parameter: Parameter  # [L, ...]
-    total: jax.Array  # of the gradient's size
+    total: jax.Array  # as many elements as the gradient
 
 
 def run_layers(
     layout: Layout, layer: Layer, parameters: Tree, x: Tree, of_layers: Tree, of_all: Tree
 ) -> tuple[Tree, Tree]:
-    """x after all layers, and what each of them returns besides, stacked.
+    """x after all layers, and the other results of the layers, stacked.
 
     Args:
-      layout: of the code here.
-      layer: (its parameters, x, its part of `of_layers`, `of_all`) -> x, what else. It must not close over traced
-        arrays.
-      parameters: arrays [L, ...], and some that are `Deferred` or `Summed`.
+      layout: the layout of the calling code.
+      layer: (its parameters, x, its part of `of_layers`, `of_all`) -> x, other results. It must not
+        close over traced arrays.
+      parameters: arrays [L, ...], of which some may be `Deferred` or `Summed`.
       of_layers: arrays [L, ...] that have no gradients.
-      of_all: what all layers read.
+      of_all: arrays that all layers read.
     """
     is_summed = lambda node: isinstance(node, Summed)  # noqa: E731
     nodes, tree = jax.tree.flatten(parameters, is_leaf=is_summed)
@@ -80,7 +83,8 @@ def run_layers(
         trained, read = (_Asked.of(primals[argument]) for argument in (0, 4))
         passes = _Passes(layout, run_layer, trained, read, plain, x, of_layers, of_all)
         results, residuals = passes.forward(plain, x, of_layers, of_all)
-        # What a forward rule keeps must be a tree of arrays: a Partial is one, of its arguments.
+        # A forward rule must return its residuals as a tree of arrays, such as a Partial, whose
+        # leaves are those of its arguments.
         backward = jax.tree_util.Partial(
             passes.backward, plain, totals, of_layers, of_all, residuals
         )
@@ -92,19 +96,20 @@ def run_layers(
 
 
 class _Asked(NamedTuple):
-    """Which leaves of a tree gradients are asked of."""
+    """Which leaves of a tree need gradients."""
 
-    tree: Any  # its structure
+    tree: Any  # the tree's structure
     flags: Sequence[bool]
 
     @classmethod
     def of(cls, primals: Tree) -> _Asked:
-        """Of what the forward rule of a `custom_vjp` with symbolic zeros is given."""
+        """Read from the primals that a `custom_vjp` with symbolic zeros gives its forward rule."""
         leaves, tree = jax.tree.flatten(primals)
         return cls(tree, [leaf.perturbed for leaf in leaves])
 
     def parted(self, tree: Tree) -> Params:
-        """The leaves that gradients are asked of, and the others, each with none where the other has a leaf."""
+        """The leaves that need gradients, and the others; either has None in place of the
+        other's."""
         leaves = list(zip(jax.tree.leaves(tree), self.flags, strict=True))
         return Params(
             [leaf if asked else None for leaf, asked in leaves],
@@ -112,7 +117,7 @@ class _Asked(NamedTuple):
         )
 
     def joined(self, asked: Sequence[Any], others: Sequence[Any]) -> Tree:
-        """The tree of these leaves."""
+        """The tree made of the two lists that `parted` returns."""
         leaves = zip(asked, others, strict=True)
         return jax.tree.unflatten(
             self.tree, [other_leaf if leaf is None else leaf for leaf, other_leaf in leaves]
@@ -120,10 +125,10 @@ class _Asked(NamedTuple):
 
 
 class _Passes:
-    """The two passes of the loop.
+    """The forward and the backward pass of the loop.
 
-    What layers read of `of_all` and have gradients of is an input like x, but no layer yields it: its gradient is a sum
-    over layers, and where it is a residual it is not kept for each of them.
+    Leaves of `of_all` that need gradients are inputs of a layer like x, but no layer returns them:
+    their gradients are sums over layers, and such a leaf is not kept as a residual of each layer.
     """
 
     def __init__(
@@ -148,7 +153,7 @@ class _Passes:
         params, own = jax.tree.map(_of_one_layer, (trained.parted(plain), of_layers))
         asked, unasked = read.parted(of_all)
         self._gradient = LayerGradient(parted_layer, params, (x, asked), (own, unasked))
-        # Which leaf of `asked` a residual is, if it is one
+        # For each residual: the leaf of `asked` that it is, or None. The leaves of x come first.
         x_leaves = len(jax.tree.leaves(x))
         self._of_all = [
             None if leaf is None or leaf < x_leaves else leaf - x_leaves
@@ -158,7 +163,7 @@ class _Passes:
     def forward(
         self, plain: list[Parameter], x: Tree, of_layers: Tree, of_all: Tree
     ) -> tuple[tuple[Tree, Tree], list[jax.Array]]:
-        """What the loop yields, and the residuals of all layers."""
+        """The results of the loop, and the residuals of all layers, stacked."""
         asked, unasked = self._read.parted(of_all)
 
         def step(x: Tree, of_layer: tuple[Params, Tree]) -> tuple[Tree, Any]:
@@ -180,7 +185,7 @@ class _Passes:
         dx: Tree,
         d_outs: Tree,
     ) -> tuple[Any, ...]:
-        """The gradients of what the loop was given."""
+        """Gradients of the arguments of `run`: plain, totals, x, `of_layers` (None), `of_all`."""
         asked, unasked = self._read.parted(of_all)
 
         def step(carry: tuple[Tree, Tree, list[Any]], of_layer: Any) -> tuple[Any, list[Any]]:
@@ -199,7 +204,7 @@ class _Passes:
             alone = [gradient if total is None else None for total, gradient in pairs]
             return (dx, d_asked, added), alone
 
-        # Where each device has a sum of its own, a total has an axis of length 1 in front.
+        # Where each device has a sum of its own, a total has a leading axis of length 1.
         sums = [
             None if total is None else total.reshape(differentiated(parameter).shape)
             for parameter, total in zip(plain, totals, strict=True)
@@ -213,25 +218,27 @@ class _Passes:
         return alone, d_totals, dx, None, jax.tree.unflatten(self._read.tree, d_asked)
 
     def _with_added(self, total: jax.Array, number: jax.Array, gradient: Any) -> jax.Array:
-        """Sums of all layers with the gradient of one added."""
+        """The sums of all layers, with the gradient of layer `number` added."""
         layer_total = jax.lax.dynamic_index_in_dim(total, number, keepdims=False)
         layer_total += self._as_it_lies(differentiated(gradient).astype(total.dtype))
         return jax.lax.dynamic_update_index_in_dim(total, layer_total, number, 0)
 
     def _residuals(self, kept: Sequence[jax.Array], asked: Sequence[Any]) -> list[jax.Array]:
-        """Those of a layer, of what was kept of it and what all layers read."""
+        """All residuals of a layer: those kept for it, and those that are leaves of `asked`."""
         layer_residuals = iter(kept)
         leaves = jax.tree.leaves(asked)
         return [next(layer_residuals) if leaf is None else leaves[leaf] for leaf in self._of_all]
 
 
 def _as_it_lies(layout: Layout, of_layer: Tree) -> Tree:
-    """Of one layer what lies in memory for all, on GPUs in the order of its dimensions there.
+    """One layer's part of arrays that are stored for all layers; on GPUs its dimensions keep the
+    order that they have in memory there.
 
-    XLA would choose another one that suits the layer, such as that in which a matrix is gathered, and turn the arrays
-    of all layers before the loop, and after it those that it makes. On CPUs it is right: a step takes 3 % less so.
+    XLA would otherwise choose an order that suits the layer, such as the one in which a matrix is
+    gathered, and transpose the arrays of all layers before the loop, and its results after it. On
+    CPUs XLA's choice is better: a step takes 3 % less.
     """
-    if layout.is_partitioned:  # by XLA, which would gather what has such an order first
+    if layout.is_partitioned:  # by XLA, which would first gather arrays with a layout constraint
         return of_layer
 
     def constrained(of_layer: Tree) -> Tree:
@@ -250,9 +257,10 @@ def _of_one_layer(leaf: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _instantiated(gradient: Any) -> Any:
-    """Zeros where JAX knows that a gradient is zero; for integers, which have none, something that is not read."""
+    """The gradient as an array: zeros where JAX knows that it is zero; for integers, which have no
+    gradient, an array that nothing reads."""
     if gradient.dtype == jax.dtypes.float0:
-        # [L] where it is an output of layers, for the scan takes these apart.
+        # [L] for results of layers, because the scan slices these layer by layer
         return np.zeros(gradient.shape[:1])
     if isinstance(gradient, jax.custom_derivatives.SymbolicZero):
         return jnp.zeros(gradient.shape, gradient.dtype)

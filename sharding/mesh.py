@@ -1,9 +1,9 @@
-"""The device mesh, and its axes cut where neighbouring ranks may share rows.
+"""The device mesh, whose axes are cut into sub-axes so that neighbouring ranks can share rows.
 
     {"data": 16, "tensor": 2}, spans 1, 2, 4    -->    data 4, data.1 2, data.2 2, tensor 1, tensor.1 2
 
-A span takes the innermost sub-axes (`Layout.spanned`). Everything else names whole axes; devices
-and ranks are numbered as if nothing were cut.
+A span takes the innermost sub-axes (`Layout.spanned`). All other code names whole axes; devices
+and ranks are numbered as if no axis were cut.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def make_mesh(
     auto = (AxisType.Auto,) * len(shape)
     mesh = jax.make_mesh(shape, tuple(sizes), axis_types=auto, devices=devices)
     axes = _cut_axes(dict(zip(sizes, shape, strict=True)), spans)
-    # Not made anew in the cut shape: where devices have a topology, their order depends on it
+    # The cut mesh reshapes this one: where devices have a topology, jax.make_mesh orders them by
+    # the shape it is given, so that a second call in the cut shape could number them differently.
     ordered = mesh.devices.reshape(tuple(axes.values()))
     return Mesh(ordered, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
@@ -57,10 +58,10 @@ def abstract_mesh(
     spans: Sequence[int] = (),
     device: AbstractDevice | None = None,
 ) -> AbstractMesh:
-    """A mesh as `make_mesh` makes it, over devices that need not exist: for shapes and plans.
+    """A mesh like that of `make_mesh`, over devices that need not exist: for shapes and plans.
 
     Args:
-      device: what they are; none: as if the run began on this machine.
+      device: kind of the devices; None: as if the run started on this machine.
     """
     axes = _cut_axes(dict(zip(sizes, mesh_shape(sizes, devices), strict=True)), spans)
     return AbstractMesh(
@@ -85,7 +86,7 @@ def axis_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
-    """JAX platform of a mesh's devices; of an abstract one that does not say, that of this machine."""
+    """JAX platform of a mesh's devices; this machine's if an abstract mesh names no device."""
     if isinstance(mesh, Mesh):
         return mesh.devices.flat[0].platform
     device = mesh.abstract_device
@@ -114,16 +115,16 @@ def mesh_shape(sizes: Mapping[str, int], devices: int) -> tuple[int, ...]:
 
 
 def _cut_axes(sizes: Mapping[str, int], spans: Sequence[int]) -> dict[str, int]:
-    """The axes with their sub-axes, outermost first; the outermost keeps the name, also at size 1.
+    """The axes with their sub-axes, outermost first; the outermost keeps the name, even at size 1.
 
-    Every axis but that of stages is cut, for which of them are batch axes is the layouts' choice.
+    Every axis except the stages' is cut, because layouts choose which of them are batch axes.
     """
     factors = _prime_factors(spans)
     axes: dict[str, int] = {}
     for name, size in sizes.items():
         inner: list[int] = []
-        # Factors of the shorter spans come first, and the later ones go in front of them: so the
-        # innermost sub-axes multiply to each span in turn.
+        # Factors of shorter spans come first and stay innermost, because each later factor is put
+        # in front: so the innermost sub-axes multiply to every span.
         for factor in factors:
             if name != STAGE and size % factor == 0:
                 size //= factor
@@ -134,7 +135,7 @@ def _cut_axes(sizes: Mapping[str, int], spans: Sequence[int]) -> dict[str, int]:
 
 
 def _prime_factors(spans: Sequence[int]) -> list[int]:
-    """Prime factors of the longest span, those of shorter ones first.
+    """Prime factors of the longest span, those of shorter spans first.
 
     Raises:
       MeshError: a span is not positive, or does not divide the next one.

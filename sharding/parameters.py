@@ -1,15 +1,15 @@
-"""Parameters that lie in shards: gathered where they are used, and their gradients back in shards.
+"""Parameters stored in shards: gathered where they are used, their gradients scattered to shards.
 
     shard --cast--> compute dtype --all-gather--> whole          whole --float32, reduce-scatter--> shard
 
-Inside a shard_map that is manual over the axes of rows (`row_axes`), these are collectives of our
-own: a gradient is summed over the devices that split its parameter, no others. Devices that hold
-copies of a shard, replicas, each have a sum of their own, which need not be added before the last
-microbatch (`replica_axes`). Elsewhere XLA places the collectives. It gathers forward as here, but
-adds gradients over all devices that have rows, microbatch by microbatch, and may cast late.
+Inside a shard_map that is manual over the axes of rows (`row_axes`), these collectives are our own:
+a gradient is summed only over the devices that split its parameter. Devices that hold copies of a
+shard, its replicas, each keep a sum of their own; these need not be added before the last
+microbatch (`replica_axes`). Elsewhere XLA places the collectives. It gathers as here in the forward
+pass, but adds gradients over all devices that have rows in every microbatch, and may cast late.
 
-Where a parameter is `Deferred`, its gradient stays whole on the device that computed it, and adds up
-there; `reduced` sends it to the shards, once for many microbatches.
+The gradient of a `Deferred` parameter stays whole on the device that computed it, and is summed
+there; `reduced` sends the sum to the shards, once for many microbatches.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from sharding.rules import KEPT_AXES, Axes, Layout
 @partial(jax.tree_util.register_dataclass, data_fields=("shard", "stand_in"), meta_fields=())
 @dataclass(frozen=True)
 class Deferred:
-    """A parameter whose gradient is not to be scattered yet. Nothing reads `stand_in`, an array of the
-    shape of the gathered parameter: it is what the whole gradient is the gradient of."""
+    """A parameter whose gradient is not scattered yet. Nothing reads the values of `stand_in`,
+    which has the shape of the gathered parameter: the whole gradient is returned as its
+    gradient."""
 
     shard: jax.Array
     stand_in: jax.Array
@@ -43,7 +44,7 @@ class Deferred:
         return self.shard.dtype
 
     def __getitem__(self, index: Any) -> Deferred:
-        """Itself, for `[...]`: modules read their parameters so."""
+        """The parameter itself, for `[...]`, which is how modules read their parameters."""
         assert index is Ellipsis, "a parameter that lies in shards is used whole"
         return self
 
@@ -53,8 +54,8 @@ Parameter = jax.Array | Deferred
 
 @lru_cache(maxsize=1024)
 def row_axes(layout: Layout) -> tuple[str, ...]:
-    """Mesh axes whose devices have different slots of rows, and those of one device, which may count
-    as anything; none where one device has all rows."""
+    """Mesh axes along which devices have different slots of rows, and in addition all axes of size
+    1, for which that makes no difference; no axes where one device has all rows."""
     rows = (*layout.mesh_axes("batch"), *layout.mesh_axes("sequence"))
     sizes = layout.mesh.shape
     if all(sizes[axis] == 1 for axis in rows):
@@ -70,7 +71,10 @@ def replica_axes(layout: Layout, sharding: NamedSharding) -> tuple[str, ...]:
 
 
 def by_replica(layout: Layout, leaf: Any, dtype: Any) -> jax.ShapeDtypeStruct:
-    """Where the gradient of a parameter adds up: [replicas, ...], or [...] where there is one."""
+    """The array that sums a parameter's gradient: [replicas, ...], or [...] with a single replica.
+
+    It has the parameter's sharding, and each replica has its own sum.
+    """
     axes = replica_axes(layout, leaf.sharding)
     shape = leaf.shape
     spec = leaf.sharding.spec
@@ -82,10 +86,10 @@ def by_replica(layout: Layout, leaf: Any, dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def whole_sum(layout: Layout, leaf: Any, axes: Axes, dtype: Any) -> jax.ShapeDtypeStruct:
-    """Where the gradient of a `Deferred` parameter adds up: [devices along the axes of rows, ...].
+    """The array that sums a `Deferred` parameter's gradient: [devices along the axes of rows, ...].
 
     Args:
-      layout: inside, as `map_rows` has it.
+      layout: the layout inside `map_rows`.
     """
     shape = (math.prod(layout.mesh.shape[axis] for axis in _row_devices(layout)), *leaf.shape)
     spec = P(_row_devices(layout), *layout.spec(kept_axes(axes)))
@@ -95,19 +99,20 @@ def whole_sum(layout: Layout, leaf: Any, axes: Axes, dtype: Any) -> jax.ShapeDty
 def map_rows(
     layout: Layout, function: Callable[..., Any], arguments: Any, results: Any
 ) -> Callable[..., Any]:
-    """A function whose code is that of one device along the axes of rows, for whole arrays.
+    """A function of whole arrays that runs `function` on every device along the axes of rows.
 
     Args:
-      layout: outside; inside, it is `layout.inside(*row_axes(layout))`.
-      arguments: shapes and shardings.
-      results: likewise.
+      layout: the layout outside; inside, it is `layout.inside(*row_axes(layout))`.
+      function: code of one device along these axes.
+      arguments: shapes and shardings of the whole arguments.
+      results: shapes and shardings of the whole results.
     """
     return _mapped(layout, function, arguments, _specs(row_axes(layout), results))
 
 
 def results_of_devices(layout: Layout, function: Callable[..., Any], arguments: Any) -> Any:
-    """What `map_rows` returns of a function whose results are [1, ...] on every device, arrays that the
-    devices do not share: [devices along the axes of rows, ...]. Arguments as there."""
+    """`results` for `map_rows`, of a function that returns arrays [1, ...] on every device which
+    the devices do not share: as whole arrays they are [devices along the axes of rows, ...]."""
     axes = row_axes(layout)
     spec = P(axes) if axes else P()
     sharding = NamedSharding(layout.mesh, spec)
@@ -134,20 +139,21 @@ def _mapped(
 
 
 def _specs(axes: tuple[str, ...], tree: Any) -> Any:
-    """How abstract arrays lie along some of the mesh's axes."""
+    """Partition specs of abstract arrays, restricted to some of the mesh's axes."""
 
     return jax.tree.map(lambda leaf: kept_spec(leaf.sharding.spec, axes), tree)
 
 
 def kept_spec(spec: P, axes: Collection[str]) -> P:
-    """A partition spec with some of the mesh's axes alone."""
+    """A partition spec restricted to some of the mesh's axes."""
     dimensions = (tuple(axis for axis in _tuple(names) if axis in axes) for names in spec)
     return P(*(dimension or None for dimension in dimensions))
 
 
 def is_split(layout: Layout, axes: Axes) -> bool:
-    """Whether devices that have different rows, and run the code here one by one, hold parts of a parameter that each
-    of them gathers whole: of experts, each keeps its own."""
+    """Whether devices that have different rows, and run the code here one by one (manual axes),
+    hold parts of a parameter that each gathers whole. False for experts: each device keeps its
+    own."""
     split, kept = (
         {axis for names in dimensions for axis in names if layout.mesh.shape[axis] > 1}
         for dimensions in (_shards_here(layout, axes), map(layout.mesh_axes, kept_axes(axes)))
@@ -156,7 +162,7 @@ def is_split(layout: Layout, axes: Axes) -> bool:
 
 
 def deferred(layout: Layout, shard: jax.Array, axes: Axes, dtype: Any) -> Deferred:
-    """A parameter whose whole gradient is wanted, in `dtype`."""
+    """A shard as a `Deferred` parameter, whose whole gradient has the type `dtype`."""
     shard_counts = (
         math.prod(layout.mesh.shape[axis] for axis in names) for names in _shards_here(layout, axes)
     )
@@ -165,26 +171,27 @@ def deferred(layout: Layout, shard: jax.Array, axes: Axes, dtype: Any) -> Deferr
 
 
 def differentiated(parameter: Any) -> jax.Array:
-    """Of a parameter, or of its gradient: the array that sums of gradients are like."""
+    """The array of a parameter, or of its gradient, that has the shape of the gradients' sums."""
     array: jax.Array = parameter.stand_in if isinstance(parameter, Deferred) else parameter
     return array
 
 
 def whole_gradient(gradient: jax.Array | None) -> Any:
-    """The gradient of a `Deferred` parameter, for a gradient rule to return; none where none is asked for."""
+    """The gradient of a `Deferred` parameter in the form that a gradient rule returns; `gradient`
+    is None where JAX asks for none."""
     return Deferred(None, gradient)  # type: ignore[arg-type]  # None is JAX's word for zero
 
 
 def reduced(
     layout: Layout, rows: tuple[str, ...], axes: Axes, dtype: Any
 ) -> Callable[[jax.Array], jax.Array]:
-    """What makes the gradient of a `Deferred` parameter of its sums by device (`whole_sum`): they are added
-    over all devices that have rows, and each gets its shard.
+    """A function from a `Deferred` parameter's sums by device (`whole_sum`) to its gradient: it
+    adds them over all devices that have rows, and each device gets its shard.
 
     Args:
-      layout: outside.
+      layout: the layout outside `map_rows`.
       rows: the axes of rows.
-      dtype: in which sums go to the shards, where the layout has narrow gradients.
+      dtype: type in which sums are sent to the shards, where the layout has narrow gradients.
     """
     inside = layout.inside(*rows)
     devices = _row_devices(inside)
@@ -197,7 +204,7 @@ def reduced(
         shard = _scattered(inside, axes, gradient).astype(total.dtype)
         return jax.lax.psum(shard, replicas) if replicas else shard
 
-    # Manual along all axes, for XLA's partitioner knows no copies between what is so in part
+    # Manual along all axes: XLA's partitioner cannot copy between arrays manual along only some
     inside_spec = inside.spec(kept_axes(axes))
     return jax.shard_map(
         on_device,
@@ -211,10 +218,10 @@ def reduced(
 
 
 def gathered(layout: Layout, weight: Parameter, axes: Axes, dtype: Any) -> jax.Array:
-    """A parameter in `dtype`, gathered except along the compute axes, as the computation needs it.
+    """A parameter in `dtype`, gathered along all axes but `KEPT_AXES`, as the computation needs it.
 
-    This is the all-gather of FSDP. What it moves has the compute dtype; what its gradient moves has
-    at least float32, for it is a sum over many devices, unless the layout says otherwise.
+    This is the all-gather of FSDP. It sends the compute dtype. Its gradient is sent in at least
+    float32, because it is a sum over many devices, unless the layout has narrow gradients.
     """
     if isinstance(weight, Deferred):
         return _gathered_alone(layout, axes, jnp.dtype(dtype), weight.stand_in.dtype, weight)
@@ -228,16 +235,16 @@ def looked_up(
 ) -> jax.Array:
     """Rows of a table [V, D] in `dtype`: [R, C, D] for int32 [R, C].
 
-    Where devices hold parts of the width D, each looks up its part for all of them, and they
-    exchange what they found: no table is ever gathered, and no gradient of one. A row's gradient
-    adds up in the type of the table, for that of a frequent row is a long sum.
+    Where devices hold parts of the width D, each looks up its part of everyone's rows, and they
+    exchange the results: neither the table nor its gradient is gathered. A row's gradient is
+    summed in the type of the table, because that of a frequent row is a long sum.
     """
     along_rows, names = _shards_here(layout, axes)
     if along_rows or not names:
         return _rows_of(gathered(layout, table, axes, table.dtype), rows).astype(dtype)
     if isinstance(table, Deferred):
         table = _own_part(layout, axes, table.stand_in.dtype, table)
-    # [F * R, C]: those of every device that holds a part of the width, in the devices' order.
+    # [F * R, C]: the rows of all F devices that hold parts of the width, in the devices' order
     everyones = jax.lax.all_gather(rows, names, axis=0, tiled=True)
     vectors = _rows_of(layout.constrain(table, kept_axes(axes)), everyones).astype(dtype)
     return _returned(layout, names, vectors)
@@ -245,14 +252,14 @@ def looked_up(
 
 @jax.custom_vjp
 def _rows_of(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """table[rows], with a gradient that is the same in every run: see `sorted_sums`."""
+    """table[rows], with a gradient that is the same bit for bit in every run: see `sorted_sums`."""
     return table[rows]
 
 
 def _rows_of_forward(
     table: jax.Array, rows: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    # Of the table the backward pass reads the shape alone
+    # The backward pass reads only the table's shape and type
     return table[rows], (table, rows)
 
 
@@ -271,16 +278,16 @@ _rows_of.defvjp(_rows_of_forward, _rows_of_backward)
 
 
 def sorted_sums(nothing: jax.Array, rows: jax.Array, found: jax.Array) -> jax.Array:
-    """The sum of all entries of each row of a table, added up in one order.
+    """The sum of all entries of each row of a table, [V, D], added in a fixed order.
 
-    Where a scatter adds, as on GPUs, XLA has every entry added by an atomic operation, in any order, and those of a
-    frequent row wait for each other. So entries are sorted by row, runs of equal rows are summed in a scan, and the end
-    of each run is written, which no other one writes.
+    On GPUs XLA's scatter adds every entry by an atomic operation: the order is arbitrary, and the
+    entries of a frequent row wait for each other. So entries are sorted by row, runs of equal rows
+    are summed in a scan, and the sum at the end of each run is written, once for each row.
 
     Args:
       nothing: zeros [V, D].
-      rows: int32 [...], of each entry; 0 <= row < V.
-      found: [..., D]
+      rows: int32 [...], the row of each entry; 0 <= row < V.
+      found: [..., D], the entries.
     """
     rows = rows.reshape(-1)
     order = jnp.argsort(rows, stable=True)
@@ -289,8 +296,9 @@ def sorted_sums(nothing: jax.Array, rows: jax.Array, found: jax.Array) -> jax.Ar
     is_start = jnp.append(True, changes)
     is_end = jnp.append(changes, True)
 
-    # Of two neighbouring stretches of entries: whether a run begins in them, and the sum since the
-    # last one began. What the left one has counts only where none begins in the right one.
+    # Joins two neighbouring stretches of entries. Each is a pair: whether a run begins in it, and
+    # the sum since its last run began. The left sum counts only if no run begins in the right
+    # stretch.
     def add(
         left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
@@ -298,24 +306,25 @@ def sorted_sums(nothing: jax.Array, rows: jax.Array, found: jax.Array) -> jax.Ar
         return begins, jnp.where(right[0], right[1], left[1] + right[1])
 
     _, sums = jax.lax.associative_scan(add, (is_start[:, None], found))
-    # Outside of the table, each in a place of its own, where nothing is written
+    # Entries that end no run get distinct rows past the table's end, which "drop" ignores: distinct
+    # because `unique_indices` promises it.
     target_rows = jnp.where(is_end, rows, len(nothing) + jnp.arange(len(rows), dtype=rows.dtype))
     return nothing.at[target_rows].set(sums, mode="drop", unique_indices=True)
 
 
 def kept_axes(axes: Axes) -> Axes:
-    """The axes of a gathered parameter."""
+    """Logical axes of a parameter after it is gathered: those not in `KEPT_AXES` become None."""
     return tuple(name if name in KEPT_AXES else None for name in axes)
 
 
 def _row_devices(layout: Layout) -> tuple[str, ...]:
-    """Of the manual axes, those of several devices."""
+    """The manual axes that have more than one device."""
     sizes = layout.mesh.shape
     return tuple(axis for axis in sizes if axis in layout.manual_axes and sizes[axis] > 1)
 
 
 def _shards_here(layout: Layout, axes: Axes) -> list[tuple[str, ...]]:
-    """Of each dimension of a parameter, the manual axes along which it is to be gathered."""
+    """For each dimension of a parameter, the manual axes along which it must be gathered."""
     manual = layout.manual_axes
     return [
         () if name in KEPT_AXES else tuple(a for a in layout.mesh_axes(name) if a in manual)
@@ -323,8 +332,8 @@ def _shards_here(layout: Layout, axes: Axes) -> list[tuple[str, ...]]:
     ]
 
 
-# What follows runs inside `Layout.local`, for XLA gathers over its own axes whatever collectives of
-# ours would send along them.
+# The collectives below run inside `Layout.local`: outside, XLA would first gather, over the axes
+# that are not manual, the arrays that they send.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -337,7 +346,7 @@ def _gathered(
                 shard = jax.lax.all_gather(shard, names, axis=dimension, tiled=True)
         return shard
 
-    # What else splits these dimensions is XLA's to gather
+    # Where axes that are not manual split these dimensions too, XLA gathers along them
     return layout.local(on_device, (kept_axes(axes),), kept_axes(axes))(shard.astype(dtype))
 
 
@@ -393,7 +402,7 @@ _gathered_alone.defvjp(_gathered_alone_forward, _gathered_alone_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _own_part(layout: Layout, axes: Axes, param_dtype: Any, table: Deferred) -> jax.Array:
-    """The shard [V, D / F] of a table, whose gradient is one of the whole that is zero elsewhere."""
+    """The shard [V, D / F] of a table. The gradient is that of the whole table, zero elsewhere."""
     return table.shard
 
 
@@ -424,7 +433,7 @@ _own_part.defvjp(_own_part_forward, _own_part_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _returned(layout: Layout, names: tuple[str, ...], part_rows: jax.Array) -> jax.Array:
-    """Parts of everyone's rows [F * R, C, D / F] -> the whole of its own [R, C, D]."""
+    """Parts of everyone's rows [F * R, C, D / F] -> the device's own rows, whole, [R, C, D]."""
     return _exchanged(layout, names, part_rows, 0, 2)
 
 

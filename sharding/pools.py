@@ -1,10 +1,10 @@
-"""Rows and pools: what rows take from the pools of their ranks.
+"""Rows and pools: rows read their slots from the pools of their ranks, or write them there.
 
-    pool [R, W, D] --take_rows--> rows [R / g, g * C, D]        put_rows puts others in their place
+    pool [R, W, D] --take_rows--> rows [R / g, g * C, D]        put_rows replaces what was taken
 
-A row of span g lies on g ranks, in packed order: each has C slots that follow one another, and
-reads them from its own pool. Nothing is scattered: the way back gathers by an inverse table, which
-is made of integers. So gradients are deterministic.
+A row of span g is held by g ranks, in packed order: each has C consecutive slots and reads them
+from its own pool. No values are scattered: the way back gathers by an inverse table, and only that
+table, of integers, is made by scattering. So gradients are deterministic.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Residuals = tuple[jax.Array, jax.Array]  # pool, index
 
 
 class PoolSlots(NamedTuple):
-    """Which slots of their ranks' pools the slots of rows read or write; rows may be dealt to parts."""
+    """The slots of the ranks' pools that the slots of rows read or write; rows may be in parts."""
 
-    slots: jax.Array  # int32 [R / g, g * C], -1: none
-    packed: jax.Array | None  # the same in packed order, where several ranks hold a row
+    slots: jax.Array  # int32 [R / g, g * C] slot of the pool, -1: none
+    packed: jax.Array | None  # `slots` in packed order, where several ranks hold a row
     order: jax.Array  # int32 [R / g, g * C] place of each slot in the packed row
 
     def take(self, layout: Layout, pool: Any) -> Any:
-        """From every leaf [R, W, ...] of a pool, zeros where there is none: [R / g, g * C, ...].
+        """Rows [R / g, g * C, ...] read from every leaf [R, W, ...] of a pool; zeros where -1.
 
         Args:
           layout: that of the rows, of span g.
@@ -40,7 +40,7 @@ class PoolSlots(NamedTuple):
         return permute(layout, packed, self.order)
 
     def put(self, layout: Layout, rows: Any, pool: Any) -> Any:
-        """The pool with leaves [R / g, g * C, ...] of rows in place of what `take` takes."""
+        """The pool with leaves [R / g, g * C, ...] of rows in the slots that `take` reads."""
         slots = self.slots
         if self.packed is not None:
             rows, slots = permute_back(layout, rows, self.order), self.packed
@@ -51,13 +51,13 @@ class PoolSlots(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def take_rows(layout: Layout, pool: jax.Array, index: jax.Array) -> jax.Array:
-    """Each rank's slots of rows from its own pool: [R / g, g * C, D]. Differentiable in `pool`.
+    """Rows [R / g, g * C, D], read by each rank from its own pool. Differentiable in `pool`.
 
     Args:
       layout: that of the rows, of span g.
       pool: [R, W, D].
-      index: int32 [R / g, g * C] slot of the pool of the rank that holds it; -1: zero. No slot
-        twice on one rank, where gradients flow.
+      index: int32 [R / g, g * C] slot of the pool of the rank that holds the row's slot; -1: zero.
+        Where gradients flow, no slot may occur twice on one rank.
     """
 
     def on_device(pool: jax.Array, index: jax.Array) -> jax.Array:
@@ -81,26 +81,27 @@ take_rows.defvjp(_take_forward, _take_backward)
 
 
 def put_rows(layout: Layout, rows: jax.Array, index: jax.Array, pool: jax.Array) -> jax.Array:
-    """The pool with rows in place of what `take_rows` took: of zeros, its transpose. No slot may occur twice in
-    one rank's index.
+    """The pool in which rows replace the slots that `take_rows` reads. With a pool of zeros it is
+    the transpose of `take_rows`. No slot may occur twice in one rank's index.
 
     Args:
       layout: that of the rows, of span g.
       rows: [R / g, g * C, D].
-      index: int32 [R / g, g * C] slot of the pool where each goes; -1: nowhere.
+      index: int32 [R / g, g * C] slot of the pool where each slot of the rows is put; -1: nowhere.
       pool: [R, W, D]; slots that no index names stay as they are.
     """
     part_axes = layout.part_axes
 
     def on_device(rows: jax.Array, index: jax.Array, pool: jax.Array) -> jax.Array:
         slots = pool.shape[1]
-        target = jnp.where(index[0] >= 0, index[0], slots)  # -1 would wrap; the end is dropped
+        # -1 would wrap around to the last slot; `slots` is out of range, and dropped
+        target = jnp.where(index[0] >= 0, index[0], slots)
         row_slots = jnp.arange(index.shape[1], dtype=jnp.int32)
-        # [W]: the slot of the rows that goes to each slot of the pool, -1: none.
+        # [W] the slot of the rows that is put into each slot of the pool; -1: none
         inverse = jnp.full(slots, -1, jnp.int32).at[target].set(row_slots, mode="drop")
         put = gather(rows[0], inverse)[None].astype(pool.dtype)
         is_filled = (inverse >= 0)[None]
-        if part_axes:  # each has some slots of its rank's
+        if part_axes:  # each device has only some of its rank's slots
             put, is_filled = jax.lax.psum((put, is_filled.astype(jnp.int32)), part_axes)
         return jnp.where(_expanded(is_filled > 0, put), put, pool)
 
@@ -108,7 +109,7 @@ def put_rows(layout: Layout, rows: jax.Array, index: jax.Array, pool: jax.Array)
 
 
 def add_to_first_rank(layout: Layout, x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Add what rows amount to, [R / g, ...], to the first rank of each: x [R, ...] -> [R, ...].
+    """Add a value of each row, [R / g, ...], to x of the row's first rank: x [R, ...] -> [R, ...].
 
     Args:
       layout: that of the rows, of span g.
@@ -124,8 +125,9 @@ def add_to_first_rank(layout: Layout, x: jax.Array, rows: jax.Array) -> jax.Arra
 
 
 def on_first_part(layout: Layout, x: jax.Array) -> jax.Array:
-    """What whole rows amount to, on the first of the devices that hold a row's parts, where code is manual
-    along them; zero on the others, for what is added over all devices."""
+    """x, a value of whole rows, on the first of the devices that hold a row's parts, and zero on
+    the others, so that a sum over devices counts it once; for code that is manual along these
+    parts."""
     part_axes = tuple(axis for axis in layout.mesh_axes("sequence") if axis in layout.manual_axes)
     return jnp.where(jax.lax.axis_index(part_axes) == 0, x, 0) if part_axes else x
 
@@ -135,7 +137,7 @@ def of_group(layout: Layout, pool: Any) -> Any:
     [R, g * W, ...].
 
     Args:
-      layout: of rows of span g.
+      layout: that of rows of span g.
     """
     group = _group_axes(layout)
     if not group:
@@ -165,5 +167,5 @@ def gather_either(first: jax.Array, second: jax.Array, index: jax.Array) -> jax.
 
 
 def _expanded(mask: jax.Array, values: jax.Array) -> jax.Array:
-    """The mask with trailing axes of length one, so that it meets `values`."""
+    """The mask with trailing axes of length 1, so that it broadcasts against `values`."""
     return mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim))

@@ -1,9 +1,9 @@
-"""Logical axes -> mesh axes, one `Layout` per component.
+"""Logical axes -> mesh axes, one `Layout` for each component.
 
 Parameters and activations name their axes by meaning ("embed", "heads", "batch"); a layout says
 which mesh axes each of them is split over. Two components may have different layouts on one mesh:
 an encoder can count `tensor` as one more data axis, which gives it more ranks than the language
-model has. Rules name whole axes of the mesh; a layout has their sub-axes (sharding/mesh.py).
+model has. Rules name whole axes of the mesh; a layout holds their sub-axes (sharding/mesh.py).
 """
 
 from __future__ import annotations
@@ -33,30 +33,32 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
-    "experts": ("fsdp",),  # of a mixture: a device computes its own, for the tokens of all
+    "experts": ("fsdp",),  # of a mixture: a device runs its own experts on the tokens of all
 }
-# These stay split during the computation, so never over a batch axis, and no others over one of `sequence`.
+# Logical axes that stay split during the computation. So none of them shares a mesh axis with
+# `batch`, and none of the others shares one with `sequence`.
 COMPUTE_AXES = ("sequence", "heads", "kv_heads", "mlp", "vocab")
-# Axes of activations, and what may not be split over the same mesh axes
+# Axis of activations -> the logical axes that may not be split over the same mesh axes
 APART = {"batch": COMPUTE_AXES, "sequence": COMPUTE_AXES[1:]}
-# Parameters are never gathered along these. Experts may be split over a batch axis: tokens come to them.
+# Parameters are never gathered along these. Experts may be split over a batch axis, because tokens
+# are sent to them.
 KEPT_AXES = (*COMPUTE_AXES, "experts")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How one component lies on the mesh."""
+    """How one component is placed on the mesh: which mesh axes split each logical axis."""
 
     mesh: Mesh | AbstractMesh
     rules: tuple[tuple[str, tuple[str, ...]], ...]
-    # Whether gradients travel as they are computed, and not in at least float32
+    # Whether gradients are sent in the type they are computed in, instead of at least float32
     narrow_gradients: bool = False
 
     def mesh_axes(self, name: str | None) -> tuple[str, ...]:
         return dict(self.rules).get(name, ()) if name else ()
 
     def whole_axes(self, name: str) -> tuple[str, ...]:
-        """The mesh axes of a logical axis as a config names them, uncut."""
+        """The whole mesh axes of a logical axis, as a config names them."""
         return tuple(dict.fromkeys(whole_axis(axis) for axis in self.mesh_axes(name)))
 
     @property
@@ -65,32 +67,32 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """R: ranks, which compute equally many slots at the same time."""
+        """R: number of ranks; all compute equally many slots at the same time."""
         return self._devices("rank")
 
     @property
     def groups(self) -> int:
-        """R / g: rows computed at the same time, one in each group of ranks."""
+        """R / g: number of rows computed at the same time, one in each group of ranks."""
         return self._devices("batch")
 
     @property
     def span(self) -> int:
-        """g: neighbouring ranks that hold a row together."""
+        """g: how many neighbouring ranks hold a row together."""
         return self.ranks // self.groups
 
     def size(self, name: str) -> int:
-        """Number of parts that a logical axis of arrays is split into here."""
+        """Number of parts that a logical axis of arrays has here; manual mesh axes do not count."""
         if name not in self._sizes:
             self._sizes[name] = math.prod(self.mesh.shape[axis] for axis in self._split(name))
         return self._sizes[name]
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        """`size`, as far as it was asked for."""
+        """Cached results of `size`, by logical axis."""
         return {}
 
     def spec(self, axes: Axes) -> P:
-        """How arrays are split here."""
+        """Partition spec of arrays with these logical axes, without the mesh axes manual here."""
         return P(*(self._split(name) or None for name in axes))
 
     def _split(self, name: str | None) -> tuple[str, ...]:
@@ -107,13 +109,13 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """g * X: parts that a row's slots are split into, X on each of its ranks (context
-        parallelism); 1 inside a shard_map that is manual over them."""
+        """g * X: number of parts that a row's slots are split into, X on each of its ranks
+        (context parallelism); 1 inside a shard_map that is manual over the parts."""
         return self.size("sequence")
 
     @property
     def part_axes(self) -> tuple[str, ...]:
-        """Mesh axes of several devices over which the slots of one rank are split."""
+        """Mesh axes of more than one device over which the slots of one rank are split."""
         ranks = self.mesh_axes("rank")
         return tuple(
             axis
@@ -122,7 +124,7 @@ class Layout:
         )
 
     def split_axes(self, *names: str) -> tuple[str, ...]:
-        """Mesh axes of several devices that split logical axes, whether or not they are manual here."""
+        """Mesh axes of more than one device that split these logical axes, manual here or not."""
         axes = (axis for name in names for axis in self.mesh_axes(name))
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
@@ -132,9 +134,9 @@ class Layout:
         return self.sharding(("batch",))
 
     def spanned(self, span: int) -> Layout:
-        """The same devices with rows that `span` neighbouring ranks hold together: [R / g, g * C].
+        """This layout for rows that `span` neighbouring ranks hold together: [R / g, g * C].
 
-        Group k is ranks k * span .. (k + 1) * span - 1, whose parts of the row come in this order.
+        Group k is ranks k * span .. (k + 1) * span - 1; their parts of the row are in this order.
 
         Raises:
           MeshError: no innermost sub-axes of the batch axes multiply to `span`.
@@ -153,7 +155,7 @@ class Layout:
                 f"into {cut}: a span must be a product of the innermost of these; change "
                 f"phases.<phase>.spans or the mesh"
             )
-        # Ranks before the devices of one rank: the parts of a row are numbered rank by rank.
+        # The ranks' axes precede those of one rank's devices, so parts are numbered rank by rank.
         return self._with(batch=tuple(outer), sequence=(*inner, *self.mesh_axes("sequence")))
 
     def _with(self, **rules: tuple[str, ...]) -> Layout:
@@ -161,20 +163,20 @@ class Layout:
 
     @cached_property
     def manual_axes(self) -> frozenset[str]:
-        """Mesh axes over which the code here is manual: it sees what one device along them has."""
+        """Mesh axes over which the code here is manual: it sees one device's share along them."""
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         return frozenset(axis for axis, axis_type in types if axis_type == AxisType.Manual)
 
     @property
     def is_partitioned(self) -> bool:
-        """Whether XLA splits what the code here computes over several devices."""
+        """Whether XLA splits the computation of the code here over several devices."""
         sizes = self.mesh.shape
         return any(sizes[axis] > 1 for axis in set(sizes) - self.manual_axes)
 
     def inside(self, *axes: str) -> Layout:
-        """The same for code inside a shard_map that is manual over mesh axes.
+        """This layout for code inside a shard_map that is manual over mesh axes.
 
-        What these axes split is one part there (`size`, `spec`). Collectives may name them.
+        `size` and `spec` do not count these axes there. Collectives may name them.
         """
         if not axes:
             return self
@@ -189,15 +191,15 @@ class Layout:
     def local(
         self, function: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any
     ) -> Callable[..., Any]:
-        """Run `function` on each device's own part.
+        """`function` as a function of whole arrays that runs on each device's own part of them.
 
-        That serves a kernel whose loop bounds are the data of its rank, for one.
+        A kernel whose loop bounds are its rank's data needs this, for example.
 
         Args:
-          in_axes: of each argument, or a tree of them.
-          out_axes: of the result, likewise.
+          in_axes: logical axes of each argument, or a tree of them.
+          out_axes: logical axes of the result, likewise.
         """
-        # Inside another shard_map its manual axes may not be named again.
+        # A shard_map inside another one may not name the outer one's manual axes again.
         names = set(self.mesh.axis_names) - self.manual_axes
         if not names:
             return function
@@ -234,16 +236,17 @@ def make_layout(
 ) -> Layout:
     """The default rules with overrides.
 
-    Mesh axes named for `batch` are taken from the compute axes that the overrides do not name, so
-    `{batch: [data, fsdp, tensor]}` alone turns tensor parallelism into data parallelism. Those named for
-    `sequence` are taken from the others likewise.
+    Mesh axes named for `batch` are taken away from the compute axes that the overrides do not name,
+    so `{batch: [data, fsdp, tensor]}` alone turns tensor parallelism into data parallelism. Axes
+    named for `sequence` are likewise taken away from the other compute axes.
 
     Args:
       overrides: whole mesh axes by logical axis.
       where: key of the config that errors name.
 
     Raises:
-      MeshError: an axis is unknown, that of pipeline stages, or split over for two purposes.
+      MeshError: an axis is unknown, is the axis of pipeline stages, or is named for two logical
+        axes that may not share it.
     """
     overrides = overrides or {}
     for name, axes in overrides.items():
@@ -262,7 +265,8 @@ def make_layout(
         name: _in_mesh_order(mesh, overrides.get(name, axes))
         for name, axes in DEFAULT_RULES.items()
     }
-    # `batch` first: what it takes from `sequence` is not taken from the others for that.
+    # `batch` first: a mesh axis that it takes from `sequence` is then not taken from the others
+    # on behalf of `sequence`.
     for taker, names in APART.items():
         for name in names:
             clash = set(rules[name]) & set(rules[taker])
@@ -271,14 +275,14 @@ def make_layout(
                     f"{where}: mesh axes {_whole(clash)} are named for both {taker!r} and {name!r}"
                 )
             rules[name] = tuple(axis for axis in rules[name] if axis not in clash)
-    # What the experts' axes leave of those that a parameter's width is split over
+    # Width of the experts' matrices: the mesh axes of `embed` that `experts` does not use
     rules["expert_embed"] = tuple(a for a in rules["embed"] if a not in rules["experts"])
-    rules["rank"] = rules["batch"]  # what ranks keep for themselves, whatever the span of rows
+    rules["rank"] = rules["batch"]  # stays as it is when `spanned` moves axes out of `batch`
     return Layout(mesh, tuple(rules.items()))
 
 
 def _in_mesh_order(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> tuple[str, ...]:
-    """The sub-axes of whole axes."""
+    """The sub-axes of whole axes, in the order of the mesh."""
     return tuple(axis for axis in mesh.axis_names if whole_axis(axis) in axes)
 
 
@@ -288,10 +292,10 @@ def _whole(axes: Iterable[str]) -> list[str]:
 
 
 def rank_nodes(layout: Layout, devices_per_node: int | None = None) -> np.ndarray:
-    """Node of each rank of a layout, that of its first device: int32 [R].
+    """Node of each rank of a layout, int32 [R]: the node of the rank's first device.
 
-    A node is what one process drives or, with `devices_per_node`, as many devices in the order of
-    their ids, between which there may be gaps. The devices of an abstract mesh count in order;
+    A node is the devices of one process or, with `devices_per_node`, that many devices in the order
+    of their ids, which may have gaps. The devices of an abstract mesh count in the mesh's order;
     without `devices_per_node` they are one node.
     """
     mesh = layout.mesh
