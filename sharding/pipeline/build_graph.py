@@ -1,5 +1,5 @@
-"""From a ring and the work of a batch to the graph of its operations: what waits for what, what
-occupies which slot."""
+"""Builds the graph of a batch's operations from a ring and the work of the batch: which operation
+waits for which, and which values need slots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sharding.pipeline.graph import Buffer, ChainWork, Graph, Kind, Pool, Worklo
 from sharding.pipeline.ring import PipelineError, Ring
 
 NONE = -1  # there is no such operation
-# By chunk and microbatch of one component: the number of an operation, or NONE
+# Of one component, by chunk and microbatch: the number of an operation, or NONE
 Numbers = list[list[int]]
 
 
@@ -25,17 +25,17 @@ def build_graph(
 
     split: backward operations with both gradients become an INPUT_GRADIENT operation (recompute and
     input gradient) and a WEIGHT_GRADIENT operation on the same rank, which nothing waits for.
-    fused: the last language chunk has no forward operation where it has a backward: that one
-    computes the forward anyway and yields the loss.
-    overhead: what every operation takes besides its work, and so every tick.
-    Raises `PipelineError` when workload and ring do not fit, or when a gradient would have nowhere
-    to come from.
+    fused: the last language chunk has no forward operation where it has a backward, which computes
+    the forward pass anyway and yields the loss.
+    overhead: time that every operation, and so every tick, takes in addition to its work.
+    Raises `PipelineError` when workload and ring do not fit, or when an operation would wait for a
+    gradient that no operation computes.
     """
     _check(ring, workload)
     return _Builder(ring, workload, split, fused, overhead).build()
 
 
-# ---------------------------------------------------------------------------- what cannot be
+# ---------------------------------------------------------------------------- checks
 
 
 def _check(ring: Ring, workload: Workload) -> None:
@@ -74,7 +74,7 @@ def _check_chain(ring: Ring, workload: Workload, number: int) -> None:
             f"{chain.name} has a forward operation of duration {work.forward.min()}; at least 1",
         )
     backward = (work.input_gradient + work.weight_gradient) > 0
-    # [D - 1, M]: a gradient comes from the chunk after, so that one has to go back, too.
+    # [D - 1, M]: a chunk's gradient comes from the chunk after it, which must go back too.
     orphans = backward[:-1] & ~backward[1:]
     if orphans.any():
         depth, microbatch = np.argwhere(orphans)[0]
@@ -116,9 +116,10 @@ def _goes_back(work: ChainWork, depth: int, microbatch: int) -> bool:
 class _Builder:
     """Collects the columns of a graph.
 
-    By component, chunk and microbatch (`NONE`: no such operation): `forward`, `back` (what computes
-    the input gradient), `weight` (a weight gradient of its own), and `entry` (what reads the
-    chunk's input first: the forward, or the backward where the two are fused).
+    Numbers of operations by component, chunk and microbatch (`NONE`: no such operation) are
+    `forward`, `back` (the one that computes the input gradient), `weight` (a weight gradient by
+    itself), and `entry` (the first to read the chunk's input: the forward, or the backward where
+    the two are fused).
     """
 
     def __init__(self, ring: Ring, workload: Workload, split: bool, fused: bool, overhead: int):
@@ -139,9 +140,9 @@ class _Builder:
             for microbatch, consumed in enumerate(workload.inputs_of(reader)):
                 for encoder, sub in consumed:
                     self.consumers[encoder][sub].append(microbatch)
-        # By chain and row: whether any gradient reaches what its last chunk yields.
+        # By chain and row: whether any gradient reaches the result of its last chunk.
         self.wanted: list[list[bool]] = [[True] * work.shape[1] for work in workload.chains]
-        # Readers have greater numbers than what they read, so theirs is known by then.
+        # Readers have greater numbers than the chains they read, so their entries are made first.
         for c, reader in reversed(list(enumerate(ring.readers))):
             if not ring.has_loss(c):
                 self.wanted[c] = [
@@ -231,15 +232,17 @@ class _Builder:
         return len(self.operations) - 1
 
     def _group(self, kind: int, c: int, d: int, m: int) -> int:
-        """The group that an operation belongs to: a language microbatch with what it reads."""
+        """The group of an operation: the first that needs its row or, of a backward, the last."""
         first_group, last_group = self.groups[c][m]
         return first_group if kind == Kind.FORWARD else last_group
 
     def _groups(self) -> list[list[tuple[int, int]]]:
-        """First and last group of all rows. A row that nothing reads is a group of its own, after the groups of
+        """First and last group of every row of every chain. A group is a language microbatch with
+        the rows that it reads, or a row that nothing reads; such a row comes after the groups of
         microbatches that read no later rows."""
         chains = len(self.ring.chains)
-        # (row of an optional chain that a group waits for, whether it is that row alone, chain, row)
+        # (latest row that the group needs of a chain with unread rows, or -1; whether the group is
+        # that row alone; chain; row)
         keys: list[tuple[int, bool, int, int]] = []
         unread = {
             (c, m)
@@ -291,15 +294,15 @@ class _Builder:
                     self.buffers.append(Buffer(Pool.INPUT, c, d, m, rank, (forward,), (back,)))
 
     def _connect_to_chunk_before(self, c: int, d: int, m: int) -> None:
-        """What goes from chunk d - 1 to chunk d, and the gradient that returns."""
+        """Edges and buffers of activations from chunk d - 1 to chunk d, and of their gradient."""
         stages = self.ring.chains[c].stages
         ticks = max(1, self.ring.hops(stages[d - 1], stages[d]))
         back = self.back[c][d][m]
         entry = self.entry[c][d][m]
         sender = self.forward[c][d - 1][m]
         self.successors[sender].append((entry, ticks))
-        # The last reader alone is named: the backward, whose number is the greatest, or, where
-        # there is none (-1), the forward.
+        # Only the last reader is named: the backward, whose number is greater than the forward's,
+        # or the forward where there is no backward (-1).
         self.buffers.append(Buffer(Pool.INPUT, c, d, m, stages[d], (sender,), (max(entry, back),)))
         receiver = self.back[c][d - 1][m]
         if receiver != NONE:
@@ -324,7 +327,7 @@ class _Builder:
             user_backs = [self.back[reader][0][m] for m in users]
             for entry in entries:
                 self.successors[forward].append((entry, max(1, hops)))
-            # An operation's number is greater than that of its forward, and NONE is less than both.
+            # A backward's number is greater than its forward's, and NONE is less than both.
             readers = tuple(max(pair) for pair in zip(entries, user_backs, strict=True))
             self.buffers.append(
                 Buffer(Pool.TOKENS, c, depth, sub, target, (forward,), readers, hops),

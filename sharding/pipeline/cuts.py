@@ -1,4 +1,4 @@
-"""Which pipeline rank computes which layers: exact cuts, and three kinds of layout.
+"""The choice of which pipeline rank computes which layers: exact cuts, and three kinds of layout.
 
     layers --layer_costs--> costs --partition--> Ring: chunks, consecutive layers on one rank
 
@@ -8,12 +8,12 @@
     rank 2  [language  ]     rank 2  [vision 2][lang 2]     rank 2  [language]
     rank 3  [language  ]     rank 3  [vision 3][lang 3]     rank 3  [language]
 
-A chain is an encoder, the language model or a generator: first its stem or embedding, then its blocks,
-last its projector, or its head and loss. Each is a layer with a cost of its own; stems stay with the first
-block, projectors with the last one. Chains come first that feed the last one, their reader: encoders
-before the language model, or the language model before a generator, or (`Reading`) all three. Stages that
-heed what is frozen, and encoders on ranks of their own, are after Cornstarch (arXiv 2503.11367); segments,
-every chain over all ranks, are after DIP (arXiv 2504.14145).
+A chain is an encoder, the language model or a generator: first its stem or embedding, then its
+blocks, last its projector, or its head and loss. Each is a layer with a cost of its own; stems stay
+with the first block, projectors with the last one. Chains precede their reader, the last chain:
+encoders before the language model, or the language model before a generator, or (`Reading`) all
+three. Stages that consider what is frozen, and encoders on ranks of their own, are after Cornstarch
+(arXiv 2503.11367); segments, every chain over all ranks, are after DIP (arXiv 2504.14145).
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from sharding.pipeline.ring import Chain, PipelineError, Ring
 
 @dataclass(frozen=True)
 class Reading:
-    """Who reads whom, where that is not simply the last chain all others.
+    """Which chain reads which, where the last chain does not read all others.
 
-    readers: by chain that another than the last one reads, that one. losses: chains with a loss although they are
-    read. optional: those of which rows may have no reader.
+    readers: reader of each chain that the last chain does not read, by name.
+    losses: chains that have a loss although they are read.
+    optional: chains of which some rows may have no reader.
     """
 
     readers: Mapping[str, str] = field(default_factory=dict)
@@ -46,7 +47,9 @@ class Reading:
 USUAL = Reading()
 LayoutName = Literal["chain", "segments", "parallel"]
 CutBy = Literal["cost", "parameters"]
-MINOR = 0.1  # of a microbatch's forward passes: a chain with less does not decide how finely the others are cut
+# Share of the forward cost of a microbatch: a chain with less than that does not decide how finely
+# the others are cut.
+MINOR = 0.1
 
 # ---------------------------------------------------------------------------- cuts
 
@@ -55,9 +58,9 @@ def cut(costs: Sequence[int], stages: int) -> tuple[int, ...]:
     """Cut a sequence of layers into consecutive stages of at least one layer so that the costliest
     stage costs least.
 
-    Exact, by dynamic programming; of all such cuts, the one with the least sum of squares, and of
-    equal ones the one whose first stages are the costliest: in 1F1B those go forward while nothing
-    comes back yet.
+    Exact, by dynamic programming; of all such cuts, the one with the least sum of squares, and
+    among equal sums the one whose first stages are the costliest: in 1F1B these go forward while no
+    gradient comes back yet.
 
     Args:
       costs: [L], at least 0.
@@ -72,14 +75,14 @@ def cut(costs: Sequence[int], stages: int) -> tuple[int, ...]:
 
 
 def cut_in_rounds(costs: Sequence[int], stages: int, rounds: int) -> tuple[int, ...]:
-    """Cut a sequence of layers into chunks of at least one layer that go round the stages so many
-    times, so that the costliest chunks of all rounds together cost least.
+    """Cut a sequence of layers into chunks of at least one layer that go round the stages `rounds`
+    times, so that the sum over rounds of the costliest chunk's cost is least.
 
-    A stage waits for those that do the same round in the same tick, so a batch costs every stage
-    the costliest chunk of each round. Where layers do not divide evenly, one round has the larger
-    chunks instead of every round a few. Exact; of all such cuts, one of most equal rounds, and of
-    equal ones the one whose costliest chunks come last: backward passes begin there, in ticks that
-    the head makes long.
+    A stage waits for the stages that do the same round in the same tick, so a batch costs every
+    stage the costliest chunk of each round. Where layers do not divide evenly, one round has all
+    the larger chunks, instead of a few in every round. Exact; of all such cuts, one of the most
+    equal rounds, and among those the one whose costliest chunks come last: backward passes begin
+    there, in ticks that the head makes long.
 
     Args:
       costs: [L], at least 0.
@@ -111,8 +114,12 @@ def _cut(
 def _cut_below(
     ends: Sequence[int], limits: Sequence[int], *, costliest_last: bool
 ) -> tuple[int, ...]:
-    """The bounds of chunks that cost no more than their limits, with the least sum of squares; of
-    equal cuts, one whose last chunk costs most or least, then the one before it, and so on."""
+    """The bounds of chunks that cost no more than their limits, with the least sum of squares;
+    among equal sums the cut whose last chunk costs most (`costliest_last`) or least, then likewise
+    the chunk before it, and so on.
+
+    `ends` [L + 1] are cumulative costs, from 0.
+    """
     layers = len(ends) - 1
     chunks = len(limits)
     # squares[c][l]: least sum of squared costs of c chunks with the first l layers; Python's
@@ -122,7 +129,7 @@ def _cut_below(
     cut_before = [[0] * (layers + 1) for _ in range(chunks + 1)]
     squares[0][0] = 0
     for chunk, limit in enumerate(limits, start=1):
-        # `stop` and `start` leave a layer to every other chunk, after and before.
+        # `stop` and `start` leave at least one layer for every chunk after and before this one.
         for stop in range(chunk, layers - (chunks - chunk) + 1):
             for start in range(stop - 1, chunk - 2, -1):
                 cost = ends[stop] - ends[start]
@@ -130,7 +137,8 @@ def _cut_below(
                     break
                 total = squares[chunk - 1][start] + cost * cost
                 best = squares[chunk][stop]
-                if total < best or (costliest_last and total == best):  # longer chunks come later
+                # `start` falls, so of equal totals the last one found has the longest last chunk
+                if total < best or (costliest_last and total == best):
                     squares[chunk][stop] = total
                     cut_before[chunk][stop] = start
     bounds = [layers]
@@ -140,23 +148,25 @@ def _cut_below(
 
 
 def _round_limits(ends: Sequence[int], stages: int, rounds: int) -> list[int]:
-    """What a chunk may cost in every round, so that chunks can be cut and the sum is least; of equal
-    sums, the one of least squares. `ends` [L + 1] are cumulative costs, from 0."""
+    """The most that a chunk may cost in each round, so that a cut exists and the sum of these
+    limits is least; among equal sums the limits with the least sum of squares. `ends` [L + 1] are
+    cumulative costs, from 0."""
     layers = len(ends) - 1
-    # The sum of the limits where all rounds have the same; no limit of the least sum is above it.
+    # The sum of the limits where all rounds have the same one. The least sum is at most that, so no
+    # single limit in it is greater.
     upper_bound = rounds * _least_maximum(ends, stages * rounds)
-    # By the layers that the rounds so far have: sum and squares of their limits, and the limits.
+    # By number of layers in the rounds so far: sum and sum of squares of their limits, the limits
     best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
     least_limits = _least_limits(ends, stages, upper_bound)
     for round_number in range(1, rounds + 1):
         latest = layers - stages * (
             rounds - round_number
-        )  # the chunks that follow have a layer each
+        )  # leaves one layer for each chunk of the later rounds
         further: dict[int, tuple[int, int, list[int]]] = {}
         for start, (total, squares, limits) in best.items():
             for stop, limit in least_limits[start].items():
                 candidate = (total + limit, squares + limit * limit, [*limits, limit])
-                # Of equal sums and squares, the lists decide: cheaper rounds first, the costliest
+                # Among equal sums and squares the lists decide: cheaper rounds first, the costliest
                 # last.
                 if stop <= latest and (stop not in further or candidate < further[stop]):
                     further[stop] = candidate
@@ -165,36 +175,37 @@ def _round_limits(ends: Sequence[int], stages: int, rounds: int) -> list[int]:
 
 
 def _least_limits(ends: Sequence[int], stages: int, most: int) -> list[dict[int, int]]:
-    """By first layer and end, the least cost of the costliest of so many chunks, where it is no more
-    than `most`."""
+    """For each first layer, by end: the least possible cost of the costliest of `stages` chunks,
+    where it is at most `most`. `ends` [L + 1] are cumulative costs, from 0."""
     sums = {stop - start for start, stop in itertools.combinations(ends, 2)}
     least_limits: list[dict[int, int]] = [{} for _ in ends]
     for limit in sorted(cost for cost in sums if cost <= most):
-        # Where a chunk ends at the latest, and then where the last of all does
+        # By first layer of a chunk: its latest end
         latest = [bisect.bisect_right(ends, end + limit) - 1 for end in ends]
-        # By first layer, where the chunks so far end at the latest
+        # By first layer of the first chunk: the latest end of the chunks so far
         reached: Sequence[int] = range(len(ends))
         for _ in range(stages):
             reached = [latest[stop] for stop in reached]
         for start, stop in enumerate(reached):
-            # With a layer for every chunk, each end up to the latest can be had. Limits ascend, so
-            # ends that have one keep it, and the others get this one.
+            # Every end up to the latest is possible that leaves a layer for each chunk. Limits
+            # ascend, so ends that already have a limit keep it, and the others get this one.
             longest = max(least_limits[start], default=start + stages - 1)
             least_limits[start].update(dict.fromkeys(range(longest + 1, stop + 1), limit))
     return least_limits
 
 
 def _least_maximum(ends: Sequence[int], stages: int) -> int:
-    """The least possible cost of the costliest of some stages; `ends` [L + 1] are cumulative costs,
-    from 0."""
-    sums = np.array(ends, object)
+    """The least possible cost of the costliest stage when layers are cut into `stages` stages;
+    `ends` [L + 1] are cumulative costs, from 0."""
+    sums = np.array(ends, object)  # Python's integers, of any size
     layers = len(ends) - 1
-    maxima = sums.copy()  # of the first n layers in the stages so far; one stage to begin with
+    # maxima[n]: the least maximum for the first n layers in the stages so far, at first one stage
+    maxima = sums.copy()
     for stage in range(2, stages + 1):
         finer = maxima.copy()
         for stop in range(stage, layers + 1):
             starts = slice(stage - 1, stop)
-            # By start of the last stage: the costlier of it and of the stages before it
+            # By start of the last stage: the greater of its cost and the maximum before it
             finer[stop] = np.maximum(maxima[starts], sums[stop] - sums[starts]).min()
         maxima = finer
     return int(maxima[layers])
@@ -212,24 +223,23 @@ def partition(
     chunks: Mapping[str, int] | None = None,
     reading: Reading = USUAL,
 ) -> Ring:
-    """Lay chains over the ranks of a pipeline.
+    """Place chains on the ranks of a pipeline.
 
-    chain      all chains one after another, cut into one stage per rank; a rank where two chains meet has a chunk of
-               either
-    segments   a chain is cut into stages * (T_i // T_1) chunks that go round the ranks; T_i is what the forward pass
-               of one of its rows costs, T_1 the least of these over chains with `MINOR` of the work
-               or more: so operations of all that counts cost about the same
-    parallel   every chain has ranks of its own; the split of the ranks is the best of all
+    chain      all chains one after another, cut into one stage for each rank; a rank where two
+               chains meet has a chunk of either
+    segments   a chain is cut into stages * (T_i // T_1) chunks that go round the ranks; T_i is the
+               forward cost of one of its rows, T_1 the least T_i of the chains that have at least
+               `MINOR` of the work: so operations of all these chains cost about the same
+    parallel   every chain has ranks of its own; of all splits of the ranks, the best
 
     Args:
-      chains: by name, encoders first and their reader last; of each a stem, blocks, and what comes
-      after.
-      stages: ranks of the pipeline.
-      rows: of each chain in an average microbatch; one where it is left out.
-      cut_by: what shall be equal over stages; "parameters" ignores freezing and the sizes of
-      inputs.
-      chunks: for segments, chunks of a chain on each rank instead of T_i // T_1.
-      reading: who reads whom, and has a loss besides.
+      chains: layers by name of the chain, encoders first and their reader last; each has a stem,
+        blocks, and a projector or head.
+      stages: number of ranks of the pipeline.
+      rows: rows of each chain in an average microbatch; 1 for a chain that is left out.
+      cut_by: what is made equal over stages; "parameters" ignores freezing and the sizes of inputs.
+      chunks: for segments, the number of chunks of a chain on each rank, instead of T_i // T_1.
+      reading: which chain reads which, and which have a loss although they are read.
 
     Raises:
       PipelineError: more stages than a chain has blocks (segments), or than there are blocks, or
@@ -275,8 +285,8 @@ def partition(
 
 @dataclass(frozen=True)
 class _Units:
-    """What cuts go between: the blocks of a chain, the first with the stem; after them the head with its
-    loss as a unit; without one, what follows is in the last block's."""
+    """The units of a chain that cuts may separate: its blocks, the stem part of the first one, and
+    then a head with its loss; without a loss, what follows the blocks is part of the last one."""
 
     costs: list[int]  # for one row
     blocks: int
@@ -295,7 +305,7 @@ def _units(weights: Sequence[int], rows: float, has_loss: bool) -> _Units:
     stem, *blocks, head = weights
     block_count = len(blocks)
     blocks[0] += stem
-    # A head may have a stage of its own, for a vocabulary is as much work as a few blocks
+    # A head may have a stage of its own, because a vocabulary is as much work as a few blocks
     if has_loss:
         return _Units([*blocks, head], block_count, rows)
     blocks[-1] += head
@@ -306,7 +316,7 @@ Placed = dict[str, list[tuple[int, int]]]  # by chain: rank and number of units 
 
 
 def _joined(name: str, chunks: Sequence[tuple[int, int]], costs: Sequence[LayerCost]) -> Chain:
-    """A chain whose layer counts are those of its units, but for the head's."""
+    """A chain made of chunks of units; its layer counts leave out the unit of the head."""
     ranks, units = zip(*chunks, strict=True)
     # 1 where the head is a unit of its own, else 0; a last chunk of the head alone has no layers.
     surplus = sum(units) - (len(costs) - 2)  # the unit of the head
@@ -325,7 +335,7 @@ def _chain(weights: Mapping[str, _Units], stages: int) -> Placed:
     begin = 0
     for name, units in weights.items():
         end = begin + len(units.costs)
-        # What of each stage lies in units begin .. end - 1, those of this chain; 0 or less: none
+        # How many units of this chain, begin .. end - 1, each stage has; 0 or less: none
         sizes = [min(stop, end) - max(start, begin) for start, stop in itertools.pairwise(bounds)]
         placed[name] = [(rank, size) for rank, size in enumerate(sizes) if size > 0]
         begin = end
@@ -338,7 +348,7 @@ def _chunks_per_rank(
     costs: Mapping[str, Sequence[LayerCost]],
     rows: Mapping[str, float],
 ) -> dict[str, int]:
-    """T_i // T_1 of every chain, as far as its layers allow it."""
+    """T_i // T_1 of every chain (see `partition`), or as many chunks as its layers allow."""
     forward = {
         name: sum(cost.forward for cost in chain_costs) for name, chain_costs in costs.items()
     }
@@ -379,13 +389,14 @@ def _parallel(weights: Mapping[str, _Units], stages: int) -> Placed:
     limits = [len(units) for units in weights.values()]
     if stages > sum(limits):
         raise PipelineError(f"pipeline.stages = {stages}, but {_counts(weights)}; use fewer stages")
-    slowest = []  # by chain: cost of its costliest stage, by the number of its stages
+    slowest = []  # by chain: cost of its costliest stage, by number of stages
     for units in weights.values():
         ends = [0, *itertools.accumulate(units.microbatch_costs)]
         slowest.append(
             {ranks: _least_maximum(ends, ranks) for ranks in range(1, min(len(units), stages) + 1)},
         )
 
+    # Smaller is better: compares the slowest chains of two splits first, then the second slowest
     def worth(split: tuple[int, ...]) -> list[int]:
         return sorted((slowest[index][ranks] for index, ranks in enumerate(split)), reverse=True)
 
@@ -402,7 +413,7 @@ def _parallel(weights: Mapping[str, _Units], stages: int) -> Placed:
 
 
 def _splits(stages: int, limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Every way to give each chain one rank or more, and no more than its layers."""
+    """Every way to give each chain at least one rank, and at most as many as it has layers."""
     if len(limits) == 1:
         if 1 <= stages <= limits[0]:
             yield (stages,)

@@ -24,8 +24,7 @@ Longs = NDArray[np.int64]
 
 
 class Kind(IntEnum):
-    """What an operation does. BACKWARD is INPUT_GRADIENT and WEIGHT_GRADIENT as a single
-    operation."""
+    """What an operation does. BACKWARD is INPUT_GRADIENT and WEIGHT_GRADIENT in one operation."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -34,15 +33,15 @@ class Kind(IntEnum):
 
 
 class Pool(IntEnum):
-    """What kind of thing a slot holds. Every component has pools of its own, but the language model
-    none of tokens.
+    """The kind of value that a slot holds. Every component has pools of its own; only the last
+    chain has none of tokens.
 
     INPUT: activations that wait for a chunk's forward and stay for its backward.
     GRADIENT: gradients of a chunk's output.
-    TOKENS: encoder outputs on their way to, or at, the first language chunk, until its last use.
-    TOKEN_GRADIENT: the same way back, summed over the microbatches that used the tokens.
-    RESIDUAL: what a forward kept for its backward.
-    PENDING: what an input gradient left for its weight gradient.
+    TOKENS: encoder outputs on their way to, or at, the first language chunk, until their last use.
+    TOKEN_GRADIENT: gradients of these on the way back, summed over the microbatches that used them.
+    RESIDUAL: what a forward keeps for its backward.
+    PENDING: what an input gradient leaves for its weight gradient.
     """
 
     INPUT = 0
@@ -54,24 +53,25 @@ class Pool(IntEnum):
 
     @property
     def words(self) -> str:
-        """The name as messages say it."""
+        """The name as it appears in messages."""
         return self.name.lower().replace("_", " ")
 
 
 PoolKey = tuple[Pool, int]  # a pool of one component, by the number of its chain
-RankPool = tuple[Pool, int, int]  # the same on one rank: pool, chain, rank
-Slots = dict[PoolKey, int]  # slots per rank; pools that are left out have none
+RankPool = tuple[Pool, int, int]  # a pool on one rank: pool, chain, rank
+Slots = dict[PoolKey, int]  # number of slots on each rank; pools that are left out have none
 
 
 @dataclass(frozen=True)
 class ChainWork:
-    """How long the parts of one component's operations take in a batch: integers [D, M] of any one
-    unit.
+    """Durations of the parts of one component's operations in a batch: integers [D, M] in any unit,
+    the same for all.
 
-    `forward` is positive. Nothing is done backward where `input_gradient` and `weight_gradient` are
-    both zero. A chunk sends a gradient to the chunk before if that one does anything backward. The
-    backward operation pays `recompute` unless the forward kept its residuals. `row_class` [M] are the
-    classes of the microbatches' rows, 0 the largest; None: all are of one class.
+    `forward` is positive. Where `input_gradient` and `weight_gradient` are both zero there is no
+    backward operation. A chunk sends a gradient to the chunk before if that one has a backward
+    operation. A backward operation takes `recompute` in addition, unless the forward kept its
+    residuals. `row_class` [M] are the classes of the microbatches' rows, 0 the largest; None: all
+    are of one class.
     """
 
     forward: Longs
@@ -98,7 +98,7 @@ class ChainWork:
         return tuple(rows)
 
 
-# By microbatch of a reader, the rows that it consumes: (number of the chain, its microbatch)
+# For each microbatch of a reader, the rows that it consumes: (number of their chain, row)
 Consumed = tuple[tuple[tuple[int, int], ...], ...]
 
 
@@ -108,7 +108,8 @@ class Workload:
 
     `inputs[m]` lists what language microbatch m consumes, as (encoder, encoder row) pairs. With
     deferral an encoder row feeds two language microbatches, and its backward waits for the
-    gradients of both. `before` has the same of readers that are read themselves, by number of their chain.
+    gradients of both. `before` holds the inputs of readers that are themselves read, by number of
+    their chain.
     """
 
     chains: tuple[ChainWork, ...]
@@ -116,7 +117,7 @@ class Workload:
     before: Mapping[int, Consumed] = field(default_factory=dict)
 
     def inputs_of(self, chain: int) -> Consumed:
-        """What the microbatches of a chain consume; nothing where it is no reader."""
+        """The rows that each microbatch of a chain consumes; none where the chain is no reader."""
         if chain == len(self.chains) - 1:
             return self.inputs
         return self.before.get(chain, ((),) * self.chains[chain].shape[1])
@@ -124,13 +125,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Something that occupies a slot of `rank` from the first of its writers to the last of its
-    readers.
+    """A value that occupies a slot of `rank` from its first writer to its last reader.
 
     Writers and readers are operations; `depth` is that of the chunk whose input, output gradient or
-    residuals these are. `hops` is how far the buffer lies from where its writer computed it, for
-    tokens and their gradients. A token gradient that leaves its rank has no readers: its slot is
-    free once it is sent.
+    residuals the buffer holds. `hops` is the distance on the ring from the rank where the value was
+    computed, for tokens and their gradients. A token gradient that leaves its rank has no readers:
+    its slot is free once it is sent.
     """
 
     pool: Pool
@@ -155,14 +155,14 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Graph:
-    """Operations of one batch, numbered 0 .. N-1, with everything a scheduler asks about them. See
-    `build_graph`.
+    """Operations of one batch, numbered 0 .. N-1, with everything a scheduler needs to know of
+    them. See `build_graph`.
 
-    Columns have length N. `successors[n]` lists (operation, ticks): it may start that many ticks
-    after n at the earliest, because an edge takes one tick per hop. `returns[n]` (backward of the
-    first language chunk) lists the (encoder, encoder row, operation) that wait for a share of
-    n's token gradients. The last share of an encoder row sends the sum, one per encoder and tick,
-    over `ring.delivery_hops` places.
+    Columns have length N. `successors[n]` lists (operation, ticks): the operation may start that
+    many ticks after n at the earliest, because an edge takes a tick for each hop. `returns[n]`, for
+    the backward of a first language chunk, lists (encoder, encoder row, operation): the operation
+    waits for a share of n's token gradients. With its last share, the sum of an encoder row is sent
+    over `ring.delivery_hops` hops; an encoder sends one sum a tick.
     """
 
     ring: Ring
@@ -173,11 +173,11 @@ class Graph:
     microbatch: tuple[int, ...]
     stage: tuple[int, ...]
     duration: tuple[int, ...]
-    waits: tuple[int, ...]  # entries of `successors` and `returns` that name the operation
+    waits: tuple[int, ...]  # number of entries of `successors` and `returns` that name it
     group: tuple[
         int,
         ...,
-    ]  # language microbatch it belongs to: first that needs a forward, last that holds a backward
+    ]  # of a forward, the first language microbatch that needs its row; of a backward, the last
     successors: tuple[tuple[tuple[int, int], ...], ...]
     returns: tuple[tuple[tuple[int, int, int], ...], ...]
     buffers: tuple[Buffer, ...]
@@ -189,12 +189,12 @@ class Graph:
 
     @property
     def groups(self) -> int:
-        """How many language microbatches the operations belong to."""
+        """Number of groups: language microbatches, and rows that no microbatch reads."""
         return max(self.group, default=-1) + 1
 
     @cached_property
     def number(self) -> dict[tuple[int, int, int, int], int]:
-        """Number of an operation by (kind, chain, depth, microbatch)."""
+        """Operation numbers by (kind, chain, depth, microbatch)."""
         keys = zip(self.kind, self.chain, self.depth, self.microbatch, strict=True)
         return {key: n for n, key in enumerate(keys)}
 
@@ -208,20 +208,19 @@ class Graph:
         return self.workload.chains[chain].rows[microbatch]
 
     def followers(self, operation: int) -> Iterator[int]:
-        """The operations that wait for one directly."""
+        """The operations that wait directly for `operation`."""
         for follower, _ in self.successors[operation]:
             yield follower
         for _, _, follower in self.returns[operation]:
             yield follower
 
     def backward_of(self, forward: int) -> int | None:
-        """The operation that computes the input gradient of what a forward computed, if there is
-        one."""
+        """The BACKWARD or INPUT_GRADIENT operation of a forward's chunk and microbatch, if any."""
         key = (self.chain[forward], self.depth[forward], self.microbatch[forward])
         return self.number.get((Kind.BACKWARD, *key), self.number.get((Kind.INPUT_GRADIENT, *key)))
 
     def name(self, operation: int) -> str:
-        """An operation in words, for messages."""
+        """Description of an operation, for messages."""
         kind = Kind(self.kind[operation]).name.lower().replace("_", " ")
         chain = self.ring.chains[self.chain[operation]].name
         return f"{kind} of {chain} chunk {self.depth[operation]}, microbatch {self.microbatch[operation]}"

@@ -1,4 +1,5 @@
-"""What layers, and chunks of layers, cost forward and backward, as far as freezing demands it."""
+"""Costs of layers and of chunks, forward and backward, without the parts that freezing leaves
+out."""
 
 from __future__ import annotations
 
@@ -20,33 +21,34 @@ class Layer:
     """One layer of a chain, with its forward cost for one row in any one unit (FLOPs,
     microseconds)."""
 
-    component: str  # what it is frozen by: "vision", "projector.vision", "language"
+    component: str  # the name by which it is frozen: "vision", "projector.vision", "language"
     linear: int  # matrix products with weights
-    attention: int = 0  # scores and mixing, which have none
+    attention: int = 0  # scores and mixing, which have no weights
     parameters: int = 0
     trainable: bool = True
-    trained_share: Fraction | int = 1  # of its weights, where it is trainable at all
-    # What its own backward pass computes again although its input is there, as `remat` says: shares
-    # of the products with weights, and of attention
+    trained_share: Fraction | int = 1  # share of its weights that is trained, if it is trainable
+    # Shares of the products with weights, and of attention, that the layer's own backward pass
+    # computes again although it has the layer's input, as `remat` says
     linear_again: Fraction | int = 0
     attention_again: int = 0
 
     @property
     def keeps_input_alone(self) -> bool:
-        """Whether its backward pass needs nothing that a forward pass through it would leave."""
+        """Whether its backward pass needs only its input, and nothing that its forward computes."""
         return self.linear_again == 1 and self.attention_again == 1
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer, or several consecutive ones, cost for one row; 0 for what freezing leaves
-    out."""
+    """Costs of a layer, or of several consecutive ones, for one row; 0 for parts that freezing
+    leaves out."""
 
     forward: int = 0
     input_grad: int = 0
     weight_grad: int = 0
-    # The way from what the chunk reads to what its layers keep, where the forward pass kept nothing;
-    # of that what need not be computed where this is the chunk's last layer
+    # `recompute`: the forward pass from the chunk's input to what its layers keep, where the
+    # forward operation kept nothing. `unread`: the part of it not needed if this is the chunk's
+    # last layer.
     recompute: int = 0
     unread: int = 0
 
@@ -57,12 +59,12 @@ class LayerCost:
 
     @property
     def backward(self) -> int:
-        """Everything but the forward pass."""
+        """Cost of everything but the forward pass."""
         return self.input_grad + self.weight_grad + self.recompute
 
     @property
     def total(self) -> int:
-        """Forward and backward."""
+        """Cost forward and backward."""
         return self.forward + self.backward
 
     def __add__(self, other: LayerCost) -> LayerCost:
@@ -79,24 +81,24 @@ class LayerCost:
 def layer_costs(
     chains: Mapping[str, Sequence[Layer]], readers: Mapping[str, str] = LAST_READS_ALL
 ) -> dict[str, tuple[LayerCost, ...]]:
-    """Costs of all layers, as far as freezing demands them.
+    """Costs of all layers, without the parts that freezing leaves out.
 
         up(l)   = something trainable strictly upstream of l
         bwd(l)  = [up] dX + [trainable] share * dW + [either] (again + recompute)
 
-    `again` is what `remat` makes a layer's own backward pass compute once more: it counts as the first
-    of the gradients. `recompute` is the forward pass through the chunk before that.
-    dX and dW of a matrix product cost its forward pass each. Attention's own backward pass is 2.5
-    times its forward pass, frozen or not, wherever anything flows through it: it counts as input
-    gradient, or, in a layer with nothing trainable upstream, as weight gradient.
+    `again` is what `remat` makes a layer's own backward pass compute once more. `recompute` is the
+    forward pass through the chunk that precedes the backward pass. dX and dW of a matrix product
+    cost its forward pass each. Attention's own backward pass is 2.5 times its forward pass, frozen
+    or not, wherever a gradient flows through it. It and `again` count as input gradient or, in a
+    layer with nothing trainable upstream, as weight gradient.
 
     Args:
-      chains: those that are read before their readers.
-      readers: of each chain that another than the last one reads, that one.
+      chains: every chain before its reader.
+      readers: reader of each chain that the last chain does not read.
     """
     *_, last_chain = chains
     costs: dict[str, tuple[LayerCost, ...]] = {}
-    upstream: set[str] = set()  # chains that read something trained
+    upstream: set[str] = set()  # chains that read a chain in which something is trained
     for name, layers in chains.items():
         up = name in upstream
         chain_costs = []
@@ -131,7 +133,7 @@ def chunk_costs(chain: Chain, costs: Sequence[LayerCost]) -> tuple[LayerCost, ..
             f"{chain.name} has {sum(chain.layers)} layers in its chunks, but costs of {len(costs)}: "
             "a stem or embedding, the layers, a projector or head",
         )
-    # The stem, cost 0, belongs to the first chunk, and the projector or head, the last cost, to the
+    # The stem, costs[0], belongs to the first chunk, and the projector or head, costs[-1], to the
     # last one.
     bounds = [0, *(stop + 1 for stop in itertools.accumulate(chain.layers))]
     bounds[-1] += 1
@@ -145,8 +147,8 @@ def chain_work(chain: Chain, costs: Sequence[Sequence[LayerCost]]) -> ChainWork:
     """Work of a chain in one batch: [D, M].
 
     Args:
-      costs: of the chain's layers, for each of its M microbatches; where these repeat, the same
-      objects may.
+      costs: costs of the chain's layers for each of its M microbatches. Those of equal microbatches
+        may be the same object, whose sums by chunk are then made once.
     """
     by_id = {id(row_costs): chunk_costs(chain, row_costs) for row_costs in costs}
     columns = np.array(
@@ -159,5 +161,5 @@ def chain_work(chain: Chain, costs: Sequence[Sequence[LayerCost]]) -> ChainWork:
         1,
         0,
     )
-    # An embedding alone costs nothing by these figures, but it is an operation and takes a tick.
+    # A chunk of the embedding alone costs nothing by these figures, but is an operation of a tick.
     return ChainWork(np.maximum(forward, 1), recompute, input_grad, weight_grad)

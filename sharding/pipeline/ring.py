@@ -1,14 +1,15 @@
-"""A ring of pipeline ranks, and the chunks of every component that lie on them.
+"""A ring of pipeline ranks, and the chunks of every component on them.
 
-The last chain is the reader of all that name no other: it consumes what they deliver, and has a loss. That is the
-language model, fed by encoders, or a generator, fed by the language model. Where encoders feed a language model that
-feeds a generator, they name it as their reader:
+The last chain is the reader of all chains that name no other reader: it consumes what they deliver,
+and has a loss. It is the language model, fed by encoders, or a generator, fed by the language
+model. Where encoders feed a language model that feeds a generator, they name the language model as
+their reader:
 
     vision   --tokens-->
                           language   --states-->   diffusion        language names none, or diffusion
     audio    --tokens-->
 
-Where files of this room say language and encoders, they mean a reader and those that feed it.
+Files of this room say language and encoders for any reader and the chains that feed it.
 
 Letters: S stage ranks, D chunks of a component (its depth), M microbatches of a component.
 """
@@ -19,25 +20,25 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-STAGE: Final = "stage"  # the mesh axis along which these ranks lie, which no row is split over
+STAGE: Final = "stage"  # the mesh axis of the pipeline's ranks; no row is split over it
 
 
 class PipelineError(ValueError):
-    """A ring, workload, schedule or table that cannot be."""
+    """A ring, workload, schedule or table that is not possible."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The chunks of one component, by depth: chunk d has layers[d] layers and lies on rank
-    stages[d].
+    """The chunks of one component, by depth: chunk d has layers[d] layers and is on rank stages[d].
 
-    Consecutive chunks lie on the same rank or on the next one of the ring, (s + 1) % S. The first
+    Consecutive chunks are on the same rank or on the next one of the ring, (s + 1) % S. The first
     chunk also holds what comes before the layers (stem, embedding), the last one what comes after
     (projector, head and loss).
-    head_only: of a whole component, nothing but what comes after the layers may have a gradient.
-    reader: name of the chain that reads what the last chunk delivers; empty: the last of the ring.
-    has_loss: whether the last chunk has a loss although it is read; that of the ring's last chain always has.
-    optional: whether there may be rows that no microbatch reads: of text, from which nothing is drawn.
+    head_only: in the whole component, only what comes after the layers may have a gradient.
+    reader: name of the chain that reads what the last chunk delivers; empty: the ring's last chain.
+    has_loss: whether the last chunk has a loss although it is read; the ring's last chain always
+    has one.
+    optional: whether some rows may have no reader, such as text from which nothing is drawn.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Chain:
         return len(self.stages)
 
     def local(self, depth: int) -> int:
-        """Number of a chunk among the chunks of this component on its rank."""
+        """Number of chunk `depth` among the chunks of this component on the same rank."""
         return self.stages[:depth].count(self.stages[depth])
 
     @property
@@ -65,10 +66,11 @@ class Chain:
 
 @dataclass(frozen=True)
 class Ring:
-    """Where the chunks of every component lie: encoders in model order, then their reader and its own, on S ranks.
+    """The chunks of every component on S ranks: encoders in model order, then their reader, then
+    the reader of that one, if it has one.
 
-    The last chunk of a chain delivers its tokens to the first chunk of its reader, over as many ring
-    hops as lie between them. Raises `PipelineError` when chains cannot be laid on the ring.
+    The last chunk of a chain delivers its tokens to the first chunk of its reader, over the ring
+    hops between the two. Raises `PipelineError` when the ring cannot hold the chains.
     """
 
     stages: int
@@ -112,12 +114,12 @@ class Ring:
 
     @property
     def reader(self) -> Chain:
-        """The chain that delivers to none."""
+        """The last chain, which delivers to no other."""
         return self.chains[-1]
 
     @cached_property
     def readers(self) -> tuple[int, ...]:
-        """Of every chain but the last, the number of the one that reads what it delivers."""
+        """For every chain but the last, the number of the chain that reads what it delivers."""
         chain_number = {chain.name: chain_number for chain_number, chain in enumerate(self.chains)}
         return tuple(chain_number[chain.reader or self.reader.name] for chain in self.encoders)
 
@@ -130,7 +132,7 @@ class Ring:
         return chain == len(self.chains) - 1 or self.chains[chain].has_loss
 
     def hops(self, source: int, target: int) -> int:
-        """Places of the ring from one rank to another, going up."""
+        """Number of ring hops from one rank up to another."""
         return (target - source) % self.stages
 
     def delivery_hops(self, encoder: int) -> int:

@@ -1,7 +1,7 @@
-"""Which slot holds what from when to when, like registers, and which residuals are worth one.
+"""Allocation of slots to buffers over time, as of registers, and the choice of residuals to keep.
 
-A slot is taken from the moment that something is written to it until the last read; whatever needs
-a slot gets the lowest that is free.
+A buffer occupies a slot from its first write to its last read, and gets the lowest slot that is
+free.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Longs = NDArray[np.int64]
 
 
 class Moment(IntEnum):
-    """What happens in a tick, in this order."""
+    """What happens at the successive moments of a tick."""
 
     READ = 0
     WRITE = 1
@@ -34,7 +34,7 @@ class Moment(IntEnum):
 
 @dataclass(frozen=True)
 class Life:
-    """Times between which a buffer needs a slot, both counted in moments since the first tick."""
+    """First and last time at which a buffer needs a slot, in moments since the start of tick 0."""
 
     buffer: Buffer
     start: int
@@ -42,19 +42,19 @@ class Life:
 
 
 def moment_of(tick: int, moment: Moment) -> int:
-    """A moment of a tick, counted from the first tick on."""
+    """Time of a moment of a tick, in moments since the start of tick 0."""
     return len(Moment) * tick + moment
 
 
 def tick_of(time: int) -> tuple[int, Moment]:
-    """The tick and the moment in it."""
+    """Tick of a time, and the moment in that tick."""
     tick, moment = divmod(time, len(Moment))
     return tick, Moment(moment)
 
 
 class TickTimes:
-    """`tick[n]` is the tick in which a schedule does operation n, and buffers come and go
-    accordingly."""
+    """Times of a schedule: `tick[n]` is the tick of operation n; `arrival` and `departure` are the
+    times between which a buffer needs its slot."""
 
     def __init__(self, schedule: Schedule):
         self.graph = schedule.graph
@@ -68,8 +68,8 @@ class TickTimes:
         self._sent = clock.sent
 
     def arrival(self, buffer: Buffer) -> int:
-        """When something is written into the slot for the first time."""
-        # Sent in tick t over h hops: received in tick t + h - 1, and read from tick t + h on.
+        """Time at which the buffer's slot is first written."""
+        # A value sent in tick t over h hops is received in tick t + h - 1, and read from t + h on.
         if buffer.pool == Pool.TOKEN_GRADIENT and buffer.hops:
             sent = self._sent[buffer.chain, buffer.microbatch]
             return moment_of(sent + buffer.hops - 1, Moment.RECEIVE)
@@ -83,15 +83,15 @@ class TickTimes:
         return moment_of(written, Moment.RECEIVE if moved else Moment.WRITE)
 
     def departure(self, buffer: Buffer) -> int:
-        """When the slot is read for the last time."""
+        """Time at which the buffer's slot is last read or sent."""
         if buffer.readers:
             return moment_of(max(self.tick[n] for n in buffer.readers), Moment.READ)
         return moment_of(self._sent[buffer.chain, buffer.microbatch], Moment.SEND)
 
 
 def lives_of(schedule: Schedule) -> list[Life]:
-    """Lives of all buffers, with those of kept residuals and those of tokens and gradients that
-    pass through a rank."""
+    """Lives of all buffers, including kept residuals, and tokens and gradients that pass through
+    a rank."""
     graph = schedule.graph
     times = TickTimes(schedule)
     lives = [
@@ -112,13 +112,13 @@ def lives_of(schedule: Schedule) -> list[Life]:
         )
         lives.append(Life(buffer, times.arrival(buffer), times.departure(buffer)))
     for life in list(lives):
-        # The ranks on the way, from the goal back: tokens go up the ring, their gradients down.
+        # The ranks on the way, from the target back: tokens go up the ring, their gradients down.
         direction = 1 if life.buffer.pool == Pool.TOKENS else -1
         for hop in range(1, life.buffer.hops):
             # Received in one tick and sent on in the next.
             rank = (life.buffer.rank - direction * hop) % graph.ring.stages
-            # RECEIVE of a tick plus `Moment.RECEIVE` moments is SEND of the next: one slot is
-            # enough for all that passes, for the next arrival comes right after it.
+            # RECEIVE of a tick plus `Moment.RECEIVE` moments is SEND of the next tick. One slot is
+            # enough for everything that passes, because the next arrival comes right after SEND.
             arrival = life.start - len(Moment) * hop
             lives.append(
                 Life(
@@ -131,11 +131,11 @@ def lives_of(schedule: Schedule) -> list[Life]:
 
 
 def allocate(lives: Iterable[Life]) -> list[tuple[Life, int]]:
-    """Each life with the lowest slot of its pool and rank that is free."""
+    """Every life with its slot: the lowest of its pool and rank that is free."""
     free: dict[RankPool, list[int]] = defaultdict(list)
     occupied: dict[RankPool, list[tuple[int, int]]] = defaultdict(list)  # (end of the life, slot)
     allocated = []
-    # By their starts: so a pool gets no more slots than it has lives at any one moment.
+    # In the order of their starts: then a pool gets no more slots than it has lives at once.
     for life in sorted(
         lives,
         key=lambda life: (life.start, life.end, life.buffer.microbatch, life.buffer.depth),
@@ -145,7 +145,7 @@ def allocate(lives: Iterable[Life]) -> list[tuple[Life, int]]:
         # may be overwritten by its result.
         while occupied[rank_pool] and occupied[rank_pool][0][0] < life.start:
             heappush(free[rank_pool], heappop(occupied[rank_pool])[1])
-        # No slot is free: all that were ever given out are taken, so their number is the next one.
+        # If no slot is free, all that were ever given out are occupied: the next has their count.
         slot = heappop(free[rank_pool]) if free[rank_pool] else len(occupied[rank_pool])
         heappush(occupied[rank_pool], (life.end, slot))
         allocated.append((life, slot))
@@ -153,7 +153,7 @@ def allocate(lives: Iterable[Life]) -> list[tuple[Life, int]]:
 
 
 def slots_needed(schedules: Iterable[Schedule]) -> Slots:
-    """The slots that tables of all these schedules need."""
+    """The slots that are enough for the tables of all these schedules."""
     needed: Slots = {}
     for schedule in schedules:
         for life, slot in allocate(lives_of(schedule)):
@@ -169,8 +169,8 @@ def keep_residuals(schedule: Schedule, slots: Slots) -> Schedule:
     """The schedule with as many forwards keeping their residuals as there are slots for, shortest
     wait first.
 
-    Only ticks whose slowest operation is a backward become shorter, so the forwards of those come
-    first.
+    Only ticks whose slowest operation is a backward become shorter, so the forwards of these
+    backwards come first.
     """
     graph = schedule.graph
     times = TickTimes(schedule)
@@ -186,7 +186,8 @@ def keep_residuals(schedule: Schedule, slots: Slots) -> Schedule:
         last_moment = moment_of(times.tick[backward], Moment.READ)
         meanwhile = held[graph.chain[n], graph.stage[n]][first_moment : last_moment + 1]
         room = slots.get((Pool.RESIDUAL, graph.chain[n]), 0)
-        # `meanwhile` is a view. Fewer than `room` at every moment: `allocate` finds a slot.
+        # `meanwhile` is a view of `held`. With fewer than `room` held at every moment in between,
+        # `allocate` finds a slot.
         if n not in keepers and meanwhile.max() < room:
             meanwhile += 1
             keepers.add(n)
@@ -194,7 +195,7 @@ def keep_residuals(schedule: Schedule, slots: Slots) -> Schedule:
 
 
 def _candidates(schedule: Schedule, times: TickTimes) -> list[tuple[int, int]]:
-    """(forward, backward) of all that may keep residuals, the best first."""
+    """(forward, backward) of every forward that may keep residuals, the best first."""
     graph = schedule.graph
     candidates = []
     for n in range(graph.size):

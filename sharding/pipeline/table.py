@@ -1,4 +1,4 @@
-"""Schedule tables: a schedule as int32 rows that the executor obeys, and tables as files.
+"""Schedule tables: a schedule as int32 rows, which the executor follows.
 
 In a tick every rank (1) does the operation of its row, which reads slots and then may write some,
 (2) sends on each wire the operation's result or a slot, (3) receives from the wires into slots.
@@ -19,10 +19,10 @@ from sharding.pipeline.table_spec import IDLE, TableSpec, Wire, action_of
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of all ranks, padded to the spec's ticks with idle ones, of which `count` are run.
+    """Rows of all ranks, padded with idle ones to the spec's ticks; the first `count` are run.
 
-    `wire_active[t, w]` says what travels on wire w in tick t: 0 nothing, else one more than the
-    class of the largest row among all that does. It is the same on all ranks, unlike anything in
+    `wire_active[t, w]` says what is sent on wire w in tick t: 0 for nothing, otherwise 1 + the
+    class of the largest row that is sent. It is the same on all ranks, unlike the columns of
     `rows`.
     """
 
@@ -38,10 +38,10 @@ class Table:
 
 
 def make_table(schedule: Schedule, spec: TableSpec) -> Table:
-    """A schedule as rows.
+    """The table of a schedule.
 
-    Raises `PipelineError` when it needs more slots, ticks or encoder rows of a language
-    microbatch than the spec has, or belongs to another ring.
+    Raises `PipelineError` when the schedule needs more slots, ticks, row classes, or encoder rows
+    of a language microbatch than the spec has, or belongs to another ring.
     """
     graph = schedule.graph
     if graph.ring != spec.ring:
@@ -61,7 +61,7 @@ def make_table(schedule: Schedule, spec: TableSpec) -> Table:
 
 
 def padded_table(spec: TableSpec, rows: Ints, wire_active: Ints) -> Table:
-    """The rows of a schedule's ticks with idle ones after them."""
+    """The table of the rows of a schedule's ticks, with idle ticks after them."""
     ticks = len(rows)
     missing = spec.ticks - ticks
     if missing < 0:
@@ -74,14 +74,15 @@ def padded_table(spec: TableSpec, rows: Ints, wire_active: Ints) -> Table:
 
 
 def with_pauses(spec: TableSpec, rows: Ints, wire_active: Ints, pauses: int) -> tuple[Ints, Ints]:
-    """The same ticks, each of the first `pauses` followed by one in which every rank waits and as much travels: it
-    takes what a tick takes besides operations, and changes no result.
+    """The ticks of a table with a pause after each of the first `pauses`: a tick in which every
+    rank waits and the same wires are active. A pause takes what a tick takes beyond its operations,
+    and changes no result.
 
     Args:
       rows: [T, ...] of a table, on any number of ranks.
       wire_active: [T, wires].
     """
-    # 4 ticks, 2 pauses: 0 0 1 1 2 3, where the second of two equal ones is the pause.
+    # 4 ticks, 2 pauses: 0 0 1 1 2 3, where the second of two equal numbers is the pause.
     order = np.sort(np.concatenate([np.arange(len(rows)), np.arange(pauses)]), kind="stable")
     paused = np.zeros(len(order), bool)
     paused[1:] = order[1:] == order[:-1]
@@ -130,8 +131,8 @@ def _too_many(spec: TableSpec, buffer: Buffer) -> str:
 
 
 class _Writer:
-    """Fills rows: first the slots of buffers, into the rows of the operations that read and write
-    them, then the operations themselves."""
+    """Fills the rows of a table: `write_life` puts the slots of buffers into the rows of the
+    operations that read and write them, `write_operation` puts in the operations themselves."""
 
     def __init__(self, spec: TableSpec, schedule: Schedule):
         ticks = len(schedule.ticks)
@@ -145,7 +146,7 @@ class _Writer:
     # ------------------------------------------------------------------------ slots
 
     def write_life(self, life: Life, slot: int) -> None:
-        """Name a slot wherever its buffer is received, read, written and sent."""
+        """Name a slot in every row that receives, reads, writes or sends its buffer."""
         buffer = life.buffer
         tick, arrival = tick_of(life.start)
         if arrival == Moment.RECEIVE:
@@ -153,10 +154,11 @@ class _Writer:
             self._put_at(tick, buffer.rank, f"receive.{self.spec.wires[wire].name}", slot)
             row_class, _ = self.graph.row_of(buffer.chain, buffer.microbatch)
             active = self.wire_active[tick, wire]
+            # The larger a row, the smaller the number of its class
             self.wire_active[tick, wire] = min(active or row_class + 1, row_class + 1)
         last_tick, departure = tick_of(life.end)
-        # Sums of gradients, and what passes through. The result of an operation is sent in its own
-        # tick, from no slot that the table knows.
+        # Only sums of gradients, and values that pass through a rank, are sent from a slot. The
+        # result of an operation is sent in the operation's tick, from no slot the table knows.
         if departure == Moment.SEND:
             self._put_at(
                 last_tick,
@@ -167,7 +169,10 @@ class _Writer:
         self._write_buffer(buffer, slot, stays=arrival == Moment.WRITE)
 
     def _write_buffer(self, buffer: Buffer, slot: int, stays: bool) -> None:
-        """stays: the operation that makes it writes it on its own rank."""
+        """Name a buffer's slot in the rows of the operations that write and read it.
+
+        stays: the operation that makes the value writes it into a slot of its own rank.
+        """
         match buffer.pool:
             case Pool.INPUT:
                 self._write_input(buffer, slot, stays)
@@ -190,8 +195,8 @@ class _Writer:
                 self._write_token_gradient(buffer, slot, stays)
 
     def _write_input(self, buffer: Buffer, slot: int, stays: bool) -> None:
-        """Forward and backward read it; where only the head is trained, the forward leaves the
-        features there."""
+        """Name a chunk's input slot for forward and backward. Where only the head is trained, the
+        forward writes the features into it, for the backward."""
         chain = self.spec.ring.chains[buffer.chain]
         forward = self.graph.number.get(
             (Kind.FORWARD, buffer.chain, buffer.depth, buffer.microbatch),
@@ -199,7 +204,7 @@ class _Writer:
         writer = buffer.writers[0]
         for n in buffer.readers:
             self._put(n, "input", slot)
-        # `readers` has the last reader alone. At depth 0 there is nothing but features, which the
+        # `readers` names only the last reader. At depth 0 the buffer holds only features, which the
         # forward writes.
         if forward is not None and buffer.depth:
             self._put(forward, "input", slot)
@@ -224,7 +229,7 @@ class _Writer:
             self._put(n, "gradient", slot)
         if not stays:
             return
-        # All writers run on one rank, so no two in a tick. The first overwrites what was there.
+        # All writers run on one rank, so no two in a tick. The first overwrites the slot.
         earliest = min(buffer.writers, key=lambda n: self.tick[n])
         for n in buffer.writers:
             suffix = f"{buffer.chain}.{self._input_index(n, buffer)}"
@@ -232,7 +237,7 @@ class _Writer:
             self._put(n, f"grad_is_first.{suffix}", int(n == earliest))
 
     def _input_index(self, n: int, buffer: Buffer) -> int:
-        """Which of the consumed encoder rows of its encoder this one is."""
+        """Index of an encoder row among the rows of its encoder that operation n consumes."""
         graph = self.graph
         inputs = graph.workload.inputs_of(graph.chain[n])[graph.microbatch[n]]
         return [sub for encoder, sub in inputs if encoder == buffer.chain].index(buffer.microbatch)
@@ -240,7 +245,7 @@ class _Writer:
     # ------------------------------------------------------------------------ operations
 
     def write_operation(self, tick: int, rank: int, n: int) -> None:
-        """Say in a row which operation it is."""
+        """Write the columns that say which operation a row does."""
         graph = self.graph
         c = graph.chain[n]
         chain = self.spec.ring.chains[c]

@@ -1,7 +1,7 @@
-"""The schedule tables of a step as a file, which names its components and columns itself.
+"""The schedule tables of a step as a file, which itself names its components and columns.
 
 rows [T, S, columns], wire_active [T, wires]   int32, the runs of a step one after another
-description                                    JSON: format, components, names, ticks per run
+description                                    JSON: format, components, names, ticks of each run
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sharding.pipeline.schedules.schedule import Ints
 from sharding.pipeline.table_spec import TableSpec
 
 FORMAT = 1
-# What a reader has to find by name: enough to say who does what in which tick.
+# Columns that every file must have: enough to say which rank does what in which tick
 NEEDED_COLUMNS = ("action", "chunk", "microbatch")
 
 
@@ -40,8 +40,8 @@ def save_tables(
     rows: Sequence[Ints],
     wire_active: Sequence[Ints],
 ) -> None:
-    """Write the tables of a step's runs as an npz file; its folder must exist. What is there under that
-    name is replaced at once, or not at all."""
+    """Write the tables of a step's runs as an npz file; its folder must exist. A file that is
+    already there is replaced atomically."""
     description = {
         "format": FORMAT,
         "components": [chain.name for chain in spec.ring.chains],
@@ -61,8 +61,7 @@ def save_tables(
 
 
 def load_tables(path: Path) -> SavedTables:
-    """Read saved tables. Raises `PipelineError` for a file that holds none, or that another version
-    wrote."""
+    """Read saved tables. Raises `PipelineError` for a file without tables or of another format."""
     try:
         with np.load(path, allow_pickle=False) as file:
             rows = file["rows"].astype(np.int32)

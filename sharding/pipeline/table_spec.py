@@ -1,5 +1,4 @@
-"""What all schedule tables of one compiled program share: slots, wires, and the columns of a
-row."""
+"""The format of all schedule tables of one compiled program: slots, wires, and columns of a row."""
 
 from __future__ import annotations
 
@@ -42,8 +41,8 @@ def operation_of(action: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Wire:
-    """One kind of edge of the ring: from each rank to the next (up) or to the one before, for one
-    component."""
+    """One kind of edge of the ring, for one pool of one component: from each rank to the next (up)
+    or to the one before."""
 
     pool: Pool
     chain: int
@@ -51,22 +50,22 @@ class Wire:
 
     @property
     def name(self) -> str:
-        """The wire in column names."""
+        """The wire's name in column names."""
         return f"{self.pool.name.lower()}.{self.chain}"
 
     @property
     def pool_key(self) -> PoolKey:
-        """The pool that the wire reads and fills."""
+        """The pool whose slots the wire reads and fills."""
         return self.pool, self.chain
 
 
 @dataclass(frozen=True)
 class TableSpec:
-    """All that tables of one compiled program share.
+    """Everything that the tables of one compiled program share.
 
-    `rows_read` is, of each chain but the last, the most rows that one microbatch of its reader consumes;
-    `ticks` the most ticks of a table; `row_classes` how many classes the rows of each component
-    have, one where it is empty.
+    `rows_read` is, for each chain but the last, the most rows that one microbatch of its reader
+    consumes; `ticks` is the most ticks of a table; `row_classes` is the number of classes that the
+    rows of each component have, or empty: one class each.
     """
 
     ring: Ring
@@ -77,7 +76,7 @@ class TableSpec:
 
     @cached_property
     def wires(self) -> tuple[Wire, ...]:
-        """Edges that leave their rank; there is none for what stays where it is."""
+        """All wires; pools whose values never leave their rank have none."""
         wires = []
         for c, chain in enumerate(self.ring.chains):
             if len(set(chain.stages)) > 1:
@@ -92,19 +91,20 @@ class TableSpec:
 
     @cached_property
     def columns(self) -> dict[str, int]:
-        """Number of each column of a row by name; -1 in a row means none.
+        """Number of each column of a row, by name; the value -1 in a row means none.
 
         action: 0, or 1 + 4 * component + kind.
         chunk: number on its rank; layers, first, last: of the chunk.
         row_class, row: class of the microbatch's row, and the row's number among those of its class.
-        input, gradient: slots read.
-        read_residual: residuals read instead of recomputed; write_residual: residuals kept.
-        pending: what a weight gradient needs.
+        input, gradient: slots that are read.
+        read_residual: slot of residuals read instead of recomputed; write_residual: slot for
+          residuals that are kept.
+        pending: slot of what a weight gradient needs.
         output: slot of a result that stays on the rank.
-        features: input slot that the last layer's output replaces.
-        count_loss: whether loss and sums count.
-        tokens, grad_slot, grad_is_first: for each consumed encoder row its tokens, the sum that
-          its gradient joins, and whether it is the first to do so.
+        features: input slot whose value the last layer's output replaces.
+        count_loss: whether the operation adds to loss and sums.
+        tokens, grad_slot, grad_is_first: for each consumed encoder row the slot of its tokens, the
+          slot of the sum that its gradient is added to, and whether it is the sum's first term.
         receive, send: slots by wire.
         """
         names = [*OPERATION_COLUMNS]
@@ -120,5 +120,5 @@ class TableSpec:
         return self.row_classes[chain] if self.row_classes else 1
 
     def room(self, pool: Pool, chain: int) -> int:
-        """Slots of a pool on each rank, 0 where the tables have none."""
+        """Number of slots of a pool on each rank, 0 where the tables have none."""
         return self.slots.get((pool, chain), 0)

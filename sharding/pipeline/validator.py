@@ -1,9 +1,9 @@
 """Proof that a table computes a batch: an executor of labels instead of arrays.
 
-Everything a slot can hold has a label that says what it is, such as the input of chunk 2 of vision,
-microbatch 5. The table is run with labels, every read is compared with what the operation must
-read, and the first one that differs is reported. It shares nothing with what made the table but the
-graph of operations.
+Every value that a slot can hold has a label that says what it is, such as the input of chunk 2 of
+vision, microbatch 5. The table is run with labels, every read is compared with the label that the
+operation must read, and the first difference is reported. The proof shares only the graph of
+operations with the code that made the table.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from sharding.pipeline.table import Table
 from sharding.pipeline.table_spec import IDLE, operation_of
 
 SlotKey = tuple[Pool, int, int, int]  # pool, component, rank, slot
-RowValues = dict[str, int]  # of one rank in one tick, by column
+RowValues = dict[str, int]  # the row of one rank in one tick, by column
 
 
 class Label(NamedTuple):
-    """What a slot holds: `users` are the language microbatches whose shares a token gradient
-    has."""
+    """The value that a slot holds. `users` are the language microbatches whose shares the sum of a
+    token gradient contains."""
 
     what: str
     chain: int
@@ -32,7 +32,7 @@ class Label(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What an operation computed and what may leave its rank."""
+    """The result of an operation, which may leave its rank."""
 
     pool: Pool
     chain: int
@@ -49,19 +49,19 @@ class Operation(NamedTuple):
     chain: Chain
     first: bool
     last: bool
-    language: bool  # of the last chain, which delivers to none
+    language: bool  # whether it is of the last chain, which delivers to no other
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Component, chunk and microbatch: what its labels say."""
+        """Component, chunk and microbatch, as its labels have them."""
         return self.c, self.d, self.m
 
 
 def validate(table: Table, graph: Graph) -> None:
     """Prove that a table does every operation of a graph once, each with the right slots.
 
-    Raises `PipelineError` with the first violation: its tick, rank and operation, and what it found
-    where.
+    Raises `PipelineError` for the first violation, with its tick, rank and operation, and what the
+    slot in question holds.
     """
     if table.spec.ring != graph.ring:
         raise PipelineError("the table is for another ring than the operations")
@@ -77,6 +77,7 @@ def validate(table: Table, graph: Graph) -> None:
             raise PipelineError(f"the table leaves out {graph.name(n)}")
 
 
+# The run of a table with labels: the labels that slots hold, and the operations done so far
 class _Proof:
     def __init__(self, table: Table, graph: Graph):
         self.table = table
@@ -90,7 +91,7 @@ class _Proof:
         }
         self.done: dict[int, int] = {}  # tick of each operation
         self.held: dict[SlotKey, Label] = {}
-        # Language microbatches that return gradients of the tokens of each (encoder, encoder row).
+        # By (encoder, encoder row): the microbatches that return gradients of its tokens.
         self.users: dict[tuple[int, int], frozenset[int]] = {}
         for reader in range(len(self.ring.chains)):
             for microbatch, inputs in enumerate(graph.workload.inputs_of(reader)):
@@ -175,7 +176,7 @@ class _Proof:
     # ------------------------------------------------------------------------ operations
 
     def _operate(self, tick: int, rank: int, row: RowValues) -> Result | None:
-        """Check one operation; returns its result if that may leave the rank."""
+        """Check one operation, and return its result if that leaves the rank."""
         operation = self._identify(tick, rank, row)
         if operation.kind == Kind.WEIGHT_GRADIENT:
             self._read(
@@ -262,7 +263,7 @@ class _Proof:
         c = operation.c
         m = operation.m
         forward = self.graph.number.get((Kind.FORWARD, *operation.key))
-        # A forward that has not been done counts as one of this tick: too late.
+        # A forward that has not been done counts as done in this tick, which is too late.
         if forward is not None and self.done.get(forward, tick) >= tick:
             self._fail("comes before its forward")
         if row["read_residual"] >= 0:
@@ -294,8 +295,8 @@ class _Proof:
         )
 
     def _counts_loss(self, operation: Operation) -> bool:
-        """Loss and sums count once: in the last forward of a chain that has them, or in the backward that takes its
-        place."""
+        """Whether an operation must count loss and sums: the forward of the last chunk of a chain
+        that has a loss, or the backward that takes its place."""
         if not (operation.last and self.ring.has_loss(operation.c)):
             return False
         if operation.kind == Kind.WEIGHT_GRADIENT:
@@ -304,7 +305,7 @@ class _Proof:
         return operation.kind == Kind.FORWARD or fused
 
     def _leave(self, rank: int, row: RowValues, result: Result) -> Result | None:
-        """A result that stays on its rank is written into its slot at once."""
+        """The result if it leaves its rank; if it stays, it is written into its slot at once."""
         if row["output"] >= 0:
             self._write((result.pool, result.chain, rank, row["output"]), result.label)
             return None
@@ -313,8 +314,8 @@ class _Proof:
     # ------------------------------------------------------------------------ tokens
 
     def _consumed(self, c: int, m: int) -> Iterator[tuple[int, int, int]]:
-        """(encoder, index among its consumed ones, encoder row) of all that a microbatch of reader c
-        consumes."""
+        """(encoder, index among the consumed rows of that encoder, encoder row) for each row that
+        microbatch m of reader c consumes."""
         indices = [0] * len(self.ring.encoders)
         for encoder, sub in self.graph.workload.inputs_of(c)[m]:
             yield encoder, indices[encoder], sub
@@ -337,7 +338,7 @@ class _Proof:
     def _add_token_gradients(self, rank: int, c: int, m: int, row: RowValues) -> None:
         for encoder, index, sub in self._consumed(c, m):
             slot = row[f"grad_slot.{encoder}.{index}"]
-            if slot < 0:  # frozen: no gradient is wanted
+            if slot < 0:  # frozen: the encoder needs no gradient
                 continue
             key = (Pool.TOKEN_GRADIENT, encoder, rank, slot)
             depth = self.ring.chains[encoder].depth - 1
