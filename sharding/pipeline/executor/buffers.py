@@ -1,11 +1,11 @@
-"""What a stage rank holds while it runs a table: slots, scratch, sums; and how values pass between
+"""The arrays of a stage rank while it runs a table: slots, scratch and sums; and the copies between
 slots and scratch.
 
     slots --load--> scratch --operation (program.py)--> scratch --store--> slots
 
-XLA copies what a switch passes through any branch but the first, and slots that a condition reads
-and a later one writes: all of them, in every tick. So slots stay outside of conditions, and the
-scratch holds what operations yield and work on.
+XLA copies the values that a switch passes through any branch but the first. It also copies slots
+that one condition reads and a later one writes: all slots, in every tick. So slots stay outside of
+conditions, and the scratch holds the arrays that operations work on and yield.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from sharding.pipeline.graph import Kind, Pool, PoolKey
 from sharding.pipeline.ring import PipelineError
 from sharding.pipeline.table_spec import TableSpec, action_of
 
-Row = dict[str, Array]  # of this rank in this tick, by column
+Row = dict[str, Array]  # the row of this rank in this tick, by column
 Pools = dict[PoolKey, Tree]
 
 
 class Work(NamedTuple):
-    """What operations change. `scratch` holds, by pool and component, what they yield for slots and
-    what they work on."""
+    """The arrays that operations change. `scratch` holds, by pool and component, the values that
+    they yield for slots and those that they work on."""
 
     scratch: dict[PoolKey, Tree]
     media: tuple[Tree, ...]
@@ -51,17 +51,17 @@ class Work(NamedTuple):
 
 
 class State(NamedTuple):
-    """What ticks change. Pools have one slot more than the table knows: results that leave the rank
-    wait there."""
+    """The arrays that ticks change. Pools have one slot more than the table knows, where results
+    that leave the rank wait to be sent."""
 
     pools: Pools
     work: Work
 
 
 class Values(NamedTuple):
-    """What the operation of a tick may read of a component: the slots that its row names.
+    """The values of the slots that a row names, as a component's operation reads them.
 
-    May hold another component's data; unused then.
+    Where the row's operation is another component's they mean nothing, and are not used.
     """
 
     x: Tree
@@ -71,7 +71,7 @@ class Values(NamedTuple):
 
 
 def does(row: Row, c: int, *kinds: Kind) -> Array:
-    """Whether the operation of a row is one of these, of component c."""
+    """Whether the operation of a row is of component c and one of these kinds."""
     result = jnp.zeros((), bool)
     for kind in kinds:
         result |= row["action"] == action_of(c, kind)
@@ -79,13 +79,13 @@ def does(row: Row, c: int, *kinds: Kind) -> Array:
 
 
 class Shapes:
-    """The shapes of all that components compute, found by tracing them. Make it while the program
-    is traced.
+    """The shapes of everything that components compute, found by tracing them. Make it while the
+    program is traced.
 
-    By component and class of row: `x` between layers, `gradients` of a layer. `tokens` by encoder and
-    class. `layers` have one leading axis for chunks and layers, so that a chunk's parameters are never
-    copied as a whole. Slots and scratch hold what rows of the first class need, the largest; what
-    others need lies in their corners.
+    By component and class of row: `x` between layers, and `gradients`, the backward pass of a
+    layer. `tokens` are by encoder and class. `layers` have one leading axis for chunks and layers,
+    so that a chunk's parameters are never copied as a whole. Slots and scratch have the size for
+    rows of the first class, the largest; values of smaller rows are in their corners.
     """
 
     def __init__(self, spec: TableSpec, components: Components, inputs: Inputs):
@@ -93,7 +93,7 @@ class Shapes:
         self.components = components
         self.ring = spec.ring
         self.chains = spec.ring.chains
-        self.reader = len(components) - 1  # the last, which delivers to none
+        self.reader = len(components) - 1  # the last chain, which delivers to no other
         self.outer = inputs.outer
         self.per_chunk = [max(1, *chain.layers) for chain in self.chains]  # L
         self.layers = [
@@ -134,7 +134,7 @@ class Shapes:
         self._splits: dict[tuple[int, int], SplitGradient] = {}
 
     def parted(self, c: int, output: Tree) -> tuple[Tree, Tree]:
-        """What `last` of a component yields: tokens, and (loss, sums); none of what it does not have."""
+        """The result of a component's `last` as tokens and (loss, sums), None for what it lacks."""
         if c == self.reader:
             return None, output
         if self.ring.has_loss(c):
@@ -143,7 +143,7 @@ class Shapes:
         return output, None
 
     def _check_classes(self, c: int) -> None:
-        """Whatever a smaller row needs fits into the corner of what the largest one does."""
+        """Check that values of smaller rows fit into the corners of those of the largest rows."""
         held = [self.x[c], [gradient.residuals for gradient in self.gradients[c]]]
         held += [] if c == self.reader else [self.tokens[c]]
         for largest, *smaller in held:
@@ -158,7 +158,7 @@ class Shapes:
             )
 
     def has(self, pool: Pool, c: int) -> bool:
-        """Whether tables of this spec know slots of a pool."""
+        """Whether tables of this spec have slots of a pool."""
         return self.spec.room(pool, c) > 0
 
     def goes_back(self, c: int) -> bool:
@@ -183,16 +183,15 @@ class Shapes:
         return self._splits[key]
 
     def media(self, c: int) -> Tree:
-        """Tokens that a component's first chunk reads: of all encoders for language, none for an
-        encoder."""
+        """Shapes of the tokens that a component's first chunk reads, by chain that feeds it."""
         return tuple(self.read_from(e) for e in self.ring.feeding(c))
 
     def read_from(self, e: int) -> Tree:
-        """Tokens of an encoder that one microbatch reads."""
+        """Shapes of the tokens of encoder e that one microbatch reads: [rows read, ...]."""
         return stacked_shapes(self.tokens[e][0], self.spec.rows_read[e])
 
     def slot(self, pool: Pool, c: int) -> Tree:
-        """What one slot of a pool holds."""
+        """Shapes of the value in one slot of a pool."""
         match pool:
             case Pool.TOKENS | Pool.TOKEN_GRADIENT:
                 return self.tokens[c][0]
@@ -204,7 +203,7 @@ class Shapes:
         return stacked_shapes(self.split(c).pending, self.per_chunk[c])
 
     def specs(self, pool: Pool, c: int) -> list[PartitionSpec | None]:
-        """How the leaves of a slot lie on the automatic axes; None: as the compiler likes."""
+        """Partition specs of a slot's leaves over automatic axes; None: the compiler chooses."""
         activation = self.components[c][0].activation
         of_slot = activation
         match pool:
@@ -236,8 +235,8 @@ class Buffers:
         """Empty slots and scratch, zero sums."""
         shapes = self.shapes
         pools = {key: self._empty_pool(*key) for key in self._pool_keys()}
-        # Two pools' boxes follow below: a backward needs a stack of residuals even where no slot
-        # keeps any, and shares of token gradients come together, [rows read, ...].
+        # The boxes of two pools are made below: a backward needs a stack of residuals even where
+        # no slot keeps any, and shares of token gradients are computed together, [rows read, ...].
         scratch: dict[PoolKey, Tree] = {
             (pool, c): self._empty(pool, c)
             for pool, c in pools
@@ -261,7 +260,7 @@ class Buffers:
         return State(pools, work)
 
     def _pool_keys(self) -> list[PoolKey]:
-        """The pools of the spec, and those that operations write whatever the table."""
+        """The pools of the spec, and those that operations write even without slots in tables."""
         keys = [key for key, slots in self.spec.slots.items() if slots]
         keys += [(Pool.TOKENS, c) for c in range(self.reader)]
         for c, chain in enumerate(self.shapes.chains):
@@ -275,7 +274,7 @@ class Buffers:
         return self._empty(pool, c, self.spec.room(pool, c) + 1)
 
     def _empty(self, pool: Pool, c: int, *count: int) -> Tree:
-        """What a slot holds, in zeros, or so many slots."""
+        """Zeros in the shape of a slot's value, or of `count` slots."""
         leaves, tree = jax.tree.flatten(self.shapes.slot(pool, c))
         empty = [
             constrained(jnp.zeros((*count, *leaf.shape), leaf.dtype), spec, len(count))
@@ -286,8 +285,8 @@ class Buffers:
     # ------------------------------------------------------------------------ in every tick
 
     def load(self, state: State, row: Row) -> tuple[Pools, Work]:
-        """Copy stacks of residuals, and consumed tokens, into the scratch, by loops of one turn or
-        none."""
+        """Copy residuals and pending arrays that the operation reads into the scratch, and consumed
+        tokens into `media`, by loops of one turn or none."""
         pools = dict(state.pools)
         scratch = dict(state.work.scratch)
         for c in range(self.reader + 1):
@@ -318,7 +317,7 @@ class Buffers:
         return pools, state.work._replace(scratch=scratch, media=tuple(media))
 
     def store(self, pools: Pools, work: Work, row: Row) -> Pools:
-        """Put what the operation yielded into its slots."""
+        """Put the operation's results from the scratch into their slots."""
         pools = dict(pools)
         scratch = work.scratch
         is_last = row["last"] > 0
@@ -326,8 +325,8 @@ class Buffers:
         for c in range(self.reader + 1):
             forward = does(row, c, Kind.FORWARD)
             backward = does(row, c, Kind.BACKWARD, Kind.INPUT_GRADIENT)
-            # Written in every tick: without a slot, into the one unknown to tables, from which
-            # wires send. In the last chunk `output` is of tokens, and y goes to `features`.
+            # Written in every tick: results without a slot go into the slot unknown to tables, from
+            # which wires send. In the last chunk `output` is for tokens, and y goes to `features`.
             for pool, slot, writes in (
                 (Pool.INPUT, jnp.where(is_last, row["features"], row["output"]), forward),
                 (Pool.TOKENS, row["output"], forward & is_last),
@@ -350,7 +349,7 @@ class Buffers:
         return self._add_token_gradients(pools, scratch, row)
 
     def _add_token_gradients(self, pools: Pools, scratch: dict[PoolKey, Tree], row: Row) -> Pools:
-        """Each consumed token gradient joins the sum that its encoder row waits for."""
+        """Add each consumed row's token gradient to the sum that its encoder row waits for."""
         for e in range(self.reader):
             key = (Pool.TOKEN_GRADIENT, e)
             if not self.shapes.has(*key):
@@ -371,7 +370,7 @@ class Buffers:
         return pools
 
     def _slot(self, pool: Pool, c: int, slot: Array, wanted: Array | bool = True) -> Array:
-        """A slot, or where none is wanted the one that the table does not know."""
+        """The slot, or the one that tables do not know where it is -1 or not wanted."""
         return jnp.where((slot >= 0) & wanted, slot, self.spec.room(pool, c))
 
 
@@ -395,6 +394,6 @@ def _collect(carry: tuple[Tree, Tree], slots: Array) -> tuple[Tree, Tree]:
             tokens,
         )
         media = write(media, index, tokens)
-    # Without a write here XLA sees no order between these reads and later writes, and copies the
-    # pool in every tick instead of only here.
+    # This write changes no slot that tables know. Without it XLA sees no order between these reads
+    # and later writes, and copies the pool in every tick instead of only here.
     return media, write(pool, jax.tree.leaves(pool)[0].shape[0] - 1, tokens)

@@ -1,4 +1,4 @@
-"""What a device holds while it runs a table, in bytes: counted from shapes, before anything is compiled.
+"""The bytes that a device holds while it runs a table, counted from shapes before compilation.
 
 State   pools      slots of every pool      Held.pools
         scratch    one box of every pool    Held.boxes, of which RESIDUAL is a chunk's backward
@@ -22,8 +22,8 @@ from sharding.pipeline.graph import Pool, PoolKey, Slots
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one device, by pool and component. `slots` are one more of each pool than its
-    tables know; `pools` are the bytes of all of them."""
+    """Bytes of one device, by pool and component. `slots` are the numbers of slots, one more in
+    each pool than tables know; `pools` are the bytes of all slots of a pool."""
 
     slots: Slots
     pools: dict[PoolKey, int]
@@ -32,15 +32,15 @@ class Held:
 
     @property
     def total(self) -> int:
-        """All at once."""
+        """Bytes of slots, boxes and media together."""
         return sum(self.pools.values()) + sum(self.boxes.values()) + self.media
 
     @staticmethod
     def of(shapes: Shapes, state: State, mesh: Mesh | AbstractMesh) -> Held:
-        """What a state takes, seen inside of the manual axes.
+        """The bytes of a state, whose arrays are those of one device along the manual axes.
 
-        Of residuals that are not inputs alone the compiler chooses the layout; they are counted as
-        if rows were split as those of activations are.
+        For residuals that are not only inputs the compiler chooses the sharding; they are counted
+        as if their rows were split like those of activations.
         """
 
         def total(key: PoolKey, tree: Tree, leading: int) -> int:
@@ -52,13 +52,13 @@ class Held:
                 if spec is not None:
                     byte_count += _bytes(leaf, spec, leading, mesh)
                     continue
-                axes = leading + (pool in (Pool.RESIDUAL, Pool.PENDING))  # that of the layers
+                axes = leading + (pool in (Pool.RESIDUAL, Pool.PENDING))  # 1 more, of the layers
                 is_of_rows = leaf.ndim > axes and leaf.shape[axes] == rows
                 byte_count += _bytes(leaf, activation[:1] if is_of_rows else (), axes, mesh)
             return byte_count
 
         encoders = range(shapes.reader)
-        # The box of gradients of tokens has one for each row that is read
+        # The box of token gradients has a leading axis: one gradient for each row that is read
         leading = {(Pool.TOKEN_GRADIENT, e): 1 for e in encoders}
         return Held(
             slots={key: shapes.spec.room(*key) + 1 for key in state.pools},
@@ -71,6 +71,6 @@ class Held:
 
 
 def _bytes(leaf: Any, spec: Iterable[Any], leading: int, mesh: Mesh | AbstractMesh) -> int:
-    """Of one device's part of an array with so many leading axes before those that `spec` splits."""
+    """Bytes of one device's part of an array; `spec` is for the axes after the `leading` ones."""
     sharding = NamedSharding(mesh, PartitionSpec(*(None,) * leading, *spec))
     return math.prod(sharding.shard_shape(leaf.shape)) * int(leaf.dtype.itemsize)

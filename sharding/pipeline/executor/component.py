@@ -1,5 +1,4 @@
-"""What the executor is made from and what passes in and out of it: components, inputs, outputs, a
-table as arrays."""
+"""The components that the executor is made from, its inputs and outputs, and tables as arrays."""
 
 from __future__ import annotations
 
@@ -25,11 +24,12 @@ class Component:
     pytrees of floating-point arrays.
 
     Encoders: first(outer, row, ()) -> x; layer(params, x, row) -> x; last(outer, x, row) -> tokens.
-    Language: first(outer, row, media) -> x, where media[e] holds the tokens of the consumed
-    rows of the e-th encoder that it reads, [rows read, ...], zeros where there are fewer; last(outer, x,
-    row) -> (loss, sums), float32 scalars, or, where it is read and has a loss, (tokens, (loss, sums)).
-    `outer` are the component's parameters outside its layers, `row` one microbatch of its rows.
-    `activation` and `tokens` say how x and tokens lie on the automatic axes.
+    Language: first(outer, row, media) -> x, where media[e] holds the tokens of the consumed rows of
+    the e-th encoder that it reads, [rows read, ...], zeros where there are fewer rows; last(outer,
+    x, row) -> (loss, sums), or, where it is read and has a loss, (tokens, (loss, sums)). The loss
+    is a float32 scalar, sums are a pytree of arrays to add up. `outer` are the component's
+    parameters outside its layers, `row` is one of its microbatches. `activation` and `tokens` are
+    the partition specs of x and tokens over the automatic axes.
     """
 
     first: Callable[[Params, Tree, Tree], Tree]
@@ -45,9 +45,10 @@ Components = tuple[tuple[Component, ...], ...]  # by component and class of row
 class Inputs(NamedTuple):
     """What one step computes on, each a tuple by component: encoders, then language.
 
-    layers: leaves [S, K, L, ...], K chunks per rank with up to L layers, sharded over `stage`.
-    outer: parameters outside the layers, the same on all stages. rows: by class, the largest first,
-    leaves [M, ...], the same on all stages; M may exceed what a table uses.
+    layers: leaves [S, K, L, ...], K chunks of up to L layers on each rank, sharded over `stage`.
+    outer: parameters outside the layers, the same on all stages.
+    rows: by class, the largest first, leaves [M, ...], the same on all stages; M may be more than a
+    table uses.
     """
 
     layers: tuple[Params, ...]
@@ -56,14 +57,14 @@ class Inputs(NamedTuple):
 
 
 class ManualAxes(NamedTuple):
-    """Mesh axes beside the stages that the program is manual over: components see what one device
-    along them has, and send what others need by collectives of their own.
+    """Mesh axes, in addition to the stages, over which the program is manual: components see one
+    device's part along them, and communicate by collectives of their own.
 
-    inputs: partition specs over the stages and these axes, by leaf or prefix; none: layers lie on
-    stages alone, and rows are split along axis 1, after that of the microbatches.
-    summed: by component, the axes along which devices compute different parts of its gradients; none:
-    all. These are added once, after the loop, but along axes that split a parameter, where components
-    add them.
+    inputs: partition specs over the stages and these axes, by leaf or prefix; None: layers are
+    split over stages only, and rows along axis 1, after the axis of microbatches.
+    summed: by component, the axes along which devices compute different parts of its gradients;
+    None: all these axes. The parts are added once, after the loop, except along axes that split a
+    parameter, where components add them.
     """
 
     names: tuple[str, ...] = ()
@@ -71,7 +72,7 @@ class ManualAxes(NamedTuple):
     summed: tuple[tuple[str, ...], ...] | None = None
 
     def input_specs(self, stage: str) -> Inputs:
-        """How inputs lie on the stages and these axes."""
+        """Partition specs of the inputs over the stages and these axes."""
         if self.inputs is not None:
             return self.inputs
         specs: Any = (
@@ -82,7 +83,7 @@ class ManualAxes(NamedTuple):
         return Inputs(*specs)
 
     def output_specs(self, stage: str) -> Outputs:
-        """How outputs do."""
+        """Partition specs of the outputs over the stages and these axes."""
         specs = self.input_specs(stage)
         replicated: Any = PartitionSpec()
         if self.inputs is None:
@@ -94,7 +95,7 @@ class ManualAxes(NamedTuple):
         return Outputs(replicated, replicated, layers, outer)
 
     def added(self, c: int, gradients: Tree, specs: Tree, *others: str) -> Tree:
-        """Gradients of component c, summed over the axes along which they are parts, and over others."""
+        """Gradients of component c, summed over axes along which they are parts, and `others`."""
         axes = self.names if self.summed is None else self.summed[c]
 
         def of_leaf(gradient: Array, spec: PartitionSpec) -> Array:
@@ -109,8 +110,8 @@ class ManualAxes(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Summed loss and, by component that has a loss, sums, () of others; gradients of `Inputs.layers` and
-    `Inputs.outer` (trained leaves, at least float32)."""
+    """The summed loss; sums by component, () for those without a loss; and the gradients of
+    `Inputs.layers` and `Inputs.outer` (trained leaves, in at least float32)."""
 
     loss: Float[Array, ""]
     sums: tuple[Tree, ...]
@@ -127,7 +128,7 @@ class TableArrays(NamedTuple):
 
     @staticmethod
     def of(table: Table) -> TableArrays:
-        """The arrays of a planned table."""
+        """The arrays of a table that was planned on the host."""
         return TableArrays(
             jnp.asarray(table.rows),
             jnp.asarray(table.wire_active),

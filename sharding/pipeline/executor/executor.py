@@ -1,19 +1,20 @@
 """The pipeline executor: one compiled program that runs any schedule table.
 
-    every tick, every stage rank        row of the table, an argument
+    in every tick, on every stage rank  row of the table, an argument
       1  slots -> scratch                 load         buffers.py
       2  one operation                    scratch -> scratch, sums   program.py
       3  scratch -> slots                 store        buffers.py
       4  ring ppermutes                   slot -> slot of the next or previous rank
 
 Loop bounds, slots and microbatch numbers are data, so another schedule or batch compiles nothing.
-shard_map is manual over `stage` and `ManualAxes`; others stay automatic inside the operations.
+shard_map is manual over `stage` and `ManualAxes`; other axes stay automatic inside the operations.
 Traps that shape the code:
 
-* Ranks run different branches, so nothing inside one may communicate over `stage`: edges wait for
-  the operation to end, and gradients of parameters that all ranks share are summed after the loop.
+* Ranks run different branches, so no code inside a branch may communicate over `stage`: edges wait
+  for the operation to end, and gradients of parameters that all ranks share are summed after the
+  loop.
 * vmap over stages would turn conditions into selects, which run every branch.
-* What conditions and switches copy: see buffers.py and program.py.
+* Conditions and switches copy some of their operands: see buffers.py and program.py.
 """
 
 from __future__ import annotations
@@ -52,15 +53,16 @@ def make_executor(
     axis: str = "stage",
     manual: ManualAxes = AUTOMATIC,
 ) -> Callable[[TableArrays, Inputs], Outputs]:
-    """The function that runs tables of `spec`; jit it once. `mesh` has the axis `axis` of as many
-    places as stages.
+    """The function that runs tables of `spec`; jit it once. The mesh axis `axis` must have as many
+    devices as there are stages.
 
-    components: by component, and class of its rows. manual: axes along which gradients are added
-    once, after the loop; over an automatic axis that is done in every operation.
+    components: by component, and class of its rows.
+    manual: axes along which gradients are added once, after the loop; over automatic axes they are
+    added in every operation.
 
-    Residuals can be kept where `spec.slots` has RESIDUAL slots, and split backwards run where it
-    has PENDING slots; without them the program holds no code for either. Raises `PipelineError`
-    when mesh, spec and components differ.
+    Residuals can be kept where `spec.slots` has RESIDUAL slots, and split backwards can run where
+    it has PENDING slots; without such slots the program has no code for them. Raises
+    `PipelineError` when mesh, spec and components do not fit together.
     """
     if mesh.shape.get(axis) != spec.ring.stages:
         raise PipelineError(
@@ -92,8 +94,8 @@ def held_bytes(
     axis: str = "stage",
     manual: ManualAxes = AUTOMATIC,
 ) -> Held:
-    """What a device holds from tick to tick while `make_executor`'s program runs a table, whatever
-    the table; beside that, sums of gradients, one for each trained number.
+    """The bytes that a device holds from tick to tick while `make_executor`'s program runs a table,
+    the same for all tables. Not counted: the sums of gradients, one for each trained number.
 
     Args:
       inputs: arrays or their shapes.
@@ -154,20 +156,20 @@ def _run(
         gradients = jax.tree.map(
             lambda total, leaf: total.reshape(leaf.shape), work.layers[c], params.trained
         )
-        # Gradients of layers belong to one stage each; those of the rest are summed over stages.
+        # Layers belong to one stage each; gradients of other parameters are summed over stages.
         layers.append(manual.added(c, gradients, _of_component(specs.layers, c)))
         outer.append(manual.added(c, work.outer[c], _of_component(specs.outer, c), axis))
     return Outputs(loss, sums, tuple(layers), tuple(outer))
 
 
 def _of_component(specs: Any, c: int) -> Any:
-    """The specs of one component's trained leaves, or that of them all."""
+    """The specs of one component's trained leaves, or the one spec of all components."""
     return specs if isinstance(specs, PartitionSpec) else specs[c]
 
 
 def _move_edges(shapes: Shapes, axis: str, pools: Pools, row: Row, wire_active: Array) -> Pools:
-    """Edges move one place. All ranks agree on `wire_active`, so a ppermute may be left out where
-    nothing travels, and sends no more than the largest row that does."""
+    """Move values along all edges by one hop. All ranks agree on `wire_active`, so a ppermute may
+    be left out where nothing is sent, and sends no more than the largest row in its tick."""
     spec = shapes.spec
     stages = spec.ring.stages
     for wire_number, wire in enumerate(spec.wires):
@@ -177,7 +179,7 @@ def _move_edges(shapes: Shapes, axis: str, pools: Pools, row: Row, wire_active: 
         neighbours = [(rank, (rank + (1 if wire.up else -1)) % stages) for rank in range(stages)]
         unknown_slot = spec.room(
             *key,
-        )  # the one that the table does not know holds the operation's result
+        )  # the slot that tables do not know; it holds the operation's result
         send = row[f"send.{wire.name}"]
         receive = row[f"receive.{wire.name}"]
 
@@ -190,11 +192,12 @@ def _move_edges(shapes: Shapes, axis: str, pools: Pools, row: Row, wire_active: 
 
         value = read(pools[key], jnp.where(send >= 0, send, unknown_slot))
         sizes = shapes.tokens if wire.pool in (Pool.TOKENS, Pool.TOKEN_GRADIENT) else shapes.x
-        # At most one holds, that of the largest row that travels; smaller ones lie in its corner.
+        # At most one condition holds: that of the largest row sent. Smaller rows are in its corner.
         for row_class, shape in enumerate(sizes[wire.chain]):
             travels = wire_active[wire_number] == row_class + 1
             value = lax.cond(travels, partial(move, shape=shape), unchanged, value)
-        # All ranks take part; what comes to one that receives nothing goes into the unknown slot.
+        # All ranks take part in a ppermute. A rank whose row receives nothing puts the value into
+        # the unknown slot.
         pools = pools | {
             key: write(pools[key], jnp.where(receive >= 0, receive, unknown_slot), value),
         }

@@ -1,7 +1,8 @@
-"""The operations of one stage rank: forward, backward, and its two halves, for rows of each class.
+"""The operations of one stage rank: forward, backward and its two halves, for rows of each class.
 
-A switch over operations is written as conditions whose other side does nothing, because XLA copies
-what a switch passes through any branch but the first (openxla/xla#46314).
+A switch over operations is written as a series of conditions whose other branch does nothing,
+because XLA copies the values that a switch passes through any branch but the first
+(openxla/xla#46314).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Branch = Callable[[Work, Values], Work]
 
 
 class Program:
-    """What a rank computes. `rows` are leaves [M, ...] by component and class.
+    """The code of a rank's operations. `rows` are leaves [M, ...] by component and class.
 
     Letters: c the component of an operation, k the class of its row.
     """
@@ -49,7 +50,7 @@ class Program:
         self.rows = rows
 
     def operate(self, pools: Pools, work: Work, row: Row) -> Work:
-        """Do the operation of a row."""
+        """Do the operation that a row names; a rank that waits does nothing."""
         for c in range(len(self.components)):
             branches = [
                 (kind, k, branch)
@@ -79,7 +80,7 @@ class Program:
         return work
 
     def _branch(self, c: int, k: int, kind: Kind, row: Row) -> Branch | None:
-        """The code of a kind of operation, none where no table of the spec can hold one."""
+        """The code of one kind of operation, or None where no table of the spec can hold it."""
         goes_back = self.shapes.goes_back(c)
         split = self.shapes.has(Pool.PENDING, c)
         match kind:
@@ -109,7 +110,7 @@ class Program:
         )
 
     def _of_class(self, c: int, k: int, values: Values) -> Values:
-        """As much of the values as a row of class k has."""
+        """The corners of the values that a row of class k fills."""
         x = self.shapes.x[c][k]
         tokens = () if c == self.reader else self.shapes.tokens[c][k]
 
@@ -129,7 +130,7 @@ class Program:
         y = self._input(c, k, row, data, values)
         residual_key = (Pool.RESIDUAL, c)
         if self.shapes.has(*residual_key) and not self.chains[c].head_only:
-            # Two loops, one of them of no turns: a condition would copy the residuals.
+            # Two loops, of which one makes no turn: a condition would copy the residuals.
             keeps = row["write_residual"] >= 0
             stack, y_box = scratch[residual_key]
             stack, y = self._forward_with_residuals(c, k, row, data, y, stack, keeps)
@@ -176,8 +177,8 @@ class Program:
             needs_y=is_last,
         )
         if self.shapes.has(*residual_key):
-            # With residuals read, the loop above made no turn, and its y is x; the true y lies
-            # beside them.
+            # Where residuals were read, the loop above made no turn and its y is x; the true y was
+            # kept with the residuals.
             kept_y = corner(y_box, self.shapes.x[c][k])
             y = jax.tree.map(lambda new, old: jnp.where(recomputes, new, old), y, kept_y)
         work = work._replace(scratch=work.scratch | {residual_key: (stack, with_corner(y_box, y))})
@@ -215,8 +216,8 @@ class Program:
             return add_at(gradients, layer, split_gradient.weight_gradient(params, data, pending))
 
         layers = lax.fori_loop(0, row["layers"], step, work.layers[c])
-        # XLA would copy a stack that is only read here in the branches that write it, so write
-        # something, afterwards.
+        # If this branch only read the stack, XLA would copy it in the branches that write it. So
+        # write something here too, after the loop: `mark` depends on its result.
         mark = sum(leaf.ravel()[0] for leaf in jax.tree.leaves(layers))
         stack = jax.tree.map(lambda leaf: _marked(leaf, mark), stack)
         return work._replace(
@@ -233,7 +234,8 @@ class Program:
         return lax.cond(row["last"] > 0, function, unchanged, operand)
 
     def _input(self, c: int, k: int, row: Row, data: Tree, values: Values) -> Tree:
-        """What enters the layers of a chunk."""
+        """The input of a chunk's layers: made by `first` in the first chunk, else read from a
+        slot."""
 
         def first(x: Tree) -> Tree:
             return self.components[c][k].first(self.outer[c], data, values.media)
@@ -243,7 +245,7 @@ class Program:
         return lax.cond(row["first"] > 0, first, unchanged, values.x)
 
     def _features(self, c: int, k: int, row: Row, data: Tree, values: Values) -> Tree:
-        """What the last layer of a chunk yielded, where only what follows it is trained."""
+        """The output of a chunk's last layer, for chains of which only the head is trained."""
 
         def computed(x: Tree) -> Tree:
             return self._through_layers(c, k, row, data, self._input(c, k, row, data, values))
@@ -252,7 +254,7 @@ class Program:
             return computed(None)
         if c < self.reader:
             return values.x
-        # A language backward that counts the loss stands for its forward as well.
+        # A language backward that counts the loss does the forward's work too (fused).
         return lax.cond(row["count_loss"] > 0, computed, unchanged, values.x)
 
     def _layer(self, c: int, row: Row, index: Array) -> Array:
@@ -268,7 +270,7 @@ class Program:
         x: Tree,
         wanted: Array | bool = True,
     ) -> Tree:
-        """Through the layers of a chunk, if wanted."""
+        """x after the layers of a chunk, or x itself if these are not wanted."""
 
         def step(index: Array, x: Tree) -> Tree:
             return self.components[c][k].layer(
@@ -290,10 +292,10 @@ class Program:
         wanted: Array | bool,
         needs_y: Array | bool = True,
     ) -> tuple[Tree, Tree]:
-        """Through the layers of a chunk, if wanted: the residuals of all layers, and y.
+        """The residuals of all layers of a chunk, and y, if wanted; otherwise `stack` and x.
 
-        Where those are the inputs of layers and y is not needed, the last layer does not run, and y
-        means nothing.
+        Where residuals are only the inputs of layers and y is not needed, the last layer does not
+        run, and the returned y has no meaning.
         """
         gradient = self.shapes.gradients[c][k]
 
@@ -326,7 +328,8 @@ class Program:
         dy: Tree,
         split: bool,
     ) -> tuple[Tree, Work]:
-        """dx, and gradients of the layers: added up or, split, left pending."""
+        """dx, and `work` with the layers' gradients added to its sums or, if split, left
+        pending."""
         gradient = self.shapes.gradients[c][k]
         split_gradient = self.shapes.split(c, k) if split else None
 
@@ -343,8 +346,8 @@ class Program:
             return dx, add_at(gradients, layer, dw)
 
         pending_key = (Pool.PENDING, c)
-        # `gradients`: split, what is pending by layer of the chunk; whole, sums by layer of the
-        # rank.
+        # `gradients` are, if split, the pending arrays by layer of the chunk, otherwise the sums by
+        # layer of the rank.
         start = work.scratch[pending_key] if split else work.layers[c]
         dx, gradients = lax.fori_loop(0, row["layers"], step, (dy, start))
         if split:
@@ -361,8 +364,8 @@ class Program:
         values: Values,
         carry: tuple[Tree, Work],
     ) -> tuple[Tree, Work]:
-        """dy, and the gradients of what follows the layers added up; loss and sums where no forward
-        counted them."""
+        """dy, and `work` with the gradients of the parameters after the layers added, and loss and
+        sums where no forward counted them."""
         work = carry[1]
 
         def last(outer: Params, y: Tree) -> Any:
@@ -381,14 +384,15 @@ class Program:
         d_loss = jnp.ones_like(loss)
         loss, sums = _counted(row, (work.loss, work.sums[c]), (loss, sums))
         work = work._replace(loss=loss, sums=replaced(work.sums, c, sums))
-        # Of (tokens, loss); the last chain yields no tokens.
+        # Gradients of (tokens, loss); the last chain yields no tokens.
         dy, weights = vjp((values.d_tokens if c < self.reader else None, d_loss))
         return dy, work._replace(outer=replaced(work.outer, c, add(work.outer[c], weights)))
 
     def _back_through_first(
         self, c: int, k: int, work: Work, data: Tree, dx: Tree, values: Values
     ) -> Work:
-        """Gradients of what precedes the layers, and shares of the gradients of consumed tokens."""
+        """Add the gradients of the parameters before the layers; the shares of the gradients of
+        consumed tokens go into the scratch."""
         media_of = dict(zip(self.ring.feeding(c), values.media, strict=True))
         trained_encoders = [e for e in media_of if self.shapes.has(Pool.TOKEN_GRADIENT, e)]
 
@@ -426,9 +430,10 @@ class Program:
     ]:
         """Differentiate function(outer, argument) by its argument and the parameters that it uses.
 
-        Others would get zeros, and adding zeros to the gradient of a vocabulary costs as much as
-        adding anything. Returns the vjp -> (gradient of the argument, of the parameters used), how
-        those are added to gradients of all trained ones, and the results.
+        Parameters that it does not use would get zeros, and adding zeros to the gradient of a
+        vocabulary costs as much as adding anything else. Returns the vjp -> (gradient of the
+        argument, gradients of the parameters used), a function that adds the latter to the sums of
+        all trained parameters, and the results.
         """
         trained, frozen = self.outer[c]
         leaves, tree = jax.tree.flatten(trained)
@@ -472,7 +477,7 @@ def _counted(
     totals: tuple[Array, Tree],
     results: tuple[Array, Tree],
 ) -> tuple[Array, Tree]:
-    """Loss and sums, with the results of this operation if it is the one that counts."""
+    """Loss and sums, with the results of this operation added if it is the one that counts."""
     return jax.tree.map(
         lambda total, result: total + jnp.where(row["count_loss"] > 0, result, 0),
         totals,
@@ -481,7 +486,7 @@ def _counted(
 
 
 def _marked(leaf: Array, mark: Array) -> Array:
-    """The array with another first element."""
+    """The array with `mark` as its first element."""
     return lax.dynamic_update_slice(
         leaf,
         mark.astype(leaf.dtype).reshape((1,) * leaf.ndim),

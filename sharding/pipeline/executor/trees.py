@@ -1,4 +1,4 @@
-"""Pytrees of arrays that have a leading axis: of slots, of layers, of microbatches."""
+"""Functions of pytrees of arrays with a leading axis, of slots, layers or microbatches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tree = Any
 
 
 def read(tree: Tree, index: Array | int, shapes: Tree | None = None) -> Tree:
-    """The element of every leaf at an index; of that, as much as such shapes hold."""
+    """The element of every leaf at an index, or the corner of it that has these shapes."""
     if shapes is None:
         return jax.tree.map(
             lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree
@@ -29,7 +29,7 @@ def read(tree: Tree, index: Array | int, shapes: Tree | None = None) -> Tree:
 
 
 def write(tree: Tree, index: Array | int, value: Tree) -> Tree:
-    """The tree with a value in the element at an index, which may be larger and keeps the rest."""
+    """The tree with a value in the corner of the element at an index, whose rest stays as it is."""
 
     def changed(leaf: Array, new: Array) -> Array:
         return lax.dynamic_update_slice(leaf, new[None], (index, *(0 for _ in new.shape)))
@@ -38,14 +38,14 @@ def write(tree: Tree, index: Array | int, value: Tree) -> Tree:
 
 
 def corner(tree: Tree, shapes: Tree) -> Tree:
-    """Of every leaf, as much as such shapes hold."""
+    """The corner of every leaf that has these shapes."""
     return jax.tree.map(
         lambda leaf, shape: lax.slice(leaf, (0,) * leaf.ndim, shape.shape), tree, shapes
     )
 
 
 def with_corner(tree: Tree, value: Tree) -> Tree:
-    """The tree with a value in the corner of every leaf, which may be larger and keeps the rest."""
+    """The tree with a value in the corner of every leaf, whose rest stays as it is."""
 
     def changed(leaf: Array, new: Array) -> Array:
         if leaf.shape == new.shape:
@@ -56,7 +56,7 @@ def with_corner(tree: Tree, value: Tree) -> Tree:
 
 
 def fits(value: Tree, tree: Tree) -> bool:
-    """Whether a value of such shapes can lie in the corners of such a tree."""
+    """Whether a value fits into the corners of a tree's leaves, with the same types."""
     new = jax.tree.leaves(value)
     old = jax.tree.leaves(tree)
     return len(new) == len(old) and all(
@@ -68,7 +68,7 @@ def fits(value: Tree, tree: Tree) -> bool:
 
 
 def add_at(tree: Tree, index: Array, value: Tree) -> Tree:
-    """Add to the element at an index, in the precision of the sum."""
+    """The tree with a value added to the element at an index, in the tree's precision."""
     return write(
         tree,
         index,
@@ -82,7 +82,7 @@ def stacked_shapes(shapes: Tree, count: int) -> Tree:
 
 
 def zero_sum(leaf: Any) -> Array:
-    """An empty sum of such leaves: at least in float32, or of integers."""
+    """An empty sum of leaves like this one: in at least float32, or in the leaf's integer type."""
     if jnp.issubdtype(leaf.dtype, jnp.integer):
         return jnp.zeros(leaf.shape, leaf.dtype)
     return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
@@ -94,20 +94,20 @@ def zeros(leaf: Any) -> Array:
 
 
 def constrained(stack: Array, spec: PartitionSpec | None, leading: int = 1) -> Array:
-    """A stack of arrays, with so many leading axes, that lie as `spec` says on the automatic axes."""
+    """A stack of arrays, constrained to `spec` over the automatic axes after its leading axes."""
     if spec is None:
         return stack
     return lax.with_sharding_constraint(stack, PartitionSpec(*(None,) * leading, *spec))
 
 
 def unchanged(operand: Tree) -> Tree:
-    """The other side of a condition."""
+    """The branch of a condition that does nothing."""
     return operand
 
 
 def once(wanted: Array, body: Callable[[Tree, Array], Tree], carry: Tree, slot: Array) -> Tree:
-    """body(carry, slot) if wanted, as a loop of one turn or none: a condition would copy what it
-    passes through."""
+    """body(carry, slot) if wanted, as a loop of one turn or none: a condition would copy the values
+    that it passes through."""
     return lax.fori_loop(0, wanted.astype(jnp.int32), lambda _, carry: body(carry, slot), carry)
 
 
