@@ -6,15 +6,15 @@ from heapq import heappop, heappush
 
 from sharding.pipeline.graph import Graph
 
-Job = tuple[int, int, int]  # release, duration, what follows
+Job = tuple[int, int, int]  # release, duration, longest path that follows
 
 
 def lower_bound(graph: Graph) -> int:
-    """No lockstep cost of a schedule that keeps no residuals is less, whatever the slots.
+    """A lower bound on the lockstep cost of schedules that keep no residuals, whatever the slots.
 
-    For every rank, the makespan of its operations by themselves, each between what must be done
-    before and after it elsewhere, if they could be interrupted: then the one that the longest path
-    follows is always right to do.
+    It is the greatest makespan of any rank's operations by themselves, each released after the
+    longest path to it and followed by the longest path from it, if they could be interrupted: then
+    it is always right to do the operation that is followed by the longest path.
     """
     before, to_end = longest_paths(graph)
     rank_jobs: list[list[Job]] = [[] for _ in range(graph.ring.stages)]
@@ -44,15 +44,15 @@ def longest_paths(graph: Graph) -> tuple[list[int], list[int]]:
 def _interruptible(jobs: list[Job]) -> int:
     """Least makespan of interruptible jobs on one rank."""
     by_release = sorted(jobs)
-    ready: list[tuple[int, int]] = []  # (-what follows, what remains of the duration)
+    ready: list[tuple[int, int]] = []  # (-longest path that follows, what remains of the duration)
     now = 0
     makespan = 0
     for index, (release, duration, follows) in enumerate(by_release):
         now = max(now, release)
         heappush(ready, (-follows, duration))
         until = by_release[index + 1][0] if index + 1 < len(by_release) else None
-        # Until the next job is released, the ready one with most after it is worked on; what is
-        # left of it at that time goes back into the heap.
+        # Until the next job is released, work on the ready job with the longest path after it; the
+        # part of it that is left then goes back into the heap.
         while ready and (until is None or now < until):
             negative_follows, remaining = heappop(ready)
             work = remaining if until is None else min(remaining, until - now)

@@ -1,8 +1,8 @@
-"""Every schedule by the name that `pipeline.schedule` gives it: a new one is a function and a line
-in this table.
+"""Every kind of schedule by its name in `pipeline.schedule`. A new kind is a function and a line in
+this table.
 
-The planner, the search, benchmarks, the drawing command and the check of the config read
-`SCHEDULES` and nothing else.
+The planner, the search, benchmarks, the drawing command and the check of the config know the kinds
+only from `SCHEDULES`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ class Make(Protocol):
 class Scheduler:
     """How one kind of schedule is made.
 
-    keeps_slots: whether `make` heeds the budget, and raises `PipelineError` where nothing fits.
-    What does not heed it gives way to the greedy schedule in batches that do not fit, and takes
-    part in a search.
-    all_in_flight: whether all microbatches of a step are under way at once, so that there should be
-    slots for them.
+    keeps_slots: whether `make` keeps to the slot budget, and raises `PipelineError` where no
+    schedule fits. A kind that does not is replaced by the greedy schedule for batches that do not
+    fit, and is among the fixed orders that `greedy` and `search` compare with.
+    all_in_flight: whether all microbatches of a step are under way at once, so that all need slots.
     """
 
     make: Make
@@ -43,7 +42,7 @@ class Scheduler:
 
 
 def fixed_order(order: Order, *, all_in_flight: bool = False) -> Scheduler:
-    """A schedule that knows nothing of slots."""
+    """The scheduler of an order that does not consider slots."""
     return Scheduler(
         lambda graph, slots, rollouts: order(graph),
         keeps_slots=False,
@@ -52,13 +51,13 @@ def fixed_order(order: Order, *, all_in_flight: bool = False) -> Scheduler:
 
 
 def fixed_orders() -> list[Order]:
-    """The schedules that know nothing of slots, with which greedy and searched ones are compared."""
+    """The orders that do not consider slots, with which greedy and searched schedules compete."""
     makers = [scheduler.make for scheduler in SCHEDULES.values() if not scheduler.keeps_slots]
     return [partial(make, slots=None, rollouts=0) for make in makers]
 
 
 def scheduler_of(name: str) -> Scheduler:
-    """The scheduler of a name. Raises `PipelineError` that lists the names there are."""
+    """The scheduler with this name. Raises a `PipelineError` that lists all names for others."""
     if name not in SCHEDULES:
         raise PipelineError(
             f"pipeline.schedule = {name!r}: there is no such schedule; choose one of {', '.join(SCHEDULES)}, or "

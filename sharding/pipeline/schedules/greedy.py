@@ -1,7 +1,7 @@
 """The greedy scheduler: decides tick by tick, within a slot budget.
 
-In every tick it takes the duration for which the ranks are busiest on average; then each rank does
-its best operation that is no longer. What makes one better is a `Policy`.
+For every tick it chooses the duration for which the ranks are busiest on average; then each rank
+does its best operation that is no longer. A `Policy` says which operation is best.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sharding.pipeline.schedules.bounds import longest_paths
 from sharding.pipeline.schedules.schedule import WAITS, Schedule, lockstep
 from sharding.pipeline.schedules.ticks import TickClock
 
-# Exponents tried, in quarters. 4 is mostly the best, 5 (shorter ticks) with frozen towers, 3 where
-# ranks have chunks of unlike cost.
+# Exponents of a tick's duration that are tried, in quarters. 4 is mostly the best, 5 (shorter
+# ticks) with frozen towers, 3 where ranks have chunks of unequal cost.
 POWERS: Final = (4, 5, 3)
 
 FORWARD_SIDE = 0
@@ -36,18 +36,17 @@ Choice = tuple[int, int, int]  # duration, side, operation
 
 @dataclass(frozen=True)
 class Policy:
-    """What the greedy scheduler weighs up when it fills a tick; weights are in units of the
-    priorities.
+    """The weights by which the greedy scheduler fills a tick, in units of the priorities.
 
-    Of all durations a tick takes the one with most work of all ranks / duration ** (power / 4).
-    Then each rank does the operation, no longer than the tick, with most of
+    Of all durations a tick gets the one with the most work of all ranks / duration ** (power / 4).
+    Then each rank does the operation, no longer than the tick, with the greatest sum of
 
         near * quarters of the tick that it fills
         + late, unless it is a weight gradient
         + turn, unless it is of the same kind as the one before (forward, backward, weight gradient)
         - priority
 
-    `window` language microbatches are let in at a time.
+    `window` language microbatches are let in at a time, from the first unfinished one on.
     """
 
     near: int
@@ -58,7 +57,7 @@ class Policy:
 
     @staticmethod
     def default(graph: Graph) -> Policy:
-        """In falling order of weight: fill the tick, no weight gradient, another kind, priority."""
+        """By falling weight: fill the tick, no weight gradient, another kind, priority."""
         size = max(1, graph.size)
         return Policy(
             near=4 * size,
@@ -69,7 +68,7 @@ class Policy:
 
 
 def default_priority(graph: Graph) -> list[int]:
-    """Smaller first: by language microbatch, and in it what is nearer to its end."""
+    """[N] priorities, smaller first: by language microbatch, and in it the later chunks first."""
     order = sorted(
         range(graph.size),
         key=lambda n: (graph.group[n], -graph.chain[n], -graph.depth[n], graph.microbatch[n]),
@@ -81,10 +80,10 @@ def default_priority(graph: Graph) -> list[int]:
 
 
 def path_priority(graph: Graph) -> list[int]:
-    """Smaller first: what the longest path depends on.
+    """[N] priorities, smaller first: by the longest path from an operation's start to the end.
 
     On 80 graphs of benchmarks/pipeline.py and benchmarks/pipeline_real.py, 4 and 8 stages, the
-    better of the exponents 4 and 5 is 1.294 of the lower bound with it, 1.318 with
+    better schedule of exponents 4 and 5 costs 1.294 of the lower bound with these, 1.318 with
     `default_priority`.
     """
     path = longest_paths(graph)[1]
@@ -101,14 +100,14 @@ def greedy(
     powers: Sequence[int] = POWERS,
     bound: int | None = None,
 ) -> Schedule:
-    """Queues of forward and backward operations on every rank, within a slot budget.
+    """The shortest greedy schedule of several runs, within a slot budget.
 
-    Of the operations that are no longer than the tick, a rank prefers the one nearest to it, then
-    backward and forward by turns, then by `priority[n]` (0 .. N-1), smaller first; by default the
-    longest path. Runs once for each of `powers`, and keeps the shortest schedule. Where the budget
-    leads into a dead end, fewer language microbatches are let in at a time. Runs are given up once
-    they can only be longer than `bound`. Raises `PipelineError` when no schedule is found that fits
-    the slots and the bound.
+    Of the operations that are no longer than the tick, a rank prefers those that fill it best, then
+    those that are no weight gradient, then another kind than its last operation's, then the
+    smallest `priority[n]` (0 .. N-1), by default by longest path. There is one run for each of
+    `powers`. Where the budget leads into a dead end, fewer language microbatches are let in at a
+    time. Runs are given up once they can only be longer than `bound`. Raises `PipelineError` when
+    no schedule is found that fits the slots and the bound.
     """
     priorities = path_priority(graph) if priority is None else [int(value) for value in priority]
     policy = Policy.default(graph)
@@ -122,7 +121,7 @@ def greedy(
             except _StuckError as error:
                 stuck = error
                 continue
-            # The first of equal ones, so the order of powers matters.
+            # The first of equal schedules is kept, so the order of powers matters.
             if best is None or lockstep(schedule) < lockstep(best):
                 best = schedule
                 bound = lockstep(schedule)
@@ -131,7 +130,7 @@ def greedy(
         if policy.window == 1 or isinstance(stuck, _LongError):
             raise PipelineError(str(stuck))
         policy = replace(policy, window=policy.window // 2)
-        # The priority may be what led into the dead end.
+        # The priority may have led into the dead end.
         priorities = default_priority(graph)
 
 
@@ -142,10 +141,10 @@ def rollout(
     policy: Policy,
     bound: int | None = None,
 ) -> Schedule | None:
-    """One run of the greedy scheduler, smaller `priority[n]` first; none where it comes to a dead
-    end.
+    """The schedule of one run of the greedy scheduler, smaller `priority[n]` first, or None where
+    it gets into a dead end.
 
-    bound: the run is given up, too, once its lockstep cost can only be greater.
+    bound: the result is None, too, once the lockstep cost can only be greater than this.
     """
     try:
         return _Greedy(_Lookup.of(graph), slots, priority, policy, bound).run()
@@ -163,8 +162,8 @@ class _LongError(_StuckError):
 
 @dataclass(frozen=True)
 class _Lookup:
-    """What the greedy scheduler looks up again and again. A class is the operations of one chunk
-    and kind."""
+    """Tables of a graph that the greedy scheduler looks up repeatedly. A class is all operations of
+    one chunk and kind."""
 
     graph: Graph
     class_of: tuple[int, ...]  # [N]
@@ -180,7 +179,7 @@ class _Lookup:
 
     @staticmethod
     def of(graph: Graph) -> _Lookup:
-        """The tables of a graph, made once: a search asks for them hundreds of times."""
+        """The tables of a graph, made once for it: a search needs them hundreds of times."""
         lookup = graph.__dict__.get("_greedy_lookup")
         if lookup is None:
             lookup = graph.__dict__["_greedy_lookup"] = _Lookup._make(graph)
@@ -210,7 +209,7 @@ class _Lookup:
             writes=tuple(map(tuple, writes)),
             reads=tuple(map(tuple, reads)),
             rank_pool=tuple(buffer.rank_pool for buffer in graph.buffers),
-            # What travels is summed before it leaves, so it arrives with its last writer.
+            # A value with hops is summed before it is sent, so its last writer makes it arrive.
             opens=tuple(len(buffer.writers) if buffer.hops else 1 for buffer in graph.buffers),
         )
 
@@ -267,8 +266,8 @@ class _Greedy:
             for rank_pool in releases.pop(tick, ()):
                 self.free[rank_pool] += 1
             row = self._pick([self._choices(rank) for rank in range(stages)], last_side)
-            # Waiting is right while something is on its way; without that all later ticks are
-            # alike.
+            # Waiting helps while an operation is still to become possible, or a slot to become
+            # free; otherwise all later ticks would be the same.
             if max(row) == WAITS and not arrivals and not releases:
                 raise _StuckError(self._dead_end())
             length = 0
@@ -292,14 +291,14 @@ class _Greedy:
                 self._release(n, tick, releases)
             rows.append(row)
             cost += length
-            # The ticks to come together take no less than the most work that a rank has left.
+            # The remaining ticks together take at least as long as any rank's remaining work.
             if self.bound is not None and cost + max(self.work) > self.bound:
                 raise _LongError("the schedule is longer than the bound")
         while rows and max(rows[-1]) == WAITS:
             rows.pop()
         return Schedule.of_rows(self.graph, rows)
 
-    # ------------------------------------------------------------------------ what is possible
+    # ------------------------------------------------------------------------ possible operations
 
     def _choices(self, rank: int) -> list[Choice]:
         """The best operation of every class that can run now."""
@@ -345,10 +344,10 @@ class _Greedy:
         while self.base < len(self.unfinished) and not self.unfinished[self.base]:
             self.base += 1
 
-    # ------------------------------------------------------------------------ what is best
+    # ------------------------------------------------------------------------ best operations
 
     def _pick(self, choices: list[list[Choice]], last_side: list[int]) -> list[int]:
-        """One operation for each rank, -1 for none."""
+        """The operations of a tick, one for each rank, -1 for none."""
         near = self.policy.near
         late = self.policy.late
         turn = self.policy.turn

@@ -1,7 +1,7 @@
-"""Fixed orders: GPipe, 1F1B and interleaved 1F1B. They know nothing of cost or slots.
+"""Fixed orders: GPipe, 1F1B and interleaved 1F1B. They consider neither cost nor slots.
 
-A unit is all that a rank does for one chunk and one language microbatch, with the encoder rows
-that belong to it; an order arranges forward and backward units of each rank.
+A unit is all operations of a rank for one chunk and one language microbatch, with the encoder rows
+that belong to it; an order arranges the forward and backward units of each rank.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Units = list[list[int]]
 def gpipe(graph: Graph) -> Schedule:
     """All forwards, then all backwards, chunk by chunk.
 
-    The last chunk could go backward as soon as it has its input. But nothing waits for that before
-    the other ranks have gone forward, and until then it makes their ticks longer; so all wait for the
-    last forward, unless that takes more time.
+    The last chunk could go backward as soon as it has its input. But no rank needs that before it
+    has gone forward itself, and until then it only makes the others' ticks longer; so all backwards
+    wait for the last forward, unless that takes more time.
     """
     units = _units(graph, graph.size)
     orders = [_flat(forward + backward) for forward, backward in units]
@@ -32,8 +32,8 @@ def gpipe(graph: Graph) -> Schedule:
 def one_f_one_b(graph: Graph) -> Schedule:
     """1F1B: each rank warms up with as many microbatches as ranks follow it, then alternates.
 
-    A unit is all that a rank does for a language microbatch, in all its chunks. Raises
-    `PipelineError` where a component goes round the ring: that needs `interleaved`.
+    A unit holds all chunks of a rank for a language microbatch. Raises `PipelineError` where a
+    component goes round the ring: that needs `interleaved`.
     """
     last_rank = graph.ring.stages - 1
     orders = [
@@ -47,8 +47,9 @@ def interleaved(graph: Graph) -> Schedule:
     """Interleaved 1F1B for ranks with several chunks: groups of S microbatches go through chunk
     after chunk.
 
-    Ranks with fewer chunks than others would need a forward that those do after a backward that
-    waits for it: then all ranks warm up longer, by a group at a time.
+    With unequal numbers of chunks the orders can wait for each other: a rank needs a forward that
+    another rank does only after a backward that waits for the first. Then all ranks warm up longer,
+    by one group at a time until the orders are possible.
     """
     stages = graph.ring.stages
     units = _units(graph, stages)
@@ -75,7 +76,7 @@ def interleaved(graph: Graph) -> Schedule:
 def _units(graph: Graph, together: int) -> list[tuple[Units, Units]]:
     """Forward and backward units of every rank, in the order of a pass.
 
-    `together` microbatches go through a chunk before the next chunk has its turn; with 1, a unit
+    `together` microbatches go through a chunk before any goes through the next; with 1, a unit
     holds all chunks of a microbatch. A weight gradient follows its input gradient at once, as in an
     unsplit backward.
     """
@@ -115,7 +116,7 @@ def _units_of_rank(graph: Graph, rank: int, together: int, groups: int) -> tuple
 
 
 def _in_order(graph: Graph, operations: dict[tuple[int, int, int], list[int]], width: int) -> Units:
-    """Units in the order of their keys, `width` of them joined to one."""
+    """Units in the order of their keys, `width` at a time joined into one."""
     units = [
         sorted(operations[key], key=lambda n: (graph.microbatch[n], graph.kind[n]))
         for key in sorted(operations)
@@ -130,7 +131,7 @@ def _flat(units: Units) -> list[int]:
 
 
 def _alternate(forward: Units, backward: Units, warmup: int) -> list[int]:
-    """`warmup` forward units, then one forward and one backward by turns, then what remains."""
+    """`warmup` forward units, then one forward and one backward in turn, then those that remain."""
     order = _flat(forward[:warmup])
     remaining = forward[warmup:]
     for index in range(max(len(remaining), len(backward))):

@@ -28,7 +28,7 @@ class Schedule:
 
     @staticmethod
     def of_rows(graph: Graph, rows: list[list[int]]) -> Schedule:
-        """The schedule with one row of operations per tick."""
+        """The schedule whose ticks are the given rows, [S] operations each."""
         return Schedule(graph, np.array(rows, np.int32).reshape(len(rows), graph.ring.stages))
 
     @property
@@ -38,8 +38,7 @@ class Schedule:
 
 
 def durations(schedule: Schedule) -> list[int]:
-    """[N] durations, less what a backward need not recompute because its forward kept the
-    residuals."""
+    """[N] durations, without the recomputation of backwards whose forward kept the residuals."""
     graph = schedule.graph
     lengths = list(graph.duration)
     for n in schedule.keepers:

@@ -1,11 +1,11 @@
-"""Schedules found by search: the greedy scheduler run again and again with other weights.
+"""Schedules found by search: the greedy scheduler run many times with other weights.
 
-The objective is what the executor pays, the lockstep cost. A rollout is one run of the greedy
-scheduler, given up as soon as it cannot beat the best, unless slots keep residuals: then all are run to
-their end, and cost is what remains with these kept. Tunable ("genes", small integers) are the
-weights of its policy, how much the longest path after an operation counts, and an offset to the
-priorities of every class (one chunk and kind). A quarter of the rollouts draws genes at random; the
-others change a quarter of the best ones.
+The objective is the lockstep cost, the time that the executor takes. A rollout is one run of the
+greedy scheduler, given up as soon as it cannot be as short as the best, unless slots keep
+residuals: then all run to their end, and the cost is that with residuals kept. What is tuned
+("genes", small integers) are the weights of the policy, how much the order by microbatch adds to
+the priority by longest path, and an offset to the priorities of every class (one chunk and kind). A
+quarter of the rollouts draws all genes; the others draw about a quarter of the best genes again.
 
 Compared on six batches of benchmarks/pipeline.py, 100 rollouts each, mean efficiency and seconds:
 offsets alone 0.938 in 0.46, all genes at random 0.950 in 0.32, a pool of the best with crossing
@@ -38,19 +38,18 @@ ROLLOUTS: Final = 64
 
 @dataclass(frozen=True)
 class Genes:
-    """How genes are drawn. Ranges are least and greatest value, of the genes in front of the
-    offsets."""
+    """How genes are drawn. Ranges are least and greatest values of the genes before the offsets."""
 
-    drawn: float = 0.25  # of the rollouts: all genes at random
-    changed: float = 0.25  # of the genes of the best: drawn anew, in all other rollouts
-    near: tuple[int, int] = (0, 7)  # powers of two
+    drawn: float = 0.25  # share of the rollouts, the first ones, that draw all genes at random
+    changed: float = 0.25  # share of the best genes that every other rollout draws again on average
+    near: tuple[int, int] = (0, 7)  # exponents of two
     turn: tuple[int, int] = (-8, 8)
     late: tuple[int, int] = (0, 8)
     power: tuple[int, int] = (1, 8)  # quarters of the exponent of a tick's duration
     order: tuple[int, int] = (-4, 12)  # quarters of the order by microbatch, added to the priority
     window: tuple[int, int] = (0, 8)  # from 4 on: all microbatches
-    offset: int = 12  # of a class, at most, in either direction, ...
-    offset_parts: int = 32  # ... in such parts of all priorities
+    offset: int = 12  # the greatest offset of a class, in either direction, ...
+    offset_parts: int = 32  # ... in units of N / offset_parts priorities
 
     @property
     def ranges(self) -> Longs:
@@ -66,12 +65,12 @@ GENES: Final = Genes()
 
 @dataclass(frozen=True)
 class Searched:
-    """What a search found.
+    """The result of a search.
 
-    `lockstep` is the schedule's cost, with residuals kept in the slots that there are for them,
-    `baseline` the least of the greedy and the fixed schedules that fit the slots; `rollouts` how many
-    there were: fewer than allowed where the lower bound was met. `history[i]` is the least cost after
-    i rollouts.
+    `lockstep` is the schedule's cost, with residuals kept in the slots that there are for them;
+    `baseline` is the least cost of the greedy and the fixed schedules that fit the slots;
+    `rollouts` is the number of rollouts, fewer than allowed where the lower bound was reached.
+    `history[i]` is the least cost after i rollouts.
     """
 
     schedule: Schedule
@@ -97,7 +96,7 @@ def search(
     """
     best = shortest(graph, fixed_orders, slots)
     baseline = least_cost = cost_within(best, slots)
-    # What keeping residuals gains is known of a whole schedule alone, and no bound heeds it.
+    # The gain from kept residuals is known only for a whole schedule, and no bound considers it.
     keeps = keeps_residuals(slots)
     floor = 0 if keeps else lower_bound(graph)
     space = _Space.of(graph)
@@ -109,7 +108,7 @@ def search(
         if len(history) - 1 >= GENES.drawn * rollouts:
             genes = np.where(random.random(genes.size) < GENES.changed, genes, best_genes)
         schedule = rollout(graph, slots, *space.decode(genes), None if keeps else least_cost)
-        # Equal cost is taken too: what is no worse may lead further.
+        # An equal cost is taken too: genes that are no worse may lead to better ones.
         if schedule is not None and (cost := cost_within(schedule, slots)) <= least_cost:
             best = schedule
             least_cost = cost
@@ -123,8 +122,8 @@ def search(
 
 @dataclass(frozen=True)
 class _Space:
-    """What genes mean for a graph. Columns [N]: priority by the longest path, by microbatch, and
-    class."""
+    """The meaning of genes for a graph. Columns [N]: priority by the longest path, by microbatch
+    (`order`), and class."""
 
     graph: Graph
     priority: Longs
@@ -147,11 +146,11 @@ class _Space:
         return int(self.classes.max(initial=-1)) + 1
 
     def default(self) -> Longs:
-        """Genes of about what `greedy` does."""
+        """Genes whose schedule is about that of `greedy`."""
         return np.array([7, 8, 8, 4, 0, 8] + [0] * self.offsets, np.int64)
 
     def draw(self, random: np.random.Generator) -> Longs:
-        """Random genes; half of the offsets are none."""
+        """Random genes; about half of the offsets are zero."""
         low, high = GENES.ranges.T
         drawn = random.integers(-GENES.offset, GENES.offset + 1, self.offsets)
         offsets = drawn * (random.random(self.offsets) < 0.5)
@@ -165,8 +164,9 @@ class _Space:
         near, turn, late, power, order, window = genes[:weights].tolist()
         offsets = genes[weights:] * size // GENES.offset_parts
         priority = self.priority + order * self.order // 4 + offsets[self.classes]
-        # Of N operations: near is N/8 to 16 N, late 0 to 4 N, turn -N/4 to N/4, where
-        # `self.priority` is 0 .. N-1. The window is in fifths of all microbatches.
+        # With N operations, whose `self.priority` is 0 .. N-1, weights of the policy are: near from
+        # N/8 to 16 N, late from 0 to 4 N, turn from -N/4 to N/4. The window is in fifths of all
+        # microbatches.
         policy = Policy(
             near=(size << near) // 8,
             late=size * late // 2,

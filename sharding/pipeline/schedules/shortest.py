@@ -1,9 +1,9 @@
-"""The shortest schedule of those that are found fast: fixed orders that fit the slots, and the greedy
-scheduler's.
+"""The shortest of the schedules found fast: greedy ones, and fixed orders that fit the slots.
 
-On few ranks greedy schedules are mostly the shortest. On many, where a batch has few microbatches for
-each, every tick in which one rank goes backward while others still go forward costs all of them; there
-GPipe's order is, for it has one such change, and its bubble is short where ranks have several chunks.
+On few ranks greedy schedules are mostly the shortest. On many ranks, where a batch has few
+microbatches for each, GPipe's order is: every tick in which one rank goes backward while others
+still go forward costs all of them, and GPipe's order changes direction once. Its bubble is short
+where ranks have several chunks.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def shortest(
     powers: Sequence[int] = POWERS,
     bound: int | None = None,
 ) -> Schedule:
-    """The schedule of least lockstep cost among fixed orders that can be kept and fit the slots, and
-    greedy schedules; of equal ones a greedy one.
+    """The schedule of least lockstep cost among greedy ones and the fixed orders that are possible
+    and fit the slots; at equal cost a greedy one.
 
     The fixed orders take milliseconds, and greedy schedules are given up as soon as they cannot be as
-    short. Where slots keep residuals, cost is what remains with these kept: an order that goes back
-    soon uses a slot again and again. No greedy schedule is given up then.
+    short. Where slots keep residuals, the cost is that with residuals kept, because an order that
+    goes back soon uses a slot many times; then no greedy schedule is given up.
 
     Args:
-      powers: of the greedy schedules.
-      bound: schedules that are longer are given up, too, unless slots keep residuals.
+      powers: exponents of the greedy schedules.
+      bound: longer schedules are given up, too, unless slots keep residuals.
 
     Raises:
       PipelineError: no schedule is found that fits the slots and the bound.
@@ -46,7 +46,7 @@ def shortest(
         bound = None
     else:
         schedules = []
-        # Counting slots takes longest, so no order's are counted that cannot be the shortest.
+        # Counting slots takes longest: orders are tried from the shortest on, up to one that fits.
         for schedule in sorted(_kept_orders(graph, fixed_orders), key=lockstep):
             if bound is not None and lockstep(schedule) > bound:
                 break
@@ -63,7 +63,7 @@ def shortest(
 
 
 def keeps_residuals(slots: Slots | None) -> bool:
-    """Whether any slot is for residuals."""
+    """Whether there are slots for residuals."""
     return any(count for (pool, _), count in (slots or {}).items() if pool == Pool.RESIDUAL)
 
 
@@ -75,7 +75,7 @@ def cost_within(schedule: Schedule, slots: Slots | None) -> int:
 def fitting_orders(
     graph: Graph, fixed_orders: Iterable[Order], slots: Slots | None = None
 ) -> list[Schedule]:
-    """The schedules of fixed orders that can be kept and fit the slots."""
+    """The schedules of the fixed orders that are possible and fit the slots."""
     return [schedule for schedule in _kept_orders(graph, fixed_orders) if _fits(schedule, slots)]
 
 

@@ -1,5 +1,4 @@
-"""Time in ticks: when operations become possible, and the schedule that given orders of operations
-make."""
+"""Time in ticks: when operations become possible, and the schedule that given orders lead to."""
 
 from __future__ import annotations
 
@@ -14,7 +13,8 @@ Orders = Sequence[Sequence[int]]  # operations of each rank in the order in whic
 
 
 class TickClock:
-    """When operations become possible: tell it what was done in which tick, ticks ascending.
+    """Finds when operations become possible. Tell it which operation was done in which tick, by
+    `finish`, in the order of ticks.
 
     `sent[encoder, encoder row]` is the tick in which the summed token gradient leaves the first
     language rank.
@@ -42,7 +42,8 @@ class TickClock:
         return [n for n, waits in enumerate(self._waits) if not waits]
 
     def finish(self, n: int, tick: int) -> list[tuple[int, int]]:
-        """(tick, operation) of all that wait for nothing any more, once n was done in a tick."""
+        """Note that n was done in a tick, and return (first possible tick, operation) for each
+        operation that no longer waits for any other."""
         released = []
         earliest = self._earliest
         waits = self._waits
@@ -57,8 +58,8 @@ class TickClock:
             if not self._shares[encoder, sub]:
                 send = tick
                 if self.hops[encoder]:
-                    # All sums of an encoder share a wire, which takes one of them per tick.
-                    # They take the same way at the same pace, so they cannot meet on a later hop.
+                    # All sums of an encoder share a wire, which takes one of them a tick. They go
+                    # the same way at the same speed, so they cannot meet on a later hop.
                     send = max(tick, self._wire_free[encoder])
                     self._wire_free[encoder] = send + 1
                 self.sent[encoder, sub] = send
@@ -70,8 +71,8 @@ class TickClock:
 
 
 def follow(graph: Graph, orders: Orders, last: Collection[int] = ()) -> Schedule:
-    """Every rank does its operations in the order given, each in the first tick in which it is
-    possible; those that come `last` in no tick before all others are done.
+    """The schedule in which every rank does its operations in the given order, each in the first
+    tick in which it is possible. Operations in `last` wait until all others are done.
 
     Raises `PipelineError` when the orders wait for each other, or leave an operation out or do it
     on a wrong rank.
@@ -103,7 +104,7 @@ def follow(graph: Graph, orders: Orders, last: Collection[int] = ()) -> Schedule
             for when, follower in clock.finish(n, tick):
                 ready[follower] = when
                 latest = max(latest, when)
-        # Nothing is done, and nothing is on its way that could still make an operation possible.
+        # No operation was done, and nothing that was sent can still make one possible.
         if max(row) == WAITS and tick > latest:
             stuck = next(
                 order[at] for order, at in zip(orders, position, strict=True) if at < len(order)
