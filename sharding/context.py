@@ -151,6 +151,7 @@ def permute_back(layout: Layout, y: Any, index: jax.Array) -> Any:
     axes = layout.mesh_axes("sequence")
 
     def on_device(y: Any, index: jax.Array) -> Any:
+        # The inverse of whole rows, of which each device needs the slots that it holds itself
         inverse = jax.vmap(_inverse)(gather_parts(index, axes))
         first_slot = jax.lax.axis_index(axes) * index.shape[1] if axes else 0
         held = jax.lax.dynamic_slice_in_dim(inverse, first_slot, index.shape[1], axis=1)

@@ -8,8 +8,8 @@ LayerGradient, of one layer, in a pipeline or in a loop (layer_loop.py)
   forward            x -> y, residuals            residuals: what depends on x, nothing else; of a
                                                   layer under `jax.checkpoint`, what its policy keeps
   backward           residuals, dy -> dw, dx      the rest is computed again from the parameters
-  input_gradient     residuals, dy -> dx, pending equations of the backward that dx needs
-  weight_gradient    pending -> dw                the others
+  input_gradient     residuals, dy -> dx, pending    by the equations of the backward that dx needs
+  weight_gradient    pending -> dw                   by its other equations
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class SplitGradient:
 
 
 def used_leaves(function: Callable[..., Any], tree: Tree, *others: Tree) -> list[bool]:
-    """Whether the results of function(tree, *others) depend on each leaf of `tree`."""
+    """For each leaf of `tree`: whether the results of function(tree, *others) depend on it."""
     jaxpr = _inline(function, tree, *others).jaxpr
     eqns = _needed(jaxpr.eqns, jaxpr.outvars)
     reads = _variables(var for eqn in eqns for var in eqn.invars) | _variables(jaxpr.outvars)
@@ -239,7 +239,7 @@ class _Linearized:
         return outputs[len(outputs) - len(self.leaves) :]
 
     def depends_on(self, argument: int) -> list[bool]:
-        """Whether each leaf of the backward pass depends on an argument, given by number."""
+        """For each leaf of the backward pass: whether it depends on the argument of this number."""
         reached = _reached(self._closed.jaxpr, self._input_vars(argument))
         return [isinstance(var, core.Var) and var in reached for var in self._leaf_vars]
 

@@ -1,5 +1,4 @@
-"""A loop over layers whose backward pass adds each layer's gradient to the sums of all
-microbatches.
+"""A loop over layers. Its backward pass adds each layer's gradient to the sums of all microbatches.
 
     forward     x --layer--> x, out, residuals           layers 0, 1, ...
     backward    dx <--layer-- dx, d_out, residuals       layers ..., 1, 0
@@ -108,8 +107,7 @@ class _Asked(NamedTuple):
         return cls(tree, [leaf.perturbed for leaf in leaves])
 
     def parted(self, tree: Tree) -> Params:
-        """The leaves that need gradients, and the others; either has None in place of the
-        other's."""
+        """The leaves that need gradients, and the others; each with None in the others' places."""
         leaves = list(zip(jax.tree.leaves(tree), self.flags, strict=True))
         return Params(
             [leaf if asked else None for leaf, asked in leaves],

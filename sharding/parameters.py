@@ -152,8 +152,7 @@ def kept_spec(spec: P, axes: Collection[str]) -> P:
 
 def is_split(layout: Layout, axes: Axes) -> bool:
     """Whether devices that have different rows, and run the code here one by one (manual axes),
-    hold parts of a parameter that each gathers whole. False for experts: each device keeps its
-    own."""
+    hold parts of a parameter that each gathers whole. False for experts: each keeps its own."""
     split, kept = (
         {axis for names in dimensions for axis in names if layout.mesh.shape[axis] > 1}
         for dimensions in (_shards_here(layout, axes), map(layout.mesh_axes, kept_axes(axes)))

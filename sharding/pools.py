@@ -29,7 +29,7 @@ class PoolSlots(NamedTuple):
     order: jax.Array  # int32 [R / g, g * C] place of each slot in the packed row
 
     def take(self, layout: Layout, pool: Any) -> Any:
-        """Rows [R / g, g * C, ...] read from every leaf [R, W, ...] of a pool; zeros where -1.
+        """Rows [R / g, g * C, ...], read from each leaf [R, W, ...] of a pool; zeros for slot -1.
 
         Args:
           layout: that of the rows, of span g.

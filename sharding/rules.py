@@ -305,6 +305,7 @@ def rank_nodes(layout: Layout, devices_per_node: int | None = None) -> np.ndarra
         nodes = np.array([device.process_index for device in mesh.devices.flat])
     else:
         ids = np.array([device.id for device in mesh.devices.flat])
+        # The position of each id among all ids, so that gaps do not count
         nodes = np.searchsorted(np.sort(ids), ids) // devices_per_node
     numbered = np.unique(nodes, return_inverse=True)[1].reshape(tuple(mesh.shape.values()))
     first_devices = tuple(

@@ -10,10 +10,11 @@
 
 A chain is an encoder, the language model or a generator: first its stem or embedding, then its
 blocks, last its projector, or its head and loss. Each is a layer with a cost of its own; stems stay
-with the first block, projectors with the last one. Chains precede their reader, the last chain:
-encoders before the language model, or the language model before a generator, or (`Reading`) all
-three. Stages that consider what is frozen, and encoders on ranks of their own, are after Cornstarch
-(arXiv 2503.11367); segments, every chain over all ranks, are after DIP (arXiv 2504.14145).
+with the first block, projectors with the last one. Chains precede the chain that reads them, the
+last one unless `Reading` names another: encoders before the language model, the language model
+before a generator, or all three. Stages that consider what is frozen, and encoders on ranks of
+their own, are after Cornstarch (arXiv 2503.11367); segments, every chain over all ranks, are after
+DIP (arXiv 2504.14145).
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Costs of layers and of chunks, forward and backward, without the parts that freezing leaves
-out."""
+"""Costs of layers and of chunks, forward and backward, without what freezing leaves out."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Chain:
 
     @property
     def chunks_per_rank(self) -> int:
-        """Chunks of this component on the rank that has most of them."""
+        """Number of chunks of this component on the rank that has most of them."""
         return max(self.stages.count(stage) for stage in set(self.stages))
 
 

@@ -84,6 +84,7 @@ class _Proof:
         self.graph = graph
         self.spec = table.spec
         self.ring = graph.ring
+        # (component, rank, number of the chunk on its rank) -> depth
         self.depths = {
             (c, rank, chain.local(d)): d
             for c, chain in enumerate(self.ring.chains)

@@ -1,2 +1,1 @@
-"""The executor: one compiled program that runs any schedule table, and backward passes in two
-halves."""
+"""The executor: one compiled program that runs any schedule table."""

@@ -234,8 +234,7 @@ class Program:
         return lax.cond(row["last"] > 0, function, unchanged, operand)
 
     def _input(self, c: int, k: int, row: Row, data: Tree, values: Values) -> Tree:
-        """The input of a chunk's layers: made by `first` in the first chunk, else read from a
-        slot."""
+        """The input of a chunk's layers: made by `first` in the first chunk, else from a slot."""
 
         def first(x: Tree) -> Tree:
             return self.components[c][k].first(self.outer[c], data, values.media)
@@ -328,8 +327,7 @@ class Program:
         dy: Tree,
         split: bool,
     ) -> tuple[Tree, Work]:
-        """dx, and `work` with the layers' gradients added to its sums or, if split, left
-        pending."""
+        """dx, and `work` with the layers' gradients added to its sums or, if split, pending."""
         gradient = self.shapes.gradients[c][k]
         split_gradient = self.shapes.split(c, k) if split else None
 

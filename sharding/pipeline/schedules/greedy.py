@@ -57,7 +57,7 @@ class Policy:
 
     @staticmethod
     def default(graph: Graph) -> Policy:
-        """By falling weight: fill the tick, no weight gradient, another kind, priority."""
+        """In order of falling weight: fill the tick, no weight gradient, another kind, priority."""
         size = max(1, graph.size)
         return Policy(
             near=4 * size,
@@ -180,6 +180,7 @@ class _Lookup:
     @staticmethod
     def of(graph: Graph) -> _Lookup:
         """The tables of a graph, made once for it: a search needs them hundreds of times."""
+        # Cached in `__dict__`, because attributes of a frozen record cannot be set
         lookup = graph.__dict__.get("_greedy_lookup")
         if lookup is None:
             lookup = graph.__dict__["_greedy_lookup"] = _Lookup._make(graph)
