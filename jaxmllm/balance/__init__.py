@@ -1,2 +1,2 @@
-"""The plan of a step, from the lengths of its batch alone: where every item is computed, and the
-way of every token."""
+"""The plan of a step, made from the lengths of its batch alone: where every item is computed, and
+the route of every token."""

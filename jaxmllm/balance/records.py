@@ -30,10 +30,10 @@ class PhaseItems:
     example.
 
     All arrays have length N, ordered by example, then by position in the example. `length` counts
-    row slots and is a multiple of the phase's alignment; `real` counts those that hold data rather
-    than padding inside the item. Items become `tokens` tokens of the phase that reads theirs, from
-    `slot` of their example's sequence there on; both are zero where none does. Items of a generator
-    read those tokens; they are their first slots.
+    row slots and is a multiple of the phase's alignment; `real` counts the slots that hold data
+    rather than padding inside the item. An encoder's item becomes `tokens` tokens of the language
+    phase, from slot `slot` of its example's sequence on. A generator's item reads those tokens
+    instead, into its own first slots. Language items have zeros in both.
     """
 
     length: Longs
@@ -41,24 +41,26 @@ class PhaseItems:
     example: Ints
     tokens: Ints
     slot: Ints
-    # [N, 2] what attention sees of them besides what follows from their lengths (`VisiblePairs`);
-    # none: nothing is known of it
+    # [N, 2] added to the squares of lengths that attention costs (`VisiblePairs`); None: zeros
     extra_squares: Longs | None = None
 
     @property
     def extra(self) -> tuple[Any, ...]:
-        """`extra_squares` by kind of layer, as `ItemCost` takes them."""
+        """`extra_squares` as `ItemCost` takes them: an entry for each kind of layer."""
         return (0, 0) if self.extra_squares is None else tuple(self.extra_squares.T)
 
     @cached_property
     def most(self) -> tuple[int, list[int]]:
-        """The largest length and `extra`, at least 0: an item of these costs as much as any."""
+        """Largest length, and largest `extra` of each kind of layer, all at least 0.
+
+        No item costs more than one that had all of these.
+        """
         return int(self.length.max(initial=0)), [
             int(np.max(kind, initial=0)) for kind in self.extra
         ]
 
     def at(self, numbers: Longs) -> PhaseItems:
-        """Some of the items, or the same ones in another order."""
+        """The items with the given numbers, in the order of these."""
         columns: dict[str, Any] = {}
         for column in fields(self):
             values = getattr(self, column.name)
@@ -68,7 +70,7 @@ class PhaseItems:
 
 @dataclass(frozen=True)
 class BatchItems:
-    """Lengths of one global batch of B examples; `phases` has every phase of the model."""
+    """Lengths of one global batch of B examples; `phases` has an entry for every phase."""
 
     examples: Longs  # [B] index of each example in its length index
     targets: int  # target tokens of the whole batch
@@ -76,35 +78,36 @@ class BatchItems:
 
 
 class RowClass(NamedTuple):
-    """The shape of a microbatch's rows: `span` neighbouring ranks hold a row together, each of them
-    `capacity` of its slots."""
+    """The shape of a microbatch's rows: `span` neighbouring ranks hold a row together, and each
+    rank holds `capacity` of its slots."""
 
     capacity: int
     span: int = 1
 
     @property
     def slots(self) -> int:
-        """Of a whole row."""
+        """Slots of a whole row, on all of its ranks."""
         return self.capacity * self.span
 
 
 def row_classes(capacities: Iterable[int], span: int = 1) -> tuple[RowClass, ...]:
-    """Classes of rows that equally many ranks hold together."""
+    """The row classes with the given capacities, all of one span."""
     return tuple(RowClass(capacity, span) for capacity in capacities)
 
 
 @dataclass(frozen=True)
 class PhaseSpec:
-    """What the planner must know of a phase."""
+    """All that the planner must know about a phase."""
 
     phase: Phase
     ranks: int
-    classes: tuple[RowClass, ...]  # by the slots of a row, most first
+    classes: tuple[RowClass, ...]  # by slots of a row, descending
     max_segments: int
     slots_per_token: int  # encoder slots per language token; 1 for language
-    cost: ItemCost  # balances items: FLOPs, or femtoseconds where measured (tools/calibrate.py)
-    model_flops: ItemCost | None = None  # where the cost is measured; none: the cost is the FLOPs
-    # Of each class, slots of a block of attention, at whose edges items begin where rows have room; none: anywhere
+    cost: ItemCost  # to balance by: FLOPs, or femtoseconds where measured (tools/calibrate.py)
+    model_flops: ItemCost | None = None  # where `cost` is measured; None: `cost` is the FLOPs
+    # Slots of an attention block of each class; items begin at the edges of blocks where rows have
+    # room. None: items lie end to end.
     blocks: tuple[int, ...] | None = None
 
     @property
@@ -117,12 +120,12 @@ class PhaseSpec:
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """Slots that each class takes on a rank."""
+        """Slots that a row of each class takes on a rank."""
         return tuple(row_class.capacity for row_class in self.classes)
 
     @property
     def spans(self) -> tuple[int, ...]:
-        """Ranks that hold a row of each class together."""
+        """Number of ranks that hold a row of each class together."""
         return tuple(row_class.span for row_class in self.classes)
 
     @property
@@ -132,19 +135,21 @@ class PhaseSpec:
 
     @property
     def widest(self) -> int:
-        """Most ranks that hold a row together."""
+        """The largest span of a row."""
         return max(self.spans)
 
     @property
     def row_tokens(self) -> int:
-        """Language tokens of the largest row on a rank."""
+        """Language tokens of the largest capacity: the most that a row has on one rank."""
         return max(self.capacities) // self.slots_per_token
 
     def row_blocks(self, capacity: Ints | Longs, span: Ints | Longs, rows: int) -> Longs | None:
-        """`blocks` of so many rows of each microbatch, one after another: [M * rows].
+        """Entry of `blocks` for every row, microbatch by microbatch: [M * rows]. None without
+        `blocks`.
 
         Args:
-          capacity, span: [M] of the microbatches.
+          capacity, span: [M] shape of each microbatch's rows.
+          rows: number of rows of a microbatch.
         """
         if self.blocks is None:
             return None
@@ -156,19 +161,19 @@ class PhaseSpec:
 
     @property
     def flops(self) -> ItemCost:
-        """FLOPs of one item, whatever it is balanced by: for MFU."""
+        """FLOPs of one item, for MFU, even where measured times balance items."""
         return self.model_flops or self.cost
 
 
 @dataclass(frozen=True)
 class ExchangeGrid:
-    """How the ranks of an encoder phase and of the language phase lie on the same devices.
+    """Layout of the ranks of an encoder phase and of the language phase on the same devices.
 
-    Devices form a grid [A, E, L]: A mesh axes that are batch axes of both phases, E of the
-    encoder's only, L of the language's only. Exchange rank x = (a * E + e) * L + l. Encoder rank of
-    (a, e) is `encoder[a, e]`, language rank of (a, l) is `language[a, l]`. A token of encoder rank
-    (a, e) for language rank (b, l) is sent by exchange rank (a, e, l) to (b, e, l): the all-to-all
-    runs over A alone.
+    Devices form a grid [A, E, L]: A along mesh axes that are batch axes of both phases, E along
+    those of the encoder only, L along those of the language phase only. Exchange rank
+    x = (a * E + e) * L + l. The encoder rank at (a, e) is `encoder[a, e]`, the language rank at
+    (a, l) is `language[a, l]`. A token of encoder rank (a, e) for language rank (b, l) is sent by
+    exchange rank (a, e, l) to (b, e, l): the all-to-all runs along A alone.
     """
 
     encoder: Ints  # [A, E]
@@ -180,26 +185,26 @@ class ExchangeGrid:
 
     @property
     def peers(self) -> int:
-        """A: exchange ranks of a group, which send each other tokens; x is peer x // groups of
-        group x % groups."""
+        """A: exchange ranks of a group, which send tokens to each other. Exchange rank x is peer
+        x // groups of group x % groups."""
         return self.encoder.shape[0]
 
     @property
     def groups(self) -> int:
-        """E * L."""
+        """E * L: groups of exchange ranks that send tokens to each other."""
         return self.encoder.shape[1] * self.language.shape[1]
 
     @property
     def ranks(self) -> int:
-        """X: all exchange ranks."""
+        """X: number of exchange ranks."""
         return self.peers * self.groups
 
 
 @dataclass(frozen=True)
 class RouteSpec:
-    """Fixed sizes of the exchange of one encoder or generator phase; what is said of encoders holds for both.
+    """Fixed sizes of the exchange of one encoder or generator phase; "encoder" stands for both.
 
-    Phases of equal grids share encoder pools and one exchange, that of the first of them; see
+    Phases with equal grids share encoder pools and one exchange, that of the first such phase; see
     `shared_exchange`.
     """
 
@@ -208,16 +213,17 @@ class RouteSpec:
         int  # W of an encoder rank's pool, in tokens; >= largest capacity // slots_per_token
     )
     language_pool: int  # W of a language rank's pool, in tokens; >= largest language capacity
-    pair_slots: int  # Q: tokens one exchange rank sends another in one hop
+    pair_slots: int  # Q: tokens that one exchange rank sends to another in one hop
     hops: int = 16  # H: most hops of a round, at least 2
-    backend: str = "padded"  # of `BACKENDS`, in exchange/tables.py
-    # Of a generator: tokens go from the language pool to its own, by the tables of the other direction
+    backend: str = "padded"  # a name in `BACKENDS`, exchange/tables.py
+    # True for a generator: tokens go from the language pool to the generator's, with the tables
+    # of the backward direction.
     outward: bool = False
 
 
 def shared_exchange(routes: Mapping[str, RouteSpec]) -> dict[str, str]:
-    """By encoder or generator phase: the phase whose pools and exchange carry its tokens, the first
-    of its direction with an equal grid."""
+    """For each encoder or generator phase, the phase whose pools and exchange carry its tokens: the
+    first phase of the same direction with an equal grid."""
     owners: dict[str, str] = {}
     for phase, route in routes.items():
         with_equal_grid = (
@@ -240,20 +246,20 @@ class PlanSpec:
     phases: dict[str, PhaseSpec]  # in the order of `make_phases`
     routes: dict[str, RouteSpec]  # by encoder or generator phase
     mode: Mode = "phases"
-    # Node of each rank [R], by phase; empty: not known
+    # Node of each rank [R], by phase; empty where nodes are not known
     nodes: dict[str, Ints] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """Where every item of a phase is computed. A microbatch is one row in every group of `span`
-    neighbouring ranks: ranks k * span .. (k + 1) * span - 1 hold row k.
+    """The microbatch, row and slots of every item of a phase.
 
-    Item n lies in microbatch[n], in the row of the group whose first rank is rank[n], at slots
-    offset[n] .. offset[n] + length, as segment[n] >= 1 (counted from 1 in each row; 0 marks
-    padding). Microbatch m has rows of span[m] * capacity[m] slots, capacity[m] on each rank; it
-    writes its tokens (encoders) or finds its media tokens (language) in pool[m]; an encoder
-    microbatch writes at pool_offset[m].
+    A microbatch is one row in every group of `span` neighbouring ranks: ranks
+    k * span .. (k + 1) * span - 1 hold row k. Item n is in microbatch[n], in the row of the group
+    whose first rank is rank[n], at slots offset[n] .. offset[n] + length, as segment[n] (counted
+    from 1 in each row; 0 marks padding). Microbatch m has rows of span[m] * capacity[m] slots,
+    capacity[m] on each rank. Encoders write the tokens of microbatch m to pool[m] from
+    pool_offset[m] on; a language microbatch finds its media tokens in pool[m].
     """
 
     capacity: Ints  # [M]
@@ -272,14 +278,16 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class RouteRound:
-    """What goes from encoder pools number `source` to language pools number `target` in some hops.
+    """One round: the tokens that a few hops carry from encoder pool `source` of every rank to
+    language pool `target`.
 
-    A stretch is consecutive tokens of one item, [K] of them: from slots `start` .. of exchange rank
-    `sender` to slots `arrival` .. of `receiver`. If the two differ, a stretch goes there at once where
-    it is `direct`, as up to `direct_tokens` of a pair do; otherwise its tokens are spread over
-    relay ranks in the hops of the first leg and forwarded in those of the second (relay.py).
-    `ordinal` is the number of its first token among those of the pair or, where it is not direct,
-    among all that the sender spreads. Ragged: all stretches are direct, in one hop of any size.
+    A stretch is a run of consecutive tokens of one item, K in all: from slots `start` .. of
+    exchange rank `sender` to slots `arrival` .. of `receiver`. If the two ranks differ, a `direct`
+    stretch is sent straight to the receiver, which up to `direct_tokens` tokens of a pair of ranks
+    are; tokens of other stretches are spread over relay ranks in the hops of the first leg and
+    forwarded in those of the second (relay.py). `ordinal` numbers the first token of a direct
+    stretch among the pair's tokens, of any other among all tokens that the sender spreads.
+    Ragged: all stretches are direct, in one hop of any size.
     """
 
     source: int
@@ -302,11 +310,11 @@ class RouteRound:
 
 @dataclass(frozen=True)
 class Hop:
-    """Index tables of one all-to-all for exchange ranks x; their shapes are those of the backend.
+    """Index tables of one all-to-all for exchange ranks x, in the shapes of the backend.
 
-    Padded: `index` [x, A, Q], what is sent to each peer. Ragged: `index` [x, W], what is sent, by
-    peer; `sizes` [x, 4, A]: where in `index` the tokens of each peer begin and how many they are,
-    where they land there, and how many come from it.
+    Padded: `index` [x, A, Q], the slots sent to each peer. Ragged: `index` [x, W], all slots sent,
+    by peer; `sizes` [x, 4, A]: for each peer the start of its tokens in `index`, their number,
+    their first slot at the peer, and the number of tokens that come from it.
     """
 
     index: Ints
@@ -319,9 +327,9 @@ class Hop:
 
 @dataclass(frozen=True)
 class RouteTables:
-    """A round as gathers, for exchange ranks x; -1 means nothing.
+    """A round as index tables of gathers, for exchange ranks x; index -1 gathers nothing.
 
-    Forward:    the sources of a hop are encoder pool ++ buffer, and what it receives fills the buffer;
+    Forward:    a hop sends from encoder pool ++ buffer, and received tokens fill the buffer;
                 language_pool[x, w] += (buffer ++ encoder_pool)[x, gather_forward[x, w]].
     Backward:   the same with `send_backward`, and d_language_pool in place of the encoder pool;
                 d_encoder_pool[x, w] += (buffer ++ d_language_pool)[x, gather_backward[x, w]].
@@ -337,14 +345,14 @@ class RouteTables:
 
 @dataclass(frozen=True)
 class RoutePlan:
-    """Where the tokens of an encoder phase's items arrive, and the rounds that bring them there
-    (under the phase that owns the exchange).
+    """The language pool slots at which the tokens of an encoder phase's items arrive, and the
+    rounds that bring them there (stored with the phase that owns the exchange).
 
-    An item that several language ranks of a group read is cut into pieces, one for each of them;
-    any other, also one without tokens, is one piece. Piece k is `tokens` tokens of item item[k],
-    after the first skipped[k]. It occupies slots arrival[k] .. of the language pool of the rank
-    that owns its slots, in the pool number of its example's language microbatch. Pieces are in the
-    order of items and, in each, of tokens.
+    An item that several language ranks of a group read is cut into pieces, one for each rank; any
+    other item, even one without tokens, is one piece. Piece k is tokens[k] tokens of item item[k],
+    after the first skipped[k]. It occupies slots arrival[k] .. of a language pool, on the rank
+    that reads it, in the pool of its example's language microbatch. Pieces are in the order of
+    items, and those of an item in the order of tokens.
     """
 
     item: Ints  # [K]
@@ -357,12 +365,12 @@ class RoutePlan:
     def of_whole_items(
         cls, tokens: Ints, arrival: Ints, rounds: tuple[RouteRound, ...] = ()
     ) -> RoutePlan:
-        """With one piece for each of N items, of the given tokens and arrivals [N]."""
+        """A route of one piece for each of N items, with the given tokens and arrivals [N]."""
         item = np.arange(len(tokens), dtype=np.int32)
         return cls(item, np.zeros_like(item), tokens, arrival, rounds)
 
     def arrivals(self, item: int) -> Longs:
-        """Slot of the pool for each token of an item."""
+        """Pool slot at which each token of an item arrives."""
         begin, end = np.searchsorted(self.item, [item, item + 1])
         pieces = zip(self.arrival[begin:end].tolist(), self.tokens[begin:end].tolist(), strict=True)
         return np.concatenate([np.arange(arrival, arrival + tokens) for arrival, tokens in pieces])
@@ -382,8 +390,8 @@ class PipelineRun:
 class StepPlan:
     """Placement of every item of a step and the routes between phases.
 
-    With a pipeline there are `runs`, and the routes have only arrivals: slots of the tokens that a
-    language microbatch consumes, end to end.
+    With a pipeline there are `runs`, and the routes have no rounds: their arrivals are slots of the
+    pools of all ranks of a group, laid end to end.
     """
 
     phases: dict[str, PhasePlan]
@@ -401,7 +409,7 @@ class StepPlan:
 
 
 def _add_to_digest(digest: hashlib.blake2b, node: Any) -> None:
-    """Everything below `node`: records, dicts, tuples, arrays and numbers."""
+    """Add everything below `node` to the digest: records, dicts, tuples, arrays and numbers."""
     if is_dataclass(node):
         for column in fields(node):
             _add_to_digest(digest, getattr(node, column.name))

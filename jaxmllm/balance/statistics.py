@@ -1,4 +1,4 @@
-"""What the plan of a phase wastes: padding, and waiting for the slowest rank."""
+"""The waste in a plan: padding, and waiting for the slowest rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxmllm.balance.costs.flops import ItemCost
 from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec, RowClass
 from jaxmllm.balance.rows.assign import item_costs, largest_share, part_costs
 
-ROWS_OF: Final = "rows_of_"  # a class
+ROWS_OF: Final = "rows_of_"  # followed by the name of a row class
 
 
 def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[str, float]:
@@ -20,17 +20,18 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
     A row that several ranks hold costs each of them an equal part, rounded up.
 
     Returns:
-      Always: `<phase>/rows`, `<phase>/rows_of_<class>` (of each class, by `class_name`),
-        `<phase>/shared_rows` (those that several ranks hold),
-        `<phase>/microbatches`, `<phase>/slots` (of all rows), `<phase>/gathered_slots` (slots of
-        other ranks whose keys and values the ranks receive, in a layer), `<phase>/tokens` (slots
-        that hold data), `<phase>/flops` (of real lengths). With rows:
-        `<phase>/real_token_fraction` (tokens / slots), `<phase>/max_over_mean` (cost of the
-        costliest rank / mean), `<phase>/gap_to_floor` (the same / its lower bound: the mean, or
-        a rank's part of the costliest item), `<phase>/synchronised` (sum over microbatches of
-        the slowest rank's part / sum of means), `<phase>/idle_share` (of the ranks' time, by the
-        same sums: 1 - 1 / synchronised), `<phase>/over_ideal` (`slowest_flops` / an equal share
-        of `<phase>/flops`).
+      Always: `<phase>/rows`, `<phase>/rows_of_<class>` (for each class, by `class_name`),
+        `<phase>/shared_rows` (rows that several ranks hold),
+        `<phase>/microbatches`, `<phase>/slots` (of all rows), `<phase>/gathered_slots` (slots whose
+        keys and values ranks receive from other ranks in one layer), `<phase>/tokens` (slots that
+        hold data), `<phase>/flops` (of real lengths). With rows:
+        `<phase>/real_token_fraction` (tokens / slots). Where items cost something:
+        `<phase>/max_over_mean` (cost of the costliest rank / mean cost of a rank),
+        `<phase>/gap_to_floor` (cost of the costliest rank / its lower bound, the mean or a rank's
+        part of the costliest item), `<phase>/synchronised` (sum over microbatches of the slowest
+        rank's cost / the mean), `<phase>/idle_share` (of the ranks' time, by the same sums:
+        1 - 1 / synchronised), `<phase>/over_ideal` (`slowest_flops` / an equal share of
+        `<phase>/flops`).
     """
     span = plan.span.astype(np.int64)
     capacity = plan.capacity.astype(np.int64)
@@ -73,18 +74,18 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
 
 
 def class_name(row_class: RowClass) -> str:
-    """Slots of a rank, and how many ranks hold a row where these are several: 512, or 512x2."""
+    """Name of a row class: its capacity, and its span where that is above 1: 512 or 512x2."""
     return f"{row_class.capacity}" + (f"x{row_class.span}" if row_class.span > 1 else "")
 
 
 def step_statistics(
     statistics: Mapping[str, float], specs: Mapping[str, PhaseSpec]
 ) -> dict[str, float]:
-    """`step/over_ideal`: the sum of `slowest_flops` of all phases / that of equal shares of the
-    FLOPs of their data. Empty without any.
+    """`step/over_ideal`: `slowest_flops` summed over phases / an equal share of the FLOPs of the
+    data, summed likewise. Empty without FLOPs.
 
     Args:
-      statistics: those of all phases (`phase_statistics`).
+      statistics: `phase_statistics` of all phases.
     """
     slowest = 0.0
     ideal = 0.0
@@ -101,15 +102,19 @@ def slowest_flops(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> float:
 
 
 def all_flops(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> float:
-    """FLOPs of all ranks together: what is linear on all slots, padding included, and the attention of all items."""
+    """FLOPs of all ranks together: the linear part on all slots, padding included, and attention of
+    all items."""
     slots = spec.ranks * plan.capacity.sum(dtype=float)
     attention = spec.flops.attention(items.length.astype(float), items.extra)
     return float(spec.flops.linear * slots + attention.sum())
 
 
 def slowest_cost(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, cost: ItemCost) -> float:
-    """Cost of the slowest rank of every microbatch, summed: what is linear on all slots of its
-    row, padding included, and the attention of the row's items; of a shared row, a rank's part."""
+    """Cost of the slowest rank of a microbatch, summed over microbatches.
+
+    A rank's cost is the linear part on all slots of its row, padding included, and the attention of
+    the row's items; of a shared row it is an equal part.
+    """
     of_slots = cost.linear * plan.capacity.astype(float)
     attention = np.zeros(plan.microbatches * spec.ranks)
     row = plan.microbatch.astype(np.int64) * spec.ranks + plan.rank

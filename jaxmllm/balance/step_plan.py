@@ -1,8 +1,8 @@
-"""From the lengths of a global batch to the plan of its step: pure, integers only, the same on
+"""The plan of a step, made from the lengths of its global batch: pure, integers only, the same on
 every host.
 
     place_items    rows, microbatches and ranks of every phase       rows/
-                   ranks and rows so that tokens stay near           exchange/placement.py, swaps.py
+                   swaps so that fewer tokens change rank            exchange/placement.py, swaps.py
     plan_routes    pools, and the exchange between them              exchange/routes.py
     statistics     what the plan wastes                              statistics.py
 """
@@ -37,14 +37,14 @@ def plan_step(items: BatchItems, spec: PlanSpec) -> StepPlan:
     """Place every item of a global batch and route encoder outputs to the language phase.
 
     The plan's statistics are `plan_ms`, those of `phase_statistics` for every phase,
-    `step/over_ideal` (see `step_statistics`), and for every
-    encoder phase that owns an exchange (see `shared_exchange`), as `route/<phase>/...`: `ragged`, 1
-    with a backend whose chunks have any size and 0 with equal chunks; `rounds`; `hops`
-    (all-to-alls, and as many back); `tokens` routed; `moved_tokens` of them that change rank;
-    `slots_moved` from one rank to another, padding and second legs included; per token that changes
-    rank `slots_over_moved`, and per routed token `slots_over_tokens`; with known nodes
-    `node_tokens`, those that change node, and `node_tokens_over_arbitrary`, the same over what
-    changes node when ranks are assigned at random.
+    `step/over_ideal` (see `step_statistics`), and, as `route/<phase>/...`, for every phase that
+    owns an exchange (see `shared_exchange`): `ragged`, 1 with a backend whose chunks have any size
+    and 0 with equal chunks; `rounds`; `hops` (all-to-alls, and as many back); `tokens` routed;
+    `moved_tokens`, those that change rank; `slots_moved` from one rank to another, padding and
+    second legs included; `slots_over_moved` and `slots_over_tokens`, the same per moved and per
+    routed token; with known nodes `node_tokens`, those that change node, and
+    `node_tokens_over_arbitrary`, their ratio to the tokens that would change node if ranks were
+    assigned at random.
 
     Raises:
       ValueError: an item is longer than the largest row of its phase, or a pool cannot hold one
@@ -79,10 +79,11 @@ def place_items(
 
     Args:
       phases: all phases by name.
-      grids: by encoder phase.
+      grids: by encoder or generator phase.
       mode: "phases" balances each phase; otherwise media stay with their example, and the examples
         are placed as `example_ranks` says.
-      nodes: by phase, node of each rank; none: not known, so ranks stay as balancing left them.
+      nodes: by phase, node of each rank; None where nodes are not known: ranks then stay as
+        balancing left them.
     """
     if mode == "phases":
         balanced = {phase: assign(spec, items.phases[phase]) for phase, spec in phases.items()}
@@ -110,20 +111,20 @@ def example_ranks(
     """Language rank of each example when its media stay with it: [B].
 
     Args:
-      ranks: of the language phase.
+      ranks: number of ranks of the language phase.
       mode: "none" cuts the batch into contiguous blocks, as sampling does: position p belongs to
-        rank p * ranks // B. "tokens" balances the tokens of an example in all phases: those of its
-        language sequence, once more those that its media become, and the slots of what it draws.
-        "language" follows the plan of the language phase.
-      language: that plan.
-      generators: phases whose items are drawn; "tokens" asks for them.
+        rank p * ranks // B. "tokens" balances the sum of an example's tokens over all phases: those
+        of its language sequence, the tokens that its media become counted a second time, and the
+        slots of what it draws. "language" follows the plan of the language phase.
+      language: plan of the language phase, for mode "language".
+      generators: phases whose items are drawn, for mode "tokens".
     """
     examples = len(items.examples)
     sequences = items.phases[LANGUAGE]
     if mode == "tokens":
         tokens = np.zeros(examples, np.int64)
         for name, of_phase in items.phases.items():
-            # Tokens of a generator's items are text that they read, not what they become.
+            # `tokens` of a generator's item count the text that it reads, not what it becomes.
             by_length = name == LANGUAGE or name in generators
             item_tokens = of_phase.length if by_length else of_phase.tokens.astype(np.int64)
             tokens += sums_by(of_phase.example, item_tokens, examples)
@@ -141,22 +142,21 @@ def item_ranks(
 ) -> Longs:
     """Rank of each item of a phase when it stays with its example: [N].
 
-    Media go to the encoder ranks on the devices of their example, one after another where there are
-    several.
+    Media go to the encoder ranks on the devices of their example, in turn where there are several.
 
     Args:
       example_rank: [B] language rank of each example.
-      grids: by encoder phase.
+      grids: by encoder or generator phase.
     """
     language_rank = example_rank[items.phases[phase].example]
-    if phase not in grids:  # its rows read tokens: it runs where they are read
+    if phase not in grids:  # the language phase itself
         return language_rank
     grid = grids[phase]
-    # A block is a row of the grid: the ranks on the same devices.
+    # A block is an index along A of the grid: encoder and language ranks on the same devices.
     block_of_rank = np.empty(grid.language.size, np.int64)
     block_of_rank[grid.language] = np.arange(len(grid.language))[:, None]
     block = block_of_rank[language_rank]
     by_block = np.argsort(block, kind="stable")
-    ordinal = np.empty_like(block)  # of the item in its block
+    ordinal = np.empty_like(block)  # number of the item among those of its block
     ordinal[by_block] = running_sums(block[by_block], np.ones_like(block))
     return grid.encoder[block, ordinal % grid.encoder.shape[1]].astype(np.int64)

@@ -1,7 +1,7 @@
 """Checking a plan by running it: every item has slots, and every token arrives where it belongs.
 
-Tests validate plans, runs trust them. Each check is written from what the records promise
-(records.py), not from how the planner works.
+Tests validate plans, runs trust them. Each check follows what the records promise (records.py),
+not how the planner works.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from jaxmllm.phases import LANGUAGE
 
 
 def validate(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> None:
-    """Check that a plan does what it promises: every item in one row, nothing overlaps or
+    """Check that a plan does what it promises: every item is in one row, nothing overlaps or
     overflows, and running the rounds brings every token to its arrival slot and its gradient back.
 
     Raises:
-      ValueError: what is wrong, and in which phase.
+      ValueError: says what is wrong, and in which phase.
     """
     for phase, phase_spec in spec.phases.items():
         _validate_phase(plan.phases[phase], items.phases[phase], phase_spec)
-    # Slots that tokens arrive at, by language pool and rank.
+    # Arrival slots of tokens, by language pool and rank. Exchanges share the language pools, so no
+    # two phases may fill the same slot.
     arrivals: dict[tuple[int, int], list[Longs]] = {}
     by_owner: dict[str, list[tuple[Longs, Longs]]] = {}
     for phase, owner in shared_exchange(spec.routes).items():
@@ -91,13 +92,12 @@ def _validate_phase(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> None
 def _token_slots(
     phase: str, plan: StepPlan, items: BatchItems, spec: PlanSpec
 ) -> tuple[Longs, Longs]:
-    """(pool, rank, slot) that each token of an encoder phase leaves, and those that it shall reach:
-    [n, 3] each."""
+    """Departure and arrival of each token of an encoder phase: (pool, rank, slot), [n, 3] each."""
     encoder = plan.phases[phase]
     media = items.phases[phase]
     slots_per_token = spec.phases[phase].slots_per_token
     item = np.repeat(np.arange(len(media.tokens)), media.tokens)
-    step = running_sums(item, np.ones_like(item))  # tokens before it in its item
+    step = running_sums(item, np.ones_like(item))  # tokens of the same item before this one
     microbatch = encoder.microbatch[item]
     position = encoder.offset[item] // slots_per_token + step
     member, inside = np.divmod(position, encoder.capacity[microbatch] // slots_per_token)
@@ -125,7 +125,8 @@ def _validate_pools(
     phase: str, plan: PhasePlan, spec: PlanSpec, departure: Longs, arrival: Longs
 ) -> None:
     route = spec.routes[shared_exchange(spec.routes)[phase]]
-    row_end = plan.pool_offset + plan.capacity // spec.phases[phase].slots_per_token  # of a rank
+    # End of each microbatch's row in the encoder pool of a rank, in tokens.
+    row_end = plan.pool_offset + plan.capacity // spec.phases[phase].slots_per_token
     _require((row_end <= route.encoder_pool).all(), phase, "a row reaches beyond its encoder pool")
     _require(
         _within(arrival[:, 2], route.language_pool),
@@ -137,10 +138,13 @@ def _validate_pools(
 def _validate_rounds(
     owner: str, plan: StepPlan, route: RouteSpec, departure: Longs, arrival: Longs
 ) -> None:
-    """Run the tables of all ranks on numbered tokens: `departure` and `arrival` are [n, 3] of
-    (pool, rank, slot)."""
+    """Run the tables of all ranks on numbered tokens, forward and backward.
+
+    Args:
+      departure, arrival: [n, 3] (pool, rank, slot) of each token.
+    """
     grid = route.grid
-    # Of each exchange rank.
+    # Encoder and language rank of each exchange rank: [X].
     encoder_rank = np.broadcast_to(grid.encoder[:, :, None], grid.shape).reshape(-1)
     language_rank = np.broadcast_to(grid.language[:, None, :], grid.shape).reshape(-1)
     encoder_pools = _numbered_pools(departure, grid.encoder.size, route.encoder_pool)
@@ -167,8 +171,11 @@ def _validate_rounds(
 
 
 def _numbered_pools(slots: Longs, ranks: int, pool_slots: int) -> dict[int, Longs]:
-    """By pool, what every slot of every rank holds: token n at slots[n], as n + 1. 0 is nothing.
-    [R, W]"""
+    """Content of each pool, [R, W]: number n + 1 at slots[n], 0 in empty slots.
+
+    Args:
+      slots: [n, 3] (pool, rank, slot) of each token.
+    """
     numbers = np.unique(slots[:, 0]).tolist()
     pools = {pool: np.zeros((ranks, pool_slots), np.int64) for pool in numbers}
     for token, (pool, rank, slot) in enumerate(slots.tolist(), start=1):

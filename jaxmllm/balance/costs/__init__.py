@@ -1,1 +1,1 @@
-"""What items cost: FLOPs of every layer of every phase, and the file of measured times."""
+"""Costs of items: FLOPs of every layer of every phase, and the file of measured times."""

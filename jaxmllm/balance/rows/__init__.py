@@ -1,1 +1,1 @@
-"""The rows of one phase: how many of each class, their items, and the ranks that compute them."""
+"""The rows of one phase: how many there are of each class, their items, and their ranks."""

@@ -1,1 +1,1 @@
-"""The fixed sizes of a run, chosen once from sampled batches: of rows, pools and the exchange."""
+"""The fixed sizes of rows, pools and the exchange, chosen once per run from sampled batches."""

@@ -45,7 +45,7 @@ def choose_sizes(
     Args:
       samples: global batches drawn as training will draw them; 128 leave little to chance.
       phases: in the order of `make_phases`.
-      grids: by encoder phase.
+      grids: by encoder or generator phase.
       balance: mode, pool_slots, pair_slots.
       nodes: by phase, node of each rank; none: not known.
       backend: of the exchange.

@@ -43,7 +43,7 @@ def choose_routes(
     Args:
       specs: of all phases, with the rows chosen.
       longest: by phase, slots of the largest item of the whole data.
-      grids: by encoder phase.
+      grids: by encoder or generator phase.
       nodes: by phase, node of each rank; none: not known.
       others: batches that are unlike the samples; pools hold them as they hold the samples, and
         pair slots as far as the samples' own steps do not pay for it.

@@ -99,7 +99,7 @@ def loads_of(
     """Loads of the batches that have items of a phase.
 
     Args:
-      grids: by encoder phase.
+      grids: by encoder or generator phase.
       example_ranks: by batch, the rank of each example where its items stay with it; none: they
         move freely.
     """
