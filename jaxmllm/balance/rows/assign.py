@@ -2,7 +2,7 @@
 
     row_counts      microbatches of each class, fewest slots first       row_counts.py
     _fill           items into their rows, which are balanced            pack.py, level.py
-    _arrange        rows that are alike into one microbatch, then rows onto ranks
+    _arrange        similar rows into one microbatch, then rows to ranks
 
 A microbatch of a class of span g has R / g rows, each of them on g neighbouring ranks.
 
@@ -58,7 +58,7 @@ def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
         filled = _fill(spec, amounts, row_set)
         if filled is None:
             continue
-        if best is None:
+        if best is None:  # the first set that holds all items has the fewest slots
             max_slots = row_set.slots * (ROW_SEARCH.extra_slots + 1) // ROW_SEARCH.extra_slots
         tries += 1
         placing = _arrange(filled, spec, COST)
@@ -75,14 +75,14 @@ def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
 
 
 def assign_in_place(spec: PhaseSpec, items: PhaseItems, rank: Longs) -> PhasePlan:
-    """Pack every item on the rank it is given, in order: what happens without balancing.
+    """Pack the items of each rank, in order, on that rank: the plan without balancing.
 
     Args:
       rank: [N] rank of each item.
     """
     _check_lengths(spec, items)
-    # A set of rows that is too small is most likely so for the rank that has most: it is tried
-    # before all others.
+    # A set of rows that is too small most likely fails on the rank with most slots, so that rank
+    # is tried first.
     fullest_first = np.argsort(-sums_by(rank, items.length, spec.ranks), kind="stable")
     ends = np.cumsum(np.bincount(rank, minlength=spec.ranks))[:-1]
     items_of_ranks = np.split(np.argsort(rank, kind="stable"), ends)
@@ -92,7 +92,7 @@ def assign_in_place(spec: PhaseSpec, items: PhaseItems, rank: Longs) -> PhasePla
         microbatch = np.empty(len(rank), np.int64)
         for rank_number in fullest_first:
             members = items_of_ranks[rank_number]
-            # A rank has one row of each microbatch, so its rows are numbered like these.
+            # A rank has one row in each microbatch, so its row numbers are microbatch numbers.
             row_of = first_fit(items.length[members], capacity, spec.max_segments)
             if row_of is None:
                 break
@@ -103,10 +103,10 @@ def assign_in_place(spec: PhaseSpec, items: PhaseItems, rank: Longs) -> PhasePla
 
 
 def item_costs(spec: PhaseSpec, items: PhaseItems) -> Longs:
-    """Costs of items [N].
+    """Costs of items: [N].
 
-    They are shifted right until the sum of all is below 2**53. Sums are then exact both as int64
-    and as float64, and so the same on every host.
+    They are shifted right until their sum is below 2**53. Sums are then exact both as int64 and as
+    float64, and so the same on every host.
     """
     before, after = _shifts(spec, items)
     cost: Longs = spec.cost.shifted(before).of(items.length, items.extra) >> after
@@ -121,39 +121,40 @@ def attention_costs(spec: PhaseSpec, items: PhaseItems) -> Longs:
 
 
 def _shifts(spec: PhaseSpec, items: PhaseItems) -> tuple[int, int]:
-    """Bits that costs are shifted by before they are multiplied by lengths, and after."""
+    """Bits by which to shift costs right: (coefficients, before they are multiplied by lengths;
+    products)."""
     largest = spec.cost.of(*items.most)
     before = max(0, largest.bit_length() - 62)  # a product must fit int64
     return before, max(0, (len(items.length) * largest).bit_length() - 53 - before)
 
 
 def part_costs(plan: PhasePlan, cost: Longs, ranks: int) -> Longs:
-    """What each rank's row costs, or its part of a shared one, rounded up: [M, R].
+    """Cost of each rank's row, or of its part of a shared row, rounded up: [M, R].
 
     Args:
-      cost: [N] of each item.
+      cost: [N] cost of each item.
     """
     row = plan.microbatch.astype(np.int64) * ranks + plan.rank
     of_rows = sums_by(row, cost, plan.microbatches * ranks).reshape(-1, ranks)
     for span in np.unique(plan.span[plan.span > 1]).tolist():
         shared = plan.span == span
-        # A shared row is that of the first rank of its group.
+        # `of_rows` has a shared row's cost at the first rank of its group.
         part_cost = ceil_divide(of_rows[shared][:, ::span], span)
         of_rows[shared] = np.repeat(part_cost, span, axis=1)
     return of_rows
 
 
 def largest_share(plan: PhasePlan, cost: Longs) -> int:
-    """The most that an item costs one of the ranks that hold it, rounded up.
+    """The largest cost that an item has for one of the ranks that hold it, rounded up.
 
     Args:
-      cost: [N] of each item.
+      cost: [N] cost of each item.
     """
     return int(ceil_divide(cost, plan.span[plan.microbatch].astype(np.int64)).max(initial=0))
 
 
 def rank_floor(cost: Longs, ranks: int) -> int:
-    """Lower bound on the load of the costliest rank, wherever items of these costs [N] lie."""
+    """Lower bound on the load of the costliest rank when each item, of cost [N], is on one rank."""
     return max(ceil_divide(int(cost.sum()), ranks), int(cost.max(initial=0)))
 
 
@@ -163,8 +164,8 @@ def rank_floor(cost: Longs, ranks: int) -> int:
 @dataclass(frozen=True)
 class _RowSet:
     counts: Longs  # [K] microbatches of each class
-    slots: int  # of all of them, of a rank
-    try_best_fit: bool  # where filling by cost fails
+    slots: int  # of all these microbatches, per rank
+    try_best_fit: bool  # whether to, where filling by cost fails
 
 
 def _row_sets(spec: PhaseSpec, length: Longs, cost: Longs) -> Iterator[_RowSet]:
@@ -175,7 +176,8 @@ def _row_sets(spec: PhaseSpec, length: Longs, cost: Longs) -> Iterator[_RowSet]:
         length, cost, spec.ranks, max(row_class.span for row_class in spec.classes)
     )
     sets = row_counts(spec.classes, spec.ranks, row_needs(spec, length, anywhere, 1))
-    # One set behind: whether a set is worth trying also depends on how much larger the next one is.
+    # The loop looks one set ahead, because whether a set is worth trying also depends on how much
+    # larger the next one is.
     counts = next(sets)
     for next_counts in sets:
         slots = int(counts @ sizes)
@@ -188,8 +190,8 @@ def _row_sets(spec: PhaseSpec, length: Longs, cost: Longs) -> Iterator[_RowSet]:
 
 
 def _imbalance(placing: _Placing) -> int:
-    """Factor of the score of a set of rows: its costliest rank, or the lower bound where it is
-    within 1/100 of that."""
+    """Factor of the score of a set of rows: a power of the costliest rank's cost, which counts as
+    1/100 above its lower bound at least. Scaled by `stop_within` to stay an integer."""
     within = ROW_SEARCH.stop_within
     floor = placing.rank_floor * (within + 1)
     return max(placing.costliest_rank * within, floor) ** ROW_SEARCH.imbalance_power
@@ -204,16 +206,17 @@ class _Filled:
 
     counts: Longs  # [K] microbatches of each class
     state: RowState
-    classes: RowsByClass  # those of which there are rows
+    classes: RowsByClass  # the classes that have rows
 
 
 def _fill(spec: PhaseSpec, amounts: Sequence[Longs], row_set: _RowSet) -> _Filled | None:
     """Place all items in a set of rows; None where they do not fit.
 
     Args:
-      amounts: K of [N], what each item takes: those of a `RowState`, attention among them.
+      amounts: arrays [N], what each item takes: slots, segments, cost and attention, as in
+        `RowState`.
     """
-    # Rows are numbered class by class: those of class k are in front of those of class k + 1.
+    # Rows are numbered class by class: those of class k come before those of class k + 1.
     span = np.array([row_class.span for row_class in spec.classes])
     row_slots = np.array([row_class.slots for row_class in spec.classes], np.int64)
     rows_of_classes = row_set.counts * (spec.ranks // span)
@@ -231,7 +234,8 @@ def _fill(spec: PhaseSpec, amounts: Sequence[Longs], row_set: _RowSet) -> _Fille
 def _pack(
     amounts: Sequence[Longs], capacity: Longs, max_segments: int, try_best_fit: bool
 ) -> RowState | None:
-    """Rows filled by cost or, where that overflows, as tightly as possible."""
+    """Rows filled by cost or, where that overflows, as tightly as possible; None where items do not
+    fit."""
     length = amounts[SLOTS]
     cost = amounts[COST]
 
@@ -252,17 +256,17 @@ def _pack(
 class _Placing:
     microbatch: Longs  # [N]
     rank: Longs  # [N]
-    waits: int  # sum over microbatches of the slowest rank's row, or part of one
-    costliest_rank: int  # its total
-    rank_floor: int  # and what it can not be below, with every item in the class of its row
+    waits: int  # sum over microbatches of the cost of the slowest rank's row, or its part of one
+    costliest_rank: int  # total cost of the costliest rank
+    rank_floor: int  # lower bound on that total while items stay in the classes of their rows
 
 
 def _arrange(filled: _Filled, spec: PhaseSpec, by: int) -> _Placing:
-    """Sort the rows of a class, cut them into microbatches, and give the costliest row of each to
+    """Sort the rows of a class, cut them into microbatches, and assign the costliest row of each to
     the group of ranks with the least total so far.
 
     Args:
-      by: the amount that rows of one microbatch shall have nearly the same of.
+      by: index of the amount that should be nearly the same in all rows of a microbatch.
     """
     counts = filled.counts
     row_of = filled.state.row_of
@@ -273,20 +277,21 @@ def _arrange(filled: _Filled, spec: PhaseSpec, by: int) -> _Placing:
     class_of_row = np.repeat(np.arange(len(counts)), rows_of_classes)
     row_cost = sums_by(row_of, cost, len(class_of_row))
     row_amount = sums_by(row_of, filled.state.amounts[by, :-1], len(class_of_row))
-    # Last key first: by class, as microbatches are numbered; then the amount, of which neighbours
-    # have nearly the same; then cost.
+    # The last key counts first: sorted by class, as microbatches are numbered; then by the amount,
+    # so that neighbours have nearly the same; then by cost.
     order = np.lexsort((-row_cost, -row_amount, class_of_row))  # rows by microbatch
     microbatch_of_row = np.empty(len(order), np.int64)
     rank_of_row = np.empty(len(order), np.int64)
     widest = int(span.max())
-    total = np.zeros(spec.ranks, np.int64)  # in parts of 1 / widest, which are whole for any span
+    # Total cost of each rank in units of 1 / widest, which make every rank's part of a row whole.
+    total = np.zeros(spec.ranks, np.int64)
     waits = 0
     start = 0
     for microbatch, held_by in enumerate(span.tolist()):
         groups = spec.ranks // held_by
         members = order[start : start + groups]
-        # Costliest row first, and below groups of least total first: the n-th row goes to the n-th
-        # group.
+        # Rows are sorted costliest first and groups, below, least total first: the n-th row is
+        # assigned to the n-th group.
         members = members[np.argsort(-row_cost[members], kind="stable")]
         start += groups
         total_of_groups = total.reshape(groups, held_by)  # a view
@@ -311,8 +316,8 @@ def _phase_plan(
 ) -> PhasePlan:
     capacity = np.repeat(np.array(spec.capacities, np.int32), counts)
     span = np.repeat(np.array(spec.spans, np.int32), counts)
-    # Row m * R + r is that of microbatch m whose first rank is r; where rows are shared, numbers of
-    # other ranks stay without items.
+    # Row m * R + r is the row of microbatch m whose first rank is r; where rows are shared, the
+    # numbers of the other ranks have no items.
     row_slots = np.repeat(capacity.astype(np.int64) * span, spec.ranks)
     blocks = spec.row_blocks(capacity, span, spec.ranks)
     offset, segment = lay_out(microbatch * spec.ranks + rank, length, row_slots, blocks)
@@ -345,8 +350,8 @@ def _check_lengths(spec: PhaseSpec, items: PhaseItems) -> None:
 
 
 def _span_that_holds(length: int, spec: PhaseSpec) -> int | None:
-    """The fewest ranks that would hold an item together, each as much as the largest class takes of
-    a rank; None where all ranks would not."""
+    """The smallest span, of those that divide the ranks, at which a row of the largest capacity
+    would hold an item; None where even all ranks together would not."""
     least_span = ceil_divide(length, max(spec.capacities))
     spans = range(least_span, spec.ranks + 1)
     return next((span for span in spans if spec.ranks % span == 0), None)

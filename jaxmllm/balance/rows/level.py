@@ -1,12 +1,12 @@
-"""Balancing filled rows: pairs of a heavy and a light row swap the items that bring them nearest.
+"""Balancing filled rows: a heavy and a light row swap the items that bring their loads nearest.
 
     heavy [ a . b . ]  --a, b-->  light [ . . c . ]      of all choices of up to two items per row:
           [ . c . . ]  <---c---         [ . a b . ]      the one whose difference is nearest to half
                                                          the gap, and that both rows can take
 
-A sweep pairs the heaviest row with the lightest and so on; the next one pairs rows differently.
-That closes what longest-first leaves open, works where rows are full, and moves items out of rows
-over capacity.
+A sweep pairs the heaviest row with the lightest, the second heaviest with the second lightest and
+so on; the next sweep pairs rows differently. That closes the gap that longest-first filling leaves,
+works where rows are full, and moves items out of rows over capacity.
 
 Letters: N items, K amounts, R ranks, M microbatches.
 """
@@ -22,15 +22,16 @@ import numpy as np
 from jaxmllm.arrays import INT64_MAX, Longs
 from jaxmllm.compiled import compiled, compiled_leaf
 
-# The amounts of a `RowState`. All callers have the first three; attention is a part of the cost.
+# Indices of the amounts of a `RowState`. Every state has the first three; attention is a part of
+# the cost.
 SLOTS, SEGMENTS, COST, ATTENTION = range(4)
 
-# A row offers this many items, among which those that it swaps are chosen. Compiled code needs
-# constants of the module.
+# The number of items that a row offers in a sweep; swaps choose among these. A module constant,
+# because compiled code needs one.
 OFFERED = 10
 
-# All choices of up to two of a row's offered items, which count from 1; 0 is no item. Those of n
-# items come first.
+# All choices (CHOICE_A, CHOICE_B) of up to two of a row's offered items, numbered from 1; 0 is no
+# item. For every n, the choices among the first n items come before all others.
 CHOICE_A = np.array([0] + [a for b in range(1, OFFERED + 1) for a in range(b)])
 CHOICE_B = np.array([0] + [b for b in range(1, OFFERED + 1) for a in range(b)])
 
@@ -38,27 +39,27 @@ CHOICE_B = np.array([0] + [b for b in range(1, OFFERED + 1) for a in range(b)])
 class SwapSearch(NamedTuple):
     """Constants of the sweeps in which pairs of rows swap items."""
 
-    sweeps: int = 14  # at most
-    # From sweep to sweep partners change by 7 positions: rows near the last partner may be as full
-    # as that.
+    sweeps: int = 14  # upper bound
+    # Partners shift by 7 positions from sweep to sweep: rows next to the last partner may be as
+    # full as it was.
     partner_step: int = 7
-    # To balance rows: stop when the slowest are less than 1/100 above the mean, and pair rows that
-    # differ by more.
+    # To balance rows: stop when the slowest rows are at most 1/100 above the mean, and pair only
+    # rows that differ by more than 1/100 of the mean.
     stop_within: int = 100
-    # After two sweeps of all pairs only rows that are over 1/200 above the mean swap: the others
-    # make nobody wait.
+    # After two sweeps of all pairs only rows that are over 1/200 above the mean swap, because no
+    # rank waits for the other rows.
     sweeps_of_all_pairs: int = 2
-    # Stop after 6 sweeps in a row that gain less than 1/1024 each.
+    # Stop after 6 sweeps in a row that each gain less than 1/1024.
     least_gain: int = 1024
     patience: int = 6
-    # To balance attention: 2 sweeps, which gain most of what 6 do, and rows that come to cost 1/128
-    # above the mean at most.
+    # To balance attention: 2 sweeps, which gain most of what 6 do; rows may end up costing 1/128
+    # above the mean.
     attention_sweeps: int = 2
     cost_margin: int = 128
-    # To fix overflow: 24 further sweeps for the last rows, where the search may take long.
+    # To fix overflow: 24 further sweeps for the last rows, where the caller allows a long search.
     further_sweeps: int = 24
-    # To balance ranks: 4 sweeps, at least one per microbatch, between ranks that differ by over 1/8
-    # of the mean.
+    # To balance ranks: 4 sweeps, or one per microbatch if these are more, between ranks that differ
+    # by over 1/8 of the mean.
     rank_sweeps: int = 4
     rank_difference: int = 8
 
@@ -67,10 +68,10 @@ SWAP_SEARCH = SwapSearch()
 
 
 class RowState(NamedTuple):
-    """Which row every item lies in, and what rows can still take. Of the K amounts that items take
-    of rows, the first are slots, segments and cost; the next one is attention where rows run.
+    """The row of every item, and what every row can still take of each of K amounts.
 
-    Item index N is a sentinel for "no item": it takes nothing, and lies nowhere.
+    The first amounts are slots, segments and cost. In a phase's rows attention is the next.
+    Item index N is a sentinel for "no item": it takes nothing and is in no row.
     """
 
     row_of: Longs  # [N]
@@ -81,12 +82,12 @@ class RowState(NamedTuple):
     def from_limits(
         cls, row_of: Longs, amounts: Sequence[Longs], limits: Sequence[Longs | int], rows: int
     ) -> RowState:
-        """The state of items that lie in `row_of`.
+        """The state of items that are in rows `row_of`.
 
         Args:
           row_of: [N]
-          amounts: K of [N], what each item takes.
-          limits: K of [rows] or one number, what rows may hold.
+          amounts: K arrays [N], what each item takes.
+          limits: K arrays [rows] or numbers, what rows may hold.
           rows: number of rows.
         """
         with_sentinel = np.zeros((len(amounts), len(row_of) + 1), np.int64)
@@ -98,24 +99,24 @@ class RowState(NamedTuple):
         return cls(row_of.copy(), with_sentinel, remaining)
 
     def in_order(self, kind: int) -> Longs:
-        """[N] items by the amount they take."""
+        """Items in ascending order of an amount: [N]."""
         return np.argsort(self.amounts[kind, :-1], kind="stable")
 
 
 @compiled
 def _take(remaining: Longs, amounts: Longs, row_of: Longs) -> None:
-    """Take what the items need from what their rows have."""
+    """Subtract what the items take from what their rows have remaining."""
     for kind in range(len(amounts)):
         for item in range(len(row_of)):
             remaining[kind, row_of[item]] -= amounts[kind, item]
 
 
 def fix_overflow(state: RowState, search: bool = False) -> bool:
-    """Swap items until every row fits; returns whether that succeeded.
+    """Swap items until every row fits; return whether that succeeded.
 
     Args:
       state: changed in place.
-      search: continue where a sweep gains nothing, which takes long.
+      search: continue after a sweep without swaps, and for more sweeps, which takes long.
     """
     room = state.remaining[SLOTS]  # a view: swaps change it
     if room.sum() < 0:  # swapping items does not change the sum
@@ -129,10 +130,10 @@ def fix_overflow(state: RowState, search: bool = False) -> bool:
         if not overflowing:
             break
         heavy = rows[:overflowing]
-        # In sweep s the row that overflows most skips the s rows of most room and meets the next
-        # one; the others follow in order, around the end.
+        # In sweep s the row that overflows most skips the s rows with most room and is paired with
+        # the next one; the other rows follow in order, wrapping around the end.
         light = np.roll(rows[::-1], -sweep)[:overflowing]
-        apart = ~np.isin(light, heavy)  # around the end: no row may be on both sides of swaps
+        apart = ~np.isin(light, heavy)  # after wrapping around, a row could be on both sides
         heavy = heavy[apart]
         light = light[apart]
         swaps = _swap_items(state, order, heavy, light, sweep, SLOTS, limited=COST)
@@ -143,14 +144,14 @@ def fix_overflow(state: RowState, search: bool = False) -> bool:
 
 @dataclass(frozen=True)
 class RowsByClass:
-    """The rows of each class, of which `ranks / span` of similar cost run together: a microbatch."""
+    """The rows of each class. `ranks / span` rows of similar load run together as a microbatch."""
 
     rows: Sequence[Longs]
-    spans: Sequence[int]  # of the classes, how many ranks hold a row together
+    spans: Sequence[int]  # span of each class
     ranks: int
 
     def microbatches(self, load: Longs) -> list[Longs]:
-        """The rows of each class by microbatch, heaviest first: [M, R / span]."""
+        """The rows of each class cut into microbatches, heaviest first: [M, R / span]."""
         return [
             rows[np.argsort(-load[rows], kind="stable")].reshape(-1, self.ranks // span)
             for rows, span in zip(self.rows, self.spans, strict=True)
@@ -158,23 +159,25 @@ class RowsByClass:
 
 
 def balance_rows(state: RowState, classes: RowsByClass) -> None:
-    """Make rows that run together cost nearly the same, without overflow.
+    """Swap items until rows that run together cost nearly the same, without overflow.
 
     Args:
-      state: without overflow; its costs are not limited (0). Changed in place.
+      state: without overflow, and with limits of 0 on cost, which stand for none. Changed in place.
     """
     _balance(state, classes, COST, SWAP_SEARCH.sweeps)
 
 
 def balance_attention(state: RowState, classes: RowsByClass) -> None:
-    """Make rows that run together attend to nearly as much, where `balance_rows` came before.
+    """Swap items until rows that run together have nearly the same attention; `balance_rows` comes
+    first.
 
-    Slots take their time empty or full, for programs have fixed shapes. So the slowest of the rows
-    that run together is not the costliest, which may just be full, but the one that attends most.
-    No row comes to cost more than the costliest did, or 1/128 over the mean.
+    Programs have fixed shapes, so an empty slot takes as long as a full one. The slowest of the
+    rows that run together is therefore not the costliest row, which may only be full, but the one
+    with most attention. No row ends up costing more than the costliest row of its microbatch did,
+    or than 1/128 above their mean if that is more.
 
     Args:
-      state: as for `balance_rows`; its costs are limited afterwards.
+      state: as for `balance_rows`; afterwards its costs are limited.
     """
     cost = -state.remaining[COST]
     for microbatches in classes.microbatches(cost):
@@ -187,8 +190,8 @@ def balance_attention(state: RowState, classes: RowsByClass) -> None:
 
 
 def _balance(state: RowState, classes: RowsByClass, weight: int, sweeps: int) -> None:
-    """Make rows that run together have nearly the same of the amount `weight`, which nothing limits
-    (0); those before it are limited."""
+    """Even out the amount `weight` over rows that run together. Its limits are 0, which stands for
+    none, so `remaining` is minus the load; the amounts before `weight` are limited."""
     rows_of_class = np.array([len(rows) for rows in classes.rows])
     groups = np.array([classes.ranks // span for span in classes.spans])
     rows = np.concatenate(classes.rows) if classes.rows else np.zeros(0, np.int64)
@@ -199,14 +202,14 @@ def _balance(state: RowState, classes: RowsByClass, weight: int, sweeps: int) ->
 class _ClassRows(NamedTuple):
     """`RowsByClass` for compiled code."""
 
-    rows: Longs  # of all classes
-    rows_of_class: Longs  # [classes] how many of them
-    groups: Longs  # [classes] rows of a microbatch
+    rows: Longs  # of all classes, class by class
+    rows_of_class: Longs  # [classes] number of rows
+    groups: Longs  # [classes] rows per microbatch
     spans: Longs  # [classes]
 
 
 class _Pairs(NamedTuple):
-    """Rows that should swap items."""
+    """Pairs of rows that should swap items: heavy[n] with light[n]."""
 
     heavy: Longs
     light: Longs
@@ -221,25 +224,27 @@ def _sweep_microbatches(
     sweeps: int,
     search: SwapSearch,
 ) -> None:
-    """Sweep until the slowest rows of the microbatches are about as slow as their means."""
+    """Sweep until the heaviest rows of the microbatches are close to their means."""
     by_load = np.empty(len(classes.rows), np.int64)
     pairs = _Pairs(np.empty(len(by_load), np.int64), np.empty(len(by_load), np.int64))
     scratch = _no_scratch(state)
     last_slowest = INT64_MAX
     patience = search.patience
     for sweep in range(sweeps):
-        # Rows are sorted and cut into microbatches anew: swaps change which of them are alike.
+        # Every sweep sorts rows and cuts them into microbatches again, because swaps change which
+        # rows have similar loads.
         stop = 0
         for rows_of_class in classes.rows_of_class:
             rows = classes.rows[stop : stop + rows_of_class]
-            # Only a merge sort keeps rows of equal load in order.
+            # `remaining` is minus the load. Only a merge sort keeps rows of equal load in order.
             heaviest_first = np.argsort(state.remaining[weight][rows], kind="mergesort")
             by_load[stop : stop + rows_of_class] = rows[heaviest_first]
             stop += rows_of_class
         slowest, slow_enough, pairs_count = _pair_rows(
             state.remaining[weight], by_load, classes, sweep, search, pairs
         )
-        # Divided, not multiplied: a product of the first difference would overflow.
+        # `slowest` is divided, because multiplying the first difference, near INT64_MAX, would
+        # overflow.
         gains = last_slowest - slowest > slowest // search.least_gain
         patience = search.patience if gains else patience - 1
         if slowest <= slow_enough or not patience or not pairs_count:
@@ -263,13 +268,13 @@ def _pair_rows(
     the first sweep.
 
     Args:
-      remaining: [rows] of the amount to balance, which nothing limits: minus the load.
-      by_load: [rows] of all classes, in each heaviest first.
-      pairs: to be overwritten.
+      remaining: [rows] minus the load of each row in the amount to balance.
+      by_load: [rows] rows class by class, heaviest first in each class.
+      pairs: overwritten with the pairs.
 
     Returns:
-      (loads of the slowest rows of all microbatches, those that need no swap, number of pairs).
-      Loads are those of a rank, whose part of a row takes as long as the others' parts.
+      (sum over microbatches of the load of the heaviest row, value of this sum at which sweeps may
+      stop, number of pairs). Both sums count the load of one rank: an equal part of its row.
     """
     slowest = 0
     slow_enough = 0
@@ -285,14 +290,15 @@ def _pair_rows(
             for index in range(first_of_microbatch, last_of_microbatch + 1):
                 load -= remaining[by_load[index]]
             mean = load // groups
-            # Floor division of a number below 0 rounds the load of a rank's part up.
+            # `remaining` is minus the load, and floor division of a negative number rounds the load
+            # of a rank's part up.
             slowest += -(remaining[by_load[first_of_microbatch]] // span)
             slow_enough += -(-(mean + mean // search.stop_within) // span)
             least_load = mean + mean // (2 * search.stop_within)
             for index in range(partners):
                 heavy = by_load[first_of_microbatch + index]
-                # Partners count from the lightest row. Heavy and light rows are of different
-                # halves, so each row is in one pair at most.
+                # `partner` counts from the lightest row. Heavy and light rows come from different
+                # halves of the microbatch, so each row is in at most one pair.
                 partner = (index - search.partner_step * sweep) % partners
                 light = by_load[last_of_microbatch - partner]
                 uneven = remaining[light] - remaining[heavy] > mean // search.stop_within
@@ -307,12 +313,12 @@ def _pair_rows(
 
 
 def balance_ranks(state: RowState, ranks: int) -> None:
-    """Bring the ranks' totals of the last amount nearer to each other: rows that run together swap
-    items of similar cost.
+    """Even out the ranks' totals of the last amount: rows that run together swap items of similar
+    cost.
 
     Args:
-      state: of rows microbatch * R + rank, without overflow, and with what each row may still cost.
-        Changed in place.
+      state: its row microbatch * R + rank is that of a rank in a microbatch. Without overflow, and
+        with costs limited. Changed in place.
     """
     weight = len(state.amounts) - 1
     order = state.in_order(COST)
@@ -326,10 +332,10 @@ def balance_ranks(state: RowState, ranks: int) -> None:
         uneven = (load[heavy] - load[light]) * SWAP_SEARCH.rank_difference * ranks > load.sum()
         if not uneven.any():
             return
-        # The totals of the ranks, at each of their rows: a swap in one microbatch counts what the
-        # others hold.
+        # Every row has the total of its rank here, so a swap in one microbatch takes into account
+        # what the rank holds in the others.
         state.remaining[weight] = np.tile(-load, microbatches)
-        # One microbatch a sweep: only at its rows are the totals of ranks up to date afterwards.
+        # One microbatch per sweep: afterwards the totals are up to date only at its rows.
         start = sweep % microbatches * ranks
         heavy_rows = start + heavy[uneven]
         light_rows = start + light[uneven]
@@ -338,14 +344,14 @@ def balance_ranks(state: RowState, ranks: int) -> None:
 
 
 class _Scratch(NamedTuple):
-    """What swaps write to: made once, for making arrays takes longer than some swaps."""
+    """Arrays that swaps write to, made once because making them takes longer than some swaps."""
 
     by_row: Longs  # [N] items by row
-    start: Longs  # [rows + 1] first of each row in `by_row`
+    start: Longs  # [rows + 1] first entry of each row in `by_row`
     end: Longs  # [rows + 1]
-    offered: Longs  # [2, OFFERED + 1] items of either row
-    weights: Longs  # [2, choices] what they have of the amount to balance
-    slots: Longs  # [2, choices]
+    offered: Longs  # [2, OFFERED + 1] items that the heavy (0) and the light row (1) offer
+    weights: Longs  # [2, choices] what each choice has of the amount to balance
+    slots: Longs  # [2, choices] its slots
 
 
 @compiled
@@ -372,15 +378,15 @@ def _swap_items(
     weight: int,
     limited: int,
 ) -> int:
-    """One swap for every pair of rows that gains by it; returns how many do.
+    """Swap items once in every pair of rows that gains by it; return the number of swaps.
 
     Args:
-      order: [N] items; those that a row offers are spread evenly over it, and others in every
-        sweep.
-      heavy, light: [pairs] different rows.
+      order: [N] items; the items that a row offers are spread evenly over this order, and differ
+        from sweep to sweep.
+      heavy, light: [pairs] rows, all different.
       weight: the amount to balance; heavy rows have less of it remaining.
-      limited: of the amounts before this one, except `weight`, no row may take more than it has
-        remaining.
+      limited: no row may take more than it has remaining of the amounts before this index, except
+        of `weight`.
     """
     scratch = _no_scratch(state)
     return _swap_each_pair(state, order, heavy, light, sweep, weight, limited, scratch)
@@ -397,7 +403,7 @@ def _swap_each_pair(
     limited: int,
     scratch: _Scratch,
 ) -> int:
-    """`_swap_items`, with arrays to write to."""
+    """`_swap_items` with arrays to write to, so that sweeps make none."""
     row_of, amounts, remaining = state
     offered = scratch.offered
     weights = scratch.weights
@@ -412,15 +418,16 @@ def _swap_each_pair(
         gap = remaining[weight, rows[1]] - remaining[weight, rows[0]]
         heavy_room = max(remaining[SLOTS, rows[0]], 0)
         light_room = max(remaining[SLOTS, rows[1]], 0)
-        if weight == SLOTS:  # is not limited then
+        if weight == SLOTS:  # slots are balanced then, not limited
             heavy_room = light_room = INT64_MAX
-        # A swap that passes d leaves a gap of gap - 2 * d, and choice 0 against 0 the gap as it is.
+        # A swap that moves a net d from the heavy to the light row leaves a gap of gap - 2 * d.
+        # Choice 0 against choice 0 swaps nothing.
         best_miss = gap
         best = (0, 0)
         for from_heavy in range(heavy_choices):
             heavy_weight = weights[0, from_heavy]
             heavy_slots = slots[0, from_heavy]
-            # Hardly any swap fits: first see in a loop without branches whether one may.
+            # Few swaps fit. A loop without branches, which is fast, checks first whether any may.
             worth_trying = 0
             for from_light in range(light_choices):
                 miss = abs(2 * (heavy_weight - weights[1, from_light]) - gap)
@@ -437,7 +444,7 @@ def _swap_each_pair(
                     best_miss = miss
                     best = (from_heavy, from_light)
         swaps += best_miss < gap
-        # Where no swap was found, both choices are the item N, which does not move.
+        # Where no swap was found, both choices consist of item N, which does not move.
         for side in range(2):
             for item in (offered[side, CHOICE_A[best[side]]], offered[side, CHOICE_B[best[side]]]):
                 if item < len(row_of):
@@ -453,8 +460,8 @@ def _list_by_row(row_of: Longs, order: Longs, scratch: _Scratch) -> None:
     """List the items of every row in the given order."""
     start = scratch.start
     end = scratch.end
-    # A counting sort: `start[row + 1]` first counts the items of a row, then sums make it the end
-    # of the row, where the next one starts. `end` goes from the start of each row to its end.
+    # A counting sort: `start[row + 1]` first counts the items of a row; summed up, it is the end of
+    # the row, where the next row starts. `end` advances from the start of each row to its end.
     start[:] = 0
     for item in range(len(row_of)):
         start[row_of[item] + 1] += 1
@@ -471,8 +478,8 @@ def _list_by_row(row_of: Longs, order: Longs, scratch: _Scratch) -> None:
 def _list_choices(
     amounts: Longs, scratch: _Scratch, side: int, row: int, sweep: int, weight: int
 ) -> int:
-    """List what a row may give: items of which it offers all, or some evenly spread, from 1 on; and
-    what each choice of them has. Return how many choices there are."""
+    """List the items that a row offers (all of them, or some that are evenly spread), and the
+    weight and slots of each choice of these. Return the number of choices."""
     offered = scratch.offered
     start = scratch.start[row]
     size = scratch.start[row + 1] - start
@@ -480,14 +487,14 @@ def _list_choices(
     offered[side, 0] = amounts.shape[1] - 1  # no item
     for index in range(items):
         if size > OFFERED:
-            # Equal steps through the row, which begin by tenths of an item later from sweep to
-            # sweep; as `sweep % size` is below `size`, the last step stays in the row.
+            # Equal steps of size / OFFERED items through the row, which start 1 / OFFERED item
+            # later in each sweep. `sweep % size` is below `size`, so the last step stays inside.
             offered[side, index + 1] = scratch.by_row[
                 start + (index * size + sweep % size) // OFFERED
             ]
         else:
             offered[side, index + 1] = scratch.by_row[start + index]
-    # No item, one, or two: as many as the choices of numbers up to `items`, which come first.
+    # No item, one or two of `items`: these choices come first in CHOICE_A and CHOICE_B.
     choices = 1 + items * (items + 1) // 2
     for choice in range(choices):
         a = offered[side, CHOICE_A[choice]]
@@ -507,7 +514,7 @@ def _fits(
     weight: int,
     limited: int,
 ) -> bool:
-    """Whether both rows can take what they would get; one that has too much may get less."""
+    """Whether both rows have room for what they would get; an overflowing row may only lose."""
     amounts = state.amounts
     remaining = state.remaining
     for kind in range(limited):

@@ -4,9 +4,10 @@ A row holds at most `capacity` slots and `max_segments` items. The fillers take 
 and either find room for every item or give up; how many rows to offer is decided in row_counts.py
 and assign.py.
 
-    fill_by_cost    costliest item onto the row that has most left: rows of similar cost, some of
-                    them too full (level.py fixes that)
-    best_fit        longest item into the row it fills best: the tightest, where the above fails
+    fill_by_cost    costliest item first, to the row that has most left: rows of similar cost, some
+                    of them too full (level.py fixes that)
+    best_fit        longest item first, into the row with the least room that suffices: the tightest
+                    filling, for when fill_by_cost fails
     first_fit       items in the order given, into the first row with room: nothing is rearranged
 
 Letters: N items.
@@ -24,12 +25,14 @@ from jaxmllm.compiled import compiled
 
 
 def fill_by_cost(length: Longs, cost: Longs, capacity: Longs, max_segments: int) -> Longs | None:
-    """Each item, by descending cost, onto the row that has most left; rows may overflow a little.
+    """Assign items by descending cost, each to the row that has most left; rows may overflow a
+    little.
 
-    What a row has left is the lesser of its free slots and its free budget. The budget of a row is
-    its capacity, and an item takes of it the share of all slots that its cost is of all costs. So
-    rows of one capacity come to cost nearly the same while slots last, and small rows are left to
-    small items. An item that does not fit there goes to the row with most free slots.
+    What a row has left is the lesser of its free slots and its free budget. The budget of a row
+    equals its capacity, and an item takes cost / total cost * total slots from it. So rows of one
+    capacity end up with nearly the same cost while slots last, and small rows are left to small
+    items. An item that does not fit into the row with most left is assigned to the row with most
+    free slots.
 
     Args:
       length: [N] slots.
@@ -38,13 +41,13 @@ def fill_by_cost(length: Longs, cost: Longs, capacity: Longs, max_segments: int)
       max_segments: most items of a row.
 
     Returns:
-      [N] row of each item, or None when the rows cannot take so many. Ties go to the lower item and
-      row number.
+      [N] row of each item, or None when the rows cannot take so many items. Ties are decided for
+      the lower item and row number.
     """
     order = np.lexsort((-length, -cost))
     total_cost = int(cost.sum())
     total_slots = int(length.sum())
-    # A product must fit int64.
+    # Shifted so that cost * total_slots fits int64.
     shift = max(0, total_cost.bit_length() + total_slots.bit_length() - 62)
     budget_share = (cost >> shift) * total_slots // max(total_cost >> shift, 1)
     row_of = np.empty(len(order), np.int64)
@@ -69,16 +72,17 @@ def _fill_by_cost(
     room = capacity.copy()
     budget = capacity.copy()
     free_segments = np.full(len(capacity), max_segments)
-    # Entries are not updated: one that does not tell what its row has left is out of date, and
-    # dropped at the top.
+    # Entries of the heap are not updated: one that differs from what its row has left is out of
+    # date, and is dropped when it gets to the top.
     by_left = [(-capacity[row], row) for row in range(len(capacity))]
     heapify(by_left)
-    # Likewise by room, for the rows of each size, once an item does not fit where most is left; empty, but typed.
+    # The same by room, one heap for the rows of each size. Filled when an item first does not fit
+    # into the row with most left; until then empty lists, from which numba gets the type.
     by_room = [[(-size, 0) for _ in range(0)] for size in sizes]
     searched = False
     for item in order:
-        # The row that has most left and may take another item, if there is one; its entry stays on
-        # the heap, out of date as soon as the row has less left.
+        # Find the row that has most left of those that may take another item, if there is one. Its
+        # entry stays on the heap and is out of date as soon as the row has less left.
         row = -1
         while by_left and row < 0:
             negative_left, top = by_left[0]
@@ -86,12 +90,12 @@ def _fill_by_cost(
                 row = top
             else:
                 heappop(by_left)
-        if row >= 0 and length[item] > room[row]:  # the budget is not kept where slots are short
+        if row >= 0 and length[item] > room[row]:  # slots are short: budgets no longer count
             if not searched:
                 searched = True
                 for candidate in range(len(room)):
                     heappush(by_room[size_of[candidate]], (-room[candidate], candidate))
-            # Also where even that row has too little room: then it overflows.
+            # If even this row has too little room, it overflows.
             row = _roomiest(by_room, sizes, room, free_segments, length[item])
         if row < 0:
             return False
@@ -113,11 +117,11 @@ def _roomiest(
     free_segments: Longs,
     length: int,
 ) -> int:
-    """The row with most room of those that may take another item and, if empty, could hold this
-    one; -1 if there is none.
+    """The row with most room among those that may take another item and would hold this one when
+    empty; -1 if there is none.
 
     Args:
-      by_room: heaps of (-room, row), for the rows of each of `sizes`.
+      by_room: a heap of (-room, row) for the rows of each of `sizes`.
     """
     best = -1
     for size_index in range(len(sizes)):
@@ -134,21 +138,21 @@ def _roomiest(
 
 
 def best_fit(length: Longs, capacity: Longs, max_segments: int) -> Longs | None:
-    """Each item, by descending length, into the row with the least room that suffices.
+    """Put items by descending length, each into the row with the least room that suffices.
 
     Arguments as for `fill_by_cost`.
 
     Returns:
-      [N] row of each item, or None when some item finds no room. Ties go to the lower item and row
-      number.
+      [N] row of each item, or None when some item finds no room. Ties are decided for the lower
+      item and row number.
     """
     free_segments = [max_segments] * len(capacity)
-    # Heaps of rows by their room: rooms are few where items have few sizes.
+    # Heaps of row numbers by room: where items have few sizes, there are few different rooms.
     by_room: dict[int, list[int]] = {}
     for row, room in enumerate(capacity.tolist()):
         by_room.setdefault(room, []).append(row)
-    # The keys of `by_room`, ascending, whose heaps are not empty. Rows that take no further item
-    # are in neither.
+    # The keys of `by_room`, ascending; no heap is empty. Rows that may take no further item are in
+    # neither.
     rooms = sorted(by_room)
     lengths = length.tolist()
     row_of = np.empty(len(length), np.int64)
@@ -172,7 +176,7 @@ def best_fit(length: Longs, capacity: Longs, max_segments: int) -> Longs | None:
 
 
 def first_fit(length: Longs, capacity: Longs, max_segments: int) -> Longs | None:
-    """Each item, in the order given, into the first row that has room.
+    """Put items in the order given, each into the first row that has room.
 
     Arguments and result as for `best_fit`.
     """
@@ -200,24 +204,26 @@ def lay_out(
 ) -> tuple[Ints, Ints]:
     """Offset and segment of each item in its row.
 
-    Attention computes whole tiles, of two blocks of a row, so an item shall touch as few blocks as it can. It does
-    where what its length leaves over a whole number of blocks fits what the block has left in which it begins:
+    Attention computes whole tiles, each of two blocks of the row, so an item should touch as few
+    blocks as possible. It does if its leftover (the slots beyond whole blocks) fits into the rest
+    of the block in which the item begins:
 
-        blocks of 4        |a a a a|a b b b|b c c c|      b touches 2 blocks, and would touch 1 by itself
-        lengths 5, 4, 3    |b b b b|c c c a|a a a a|      all touch as few as by themselves
+        blocks of 4        |a a a a|a b b b|b c c c|      b touches 2 blocks, but alone only 1
+        lengths 5, 4, 3    |b b b b|c c c a|a a a a|      all touch as few blocks as alone
 
-    So what is left over is packed into blocks (best fit by descending size), and the items of a block lie end to end.
-    Each such group begins at the edge of a block as long as the row has slots to spare, the fullest ones first.
-    Without blocks items lie end to end by number.
+    So leftovers are packed into blocks (best fit by descending size), and the items whose leftovers
+    share a block are a group, laid end to end. A group begins at the edge of a block as long as the
+    row has slots to spare, the fullest groups first. Without blocks items are laid end to end by
+    number.
 
     Args:
-      row_of: [N] number of the row, at least 0.
+      row_of: [N] row number, at least 0.
       length: [N] slots.
-      slots: [rows] of the rows, which hold their items; none: items lie end to end.
-      blocks: [rows] slots of a block; none: items lie end to end.
+      slots: [rows] slots of each row, enough for its items; None: items are laid end to end.
+      blocks: [rows] slots of an attention block of each row; None: items are laid end to end.
 
     Returns:
-      (offset [N] in slots from the start of the row, segment [N] counted from 1 along it).
+      (offset [N] in slots from the start of the row, segment [N] counted from 1 along the row).
     """
     offset = np.empty(len(row_of), np.int32)
     segment = np.empty(len(row_of), np.int32)
@@ -234,7 +240,8 @@ def lay_out(
 def _lay_out(
     row_of: Longs, length: Longs, slots: Longs, items: Ints, offset: Ints, segment: Ints
 ) -> None:
-    """Write offsets and segments; `slots` and `items` are those of each row so far."""
+    """Write offsets and segments of items laid end to end. `slots` and `items` count those placed
+    in each row so far."""
     for item in range(len(row_of)):
         row = row_of[item]
         offset[item] = slots[row]
@@ -247,15 +254,17 @@ def _lay_out(
 def _lay_out_in_blocks(
     row_of: Longs, length: Longs, spare: Longs, blocks: Longs, offset: Ints, segment: Ints
 ) -> None:
-    """Write offsets and segments. `spare` are the slots of each row, and in the end those without an item.
+    """Write offsets and segments of groups. `spare` has the slots of each row at first; what items
+    and gaps take is subtracted.
 
-    Sorting items would take a sixth of a plan's time. They are put on chains instead: `first` of each chain, and what
-    comes `after` each item, -1 where a chain ends. A group of items goes by the item that it began with.
+    Sorting items would take a sixth of a plan's time. They are put on chains (linked lists)
+    instead: the `first` entry of each chain, and the entry `after` each item, -1 where a chain
+    ends. The number of a group is that of its first item.
     """
     items = len(row_of)
     first_of_row = np.full(len(spare), -1)
     after = np.empty(items, np.int64)
-    # Backwards, for entries come in front: the chain of a row is then by item number.
+    # Backwards, because entries are put in front: a row's chain is then in the order of numbers.
     for item in range(items - 1, -1, -1):
         spare[row_of[item]] -= length[item]
         _put_first(first_of_row, after, row_of[item], item)
@@ -266,12 +275,12 @@ def _lay_out_in_blocks(
         first_with_room = np.full(block, -1)
         _group(first_of_row[row], length, block, after, last_of_group, first_with_room, after_group)
         slot = segments = 0
-        # Indices are the room that groups leave, from 0 up: the fullest ones come first.
+        # The index is the room that groups leave in their block, so the fullest ones come first.
         for fullest in first_with_room:
             group = fullest
             while group >= 0:
-                # To the next edge of a block, if the row can spare it; else the group follows at
-                # once.
+                # Skip to the next edge of a block if the row can spare these slots; else the group
+                # follows without a gap.
                 gap = -slot % block
                 if gap <= spare[row]:
                     spare[row] -= gap
@@ -296,24 +305,28 @@ def _group(
     first_with_room: Longs,
     after_group: Longs,
 ) -> None:
-    """Put the items of a row, a chain from `item` on, on one chain for each group, whose leftovers fit a block, and
-    groups on chains by the room that they leave of it: [block]."""
+    """Divide a row's items, the chain that begins with `item`, into groups whose leftovers fit one
+    block.
+
+    Each group becomes a chain in `after`. Groups that leave the same room in their block become a
+    chain in `after_group`, which begins with first_with_room[room], [block].
+    """
     first_of_size = np.full(block + 1, -1)
     while item >= 0:
-        # Read before the item goes onto the chain of its size, which writes `after` anew.
+        # Read first: putting the item on the chain of its size overwrites `after`.
         following = after[item]
         left_over = (length[item] - 1) % block + 1  # in its last block, if it begins at an edge
         _put_first(first_of_size, after, left_over, item)
         item = following
-    # No group has more room than this, which is below `block`: a search up to it stays in the
+    # No group has more room than this. It is below `block`, so the search below stays inside the
     # array.
     most_room = 0
     for size in range(block, 0, -1):
         item = first_of_size[size]
         while item >= 0:
             following = after[item]
-            # Best fit: the group of least room that suffices, taken off its chain; else a new
-            # group, whose last block the item shares with nobody yet.
+            # Best fit: the group with the least room that suffices, taken off its chain; else a new
+            # group, in which the item has the block to itself so far.
             room = size
             while room <= most_room and first_with_room[room] < 0:
                 room += 1

@@ -1,8 +1,8 @@
-"""Items to ranks without rows, so that the costliest rank costs least.
+"""Assigning items to ranks without rows, so that the costliest rank costs least.
 
     packed    a rank costs the sum of its items: examples to ranks, in mode "tokens"
-    padded    a rank costs its number of items times its costliest: the baseline `padded, balanced`
-              of the command waste
+    padded    a rank costs its number of items times its costliest item: the baseline
+              `padded, balanced` of the command waste
 
 After OrchMLLM (arXiv 2503.23830). Integers only: every host finds the same ranks.
 """
@@ -17,8 +17,8 @@ from jaxmllm.balance.rows.pack import fill_by_cost
 
 
 def packed(costs: Longs, ranks: int) -> Longs:
-    """Rank of each item [N]; a rank costs the sum of its items. Within 4/3 - 1/(3 ranks) of the
-    optimum.
+    """Rank of each item [N], where a rank costs the sum of its items. The costliest rank is within
+    4/3 - 1/(3 ranks) of the optimum.
 
     Args:
       costs: [N] at least 0, sum below 2**53.
@@ -30,7 +30,7 @@ def packed(costs: Longs, ranks: int) -> Longs:
     room = np.full(ranks, max(int(costs.sum()), 1), np.int64)
     rank = fill_by_cost(costs, costs, room, max(len(costs), 1))
     assert rank is not None, "every rank has room for all"
-    # A rank is a row without slots or segments to run out of.
+    # A rank is treated as a row that runs out of neither slots nor segments.
     amounts = (np.zeros_like(costs), np.ones_like(costs), costs)
     state = RowState.from_limits(rank, amounts, (0, len(costs), 0), ranks)
     balance_rows(state, RowsByClass([np.arange(ranks)], [1], ranks))
@@ -38,13 +38,14 @@ def packed(costs: Longs, ranks: int) -> Longs:
 
 
 def padded(costs: Longs, ranks: int) -> Longs:
-    """Rank of each item [N]; a rank costs its number of items times its costliest: the optimum.
+    """Rank of each item [N], where a rank costs its number of items times its costliest item: the
+    optimum.
 
-    In some optimum every rank has neighbours by cost, so the least bound is found by bisection:
-    under a bound, ranks take as many as they can in descending order.
+    In some optimum the items of each rank are neighbours in the order of costs. So bisection finds
+    the least bound: under a given bound, ranks take as many items as they can, in descending order.
 
     Args:
-      costs: [N] what an item would cost alone: its length, or any ascending function of it.
+      costs: [N] cost of each item alone: its length, or any ascending function of it.
 
     Raises:
       ValueError: no rank, or a negative cost.
@@ -52,8 +53,8 @@ def padded(costs: Longs, ranks: int) -> Longs:
     costs = _checked(costs, ranks)
     order = np.argsort(-costs, kind="stable")
     descending = costs[order].tolist()
-    # No bound below the costliest item will do; from it on every rank takes at least one. At the
-    # upper bound one rank takes all.
+    # No bound can be below the costliest item, and from there on every rank takes at least one
+    # item. At the upper bound one rank takes all.
     low = max(descending, default=0)
     high = len(costs) * low
     while low < high:
@@ -69,8 +70,8 @@ def padded(costs: Longs, ranks: int) -> Longs:
 
 
 def _items_of_ranks(descending: list[int], bound: int) -> list[int]:
-    """Number of items that each rank takes, in descending order, when none may cost more than
-    `bound`."""
+    """Number of items that each rank takes, in descending order of costs, when no rank may cost
+    more than `bound`."""
     items_of_ranks = []
     start = 0
     while start < len(descending):
