@@ -1,11 +1,12 @@
 """Row classes: checked where a config gives capacities, else chosen from sampled loads.
 
-    candidates --a bound, in all loads--> a few best --really packed, in some loads--> row classes
-    row classes, one of them moved, or one more ------ in the same way --------------> row classes, until none is better
+    candidates --a bound, on all loads--> a few best --really packed, in some loads--> row classes
+    row classes, with one replaced or one more --judged in the same way--> row classes, until none
+                                                                           is better
 
-They minimise, summed over the loads, what the slowest rows cost with their padding, plus the
-overhead of every microbatch and the price of gathering keys and values in rows that several ranks
-hold. Fewer classes win ties, for each is a program to compile.
+The chosen classes minimise, summed over the loads, the cost of the slowest rows with their padding,
+plus the overhead of every microbatch and the price of gathering keys and values in rows that
+several ranks hold. Fewer classes win ties, because each is a program to compile.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 def choose_classes(inputs: SizingInputs, loads: Sequence[Load], share: float) -> Classes:
-    """Up to `row_classes` classes of rows that hold the loads of a phase with little waste, of the
-    spans that are allowed; of `auto` more as long as each saves enough.
+    """Up to `row_classes` classes of allowed spans that hold the loads of a phase with little
+    waste. `auto` adds more classes as long as each saves enough.
 
     Args:
-      share: of a step's FLOPs that are the phase's.
+      share: the phase's share of a step's FLOPs.
 
     Raises:
       ConfigError: no row that `max_capacity` and the spans allow holds the longest item.
@@ -54,7 +55,7 @@ def choose_classes(inputs: SizingInputs, loads: Sequence[Load], share: float) ->
         return (RowClass(smallest_capacity(inputs, spans[0]), spans[0]),)
     judge = _Judge(inputs, loads)
     by_span = {span: _Candidates(judge, span) for span in spans}
-    # The bound knows slots, not waits: rows of each span have their best packed.
+    # The bound counts slots and not waits, so the best candidates of every span are packed.
     best = judge.best([classes for of_span in by_span.values() for classes in of_span.best()])
     candidates = by_span[best[0].span]
     chosen = _moved(best, candidates, judge)
@@ -64,7 +65,7 @@ def choose_classes(inputs: SizingInputs, loads: Sequence[Load], share: float) ->
 
 
 def _moved(classes: Classes, candidates: _Candidates, judge: _Judge) -> Classes:
-    """The set with other classes in the place of some, one after the other, as long as each saves more than chance."""
+    """The set after replacing classes, one at a time, as long as each saves more than chance."""
     while True:
         moved = judge.best([classes, *candidates.with_one_moved(classes)])
         worth = CAPACITY_SEARCH.capacity_worth * judge.expected(classes, 1)
@@ -74,19 +75,20 @@ def _moved(classes: Classes, candidates: _Candidates, judge: _Judge) -> Classes:
 
 
 def _with_more(chosen: Classes, candidates: _Candidates, judge: _Judge, share: float) -> Classes:
-    """More classes than those chosen, one after the other, as long as each saves enough of a step, or two of them as
-    much as two should."""
-    # So far the phase's cost has to fall for a step to fall by `class_saves`: to 0 where the phase
-    # is no larger part of a step than that.
+    """The set after adding classes, one at a time, as long as each saves enough of a step, or two
+    together save as much as two should."""
+    # The phase's cost must fall to this part for a step's cost to fall by `class_saves`: to 0 where
+    # the phase is no larger share of a step than that.
     enough = 1 - CAPACITY_SEARCH.class_saves / max(share, CAPACITY_SEARCH.class_saves)
-    further, added = chosen, 0  # with so many classes more, which do not save enough yet
+    # `further` has `added` more classes than `chosen`, which do not save enough yet.
+    further, added = chosen, 0
     for _ in range(CAPACITY_SEARCH.usual_classes, MOST_ROW_CLASSES):
-        # Not even rows without waste would save what so many more classes have to.
+        # Stop where not even rows without waste would save what that many classes must.
         if judge.least > enough ** (added + 1) * judge.expected(chosen, 1):
             break
         sets = candidates.with_one_more(further)
-        # Where there is that much left to save even below the best bound, sets of one more class
-        # are also made anew, not only around those chosen.
+        # Where even the best bound leaves that much to save, sets with one more class are also
+        # built from the candidates, not only around the chosen classes.
         if not added and judge.least <= enough * candidates.bound:
             candidates.extend()
             sets += candidates.best()
@@ -100,7 +102,7 @@ def _with_more(chosen: Classes, candidates: _Candidates, judge: _Judge, share: f
 
 
 def smallest_capacity(inputs: SizingInputs, span: int) -> int:
-    """The least capacity at which a row of `span` ranks holds the longest item."""
+    """The smallest capacity at which a row of `span` ranks holds the longest item."""
     return inputs.alignment.round_up(max(ceil_divide(inputs.longest, span), 1))
 
 
@@ -126,13 +128,14 @@ def _too_small(inputs: SizingInputs) -> str:
 
 
 class _Candidates:
-    """Sets of up to `row_classes` classes, of which the one with most slots has rows of `span`
-    ranks, and the others of as many or the fewest allowed.
+    """Candidate sets of up to `row_classes` classes. Rows of the first class, which have most
+    slots, have span `span`; rows of the others have that span or the smallest allowed one.
 
-    The first holds much or all of a load, or just the longest item. The others are such shares of a
-    load, too, where the first is larger than that; or parts of the median load, to hold what the
-    first leaves over; or a little smaller than the one before: a few similar sizes allow finer
-    totals; or parts of the first; or what holds a whole load, or the longest item of most.
+    Rows of the first class hold much or all of a load, or just the longest item. Another class is
+    one of these: a part of the median load, to hold what the first class leaves over; a little
+    smaller than the class before it, because a few similar sizes allow finer totals; a whole load;
+    the longest item of most loads; or, where the first class is larger than the median load, a
+    large share of that load or a part of the first class.
     """
 
     def __init__(self, judge: _Judge, span: int):
@@ -152,12 +155,13 @@ class _Candidates:
 
     @property
     def bound(self) -> float:
-        """Of the best set."""
+        """The lowest bound of all sets."""
         return min(map(self.judge.bound, self.sets))
 
     def best(self) -> list[Classes]:
-        """The sets that are worth packing: the best of all, and of those whose rows all have this span. What gathering
-        takes is in the bound, and waiting for the longest items, which it saves, is not."""
+        """The sets that are worth packing: the best of all sets, and the best of those whose rows
+        all have this span. These are added because the bound includes the price of gathering, but
+        not the waiting for the longest items that shared rows save."""
         packed = _of_span(self.judge.inputs, self.span, CAPACITY_SEARCH.first_packed)
         packed_sets = max(CAPACITY_SEARCH.least_packed, packed)
         alike = [classes for classes in self.sets if {c.span for c in classes} == {self.span}]
@@ -165,7 +169,7 @@ class _Candidates:
         return list(dict.fromkeys(itertools.chain(*best)))
 
     def extend(self) -> None:
-        """Add a further class to the best sets of most classes."""
+        """Add sets: the best of those with most classes, each with a further class."""
         extended = _of_span(self.judge.inputs, self.span, CAPACITY_SEARCH.extended)
         self.largest_sets = list(
             dict.fromkeys(
@@ -178,7 +182,7 @@ class _Candidates:
         self.sets.update(self.largest_sets)
 
     def with_one_moved(self, classes: Classes) -> list[Classes]:
-        """A few sets that have another class in the place of one."""
+        """A few sets in which one of the classes is replaced."""
         first_class = classes[0]
         beside = self._beside(classes)
         near_first = [
@@ -192,7 +196,7 @@ class _Candidates:
         )
 
     def with_one_more(self, classes: Classes) -> list[Classes]:
-        """A few sets that have one class more."""
+        """A few sets that have one more class."""
         return self._promising((*classes, further_class) for further_class in self._beside(classes))
 
     def _beside(self, classes: Classes) -> list[RowClass]:
@@ -201,7 +205,8 @@ class _Candidates:
         ]
 
     def _promising(self, sets: Iterable[Classes]) -> list[Classes]:
-        """The best by their bound of those that hold all items, each in the order of its rows' slots."""
+        """The sets with the lowest bounds among those that hold all items, each with its classes by
+        slots of a row, descending."""
         inputs = self.judge.inputs
         ordered = {
             tuple(sorted(classes, key=lambda row_class: row_class.slots, reverse=True))
@@ -218,14 +223,17 @@ class _Candidates:
 
 
 def _of_span(inputs: SizingInputs, span: int, number: int) -> int:
-    """How many of a number of candidates have longest rows of `span` ranks: all for the fewest ranks, so that what
-    would be chosen without other spans is among those compared; of each other span an equal part, if not too small."""
+    """How many candidates to keep whose first class has rows of `span` ranks.
+
+    All of `number` for the smallest span, so that what would be chosen without other spans is among
+    those compared; for each other span an equal part, but at least 1 / `most_parts`.
+    """
     parts = min(len(inputs.spans), CAPACITY_SEARCH.most_parts)
     return number if span == min(inputs.spans) else number // parts
 
 
 def _load_shares(judge: _Judge) -> set[int]:
-    """Capacities of which a few rows hold much or all of a load."""
+    """Capacities at which a few rows hold much or all of a load."""
     inputs = judge.inputs
     capacities: set[int] = set()
     loads = np.quantile(judge.slots, CAPACITY_SEARCH.load_quantiles, method="higher").tolist()
@@ -238,7 +246,7 @@ def _load_shares(judge: _Judge) -> set[int]:
 
 
 class _Further:
-    """Classes of rows of `span` ranks that may come after others."""
+    """Classes with rows of `span` ranks that may follow other classes in a set."""
 
     def __init__(self, judge: _Judge, span: int):
         self.span = span
@@ -250,7 +258,7 @@ class _Further:
         )
         self.leftovers = self._parts(judge.median, CAPACITY_SEARCH.leftover_divisors)
         self.steps = self._parts(judge.median, CAPACITY_SEARCH.step_divisors)
-        # Capacities that hold a whole load, from the smaller ones to the larger
+        # Capacities that hold a whole load, for smaller and larger loads
         self.wholes = self._parts_of_quantiles(
             judge.slots, CAPACITY_SEARCH.whole_quantiles, CAPACITY_SEARCH.expected_fill
         )
@@ -264,7 +272,7 @@ class _Further:
     def _parts_of_quantiles(
         self, slots: Longs, quantiles: Sequence[float], divisor: float
     ) -> set[int]:
-        """Of each of these quantiles of the loads' slots one part."""
+        """Capacities: each of these quantiles of `slots`, divided by `divisor`."""
         amounts = np.quantile(slots, quantiles, method="higher").tolist()
         return {capacity for amount in amounts for capacity in self._parts(amount, (divisor,))}
 
@@ -275,17 +283,17 @@ class _Further:
         return self.alignment.round_up(slots)
 
     def classes_after(self, classes: Classes) -> list[RowClass]:
-        """Classes whose rows have fewer slots than those of the last of `classes`."""
+        """Classes that may follow the last of `classes`, with fewer slots in a row."""
         last_class = classes[-1]
         capacities = self._capacities(classes)
         capacities |= {self._rounded(last_class.capacity - step) for step in self._steps(classes)}
         if last_class.span > 1:
-            capacities.add(self._rounded(last_class.capacity))  # of fewer ranks
+            capacities.add(self._rounded(last_class.capacity))  # in rows of fewer ranks
         return self._smaller(capacities, classes[0], last_class)
 
     def classes_beside(self, classes: Classes) -> list[RowClass]:
-        """Classes whose rows have fewer slots than those of the first of `classes`: those that may come after it, and
-        some near to all."""
+        """Classes whose rows have fewer slots than those of the first of `classes`: those that may
+        follow it, and some that are near any of them."""
         capacities = self._capacities(classes).union(*map(self.near, classes))
         return self._smaller(capacities, classes[0], classes[0])
 
@@ -304,7 +312,8 @@ class _Further:
         return capacities
 
     def _smaller(self, capacities: set[int], first: RowClass, last: RowClass) -> list[RowClass]:
-        """Classes of these capacities whose rows have fewer slots than those of `last`."""
+        """Classes of these capacities, up to the larger of `first` and the median load, whose rows
+        have fewer slots than those of `last`."""
         capacity_bound = min(max(first.capacity, self.median), self.largest_capacity)
         return [
             RowClass(capacity, self.span)
@@ -313,7 +322,8 @@ class _Further:
         ]
 
     def _steps(self, classes: Classes) -> set[int]:
-        """Steps down to a further class of similar size: once there is one, all steps are equal."""
+        """Steps down to a further class of similar size: once a set has two such classes, only the
+        step between these."""
         if len(classes) > 1 and classes[0].capacity < 2 * classes[1].capacity:
             return {classes[0].capacity - classes[1].capacity}
         return self.steps
@@ -322,7 +332,8 @@ class _Further:
 def _best(
     candidates: Iterable[Classes], size: int, cost: Callable[[Classes], float]
 ) -> list[Classes]:
-    """The `size` candidates of least cost; of equal ones those of fewer and smaller classes."""
+    """The `size` candidates of lowest cost; among equal ones those with fewer, then smaller
+    classes."""
     return sorted(candidates, key=lambda classes: (cost(classes), len(classes), classes))[:size]
 
 
@@ -331,14 +342,14 @@ def _best(
 
 @dataclass(frozen=True)
 class _Needs:
-    """What the loads need at least for their items over some length: [loads]."""
+    """Lower bounds on what each load needs for its items over some length: [loads]."""
 
-    slots: Longs  # of a rank
-    rows: Longs  # of all ranks that exchange items
+    slots: Longs  # per rank
+    rows: Longs  # of all ranks among which items may move
 
 
 class _Judge:
-    """Costs of sets of classes, in slots of a rank, that hold the loads of one phase."""
+    """Costs of sets of classes that hold the loads of one phase, in slots per rank."""
 
     def __init__(self, inputs: SizingInputs, loads: Sequence[Load]):
         self.inputs = inputs
@@ -346,7 +357,7 @@ class _Judge:
         self.slots = np.array([load.slots for load in loads])
         self.median = float(np.median(self.slots))
         self.overheads = np.array([load.microbatch_overhead for load in loads])
-        # Where items stay with their example, each rank needs rows for its own.
+        # Where items stay with their example, the needs are those of one rank, with its own rows.
         self.ranks = inputs.ranks if loads[0].item_rank is None else 1
         slots = sum(int(load.items.length.sum()) for load in loads)
         flops = sum(inputs.flops.total(load.items.length, load.items.extra) for load in loads)
@@ -355,32 +366,33 @@ class _Judge:
         items = max(len(load.items.length) for load in loads)
         affordable = CAPACITY_SEARCH.packed_items // (CAPACITY_SEARCH.first_packed * items)
         self.packed_batches = max(1, min(CAPACITY_SEARCH.packed_batches, affordable))
-        self.bounds = cache(self._bounds)  # asked for thrice of the candidates that are packed
+        self.bounds = cache(self._bounds)  # read three times for each candidate that is packed
         self.wanted = cache(self._wanted)
         self.needs_over = cache(self._needs_over)
-        self.expected = cache(self._expected)  # packed once, though asked for again
+        self.expected = cache(self._expected)  # so that a set is packed only once
 
     def best(self, sets: Sequence[Classes]) -> Classes:
-        """The set of least expected cost: of all by packing a quarter of the batches, of the best by packing all."""
+        """The set of lowest expected cost. All sets are packed in a quarter of the batches, and the
+        best of these in all batches."""
         finalists = _best(
             sets, CAPACITY_SEARCH.then_packed, lambda classes: self.expected(classes, 4)
         )
         return _best(finalists, 1, lambda classes: self.expected(classes, 1))[0]
 
     def _expected(self, classes: Classes, step: int) -> float:
-        """The bound of all loads, times what packing some of them takes over their own bound: one in `step` of those
-        that are packed."""
+        """The bound of all loads, times the ratio of real cost to bound in some packed loads: every
+        `step`-th of the first `packed_batches`."""
         packed = slice(0, self.packed_batches, step)
         packed_cost = self._packed(classes, self.loads[packed])
         return self.bound(classes) * packed_cost / float(self.bounds(classes)[packed].sum())
 
     def bound(self, classes: Classes) -> float:
-        """The bound of all loads together."""
+        """The sum of the bounds of all loads."""
         return float(self.bounds(classes).sum())
 
     @property
     def least(self) -> float:
-        """A bound for any classes: full rows, and a microbatch of each load."""
+        """A lower bound for any classes: full rows, and one microbatch for each load."""
         return float(self.slots.sum() / CAPACITY_SEARCH.expected_fill + self.overheads.sum())
 
     def _packed(self, classes: Classes, loads: Sequence[Load]) -> float:
@@ -397,11 +409,13 @@ class _Judge:
         return cost
 
     def _bounds(self, classes: Classes) -> Floats:
-        """Cost of the fewest rows that may hold each load, filled as far as rows get: [loads]."""
-        half_row = classes[0].slots // 2  # of the items over it, no two share a row
+        """Cost of the fewest slots of rows that may hold each load, when rows get as full as they
+        usually do: [loads]."""
+        half_row = classes[0].slots // 2  # no two items longer than this share a row
         slots = np.empty((len(self.loads), len(classes)), np.int64)
         rows = np.empty_like(slots)
-        for k, row_class in enumerate(classes[1:]):  # no later class holds longer items
+        # Items longer than rows of class k + 1 need classes up to k.
+        for k, row_class in enumerate(classes[1:]):
             slots[:, k] = self.needs_over(row_class.slots).slots
             rows[:, k] = self.needs_over(max(row_class.slots, half_row)).rows
         slots[:, -1] = self.wanted(max(row_class.span for row_class in classes))
@@ -429,16 +443,16 @@ class _Judge:
 def _fewest_slots(
     capacity: Longs, rows: Longs, order: Longs, needs: Longs, rows_needed: Longs
 ) -> Longs:
-    """Microbatches of each class that meet the needs of each load with fewest slots of a rank,
-    then fewest microbatches: [loads, K].
+    """Microbatches of each class that meet the needs of each load with fewest slots per rank, then
+    fewest microbatches: [loads, K].
 
     Args:
-      capacity: [K] slots of a rank.
+      capacity: [K] slots per rank.
       rows: [K] rows of a microbatch.
-      order: [K] classes by capacity, largest first: any number of the first, of the others as many
-        as `row_counts` offers.
-      needs: [loads, K] slots of a rank in the classes up to each.
-      rows_needed: [loads, K] rows in the classes up to each.
+      order: [K] classes by capacity, largest first. The first of these, the base, may have any
+        number of microbatches, the others as many as `row_counts` offers.
+      needs: [loads, K] slots per rank needed in the classes up to and including each.
+      rows_needed: [loads, K] rows needed in the classes up to and including each.
     """
     loads, classes = needs.shape
     chosen = np.zeros((loads, classes), np.int64)
@@ -449,20 +463,20 @@ def _fewest_slots(
         for index in range(1, classes):
             k = order[index]
             bounds[k] = max(2, (capacity[order[index - 1]] - 1) // capacity[k])
-            if k < base:  # items may need such rows that none of the base hold
+            if k < base:  # items may need rows of this class that are too long for the base
                 slots = rows_left = 0
                 for later in range(k, base):
                     slots = max(slots, needs[load, later])
                     rows_left = max(rows_left, rows_needed[load, later])
                 bounds[k] += 2 * (-(-slots // capacity[k])) - (-rows_left // rows[k])
-        # The search starts from what two classes reach, a combination that it will come by, too.
+        # The search starts from the slots of a combination of two classes, which it will also find.
         best_slots = _slots_of_two(capacity, rows, base, needs[load], rows_needed[load])
         best_microbatches = INT64_MAX
         counts[:] = 0
-        # `counts` goes through combinations as an odometer does, the smallest class fastest; that
+        # `counts` runs through combinations like an odometer, the smallest class fastest; the count
         # of the base stays 0.
         while True:
-            # Of the base as many as the others leave over.
+            # The base gets as many microbatches as the needs that the others do not meet require.
             held = held_rows = missing = missing_rows = microbatches = 0
             enough = True
             for k in range(classes):
@@ -471,8 +485,8 @@ def _fewest_slots(
                 microbatches += counts[k]
                 open_slots = needs[load, k] - held
                 open_rows = rows_needed[load, k] - held_rows
-                # Rows before the base have to meet their needs by themselves: base rows are too
-                # short for such items. From the base on it makes up what is missing.
+                # Classes before the base must meet their needs without it, because base rows are
+                # too short for those items. From the base on, base rows make up what is missing.
                 if k < base:
                     enough &= open_slots <= 0 and open_rows <= 0
                 else:
@@ -487,9 +501,9 @@ def _fewest_slots(
                     best_microbatches = microbatches
                     chosen[load] = counts
                     chosen[load, base] = needed
-            # The next combination: too many of a class are followed by none of it and one more of
-            # the next larger. Too many are also those that hold more than the best, whatever
-            # smaller classes would add.
+            # Advance to the next combination. A class with too many microbatches is reset to none,
+            # and the next larger class gets one more. Microbatches are also too many when they have
+            # more slots than the best combination: smaller classes would only add to these.
             index = classes - 1
             while index > 0:
                 k = order[index]
@@ -507,8 +521,8 @@ def _fewest_slots(
 
 @compiled
 def _slots_of_two(capacity: Longs, rows: Longs, base: int, needs: Longs, rows_needed: Longs) -> int:
-    """Slots of a rank in microbatches of the first class and of `base` alone that meet the needs of
-    a load, [K]: where these are the same class, no bound."""
+    """Slots per rank of microbatches of the first class and of `base` alone that meet the needs of
+    a load, [K] each; INT64_MAX, which bounds nothing, where the two are the same class."""
     if base == 0:
         return INT64_MAX
     first_microbatches = max(
@@ -525,11 +539,11 @@ def _slots_of_two(capacity: Longs, rows: Longs, base: int, needs: Longs, rows_ne
 
 
 def given_classes(capacities: Capacities, inputs: SizingInputs) -> Classes:
-    """The capacities of a config, each in every span that is allowed, by the slots of a row.
+    """The row classes of a config's capacities, each with every allowed span, by slots of a row,
+    descending.
 
     Raises:
-      ConfigError: one is not a multiple of the alignment, they are not different, or no row holds
-        the longest item.
+      ConfigError: as for `checked_capacities`.
     """
     checked = checked_capacities(capacities, inputs, max(inputs.spans))
     classes = [RowClass(capacity, span) for capacity in checked for span in inputs.spans]
@@ -540,11 +554,11 @@ def checked_capacities(capacities: Capacities, inputs: SizingInputs, span: int =
     """The capacities of a config, descending.
 
     Args:
-      span: most ranks that hold a row together.
+      span: the largest span of a row.
 
     Raises:
-      ConfigError: one is not a multiple of the alignment, they are not different, rows have more
-        slots than are counted, or none holds the longest item.
+      ConfigError: there are no capacities or two equal ones, one is not a multiple of the
+        alignment, rows have more slots than int32 can count, or none holds the longest item.
     """
     key = f"phases.{inputs.name}.capacities"
     if max(capacities, default=0) * span > INT32_MAX:

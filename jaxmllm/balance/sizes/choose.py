@@ -47,11 +47,11 @@ def choose_sizes(
       phases: in the order of `make_phases`.
       grids: by encoder or generator phase.
       balance: mode, pool_slots, pair_slots.
-      nodes: by phase, node of each rank; none: not known.
-      backend: of the exchange.
-      others: batches that may come though no sample is like them, of each source alone for one:
-        segments, pools and pair slots hold them without many rounds.
-      rows: of the same samples, which remembers what was chosen before.
+      nodes: by phase, node of each rank; None: not known.
+      backend: name of the exchange's backend.
+      others: batches that may occur though no sample is like them, such as those of one source
+        alone: segments, pools and pair slots hold them without many rounds.
+      rows: row choices for the same samples, which remember those made before; None: make new ones.
 
     Raises:
       ConfigError: a size of the config is not a multiple of the alignment, or too small for the
@@ -68,7 +68,8 @@ def choose_sizes(
 
 
 class PhaseRows:
-    """The rows of phases, chosen from sampled batches. Remembered, because meshes that are compared share many."""
+    """Choices of the rows of phases from sampled batches. It remembers them, because meshes that
+    are compared have many in common."""
 
     def __init__(self, samples: Sequence[BatchItems]):
         self.samples = samples
@@ -85,14 +86,15 @@ class PhaseRows:
         """The rows of every phase, in the order of `phases`.
 
         Args:
-          segments: whether the most items of a row are chosen, too; else a row may have any number.
+          segments: whether to choose the largest number of items in a row, too; if not, a row may
+            have any number.
         """
         batches = self._batches
         flops = {inputs.name: self._flops_of(inputs.name, inputs.flops) for inputs in phases}
         total = max(sum(flops.values()), 1)
         encoders = {inputs.name: inputs for inputs in phases}
         language = encoders.pop(LANGUAGE)
-        # By batch, where media stay with their example.
+        # For each batch the ranks of its examples, where media stay with their example.
         ranks_of_examples: list[Longs | None] = [None] * len(batches)
         if balance.mode in ("none", "tokens"):
             generators = [inputs.name for inputs in phases if inputs.phase.generates]
@@ -101,7 +103,7 @@ class PhaseRows:
                 for batch in batches
             ]
         specs: dict[str, PhaseSpec] = {}
-        # Language first: encoders may follow where it places examples.
+        # Language first, because encoders may follow its placement of examples.
         for inputs in (language, *encoders.values()):
             share = flops[inputs.name] / total
             specs[inputs.name] = self._of_phase(inputs, share, grids, ranks_of_examples, segments)
@@ -131,8 +133,8 @@ class PhaseRows:
         segments: bool,
     ) -> PhaseSpec:
         key = segments, share, _deciding(inputs)
-        # The key does not hold the ranks that examples lie on, so rows are chosen anew where items
-        # stay with them.
+        # The key does not include the ranks of examples, so rows are chosen again where items stay
+        # with their examples.
         if key not in self._known or any(ranks is not None for ranks in ranks_of_examples):
             loads = loads_of(self._batches, inputs, grids, ranks_of_examples)
             self._known[key] = _rows(inputs, share, loads, segments)
@@ -140,14 +142,14 @@ class PhaseRows:
 
 
 def _deciding(inputs: SizingInputs) -> SizingInputs:
-    """What the rows of items that move freely depend on."""
+    """The inputs that rows depend on when items move freely; the others are set to defaults."""
     if inputs.config.capacities == "auto":
         return inputs
     return replace(inputs, gather_cost=0, microbatch_cost=0, fitting=None)
 
 
 def _rows(inputs: SizingInputs, share: float, loads: Sequence[Load], segments: bool) -> PhaseSpec:
-    """A phase with its row classes and the most items of a row."""
+    """A phase with its row classes and the largest number of items in a row."""
     config = inputs.config
     capacities = config.capacities
     classes = (
@@ -167,7 +169,7 @@ def _rows(inputs: SizingInputs, share: float, loads: Sequence[Load], segments: b
 def _with_segments_of(
     others: Sequence[BatchItems], spec: PhaseSpec, inputs: SizingInputs
 ) -> PhaseSpec:
-    """The phase with rows that may have as many items as the other batches fill them with."""
+    """The phase with rows that may also have as many items as the plans of `others` need."""
     if inputs.config.max_segments != "auto":
         return spec
     unlimited = replace(spec, max_segments=spec.longest_row)

@@ -24,8 +24,9 @@ from jaxmllm.config.schema import BalanceConfig, ConfigError
 from jaxmllm.phases import LANGUAGE
 
 POOL_ALIGNMENT = 8  # tokens
-# Pair slots for batches unlike the samples: with four times the slots a usual step takes a quarter
-# of the hops and sends hardly more; with still more slots it would send empty ones.
+# Limit on pair slots for batches unlike the samples, in multiples of what usual steps need: with
+# four times the slots a usual step takes a quarter of the hops and sends hardly more; with even
+# more slots it would send empty ones.
 MOST_OVER_USUAL = 4
 
 
@@ -38,15 +39,15 @@ def choose_routes(
     nodes: Mapping[str, Ints] | None,
     others: Sequence[BatchItems] = (),
 ) -> dict[str, RouteSpec]:
-    """The exchange of every encoder phase.
+    """The exchange of every encoder and generator phase.
 
     Args:
-      specs: of all phases, with the rows chosen.
+      specs: all phases by name, with their rows chosen.
       longest: by phase, slots of the largest item of the whole data.
       grids: by encoder or generator phase.
-      nodes: by phase, node of each rank; none: not known.
-      others: batches that are unlike the samples; pools hold them as they hold the samples, and
-        pair slots as far as the samples' own steps do not pay for it.
+      nodes: by phase, node of each rank; None: not known.
+      others: batches that are unlike the samples; pools hold them as well as the samples, pair
+        slots as far as that does not slow down the samples' own steps (`MOST_OVER_USUAL`).
 
     Raises:
       ConfigError: `balance.pool_slots` does not hold one row.
@@ -57,15 +58,15 @@ def choose_routes(
     plans = [place_items(batch, specs, grids, balance.mode, nodes) for batch in batches]
     language = specs[LANGUAGE]
     arriving = [
-        # All microbatches of a rank together: one pool shall hold them.
+        # Tokens of all microbatches of a rank together, because one pool should hold them.
         media_tokens(batch, plan[LANGUAGE], tuple(grids), language.ranks).sum(axis=0).max(initial=0)
         for batch, plan in zip(batches, plans, strict=True)
     ]
     generators = [phase for phase in grids if specs[phase].phase.generates]
-    # A token may arrive and leave, and then has two slots
+    # With a generator a token may arrive and also leave, and then takes two slots
     row_tokens = max(language.capacities) * (2 if generators else 1)
     language_pool = _pool(LANGUAGE, arriving, row_tokens, balance)
-    # Who shares an exchange depends on the grids alone.
+    # Which phases share an exchange depends on grids and directions alone, so sizes may be 0 here.
     unsized = {
         phase: RouteSpec(grid, 0, language_pool, 0, padded.MAX_HOPS, outward=phase in generators)
         for phase, grid in grids.items()
@@ -90,7 +91,7 @@ def _encoder_pool(
     specs: Mapping[str, PhaseSpec],
     balance: BalanceConfig,
 ) -> int:
-    """Tokens of the pool that some phases share."""
+    """Tokens of the encoder pool that these phases share."""
     row_tokens = {
         phase: max(specs[phase].capacities) // specs[phase].slots_per_token for phase in phases
     }
@@ -102,7 +103,7 @@ def _encoder_pool(
 
 
 def _tokens_of_rows(plan: PhasePlan, spec: PhaseSpec) -> int:
-    """Tokens that a rank's part of all rows can hold."""
+    """Tokens that a rank's parts of all rows can hold."""
     return int(plan.capacity.sum(dtype=np.int64)) // spec.slots_per_token
 
 
@@ -115,11 +116,11 @@ def _pair_slots(
     grid: ExchangeGrid,
     samples: int,
 ) -> int:
-    """Pair slots of the padded exchange of some phases, chosen whatever the backend: a spec then
-    serves any of them.
+    """Pair slots of the padded exchange that these phases share. They are chosen whatever the
+    backend is, so that a spec serves every backend.
 
     Args:
-      samples: the first of `batches`, which tell what is usual; the rest may come.
+      samples: number of first `batches` that show what is usual; the others may occur.
     """
     slots_per_token = {phase: specs[phase].slots_per_token for phase in phases}
     moves = [
@@ -138,7 +139,7 @@ def _pair_slots(
 
 
 def _pool(phase: str, used: Sequence[int], row_tokens: int, balance: BalanceConfig) -> int:
-    """Tokens of a rank's pool: what the samples used with some head room, and at least one row."""
+    """Tokens of a rank's pool: what the samples use and some head room, and at least one row."""
     if balance.pool_slots == "auto":
         return max(with_head_room(int(max(used, default=0)), POOL_ALIGNMENT), row_tokens)
     if balance.pool_slots < row_tokens:

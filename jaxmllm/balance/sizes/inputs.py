@@ -1,4 +1,5 @@
-"""Inputs to choosing sizes other than the sampled lengths: of a phase, and of the search itself."""
+"""Inputs to choosing sizes other than the sampled lengths: those of a phase, and constants of the
+search."""
 
 from __future__ import annotations
 
@@ -12,29 +13,31 @@ from jaxmllm.config.schema import PhaseConfig
 from jaxmllm.phases import Phase
 
 Capacities = tuple[int, ...]  # slots of a rank, descending
-Classes = tuple[RowClass, ...]  # of a phase, by the slots of a row, most first
+Classes = tuple[RowClass, ...]  # of a phase, by slots of a row, descending
 
-ODD_FACTORS = (3, 5, 7)  # of ranks that may hold a row together, where `auto` decides how many
+ODD_FACTORS = (3, 5, 7)  # odd factors that the spans chosen by `auto` may have
 HEAD_ROOM = 8  # sizes are 1/8 above what the samples needed
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """What rows of a phase consist of: whole attention blocks, and whole language tokens.
+    """The units that rows of a phase consist of: whole attention blocks and whole language tokens.
 
-    Where a device has few blocks of a row, attention takes smaller ones: on average half a block of it is padding, and
-    few and large ones cannot be shared out evenly where several devices hold a row. Blocks that hold no whole tokens go
-    to a device in stretches that do.
+    Where a device has few blocks of a row, attention uses smaller blocks: half a block per device
+    is padding on average, and a few large blocks cannot be divided evenly among several devices
+    that hold a row. Where a block does not hold whole language tokens, a device gets stretches of
+    blocks that do.
 
     Attributes:
       block: slots of an attention block.
-      small: of a smaller one; none: there is none.
-      smallest: of one still smaller; none: there is none.
-      stride: slots of a token of attention.
+      small: slots of a smaller block; None: there is none.
+      smallest: slots of an even smaller block; None: there is none.
+      stride: slots per token of attention.
       token: slots that the tower or its projector takes as a whole.
-      few: blocks of a device below which they are few; of small ones half as many. Fewer than there are devices are
-        few, too: those of one long item could not be shared out.
-      parts: of the slots of a rank, each on a device.
+      few: a device has few blocks if it has fewer than this; half of this for small blocks. Fewer
+        blocks than there are devices are few, too: those of one long item could not be divided
+        among the devices.
+      parts: number of parts of the slots of a rank, each on one device.
     """
 
     block: int
@@ -47,11 +50,11 @@ class Alignment:
 
     @property
     def slots(self) -> int:
-        """What capacities are multiples of, where blocks are not few."""
+        """Unit of capacities where blocks are not few."""
         return self._unit_of(self.block)
 
     def unit(self, slots: int) -> int:
-        """What capacities of about so many slots may be multiples of."""
+        """The smallest unit that a capacity of about this many slots may be a multiple of."""
         if self.small is None:
             return self.slots
         if self.smallest is None or slots >= self._few_small:
@@ -62,25 +65,25 @@ class Alignment:
         return math.lcm(block, self.token) * self.parts
 
     def round_up(self, slots: int) -> int:
-        """The least capacity of so many slots or more."""
+        """The smallest capacity that `auto` may choose with at least this many slots."""
         return round_up(slots, self._chosen_unit(slots))
 
     def round_down(self, slots: int) -> int:
-        """The largest capacity of so many slots or fewer; 0 where there is none."""
+        """The largest capacity that `auto` may choose with at most this many slots; 0 if none."""
         unit = self._chosen_unit(slots)
         return slots // unit * unit
 
     def _chosen_unit(self, slots: int) -> int:
-        """What those that are chosen are multiples of. Each smaller unit divides the bound from which the next counts,
-        so that rounding up ends no further than there."""
+        """Unit of capacities that `auto` chooses. Each smaller unit divides the bound above which
+        the next larger unit applies, so rounding up never passes that bound."""
         return self.slots if slots >= self.few * self.slots else self.unit(slots)
 
     def attention_block(self, row_class: RowClass) -> int:
-        """Tokens of the blocks in which attention takes rows of a class.
+        """Tokens of the attention blocks of rows of a class.
 
         Raises:
-          ValueError: a row that several devices hold is no whole number of blocks on each of them, or of stretches of
-            blocks that hold whole language tokens.
+          ValueError: a row that several devices hold is not, on each of them, a whole number of
+            blocks, or of stretches of blocks that hold whole language tokens.
         """
         capacity, span = row_class
         slots = self._block(capacity, span)
@@ -96,7 +99,8 @@ class Alignment:
         return block
 
     def layout_blocks(self, classes: Classes) -> tuple[int, ...] | None:
-        """Slots of the blocks that items of each class are laid out by; none where blocks hold no whole tokens."""
+        """Slots of the block by which items of each class are laid out; None where a block does not
+        hold whole language tokens."""
         blocks = tuple(self._block(*row_class) for row_class in classes)
         return None if any(block % self.token for block in blocks) else blocks
 
@@ -106,12 +110,13 @@ class Alignment:
         return self.few // 2 * (self.small or 0) * self.parts
 
     def _block(self, capacity: int, span: int) -> int:
-        """The largest of which a device has a whole number that is not few."""
+        """Slots of the largest block of which a device has a whole number that is not few, or else
+        of the smallest block."""
         blocks = (self.block, self.small, self.smallest)
         *larger, smallest = (block for block in blocks if block is not None)
         enough = max(self.few, span * self.parts) * self.block * self.parts
-        # Each larger block with the least capacity of which it makes enough blocks. There may be
-        # none or one of them, so the lengths may differ.
+        # Each larger block goes with the smallest capacity that has enough of these blocks. There
+        # may be fewer than two larger blocks, so the lengths may differ.
         for block, least_capacity in zip(larger, (enough, self._few_small), strict=False):
             if capacity >= least_capacity and capacity % self._unit_of(block) == 0:
                 return block
@@ -120,7 +125,7 @@ class Alignment:
 
 @dataclass(frozen=True)
 class SizingInputs:
-    """Inputs to the rows of one phase other than the sampled lengths."""
+    """Inputs to choosing the rows of one phase other than the sampled lengths."""
 
     phase: Phase
     ranks: int
@@ -129,15 +134,16 @@ class SizingInputs:
     longest: int  # slots of the largest item of the whole data; 0 without any
     flops: ItemCost
     config: PhaseConfig
-    time: PhaseTime | None = None  # balances items instead of their FLOPs
-    # Numbers of ranks that may hold a row together, ascending: each divides the next and the ranks
+    time: PhaseTime | None = None  # measured times, to balance by instead of FLOPs
+    # Allowed spans, ascending; each divides the next and the number of ranks
     spans: tuple[int, ...] = (1,)
-    # What gathering the keys and values of a slot of another rank takes, in FLOPs that could be
+    # Price of gathering the keys and values of one slot of another rank, in FLOPs that could be
     # done meanwhile
     gather_cost: int = 0
-    # What a microbatch takes besides its slots, in FLOPs; a calibration knows better
+    # What a microbatch takes in addition to its slots, in FLOPs; not used where a calibration
+    # measured it
     microbatch_cost: int = 0
-    fitting: int | None = None  # slots that the memory of a rank holds; none: not known
+    fitting: int | None = None  # slots that the memory of a rank holds; None: not known
 
     @property
     def name(self) -> str:
@@ -145,13 +151,13 @@ class SizingInputs:
 
     @property
     def row_classes(self) -> int:
-        """Most row classes that may be chosen, but for one more of `auto` where that saves enough."""
+        """Most row classes that may be chosen; `auto` may add more, each of which saves enough."""
         chosen = self.config.row_classes
         return CAPACITY_SEARCH.usual_classes if chosen == "auto" else chosen
 
     @property
     def largest_capacity(self) -> int:
-        """Most slots of a rank that `max_capacity` and the alignment allow."""
+        """The largest capacity that `max_capacity` and the alignment allow."""
         return self.alignment.round_down(self._most_slots())
 
     def _most_slots(self) -> int:
@@ -167,56 +173,61 @@ class SizingInputs:
 class CapacitySearch:
     """Constants of the search for row capacities, and of how its candidates are judged."""
 
-    # Candidates. The first class holds one of these shares of a load, in the fewest rows that can
-    # hold the load, or in one, two or three rows more. Of the median load, and of those that such
-    # shares of the loads do not exceed: with few examples per rank loads are far apart, and a class
-    # that holds most of them in one row lies between the median and the largest.
+    # Candidates. The first class holds one of `load_shares` of a load, in the fewest rows that can
+    # hold the load or in up to three more. That load is the median or one of `load_quantiles`: with
+    # few examples per rank loads are far apart, and a class that holds most of them in one row is
+    # between the median and the largest.
     load_quantiles: tuple[float, ...] = (0.0, 0.8, 0.95, 1.0)
     load_shares: tuple[float, ...] = (0.8, 0.85, 0.9, 0.95, 1.0, 1.03)
     row_numbers: int = 4
-    # Another class is the median load divided by one of the former, to hold what the first class
-    # leaves over, or smaller than the class before it by the median load divided by one of the
-    # latter: classes of similar size.
+    # Another class is the median load divided by one of `leftover_divisors`, to hold what the first
+    # class leaves over, or it is smaller than the class before it by the median load divided by one
+    # of `step_divisors`: classes of similar size.
     leftover_divisors: tuple[int, ...] = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
     step_divisors: tuple[int, ...] = (16, 24, 32, 48, 64, 96, 128)
-    # Where the first class is larger than the median load, because of the longest item, another is
-    # a share of that load or the first divided by one of these: nothing else lies between the two.
+    # Where the first class is larger than the median load, because of the longest item, another may
+    # be a share of that load or the first divided by one of these, to fill the range between.
     first_divisors: tuple[float, ...] = (1.5, 2, 3, 4, 6, 8, 12, 16)
-    # Or it holds a whole load: one that such a share of the loads does not exceed.
+    # Or it holds a whole load that is one of these quantiles of the loads.
     whole_quantiles: tuple[float, ...] = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9)
-    # Or it holds the longest item of these shares of the loads.
+    # Or it holds the longest item of this share of the loads.
     longest_quantiles: tuple[float, ...] = (0.5, 0.8, 0.95, 1.0)
-    # A further class is added to the best sets so far: this many, the same number of each span.
+    # A further class is added to this many of the best sets of the smallest span, and to a part of
+    # this number for each other span.
     extended: int = 512
-    # Of so many for all spans, each but the fewest ranks has a part: one in 4, however many more spans there are.
+    # That part is equal for all spans, but at least one in 4, however many spans there are.
     most_parts: int = 4
-    # A third class is what few examples per rank gain most by; each is a program to compile. Each further one of `auto`
-    # has to save this share of a step, as it does for batches of a handful of examples.
+    # Few examples per rank gain most by a third class; each class is a program to compile. Each
+    # class that `auto` adds to these has to save this share of a step, as it does for batches of a
+    # handful of examples.
     usual_classes: int = 3
     class_saves: float = 0.005
-    # Another class in the place of one must save a thousandth: what is less is chance of the samples. Tried are those
-    # that may come after others, and some near to each, such as those so many units of capacities from it.
+    # Replacing a class must save a thousandth, because less may be chance of the samples. Tried are
+    # classes that may follow others, and some near each class, such as those this many units of
+    # capacity from it.
     capacity_worth: float = 0.999
     unit_steps: tuple[int, ...] = (1, 2, 4, 8)
-    # Where nothing bounds capacities: rows that hold 4 of the longest items can still be balanced,
-    # and no fewer slots than these.
+    # The largest capacity, where neither config nor memory limits it further: rows of 4 of the
+    # longest items, which can still be balanced, and at least `usual_capacity`.
     longest_items: int = 4
     usual_capacity: int = 32_768
 
-    # All candidates are judged by a bound, on 128 sampled and redrawn batches or those of 1 << 19
-    # examples: rows that just hold a few batches overflow in the next.
+    # All candidates are judged by a bound, on 128 sampled and redrawn batches, or fewer if these
+    # have over 1 << 19 examples: rows that just hold a few batches overflow in the next one.
     judged_batches: int = 128
     judged_examples: int = 1 << 19
-    # In the bound rows get as full as this; it would favour rows that exactly hold the mean load.
+    # The bound assumes that rows get this full; else it would favour rows that exactly hold the
+    # mean load.
     expected_fill: float = 0.99
-    # What a microbatch takes besides its slots at least, as a share of the load.
+    # The least overhead of a microbatch, as a share of the load.
     least_overhead: float = 0.002
-    # What gathering a slot takes at least, in slots: rows that ranks share must save something.
+    # The least price of gathering a slot, in slots, so that shared rows must save something.
     least_gather: float = 0.001
 
-    # The 24 best by the bound, the same number of each span but at least 8, are really packed in a
-    # quarter of 32 batches, and the 4 best of these in all of them. There are fewer batches where
-    # the former would pack over 4 million items.
+    # The best candidates by the bound, 24 of the smallest span and a part of that number of each
+    # other span, at least 8, are really packed in a quarter of 32 batches, and the 4 best of these
+    # in all 32. There are fewer batches where packing 24 candidates in all of them would pack over
+    # 4 million items.
     first_packed: int = 24
     least_packed: int = 8
     then_packed: int = 4
@@ -230,7 +241,7 @@ CAPACITY_SEARCH = CapacitySearch()
 def phase_spec(
     inputs: SizingInputs, classes: Classes, max_segments: int | None = None
 ) -> PhaseSpec:
-    """The phase with the given rows; without `max_segments` any number of items may share one."""
+    """The phase with the given rows; without `max_segments` any number of items may share a row."""
     return PhaseSpec(
         phase=inputs.phase,
         ranks=inputs.ranks,

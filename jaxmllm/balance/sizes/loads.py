@@ -32,7 +32,7 @@ ITEM_COLUMNS = [column.name for column in fields(PhaseItems)]
 
 
 class SampleSize(NamedTuple):
-    """How large a sample is: as many batches as so many examples fill, within bounds."""
+    """The size of a sample: as many batches as `examples` examples fill, within bounds."""
 
     examples: int
     fewest: int  # batches
@@ -42,7 +42,7 @@ class SampleSize(NamedTuple):
         return min(max(self.examples // batch_size, self.fewest), self.most)
 
 
-PLANNED = SampleSize(2048, fewest=8, most=32)  # of the samples, of which plans are made
+PLANNED = SampleSize(2048, fewest=8, most=32)  # the samples that whole plans are made for
 
 
 @dataclass(frozen=True)
@@ -50,20 +50,20 @@ class Load:
     """The items of one phase in one batch, and what its rows have to hold."""
 
     items: PhaseItems
-    item_rank: Longs | None  # [N], where items stay with their example; none: they move freely
+    item_rank: Longs | None  # [N], where items stay with their example; None: they move freely
     ranks: int
-    slots: int  # of the fullest rank, if rows could be cut anywhere
-    microbatch_overhead: float  # of each microbatch, in slots of average cost
+    slots: int  # slots of the fullest rank, if rows could be cut anywhere
+    microbatch_overhead: float  # overhead of each microbatch, in slots of average cost
 
     @cached_property
     def _ascending(self) -> tuple[Longs, Longs]:
-        """Lengths of the items, ascending: [N]; and the slots of those from each on: [N + 1]."""
+        """(lengths of the items, ascending, [N]; sum of the lengths from each item on, [N + 1])."""
         lengths = np.sort(self.items.length)
         return lengths, np.append(np.cumsum(lengths[::-1])[::-1], 0)
 
     def needs_over(self, length: int) -> tuple[int, int]:
-        """Slots and number of the items longer than `length`: on the rank that has most or, where
-        items move freely, slots of the mean rank and items of all."""
+        """(slots, number) of the items longer than `length`: the most that any rank has or, where
+        items move freely, slots of the mean rank and the number on all ranks."""
         if self.item_rank is None:
             lengths, slots_from = self._ascending
             fitting = int(np.searchsorted(lengths, length, side="right"))
@@ -74,17 +74,17 @@ class Load:
         return slots, int(np.bincount(rank, minlength=1).max())
 
     def wanted_slots(self, inputs: SizingInputs, span: int) -> int:
-        """Slots that the rows of a rank should have where `span` ranks may share one."""
+        """Slots that the rows of a rank should have where `span` ranks may share a row."""
         least_slots = math.ceil(self.slots / CAPACITY_SEARCH.expected_fill)
         if self.item_rank is not None:
             return least_slots
-        # Of the mean rank: items that move freely need room, too, where their costs are balanced.
+        # Slots of the mean rank. Items that move freely also need room to balance their costs.
         cost = item_costs(phase_spec(inputs, (RowClass(1),)), self.items)
         roomy_slots = wanted_slots(self.items.length, cost, self.ranks, span)
         return max(least_slots, ceil_divide(roomy_slots, self.ranks))
 
     def plan(self, spec: PhaseSpec) -> PhasePlan:
-        """The items really packed."""
+        """The plan of these items, really packed into rows of `spec`."""
         if self.item_rank is None:
             return assign(spec, self.items)
         return assign_in_place(spec, self.items, self.item_rank)
@@ -100,8 +100,8 @@ def loads_of(
 
     Args:
       grids: by encoder or generator phase.
-      example_ranks: by batch, the rank of each example where its items stay with it; none: they
-        move freely.
+      example_ranks: for each batch the rank of each example where its items stay with it; None:
+        items move freely.
     """
     return [
         _load(batch, inputs, grids, example_rank)
@@ -133,8 +133,8 @@ def _load(
 
 
 def _microbatch_overhead(inputs: SizingInputs, items: PhaseItems, slots: int) -> float:
-    """What a microbatch takes besides its slots, expressed in slots of average cost: each is a
-    dispatch of its own and gathers sharded parameters anew."""
+    """What a microbatch takes in addition to its slots, in slots of average cost: each microbatch
+    is dispatched on its own and gathers sharded parameters again."""
     if inputs.time is not None and inputs.time.row:
         overhead = inputs.time.row
         cost = inputs.time.item
@@ -149,15 +149,16 @@ def _microbatch_overhead(inputs: SizingInputs, items: PhaseItems, slots: int) ->
 
 
 def to_plan(samples: Sequence[BatchItems]) -> Sequence[BatchItems]:
-    """The first samples, where each takes a whole plan: their lengths alone are cheap, and more of them."""
+    """The first samples, for uses that make a whole plan of each. Uses that only read lengths are
+    cheap, so there are more samples."""
     size = max((len(batch.examples) for batch in samples), default=0)
     return samples[: PLANNED.batches(max(size, 1))]
 
 
 def redraw(samples: Sequence[BatchItems]) -> list[BatchItems]:
-    """Batches of examples drawn again from all samples: with these, the batches that judge rows.
+    """Batches of examples drawn again from all samples. Rows are judged on these and the samples.
 
-    A few batches tell the lengths of items well, but not how far the load of a batch strays from
+    A few batches show the lengths of items well, but not how far the load of a batch strays from
     the mean.
     """
     size = max((len(batch.examples) for batch in samples), default=0)
@@ -175,7 +176,7 @@ def redraw(samples: Sequence[BatchItems]) -> list[BatchItems]:
 
 
 def _pooled(samples: Sequence[BatchItems]) -> tuple[dict[str, PhaseItems], int]:
-    """The items of all batches as those of one, by phase; and the number of its examples."""
+    """(items of all batches joined into one batch, by phase; number of its examples)."""
     start = np.cumsum([0, *(len(batch.examples) for batch in samples)])  # examples before a batch
     pooled = {}
     for phase in samples[0].phases:
@@ -191,8 +192,8 @@ def _pooled(samples: Sequence[BatchItems]) -> tuple[dict[str, PhaseItems], int]:
 
 
 def _items_of(items: PhaseItems, chosen: Longs, examples: int) -> PhaseItems:
-    """The items of chosen examples, which are numbered anew."""
-    # Items are in the order of examples: those of one are side by side, from `start` on.
+    """The items of the chosen examples, which are numbered 0, 1, .. in the order of `chosen`."""
+    # Items are in the order of examples, so those of an example are consecutive, from `start` on.
     items_per_example = np.bincount(items.example, minlength=examples)
     start = np.cumsum(items_per_example) - items_per_example
     example = np.repeat(np.arange(len(chosen)), items_per_example[chosen])
