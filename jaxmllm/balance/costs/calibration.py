@@ -1,9 +1,10 @@
 """The file that `balance.calibration` names: measured times of every phase's rows.
 
-    seconds of a row of C slots = row + slot * C + linear * sum of l + quadratic * sum of squares     items of l slots
+    seconds of a row of C slots = row + slot * C + linear * sum of l + quadratic * sum of squares
 
-The square of an item is l**2, or less where layers attend in windows (`ItemCost.mean_squares` of its FLOPs).
-tools/calibrate.py writes it, setup/sizing.py reads it for the planner.
+The sums are over the row's items of l slots. The square of an item is l**2, or less where layers
+have windows (`ItemCost.mean_squares` of its FLOPs). tools/calibrate.py writes the file,
+setup/sizing.py reads it for the planner.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pydantic import Field, ValidationError
 from jaxmllm.balance.costs.flops import ItemCost, PhaseTime
 from jaxmllm.config.schema import ConfigError, Section
 
-PER_SECOND = 10**15  # femtoseconds: about a FLOP of a fast chip each
+PER_SECOND = 10**15  # femtoseconds; a fast chip does about one FLOP in each
 REMEDY = "make it with jaxmllm calibrate --config .. --out PATH, or set balance.calibration to null"
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -27,7 +28,8 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Fill:
-    """What a made-up row holds, of `capacity` slots on each of `span` ranks: `items` of `length` slots each."""
+    """Content of a made-up row with `capacity` slots on each of `span` ranks: `items` items of
+    `length` slots each."""
 
     capacity: int
     items: int
@@ -35,7 +37,7 @@ class Fill:
     span: int = 1
 
     def used(self, flops: ItemCost) -> tuple[float, float]:
-        """Slots that hold something, and the sum of squares of items of these FLOPs: a rank's part of each."""
+        """(filled slots, sum of the squares of items with these FLOPs): one rank's part of each."""
         squares = self.items * flops.mean_squares(self.length)
         return self.items * self.length / self.span, squares / self.span
 
@@ -50,13 +52,13 @@ class Coefficients(Section):
     residual: Seconds  # root mean square of the relative errors of the fit
 
     def seconds(self, fill: Fill, flops: ItemCost) -> float:
-        """Seconds of a row that is filled like this, with items of these FLOPs."""
+        """Seconds of a row with this fill, whose items have these FLOPs."""
         slots, squares = fill.used(flops)
         return self.row + self.slot * fill.capacity + self.linear * slots + self.quadratic * squares
 
     def time(self, flops: ItemCost) -> PhaseTime:
-        """What the planner gets of items of these FLOPs: femtoseconds, the same on every host since the file's decimal
-        figures are scaled."""
+        """Times for the planner of items with these FLOPs, in femtoseconds: the same on every host,
+        because the file's decimal figures are scaled."""
         row, slot, linear, quadratic = (
             PER_SECOND * Decimal(repr(seconds))
             for seconds in (self.row, self.slot, self.linear, self.quadratic)
@@ -66,14 +68,14 @@ class Coefficients(Section):
 
 class PhaseCalibration(Section):
     dtype: str  # of the computation
-    capacities: tuple[int, ...]  # of the rows that were timed, on a rank
-    flops: ItemCost  # of an item, to know the model and what of it is trained
+    capacities: tuple[int, ...]  # of the rows that were timed
+    flops: ItemCost  # of an item: identifies the model and what of it is trained
     forward: Coefficients
     training: Coefficients  # forward and backward: what the planner reads
 
     @property
     def time(self) -> PhaseTime:
-        """What the planner balances by."""
+        """The times that the planner balances by."""
         return self.training.time(self.flops)
 
 
@@ -96,13 +98,13 @@ class Calibration(Section):
         dtypes: Mapping[str, str] | None = None,
         mesh: Mapping[str, int] | None = None,
     ) -> list[str]:
-        """In words: in what a run on this kind of device differs from what was measured.
+        """How a run on this kind of device differs from what was measured, in words.
 
         Args:
-          device: none: not known.
-          flops: of an item, by phase.
-          dtypes: of the computation, by phase; none: not known.
-          mesh: devices along each axis; none: not known.
+          device: kind of device; None: not known.
+          flops: FLOPs of an item, by phase.
+          dtypes: dtype of the computation, by phase; None: not known.
+          mesh: number of devices along each axis; None: not known.
         """
         differences = []
         if device is not None and device != self.device:
@@ -128,15 +130,17 @@ class Calibration(Section):
 
 
 def _split(mesh: Mapping[str, int]) -> dict[str, int]:
-    """Axes along which several devices compute the same layers of a row: only these change how long it takes."""
+    """The axes along which several devices compute the same layers of a row together; only these
+    change how long a row takes."""
     return {axis: size for axis, size in mesh.items() if size > 1 and axis in ("context", "tensor")}
 
 
 def load_calibration(path: str | Path, phases: Iterable[str]) -> Calibration:
-    """Read a calibration that must know these phases.
+    """Read a calibration, which must include these phases.
 
     Raises:
-      ConfigError: the file is absent or ill-formed, lacks a phase, or has no cost for its items.
+      ConfigError: the file is absent or ill-formed, lacks a phase, or has no cost for a phase's
+        items.
     """
     where = f"balance.calibration: {path}"
     try:

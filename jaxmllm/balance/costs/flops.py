@@ -1,17 +1,19 @@
-"""FLOPs of the real shapes: the one source for MFU, for cutting pipeline stages and, unless a calibration says what
-items take, for balancing.
+"""FLOPs of the real shapes: the one source for MFU, for cutting pipeline stages and, where no
+calibration gives measured times, for balancing.
 
     vision      patch embedding | blocks ... | projector      layers of each phase in the order of computation; a
     audio       stem | blocks ... | projector                 projector, and a head with its loss, are layers like
     language    embedding | blocks ... | head                 any other
     diffusion   projector | patch embedding | blocks ... | output
 
-A phase costs the sum of its layers. Matrix products count 2 FLOPs per multiply-add; norms, activations, softmax and
-rotations are left out, as is usual. Backward counts what freezing leaves:
+A phase costs the sum of its layers. Matrix products count 2 FLOPs per multiply-add; norms,
+activations, softmax and rotations are left out, as is usual. Backward counts what freezing leaves:
 
-    bwd(l) = [something trained upstream of l] * dX(l) + share of l that is trained * dW(l)        dX = dW = fwd
+    bwd(l) = [something trained upstream of l] * dX(l) + trained share of l * dW(l)
+                                                                           with dX = dW = fwd
 
-Recomputation (remat, or attention's own) is not counted: MFU measures the model, not the way it is run.
+Recomputation (remat, or attention's own) is not counted: MFU measures the model, not the way it is
+run.
 """
 
 from __future__ import annotations
@@ -40,60 +42,62 @@ from jaxmllm.phases import LANGUAGE, component_names, make_phases
 
 NO_SQUARES: tuple[Fraction, ...] = (Fraction(0), Fraction(0))
 
-# How much of a component's parameters is trained, by component of which anything is
+# Share of the parameters that is trained, for each component that has trained ones
 Shares: TypeAlias = Mapping[str, Fraction | int]
 
-# Added to `ItemCost.squares`, by kind of layer: numbers, or [N] of items
+# Added to `ItemCost.squares`, for each kind of layer: a number, or [N] for N items
 Extra: TypeAlias = Sequence[Any]
 
 
 @dataclass(frozen=True)
 class ItemCost:
-    """What one item of l slots costs, forward and backward, in FLOPs, or femtoseconds where they were measured.
+    """Cost of one item of l slots, forward and backward, in FLOPs, or femtoseconds where measured.
 
         linear * l + quadratic * l**2 + windowed * (l**2 - max(0, l - window)**2)
 
-    The last term is of causal layers that attend in windows: of the triangle of all pairs they lack the one beyond. In
-    towers, whose windows or chunks are apart, it is windowed * l * min(l, window).
+    The last term is that of causal layers with windows: the triangle of all pairs less the triangle
+    beyond the window. In towers, whose windows or chunks do not overlap, it is
+    windowed * l * min(l, window).
 
-    What the length does not tell is added to the squares, as `extra` of each kind of layer: `VisiblePairs`.
+    What the length does not determine is added to the squares, as `extra` for each kind of layer
+    (`VisiblePairs`).
     """
 
     linear: int
     quadratic: int
     windowed: int = 0
-    window: int = 0  # slots that a windowed layer sees of an item
-    apart: bool = False  # the windows of a tower
+    window: int = 0  # slots of an item that a windowed layer sees
+    apart: bool = False  # whether windows do not overlap, as in a tower
 
     def of(self, length: Any, extra: Extra = (0, 0)) -> Any:
         """Cost of an item of each length, in integers or floating-point numbers as the lengths are."""
         return self.linear * length + self.attention(length, extra)
 
     def squares(self, length: Any, extra: Extra = (0, 0)) -> tuple[Any, ...]:
-        """What attention costs in proportion to, by kind of layer: squared lengths, and as much of them as lies within
-        the window."""
+        """The amounts that attention's cost is proportional to, for each kind of layer: squared
+        lengths, and the part of them that is within the window."""
         beyond = (length > self.window) * (length - self.window)
         within = length * (length - beyond) if self.apart else length**2 - beyond**2
         return length**2 + extra[0], within + extra[1]
 
     @property
     def per_square(self) -> tuple[int, ...]:
-        """What attention costs for each of `squares`."""
+        """Cost of attention per unit of each of `squares`."""
         return self.quadratic, self.windowed
 
     def attention(self, length: Any, extra: Extra = (0, 0)) -> Any:
-        """What pairs of slots cost, the part that is not linear in the length."""
+        """Cost of pairs of slots, the part that is not linear in the length."""
         return sum(
             cost * square
             for cost, square in zip(self.per_square, self.squares(length, extra), strict=True)
         )
 
     def mean_squares(self, length: int) -> float:
-        """`squares` averaged over the kinds of layers, by what these cost."""
+        """`squares` averaged over the kinds of layers, weighted by `per_square`."""
         return self.attention(length) / sum(self.per_square) if any(self.per_square) else length**2
 
     def total(self, length: Longs, extra: Extra = (0, 0)) -> float:
-        """Cost of items of these lengths together."""
+        """Total cost of items of these lengths."""
         length = length.astype(float)
         squares = (square.sum() for square in self.squares(length, extra))
         attention = sum(
@@ -111,7 +115,8 @@ class ItemCost:
         )
 
     def measured(self, linear: Decimal, mean_square: Decimal) -> ItemCost:
-        """The same with measured costs per slot and per mean square."""
+        """The cost with measured figures per slot and per mean square; the latter is divided among
+        the kinds of layers in proportion to `per_square`."""
         share = Fraction(self.windowed, sum(self.per_square)) if self.windowed else Fraction(0)
         windowed = share * Fraction(mean_square)
         return replace(
@@ -124,7 +129,7 @@ class ItemCost:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """Measured femtoseconds: of one item, and what every row takes besides its items."""
+    """Measured femtoseconds of one item, and of every row in addition to its items."""
 
     item: ItemCost
     row: int
@@ -137,9 +142,12 @@ class Layer:
     Attributes:
       component: "vision", "projector.vision", "language", ...
       parameters: numbers in its matrices.
-      products: of products with weights, per slot; gradients of one flow through those after it.
-      attention_squares: of scores and mixing, which have no weights, for each of `ItemCost.squares`.
-      adapters: of products with factors of low rank beside these, per slot; they count as the first ones.
+      products: FLOPs of each product with weights, per slot; gradients of one product flow through
+        the products after it.
+      attention_squares: FLOPs of scores and mixing, which have no weights, per unit of each of
+        `ItemCost.squares`.
+      adapters: FLOPs of the products with low-rank factors, per slot; they count as the first
+        products.
     """
 
     component: str
@@ -154,15 +162,16 @@ class Layer:
 
     @property
     def adapter(self) -> str:
-        """The component of its adapters, where it has any."""
+        """Name of the component of its adapters, where it has any."""
         return f"{ADAPTER}{self.component}"
 
     def is_trained(self, trained: Mapping[str, Any]) -> bool:
-        """Whether anything of its weights is trained, by the components of which anything is."""
+        """Whether any of its weights is trained. `trained` has each component with trained weights
+        as a key."""
         return self.component in trained or bool(self.adapters and self.adapter in trained)
 
     def trained_share(self, shares: Shares) -> Fraction | int:
-        """Of products with weights, how much has gradients of the weights."""
+        """Share of the products with weights for which weight gradients are computed."""
         component_share = shares.get(self.component, 0)
         if not self.adapters:
             return component_share
@@ -174,7 +183,7 @@ class Layer:
         """FLOPs of scores and mixing.
 
         Args:
-          squares: sums of `ItemCost.squares` of the items.
+          squares: sums of `ItemCost.squares` over the items.
         """
         pairs = (
             flops * square for flops, square in zip(self.attention_squares, squares, strict=True)
@@ -187,14 +196,15 @@ def phase_flops(
 ) -> ItemCost:
     """FLOPs of one item of a phase, forward and backward.
 
-    An encoder phase includes its projector. The language phase of a model that learns text includes the head on every
-    slot, as if all had targets: that balances the slots that may have one. `head_flops` says how much of it is the
-    head's.
+    An encoder phase includes its projector. The language phase of a model that learns text includes
+    the head on every slot, as if all had targets: that balances the slots that may have one.
+    `head_flops` gives the head's part.
 
     Args:
-      model: shapes; `language.vocab_size` must be a number when the phase has the loss.
+      model: shapes; `language.vocab_size` must be a number for the language phase.
       phase: name of a phase of the model.
-      trained: share of the parameters that are trained, by component that has any: "vision", "projector.vision", ...
+      trained: share of the parameters that is trained, for each component that has trained ones:
+        "vision", "projector.vision", ...
       learns_text: whether the decoder has a loss, and so a head.
 
     Raises:
@@ -215,7 +225,8 @@ def phase_flops(
 
 
 def _window_slots(model: ModelConfig, phase: str) -> int:
-    """Slots that a layer with windows sees of an item: of a clip its chunks, of an image a square."""
+    """Slots of an item that a layer with windows sees: a chunk of a clip, a square of an image, a
+    stretch of text."""
     if phase == "audio" and model.audio is not None:
         return model.audio.seen_slots
     window = model.windows[phase].window
@@ -224,7 +235,7 @@ def _window_slots(model: ModelConfig, phase: str) -> int:
 
 
 def head_flops(model: ModelConfig, trained: Shares, learns_text: bool = True) -> int:
-    """FLOPs of the head for one slot, forward and backward, which are computed where the slot has a target.
+    """FLOPs of the head for one slot, forward and backward, computed where the slot has a target.
 
     Args and errors are those of `phase_flops`.
     """
@@ -233,7 +244,8 @@ def head_flops(model: ModelConfig, trained: Shares, learns_text: bool = True) ->
 
 
 class _LayerTotal(NamedTuple):
-    """FLOPs of a layer, forward and backward: per slot, and for each of `ItemCost.squares`."""
+    """FLOPs of a layer, forward and backward: per slot, and per unit of each of
+    `ItemCost.squares`."""
 
     linear: Fraction
     squares: tuple[Fraction, ...]
@@ -243,7 +255,8 @@ class _LayerTotal(NamedTuple):
 def _trained_layers(
     model: ModelConfig, phase: str, shares: frozenset[tuple[str, Fraction | int]]
 ) -> tuple[_LayerTotal, ...]:
-    """What each layer of a phase takes, in the order of computation; `shares` are items of what is trained."""
+    """FLOPs of each layer of a phase, in the order of computation. `shares` are the items of a
+    `Shares` mapping, so that results can be cached."""
     phases = make_phases(model)
     trained = dict(shares)
     components = frozenset(component_names(phases))
@@ -252,16 +265,21 @@ def _trained_layers(
             f"trained components {sorted(unknown)} are not in this model: it has {sorted(components)}"
         )
     layers = phase_layers(model, phase)
+    # Gradients flow through this phase to trained components of the phases that it reads, and of
+    # those that these read.
     before = set(phases[phase].reads)
     before |= {name for read in before for name in phases[read].reads}
     upstream = any(name in trained for read in before for name in phases[read].components)
     totals = []
     for layer in layers:
-        # Forward, input gradient, weight gradient: the latter of as much as is trained, wherever in the component.
+        # Forward, input gradient and weight gradient. The last counts by the component's trained
+        # share, wherever in the component the trained weights are.
         linear = (1 + upstream + trained.get(layer.adapter, 0)) * layer.adapters
         upstream = upstream or bool(layer.adapters and layer.adapter in trained)
-        # Scores and mixing have two inputs each and no weights: their backward is all of it, or nothing.
+        # Scores and mixing have two inputs each and no weights: their backward pass computes both
+        # input gradients, or nothing.
         attention_passes = 3 if upstream else 1
+        # A layer without products, such as an embedding, may still be trained.
         for product in layer.products or (Fraction(0),):
             linear += (1 + upstream + trained.get(layer.component, 0)) * product
             upstream = upstream or layer.component in trained
@@ -274,7 +292,8 @@ def _trained_layers(
 
 
 def phase_layers(model: ModelConfig, phase: str) -> tuple[Layer, ...]:
-    """The layers of a phase, with its projector or its embedding and head, in the order of computation.
+    """The layers of a phase, with its projector or its embedding and head, in the order of
+    computation.
 
     Raises:
       ValueError: the model has no such phase, or vocab_size is not resolved.
@@ -290,7 +309,7 @@ def phase_layers(model: ModelConfig, phase: str) -> tuple[Layer, ...]:
 
 
 def _with_adapters(layers: Iterable[Layer], model: ModelConfig, phase: str) -> Iterator[Layer]:
-    """The layers of a phase, those that attend with the adapters of their matrices."""
+    """The layers of a phase, where layers with attention have the adapters of their matrices."""
     adapter = model.adapters.by_component.get(phase)
     if adapter is None:
         yield from layers
@@ -335,14 +354,14 @@ def decoder_layer(
     gated: bool = True,
     experts: ExpertsConfig | None = None,
 ) -> Layer:
-    """A layer that attends causally.
+    """A layer with causal attention.
 
     Args:
-      heads_width: heads * head_size, of queries.
-      kv_width: likewise of keys.
+      heads_width: heads * head_size of the queries.
+      kv_width: heads * head_size of the keys.
       gated: whether the MLP has a third matrix, as ours has.
-      experts: of which each is such an MLP. A token costs those that it chooses, and the router; what is padding in
-        their blocks does not count.
+      experts: a mixture, in which each expert is such an MLP. A token costs the experts that it
+        chooses, and the router; padding in the experts' blocks does not count.
     """
     mlp = width * (3 if gated else 2) * mlp_width
     outside = width * (2 * heads_width + 2 * kv_width)
@@ -359,7 +378,7 @@ def decoder_layer(
 def _vision(config: VisionConfig, language_width: int) -> tuple[Layer, ...]:
     patch = config.patch_features * config.width
     table = config.learned_positions * config.width
-    # A resampled position is a weighted sum of all learned ones; one of a table is looked up
+    # Resampled positions are weighted sums of all learned ones; positions of a table are looked up
     multiplied = config.row_frames * patch + (table if config.resamples else 0)
     weights = config.patch_frames * patch + table
     embedding = Layer("vision", weights, _product(multiplied))
@@ -392,7 +411,7 @@ def _stem(config: AudioConfig) -> Layer:
     """Two convolutions along time."""
     mels = config.stem_kernel * config.mel_bins * config.width
     halves = config.stem_kernel * config.width**2
-    # The second convolution halves what the first one yields
+    # The second convolution halves the number of frames that the first one yields
     after_first = _product(mels, per_token=config.stem_stride // 2)
     table = config.learned_positions * config.width  # looked up
     products = after_first + _product(halves, per_token=config.stem_stride)
@@ -400,7 +419,7 @@ def _stem(config: AudioConfig) -> Layer:
 
 
 def _plane_stem(config: AudioConfig) -> Layer:
-    """Convolutions along time and mels, each at all mels that it leaves, and a matrix."""
+    """Convolutions along time and mels, each computed at all mels that it leaves, and a matrix."""
     channels = config.stem_channels or 0
     inputs = 1
     per_token = 1
@@ -417,15 +436,16 @@ def _plane_stem(config: AudioConfig) -> Layer:
 
 
 def _diffusion(config: DiffusionConfig, language_width: int) -> tuple[Layer, ...]:
-    """Every slot counts as a patch and as a state that is projected: what is not there of either is little.
+    """Every slot counts both as a patch and as a projected state, which overcounts each a little.
 
-    Left out are what depends on times alone, once per item, and keys and values of an attention to conditions.
+    Left out are products that depend on times alone, once per item, and the keys and values of an
+    attention to conditions.
     """
     patch = config.patch_features * config.width
     shapes = config.projector_shapes
     projector = _projector(LANGUAGE, language_width, 1, config.width, shapes)
     block = _encoder_block("diffusion", config, per_token=1)
-    # With two streams a slot is in one of them
+    # With two streams each slot is in one of them, but both have weights
     block = replace(block, parameters=config.streams * block.parameters)
     if config.conditioning == "cross":
         patches = block.parameters - 2 * config.width**2
@@ -444,9 +464,10 @@ TOWERS: dict[str, Callable[[Any, int], tuple[Layer, ...]]] = {
 
 
 def _encoder_block(phase: str, config: TowerConfig | DiffusionConfig, per_token: int) -> Layer:
-    """A layer that attends in both directions; `per_token` slots are one token of its attention.
+    """A layer with attention in both directions; `per_token` slots are one token of its attention.
 
-    Where a generator's layers have a second attention, its pairs are among those of an item's slots (`VisiblePairs`).
+    Where a generator's layers have a second attention, its pairs are counted among those of an
+    item's slots (`VisiblePairs`).
     """
     attentions = getattr(config, "attentions", 1)
     weights = (
@@ -469,10 +490,11 @@ def _projector(
     shapes: ProjectorShapes,
     count: int = 1,
 ) -> Layer:
-    """One matrix or two on every `per_token` slots: a row of `features` numbers becomes a language token.
+    """One or two matrices on every `per_token` slots: a vector of `features` numbers becomes a
+    language token.
 
     Args:
-      count: of such projectors side by side, each of features of its own.
+      count: number of such projectors side by side, each with its own features.
     """
     if shapes.linear:
         weights = features * width
@@ -487,5 +509,6 @@ def _projector(
 
 
 def _product(weights: int, per_token: int = 1) -> tuple[Fraction, ...]:
-    """FLOPs per slot of a product with a matrix of `weights` numbers, done once for every `per_token` slots."""
+    """FLOPs per slot of a product with a matrix of `weights` numbers, done once for every
+    `per_token` slots."""
     return (Fraction(2 * weights, per_token),)

@@ -1,7 +1,8 @@
-"""What attention costs where several ranks hold a row: each receives the keys and values of the others' slots.
+"""The price of rows that several ranks hold: for attention, each rank receives the keys and values
+of the others' slots.
 
 forward     keys and values of every layer are gathered in the group
-backward    gathered again, for nothing of it is kept, and their gradients are summed over the group
+backward    gathered again, because they are not kept, and their gradients summed over the group
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class GatherPrice:
     # (sharding/context.py).
     exposed: Fraction = Fraction(1, 4)
     # FLOPs that a device could do while a byte arrives. GPU: an H100 that does 400 TFLOP/s and gets
-    # 400 GB/s of the others in its node. CPU: rows of span 8 beside those of span 1 with the same
-    # attention, in `jaxmllm calibrate` of configs/real-small.yaml on 8 forced devices of two cores;
-    # nothing overlaps there, numbers have 4 bytes, and what is gathered is copied again.
+    # 400 GB/s from the others in its node. CPU: rows of span 8 compared with rows of span 1 with
+    # the same attention, by `jaxmllm calibrate` of configs/real-small.yaml on 8 forced devices of
+    # two cores; nothing overlaps there, numbers have 4 bytes, and gathered data is copied again.
     flops_per_byte: Mapping[str, int] = field(default_factory=lambda: {"gpu": 1000, "cpu": 400})
 
 
@@ -40,33 +41,34 @@ GATHER_PRICE = GatherPrice()
 def gathered_bytes(
     model: ModelConfig, phase: str, number_bytes: int = GATHER_PRICE.number_bytes
 ) -> float:
-    """Bytes of keys and values of one row slot, of all layers of a phase: what a rank receives in a forward pass for
-    each slot of another rank of its group.
+    """Bytes of the keys and values of one slot in all layers of a phase: what a rank receives in a
+    forward pass for each slot of another rank of its group.
 
     Args:
-      number_bytes: of an element of a key or a value.
+      number_bytes: bytes of an element of a key or a value.
     """
     return float(_numbers(model, phase)) * number_bytes
 
 
 def flops_per_byte(platform: str) -> int:
-    """FLOPs that a device of a JAX platform could do while a byte of another rank in its node arrives."""
+    """FLOPs that a device of a JAX platform could do while a byte arrives from another rank in its
+    node."""
     return GATHER_PRICE.flops_per_byte.get(platform, GATHER_PRICE.flops_per_byte["gpu"])
 
 
 def gather_cost(model: ModelConfig, phase: str, per_byte: float) -> int:
-    """Price of a row slot of another rank in forward and backward, in FLOPs that could be done while it is waited for:
-    `SizingInputs.gather_cost`.
+    """Price of gathering one slot of another rank, forward and backward, in FLOPs that could be
+    done while waiting for it: `SizingInputs.gather_cost`.
 
     Args:
-      per_byte: what `flops_per_byte` says, or what is known of the cluster.
+      per_byte: FLOPs per byte, from `flops_per_byte` or known for the cluster.
     """
     received = gathered_bytes(model, phase) * GATHER_PRICE.passes
     return round(received * per_byte * GATHER_PRICE.exposed)
 
 
 def _numbers(model: ModelConfig, phase: str) -> Fraction:
-    """Elements of the keys and values of one slot, of all layers."""
+    """Elements of the keys and values of one slot in all layers."""
     config: LanguageConfig | TowerConfig | DiffusionConfig = getattr(model, phase)
     if isinstance(config, LanguageConfig):
         return Fraction(2 * config.layers * config.kv_heads * config.head_size)

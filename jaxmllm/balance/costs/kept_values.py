@@ -1,6 +1,7 @@
-"""What a layer keeps of a slot for its backward pass, in numbers: of what `remat` names, and of choices that keep more.
+"""How many numbers a layer keeps of each slot for its backward pass: those that `remat` names, and
+those of norms, scales and GELU.
 
-Capacities are chosen by them (setup/row_memory.py), and programs are told ahead (cluster/phase_program.py).
+setup/row_memory.py chooses capacities by them, cluster/phase_program.py predicts memory by them.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from typing import Final
 
 from jaxmllm.config.schema import DiffusionConfig, LanguageConfig, TowerConfig
 
-# By `remat` that is no list, in widths of the layer: where what attention and MLP add is normed, and where it is
-# scaled; and in those of its MLP with GELU
+# By `remat`, where it is not a list: widths of the layer that are kept where the outputs of
+# attention and MLP are normed, and where they are scaled; widths of an MLP with GELU
 POST_NORM_WIDTHS: Final = {"full": 0, "dots": 1, "none": 8}
 SCALED_WIDTHS: Final = {"full": 0, "dots": 1, "none": 2}
 GELU_WIDTHS: Final = {"full": 0, "dots": 0, "none": 2}
@@ -23,13 +24,14 @@ def named_values(
     mlp: float,
     logsumexp: float,
 ) -> dict[str, float]:
-    """By the name that a `remat` list gives it, what attention, its projections and the MLP keep.
+    """Numbers per slot that attention, its projections and the MLP keep, by their names in a
+    `remat` list.
 
     Args:
-      queries, keys, mlp: numbers of a slot on a device, of which it may have a part.
-      logsumexp: numbers that the one of a head takes.
+      queries, keys, mlp: numbers of a slot on a device, which may have only a part of them.
+      logsumexp: numbers that the log-sum-exp of one head takes.
     """
-    # What is normed or scaled is kept, too
+    # Outputs that are normed or scaled are kept, too
     added = getattr(shapes, "post_norms", False) + getattr(shapes, "layer_scale", False)
     return {
         "attention": queries + logsumexp * queries / shapes.head_size,
@@ -41,7 +43,8 @@ def named_values(
 def further_widths(
     shapes: TowerConfig | DiffusionConfig | LanguageConfig, remat: str
 ) -> tuple[int, int]:
-    """Widths of the layer, and of its MLP, that norms, scales and GELU keep besides; `remat`: no list."""
+    """(widths of the layer, widths of its MLP) that norms, scales and GELU keep in addition, for a
+    `remat` that is not a list."""
     widths = getattr(shapes, "post_norms", False) * POST_NORM_WIDTHS[remat]
     widths += getattr(shapes, "layer_scale", False) * SCALED_WIDTHS[remat]
     is_gelu = getattr(shapes, "activation", "silu") == "gelu_tanh"

@@ -1,10 +1,11 @@
-"""What attention sees of an item and its length does not tell: `extra` of `ItemCost`, and so of plan and MFU.
+"""The part of what attention sees that an item's length does not determine: `extra` of `ItemCost`,
+for plan and MFU.
 
 images and clips in the decoder     their tokens see one another in both directions
 images in a tower with windows      windows at the edges are cut
-conditions of a generator           read by an attention apart, patches see them besides themselves
-clips in a tower that sees chunks   the last one is cut, or the last few
-tiles of an image                   each sees itself, and its class token
+conditions of a generator           read by a separate attention: patches see them and all patches
+clips in a tower that sees chunks   the last chunk is cut, or the last few
+tiles of an image                   each tile sees only itself and its class token
 """
 
 from __future__ import annotations
@@ -20,20 +21,23 @@ from jaxmllm.config.schema import ModelConfig
 
 @dataclass(frozen=True)
 class VisiblePairs:
-    """How a model's layers see media. Results are [N, 2]: for layers that see everything, and in windows."""
+    """How a model's layers see media.
+
+    Results are [N, 2]: for layers that see everything, and for layers with windows.
+    """
 
     tower_window: int | None = None  # side, in patches
     language_window: int | None = None
     bidirectional: tuple[str, ...] = ()  # phases whose tokens see their whole item in the decoder
-    crossed: tuple[str, ...] = ()  # phases whose patches attend to conditions apart
+    crossed: tuple[str, ...] = ()  # phases whose patches see conditions by a separate attention
     chunk: int | None = None  # slots of a clip that see one another in a tower
-    # Frames of a chunk, and slots after them that are empty
+    # Frames of a chunk, and empty slots after them
     chunk_frames: tuple[int, int] = (1, 0)
     tiled: bool = False  # whether images are tiles with a class token each
 
     @classmethod
     def of_model(cls, model: ModelConfig) -> VisiblePairs:
-        """As the model's config says."""
+        """The visible pairs that a model's config describes."""
         tower = None if model.vision is None else model.vision.window
         language = model.language
         audio = model.audio
@@ -48,12 +52,14 @@ class VisiblePairs:
         return cls(tower, language.window, bidirectional, crossed, chunk, frames, tiled)
 
     def of_items(self, phase: str, shapes: Ints, tokens: Ints | None = None) -> Longs | None:
-        """Of items of these shapes [N, 3]: the pairs that are seen, less those that `ItemCost.squares` counts, where
-        every window or chunk is whole, and all slots of another item see one another. None where lengths tell
-        everything.
+        """The pairs of slots that are seen in items of these shapes [N, 3], less those that
+        `ItemCost.squares` counts; None where lengths determine everything.
+
+        `squares` counts items in windows or chunks as if all of these were whole, and in other
+        items all pairs of slots.
 
         Args:
-          tokens: [N] that items of a generator read.
+          tokens: [N] tokens that each item of a generator reads.
         """
         if phase in self.crossed:
             assert tokens is not None, "a generator's items read tokens"
@@ -72,22 +78,24 @@ class VisiblePairs:
         axes = slice(1, 3) if phase == "vision" else slice(0, 1)
         sizes = shapes[:, axes].astype(np.int64)
         if phase == "audio":
+            # Slots of a clip: every whole chunk is followed by empty slots.
             frames, empty = self.chunk_frames
             sizes += sizes // frames * empty
         windows, cut_side = np.divmod(sizes, side)
-        # Of each axis the sum of squared sizes of windows: those of the plane are all their products
+        # Sums of squared window sizes along each axis: their product is the sum over all windows
         seen = (windows * side**2 + cut_side**2).prod(axis=1)
         slots = sizes.prod(axis=1)
         counted = slots * np.minimum(slots, side ** sizes.shape[1])
         return np.stack([np.zeros_like(seen), seen - counted], axis=1)
 
     def of_sequences(self, examples: int, media: Iterable[tuple[str, Ints, Ints]]) -> Longs:
-        """Of the sequences of some examples: twice the pairs that only the both directions of media show.
+        """Twice the pairs of each example's sequence that are seen only because media see in both
+        directions: [examples, 2].
 
-        As of all causal pairs, half of the diagonal counts.
+        Half of the diagonal counts, as it does among causal pairs.
 
         Args:
-          media: phase, [K] example and [K] tokens of its items.
+          media: (phase, [K] example, [K] tokens) of the items of each phase.
         """
         extra = np.zeros((examples, 2), np.int64)
         window = self.language_window
@@ -100,4 +108,4 @@ class VisiblePairs:
         return extra
 
 
-NOTHING_KNOWN = VisiblePairs()  # costs go by lengths alone
+NOTHING_KNOWN = VisiblePairs()  # costs depend on lengths alone
