@@ -281,13 +281,13 @@ class RouteRound:
     """One round: the tokens that a few hops carry from encoder pool `source` of every rank to
     language pool `target`.
 
-    A stretch is a run of consecutive tokens of one item, K in all: from slots `start` .. of
+    A stretch is consecutive tokens of one item, K stretches in all: from slots `start` .. of
     exchange rank `sender` to slots `arrival` .. of `receiver`. If the two ranks differ, a `direct`
-    stretch is sent straight to the receiver, which up to `direct_tokens` tokens of a pair of ranks
-    are; tokens of other stretches are spread over relay ranks in the hops of the first leg and
-    forwarded in those of the second (relay.py). `ordinal` numbers the first token of a direct
-    stretch among the pair's tokens, of any other among all tokens that the sender spreads.
-    Ragged: all stretches are direct, in one hop of any size.
+    stretch is sent straight to the receiver, as up to `direct_tokens` tokens of each pair of ranks
+    are. Tokens of other stretches are spread over relay ranks in the hops of the first leg and
+    forwarded in those of the second (relay.py). `ordinal` is the number of a stretch's first token:
+    among the tokens of its pair of ranks if it is direct, else among all tokens that the sender
+    spreads. Ragged: all stretches are direct, in one hop of any size.
     """
 
     source: int

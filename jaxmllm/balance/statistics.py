@@ -112,8 +112,8 @@ def all_flops(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> float:
 def slowest_cost(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, cost: ItemCost) -> float:
     """Cost of the slowest rank of a microbatch, summed over microbatches.
 
-    A rank's cost is the linear part on all slots of its row, padding included, and the attention of
-    the row's items; of a shared row it is an equal part.
+    A rank's cost is the linear part on all its slots, padding included, and the attention of its
+    row's items. The ranks of a shared row have equal parts of that attention.
     """
     of_slots = cost.linear * plan.capacity.astype(float)
     attention = np.zeros(plan.microbatches * spec.ranks)

@@ -41,7 +41,7 @@ def plan_step(items: BatchItems, spec: PlanSpec) -> StepPlan:
     owns an exchange (see `shared_exchange`): `ragged`, 1 with a backend whose chunks have any size
     and 0 with equal chunks; `rounds`; `hops` (all-to-alls, and as many back); `tokens` routed;
     `moved_tokens`, those that change rank; `slots_moved` from one rank to another, padding and
-    second legs included; `slots_over_moved` and `slots_over_tokens`, the same per moved and per
+    second legs included; `slots_over_moved` and `slots_over_tokens`, these slots per moved and per
     routed token; with known nodes `node_tokens`, those that change node, and
     `node_tokens_over_arbitrary`, their ratio to the tokens that would change node if ranks were
     assigned at random.

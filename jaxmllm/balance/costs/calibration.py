@@ -43,7 +43,8 @@ class Fill:
 
 
 class Coefficients(Section):
-    """Seconds of a row of C slots: row + slot * C + linear * sum of l + quadratic * sum of squares."""
+    """Seconds of a row of C slots: row + slot * C + linear * sum of l + quadratic * sum of
+    squares."""
 
     row: Seconds
     slot: Seconds

@@ -1,16 +1,15 @@
 """FLOPs of the real shapes: the one source for MFU, for cutting pipeline stages and, where no
 calibration gives measured times, for balancing.
 
-    vision      patch embedding | blocks ... | projector      layers of each phase in the order of computation; a
-    audio       stem | blocks ... | projector                 projector, and a head with its loss, are layers like
-    language    embedding | blocks ... | head                 any other
+    vision      patch embedding | blocks ... | projector      layers of each phase in the order of
+    audio       stem | blocks ... | projector                 computation; a projector, and a head
+    language    embedding | blocks ... | head                 with its loss, are ordinary layers
     diffusion   projector | patch embedding | blocks ... | output
 
 A phase costs the sum of its layers. Matrix products count 2 FLOPs per multiply-add; norms,
 activations, softmax and rotations are left out, as is usual. Backward counts what freezing leaves:
 
-    bwd(l) = [something trained upstream of l] * dX(l) + trained share of l * dW(l)
-                                                                           with dX = dW = fwd
+    bwd(l) = [something trained upstream of l] * dX(l) + trained share of l * dW(l),  dX = dW = fwd
 
 Recomputation (remat, or attention's own) is not counted: MFU measures the model, not the way it is
 run.
@@ -70,7 +69,8 @@ class ItemCost:
     apart: bool = False  # whether windows do not overlap, as in a tower
 
     def of(self, length: Any, extra: Extra = (0, 0)) -> Any:
-        """Cost of an item of each length, in integers or floating-point numbers as the lengths are."""
+        """Cost of an item of each length, in integers or floating-point numbers like the
+        lengths."""
         return self.linear * length + self.attention(length, extra)
 
     def squares(self, length: Any, extra: Extra = (0, 0)) -> tuple[Any, ...]:

@@ -63,6 +63,8 @@ class VisiblePairs:
         """
         if phase in self.crossed:
             assert tokens is not None, "a generator's items read tokens"
+            # Conditions and patches both begin in the first slot, so an item is as long as the
+            # larger number of the two.
             conditions = tokens.astype(np.int64)
             patches = shapes.astype(np.int64).prod(axis=1)
             counted = np.maximum(conditions, patches) ** 2

@@ -65,7 +65,7 @@ def choose_classes(inputs: SizingInputs, loads: Sequence[Load], share: float) ->
 
 
 def _moved(classes: Classes, candidates: _Candidates, judge: _Judge) -> Classes:
-    """The set after replacing classes, one at a time, as long as each saves more than chance."""
+    """The set after replacing classes, one at a time, while each saves more than chance might."""
     while True:
         moved = judge.best([classes, *candidates.with_one_moved(classes)])
         worth = CAPACITY_SEARCH.capacity_worth * judge.expected(classes, 1)
@@ -361,6 +361,7 @@ class _Judge:
         self.ranks = inputs.ranks if loads[0].item_rank is None else 1
         slots = sum(int(load.items.length.sum()) for load in loads)
         flops = sum(inputs.flops.total(load.items.length, load.items.extra) for load in loads)
+        # Price of gathering one slot, in slots of average cost.
         gather = inputs.gather_cost * slots / flops if flops else 0.0
         self.gather = max(gather, CAPACITY_SEARCH.least_gather)
         items = max(len(load.items.length) for load in loads)
@@ -402,6 +403,7 @@ class _Judge:
             plan = load.plan(spec)
             items = load.items
             mean_cost = spec.cost.total(items.length, items.extra) / int(items.length.sum())
+            # Divided by the mean cost of a slot: all terms are in slots.
             cost += slowest_cost(plan, items, spec, spec.cost) / mean_cost
             capacity = plan.capacity.astype(np.int64)
             cost += self.gather * int((capacity * (plan.span - 1)).sum())
@@ -450,7 +452,7 @@ def _fewest_slots(
       capacity: [K] slots per rank.
       rows: [K] rows of a microbatch.
       order: [K] classes by capacity, largest first. The first of these, the base, may have any
-        number of microbatches, the others as many as `row_counts` offers.
+        number of microbatches, the others about as many as `row_counts` offers.
       needs: [loads, K] slots per rank needed in the classes up to and including each.
       rows_needed: [loads, K] rows needed in the classes up to and including each.
     """

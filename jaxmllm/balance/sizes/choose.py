@@ -74,7 +74,7 @@ class PhaseRows:
     def __init__(self, samples: Sequence[BatchItems]):
         self.samples = samples
         self._known: dict[tuple[bool, float, SizingInputs], PhaseSpec] = {}
-        self._flops_of = cache(self._flops)  # asked for again with every mesh
+        self._flops_of = cache(self._flops)  # needed again for every mesh
 
     def chosen(
         self,

@@ -190,7 +190,7 @@ class CapacitySearch:
     first_divisors: tuple[float, ...] = (1.5, 2, 3, 4, 6, 8, 12, 16)
     # Or it holds a whole load that is one of these quantiles of the loads.
     whole_quantiles: tuple[float, ...] = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9)
-    # Or it holds the longest item of this share of the loads.
+    # Or it holds an item as long as one of these quantiles of the loads' longest items.
     longest_quantiles: tuple[float, ...] = (0.5, 0.8, 0.95, 1.0)
     # A further class is added to this many of the best sets of the smallest span, and to a part of
     # this number for each other span.
@@ -207,8 +207,8 @@ class CapacitySearch:
     # capacity from it.
     capacity_worth: float = 0.999
     unit_steps: tuple[int, ...] = (1, 2, 4, 8)
-    # The largest capacity, where neither config nor memory limits it further: rows of 4 of the
-    # longest items, which can still be balanced, and at least `usual_capacity`.
+    # The largest capacity where the config gives none and memory allows it: enough for 4 of the
+    # longest items, which can still be balanced, and at least `usual_capacity` slots.
     longest_items: int = 4
     usual_capacity: int = 32_768
 
