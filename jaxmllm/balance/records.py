@@ -213,7 +213,7 @@ class RouteSpec:
         int  # W of an encoder rank's pool, in tokens; >= largest capacity // slots_per_token
     )
     language_pool: int  # W of a language rank's pool, in tokens; >= largest language capacity
-    pair_slots: int  # Q: tokens that one exchange rank sends to another in one hop
+    pair_slots: int  # Q: tokens one exchange rank sends another in one hop
     hops: int = 16  # H: most hops of a round, at least 2
     backend: str = "padded"  # a name in `BACKENDS`, exchange/tables.py
     # True for a generator: tokens go from the language pool to the generator's, with the tables
@@ -246,7 +246,7 @@ class PlanSpec:
     phases: dict[str, PhaseSpec]  # in the order of `make_phases`
     routes: dict[str, RouteSpec]  # by encoder or generator phase
     mode: Mode = "phases"
-    # Node of each rank [R], by phase; empty where nodes are not known
+    # Node of each rank [R], by phase; empty: not known
     nodes: dict[str, Ints] = field(default_factory=dict)
 
 

@@ -27,11 +27,11 @@ from jaxmllm.phases import LANGUAGE
 
 
 def validate(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> None:
-    """Check that a plan does what it promises: every item is in one row, nothing overlaps or
+    """Check that a plan does what it promises: every item in one row, nothing overlaps or
     overflows, and running the rounds brings every token to its arrival slot and its gradient back.
 
     Raises:
-      ValueError: says what is wrong, and in which phase.
+      ValueError: what is wrong, and in which phase.
     """
     for phase, phase_spec in spec.phases.items():
         _validate_phase(plan.phases[phase], items.phases[phase], phase_spec)

@@ -49,7 +49,7 @@ class SwapSearch(NamedTuple):
     # After two sweeps of all pairs only rows that are over 1/200 above the mean swap, because no
     # rank waits for the other rows.
     sweeps_of_all_pairs: int = 2
-    # Stop after 6 sweeps in a row that each gain less than 1/1024.
+    # Stop after 6 sweeps in a row that gain less than 1/1024 each.
     least_gain: int = 1024
     patience: int = 6
     # To balance attention: 2 sweeps, which gain most of what 6 do; rows may end up costing 1/128
@@ -444,7 +444,7 @@ def _swap_each_pair(
                     best_miss = miss
                     best = (from_heavy, from_light)
         swaps += best_miss < gap
-        # Where no swap was found, both choices consist of item N, which does not move.
+        # Where no swap was found, both choices are the item N, which does not move.
         for side in range(2):
             for item in (offered[side, CHOICE_A[best[side]]], offered[side, CHOICE_B[best[side]]]):
                 if item < len(row_of):

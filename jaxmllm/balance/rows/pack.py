@@ -41,8 +41,8 @@ def fill_by_cost(length: Longs, cost: Longs, capacity: Longs, max_segments: int)
       max_segments: most items of a row.
 
     Returns:
-      [N] row of each item, or None when the rows cannot take so many items. Ties are decided for
-      the lower item and row number.
+      [N] row of each item, or None when the rows cannot take so many items. Ties go to the lower
+      item and row number.
     """
     order = np.lexsort((-length, -cost))
     total_cost = int(cost.sum())
@@ -143,8 +143,8 @@ def best_fit(length: Longs, capacity: Longs, max_segments: int) -> Longs | None:
     Arguments as for `fill_by_cost`.
 
     Returns:
-      [N] row of each item, or None when some item finds no room. Ties are decided for the lower
-      item and row number.
+      [N] row of each item, or None when some item finds no room. Ties go to the lower item and row
+      number.
     """
     free_segments = [max_segments] * len(capacity)
     # Heaps of row numbers by room: where items have few sizes, there are few different rooms.

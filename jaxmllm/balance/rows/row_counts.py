@@ -42,7 +42,7 @@ class RowSearch:
     # Up to 256 items `fix_overflow` searches to its end, because that takes little time.
     very_few_items: int = 256
     # Limit on the combinations of row counts, which take hundredths of a second to list. `auto`
-    # classes have some hundred.
+    # classes have a few hundred.
     most_steps: int = 1 << 14
     # Full rows cannot be balanced: one slot in 12 should be free if all cost were attention's.
     # Where ranks hold more than 3 times the longest item less is enough, because some of their rows
@@ -190,7 +190,7 @@ def wanted_slots(length: Longs, cost: Longs, ranks: int, span: int = 1) -> int:
     # The least cost per slot is proportional to length; the rest makes rows with equal slots
     # uneven.
     uneven_cost = total_cost - slots * int((cost // length).min())
-    # How many items of the greatest length the slots of `span` ranks would hold.
+    # How many of the longest items the slots of `span` ranks would hold.
     looseness = max(ROW_SEARCH.loose_ranks, slots * span // (ranks * int(length.max())))
     divisor = total_cost * ROW_SEARCH.room_to_balance * looseness
     return slots + slots * uneven_cost * ROW_SEARCH.loose_ranks // divisor

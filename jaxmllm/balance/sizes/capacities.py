@@ -102,7 +102,7 @@ def _with_more(chosen: Classes, candidates: _Candidates, judge: _Judge, share: f
 
 
 def smallest_capacity(inputs: SizingInputs, span: int) -> int:
-    """The smallest capacity at which a row of `span` ranks holds the longest item."""
+    """The least capacity at which a row of `span` ranks holds the longest item."""
     return inputs.alignment.round_up(max(ceil_divide(inputs.longest, span), 1))
 
 

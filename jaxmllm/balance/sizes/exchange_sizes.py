@@ -139,7 +139,7 @@ def _pair_slots(
 
 
 def _pool(phase: str, used: Sequence[int], row_tokens: int, balance: BalanceConfig) -> int:
-    """Tokens of a rank's pool: what the samples use and some head room, and at least one row."""
+    """Tokens of a rank's pool: what the samples used with some head room, and at least one row."""
     if balance.pool_slots == "auto":
         return max(with_head_room(int(max(used, default=0)), POOL_ALIGNMENT), row_tokens)
     if balance.pool_slots < row_tokens:
