@@ -1,9 +1,9 @@
-"""Adapters: for some matrices of a component, the two factors of low rank that are added to them.
+"""Adapters: for some matrices of a component, two factors whose low-rank product is added to them.
 
 language          layers.mlp.up    W [layers, D, F]                                        frozen
 adapter.language  layers.mlp.up    a [layers, D, rank], b [layers, rank, F]
 
-`with_adapters` puts the factors beside their matrices, where `product` (products.py) finds them.
+`with_adapters` joins the factors to their matrices, where `product` (products.py) finds them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sharding.rules import Axes
 
 
 class Adapter(nnx.Module):
-    """The factors of a component's adapted matrices, by the names that lead to these."""
+    """The factors of a component's adapted matrices, under the same names as these."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Adapter(nnx.Module):
         """Make the factors.
 
         Args:
-          matrices: those that could have adapters: inputs and outputs by path.
+          matrices: the matrices that can have adapters: (inputs, outputs) by path.
           parameters: shape and axes of each parameter of the component, stacked layers first.
         """
         for path, (inputs, _) in config.adapted(matrices).items():
@@ -72,16 +72,16 @@ class _Factors(nnx.Module):
 
 
 def _leading(shape: tuple[int, ...], inputs: int) -> int:
-    """How many leading axes of a matrix are those that it reads, for they may be split into heads."""
+    """Number of leading axes of a matrix that are its inputs, which may be split into heads."""
     return next(axes for axes in range(1, len(shape)) if math.prod(shape[:axes]) == inputs)
 
 
 def with_adapters(parameters: Any, factors: Any, scale: float) -> Any:
-    """The parameters of a component, or some, with the factors of those that are adapted beside them.
+    """All or some parameters of a component, in which each adapted matrix is an `Adapted`.
 
     Args:
       parameters: nested dicts.
-      factors: likewise; none of what has no adapter.
+      factors: nested dicts with the same names, of adapted matrices only.
     """
     if not isinstance(parameters, dict):
         return Adapted(parameters, factors["a"], factors["b"], scale) if factors else parameters

@@ -1,4 +1,5 @@
-"""The audio tower: a convolutional stem inside fixed-size chunks of each clip, then a transformer over the clip."""
+"""The audio tower: a convolutional stem inside fixed-size chunks of each clip, then a transformer
+over the clip."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from sharding.rules import Layout
 
 
 class StemConvolution(nnx.Module):
-    """Convolution of width 3 and stride 1 or 2 over spans of T slots, written as one matrix product."""
+    """Convolution of width 3 and stride 1 or 2 over stretches of T slots, written as one matrix
+    product."""
 
     def __init__(self, in_width: int, width: int, stride: int, gelu: Gelu, rngs: nnx.Rngs):
         inputs = AudioConfig.stem_kernel * in_width
@@ -40,9 +42,10 @@ class StemConvolution(nnx.Module):
     def __call__(
         self, x: Float[Array, "R N T I"], first: Bool[Array, "R N T/s"], layout: Layout
     ) -> Float[Array, "R N T/s D"]:
-        """Outputs that are `first` see zeros before their slots, and those before them zeros after."""
+        """Convolve. Outputs that are `first` see zeros before their slots, and the outputs before
+        them see zeros after theirs."""
         # With stride s, output t is made of slots s t - 1, s t and s t + 1. With s = 2 the first of
-        # them is the last one of output t - 1.
+        # these is also the last slot of output t - 1.
         middle = x[:, :, 0 :: self.stride]
         after = x[:, :, 1 :: self.stride]
         if self.stride == 1:
@@ -62,18 +65,18 @@ class StemConvolution(nnx.Module):
 
 
 def _shifted(x: Shaped[Array, "R N T *I"], slots: int) -> Shaped[Array, "R N T *I"]:
-    """Moved on by one slot, or back by one; zeros come in."""
+    """x moved on by one slot if `slots` is positive, else back by one; zeros come in."""
     widths = [(0, 0)] * x.ndim
     widths[2] = (1, 0) if slots > 0 else (0, 1)
     return jnp.pad(x[:, :, :-1] if slots > 0 else x[:, :, 1:], widths)
 
 
 class AudioTower(nnx.Module):
-    """Log-mel frames -> features at a quarter or half of the frame rate, or means of neighbouring ones, bidirectional
-    inside each clip or its chunks.
+    """Log-mel frames -> features at 1/2, 1/4 or 1/8 of the frame rate, or means of neighbouring
+    ones. Attention is bidirectional inside each clip or its chunks.
 
-    The stem sees one chunk of a clip at a time, so a clip's features depend neither on its neighbours in the row nor
-    on where it stands.
+    The stem sees one chunk of a clip at a time, so a clip's features depend neither on its
+    neighbours in the row nor on its place there.
     """
 
     def __init__(self, config: AudioConfig, rngs: nnx.Rngs):
@@ -102,7 +105,8 @@ class AudioTower(nnx.Module):
         return self.normed(run_stack(self.layers, x, context, settings.remat))
 
     def normed(self, x: Float[Array, "R C/s D"]) -> Float[Array, "R C/s/p D"]:
-        """What the last layer yields -> features, each the mean of p = `pool` neighbours."""
+        """Output of the last layer -> normed features, each of the mean of p = `pool`
+        neighbours."""
         if (pool := self.config.pool) > 1:
             wide = jnp.promote_types(x.dtype, jnp.float32)
             ranks, tokens, width = x.shape
@@ -111,7 +115,8 @@ class AudioTower(nnx.Module):
         return self.norm(x)
 
     def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C/s D"]:
-        """What the first layer reads."""
+        """Input of the first layer: outputs of the stem, with positions added unless they are
+        rotary."""
         ranks, slots, _ = rows.features.shape
         stride = self.config.stem_stride
         stretches = _stretches(rows, stride)
@@ -130,7 +135,7 @@ class AudioTower(nnx.Module):
         return layout.constrain(x, ("batch", "sequence", None))
 
     def _places(self, positions: Int[Array, "*rows C A"]) -> Int[Array, "*rows C/s"]:
-        """Of tokens of attention in their chunk."""
+        """Number of each token of attention in its chunk."""
         tokens: Array = positions[..., :: self.config.stem_stride, 0]
         return tokens % self.config.chunk_tokens
 
@@ -141,9 +146,9 @@ class AudioTower(nnx.Module):
         segments: Int[Array, "R N T"],
         layout: Layout,
     ) -> Float[Array, "R N T/s D"]:
-        """Two convolutions along time; tokens that are `first` in their chunk see nothing before it."""
-        # The second convolution has stride 2: a token stands at two outputs of the first one, of
-        # which only the earlier can be the first of a chunk.
+        """Two convolutions along time; tokens that are `first` in their chunk see zeros before."""
+        # The second convolution has stride 2: a token covers two outputs of the first one, of which
+        # only the earlier can be the first of a chunk.
         first_halves = jnp.stack([first, jnp.zeros_like(first)], axis=-1)
         x = self.stem_mels(x, first_halves.reshape(*first.shape[:2], -1), layout)
         if self.config.silence == "masked":
@@ -152,7 +157,7 @@ class AudioTower(nnx.Module):
         return self.stem_width(x, first, layout)
 
     def _position_table(self, layout: Layout, dtype: jnp.dtype) -> Float[Array, "P D"]:
-        """The position of each place of a chunk."""
+        """Embedding of the position of each token of a chunk."""
         if self.config.positions == "table":
             return weight(self.position_embedding, layout, dtype)
         return jnp.asarray(sinusoids(self.config.chunk_tokens, self.config.width), dtype)
@@ -177,8 +182,8 @@ class AudioTower(nnx.Module):
 
 
 def _stretches(rows: EncoderRows, margin: int) -> BlockMargins:
-    """What the stem reads of rows, [R, N, T, ..]: of a whole row, or where its blocks lie apart of each block with
-    `margin` slots of the row on either side."""
+    """The slots of rows that the stem reads, [R, N, T, ..]: each row as a whole, or, where parts
+    separate its blocks, each block with `margin` slots of the row on either side."""
     slots = BlockMargins(rows.features, rows.segments, rows.positions)
     if rows.margins is None:
         return jax.tree.map(lambda leaf: leaf[:, None], slots)
@@ -186,7 +191,7 @@ def _stretches(rows: EncoderRows, margin: int) -> BlockMargins:
 
     def with_margins(leaf: Array, margins: Array) -> Array:
         ranks, *width = leaf.shape[0], *leaf.shape[2:]
-        # Margins lie block by block: the slots before it, then those after it.
+        # Margins are stored block by block: first the slots before it, then those after it.
         before, after = jnp.split(margins.reshape(ranks, blocks, 2 * margin, *width), 2, axis=2)
         block = leaf.reshape(ranks, blocks, -1, *width)
         return jnp.concatenate([before, block, after], axis=2)
@@ -195,7 +200,7 @@ def _stretches(rows: EncoderRows, margin: int) -> BlockMargins:
 
 
 def sinusoids(places: int, width: int) -> NDArray[np.float64]:
-    """Sines, and then cosines, of each place over periods from 2 pi to 20,000 pi: [places, width]
+    """Sines, and then cosines, of each place, with periods from 2 pi to 20,000 pi: [places, width]
     (arXiv 1706.03762)."""
     frequency = 10_000 ** (-np.arange(width // 2) / (width // 2 - 1))
     angles = np.arange(places)[:, None] * frequency

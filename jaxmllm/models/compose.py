@@ -1,4 +1,4 @@
-"""Config -> model: which components there are, and how each is laid out."""
+"""Config -> model: which components it has, and how each is laid out."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ from sharding.rules import Layout, make_layout
 def build_model(
     config: ModelConfig, vocab_size: int, settings: ComponentsConfig, mesh: Mesh | AbstractMesh
 ) -> MLLM:
-    """Compose the model that the config names. Raises `sharding.mesh.MeshError` for a layout that cannot be,
-    and `ConfigError` for a pattern of `train` that names no parameter."""
+    """Compose the model that the config names.
+
+    Raises `sharding.mesh.MeshError` for an impossible layout, and `ConfigError` for a pattern of
+    `train` that names no parameter, or one that trains a matrix with an adapter.
+    """
     language = config.language
     makers: dict[str, tuple[ComponentConfig, Callable[[nnx.Rngs], nnx.Module]]] = {}
     if config.vision is not None:
@@ -80,7 +83,7 @@ def build_model(
 def _with_adapter(
     component: Component, config: ModelConfig, settings: ComponentsConfig
 ) -> dict[str, Component]:
-    """A component that knows of its adapter, and the adapter, by name."""
+    """A component with the scale of its adapter, and the adapter as a component, by name."""
     adapter = config.adapters.by_component[component.name]
     matrices = getattr(config, component.name).matrices
     axes = dict(leaves_by_path(component.axes))
@@ -100,7 +103,7 @@ def _with_adapter(
 
 
 def _check_adapted(config: ModelConfig, trainable: Trainable) -> None:
-    """Raise `ConfigError` for a matrix that has an adapter and would be trained itself."""
+    """Raise `ConfigError` for a matrix that has an adapter and would also be trained itself."""
     for name, adapter in config.adapters.by_component.items():
         for path in adapter.adapted(getattr(config, name).matrices):
             if f"{name}.{path}" in trainable.paths:
@@ -111,13 +114,13 @@ def _check_adapted(config: ModelConfig, trainable: Trainable) -> None:
 
 
 def laid_out(model: MLLM, settings: ComponentsConfig, mesh: Mesh | AbstractMesh) -> MLLM:
-    """The same model on another mesh or in other layouts, without making its shapes anew.
+    """The same model on another mesh or in other layouts, without tracing its shapes again.
 
     Args:
-      settings: freeze and train as the model was built with.
+      settings: with the `freeze` and `train` that the model was built with.
 
     Raises:
-      MeshError: a layout that cannot be.
+      MeshError: a layout is impossible.
     """
     chosen = {name: settings.of(name) for name in model.components}
     layouts = _layouts(chosen, mesh)
@@ -131,7 +134,8 @@ def laid_out(model: MLLM, settings: ComponentsConfig, mesh: Mesh | AbstractMesh)
 
 
 def with_settings(model: MLLM, settings: ComponentsConfig) -> MLLM:
-    """The same model in the same layouts, whose components have other settings of remat or types."""
+    """The same model in the same layouts, with other settings of its components, such as remat or
+    types."""
     components = {
         name: replace(component, settings=settings.of(name))
         for name, component in model.components.items()
@@ -142,14 +146,16 @@ def with_settings(model: MLLM, settings: ComponentsConfig) -> MLLM:
 def _layouts(
     settings: Mapping[str, ComponentConfig], mesh: Mesh | AbstractMesh
 ) -> dict[str, Layout]:
-    """Layouts of components, each tower before its projector and its adapter.
+    """Layouts of components, by name. In `settings`, a tower must come before its projector and its
+    adapter.
 
-    Raises `MeshError` for one that cannot be, or for a projector that names other ranks than its tower.
+    Raises `MeshError` for an impossible layout, and for a projector that names other ranks than its
+    tower.
     """
     sizes = axis_sizes(mesh)
     layouts: dict[str, Layout] = {}
     for name, setting in settings.items():
-        if name.startswith(ADAPTER):  # factors lie as the matrices do beside which they run
+        if name.startswith(ADAPTER):  # factors are laid out as the matrices that they adapt
             layouts[name] = layouts[name.removeprefix(ADAPTER)]
             continue
         overrides = dict(setting.layout)
@@ -161,6 +167,7 @@ def _layouts(
             for axes in ("batch", "sequence"):
                 of_tower = list(tower.whole_axes(axes))
                 named = overrides.setdefault(axes, of_tower)
+                # Axes of size 1 split nothing, so the two may differ in them.
                 if any(sizes.get(axis) != 1 for axis in {*named} ^ {*of_tower}):
                     raise MeshError(
                         f"components.{name}.layout.{axes}: {list(named)} is not {of_tower}, that of "

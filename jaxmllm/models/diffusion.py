@@ -1,18 +1,20 @@
-"""The diffusion transformer: noisy patches and what they are drawn from -> what the patches shall become.
+"""The diffusion transformer: noisy patches and the conditions they are drawn from -> predictions.
 
     states --projector--> conditions \
                                       one sequence --layers, modulated by the time--> predictions of the patches
     patches --embed----------------- /
 
-So it is with `conditioning: joint`; with `streams: 2`, conditions have weights of their own in all layers, and meet
-patches in attention (models/streams.py). With `cross`, patches alone are a sequence, and layers read conditions, which
-lie in the same slots, beside it:
+The drawing shows `conditioning: joint`. With `streams: 2`, conditions have weights of their own in
+all layers and meet patches only in attention (models/streams.py). With `conditioning: cross`, the
+sequence holds patches alone; conditions share their slots, and each layer reads them by a second
+attention:
 
     patches --embed--> attention, attention to conditions, MLP: layer by layer --> predictions of the patches
 
-Items are segments of packed rows, and see themselves alone. Scales, shifts and gates (arXiv 2212.09748) are
-those of an item's time, and with `pooled_conditions` of the mean of its conditions: made once per segment, in at
-least float32, and taken by slot.
+Items are segments of packed rows, and each sees only itself. Scales, shifts and gates
+(arXiv 2212.09748) are computed from an item's time, and with `pooled_conditions` also from the mean
+of its conditions: once per segment, in at least float32. Every slot then takes those of its
+segment.
 
 Letters: R ranks, C slots, P parts of a row, D width, F numbers of a patch, S segments of a row.
 """
@@ -43,47 +45,49 @@ from sharding.context import SLOTS
 from sharding.layer_loop import run_layers
 from sharding.rules import Layout
 
-TIME_FREQUENCIES = 128  # of the features of a time, a sine and a cosine each
+TIME_FREQUENCIES = 128  # frequencies of a time's features, each with a cosine and a sine
 SLOWEST_TIME = (
-    10_000.0  # times are counted in thousandths, and waves are as long as 2 pi times this
+    10_000.0  # the longest wave is near 2 pi times this, with times counted in thousandths
 )
-MODULATIONS = 6  # of a layer: shift, scale and gate, of attention and of the MLP
+MODULATIONS = 6  # vectors of a layer: shift, scale and gate, for attention and for the MLP
 OUTPUT_MODULATIONS = 2  # shift and scale before the output
-SHORTEST_EDGE_WAVE, LONGEST_EDGE_WAVE = 3.0, 192.0  # patches: of the features of a distance
+SHORTEST_EDGE_WAVE, LONGEST_EDGE_WAVE = 3.0, 192.0  # wavelengths of distance features, in patches
 
 
 class Conditions(NamedTuple):
-    """What items are drawn from, projected to the width of the layers."""
+    """The states of the decoder that items are drawn from, projected to the width of the layers."""
 
     states: Float[Array, "R C D"]  # in their slots
-    padded: Float[Array, "R P D"] | None  # what stands for each that an item lacks
+    padded: Float[Array, "R P D"] | None  # what stands for each condition that an item lacks
 
 
-ConditionsApart = tuple[Conditions, ConditionSlots, RowContext]  # and what patches see of them
+# Conditions, their slots, and the rows as the attention to them sees them
+ConditionsApart = tuple[Conditions, ConditionSlots, RowContext]
 
 
 class Drawn(NamedTuple):
-    """What goes through the layers of a row. They change `x` alone and read the others."""
+    """Input and output of the layers. Layers change only `x` and read the rest."""
 
     x: Float[Array, "R C D"]
-    embedded: Float[Array, "R S D"]  # the time of each segment
+    embedded: Float[Array, "R S D"]  # of each segment: its time, and mean condition if pooled
     shared: Float[Array, "R S 6 D"] | None = (
-        None  # its scales, shifts and gates, where layers share weights of them
+        None  # scales, shifts and gates before a layer's own bias, with `modulation: shared`
     )
-    conditions: Conditions | None = None  # where an attention to them is apart
+    conditions: Conditions | None = None  # with `conditioning: cross`
 
 
 class DrawnContext(NamedTuple):
-    """What layers know of a row besides: nothing of it has gradients."""
+    """What layers also read of the rows; none of it has gradients."""
 
     rows: RowContext
-    owners: Int[Array, "R C"]
-    apart: RowContext | None  # of attention to conditions
-    where: ConditionSlots | None  # of conditions, where they have weights of their own
+    owners: Int[Array, "R C"]  # segment of each slot, 0 for padding
+    apart: RowContext | None  # rows as the attention to conditions sees them
+    where: ConditionSlots | None  # slots of conditions, where they have weights of their own
 
 
 class DiffusionTower(nnx.Module):
-    """Patches that see their whole item and what it is drawn from, rotary positions by (time, height, width)."""
+    """A transformer whose patches see their whole item and its conditions, with rotary positions by
+    (time, height, width)."""
 
     def __init__(self, config: DiffusionConfig, rngs: nnx.Rngs):
         self.config = config
@@ -116,7 +120,7 @@ class DiffusionTower(nnx.Module):
         dtype: jnp.dtype,
         settings: ComponentConfig,
     ) -> Float[Array, "R C F"]:
-        """Predictions for the slots of patches; those of others mean nothing."""
+        """Predictions for the slots of patches; in other slots they mean nothing."""
         start = self.begin(rows, noisy, conditions, layout, dtype)
         context = self.context(rows, layout, dtype, settings)
         graph, parameters = nnx.split(self.layers)
@@ -143,7 +147,7 @@ class DiffusionTower(nnx.Module):
         layout: Layout,
         dtype: jnp.dtype,
     ) -> Drawn:
-        """What the first layer reads."""
+        """Input of the first layer, and what all layers read of it unchanged."""
         config = self.config
         patches = biased(
             noisy.astype(dtype) @ weight(self.patch, layout, dtype), self.patch_bias, layout
@@ -171,7 +175,8 @@ class DiffusionTower(nnx.Module):
     def context(
         self, rows: GeneratorRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
     ) -> DrawnContext:
-        """What layers know of rows. Where attention to conditions is apart, patches alone see one another."""
+        """What layers read of the rows. With `conditioning: cross`, only patches see one
+        another."""
         config = self.config
         angles = rotary_angles_by_axis(rows.positions, config.sections, config.rope_theta, dtype)
         rotation = Rotation.of(angles)
@@ -188,7 +193,7 @@ class DiffusionTower(nnx.Module):
     def finish(
         self, rows: GeneratorRows, drawn: Drawn, layout: Layout, dtype: jnp.dtype
     ) -> Float[Array, "R C F"]:
-        """Predictions, of what the last layer yields."""
+        """Predictions, given the output of the last layer."""
         x = drawn.x
         embedded = drawn.embedded
         time = jax.nn.silu(embedded)
@@ -203,7 +208,8 @@ class DiffusionTower(nnx.Module):
         return biased(x @ weight(self.output, layout, dtype), self.output_bias, layout)
 
     def _to_conditions(self, context: RowContext, rows: GeneratorRows) -> RowContext:
-        """The rows as patches see conditions in them, which have an attention of their own."""
+        """The rows as the attention from patches to conditions sees them
+        (`conditioning: cross`)."""
         assert rows.cross_tiles is not None
         keys = row_keys(context.layout, item_ids(rows.seen_conditions))
         repeated = None if self.config.padded_conditions is None else rows.padded
@@ -211,7 +217,8 @@ class DiffusionTower(nnx.Module):
 
 
 class _Embedding(nnx.Module):
-    """Two biased matrices with a SiLU between them. Segments are not slots: nothing of it is split by `sequence`."""
+    """Two biased matrices with a SiLU between them. Their input has segments instead of slots, so
+    nothing is split by `sequence`."""
 
     def __init__(self, features: int, width: int, rngs: nnx.Rngs):
         self.up = parameter(rngs, (features, width), (None, "embed"), features)
@@ -226,7 +233,8 @@ class _Embedding(nnx.Module):
 
 
 class _Modulation(nnx.Module):
-    """`count` vectors of the time; zeros at first, so that layers pass on what they read (arXiv 2212.09748)."""
+    """`count` vectors made from the embedded time. They are zeros at first, so that layers pass on
+    their input unchanged (arXiv 2212.09748)."""
 
     def __init__(self, width: int, count: int):
         self.weight = nnx.Param(
@@ -243,8 +251,10 @@ class _Modulation(nnx.Module):
 
 
 class _Stream(nnx.Module):
-    """What a layer does around the attention of its slots: it is modulated before attention and MLP and gated after
-    each. Where conditions are apart, attention to them lies between the two, which time does not touch."""
+    """A layer's weights for the slots of one stream, and what it computes around attention: x is
+    modulated before attention and before the MLP, and the output of each is gated. With
+    `conditioning: cross`, attention to conditions comes between the two; the time does not modulate
+    it."""
 
     def __init__(self, config: DiffusionConfig, rngs: nnx.Rngs):
         width = config.width
@@ -263,7 +273,7 @@ class _Stream(nnx.Module):
     def vectors(
         self, time: Float[Array, "R S D"], shared: Float[Array, "R S 6 D"] | None, layout: Layout
     ) -> Float[Array, "R S 6 D"]:
-        """Shift, scale and gate of attention and of the MLP."""
+        """Shift, scale and gate of attention, and then of the MLP."""
         if self.modulation is not None:
             return self.modulation(time, layout)
         assert shared is not None and self.modulation_bias is not None
@@ -276,7 +286,7 @@ class _Stream(nnx.Module):
         owners: Int[Array, "R C"],
         x: Float[Array, "R C D"],
     ) -> tuple[Array, Array, Array]:
-        """Queries, keys and values."""
+        """Queries, keys and values of the modulated slots."""
         shift, scale = by_slot(rows.layout, vectors[:, :, :2], owners)
         return self.attention.projections(_modulated(self.attention_norm(x), shift, scale), rows)
 
@@ -289,17 +299,17 @@ class _Stream(nnx.Module):
         mixed: Float[Array, "R C H K"],
         apart: ConditionsApart | None = None,
     ) -> Float[Array, "R C D"]:
-        """What the layer yields, once attention has mixed values."""
+        """Output of the layer, given that of its attention (`mixed`)."""
         gate, shift, scale, mlp_gate = by_slot(rows.layout, vectors[:, :, 2:], owners)
         x = x + _gated(self.attention.output(mixed, rows), gate)
         if apart is not None:
             x = x + self._read_apart(apart, x)
         out = self.mlp(_modulated(self.mlp_norm(x), shift, scale), rows.layout)
-        out = named(out, "mlp")  # for the gradient of the gate
+        out = named(out, "mlp")  # which the gradient of the gate needs
         return x + _gated(out, mlp_gate)
 
     def _read_apart(self, apart: ConditionsApart, x: Float[Array, "R C D"]) -> Array:
-        """What patches read of conditions by an attention to them."""
+        """Output of the attention from patches to conditions."""
         (states, padded), where, rows = apart
         norm = self.cross_norm
         attention = self.cross_attention
@@ -318,7 +328,8 @@ class _Stream(nnx.Module):
 
 
 class _DiffusionBlock(_Stream):
-    """A layer. With two streams it is that of the patches, and conditions have one of their own."""
+    """One layer. With two streams it is itself the stream of patches, and `conditions` is the other
+    one."""
 
     def __init__(self, config: DiffusionConfig, rngs: nnx.Rngs):
         super().__init__(config, rngs)
@@ -346,7 +357,7 @@ class _DiffusionBlock(_Stream):
                 return step(nnx.merge(graph, parameters), condition_vectors, rows, *slots)
 
             of_patches = partial(step, self, vectors, rows)
-            # All that conditions read and that has a gradient: `in_streams` asks for no others.
+            # All that conditions read and that has a gradient, as `in_streams` requires
             given = parameters, condition_vectors, rows
             return in_streams(layout, where, of_patches, of_conditions, given, owners, *slots)
 
@@ -377,7 +388,7 @@ def time_features(times: Float[Array, "R S"], dtype: jnp.dtype) -> Float[Array, 
 
 
 def edge_features(distances: Float[Array, "R C A"], count: int) -> Float[Array, "R C A*count"]:
-    """Cosines and sines of distances in patches, `count` of each distance."""
+    """Cosines and sines of distances in patches, `count` numbers for each distance."""
     ratio = LONGEST_EDGE_WAVE / SHORTEST_EDGE_WAVE
     frequency = 2 * np.pi / SHORTEST_EDGE_WAVE * ratio ** -np.linspace(0, 1, count // 2)
     angles = distances[..., None] * jnp.asarray(frequency, distances.dtype)
@@ -388,8 +399,8 @@ def edge_features(distances: Float[Array, "R C A"], count: int) -> Float[Array, 
 def by_slot(
     layout: Layout, modulation: Float[Array, "R S N D"], owners: Int[Array, "R C"]
 ) -> tuple[Float[Array, "R C D"], ...]:
-    """The N vectors of each slot's segment; zeros where there is none. One by one: the gradients of all together would
-    have to be stacked and transposed first."""
+    """The N vectors of each slot's segment, zeros in slots without one. They are looked up one by
+    one, because the gradients of a joint lookup would first have to be stacked and transposed."""
     segments = modulation.shape[1]
     slots = (_of_owners(segments, vectors, owners) for vectors in jnp.moveaxis(modulation, 2, 0))
     return tuple(layout.constrain(slot_vectors, (*SLOTS, None)) for slot_vectors in slots)
@@ -401,8 +412,9 @@ def _of_owners(
 ) -> Float[Array, "R C D"]:
     """The vector of each slot's segment.
 
-    On GPUs it is looked up, where what modulates a slot needs it: a product would write and read all slots of it. Its
-    gradient is one with zeros and ones, for a scatter-add would sum in any order.
+    Except on CPUs it is looked up, where the modulation of the slot needs it: a product would write
+    and read the vectors of all slots. The gradient is a product with zeros and ones, because a
+    scatter-add would sum in any order.
     """
     slot_vectors: Array = by_platform(vectors, owners, cpu=_multiplied, default=_looked_up)
     return slot_vectors
@@ -414,6 +426,7 @@ def _multiplied(vectors: Array, owners: Array) -> Array:
 
 
 def _looked_up(vectors: Array, owners: Array) -> Array:
+    # Segments count from 1: owner 0, padding, finds zeros.
     from_one = jnp.pad(vectors, ((0, 0), (1, 0), (0, 0)))
     return jnp.take_along_axis(from_one, owners[..., None], axis=1, mode="clip")
 
@@ -432,7 +445,8 @@ _of_owners.defvjp(_of_owners_forward, _of_owners_backward)
 
 
 def edge_distances(layout: Layout, rows: GeneratorRows) -> Float[Array, "R C 6"]:
-    """Of each patch from the first and the last patch of its item, along every axis, plus a half."""
+    """Distances of each patch from the first and the last patch of its item along every axis, plus
+    a half, in patches."""
     axes = layout.mesh_axes("sequence")
     limit = jnp.iinfo(rows.positions.dtype).max
 
@@ -456,7 +470,7 @@ def edge_distances(layout: Layout, rows: GeneratorRows) -> Float[Array, "R C 6"]
 def mean_conditions(
     layout: Layout, rows: GeneratorRows, conditions: Float[Array, "R C D"]
 ) -> Float[Array, "R S D"]:
-    """Of each segment, the mean of the conditions that it sees; zeros where these are hidden."""
+    """Mean of the conditions that each segment sees; zeros where they are hidden."""
     axes = layout.mesh_axes("sequence")
 
     def on_device(owners: Array, conditions: Array) -> Array:

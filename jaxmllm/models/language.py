@@ -33,7 +33,8 @@ from sharding.rules import Axes, Layout
 
 
 def rope_sections(config: LanguageConfig) -> tuple[int, int, int]:
-    """Rotary pairs of the (time, height, width) axes; by default 1/4, 3/8, 3/8 (arXiv 2409.12191)."""
+    """Rotary pairs of the (time, height, width) axes; by default 1/4, 3/8, 3/8
+    (arXiv 2409.12191)."""
     if config.rope_sections is not None:
         return config.rope_sections
     pairs = config.head_size // 2
@@ -42,7 +43,8 @@ def rope_sections(config: LanguageConfig) -> tuple[int, int, int]:
 
 
 def decoder_block(config: LanguageConfig, rngs: nnx.Rngs) -> Block | MixtureBlock:
-    """Causal grouped-query attention, and a gated MLP or a mixture of such."""
+    """A layer of the decoder: causal grouped-query attention, and a gated MLP or a mixture of
+    them."""
     norm = NORMS[config.norm]
     attention = SelfAttention(
         rngs,
@@ -66,13 +68,13 @@ def decoder_block(config: LanguageConfig, rngs: nnx.Rngs) -> Block | MixtureBloc
 
 
 class OutputHead(NamedTuple):
-    """The matrix that makes logits of hidden states, for use inside traced functions.
+    """The matrix that turns hidden states into logits, for use inside traced functions.
 
-    It is as the parameter lies, for a transposed table would be a second one.
+    It keeps the parameter's order of axes, because a transposed table would be a second copy.
     """
 
     matrix: Float[Array, "D V"] | Float[Array, "V D"] | Deferred
-    axes: Axes  # "embed" and "vocab", in its order
+    axes: Axes  # "embed" and "vocab", in the matrix's order
 
 
 class Decoder(nnx.Module):
@@ -80,7 +82,8 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: LanguageConfig, vocab_size: int, rngs: nnx.Rngs):
         self.config = config
-        # Small entries: a tied head then starts with logits of unit size, and the first norm sets the scale anyway.
+        # Small entries: a tied head then starts with logits of unit size, and the first norm sets
+        # the scale anyway.
         self.embedding = parameter(
             rngs,
             (vocab_size, config.width),
@@ -101,7 +104,7 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "R C D"]:
         table = self.embedding
         embedded = looked_up(layout, table[...], table.axes, tokens, dtype)
-        if self.config.scale_embedding:  # by a factor in the type of what it multiplies
+        if self.config.scale_embedding:  # the factor is rounded to `dtype`, too
             embedded = embedded * jnp.asarray(self.config.width**0.5, dtype)
         return layout.constrain(embedded, ("batch", "sequence", None))
 
@@ -118,10 +121,11 @@ class Decoder(nnx.Module):
         settings: ComponentConfig,
         added: Float[Array, "N R C D"] | None = None,
     ) -> tuple[Float[Array, "R C D"], RouterSums | None]:
-        """Embedded rows -> normed hidden states, and sums over their routing [R, L, ...] where there are experts.
+        """Embedded rows -> normed hidden states, and sums over their routing [R, L, ...] where
+        there are experts.
 
         Args:
-          added: to what the first N layers yield.
+          added: what is added after the first N layers.
         """
         context = replace(self.context(rows, layout, x.dtype, settings), added=added)
         how = context, settings.remat, self.config.windowed
@@ -134,7 +138,7 @@ class Decoder(nnx.Module):
         return self.normed(x), sums
 
     def normed(self, x: Float[Array, "R C D"]) -> Float[Array, "R C D"]:
-        """What the last layer yields -> hidden states."""
+        """Output of the last layer -> normed hidden states."""
         return self.norm(x)
 
     def context(
@@ -155,7 +159,7 @@ class Decoder(nnx.Module):
         if rows.window_tiles is not None:
             narrow = ids.within(config.window)
             windows = narrow, row_keys(layout, narrow), rows.window_tiles
-            ids = ids.within(None)  # layers of both kinds read arrays of one shape
+            ids = ids.within(None)  # so that both kinds of layers have the same arrays
             if config.window_rope_theta is not None:
                 angles = rotary_angles(
                     *positions, config.window_rope_theta, dtype, interleaved=interleaved

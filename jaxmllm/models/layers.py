@@ -1,7 +1,7 @@
 """The parts that all towers share: attention, MLPs, stacks of layers.
 
-Letters: R ranks (rows), C slots of a row, D width, H heads, G key-value heads, K head size, F MLP width.
-`RowContext` carries what varies from row to row.
+Letters: R ranks (rows), C slots of a row, D width, H heads, G key-value heads, K head size, F MLP
+width. `RowContext` carries what varies from row to row.
 """
 
 from __future__ import annotations
@@ -35,30 +35,31 @@ AnyBlock = TypeVar("AnyBlock", bound=nnx.Module)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RowContext:
-    """What attention and positions need to know of the rows of one microbatch."""
+    """What attention and positions read of the rows of one microbatch."""
 
     layout: Layout = field(metadata={"static": True})
-    ids: TokenIds  # [R, C] each
-    keys: TokenIds  # of the keys and values of whole rows, [R, g*C]; see `row_keys`
+    ids: TokenIds  # each column [R, C]
+    keys: TokenIds  # ids of the keys and values of whole rows, [R, g*C]; see `row_keys`
     tiles: RowTiles
-    rotation: Rotation | None  # none: positions were added to what the first layer reads
+    rotation: Rotation | None  # none: positions were added to the first layer's input
     kernel: Kernel = field(default="auto", metadata={"static": True})  # of attention
-    # Ids of queries and keys, and tiles of layers that attend in windows, instead
+    # Ids of queries, ids of keys, and tiles for layers that attend in windows
     windows: tuple[TokenIds, TokenIds, RowTiles] | None = None
-    # Of these layers, where it is another
+    # Rotation in these layers, where it differs from that of the others
     window_rotation: Rotation | None = None
-    added: Float[Array, "N R C D"] | None = None  # to what the first N layers yield
-    # The kernel of a mixture
+    added: Float[Array, "N R C D"] | None = None  # added after the first N layers
+    # Kernel of mixtures of experts
     experts: ExpertKernel = field(default="auto", metadata={"static": True})
-    # How often each query sees a key and a value besides, which all share
+    # How often each query also sees one key and value that all queries share
     repeated: Int[Array, "R C"] | None = None
-    documents: Documents | None = None  # where the kernel of attention reads them
+    documents: Documents | None = None  # where the attention kernel reads them
 
     def for_layer(self, windowed: Bool[Array, ""] | None) -> RowContext:
-        """The rows as one layer sees them, in windows or whole: a choice of integers, not of programs.
+        """The rows as one layer sees them, in windows or whole. The choice is one between arrays,
+        so that one program serves both kinds of layers.
 
         Args:
-          windowed: whether it attends in windows, where there are any.
+          windowed: whether the layer attends in windows; none: no layer does.
         """
         if self.windows is None or windowed is None:
             return self
@@ -78,13 +79,13 @@ class RowContext:
         )
 
     def add(self, x: Float[Array, "R C D"], layer: Int[Array, ""] | None) -> Float[Array, "R C D"]:
-        """What this layer has yielded, with what is added to it."""
+        """Output x of a layer, plus what is added after that layer, if anything is."""
         return x if self.added is None or layer is None else with_added(x, self.added, layer)
 
 
 def row_keys(layout: Layout, ids: TokenIds) -> TokenIds:
-    """`RowContext.keys` for keys of these ids, [R, C]: where rows are in parts they are gathered, once for all layers
-    and in one collective."""
+    """`RowContext.keys` for keys with these ids, [R, C]. Where rows are in parts, ids are gathered
+    once for all layers, in one collective."""
     axes = layout.mesh_axes("sequence")
     if not axes:
         return ids
@@ -97,12 +98,13 @@ def row_keys(layout: Layout, ids: TokenIds) -> TokenIds:
 
 
 def documents_of(rows: EncoderRows) -> Documents | None:
-    """The items of an encoder's rows, whose slots see them whole; none where the kernel does not read them."""
+    """The items of an encoder's rows as documents, which their slots see whole; none where the
+    kernel reads no documents."""
     return None if rows.runs is None else Documents(rows.runs, causal=False)
 
 
 class SelfAttention(nnx.Module):
-    """Grouped-query attention of what the rows' masks make visible."""
+    """Grouped-query attention to what the rows' masks make visible."""
 
     def __init__(
         self,
@@ -123,8 +125,8 @@ class SelfAttention(nnx.Module):
         """Make the parameters.
 
         Args:
-          norm: of queries and keys.
-          norm_heads: whether these are normed over all heads together, by `RMSNorm`.
+          norm: makes the norms of queries and keys, with `qk_norm`.
+          norm_heads: whether queries and keys are normed over all heads together, by `RMSNorm`.
           scale: factor on logits; none: head_size ** -0.5.
         """
         self.query = parameter(rngs, (width, heads, head_size), ("embed", "heads", None), width)
@@ -151,7 +153,7 @@ class SelfAttention(nnx.Module):
         self.scale = scale
 
     def __call__(self, x: Float[Array, "R C D"], rows: RowContext) -> Float[Array, "R C D"]:
-        """What queries made of x mix of the values in the same rows."""
+        """Attend from every slot of x to the slots of its row that it sees."""
         return self.output(self.mixed(*self.projections(x, rows), rows), rows)
 
     def projections(
@@ -161,13 +163,13 @@ class SelfAttention(nnx.Module):
         return self.queries(x, rows), *self.keys_and_values(x, rows)
 
     def queries(self, x: Float[Array, "R C D"], rows: RowContext) -> Float[Array, "R C H K"]:
-        """Normed and not yet rotated."""
+        """Queries, normed and not yet rotated."""
         return self._project(x, self.query, self.query_bias, self.query_norm, rows)
 
     def keys_and_values(
         self, x: Float[Array, "R C D"], rows: RowContext
     ) -> tuple[Float[Array, "R C G K"], Float[Array, "R C G K"]]:
-        """Keys normed and not yet rotated."""
+        """Keys, normed and not yet rotated, and values."""
         k = self._project(x, self.key, self.key_bias, self.key_norm, rows)
         return k, self._project(x, self.value, self.value_bias, None, rows)
 
@@ -179,10 +181,11 @@ class SelfAttention(nnx.Module):
         rows: RowContext,
         besides: tuple[Float[Array, "R P G K"], Float[Array, "R P G K"]] | None = None,
     ) -> Float[Array, "R C H K"]:
-        """What queries mix of the values in the same rows, by head.
+        """Attention of the queries to the same rows: for each head, a mix of the values.
 
         Args:
-          besides: a key and a value on each of P parts, which queries see as often as `rows.repeated` says.
+          besides: one key and one value, a copy on each of P parts, that queries see in addition,
+            as often as `rows.repeated` says.
         """
         layout = rows.layout
         if rows.rotation is not None:
@@ -191,14 +194,14 @@ class SelfAttention(nnx.Module):
         kv_axes = ("batch", "sequence", "kv_heads", None)
         if layout.mesh_axes("heads") != layout.mesh_axes(
             "kv_heads"
-        ):  # a device lacks the keys of its own queries
+        ):  # without this, a device would lack keys of its queries
             k, v, besides = jax.tree.map(
                 lambda x: jnp.repeat(x, q.shape[2] // x.shape[2], axis=2), (k, v, besides)
             )
             kv_axes = query_axes
         slots = ("batch", "sequence")
-        # Queries, their ids and the tiles are those of a part; ids of keys and documents those of
-        # the row, for keys and values are gathered in `gathered_attention`.
+        # Queries, their ids and the tiles are those of a part. Ids of keys and documents are those
+        # of the whole row, because `gathered_attention` gathers keys and values.
         attend = layout.local(
             partial(_attend, layout.mesh_axes("sequence"), rows.kernel, self.scale),
             in_axes=(
@@ -213,7 +216,7 @@ class SelfAttention(nnx.Module):
         return mixed
 
     def output(self, mixed: Float[Array, "R C H K"], rows: RowContext) -> Float[Array, "R C D"]:
-        """The heads of every slot through one matrix."""
+        """Multiply the heads of every slot by one matrix, to the width of the layers."""
         out = affine(mixed, self.out, self.out_bias, rows.layout, inputs=2)
         return named(rows.layout.constrain(out, ("batch", "sequence", None)), "projections")
 
@@ -324,7 +327,8 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm transformer layer; `attention` and `mlp` are made by the tower.
 
-    With `post_norms`, what these two add is normed, too; `with_layer_scale`, it is multiplied by a vector.
+    With `post_norms`, the outputs of these two are normed, too; `with_layer_scale`, each is
+    multiplied by a vector.
     """
 
     def __init__(
@@ -362,7 +366,8 @@ class Block(nnx.Module):
 
 
 def encoder_block(config: TowerConfig, rngs: nnx.Rngs) -> Block:
-    """A layer of an encoder tower: bidirectional attention and a plain or gated MLP, most of them with biases."""
+    """A layer of an encoder tower: bidirectional attention and a plain or gated MLP. All matrices
+    have biases, except that the config may leave out those of queries, keys and values."""
     attention = SelfAttention(
         rngs,
         config.width,
@@ -404,7 +409,8 @@ def run_stack(
     remat: Remat,
     windowed: Sequence[bool] | None = None,
 ) -> Float[Array, "R C D"]:
-    """Loop over the layers, each computed again in the backward pass as `remat` says (see `checkpointed`).
+    """Run the layers in a loop. The backward pass recomputes each of them as `remat` says (see
+    `checkpointed`).
 
     Args:
       windowed: which layers attend in the windows of the rows; none: there are no windows.
@@ -421,7 +427,7 @@ def run_tapped_stack(
     windowed: Sequence[bool] | None,
     taps: Sequence[int],
 ) -> tuple[Float[Array, "R C D"], Float[Array, "T R C D"]]:
-    """The same, and what the layers of these numbers yield."""
+    """As `run_stack`, and the outputs of the layers with the numbers `taps`."""
     x, tapped, _ = loop_over_layers(_run_block, blocks, x, rows, remat, windowed, taps)
     return x, tapped
 
@@ -439,8 +445,12 @@ def loop_over_layers(
     windowed: Sequence[bool] | None = None,
     taps: Sequence[int] = (),
 ) -> tuple[Float[Array, "R C D"], Any, Any]:
-    """The same for layers that `run` runs: x, what the layers `taps` yield, none without any, and what each layer
-    returns besides x, stacked."""
+    """As `run_stack`, for layers of any kind, which `run` runs.
+
+    Returns:
+      x after all layers; the outputs of the layers `taps` [T, R, C, D], none without taps; what
+      each layer returns in addition to x, stacked.
+    """
     graph, parameters = nnx.split(blocks)
     kinds = None if windowed is None else np.array(windowed)
     layers = len(jax.tree.leaves(parameters)[0])
@@ -452,7 +462,7 @@ def loop_over_layers(
 
     run_block = checkpointed(block, remat, in_loop=True)
 
-    # Outside of what is computed again: neither sums nor choices keep anything for the backward pass
+    # Outside of the recomputed block, because sums and choices keep nothing for the backward pass
     def layer(parameters: Any, carry: Any, own: Any, rows: RowContext) -> tuple[Any, Any]:
         (x, tapped), (layer_number, windowed) = carry, own
         x, out = run_block(parameters, x, windowed, rows)
@@ -470,7 +480,7 @@ def loop_over_layers(
 def with_added(
     x: Float[Array, "R C D"], added: Float[Array, "N R C D"], layer: Int[Array, ""]
 ) -> Float[Array, "R C D"]:
-    """What a layer has yielded, with what is added to the first N."""
+    """Output x of a layer, plus what is added after it if it is one of the first N."""
     depth = len(added)
     return x + jnp.where(layer < depth, added[jnp.minimum(layer, depth - 1)], 0)
 
@@ -481,19 +491,21 @@ def with_tapped(
     taps: Sequence[int],
     layer: Int[Array, ""],
 ) -> Float[Array, "T R C D"]:
-    """What the layers `taps` have yielded, once this one has yielded x."""
+    """Outputs of the layers `taps` so far, with that of this layer entered if it is one of them."""
     return jnp.where((np.array(taps) == layer)[:, None, None, None], x, tapped)
 
 
 def checkpointed(function: Callable[..., Any], remat: Remat, in_loop: bool) -> Callable[..., Any]:
-    """The function, whose backward pass computes again what `remat` does not keep.
+    """The function, with a backward pass that recomputes what `remat` does not keep.
 
-    That is all but the arguments (full), products with weights (dots), or values of some names; or nothing (none).
+    It keeps the arguments alone (full), also products with weights (dots) or values of some names
+    (a list), or everything (none).
 
     Args:
-      in_loop: whether it runs in the body of a loop, and its backward pass in that of another one. Elsewhere XLA would
-        find that both compute the same, and keep it: a barrier hides that. In a loop it would only make copies of all
-        that it hides, the layer's weights and what is kept: 6 % of a step on an H100.
+      in_loop: whether the function runs in the body of a loop, and its backward pass in that of
+        another one. Elsewhere XLA would find that both compute the same values and keep them: a
+        barrier hides that. In a loop the barrier would only copy all that passes it, the layer's
+        weights and what is kept: 6 % of a step on an H100.
     """
     policies = jax.checkpoint_policies
     match remat:

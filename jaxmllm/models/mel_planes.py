@@ -2,7 +2,8 @@
 
     frames [T, M] -> [T/2, M/2, C] -> [T/4, M/4, C] -> [T/8, M/8, C] -> tokens [T/8, D]
 
-Letters: R ranks (rows), N spans of a row, T slots of a span, M mels, I channels that go in, C that come out.
+Letters: R ranks (rows), N stretches of a row, T slots of a stretch, M mels, I input channels, C
+output channels.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ class PlaneConvolution(nnx.Module):
     def __call__(
         self, x: Float[Array, "R N T M I"], first: Bool[Array, "R N T/2"], layout: Layout
     ) -> Float[Array, "R N T/2 M/2 C"]:
-        """Outputs that are `first` see zeros before their slots; zeros lie above and below all mels."""
+        """Convolve. Outputs that are `first` see zeros before their slots, and zeros pad the mels
+        on both sides."""
         # Output t reads slots 2t - 1, 2t and 2t + 1. `before` has 2t - 1, and zeros for t = 0.
         before = jnp.pad(x[:, :, 1:-1:2], ((0, 0), (0, 0), (1, 0), (0, 0), (0, 0)))
         before = jnp.where(first[..., None, None], 0, before)
         kernel = weight(self.kernel, layout, x.dtype).reshape(self.shape)
-        # What lies before may be another clip's, so it is a convolution of its own
+        # The slot before may be another clip's and masked, so it has a convolution of its own.
         y = _convolved(before, kernel[:1]) + _convolved(x, kernel[1:])
         return jax.nn.gelu(biased(y, self.bias, layout), approximate=self.gelu == "tanh")
 
@@ -44,7 +46,7 @@ class PlaneConvolution(nnx.Module):
 def _convolved(
     x: Float[Array, "R N T M I"], kernel: Float[Array, "h 3 I C"]
 ) -> Float[Array, "R N T/h M/2 C"]:
-    """In steps of h slots and 2 mels."""
+    """Convolution in steps of h slots and 2 mels."""
     spans = x.reshape(-1, *x.shape[2:])
     y = jax.lax.conv_general_dilated(
         spans,
@@ -57,10 +59,10 @@ def _convolved(
 
 
 class PlaneStem(nnx.Module):
-    """Frames -> what the layers of the tower read, one chunk at a time, as if it were alone.
+    """Frames -> input of the tower's first layer, with each chunk convolved as if it were alone.
 
-    The convolutions run again in the backward pass, whatever `remat` says: what they yield is many times as large as
-    what the layers keep.
+    The backward pass recomputes the convolutions, whatever `remat` says: their outputs are many
+    times as large as what the layers keep.
     """
 
     def __init__(self, config: AudioConfig, rngs: nnx.Rngs):
@@ -76,10 +78,10 @@ class PlaneStem(nnx.Module):
     def __call__(
         self, frames: Float[Array, "R N T M"], places: Int[Array, "R N T/8"], layout: Layout
     ) -> Float[Array, "R N T/8 D"]:
-        """Tokens of attention.
+        """Tokens of attention, made of frames.
 
         Args:
-          places: of each token in its chunk.
+          places: number of each token in its chunk.
         """
         return jax.checkpoint(lambda x: self._tokens(x, places, layout))(frames)
 
@@ -92,13 +94,13 @@ class PlaneStem(nnx.Module):
             stride *= 2
             frame_places = _spread(places, self.config.stem_stride // stride)
             x = convolution(x, frame_places == 0, layout)
-            # The next one takes what follows the last frame of a chunk for zeros
+            # The next convolution must see zeros after the last frame of a chunk.
             outputs = -(-self.config.chunk_frames // stride)
             x = jnp.where((frame_places < outputs)[..., None, None], x, 0)
         return product(x.reshape(*x.shape[:3], -1), self.matrix, layout)
 
 
 def _spread(places: Shaped[Array, "R N T"], outputs: int) -> Shaped[Array, "R N T*n"]:
-    """Places in their chunk of so many outputs of each token."""
+    """Numbers in their chunk of the outputs that each token covers, `outputs` for each."""
     inside = jnp.arange(outputs, dtype=places.dtype)
     return (places[..., None] * outputs + inside).reshape(*places.shape[:2], -1)

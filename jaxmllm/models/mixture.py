@@ -1,4 +1,5 @@
-"""The MLP of a layer as a mixture of experts: the router, and what is counted of its choices.
+"""The MLP of a layer as a mixture of experts: the router, the experts, and sums over the router's
+choices.
 
     x --router--> probabilities --the most likely--> experts, weights --experts/experts.py--> their sum
                         |
@@ -27,15 +28,16 @@ from sharding.rules import Layout
 
 
 class RouterSums(NamedTuple):
-    """Sums over the tokens of each row; of all layers once a stack has run, [R, L, ...]."""
+    """Sums over the tokens of each row; once a stack has run, of all its layers, [R, L, ...]."""
 
-    counts: Any  # int32 [R, E]: tokens that chose an expert
-    probabilities: Any  # [R, E] of an expert, chosen or not
+    counts: Any  # int32 [R, E]: tokens that chose each expert
+    probabilities: Any  # [R, E]: probabilities of each expert, chosen or not
     z: Any  # [R]: squares of the logarithms of the softmax's denominators
 
 
 class Router(nnx.Module):
-    """Which experts a token goes through: a softmax over all of them, in at least float32 (arXiv 1701.06538)."""
+    """Chooses the experts of each token: a softmax over all experts, in at least float32
+    (arXiv 1701.06538)."""
 
     def __init__(self, rngs: nnx.Rngs, width: int, config: ExpertsConfig):
         self.config = config
@@ -44,10 +46,11 @@ class Router(nnx.Module):
     def __call__(
         self, x: Float[Array, "R C D"], rows: RowContext
     ) -> tuple[Int[Array, "R C k"], Float[Array, "R C k"], RouterSums]:
-        """(experts of each token, their weights, sums); padding chooses none: expert E."""
+        """(experts of each token, their weights, sums); padding gets expert E, which does not
+        exist."""
         wide = jnp.promote_types(x.dtype, jnp.float32)
         matrix = weight(self.matrix, rows.layout, wide)
-        # Rounded logits would choose other experts, so no platform may round the factors
+        # Rounded logits would choose other experts, so no platform may round the factors.
         logits = jnp.matmul(x.astype(wide), matrix, precision=jax.lax.Precision.HIGHEST)
         denominators = jax.nn.logsumexp(logits, axis=-1)
         probabilities = jnp.exp(logits - denominators[..., None])
@@ -55,8 +58,8 @@ class Router(nnx.Module):
         if self.config.renormalise:
             weights /= weights.sum(axis=-1, keepdims=True)
         token = rows.ids.document > 0
-        # Expert E is nobody's: no device computes it, and no sum below counts it. So the weights of
-        # padding, which stay, are not read.
+        # No device computes expert E, and the sums below leave padding out. So the weights of
+        # padding, which stay as they are, are not read.
         chosen = jnp.where(token[..., None], chosen, self.config.count)
         sums = RouterSums(
             (chosen[..., None] == jnp.arange(self.config.count)).sum((1, 2), dtype=jnp.int32),
@@ -85,7 +88,7 @@ class ExpertMLPs(nnx.Module):
         weights: Float[Array, "R C k"],
         rows: RowContext,
     ) -> Float[Array, "R C D"]:
-        """Sum of what the chosen experts make of each token, by weight."""
+        """Weighted sum of the outputs of each token's chosen experts."""
         matrices = Matrices(
             *(weight(factor, rows.layout, x.dtype) for factor in (self.gate, self.up, self.down))
         )
@@ -120,7 +123,8 @@ class MixtureBlock(nnx.Module):
 
 
 def sums_of_rows(layout: Layout, sums: RouterSums) -> RouterSums:
-    """Sums over the parts of every row that devices have, where the code is that of one of them."""
+    """Sums over whole rows, for code of one device, where each device has the sums of its parts of
+    rows."""
     axes = tuple(axis for axis in layout.mesh_axes("sequence") if axis in layout.manual_axes)
     if not any(layout.mesh.shape[axis] > 1 for axis in axes):
         return sums

@@ -1,4 +1,5 @@
-"""The composition: any subset of encoders over the decoder, as named components with their own layout and policy.
+"""The composed model: any subset of encoders, the decoder, and a generator that reads it, as named
+components, each with its own layout and settings.
 
     rows --tower--> features --projector--> language tokens --(pool, exchange)--> decoder --> hidden states
 
@@ -43,7 +44,7 @@ from sharding.rules import Layout
 
 @dataclass(frozen=True)
 class MLLM:
-    """A model whose components are data; all methods but `init` and `abstract` are for traced code."""
+    """A model made of components. Methods that compute with parameters are for traced code."""
 
     config: ModelConfig
     vocab_size: int
@@ -56,7 +57,8 @@ class MLLM:
 
     @property
     def ema(self) -> dict[str, float]:
-        """By component whose trained parameters are averaged: how much of the average an update keeps."""
+        """Share of the average that an update keeps, by component whose trained parameters are
+        averaged."""
         settings = {name: component.settings for name, component in self.components.items()}
         return {
             name: setting.ema
@@ -68,24 +70,26 @@ class MLLM:
         return self.components[phase].layout
 
     def with_layout(self, name: str, layout: Layout) -> MLLM:
-        """The same model with a component's activations laid out otherwise; its parameters lie as before."""
+        """The same model with another layout for a component's activations; its parameters stay
+        where they are."""
         return replace(
             self, components=self.components | {name: replace(self.components[name], layout=layout)}
         )
 
     def key_value_bytes(self, phase: str) -> int:
-        """Bytes of the keys and values of one attention token, in all layers of a tower or the
-        decoder, as all devices of a rank together compute them."""
+        """Bytes of the keys and values of one attention token in all layers of a phase, as all
+        devices of a rank together compute them."""
         component = self.components[phase]
         tower = getattr(self.config, phase)
         heads = tower.heads
+        # Where these are split differently, `SelfAttention.mixed` repeats keys to all heads.
         if component.layout.mesh_axes("heads") == component.layout.mesh_axes("kv_heads"):
             heads = getattr(tower, "kv_heads", heads)
         size: int = 2 * tower.layers * heads * tower.head_size * component.dtype.itemsize
         return size * getattr(tower, "attentions", 1)
 
     def attention_choice(self, phase: str, block: int) -> Choice:
-        """The kernel that attends in a phase on the mesh's devices, to blocks of so many tokens."""
+        """The attention kernel of a phase on the mesh's devices, for blocks of `block` tokens."""
         component = self.components[phase]
         return choice(
             component.settings.attention,
@@ -103,9 +107,11 @@ class MLLM:
         return model
 
     def by_device(self, phase: str) -> MLLM:
-        """The same model for a phase's code of one device along the axes of rows (sharding/parameters.py).
+        """The same model, for code that a phase runs as one device along the axes of rows (see
+        sharding/parameters.py).
 
-        Raises `MeshError` where the devices have different rows and different layers: each runs its rows through all.
+        Raises `MeshError` where devices with different rows would also hold different layers: each
+        device runs its rows through all layers.
         """
         axes = row_axes(self.layout(phase))
         model = self
@@ -120,16 +126,17 @@ class MLLM:
         return model
 
     def deferred(self, params: Params) -> Params:
-        """Parameters of some components, with those `Deferred` whose gradients stay whole; inside `by_device`."""
+        """Parameters of some components, in which those whose gradients stay whole are `Deferred`;
+        for models made by `by_device`."""
         return {
             name: self.components[name].deferred(parameters) for name, parameters in params.items()
         }
 
     def summed(self, trained: Params, totals: Params) -> Params:
-        """Trained parameters of some components, with those of their layers `Summed`.
+        """Trained parameters of some components, in which those of layers are `Summed`.
 
         Args:
-          totals: sums of gradients, of these components at least.
+          totals: sums of gradients by component, of at least these components.
         """
         return {
             name: self.components[name].summed(parameters, totals[name])
@@ -137,10 +144,11 @@ class MLLM:
         }
 
     def gradient_sums(self, trained: Params, dtype: Any) -> Params:
-        """Where gradients of trained parameters, given by shape, add up over the microbatches of a step.
+        """Shapes and shardings of the sums of gradients over the microbatches of a step, for
+        trained parameters given by shape.
 
-        Each replica of a shard has a sum of its own; with `reduce: step` each device has one of the
-        whole parameter, as far as it is gathered where it is used.
+        Each replica of a shard has a sum of its own. With `reduce: step` each device has a sum for
+        the whole parameter, as far as the parameter is gathered where it is used.
         """
 
         def sums(phase: str, component: Component, part: Params) -> Any:
@@ -159,9 +167,10 @@ class MLLM:
         }
 
     def init(self, seed: int, dtype: str, places: Params | None = None) -> Params:
-        """Fresh parameters on the mesh, by default as `abstract` says, else in shardings `places`.
+        """New parameters on the mesh. Those of a component depend only on (seed, its name).
 
-        Each component's depend on (seed, its name) alone.
+        Args:
+          places: shardings of the parameters; none: those of `abstract`.
         """
         return {
             name: init_component(
@@ -198,19 +207,20 @@ class MLLM:
         features: Float[Array, "R/g g*C D"],
         places: Int[Array, "R/g g*T"],
     ) -> Float[Array, "R T O"]:
-        """Turn a tower's features into language tokens, those of each rank in packed order. Tokens of towers whose
-        layers add nothing to those of the decoder have zeros there."""
+        """Turn a tower's features into language tokens, each rank's in packed order. Where decoder
+        layers add tokens of another tower (deepstack), tokens of this one are filled up with
+        zeros."""
         name = f"{PROJECTOR}{phase}"
         tokens = self._projected(params, name, features)
         if missing := self.config.token_width - tokens.shape[-1]:
             tokens = jnp.pad(tokens, ((0, 0), (0, 0), (0, missing)))
         layout = self.components[name].layout
         if not layout.mesh_axes("sequence") and phase not in self.config.windows:
-            return tokens  # rows in one part are in order, unless that is the order of windows
+            return tokens  # rows in one part are in packed order, except in phases with windows
         return take_slots(layout, tokens, places)
 
     def _projected(self, params: Params, name: str, given: Float[Array, "R C D"]) -> Array:
-        """What the projector of this name makes of features or states."""
+        """Output of the projector of this name for features of a tower or states of the decoder."""
         component = self.components[name]
 
         def projected(params: Params, given: Array) -> Array:
@@ -232,7 +242,7 @@ class MLLM:
     def routed_hidden(
         self, params: Params, rows: LanguageRows, media: Float[Array, "R C W"]
     ) -> tuple[Float[Array, "R C D"], OutputHead, RouterSums | None]:
-        """The same, and sums over the routing of the rows [R, L, ...] where there are experts."""
+        """As `hidden`, and sums over routing [R, L, ...] where there are experts."""
         component = self.components[LANGUAGE]
         decoder: Decoder = component.module(params)
         added = self._added(rows, media) if self.config.deepstack_depth else None
@@ -242,7 +252,7 @@ class MLLM:
         return hidden, decoder.output_head(), routed
 
     def _added(self, rows: LanguageRows, media: Float[Array, "R C W"]) -> Float[Array, "N R C D"]:
-        """What is added to the hidden states after the first N layers of the decoder."""
+        """The part of the routed tokens that is added to hidden states after the first N layers."""
         _, *deepstack = jnp.split(media, 1 + self.config.deepstack_depth, axis=-1)
         added = jnp.stack(deepstack).astype(self.components[LANGUAGE].dtype)
         return jnp.where((rows.media >= 0)[..., None], added, 0)
@@ -255,8 +265,8 @@ class MLLM:
         noisy: Float[Array, "R C F"],
         states: Float[Array, "R C D"],
     ) -> Float[Array, "R C F"]:
-        """What a generator predicts of noisy patches. `states` holds those of the decoder, where there are
-        conditions."""
+        """Predictions of a generator for noisy patches. `states` holds states of the decoder in the
+        slots of conditions."""
         conditions = self._conditions(params, states)
         component = self.components[phase]
         predictions: Array = component.module(params)(
@@ -265,7 +275,8 @@ class MLLM:
         return predictions
 
     def _conditions(self, params: Params, states: Float[Array, "R C D"]) -> Conditions:
-        """What generators read of states of the decoder; those that items lack hold zeros."""
+        """The projected states of the decoder that generators read, and what the projector makes of
+        zeros, which stands for conditions that items lack."""
         name = f"{PROJECTOR}{LANGUAGE}"
         padded = None
         if any(self.config.crossed.values()):
@@ -276,19 +287,20 @@ class MLLM:
     # ------------------------------------------------------------------ piece by piece, for pipelines
 
     def stem(self, params: Params, phase: str, rows: EncoderRows) -> Float[Array, "R T D"]:
-        """What the first layer of a tower reads, and room for what layers yield that deepstack reads."""
+        """Input of a tower's first layer, and zeros where the outputs of its tapped layers
+        (deepstack) will go."""
         component = self.components[phase]
         x: Array = component.module(params).embed(rows, component.layout, component.dtype)
-        # In stages a slot has [x | what goes beside it], each of the width D of the layers: of a
-        # tower what its taps yielded so far, zeros at first; of the decoder what is to be added
-        # after its first layers.
+        # In stages a slot holds x and then N more vectors, all of the layers' width D: in a tower
+        # the outputs of its taps so far, zeros at first; in the decoder what is added after its
+        # first N layers.
         beside = self.config.carried_width(phase) - x.shape[-1]
         return jnp.pad(x, ((0, 0), (0, 0), (0, beside))) if beside else x
 
     def begin(
         self, params: Params, rows: LanguageRows, media: Float[Array, "R C W"]
     ) -> Float[Array, "R C W"]:
-        """What the first layer of the decoder reads, and what is added to that and others."""
+        """Input of the decoder's first layer, and then what is added after the first N layers."""
         x = self.embed(params, rows, media)
         if not self.config.deepstack_depth:
             return x
@@ -297,7 +309,8 @@ class MLLM:
     def embed(
         self, params: Params, rows: LanguageRows, media: Float[Array, "R C W"]
     ) -> Float[Array, "R C D"]:
-        """What the first layer of the decoder reads: text, and the routed tokens `media` in their places."""
+        """Input of the decoder's first layer: embedded text, and in their slots the routed
+        `media`."""
         component = self.components[LANGUAGE]
         text = component.module(params).embed(rows.tokens, component.layout, component.dtype)
         tokens = media[..., : text.shape[-1]].astype(component.dtype)
@@ -312,17 +325,18 @@ class MLLM:
         windowed: Bool[Array, ""] | None = None,
         number: Int[Array, ""] | None = None,
     ) -> tuple[Array, RouterSums | None]:
-        """One layer of a phase's tower or of the decoder, and sums over its routing [R, ...] where it has experts.
+        """Run one layer of a tower or of the decoder; returns its output, and sums over its routing
+        [R, ...] where it has experts.
 
         Args:
-          params: that layer's own, by component.
-          x: with what goes beside it from layer to layer, where deepstack reads layers of a tower.
-          windowed: whether it attends in windows, where some layers do.
-          number: of the layer, where something goes beside.
+          params: this layer's parameters, by component.
+          x: input of the layer; with deepstack followed by the vectors of `stem` or `begin`.
+          windowed: whether the layer attends in windows; none: no layer of the phase does.
+          number: number of the layer; needed only with deepstack.
         """
         component = self.components[phase]
         tower = component.module({phase: {}})
-        # The graph of all layers is that of one, for it holds no shapes of parameters.
+        # The graph of all layers also serves one layer, because it holds no shapes of parameters.
         block = nnx.merge(nnx.split(tower.layers)[0], component.adapted(params)[phase])
         context = tower.context(rows, component.layout, component.dtype, component.settings)
         x, beside = self._parted(phase, x)
@@ -345,14 +359,14 @@ class MLLM:
     def finish(
         self, params: Params, phase: str, rows: EncoderRows, x: Float[Array, "R T D"]
     ) -> Float[Array, "R T D"]:
-        """`features`, of what the last layer of a tower yields."""
+        """Features of a tower, as `features` returns them, given the output of its last layer."""
         x, beside = self._parted(phase, x)
         normed: Array = self.components[phase].module(params).normed(x)
         features = normed if beside is None else jnp.concatenate([normed, *beside], axis=-1)
         return _of_data(features, rows.segments)
 
     def finish_states(self, params: Params, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
-        """Hidden states of the decoder, of what its last layer yields."""
+        """Normed hidden states of the decoder, given the output of its last layer."""
         states: Array = (
             self.components[LANGUAGE].module(params).normed(self._parted(LANGUAGE, x)[0])
         )
@@ -366,7 +380,7 @@ class MLLM:
         noisy: Float[Array, "R C F"],
         states: Float[Array, "R C D"],
     ) -> Drawn:
-        """What the first layer of a generator reads, given what `draw` is given."""
+        """Input of a generator's first layer, from the arguments of `draw`."""
         conditions = self._conditions(params, states)
         component = self.components[phase]
         begun: Drawn = component.module(params).begin(
@@ -375,10 +389,10 @@ class MLLM:
         return begun
 
     def draw_layer(self, phase: str, params: Params, drawn: Drawn, rows: GeneratorRows) -> Drawn:
-        """One layer of a generator.
+        """Run one layer of a generator.
 
         Args:
-          params: that layer's own, by component.
+          params: this layer's parameters, by component.
         """
         component = self.components[phase]
         tower = component.module({phase: {}})
@@ -389,7 +403,7 @@ class MLLM:
     def finish_drawing(
         self, params: Params, phase: str, rows: GeneratorRows, drawn: Drawn
     ) -> Float[Array, "R C F"]:
-        """What a generator predicts, of what its last layer yields."""
+        """Predictions of a generator, given the output of its last layer."""
         component = self.components[phase]
         predictions: Array = component.module(params).finish(
             rows, drawn, component.layout, component.dtype
@@ -399,16 +413,16 @@ class MLLM:
     def _parted(
         self, phase: str, x: Float[Array, "R T W"]
     ) -> tuple[Float[Array, "R T D"], Float[Array, "N R T D"] | None]:
-        """What layers read and yield, and what goes beside it, if anything does."""
+        """Split the slots of stages into x and the N vectors after it; none if there are none."""
         width = getattr(self.config, phase).width
         if x.shape[-1] == width:
             return x, None
-        # The first D numbers of a slot, and the others D by D: [R, T, N, D] -> [N, R, T, D].
+        # A slot is x, D numbers, and N vectors of D: [R, T, (1 + N) * D] -> [N, R, T, D].
         parts = x.reshape(*x.shape[:-1], -1, width)
         return parts[..., 0, :], jnp.moveaxis(parts[..., 1:, :], -2, 0)
 
     def head(self, params: Params) -> OutputHead:
-        """What makes logits of hidden states."""
+        """The output head, which turns hidden states into logits."""
         head: OutputHead = self.components[LANGUAGE].module(params).output_head()
         return head
 
@@ -416,10 +430,12 @@ class MLLM:
 def _of_data(
     features: Float[Array, "R C/m D"], segments: Int[Array, "R C"]
 ) -> Float[Array, "R C/m D"]:
-    """Features, and zeros where an item has no data but is read: behind the end of a clip, in its last language token.
+    """Features, with zeros in slots of an item that hold no data but are read: those after the end
+    of a clip, in its last language token.
 
-    Such a slot attends to nothing. All that layers make of it is zero, as long as biases are, and its gradient would
-    grow by the norms of every layer, whose derivative at zero is up to 1,000: beyond float32 in 13 layers.
+    Such a slot attends to nothing. As long as biases are zero, it stays zero in every layer, and
+    its gradient would grow by the derivative of every norm, which is up to 1,000 at zero: beyond
+    float32 in 13 layers.
     """
     stride = segments.shape[1] // features.shape[1]
     return jnp.where(segments[:, ::stride, None] > 0, features, 0)

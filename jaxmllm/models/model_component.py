@@ -33,7 +33,7 @@ class ParameterAxes:
     """Logical axes of one parameter; a leaf for tree functions, which a tuple would not be."""
 
     names: tuple[str | None, ...]
-    looked_up: bool  # whether it is only ever a table to look up, which is never gathered
+    looked_up: bool  # whether it is only ever used as a lookup table, which is never gathered
 
     @property
     def stacked(self) -> bool:
@@ -43,16 +43,17 @@ class ParameterAxes:
 
 @dataclass(frozen=True)
 class Component:
-    """One named part of the model: its module, where it lies, how it trains."""
+    """One named part of the model: its module, how it is laid out, and how it is trained."""
 
     name: str
     make: Callable[[nnx.Rngs], nnx.Module]
     graph: nnx.GraphDef[Any]
-    axes: Any  # `ParameterAxes`, a tree like the parameters
-    shapes: Any  # jax.ShapeDtypeStruct, likewise
+    axes: Any  # `ParameterAxes`, in a tree like the parameters
+    shapes: Any  # jax.ShapeDtypeStruct, in a tree like the parameters
     layout: Layout
     settings: ComponentConfig
-    adapter_scale: float | None = None  # of its adapter, another component, where there is one
+    # Scale of its adapter, which is a component of its own; none without an adapter
+    adapter_scale: float | None = None
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -61,13 +62,14 @@ class Component:
     def module(self, params: Params) -> Any:
         """The module with the parameters of this component; for use inside traced functions.
 
-        Parts whose parameters are left out are there, too, for what needs none of them.
+        Parameters may be left out; then only methods that do not need them can be called.
         """
-        # Whole subtrees that are not given stay shapes, which nothing may compute with.
+        # Top-level subtrees that are left out remain shapes, with which nothing may compute.
         return nnx.merge(self.graph, self.shapes | self.adapted(params)[self.name])
 
     def adapted(self, params: Params) -> Params:
-        """Parameters by component, those of this one with the factors of its adapter beside them."""
+        """Parameters by component, in which matrices of this one are joined with the factors of its
+        adapter."""
         factors = params.get(f"{ADAPTER}{self.name}")
         if self.adapter_scale is None or not factors:
             return params
@@ -75,15 +77,18 @@ class Component:
         return params | {self.name: with_factors}
 
     def defers(self, axes: ParameterAxes) -> bool:
-        """Whether a parameter's gradient stays whole on every device until a step's microbatches are done.
+        """Whether a parameter's gradient stays whole on every device until a step's microbatches
+        are done.
 
-        That is for code of one device along the axes of rows: elsewhere XLA places the collectives.
+        Only possible in code of one device along the axes of rows: elsewhere XLA places the
+        collectives.
         """
         asked = self.settings.reduce == "step" and not axes.looked_up
         return asked and is_split(self.layout, axes.names)
 
     def deferred(self, params: Params) -> Params:
-        """Parameters of this component, or some, with those `Deferred` that it defers."""
+        """All or some parameters of this component, in which those that it defers are
+        `Deferred`."""
 
         def leaf(value: Array, axes: ParameterAxes) -> Any:
             if not self.defers(axes):
@@ -93,7 +98,7 @@ class Component:
         return jax.tree.map(leaf, params, self.axes_of(params))
 
     def summed(self, params: Params, totals: Params) -> Params:
-        """Trained parameters of this component, with those of its layers `Summed`.
+        """Trained parameters of this component, in which those of layers are `Summed`.
 
         Args:
           totals: sums of gradients of all of them.
@@ -106,16 +111,16 @@ class Component:
         return params | {LAYERS: layers}
 
     def whole_dtype(self, axes: ParameterAxes, own: Any) -> jnp.dtype:
-        """In what the whole gradient of one microbatch is made, of a parameter of type `own`.
+        """Type of the whole gradient of one microbatch, for a parameter of type `own`.
 
-        Those of layers are added to wide sums one by one: as they were computed. Others may be sums of many
-        products, such as the head's: in at least float32.
+        Gradients of layers are added to wide sums one by one, so they keep the compute type.
+        Others, such as the head's, may be sums of many products, so they have at least float32.
         """
         dtype = self.dtype if axes.stacked else jnp.promote_types(own, jnp.float32)
         return jnp.dtype(dtype)
 
     def axes_of(self, params: Params) -> Any:
-        """Those of some of the parameters."""
+        """`axes` of some of the parameters."""
         return _part(self.axes, params)
 
 
@@ -155,7 +160,7 @@ def _axis_names(variable: nnx.Variable[Any]) -> ParameterAxes:
 
 
 def _part(tree: Any, params: Params) -> Any:
-    """Of a tree like all parameters, what belongs to some of them."""
+    """The part of a tree like all parameters that belongs to some of them."""
     return {
         key: _part(tree[key], value) if isinstance(value, dict) else tree[key]
         for key, value in params.items()

@@ -17,7 +17,8 @@ from jaxmllm.models.products import bias, plus_shared, times_shared
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis, computed in at least float32 (arXiv 1910.07467).
 
-    It multiplies by scale + offset, at first 1. With `heads` it is over the last two axes, of which they are the first.
+    The result is multiplied by scale + offset, which is 1 at first. With `heads` the norm is over
+    the last two axes, heads and width.
     """
 
     def __init__(self, width: int, epsilon: float, offset: float = 0.0, heads: int | None = None):
@@ -30,7 +31,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        # Over one axis, whose sums are dot products
+        # The axes of the norm are joined: sums over one axis are dot products.
         normed = _over_root_mean_square(
             wide.reshape(*x.shape[: x.ndim - self.axes], -1), self.epsilon
         ).reshape(x.shape)
@@ -41,9 +42,10 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Norm to mean 0 and variance 1 over the last axis, computed in at least float32 (arXiv 1607.06450).
+    """Norm to mean 0 and variance 1 over the last axis, computed in at least float32
+    (arXiv 1607.06450).
 
-    Without `affine`, nothing comes after it.
+    With `affine`, a scale and a bias follow.
     """
 
     def __init__(self, width: int, epsilon: float, affine: bool = True):
@@ -64,17 +66,17 @@ class LayerNorm(nnx.Module):
 
 
 def _over_root_mean_square(x: Float[Array, "*B D"], epsilon: float) -> Float[Array, "*B D"]:
-    """x over the root of the mean of its squares and epsilon."""
+    """x divided by the root of (the mean of its squares + epsilon)."""
     return times_factors(x, jax.lax.rsqrt(jnp.mean(x * x, axis=-1) + epsilon))
 
 
-MakeNorm = Callable[[int, float], RMSNorm | LayerNorm]  # of width and epsilon
+MakeNorm = Callable[[int, float], RMSNorm | LayerNorm]  # (width, epsilon) -> norm
 NORMS: dict[str, MakeNorm] = {
     "rms": RMSNorm,
     "zero_centred_rms": partial(RMSNorm, offset=1.0),
     "layer": LayerNorm,
 }
-MODULATED_NORMS: dict[str, MakeNorm] = {  # whose result is scaled and shifted in any case
+MODULATED_NORMS: dict[str, MakeNorm] = {  # for results that are scaled and shifted afterwards
     "rms": RMSNorm,
     "layer": partial(LayerNorm, affine=False),
 }

@@ -25,22 +25,22 @@ from sharding.rules import Axes, Layout
 def parameter(
     rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, fan_in: int, looked_up: bool = False
 ) -> nnx.Param[Array]:
-    """Normal with standard deviation fan_in**-0.5.
+    """A parameter with normal values of standard deviation fan_in**-0.5.
 
     Args:
-      looked_up: whether it is only ever a table to look up, which is never gathered.
+      looked_up: whether it is only ever used as a lookup table, which is never gathered.
     """
     values = jax.random.normal(rngs.params(), shape) * fan_in**-0.5
     return nnx.Param(values, axes=axes, looked_up=looked_up)
 
 
 def bias(shape: tuple[int, ...], axes: Axes) -> nnx.Param[Array]:
-    """Zeros."""
+    """A bias of zeros."""
     return nnx.Param(jnp.zeros(shape), axes=axes, looked_up=False)
 
 
 def layer_scale(width: int) -> nnx.Param[Array]:
-    """Small at first, so that layers change little (arXiv 2103.17239)."""
+    """Factors that are small at first, so that layers change little (arXiv 2103.17239)."""
     return nnx.Param(jnp.full((width,), 0.1), axes=(None,), looked_up=False)
 
 
@@ -52,15 +52,16 @@ def weight(p: nnx.Param[Array], layout: Layout, dtype: Any) -> Array:
 @partial(jax.tree_util.register_dataclass, data_fields=("matrix", "a", "b"), meta_fields=("scale",))
 @dataclass(frozen=True)
 class Adapted:
-    """A frozen matrix with factors of low rank: in place of its array, for `product`."""
+    """A frozen matrix with factors of low rank. It takes the place of the matrix's array, for
+    `product`."""
 
     matrix: Array  # [*inputs, *outputs]
     a: Parameter  # [*inputs, rank]
     b: Parameter  # [rank, *outputs]
-    scale: float  # of their product
+    scale: float  # factor on their product
 
     def __getitem__(self, index: Any) -> Adapted:
-        """Itself, for `[...]`: modules read their parameters so."""
+        """This object itself, for `[...]`: that is how modules read their parameters."""
         assert index is Ellipsis, "a matrix with an adapter is used whole"
         return self
 
@@ -68,10 +69,11 @@ class Adapted:
 def product(
     x: Float[Array, "R C *I"], p: nnx.Param[Array], layout: Layout, inputs: int = 1
 ) -> Float[Array, "R C *O"]:
-    """x times a matrix [*I, *O], to which its adapter is added, where it has one (arXiv 2106.09685).
+    """x times a matrix [*I, *O] plus its adapter, where it has one (arXiv 2106.09685).
 
-    The factors stay factors. So the gradient of x and those of the factors are products of low rank,
-    and the matrix, of which no gradient is asked, costs that of x alone.
+    The adapter's factors are not multiplied with each other. So they and their gradients cost only
+    products of low rank, and the frozen matrix, whose own gradient nobody needs, costs only the
+    gradient of x.
 
     Args:
       inputs: number of axes in I.
@@ -87,10 +89,11 @@ def product(
 
 
 def named(x: Array, name: Kept) -> Array:
-    """The same value, which `remat` may keep by its name.
+    """The same value, with a name by which `remat` may keep it.
 
-    What no gradient asks for has none, such as the last product of an MLP that no norm follows. "attention" is named
-    by its own gradient rule (attention/attention.py).
+    Values that no gradient needs have no name, such as the last product of an MLP that no norm
+    follows. The name "attention" is given in attention's own gradient rule
+    (attention/attention.py).
     """
     value: Array = checkpoint_name(x, name)
     return value
@@ -113,7 +116,7 @@ def affine(
     layout: Layout,
     inputs: int = 1,
 ) -> Float[Array, "R C *O"]:
-    """`product`, and a bias where there is one."""
+    """`product` plus a bias, where there is one."""
     out = product(x, p, layout, inputs)
     return out if b is None else biased(out, b, layout)
 
@@ -122,13 +125,14 @@ def affine(
 def times_matrix(inputs: int, x: Float[Array, "*S *I"], matrix: Float[Array, "*I *O"]) -> Array:
     """x times a matrix whose first `inputs` axes are I, in every slot: [*S, *O].
 
-    The matrix's gradient is written as one product, for what JAX derives is the transpose of another
-    one: XLA's CPU backend makes a product of two transposed factors of that, which takes twice as long.
+    The matrix's gradient is written as one product, because JAX derives the transpose of another
+    product, which XLA's CPU backend computes from two transposed factors: that takes twice as long.
     """
     return jnp.tensordot(x, matrix, inputs)
 
 
 def _matrix_forward(inputs: int, x: Any, matrix: Any) -> tuple[Array, tuple[Any, Any]]:
+    # Each factor is kept only if the gradient of the other one is asked for (`perturbed`).
     residuals = x.value if matrix.perturbed else None, matrix.value if x.perturbed else None
     return jnp.tensordot(x.value, matrix.value, inputs), residuals
 
@@ -156,33 +160,33 @@ def _last(x: Array, count: int) -> tuple[int, ...]:
 def _product_over_slots(
     x: Float[Array, "*S *I"], y: Float[Array, "*S *O"], slots: int
 ) -> Float[Array, "*I *O"]:
-    """The sum over slots of the outer products of x and y. `slots`: dimensions of S."""
+    """The sum over slots of the outer products of x and y. `slots`: number of dimensions of S."""
     over = tuple(range(slots))
 
     def plain(x: Array, y: Array) -> Array:
         return jnp.tensordot(x, y, (over, over))
 
     def narrow_first(x: Array, y: Array) -> Array:
-        # XLA would turn the product around again
+        # Without the barrier XLA would swap the factors back.
         turned = jax.lax.optimization_barrier(plain(y, x))
         outputs = y.ndim - slots
         return turned.transpose(*range(outputs, turned.ndim), *range(outputs))
 
     if x.size <= y.size:
         return plain(x, y)
-    # A CPU lays out the first factor anew, which should be the narrow one
+    # A CPU copies the first factor into another layout, so the narrow one should come first.
     product: Array = by_platform(x, y, cpu=narrow_first, default=plain)
     return product
 
 
-SUMMED_TOGETHER: Final = 64  # slots, on a GPU, at most
+SUMMED_TOGETHER: Final = 64  # most slots of a group in `sum_in_groups`
 
-# What all slots share, added or multiplied. Its gradient is a sum over slots, which `slot_sum` writes.
+# Sums and products with an array that all slots share; `slot_sum` makes its gradient.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def plus_shared(slots: int, x: Array, shared: Array) -> Array:
-    """x [*S, *F] and what is shared [*F] by slots of so many dimensions."""
+    """x [*S, *F] plus an array [*F] that all slots share. `slots`: number of dimensions of S."""
     return x + shared
 
 
@@ -217,9 +221,9 @@ times_shared.defvjp(_times_forward, _times_backward)
 def slot_sum(x: Float[Array, "*S *F"], slots: int) -> Float[Array, "*F"]:
     """The sum over the first `slots` dimensions, in the dtype of x but added in at least float32.
 
-    Over all of them at once: what JAX derives keeps the dimension of rows, and one of length 1 makes
-    XLA's CPU backend take far longer for a sum of products [1, C, D] -> [1, D]. And bfloat16 would be
-    added in bfloat16.
+    It sums over all of them at once. The sum that JAX derives keeps the dimension of rows, and if
+    that has length 1, XLA's CPU backend takes far longer for a sum of products [1, C, D] -> [1, D];
+    and JAX would add bfloat16 in bfloat16.
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     in_groups = partial(sum_in_groups, slots=slots)
@@ -230,17 +234,17 @@ def slot_sum(x: Float[Array, "*S *F"], slots: int) -> Float[Array, "*F"]:
 
 
 def sum_at_once(x: Float[Array, "*S *F"], slots: int) -> Float[Array, "*F"]:
-    """`slot_sum` in the dtype of x."""
+    """`slot_sum`, added in the dtype of x."""
     return jnp.sum(x, axis=tuple(range(slots)))
 
 
 def sum_in_groups(x: Float[Array, "*S *F"], slots: int) -> Float[Array, "*F"]:
-    """The same, of a group of slots first: XLA gives all slots of 32 columns to one block of threads, which leaves most
-    of a GPU idle."""
-    # The longest dimension: that of heads may lie on several devices
+    """As `sum_at_once`, but over groups of slots first: XLA gives all slots of 32 columns to one
+    block of threads, which leaves most of a GPU idle."""
+    # Split the longest dimension: that of heads may be spread over several devices.
     longest = max(range(slots), key=lambda dimension: x.shape[dimension])
     group = math.gcd(x.shape[longest], SUMMED_TOGETHER)
     grouped = x.reshape(*x.shape[:longest], -1, group, *x.shape[longest + 1 :])
-    # The barrier keeps XLA from making one sum of both again
+    # The barrier keeps XLA from merging the two sums into one.
     sums = jax.lax.optimization_barrier(jnp.sum(grouped, axis=longest + 1))
     return sum_at_once(sums, slots)

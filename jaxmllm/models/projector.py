@@ -19,8 +19,9 @@ USUAL = ProjectorShapes()
 
 
 class Projector(nnx.Module):
-    """An MLP, or one matrix, over concatenated features or their mean, which may be normed. Neighbours are contiguous:
-    rows hold images merge-group by merge-group."""
+    """An MLP or one matrix over the concatenated features of a group or their mean, which may be
+    normed first. The features of a group are contiguous: rows hold images merge-group by
+    merge-group."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Projector(nnx.Module):
 
 
 class NormedProjector(nnx.Module):
-    """The same with a norm over concatenated features before the MLP."""
+    """A norm over concatenated features, and an MLP. The features are already grouped."""
 
     def __init__(self, config: VisionConfig, width: int, rngs: nnx.Rngs):
         features = config.merge**2 * config.width
@@ -66,8 +67,9 @@ class NormedProjector(nnx.Module):
 
 
 class DeepstackProjector(Projector):
-    """One projector of what the last layer of a tower yields, and one with a norm of what each of
-    `deepstack_layers` does. Their tokens lie one after another in one of N + 1 times the width."""
+    """A projector for the output of a tower's last layer, and a `NormedProjector` for the output of
+    each of N `deepstack_layers`. Their N + 1 tokens are concatenated to one of N + 1 times the
+    width."""
 
     def __init__(self, config: VisionConfig, width: int, rngs: nnx.Rngs):
         super().__init__(config.width, config.merge**2, width, rngs, config.projector)
@@ -101,14 +103,14 @@ def vision_projector(config: VisionConfig, width: int, rngs: nnx.Rngs) -> Projec
 def _grouped(
     features: Float[Array, "R C D"], group: int, layout: Layout
 ) -> Float[Array, "R C/g g*D"]:
-    """Neighbouring features side by side."""
+    """Groups of neighbouring features, concatenated."""
     ranks, slots, width = features.shape
     grouped = features.reshape(ranks, slots // group, group * width)
     return layout.constrain(grouped, ("batch", "sequence", None))
 
 
 def _mean(features: Float[Array, "R C D"], group: int, layout: Layout) -> Float[Array, "R C/g D"]:
-    """The mean of neighbouring features."""
+    """Means of groups of neighbouring features."""
     ranks, slots, width = features.shape
     mean = features.reshape(ranks, slots // group, group, width).mean(axis=2)
     return layout.constrain(mean, ("batch", "sequence", None))

@@ -19,12 +19,13 @@ def rotary_angles(
     scaling: RotaryScaling | None = None,
     interleaved: bool = False,
 ) -> Float[Array, "R C K/2"]:
-    """Rotation angles of positions with A axes, for a computation in `dtype` but in at least float32.
+    """Rotation angles of positions with A axes, for a computation in `dtype` but in at least
+    float32.
 
-    The first sections[0] pairs rotate with axis 0, and so on. Interleaved, axes take turns: pair a + A * n rotates
-    with axis a, for n < sections[a], and what is left with axis 0 (arXiv 2511.21631).
-    Frequencies continue through the sections, as in M-RoPE (arXiv 2409.12191); text, whose axes are equal, gets
-    the one-dimensional RoPE (arXiv 2104.09864) exactly.
+    The first sections[0] pairs rotate with axis 0, and so on. With `interleaved`, axes take turns:
+    pair a + A * n rotates with axis a, for n < sections[a], and the remaining pairs with axis 0
+    (arXiv 2511.21631). Frequencies continue through the sections, as in M-RoPE (arXiv 2409.12191);
+    text, whose axes are equal, gets the one-dimensional RoPE (arXiv 2104.09864) exactly.
     """
     pairs = sum(sections)
     frequency = theta ** (-np.arange(pairs) / pairs)
@@ -41,7 +42,8 @@ def rotary_angles(
 def rotary_angles_2d(
     positions: Int[Array, "R C 2"], pairs: int, theta: float, dtype: Any = jnp.float32
 ) -> Float[Array, "R C K/2"]:
-    """Rotation angles of (row, column): half of the pairs each, both over the whole range of frequencies."""
+    """Rotation angles of (row, column): half of the pairs each, both over the whole range of
+    frequencies."""
     return rotary_angles_by_axis(positions, (pairs // 2, pairs // 2), theta, dtype)
 
 
@@ -51,8 +53,8 @@ def rotary_angles_by_axis(
     theta: float,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "R C K/2"]:
-    """Rotation angles of positions with A axes: sections[a] pairs rotate with axis a, each section over the
-    whole range of frequencies."""
+    """Rotation angles of positions with A axes: sections[a] pairs rotate with axis a, each section
+    over the whole range of frequencies."""
     frequency = np.concatenate([theta ** (-np.arange(pairs) / pairs) for pairs in sections])
     return _angles(positions, frequency, np.repeat(np.arange(len(sections)), sections), dtype)
 
@@ -63,10 +65,11 @@ def _angles(positions: Array, frequency: np.ndarray, axis: np.ndarray, dtype: An
 
 
 class Rotation(NamedTuple):
-    """By which pairs of a slot are turned and multiplied.
+    """Cosines and sines by which the pairs of a slot are rotated, times a multiplier.
 
-    Made before the loop over layers: of angles that enter it, XLA's CPU backend computes cosines and sines anew for
-    every head, forward and backward, which took as long as products with weights.
+    They are made before the loop over layers: if angles enter it, XLA's CPU backend computes
+    cosines and sines again for every head, forward and backward, which took as long as products
+    with weights.
     """
 
     cos: Float[Array, "R C K/2"]
@@ -74,7 +77,7 @@ class Rotation(NamedTuple):
 
     @classmethod
     def of(cls, angles: Float[Array, "R C K/2"], multiplier: float = 1.0) -> Rotation:
-        """By these angles."""
+        """Rotation by these angles."""
         cos = jnp.cos(angles)
         sin = jnp.sin(angles)
         return cls(cos, sin) if multiplier == 1.0 else cls(cos * multiplier, sin * multiplier)

@@ -1,9 +1,10 @@
-"""The fixed-shape rows as the device sees them: pytrees of arrays [R / g, ...], one row on every g ranks.
+"""Rows of fixed shape as the device sees them: pytrees of arrays [R / g, ...], one row on g ranks.
 
-g is their span, and C the slots of one rank. Most arrays are in dealt order, the parts of a row one
-after the other; others are in packed order, that of the plan's offsets. With one part (g = 1 and no
-context parallelism) the two are the same. The host fills dictionaries with these very names
-(jaxmllm/data/rows/fill.py says what each holds).
+g is the span of the rows, and C the slots of one rank. Most arrays are in dealt order, the parts of
+a row one after the other; others are in packed order, that of the plan's offsets. With one part
+(span 1, no context parallelism) both are the same. The host fills dictionaries with the same names:
+encoder_rows.py, language_rows.py and generator_rows.py in jaxmllm/data/rows say what each array
+holds.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ from jaxmllm.attention.tiles import list_bound
 from jaxmllm.row_format import RowFormat
 from sharding.rules import Layout
 
-TILE_TABLES = ("tiles", "window_tiles", "cross_tiles")  # of rows, by field
+TILE_TABLES = ("tiles", "window_tiles", "cross_tiles")  # fields of rows that hold them
 
 
 class RowTiles(NamedTuple):
-    """Which blocks attend to which, for each part of a row (attention/tiles.py). A row has P parts of n
-    blocks each."""
+    """Which blocks attend to which, for each part of a row (attention/tiles.py). A row has P parts
+    of n blocks each."""
 
-    query_spans: Int[Array, "R/g P n 3"]  # of the part's own blocks of queries, into `query_blocks`
+    query_spans: Int[Array, "R/g P n 3"]  # for the part's own query blocks, into `query_blocks`
     query_blocks: Int[Array, "R/g P L"]
-    key_spans: Int[Array, "R/g P n*P 3"]  # of the row's blocks of keys, into `key_blocks`
+    key_spans: Int[Array, "R/g P n*P 3"]  # for the row's key blocks, into `key_blocks`
     key_blocks: Int[Array, "R/g P L"]
 
 
 class BlockMargins(NamedTuple):
-    """What the packed row holds just before and just after each block of attention, for towers that look over its
-    edges. A row has N blocks, in dealt order, and a margin m slots; beyond the ends of the row lie zeros."""
+    """The slots of the packed row just before and just after each block of attention, for towers
+    that read beyond the edges of a block. A row has N blocks, in dealt order, and a margin has m
+    slots; beyond the ends of the row there are zeros."""
 
     features: Shaped[Array, "R/g N*2*m F"]
     segments: Int[Array, "R/g N*2*m"]
@@ -44,7 +46,7 @@ class BlockMargins(NamedTuple):
 
 
 def _tables(row: dict[str, Any]) -> dict[str, Any]:
-    """The tile lists and margins of a row of the host, by field."""
+    """Tile lists and margins in a host's dictionary of rows, by field."""
     tables: dict[str, Any] = {name: RowTiles(**row[name]) for name in TILE_TABLES if name in row}
     if "margins" in row:
         tables["margins"] = BlockMargins(**row["margins"])
@@ -52,7 +54,8 @@ def _tables(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shardings(rows: Any, layout: Layout, *by_row: str) -> Any:
-    """Of the arrays of rows: those of the fields `by_row` are split by rows alone, the others by slots, too."""
+    """Shardings of the arrays of rows: the fields `by_row` are split by rows alone, the others by
+    slots, too."""
     by_slots = jax.tree.map(lambda _: layout.sharding(("batch", "sequence")), rows)
     return by_slots._replace(**dict.fromkeys(by_row, layout.rows))
 
@@ -61,29 +64,30 @@ class EncoderRows(NamedTuple):
     """One microbatch of an encoder phase; t slots become one language token."""
 
     features: Shaped[Array, "R/g g*C F"]
-    # Number in the row of the item, or of what of it sees itself alone; 0 for padding
+    # Number in the row of the slot's item, or of the stretch of it that sees only itself; 0 for
+    # padding
     segments: Int[Array, "R/g g*C"]
     positions: Int[Array, "R/g g*C A"]
-    # Tokens that come from data which could be decoded, in packed order
+    # Whether each token comes from data that could be decoded, in packed order
     valid: Bool[Array, "R/g g*C/t"]
-    failed: Int[Array, " R/g"]  # items that could not
-    places: Int[Array, "R/g g*C/t"]  # where in the row the tokens are, in packed order
+    failed: Int[Array, " R/g"]  # items that could not be decoded
+    places: Int[Array, "R/g g*C/t"]  # where in the row each token is, in packed order
     tiles: RowTiles
     # Window number in the row, for towers that attend in windows
     windows: Int[Array, "R/g g*C"] | None = None
-    window_tiles: RowTiles | None = None  # of these windows
-    # First slot and slots of each item, in tokens of attention, where the kernel reads them
+    window_tiles: RowTiles | None = None  # tiles of attention in these windows
+    # First slot and slot count of each item, in tokens of attention, for kernels that read them
     runs: Int[Array, "R/g S 2"] | None = None
     margins: BlockMargins | None = None  # where rows are dealt to parts, for towers that read them
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> EncoderRows:
-        """From the host's dictionary."""
+        """Make rows of the host's dictionary."""
         return cls(**row | _tables(row))
 
     def shardings(self, layout: Layout) -> EncoderRows:
-        """How the arrays lie on the mesh."""
-        if layout.span > 1:  # each rank's tokens on that rank
+        """Shardings of the arrays on the mesh."""
+        if layout.span > 1:  # split by tokens, so that each rank holds its own
             return _shardings(self, layout, "failed")
         return _shardings(self, layout, "valid", "failed", "places", *self._by_row)
 
@@ -98,8 +102,9 @@ class LanguageRows(NamedTuple):
     tokens: Int[Array, "R/g g*C"]
     targets: Int[Array, "R/g g*C"]  # the next token where it carries loss, else -1
     segments: Int[Array, "R/g g*C"]
-    positions: Float[Array, "R/g g*C 3"]  # in float32: times of videos may lie between whole ones
-    # Slot of an encoder's token in the pool of the rank that holds it in packed order, else -1
+    positions: Float[Array, "R/g g*C 3"]  # float32, because times of videos may be fractions
+    # Slot of the encoder's token that belongs here, in the pool of the rank that holds this slot in
+    # packed order; else -1
     media: Int[Array, "R/g g*C"]
     sources: Int[Array, "R/g S"]  # source number of each segment, else -1
     groups: Int[
@@ -109,33 +114,35 @@ class LanguageRows(NamedTuple):
     tiles: RowTiles
     window_tiles: RowTiles | None = None  # where layers attend in windows
     arrived: Int[Array, "R/g g*C"] | None = None  # `media` in packed order, where ranks share rows
-    # With a generator: slot of the pool from where this token's state goes to it, else -1; in packed order
+    # With a generator: slot of the pool from which this token's state is sent to it, else -1
     states: Int[Array, "R/g g*C"] | None = None
-    leaving: Int[Array, "R/g g*C"] | None = None
-    # First slot and slots of each segment, where the kernel of attention reads them
+    leaving: Int[Array, "R/g g*C"] | None = None  # `states` in packed order, where ranks share rows
+    # First slot and slot count of each segment, for attention kernels that read them
     runs: Int[Array, "R/g S 2"] | None = None
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> LanguageRows:
-        """From the host's dictionary."""
+        """Make rows of the host's dictionary."""
         return cls(**row | _tables(row))
 
     def shardings(self, layout: Layout) -> LanguageRows:
-        """How the arrays lie on the mesh."""
+        """Shardings of the arrays on the mesh."""
         return _shardings(
             self, layout, *(("sources",) if self.runs is None else ("sources", "runs"))
         )
 
 
 class GeneratorRows(NamedTuple):
-    """One microbatch of a generator; an item is a segment of conditions and, after them, patches."""
+    """One microbatch of a generator. An item is a segment of conditions and, after them, patches;
+    with `conditioning: cross` both begin in the first slot."""
 
     features: Shaped[Array, "R/g g*C F"]
     owners: Int[Array, "R/g g*C"]  # segment of the slot's item, 0 for padding
     segments: Int[Array, "R/g g*C"]  # the same for attention: 0 also where conditions are hidden
     positions: Int[Array, "R/g g*C 3"]
     patches: Int[Array, "R/g g*C"]  # number of the patch in its item; -1: none, or not decoded
-    # Slot of the rank's part of the pool where the state arrives that is this slot's condition, else -1
+    # Slot in the rank's part of the pool at which the state that is this slot's condition arrives;
+    # else -1
     conditions: Int[Array, "R/g g*C"]
     noise: Shaped[Array, "R/g S 2"]  # key of each segment, uint32
     times: Float[Array, "R/g S"]  # 0: the image, 1: noise
@@ -143,23 +150,25 @@ class GeneratorRows(NamedTuple):
     failed: Int[Array, " R/g"]  # items that could not be decoded
     order: Int[Array, "R/g g*C"]  # place of each slot in the packed row, before parts were dealt
     tiles: RowTiles
-    arrived: Int[Array, "R/g g*C"] | None = None  # `conditions` in packed order
-    # Where items lie with and without conditions: place of the same patch in the other half
+    arrived: Int[Array, "R/g g*C"] | None = None  # `conditions` in packed order, in shared rows
+    # Where rows hold each item with and without conditions: slot of the same patch in the other
+    # half
     partners: Int[Array, "R/g g*C"] | None = None
-    # Where attention to conditions is apart: `segments` of the conditions, which lie in slots of patches, what meets in
-    # it, and how many conditions of zeros each patch sees
+    # With `conditioning: cross`: `segments` of the conditions, which share slots with patches;
+    # tiles of the attention to conditions; and how many conditions of zeros each patch also sees
     readers: Int[Array, "R/g g*C"] | None = None
     cross_tiles: RowTiles | None = None
     padded: Int[Array, "R/g g*C"] | None = None
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> GeneratorRows:
-        """From the host's dictionary."""
+        """Make rows of the host's dictionary."""
         return cls(**row | _tables(row))
 
     @property
     def seen_conditions(self) -> Int[Array, "R/g g*C"]:
-        """Segment of the condition of each slot, 0 where there is none or it is hidden from its item."""
+        """Segment of the condition of each slot, 0 where there is none or it is hidden from its
+        item."""
         if self.readers is not None:
             return self.readers
         return jnp.where(self.conditions >= 0, self.segments, 0)
@@ -171,7 +180,7 @@ class GeneratorRows(NamedTuple):
         return jnp.where(is_patch, self.owners, 0)
 
     def shardings(self, layout: Layout) -> GeneratorRows:
-        """How the arrays lie on the mesh."""
+        """Shardings of the arrays on the mesh."""
         return _shardings(self, layout, "noise", "times", "sources", "failed")
 
 
@@ -193,10 +202,10 @@ def abstract_encoder_rows(
     """Shapes, types and shardings of the rows of one capacity C.
 
     Args:
-      layout: that of the rows, of span g.
+      layout: layout of the rows, with span g.
       capacity: slots of a rank.
       windows: whether some layers attend in windows.
-      runs: items of a row at most, where the kernel of attention reads where they lie.
+      runs: most items of a row, for attention kernels that read their runs; else none.
     """
     slots = layout.span * capacity
     tokens = slots // row_format.slots_per_token
@@ -229,11 +238,11 @@ def abstract_language_rows(
     """Shapes, types and shardings of the rows of one capacity C with at most S segments.
 
     Args:
-      layout: that of the rows, of span g.
+      layout: layout of the rows, with span g.
       capacity: slots of a rank.
       windows: whether some layers attend in windows.
-      generates: whether a generator reads their states.
-      runs: segments of a row at most, where the kernel of attention reads where they lie.
+      generates: whether a generator reads states of these rows.
+      runs: most segments of a row, for attention kernels that read their runs; else none.
     """
     tokens = layout.span * capacity
     slots = _shape((tokens,))
@@ -269,10 +278,10 @@ def abstract_generator_rows(
     """Shapes, types and shardings of the rows of one capacity C with at most S segments.
 
     Args:
-      layout: that of the rows, of span g.
+      layout: layout of the rows, with span g.
       capacity: slots of a rank.
-      guided: whether items lie with and without conditions.
-      crossed: whether attention to conditions is apart.
+      guided: whether rows hold each item with and without conditions.
+      crossed: whether patches see conditions by a second attention (`conditioning: cross`).
     """
     row_slots = layout.span * capacity
     slots = _shape((row_slots,))
@@ -322,7 +331,7 @@ def _margins(blocks: int, row_format: RowFormat) -> BlockMargins:
 
 
 def _shape(shape: tuple[int, ...], dtype: DTypeLike = np.int32) -> Any:
-    """Of one row, or of what one rank has."""
+    """Shape and type of an array of one row, or of one rank."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 

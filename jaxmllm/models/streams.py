@@ -1,14 +1,16 @@
-"""Weights of conditions in rows whose slots are patches, most of them: a second stream, or keys and values alone.
+"""Conditions with weights of their own, in rows of mostly patches: a second stream, or only keys
+and values.
 
     slots      | c c c p p p p p p | c p p p p | . .
     patches    --weights of patches--> all slots --------------------+--> each slot by its own weights
     conditions --gathered--> | c c c c . . | --their own weights--> -+
 
-Products with the weights of patches run over all slots, and those of conditions over a share of the row: the smallest
-of `SHARES` that holds all conditions. Which one is data, so that one program serves rows of any text and none.
+Products with the weights of patches run over all slots. Those with the weights of conditions run
+over a share of the row: the smallest one in `SHARES` that holds all conditions. Which one that is
+comes as data, so that one program serves rows with any amount of text, and with none.
 
-Nothing of the conditions is kept for the backward pass, whatever `remat` says: what is kept has a shape, and would have
-to be as large as all shares together. They run forward once more instead.
+The backward pass recomputes all that is done with conditions, whatever `remat` says: kept values
+need a fixed shape, and would have to be as large as all shares together.
 
 Letters: R rows, C slots of a row, M slots of a share.
 """
@@ -25,25 +27,26 @@ from jaxtyping import Array, Bool, Int
 
 from sharding.rules import Layout
 
-SHARES = (16, 8, 4, 2, 1)  # parts of a row, of which conditions take one
+SHARES = (16, 8, 4, 2, 1)  # conditions take a row divided by one of these
 
-OfSlots = Callable[..., Any]  # of arrays [R, C, ...] to a tree of such, slot by slot
+OfSlots = Callable[..., Any]  # arrays [R, C, ...] -> a tree of such arrays, slot by slot
 
 
 class ConditionSlots(NamedTuple):
     """Which slots of rows are conditions."""
 
-    places: Int[Array, "R C"]  # theirs first, one after another, then places beyond the row
-    share: Int[Array, ""]  # number in `shares` of the one that holds them
+    places: Int[Array, "R C"]  # slots of conditions first, then places beyond the row
+    share: Int[Array, ""]  # index in `shares` of the smallest one that holds them
 
     @classmethod
     def of(cls, layout: Layout, is_condition: Bool[Array, "R C"]) -> ConditionSlots:
-        """Find them. Devices that gather weights together take the same share, for they meet in its products."""
+        """Find the conditions. Devices that gather weights together take the same share, because
+        the gathers are inside the branch of a share."""
         slots = is_condition.shape[1]
         order = jnp.argsort(~is_condition, axis=1, stable=True).astype(jnp.int32)
         condition_counts = is_condition.sum(axis=1, dtype=jnp.int32)
         slot = jnp.arange(slots, dtype=jnp.int32)
-        # Each another one, so that none is written to twice
+        # Places beyond the row differ, too: `_taken` and `_put` promise unique indices.
         indices = jnp.where(slot < condition_counts[:, None], order, slots + slot)
         longest = condition_counts.max()
         if axes := tuple(a for a in layout.mesh_axes("embed") if a in layout.manual_axes):
@@ -53,7 +56,8 @@ class ConditionSlots(NamedTuple):
 
 
 def shares(layout: Layout, slots: int) -> list[int]:
-    """M of every share of a row, the last of which is the row; each is split as the row is."""
+    """Slots M of every share of a row, ascending up to the whole row; each is split over parts as
+    the row is."""
     parts = layout.parts
     return [slots // share for share in SHARES if slots % (share * parts) == 0]
 
@@ -66,10 +70,11 @@ def in_streams(
     given: Any,
     *slots: Array,
 ) -> Any:
-    """What each slot becomes: a condition by `of_conditions`, any other by `of_patches`.
+    """Outputs of all slots: of conditions by `of_conditions`, of all others by `of_patches`.
 
     Args:
-      of_conditions: of `given` and then of slots; it reads nothing else that has a gradient.
+      of_conditions: function of `given` and then of slots. It must read nothing else that has a
+        gradient.
     """
     sizes = tuple(shares(layout, where.places.shape[1]))
     return _with_conditions(of_conditions, sizes, where, of_patches(*slots), (given, *slots))
@@ -82,7 +87,7 @@ def of_conditions_alone(
     given: Any,
     *slots: Array,
 ) -> Any:
-    """What the function makes of conditions, as in `in_streams`, and zeros in all other slots."""
+    """Outputs of the function for conditions, as in `in_streams`, and zeros in all other slots."""
 
     def zeros(*slots: Array) -> Any:
         shapes = jax.eval_shape(function, given, *slots)
@@ -99,10 +104,10 @@ def _with_conditions(
     whole: Any,
     arguments: tuple[Any, ...],
 ) -> Any:
-    """The tree `whole` of slots, with what the function makes of conditions in their places.
+    """The tree `whole` of slots, with the function's outputs for conditions in their places.
 
-    Its backward pass begins with the arguments: the one that JAX derives is handed what each branch keeps, in rooms for
-    all of them.
+    The backward pass starts from the arguments: the one that JAX derives would be handed what each
+    branch keeps, in buffers for all branches.
     """
 
     def with_share(size: int) -> OfSlots:
@@ -117,7 +122,7 @@ def _with_conditions(
 
 
 def _made(function: Callable[..., Any], places: Array, arguments: tuple[Any, ...]) -> Any:
-    """What the function makes of the slots in these places: [R, M, ...]."""
+    """Outputs of the function for the slots in these places: [R, M, ...]."""
     given, *slots = arguments
     return function(given, *(_taken(values, places) for values in slots))
 
@@ -126,7 +131,7 @@ def _conditions_forward(
     function: Callable[..., Any], sizes: tuple[int, ...], *primals: Any
 ) -> tuple[Any, tuple[Any, ...]]:
     where, whole, arguments = jax.tree.map(lambda primal: primal.value, primals)
-    # Arrays alone are handed over, and trees without any
+    # Residuals must be trees of arrays, so () stands for True and None for False.
     asked = [() if primal.perturbed else None for primal in jax.tree.leaves(primals[2])]
     return _with_conditions(function, sizes, where, whole, arguments), (where, arguments, asked)
 
@@ -153,7 +158,7 @@ def _conditions_backward(
 
     d_learned = jax.lax.switch(where.share, [with_share(size) for size in sizes], leaves, d_out)
     d_leaves = dict.fromkeys(range(len(leaves))) | dict(zip(learned, d_learned, strict=True))
-    # What conditions replaced has no gradient: zeros are put where they lie.
+    # `whole` was overwritten in the places of conditions, so its gradient is zero there.
     d_whole = jax.tree.map(lambda d: _put(d, jnp.zeros_like(d), where.places), d_out)
     return None, d_whole, jax.tree.unflatten(tree, d_leaves.values())
 
@@ -163,11 +168,11 @@ _with_conditions.defvjp(_conditions_forward, _conditions_backward, symbolic_zero
 
 @jax.vmap
 def _taken(values: Array, places: Array) -> Array:
-    """[M, ...] of [C, ...]; zeros from places beyond."""
+    """Values [C, ...] at the places [M]: [M, ...]; zeros for places beyond the row."""
     return values.at[places].get(mode="fill", fill_value=0, unique_indices=True)
 
 
 @jax.vmap
 def _put(out: Array, values: Array, places: Array) -> Array:
-    """[C, ...] with [M, ...] in their places, and what lies beyond left out."""
+    """`out` [C, ...] with values [M, ...] in their places; places beyond the row are left out."""
     return out.at[places].set(values, mode="drop", unique_indices=True)

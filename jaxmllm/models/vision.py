@@ -1,4 +1,5 @@
-"""The vision tower: a transformer over the patches of images at native resolution (NaViT packing, arXiv 2307.06304)."""
+"""The vision tower: a transformer over the patches of images at native resolution (NaViT packing,
+arXiv 2307.06304)."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ from sharding.rules import Layout
 
 
 class VisionTower(nnx.Module):
-    """Patches -> features, bidirectional inside each image or its windows; positions by (row, column), rotary,
-    learned, or both. With `deepstack_layers`, a feature is what the last layer yields, normed, and after that what
-    each of these layers does."""
+    """Patches -> features, bidirectional inside each image or its windows; positions by (row,
+    column), rotary, learned, or both. With `deepstack_layers`, a feature is the normed output of
+    the last layer, followed by the output of each of these layers."""
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs):
         self.config = config
@@ -62,11 +63,12 @@ class VisionTower(nnx.Module):
         return jnp.concatenate([self.normed(x), *tapped], axis=-1)
 
     def normed(self, x: Float[Array, "R C D"]) -> Float[Array, "R C D"]:
-        """What the last layer yields -> features."""
+        """Output of the last layer -> features."""
         return x if self.norm is None else self.norm(x)
 
     def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C D"]:
-        """What the first layer reads."""
+        """Input of the first layer: embedded patches, with learned positions added if there are
+        any."""
         x = times_matrix(1, self._normalised(rows.features, dtype), self._patch(layout, dtype))
         if self.patch_bias is not None:
             x = biased(x, self.patch_bias, layout)
@@ -77,8 +79,8 @@ class VisionTower(nnx.Module):
         return layout.constrain(x, ("batch", "sequence", None))
 
     def _patch(self, layout: Layout, dtype: jnp.dtype) -> Float[Array, "F D"]:
-        """What patches of rows are multiplied by. One that is the same in all frames meets the sum of their weights,
-        added in at least float32."""
+        """The matrix that embeds patches of rows. Where rows hold one frame for all frames of a
+        patch, it is the sum of the frames' weights, added in at least float32."""
         patch = weight(self.patch, layout, dtype)
         if (frames := self.config.patch_frames) == self.config.row_frames:
             return patch
@@ -88,7 +90,8 @@ class VisionTower(nnx.Module):
     def _normalised(
         self, colors: Shaped[Array, "R C F"], dtype: jnp.dtype
     ) -> Float[Array, "R C F"]:
-        """(color / 255 - mean) / std, computed in at least float32: in bfloat16 each step would round anew."""
+        """(color / 255 - mean) / std, computed in at least float32: in bfloat16 each step would
+        round again."""
         wide = jnp.promote_types(dtype, jnp.float32)
         std = np.array(self.config.pixel_std)
         per_color = 255 * std, np.array(self.config.pixel_mean) / std
@@ -96,7 +99,7 @@ class VisionTower(nnx.Module):
         shift: Any
         if all(len({*values}) == 1 for values in per_color):
             scale, shift = (float(values[0]) for values in per_color)
-        else:  # the colors of a pixel lie side by side
+        else:  # the colors of a pixel are neighbours
             pixels = self.config.row_frames * self.config.patch_size**2
             scale, shift = (jnp.asarray(np.tile(values, pixels), wide) for values in per_color)
         return (colors.astype(wide) / scale - shift).astype(dtype)
@@ -106,7 +109,7 @@ class VisionTower(nnx.Module):
     ) -> Float[Array, "R C D"]:
         """The learned position of each patch."""
         table = weight(self.position_embedding, layout, dtype)
-        if self.config.class_token:  # whose place comes first
+        if self.config.class_token:  # its position comes first in the table
             side = self.config.position_grid or 0
             patch = 1 + positions[..., 0] * side + positions[..., 1]
             return table[0, jnp.where(self._is_class(positions), 0, patch)]
@@ -114,7 +117,7 @@ class VisionTower(nnx.Module):
         if self.config.positions == "table":
             return table[positions[..., 0], positions[..., 1]]
         weights = resampling_weights if self.config.positions == "resampled" else aligned_weights
-        # Positions are (row, column, rows, columns) here: a place and the size of its image.
+        # Positions are (row, column, rows, columns) here: a place, and the size of its image.
         rows, columns = (
             weights(positions[..., axis], positions[..., axis + 2], side, dtype) for axis in (0, 1)
         )
@@ -124,15 +127,16 @@ class VisionTower(nnx.Module):
         return grid_weights.astype(dtype) @ table.reshape(side**2, width)
 
     def _is_class(self, positions: Int[Array, "R C A"]) -> Bool[Array, "R C"]:
-        """Slots of the class token: below the last row of patches."""
+        """Whether a slot holds the class token: its row number is that after the last row of
+        patches."""
         return jnp.equal(positions[..., 0], self.config.position_grid or 0)
 
     def _with_class(
         self, x: Float[Array, "R C D"], positions: Int[Array, "R C A"], layout: Layout
     ) -> Float[Array, "R C D"]:
-        """Embedded patches, and in its slots the class token."""
+        """Embedded patches, and the class token in its slots."""
         slots = self._is_class(positions)[..., None].astype(x.dtype)
-        # As a product, whose gradient is added in float32
+        # The token enters by a product, whose gradient is added in float32.
         return x * (1 - slots) + slots @ weight(self.class_token, layout, x.dtype)[0]
 
     def context(
@@ -160,17 +164,17 @@ class VisionTower(nnx.Module):
 def resampling_weights(
     place: Int[Array, "*B"], places: Int[Array, "*B"], side: int, dtype: jnp.dtype
 ) -> Float[Array, "*B G"]:
-    """What each of `side` values along an axis adds to one of `places` values that they are resampled to:
-    linearly and antialiased, corners not aligned, as image libraries reduce and enlarge pictures. Computed in at
-    least float32.
+    """Weight of each of `side` values along an axis in one of the `places` values that they are
+    resampled to: linearly and antialiased, corners not aligned, as image libraries reduce and
+    enlarge pictures. Computed in at least float32.
 
     Args:
-      place: number of the resampled value; 0 <= place < places, but for padding.
+      place: number of the resampled value; 0 <= place < places, except in padding.
     """
     step = side / jnp.maximum(places, 1).astype(jnp.promote_types(dtype, jnp.float32))
     reach = jnp.maximum(step, 1)
-    # Between centres, in steps of the given values. Where there are fewer places than values,
-    # weights reach further, so that every value counts.
+    # Distance between centres, in units of the given values. Where there are fewer places than
+    # values, weights reach further, so that every value counts.
     distance = jnp.arange(side) + 0.5 - (step * (place + 0.5))[..., None]
     weights = jnp.maximum(0, 1 - jnp.abs(distance) / reach[..., None])
     return weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-6)
@@ -179,8 +183,8 @@ def resampling_weights(
 def aligned_weights(
     place: Int[Array, "*B"], places: Int[Array, "*B"], side: int, dtype: jnp.dtype
 ) -> Float[Array, "*B G"]:
-    """The same for values that are resampled linearly, corner to corner: the first place has the first value, and the
-    last place the last one."""
+    """As `resampling_weights`, for values that are resampled linearly, corner to corner: the first
+    place has the first value, and the last place the last one."""
     wide = jnp.promote_types(dtype, jnp.float32)
     position = place.astype(wide) * (side - 1) / jnp.maximum(places - 1, 1)
     return jnp.maximum(0, 1 - jnp.abs(jnp.arange(side) - position[..., None]))
