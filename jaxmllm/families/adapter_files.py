@@ -22,18 +22,18 @@ from jaxmllm.families.weight_files import FolderError, write_tensors
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of keys, before those of the published model
+PREFIX = "base_model.model."  # before the keys of the published model
 WEIGHT = ".weight"
-RANK = "rank"  # the axis of the factors that their matrix has not
+RANK = "rank"  # the axis that factors have and their matrix has not
 LAYER = STACKED[0]
 
 
 def factor_lines(line: Line, inputs: int) -> tuple[Line, Line]:
-    """Where the factors of a matrix lie.
+    """Lines of the two factors of a matrix in an adapter's folder.
 
     Args:
-      line: of the matrix, a parameter whose first axis counts layers.
-      inputs: number of axes after that one along which it reads.
+      line: line of the matrix, a parameter whose first axis counts layers.
+      inputs: number of axes after the first that are the matrix's inputs.
 
     Raises:
       FolderError: the tensor is not one matrix of outputs and inputs.
@@ -61,15 +61,16 @@ def write_adapter(
     factors: Callable[[str], tuple[NDArray[Any], NDArray[Any]]],
     folder: Path,
 ) -> None:
-    """Make a folder of the factors, in their own types.
+    """Write the factors to a new folder, in their own types.
 
     Args:
       source: the published folder that they adapt.
-      paths: of the parameters that are adapted.
-      factors: those of a parameter, [layers, *inputs, rank] and [layers, rank, *outputs].
+      paths: paths of the adapted parameters.
+      factors: returns those of a parameter by path, [layers, *inputs, rank] and
+        [layers, rank, *outputs].
 
     Raises:
-      FolderError: a parameter that has not one matrix in every layer.
+      FolderError: a parameter is not one matrix in every layer.
     """
     tensors: dict[str, NDArray[Any]] = {}
     modules = []
@@ -88,7 +89,8 @@ def write_adapter(
         "lora_alpha": int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        # A pattern of whole names: other parts of a model may have modules with the same endings
+        # A pattern of whole names, because other parts of a model may have modules with the same
+        # endings
         "target_modules": "|".join(modules).replace(layers, r"\d+"),
         "fan_in_fan_out": False,
         "inference_mode": True,

@@ -1,4 +1,4 @@
-"""All families, by what their folders call them, the kind in config.json, and by the component that they are of."""
+"""All families, by the kind of model that config.json names and by component."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ WHOLE_MODELS = (
     *(*QWEN3_VL, *QWEN3_VL_MOE, *QWEN3_OMNI_MOE, *INTERNVL),
 )
 GENERATORS = (*WAN, *QWEN_IMAGE)
-FAMILIES = {  # by kind, and component
+FAMILIES = {  # by kind and component
     (family.model_type, family.component): family
     for family in (*DECODERS, *TOWERS, *WHOLE_MODELS, *GENERATORS)
 }
 
 
 def components_of(config: FolderConfig) -> tuple[str, ...]:
-    """The components that a folder holds; none, if its family is not there."""
+    """The components that a folder holds; none if its family is not known."""
     return tuple(component for kind, component in FAMILIES if kind == config.kind)
 
 
 def family_of(config: FolderConfig, component: str = "language") -> Family:
-    """The family of a folder that is to hold a component. Raises `FolderError` for one that is not there, holds
-    other components, or is quantised."""
+    """The family of a component in a folder. Raises `FolderError` if the family is not known, the
+    folder lacks the component, or its weights are quantised."""
     known = [kind for kind, of_family in FAMILIES if of_family == component]
     kind = config.kind
     components = components_of(config)

@@ -1,4 +1,5 @@
-"""What the families of dense decoders have in common: the keys of config.json, the names of tensors."""
+"""What the families of dense decoders have in common: the keys of config.json, the names of
+tensors."""
 
 from __future__ import annotations
 
@@ -62,13 +63,14 @@ def decoder_family(
     lines: Mapping[str, str] = LANGUAGE,
     variants: tuple[Variant, ...] = (),
 ) -> Family:
-    """The family of a decoder alone. Folders of its base model, without a head, have keys without `model.`.
+    """The family of folders that hold a decoder alone. If it has no head (base model), keys lack
+    `model.`.
 
     Args:
       kind: `model_type` of config.json.
-      section: the keys of `model.language`.
-      lines: of its parameters, without `model.`.
-      variants: of these lines.
+      section: returns the keys of `model.language`.
+      lines: lines of the parameters, without `model.`.
+      variants: variants of these lines.
     """
     return Family(
         name,
@@ -90,7 +92,7 @@ def dense_decoder(
 
     Args:
       windowed: whether each layer attends in windows of `sliding_window`; if not given, none does.
-      own: keys that the family has, or reads, in its own way.
+      own: keys that the family sets in its own way.
     """
     config.expect("hidden_act", "silu")
     config.expect("mlp_bias", False)
@@ -119,7 +121,7 @@ def dense_decoder(
 
 
 def head_variant(key: str) -> Variant:
-    """The line of a head under another key, or of a tied one's copy, of folders that have it there."""
+    """The variant of folders that have a head, or a copy of a tied one, under another key."""
     return Variant(
         {"head": f"{key}: v d -> d v"},
         lambda section, shapes: key in shapes,
@@ -128,7 +130,8 @@ def head_variant(key: str) -> Variant:
 
 
 def windows_by_layer(config: FolderConfig) -> tuple[bool, ...]:
-    """Whether each layer attends in windows: `layer_types`, or `max_window_layers` in older files."""
+    """Whether each layer attends in windows: `layer_types`, or `max_window_layers` in older
+    files."""
     layers = config.count("num_hidden_layers")
     in_use = config.flag("use_sliding_window") and config.values.get("sliding_window", 4096)
     if config.get("layer_types") is None:
@@ -138,7 +141,8 @@ def windows_by_layer(config: FolderConfig) -> tuple[bool, ...]:
 
 
 def windows_by_type(config: FolderConfig, in_use: bool = True) -> tuple[bool, ...]:
-    """Whether each layer attends in windows, as `layer_types` says; none may where windows are not in use."""
+    """Whether each layer attends in windows, as `layer_types` says. Refuses windowed layers where
+    windows are not in use."""
     layers = config.count("num_hidden_layers")
     types = config.get("layer_types")
     known = LAYER_TYPES if in_use else LAYER_TYPES[:1]
@@ -150,13 +154,14 @@ def windows_by_type(config: FolderConfig, in_use: bool = True) -> tuple[bool, ..
 
 
 def rotary_record(config: FolderConfig, kinds: Mapping[str, str] = NO_NAMES) -> dict[str, Any]:
-    """What a file says of rotary positions, `rope_theta` and `rope_type` included: `rope_parameters`, or `rope_theta`
-    and `rope_scaling` in older files.
+    """A file's record of rotary positions, with `rope_theta` and `rope_type`: `rope_parameters`, or
+    in older files `rope_theta` and `rope_scaling`.
 
     Args:
-      kinds: other names of rope types.
+      kinds: other names of rope types -> the usual ones.
 
-    Raises `FolderError` for records of single layers, and where both are there and differ.
+    Raises `FolderError` for records of single kinds of layers, and where both spellings are there
+    and differ.
     """
     theta = config.number("rope_theta", 10_000.0)
     records = []
@@ -200,7 +205,8 @@ def _rotary(config: FolderConfig) -> tuple[float, dict[str, Any] | None]:
     positions = "original_max_position_embeddings"
     if positions in SCALED_BY[kind] and positions not in scaling:
         scaling[positions] = config.number("max_position_embeddings")
-    # The reference divides the multiplier of the one by that of the other, and both are 1
+    # The reference divides the multiplier of mscale by that of mscale_all_dim: both keys are 1
+    # here, so the quotient is 1, too.
     if kind == "yarn" and record.get("mscale") and record.get("mscale_all_dim"):
         scaling.setdefault("attention_factor", 1.0)
     return theta, {"kind": kind, **scaling}

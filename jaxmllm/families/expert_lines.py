@@ -1,5 +1,6 @@
-"""Where the experts of a decoder lie in files: each matrix of each expert in a tensor of its own, or all experts of a
-layer in one tensor, and their first two matrices in another, in one order of axes or the other."""
+"""Lines of the experts of a decoder. Either each matrix of each expert has a tensor of its own, or
+all experts of a layer share two tensors, one of them for the first two matrices of each expert,
+with axes in one of two orders."""
 
 from __future__ import annotations
 
@@ -28,13 +29,15 @@ OUTPUTS_FIRST = {  # as transformers 5 has all experts in memory
 
 
 def expert_variants() -> tuple[Variant, ...]:
-    """The forms in which a folder may have experts, whatever its family usually has."""
+    """Variants for all forms in which a folder may have experts, whichever its family usually
+    has."""
     fits = {"apart": APART, "inputs": INPUTS_FIRST, "outputs": OUTPUTS_FIRST}
     return tuple(Variant(lines, partial(_has, form)) for form, lines in fits.items())
 
 
 def _has(form: str, section: dict[str, Any], shapes: Shapes) -> bool:
-    """Whether the first layer has experts in a form. Of both tensors that join them one may be square, but not both."""
+    """Whether the first layer has experts in this form. Square matrices fit both orders: one of the
+    two shared tensors may have them, but not both."""
     experts = f"{MLP}.experts".format(layer=0)
     if form == "apart":
         return f"{experts}.0.down_proj.weight" in shapes

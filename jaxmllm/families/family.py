@@ -1,4 +1,4 @@
-"""What a family is: how its config.json reads in the project's words, and where its parameters lie."""
+"""What a family is: its config.json in the project's words, and where its parameters are stored."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ class Processor:
 
 
 def patterns(lines: Iterable[str], prefixes: Iterable[str]) -> tuple[str, ...]:
-    """Of the keys of some lines."""
+    """Patterns of the keys of some lines, with each prefix before them."""
     keys = {re.sub(r"{\w+}", "*", line.split(":")[0].split("[")[0]) for line in lines}
     return tuple(sorted(prefix + key for key in keys for prefix in prefixes))
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Lines that stand in the place of others in some folders."""
+    """Lines that replace others in some folders."""
 
     lines: Mapping[str, str]
-    # Whether a folder has these, from the section and the shapes of all tensors, by key without prefix
+    # Whether a folder has these, given the section and the shapes of all tensors by key without
+    # prefix
     fits: Callable[[dict[str, Any], Shapes], bool]
-    copies: Mapping[str, str] = field(default_factory=dict)  # likewise of `Family.copies`
+    copies: Mapping[str, str] = field(default_factory=dict)  # replace some of `Family.copies`
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family of published models: one component of them."""
+    """One component of a family of published models."""
 
     name: str
     model_type: str  # in config.json; of a generator its `_class_name`
@@ -48,26 +49,29 @@ class Family:
         [FolderConfig], dict[str, Any]
     ]  # the keys of the component's section of `model`
     parameters: Mapping[str, str]  # line of each parameter of the component, by dotted path
-    # Second tensors that some folders have of a parameter, read to compare and written back
+    # Lines of second tensors that some folders have for a parameter: compared when read, and
+    # written, too
     copies: Mapping[str, str]
-    # Patterns of keys that are of no parameter: not read, and written back as they are
+    # Patterns of keys that belong to no parameter: not read, and written back as they are
     carried: tuple[str, ...] = ()
     component: str = "language"
-    # What the keys of the component begin with, in one folder or another; first as the reference names its modules
+    # What keys of the component begin with in different folders; the first is what the reference's
+    # modules have
     prefixes: tuple[str, ...] = ("",)
-    prefix: str = ""  # of one folder
-    unprefixed: tuple[str, ...] = ()  # parameters whose keys have none
+    prefix: str = ""  # that of one folder
+    unprefixed: tuple[str, ...] = ()  # parameters whose keys have no prefix
     # Sizes of letters that lines join in a parameter, from the section
     letters: Callable[[dict[str, Any]], dict[str, int]] = field(default=lambda section: {})
     # The keys of `model` and `data` that say how media are read, from the processor's file
     processor: Callable[[FolderConfig, dict[str, Any]], Processor] | None = None
-    # The keys of `data.videos`, from config.json, the file of the processor of videos and the section
+    # The keys of `data.videos`, from config.json, the file of the processor of videos and the
+    # section
     videos: Callable[[FolderConfig, FolderConfig, dict[str, Any]], dict[str, Any]] | None = None
-    # Id of the token in whose place a media item's tokens stand, where config.json says it
+    # Id of the token that the tokens of a media item replace, where config.json says it
     placeholder: Callable[[FolderConfig], int] | None = None
-    video_placeholder: Callable[[FolderConfig], int] | None = None  # likewise of a video
+    video_placeholder: Callable[[FolderConfig], int] | None = None  # the same for a video
     variants: tuple[Variant, ...] = ()  # the first one that fits counts
-    sizes: Mapping[str, int] = field(default_factory=dict)  # of the letters of one folder
+    sizes: Mapping[str, int] = field(default_factory=dict)  # sizes of letters in one folder
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -79,7 +83,8 @@ class Family:
         return (*patterns(inside, self.prefixes), *patterns([*beside, *self.copies.values()], [""]))
 
     def of_folder(self, config: FolderConfig, shapes: Shapes) -> Family:
-        """The same with the sizes, the prefix and the lines of one folder, whose tensors have these shapes by key."""
+        """This family with the sizes, the prefix and the lines of one folder, whose tensors have
+        these shapes by key."""
         matches = [
             prefix for prefix in self.prefixes if any(key.startswith(prefix) for key in shapes)
         ]
@@ -105,7 +110,8 @@ class Family:
         )
 
     def module_line(self, path: str) -> Line:
-        """The line of a parameter as the reference names its modules, whatever the keys in the folder begin with."""
+        """The line of a parameter as the reference names its modules, whatever the keys in the
+        folder begin with."""
         line = self.lines[path]
         return replace(line, key=self.prefixes[0] + line.key.removeprefix(self.prefix))
 
@@ -116,7 +122,7 @@ class Family:
 
     @cached_property
     def copy_lines(self) -> dict[str, Line]:
-        """The same of the copies."""
+        """Parsed lines of `copies`, by path of the parameter."""
         return {path: Line.of(text, self.sizes) for path, text in self.copies.items()}
 
 
@@ -124,7 +130,7 @@ def together(*components: Family, carried: Iterable[str] = ()) -> tuple[Family, 
     """The components of one folder, each of which carries the keys of the others.
 
     Args:
-      carried: further patterns, of keys that are of none of them.
+      carried: further patterns of keys, which belong to none of the components.
     """
     return tuple(
         replace(

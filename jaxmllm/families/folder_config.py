@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from jaxmllm.families.weight_files import FolderError
 
 CONFIG_JSON = "config.json"
-# Keys whose null is not their default: as many as heads; no windows
+# Keys whose null does not mean their default, but: as many as heads; no windows
 NULLED = ("num_key_value_heads", "sliding_window")
 
 
@@ -24,7 +24,7 @@ class FolderConfig:
 
     @classmethod
     def read(cls, folder: Path, name: str = CONFIG_JSON) -> FolderConfig:
-        """Of a model folder, or another JSON file of it. Raises `FolderError`."""
+        """Read config.json of a model folder, or another JSON file of it. Raises `FolderError`."""
         path = folder / name
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -36,7 +36,8 @@ class FolderConfig:
 
     @property
     def kind(self) -> Any:
-        """What the folder calls its model: `model_type`, or in folders of generators `_class_name`."""
+        """What the folder calls its model: `model_type`, or in folders of generators
+        `_class_name`."""
         return self.get("model_type", self.get("_class_name"))
 
     def part(self, key: str) -> FolderConfig:
@@ -51,7 +52,8 @@ class FolderConfig:
         return default if value is None else value
 
     def completed(self, defaults: Mapping[str, Any]) -> FolderConfig:
-        """These values, and the defaults of all that is absent, or null but for keys to which null says something."""
+        """These values, with defaults for keys that are absent, or null where null means the
+        default."""
         values = {
             key: value for key, value in self.values.items() if value is not None or key in NULLED
         }
@@ -62,7 +64,7 @@ class FolderConfig:
         return FolderConfig(self.path, {**self.values, **values})
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """Raises `FolderError` if it is missing, or no number."""
+        """The number under a key. Raises `FolderError` if it is missing, or no number."""
         value = self.get(key, default)
         if value is None:
             self.refuse(f"has no {key!r}", "copy the file again")
@@ -71,14 +73,15 @@ class FolderConfig:
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Raises `FolderError` if it is missing, or no whole number above 0."""
+        """The count under a key. Raises `FolderError` if it is missing, or no whole number above
+        0."""
         value = self.number(key, default)
         if not isinstance(value, int) or value < 1:
             self.refuse(f"has {key} {value!r}", "it must be a whole number above 0")
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Raises `FolderError` if it is neither true nor false."""
+        """The flag under a key. Raises `FolderError` if it is neither true nor false."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             self.refuse(f"has {key} {value!r}", "it must be true or false")
@@ -92,5 +95,5 @@ class FolderConfig:
             self.refuse(f"has {key} {value!r}", f"{choices} alone is supported")
 
     def refuse(self, what: str, cure: str) -> NoReturn:
-        """Raises `FolderError`, always."""
+        """Raise `FolderError`, always."""
         raise FolderError(f"{self.path} {what}; {cure}")

@@ -1,9 +1,10 @@
-"""Gemma 3: windows in five of six layers, which rotate by a base of their own; zero-centred norms around each part.
+"""Gemma 3: windows in five of six layers, which have a rotary base of their own; zero-centred norms
+before and after attention and MLP.
 
 gemma3_text  a decoder alone
 gemma3       decoder, the vision tower of SigLIP, and a projector of means of its features
 
-The tokens of a picture see one another, and have positions one after another.
+The tokens of a picture see one another, and have consecutive positions.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jaxmllm.families.siglip import CARRIED as HEADS
 from jaxmllm.families.siglip import PARAMETERS as TOWER
 from jaxmllm.families.siglip import patch_letters, square_processor, square_tower
 
-DEFAULTS = {  # of keys that published files leave out
+DEFAULTS = {  # for keys that published files leave out
     "vocab_size": 262_208,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -50,7 +51,7 @@ PROJECTOR = {
     "norm.scale": "mm_soft_emb_norm.weight: i -> i",
     "linear": "mm_input_projection_weight: i d -> i d",
 }
-PREFIXES = ("model.language_model.", "language_model.model.")  # of transformers 5, and before
+PREFIXES = ("model.language_model.", "language_model.model.")  # as of transformers 5, and before
 IN_VISION = tuple(
     f"{prefix}vision_tower.{inner}" for prefix in ("model.", "") for inner in ("vision_model.", "")
 )
@@ -58,7 +59,7 @@ IN_PROJECTOR = ("model.multi_modal_projector.", "multi_modal_projector.")
 OTHER_PARTS = ("vision_tower.*", "multi_modal_projector.*")
 NOT_TEXT = (*OTHER_PARTS, *(f"model.{part}" for part in OTHER_PARTS))
 TEXT = ("model.language_model.*", "language_model.*", "lm_head.weight")
-BILINEAR = 2  # of Pillow
+BILINEAR = 2  # Pillow's number
 
 
 def _text(config: FolderConfig) -> dict[str, Any]:
@@ -88,7 +89,8 @@ def _text(config: FolderConfig) -> dict[str, Any]:
 
 
 def _windowed(config: FolderConfig) -> tuple[bool, ...]:
-    """Whether each layer attends in windows: `layer_types`, or all but every so many in older files."""
+    """Whether each layer attends in windows: `layer_types`, or in older files all but every n-th
+    (`sliding_window_pattern`)."""
     if config.get("layer_types") is not None:
         return windows_by_type(config)
     every = _positive(config, "sliding_window_pattern")
@@ -103,7 +105,8 @@ def _positive(config: FolderConfig, key: str) -> Any:
 
 
 def _rotary(config: FolderConfig) -> tuple[dict[str, Any], float]:
-    """(the record of layers that see everything, theta of those that attend in windows), in either spelling."""
+    """(the record of layers that see everything, theta of those that attend in windows), in either
+    spelling."""
     records = config.get("rope_parameters", {})
     if not isinstance(records, dict) or not records.keys() <= {*LAYER_TYPES}:
         config.refuse(
@@ -121,7 +124,7 @@ def _rotary(config: FolderConfig) -> tuple[dict[str, Any], float]:
             "positions of windows are not scaled",
         )
     full = {"rope_theta": config.number("rope_theta")} | full | scaling
-    if full.get("rope_type", full.get("type")) == "yarn":  # which multiplies queries and keys, too
+    if full.get("rope_type", full.get("type")) == "yarn":  # it multiplies queries and keys, too
         config.refuse(
             f"has rope_type 'yarn' of {LAYER_TYPES[0]}",
             "beside windows, linear and llama3 are understood",
@@ -130,7 +133,7 @@ def _rotary(config: FolderConfig) -> tuple[dict[str, Any], float]:
 
 
 def _decoder(config: FolderConfig) -> dict[str, Any]:
-    """Of a folder with a vision tower."""
+    """The keys of `model.language` in a folder with a vision tower."""
     text = config.part("text_config")
     for part in (config, text):
         part.expect("tie_word_embeddings", True)
@@ -157,7 +160,7 @@ def _projector(config: FolderConfig) -> dict[str, Any]:
     window = language.get("window")
     if (
         window is not None and window < tokens
-    ):  # which cuts there what sees pictures in both directions
+    ):  # in the reference, windows also cut attention within a picture
         config.refuse(
             f"has mm_tokens_per_image {tokens} and sliding_window {window}",
             "a picture must fit into a window",
@@ -184,7 +187,7 @@ BESIDE_TOWER = Family(
     NOT_TEXT,
     prefixes=PREFIXES,
     unprefixed=("head",),
-    variants=(head_variant("language_model.lm_head.weight"),),  # of a copy, before transformers 5
+    variants=(head_variant("language_model.lm_head.weight"),),  # a copy, before transformers 5
 )
 VISION = Family(
     "Gemma 3",

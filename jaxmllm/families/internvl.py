@@ -1,5 +1,6 @@
-"""InternVL3 and 3.5, as transformers writes them: the decoder of Qwen2.5 or Qwen3, InternViT, and a projector that
-norms four neighbouring features side by side. Pictures become tiles; videos are not read.
+"""InternVL3 and 3.5, as transformers writes them: the decoder of Qwen2.5 or Qwen3, InternViT, and a
+projector that norms four neighbouring features, concatenated. Pictures become tiles; videos are not
+read.
 
 The first learned position is that of the class token.
 """
@@ -57,14 +58,14 @@ PROJECTOR = {
     "mlp.down_bias": "linear_2.bias: d -> d",
 }
 PROJECTOR_EPSILON = 1e-5
-# Of folders as transformers 5 has them in memory, and as they are published
+# Prefixes as transformers 5 has them in memory, and as they are published
 IN_LANGUAGE = ("model.language_model.", "language_model.model.")
 IN_VISION = ("model.vision_tower.", "vision_tower.")
 IN_PROJECTOR = ("model.multi_modal_projector.", "multi_modal_projector.")
-MASK = "embeddings.mask_token"  # for a training without texts
+MASK = "embeddings.mask_token"  # used by training without texts
 SQUARE = 448  # pixels along a side
-BICUBIC = 3  # of Pillow
-# What a config.json that leaves a key out means by that
+BICUBIC = 3  # Pillow's number
+# Defaults of keys that a config.json leaves out
 SEEING = {
     "hidden_size": 1024,
     "num_hidden_layers": 24,
@@ -82,7 +83,7 @@ def _language(config: FolderConfig) -> dict[str, Any]:
     text = config.part("text_config")
     if text.kind not in DECODERS:
         text.refuse(f"has model_type {text.kind!r}", f"there are {', '.join(DECODERS)}")
-    # Whatever text_config says; files of transformers 4 have the key there alone
+    # The outer key comes first; files of transformers 4 have it in text_config alone.
     tied = config.flag("tie_word_embeddings", text.flag("tie_word_embeddings", True))
     section = DECODERS[text.kind].section(text.updated(tie_word_embeddings=tied))
     return section | {"bidirectional": [], "media_positions": "line"}
@@ -154,7 +155,8 @@ def _projector(config: FolderConfig) -> dict[str, Any]:
 
 
 def _processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
-    """Squares, cut as the processor of texts and pictures has them cut, whatever this file says of that."""
+    """How images are read: cut into square tiles, as the reference's processor of texts and
+    pictures asks, whatever this file says about tiles."""
     colors = file.completed({"image_mean": MEAN, "image_std": STD})
     read = square_processor(colors, section, BICUBIC)
     tiles = {"resize": "tiles", "min_tiles": file.number("min_patches", 1)}

@@ -1,25 +1,27 @@
-"""Where a parameter lies in the tensors of a published checkpoint, as a line of text.
+"""Lines of text that say where a parameter is stored in the tensors of a published checkpoint.
 
     model.layers.{layer}.self_attn.q_proj.weight: (h k) d -> layer d h k
 
 The tensor with this key has two axes, the first of them h and k joined; the parameter has four, and
-its first one counts the tensors. Where every expert of a layer has a tensor of its own, the key has {expert}
-as well, and the parameter begins with "layer expert". A line only permutes, groups and stacks. So any slice of the
-parameter is a view of the tensors, and reading and writing are assignments from it and to it.
+its first one counts the tensors. Where every expert of a layer has a tensor of its own, the key has
+{expert} as well, and the parameter begins with "layer expert". A line only permutes, groups and
+stacks. So any slice of the parameter is a view of the tensors, and reading and writing are
+assignments from and to that view.
 
     patch_embedding.weight: d c p q -> (p q c) d
 
-Here the parameter has two axes, and the view four: it is reshaped where it is read and written. Sizes of letters that
-are joined in a parameter are given.
+Here the parameter has two axes, and the view of the tensor four: it is reshaped when it is read or
+written. The sizes of letters that are joined in a parameter must be given.
 
     attn.qkv.weight[1/3]: (h k) d -> layer d h k
 
-A tensor that joins several parameters along its first axis has a line for each: this one has the second of three.
-Along another axis, whose number is said:
+A tensor that joins several parameters along its first axis has a line for each of them: this one is
+for the second of three. Where they are joined along another axis, the line gives its number:
 
     experts.gate_up_proj[0/2, axis 2]: e d f -> layer e d f
 
-A letter with a minus counts backward in the tensor: this one has first what the parameter has last.
+A letter with a minus counts backward in the tensor: this tensor begins with what comes last in the
+parameter.
 
     norm_out.linear.bias: (-n d) -> n d
 """
@@ -43,7 +45,7 @@ _LINE = re.compile(
 )
 _AXIS = re.compile(r"\(([-\w ]+)\)|(-?\w+)")
 
-Index = tuple[slice, ...]  # of a parameter
+Index = tuple[slice, ...]  # into a parameter
 
 
 def full_index(shape: tuple[int, ...]) -> Index:
@@ -53,15 +55,16 @@ def full_index(shape: tuple[int, ...]) -> Index:
 
 @dataclass(frozen=True)
 class Line:
-    """One line: the key of a tensor, or of one for each layer or expert, and the axes of tensor and parameter."""
+    """One line: a key, of one tensor or of one for each layer or expert, and the axes of tensor and
+    parameter."""
 
     key: str
     tensor: tuple[tuple[str, ...], ...]  # axes, each a group of letters
-    parameter: tuple[str, ...]  # axes; letters that are joined in one stand apart by spaces
-    joined: Mapping[str, int] = field(default_factory=dict)  # their sizes
-    part: int = 0  # of the `parts` of the tensor
+    parameter: tuple[str, ...]  # axes; letters that are joined in one are separated by spaces
+    joined: Mapping[str, int] = field(default_factory=dict)  # sizes of joined letters
+    part: int = 0  # which of the `parts` of the tensor holds the parameter
     parts: int = 1
-    part_axis: int = 0  # along which they lie
+    part_axis: int = 0  # axis of the tensor along which the parts are joined
     backward: frozenset[str] = frozenset()  # letters that count backward in the tensor
 
     @classmethod
@@ -69,7 +72,7 @@ class Line:
         """Parse a line. Raises ValueError for one that does more than permute, group and stack.
 
         Args:
-          sizes: of letters, at least of those that are joined in the parameter.
+          sizes: sizes of letters, at least of those that are joined in the parameter.
         """
         match = _LINE.fullmatch(text)
         if match is None:
@@ -109,7 +112,8 @@ class Line:
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """Axes of the parameter that are axes of each tensor, too, joined ones apart."""
+        """Letters of the parameter that are in each tensor, too, those of joined axes one by
+        one."""
         return tuple(" ".join(self.parameter[len(self.stacked) :]).split())
 
     def keys(self, shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -130,12 +134,13 @@ class Line:
         return tuple(sizes)
 
     def _part_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of what each tensor holds of a parameter."""
+        """Shape of the part of each tensor that holds the parameter."""
         sizes = self._sizes(shape)
         return tuple(math.prod(sizes[letter] for letter in group) for group in self.tensor)
 
     def pieces(self, shape: tuple[int, ...], index: Index) -> Iterator[tuple[str, Any, Index]]:
-        """What each tensor holds of a slice of a parameter: (key, place in the slice, slice of one tensor)."""
+        """The parts of a slice of a parameter that each tensor holds: (key, place in the slice,
+        slice of one tensor)."""
         axes = len(self.stacked)
         counted = [range(*extent.indices(size)) for extent, size in zip(index, shape, strict=True)]
         for place in np.ndindex(*map(len, counted[:axes])):
@@ -143,11 +148,12 @@ class Line:
             yield self._key(tensor), (*place, ...), index[axes:]
 
     def view(self, tensor: NDArray[Any], shape: tuple[int, ...], index: Index) -> NDArray[Any]:
-        """A slice of what one tensor holds of a parameter, as a view of it, an axis for each of `letters`.
+        """A slice of what one tensor holds of a parameter: a view of the tensor with an axis for
+        each of `letters`.
 
         Args:
-          tensor: contiguous, in its shape.
-          shape: of the whole parameter.
+          tensor: contiguous, in its own shape.
+          shape: shape of the whole parameter.
           index: a slice of each axis after those that count tensors. Joined axes are taken whole.
         """
         sizes = self._sizes(shape)
@@ -163,8 +169,9 @@ class Line:
         return view[self._by_letter(shape, index)]
 
     def read(self, tensor: NDArray[Any], shape: tuple[int, ...], index: Index) -> NDArray[Any]:
-        """The same in the axes of the parameter; a copy, of which joined axes may be cut."""
+        """As `view`, in the axes of the parameter. May copy, so slices may also cut joined axes."""
         stacked_axes = len(self.stacked)
+        # Joined axes are viewed whole and cut after they are reshaped; the others are cut at once.
         joined = [" " in axis for axis in self.parameter[stacked_axes:]]
         outer = tuple(
             slice(None) if is_joined else extent
@@ -181,13 +188,14 @@ class Line:
     def bands(
         self, shape: tuple[int, ...], index: Index, numbers: int
     ) -> Iterator[tuple[Index, Index]]:
-        """A slice of one tensor cut along the tensor's first axis: (place in the slice, slice of the tensor).
+        """A slice of one tensor, cut into bands along the tensor's first axis: (place in the slice,
+        slice of the tensor).
 
         Args:
-          shape: of the whole parameter.
+          shape: shape of the whole parameter.
           index: a slice of each axis after those that count tensors.
-          numbers: how many of the tensor's each part may reach over. An axis that is joined in the parameter is not
-            cut, nor is one number of the first axis.
+          numbers: how many numbers of the tensor a band may stretch over. A band has one index of
+            the first axis at least, and a first axis that is joined in the parameter is not cut.
         """
         letter = self.tensor[0][0]
         axes = self.parameter[len(self.stacked) :]
@@ -198,6 +206,7 @@ class Line:
         axis = axes.index(letter)
         length = self._sizes(shape)[letter]
         lower, upper, _ = index[axis].indices(length)
+        # Numbers of the tensor from one index of the axis to the next
         apart = math.prod(self._part_shape(shape)) // max(1, length)
         if self.part_axis:
             apart *= self.parts
@@ -210,7 +219,7 @@ class Line:
             )
 
     def tensors(self, values: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """The tensors of a whole parameter that have nothing else, by key."""
+        """The tensors of a whole parameter, by key, where they hold nothing else."""
         tensors = {}
         for key, place, index in self.pieces(values.shape, full_index(values.shape)):
             tensors[key] = np.empty(self.tensor_shape(values.shape), values.dtype)

@@ -1,4 +1,5 @@
-"""A published model folder: config.json, tensors in safetensors files, and other files that are none of our business.
+"""A published model folder: config.json, tensors in safetensors files, and other files, which are
+only copied.
 
 FOLDER --open--> ModelFolder: family, headers --check(shapes)--> `Fit`, or every key that is wrong
 Fit --part(path, slice)--> numbers, read from the files that hold them
@@ -29,20 +30,21 @@ from jaxmllm.families.weight_files import DTYPES, FolderError, StoredTensor, Wei
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
 OF_GENERATORS = "diffusion_pytorch_model.safetensors"
-# Endings of files that hold weights: beside the safetensors that are read they would be those of another model
+# Endings of files with weights. Those that are not read are not copied either: next to new
+# safetensors they would hold the weights of another model.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-BAND = 8 << 20  # numbers of a file that are in memory at a time while they are read
+BAND = 8 << 20  # numbers of a file that are in memory at once while it is read
 LISTED = 5  # wrong keys in an error before "and n more"
 
 
 def is_model_folder(path: str | Path) -> bool:
-    """Whether a folder is one of a published model, and none of a run or a checkpoint."""
+    """Whether a folder is that of a published model, not of a run or a checkpoint."""
     return (Path(path) / CONFIG_JSON).is_file()
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder whose headers have been read."""
+    """A folder whose headers have been read, seen as holding one of its components."""
 
     path: Path
     config: FolderConfig
@@ -70,7 +72,7 @@ class ModelFolder:
         return {key: tensor for file in self.files for key, tensor in file.tensors.items()}
 
     def check(self, shapes: Shapes) -> Fit:
-        """What tensors hold the parameters of the component.
+        """Match the tensors with the parameters of the component, given by shape.
 
         Raises:
           FolderError: keys that are missing, of another shape or type, or that no line names.
@@ -102,7 +104,7 @@ class ModelFolder:
         return fit
 
     def _copies(self, shapes: Shapes, tensors: Mapping[str, StoredTensor]) -> dict[str, Line]:
-        """Lines of second tensors that this folder has of some parameters."""
+        """Lines of the second tensors that this folder has for some parameters, by path."""
         used_keys = {self.family.lines[path].key for path in shapes if path in self.family.lines}
         return {
             path: line
@@ -113,7 +115,7 @@ class ModelFolder:
 
 @dataclass(frozen=True)
 class Fit:
-    """A folder and the parameters that its tensors hold, none of them missing."""
+    """A folder and the parameters of a component, all of which its tensors hold."""
 
     folder: ModelFolder
     shapes: Shapes
@@ -132,10 +134,11 @@ class Fit:
     def fill(
         self, tensors: Mapping[str, StoredTensor], values: Callable[[str], NDArray[Any]]
     ) -> set[str]:
-        """Write the parameters into tensors like those of the folder; returns the keys of these.
+        """Write the parameters into tensors like those of the folder; returns the keys of what was
+        written.
 
         Args:
-          values: a whole parameter, by path; asked for one after another.
+          values: returns a whole parameter, by path; called for one after another.
         """
         filled = set()
         for path, shape in self.shapes.items():
@@ -178,7 +181,7 @@ class Fit:
         for key, place, of_tensor in line.pieces(shape, index):
             piece = values[place]
             for band, of_band in line.bands(shape, of_tensor, BAND):
-                # Mapped anew for each band, so that no more than one of them stays in memory
+                # Mapped again for each band, so that no more than one of them stays in memory
                 piece[band] = line.read(tensors[key].array(), shape, of_band)
         return values
 
@@ -186,14 +189,15 @@ class Fit:
 def write_folder(
     parts: Sequence[tuple[Fit, Callable[[str], NDArray[Any]]]], folder: Path
 ) -> tuple[str, ...]:
-    """Write the tensors of some components of a folder anew, and copy all other tensors and files; returns the names
-    of files that are left out.
+    """Write a copy of a folder with new tensors for some of its components; returns the names of
+    files that are left out.
 
-    Every file has the tensors, types and places that it has in the folder that the components fit.
+    Every file with tensors has the keys, types and places that it has in the folder that the
+    components fit. All other tensors are copied, and so are files without weights.
 
     Args:
-      parts: of each component, what fits, and a whole parameter by path.
-      folder: where the files go; it is made.
+      parts: for each component its fit, and a function that returns a whole parameter by path.
+      folder: new folder for the files.
     """
     source = parts[0][0].folder
     folder.mkdir(parents=True)
@@ -208,7 +212,8 @@ def write_folder(
 
 
 def _copy_others(source: ModelFolder, folder: Path) -> tuple[str, ...]:
-    """Copy the files that hold no weights; returns the names of those that hold some in another form."""
+    """Copy the files that hold no weights; returns the names of those left out, without the files
+    of `source`."""
     tensor_files = {file.path.name for file in source.files}
     paths = [path for path in sorted(source.path.iterdir()) if path.name not in tensor_files]
     unread = INDEX if SINGLE in tensor_files else None  # it names files that are left out
@@ -224,7 +229,8 @@ def _copy_others(source: ModelFolder, folder: Path) -> tuple[str, ...]:
 
 
 def _empty_tensors(source: ModelFolder, folder: Path) -> dict[str, StoredTensor]:
-    """Make files with the headers of a folder's; returns the tensors in them, which are to be written."""
+    """Make files with the headers of a folder's files; returns their tensors, which are yet to be
+    written."""
     for file in source.files:
         target = folder / file.path.name
         with target.open("w+b") as stream:
@@ -238,7 +244,8 @@ def _empty_tensors(source: ModelFolder, folder: Path) -> dict[str, StoredTensor]
 
 
 def _take_room(stream: BinaryIO, size: int) -> None:
-    """Make a file so long. Raises OSError where there is no room, which a write through a mapping dies of."""
+    """Extend a file to `size` bytes. Raises OSError where there is no room: a write through a
+    memory map would then kill the process."""
     try:
         os.posix_fallocate(stream.fileno(), 0, size)
     except AttributeError:  # on macOS
@@ -248,11 +255,11 @@ def _take_room(stream: BinaryIO, size: int) -> None:
             raise OSError(error.errno, error.strerror, stream.name) from error
         stream.truncate(
             size
-        )  # file systems that take none ahead, where C's library does not write zeros for it
+        )  # file systems that reserve nothing, where the C library writes no zeros instead
 
 
 def _weight_files(folder: Path) -> Iterator[WeightFile]:
-    # Where both are there, transformers reads the single file, and diffusers those of the index
+    # If both exist, transformers reads the single file, and diffusers the files of the index.
     for name in (SINGLE, INDEX, f"{OF_GENERATORS}.index.json", OF_GENERATORS):
         path = folder / name
         if path.is_file():

@@ -1,4 +1,5 @@
-"""What the thinkers of the Omni models share: where a folder has them, and what it says of all their media."""
+"""What the thinkers of the Omni models share: where a folder stores them, and what it says about
+all their media."""
 
 from __future__ import annotations
 
@@ -10,20 +11,21 @@ from jaxmllm.families.family import Family, together
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.qwen2_5_vl import video_processor
 
-# Keys of a thinker's parts begin so; behind "model." as the reference names its modules, or as folders have them
+# Prefixes of a thinker's parts: after "model." as the reference names its modules, and as folders
+# have them
 MODULES: Final = {
     "language": ("language_model.", "model."),
     "vision": ("visual.", "visual."),
     "audio": ("audio_tower.", "audio_tower."),
 }
 THINKER: Final = "thinker."  # before the keys of a folder that has a talker, too
-CLIP, PICTURE, VIDEO = 151_646, 151_655, 151_656  # tokens
+CLIP, PICTURE, VIDEO = 151_646, 151_655, 151_656  # ids of tokens
 AUDIO_WIDTH = 3584
 POSITIONS_PER_SECOND = 25
 
 
 def thinker_of(config: FolderConfig) -> FolderConfig:
-    """Its part of a config.json, which may hold that of a talker, too."""
+    """The thinker's part of a config.json, which may hold that of a talker, too."""
     return config.part("thinker_config") if "thinker_config" in config.values else config
 
 
@@ -35,7 +37,8 @@ def token(key: str, usual: int) -> Callable[[FolderConfig], int]:
 def videos(
     pixels: tuple[int, int], fps: float, **times: str
 ) -> Callable[[FolderConfig, FolderConfig, dict[str, Any]], dict[str, Any]]:
-    """Of `Family.videos`: the processor gives frames the bounds of its class, whatever the file says."""
+    """A function for `Family.videos`. The reference's processor bounds frames as its class does,
+    whatever the file says."""
     bounds = dict(zip(("min_pixels", "max_pixels"), pixels, strict=True))
 
     def read(config: FolderConfig, file: FolderConfig, section: dict[str, Any]) -> dict[str, Any]:
@@ -53,11 +56,12 @@ def check_width(audio: FolderConfig, width: int) -> None:
 
 
 def thinkers(kind: str, parts: Iterable[Family], carried: Iterable[str]) -> tuple[Family, ...]:
-    """The parts of a thinker in folders of a `model_type`, which have a talker, too, and in those of the thinker alone.
+    """The parts of a thinker, for folders of the `model_type` `kind`, which also have a talker, and
+    for folders of the thinker alone.
 
     Args:
-      parts: without a model_type and prefixes.
-      carried: patterns of keys of a whole folder that are of none of them.
+      parts: without model_type and prefixes.
+      carried: patterns of keys in a whole folder that belong to none of the parts.
     """
     of_folders = {kind: THINKER, f"{kind}_thinker": ""}
     return tuple(
@@ -70,7 +74,7 @@ def thinkers(kind: str, parts: Iterable[Family], carried: Iterable[str]) -> tupl
 
 
 def _inside(part: Family, model_type: str, prefix: str) -> Family:
-    """A part whose keys begin as those of its module do, but for the head's."""
+    """A part whose keys have the prefixes of its module, except the head's."""
     named, stored = MODULES[part.component.removeprefix("projector.")]
     beside = {path: prefix + part.parameters[path] for path in part.unprefixed}
     return replace(

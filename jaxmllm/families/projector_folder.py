@@ -1,10 +1,10 @@
-"""A projector as a folder of its own, for whoever composes the exported parts elsewhere.
+"""A projector as a folder of its own, for use where the exported parts are composed elsewhere.
 
 config.json         what the projector is: `group` neighbouring features of a tower -> one vector of the decoder
 model.safetensors   linear_1, linear_2, or linear alone: weight [out, in] and bias [out]; norm before them
 
-Of a tower with `deepstack_layers` config.json names these, and each has a deepstack.N.linear_1 and linear_2 of its own,
-behind a deepstack.N.norm of the features of a group.
+For a tower with `deepstack_layers`, config.json lists these, and each has a deepstack.N.linear_1
+and linear_2 of its own, after a deepstack.N.norm of the features of a group.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ def write_projector(
     shapes: ProjectorShapes,
     deepstack_layers: Sequence[int] = (),
 ) -> None:
-    """Make the folder.
+    """Write a projector to a new folder.
 
     Args:
       parameters: by dotted path.
-      group: neighbouring features that become one token; of pictures, those of a square, row by row.
-      shapes: what it does to them.
+      group: neighbouring features that become one token; of pictures, those of a square, row by
+        row.
+      shapes: what the projector does to the features.
     """
     tensors: dict[str, NDArray[Any]] = {}
     for path, values in parameters.items():

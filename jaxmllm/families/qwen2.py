@@ -1,4 +1,5 @@
-"""Qwen2 and Qwen2.5: queries, keys and values with biases; windows in the last layers, where they are in use."""
+"""Qwen2 and Qwen2.5: queries, keys and values with biases; windows in the last layers, where they
+are in use."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Qwen2.5-Omni's thinker: decoder, vision tower and merger of Qwen2.5-VL, and an audio tower that hears chunks of two
-seconds apart. Its talker is carried through, and so are the embeddings of begin and end of clips, which the reference
-does not use. Of videos, frames are seen, and no sound is heard.
+"""Qwen2.5-Omni's thinker: decoder, vision tower and merger of Qwen2.5-VL, and an audio tower that
+hears each chunk of two seconds by itself. The talker is carried through, and so are the embeddings
+for begin and end of clips, which the reference does not use. Of videos only the frames are read,
+not the sound.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ AUDIO = {path: line for path, line in ENCODER.items() if path != "position_embed
 }
 PROJECTOR = {"linear": "proj.weight: d i -> i d", "linear_bias": "proj.bias: d -> d"}
 UNUSED = "*audio_tower.audio_bos_eos_token.weight"
-# What a config.json that leaves a key out means by that
+# Defaults of keys that a config.json leaves out
 TEXT = {
     "vocab_size": 152_064,
     "hidden_size": 3584,
@@ -106,7 +107,7 @@ def _audio(config: FolderConfig) -> dict[str, Any]:
 
 
 def _audio_projector(config: FolderConfig) -> dict[str, Any]:
-    """Keys of the section of the tower."""
+    """The keys of the projector in the section of the tower."""
     check_width(thinker_of(config).part("audio_config"), _language(config)["width"])
     return {"merge": 1, "projector": {"linear": True}}
 

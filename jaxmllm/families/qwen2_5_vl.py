@@ -1,7 +1,7 @@
-"""Qwen2.5-VL: the decoder of Qwen2.5 with positions of three axes, a vision tower with windows, and what merges its
-features, which is the projector.
+"""Qwen2.5-VL: the decoder of Qwen2.5 with positions of three axes, a vision tower with windows, and
+a merger of its features as the projector.
 
-The norm of the merger is taken before features are grouped, and so is the last one of the tower.
+The norm of the merger is applied before features are grouped, so here it is the tower's last norm.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ PROJECTOR = {
     "mlp.down": "merger.mlp.2.weight: d f -> f d",
     "mlp.down_bias": "merger.mlp.2.bias: d -> d",
 }
-# Of folders as transformers has them in memory, and as they are published
+# Prefixes as transformers has them in memory, and as they are published
 IN_LANGUAGE = ("model.language_model.", "model.")
 IN_VISION = ("model.visual.", "visual.")
-# What a config.json that leaves a key out means by that
+# Defaults of keys that a config.json leaves out
 TEXT = {
     "vocab_size": 152_064,
     "hidden_size": 8192,
@@ -76,7 +76,7 @@ VIDEO_PIXELS = 128 * 28 * 28, 768 * 28 * 28  # ... and of each frame
 MIN_FRAMES = 4
 MAX_FRAMES = 768
 TOKENS_PER_SECOND = 4
-BICUBIC = 3  # of Pillow
+BICUBIC = 3  # Pillow's number
 
 
 def _language(config: FolderConfig) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _language(config: FolderConfig) -> dict[str, Any]:
 
 def axial_decoder(text: FolderConfig) -> dict[str, Any]:
     """The keys of `model.language` of a decoder whose positions have three axes."""
-    rotary = rotary_record(text, {"mrope": "default"})  # it is that of the frequencies
+    rotary = rotary_record(text, {"mrope": "default"})  # mrope keeps the usual frequencies
     sections = rotary.get("mrope_section", SECTIONS)
     text = text.updated(rope_parameters=rotary, rope_scaling=None)
     return dense_decoder(
@@ -100,7 +100,7 @@ def axial_decoder(text: FolderConfig) -> dict[str, Any]:
 
 
 def windowed_tower(config: FolderConfig) -> dict[str, Any]:
-    """The keys of `model.vision` but for those of the projector."""
+    """The keys of `model.vision`, except those of the projector."""
     vision = config.part("vision_config")
     vision.expect("hidden_act", "silu")
     vision.expect("in_channels", 3)
@@ -132,7 +132,8 @@ def windowed_tower(config: FolderConfig) -> dict[str, Any]:
 
 
 def axial_theta(vision: FolderConfig) -> float:
-    """The base of the tower's rotary positions. Raises `FolderError` for others than those of rows and columns."""
+    """The base of the tower's rotary positions. Raises `FolderError` for positions other than those
+    of rows and columns."""
     rotary = rotary_record(vision)
     if rotary["rope_type"] not in ("axial", "default"):  # the latter in older files
         vision.refuse(
@@ -169,7 +170,7 @@ def picture_processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
 
 
 def _expect_usual(file: FolderConfig, section: dict[str, Any]) -> None:
-    """Refuse what is done otherwise than with all pictures and videos."""
+    """Refuse settings other than those usual for pictures and videos."""
     for step in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         file.expect(step, True)
     file.expect("rescale_factor", 1 / 255)
@@ -181,7 +182,7 @@ def _expect_usual(file: FolderConfig, section: dict[str, Any]) -> None:
 
 
 def bounds(file: FolderConfig, usual: tuple[int, int]) -> dict[str, int]:
-    """Least and most pixels."""
+    """Least and most pixels, from a processor's file or `usual`."""
     size = file.part("size") if file.get("size") is not None else FolderConfig(file.path, {})
     return {
         key: file.number(key, size.number(edge, size.number(key, default)))
@@ -197,8 +198,8 @@ def video_processor(
     """The keys of `data.videos` that say which frames are taken, and how large.
 
     Args:
-      pixels: what a file without them means by least and most pixels.
-      fps: what it means by frames per second; none: all frames are taken.
+      pixels: least and most pixels where the file gives none.
+      fps: frames per second where the file gives none; none: all frames are taken.
     """
     _expect_usual(file, section)
     for key in ("pixel_mean", "pixel_std"):
@@ -222,7 +223,7 @@ def _videos(config: FolderConfig, file: FolderConfig, section: dict[str, Any]) -
 
 
 def patch_letters(section: dict[str, Any]) -> dict[str, int]:
-    """Sizes of what the line of patches joins."""
+    """Sizes of the letters that the line of patches joins."""
     patch = section["patch_size"]
     return {"c": 3, "t": section["patch_frames"], "p": patch, "q": patch}
 

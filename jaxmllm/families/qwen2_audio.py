@@ -1,5 +1,6 @@
-"""Qwen2-Audio: the decoder of Qwen2, the encoder of Whisper with means of two features before the last norm, and one
-matrix as the projector. Clips are filled up with silence that the convolutions alone hear.
+"""Qwen2-Audio: the decoder of Qwen2, the encoder of Whisper with means of two features before the
+last norm, and one matrix as the projector. Clips are filled up with silence, which only the
+convolutions hear.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ KIND = "qwen2_audio"
 POOL = 2
 LANGUAGE = DECODER | {"head": f"language_model.{DECODER['head']}"}
 PROJECTOR = {"linear": "linear.weight: d i -> i d", "linear_bias": "linear.bias: d -> d"}
-# As the reference names its modules, and as folders have it
+# Prefixes as the reference names its modules, and as folders have them
 IN_LANGUAGE = ("model.language_model.", "language_model.model.")
 IN_AUDIO = ("model.audio_tower.", "audio_tower.")
 IN_PROJECTOR = ("model.multi_modal_projector.", "multi_modal_projector.")
-# What a config.json that leaves a key out means by that
+# Defaults of keys that a config.json leaves out
 TEXT = {
     "vocab_size": 151_936,
     "hidden_size": 4096,
@@ -44,7 +45,7 @@ HEARING = {
     "d_model": 1280,
     "max_source_positions": 1500,
 }
-CLIP = 151_646  # token
+CLIP = 151_646  # id of the token
 
 
 def _language(config: FolderConfig) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def _language(config: FolderConfig) -> dict[str, Any]:
     text.expect("model_type", "qwen2")
     text = text.updated(
         tie_word_embeddings=False
-    )  # the reference never ties them, whatever is said
+    )  # the reference never ties them, whatever the file says
     return dense_decoder(text, windows_by_layer(text), qkv_bias=True, bidirectional=[])
 
 
@@ -64,7 +65,7 @@ def _audio(config: FolderConfig) -> dict[str, Any]:
 
 
 def _projector(config: FolderConfig) -> dict[str, Any]:
-    """Keys of the section of the tower."""
+    """The keys of the projector in the section of the tower."""
     return {"merge": 1, "projector": {"linear": True}}
 
 

@@ -1,4 +1,5 @@
-"""Qwen3: heads of a size of their own, norms of queries and keys, biases where `attention_bias` says so."""
+"""Qwen3: heads whose size is a key of its own, norms of queries and keys, biases where
+`attention_bias` says so."""
 
 from __future__ import annotations
 

@@ -11,16 +11,16 @@ from jaxmllm.families.qwen3 import qwen3_decoder
 
 
 def _language(config: FolderConfig) -> dict[str, Any]:
-    # The reference has windows in all layers or none, whatever keys of Qwen3 say
+    # The reference has windows in all layers or none, whatever Qwen3's keys for layers say.
     everywhere = config.updated(layer_types=None, max_window_layers=0)
     return qwen3_decoder(everywhere.completed({"num_key_value_heads": 4})) | experts_of(config)
 
 
 def experts_of(config: FolderConfig, renormalise: bool = False) -> dict[str, Any]:
-    """The keys of `model.language` that say the experts.
+    """The keys of `model.language` that describe the experts.
 
     Args:
-      renormalise: what a file that leaves norm_topk_prob out means by that.
+      renormalise: default of norm_topk_prob.
     """
     config.expect("decoder_sparse_step", 1)
     config.expect("mlp_only_layers", [])

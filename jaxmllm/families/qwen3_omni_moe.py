@@ -1,6 +1,6 @@
-"""Qwen3-Omni's thinker: the decoder of Qwen3-VL-MoE, whose experts have tensors of their own, the vision tower of
-Qwen3-VL, and an audio tower that convolves chunks of a second along time and mels. Its talker is carried through. Of
-videos, frames are seen, and no sound is heard.
+"""Qwen3-Omni's thinker: the decoder of Qwen3-VL-MoE, whose experts have tensors of their own, the
+vision tower of Qwen3-VL, and an audio tower that convolves chunks of a second along time and mels.
+The talker is carried through. Of videos only the frames are read, not the sound.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jaxmllm.families.whisper import PARAMETERS as ENCODER
 
 NAME = "Qwen3-Omni"
 LANGUAGE = DECODER | ROUTER | APART
-# Words in the keys of mergers, and those of Qwen3-VL
+# Words in the keys of mergers here, and in those of Qwen3-VL
 SPELLED = (
     ("merger_list", "deepstack_merger_list"),
     (".ln_q.", ".norm."),
@@ -74,7 +74,7 @@ PROJECTOR = {
     "mlp.down": "proj2.weight: d f -> f d",
     "mlp.down_bias": "proj2.bias: d -> d",
 }
-# What a config.json that leaves a key out means by that
+# Defaults of keys that a config.json leaves out
 TEXT = {
     "vocab_size": 3584,
     "hidden_size": 2048,
@@ -86,7 +86,7 @@ TEXT = {
     "max_position_embeddings": 32_768,
 }
 IN_CHUNKS = HEARING | {"n_window": 50, "n_window_infer": 800, "downsample_hidden_size": 480}
-CHUNK_TOKENS = 13  # which the reference counts, however many frames a chunk has
+CHUNK_TOKENS = 13  # of a chunk, as the reference counts, however many frames it has
 FPS = 1.0
 LONGEST = 2400.0  # seconds of a clip: the reference has no bound, and was trained with 40 minutes
 
@@ -130,20 +130,21 @@ def _audio(config: FolderConfig) -> dict[str, Any]:
 
 
 def _audio_projector(config: FolderConfig) -> dict[str, Any]:
-    """Keys of the section of the tower."""
+    """The keys of the projector in the section of the tower."""
     audio = thinker_of(config).part("audio_config").completed(IN_CHUNKS)
     check_width(audio, _language(config)["width"])
     return {"merge": 1, "projector": {"mlp_width": audio.count("d_model"), "gelu": "exact"}}
 
 
 def _clip_processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
-    """The reference cuts no clip at chunk_length."""
+    """How clips are read: up to `LONGEST` seconds, because the reference cuts no clip at
+    chunk_length."""
     processor = clip_processor(file, section)
     return Processor(processor.model, dict(processor.data) | {"max_seconds": LONGEST})
 
 
 def _stem_letters(section: dict[str, Any]) -> dict[str, int]:
-    """Sizes of what the lines of the stem join."""
+    """Sizes of the letters that the lines of the stem join."""
     mels = AudioConfig.model_validate(section | {"merge": 1}).stem_mels[-1]
     side = AudioConfig.stem_kernel
     return {"t": side, "m": side, "one": 1, "c": section["stem_channels"], "f": mels}

@@ -1,8 +1,8 @@
-"""Qwen3-VL: the decoder of Qwen3 with positions of three axes that take turns, a vision tower, and what merges its
-features and those of some of its layers, which are the projector.
+"""Qwen3-VL: the decoder of Qwen3 with positions of three axes that take turns, a vision tower, and
+mergers of its features and of those of some of its layers as the projector.
 
-The norm of the last features is taken before they are grouped, and so is the last one of the tower; those of other
-layers come after their features are grouped.
+The norm of the last features is applied before they are grouped, so here it is the tower's last
+norm; those of other layers are applied after their features are grouped.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PROJECTOR = {
     "deepstack.mlp.down_bias": f"{MERGERS}.linear_fc2.bias: d -> layer d",
 }
 IN_LANGUAGE = ("model.language_model.",)
-# What a config.json that leaves a key out means by that
+# Defaults of keys that a config.json leaves out
 TEXT = {
     "vocab_size": 151_936,
     "hidden_size": 4096,
@@ -85,7 +85,7 @@ def qwen3_vl_decoder(config: FolderConfig, usual: Mapping[str, Any]) -> dict[str
     """The keys of `model.language`, with an MLP in every layer.
 
     Args:
-      usual: what a `text_config` that leaves a key out means by that.
+      usual: defaults of keys that a `text_config` leaves out.
     """
     tied = config.flag("tie_word_embeddings")  # whatever text_config says
     text = config.part("text_config").completed(usual).updated(tie_word_embeddings=tied)
@@ -112,7 +112,7 @@ def _language(config: FolderConfig) -> dict[str, Any]:
 
 
 def vision_tower(config: FolderConfig) -> dict[str, Any]:
-    """The keys of `model.vision` but for those of the projector."""
+    """The keys of `model.vision`, except those of the projector."""
     vision = config.part("vision_config").completed(SEEING)
     vision.expect("hidden_act", "gelu_pytorch_tanh")
     vision.expect("in_channels", 3)
@@ -155,7 +155,8 @@ def mergers(config: FolderConfig, wide: int) -> dict[str, Any]:
 
 
 def _projector_of(language: Section) -> Section:
-    """What keys of the section of the tower say of the projector."""
+    """A function for the keys of the projectors in the section of the tower, given one for
+    `model.language`."""
 
     return lambda config: mergers(config, language(config)["width"])
 
@@ -171,8 +172,8 @@ def qwen3_vl_family(
 
     Args:
       kind: `model_type` of config.json.
-      lines: of the decoder.
-      variants: of these lines.
+      lines: lines of the decoder.
+      variants: variants of these lines.
     """
     return together(
         Family(

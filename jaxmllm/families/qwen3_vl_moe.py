@@ -1,5 +1,6 @@
-"""Qwen3-VL-MoE: Qwen3-VL with experts in place of every MLP of the decoder. All experts of a layer are one tensor, and
-their first two matrices another: [experts, in, out] as published, [experts, out, in] as transformers 5 writes it."""
+"""Qwen3-VL-MoE: Qwen3-VL with experts in place of every MLP of the decoder. All experts of a layer
+share two tensors, one of them for their first two matrices: [experts, in, out] as published,
+[experts, out, in] as transformers 5 writes them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from jaxmllm.families.expert_lines import INPUTS_FIRST, ROUTER, expert_variants
 from jaxmllm.families.folder_config import FolderConfig
 from jaxmllm.families.qwen3_vl import qwen3_vl_decoder, qwen3_vl_family
 
-# What a config.json that leaves a key out means by that
+# Defaults of keys that a config.json leaves out
 TEXT = {
     "vocab_size": 151_936,
     "hidden_size": 2048,

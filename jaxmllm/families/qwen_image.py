@@ -1,8 +1,10 @@
-"""Qwen-Image: the transformer that draws pictures from text, in two streams of weights that meet in attention.
+"""Qwen-Image: the transformer that draws pictures from text, in two streams of weights that meet in
+attention.
 
-A norm and one matrix make conditions of states of the text, which is the projector. Pictures are packed outside of the
-reference's transformer, 2 x 2 numbers of each channel in a patch, channels first. The two numbers of a rotary pair are
-neighbours in its heads, and here each half of a head has one of them: a permutation, which the lines say.
+The projector is a norm and one matrix, which make conditions of the text's states. Pictures are
+packed outside of the reference's transformer, 2 x 2 numbers of each channel in a patch, channels
+first. In the reference's heads, the two numbers of a rotary pair are neighbours; here each half of
+a head has one of them. The lines state this permutation.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ def _stream(
     """Lines of one stream of every layer.
 
     Args:
-      own: what paths of its parameters begin with.
-      part: what keys of its modulation and MLP begin with.
-      projections: keys of queries, keys, values and what comes out.
-      norm: what keys of the norms of queries and keys begin with.
+      own: prefix of the paths of its parameters.
+      part: prefix of the keys of its modulation and MLP.
+      projections: keys of the matrices of queries, keys, values and output.
+      norm: prefix of the keys of the norms of queries and keys.
     """
     query, key, value, out = (f"{LAYER}.attn.{name}" for name in projections)
     modulation = f"{LAYER}.{part}_mod.1"
@@ -65,7 +67,7 @@ PARAMETERS = {
         ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
         "norm_added",
     ),
-    # Scale first there, and shift here
+    # The reference has the scale first, this project the shift.
     "output_modulation.weight": "norm_out.linear.weight: (-m d) e -> e m d",
     "output_modulation.bias": "norm_out.linear.bias: (-m d) -> m d",
     "output": "proj_out.weight: (c i j) d -> d (i j c)",
@@ -79,7 +81,7 @@ PROJECTOR = {
 MLP_RATIO = 4
 MODULATIONS = 6
 OUTPUT_MODULATIONS = 2
-# Of models that also see pictures, or layers of one
+# Flags of models that also see pictures, or layers of one
 OTHER_MODELS = ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
 
 

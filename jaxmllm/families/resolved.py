@@ -1,6 +1,6 @@
-"""A run's config with what the folders of its model say: `model.from` names shapes, tokenizer and chat template of
-the decoder, `model.vision.from` shapes of the tower and how its images are read, `model.diffusion.from` those of the
-generator."""
+"""A run's config, completed from the published folders that it names: the one in `model.from` gives
+shapes, tokenizer and chat template of the decoder, the one in `model.vision.from` shapes of the
+tower and how its images are read, the one in `model.diffusion.from` shapes of the generator."""
 
 from __future__ import annotations
 
@@ -26,25 +26,27 @@ from jaxmllm.families.model_folder import is_model_folder
 from jaxmllm.families.weight_files import FolderError
 
 TOKENIZER = "tokenizer.json"
-# Where a folder may have its chat template; the first that has one counts
+# Files that may hold the chat template of a folder; the first that has one counts
 TEMPLATES = (
     "chat_template.jinja",
     "chat_template.json",
     "tokenizer_config.json",
     "processor_config.json",
 )
-# Files that say how media are read: of all media, and in older folders of one kind
+# Files that say how media are read: one for all media, and in older folders one for each kind
 PROCESSOR = "processor_config.json"
 PREPROCESSOR = "preprocessor_config.json"
 OF_VIDEOS = "video_preprocessor_config.json"
-# Keys of model.language that are not the folder's, unless it says them: no text is computed otherwise
+# Keys of model.language that a config may set unless the folder does: they do not change how text
+# is computed
 OPEN = {"loss_chunk", "bidirectional", "media_positions", "rope_sections", "rope_interleaved"}
-# And of the towers; those of the projector only where it is not the folder's
+# The same for towers; keys of the projector only where it does not come from the folder
 TOWER_OPEN = {"from", "silence", "videos"}
 PROJECTOR_OPEN = {"merge", "projector", "deepstack_layers"}
-# And of the generator, which may be drawn from other states than it was trained with
+# The same for the generator, which may read other states than those it was trained with
 GENERATOR_OPEN = {"from", "projector", "padded_conditions"}
-# Encoders by component: their sections of `model` and of `data`, and what a file of all media calls their processor
+# By component of an encoder: its section of `model`, that of `data`, and the name of its processor
+# in a file of all media
 TOWERS: dict[str, tuple[type[Section], str, str]] = {
     "vision": (VisionConfig, "images", "image_processor"),
     "audio": (AudioConfig, "audio", "feature_extractor"),
@@ -53,17 +55,17 @@ GENERATOR = "diffusion"
 
 
 def load_run_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """`load_config`, for a file that may leave to `model.from` what a published folder says."""
+    """`load_config` for a file that may leave out what its published folders say."""
     return load_config(path, overrides, resolved)
 
 
 def resolved(tree: dict[str, Any]) -> dict[str, Any]:
-    """A config's tree with what the folders of its model say: `model.language`, `data.tokenizer` and
-    `data.chat_template` of the one that `model.from` names, towers and how their media are read of those that
-    `model.vision.from` and the like name.
+    """A config's tree, completed from the folders of its model: `model.language`, `data.tokenizer`
+    and `data.chat_template` from the one in `model.from`, towers and how their media are read from
+    those in `model.vision.from` and the like.
 
     Raises:
-      ConfigError: a folder is none of a family that there is, or the config says otherwise.
+      ConfigError: a folder is of no known family, or the config contradicts it.
     """
     if not isinstance(tree.get("model"), dict):
         return tree  # which the schema refuses
@@ -106,7 +108,7 @@ def _with_folders(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(folder: Path) -> dict[str, str]:
-    """`data.tokenizer` and `data.chat_template` of a folder; the latter where it has one."""
+    """`data.tokenizer` of a folder, and `data.chat_template` where it has one."""
     tokenizer = folder / TOKENIZER
     if not tokenizer.is_file():
         raise ConfigError(
@@ -118,7 +120,7 @@ def _text_of(folder: Path) -> dict[str, str]:
 
 
 def _template_of(folder: Path) -> Path | None:
-    """The file of a folder that has its chat template."""
+    """The file of a folder that holds its chat template; none without one."""
     for path in (folder / name for name in TEMPLATES):
         if not path.is_file():
             continue
@@ -134,7 +136,8 @@ def _template_of(folder: Path) -> Path | None:
 
 
 def _with_named_tower(tree: dict[str, Any], component: str) -> dict[str, Any]:
-    """The tree with the tower of the folder that `model.vision.from` or the like names, if it does."""
+    """The tree with the tower from the folder in `model.vision.from` or the like, if there is
+    one."""
     config = _named_folder(tree, component)
     if config is None:
         return tree
@@ -142,7 +145,7 @@ def _with_named_tower(tree: dict[str, Any], component: str) -> dict[str, Any]:
 
 
 def _with_named_generator(tree: dict[str, Any]) -> dict[str, Any]:
-    """The same with the generator of the folder that `model.diffusion.from` names, if it does."""
+    """The tree with the generator from the folder in `model.diffusion.from`, if there is one."""
     config = _named_folder(tree, GENERATOR)
     if config is None:
         return tree
@@ -154,7 +157,8 @@ def _with_named_generator(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_states(tree: dict[str, Any]) -> None:
-    """Raise `ConfigError` for a generator's folder with a projector that reads other states than the decoder has."""
+    """Raise `ConfigError` if the projector from a generator's folder reads states of another width
+    than the decoder's."""
     model = tree["model"]
     generator = model.get(GENERATOR)
     language = model.get("language")
@@ -172,7 +176,7 @@ def _check_states(tree: dict[str, Any]) -> None:
 
 
 def _named_folder(tree: dict[str, Any], component: str) -> FolderConfig | None:
-    """What the folder says that `model.vision.from` or the like names, if it does."""
+    """config.json of the folder in `model.vision.from` or the like, if there is one."""
     settings = tree["model"].get(component)
     source = settings.get("from") if isinstance(settings, dict) else None
     if not isinstance(source, str):
@@ -186,8 +190,8 @@ def _named_folder(tree: dict[str, Any], component: str) -> FolderConfig | None:
 
 
 def _with_own_tower(tree: dict[str, Any], component: str, config: FolderConfig) -> dict[str, Any]:
-    """The tree with the tower and the projector of a folder that has the decoder, too, unless the config names
-    another tower, or null."""
+    """The tree with the tower and the projector from the decoder's own folder, unless the config
+    names another folder for the tower, or sets the tower to null."""
     model = tree["model"]
     settings = model.get(component, {})
     if not isinstance(settings, dict) or settings.get("from") is not None:
@@ -202,7 +206,8 @@ def _with_own_tower(tree: dict[str, Any], component: str, config: FolderConfig) 
 def _with_tower(
     tree: dict[str, Any], component: str, config: FolderConfig, shapes: dict[str, Any]
 ) -> dict[str, Any]:
-    """The tree with a tower of these shapes, and the section of `data` that reads its media."""
+    """The tree with a tower of these shapes, and with the section of `data` that reads its
+    media."""
     section, media, part = TOWERS[component]
     model = tree["model"]
     data = tree.get("data") or {}
@@ -227,12 +232,12 @@ def _videos_of(
     shapes: dict[str, Any],
     own: Any,
 ) -> Any:
-    """`data.videos`, as the folder and the config say."""
+    """`data.videos` from the folder, where keys that the config sets (`own`) take precedence."""
     if not isinstance(own, dict | None):
         return own  # which the schema refuses
     folder = config.path.parent
     kinds = (("video_processor", OF_VIDEOS), (TOWERS["vision"][2], PREPROCESSOR))
-    # Folders may have one for pictures and videos
+    # Some folders have one processor for pictures and videos.
     part, name = kinds[0] if _has_processor(folder, *kinds[0]) else kinds[1]
     videos = said(config, _processor_file(folder, part, name), shapes) | (own or {})
     if videos.get("fps") is None:  # all frames are taken
@@ -252,7 +257,8 @@ def _has_processor(folder: Path, part: str, own: str) -> bool:
 
 
 def _processor_file(folder: Path, part: str, own: str = PREPROCESSOR) -> FolderConfig:
-    """What says how media are read: a part of a file of all media, or a file of its own."""
+    """The values that say how media are read: a part of a file of all media, or a file of their
+    own."""
     if (folder / PROCESSOR).is_file():
         file = FolderConfig.read(folder, PROCESSOR)
         if part in file.values:
@@ -268,7 +274,7 @@ def _check_equal(
     shapes: dict[str, Any],
     config: FolderConfig,
 ) -> None:
-    """Raise `ConfigError` where a config says otherwise than the folder."""
+    """Raise `ConfigError` where a config contradicts the folder."""
     usual = {field.alias or name: field.default for name, field in section.model_fields.items()}
     for key in own.keys() & usual.keys() - free:
         said = shapes.get(key, usual[key])

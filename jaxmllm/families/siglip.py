@@ -1,7 +1,9 @@
-"""SigLIP and SigLIP 2: vision towers with learned positions, of whole models or of folders of the tower alone.
+"""SigLIP and SigLIP 2: vision towers with learned positions, of whole models or of folders of the
+tower alone.
 
-SigLIP sees squares of one size; its positions are a table. Most checkpoints of SigLIP 2 are of this kind, too, and say
-`siglip`. Those of the kind NaFlex see any size within a number of patches, to which positions are resampled.
+SigLIP sees squares of one size, and its positions are a table. Most checkpoints of SigLIP 2 are of
+this kind, too, and say `siglip`. NaFlex checkpoints see images of any size within a number of
+patches, and positions are resampled to each image.
 """
 
 from __future__ import annotations
@@ -37,19 +39,21 @@ PARAMETERS = {
     "norm.scale": "post_layernorm.weight: d -> d",
     "norm.bias": "post_layernorm.bias: d -> d",
 }
-# Heads that pool an image to one vector, and the text tower with what compares the two
+# Heads that pool an image to one vector, the text tower, and the numbers by which the two are
+# compared
 CARRIED = ("vision_model.head.*", "head.*", "text_model.*", "logit_scale", "logit_bias")
 GELU = {"gelu_pytorch_tanh": "tanh", "gelu": "exact"}
-KERNELS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # numbers of Pillow
+KERNELS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # by Pillow's number
 
 
 def _vision(config: FolderConfig) -> FolderConfig:
-    """The part of a config.json that tells of the tower."""
+    """The part of a config.json that describes the tower."""
     return config.part("vision_config") if "vision_config" in config.values else config
 
 
 def _tower(config: FolderConfig) -> dict[str, Any]:
-    """What both kinds have in common."""
+    """The keys of `model.vision` that both kinds have in common, from the same keys of
+    config.json."""
     vision = _vision(config)
     vision.expect("num_channels", 3)
     vision.expect("attention_dropout", 0.0)
@@ -91,10 +95,10 @@ def _square_processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
 
 
 def square_processor(file: FolderConfig, section: dict[str, Any], kernel: int) -> Processor:
-    """How images are read that all become squares of one size.
+    """How images are read when all become squares of one size.
 
     Args:
-      kernel: Pillow's number of the one that is used where the file names none.
+      kernel: Pillow's number of the resampling kernel, where the file names none.
     """
     size = file.get("size", {"height": 224, "width": 224})
     if not isinstance(size, dict) or {*size} != {"height", "width"}:
@@ -135,7 +139,7 @@ def _processor(file: FolderConfig, resize: str, pixels: int, kernel: int) -> Pro
 
 
 def patch_letters(section: dict[str, Any]) -> dict[str, int]:
-    """Sizes of what the line of patches joins."""
+    """Sizes of the letters that the line of patches joins."""
     return {"c": 3, "p": section["patch_size"], "q": section["patch_size"]}
 
 

@@ -1,7 +1,9 @@
-"""Wan 2.1: the transformer that draws clips from text, and what it makes of states of the text, which is the projector.
+"""Wan 2.1: the transformer that draws clips from text, and its embedding of the text's states as
+the projector.
 
-Texts are padded with zeros to 512 states there, and patches attend to these, too. The two numbers of a rotary pair are
-neighbours in its heads, and here each half of a head has one of them: a permutation, which the lines say.
+In the reference, texts are padded with zeros to 512 states, and patches attend to these, too. In
+its heads, the two numbers of a rotary pair are neighbours; here each half of a head has one of
+them. The lines state this permutation.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ def _transformer(config: FolderConfig) -> dict[str, Any]:
         "image_dim",
         "added_kv_proj_dim",
         "pos_embed_seq_len",
-    ):  # of models that see a picture
+    ):  # keys of models that see a picture
         config.expect(key, None)
     channels = config.count("in_channels", 16)
     config.expect("out_channels", channels)

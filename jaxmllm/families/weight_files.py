@@ -1,4 +1,5 @@
-"""Safetensors files: their headers, checked, and their tensors as memory maps, so that only what is asked for is read.
+"""Safetensors files: their headers, checked, and their tensors as memory maps, so that only what is
+needed is read.
 
     8 bytes: length n of the header | n bytes of JSON: dtype, shape, place of every tensor | tensors
 
@@ -27,7 +28,7 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 LENGTH_BYTES = 8
-COPIED_BYTES = 16 << 20  # at a time
+COPIED_BYTES = 16 << 20  # copied at a time
 LONGEST_HEADER = 100_000_000  # bytes, as in the format's own library
 
 
@@ -37,10 +38,10 @@ class FolderError(ConfigError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies."""
+    """Location of a tensor inside a file."""
 
     file: Path
-    dtype: str  # of the format, not necessarily in DTYPES
+    dtype: str  # as the format names it, not necessarily in DTYPES
     shape: tuple[int, ...]
     offset: int  # in the file
     size: int  # bytes
@@ -50,7 +51,8 @@ class StoredTensor:
         return np.memmap(self.file, DTYPES[self.dtype], mode, self.offset, self.shape or (1,))
 
     def copy_from(self, other: StoredTensor) -> None:
-        """Copy the bytes of a tensor like this one, whatever its type."""
+        """Copy the bytes of a tensor of the same size and type into this one, even of a type not in
+        `DTYPES`."""
         with other.file.open("rb") as source, self.file.open("r+b") as target:
             source.seek(other.offset)
             target.seek(self.offset)
@@ -66,7 +68,7 @@ class WeightFile:
     """The header of one file."""
 
     path: Path
-    head: bytes  # all before the first tensor
+    head: bytes  # all bytes before the first tensor
     size: int  # bytes of the whole file
     tensors: dict[str, StoredTensor]
 
@@ -101,9 +103,9 @@ class WeightFile:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
-    """Write a file of tensors of types in `DTYPES`."""
+    """Write a file of tensors, all with types in `DTYPES`."""
     names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which other readers ask for
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # other readers ask for it
     end = 0
     for key, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes

@@ -1,4 +1,4 @@
-"""Whisper: the encoder, an audio tower behind two convolutions. Its decoder is carried through."""
+"""Whisper: the encoder, an audio tower after two convolutions. The decoder is carried through."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ STRIDES = (1, 2)
 
 
 def encoder(config: FolderConfig) -> dict[str, Any]:
-    """The keys of `model.audio` of an encoder like this one."""
+    """The keys of `model.audio` for an encoder like this one."""
     config.expect("activation_function", "gelu")
-    config.expect("scale_embedding", False)  # of which the encoder makes no use
+    config.expect("scale_embedding", False)  # the encoder does not use it
     for key in ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop"):
         config.expect(key, 0.0)
     return {
@@ -101,7 +101,7 @@ def clip_processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
 
 
 def stem_letters(section: dict[str, Any]) -> dict[str, int]:
-    """Sizes of what the lines of convolutions join."""
+    """Sizes of the letters that the lines of convolutions join."""
     return {"t": TAPS, "m": section["mel_bins"], "e": section["width"]}
 
 
