@@ -55,8 +55,7 @@ class Family:
     # Patterns of keys that belong to no parameter: not read, and written back as they are
     carried: tuple[str, ...] = ()
     component: str = "language"
-    # What keys of the component begin with in different folders; the first is what the reference's
-    # modules have
+    # Prefixes of the component's keys in different folders, first that of the reference's modules
     prefixes: tuple[str, ...] = ("",)
     prefix: str = ""  # that of one folder
     unprefixed: tuple[str, ...] = ()  # parameters whose keys have no prefix

@@ -112,8 +112,7 @@ class Line:
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """Letters of the parameter that are in each tensor, too, those of joined axes one by
-        one."""
+        """Letters of the parameter that each tensor has, too; joined letters count one by one."""
         return tuple(" ".join(self.parameter[len(self.stacked) :]).split())
 
     def keys(self, shape: tuple[int, ...]) -> tuple[str, ...]:

@@ -134,8 +134,7 @@ class Fit:
     def fill(
         self, tensors: Mapping[str, StoredTensor], values: Callable[[str], NDArray[Any]]
     ) -> set[str]:
-        """Write the parameters into tensors like those of the folder; returns the keys of what was
-        written.
+        """Write the parameters into tensors like those of the folder; returns these tensors' keys.
 
         Args:
           values: returns a whole parameter, by path; called for one after another.

@@ -65,7 +65,7 @@ class StemConvolution(nnx.Module):
 
 
 def _shifted(x: Shaped[Array, "R N T *I"], slots: int) -> Shaped[Array, "R N T *I"]:
-    """x moved on by one slot if `slots` is positive, else back by one; zeros come in."""
+    """x shifted by one slot, forward if `slots` is positive and else backward; zeros come in."""
     widths = [(0, 0)] * x.ndim
     widths[2] = (1, 0) if slots > 0 else (0, 1)
     return jnp.pad(x[:, :, :-1] if slots > 0 else x[:, :, 1:], widths)

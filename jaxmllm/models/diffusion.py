@@ -134,7 +134,7 @@ class DiffusionTower(nnx.Module):
             beside, context = of_all
             return run_block(parameters, Drawn(x, *beside), context), None
 
-        # Layers close over no traced arrays: what all of them read is handed to `run_layers`.
+        # Layers close over no traced arrays: what all of them read is passed to `run_layers`.
         x, *beside = start
         x, _ = run_layers(layout, layer, parameters, x, None, (beside, context))
         return self.finish(rows, start._replace(x=x), layout, dtype)
@@ -147,7 +147,7 @@ class DiffusionTower(nnx.Module):
         layout: Layout,
         dtype: jnp.dtype,
     ) -> Drawn:
-        """Input of the first layer, and what all layers read of it unchanged."""
+        """Input of the first layer, and the arrays that all layers read."""
         config = self.config
         patches = biased(
             noisy.astype(dtype) @ weight(self.patch, layout, dtype), self.patch_bias, layout
@@ -453,6 +453,7 @@ def edge_distances(layout: Layout, rows: GeneratorRows) -> Float[Array, "R C 6"]
     def on_device(owners: Array, positions: Array) -> tuple[Array, Array]:
         chosen = _membership(owners, rows.times.shape[1], jnp.dtype(bool))[..., None]
         place = positions[:, :, None, :]
+        # Slots of other segments get a number that wins neither minimum nor maximum.
         first = jnp.where(chosen, place, limit).min(axis=1)
         last = jnp.where(chosen, place, -limit).max(axis=1)
         if axes:

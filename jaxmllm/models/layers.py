@@ -41,7 +41,7 @@ class RowContext:
     ids: TokenIds  # each column [R, C]
     keys: TokenIds  # ids of the keys and values of whole rows, [R, g*C]; see `row_keys`
     tiles: RowTiles
-    rotation: Rotation | None  # none: positions were added to the first layer's input
+    rotation: Rotation | None  # none: positions are in the first layer's input
     kernel: Kernel = field(default="auto", metadata={"static": True})  # of attention
     # Ids of queries, ids of keys, and tiles for layers that attend in windows
     windows: tuple[TokenIds, TokenIds, RowTiles] | None = None
@@ -249,7 +249,7 @@ def _attend(
     repeated: Array | None,
 ) -> Array:
     """Attention on one device: from its part of a row to the whole row."""
-    # A device has the tables of its own part alone: their axis P is of length 1 here.
+    # A device has the tables of its own part only: their axis P has length 1 here.
     query_spans, query_blocks, key_spans, key_blocks = (table[:, 0] for table in tiles)
     lists = TileLists(query_spans, query_blocks), TileLists(key_spans, key_blocks)
     mask = Mask(queries, keys, *lists, documents)
@@ -482,6 +482,7 @@ def with_added(
 ) -> Float[Array, "R C D"]:
     """Output x of a layer, plus what is added after it if it is one of the first N."""
     depth = len(added)
+    # The clamped index only keeps later layers in range: they add 0.
     return x + jnp.where(layer < depth, added[jnp.minimum(layer, depth - 1)], 0)
 
 

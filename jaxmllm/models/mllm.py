@@ -275,8 +275,8 @@ class MLLM:
         return predictions
 
     def _conditions(self, params: Params, states: Float[Array, "R C D"]) -> Conditions:
-        """The projected states of the decoder that generators read, and what the projector makes of
-        zeros, which stands for conditions that items lack."""
+        """The decoder's states that generators read, projected; and the projection of zeros, which
+        stands for each condition that an item lacks."""
         name = f"{PROJECTOR}{LANGUAGE}"
         padded = None
         if any(self.config.crossed.values()):
@@ -300,7 +300,8 @@ class MLLM:
     def begin(
         self, params: Params, rows: LanguageRows, media: Float[Array, "R C W"]
     ) -> Float[Array, "R C W"]:
-        """Input of the decoder's first layer, and then what is added after the first N layers."""
+        """Input of the decoder's first layer, followed by what is added after the first N
+        layers."""
         x = self.embed(params, rows, media)
         if not self.config.deepstack_depth:
             return x

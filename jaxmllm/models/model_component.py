@@ -169,6 +169,7 @@ def _part(tree: Any, params: Params) -> Any:
 
 def init_component(component: Component, seed: int, dtype: str, places: Any) -> Any:
     def create() -> Any:
+        # crc32 is the same in every process, unlike Python's hash of a string.
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(component.name.encode()))
         parameters = nnx.to_pure_dict(nnx.state(component.make(nnx.Rngs(key))))
         return jax.tree.map(lambda leaf: leaf.astype(dtype), parameters)

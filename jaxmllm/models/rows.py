@@ -2,7 +2,8 @@
 
 g is the span of the rows, and C the slots of one rank. Most arrays are in dealt order, the parts of
 a row one after the other; others are in packed order, that of the plan's offsets. With one part
-(span 1, no context parallelism) both are the same. The host fills dictionaries with the same names:
+(span 1, no context parallelism) both orders are the same, except in towers that attend in windows,
+whose slots are in the order of the windows. The host fills dictionaries with the same names:
 encoder_rows.py, language_rows.py and generator_rows.py in jaxmllm/data/rows say what each array
 holds.
 """

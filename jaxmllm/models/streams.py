@@ -6,7 +6,7 @@ and values.
     conditions --gathered--> | c c c c . . | --their own weights--> -+
 
 Products with the weights of patches run over all slots. Those with the weights of conditions run
-over a share of the row: the smallest one in `SHARES` that holds all conditions. Which one that is
+over a share of the row: the smallest one (see `SHARES`) that holds all conditions. Which one it is
 comes as data, so that one program serves rows with any amount of text, and with none.
 
 The backward pass recomputes all that is done with conditions, whatever `remat` says: kept values
@@ -43,6 +43,7 @@ class ConditionSlots(NamedTuple):
         """Find the conditions. Devices that gather weights together take the same share, because
         the gathers are inside the branch of a share."""
         slots = is_condition.shape[1]
+        # A stable sort of booleans: slots of conditions first, each kind in the order of the row
         order = jnp.argsort(~is_condition, axis=1, stable=True).astype(jnp.int32)
         condition_counts = is_condition.sum(axis=1, dtype=jnp.int32)
         slot = jnp.arange(slots, dtype=jnp.int32)
@@ -52,6 +53,7 @@ class ConditionSlots(NamedTuple):
         if axes := tuple(a for a in layout.mesh_axes("embed") if a in layout.manual_axes):
             longest = layout.local(lambda longest: jax.lax.pmax(longest, axes), ((),), ())(longest)
         fits = jnp.array(shares(layout, slots)) >= longest
+        # Shares ascend, and argmax finds the first that fits.
         return cls(indices, jnp.argmax(fits))
 
 
