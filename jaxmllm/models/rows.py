@@ -83,7 +83,7 @@ class EncoderRows(NamedTuple):
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> EncoderRows:
-        """Make rows of the host's dictionary."""
+        """Make rows from the host's dictionary."""
         return cls(**row | _tables(row))
 
     def shardings(self, layout: Layout) -> EncoderRows:
@@ -123,7 +123,7 @@ class LanguageRows(NamedTuple):
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> LanguageRows:
-        """Make rows of the host's dictionary."""
+        """Make rows from the host's dictionary."""
         return cls(**row | _tables(row))
 
     def shardings(self, layout: Layout) -> LanguageRows:
@@ -163,7 +163,7 @@ class GeneratorRows(NamedTuple):
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> GeneratorRows:
-        """Make rows of the host's dictionary."""
+        """Make rows from the host's dictionary."""
         return cls(**row | _tables(row))
 
     @property
