@@ -1,2 +1,2 @@
-"""The config of a run: schema.py says which keys there are, read.py reads YAML and overrides into it
+"""The config of a run: schema.py defines its keys, read.py reads YAML and overrides into it
 and writes it back."""

@@ -1,4 +1,4 @@
-"""Section `model.adapters`: matrices of small rank beside frozen ones (LoRA, arXiv 2106.09685)."""
+"""Section `model.adapters`: low-rank matrices added to frozen ones (LoRA, arXiv 2106.09685)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from pydantic import PositiveFloat, PositiveInt, field_validator
 
 from jaxmllm.config.section import Section
 
-ADAPTER: Final = "adapter."  # what the names of components of adapters begin with
+ADAPTER: Final = "adapter."  # prefix of the names of adapters as components
 
-# By path of a parameter inside its component: numbers that its matrix reads of a slot, and that it makes
+# (inputs, outputs) of a matrix, by the path of its parameter inside the component
 Matrices = Mapping[str, tuple[int, int]]
 
 
 class AdapterConfig(Section):
     """The adapter of one component: x W becomes x W + alpha / rank * (x A) B.
 
-    A [inputs, rank] begins at random and B [rank, outputs] with zeros, for each matrix W that one of
-    `parameters` matches: patterns of paths inside the component, in which `*` stands for any
-    characters. Only matrices of its layers can have adapters. They stay frozen.
+    Every matrix W that one of `parameters` matches has an A [inputs, rank], random at first, and a
+    B [rank, outputs], zero at first. `parameters` are patterns of paths inside the component, in
+    which `*` stands for any characters. Only matrices of its layers can have adapters; these
+    matrices stay frozen.
     """
 
     rank: PositiveInt
@@ -37,11 +38,11 @@ class AdapterConfig(Section):
 
     @property
     def scale(self) -> float:
-        """What the product of A and B is multiplied by."""
+        """Factor of the product of A and B."""
         return self.alpha / self.rank
 
     def adapted(self, matrices: Matrices) -> dict[str, tuple[int, int]]:
-        """Of the matrices of a component, those that have an adapter."""
+        """Those of a component's matrices that have an adapter."""
         return {
             path: size
             for path, size in matrices.items()
@@ -49,7 +50,8 @@ class AdapterConfig(Section):
         }
 
     def check(self, component: str, matrices: Matrices) -> None:
-        """Raise ValueError for a pattern that matches nothing, and for a rank that is not low."""
+        """Raise ValueError for a pattern that matches no matrix, or a rank above that of a
+        matrix."""
         where = f"adapters.{component}"
         for pattern in self.parameters:
             if not any(fnmatchcase(path, pattern) for path in matrices):
@@ -66,7 +68,7 @@ class AdapterConfig(Section):
 
 
 class AdaptersConfig(Section):
-    """Adapters by component; those of `language` become the component `adapter.language`, and so on."""
+    """Adapters by component. That of `language` is the component `adapter.language`, and so on."""
 
     vision: AdapterConfig | None = None
     audio: AdapterConfig | None = None
@@ -75,6 +77,6 @@ class AdaptersConfig(Section):
 
     @property
     def by_component(self) -> dict[str, AdapterConfig]:
-        """The adapters that there are, by the component that they adapt."""
+        """The configured adapters, by the component that they adapt."""
         sections = {name: getattr(self, name) for name in type(self).model_fields}
         return {name: section for name, section in sections.items() if section is not None}

@@ -1,4 +1,5 @@
-"""The command line of what reads a config: `--config`, and overrides with and without `--set`."""
+"""Command-line arguments of commands that read a config: `--config`, and overrides with and without
+`--set`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ def add_config(parser: argparse.ArgumentParser, required: bool = True) -> None:
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """The same without `--config`, for what finds a config elsewhere."""
+    """Give a parser the overrides alone, for commands that find their config elsewhere."""
     parser.add_argument(
         "--set",
         nargs="+",
@@ -32,10 +33,10 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 def parse(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """Parse a command line of `add_config` or `add_overrides`; `overrides` holds all of them in the order given, those
-    of --set first.
+    """Parse a command line of `add_config` or `add_overrides`; `overrides` of the result holds all
+    overrides in the order given, those of --set first.
 
-    Overrides may stand before, between and after the flags.
+    Overrides may come before, between and after the flags.
     """
     options = parser.parse_intermixed_args(arguments)
     options.overrides = [*options.set, *options.overrides]

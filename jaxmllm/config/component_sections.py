@@ -11,29 +11,29 @@ from jaxmllm.config.adapter_sections import ADAPTER
 from jaxmllm.config.section import DType, Section
 
 PROJECTOR: Final = (
-    "projector."  # what the names of projectors begin with, before that of what they read
+    "projector."  # prefix of the names of projectors, before the name of the component they read
 )
-Kept = Literal["attention", "projections", "mlp"]  # values of a layer, named where they are made
+Kept = Literal["attention", "projections", "mlp"]  # names of values, given where layers make them
 Remat = Literal["none", "dots", "full"] | tuple[Kept, ...]
 Kernel = Literal["auto", "jax", "cpu", "gpu", "cudnn"]  # of attention; see attention/attention.py
 ExpertKernel = Literal["auto", "jax", "ragged_dot"]  # see experts/experts.py
 
 
 class TrainingConfig(Section):
-    """What of a component trains, and how fast.
+    """Which parameters of a component are trained, and how fast.
 
-    `train` names the parameters that do, by patterns of their paths inside the component, in which
-    `*` stands for any characters: `[layers.mlp.*, "*bias"]`.
+    `train` lists them as patterns of their paths inside the component, in which `*` stands for any
+    characters: `[layers.mlp.*, "*bias"]`.
 
-    With `ema`, a running average of what is trained is kept beside it, in at least float32: after each
-    update it moves towards the parameters by 1 - `ema` of the difference, in the first updates by more
-    (training/averages.py). Evaluations and the command `draw` use it.
+    With `ema`, a running average of the trained parameters is kept, in at least float32. After each
+    update it moves towards the parameters by 1 - `ema` of the difference, and by more in the first
+    updates (training/averages.py). Evaluations and the command `draw` use it.
     """
 
     freeze: bool = False
     train: tuple[str, ...] = ("*",)
-    ema: float | None = Field(None, gt=0.0, lt=1.0)  # share that stays in an update
-    learning_rate_scale: float = Field(1.0, ge=0.0)  # times optimizer.learning_rate
+    ema: float | None = Field(None, gt=0.0, lt=1.0)  # share of the average that an update keeps
+    learning_rate_scale: float = Field(1.0, ge=0.0)  # factor of optimizer.learning_rate
 
     @model_validator(mode="after")
     def _check_train(self) -> Self:
@@ -56,27 +56,30 @@ class TrainingConfig(Section):
 class ComponentConfig(TrainingConfig):
     """How one component trains and runs.
 
-    `layout` overrides the rules of sharding/rules.py, logical axis -> mesh axes:
+    `layout` overrides the rules of sharding/rules.py, which map logical axes to mesh axes:
     `{batch: [data, fsdp, tensor], heads: [], mlp: []}` runs an encoder data-parallel over `tensor`.
 
-    `remat` is what the backward pass of a layer, or of a projector, computes again: `full` all but
-    its input, `dots` all but the products with weights, `none` nothing. Weights are gathered again in any
-    case. A list names what is kept instead, beside the input:
+    `remat` says what the backward pass of a layer or projector computes again: with `full`
+    everything but its input, with `dots` everything but the products with weights, with `none`
+    nothing. Weights are gathered again in any case. A list names values that are kept in addition
+    to the input:
 
-        attention     its output and logsumexp, so that it runs once; not what it reads
-        projections   the products that make queries, keys, values and its output
-        mlp           the products before its activation, and the last one where it is normed or gated
+        attention     the output and logsumexp of attention, so that it runs once; not its inputs
+        projections   the products that make queries, keys, values and the output of attention
+        mlp           the products before the MLP's activation, and its last product where that is
+                      normed or gated
     """
 
-    compute_dtype: DType = "float32"  # of products and activations; GPUs and TPUs want bfloat16
-    # In what the gradients of shards are added over devices: at least float32, or compute_dtype, which
-    # sends half as much where that is bfloat16, and rounds every sum
+    compute_dtype: DType = "float32"  # of products and activations; on GPUs and TPUs, use bfloat16
+    # Type in which gradients are added over devices into their shards: at least float32, or
+    # compute_dtype, which sends half as much if it is bfloat16, but rounds every sum
     reduce_dtype: Literal["float32", "compute"] = "float32"
-    # When: in every microbatch, or once a step, until which each device holds whole sums of its own
+    # When that happens: in every microbatch, or once in a step; every device then holds whole,
+    # unsharded sums of its own until the end of the step
     reduce: Literal["microbatch", "step"] = "microbatch"
     remat: Remat = "full"
-    attention: Kernel = "auto"  # auto: the platform's own where there is one
-    experts: ExpertKernel = "auto"  # of a mixture of experts, where the component has one
+    attention: Kernel = "auto"  # kernel of attention; auto: the platform's own if it has one
+    experts: ExpertKernel = "auto"  # kernel of a mixture of experts, if there is one
     layout: dict[str, list[str]] = Field(default_factory=dict)
 
     @field_validator("remat")
@@ -90,7 +93,7 @@ class ComponentConfig(TrainingConfig):
 
 
 class ProjectorConfig(ComponentConfig):
-    """How a projector trains: one MLP, whose backward pass by default recomputes nothing."""
+    """How a projector trains and runs. By default its backward pass recomputes nothing."""
 
     remat: Remat = "none"
 
@@ -108,15 +111,16 @@ class ProjectorConfig(ComponentConfig):
 
 
 class ProjectorComponents(Section):
-    """Settings by projector."""
+    """Settings of each projector."""
 
     vision: ProjectorConfig = ProjectorConfig()
     audio: ProjectorConfig = ProjectorConfig()
-    language: ProjectorConfig = ProjectorConfig()  # the decoder's states -> what `diffusion` reads
+    language: ProjectorConfig = ProjectorConfig()  # between the decoder's states and `diffusion`
 
 
 class AdapterComponents(Section):
-    """What of adapters trains; they run as the component does that they adapt, and lie as its matrices do."""
+    """Which parameters of adapters are trained. All else is as for the component that they adapt:
+    adapters run as it does, and are sharded like its matrices."""
 
     vision: TrainingConfig = TrainingConfig()
     audio: TrainingConfig = TrainingConfig()
@@ -125,7 +129,8 @@ class AdapterComponents(Section):
 
 
 class ComponentsConfig(Section):
-    """Settings by component; parameters, metrics and checkpoints have the same tree of names."""
+    """Settings of each component. Parameters, metrics and checkpoints have the same tree of
+    names."""
 
     vision: ComponentConfig = ComponentConfig()
     audio: ComponentConfig = ComponentConfig()

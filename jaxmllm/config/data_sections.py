@@ -1,4 +1,4 @@
-"""Section `data`: which files are read, and how."""
+"""Section `data`: the files that are read, and how they are read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from jaxmllm.config.section import Section
 
 Targets = Literal["assistant", "all"]
-CHATML = "chatml"  # the layout of turns that needs no template
+CHATML = "chatml"  # the one layout of turns that needs no template file
 
 
 class SourceConfig(Section):
@@ -20,15 +20,16 @@ class SourceConfig(Section):
     `path` and `root` are relative to `data.root`.
     """
 
-    name: str  # in metrics and messages
-    path: str  # of the file
-    # A name in data/sources/formats.py; none: by the file's ending, jsonl for unknown endings.
+    name: str  # its name in metrics and messages
+    path: str  # the file
+    # A name in data/sources/formats.py; none: told by the file's ending, jsonl for unknown endings
     format: str | None = None
-    root: str | None = None  # of media; none: the folder of the file
-    # Of examples; relative to the smallest weight it counts in hundredths
+    root: str | None = None  # folder of relative media paths; none: the folder of the file
+    # How many examples are drawn from it, in proportion to the other sources' weights. The ratio to
+    # the smallest weight is rounded down to hundredths
     weight: PositiveFloat = 1.0
-    # What is learned: what the assistant says, or all text. Only with `all` may an example have
-    # nothing that the assistant says.
+    # Which text is learned: the assistant's, or all. Only with `all` may an example have no text of
+    # the assistant
     targets: Targets = "assistant"
 
     @field_validator("name", "path", "root")
@@ -44,31 +45,36 @@ class SourceConfig(Section):
 
 ResizeKernel = Literal["bicubic", "bilinear", "lanczos"]
 ResizeRule = Literal["area", "smart", "fill", "square", "tiles"]
-SQUARES: tuple[ResizeRule, ...] = ("square", "tiles")  # of one size
+SQUARES: tuple[ResizeRule, ...] = ("square", "tiles")  # rules that make squares of one size
 
 
 class ImageDataConfig(Section):
     """How images are resized: `min_pixels` and `max_pixels` bound the area, `resize` is the rule.
 
-        area     the nearest size in whole merged cells within the bounds; the aspect ratio stays
-        smart    nearly the same sizes, as `smart_resize` of Qwen2-VL has them (arXiv 2409.12191), from all pixels of a
-                 file; thin images may exceed max_pixels
-        fill     the largest within max_pixels, sides rounded up to whole merged cells (NaFlex, arXiv 2502.14786)
-        square   the square of max_pixels, whatever the aspect ratio; what is left of whole patches is cut off
-        tiles    rows and columns of such squares, as near to the aspect ratio as there are, and the whole image as one
-                 more where these are several (arXiv 2404.16821)
+        area     the nearest size in whole merged cells within the bounds; the aspect ratio is kept
+        smart    nearly the same sizes, by the rule `smart_resize` of Qwen2-VL (arXiv 2409.12191),
+                 made from all pixels of a file; thin images may exceed max_pixels
+        fill     the largest size within max_pixels, sides rounded up to whole merged cells
+                 (NaFlex, arXiv 2502.14786)
+        square   a square of max_pixels, whatever the aspect ratio; pixels beyond the last whole
+                 patch are cut off
+        tiles    a grid of such squares, with the rows and columns nearest to the aspect ratio; if
+                 there are several, one more shows the whole image (arXiv 2404.16821)
 
-    With the last three an image or tile always has about max_pixels, and min_pixels must be the same.
+    With the last three, an image or tile always has about max_pixels, and min_pixels must equal it.
+    A merged cell is the square of patches that becomes one language token.
     """
 
-    min_pixels: int = Field(28 * 28, ge=1, le=89_478_485)  # at most what a file may have
+    # The upper bound is the most pixels that a file may have
+    min_pixels: int = Field(28 * 28, ge=1, le=89_478_485)
     max_pixels: PositiveInt = 1024 * 1024
     resize: ResizeRule = "area"
     kernel: ResizeKernel = "bicubic"
 
 
 class ShownImagesConfig(ImageDataConfig):
-    """What encoders see: with `resize: tiles` an image becomes `min_tiles` to `max_tiles` tiles."""
+    """Images that encoders see. With `resize: tiles`, each becomes `min_tiles` to
+    `max_tiles` tiles."""
 
     min_tiles: PositiveInt = 1
     max_tiles: PositiveInt = 12
@@ -90,18 +96,20 @@ class ShownImagesConfig(ImageDataConfig):
 
 
 class ClipBounds(Section):
-    """How long clips of frames may be. What has more than `max_frames` is refused, or with `shorten` ends there."""
+    """How long clips may be. Those with more than `max_frames` are refused, or cut with
+    `shorten`."""
 
     max_frames: PositiveInt = 128
     shorten: bool = False
 
 
 class GeneratedDataConfig(ClipBounds, ImageDataConfig):
-    """What is learned to be drawn, as pixels: areas are those of an image and of each frame of a clip.
+    """Images and clips that a model learns to draw, as pixels. Areas are those of an image, or of
+    each frame of a clip.
 
-    With `fps`, clips are sampled at so many frames per second, an animation by the times of its frames, and a
-    folder of frames by `folder_fps`. Without, all frames are taken. A video file with `sound` is refused, or what is
-    heard is left out.
+    With `fps`, clips are sampled at that many frames per second: an animation by the times of its
+    frames, a folder of frames by `folder_fps`. Without it, all frames are taken. `sound` says
+    whether video files with sound are refused, or read without it.
     """
 
     fps: PositiveFloat | None = None
@@ -125,27 +133,33 @@ class GeneratedDataConfig(ClipBounds, ImageDataConfig):
 
 
 class VideoDataConfig(Section):
-    """How videos are read, where `model.vision.videos` says so: which of their frames, how large, and how the decoder
-    knows their times.
+    """How videos are read, with `model.vision.videos`: which frames, at which size, and how the
+    decoder knows their times.
 
-    Without `fps` all frames are taken, and videos with more than `max_frames` are refused. With it, so many per second
-    on average, but at least `min_frames` and at most `max_frames`:
+    Without `fps` all frames are taken, and videos with more than `max_frames` are refused. With it,
+    that many frames per second are taken on average, at least `min_frames` and at most
+    `max_frames`. `sampling` says which:
 
-        steps   from the first one on in even steps, a whole number of patches of them (arXiv 2502.13923)
-        ends    evenly from the first one to the last (arXiv 2511.21631)
+        steps   from the first frame on in even steps, a whole number of patches (arXiv 2502.13923)
+        ends    evenly from the first frame to the last (arXiv 2511.21631)
 
-    An animation has its own times, and a folder of frames `folder_fps`. `min_pixels` and `max_pixels` bound the
-    area of each frame, or with `bounds: video` that of all frames together; the rest is as `data.images` says.
-    A video file with `sound` is refused, or what is heard is left out.
+    Frames of an animation have their own times, and a folder has `folder_fps` frames per second.
+    `min_pixels` and `max_pixels` bound the area of each frame, or of all frames together with
+    `bounds: video`; all else is as in `data.images`. `sound` says whether video files with sound
+    are refused, or read without it.
 
-    A video has `positions_per_second` on the axis of time, rounded down; or its times are written:
+    On the time axis, a second of video has `positions_per_second` positions, and a group of frames
+    (those of one patch) the position of its time, rounded down. `times` says how text continues
+    after a video, or that times are written as text instead:
 
-        positions   text after a video goes on as after an image, below the last times (transformers 5; before, and in
-                    arXiv 2502.13923, at the maximum + 1)
-        line        text after a video goes on at the maximum + 1; groups of frames are as far apart as `fps` says, also
-                    of videos that are too short or too long for it (arXiv 2503.20215)
-        fractions   likewise, and nothing is rounded down (arXiv 2509.17765)
-        text        "<0.5 seconds>" before each group of frames, which stands there as an image would (arXiv 2511.21631)
+        positions   as after an image, at a position that may be below the last times
+                    (transformers 5; in its earlier versions and in arXiv 2502.13923, at the maximum
+                    position + 1)
+        line        at the maximum + 1; groups of frames are as far apart as `fps` says, even in
+                    videos that are too short or too long for it (arXiv 2503.20215)
+        fractions   as in line, and times are not rounded down (arXiv 2509.17765)
+        text        "<0.5 seconds>" is written before each group of frames, whose positions are
+                    those of an image (arXiv 2511.21631)
     """
 
     fps: PositiveFloat | None = None
@@ -183,8 +197,8 @@ class VideoDataConfig(Section):
 
 
 class LatentsDataConfig(ClipBounds):
-    """What is learned to be drawn, as latents x: the model draws (x - mean) / std, one number for all channels
-    or one for each."""
+    """Images and clips that a model learns to draw, as latents x: it draws (x - `mean`) / `std`.
+    Both have one number for all channels, or one for each."""
 
     mean: tuple[float, ...] = (0.0,)
     std: tuple[PositiveFloat, ...] = (1.0,)
@@ -196,31 +210,31 @@ class AudioDataConfig(Section):
     Clips longer than `max_seconds` are rejected, not cut.
     """
 
-    sample_rate: int = Field(16_000, ge=1_000, le=1_000_000)  # Hz; the same bounds as for files
+    sample_rate: int = Field(16_000, ge=1_000, le=1_000_000)  # Hz; files have the same bounds
     window_length: PositiveInt = 400  # samples
     hop_length: PositiveInt = 160  # samples
     max_seconds: PositiveFloat = 60.0
 
 
 class DataConfig(Section):
-    """What is trained on and evaluated on, and how it is read."""
+    """The examples of training and evaluation, and how they are read."""
 
-    sources: tuple[SourceConfig, ...]  # of training, mixed by weight
-    evaluation: tuple[SourceConfig, ...] = ()  # held out
-    root: str | None = None  # folder of the sources' relative paths; none: where one starts
+    sources: tuple[SourceConfig, ...]  # for training, mixed by weight
+    evaluation: tuple[SourceConfig, ...] = ()  # held-out examples
+    root: str | None = None  # folder of the sources' relative paths; none: the working directory
     batch_size: int = Field(gt=0, le=1 << 20)  # examples per step, on all hosts together
     tokenizer: str | None = None  # a tokenizers JSON file; none: bytes
     # How turns are laid out: `chatml`, or a file with a Jinja template
     chat_template: str = Field(CHATML, min_length=1)
-    # That the template prints as today's date; none: it is given no clock
+    # The date that the template prints as today's; none: the template is given no date
     chat_date: date | None = None
     images: ShownImagesConfig = ShownImagesConfig()
     audio: AudioDataConfig = AudioDataConfig()
     videos: VideoDataConfig = VideoDataConfig()  # with model.vision.videos
-    generated: GeneratedDataConfig = GeneratedDataConfig()  # of models that draw pixels
-    latents: LatentsDataConfig = LatentsDataConfig()  # of models that draw latents
-    index_cache: str | None = None  # folder of length indexes; none: next to each source
-    # Processes per host that decode and fill rows; 0: a thread does
+    generated: GeneratedDataConfig = GeneratedDataConfig()  # for models that draw pixels
+    latents: LatentsDataConfig = LatentsDataConfig()  # for models that draw latents
+    index_cache: str | None = None  # folder for indexes of lengths; none: next to each source
+    # Processes per host that decode media and fill rows; 0: a thread does it
     workers: int = Field(0, ge=0, le=1024)
     prefetch: int = Field(2, ge=1, le=1024)  # steps prepared ahead, at least one per worker
     max_rejected: float = Field(0.0, ge=0.0, le=1.0)  # share of examples that the index may reject

@@ -1,4 +1,4 @@
-"""Section `model.diffusion`: what draws."""
+"""Section `model.diffusion`: the generator, which draws images and clips."""
 
 from __future__ import annotations
 
@@ -15,63 +15,69 @@ from jaxmllm.config.layer_sections import (
 )
 from jaxmllm.config.tower_sections import ProjectorShapes
 
-EDGE_WAVES = 8  # of the distance of a patch from an edge
+EDGE_WAVES = 8  # wavelengths that encode the distance of a patch from an edge
 
 
 class DiffusionConfig(Layered):
-    """A diffusion transformer that draws images and clips of frames, patch by patch at native size: pixels, or
-    latents of so many `channels`.
+    """A diffusion transformer that draws images and clips at native size, patch by patch: as
+    pixels, or as latents with `channels` channels.
 
-    What an image is drawn from are states of the decoder, its conditions. With `conditioning: joint` they are one
-    sequence with its patches, and share all weights (arXiv 2503.21758) or, with `streams: 2`, meet in attention alone:
-    conditions have all other weights of the layers for themselves (arXiv 2403.03206). With `cross`, layers read them
-    by attention of its own, between that of the patches and the MLP (arXiv 2310.00426), and do not change them.
+    An image is drawn from states of the decoder, its conditions. With `conditioning: joint`,
+    conditions and patches form one sequence. They share all weights (arXiv 2503.21758), or with
+    `streams: 2` have separate weights in the layers and meet in attention only (arXiv 2403.03206).
+    With `cross`, layers read the conditions in an attention of its own, between that of the patches
+    and the MLP (arXiv 2310.00426), and do not change them.
 
-    `modulation`: each layer makes scales, shifts and gates of the time with weights of its own (`layer`,
-    arXiv 2212.09748), or all take the same and add a vector of their own (`shared`, arXiv 2310.00426).
+    `modulation`: each layer computes scales, shifts and gates from the time with its own weights
+    (`layer`, arXiv 2212.09748), or all layers share one result, to which each adds its own vector
+    (`shared`, arXiv 2310.00426).
 
-    With `pooled_conditions`, their mean is added to the embedded time, and so moves scales, shifts and gates, too
-    (arXiv 2403.03206): what a whole picture has is learned from it in fewer steps than by attention alone.
+    With `pooled_conditions`, the mean of the conditions is added to the embedded time, and so also
+    changes scales, shifts and gates (arXiv 2403.03206). The model then learns properties of whole
+    pictures in fewer steps than by attention alone.
 
-    With `edge_distances`, a patch reads how far it is from the edges of its item, too, before and behind along every
-    axis: rotary positions alone tell no patch how large a picture is.
+    With `edge_distances`, a patch also reads its distances from both edges of its item along every
+    axis, because rotary positions alone do not tell it how large the picture is.
 
-    With `condition_positions: time`, conditions advance time, in row and column 0, and patches stand at the time after
-    them. With `diagonal`, they stand behind the patches along all axes (arXiv 2508.02324).
+    With `condition_positions: time`, conditions advance along time, in row and column 0, and the
+    patches begin at the time after them. With `diagonal`, conditions advance along all axes at
+    once, from the first number after the patches' rows and columns on (arXiv 2508.02324).
 
-    With `padded_conditions`, an item is drawn from so many states at least, as where texts were padded in training:
-    those that it lacks are zeros.
+    With `padded_conditions`, an item has at least that many conditions, as if its text had been
+    padded: missing ones are zeros.
 
-    With `from`, the transformer is that of a published folder: its shapes are those of the other keys, and its
-    parameters are read from there, with `projector: folder` also those of `projector.language`.
+    With `from`, the transformer comes from a published folder: its parameters are read from there,
+    and keys of its shapes that are left out are filled in from there. The others must equal the
+    folder's. With `projector: folder`, `projector.language` is read from there too.
     """
 
     from_: str | None = Field(None, alias="from")
     projector: Literal["new", "folder"] = "new"
-    projector_layers: Literal["mlp", "normed_linear"] = "mlp"  # of projector.language
+    projector_layers: Literal["mlp", "normed_linear"] = "mlp"  # form of projector.language
     conditioning: Literal["joint", "cross"] = "joint"
-    streams: Literal[1, 2] = 1  # of weights
+    streams: Literal[1, 2] = 1  # sets of weights in a layer
     pooled_conditions: bool = False
     padded_conditions: PositiveInt | None = None
     width: PositiveInt
     layers: LayerCount
     heads: PositiveInt
     mlp_width: PositiveInt
-    channels: PositiveInt | None = None  # of latents; none: pixels of three colors
-    patch_size: PositiveInt = 16  # pixels, or numbers of a channel, of a patch's side
+    channels: PositiveInt | None = None  # of the latents; none: pixels of three colors are drawn
+    patch_size: PositiveInt = 16  # side of a patch, in pixels, or in numbers of a latent channel
     patch_frames: PositiveInt = 1  # frames of a patch
     edge_distances: bool = False
     modulation: Literal["shared", "layer"] = "layer"
-    # What scales and shifts the output: made of the time with weights, or the embedded time and vectors added to it
+    # How scale and shift of the output are made: from the time with weights, or as the embedded
+    # time plus learned vectors
     output_modulation: Literal["weights", "vectors"] = "weights"
     norm: Literal["rms", "layer"] = "rms"  # layer: without parameters where the time modulates
     attention_bias: bool = False
     qk_norm: bool = True
-    qk_norm_over: Literal["head", "heads"] = "head"  # heads: over all of them together
+    qk_norm_over: Literal["head", "heads"] = "head"  # over each head, or over all heads together
     rope_theta: PositiveFloat = 10_000.0
     # Rotary pairs of the (time, height, width) axes; none: 1/4, 3/8, 3/8
     rope_sections: tuple[int, int, int] | None = None
-    rope_origin: Literal["corner", "centre"] = "corner"  # from where rows and columns are counted
+    rope_origin: Literal["corner", "centre"] = "corner"  # where rows and columns are 0
     condition_positions: Literal["time", "diagonal"] = "time"
     norm_epsilon: PositiveFloat = 1e-6
 
@@ -86,7 +92,8 @@ class DiffusionConfig(Layered):
 
     @property
     def edge_features(self) -> int:
-        """Numbers that tell a patch its distances: cosine and sine of waves, of two edges along three axes."""
+        """Numbers that encode a patch's distances: cosine and sine of each wave, for two edges
+        along three axes; 0 without `edge_distances`."""
         return 2 * EDGE_WAVES * 2 * 3 if self.edge_distances else 0
 
     @property
@@ -119,14 +126,14 @@ class DiffusionConfig(Layered):
 
     @property
     def projector_shapes(self) -> ProjectorShapes:
-        """What `projector.language` does to states of the decoder."""
+        """Shapes of `projector.language`, which reads states of the decoder."""
         if self.projector_layers == "mlp":
             return ProjectorShapes()
         return ProjectorShapes(linear=True, norm="rms", norm_epsilon=self.norm_epsilon)
 
     @property
     def attentions(self) -> int:
-        """Attentions of a layer."""
+        """Number of attentions in a layer."""
         return 2 if self.conditioning == "cross" else 1
 
     @model_validator(mode="after")

@@ -1,4 +1,5 @@
-"""The reference of all keys, from the schema: types and defaults, comments beside fields, docstrings of sections.
+"""Generate the reference of all keys from the schema: types, defaults, the comments at fields, and
+the docstrings of sections.
 
 python -m jaxmllm.config.key_reference > docs/config.md
 """
@@ -33,7 +34,7 @@ text over the table tells it.
 """
 BOUNDS = {Gt: ("gt", ">"), Ge: ("ge", ">="), Lt: ("lt", "<"), Le: ("le", "<=")}
 WORDS = {int: "integer", float: "number", str: "text", date: "date"}
-POWER_FROM = 1 << 30  # bounds from here on are powers of two, and told as such
+POWER_FROM = 1 << 30  # bounds from here on are powers of two, and are written as such
 
 
 def reference() -> str:
@@ -50,7 +51,7 @@ def _part(section: type[BaseModel], paths: list[str]) -> str:
 
 
 def _paths(section: type[BaseModel], prefix: str = "") -> dict[type[BaseModel], list[str]]:
-    """Where each section stands, by its class, this one first."""
+    """Dotted paths of every section, by its class, starting with this section."""
     paths = {section: [prefix]}
     for name, field in section.model_fields.items():
         entry = "[]" if get_origin(field.annotation) is tuple else ""
@@ -62,7 +63,7 @@ def _paths(section: type[BaseModel], prefix: str = "") -> dict[type[BaseModel], 
 
 
 def _description(section: type[BaseModel]) -> str:
-    """The docstrings of a section and of those that it inherits fields from."""
+    """The docstrings of a section and of the classes that it inherits fields from."""
     with_fields = (
         base
         for base in section.__mro__
@@ -89,7 +90,10 @@ def _table(section: type[BaseModel], description: str) -> str:
 
 
 def _comments(section: type[BaseModel]) -> dict[str, str]:
-    """What stands above each field and beside it, by name; a class without such words leaves those that it inherits."""
+    """The comments above and after each field, by its name.
+
+    A class that declares a field again without a comment keeps the inherited one.
+    """
     comments = {}
     for base in reversed(section.__mro__):
         if not issubclass(base, Section):
@@ -117,7 +121,7 @@ def _comments(section: type[BaseModel]) -> dict[str, str]:
 
 
 def _type(annotation: Any, constraints: Iterable[Any] = (), many: bool = False) -> str:
-    """A type in words; of `many` values in the plural."""
+    """A type in words, in the plural if `many`."""
     *choices, last_choice = _choices(annotation, constraints, many)
     return f"{', '.join(choices)} or {last_choice}" if choices else last_choice
 
@@ -173,7 +177,7 @@ def _bound(bound: float) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """A default as it would stand in a YAML file, on one line."""
+    """A default as it would be written in a YAML file, on one line."""
     if isinstance(value, str) and value.isidentifier():
         return value
     if isinstance(value, tuple):

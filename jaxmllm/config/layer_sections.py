@@ -1,4 +1,4 @@
-"""What the sections of several models have in common: layers that attend in windows, and matrices of layers."""
+"""What the sections of several components share: attention windows, and matrices of layers."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from pydantic import Field, model_validator
 
 from jaxmllm.config.section import Section
 
-Gelu = Literal["tanh", "exact"]  # tanh: approximated by it
+Gelu = Literal["tanh", "exact"]  # tanh: the approximation by tanh
 Activation = Literal["silu", "gelu_tanh"]  # of a gated MLP
-# At most more than any model has: records of as many are made before anything else could refuse them
+# The bound is above that of any model. It is needed because one record for each layer is made
+# before anything else could refuse a huge number.
 LayerCount = Annotated[int, Field(ge=1, le=10_000)]
 
 
 class Layered(Section):
-    """A part of a model whose layers run over the slots of rows."""
+    """A component whose layers run over the slots of rows."""
 
     @property
     def stem_stride(self) -> int:
-        """Slots that are one token of its layers."""
+        """Slots that make one token of the layers."""
         return 1
 
 
 class LayerWindows(Layered):
-    """Which layers attend in windows: with `window`, all but `full_layers`."""
+    """With `window`, all layers but `full_layers` attend in windows."""
 
     layers: LayerCount
-    # Tokens, or patches of a side; its square is counted in 64 bits
+    # Of text: tokens; of images: side of a square in patches. Its square must fit into 64 bits
     window: int | None = Field(None, ge=1, le=1 << 30)
-    full_layers: tuple[int, ...] = ()  # counted from 0
+    full_layers: tuple[int, ...] = ()  # numbers of layers, from 0
 
     @property
     def windowed(self) -> tuple[bool, ...]:
@@ -56,7 +57,11 @@ class LayerWindows(Layered):
 def attention_matrices(
     width: int, heads: int, kv_heads: int, part: str = "attention"
 ) -> dict[str, tuple[int, int]]:
-    """Those of attention; `heads` and `kv_heads` are the widths of all heads together."""
+    """Matrices of attention as (inputs, outputs), by path.
+
+    Args:
+      heads, kv_heads: widths of all heads together.
+    """
     matrices = {
         "query": (width, heads),
         "key": (width, kv_heads),
@@ -69,17 +74,17 @@ def attention_matrices(
 def matrices_of_mlp(
     width: int, mlp_width: int, gated: bool, part: str = "mlp"
 ) -> dict[str, tuple[int, int]]:
-    """Those of an MLP."""
+    """Matrices of an MLP as (inputs, outputs), by path."""
     inner = ("gate", "up") if gated else ("up",)
     mlp = dict.fromkeys(inner, (width, mlp_width)) | {"down": (mlp_width, width)}
     return in_layers(part, mlp)
 
 
 def tower_matrices(width: int, mlp_width: int, gated: bool = False) -> dict[str, tuple[int, int]]:
-    """Those of towers, whose heads are as wide as they are."""
+    """Matrices of a tower's layers by path. All heads together are as wide as the tower."""
     return attention_matrices(width, width, width) | matrices_of_mlp(width, mlp_width, gated)
 
 
 def in_layers(part: str, matrices: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """With the paths that parameters of a part of every layer have."""
+    """`matrices` by the paths that they have as parameters of `part` in every layer."""
     return {f"layers.{part}.{name}": size for name, size in matrices.items()}

@@ -1,4 +1,4 @@
-"""Section `model`: the parts of what is trained, and their shapes."""
+"""Section `model`: the components of the model, and their shapes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from jaxmllm.config.tower_sections import AudioConfig, TowerConfig, VisionConfig
 
 
 class ExpertsConfig(Section):
-    """A mixture of experts in place of the MLP of every layer: a token goes through the `per_token` of
-    `count` experts that the router's softmax gives most, whose shares are their weights.
+    """A mixture of experts in place of the MLP of every layer.
 
-    With `renormalise`, the weights of a token add up to 1. No expert is ever full, and no token dropped.
+    Of `count` experts, a token goes through the `per_token` ones with the highest probabilities in
+    the router's softmax, and these probabilities weight their outputs. With `renormalise`, the
+    weights of a token are scaled to add up to 1. Experts have no capacity limit, so no token is
+    dropped.
     """
 
     count: PositiveInt
@@ -40,7 +42,7 @@ class ExpertsConfig(Section):
         return self
 
 
-DENSE_CHOICES = (  # of decoders without experts
+DENSE_CHOICES = (  # keys that only decoders without experts may set
     "window_rope_theta",
     "attention_scale",
     "activation",
@@ -51,16 +53,17 @@ DENSE_CHOICES = (  # of decoders without experts
 
 
 class LanguageConfig(LayerWindows):
-    """A decoder with grouped-query attention, RMS norms and gated MLPs, or experts that are such MLPs.
+    """Decoder with grouped-query attention, RMS norms, and gated MLPs or a mixture of such MLPs.
 
-    With `window`, a token sees itself and the `window` - 1 tokens before it in its example, except in
-    `full_layers`, where it sees all before it. Media see their whole item in layers of both kinds.
+    With `window`, a token sees itself and the `window` - 1 tokens before it in its example, except
+    in `full_layers`, where it sees all tokens before it. Media listed in `bidirectional` see their
+    whole item in layers of both kinds.
 
-    `rope_sections` are the (time, height, width) shares of the rotary pairs of one head (M-RoPE,
-    arXiv 2409.12191); they add up to head_size / 2, one section after another. With `rope_interleaved`
-    the axes take turns pair by pair, until height and width have theirs (arXiv 2511.21631). With
-    `window_rope_theta`, layers that attend in windows rotate by frequencies of their own, which
-    `rope_scaling` leaves as they are.
+    `rope_sections` says how many of a head's rotary pairs belong to the (time, height, width) axes
+    (M-RoPE, arXiv 2409.12191). The numbers add up to head_size / 2, and the pairs of an axis follow
+    one another. With `rope_interleaved` the axes alternate pair by pair instead, as long as height
+    and width have pairs left (arXiv 2511.21631). With `window_rope_theta`, layers that attend in
+    windows have rotary frequencies of their own, which `rope_scaling` does not change.
     """
 
     vocab_size: PositiveInt | Auto = "auto"  # auto: the tokenizer's, rounded up to a multiple of 64
@@ -68,37 +71,39 @@ class LanguageConfig(LayerWindows):
     heads: PositiveInt
     kv_heads: PositiveInt
     head_size: PositiveInt
-    mlp_width: PositiveInt  # with `experts`, of each of them
+    mlp_width: PositiveInt  # with `experts`, the width of each expert
     experts: ExpertsConfig | None = None
     rope_theta: PositiveFloat = 10_000.0
     rope_sections: tuple[int, int, int] | None = None
     rope_interleaved: bool = False
     rope_scaling: RotaryScaling | None = None
-    window_rope_theta: PositiveFloat | None = None  # none: that of all layers
-    attention_scale: PositiveFloat | None = None  # factor on logits; none: head_size ** -0.5
+    window_rope_theta: PositiveFloat | None = None  # none: rope_theta, as in all layers
+    attention_scale: PositiveFloat | None = None  # factor of logits; none: head_size ** -0.5
     activation: Activation = "silu"
     qkv_bias: bool = False
-    out_bias: bool = False  # of attention
-    qk_norm: bool = False  # RMS norms of queries and keys, by head
-    norm: Literal["rms", "zero_centred_rms"] = "rms"  # zero-centred: multiplies by 1 + scale
-    post_norms: bool = False  # also of what attention and MLP add
-    scale_embedding: bool = False  # that of text, by sqrt(width)
-    tie_embeddings: bool = False  # the head is the embedding
+    out_bias: bool = False  # of the output projection of attention
+    qk_norm: bool = False  # RMS norms of queries and keys, over each head
+    norm: Literal["rms", "zero_centred_rms"] = "rms"  # zero-centred: norms multiply by 1 + scale
+    post_norms: bool = False  # also norm the outputs of attention and MLP
+    scale_embedding: bool = False  # multiply text embeddings by sqrt(width)
+    tie_embeddings: bool = False  # the head uses the matrix of the embedding
     norm_epsilon: PositiveFloat = 1e-6
-    loss_chunk: PositiveInt = 512  # tokens whose logits exist at one time, at most
-    # Those of an image's tokens: its row and column, and tile (grid), or one after another, as text has them (line)
+    loss_chunk: PositiveInt = 512  # most tokens whose logits are in memory at one time
+    # How positions of an image's tokens count: tile, row and column (grid), or one after another as
+    # in text (line)
     media_positions: Literal["grid", "line"] = "grid"
-    # Media whose tokens see their whole item; all else is causal.
+    # Media whose tokens see their whole item; all other attention is causal
     bidirectional: tuple[Literal["vision", "audio"], ...] = ("vision", "audio")
 
     @property
     def mlp_matrices(self) -> int:
-        """Matrices of an MLP: it is gated."""
+        """Matrices of an MLP: three, because it is gated."""
         return 3
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """The matrices of every layer that can have adapters, those of experts not: see adapter_sections.py."""
+        """The matrices of every layer that can have adapters, which those of experts cannot: see
+        adapter_sections.py."""
         heads, kv_heads = (count * self.head_size for count in (self.heads, self.kv_heads))
         attention = attention_matrices(self.width, heads, kv_heads)
         if self.experts is not None:
@@ -170,10 +175,12 @@ class LanguageConfig(LayerWindows):
 
 
 class ModelConfig(Section):
-    """The composition: any subset of encoders over the decoder, and a generator that reads its states.
+    """The components of the model: a decoder, any of the encoders, and a generator that reads the
+    decoder's states.
 
-    With `from`, parameters come from another run (its folder: the latest checkpoint) or checkpoint,
-    component by component; its optimizer and step are not taken along.
+    With `from`, parameters come from a run folder (its latest checkpoint), a checkpoint, or the
+    folder of a published model, component by component. Optimizer states and the step count are not
+    taken over.
     """
 
     from_: str | None = Field(None, alias="from")
@@ -190,18 +197,18 @@ class ModelConfig(Section):
 
     @property
     def deepstack_depth(self) -> int:
-        """Layers of the decoder after which something of a tower is added."""
+        """Number of decoder layers after which features of a tower are added."""
         return 0 if self.vision is None else len(self.vision.deepstack_layers)
 
     @property
     def token_width(self) -> int:
-        """Numbers of a token on its way from an encoder to the decoder: what the first layer reads, and what is
-        added after `deepstack_depth` layers."""
+        """Numbers of a token that an encoder sends to the decoder: an input of the first layer, and
+        what is added after each of the first `deepstack_depth` layers."""
         return (1 + self.deepstack_depth) * self.language.width
 
     def carried_width(self, phase: str) -> int:
-        """Numbers of a slot that go from layer to layer in stages: what layers read and yield, and what deepstack
-        takes of towers or adds to the decoder."""
+        """Numbers of a slot that stages carry from layer to layer: the states of the layers, and
+        features for deepstack that a tower has kept or that the decoder has yet to add."""
         section = getattr(self, phase)
         match section:
             case LanguageConfig():
@@ -213,7 +220,8 @@ class ModelConfig(Section):
 
     @property
     def tower_sources(self) -> dict[str, str]:
-        """Published folders that encoders and generators are read from, by component."""
+        """Folders of published models, by component: of encoders, generators and the projector of
+        states that are read from one."""
         sources = {name: getattr(self, name).from_ for name in (*self.encoders, *self.generators)}
         if self.diffusion is not None and self.diffusion.projector == "folder":
             sources[f"{PROJECTOR}language"] = self.diffusion.from_
@@ -221,7 +229,7 @@ class ModelConfig(Section):
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Names of all phases, which are also sections here, in the order of computation."""
+        """Names of all phases, each also a section here, in the order of computation."""
         return (*self.encoders, "language", *self.generators)
 
     @property
@@ -231,13 +239,13 @@ class ModelConfig(Section):
 
     @property
     def two_passes(self) -> tuple[str, ...]:
-        """Names of the phases that run forward before another phase, and backward after it: encoders, and a decoder
-        whose states are read."""
+        """Names of the phases that run forward before another phase and backward after it: the
+        encoders, and a decoder whose states a generator reads."""
         return (*self.encoders, "language") if self.generators else self.encoders
 
     @property
     def crossed(self) -> dict[str, int]:
-        """Phases whose layers attend to conditions apart, and how many of these an item has at least."""
+        """Fewest conditions of an item, by phase whose layers have a separate attention to them."""
         sections = {phase: getattr(self, phase) for phase in self.generators}
         return {
             phase: section.padded_conditions or 0
@@ -247,7 +255,7 @@ class ModelConfig(Section):
 
     @property
     def windows(self) -> dict[str, LayerWindows]:
-        """The attention windows of phases whose layers have any."""
+        """Sections of the phases that have layers with attention in windows, by phase."""
         sections = {phase: getattr(self, phase) for phase in self.phases}
         return {
             phase: section

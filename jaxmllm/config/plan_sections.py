@@ -18,32 +18,35 @@ from pydantic import (
 from jaxmllm.config.section import Auto, Section
 
 AxisSize = PositiveInt | Literal[-1]
-Slots = Annotated[int, Field(gt=0, lt=1 << 31)]  # whose places are counted in 32 bits
-MOST_ROW_CLASSES: Final = 6  # of a phase; each is a program to compile
+Slots = Annotated[int, Field(gt=0, lt=1 << 31)]  # positions in them are counted in 32 bits
+MOST_ROW_CLASSES: Final = 6  # of a phase; each is one more set of programs to compile
 
 
 class PhaseConfig(Section):
     """Row shapes of one phase: `capacities`, the slots (patches, frames, tokens) of a row on one rank,
-    and `spans`, how many neighbouring ranks may hold a row together. Each pair is one program.
+    and `spans`, how many neighbouring ranks may hold a row together. Each pair of the two is a row
+    class, with one set of programs.
 
     `auto` capacities are chosen from the lengths of the data, up to `row_classes` of them, none above
-    `max_capacity`, each with the span that suits it. Capacities that are given come with every span
-    that is given; `auto` spans are then 1.
+    `max_capacity`, each with the span that suits it. Capacities given by hand are combined with
+    every span given; `auto` spans are then 1.
     """
 
     capacities: tuple[PositiveInt, ...] | Auto = "auto"
-    # auto: those of 1 to 8, 10 and 12 that the mesh's innermost axes multiply to and that stay on a node;
-    # with balance.spans_cross_nodes on any nodes, and 16, 32 and 64 besides
+    # auto: those of 1 to 8, 10 and 12 that are products of the mesh's innermost axes and whose
+    # groups stay on a node; with balance.spans_cross_nodes on any nodes, and also 16, 32 and 64
     spans: tuple[PositiveInt, ...] | Auto = "auto"
-    # auto: up to 3, and up to 6 as long as each saves half a percent of a step
+    # Number of row classes at most; auto: 3, or up to 6 as long as each saves half a percent of a
+    # step
     row_classes: Annotated[int, Field(ge=1, le=MOST_ROW_CLASSES)] | Auto = "auto"
-    max_capacity: Slots | Auto = "auto"  # auto: what memory allows, by an estimate
-    max_segments: Slots | Auto = "auto"  # items per row
-    # Tokens of an attention block. Capacities are multiples of it, or of 64 or 32 tokens, which are blocks of rows that
-    # have few of them on a device
+    max_capacity: Slots | Auto = "auto"  # auto: an estimate of what memory allows
+    max_segments: Slots | Auto = "auto"  # most items in a row
+    # Tokens of an attention block. Capacities are multiples of it, or of 64 or 32 tokens in row
+    # classes of few blocks, which then have blocks of this size
     block: PositiveInt = 128
-    # Of an encoder, and of a decoder that a generator reads: microbatches per step whose backward pass starts from
-    # residuals of the forward pass, instead of running it again; auto: as many as memory allows, by an estimate
+    # For encoders, and for a decoder that a generator reads: microbatches per step whose backward
+    # pass starts from kept residuals of the forward pass instead of running it again; auto: an
+    # estimate of how many memory allows
     kept_residuals: NonNegativeInt | Auto = "auto"
 
     @field_validator("capacities")
@@ -80,26 +83,31 @@ class PhasesConfig(Section):
 class BalanceConfig(Section):
     """How work is balanced over ranks, and how tokens are exchanged for it.
 
-    Modes: `none`: examples stay on the rank where sampling put them, with their media; `tokens`:
-    examples and their media are spread by one number, their tokens in all phases, and the slots of
-    what they draw; `language`: the language phase is balanced, media stay with their example;
-    `phases`: every phase is balanced on its own.
+    `mode` says what is balanced:
+
+        none       nothing: examples stay on the rank where sampling put them, with their media
+        tokens     examples, with their media, by the sum of their tokens in all phases and of the
+                   slots of what they draw
+        language   the language phase; media stay with their example
+        phases     every phase on its own
     """
 
     mode: Literal["none", "tokens", "language", "phases"] = "phases"
-    pool_slots: Slots | Auto = "auto"  # routed tokens that a rank holds in one buffer
-    pair_slots: Slots | Auto = "auto"  # tokens from a rank to another per padded all-to-all
+    pool_slots: Slots | Auto = "auto"  # tokens that one pool of a rank holds
+    pair_slots: Slots | Auto = "auto"  # tokens from one rank to another in a padded all-to-all
     # A name in balance/exchange/tables.py; auto: ragged where the platform has it, else padded.
     exchange: str = "auto"
-    # Devices of a node, in the order of their ids, whatever ranks they make; auto: those of a process
+    # Devices of a node, in the order of their ids, however they form ranks; auto: those of a
+    # process
     ranks_per_node: PositiveInt | Auto = "auto"
-    # Whether ranks of several nodes may hold a row together, whose keys and values then cross nodes.
+    # Whether ranks of several nodes may hold a row together; its keys and values then cross nodes
     spans_cross_nodes: bool = False
-    # What a device could compute while a byte of keys and values of another rank arrives: the price
-    # of rows of several ranks when `auto` chooses them; auto: by the platform (costs/gather.py).
+    # FLOPs that a device could compute while it receives one byte of another rank's keys and
+    # values: the price of shared rows when capacities and spans are `auto`; auto: by the platform
+    # (costs/gather.py)
     flops_per_gathered_byte: PositiveFloat | Auto = "auto"
-    check_every: PositiveInt = 100  # steps between comparisons of the plan over processes
-    # File of the command `calibrate`; none: items are balanced by FLOPs
+    check_every: PositiveInt = 100  # steps between checks that all processes made the same plan
+    # File that the command `calibrate` has written; none: items are balanced by FLOPs
     calibration: str | None = None
 
 
@@ -108,7 +116,7 @@ class MeshConfig(Section):
 
     data: AxisSize = -1
     fsdp: AxisSize = 1
-    context: AxisSize = 1  # parts of a row; see `sequence` in sharding/rules.py
+    context: AxisSize = 1  # parts that a row is split into; see `sequence` in sharding/rules.py
     tensor: AxisSize = 1
 
     @model_validator(mode="after")
@@ -122,28 +130,34 @@ class MeshConfig(Section):
 
 
 class PipelineConfig(Section):
-    """Stages that layers are cut into (docs/pipelines.md); `stages` is the outermost mesh axis.
+    """Pipeline stages, into which layers are cut (docs/pipelines.md); `stages` is the outermost
+    mesh axis.
 
-    Numbers are per replica. What a batch needs beyond these bounds is computed in further runs within
-    the step.
+    Numbers count for each replica. A batch that needs more than they allow is computed in several
+    runs of the pipeline within the step.
     """
 
     stages: PositiveInt = 1  # 1: no pipeline
     layout: Literal["auto", "chain", "segments", "parallel"] = "auto"
     # A name in sharding/pipeline/schedules/by_name.py; auto: the fastest, as predicted
     schedule: str = "greedy"
-    rollouts: PositiveInt = 64  # greedy schedules that a search tries
-    # Input and weight gradients as operations of their own; auto: where that is predicted to pay
+    rollouts: PositiveInt = 64  # greedy schedules that `search` tries
+    # Compute gradients of inputs and of weights in separate operations; auto: if that is predicted
+    # to be faster
     split_backward: bool | Auto = False
-    # What a tick takes besides its operations, as FLOPs that the devices of a stage could do
+    # Time of a tick in addition to its operations, in FLOPs that the devices of a stage could do in
+    # it
     flops_per_tick: NonNegativeFloat = 0.0
     deferral: bool = True  # examples may run their language part one microbatch after their media
-    # Of the language model per step; auto: as few as hold a batch, in rows chosen by predicted time
+    # Microbatches of the language model in a step; auto: as few as hold a batch, in rows chosen by
+    # predicted time
     microbatches: PositiveInt | Auto = "auto"
-    # On a rank at a time; auto: 4 * stages, of which memory may allow fewer; with schedule: gpipe all of a step
+    # Microbatches under way on a rank at one time; auto: 4 * stages, or fewer if memory demands it;
+    # with schedule: gpipe, all of a step
     microbatches_in_flight: PositiveInt | Auto = "auto"
-    # That one microbatch reads, by encoder
+    # Rows of each encoder that one microbatch may read, and rows of language that one of a
+    # generator may read; auto: from the data
     encoder_rows_per_microbatch: PositiveInt | Auto = "auto"
-    # Forwards of each component on a rank that keep what `remat` says for their backward; auto: as many
-    # as memory holds
+    # Forward operations of each component on a rank that keep what `remat` says for their backward
+    # operations; auto: as many as memory holds
     kept_residuals: NonNegativeInt | Auto = "auto"

@@ -22,7 +22,7 @@ from jaxmllm.config.renamed import renamed_keys
 from jaxmllm.config.schema import Config, ConfigError, RenamedKeyError
 
 SHOWN = 200  # characters of a value in a message
-# How pydantic names the branches of a union where it says in which key an error is.
+# Prefixes of the names that pydantic gives to branches of a union in the location of an error
 BRANCHES = ("bool", "constrained-", "literal[", "tuple[")
 
 
@@ -36,7 +36,7 @@ def load_config(
     Raises `ConfigError` with every offending key.
 
     Args:
-      complete: adds to the tree what the file leaves to other files.
+      complete: returns the tree with the values that the file leaves to other files.
     """
     path = Path(path)
     try:
@@ -55,19 +55,19 @@ def load_config(
 def parse_config(tree: dict[str, Any], where: str = "config") -> Config:
     """Validate a nested dict into a `Config`.
 
-    Raises `ConfigError`; for keys that have another name now, its kind `RenamedKeyError`.
+    Raises `ConfigError`; for keys that have been renamed or removed its subclass `RenamedKeyError`.
     """
     if renamed := renamed_keys(tree):
         raise RenamedKeyError(f"{where}: " + "; ".join(renamed))
     try:
-        # JSON mode: strict about scalars, yet lists may become tuples.
+        # In JSON mode, pydantic is strict about scalars but lets lists become tuples.
         return Config.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         raise ConfigError(_explain(error, where)) from error
 
 
 def dump_config(config: Config) -> str:
-    """The resolved config as YAML; `load_config` reads it back to an equal record."""
+    """The config as YAML text, which `load_config` reads back to an equal record."""
     return strict_yaml.write_text(config_tree(config))
 
 
@@ -77,7 +77,7 @@ def config_tree(config: Config) -> dict[str, Any]:
 
 
 def dotted_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of nested dicts and lists, such as `config_tree` gives, by dotted key.
+    """(dotted key, leaf) pairs of nested dicts and lists, such as `config_tree` returns.
 
     An empty dict or list is a leaf.
     """
@@ -102,7 +102,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             raise ConfigError(f"{where}: {path} is a list; give the whole list as its value")
         if not isinstance(child, dict):
             raise ConfigError(f"{where}: {path} is a value, not a section")
-        # A copy: with YAML's aliases, other keys may have the same object
+        # A copy, because with YAML's aliases other keys may hold the same object
         node[name] = dict(child)
         node = node[name]
     try:
@@ -112,9 +112,9 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def _explain(error: ValidationError, where: str) -> str:
-    """One line: every offending key with what would be valid there."""
+    """One line that names every offending key and what would be valid there."""
     problems: dict[str, None] = {}
-    # A union reports each of its branches: they are gathered by key and value.
+    # A union reports an error for each of its branches: they are gathered by key and value.
     valid_values: dict[tuple[str, str], list[str]] = {}
     for item in error.errors():
         location = item["loc"]
@@ -124,7 +124,7 @@ def _explain(error: ValidationError, where: str) -> str:
         elif item["type"] == "missing":
             problems[f"missing key {key!r}"] = None
         elif item["type"] == "value_error":
-            # What the whole config refuses names its keys itself
+            # Errors of checks of the whole config (no key here) name their keys themselves.
             said = f"{key}: " if key else ""
             problems[said + item["msg"].removeprefix("Value error, ")] = None
         else:
@@ -133,14 +133,14 @@ def _explain(error: ValidationError, where: str) -> str:
             valid = item["msg"].removeprefix("Input should be ")
             valid_values.setdefault((key, _shortened(item["input"])), []).append(valid)
     for (key, value), branches in valid_values.items():
-        # The schema is checked in JSON's words; the file is YAML.
+        # pydantic speaks of JSON, but the file is YAML.
         valid = " or ".join(branches).replace("array", "list").replace("an object", "a mapping")
         problems[f"{key}: must be {valid} (got {value})"] = None
     return f"{where}: " + "; ".join(problems)
 
 
 def _hint(location: Sequence[Any]) -> str:
-    """The nearest valid key to an unknown one, or all keys that are valid in its place."""
+    """Hint at the valid key nearest to an unknown one, or else at all keys that are valid there."""
     *parents, name = location
     valid = _fields_at(Config, parents)
     close = difflib.get_close_matches(str(name), valid, n=1, cutoff=0.4)
@@ -156,7 +156,7 @@ def _shortened(value: Any) -> str:
 
 
 def _fields_at(section: type[BaseModel], location: Sequence[Any]) -> list[str]:
-    """Names of the keys at a place of the schema; none where it ends."""
+    """Keys that are valid at a location in the schema; none if there is no such section."""
     for step in location:
         if isinstance(step, int):  # number of an entry in a list of sections
             continue
@@ -168,7 +168,8 @@ def _fields_at(section: type[BaseModel], location: Sequence[Any]) -> list[str]:
 
 
 def sections_of(annotation: Any) -> Iterable[type[BaseModel]]:
-    """Sections in the type of a key: that of a section, of one or none, or of a list of them."""
+    """Section classes in a key's type, which may be a section, an optional one or a list of
+    them."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     elif isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:

@@ -1,4 +1,4 @@
-"""Keys that once were: they are refused, and the refusal names what has taken their place."""
+"""Former keys: they are refused, with a message that names their replacement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPLACED = {  # full old key -> what to do
 
 
 def renamed_keys(tree: dict[str, Any]) -> list[str]:
-    """What to write in the place of each old key of a config's tree."""
+    """For each former key in a config's tree, a line that says what to write instead."""
     return [
         f"{old!r} is now called {new!r}" for old, new in RENAMED.items() if _holds(tree, old)
     ] + [f"{old!r} is gone: {advice}" for old, advice in REPLACED.items() if _holds(tree, old)]

@@ -13,7 +13,7 @@ from jaxmllm.config.section import Section
 
 Frequencies = NDArray[np.float64]  # [K/2] radians per position of each pair, the fastest first
 
-OF_KIND = {  # the keys that a kind needs, and those that it may have besides `factor`
+OF_KIND = {  # (required keys, optional keys) of a kind, in addition to `factor`
     "linear": ((), ()),
     "llama3": (("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"), ()),
     "yarn": (
@@ -27,14 +27,14 @@ class RotaryScaling(Section):
     """How the frequencies of rotary pairs are slowed down.
 
         linear   all by `factor` (arXiv 2306.15595)
-        llama3   by `factor` below `low_freq_factor` turns, not at all above `high_freq_factor`,
-                 between them in proportion (arXiv 2407.21783)
-        yarn     by `factor` below `beta_slow` turns, not at all above `beta_fast`, between them along
-                 a ramp over the pairs; queries and keys are multiplied by `attention_factor`
-                 (arXiv 2309.00071)
+        llama3   by `factor` below `low_freq_factor` turns, not at all above `high_freq_factor`, in
+                 proportion to turns between them (arXiv 2407.21783)
+        yarn     by `factor` below `beta_slow` turns, not at all above `beta_fast`, along a ramp
+                 over the pairs between them; queries and keys are multiplied by
+                 `attention_factor` (arXiv 2309.00071)
 
-    Turns are those that a pair makes over `original_max_position_embeddings` positions. The keys have
-    the names that they have in a config.json.
+    Turns are the full rotations of a pair over `original_max_position_embeddings` positions. The
+    keys have the same names as in a config.json.
     """
 
     kind: Literal["linear", "llama3", "yarn"]
@@ -44,8 +44,8 @@ class RotaryScaling(Section):
     high_freq_factor: PositiveFloat | None = None
     beta_fast: PositiveFloat = 32.0
     beta_slow: PositiveFloat = 1.0
-    truncate: bool = True  # whether the ramp begins and ends at a pair
-    attention_factor: PositiveFloat | None = None  # none: 0.1 ln(factor) + 1
+    truncate: bool = True  # round the ends of the ramp outwards to whole pairs
+    attention_factor: PositiveFloat | None = None  # none: 0.1 ln(factor) + 1, at least 1
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
@@ -69,7 +69,7 @@ class RotaryScaling(Section):
 
     @property
     def multiplier(self) -> float:
-        """What rotated queries and keys are multiplied by."""
+        """Factor of rotated queries and keys."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -77,12 +77,12 @@ class RotaryScaling(Section):
         return 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
 
     def scaled(self, frequencies: Frequencies, theta: float) -> Frequencies:
-        """The frequencies of all pairs, theta ** (-i / pairs), as this scaling changes them."""
+        """Scale the frequencies of all pairs, which are theta ** (-i / pairs) for pair i."""
         unslowed = self._kept(frequencies, theta)
         return frequencies * (unslowed + (1 - unslowed) / self.factor)
 
     def _kept(self, frequencies: Frequencies, theta: float) -> Frequencies:
-        """How much of each frequency stays: 1 all of it, 0 none beyond 1 / factor."""
+        """How far each frequency is kept: 1 keeps all of it, 0 divides it by `factor`."""
         if self.kind == "linear":
             return np.zeros_like(frequencies)
         positions = self.original_max_position_embeddings
@@ -94,7 +94,7 @@ class RotaryScaling(Section):
             turns = positions * frequencies / (2 * math.pi)
             return np.clip((turns - low) / (high - low), 0, 1)
         pairs = len(frequencies)
-        # The pairs, as fractions, that make so many turns
+        # Numbers of the pairs (not whole) that make beta_fast and beta_slow turns
         ramp_start, ramp_end = (
             pairs * math.log(positions / (turns * 2 * math.pi)) / math.log(theta)
             for turns in (self.beta_fast, self.beta_slow)

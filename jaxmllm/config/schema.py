@@ -1,4 +1,4 @@
-"""The one schema of a run: frozen, typed records, one section each. Import them from here.
+"""The schema of a run's config: frozen, typed records, one for each section. Import them from here.
 
     model                                model_sections.py, tower_sections.py, diffusion_section.py, adapter_sections.py
     components                           component_sections.py
@@ -145,7 +145,7 @@ __all__ = [
 
 
 class Config(Section):
-    """A whole run on one screen; see configs/ for examples."""
+    """The whole config of a run; see configs/ for examples."""
 
     run: RunConfig
     model: ModelConfig
@@ -199,7 +199,8 @@ class Config(Section):
         return self
 
     def _check_staged_balance(self) -> None:
-        """Stages have microbatches of their own (docs/pipelines.md), and no exchange."""
+        """Refuse keys that a pipeline does not use: stages have microbatches of their own
+        (docs/pipelines.md), and no exchange."""
         usual = BalanceConfig()
         for key in ("mode", "pool_slots", "pair_slots", "exchange"):
             value = getattr(self.balance, key)
@@ -365,8 +366,11 @@ class Config(Section):
             )
 
     def _check_cudnn(self, phase: str) -> None:
-        """cuDNN sees whole items that are runs of slots, of texts what is not later, and nothing else
-        (jaxmllm/attention/kernel_cudnn.py)."""
+        """Refuse a phase whose attention cuDNN cannot compute (jaxmllm/attention/kernel_cudnn.py).
+
+        An item must be a run of slots, in which every slot sees the whole item or, in texts, no
+        later slots and at most the last `window` ones.
+        """
         model = self.model
         section = getattr(model, phase)
         component = self.components.of(phase)
@@ -414,7 +418,7 @@ class Config(Section):
 
     @property
     def may_share_rows(self) -> bool:
-        """Whether a row may lie on several ranks."""
+        """Whether several ranks may hold a row together."""
         return self.balance.mode == "phases"
 
     @property

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-Auto = Literal["auto"]  # chosen when the run is built
+Auto = Literal["auto"]  # the value is chosen when the run is built
 DType = Literal["float32", "bfloat16", "float64"]
 
 
@@ -15,7 +15,7 @@ class ConfigError(ValueError):
 
 
 class RenamedKeyError(ConfigError):
-    """A configuration with keys that have another name now; the message says which."""
+    """A configuration with keys that have been renamed or removed; the message says which."""
 
 
 class Section(BaseModel):

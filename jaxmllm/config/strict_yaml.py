@@ -1,8 +1,8 @@
-"""YAML as config files use it: what `yaml.safe_load` reads, and nothing that surprises.
+"""YAML as config files use it: like `yaml.safe_load`, but without its surprises.
 
-A key may stand once in a mapping. 3e-4 is a number, what is quoted is text, and so are dates. 010, which YAML reads as
-8, and 1:30, which it reads as 90, are refused. Aliases may not write out to endlessly many values, and files, numbers
-and nesting are bounded.
+A key may occur only once in a mapping. 3e-4 is a number; quoted values and dates are text. 010,
+which YAML reads as 8, and 1:30, which it reads as 90, are refused. The number of values with
+aliases written out, the length of files and numbers, and the depth of nesting are bounded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 MAX_FILE = 1 << 20  # bytes
-MAX_VALUES = 100_000  # once aliases are written out
+MAX_VALUES = 100_000  # with aliases written out
 MAX_NUMBER = 64  # characters: reading YAML's 1:30:00 takes quadratic time
 KINDS = tuple(
     f"tag:yaml.org,2002:{kind}"
@@ -24,14 +24,14 @@ KINDS = tuple(
 
 
 class YamlError(ValueError):
-    """A text or file that cannot be read; the message is one line without the name of the text."""
+    """A text or file cannot be read; the message is one line that does not name it."""
 
 
 def read_file(path: Path) -> Any:
     """The value that a YAML file holds. Raises `YamlError`."""
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # a pipe could keep the reader waiting for ever
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe could wait for ever
             raise YamlError("is no regular file")
         if status.st_size > MAX_FILE:
             raise YamlError(f"has {status.st_size} bytes, more than the {MAX_FILE} that are read")
@@ -66,7 +66,7 @@ def write_text(value: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    # A date is text: as a date it would come back spelled otherwise.
+    # Dates are text, because as dates they would be written back in another spelling.
     yaml_implicit_resolvers = {  # noqa: RUF012  (as in the base class)
         first: [(tag, pattern) for tag, pattern in resolvers if tag in KINDS]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -74,19 +74,20 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that `_Loader` would take for a number."""
+    """Quotes text that `_Loader` would read as a number."""
 
 
 _SURPRISING = re.compile(r"[-+]?(0[0-7_]+$|.*:)")
-# YAML 1.1 wants a point and a sign in 3e-4 and 1e5; people, and YAML 1.2, do not.
+# YAML 1.1 requires a point and a sign in numbers like 3e-4 and 1e5; people, and YAML 1.2, do not.
 _SCIENTIFIC = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("+-.0123456789"))
 
 
 def _check(root: yaml.Node) -> None:
-    """Raise `yaml.MarkedYAMLError` for what the head of this file rules out, before anything is made of the nodes."""
-    sizes: dict[int, int] = {}  # values below a node, by identity: an alias is the same node again
+    """Raise `yaml.MarkedYAMLError` for anything that the module's docstring rules out, before
+    values are constructed from the nodes."""
+    sizes: dict[int, int] = {}  # values in a node, by its id: an alias is the same node again
     open_nodes: set[int] = set()
 
     def size(node: yaml.Node) -> int:

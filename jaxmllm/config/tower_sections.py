@@ -20,10 +20,12 @@ from jaxmllm.config.section import Section
 
 
 class TowerConfig(Layered):
-    """What every encoder tower has; `merge` neighbouring outputs become one language token.
+    """Keys of every encoder tower. `merge` neighbouring features become one language token (in
+    images, `merge` x `merge`).
 
-    With `from`, the tower is that of a published folder: its shapes are those of the other keys, and its
-    parameters are read from there.
+    With `from`, the tower comes from a published folder: its parameters are read from there, and
+    keys of its shapes that are left out are filled in from there. The others must equal the
+    folder's.
     """
 
     from_: str | None = Field(None, alias="from")
@@ -33,11 +35,11 @@ class TowerConfig(Layered):
     mlp_width: PositiveInt
     merge: PositiveInt = 2
     rope_theta: PositiveFloat = 10_000.0
-    norm: Literal["rms", "layer"] = "rms"  # layer: with biases
+    norm: Literal["rms", "layer"] = "rms"  # layer: LayerNorm, with biases
     norm_epsilon: PositiveFloat = 1e-6
-    gelu: Gelu = "tanh"  # tanh: approximated by it
-    qkv_bias: bool = True  # the output always has one
-    key_bias: bool = True
+    gelu: Gelu = "tanh"  # tanh: its tanh approximation
+    qkv_bias: bool = True  # the output projection always has one
+    key_bias: bool = True  # false: queries and values alone have biases
     qk_norm: bool = False  # RMS norms of queries and keys, over all heads together
     layer_scale: bool = False  # vectors multiply what attention and MLP add (arXiv 2103.17239)
 
@@ -52,12 +54,12 @@ class TowerConfig(Layered):
 
     @property
     def projectors(self) -> int:
-        """Projectors of one token: of what the last layer yields, and of other layers."""
+        """Projectors of one token: of the last layer's output, and of other layers' outputs."""
         return 1
 
     @property
     def features_width(self) -> int:
-        """Numbers of a feature, as projectors read it."""
+        """Width of a feature: the outputs of all layers that projectors read, side by side."""
         return self.projectors * self.width
 
     @property
@@ -94,21 +96,23 @@ class TowerConfig(Layered):
 
 
 class ProjectorShapes(Section):
-    """The two matrices of a projector and what lies between them; with `linear`, there is one matrix alone.
+    """Shapes of a projector, which makes one language token of several features: two matrices with
+    a GELU between them, or one matrix with `linear`.
 
-    The features of a token are concatenated, or their mean is taken; with `norm`, what comes of that is normed.
+    The features of a token are concatenated or averaged first (`grouping`), and the result is
+    normed with `norm`.
     """
 
     mlp_width: PositiveInt | None = None  # none: the width of the decoder
     gelu: Gelu = "tanh"
     linear: bool = False
-    bias: bool = True  # of the one matrix; two always have some
+    bias: bool = True  # of the one matrix of `linear`; two matrices always have biases
     grouping: Literal["concatenated", "mean"] = "concatenated"
     norm: Literal["layer", "rms", "zero_centred_rms"] | None = None
     norm_epsilon: PositiveFloat = 1e-6
 
     def inputs(self, features: int, group: int) -> int:
-        """Numbers that the first matrix reads, of `group` features of so many."""
+        """Input width of the first matrix, for `group` features of width `features`."""
         return features if self.grouping == "mean" else group * features
 
     @model_validator(mode="after")
@@ -134,49 +138,52 @@ class ProjectorShapes(Section):
 
 
 class VisionConfig(LayerWindows, TowerConfig):
-    """Native-resolution vision transformer; `merge` x `merge` patches become one language token.
+    """Vision transformer at native resolution; `merge` x `merge` patches are a language token.
 
-    With `window`, layers attend inside windows of `window` x `window` patches, except `full_layers`,
-    which see the whole image. With `gated_mlp`, MLPs are SwiGLU (arXiv 2002.05202) with biases.
+    With `window`, layers attend inside windows of `window` x `window` patches, except
+    `full_layers`, which see the whole image. With `gated_mlp`, MLPs are SwiGLU (arXiv 2002.05202)
+    with biases.
 
-    With `patch_frames`, a patch has weights for so many frames of a video, one after another. An image
-    is such a video that stands still, so that its patches meet the sum of these weights. With `videos`, rows
-    hold all frames of each patch, twice the numbers for two, and conversations may have videos.
+    A patch spans `patch_frames` consecutive frames of a video, each with weights of its own. An
+    image counts as a video of equal frames, so its patches are multiplied by the sum of these
+    weights. With `videos`, conversations may have videos, and rows hold all frames of each patch
+    (twice the numbers for two frames).
 
-    With `deepstack_layers` (arXiv 2406.04334), what each of these layers yields has a projector of its own,
-    normed over the patches of a token; what it makes is added to the hidden states of that token after the first
-    layer of the decoder, the second, and so on.
+    The output of each of the `deepstack_layers` goes through its own projector, which norms the
+    concatenated patches of a token (arXiv 2406.04334). The results are added to the hidden states
+    of that token in the decoder: the first one after the first layer, and so on.
 
-    With `class_token`, one more token with an embedding and a position of its own goes through the layers of every
-    image, or of every tile of one, and leaves no feature (arXiv 2010.11929).
+    With `class_token`, every image, or every tile of one, has one more token, with a learned
+    embedding and position. It takes part in attention and yields no feature (arXiv 2010.11929).
     """
 
-    patch_size: PositiveInt = 14  # pixels of a side
+    patch_size: PositiveInt = 14  # side of a patch, in pixels
     patch_frames: PositiveInt = 1
     videos: bool = False
-    patch_bias: bool = True  # of the embedding of patches
+    patch_bias: bool = True  # of the patch embedding
     gated_mlp: bool = False
-    last_norm: bool = True  # after all layers
+    last_norm: bool = True  # a norm after the last layer
     class_token: bool = False
     projector: ProjectorShapes = ProjectorShapes()
-    deepstack_layers: tuple[int, ...] = ()  # counted from 0
-    # Rotary; or learned, one for each place of a square grid that every image has (table), or that is
-    # resampled to the image's own, bilinearly and antialiased (resampled); or rotary, and learned ones that are
-    # resampled bilinearly, corner to corner (rotary_and_resampled)
+    deepstack_layers: tuple[int, ...] = ()  # numbers of layers, from 0
+    # rotary: of queries and keys; table: learned, one for each patch of a square grid that every
+    # image has; resampled: a learned grid, resampled to the image's own (bilinear, antialiased);
+    # rotary_and_resampled: rotary, and a learned grid resampled with aligned corners (bilinear)
     positions: Literal["rotary", "table", "resampled", "rotary_and_resampled"] = "rotary"
-    position_grid: PositiveInt | None = None  # rows and columns of learned positions
-    # Of the colors, black being 0 and white 1: a patch is read as (color - mean) / std
+    position_grid: PositiveInt | None = None  # side of the grid of learned positions
+    # Mean of each color, from 0 (black) to 1 (white): the tower reads (color - mean) / std
     pixel_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    # Standard deviation of each color, on the same scale
     pixel_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.5, 0.5, 0.5)
 
     @property
     def patch_features(self) -> int:
-        """Numbers per patch: three colors of every pixel."""
+        """Numbers of a patch in one frame: three colors of every pixel."""
         return 3 * self.patch_size**2
 
     @property
     def row_frames(self) -> int:
-        """Frames of a patch that rows hold; an image is the same in all of them."""
+        """Frames of a patch that rows hold. For an image they are all the same."""
         return self.patch_frames if self.videos else 1
 
     @property
@@ -186,12 +193,12 @@ class VisionConfig(LayerWindows, TowerConfig):
 
     @property
     def merged(self) -> int:
-        """Tokens of attention that become one of the language."""
+        """Tokens of the tower's attention that become one language token."""
         return self.merge**2
 
     @property
     def learned_positions(self) -> int:
-        """Places that have learned positions; none: 0."""
+        """Number of learned positions; 0 if there are none."""
         return (self.position_grid or 0) ** 2 + self.class_token
 
     @property
@@ -274,36 +281,38 @@ Silence = Literal["unseen", "cut", "masked", "stem", "heard"]
 class AudioConfig(TowerConfig):
     """Log-mel encoder: a convolutional stem inside chunks of `chunk_frames` frames, then the tower.
 
-    The stem is two convolutions along time, of `stem_strides`; or with `stem_channels`, three along time and mels, each
-    of stride 2 and with so many channels, and a matrix (arXiv 2509.17765). Then a chunk is followed by empty slots up
-    to a whole token.
+    The stem is two convolutions along time, with strides `stem_strides`. With `stem_channels` it is
+    three convolutions along time and mels, each of stride 2 and with that many channels, and a
+    matrix (arXiv 2509.17765); empty slots then fill every chunk up to a whole token.
 
-    A clip ends inside a chunk, and no token of what is left of the chunk reaches the decoder. `silence` says
-    what the tower makes of it:
+    A clip usually ends inside a chunk, and the rest of that chunk yields no tokens for the decoder.
+    `silence` says how the tower treats the rest:
 
-        unseen    zeros in the frames; attention does not see it
-        cut       likewise, and the last frames of the clip hear silence after it
-        masked    likewise, and zeros after the first convolution
-        stem      frames of silence, which the convolutions hear, and attention does not see
-        heard     frames of silence, which the tower hears like the clip
+        unseen    its frames are zeros, and attention does not see it
+        cut       like unseen, but the last frames hear silence after the clip's end, where with
+                  unseen they hear the end mirrored
+        masked    like cut, and also set to zero after the first convolution
+        stem      its frames are silence, which the convolutions hear and attention does not see
+        heard     its frames are silence, which the whole tower hears like the clip
 
-    Where the last of the decoder's tokens reads more than the clip has, those features are zeros.
+    If the last language token of a clip reads more features than the clip has, those are zeros.
 
-    With `attention: chunk`, tokens see their own chunk, or `window_chunks` of them, not the whole clip. The means
-    of `pool` neighbouring tokens are normed last, those of whole groups alone: what is left at the end of a clip is
-    dropped.
+    With `attention: chunk`, a token sees its own chunk only, or with `window_chunks` its group of
+    that many chunks, instead of the whole clip. A feature is the mean of `pool` neighbouring
+    tokens, normed; tokens left over at the end of a clip are dropped.
     """
 
-    # The width of all convolutions of the stem
+    # Width of every convolution of the stem
     stem_kernel: ClassVar[int] = 3
-    # Of those along time and mels
+    # Strides of the convolutions along time and mels
     plane_strides: ClassVar[tuple[int, ...]] = (2, 2, 2)
 
     mel_bins: PositiveInt = 80
-    chunk_frames: PositiveInt = 64  # of data.audio.hop_length samples
+    chunk_frames: PositiveInt = 64  # one every data.audio.hop_length samples
     stem_strides: tuple[Literal[1, 2], Literal[2]] = (2, 2)
     stem_channels: PositiveInt | None = None
-    # One for each place of a chunk: learned (table), or waves (sinusoidal, arXiv 1706.03762)
+    # rotary: of queries and keys, over the whole clip; or one for each token of a chunk: learned
+    # (table), or sines and cosines (sinusoidal, arXiv 1706.03762)
     positions: Literal["rotary", "table", "sinusoidal"] = "rotary"
     silence: Silence = "unseen"
     attention: Literal["clip", "chunk"] = "clip"
@@ -313,12 +322,12 @@ class AudioConfig(TowerConfig):
 
     @property
     def stem_stride(self) -> int:
-        """Frames that become one token of attention."""
+        """Slots (frames) that become one token of the tower's attention."""
         return math.prod(self.stem_strides if self.stem_channels is None else self.plane_strides)
 
     @property
     def stem_mels(self) -> tuple[int, ...]:
-        """Mels that are left after each convolution along time and mels."""
+        """Height in mels of the output of each convolution along time and mels."""
         mels = [self.mel_bins]
         for stride in self.plane_strides:
             mels.append(-(-mels[-1] // stride))
@@ -326,29 +335,29 @@ class AudioConfig(TowerConfig):
 
     @property
     def stem_numbers(self) -> int:
-        """Numbers per slot that convolutions along time and mels yield, all together."""
+        """Numbers per slot that all convolutions along time and mels yield together."""
         slots = itertools.accumulate(self.plane_strides, operator.mul)
         outputs = zip(self.stem_mels, slots, strict=True)
         return (self.stem_channels or 0) * sum(-(-mels // per) for mels, per in outputs)
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of attention of a chunk."""
+        """Tokens of the tower's attention in a chunk."""
         return -(-self.chunk_frames // self.stem_stride)
 
     @property
     def chunk_slots(self) -> int:
-        """Slots of a row that a chunk takes: its frames, up to a whole token."""
+        """Slots that a chunk takes in a row: its frames, rounded up to a whole token."""
         return self.chunk_tokens * self.stem_stride
 
     @property
     def seen_slots(self) -> int:
-        """Slots that see one another with `attention: chunk`."""
+        """Slots of a group that see one another with `attention: chunk`."""
         return self.window_chunks * self.chunk_slots
 
     @property
     def merged(self) -> int:
-        """Tokens of attention that become one of the language."""
+        """Tokens of the tower's attention that become one language token."""
         return self.pool * self.merge
 
     @property
@@ -357,7 +366,7 @@ class AudioConfig(TowerConfig):
 
     @property
     def learned_positions(self) -> int:
-        """Places of a chunk that have learned positions; none: 0."""
+        """Learned positions of a chunk; 0 if there are none."""
         return self.chunk_tokens if self.positions == "table" else 0
 
     @model_validator(mode="after")

@@ -1,6 +1,7 @@
-"""Keys that change nothing, because of what another key says.
+"""Keys that have no effect because of the value of another key.
 
-They are named, not refused: `model.audio=null` on the command line is then enough to train without that tower.
+They are reported, not refused, so that `model.audio=null` on the command line is enough to train
+without that tower.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from jaxmllm.config.schema import PROJECTOR, Config, Section
 
-# The sections that speak of a part of the model
+# Sections that configure an optional component of the model
 SECTIONS = {
     "vision": ("components.vision", "components.projector.vision", "phases.vision", "data.images"),
     "audio": ("components.audio", "components.projector.audio", "phases.audio", "data.audio"),
@@ -25,7 +26,7 @@ SECTIONS = {
 
 
 def keys_without_effect(config: Config) -> dict[str, list[str]]:
-    """Keys that are set and change nothing, by the reason."""
+    """Keys that are set but have no effect, by the reason why."""
     keys: dict[str, list[str]] = {}
     for reason, path, of_section in _unread(config):
         said = [f"{path}.{key}" for key in _set_keys(config, path) if key in of_section]
@@ -35,7 +36,7 @@ def keys_without_effect(config: Config) -> dict[str, list[str]]:
 
 
 def _unread(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """A reason, a section, and those of its keys that are not read."""
+    """(reason, path of a section, keys of it that have no effect) triples."""
     for component, paths in SECTIONS.items():
         if component not in config.model.phases:
             for path in paths:
@@ -50,7 +51,7 @@ def _unread(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         yield from _of_stages(config)
     yield from _of_frozen_components(config)
     vision = config.model.vision
-    # As `alignment` in setup/row_shapes.py has them
+    # The same rule as in `alignment` (setup/row_shapes.py)
     if vision is not None and vision.window is not None and config.phases.vision.block % 64 == 0:
         yield "with model.vision.window, blocks have 64 tokens", "phases.vision", ("block",)
     if not config.may_share_rows:
@@ -97,7 +98,7 @@ def _of_frozen_components(config: Config) -> Iterator[tuple[str, str, tuple[str,
     projected = (*model.encoders, "language") if model.generators else model.encoders
     for name in (*model.phases, *(f"{PROJECTOR}{name}" for name in projected)):
         if components.of(name).freeze:
-            # How gradients are added is also that of adapters
+            # Adapters take these two keys from the component that they adapt.
             added = () if name in trained_adapters else ("reduce", "reduce_dtype")
             keys = ("learning_rate_scale", *added)
             yield f"components.{name} is frozen", f"components.{name}", keys
@@ -114,7 +115,7 @@ def _all_keys(config: Config, path: str) -> tuple[str, ...]:
 
 
 def _set_keys(config: Config, path: str) -> list[str]:
-    """Keys of a section whose values are not the usual ones."""
+    """Keys of a section whose values are not the defaults."""
     section = _section(config, path)
     fields = type(section).model_fields
     return [
@@ -123,7 +124,7 @@ def _set_keys(config: Config, path: str) -> list[str]:
 
 
 def _section(config: Config, path: str) -> Section:
-    """The section at a dotted path, in which a number is that of an entry of a list."""
+    """The section at a dotted path, in which numbers are indices of lists."""
 
     def child(node: Any, name: str) -> Any:
         return node[int(name)] if name.isdigit() else getattr(node, name)
