@@ -1,4 +1,5 @@
-"""What a run stands on, whatever it trains: processes, signals, checkpoints, files, locks, metrics, clocks.
+"""The foundations of a run, whatever it trains: processes, signals, checkpoints, files, locks,
+metrics, clocks.
 
-Knows the config alone.
+Of the other rooms it imports only the config.
 """

@@ -1,7 +1,6 @@
-"""The board: keys and values that all processes of a run share, as its coordinator keeps them.
+"""The board: keys and values that all processes of a run share, kept by its coordinator.
 
-Every wait here has a limit, and what passes a limit is a `HostsError` that names the processes that
-are missing.
+Every wait here has a time limit, after which a `HostsError` names the missing processes.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from jaxmllm.runtime.coordinator import ENDED
 
 POLL_SECONDS = 0.1  # between looks at the board while waiting for other processes
 RETRY_SECONDS = 0.2  # between attempts to connect
-REPLY_SECONDS = 10.0  # for one reply, before the connection counts as broken
+REPLY_SECONDS = 10.0  # time without a reply after which a connection counts as broken
 
 
 class HostsError(RuntimeError):
-    """The processes of a run differ, or one of them is missing; the message names it and says what to do."""
+    """The processes of a run differ, or one is missing; the message names it and a remedy."""
 
 
 class Board(Protocol):
-    """A key-value store that all processes of a run share; JAX's own client is one, too."""
+    """A key-value store that all processes of a run share. JAX's own client is one too."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
 
@@ -36,7 +35,7 @@ class Board(Protocol):
 
 
 class RemoteBoard:
-    """The board of a coordinator, over one connection that is made anew where it breaks.
+    """The board of a coordinator, over one connection that is made again when it breaks.
 
     Threads may share it. Every request raises `HostsError` when the coordinator has not answered
     for `patience_seconds`.
@@ -46,7 +45,8 @@ class RemoteBoard:
         self.patience_seconds = patience_seconds
         self._address = address
         self._process = process
-        # The same for all connections of this process, and no other's: two processes may have one number by mistake.
+        # Identifies this process on all its connections, because two processes may have been given
+        # the same number by mistake.
         self._name = f"{socket.gethostname()} {os.getpid()}.{time.time_ns()}"
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
@@ -57,7 +57,7 @@ class RemoteBoard:
         self._ask("set", key, value, allow_overwrite)
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        """Keys that begin with `key`, and their values."""
+        """(key, value) of all keys that begin with `key`."""
         return [(name, value) for name, value in self._ask("list", key)]
 
     def key_value_delete(self, key: str) -> None:
@@ -65,7 +65,7 @@ class RemoteBoard:
         self._ask("delete", key)
 
     def leave(self) -> None:
-        """Say goodbye: from now on this process is not missed."""
+        """Tell the coordinator that this process leaves, so that it does not count as dead."""
         self._ask("bye")
 
     def _ask(self, *request: Any) -> Any:
@@ -119,22 +119,22 @@ class RemoteBoard:
 
 
 def by_process(entries: Sequence[tuple[str, str]]) -> dict[int, str]:
-    """Values by the process number that ends their keys."""
+    """Values by process number, which is the last part of their keys."""
     return {int(key.rpartition("/")[2]): value for key, value in entries}
 
 
 def gather(
     board: Board, prefix: str, processes: int, seconds: float, say: Callable[[list[int]], str]
 ) -> dict[int, str]:
-    """Values below `prefix` of all processes, by process.
+    """Wait for the values of all processes below `prefix`, and return them by process.
 
-    Raises `HostsError` as soon as a process has ended, with its line, and with the line `say` gives
-    for the processes that are missing after `seconds`.
+    Raises `HostsError` with the line of a process as soon as one has ended, or, after `seconds`,
+    with the line that `say` returns for the missing processes.
     """
     deadline = time.monotonic() + seconds
     while True:
         values = by_process(board.key_value_dir_get(f"{prefix}/"))
-        if len(values) >= processes:  # more where one has a number that is too large
+        if len(values) >= processes:  # there are more if one has a number that is too large
             return values
         for line in by_process(board.key_value_dir_get(f"{ENDED}/")).values():
             raise HostsError(line)

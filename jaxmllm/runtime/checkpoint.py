@@ -1,13 +1,13 @@
-"""Checkpoints of a run: complete or absent, checked before they are believed, readable on any mesh.
+"""Checkpoints of a run: complete or absent, checked before they are used, readable on any mesh.
 
     state (pytree of sharded arrays) --save--> checkpoints/<step>  --restore(abstract state)--> state on this mesh
 
 Arrays are stored whole, whatever their sharding, so the devices, mesh and processes that read a
 checkpoint need not be those that wrote it. A checkpoint is written under a temporary name and
-renamed when its last byte is on disk: a process killed at any time leaves complete ones behind, and
-a draft that is swept away when the run is resumed. The last thing written before the renaming is
-`checksums.json`, size and CRC-32 of every file; a checkpoint is read only after all of them were
-found to be as written. All processes call every function here.
+renamed when its last byte is on disk: a process killed at any time leaves complete checkpoints
+behind, and a draft that is removed when the run is resumed. The last file written before the
+renaming is `checksums.json`, with size and CRC-32 of every other file; a checkpoint is read only
+after all files were found to match it. All processes must call every function here.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ from jaxmllm.runtime.checkpoint_files import (
 from jaxmllm.runtime.checkpoint_fit import BY_COMPONENT, with_trained_components
 
 DRAFT = "orbax-checkpoint-tmp"  # in the name of a folder that is being written
-DELETED = ".deleted"  # end of the name of a folder that is being deleted
-DAMAGED = ".damaged"  # end of the name of a folder that was found damaged and put aside
-# For one save: those, and those of a disk that writes so slowly and is read back for the checksums
+DELETED = ".deleted"  # suffix of a folder that is being deleted
+DAMAGED = ".damaged"  # suffix of a folder that was found damaged and put aside
+# Time limit of one save: a fixed part, and the time of a slow disk, where writing and reading back
+# for the checksums together reach this rate
 SAVE_SECONDS = 1200
 SLOW_BYTES_PER_SECOND = 50e6
 
@@ -52,21 +53,22 @@ SLOW_BYTES_PER_SECOND = 50e6
 class Checkpoints:
     """The checkpoints in one folder, the `keep` latest sound ones.
 
-    A checkpoint is sound unless `save` was told otherwise. One that is not is kept beside the sound
-    ones as long as it is the newest, and never counts for `keep`. Saving is asynchronous: `save`
+    A checkpoint is sound unless `save` was called with `sound=False`. An unsound one is kept only
+    as long as it is the newest, and never counts towards `keep`. Saving is asynchronous: `save`
     returns once the arrays are copied to the host, so the caller may donate them. An error while
     writing is raised by the next `save`, `wait` or `close`.
     """
 
     def __init__(self, directory: str | Path, keep: int, expected_bytes: int = 0) -> None:
-        """Checkpoints of `expected_bytes`; the more there are, the longer may a save take before it is an error."""
+        """Open a folder of checkpoints; `expected_bytes` of one extend the time limit of a save."""
         write_small_arrays_whole()
         self.directory = Path(directory).absolute()
         self.keep = keep
         self._handler = SealedHandler()
         self._seconds = SAVE_SECONDS + int(expected_bytes / SLOW_BYTES_PER_SECOND)
         self._writer = ocp.AsyncCheckpointer(self._handler, timeout_secs=self._seconds)
-        # Asked of the disk once: processes that look at a network file system later may see different things.
+        # Read from disk only once: processes that look later may see different states of a network
+        # file system.
         self._taken = set(self.steps)
         self._writing: int | None = None
         self._swept = False
@@ -78,22 +80,23 @@ class Checkpoints:
 
     @property
     def latest_step(self) -> int | None:
-        """The last checkpoint's step, be it one that is still being written here; none in a new folder."""
+        """Step of the last checkpoint, which may still be written here; None in a new folder."""
         return max(self._taken, default=None)
 
     def save(self, step: int, state: Any, sound: bool = True) -> bool:
-        """Begin to write `state`, a pytree of arrays, as checkpoint `step`; False if that one exists already."""
+        """Begin to write `state`, a pytree of arrays, as checkpoint `step`; return False if that
+        one exists already."""
         if step in self._taken:
             return False
         self.wait()
         self._taken.add(step)
         self._writing = step
         hush_writers(True)
-        self._handler.sound = sound  # read when this save is complete, which the next one waits for
+        self._handler.sound = sound  # read when this save is finalized; the next one waits for that
         with self._explained():
             if _is_main():
                 self._sweep()
-            # What a state has none of is left out, as it was in states before there was such a field
+            # Empty fields are left out, as in checkpoints from before these fields existed
             fields = {name: value for name, value in _fields(state).items() if value is not None}
             self._writer.save(self.directory / str(step), args=SealedSave(fields))
         return True
@@ -103,11 +106,12 @@ class Checkpoints:
     ) -> Any:
         """Read checkpoint `step` (default: the latest) into the structure of `abstract_state`.
 
-        Its leaves are `jax.ShapeDtypeStruct`s with the shardings that the arrays shall have, or
-        arrays. Where optimizer or averages hold other components than when the checkpoint was written,
-        those that are new begin at zero or at the parameters, and the others' are left out. Raises `DamagedError`
-        if its files are not what was written, and `CheckpointError` if there is no such checkpoint
-        or if paths, shapes or dtypes differ from those saved.
+        The leaves of `abstract_state` are arrays, or `jax.ShapeDtypeStruct`s with the shardings
+        that the arrays shall have. The optimizer or the averages may hold other components than
+        when the checkpoint was written: new ones begin at zero or at the parameters, and those no
+        longer there are left out. Raises `DamagedError` if the files are not what was written, and
+        `CheckpointError` if there is no such checkpoint or if paths, shapes or dtypes differ from
+        those saved.
         """
         self.wait()
         steps = self.steps
@@ -141,9 +145,9 @@ class Checkpoints:
     ) -> tuple[Any, int] | None:
         """(state, step) of the latest usable checkpoint; none in a new folder.
 
-        Damaged ones before it are named in a line each and put aside, as `<step>.damaged`, so that
-        their steps can be saved anew. Raises `DamagedError` if there are checkpoints and none is
-        usable.
+        Later ones that are damaged are each named in a line and put aside as `<step>.damaged`, so
+        that their steps can be saved again. Raises `DamagedError` if there are checkpoints and none
+        is usable.
         """
         self.wait()
         damaged: list[tuple[int, str]] = []
@@ -167,16 +171,18 @@ class Checkpoints:
         return None
 
     def wait(self) -> None:
-        """Block until every save that was begun is complete on disk. Raises `CheckpointError` if one is not."""
+        """Block until every save that was begun is complete on disk. Raises `CheckpointError` if
+        one fails."""
         with self._explained():
             self._writer.wait_until_finished()
             self._writing = None
             if _is_main():
                 self._prune()
-        hush_writers(False)  # not after an error, which has more to say as its tasks are forgotten
+        # Not after an error: its abandoned tasks are logged later, when they are garbage collected.
+        hush_writers(False)
 
     def close(self) -> None:
-        """Wait, then release threads."""
+        """Wait as `wait` does, then release the writer's threads."""
         self.wait()
         self._writer.close()
 
@@ -194,11 +200,12 @@ class Checkpoints:
         except CheckpointError as late:
             if error is None:
                 raise
-            print(f"error: {late}")  # besides the error that ends the run, and not in its place
+            print(f"error: {late}")  # in addition to the error that ends the run, not in its place
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Whatever the writer raises becomes one line: full disks and vanished folders come as many exceptions."""
+        """Turn any exception of the writer into a `CheckpointError` of one line: full disks and
+        vanished folders raise many kinds."""
         try:
             with quiet():
                 yield
@@ -213,7 +220,7 @@ class Checkpoints:
                 if complete
                 else "there is no complete one"
             )
-            # Of waiting for the disk, not of the disk itself
+            # A timeout of waiting for the save; those of the disk itself have an errno.
             if isinstance(error, TimeoutError) and error.errno is None:
                 raise CheckpointError(
                     f"checkpoint {step} was not complete in {self.directory} within {self._seconds} s; {latest}: see "
@@ -225,16 +232,17 @@ class Checkpoints:
             ) from error
 
     def _sweep(self) -> None:
-        """Remove what killed processes left, once."""
+        """Make the folder and, the first time, remove what killed processes left there."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if not self._swept:
             sweep(self.directory)
         self._swept = True
 
     def _prune(self) -> None:
-        """Delete checkpoints that need not be kept, each absent before its first file is.
+        """Delete checkpoints that need not be kept. Each is renamed first, so that none is partial.
 
-        One that cannot be read counts for nothing, but may be readable later: it goes when `keep` sound ones are newer.
+        One whose soundness cannot be read does not count towards `keep`, but may be readable later:
+        it is deleted when `keep` sound ones are newer.
         """
         soundness = {step: is_sound(self.directory / str(step)) for step in self.steps}
         sound = [step for step in soundness if soundness[step]]
@@ -255,7 +263,9 @@ class Checkpoints:
 
 
 def sweep(directory: Path) -> None:
-    """Remove checkpoints that killed processes left half written or half deleted; for who holds the run folder.
+    """Remove checkpoints that killed processes left half written or half deleted.
+
+    Only the process that holds the run folder may call it.
 
     Raises `OSError`.
     """
@@ -265,7 +275,7 @@ def sweep(directory: Path) -> None:
 
 
 def saved_steps(directory: Path) -> list[int]:
-    """Steps of the complete checkpoints in a folder, ascending; none where there is no folder."""
+    """Steps of the complete checkpoints in a folder, ascending; empty if there is no folder."""
     try:
         return sorted(int(entry.name) for entry in directory.iterdir() if entry.name.isdecimal())
     except FileNotFoundError:
@@ -281,7 +291,8 @@ def state_bytes(abstract_state: Any) -> int:
 
 
 def check_space(directory: Path, needed: int) -> None:
-    """Raise `CheckpointError` unless `needed` bytes are free where `directory` (which may not exist yet) lies."""
+    """Raise `CheckpointError` unless `needed` bytes are free on the disk of `directory`, which need
+    not exist yet."""
     folders = (directory.absolute(), *directory.absolute().parents)
     existing = next(folder for folder in folders if folder.exists())
     free = shutil.disk_usage(existing).free
@@ -293,7 +304,8 @@ def check_space(directory: Path, needed: int) -> None:
 
 
 def begun_averages(params: Any, abstract: Any) -> Any:
-    """Running averages that begin at the parameters: copies of those that `abstract` has the shapes of."""
+    """First running averages: copies of the parameters that `abstract` has, with its dtypes and
+    shardings."""
 
     def part(params: Any, like: Any) -> Any:
         if isinstance(like, dict):
@@ -305,7 +317,7 @@ def begun_averages(params: Any, abstract: Any) -> Any:
 
 
 def _zeros(abstract: Any) -> Any:
-    """Arrays of the given shapes, types and shardings: the state of an optimizer before its first update."""
+    """Zeros of these shapes, dtypes and shardings: optimizer state before the first update."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     make = jax.jit(
         lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract),
@@ -315,7 +327,7 @@ def _zeros(abstract: Any) -> Any:
 
 
 def _fields(state: Any) -> dict[str, Any]:
-    """The top level of a state, a dict or a namedtuple."""
+    """The top level of a state, which is a dict or a namedtuple, as a dict."""
     return dict(state) if isinstance(state, dict) else state._asdict()
 
 

@@ -1,10 +1,9 @@
-"""The files of one checkpoint: written with their checksums, and believed only after these were compared.
+"""The files of one checkpoint: written with checksums, and used only after these were compared.
 
     arrays --SealedSave--> files, then checksums.json: size and CRC-32 of each
     files --check_files--> as written, or `DamagedError` --saved_specs, read_arrays--> shapes, arrays
 
-Processes share the work of checking. Whatever orbax, tensorstore or the disk raises becomes one
-line.
+Processes share the work of checking. Errors of orbax, tensorstore or the disk become one line.
 """
 
 from __future__ import annotations
@@ -30,29 +29,29 @@ CHECKSUMS_FILE = "checksums.json"
 UNSEALED = (
     "_CHECKPOINT_METADATA",
     CHECKSUMS_FILE,
-)  # orbax stamps the former once more at the end; nothing reads it
-LONGEST_REASON = 300  # characters of another library's message that are quoted
+)  # orbax rewrites the first one after the checksums are made; nothing reads it
+LONGEST_REASON = 300  # most characters quoted of another library's message
 REPLICA_SLICE_BYTES = 64 << 20  # smaller arrays are written whole, by one process
-READ_BYTES = 16 << 20  # of a file that are summed at a time
-READ_THREADS = 8  # CRC-32 releases the interpreter lock
+READ_BYTES = 16 << 20  # read of a file at a time for its checksum
+READ_THREADS = 8  # they run in parallel, because CRC-32 releases the interpreter lock
 
 ArrayPath = tuple[str, ...]  # of an array in a state
 ArraySpec = tuple[tuple[int, ...], str]  # shape, dtype
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint or run folder that cannot be continued from; the message says what differs and what to do."""
+    """A run cannot continue from a checkpoint or run folder; the message says why, and a remedy."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose files are not what was written."""
+    """The files of a checkpoint are not what was written."""
 
 
 # ---------------------------------------------------------------------------- writing
 
 
 class SealedHandler(ocp.StandardCheckpointHandler):
-    """Writes the checksums of a checkpoint as the last of its files, before orbax gives it its name."""
+    """Writes the checksums of a checkpoint as its last file, before orbax renames the folder."""
 
     sound = True
 
@@ -79,17 +78,17 @@ class SealedHandler(ocp.StandardCheckpointHandler):
 @ocp.args.register_with_handler(SealedHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class SealedSave(ocp.args.StandardSave):
-    """Says to orbax that `SealedHandler` writes this."""
+    """Save arguments that make orbax use `SealedHandler`."""
 
 
 def write_small_arrays_whole() -> None:
-    """Replicas share the writing of an array by slicing it, which compiles a program for every
-    shape and device: worth it for large arrays alone."""
+    """Make one process write each small array. By default replicas share the writing of an array by
+    slicing it, which compiles a program for each shape and device: only large arrays gain."""
     handler = ocp.type_handlers.ArrayHandler(
         min_slice_bytes_for_replica_parallel=REPLICA_SLICE_BYTES
     )
     verbosity = absl.logging.get_verbosity()
-    # Orbax warns of any handler that replaces its own
+    # Orbax warns about any handler that replaces its own
     absl.logging.set_verbosity(absl.logging.ERROR)
     ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
     absl.logging.set_verbosity(verbosity)
@@ -99,13 +98,14 @@ def write_small_arrays_whole() -> None:
 
 
 def check_files(location: Path) -> None:
-    """Raise `DamagedError` unless every file of a checkpoint is what was written; processes share the work."""
+    """Raise `DamagedError` unless every file of a checkpoint is what was written. Processes share
+    the work."""
     if problem := agreed_problem(_damage(location, jax.process_index(), jax.process_count())):
         raise DamagedError(f"checkpoint {location} is damaged: {problem}")
 
 
 def is_sound(location: Path) -> bool | None:
-    """Whether a checkpoint was saved as a sound one; None where its files do not tell."""
+    """Whether a checkpoint was saved as a sound one; None if its files do not say."""
     try:
         return bool(_checksums(location)["sound"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -113,7 +113,8 @@ def is_sound(location: Path) -> bool | None:
 
 
 def _damage(location: Path, start: int, step: int) -> str | None:
-    """What is wrong with every `step`-th file from number `start` on; none: nothing."""
+    """The first problem found in every `step`-th file from number `start` on; None if there is
+    none."""
     try:
         files = dict(_checksums(location)["files"])
     except FileNotFoundError:
@@ -146,7 +147,7 @@ def _checksums(location: Path) -> dict[str, Any]:
 
 
 def _checksum(path: Path) -> tuple[int, int]:
-    """(bytes, CRC-32) of a file."""
+    """(size in bytes, CRC-32) of a file."""
     size = checksum = 0
     with path.open("rb") as stream:
         while block := stream.read(READ_BYTES):
@@ -161,7 +162,7 @@ def _checksum(path: Path) -> tuple[int, int]:
 def read_arrays(location: Path, abstract: Any) -> Any:
     """The arrays of a checkpoint that `abstract` names, with the shardings given there.
 
-    Raises `DamagedError` if they cannot be read, in one line.
+    Raises `DamagedError`, with a message of one line, if they cannot be read.
     """
     target = jax.tree.map(_shape_of, abstract)
     problem = None
@@ -173,7 +174,7 @@ def read_arrays(location: Path, abstract: Any) -> Any:
                 item=target, restore_args=arguments, partial_restore=True
             )
             arrays = ocp.PyTreeCheckpointHandler().restore(location.absolute(), args=arguments)
-    except Exception as error:  # a damaged file can fail anywhere in orbax, tensorstore and JSON
+    except Exception as error:  # damage can raise anything, in orbax, tensorstore and JSON
         problem = one_line(error)
     if problem := agreed_problem(problem):
         raise DamagedError(f"checkpoint {location} cannot be read: {problem}")
@@ -181,7 +182,7 @@ def read_arrays(location: Path, abstract: Any) -> Any:
 
 
 def saved_specs(location: Path) -> dict[ArrayPath, ArraySpec]:
-    """Shape and dtype of the arrays of a checkpoint by path. Raises `DamagedError`."""
+    """Shape and dtype of every array of a checkpoint, by path. Raises `DamagedError`."""
     problem = None
     specs = {}
     try:
@@ -196,7 +197,8 @@ def saved_specs(location: Path) -> dict[ArrayPath, ArraySpec]:
 
 
 def array_specs(tree: Any) -> dict[ArrayPath, ArraySpec]:
-    """Shape and dtype by path; a namedtuple's field and a dict's key read alike, as they are stored."""
+    """Shape and dtype of every array of a tree, by path. Fields of namedtuples and keys of dicts
+    are written the same way, as they are stored."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {
         tuple(map(_key_name, path)): (tuple(leaf.shape), np.dtype(leaf.dtype).name)
@@ -217,7 +219,8 @@ def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No records of logging: orbax and asyncio log an error of the disk in hundreds of lines besides raising it."""
+    """Context without log records: orbax and asyncio log an error of the disk in hundreds of lines
+    in addition to raising it."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -227,8 +230,8 @@ def quiet() -> Iterator[None]:
 
 
 def hush_writers(on: bool) -> None:
-    """Keep errors that the threads of orbax and asyncio log out of the log, or no longer: `quiet` while the main thread
-    does not wait for them."""
+    """Begin (`on`) or cease to keep error records of the threads of orbax and asyncio out of the
+    log: `quiet` covers only the time in which the main thread waits for them."""
     for name in ("absl", "asyncio"):
         logger = logging.getLogger(name)
         (logger.addFilter if on else logger.removeFilter)(_below_error)
@@ -239,7 +242,7 @@ def _below_error(record: logging.LogRecord) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """One line of an exception; of a group or chain, the first that says something of the disk."""
+    """One line that describes an exception: of a chain, the first that comes from the disk."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

@@ -1,5 +1,5 @@
-"""Does a checkpoint fit the model? Differences by array, and what of optimizer states and averages can be taken
-over."""
+"""Whether a checkpoint fits the model: differences by array, and the optimizer states and averages
+that can be taken over."""
 
 from __future__ import annotations
 
@@ -9,29 +9,33 @@ from typing import Any, NamedTuple
 
 from jaxmllm.runtime.checkpoint_files import ArrayPath, ArraySpec, CheckpointError, array_specs
 
-SHOWN = 5  # differences listed in an error before "and n more"
+SHOWN = 5  # most differences listed in an error, before "and n more"
 
 
 class Changing(NamedTuple):
-    """What a field of a state holds of components that may come and go, in words."""
+    """Words for messages about a field of a state, in which components may appear or disappear."""
 
     what: str
     begins: str
     dropped: str
 
 
-# Fields of a state, by name
+# By name of a field of the state
 BY_COMPONENT = {
     "optimizer": Changing("optimizer state", "at zero", "the components are frozen"),
     "averages": Changing("running average", "at the parameters", "the components have no ema"),
 }
-Components = dict[str, list[str]]  # by field of `BY_COMPONENT`
+Components = dict[str, list[str]]  # names of components, by field of `BY_COMPONENT`
 
 
 def with_trained_components(
     fields: dict[str, Any], saved: Mapping[ArrayPath, ArraySpec], location: Path
 ) -> tuple[dict[str, Any], Components, Components]:
-    """(what to read of a checkpoint, by field the components that are not in it, those it has besides)."""
+    """Compare a state with a saved one: (fields to read from the checkpoint, components that are
+    not in it, components that only it has), the last two by field.
+
+    Raises `CheckpointError` if any other arrays differ.
+    """
     fresh: Components = {}
     unused: Components = {}
     target = {name: value for name, value in fields.items() if value is not None}
@@ -65,7 +69,7 @@ def with_trained_components(
 def differences(
     saved: Mapping[ArrayPath, ArraySpec], expected: Mapping[ArrayPath, ArraySpec]
 ) -> Iterator[str]:
-    """A line for each array that one side lacks, or has in another shape or dtype."""
+    """Yield a line for each array that one side lacks or has with another shape or dtype."""
     for path in sorted(saved.keys() | expected.keys()):
         saved_spec = saved.get(path)
         model_spec = expected.get(path)
@@ -87,7 +91,7 @@ def _mismatch(location: Path, unequal: list[str]) -> str:
 
 
 def listed(lines: list[str]) -> str:
-    """Some lines, indented, with a count of those that are not shown."""
+    """The first lines, indented, and a count of those that are not shown."""
     unshown = len(lines) - SHOWN
     shown = lines[:SHOWN] + ([f"... and {unshown} more"] if unshown > 0 else [])
     return "\n".join(f"  {line}" for line in shown)

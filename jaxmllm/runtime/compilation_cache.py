@@ -1,9 +1,9 @@
-"""Compiled programs on disk, so that a run that starts again does not compile for minutes.
+"""Compiled programs on disk, so that a run that starts again need not compile for minutes.
 
 config --keep_programs--> JAX's settings, before anything is compiled --describe--> a line for the log
 
-JAX keys every program by its text, the compiler's version and options, and the devices; what does not
-match is compiled. The first process writes, all read: give several hosts a folder that they share.
+JAX finds programs by their text, the compiler's version and options, and the devices; it compiles
+those that it does not find. Only the first process writes, and all read, so hosts share a folder.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ FOLDER = "compiled"  # next to the run folder
 
 
 def keep_programs(config: Config) -> None:
-    """Set JAX's cache as `run.compilation_cache` says; nothing may have been compiled yet.
+    """Set up JAX's cache as `run.compilation_cache` says; nothing may have been compiled before.
 
-    `auto` leaves alone what JAX_COMPILATION_CACHE_DIR says.
+    With `auto`, JAX_COMPILATION_CACHE_DIR takes precedence.
     """
     folder = config.run.compilation_cache
     if folder == "auto":
@@ -31,21 +31,21 @@ def keep_programs(config: Config) -> None:
         jax.config.update("jax_enable_compilation_cache", False)
         return
     jax.config.update("jax_compilation_cache_dir", folder)
-    # By default JAX keeps only what took a second: the many small programs of a start add up
+    # By default JAX keeps only programs that took a second, but a start has many small ones
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def reason_against(config: Config) -> str | None:
-    """Why a config's programs are compiled anew whatever it says; none where they may be kept."""
-    # Pipelines' programs that XLA's CPU client read from disk have hung in their collectives, or
-    # damaged the heap (jax 0.10.2): not each time, and never those that it had compiled itself
+    """Why the programs of a config are never kept, whatever it says; None if they may be."""
+    # Programs of pipelines that XLA's CPU client read from disk have sometimes hung in their
+    # collectives or damaged the heap (jax 0.10.2); those that it had compiled itself never did.
     if config.pipeline.stages > 1 and jax.default_backend() == "cpu":
         return "on CPU, programs of pipelines that are read from disk may hang"
     return None
 
 
 def check_kept(config: Config) -> None:
-    """Raise `ConfigError` unless programs that this process compiles are kept."""
+    """Raise `ConfigError` unless the programs that this process compiles are kept on disk."""
     if reason := reason_against(config):
         raise ConfigError(f"compiled programs would not be kept: {reason}")
     if not _kept_in():
@@ -56,7 +56,7 @@ def check_kept(config: Config) -> None:
 
 
 def describe(config: Config) -> str:
-    """Where compiled programs are kept."""
+    """Line for the log that says where compiled programs are kept."""
     if reason := reason_against(config):
         return f"compiled programs: not kept: {reason}"
     folder = _kept_in()
@@ -64,7 +64,7 @@ def describe(config: Config) -> str:
 
 
 def _kept_in() -> str | None:
-    """The folder of JAX's cache, where it keeps anything."""
+    """Folder of JAX's cache; None if it is off or has none."""
     enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     folder: str | None = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     return folder if enabled else None

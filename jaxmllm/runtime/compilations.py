@@ -1,18 +1,17 @@
-"""How many programs were compiled: after the first steps of a run, none."""
+"""Count of compiled programs. After the first steps of a run there should be no more."""
 
 from __future__ import annotations
 
 import jax
 
-# Recorded by JAX around each hand-over of a program to XLA; one for every new program, none for a program in use.
+# Event that JAX records when it hands a program to XLA, which it does once for each new program
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 
 
 class CompilationCounter:
-    """Counts the programs that XLA has been given since this counter was made, by `jit` or ahead of time.
+    """Counts programs that JAX hands to XLA from its creation on, by `jit` or ahead of time.
 
-    A program that JAX's persistent cache already holds counts too: it is a new program to this
-    process.
+    A program that JAX's persistent cache holds counts too, because it is new to this process.
     """
 
     def __init__(self) -> None:

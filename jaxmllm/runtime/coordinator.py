@@ -1,14 +1,15 @@
-"""The meeting place of a run's processes, a process of its own that process 0 starts and that outlives it by seconds.
+"""The meeting place of a run's processes: a separate process that process 0 starts, and that
+outlives it by seconds.
 
     process p --one TCP connection, a line of JSON each way--> board: keys and values that all processes share
-    process p --jax.distributed--> JAX's coordination service, on a port that the board tells
+    process p --jax.distributed--> JAX's coordination service, on a port that is posted on the board
 
-A process of its own, because JAX ends every process with pages of text in the instant in which the service is gone:
-here it lives on for the seconds in which the others read who has died. The board notices a process
-that is killed, by its connection. Nobody has to prove who they are: see launch/README.md for what
-must be firewalled.
+It is a separate process because JAX ends every process, with pages of text, at the moment the
+service is gone: here the service survives for the seconds in which the others read who has died.
+The board notices by its connection that a process was killed. There is no authentication:
+launch/README.md says what must be firewalled.
 
-Run as a file, with the standard library and jaxlib alone.
+This file is run as a script, and imports only the standard library and jaxlib.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ import socket
 import sys
 from typing import Any
 
-ENDED = "ended"  # below it, by process: the line that says why that process has ended
-RECONNECT_SECONDS = 3.0  # that a process may be without a connection before it counts as dead
-# That the board stays after the death of process 0, for the others to read of it
+ENDED = "ended"  # folder of keys, one for each process that has ended: the line that says why
+RECONNECT_SECONDS = 3.0  # time without a connection after which a process counts as dead
+# Time that the board stays after the death of process 0, so that the others can read about it
 LINGER_SECONDS = 15.0
-LINE_BYTES = 16 << 20  # of one request, such as the facts of a process
+LINE_BYTES = 16 << 20  # most bytes of one request, such as the facts of a process
 
 
 class BoardServer:
-    """Keys and values, and who is connected."""
+    """The board: keys and values, and which processes are connected."""
 
     def __init__(self) -> None:
-        # By all of a key before its last "/": thousands of processes look for a few keys each second
+        # Keys and values, by the part of the key before its last "/", so that a look is quick:
+        # thousands of processes look for a few keys every second
         self.folders: dict[str, dict[str, str]] = {}
-        self.hosts: dict[int, str] = {}  # of the processes that have said hello and not yet goodbye
-        self.connections: dict[int, int] = {}  # how many each of these has
+        self.hosts: dict[int, str] = {}  # of processes that have said hello and not yet bye
+        self.connections: dict[int, int] = {}  # number of open connections by process
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the requests of one connection."""
+        """Answer the requests of one connection until it closes."""
         process: int | None = None
         try:
             while line := await reader.readline():
@@ -53,7 +55,7 @@ class BoardServer:
                 writer.write(json.dumps(reply).encode() + b"\n")
                 await writer.drain()
         except (OSError, ValueError, KeyError, TypeError, IndexError):
-            pass  # a connection that breaks, or that does not speak this protocol, is closed
+            pass  # connections that break or do not speak this protocol are closed below
         finally:
             if process is not None:
                 self.connections[process] -= 1
@@ -61,7 +63,7 @@ class BoardServer:
             writer.close()
 
     def enter(self, process: int, name: str) -> str | None:
-        """Note a connection; the host that has this process number already, if it is another."""
+        """Note a connection; return the name of another process with this number, or None."""
         holder = self.hosts.get(process)
         self.connections[process] = self.connections.get(process, 0) + 1
         if holder not in (None, name):
@@ -70,7 +72,7 @@ class BoardServer:
         return None
 
     def miss(self, process: int) -> None:
-        """Note that a process is dead, unless it has said goodbye or is connected again."""
+        """Note that a process is dead, unless it has said bye or is connected again."""
         if process in self.hosts and not self.connections[process]:
             line = (
                 f"process {process} ({self.hosts[process].partition(' ')[0]}) was killed or crashed"
@@ -78,7 +80,7 @@ class BoardServer:
             self.answer("set", f"{ENDED}/{process}", line)
 
     def answer(self, verb: str, key: str, value: str = "", overwrite: bool = False) -> Any:
-        """The reply to a request."""
+        """Carry out a request, and return the reply."""
         folder = key.rpartition("/")[0]
         if verb == "set":
             values = self.folders.setdefault(folder, {})
@@ -104,7 +106,7 @@ class BoardServer:
 
 
 def free_port(host: str | None) -> int:
-    """A port that nothing listens on."""
+    """A port on which nothing listens."""
     family = socket.AF_INET6 if host and ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((host or "", 0))
@@ -112,7 +114,7 @@ def free_port(host: str | None) -> int:
 
 
 def start_jax_service(host: str | None, processes: int, heartbeat_seconds: int) -> tuple[Any, int]:
-    """JAX's coordination service and its port."""
+    """Start JAX's coordination service; return it and its port."""
     from jaxlib import _jax
 
     port = free_port(host)
@@ -127,12 +129,13 @@ def start_jax_service(host: str | None, processes: int, heartbeat_seconds: int) 
 
 
 async def keep(host: str | None, port: int, processes: int, heartbeat_seconds: int) -> None:
-    """Listen until process 0, which holds the other end of our input, is gone."""
+    """Serve until process 0, which holds the other end of this process's stdin, is gone, and then
+    until the others have read of it."""
     board = BoardServer()
     try:
         server = await asyncio.start_server(board.serve, host, port, limit=LINE_BYTES)
     except OSError as error:
-        code = error.errno or 0  # below 0 where a host cannot be looked up
+        code = error.errno or 0  # negative if a host cannot be looked up
         reason = os.strerror(code) if code > 0 else error.strerror or str(error)
         print(json.dumps({"error": reason}), flush=True)
         return
@@ -145,7 +148,7 @@ async def keep(host: str | None, port: int, processes: int, heartbeat_seconds: i
             break
         await asyncio.sleep(0.1)
     server.close()
-    # Its orderly shutdown waits for processes that may be dead.
+    # An orderly shutdown of the service would wait for processes that may be dead.
     os._exit(0)
 
 

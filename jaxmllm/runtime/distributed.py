@@ -1,4 +1,4 @@
-"""Joining the processes of one run, from environment variables that the launchers set.
+"""Join the processes of one run, as environment variables describe them that launchers set.
 
 process 0 starts the coordinator --> all meet at its board, compare config and versions --> jax.distributed
 """
@@ -36,11 +36,12 @@ STOPPED_CODE = "JAXMLLM_STOPPED_CODE"  # exit code after a signal; 0 tells some 
 AUTO = "auto"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
-COORDINATOR_SECONDS = 60.0  # that the coordinator may take to start
-# JAX ends processes with pages of text when a peer is silent for its own limits: the watchdog must come first.
+COORDINATOR_SECONDS = 60.0  # time limit for the start of the coordinator
+# Added to JAX's own time limits, because JAX ends processes with pages of text when a peer is
+# silent for that long: the watchdog must come first.
 JAX_SLACK_SECONDS = 120
 PACKAGES = ("jax", "jaxlib", "numpy", "numba", "flax", "optax", "orbax-checkpoint", "grain")
-# Hosts may keep the data at different places, and read it as fast as each of them can.
+# Keys that may differ between hosts: where each keeps its data, and how fast it reads them
 HOST_KEYS = (
     "data.root",
     "data.index_cache",
@@ -54,12 +55,13 @@ CPU_THREADS_PER_DEVICE = 4
 
 
 def reserve_cpu_threads(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Give XLA's CPU client enough threads for the forced devices; call it before anything asks JAX for devices.
+    """Give XLA's CPU client enough threads for the forced devices; call it before anything asks JAX
+    for devices.
 
     A collective on CPU holds a thread until every device has joined it. The client has as many
-    threads as cores or devices, so with more devices than cores all of them can end up waiting in
-    different collectives, for ever. The client takes the number of its threads from NPROC, which is
-    left alone where it is set.
+    threads as cores or devices, so with more devices than cores all threads can end up waiting in
+    different collectives, for ever. The client reads the number of its threads from NPROC, which is
+    left as it is if set.
     """
     forced = re.search(
         r"xla_force_host_platform_device_count=(\d+)", environment.get("XLA_FLAGS", "")
@@ -69,8 +71,8 @@ def reserve_cpu_threads(environment: MutableMapping[str, str] = os.environ) -> N
 
 
 def start_jax(config: Config) -> None:
-    """All that JAX must be told before anything asks it for devices: threads, memory, 64 bits, the processes of the
-    run; and where it keeps compiled programs.
+    """Set up JAX before anything asks it for devices: threads, memory, 64 bits, the processes of
+    the run, and where it keeps compiled programs.
 
     Raises `LaunchError` and `HostsError` as `initialize_distributed` does.
     """
@@ -82,7 +84,7 @@ def start_jax(config: Config) -> None:
 
 
 class LaunchError(ValueError):
-    """Environment variables that do not describe a process of a run, or that cannot be followed."""
+    """Environment variables describe no process of a run, or one that cannot be started."""
 
 
 def initialize_distributed(
@@ -93,8 +95,8 @@ def initialize_distributed(
     """Join the run that the environment describes; without its variables this is a run of one process.
 
     A process takes the devices visible to it (CUDA_VISIBLE_DEVICES, JAX_LOCAL_DEVICE_IDS). The
-    coordinator `auto` leaves everything to JAX's own detection, which is the way of a TPU pod. Call
-    it before anything asks JAX for devices. `facts` must be equal on all processes. Raises
+    coordinator `auto` leaves everything to JAX's own detection, which is meant for TPU pods. Call
+    this before anything asks JAX for devices. `facts` must be equal on all processes. Raises
     `LaunchError` on partial or ill-formed variables and on a port that is in use, `HostsError` when
     processes are missing after `limits.start_timeout` or have other facts.
     """
@@ -103,7 +105,8 @@ def initialize_distributed(
     limits = limits or DistributedConfig()
     address = _read(environment)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # JAX's own service takes SIGTERM alone, and by C; runtime/signals.py agrees on a step for every signal.
+    # JAX's own service handles only SIGTERM, with a C handler; runtime/signals.py agrees on a step
+    # for every signal instead.
     jax.config.update("jax_enable_preemption_service", False)
     if address is None:
         _join_detected(limits, facts or {})
@@ -112,7 +115,7 @@ def initialize_distributed(
 
 
 def stopped_code(environment: Mapping[str, str] = os.environ) -> int:
-    """Exit code of a run that a signal stopped after it had saved."""
+    """Exit code of a run that saved a checkpoint because a signal stopped it."""
     if not environment.get(STOPPED_CODE):
         return 0
     code = _integer(environment, STOPPED_CODE, 0)
@@ -122,7 +125,8 @@ def stopped_code(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def facts_of(config: Config) -> dict[str, str]:
-    """What must be equal on all processes before anything is read: the config by dotted key, versions, the code."""
+    """Facts that must be equal on all processes before anything is read: the config by dotted key,
+    versions, and the code."""
     facts = {
         key: repr(value)
         for key, value in dotted_values(config_tree(config))
@@ -159,7 +163,7 @@ def _join(
         )
     board = RemoteBoard((host, port), process, limits.start_timeout)
     titles = _meet(board, process, processes, socket.gethostname(), f"{host}:{port}", limits)
-    # From here on the coordinator is there, and its silence is that of process 0.
+    # From here on the coordinator has been reached, so its silence counts as that of process 0.
     board.patience_seconds = limits.peer_timeout
     hosts.joined(hosts.Hosts(process, titles, board, limits.start_timeout, limits.peer_timeout))
     hosts.compare(
@@ -172,12 +176,13 @@ def _join(
         f"[{host}]:{jax_port}" if ":" in host else f"{host}:{jax_port}",
         processes,
         process,
-        # Detection would pin a Slurm task to one device, whatever the number of tasks a node.
+        # Detection would pin a Slurm task to one device, however many tasks a node has.
         cluster_detection_method="deactivate",
         initialization_timeout=int(limits.start_timeout),
         heartbeat_timeout_seconds=heartbeat_seconds,
         shutdown_timeout_seconds=heartbeat_seconds,
-        # The service that JAX starts here stays idle: that of the coordinator outlives this process.
+        # The service that JAX starts at this address stays idle: processes use the coordinator's
+        # service, which outlives process 0.
         coordinator_bind_address="127.0.0.1:0",
     )
 
@@ -190,7 +195,7 @@ def _meet(
     coordinator_address: str,
     limits: DistributedConfig,
 ) -> tuple[str, ...]:
-    """Host names of all processes, once all have come."""
+    """Wait for all processes and return their host names."""
     board.key_value_set(f"here/{process}", json.dumps([name, processes]), True)
 
     def missing(absent: list[int]) -> str:
@@ -214,7 +219,7 @@ def _meet(
 
 
 def _join_detected(limits: DistributedConfig, facts: Mapping[str, str]) -> None:
-    """Join what JAX detects, with the key-value store of its own coordinator as the board."""
+    """Join the processes that JAX detects; the key-value store of its coordinator is the board."""
     try:
         jax.distributed.initialize(
             initialization_timeout=int(limits.start_timeout),
@@ -246,8 +251,8 @@ def _join_detected(limits: DistributedConfig, facts: Mapping[str, str]) -> None:
 def start_coordinator(
     bind: str, port: int, processes: int, heartbeat_seconds: int
 ) -> subprocess.Popen[bytes]:
-    """Start the coordinator, which ends by itself after this process; raises `LaunchError` if it cannot listen or
-    fails."""
+    """Start the coordinator, which ends by itself after this process. Raises `LaunchError` if it
+    cannot listen or fails."""
     command = [
         sys.executable,
         "-P",
@@ -257,7 +262,8 @@ def start_coordinator(
         str(processes),
         str(heartbeat_seconds),
     ]
-    # Signals to the group of this process must not end the coordinator: what is blocked here stays blocked in it.
+    # Signals to this process's group must not end the coordinator, so they are blocked while it is
+    # started: it inherits the mask.
     blocked = signal.pthread_sigmask(
         signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     )
@@ -298,11 +304,11 @@ def start_coordinator(
 
 _coordinators: list[
     subprocess.Popen[bytes]
-] = []  # kept, for each ends when the pipe to it is closed
+] = []  # kept, because a coordinator ends when the pipe to it is closed
 
 
 def _read(environment: Mapping[str, str]) -> tuple[str, int, int, int] | None:
-    """(host, port, processes, process id); None for automatic detection."""
+    """(host, port, processes, process id) from the environment; None for automatic detection."""
     address = environment.get(COORDINATOR, "")
     if address == AUTO:
         extra = [name for name in (PROCESSES, PROCESS_ID) if environment.get(name)]

@@ -1,4 +1,4 @@
-"""Files of a run folder that are either the old ones or the new ones, whenever the process dies."""
+"""Files of a run folder, replaced atomically: a kill leaves either the old one or the new one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, content: str | bytes | Iterable[str]) -> None:
-    """Replace the file at `path` by `content` (text as UTF-8, or pieces of it); its folder is made if need be.
+    """Replace the file at `path` by `content` (bytes, or text or pieces of text as UTF-8), and
+    create its folder if necessary.
 
-    The name of the draft that a kill leaves behind begins with a dot, so that it counts for nothing.
+    The draft of a killed process stays behind, ignored because its name begins with a dot.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")

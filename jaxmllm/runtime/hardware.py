@@ -1,5 +1,5 @@
-"""What a device could do at best: dense matrix-multiplication FLOP/s, the denominator of MFU, and its
-memory."""
+"""Limits of a device: peak FLOP/s of dense matrix products, which is the denominator of MFU, and
+its memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from jax.sharding import PartitionSpec as P
 TERA = 1e12
 
 # Dense TFLOP/s (no structured sparsity) of one device by `device_kind`; the first pattern that
-# matches counts. float32 is that of the plain units, tensorfloat32 that of tensor cores reading
-# float32. Sources, by vendor:   NVIDIA A100 datasheet (2021), H100 datasheet (SXM, PCIe, NVL), H200
-# datasheet (SXM, NVL), HGX B200 datasheet   (a board's figure / 8; sparse / 2), L40S datasheet, Ada
-# GPU architecture whitepaper (RTX 4090, FP32 accumulate).   Google Cloud TPU system architecture
-# pages (v4, v5e, v5p, v6e), peak compute of one chip.   AMD Instinct MI300X datasheet.
+# matches counts. float32 is the figure of the plain units, tensorfloat32 that of tensor cores that
+# read float32. Sources, by vendor:
+#   NVIDIA A100 datasheet (2021), H100 datasheet (SXM, PCIe, NVL), H200 datasheet (SXM, NVL), HGX
+#   B200 datasheet (a board's figure / 8; sparse / 2), L40S datasheet, Ada GPU architecture
+#   whitepaper (RTX 4090, FP32 accumulate).
+#   Google Cloud TPU system architecture pages (v4, v5e, v5p, v6e), peak compute of one chip.
+#   AMD Instinct MI300X datasheet.
 _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"A100(?!\d)", {"bfloat16": 312.0, "tensorfloat32": 156.0, "float32": 19.5}),
     (r"H100.*PCIe", {"bfloat16": 756.0, "tensorfloat32": 378.0, "float32": 51.0}),
@@ -39,11 +41,11 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def peak_flops(device: jax.Device, dtype: str) -> float | None:
-    """Peak FLOP/s of one device for matrix products whose operands have `dtype`; None if the chip is unknown.
+    """Peak FLOP/s of one device for matrix products in `dtype`; None if the chip is unknown.
 
-    float32 means what XLA makes of it under `jax_default_matmul_precision`: tensorfloat32 on NVIDIA
-    and bfloat16 passes on TPU unless a higher precision is asked for. A CPU has no figure in a
-    table: its peak is measured.
+    float32 stands for the type in which XLA computes it under `jax_default_matmul_precision`:
+    tensorfloat32 on NVIDIA and bfloat16 passes on TPU unless a higher precision is set. The peak of
+    a CPU is measured, because no table has it.
     """
     if device.platform == "cpu":
         return measured_cpu_flops(dtype)
@@ -59,7 +61,8 @@ def table_flops(device_kind: str, dtype: str) -> float | None:
 
 
 def operand_dtype(device_kind: str, dtype: str) -> str:
-    """What XLA computes products of `dtype` in, by which a device's peak is told; see `peak_flops`."""
+    """Type in which XLA computes products of `dtype`, by which peaks are listed; see
+    `peak_flops`."""
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if dtype != "float32" or precision in ("float32", "highest"):
         return dtype
@@ -70,9 +73,9 @@ def operand_dtype(device_kind: str, dtype: str) -> str:
 
 @functools.cache
 def measured_cpu_flops(dtype: str, size: int = 768, repeats: int = 4) -> float:
-    """FLOP/s of one CPU device: the best of a few runs of one square product on every local device
-    at once, divided by their number, since forced host devices share the same cores. Takes a
-    second, and one compilation.
+    """FLOP/s of one CPU device, measured: the best of a few runs of a square product on every local
+    device at once, divided by the number of devices, because forced host devices share the same
+    cores. Takes a second and one compilation.
     """
     devices = jax.local_devices(backend="cpu")
     mesh = jax.sharding.Mesh(np.array(devices), ("device",), axis_types=(AxisType.Auto,))
@@ -93,14 +96,14 @@ def measured_cpu_flops(dtype: str, size: int = 768, repeats: int = 4) -> float:
 
 
 def device_memory(device: jax.Device) -> int | None:
-    """Bytes of memory that one device may use; none where it does not say. CPU devices share what the
-    machine has."""
+    """Bytes of memory that one device may use; None if it does not say. CPU devices share the
+    memory of the machine equally."""
     if device.platform == "cpu":
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return machine // len(jax.local_devices(backend="cpu"))
     try:
         statistics = device.memory_stats() or {}
-    except jax.errors.JaxRuntimeError:  # of another process, or of a machine that is not there
+    except jax.errors.JaxRuntimeError:  # device of another process or of an absent machine
         return None
     limit = statistics.get("bytes_limit")
     return None if limit is None else int(limit)

@@ -1,13 +1,13 @@
-"""The processes of one run: where one differs from the others or dies, all end, each with one line that names it.
+"""The processes of one run: if one differs from the others or dies, all end and name it.
 
-    before a program is compiled   compare(facts) by way of the board             config, seed, versions, data, plan
-    before the first collective    meet(): whoever is late is waited for          as long as distributed.start_timeout
-    every check_every steps        post_plan(digest), compared by the watchdog    nothing waits
-    always                         a sign of life per second; the watchdog ends a process whose peer is dead or silent
+    before a program is compiled   compare(facts) on the board: config, seed, versions, data, plan
+    before the first collective    meet(): waits for late processes, up to distributed.start_timeout
+    every check_every steps        post_plan(digest): the watchdog compares, and nothing waits
+    always                         a sign of life every second; the watchdog ends a process whose
+                                   peer is dead or silent
 
-No device and no collective takes part. The watchdog is a thread: while a peer is missing, the main
-thread may hang in a collective for ever, so it is the watchdog that ends the process. A run of one
-process has none of this.
+No device and no collective takes part. The watchdog is a thread, because the main thread may hang
+in a collective for ever while a peer is missing. A run of one process needs none of this.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ from jaxmllm.runtime.board import Board, HostsError, RemoteBoard, by_process, ga
 from jaxmllm.runtime.coordinator import ENDED
 
 BEAT_SECONDS = 1.0  # between signs of life, and between looks at those of the others
-# A watchdog that did not run for so long was stopped itself, and blames nobody for it
+# A watchdog that has not run for this many beats was stopped itself, so it does not blame its peers
 OWN_GAP_BEATS = 5.0
-# Between reading that a peer has ended and ending the process: the main thread may be about to end it in its own words.
+# The watchdog waits this long between reading that a peer has ended and ending the process, since
+# the main thread may be about to end it with a message of its own.
 MAIN_THREAD_SECONDS = 3.0
-FLUSH_SECONDS = 1.0  # that writing out what was printed may take
-SHOWN = 5  # differences or processes that a line lists
+FLUSH_SECONDS = 1.0  # time limit for flushing stdout
+SHOWN = 5  # most differences or processes listed in one line
 EXIT_CODE = 1
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """This process among those of its run."""
+    """The processes of a run, as seen by one of them."""
 
     process: int
-    names: tuple[str, ...]  # host of each process
+    names: tuple[str, ...]  # host name of each process
     board: Board
     start_timeout: float  # seconds that processes wait for one another before training
     peer_timeout: float  # seconds without a sign of life after which a process counts as dead
@@ -57,11 +58,12 @@ class Hosts:
         return len(self.names)
 
     def title(self, process: int) -> str:
-        """A process as messages name it."""
+        """Name of a process in messages."""
         return f"process {process} ({self.names[process]})"
 
     def compare(self, what: str, facts: Mapping[str, str], advice: str) -> None:
-        """Raise `HostsError` on all processes unless `facts` are equal on all; names process, key and both values."""
+        """Raise `HostsError` on all processes unless `facts` are the same on all; it names the
+        process, the key and both values."""
         meeting = next(self._meetings)
         self.board.key_value_set(f"facts/{meeting}/{self.process}", json.dumps(dict(facts)))
         late = self._late(f"has not told its {what}")
@@ -84,22 +86,24 @@ class Hosts:
             raise HostsError(verdict)
 
     def meet(self, what: str) -> None:
-        """Wait until all processes are here; raise `HostsError` with the names of those that are not in time."""
+        """Wait until all processes have called this; raise `HostsError` that names late ones."""
         self.tell_all("", what)
 
     def tell_all(self, text: str, what: str = "an agreement") -> list[str]:
-        """The texts of all processes, in their order; waits and raises as `meet` does."""
+        """Return the texts of all processes, by process number; waits and raises as `meet` does."""
         meeting = next(self._meetings)
         self.board.key_value_set(f"meet/{meeting}/{self.process}", text)
         late = self._late(f"has not come to {what}")
 
         def late_by_now(_: list[int]) -> str:
+            # If none of the texts is missing, process 0 has not passed them on.
             arrived = by_process(self.board.key_value_dir_get(f"meet/{meeting}/"))
             return late(
                 [process for process in range(self.processes) if process not in arrived] or [0]
             )
 
-        # Process 0 alone reads what each of them says: else what the board sends grows with their square.
+        # Only process 0 reads the text of each process. If all did, the traffic of the board would
+        # grow with the square of their number.
         if self.process == 0:
             texts = gather(self.board, f"meet/{meeting}", self.processes, self.start_timeout, late)
             told = json.dumps([texts[process] for process in range(self.processes)])
@@ -109,18 +113,18 @@ class Hosts:
         return list(json.loads(told))
 
     def post_plan(self, step: int, digest: str) -> None:
-        """Tell the others this process's plan of a step."""
+        """Post the digest of a step's plan, which the watchdog of process 0 compares."""
         self.board.key_value_set(f"plan/{step}/{self.process}", digest)
 
     def end(self, line: str) -> None:
-        """Tell the others why this process ends; they end, too. Never raises."""
+        """Tell the other processes why this one ends, so that they end too. Never raises."""
         with suppress(Exception):
             self.board.key_value_set(f"{ENDED}/{self.process}", line, allow_overwrite=True)
 
     def _difference(
         self, process: int, facts: Mapping[str, str], expected: Mapping[str, str]
     ) -> str:
-        """Keys in which a process differs from process 0; empty if there is none."""
+        """Text about the keys in which a process differs from process 0, or an empty one."""
         keys = [
             key for key in dict.fromkeys([*expected, *facts]) if facts.get(key) != expected.get(key)
         ]
@@ -146,7 +150,7 @@ class Hosts:
 
 
 def digest_of(record: object) -> str:
-    """Sixteen hexadecimal digits that are equal for records of equal representation."""
+    """Sixteen hexadecimal digits that are equal for records with equal `repr`."""
     with np.printoptions(threshold=sys.maxsize):
         text = repr(record)
     return digest_of_bytes([text.encode()])
@@ -161,10 +165,11 @@ def digest_of_bytes(pieces: Iterable[bytes]) -> str:
 
 
 class Watchdog:
-    """Signs of life of this process, and what ends it: a peer that has ended, is silent, or plans differently.
+    """Thread that gives signs of life of this process, and ends it if a peer has ended, is silent
+    or plans differently.
 
-    `exit` gets the line to print; the default writes it and ends the process with `EXIT_CODE` from
-    this thread.
+    `exit` is called with the line to print; the default prints it and ends the process with
+    `EXIT_CODE`, from this thread.
     """
 
     def __init__(
@@ -180,12 +185,12 @@ class Watchdog:
         self._last_beat = clock()
         self._seen: dict[
             int, tuple[str, float]
-        ] = {}  # of every watched process: its last sign of life, and when
+        ] = {}  # by watched process: its last sign of life, and when it was first seen
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hosts-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to give signs of life and to look for those of the others."""
+        """Begin to give signs of life and to look for those of other processes."""
         self._thread.start()
 
     def close(self) -> None:
@@ -199,7 +204,7 @@ class Watchdog:
                 line = self.beat()
             except HostsError as error:
                 line = str(error)
-            except RuntimeError as error:  # of JAX's own client, where that is the board
+            except RuntimeError as error:  # from JAX's own client, if that is the board
                 line = (
                     f"the coordinator on {self._hosts.title(0)} does not answer: {error}".partition(
                         "\n"
@@ -210,10 +215,11 @@ class Watchdog:
                 return
 
     def beat(self) -> str | None:
-        """Give a sign of life; the line with which this process must end, if it must."""
+        """Give a sign of life. Return the line with which this process must end, or None."""
         hosts = self._hosts
         self._beats += 1
-        # Process 0 watches all, all watch process 0: so the traffic grows with the processes, not with their square.
+        # Process 0 watches all others, which watch only process 0. So traffic grows with the number
+        # of processes, not with its square.
         hosts.board.key_value_set(
             f"alive/{'first' if hosts.process == 0 else 'others'}/{hosts.process}",
             str(self._beats),
@@ -276,8 +282,8 @@ class Watchdog:
 
 
 def leave_at_once(line: str, code: int) -> NoReturn:
-    """Print a line and end the process from any thread, whatever the others do."""
-    # On a thread, for it would wait for one that hangs in a write.
+    """Print a line and end the process at once, from any thread and whatever other threads do."""
+    # Flush on a thread, because it would otherwise wait for another thread that hangs in a write.
     flusher = threading.Thread(target=sys.stdout.flush, daemon=True)
     flusher.start()
     flusher.join(FLUSH_SECONDS)
@@ -293,7 +299,7 @@ _watchdog: Watchdog | None = None
 
 
 def joined(hosts: Hosts) -> None:
-    """Make `hosts` those of this run, and watch over them."""
+    """Make `hosts` the processes of this run, and start to watch them."""
     global _current, _watchdog
     _current = hosts
     _watchdog = Watchdog(hosts)
@@ -302,46 +308,47 @@ def joined(hosts: Hosts) -> None:
 
 
 def current() -> Hosts | None:
-    """The processes of this run; None if it is of one."""
+    """The processes of this run; None if there is only one."""
     return _current
 
 
 def compare(what: str, facts: Callable[[], Mapping[str, str]], advice: str) -> None:
-    """`Hosts.compare` of what `facts` returns, where there are several processes; one alone gathers no facts."""
+    """`Hosts.compare` of the result of `facts`, which is called only if there are several
+    processes."""
     if _current is not None:
         _current.compare(what, facts(), advice)
 
 
 def meet(what: str) -> None:
-    """`Hosts.meet`, where there are several processes."""
+    """`Hosts.meet`, if there are several processes."""
     if _current is not None:
         _current.meet(what)
 
 
 def tell_all(text: str) -> list[str]:
-    """`Hosts.tell_all`; of one process, its own text."""
+    """`Hosts.tell_all`; a single process gets its own text back."""
     return [text] if _current is None else _current.tell_all(text)
 
 
 def tell_end(line: str) -> None:
-    """`Hosts.end`, where there are several processes."""
+    """`Hosts.end` with a line that names this process, if there are several."""
     if _current is not None:
         _current.end(f"{_current.title(_current.process)}: {line}")
 
 
 @dataclass
 class Outcome:
-    """How a run has ended: the exit code of its process."""
+    """Exit code with which the process of a run is to end."""
 
     code: int = 0
 
 
 @contextmanager
 def ending_together(user_errors: tuple[type[BaseException], ...]) -> Iterator[Outcome]:
-    """Around a run: an error of the user's becomes one line, and with several processes none outlives another.
+    """Context of a run: an error in `user_errors` becomes one line, and all processes end together.
 
-    A process that fails does not wait for the others, which may hang in a collective for it: it
-    tells them why and is gone. Without an error all leave together.
+    A process that fails does not wait for the others, which may hang in a collective that needs it:
+    it tells them why and ends at once. Without an error all leave together.
     """
     outcome = Outcome()
     try:
@@ -361,7 +368,8 @@ def ending_together(user_errors: tuple[type[BaseException], ...]) -> Iterator[Ou
 
 
 def _fail(reason: str) -> None:
-    """With several processes: tell the others, and end without the farewell for which JAX would wait."""
+    """With several processes: tell the others why, and end without JAX's shutdown, which would wait
+    for them."""
     if _current is None:
         return
     line = f"{_current.title(_current.process)} failed: {reason.partition(chr(10))[0]}"
@@ -371,9 +379,9 @@ def _fail(reason: str) -> None:
 
 
 def await_verdict() -> None:
-    """After a failed collective: wait for the watchdog to find the peer that it failed for, and to end the process.
+    """After a failed collective, wait for the watchdog to find the dead peer and end this process.
 
-    Returns when all processes are here with such a failure, so that it is no death, or when the
+    Returns when every process has reported such a failure, since then none is dead, or when the
     time is up.
     """
     hosts = _current
@@ -390,13 +398,13 @@ def await_verdict() -> None:
 
 
 def leave() -> None:
-    """Say goodbye to the others at the end of a run, so that nobody misses this process."""
+    """Take leave of the other processes at the end of a run, so that this one is not missed."""
     global _current, _watchdog
     if _current is None or _watchdog is None:
         return
     import jax
 
-    jax.distributed.shutdown()  # waits for all to come to it, watched over until it returns
+    jax.distributed.shutdown()  # waits for all processes, so the watchdog must run until it returns
     _watchdog.close()
     if isinstance(_current.board, RemoteBoard):
         _current.board.leave()

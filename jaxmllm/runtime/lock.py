@@ -1,12 +1,11 @@
-"""One run, one folder: `run.lock` says which process writes there, and refuses the second one.
+"""One run, one folder: `run.lock` says which process writes there, so that a second one is refused.
 
     run.lock   {"host", "pid", "process", "since", "token", "beat", "folder"}, rewritten every few seconds by a thread
 
-A holder on this machine, since it was booted, is dead when no process has its number and its start,
-so that a run that was killed resumes at once. Of any other holder, and where the lock seems to be a
-copy from another folder, only its heart can be heard: when
-`beat` has not changed for `SILENCE_SECONDS`, the lock is taken over. Clocks of two machines are never
-compared.
+A holder of the same boot of this machine is dead if no process has its number and start time, so a
+run that was killed can resume at once. Any other holder, or one whose lock seems to be a copy from
+another folder, can only be judged by its beat: the lock is taken over when `beat` has not changed
+for `SILENCE_SECONDS`. Clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from jaxmllm.runtime.files import write_atomically
 
 LOCK_FILE = "run.lock"
 BEAT_SECONDS = 10.0
-# Without a beat, after which a holder elsewhere counts as dead: several missed beats
+# Time without a beat after which a holder elsewhere counts as dead: several missed beats
 SILENCE_SECONDS = 60.0
-SHARED_SECONDS = 30.0  # network file systems may show a new file late
+SHARED_SECONDS = 30.0  # time limit for a new file to appear on a network file system
 POLL_SECONDS = 1.0
 
 
@@ -38,15 +37,15 @@ POLL_SECONDS = 1.0
 class Holder:
     """A process that holds a folder."""
 
-    # Machine, its set of process numbers (containers of one machine may count for themselves), and its boot (machines
-    # may have one name)
+    # Host name, pid namespace (containers on one machine may number their processes separately) and
+    # boot id (machines may have the same name)
     host: str
     pid: int
-    process: str  # start of that process: numbers are used again
+    process: str  # start time of the process, because process numbers are reused
     since: str
     token: str
     beat: int = 0
-    folder: int = 0  # its number in the file system: a copy has another
+    folder: int = 0  # inode of the run folder, which differs in a copy
 
     @staticmethod
     def here() -> Holder:
@@ -61,11 +60,12 @@ class Holder:
 
 
 class RunLock:
-    """Context manager that holds a run folder for this process, or raises `CheckpointError` naming who does.
+    """Context manager that holds a run folder for this process, or raises `CheckpointError` that
+    names the holder.
 
-    `lost` is called, by the thread that keeps the lock alive, with one line when the folder was
-    removed or moved away, or another process has taken it over: this process was stopped for so
-    long that it counted as dead. It must not write there any more.
+    The thread that keeps the lock alive calls `lost` with one line if the folder was removed or
+    moved away, or if another process has taken it over because this one was stopped for so long
+    that it counted as dead. This process must then not write there any more.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RunLock:
 
     @property
     def token(self) -> str:
-        """What tells this lock from all others, in the lock file as long as the folder is held."""
+        """Identifier of this lock, which is in the lock file as long as the folder is held."""
         return self._holder.token
 
     def __enter__(self) -> RunLock:
@@ -117,7 +117,7 @@ class RunLock:
             self.path.unlink(missing_ok=True)
 
     def _take(self) -> bool:
-        """Make the lock file unless it exists, whole from its first moment on."""
+        """Create the lock file with its whole content in one step, unless it exists."""
         draft = self.path.with_name(f"{LOCK_FILE}.{self._holder.token}")
         try:
             self._holder = replace(self._holder, folder=self.path.parent.stat().st_ino)
@@ -141,7 +141,8 @@ class RunLock:
             draft.unlink(missing_ok=True)
 
     def _read(self) -> Holder | None:
-        """Who holds the folder; a lock that cannot be read has an unknown holder elsewhere, whose beat is its text."""
+        """Holder of the folder; None if there is none. A lock that cannot be parsed has an unknown
+        holder elsewhere with its text as token, so that any change counts as a sign of life."""
         try:
             text = self.path.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
@@ -173,14 +174,14 @@ class RunLock:
         return True
 
     def _remove(self, holder: Holder) -> None:
-        """Take a dead holder's lock away, unless another process was faster: the one that moves it has it."""
+        """Remove a dead holder's lock, unless another process was faster and has renamed it."""
         aside = self.path.with_name(f"{LOCK_FILE}.{self._holder.token}")
         try:
             self.path.rename(aside)
         except FileNotFoundError:
             return
         content = aside.read_text(encoding="utf-8", errors="replace")
-        if content.find(holder.token) < 0:  # a living one's, made since: give it back
+        if content.find(holder.token) < 0:  # made since by a living process: put it back
             aside.replace(self.path)
         else:
             aside.unlink()
@@ -191,14 +192,14 @@ class RunLock:
         while not self._closed.wait(self._beat):
             try:
                 holder = self._read()
-                if holder is None and missing:  # twice: another process moves it to see whose it is
+                if holder is None and missing:  # once may be a `_remove` that puts it back
                     self._lost(
                         f"{self.path} was removed, or its folder, under the run that holds it"
                     )
                     return
                 missing = holder is None
                 if holder is None:
-                    continue  # no beat, which would make the folder anew
+                    continue  # a beat would create the folder again
                 if holder.token != self._holder.token:
                     self._lost(
                         f"{self.path.parent} was taken over by {holder} while this process stood still"
@@ -207,11 +208,12 @@ class RunLock:
                 self._holder = replace(self._holder, beat=self._holder.beat + 1)
                 write_atomically(self.path, _text(self._holder))
             except (OSError, CheckpointError):
-                continue  # the disk of the folder may come back; what the run itself writes there says so
+                continue  # the disk may come back; if not, the run's own writes there fail
 
 
 def shows_lock(folder: Path, token: str) -> bool:
-    """Whether the lock file of `folder`, as this process sees it, has this token within `SHARED_SECONDS`."""
+    """Whether the lock file of `folder`, as this process sees it, shows this token within
+    `SHARED_SECONDS`."""
     deadline = time.monotonic() + SHARED_SECONDS
     while True:
         with suppress(OSError):
@@ -239,17 +241,18 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """What tells a process from others that have had its number; none: there is no such process."""
+    """Start time of a process, which tells it from others with the same number; None if there is no
+    such process."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        state, *numbers = status.rpartition(")")[2].split()  # the name before it may hold anything
-        return None if state in "ZX" else numbers[18]  # a zombie writes nothing
+        state, *numbers = status.rpartition(")")[2].split()  # the command name may contain ")"
+        return None if state in "ZX" else numbers[18]  # zombies write nothing
     except FileNotFoundError:
         if Path("/proc/self/stat").exists():
             return None
     except OSError:
         pass
-    try:  # no /proc: the number is all there is
+    try:  # without /proc, only the number can be checked
         os.kill(pid, 0)
         return "unknown"
     except OSError:

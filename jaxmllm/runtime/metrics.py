@@ -30,7 +30,7 @@ METRICS_FILE = "metrics.jsonl"
 EXAMPLES_FILE = "examples.jsonl"
 SUMMARY_FILE = "summary.json"
 WANDB_ID_FILE = "wandb_id.txt"
-FLUSH_SECONDS = 10  # of event files
+FLUSH_SECONDS = 10  # least time between flushes of an event file
 
 Scalar = float | int | str | bool | None
 
@@ -38,9 +38,9 @@ Scalar = float | int | str | bool | None
 class MetricsWriter:
     """Writes metric records of a run folder; on processes other than the main one every call does nothing.
 
-    A fresh run writes at once; a resumed one first calls `resume_from`. Numbers may be Python's,
-    numpy's or JAX's scalars (reading the latter waits for the device). JSON knows no NaN and no
-    infinity: these become null in JSON and stay what they are in TensorBoard.
+    A resumed run calls `resume_from` before its first write. Numbers may be scalars of Python,
+    numpy or JAX (reading the latter waits for the device). JSON has no NaN and no infinity: these
+    become null in JSON and are kept in TensorBoard.
     """
 
     def __init__(
@@ -61,13 +61,14 @@ class MetricsWriter:
 
     @property
     def path(self) -> Path:
-        """The metric records' file."""
+        """File of the metric records."""
         return self.directory / METRICS_FILE
 
     def resume_from(self, step: int) -> None:
-        """Drop records of steps after `step`, and a last line cut short by a kill, so that the
-        files stay one straight history. Each file is replaced in one move. Other lines that are no
-        records are left out, too; the damaged file is then kept beside the new one, and said."""
+        """Drop the records of steps after `step`, and a last line cut short by a kill, so that the
+        files stay one continuous history. Each file is replaced atomically. Other lines that are
+        not records are dropped too; the old file is then kept next to the new one, which a printed line
+        says."""
         if self._stream is not None:
             raise RuntimeError("resume_from must be called before the first write")
         self._resumed_from = step
@@ -86,7 +87,7 @@ class MetricsWriter:
             sink.write(step, numbers)
 
     def write_message(self, step: int, process: int, message: str) -> None:
-        """Add what a process had to say as a record of its own, to metrics.jsonl alone."""
+        """Add a message of a process as a record of its own, to metrics.jsonl only."""
         if self._is_main:
             self._append(step, {"process": process, "message": message})
 
@@ -100,20 +101,20 @@ class MetricsWriter:
             self._examples.flush()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json in one move; values may be nested dicts and lists."""
+        """Write summary.json atomically; values may be nested dicts and lists."""
         if self._is_main:
             text = json.dumps(_json(summary), indent=2, allow_nan=False) + "\n"
             write_atomically(self.directory / SUMMARY_FILE, text)
 
     def close(self) -> None:
-        """Flush and close everything."""
+        """Close all files and sinks."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
         if self._examples is not None:
             self._examples.close()
             self._examples = None
-        with ExitStack() as stack:  # all, whatever one of them raises
+        with ExitStack() as stack:  # closes every sink even if one of them raises
             for sink in self._sinks:
                 stack.callback(sink.close)
             self._sinks = []
@@ -130,7 +131,7 @@ class MetricsWriter:
         try:
             self.close()
         except OSError:
-            if error is None:  # else that one says why the run ends
+            if error is None:  # otherwise that error says why the run ends
                 raise
 
     def _append(self, step: int, values: Mapping[str, Scalar]) -> None:
@@ -155,7 +156,7 @@ class MetricsWriter:
 
 
 class Sink(Protocol):
-    """Another place that metric records go to."""
+    """A further destination of metric records."""
 
     def write(self, step: int, values: Mapping[str, Scalar]) -> None: ...
 
@@ -163,14 +164,16 @@ class Sink(Protocol):
 
 
 class TensorBoardSink:
-    """An event file; those of steps after `resumed_from` that an earlier process wrote are purged on display.
+    """An event file of TensorBoard, which does not show events of steps after `resumed_from` that
+    earlier processes wrote.
 
-    tensorboardX's `SummaryWriter` is not used: it writes from a thread that ends at the first error of the disk, after
-    which adding to its full queue waits for ever. Here such an error is raised, as an `OSError`.
+    tensorboardX's `SummaryWriter` is not used: it writes from a thread that ends at the first disk
+    error, and adding to its full queue then waits for ever. Here such an error is raised, as an
+    `OSError`.
     """
 
     def __init__(self, directory: Path, resumed_from: int | None) -> None:
-        # Slow to import, and needed by one process of many
+        # Imported here because it is slow and only one process needs it
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.summary import scalar
@@ -188,7 +191,7 @@ class TensorBoardSink:
         for name, value in values.items():
             if isinstance(value, int | float):
                 self._add(step, summary=self._scalar(name, float(value)))
-        if time.monotonic() - self._flushed >= FLUSH_SECONDS:  # each waits for the disk
+        if time.monotonic() - self._flushed >= FLUSH_SECONDS:  # a flush waits for the disk
             self._writer.flush()
             self._flushed = time.monotonic()
 
@@ -200,7 +203,8 @@ class TensorBoardSink:
 
 
 def imported_wandb(project: str) -> Any:
-    """The wandb package, which `logging.wandb` = `project` asks for. Raises `ConfigError` where it is not installed."""
+    """The wandb package, for `logging.wandb` = `project`. Raises `ConfigError` if it is not
+    installed."""
     try:
         import wandb
     except ImportError as error:
@@ -228,14 +232,14 @@ class WandbSink:
 
 
 def read_metrics(run_directory: str | Path) -> list[dict[str, Any]]:
-    """All complete records of a run, in the order written; none where nothing was written yet."""
+    """All complete records of a run, in the order written; empty if nothing was written yet."""
     path = Path(run_directory) / METRICS_FILE
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [record for record in map(_parsed, lines) if record is not None]
 
 
 def read_summary(run_directory: str | Path) -> dict[str, Any] | None:
-    """What summary.json says; None where there is none, or none that can be read."""
+    """Content of summary.json; None if there is no such file or it cannot be read."""
     try:
         summary = json.loads((Path(run_directory) / SUMMARY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -244,7 +248,7 @@ def read_summary(run_directory: str | Path) -> dict[str, Any] | None:
 
 
 def _trim(path: Path, step: int) -> None:
-    """Keep the records up to `step` of a file with one per line, which may be larger than memory."""
+    """Keep only records up to `step` in a file of one per line, which may exceed the memory."""
 
     def kept_lines() -> Iterator[str]:
         damaged = 0
@@ -265,7 +269,7 @@ def _trim(path: Path, step: int) -> None:
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
-    """The record of a line; None for one that was cut short."""
+    """The record in a line; None if the line is not one, for instance because it was cut short."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError:

@@ -12,15 +12,15 @@ class ProfilerWindow:
     """Traces the steps start .. start + steps - 1 into `directory`; none when `steps` is 0."""
 
     def __init__(self, directory: str | Path, start: int, steps: int) -> None:
-        # Processes of one host would write files of the same name.
+        # Without a folder of their own, processes of one host would write files of the same name.
         process_folder = f"process_{jax.process_index()}" if jax.process_count() > 1 else ""
         self.directory = Path(directory) / process_folder
         self._window = range(start, start + steps)
         self._open = False
 
     def before_step(self, step: int, pending: Any = None) -> bool:
-        """Open or close the trace as `step` demands; at these edges only, wait for the arrays of
-        `pending`. Whether this was one."""
+        """Open or close the trace if `step` is the first one in or after the window, once the
+        arrays of `pending` are ready. Return whether it did."""
         in_window = step in self._window
         if in_window == self._open:
             return False
@@ -38,7 +38,7 @@ class ProfilerWindow:
         return self._open
 
     def close(self, pending: Any = None) -> None:
-        """Close a trace that the run's end has cut short."""
+        """Close the trace if the run ends before its window does."""
         if self._open:
             jax.block_until_ready(pending)
             jax.profiler.stop_trace()

@@ -1,4 +1,4 @@
-"""What a run shows while it goes: a bar on a terminal, lines elsewhere."""
+"""Progress of a run: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class ProgressBar:
-    """Step, loss and speed as they change: a bar on a terminal, elsewhere a line at most every `line_seconds`."""
+    """Shows step, loss and speed: as a bar on a terminal, elsewhere as a line at most every
+    `line_seconds`."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class ProgressBar:
             self._console.print(line, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the bar as it is and give the terminal back."""
+        """Leave the bar as it is and release the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

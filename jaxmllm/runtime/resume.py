@@ -1,4 +1,4 @@
-"""What may change when a run is resumed: nothing that its past steps depend on.
+"""Which keys may change when a run is resumed: none that its past steps depend on.
 
 saved config, current config --check_compatible--> refusal by key | --resumed_config--> config of the steps to come
                              --changes-----------> a line for each key whose new value counts from now on
@@ -16,7 +16,7 @@ from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.checkpoint_fit import listed
 
-# No step depends on these. Each pattern covers the key it matches and everything below it.
+# Keys on which no step depends. Each pattern covers the key it matches and everything below it.
 FREE_KEYS = (
     "run.directory",
     "run.compilation_cache",
@@ -45,7 +45,7 @@ FREE_KEYS = (
     "profile",
 )
 
-# Steps to come depend on these, steps done do not: their new values count from the step of the checkpoint on.
+# Keys on which only later steps depend: their new values apply from the step of the checkpoint on.
 CHANGEABLE_KEYS = (
     "run.steps",
     "data.batch_size",
@@ -62,7 +62,7 @@ def check_compatible(saved: Config, current: Config, has_checkpoint: bool = True
     """Raise `CheckpointError` unless a run begun with `saved` may continue with `current`.
 
     Everything that its past batches and losses depend on must be equal; `FREE_KEYS` and
-    `CHANGEABLE_KEYS` may differ. What to do instead depends on whether the run has a checkpoint.
+    `CHANGEABLE_KEYS` may differ. `has_checkpoint` decides which way out the message names.
     """
     differences = [
         f"{key}: {before} in the run, {now} now"
@@ -86,7 +86,7 @@ def check_compatible(saved: Config, current: Config, has_checkpoint: bool = True
 
 
 def check_free(saved: Config, current: Config) -> None:
-    """Raise `ConfigError` unless all that differs is where and how a run computes: `FREE_KEYS`."""
+    """Raise `ConfigError` unless only `FREE_KEYS` differ: where and how a run computes."""
     differences = [
         key for key, _, _ in _differences(saved, current) if not _matches(key, FREE_KEYS)
     ]
@@ -99,13 +99,14 @@ def check_free(saved: Config, current: Config) -> None:
 
 
 def begun_config(config: Config) -> Config:
-    """The config of a run that begins, with the values that it must keep: the end of the learning rate's decay."""
+    """The config of a run that begins, in which values that the run must keep are resolved: the end
+    of the learning rate's decay."""
     optimizer = config.optimizer.model_copy(update={"decay_steps": config.decay_steps})
     return config.model_copy(update={"optimizer": optimizer})
 
 
 def resumed_config(saved: Config, current: Config) -> Config:
-    """`current` with what the run chose when it began and `current` leaves open."""
+    """`current` with the values that the run resolved when it began and `current` leaves open."""
     if current.optimizer.decay_steps != "auto":
         return current
     optimizer = current.optimizer.model_copy(update={"decay_steps": saved.decay_steps})
@@ -113,8 +114,8 @@ def resumed_config(saved: Config, current: Config) -> Config:
 
 
 def changes(saved: Config, current: Config, step: int) -> list[str]:
-    """A line for each change that counts from `step` on, and one for what another number of steps
-    does to the learning rate."""
+    """A line for each change that applies from `step` on, and one that says what a new number of
+    steps does to the learning rate."""
     lines = [
         f"from step {step}: {key} {before} -> {now}"
         for key, before, now in _differences(saved, current)
@@ -136,7 +137,7 @@ def changes(saved: Config, current: Config, step: int) -> list[str]:
 
 
 def _differences(saved: Config, current: Config) -> Iterator[tuple[str, str, str]]:
-    """(key, value before, value now) of the keys that differ."""
+    """Yield (key, value before, value now) of every key that differs."""
     before = dict(dotted_values(config_tree(saved)))
     now = dict(dotted_values(config_tree(current)))
     for key in dict.fromkeys([*before, *now]):

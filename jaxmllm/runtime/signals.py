@@ -1,19 +1,21 @@
-"""Stopping cleanly: one SIGTERM or SIGINT saves what there is to save and ends the run, a second one ends it at once.
+"""Stop a run cleanly: one SIGTERM or SIGINT saves a checkpoint and ends the run, a second one ends
+it at once.
 
     signal --C handler--> pipe --thread--> before training: one line, exit 128 + n
                                            in training:     `requested`, and `should_stop` returns True soon
                                            the second:      one line, exit 128 + n
 
 A thread reads the signals from a pipe that the C handler writes to, because the main thread sees
-none while it compiles or waits for devices. Before training there is nothing to save, a resumed run
-has lost nothing either.
+none while it compiles or waits for devices. Before training there is nothing to save; a resumed run
+has lost nothing then either.
 
 The processes of a run must stop at the same place, yet the signal may reach only one of them, and
-the hosts may be some steps apart. All of them ask `should_stop` in the same sequence, once per
-training step and once per evaluation batch, so the number of the call is the place. A process that
-has the signal leaves a notice with the coordinator; a thread in every process looks for it and
-answers with the last call its host has made; all stop at the largest answer plus one. No device and
-no collective takes part, and the answer needs no help from a host that waits for its devices.
+the hosts may be some steps apart. All of them call `should_stop` in the same sequence, once per
+training step and once per evaluation batch, so the number of a call identifies the place. A process
+that gets the signal posts a notice on the board. A thread in every process looks for notices and
+answers with the number of the last call that its process has made; all stop at the largest answer
+plus one. No device and no collective takes part, and a process answers even while its main thread
+waits for devices.
 """
 
 from __future__ import annotations
@@ -30,18 +32,19 @@ from typing import Any
 from jaxmllm.runtime.board import Board, HostsError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Launchers may deliver one request twice, as Slurm does by way of srun: signals this close together are one.
+# Launchers may deliver one request twice, as Slurm does through srun: signals this close together
+# count as one.
 SAME_REQUEST_SECONDS = 0.5
-# That telling the other processes may take before this one ends without their knowing
+# Time limit for telling the other processes, after which this one ends all the same
 TELL_SECONDS = 2.0
-END_OF_SIGNALS = b"\0"  # what `__exit__` writes to the pipe; no signal has this number
+END_OF_SIGNALS = b"\0"  # written to the pipe by `__exit__`; no signal has this number
 
-# Every process begins to train in the same order, so this names one run everywhere
+# All processes begin their runs in the same order, so a number identifies a run on all of them
 _serial = itertools.count()
 
 
 class StopSignals:
-    """Context manager around a run; enter it in the main thread, as early as there is something to interrupt.
+    """Context manager around a run; enter it in the main thread, before anything interruptible.
 
         with StopSignals() as stop:
             build                     # here a signal ends the process
@@ -50,9 +53,10 @@ class StopSignals:
                 ...
                 if stop.should_stop(): save and leave
 
-    `requested` tells whether this process has had a signal. All processes call `should_stop` in the same sequence:
-    its n-th call returns the same in each of them, and once it was True it stays True. `tell`,
-    where it is set, is called with a line before a signal ends the process, to let the others know.
+    `requested` is whether this process has received a signal. All processes must call `should_stop`
+    in the same sequence: its n-th call returns the same in each of them, and all calls after a True
+    return True. `tell`, if set, is called with a line before a signal ends the process, to inform
+    the other processes.
     """
 
     def __init__(self) -> None:
@@ -80,7 +84,7 @@ class StopSignals:
         trace: TracebackType | None,
     ) -> None:
         for signal_number, previous in self._previous.items():
-            # None: a handler not installed from Python, which cannot be put back.
+            # None stands for a handler that was not installed from Python and cannot be restored.
             signal.signal(signal_number, signal.SIG_DFL if previous is None else previous)
         signal.set_wakeup_fd(self._previous_wakeup)
         os.write(self._write_end, END_OF_SIGNALS)
@@ -93,7 +97,7 @@ class StopSignals:
     def begin_training(
         self, board: Board | None = None, process: int = 0, processes: int = 1
     ) -> None:
-        """From now on a signal asks to stop; several processes agree on the place by way of `board`."""
+        """Make signals ask to stop from now on; several processes agree on a place on `board`."""
         if board is not None and processes > 1:
             prefix = f"jaxmllm/stop/{next(_serial)}"
             self._agreement = Agreement(board, prefix, process, processes, lambda: self.requested)
@@ -101,11 +105,12 @@ class StopSignals:
         self._training = True
 
     def should_stop(self) -> bool:
-        """Whether to stop here. With several processes, raises `HostsError` if one does not answer."""
+        """Whether to stop here. Raises `HostsError` if another process does not answer."""
         return self.requested if self._agreement is None else self._agreement.should_stop()
 
     def ends_waiting(self) -> bool:
-        """Whether to give up a wait of this process alone. One of several must get to the place they agree on."""
+        """Whether to give up a wait that only this process is in. With several processes never:
+        each must reach the place that they agree on."""
         return self.requested and self._agreement is None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -133,7 +138,7 @@ class StopSignals:
             )
 
     def _end(self, received: signal.Signals, line: str) -> None:
-        """End the process from this thread, since the main thread may be anywhere."""
+        """End the process from this thread, because the main thread may be busy anywhere."""
         os.write(2, f"{line}\n".encode())
         if self.tell is not None:
             teller = threading.Thread(target=self.tell, args=(line,), daemon=True)
@@ -143,7 +148,8 @@ class StopSignals:
 
 
 class Agreement:
-    """One process's part in choosing the last call of `should_stop`, under the keys below `prefix` of the board."""
+    """One process's part in agreeing on the last call of `should_stop`, with keys below `prefix` on
+    the board."""
 
     def __init__(
         self,
@@ -170,14 +176,14 @@ class Agreement:
         self._thread = threading.Thread(target=self._watch, name="stop-agreement", daemon=True)
 
     def start(self) -> None:
-        """Begin to look for notices."""
+        """Start the thread that looks for notices."""
         self._thread.start()
 
     def should_stop(self) -> bool:
         """Whether this call is the agreed last one, or a later one."""
         with self._lock:
             self._calls += 1
-            # A call made before the answer is covered by it; the agreed call is a later one.
+            # The answer will count a call made before it, so the agreed call is a later one.
             if not self._answered:
                 return False
         if self._last_call is None:
@@ -185,7 +191,7 @@ class Agreement:
         return self._calls >= self._last_call
 
     def close(self) -> None:
-        """Stop looking. A process that leaves early still answers, so that no other waits for it."""
+        """Stop the thread, and answer, so that no other process waits for one that leaves early."""
         self._closed.set()
         self._thread.join()
         self._answer()

@@ -1,11 +1,11 @@
-"""How long steps take, which `step_seconds`, MFU and rates are computed from.
+"""Durations of steps, from which `step_seconds`, MFU and rates are computed.
 
     step k     |<-- seconds of k -->|<-- seconds of k + 1 -->|  pause  |<-- seconds of k + 2 -->|
                began                completed (k)            completed (k + 1) began   completed (k + 2)
 
-A step lasts from the completion of the step before it, so waiting for data counts: throughput is
-what a run really has. Where something else came in between (an evaluation, a checkpoint, the start
-of the run) it lasts from the moment its programs were started.
+A step lasts from the completion of the step before it, so waiting for data counts, as it does in
+the throughput of a run. If something else came in between (an evaluation, a checkpoint, the start
+of the run), the step lasts from the moment when its programs were started.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 
 import jax
 
-JOIN_SECONDS = 10.0  # for arrays that are still being computed when a run ends by an error
+JOIN_SECONDS = 10.0  # limit of waiting for arrays still being computed when a run ends by an error
 
 
 class Completions:
-    """Notes the times at which arrays become ready, in the order given, in a thread of its own.
+    """Records the times at which arrays become ready, in the order given, on a thread of its own.
 
-    The host reads a step's metrics late, after it may have waited for data; the thread sees when
-    the step was done.
+    The main thread reads a step's metrics late, possibly after waiting for data; this thread sees
+    when the step was done.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,7 +37,7 @@ class Completions:
         self._thread.start()
 
     def of(self, arrays: Any) -> Future[float]:
-        """The time at which all arrays of a tree are ready, or have failed."""
+        """Future of the time at which all arrays of a tree are ready or have failed."""
         completed: Future[float] = Future()
         self._asked.put((arrays, completed))
         return completed
@@ -52,13 +52,13 @@ class Completions:
             arrays, completed = asked
             with contextlib.suppress(
                 Exception
-            ):  # whoever reads the arrays gets the same error, in the main thread
+            ):  # the main thread gets the same error when it reads the arrays
                 jax.block_until_ready(arrays)
             completed.set_result(self._clock())
 
 
 class StepTimes:
-    """Seconds of every step, from the times at which steps began and were completed."""
+    """Computes the seconds of each step from the times at which steps began and were completed."""
 
     def __init__(self) -> None:
         self._previous: float | None = None
@@ -70,5 +70,5 @@ class StepTimes:
         return max(completed - start, 1e-9)
 
     def pause(self) -> None:
-        """Something else than the next step begins, once the last one was completed."""
+        """Note that something other than the next step follows the last completed one."""
         self._previous = None
