@@ -13,7 +13,7 @@ USAGE = "usage: jaxmllm VERB [options]        (also: python -m jaxmllm VERB)"
 
 @dataclass(frozen=True)
 class Verb:
-    """What a verb runs: `main(arguments)` of a module, imported only then, since it may take seconds."""
+    """A command: `main(arguments)` of a module, imported only when run, which may take seconds."""
 
     module: str
     summary: str
@@ -57,7 +57,7 @@ VERBS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a verb with the arguments after it; returns the exit code."""
+    """Run the verb with the arguments after it; return the exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     if not words:
         print(help_text(), file=sys.stderr)
@@ -73,14 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def help_text() -> str:
-    """Every verb with a line."""
+    """Usage, and a line for every verb."""
     width = max(map(len, VERBS))
     lines = (f"  {name:{width}}  {verb.summary}" for name, verb in VERBS.items())
     return "\n".join([USAGE, "", *lines, "", "jaxmllm VERB --help tells its options."])
 
 
 def unknown(verb: str) -> str:
-    """One line that names the verb nearest to a wrong one."""
+    """One line about an unknown verb that names the nearest one."""
     nearest = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.0)[0]
     return f"there is no verb {verb!r}; did you mean {nearest!r}? verbs: {', '.join(VERBS)}"
 

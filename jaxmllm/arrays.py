@@ -1,4 +1,4 @@
-"""Integer arrays: their types, and the sums that many rooms take of them."""
+"""Integer arrays: their types, and arithmetic and sums that many rooms need."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def ceil_divide(amount: Amount, divisor: int | Amount) -> Amount:
 
 
 def round_up(amount: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is not below `amount`."""
+    """The smallest multiple of `multiple` that is at least `amount`."""
     return ceil_divide(amount, multiple) * multiple
 
 
 def running_sums(group: Longs, amount: Longs) -> Longs:
-    """Sum of `amount` over the earlier members of the same group: [N].
+    """Sum of `amount` over the earlier members of the same group, for each member: [N].
 
     Args:
       group: [N] number of the group; members of a group are neighbours.
@@ -40,7 +40,8 @@ def running_sums(group: Longs, amount: Longs) -> Longs:
         return np.zeros(0, np.int64)
     before = np.cumsum(amount, dtype=np.int64) - amount
     inner = np.flatnonzero(group[1:] != group[:-1])
-    edges = np.zeros(len(inner) + 2, np.int64)  # np.r_ costs more than all the rest
+    # First member of each group, and N; np.r_ would cost more than everything else here.
+    edges = np.zeros(len(inner) + 2, np.int64)
     edges[1:-1], edges[-1] = inner + 1, len(group)
     return before - np.repeat(before[edges[:-1]], edges[1:] - edges[:-1])
 

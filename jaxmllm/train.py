@@ -16,8 +16,11 @@ from jaxmllm.runtime.signals import StopSignals
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """`config`; `resume` False, True or "auto"; `compile_only`; `overrides` in the order given, those of --set
-    first. A command line that cannot be read ends the process with status 2."""
+    """Parse a command line into `config`; `resume`: False, True or "auto"; `compile_only`; and
+    `overrides` in the order given, those of --set first.
+
+    A command line that cannot be parsed ends the process with status 2.
+    """
     parser = argparse.ArgumentParser(
         prog="jaxmllm train", description="Train a multimodal language model.", allow_abbrev=False
     )
@@ -27,7 +30,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         action="store_true",
         help="continue from the latest checkpoint of the run folder; begin the run where that is new or empty",
     )
-    # A name that holds "=": an optional value of --resume would swallow the override after it.
+    # A flag with "=" in its name: an optional value of --resume would swallow an override after it.
     parser.add_argument(
         "--resume=auto",
         dest="resume",
@@ -57,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, stop: StopSignals) -> int:
-    """Train, or compile alone, as the command line says; returns the exit code."""
+    """Train, or only compile, as the command line says; return the exit code."""
     try:
         config = load_run_config(options.config, options.overrides)
     except ConfigError as error:
@@ -94,7 +97,7 @@ def run(options: argparse.Namespace, stop: StopSignals) -> int:
             return 0
         with open_folder(config, options.resume) as checked:
             if checked.logging.wandb is not None and jax.process_index() == 0:
-                imported_wandb(checked.logging.wandb)  # which is needed after minutes of compiling
+                imported_wandb(checked.logging.wandb)  # fail now, not after minutes of compiling
             summary = train(build_run(checked), stop)
         if not summary["complete"]:
             outcome.code = code_when_stopped

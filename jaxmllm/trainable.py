@@ -2,10 +2,10 @@
 
     shapes, patterns --Trainable.of--> mask          parameters --split--> (trained, frozen) --join--> parameters
 
-Step functions differentiate what `split` calls trained, and optimizer states and gradients hold
-nothing else. Costs and pipeline stages ask how much of each component that is. Parameters are
-{component: nested dicts of arrays}; the path of one is the keys that lead to it, joined by dots:
-"language.layers.mlp.up".
+Step functions differentiate the parameters that `split` calls trained, and optimizer states and
+gradients exist for them only. Costs and pipeline stages ask how much of each component is trained.
+Parameters are {component: nested dicts of arrays}; the path of one is the keys that lead to it,
+joined by dots: "language.layers.mlp.up".
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from jaxmllm.config.schema import ConfigError
 
 Params = dict[str, Any]  # component name -> nested dicts of arrays
 EVERYTHING = ("*",)
-LISTED = 6  # parameters that an error names
+LISTED = 6  # most parameters that an error names
 
 
 @dataclass(frozen=True)
 class Trainable:
-    """The mask of a model: paths of its trained parameters, and how much of each component these are."""
+    """The mask of a model: paths of its trained parameters, and their share of each component."""
 
     paths: frozenset[str]
-    # By component of which anything is trained: share of its numbers that are
+    # Trained share of a component's numbers; only components of which anything is trained
     shares: Mapping[str, Fraction]
 
     @classmethod
@@ -43,7 +43,7 @@ class Trainable:
             patterns is frozen.
 
         Raises:
-          ConfigError: a pattern that no parameter matches.
+          ConfigError: no parameter matches a pattern.
         """
         paths: set[str] = set()
         shares: dict[str, Fraction] = {}
@@ -67,24 +67,25 @@ class Trainable:
 
     @property
     def components(self) -> frozenset[str]:
-        """Components of which anything is trained: gradients flow into them and through them."""
+        """Components of which anything is trained. Gradients flow into and through them."""
         return frozenset(self.shares)
 
     def split(self, params: Params) -> tuple[Params, Params]:
-        """(trained, frozen) parts of parameters, of all components or of some; each lacks what the other one has."""
+        """Split parameters, of all components or of some, into (trained, frozen), without
+        overlap."""
         trained = _chosen(params, lambda path: path in self.paths)
         frozen = _chosen(params, lambda path: path not in self.paths)
         return trained, frozen
 
 
 def join(trained: Params, frozen: Params) -> Params:
-    """The parameters that were split."""
+    """Merge the two results of `Trainable.split`."""
     both = trained.keys() & frozen.keys()
     return trained | frozen | {name: join(trained[name], frozen[name]) for name in both}
 
 
 def leaves_by_path(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and array of every parameter."""
+    """Yield (dotted path, array) of every parameter."""
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict):
@@ -94,7 +95,7 @@ def leaves_by_path(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _chosen(tree: Params, wanted: Callable[[str], bool], prefix: str = "") -> Params:
-    """The parameters whose paths are wanted, without dicts that these leave empty."""
+    """The parameters whose paths are wanted, without dicts that would be empty."""
     chosen: Params = {}
     for key, value in tree.items():
         path = f"{prefix}{key}"

@@ -50,8 +50,7 @@ class AdapterConfig(Section):
         }
 
     def check(self, component: str, matrices: Matrices) -> None:
-        """Raise ValueError for a pattern that matches no matrix, or a rank above that of a
-        matrix."""
+        """Raise ValueError if a pattern matches no matrix, or the rank exceeds that of a matrix."""
         where = f"adapters.{component}"
         for pattern in self.parameters:
             if not any(fnmatchcase(path, pattern) for path in matrices):

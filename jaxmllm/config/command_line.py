@@ -1,5 +1,4 @@
-"""Command-line arguments of commands that read a config: `--config`, and overrides with and without
-`--set`."""
+"""Arguments of commands that read a config: `--config`, and overrides with and without `--set`."""
 
 from __future__ import annotations
 

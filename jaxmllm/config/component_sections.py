@@ -129,8 +129,7 @@ class AdapterComponents(Section):
 
 
 class ComponentsConfig(Section):
-    """Settings of each component. Parameters, metrics and checkpoints have the same tree of
-    names."""
+    """Settings of each component. Parameters, metrics and checkpoints use the same names."""
 
     vision: ComponentConfig = ComponentConfig()
     audio: ComponentConfig = ComponentConfig()

@@ -25,8 +25,7 @@ class ExpertsConfig(Section):
 
     Of `count` experts, a token goes through the `per_token` ones with the highest probabilities in
     the router's softmax, and these probabilities weight their outputs. With `renormalise`, the
-    weights of a token are scaled to add up to 1. Experts have no capacity limit, so no token is
-    dropped.
+    weights of a token are scaled to add up to 1. No expert is ever full, and no token is dropped.
     """
 
     count: PositiveInt

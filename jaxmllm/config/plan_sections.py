@@ -36,8 +36,7 @@ class PhaseConfig(Section):
     # auto: those of 1 to 8, 10 and 12 that are products of the mesh's innermost axes and whose
     # groups stay on a node; with balance.spans_cross_nodes on any nodes, and also 16, 32 and 64
     spans: tuple[PositiveInt, ...] | Auto = "auto"
-    # Number of row classes at most; auto: 3, or up to 6 as long as each saves half a percent of a
-    # step
+    # Most row classes; auto: 3, or up to 6 as long as each saves half a percent of a step
     row_classes: Annotated[int, Field(ge=1, le=MOST_ROW_CLASSES)] | Auto = "auto"
     max_capacity: Slots | Auto = "auto"  # auto: an estimate of what memory allows
     max_segments: Slots | Auto = "auto"  # most items in a row
@@ -97,8 +96,7 @@ class BalanceConfig(Section):
     pair_slots: Slots | Auto = "auto"  # tokens from one rank to another in a padded all-to-all
     # A name in balance/exchange/tables.py; auto: ragged where the platform has it, else padded.
     exchange: str = "auto"
-    # Devices of a node, in the order of their ids, however they form ranks; auto: those of a
-    # process
+    # Devices of a node, by ascending id, however they form ranks; auto: those of a process
     ranks_per_node: PositiveInt | Auto = "auto"
     # Whether ranks of several nodes may hold a row together; its keys and values then cross nodes
     spans_cross_nodes: bool = False
@@ -145,8 +143,7 @@ class PipelineConfig(Section):
     # Compute gradients of inputs and of weights in separate operations; auto: if that is predicted
     # to be faster
     split_backward: bool | Auto = False
-    # Time of a tick in addition to its operations, in FLOPs that the devices of a stage could do in
-    # it
+    # Time of a tick beyond its operations, as FLOPs that the devices of a stage could do in it
     flops_per_tick: NonNegativeFloat = 0.0
     deferral: bool = True  # examples may run their language part one microbatch after their media
     # Microbatches of the language model in a step; auto: as few as hold a batch, in rows chosen by

@@ -168,8 +168,7 @@ def _fields_at(section: type[BaseModel], location: Sequence[Any]) -> list[str]:
 
 
 def sections_of(annotation: Any) -> Iterable[type[BaseModel]]:
-    """Section classes in a key's type, which may be a section, an optional one or a list of
-    them."""
+    """Sections in the type of a key: a section, one or none, or a list of them."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     elif isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:

@@ -105,5 +105,5 @@ class RotaryScaling(Section):
         ramp_start = max(ramp_start, 0)
         ramp_end = min(ramp_end, 2 * pairs - 1)
         if ramp_start == ramp_end:
-            ramp_end += 0.001
+            ramp_end += 0.001  # avoids a division by zero
         return 1 - np.clip((np.arange(pairs) - ramp_start) / (ramp_end - ramp_start), 0, 1)
