@@ -2,9 +2,9 @@
 
     python -m launch.local --processes 2 --devices 4 -- python -m jaxmllm train --config configs/quickstart.yaml
 
-Every process gets the variables of launch/README.md and `--devices` forced CPU devices; its lines
-are printed after its number. SIGINT and SIGTERM are passed on to all. When a process fails the
-others are ended, and its exit code is returned. When this launcher is killed, so are they.
+Every process gets the variables of launch/README.md and `--devices` forced CPU devices; its output
+lines are prefixed with its number. SIGINT and SIGTERM are passed on to all. When a process fails,
+the others are ended and its exit code is returned. When this launcher is killed, so are they.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO
 
-GRACE = 30.0  # seconds between SIGTERM and SIGKILL for those that outlive another: to find out, and to end
+GRACE = 30.0  # seconds from SIGTERM to SIGKILL: time to notice a failed process, and to end
 POLL = 0.05  # seconds
-# Reads process groups, each when it begins and again when it has ended, and kills those that are left when its input
-# ends: the kernel closes it whatever the launcher dies of.
+# Script that reads numbers of process groups, each once when the group begins and once when it has
+# ended, and kills the remaining groups at the end of its input. The kernel closes the input however
+# the launcher dies.
 GUARD = """
 import os, signal, sys
 groups = set()
@@ -57,8 +58,8 @@ def process_environment(
 
 
 def run_local(command: Sequence[str], processes: int, devices: int) -> int:
-    """Run `command` in `processes` processes and wait for them; the exit code is that of the first
-    seen to fail.
+    """Run `command` in `processes` processes and wait for them; return the exit code of the first
+    one seen to fail, or 0.
 
     A process ended by signal n counts as 128 + n, as in a shell. Raises `OSError` when the command
     cannot be started.
@@ -95,14 +96,16 @@ def run_local(command: Sequence[str], processes: int, devices: int) -> int:
             for child in children:
                 tell_guard(child.pid)
             for printer in printers:
-                # A worker that a killed process left behind may hold its output open
+                # A worker that a killed process has left behind may keep its output open.
                 printer.join(timeout=1.0)
 
 
 @contextmanager
 def _guard() -> Iterator[Callable[[int], None]]:
-    """A process that outlives this one, to kill what it leaves behind; called with a process group
-    that begins or has ended."""
+    """Context with a guard process that kills the process groups that this one leaves behind.
+
+    Yields a function to call with every process group when it begins and when it has ended.
+    """
     guard = subprocess.Popen(
         [sys.executable, "-c", GUARD],
         stdin=subprocess.PIPE,
@@ -120,7 +123,7 @@ def _guard() -> Iterator[Callable[[int], None]]:
 
 
 def _wait(children: Sequence[subprocess.Popen[str]]) -> int:
-    """Block until all have ended well (0) or one has failed (its code)."""
+    """Wait until all children have succeeded or one has failed; return the exit code."""
     while True:
         codes = [child.poll() for child in children]
         failed = [code for code in codes if code]
@@ -132,7 +135,8 @@ def _wait(children: Sequence[subprocess.Popen[str]]) -> int:
 
 
 def _end(children: Sequence[subprocess.Popen[str]]) -> None:
-    """SIGTERM to those still running; SIGKILL, also to their workers, after `GRACE` seconds."""
+    """Send SIGTERM to the children still running and, after `GRACE` seconds, SIGKILL to their
+    process groups."""
     _signal(children, signal.SIGTERM)
     deadline = time.monotonic() + GRACE
     for child in children:
@@ -144,14 +148,14 @@ def _end(children: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def _signal(children: Sequence[subprocess.Popen[str]], signum: int) -> None:
-    """Send a signal to the processes alone: workers must live on while a checkpoint is saved."""
+    """Send a signal to the processes only: workers must live on while a checkpoint is saved."""
     for child in children:
         child.send_signal(signum)
 
 
 @contextmanager
 def _forward_signals(children: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
-    """Pass SIGINT and SIGTERM on; the children save and exit, and `_wait` sees how."""
+    """Pass SIGINT and SIGTERM on to the children, which save and exit; `_wait` sees how."""
     handlers_before = {
         signum: signal.signal(signum, lambda signum, _: _signal(children, signum))
         for signum in (signal.SIGINT, signal.SIGTERM)
@@ -172,7 +176,8 @@ def _print_lines(stream: IO[str], process: int, lock: threading.Lock) -> None:
                 )
                 sys.stdout.flush()
             except BrokenPipeError:
-                # Nobody reads any more, as after `| head`: processes whose lines stayed here would wait for ever
+                # The reader is gone, as after `| head`. Keep on reading, into the void: processes
+                # whose output nobody reads would wait for ever.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
