@@ -67,8 +67,8 @@ class MetricsWriter:
     def resume_from(self, step: int) -> None:
         """Drop the records of steps after `step`, and a last line cut short by a kill, so that the
         files stay one continuous history. Each file is replaced atomically. Other lines that are
-        not records are dropped too; the old file is then kept next to the new one, which a printed line
-        says."""
+        not records are dropped too; the old file is then kept next to the new one, and a
+        line on stdout says so."""
         if self._stream is not None:
             raise RuntimeError("resume_from must be called before the first write")
         self._resumed_from = step
