@@ -25,8 +25,8 @@ class SourceConfig(Section):
     # A name in data/sources/formats.py; none: told by the file's ending, jsonl for unknown endings
     format: str | None = None
     root: str | None = None  # folder of relative media paths; none: the folder of the file
-    # How many examples are drawn from it, in proportion to the other sources' weights. The ratio to
-    # the smallest weight is rounded down to hundredths
+    # Of examples; their number is in proportion to it. Its ratio to the smallest weight is rounded
+    # down to hundredths
     weight: PositiveFloat = 1.0
     # Which text is learned: the assistant's, or all. Only with `all` may an example have no text of
     # the assistant

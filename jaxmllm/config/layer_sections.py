@@ -28,7 +28,7 @@ class LayerWindows(Layered):
     """With `window`, all layers but `full_layers` attend in windows."""
 
     layers: LayerCount
-    # Of text: tokens; of images: side of a square in patches. Its square must fit into 64 bits
+    # Tokens, or patches of a side; its square must fit into 64 bits
     window: int | None = Field(None, ge=1, le=1 << 30)
     full_layers: tuple[int, ...] = ()  # numbers of layers, from 0
 

@@ -140,8 +140,7 @@ class PipelineConfig(Section):
     # A name in sharding/pipeline/schedules/by_name.py; auto: the fastest, as predicted
     schedule: str = "greedy"
     rollouts: PositiveInt = 64  # greedy schedules that `search` tries
-    # Compute gradients of inputs and of weights in separate operations; auto: if that is predicted
-    # to be faster
+    # Input and weight gradients as separate operations; auto: if that is predicted to be faster
     split_backward: bool | Auto = False
     # Time of a tick beyond its operations, as FLOPs that the devices of a stage could do in it
     flops_per_tick: NonNegativeFloat = 0.0

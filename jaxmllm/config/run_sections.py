@@ -93,7 +93,7 @@ class ObjectiveConfig(Section):
 class CheckpointConfig(Section):
     """When checkpoints are saved, and how many are kept."""
 
-    every: PositiveInt | None = None  # in steps; none: only at the end and on SIGTERM
+    every: PositiveInt | None = None  # steps; none: only at the end and on SIGTERM
     keep: PositiveInt = 3  # how many of the latest checkpoints are kept; older ones are deleted
 
 
@@ -126,7 +126,7 @@ class DistributedConfig(Section):
 class EvaluationConfig(Section):
     """When the held-out examples are evaluated, and how many of them."""
 
-    every: PositiveInt | None = None  # in steps; none: only at the end
+    every: PositiveInt | None = None  # steps; none: only at the end
     examples: PositiveInt | None = None  # how many; none: the whole held-out set
     at_start: bool = False  # also before the first step
 
