@@ -1,5 +1,5 @@
-"""The examples of a batch as rows are filled from them: rendered on demand, and compared with what
-was planned."""
+"""The examples that rows of a batch are filled from, rendered on demand and checked against the
+plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ CHANGED = "the data changed after its length index was built; delete the index (
 
 
 class MisalignmentError(ValueError):
-    """What was loaded is not what the plan was made from; the message says both counts, in one line."""
+    """Loaded data does not fit the plan that was made from its index; the message gives both counts
+    in one line."""
 
     def __init__(self, message: str):
         super().__init__(shown(message))
@@ -29,19 +30,21 @@ class MisalignmentError(ValueError):
 
 @dataclass(frozen=True)
 class Batch:
-    """The B examples of a batch. `index` counts in the batch, `number` in the corpus."""
+    """The B examples of a batch. An example's `index` counts in the batch, its `number` in the
+    corpus."""
 
     examples: Longs  # [B] numbers
     items: BatchItems
-    render: Callable[[int], Rendered]  # by number
-    source_of: Callable[[int], int]  # likewise
+    render: Callable[[int], Rendered]  # by example number
+    source_of: Callable[[int], int]  # source number, by example number
     modalities: Mapping[str, Modality]
     cancelled: Callable[[], bool]
 
     @cached_property
     def _first_items(self) -> dict[str, Longs]:
-        """Number of the first item of each example, and of all items, by phase of media: [B + 1]."""
-        # Not by search: the batch is that of all hosts, of which one fills a few examples
+        """Number of the first item of each example, then the number of items: [B + 1], by media
+        phase."""
+        # All starts at once, not a search for each example: the batch is that of all hosts.
         return {
             phase: np.append(0, np.cumsum(np.bincount(items.example, minlength=len(self.examples))))
             for phase, items in self.items.phases.items()
@@ -49,17 +52,17 @@ class Batch:
         }
 
     def example(self, index: int) -> Rendered:
-        """One example. Raises `CancelledError` once the batch is not wanted any more."""
+        """One rendered example. Raises `CancelledError` once the batch is no longer wanted."""
         if self.cancelled():
             raise CancelledError
         return self.render(int(self.examples[index]))
 
     def source(self, index: int) -> int:
-        """Number of the source that one example is from."""
+        """Number of the source of one example."""
         return self.source_of(int(self.examples[index]))
 
     def number_in_example(self, phase: str, item: int) -> int:
-        """Of an item, among those of its phase."""
+        """Number of an item among the items of its phase in its example, from 0."""
         return item - int(self._first_items[phase][self.items.phases[phase].example[item]])
 
     def media(self, phase: str, index: int) -> Iterator[tuple[int, MediaSpan]]:
@@ -86,23 +89,25 @@ class Batch:
 
 @dataclass(frozen=True)
 class LocalRows:
-    """The rows of a phase that a host fills: whole rows of all groups with one of its ranks."""
+    """The rows of a phase that a host fills: the whole row of every group that has one of its
+    ranks."""
 
     phase: str
     plan: PhasePlan
     ranks: tuple[int, ...]  # of this host
 
     def groups(self, span: int) -> tuple[int, ...]:
-        """Groups of `span` neighbouring ranks, in the order of rows."""
+        """Numbers of the groups of `span` neighbouring ranks that have a local rank, in the order
+        of rows."""
         if span == 1:
             return self.ranks
         return tuple(sorted({rank // span for rank in self.ranks}))
 
     @property
     def items(self) -> Longs:
-        """Numbers of the items that lie in these rows."""
-        # A plan names an item's rank by the first of its group, and groups count by `rank // span`;
-        # so rows of each span are found on their own.
+        """Numbers of the items in these rows."""
+        # The plan gives an item the first rank of its group, and `rank // span` numbers the groups.
+        # The number of a group depends on the span, so each span is handled on its own.
         span_of_item = self.plan.span[self.plan.microbatch]
         is_local = np.zeros(len(span_of_item), np.bool_)
         for span in np.unique(span_of_item).tolist():
@@ -110,7 +115,7 @@ class LocalRows:
         return np.flatnonzero(is_local)
 
     def row(self, item: int) -> int:
-        """Which of the microbatch's rows on this host an item lies in."""
+        """Number of an item's row among this host's rows of the microbatch."""
         span = int(self.plan.span[self.plan.microbatch[item]])
         return self.groups(span).index(int(self.plan.rank[item]) // span)
 
@@ -119,7 +124,7 @@ class LocalRows:
         start = int(self.plan.offset[item])
         microbatch = self.plan.microbatch[item]
         end = int(self.plan.capacity[microbatch]) * int(self.plan.span[microbatch])
-        if start + length > end:  # a slice would be cut silently
+        if start + length > end:  # numpy would cut the slice silently
             raise MisalignmentError(
                 f"{self.phase} item {item} ends at slot {start + length} of a row of {end}: "
                 "the plan does not fit its items"

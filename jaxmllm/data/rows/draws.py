@@ -1,11 +1,12 @@
-"""What is random of the items that a model learns to draw: functions of (seed, step, example id, item), and of how
-many patches the item has.
+"""The random values of items that a model learns to draw: pure functions of (seed, step, example
+id, item), and for times also of the item's number of patches.
 
-    (seed, step, id, item) --blake2b--> key of the noise; numbers in (0, 1) --> time, whether conditions are hidden
+    (seed, step, id, item) --blake2b--> key of the noise; numbers in (0, 1) --> time, `hidden`
 
-Where a step has several examples of one id, the second and later ones have their number among these besides.
-The noise itself is made on the device, patch by patch, from the key. In evaluations there is no step: an item
-has the same noise in each of them, conditions are never hidden, and times lie on a fixed grid.
+Where a step has several examples with the same id, the hash of the second and later ones also takes
+their number among these. The noise itself is made on the device, patch by patch, from the key.
+Evaluations leave the step out: an item has the same noise in each of them, conditions are never
+hidden, and times are on a fixed grid.
 """
 
 from __future__ import annotations
@@ -24,21 +25,23 @@ import numpy as np
 from jaxmllm.arrays import Longs
 from jaxmllm.config.schema import DiffusionObjectiveConfig
 
-EVALUATION_TIMES = 8  # of the grid, at the middle of as many bands of the unshifted times
+EVALUATION_TIMES = 8  # grid points: the middles of 8 equal bands of the unshifted times
 
 
 class Draws(NamedTuple):
-    """Of one item."""
+    """The random values of one item."""
 
     noise: tuple[int, int]  # key, two words of 32 bits
-    time: float  # 0: the image, 1: noise; of guided items, whose times come with every step, what shifts these
+    # 0: the image, 1: noise. Guided items have the shift of their times here, because their times
+    # are those of the sampler's steps
+    time: float
     hidden: bool  # whether the item is made without its conditions
 
 
 @dataclass(frozen=True)
 class DrawRule:
-    """How they are drawn; `evaluation` says whether for a held-out loss, `guided` whether items are to be drawn
-    (media/blanks.py)."""
+    """How `Draws` are made. `evaluation`: for a held-out loss; `guided`: for items that the model
+    is to draw, not to learn from (media/blanks.py)."""
 
     seed: int
     objective: DiffusionObjectiveConfig
@@ -46,11 +49,17 @@ class DrawRule:
     guided: bool = False
 
     def of(self, step: int, id: str, item: int, patches: int, before: int = 0) -> Draws:
-        """Those of an item, given by its number among those of the example; `patches`: how many it has, `before`: how
-        many examples of this id stand before its own in the step."""
+        """Random values of one item.
+
+        Args:
+          id: id of its example.
+          item: its number among the items of the phase in the example.
+          patches: number of its patches.
+          before: number of earlier examples with the same id in the step.
+        """
         shift = self._shift(patches)
         key: tuple[Any, ...] = (self.seed, None if self.evaluation else step, id, item)
-        if before and not self.evaluation:  # where batches of any size draw the same
+        if before and not self.evaluation:  # evaluations draw the same values for any batch size
             key += (before,)
         # Six words of 32 bits: two are the key, the next two become numbers in (0, 1).
         digest = hashlib.blake2b(repr(key).encode(), digest_size=24).digest()
@@ -78,7 +87,7 @@ class DrawRule:
 
 @dataclass(frozen=True)
 class StepDraws:
-    """What is random of the items of one step."""
+    """The random values of all generated items of one step."""
 
     rule: DrawRule
     step: int
@@ -86,13 +95,14 @@ class StepDraws:
     id_of: Callable[[int], str]  # of an example number
 
     def of(self, index: int, item: int, patches: int) -> Draws:
-        """As `DrawRule.of`, by the place of the example in the batch."""
+        """Random values of one item, as `DrawRule.of`, with its example given by `index` in the
+        batch."""
         id, before = self._ids[index]
         return self.rule.of(self.step, id, item, patches, before)
 
     @cached_property
     def _ids(self) -> list[tuple[str, int]]:
-        """Id of each example, and how many of the same id stand before it."""
+        """(id, number of earlier examples of the batch with the same id) of each example: [B]."""
         counts: Counter[str] = Counter()
         ids = []
         for example in self.examples.tolist():
@@ -103,5 +113,5 @@ class StepDraws:
 
 
 def shifted(time: Any, shift: Any) -> Any:
-    """A time, moved towards noise: numbers or arrays."""
+    """A time in 0 .. 1, moved towards noise where `shift` is above 1; numbers or arrays."""
     return shift * time / (1 + (shift - 1) * time)

@@ -1,14 +1,17 @@
 """Rows of the encoder phases: media are loaded into the slots that the plan gives them.
 
-A row holds, with q local ranks, C slots, F features, P positions of a slot and T = C /
-slots_per_token:
-    features [q, C, F], segments int32 [q, C] (0: padding, also the padding inside an item),
-    positions int32 [q, C, P], valid bool [q, T] (language token really computed), failed int32 [q]
-    (items that did not load), places int32 [q, T] (where in the row each of these tokens is),
-    tiles, and for towers that attend in windows windows int32 [q, C] and window_tiles (see
-    masks.py).
-Rows of span g are those of q groups with a local rank, whole: g * C slots and g * T tokens. Slots
-may be dealt to parts; `valid` and `places` are in the order of the plan.
+A row holds, with q local ranks, C slots, F features, P position axes and T = C / slots_per_token
+language tokens:
+    features [q, C, F]
+    segments int32 [q, C]       0: padding, also the padding inside an item
+    positions int32 [q, C, P]
+    valid bool [q, T]           whether the token comes from an item that loaded
+    failed int32 [q]            items that did not load
+    places int32 [q, T]         place of each token in the row
+    tiles                       see masks.py
+and for towers with windowed attention windows int32 [q, C] and window_tiles (see masks.py).
+For span g, the rows are whole rows of the q groups that have a local rank: g * C slots and g * T
+tokens. Slots may be dealt to parts; `valid` and `places` stay in the order of the plan.
 """
 
 from __future__ import annotations
@@ -43,10 +46,10 @@ def encoder_rows(
     attention: AttentionSpec,
     threads: int,
 ) -> tuple[list[Row], list[str]]:
-    """Rows of every microbatch, and a message for each item of a group whose first rank is local that
-    did not load.
+    """Rows of every microbatch, and a message for each item that did not load, of the groups whose
+    first rank is local.
 
-    Raises `MisalignmentError`, and `CancelledError` once the batch is not wanted any more.
+    Raises `MisalignmentError`, and `CancelledError` once the batch is no longer wanted.
     """
     row_format = batch.modalities[phase].format
     _check_tokens(phase, plan, row_format)
@@ -60,7 +63,7 @@ def encoder_rows(
 
 
 def empty_rows(local: LocalRows, make: Callable[[int, int], Row]) -> list[Row]:
-    """Rows of every microbatch; `make(rows, slots)` returns empty ones."""
+    """Empty rows of every microbatch, made by `make(rows, slots)`."""
     plan = local.plan
     return [
         make(len(local.groups(span)), capacity * span)
@@ -70,7 +73,7 @@ def empty_rows(local: LocalRows, make: Callable[[int, int], Row]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Filling(ABC):
-    """Rows of one phase while items are loaded into them, by several threads at once."""
+    """Rows of one phase that several threads load items into."""
 
     modality: Modality
     items: PhaseItems
@@ -79,16 +82,17 @@ class Filling(ABC):
 
     @abstractmethod
     def lay(self, row: Row, row_index: int, item: int, span: MediaSpan, slots: slice) -> slice:
-        """Fill what is known of an item before it is loaded into these slots of row `row_index`;
-        returns the slots of its features."""
+        """Write all arrays of an item that are known before it is loaded, in these slots of row
+        `row_index`. Return the slots of its features."""
 
     @abstractmethod
     def accept(self, row: Row, row_index: int, item: int, slots: slice) -> None:
-        """Mark an item that was loaded."""
+        """Mark an item as loaded."""
 
     def load_all(self, batch: Batch, threads: int) -> list[str]:
-        """Load the items of all rows; a message for each of a group whose first rank is local that did
-        not load. Raises `CancelledError` once the batch is not wanted any more."""
+        """Load the items of all rows. Return a message for each item that did not load, of the
+        groups whose first rank is local. Raises `CancelledError` once the batch is no longer
+        wanted."""
         plan = self.local.plan
         items = self.local.items
         spans = {
@@ -97,8 +101,8 @@ class Filling(ABC):
             for item, span in batch.media(self.local.phase, index)
         }
 
-        # Threads take their next items from one iterator: a task for each would cost more than what is loaded
-        # in no time, and the iterator of a list is safe to share.
+        # Threads take their next items from one shared iterator: a task per item would cost more
+        # than loading a small item does. Several threads may safely advance the iterator of a list.
         groups = _together(items.tolist(), spans, self.items.example)
         unloaded = iter(groups)
 
@@ -115,17 +119,17 @@ class Filling(ABC):
             failures = sorted(itertools.chain.from_iterable(pool.map(load, range(threads))))
         for item, _ in failures:
             self.rows[plan.microbatch[item]]["failed"][self.local.row(item)] += 1
-        # Two hosts may fill a row: the one with the first rank tells of it.
+        # Several hosts may fill the same row: only the host of its first rank reports the failure.
         return [message for item, message in failures if plan.rank[item] in self.local.ranks]
 
     def _load(
         self, items: Sequence[int], spans: Mapping[int, MediaSpan], cancelled: Callable[[], bool]
     ) -> Iterator[tuple[int, str | None]]:
-        """Fill the slots of some items of one file; each with a message where it does not load, which leaves zeros
-        that are not accepted.
+        """Fill the slots of items of one file, and yield each item with None, or with a message if
+        it does not load. The features of such an item stay zero, and it is not accepted.
 
-        Items own disjoint slots, so threads may write into one row; `failed`, which they share, is
-        counted later.
+        Items own disjoint slots, so threads may write into one row. `failed` is shared by the items
+        of a row, so `load_all` counts it later.
         """
         loaded = self._features([spans[item] for item in items])
         broken: MediaError | None = None
@@ -137,9 +141,9 @@ class Filling(ABC):
             row_index = self.local.row(item)
             slots = self.local.slots(item, int(self.items.length[item]))
             feature_slots = self.lay(row, row_index, item, span, slots)
-            # A generator that has raised yields nothing more. So one error stands for all later
-            # items of a file, unless another generator begins with the next one.
-            if broken and _is_folder(span.reference):  # whose other files may be sound
+            # A generator that has raised yields nothing more, so its error applies to all later
+            # items of the file. For a folder a new generator starts at this item.
+            if broken and _is_folder(span.reference):  # its other files may be sound
                 loaded = self._features([spans[item] for item in items[index:]])
                 broken = None
             if broken is None:
@@ -160,7 +164,7 @@ class Filling(ABC):
             yield item, message
 
     def _features(self, spans: Sequence[MediaSpan]) -> Iterator[NDArray[Any]]:
-        """The features of items of one file, as they are asked for."""
+        """Features of the items of one file, each loaded when it is asked for."""
         clips = {span.reference.clip for span in spans if isinstance(span.reference, FrameGroup)}
         if not clips:
             return (self.modality.load(span.reference, span.shape) for span in spans)
@@ -171,7 +175,8 @@ class Filling(ABC):
         )
 
     def _unusable_reason(self, features: NDArray[Any], slots: slice, span: MediaSpan) -> str | None:
-        """Why features are of no use, if they are. Raises `MisalignmentError` for those of another shape."""
+        """Why features cannot be used; None if they can. Raises `MisalignmentError` if their shape
+        is not the planned one."""
         expected = (slots.stop - slots.start, self.modality.format.features)
         if features.shape != expected:
             raise MisalignmentError(
@@ -187,7 +192,8 @@ class Filling(ABC):
 def _together(
     items: Sequence[int], spans: Mapping[int, MediaSpan], example: Ints
 ) -> list[list[int]]:
-    """Items that are loaded one after the other: groups of frames of one video, so that it is decoded once."""
+    """Items in lists that one thread loads in order: the frame groups of one video together, so
+    that it is decoded once, and every other item alone."""
     groups: list[list[int]] = []
     for item in items:
         last_item = groups[-1][-1] if groups else item
@@ -197,7 +203,8 @@ def _together(
             isinstance(last_media, FrameGroup)
             and isinstance(media, FrameGroup)
             and (last_media.clip, example[last_item]) == (media.clip, example[item])
-            # An example that has a video twice begins it anew: the number of the group falls.
+            # An example may hold a video twice; the second time group numbers start again from a
+            # lower one.
             and last_media.number < media.number
         )
         if goes_on:
@@ -210,25 +217,26 @@ def _together(
 def _is_folder(media: MediaReference) -> bool:
     try:
         return bool(media.files())
-    except MediaError:  # one that cannot be read
+    except MediaError:  # the folder cannot be read
         return False
 
 
 def _group_number(span: MediaSpan) -> int:
-    """Number of a group of frames in its clip."""
+    """Number of a span's frame group in its clip."""
     assert isinstance(span.reference, FrameGroup)
     return span.reference.number
 
 
 class _Filling(Filling):
-    """Rows of an encoder."""
+    """Rows of an encoder phase that items are loaded into."""
 
     def lay(self, row: Row, row_index: int, item: int, span: MediaSpan, slots: slice) -> slice:
         modality = self.modality
         segment = self.local.plan.segment
         segments = np.full(slots.stop - slots.start, segment[item])
-        if (subsegment := modality.apart(span.shape)) is not None:  # which has a number of its own
-            # Numbers of the plan are 1 .. max, so steps of max keep those of all parts different.
+        if (subsegment := modality.apart(span.shape)) is not None:  # parts that see only themselves
+            # The plan numbers segments 1 .. max, so steps of max give all parts of a row different
+            # numbers.
             segments += segment.max() * subsegment
         row["segments"][row_index, slots] = np.where(modality.real_slots(span.shape), segments, 0)
         row["positions"][row_index, slots] = modality.positions(span.shape)[:, modality.format.axes]
@@ -240,7 +248,7 @@ class _Filling(Filling):
 
 
 def _check_tokens(phase: str, plan: PhasePlan, row_format: RowFormat) -> None:
-    """Raise `MisalignmentError` where a row or an item begins or ends inside a language token."""
+    """Raise `MisalignmentError` if a row ends, or an item begins, inside a language token."""
     slots_per_token = row_format.slots_per_token
     for name, slots in (("capacity", plan.capacity), ("offset", plan.offset)):
         for value in slots[slots % slots_per_token != 0][:1]:
@@ -251,7 +259,8 @@ def _check_tokens(phase: str, plan: PhasePlan, row_format: RowFormat) -> None:
 
 
 def _named(error: Exception, media: MediaReference) -> Exception:
-    """What went wrong other than the media themselves, with the item that it happened to."""
+    """An error that is not the fault of the media, with the item that was being loaded in its
+    message."""
     where = shown(media)
     if isinstance(error, MemoryError):
         return MemoryError(f"no memory is left to load {where}")

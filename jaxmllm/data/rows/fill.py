@@ -1,12 +1,12 @@
 """This host's share of one step: rows of fixed shape, filled as the plan says.
 
-    StepPlan + BatchItems: which item lies where          (the same on every host)
+    StepPlan + BatchItems: the place of every item        (the same on every host)
         |
-        v  only what is placed on local ranks
-    load media, render text  -->  rows[phase][microbatch] of arrays [q, C, ...],  route tables [x, ...]
+        v  only items that are placed on local ranks
+    load media, render text --> rows[phase][microbatch] of arrays [q, C, ...], route tables [x, ...]
 
-Letters: q local rows, x local exchange ranks, C row slots. encoder_rows.py and language_rows.py
-say what rows hold.
+Letters: q local rows, x local exchange ranks, C row slots. The arrays of a row are described in
+encoder_rows.py, language_rows.py and generator_rows.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jaxmllm.data.rows.masks import AttentionSpec, Row
 from jaxmllm.data.text.render import Rendered
 from jaxmllm.phases import LANGUAGE
 
-# Pillow, soundfile and numpy let go of the interpreter lock
+# Threads help because Pillow, soundfile and numpy release the interpreter lock.
 DECODE_THREADS = min(4, os.cpu_count() or 1)
 
 
@@ -44,7 +44,7 @@ def _never() -> bool:
 
 
 class Examples(Protocol):
-    """What filling asks of a corpus."""
+    """The part of a corpus that filling rows uses."""
 
     def example(self, i: int) -> Rendered: ...
     def source_of(self, i: int) -> int: ...
@@ -52,13 +52,13 @@ class Examples(Protocol):
 
 
 class Lengths(Protocol):
-    """What planning asks of a corpus."""
+    """The part of a corpus that planning uses."""
 
     def gather(self, examples: Longs) -> BatchItems: ...
 
 
 class StepCorpus(Examples, Lengths, Protocol):
-    """What making steps asks of a corpus."""
+    """The part of a corpus that making steps uses."""
 
     @property
     def members(self) -> tuple[tuple[str, float, Longs], ...]: ...
@@ -68,7 +68,8 @@ class StepCorpus(Examples, Lengths, Protocol):
 
 @dataclass(frozen=True)
 class LocalRanks:
-    """The ranks whose rows this host supplies, by phase, and its exchange ranks, by encoder phase."""
+    """The ranks whose rows this host supplies, by phase, and its exchange ranks, by encoder or
+    generator phase."""
 
     phases: dict[str, tuple[int, ...]]
     exchange: dict[str, tuple[int, ...]]
@@ -79,9 +80,9 @@ class HostStep:
     """This host's share of one step: numpy and plain values, so that a worker process can send it.
 
     `capacities`, `spans`, `pools` and `pool_offsets` have one entry per microbatch, as in
-    `PhasePlan`, and `rows` one dict per microbatch: of the local ranks, or the groups with one. The
-    tables of `rounds` are those of the local exchange ranks. `failures` has one message for each
-    item that did not decode on this host.
+    `PhasePlan`. `rows` has one dict per microbatch, with the rows of the local ranks, or of the
+    groups that have a local rank. The tables of `rounds` are those of the local exchange ranks.
+    `failures` has one message for each item that did not decode on this host.
     """
 
     step: int
@@ -96,22 +97,22 @@ class HostStep:
     failures: tuple[str, ...]
     statistics: dict[str, float]
     digest: str  # of the examples and the plan
-    patches: int = 0  # that are to be drawn, of the whole batch
-    runs: tuple[PipelineRun, ...] = ()  # of a pipeline, whose microbatches are parts of `rows`
+    patches: int = 0  # patches to draw in the whole batch, over all hosts
+    runs: tuple[PipelineRun, ...] = ()  # of a pipeline: ranges of the microbatches of `rows`
 
 
 @dataclass(frozen=True)
 class StepFiller:
-    """(step, examples) -> HostStep: plan the whole batch, with a pipeline also its schedule; fill
-    the local rows."""
+    """(step, examples) -> HostStep: plans the whole batch, with a pipeline also its schedule, and
+    fills the local rows."""
 
     corpus: StepCorpus
     spec: PlanSpec
     local: LocalRanks
     attention: AttentionSpec
     pipeline: PipelineSpec | None = None
-    threads: int = DECODE_THREADS  # that load the media of one step
-    draws: DrawRule | None = None  # what is random of generated items
+    threads: int = DECODE_THREADS  # threads that load the media of one step
+    draws: DrawRule | None = None  # draws noise and times; required where items are generated
 
     def __call__(
         self, step: int, examples: Longs, cancelled: Callable[[], bool] = _never
@@ -132,18 +133,19 @@ class StepFiller:
         plan: StepPlan,
         cancelled: Callable[[], bool] = _never,
     ) -> HostStep:
-        """Load and lay out what `plan` places on the local ranks.
+        """Load and lay out the items that `plan` places on the local ranks.
 
-        `examples` [B] are the numbers that `items` tell of. A media item that does not load leaves zeros that are not
-        valid and is counted; it changes no shape and no placement. Raises `MisalignmentError` when the data is not what
-        the plan was made from, and `CancelledError` soon after `cancelled` returns True.
+        `examples` [B] are the example numbers whose lengths are `items`. A media item that does not
+        load is counted and leaves zeros that are not valid; it changes no shape and no placement.
+        Raises `MisalignmentError` when the data is not what the plan was made from, and
+        `CancelledError` soon after `cancelled` returns True.
         """
         corpus = self.corpus
         phases = self.spec.phases
         batch = Batch(
             examples,
             items,
-            # Every phase asks for its examples; all have one rendering.
+            # Every phase asks for its examples; each example is rendered once for all of them.
             functools.cache(corpus.example),
             corpus.source_of,
             corpus.modalities,
@@ -161,7 +163,8 @@ class StepFiller:
             step=step,
             examples=np.asarray(examples, np.int64),
             targets=items.targets,
-            # Linear in slots and conditions, so it may be asked for the sums over all items.
+            # The count is linear in slots and conditions, so it can be taken of the sums over all
+            # items.
             patches=sum(
                 cast(Generated, modality).patch_count(
                     int(items.phases[phase].real.sum()), int(items.phases[phase].tokens.sum())
@@ -190,7 +193,8 @@ class StepFiller:
     def _media_rows(
         self, step: int, batch: Batch, plan: StepPlan
     ) -> tuple[dict[str, list[Row]], list[str]]:
-        """Rows of every phase of media, and a message for each item that did not load."""
+        """Rows of every encoder and generator phase, and a message for each item that did not
+        load."""
         rows: dict[str, list[Row]] = {}
         failures: list[str] = []
         for phase, modality in batch.modalities.items():

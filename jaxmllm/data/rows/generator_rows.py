@@ -1,34 +1,41 @@
-"""Rows of a generator: what is drawn, behind slots for the states that it is drawn from, and what is random.
+"""Rows of a generator: the items that are drawn, with slots for the states that they are drawn from
+and their random values.
 
-An item holds first its conditions, a slot for each language token that it reads, then its patches:
+An item holds first its conditions, one slot per language token that it reads, then its patches:
 
     slots       | c c c p p p p p p | c p p p p | . .        c: condition, p: patch
     owners        1 1 1 1 1 1 1 1 1   2 2 2 2 2   0 0
     patches       - - - 0 1 2 3 4 5   - 0 1 2 3   - -
 
-Where patches see conditions by an attention apart, nothing else is computed of these, and they have no slots of their
-own. An item has as many as it has patches or conditions, whichever are more, and both begin in the first:
+Where patches see conditions by cross-attention, nothing else is computed of conditions, so they
+need no slots of their own. An item has as many slots as patches or conditions, whichever are more,
+and both begin in its first slot:
     slots       | p p p p p p | p p p p | . .
     conditions  | c c c       | c       |
 
 A row has, with q local ranks, C slots, F features and S segments:
-    features [q, C, F], owners int32 [q, C] (segment of the item, 0: padding), segments int32 [q, C] (the
-    same for attention: 0 also where conditions are hidden from their item), positions int32 [q, C, 3]
-    (time, height, width: see data/media/generated.py), patches int32
-    [q, C] (number of the patch in its item; -1: none, or it did not load), conditions int32 [q, C] (slot
-    of its rank's row in the order of the plan, which is where its state arrives, or in stages slot of the
-    pool of all language rows that the microbatch reads; -1: none), noise uint32
-    [q, S, 2] (key of each segment's noise), times float32 [q, S] (of items to be drawn what shifts them), sources
-    int32 [q, S] (-1: none), failed int32 [q] (items that did not load), order and tiles (see masks.py).
-Of guided items, the second half of the patches are the first ones again, which do not see the conditions:
-    slots     | c c c p p p q p p p q |        segments of the second half are those of the first + S
+    features [q, C, F]
+    owners int32 [q, C]         segment of the item; 0: padding
+    segments int32 [q, C]       the same for attention: 0 also at conditions hidden from their item
+    positions int32 [q, C, 3]   (time, height, width): see data/media/generated.py
+    patches int32 [q, C]        number of the patch in its item; -1: none, or it did not load
+    conditions int32 [q, C]     where this condition's state arrives: slot of its rank's row in the
+                                order of the plan, or in stages slot of the pool of all language
+                                rows that the microbatch reads; -1: none
+    noise uint32 [q, S, 2]      key of each segment's noise
+    times float32 [q, S]        for guided items the shift of their times
+    sources int32 [q, S]        -1: none
+    failed int32 [q]            items that did not load
+    order, tiles                see masks.py
+In guided items, the second half of the patches repeats the first, but does not see the conditions:
+    slots     | c c c p p p q p p p q |       segments of the second half are those of the first + S
     patches     - - - 0 1 2 3 0 1 2 3
-and partners int32 [q, C] is the slot of the same patch in the other half (of all others their own).
-Where patches see conditions by an attention apart, segments are those of patches alone, readers int32 [q, C] are the
-same of conditions, cross_tiles are those of that attention, and padded int32 [q, C] is how many conditions of zeros
-each patch sees besides (see masks.py).
-Rows of span g are those of q groups with a local rank, whole: g * C slots. `arrived` int32 [q, g * C] is
-`conditions` in the order of the plan.
+and partners int32 [q, C] is the slot of the same patch in the other half; elsewhere its own slot.
+With cross-attention, segments are set at patches alone, readers int32 [q, C] are the segments of
+conditions, cross_tiles are the tiles of the cross-attention, and padded int32 [q, C] is how many
+zero conditions each patch sees in addition (see masks.py).
+For span g, the rows are whole rows of the q groups that have a local rank: g * C slots. Where g is
+above 1, `arrived` int32 [q, g * C] is `conditions` in the order of the plan.
 """
 
 from __future__ import annotations
@@ -59,10 +66,12 @@ def generator_rows(
     threads: int,
     route: RoutePlan | None = None,
 ) -> tuple[list[Row], list[str]]:
-    """Rows of every microbatch, and messages as of `encoder_rows`, with the same errors.
+    """Rows of every microbatch, and messages of items that did not load. Messages and errors are as
+    in `encoder_rows`.
 
     Args:
-      route: where the states that items read lie, in stages; none: they arrive at the slots of conditions.
+      route: with stages, where the states that items read arrive; none: at the slots of their
+        conditions.
     """
     modality = batch.modalities[phase]
     generated = cast(Generated, modality)
@@ -86,7 +95,7 @@ def generator_rows(
         row["noise"][row_segment] = drawn[item].noise
         row["times"][row_segment] = drawn[item].time
         row["sources"][row_segment] = batch.source(index)
-    # Slots that have no partner name themselves; the items' fillings overwrite the others.
+    # Every slot starts as its own partner; filling the items overwrites the slots of their patches.
     if guided:
         for row in rows:
             row["partners"] = np.tile(
@@ -117,8 +126,8 @@ class _Filling(Filling):
         row["readers" if modality.crossed else "segments"][row_index, conditions] = seen
         row["segments"][row_index, patches] = plan.segment[item]
         if self.route is None:
-            # Slots capacity * p .. of the row are those of the p-th rank of the group, and a state
-            # arrives in that rank's own pool at the number of its slot there.
+            # Slots p * capacity .. of the row belong to the p-th rank of the group, and a state
+            # arrives in that rank's own pool, at the number of its slot on that rank.
             capacity = int(plan.capacity[plan.microbatch[item]])
             row["conditions"][row_index, conditions] = conditions % capacity
         else:
@@ -142,12 +151,13 @@ class _Filling(Filling):
 
 
 class _GuidedFilling(_Filling):
-    """The second half of an item's patches is a segment of its own, with the noise of the first."""
+    """Rows of guided items: the second half of an item's patches is a segment of its own, with the
+    noise of the first half."""
 
     def lay(self, row: Row, row_index: int, item: int, span: MediaSpan, slots: slice) -> slice:
         patches = super().lay(row, row_index, item, span, slots)
         with_conditions, without = _halves(patches)
-        # As many as segments of a row at most: numbers that no item's first half has.
+        # Adding S, the most segments of a row, gives numbers that no first half has.
         row["segments"][row_index, without] += row["noise"].shape[1]
         row["partners"][row_index, with_conditions] = np.arange(without.start, without.stop)
         row["partners"][row_index, without] = np.arange(with_conditions.start, with_conditions.stop)

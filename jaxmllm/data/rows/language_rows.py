@@ -1,17 +1,25 @@
-"""Rows of the language phase: tokens of examples, and where the media tokens that they read will arrive.
+"""Rows of the language phase: tokens of examples, and the pool slots where their media tokens
+arrive.
 
 A row holds, with q local ranks, C slots and S segments:
-    tokens, targets int32 [q, C] (target -1: none), segments int32 [q, C], positions float32 [q, C,
-    3], media int32 [q, C] (slot of the language pool where this token's embedding arrives; -1:
-    text), sources int32 [q, S] (source of segment s at s - 1; -1: none), groups int32 [q, C] (media
-    seen in both directions), order int32 [q, C] (slot before the row was dealt to parts), tiles
-    (see masks.py).
-Rows of span g are those of q groups with a local rank, whole: g * C slots. A pool slot is then one
-of the rank that owns the slot in the order of the plan, slots p * C .. of a row those of its p-th
-rank; `arrived` int32 [q, g * C] is `media` in that order.
+    tokens int32 [q, C]
+    targets int32 [q, C]        -1: none
+    segments int32 [q, C]
+    positions float32 [q, C, 3]
+    media int32 [q, C]          language-pool slot where the token's embedding arrives; -1: text
+    sources int32 [q, S]        source of segment s at s - 1; -1: none
+    groups int32 [q, C]         number of the item, for media tokens that see one another in both
+                                directions; 0: none
+    order int32 [q, C]          slot of this token in the order of the plan, before dealing to parts
+    tiles                       see masks.py
+For span g, the rows are whole rows of the q groups that have a local rank: g * C slots. In the
+order of the plan, slots p * C .. (p + 1) * C - 1 of such a row belong to the p-th rank of the
+group, and `media` counts slots in the pool of the rank that owns the token's slot. `arrived` int32
+[q, g * C] is `media` in the order of the plan.
 
-With a generator, states int32 [q, C] is the slot of the language pool from where the state of this
-token goes to the item that is made from it (-1: none), `leaving` the same in the order of the plan.
+With a generator, states int32 [q, C] is the slot of the language pool from which the state of this
+token is sent to the item that is made from it (-1: none), and `leaving` is `states` in the order of
+the plan. Only rows with a span above 1 have `arrived` and `leaving`.
 """
 
 from __future__ import annotations
@@ -38,7 +46,7 @@ def language_rows(
     items = batch.items.phases[LANGUAGE]
     local = LocalRows(LANGUAGE, phase, ranks)
     rows = empty_rows(local, lambda row_count, slots: _empty_row(row_count, slots, max_segments))
-    # In stages a generator reads whole rows
+    # In stages a generator reads whole rows, so no states are sent by slot.
     routes = {
         name: route
         for name, route in plan.routes.items()
@@ -66,11 +74,13 @@ def language_rows(
                 read = slice(first_slot, first_slot + span.tokens)
                 row[column][row_index, read] = route.arrivals(media)
                 if name in attention.bidirectional:
-                    # A number that no other item of the row has
+                    # The first slot is a number that no other item of the row has; 0 means no
+                    # group.
                     row["groups"][row_index, read] = first_slot + 1
     for row, span in zip(rows, phase.span.tolist(), strict=True):
         if span > 1:
-            # Still in the order of the plan; what follows deals slots to parts.
+            # Copied while the slots are in the order of the plan: `finish_language_row` deals them
+            # to parts.
             row["arrived"] = row["media"].copy()
             if generates:
                 row["leaving"] = row["states"].copy()
@@ -79,7 +89,8 @@ def language_rows(
 
 
 def _planned_example(batch: Batch, index: int, tokens: int) -> Rendered:
-    """An example of a batch. Raises `MisalignmentError` where it has not the tokens that the plan was made for."""
+    """One example of a batch. Raises `MisalignmentError` if it does not have the planned number of
+    tokens."""
     example = batch.example(index)
     if len(example.tokens) != tokens:
         raise MisalignmentError(

@@ -1,13 +1,15 @@
-"""What attention needs of a filled row, and its slots dealt to parts where several devices hold it:
-the ranks of its group, and the devices of each of these with context parallelism.
+"""Tile lists and other attention inputs of a filled row, and the dealing of its slots to parts. A
+row has several parts where several devices hold it: the ranks of its group, and with context
+parallelism the devices of each rank.
 
-    segments, groups --visible_tiles--> tiles --assign_blocks--> which part each block, or stretch of blocks, goes to
+    segments, groups --visible_tiles--> tiles --assign_blocks--> the part of each stretch of blocks
     row --dealt--> the same row, its slots in the order of the parts, with tile lists for each part
 
-Where a tower attends in windows, the slots of each item are first put in the order of its windows,
-so that a window is a run of slots (`window_order`). In all other rows of one part nothing moves.
+Where a tower uses windowed attention, the slots of each item are first put in the order of its
+windows, so that a window is a run of slots (`window_order`). In all other rows with one part no
+slot moves.
 
-Letters: r ranks, C slots of a row, T language tokens of it, A attention tokens of it, N blocks, X parts.
+Letters: r ranks, C slots of a row, T language tokens of a row, N blocks of a row, X parts.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from jaxmllm.config.schema import LayerWindows
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 
-Row = dict[str, Any]  # arrays, and the tables of `RowTiles` by name under "tiles"
+Row = dict[str, Any]  # arrays by name; "tiles" and its like hold the tables of `RowTiles` by name
 
 
 @dataclass(frozen=True)
@@ -37,24 +39,27 @@ class AttentionSpec:
     """How rows are cut for attention, by phase."""
 
     blocks: Mapping[str, int]  # attention tokens of a block
-    # Parts that a rank's share of a row is split into, where these are several
+    # Parts of a rank's share of a row; a phase that is missing has one
     parts: Mapping[str, int] = field(default_factory=dict)
-    bidirectional: tuple[str, ...] = ()  # media whose language tokens see their whole item
-    # Of phases with layers that attend in them
+    bidirectional: tuple[str, ...] = ()  # media phases whose language tokens see their whole item
+    # Windows of the phases that have layers with windowed attention
     windows: Mapping[str, LayerWindows] = field(default_factory=dict)
-    # Of phases whose patches see conditions in an attention apart: how many they see at least, zeros with them
+    # Phases whose patches see conditions by cross-attention -> least number of conditions that a
+    # patch sees: those that an item lacks are zeros
     crossed: Mapping[str, int] = field(default_factory=dict)
-    # Of phases whose kernel reads runs of documents: how many a row has at most
+    # Phases whose attention kernel reads runs of documents -> most runs of a row
     runs: Mapping[str, int] = field(default_factory=dict)
-    # Of phases and classes of rows whose blocks are smaller: their tokens
+    # Attention tokens of a block, for the row classes of a phase that have smaller blocks than the
+    # rest
     smaller_blocks: Mapping[tuple[str, RowClass], int] = field(default_factory=dict)
 
     def block(self, phase: str, row_class: RowClass) -> int:
-        """Attention tokens of a block of such rows."""
+        """Attention tokens of a block in rows of this phase and class."""
         return self.smaller_blocks.get((phase, row_class), self.blocks[phase])
 
     def of(self, phase: str, slots: int, span: int) -> tuple[int, int]:
-        """(block, parts) of a row of so many slots that `span` ranks hold together; each has the usual parts."""
+        """(attention tokens of a block, parts) of a row of `slots` slots that `span` ranks hold
+        together. The share of each rank has the usual number of parts."""
         block = self.block(phase, RowClass(slots // span, span))
         return block, span * self.parts.get(phase, 1)
 
@@ -62,9 +67,13 @@ class AttentionSpec:
 def finish_encoder_row(
     row: Row, attention: AttentionSpec, phase: str, row_format: RowFormat, span: int = 1
 ) -> None:
-    """Add `tiles`, `places`, `runs` where the kernel reads them, and for towers that attend in windows `windows` and
-    `window_tiles` to a row of both directions, put its slots in the order of windows, and deal them to the parts. A
-    part has whole language tokens, and its blocks have `margins` where the tower reads what lies beyond them.
+    """Finish an encoder row, whose items see themselves in both directions: add `tiles` and
+    `places`, add `runs` where the kernel reads them, and deal the slots to the parts. For towers
+    with windowed attention, also put the slots in the order of windows and add `windows` and
+    `window_tiles`.
+
+    A part has whole language tokens. Where there are several and the tower reads slots beyond a
+    block, add `margins`.
 
     Args:
       span: ranks that hold the row together.
@@ -73,8 +82,8 @@ def finish_encoder_row(
     slots_per_token = row_format.slots_per_token
     stride = row_format.stride
     block_slots = block * stride
-    # order[rank, place] is the language token of the plan that stands there. It is kept up to date
-    # with all that moves; its inverse is `places`.
+    # order[rank, place] is the language token, by its number in the plan, that is at `place` of the
+    # row. Every move of slots updates it; its inverse is `places`.
     order = np.tile(np.arange(row["valid"].shape[1], dtype=np.int32), (len(row["valid"]), 1))
     moved = ["features", "segments", "positions"]
     window = attention.windows[phase].window if phase in attention.windows else None
@@ -86,20 +95,21 @@ def finish_encoder_row(
         row["windows"] = window_numbers(row["segments"], row["positions"], window)
         moved.append("windows")
     ids = [item_ids(of_rank) for of_rank in row["segments"][:, ::stride]]
-    # Blocks are dealt in stretches, so that a part has whole language tokens and whole groups of
-    # slots that the tower takes together.
+    # Blocks are dealt in stretches, so that no part cuts a language token or a group of slots that
+    # the tower takes as a whole.
     stretch_slots = math.lcm(block_slots, row_format.alignment) if parts > 1 else block_slots
     stretch = stretch_slots // block_slots
     tokens = row["segments"].shape[1] // stride
     stretches = deal_blocks([(1, ids)], tokens, block, parts, stretch=stretch)
     blocks = _expand(stretches, stretch)
-    # Tiles are found in the row before it is dealt; `blocks` [r, N] says which block goes where.
+    # Tiles are found in the row before it is dealt; `blocks` [r, N] is the block at each place of
+    # the dealt row.
     row["tiles"] = tile_tables(ids, blocks, block, parts)
     if window is not None:
         ids = [item_ids(of_rank) for of_rank in row["windows"][:, ::stride]]
         row["window_tiles"] = tile_tables(ids, blocks, block, parts)
     if parts > 1:
-        # Taken first, for afterwards a block has other neighbours.
+        # Before the slots move: afterwards a block has other neighbours.
         if row_format.margin:
             row["margins"] = block_margins(row, blocks, block_slots, row_format.margin)
         _reorder(row, moved, _expand(stretches, stretch_slots))
@@ -110,10 +120,12 @@ def finish_encoder_row(
 
 
 def block_margins(row: Row, blocks: Ints, size: int, margin: int) -> Row:
-    """The slots of a packed row before and after each block, `margin` of either, as `BlockMargins` has them.
+    """The `margin` slots before and the `margin` slots after each block of a packed row, by the
+    field names of `BlockMargins`: [r, N * 2 * margin, ...]. Beyond the ends of the row they are
+    zeros.
 
     Args:
-      blocks: [r, N] which block stands at each place.
+      blocks: [r, N] block at each place of the dealt row.
       size: slots of a block.
     """
     # Zeros in front put slot s of the row at s + margin, so the slots before block b begin at
@@ -133,8 +145,9 @@ def block_margins(row: Row, blocks: Ints, size: int, margin: int) -> Row:
 
 
 def finish_language_row(row: Row, attention: AttentionSpec, span: int = 1) -> None:
-    """Add `tiles`, `order`, `runs` where the kernel reads them, and where layers attend in windows `window_tiles` to a
-    causal row with groups, and deal its slots to the parts.
+    """Finish a language row, which is causal except inside its groups: add `tiles` and `order`, add
+    `runs` where the kernel reads them and `window_tiles` where layers use windowed attention, and
+    deal the slots to the parts.
 
     Args:
       span: ranks that hold the row together.
@@ -148,8 +161,8 @@ def finish_language_row(row: Row, attention: AttentionSpec, span: int = 1) -> No
         narrow = [of_rank.within(windows.window) for of_rank in ids]
         windowed = sum(windows.windowed)
         layers = {"tiles": (windows.layers - windowed, ids), "window_tiles": (windowed, narrow)}
-    # All layers have the same parts: blocks are dealt by their work in full layers and in windowed
-    # ones together.
+    # All layers share one assignment of blocks to parts, so blocks are dealt by their total work in
+    # full and in windowed layers.
     blocks = deal_blocks(list(layers.values()), row["segments"].shape[1], block, parts)
     row |= {name: tile_tables(ids, blocks, block, parts) for name, (_, ids) in layers.items()}
     row["order"] = _expand(blocks, block)
@@ -161,9 +174,9 @@ def finish_language_row(row: Row, attention: AttentionSpec, span: int = 1) -> No
 
 
 def finish_generator_row(row: Row, attention: AttentionSpec, phase: str, span: int = 1) -> None:
-    """Add `tiles` and `order` to a row of a generator, whose items see themselves and what they are made
-    from, and deal its slots to the parts. Where the latter is an attention apart, also add `cross_tiles`
-    and `padded`: the conditions of zeros that each patch sees.
+    """Finish a generator row, whose items see themselves and their conditions: add `tiles` and
+    `order`, and deal the slots to the parts. Where patches see conditions by cross-attention, also
+    add `cross_tiles` and `padded`, the number of zero conditions that each patch sees.
 
     Args:
       span: ranks that hold the row together.
@@ -188,18 +201,19 @@ def finish_generator_row(row: Row, attention: AttentionSpec, phase: str, span: i
     if parts > 1:
         if "partners" in row:
             moved.append("partners")
-            # Partners are named by their slots: the numbers change with the order, and then move.
+            # A partner is named by its slot, so dealing changes the numbers first and then moves
+            # them.
             new_slots = np.argsort(row["order"], axis=1).astype(np.int32)
             row["partners"] = np.take_along_axis(new_slots, row["partners"], axis=1)
         _reorder(row, moved, row["order"])
 
 
 def lacking(patches: Ints, conditions: Ints, min_conditions: int) -> Ints:
-    """How many conditions each patch lacks that is to have so many at least; 0 elsewhere: [r, C].
+    """Number of conditions that each patch lacks of `min_conditions`; 0 in other slots: [r, C].
 
     Args:
-      patches: [r, C] segment of each patch, 0 of other slots.
-      conditions: [r, C] likewise of conditions that are seen.
+      patches: [r, C] segment of each patch; 0 in other slots.
+      conditions: [r, C] segment of each condition that is seen; 0 in other slots.
     """
     lacks = np.zeros_like(patches)
     for of_rank, patch_segments, condition_segments in zip(lacks, patches, conditions, strict=True):
@@ -213,22 +227,24 @@ def lacking(patches: Ints, conditions: Ints, min_conditions: int) -> Ints:
 def window_order(
     segments: Ints, positions: Ints, side: int, slots_per_token: int, block: int
 ) -> Ints:
-    """Which language token of each row stands at each place, so that the slots of a window are
-    neighbours: [r, T]. Each item keeps the slots that it has.
+    """The language token to put at each place of a row, so that the slots of a window are
+    neighbours: [r, T]. Tokens move inside their item, and each item keeps its slots.
 
-    A token goes with the window of its first slot. Where windows are no multiple of what becomes a
-    token, its other slots may belong to other windows; masks go by the number of each slot's.
+    A token belongs to the window of its first slot. Where windows are no multiple of the slots of a
+    token, its other slots may be in other windows; masks use the window number of each slot
+    (`window_numbers`).
 
-    Windows that fill blocks come first, and what lies before the first block's edge is filled with
-    the end of the item, so that these windows begin where blocks do.
+    Windows that fill whole blocks come first in an item. The slots of the item before its first
+    block boundary take the item's last tokens, so that these windows begin at block boundaries.
 
     Args:
-      segments: [r, C] item of each slot, those of an item in a run.
+      segments: [r, C] item of each slot; the slots of an item are a run.
+      side: side of a window, in patches.
       positions: [r, C, 2] (row, column) inside the item.
       block: slots of a block of attention.
     """
     document = segments[:, ::slots_per_token]
-    # Row and column of the token's window in its item; 0 for padding, which is one window.
+    # Row and column of the token's window in its item; 0 for padding, which forms one window.
     corner = positions[:, ::slots_per_token] // side * (document > 0)[:, :, None]
     order = np.empty_like(document)
     for rank, (items, (rows, columns)) in enumerate(
@@ -236,19 +252,21 @@ def window_order(
     ):
         starts = np.flatnonzero(np.append(True, items[1:] != items[:-1]))
         item = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(items)))
-        # A key is the same for the tokens of one window of one item alone: [T]. Of each token then
-        # the number of its window, and how many slots go with that.
+        # [T] keys: two tokens have the same key exactly if they are in the same window of the same
+        # item. From these come the number of each token's window, and the slots of that window.
         key = (item * (rows.max() + 1) + rows) * (columns.max() + 1) + columns
         window, tokens = np.unique(key, return_inverse=True, return_counts=True)[1:]
         slots = tokens[window] * slots_per_token
-        # By the last key first; equal ones stay in their order
+        # lexsort sorts by its last key first: by item, windows that fill whole blocks before
+        # others, larger windows before smaller ones. It is stable, so a window keeps the order of
+        # its tokens.
         of_row = np.lexsort((window, -slots, slots % block != 0, item)).astype(np.int32)
-        # Tokens from the item's first one to the next edge of a block.
+        # Tokens from the first one of each item to the next block boundary.
         before = -starts * slots_per_token % block // slots_per_token
         ends = np.append(starts[1:], len(items))
         for start, end, shift in zip(starts, ends, before, strict=True):
-            # Windows that fill blocks stand first. Turned by `shift`, the item has its last tokens
-            # before the edge, and the first window begins at it.
+            # Windows that fill blocks come first. Rolling the item by `shift` puts its last tokens
+            # before the block boundary, and the first window begins at the boundary.
             if items[start] and 0 < shift < end - start:
                 of_row[start:end] = np.roll(of_row[start:end], shift)
         order[rank] = of_row
@@ -278,13 +296,15 @@ def deal_blocks(
     apart: Sequence[NDArray[Any]] = (),
     stretch: int = 1,
 ) -> Ints:
-    """Which stretch of blocks of each row stands at each place, those of a part together: [r, N / stretch].
+    """The stretch of blocks at each place of a dealt row, the stretches of a part together:
+    [r, N / stretch].
 
     Args:
-      layers: of each kind, how many there are, and the ids of each row in them.
+      layers: (number of layers, ids of each row) for each kind of layer.
       tokens: attention tokens of a row.
-      apart: of each row the work [N] of its blocks in another attention, as of `block_work`; none: there is none.
-      stretch: blocks that are not parted.
+      apart: cross-attention work [N] of the blocks of each row, in the units of `block_work`; empty
+        without cross-attention.
+      stretch: number of neighbouring blocks that stay together.
     """
     ranks = len(layers[0][1])
     order = np.tile(np.arange(tokens // (stretch * block), dtype=np.int32), (ranks, 1))
@@ -294,18 +314,23 @@ def deal_blocks(
             if apart:
                 work.append(apart[rank])
             of_stretches = np.sum(work, axis=0).reshape(-1, stretch).sum(axis=1)
-            # By owner; a stable sort leaves the blocks of a part in the order of the row.
+            # A stable sort by owner leaves the blocks of a part in the order of the row.
             order[rank] = np.argsort(assign_blocks(of_stretches, parts), kind="stable")
     return order
 
 
 def tile_tables(ids: list[TokenIds], order: Ints, block: int, parts: int) -> dict[str, Ints]:
-    """The tables of `RowTiles` for rows whose blocks stand in this order."""
+    """The tables of `RowTiles` by name, for rows whose blocks are dealt in this order.
+
+    Args:
+      ids: ids of each row, before dealing.
+      order: [r, N] block at each place of the dealt row.
+    """
     return dealt_tables([visible_tiles(of_rank, block) for of_rank in ids], order, parts)
 
 
 def dealt_tables(tiles: list[Tiles], order: Ints, parts: int) -> dict[str, Ints]:
-    """The same from the tiles of each row."""
+    """The tables of `RowTiles` by name, from the visible tiles of each row; see `tile_tables`."""
     blocks = order.shape[1]
     bound = list_bound(blocks // parts, blocks)
     tables = {
@@ -315,6 +340,7 @@ def dealt_tables(tiles: list[Tiles], order: Ints, parts: int) -> dict[str, Ints]
         "key_blocks": np.zeros((len(tiles), parts, bound), np.int32),
     }
     for rank, of_rank in enumerate(tiles):
+        # argsort inverts the permutation: the place of each block after dealing.
         new_blocks = np.argsort(order[rank]).astype(np.int32)
         for part, lists in enumerate(dealt_tiles(of_rank, new_blocks, parts, bound)):
             values = lists.queries.spans, lists.queries.blocks, lists.keys.spans, lists.keys.blocks
@@ -324,13 +350,15 @@ def dealt_tables(tiles: list[Tiles], order: Ints, parts: int) -> dict[str, Ints]
 
 
 def _reorder(row: Row, names: Iterable[str], order: Ints) -> None:
+    # In place: slot s of the result is slot order[rank, s] of before.
     for name in names:
         for of_rank, slots in zip(row[name], order, strict=True):
-            # Indexing with an array copies, so every slot is read before one is written.
+            # Indexing with an array copies, so every slot is read before any is written.
             of_rank[:] = of_rank[slots]
 
 
 def _expand(blocks: NDArray[Any], size: int) -> Ints:
-    """Numbers of blocks [r, N] -> numbers of their slots [r, N * size]."""
+    """Numbers of blocks [r, N] -> numbers of their slots [r, N * size], for blocks of `size`
+    slots."""
     slots = blocks[:, :, None] * size + np.arange(size)
     return slots.reshape(len(blocks), blocks.shape[1] * size).astype(np.int32)
