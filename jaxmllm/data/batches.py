@@ -5,10 +5,10 @@ step, history).
         --plan_step--> plan (the same on every host) --fill--> HostStep (rows of the local ranks)
 
 Nothing is kept between steps, so the state of the data is the step number: a run resumes at any
-step, with any number of hosts, workers or devices. Where batch size or weights changed on the way,
-the history of the run says from which step on they count: the order continues where it stands, so
-that no example is skipped or comes twice. The order is grain's; `StepFiller` does the rest, in
-worker processes where there are any (workers/reader.py), which import neither grain nor jax for it.
+step, with any number of hosts, workers or devices. Where batch size or weights changed during the
+run, its history says from which step on each value applies. The order then continues from where it
+was, so that no example is skipped or repeated. The order is made by grain; `StepFiller` does the
+rest, in worker processes if there are any (workers/reader.py), which import neither grain nor jax.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from jaxmllm.balance.records import BatchItems
 from jaxmllm.data.rows.fill import HostStep, Lengths, StepFiller
 from jaxmllm.data.sources.source import DataError
 
-# Name, weight, example numbers of one configured source, which follow one another
+# Name, weight, and consecutive example numbers of one configured source
 Member = tuple[str, float, Longs]
 
 
 @dataclass(frozen=True)
 class Segment:
-    """What the steps from `step` on are made of, until the next segment; weights in the order of
-    data.sources."""
+    """Batch size and source weights of the steps from `step` up to the next segment; the weights
+    are in the order of data.sources."""
 
     step: int
     batch_size: int
@@ -42,11 +42,11 @@ class Segment:
 def example_order(
     members: Sequence[Member], seed: int, skipped: Sequence[int] | None = None
 ) -> grain.MapDataset[int]:
-    """Endless weighted mixture of the sources, each reshuffled every epoch: random access to
+    """Endless weighted mixture of the sources, each reshuffled every epoch, with random access to
     example numbers.
 
-    The first `skipped` examples of each source are passed over: those of earlier segments. Raises
-    `DataError` when a source has no examples.
+    The first `skipped[s]` examples of each source s are left out: earlier segments have used them.
+    Raises `DataError` when a source has no examples.
     """
     sources = []
     for index, (name, _, examples) in enumerate(members):
@@ -54,7 +54,7 @@ def example_order(
             raise DataError(
                 f"source {name!r} of data.sources has no usable example; remove it, or see its refusals"
             )
-        # Twice as fast as one of a list, of which grain measures every access
+        # Twice as fast as a dataset made from a list: grain measures every access to one.
         numbers = grain.MapDataset.range(int(examples[0]), int(examples[-1]) + 1)
         source = numbers.shuffle(seed=_source_seed(seed, index)).repeat()
         sources.append(source[skipped[index] :] if skipped else source)
@@ -62,10 +62,10 @@ def example_order(
 
 
 def taken_examples(weights: Sequence[float], positions: int) -> list[int]:
-    """How many examples of each source the first `positions` positions of a mixture hold.
+    """Number of examples of each source in the first `positions` positions of a mixture.
 
-    The mixture is periodic, so its last positions tell: the last example of each source says how
-    many came before.
+    Each example of a source has its number, so the last one of each source before the end gives the
+    count. The mixture is periodic, so a walk backwards soon finds it.
     """
     sources = len(weights)
     # Numbers n * sources + s: the n-th example of source s.
@@ -81,7 +81,8 @@ def taken_examples(weights: Sequence[float], positions: int) -> list[int]:
 
 
 def evaluation_order(members: Sequence[Member], limit: int | None = None) -> grain.MapDataset[int]:
-    """Every example once, source by source; with `limit`, that many spread evenly over all of them."""
+    """Every example once, source by source; with `limit`, at most that many, spread evenly over all
+    of them."""
     examples = np.concatenate([np.zeros(0, np.int64), *(examples for _, _, examples in members)])
     if limit is not None and limit < len(examples):
         examples = examples[np.arange(limit) * len(examples) // limit]
@@ -90,13 +91,15 @@ def evaluation_order(members: Sequence[Member], limit: int | None = None) -> gra
 
 @dataclass(frozen=True)
 class Steps:
-    """This host's share of every step: `Elements` for a reader, and a sequence. Raises `IndexError`
-    beyond the end, and before step `start`, whose examples stand from `start_position` of the order
-    on."""
+    """This host's share of every step, as a sequence and as `Elements` for a reader.
+
+    The examples of step `start` begin at `start_position` of the order. Raises `IndexError` for
+    steps before `start` and beyond the end.
+    """
 
     order: grain.MapDataset[int]
     batch_size: int
-    filler: Callable[..., HostStep]  # (step, examples), as StepFiller
+    filler: Callable[..., HostStep]  # (step, examples) -> HostStep, as StepFiller
     name: str = "step"
     start: int = 0
     start_position: int = 0
@@ -126,11 +129,11 @@ def continued_steps(
     seed: int,
     history: Sequence[Segment],
 ) -> Steps:
-    """Endless training steps from the last segment's first one on; the segments before it say where
-    the order stands.
+    """Endless training steps that begin with the first step of the last segment. The segments
+    before it determine where in the order that is.
 
     A new batch size continues in the same order. New weights begin a new mixture, in which every
-    source continues where it stands, in the middle of its epoch.
+    source continues from where it was, in the middle of its epoch.
     """
     order, segment, position = _continued(members, seed, history)
     return Steps(order, segment.batch_size, filler, "step", segment.step, position)
@@ -148,10 +151,10 @@ def continued_examples(
 def _continued(
     members: Sequence[Member], seed: int, history: Sequence[Segment]
 ) -> tuple[grain.MapDataset[int], Segment, int]:
-    """(the order of the last segment, that segment, where in the order it begins)."""
+    """(order of the last segment, the last segment, position in the order where it begins)."""
     segment = history[0]
     weights = segment.weights
-    skipped = [0] * len(members)  # examples of each source before the mixture of these weights
+    skipped = [0] * len(members)  # examples of each source used before the mixture of these weights
     position = 0  # position in that mixture
     for following in history[1:]:
         position += (following.step - segment.step) * segment.batch_size
@@ -179,7 +182,7 @@ def evaluation_steps(filler: StepFiller, batch_size: int, limit: int | None = No
 def batch_examples(
     order: grain.MapDataset[int], batch_size: int, step: int, start_position: int = 0
 ) -> Longs:
-    """Example numbers [B] of any step, without planning or loading; the last batch of a finite
+    """Example numbers [B] of any step, without planning or loading. The last batch of a finite
     order may be short.
 
     Step 0 begins at `start_position` of the order. Raises `IndexError` outside the order.
@@ -196,7 +199,8 @@ def batch_examples(
 def sample_batches(
     order: grain.MapDataset[int], corpus: Lengths, batch_size: int, max_batches: int
 ) -> list[BatchItems]:
-    """Lengths of the first `max_batches` batches (fewer if the order ends), for capacity statistics."""
+    """Lengths of the first `max_batches` batches, or fewer if the order ends, for choosing
+    sizes."""
     available = ceil_divide(len(order), batch_size)
     return [
         corpus.gather(batch_examples(order, batch_size, step))
@@ -205,7 +209,7 @@ def sample_batches(
 
 
 def source_batches(members: Sequence[Member], corpus: Lengths, batch_size: int) -> list[BatchItems]:
-    """Lengths of a batch of each source alone; empty where there is but one source."""
+    """Lengths of one batch from each source alone; empty if there is only one source."""
     if len(members) < 2:
         return []
     random = np.random.default_rng(0)  # every host must draw the same

@@ -1,6 +1,6 @@
 """All sources of a run as one numbered set of examples.
 
-indexes --concatenate--> columns --gather(examples)--> BatchItems, what a step plan is made from
+indexes --concatenate--> columns --gather(examples)--> BatchItems, the input of a step plan
 example number --byte offset--> JSONL line --render--> tokens, targets, positions, media spans
 """
 
@@ -33,11 +33,12 @@ from jaxmllm.data.text.tokenizers import Tokenizer
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 
-SHOWN = 5  # refusals quoted in an error
+SHOWN = 5  # refusals that an error quotes
 
 
 class RejectedError(DataError):
-    """More records of a corpus are refused than `data.max_rejected` allows: all of them are in `rejected`."""
+    """More records of a corpus were refused than `data.max_rejected` allows; `rejected` holds all
+    that were refused."""
 
     def __init__(self, message: str, rejected: tuple[Rejected, ...]):
         super().__init__(message)
@@ -72,18 +73,19 @@ _FINGERPRINTED = (
 
 @dataclass(frozen=True)
 class Corpus:
-    """The examples of several indexes, numbered through: those of index i follow those of index i - 1.
+    """The examples of several indexes, numbered consecutively: those of index i follow those of
+    index i - 1.
 
-    Frozen and made of plain arrays, so that it travels to worker processes.
+    Frozen and made of plain arrays, so that it can be sent to worker processes.
     """
 
     indexes: tuple[LengthIndex, ...]
-    weights: tuple[float, ...]  # of the indexes, for mixing
+    weights: tuple[float, ...]  # of the indexes, for the mixture
     tokenizer: Tokenizer
     modalities: Mapping[str, Modality]
-    # Source labels to number by, where there are more than those of `indexes`
+    # The labels that number sources, if set by `with_sources`; empty: those of `indexes`
     names: tuple[str, ...] = ()
-    pairs: VisiblePairs = NOTHING_KNOWN  # what attention sees, for costs
+    pairs: VisiblePairs = NOTHING_KNOWN  # how attention sees items, for costs
 
     @classmethod
     def open(
@@ -98,7 +100,7 @@ class Corpus:
         """Read or build the index of every source (see `build_index`). Raises `DataError`.
 
         Args:
-          pairs: what attention sees of the items besides their lengths.
+          pairs: how attention sees items, where their lengths do not say it.
         """
         folder = None if cache is None else Path(cache)
         indexes = tuple(
@@ -113,7 +115,7 @@ class Corpus:
 
     @property
     def formats(self) -> dict[str, RowFormat]:
-        """What the rows of each encoder phase look like."""
+        """Row format of each encoder and generator phase."""
         return row_formats(self.modalities)
 
     @cached_property
@@ -128,15 +130,15 @@ class Corpus:
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
-        """The labels by which losses are reported: the records' own "source", else the configured
-        name. Sorted."""
+        """Sorted labels by which losses are reported: the "source" that records give, else the
+        configured name of their source."""
         return self.names or tuple(
             sorted({label for index in self.indexes for label in index.labels})
         )
 
     def with_sources(self, names: tuple[str, ...]) -> Corpus:
-        """The corpus with its sources numbered as in `names`, so that two corpora can share their
-        numbers."""
+        """The corpus with its source labels numbered as in `names`, so that several corpora can
+        share one numbering."""
         return replace(self, names=names)
 
     def longest(self, phase: str) -> int:
@@ -148,7 +150,7 @@ class Corpus:
         return int(columns["item_length"][of_phase].max(initial=0))
 
     def source_of(self, example: int) -> int:
-        """Number in `sources` of an example."""
+        """Number, in `sources`, of an example's source label."""
         return int(self._label[example])
 
     def id(self, example: int) -> str:
@@ -156,12 +158,13 @@ class Corpus:
         return str(index.id[local])
 
     def gather(self, examples: Longs) -> BatchItems:
-        """Lengths of a batch of example numbers [B], which may repeat."""
+        """Lengths of a batch of examples, given by number [B]; numbers may repeat."""
         columns = self._columns
         item_start = columns["item_start"][examples]
         counts = columns["item_count"][examples]
         owner = np.repeat(np.arange(len(examples), dtype=np.int32), counts)
-        # Ranges item_start .. item_start + count of all examples, end to end
+        # The ranges item_start .. item_start + count of all examples, end to end: arange counts
+        # through all of them, and the offset of each range is repeated over its items.
         items = np.repeat(item_start - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
         phases = {}
         for phase_index, phase in enumerate(self.modalities):
@@ -187,9 +190,9 @@ class Corpus:
         )
 
     def example(self, example: int) -> Rendered:
-        """Read and render one example; shapes come from the index, no media file is touched.
+        """Read and render one example. Shapes come from the index, so no media file is read.
 
-        Raises `DataError` when the JSONL file is no longer what was indexed.
+        Raises `DataError` when the JSONL file is no longer the one that was indexed.
         """
         index, local = self._locate(example)
         id = str(index.id[local])
@@ -219,8 +222,8 @@ class Corpus:
         return dict(Counter(rejected.reason for rejected in self.rejected).most_common())
 
     def check_rejected(self, max_rejected: float) -> None:
-        """Raise `RejectedError` when more than this share of all records was refused, or all of them;
-        `DataError` when a source has no record at all."""
+        """Raise `RejectedError` when more than this share of all records was refused or none is
+        left, and `DataError` when a source has no record at all."""
         for index in self.indexes:
             if not len(index) and not index.rejected:
                 raise DataError(
@@ -243,26 +246,28 @@ class Corpus:
 
     def refuse(self, limits: Mapping[str, int]) -> Corpus:
         """The corpus without the examples that hold an item longer than `limits[phase]` slots, the
-        largest row of each phase; they are in `rejected` as longer_than_row. Examples are numbered
-        anew."""
+        largest row of the phase. They are added to `rejected` with the reason longer_than_row, and
+        the other examples get new numbers."""
         indexes = tuple(index.without(_too_long(index, limits)) for index in self.indexes)
         return replace(self, indexes=indexes)
 
     def for_rows(self) -> Corpus:
-        """The corpus without the names of media and without refusals, which filling rows does not ask for: every data
-        worker has its own copy of them, 150 MB of a million media."""
+        """The corpus without media names and refusals, which filling rows does not read. Every data
+        worker would have its own copy of them: 150 MB for a million media."""
         corpus = replace(self, indexes=tuple(index.for_rows() for index in self.indexes))
-        # What is made of all indexes is made once, and lies in memory that workers share.
+        # The cached arrays over all indexes are made here, once, and go to the workers in shared
+        # memory. A worker that made them itself would have its own copy.
         columns = ("_starts", "_label", "_shapes", "_columns")
         vars(corpus).update({name: getattr(self, name) for name in columns})
         return corpus
 
     def fingerprint(self) -> str:
-        """Equal for two runs exactly if their examples are the same in number, order, shapes and tokens.
+        """Digest that is equal for two runs exactly if their examples have the same number, order,
+        shapes and tokens.
 
         Slots of encoder items are left out: they depend on the mesh (parts of a row hold whole
-        chunks of sound), which a run may change. So are the weights of sources, and labels that
-        other sets of examples brought along.
+        chunks of sound), which a run may change. Weights of sources are left out too, and so are
+        labels that come from other corpora (`with_sources`).
         """
         digest = hashlib.blake2b(digest_size=16)
         digest.update(repr((list(self.modalities), self.tokenizer.fingerprint)).encode())
@@ -290,12 +295,13 @@ class Corpus:
 
     @cached_property
     def _shapes(self) -> Ints:
-        """Shapes of the items of all indexes on end: [K, 3]."""
+        """Shapes of the items of all indexes, end to end: [K, 3]."""
         return np.concatenate([np.zeros((0, 3), np.int32), *(i.item_shape for i in self.indexes)])
 
     @cached_property
     def _columns(self) -> dict[str, Longs]:
-        """Example and item columns of all indexes on end; item_start counts over all items."""
+        """Example and item columns of all indexes, end to end; item_start counts the items of all
+        indexes."""
         none = np.zeros(0, np.int64)
         columns = {
             name: np.concatenate([none, *(getattr(index, name) for index in self.indexes)]).astype(
@@ -312,16 +318,17 @@ class Corpus:
     def _locate(self, example: int) -> tuple[LengthIndex, int]:
         if not 0 <= example < len(self):
             raise IndexError(f"example {example} of {len(self)}")
-        # Of one number, numpy's own search takes ten times as long, and a step asks for every id
+        # For a single number numpy's search takes ten times as long as bisect, and a step looks up
+        # every id.
         index_number = bisect_right(self._starts, example) - 1
         return self.indexes[index_number], int(example - self._starts[index_number])
 
 
 def _flat_shapes(shapes: Ints) -> Ints:
-    """Shapes [K, 3] end to end, without the first axis of each that is 1: images and sounds have
-    two numbers.
+    """Shapes [K, 3] end to end, each without its first axis of size 1, so that images and sounds
+    have two numbers.
 
-    They had when fingerprints of runs were first written, and these must stay the same.
+    They had two when fingerprints of runs were first written, and fingerprints must stay the same.
     """
     flat = shapes == 1
     keep = np.ones_like(flat)
@@ -338,8 +345,8 @@ def _not_indexed(index: LengthIndex, example: int, why: str = "") -> str:
 
 
 def _too_long(index: LengthIndex, limits: Mapping[str, int]) -> list[tuple[int, str, str]]:
-    """(example, reason, message) of the examples with an item beyond the limits; the first such
-    item speaks."""
+    """(example, reason, message) of each example with an item beyond the limits; the message is
+    about the first such item."""
     refused: dict[int, str] = {}
     for phase_index, phase in enumerate(index.phases):
         if phase not in limits:

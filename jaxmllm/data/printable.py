@@ -1,4 +1,5 @@
-"""Words from files and data, fit for a message: always one line, whatever a path or a library says."""
+"""Text from files and data, made safe for a message: always one line, whatever a path or a library
+says."""
 
 from __future__ import annotations
 
@@ -6,13 +7,13 @@ MAX_SHOWN = 2000  # characters
 
 
 def shown(value: object, limit: int = MAX_SHOWN) -> str:
-    """`value` as one line of printable text: a path, an id, a whole message. Of more than `limit`
-    characters it keeps both ends, where paths and reasons stand.
+    """`value` (a path, an id, a whole message) as one line of printable text. If it has more than
+    `limit` characters, its middle is left out: paths and reasons are at the ends.
 
-    Control characters, line breaks of any kind, marks that turn the direction of writing, and bytes
-    that are no Unicode are written as Python escapes them (`\\n`, `\\x1b`, `\\u202e`, `\\udcff`),
-    so that no file name can forge a line of the log or steer a terminal. Text without them is
-    returned as it is.
+    Control characters, line breaks of any kind, marks that change the direction of writing, and
+    bytes that are not Unicode are written as Python escapes them (`\\n`, `\\x1b`, `\\u202e`,
+    `\\udcff`), so that no file name can forge a line of the log or steer a terminal. Text without
+    them is returned as it is.
     """
     text = str(value)
     if len(text) > limit:

@@ -1,1 +1,2 @@
-"""The length index of a source: how long every example is in every phase, built once and cached."""
+"""The length index of a source: the length of every example in every phase, built once and
+cached."""

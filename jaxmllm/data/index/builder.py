@@ -53,9 +53,11 @@ from jaxmllm.data.text.conversation import (
 from jaxmllm.data.text.render import modality_of, render
 from jaxmllm.data.text.tokenizers import Tokenizer
 
-CHUNK = 2048  # records whose media are measured together ...
-CHUNK_BYTES = 64 << 20  # ... or fewer, once their texts hold as much memory as this
-THREADS = 16  # that follow paths and read headers: they wait for the disk, above all on network file systems
+CHUNK = 2048  # most records whose media are measured together
+CHUNK_BYTES = 64 << 20  # a chunk also ends when its texts have this many bytes
+# Threads that resolve paths and read headers. They mostly wait for the disk, above all on network
+# file systems.
+THREADS = 16
 
 
 def build_index(
@@ -65,12 +67,12 @@ def build_index(
     cache: Path | None = None,
     progress: bool = True,
 ) -> LengthIndex:
-    """The index of a source, from its cache file in the folder `cache` (default: beside the source)
-    or built now.
+    """The index of a source: read from its cache file in the folder `cache` (default: next to the
+    source), or built now.
 
-    Whatever is wrong with a record becomes a `Rejected`. Ids need not be unique: an example is
-    known by its place. `progress` shows a bar when standard error is a terminal. Raises `DataError`
-    when the source cannot be read.
+    A record with any fault becomes a `Rejected`. Ids need not be unique: an example is identified
+    by its place in the source. `progress` shows a bar when standard error is a terminal. Raises
+    `DataError` when the source cannot be read.
     """
     source = open_source(config)
     try:
@@ -98,14 +100,15 @@ def build_index(
 def uncached_index(
     name: str, source: Source, tokenizer: Tokenizer, modalities: Mapping[str, Modality]
 ) -> LengthIndex:
-    """The index of a source that is read once; see `build_index`."""
+    """The index of a source, built without a cache file; see `build_index`."""
     builder = _Builder(name, "assistant", source, tokenizer, modalities, {})
     return builder.build(progress=False)
 
 
 @dataclass(frozen=True)
 class _Parsed:
-    """A record of a source: its conversation, or why there is none."""
+    """A record of a source with its conversation, or with the reason and message of why there is
+    none."""
 
     record: RawRecord
     id: str
@@ -133,7 +136,7 @@ class _Builder:
         self.modalities = modalities
         self.known = known
         self.phases = tuple(modalities)
-        # Row in the table, and what the header said
+        # (row in the media table, result of reading the header)
         self.media: dict[MediaKey, tuple[int, Measured]] = {}
         self.labels: dict[str, int] = {}
         self.examples: list[tuple[str, int, int, int, int, int, int]] = []  # as EXAMPLE_COLUMNS
@@ -144,7 +147,7 @@ class _Builder:
     def build(self, progress: bool) -> LengthIndex:
         with ThreadPoolExecutor(THREADS) as pool, _progress_bar(self.source, progress) as advance:
             for chunk in chunks(self.source.records()):
-                parsed = list(pool.map(self._parse, chunk))  # looks where media are
+                parsed = list(pool.map(self._parse, chunk))  # resolves media paths on disk
                 self._measure(parsed, pool)
                 for line in parsed:
                     self._add(line)
@@ -179,14 +182,16 @@ class _Builder:
         )
         new = [key for key in dict.fromkeys(keys) if key not in self.media]
         for key, measured in zip(new, pool.map(self._measure_one, new), strict=True):
-            # The number is that of the row in the table, read before the key is there: keys stay in
-            # the order in which records first name them, however long headers take.
+            # `len` is evaluated before the key is inserted, so it is the key's row in the table.
+            # Rows follow the order in which records first name the media, however long headers
+            # take.
             self.media[key] = len(self.media), measured
 
     def _measure_one(self, key: MediaKey) -> Measured:
         if key in self.known:
             return self.known[key]
-        # The stamp before the header: a file that changes in between is measured again next time.
+        # The stamp is taken before the header is read: a file that changes in between has another
+        # stamp next time, and is measured again.
         stamp = self.source.media_stamp(key.address)
         media = taken_as(key.part, self.source.media(key.address))
         try:
@@ -211,7 +216,7 @@ class _Builder:
             if measured.shape is None:
                 self._reject(line, measured.failure)
                 return
-            # Groups of frames of a video are items of their own, and share its row of the table.
+            # Each frame group of a video is an item of its own; all of them share the video's row.
             rows += [row] * item_count(measured.shape)
             shapes.append(measured.shape)
         try:
@@ -306,7 +311,7 @@ class _Builder:
 
 
 def chunks(records: Iterable[RawRecord]) -> Iterator[list[RawRecord]]:
-    """Up to CHUNK records at a time, fewer where they come to CHUNK_BYTES."""
+    """The records in lists of up to CHUNK, or fewer once their texts have CHUNK_BYTES."""
     chunk: list[RawRecord] = []
     held = 0
     for record in records:
@@ -326,7 +331,7 @@ def _columns(rows: Sequence[tuple[Any, ...]], width: int) -> list[tuple[Any, ...
 
 @contextmanager
 def _progress_bar(source: Source, visible: bool) -> Iterator[Any]:
-    """Yields a function that advances the bar by a number of bytes."""
+    """Yield a function that advances the bar by a number of bytes."""
     console = Console(stderr=True)
     with Progress(
         console=console, disable=not (visible and console.is_terminal), transient=True

@@ -1,9 +1,9 @@
 """The cache of length indexes: one .npz file per index, named by its source and every setting that
 lengths depend on.
 
-A stored index counts when the records are the same and every media item still has the stamp that it
-had; else the index is built anew, and headers are read again only for media that changed. (One
-`stat` per media file: thousands of times cheaper than decoding, and it notices files that were
+A stored index is used when the records are the same and every media item still has its old stamp.
+Otherwise the index is built again, and headers are read again only for media that changed. (One
+`stat` per media file is thousands of times cheaper than decoding, and notices files that were
 missing and have arrived.) Media that were refused are measured again when a modality has learned
 new formats since.
 """
@@ -43,20 +43,20 @@ from jaxmllm.data.printable import shown
 from jaxmllm.data.sources.source import Source
 from jaxmllm.data.text.tokenizers import Tokenizer
 
-VERSION = 10  # of the cache file and of everything lengths depend on that is no setting
-STALE_SECONDS = 24 * 3600  # the draft of a cache file that is older is nobody's
+VERSION = 10  # raise when the file's layout changes, or lengths change although no setting does
+STALE_SECONDS = 24 * 3600  # an older draft of a cache file is taken to be abandoned
 STAMP_THREADS = 16  # they wait for the disk, above all on network file systems
-STAMPS_AT_ONCE = 2048  # by one thread: less would cost more in handing out than in asking
+STAMPS_AT_ONCE = 2048  # per task of a thread; with fewer, tasks cost more than `stat`
 
-Formats = Mapping[str, tuple[str, ...]]  # what each modality can read, by phase
+Formats = Mapping[str, tuple[str, ...]]  # file formats that each modality can read, by phase
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """An index from the cache, the stamp of the records it was built from, and the formats that
-    were known then."""
+    """An index, the stamp of the records it was built from, and the formats that could be read
+    then."""
 
     index: LengthIndex
     stamp: str
@@ -70,7 +70,7 @@ def cache_file(
     tokenizer: Tokenizer,
     modalities: Mapping[str, Modality],
 ) -> Path:
-    """Where the index of a source is kept: in `folder`, or beside the source."""
+    """Cache file of a source's index, in `folder` or else next to the source."""
     settings = [VERSION, config.name, repr(source), config.targets, tokenizer.fingerprint]
     settings.append({phase: repr(modality) for phase, modality in modalities.items()})
     digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=8).hexdigest()
@@ -78,13 +78,13 @@ def cache_file(
 
 
 def known_formats(modalities: Mapping[str, Modality]) -> Formats:
-    """What each modality can read."""
+    """Formats that each modality can read, by phase."""
     return {phase: modality.formats for phase, modality in modalities.items()}
 
 
 def still_known(stored: Stored, formats: Formats) -> dict[MediaKey, Measured]:
-    """What the stored index knows of those media items that are as they were and would be measured
-    the same today."""
+    """Stored measurements of the media items that have not changed and would be measured the same
+    today."""
     index = stored.index
     media = index.media
     trusted = {
@@ -110,7 +110,7 @@ def still_known(stored: Stored, formats: Formats) -> dict[MediaKey, Measured]:
 
 
 def _trust(stored: tuple[str, ...], known: tuple[str, ...]) -> tuple[bool, bool]:
-    """Whether headers that were understood, and headers that were not, would still be so.
+    """Whether stored shapes, and whether stored failures, would be measured the same today.
 
     A new format can turn refusals into items; a format that is gone can turn items into refusals.
     """
@@ -118,8 +118,8 @@ def _trust(stored: tuple[str, ...], known: tuple[str, ...]) -> tuple[bool, bool]
 
 
 def read_cache(file: Path, config: SourceConfig, source: Source) -> Stored | None:
-    """The stored index; None where there is none of use."""
-    if not os.path.isfile(file):  # also where the folder cannot be read, unlike Path.is_file
+    """The stored index; None if there is none, or it is damaged."""
+    if not os.path.isfile(file):  # unlike Path.is_file, no error if the folder cannot be read
         return None
     try:
         with np.load(file, allow_pickle=False) as arrays:
@@ -151,7 +151,8 @@ def read_cache(file: Path, config: SourceConfig, source: Source) -> Stored | Non
 
 
 def write_cache(file: Path, stored: Stored) -> None:
-    """Write beside and rename, so that hosts that share the folder never see half a file."""
+    """Write an index to its cache file: to a draft that is then renamed, so that hosts that share
+    the folder never see half a file. A failure to write is only logged."""
     index = stored.index
     media = index.media
     words = {
@@ -186,10 +187,10 @@ def write_cache(file: Path, stored: Stored) -> None:
 
 
 def _sweep_drafts(file: Path) -> None:
-    """Remove what killed processes left of this cache file: drafts of processes of this host that
-    are no more, and old ones of any host."""
+    """Remove the drafts of this cache file that killed processes left: those of processes of this
+    host that no longer run, and old ones of any host."""
     for folder in file.parent.glob(f"{glob.escape(file.name)}.*"):
-        # FILE.HOST.PROCESS.RANDOM, taken apart from behind: names of hosts may have dots.
+        # FILE.HOST.PROCESS.RANDOM is split from the end: host names may contain dots.
         host, _, process = (
             folder.name.removeprefix(f"{file.name}.").rpartition(".")[0].rpartition(".")
         )
@@ -201,7 +202,7 @@ def _sweep_drafts(file: Path) -> None:
 def _modification_time(path: Path) -> float:
     try:
         return path.stat().st_mtime
-    except OSError:  # somebody else has swept it
+    except OSError:  # another process has removed it
         return 0.0
 
 
@@ -210,6 +211,6 @@ def _is_alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's
+    except OSError:  # the process exists but belongs to another user
         pass
     return True

@@ -1,5 +1,5 @@
-"""The length index of one source as a value: columns over its examples, their media items and the
-distinct media."""
+"""The length index of one source as a value: columns over its examples, over their media items, and
+over the distinct media."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ MEDIA_COLUMNS: Final = ("phase", "stamp", "shape", "frames", "rate")
 
 
 class MediaKey(NamedTuple):
-    """One item as it is measured: a file may be both an image and a video."""
+    """Identity of a media item when it is measured. An address is not enough: a file may be both an
+    image and a video."""
 
     phase: str
-    part: str  # as conversations call it
+    part: str  # the word that conversations use: "image"
     address: str
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A record that is left out: `line` (from 1) of the file `path`, a stable `reason`, and a message."""
+    """A record that is left out: `line` (from 1) of the file `path`, a `reason` that is a stable
+    word, and a message."""
 
     id: str
     path: str
@@ -53,7 +55,8 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the header of a media item said: a shape, or reason and message of the failure."""
+    """Result of reading the header of a media item: a shape, or (reason, message) of the
+    failure."""
 
     stamp: tuple[int, int]  # see `Source.media_stamp`
     shape: Shape | None
@@ -62,26 +65,26 @@ class Measured:
 
 @dataclass(frozen=True)
 class MediaTable:
-    """The D distinct media items of a source and what their headers said."""
+    """The D distinct media items of a source and the results of reading their headers."""
 
     address: tuple[str, ...]  # [D] see `Source.media`
-    part: tuple[str, ...]  # [D] as conversations call them
-    phase: NDArray[np.int8]  # [D]
+    part: tuple[str, ...]  # [D] the words that conversations use: "image"
+    phase: NDArray[np.int8]  # [D] index in `LengthIndex.phases`
     stamp: Longs  # [D, 2] see `Source.media_stamp`
-    shape: Ints  # [D, 3]; -1 where the header is of no use
-    frames: Ints  # [D] of a `ClipShape`; 0: it is none
-    rate: NDArray[np.float64]  # [D] likewise
-    failure: Mapping[int, tuple[str, str]]  # reason and message there
+    shape: Ints  # [D, 3]; -1 if the header gave none
+    frames: Ints  # [D] `frames` of a `ClipShape`; 0: the shape is not one
+    rate: NDArray[np.float64]  # [D] `rate` of a `ClipShape`; 0: the shape is not one
+    failure: Mapping[int, tuple[str, str]]  # row -> (reason, message), for rows without a shape
 
     def measured(self, row: int) -> Measured:
-        """What the header of one item said."""
+        """Result of reading the header of one item."""
         size, modified = self.stamp[row].tolist()
         if row in self.failure:
             return Measured((size, modified), None, self.failure[row])
         return Measured((size, modified), self.shape_of(row))
 
     def shape_of(self, row: int) -> Shape:
-        """The shape of one item whose header is of use."""
+        """Shape of one item that has no failure."""
         time, height, width = self.shape[row].tolist()
         if not (frames := int(self.frames[row])):
             return time, height, width
@@ -93,26 +96,26 @@ class LengthIndex:
     """N examples of one source and their K media items; example n has items item_start[n] ..
     item_start[n + 1]."""
 
-    name: str  # configured
+    name: str  # configured name of the source
     source: Source
-    learned: Targets  # what `targets` counts
-    phases: tuple[str, ...]  # encoder phases; item_phase counts in it
-    labels: tuple[str, ...]  # the records' own source labels; label counts in it
+    learned: Targets  # which tokens have a target, and so are counted by `targets`
+    phases: tuple[str, ...]  # phases of media; `item_phase` indexes it
+    labels: tuple[str, ...]  # source labels of the records; `label` indexes it
     id: NDArray[np.str_]  # [N]
-    offset: Longs  # [N] what the source finds the record by
+    offset: Longs  # [N] argument of `Source.record`
     line: Longs  # [N] from 1
-    label: Ints  # [N]
+    label: Ints  # [N] index in `labels`
     language_length: Longs  # [N] tokens
     targets: Longs  # [N] tokens with a target
     checksum: Longs  # [N] CRC-32 of the record's text
     item_start: Longs  # [N + 1]
-    item_phase: NDArray[np.int8]  # [K]
+    item_phase: NDArray[np.int8]  # [K] index in `phases`
     item_media: Ints  # [K] row of `media`
     item_shape: Ints  # [K, 3]
     item_length: Longs  # [K] slots
     item_real: Longs  # [K] slots that hold data
     item_tokens: Longs  # [K] language tokens
-    item_slot: Longs  # [K] where these start in the example's sequence
+    item_slot: Longs  # [K] index of the first of these in the example's sequence
     media: MediaTable
     rejected: tuple[Rejected, ...]  # in the order of records
 
@@ -120,7 +123,7 @@ class LengthIndex:
         return len(self.id)
 
     def place(self, example: int) -> str:
-        """Where a person finds an example: FILE:LINE."""
+        """Place of an example's record for messages: FILE:LINE."""
         path, line = self.source.place(int(self.line[example]))
         return f"{shown(path)}:{line}"
 
@@ -130,13 +133,16 @@ class LengthIndex:
         item, end = self.item_start[example : example + 2].tolist()
         while item < end:
             shapes.append(self.media.shape_of(self.item_media[item]))
-            # The items of a video follow one another and share its shape: one step for all of them.
+            # The items of a video are consecutive and share its shape: skip to the item after them.
             item += item_count(shapes[-1])
         return tuple(shapes)
 
     def without(self, refused: Sequence[tuple[int, str, str]]) -> LengthIndex:
-        """The index with some examples moved to `rejected`: (example, reason, message) of each,
-        once per example."""
+        """The index with some examples moved to `rejected`.
+
+        Args:
+          refused: (example, reason, message), once per example.
+        """
         if not refused:
             return self
         keep = np.ones(len(self), np.bool_)
@@ -155,16 +161,17 @@ class LengthIndex:
         return replace(self, **columns, item_start=starts(counts[keep]), rejected=rejected)
 
     def for_rows(self) -> LengthIndex:
-        """See `Corpus.for_rows`."""
+        """The index without media names and refusals; see `Corpus.for_rows`."""
         media = replace(self.media, address=(), part=(), failure={})
         return replace(self, media=media, rejected=())
 
 
 def item_count(shape: Shape) -> int:
-    """Items that one of this shape becomes: a video has one for each group of frames."""
+    """Number of items that a media item of this shape becomes: a video is one item per group of
+    frames."""
     return shape[0] if isinstance(shape, ClipShape) else 1
 
 
 def starts(counts: Sequence[int] | NDArray[Any]) -> Longs:
-    """Where each of some neighbouring groups begins, and where the last one ends: [N + 1]."""
+    """Starts of N consecutive groups of these sizes, and the end of the last one: [N + 1]."""
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)

@@ -1,2 +1,2 @@
-"""Where records and their media come from: the protocol, one file per format, and the table of
+"""Sources of records and their media: the protocol, one file per format, and the table of
 formats."""

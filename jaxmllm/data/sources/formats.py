@@ -11,16 +11,16 @@ from jaxmllm.data.sources.source import DataError, Source
 
 DEFAULT = "jsonl"
 
-# By name, which is also the ending of files that are read so where data.sources[].format does not
-# say.
+# By name. Where data.sources[].format is not set, a file whose ending is a name here has that
+# format.
 SOURCES: dict[str, Callable[[SourceConfig], Source]] = {
     DEFAULT: JsonLines.of,
 }
 
 
 def open_source(config: SourceConfig) -> Source:
-    """The source of an entry of data.sources, whose paths are complete. Raises `DataError` for an
-    unknown format."""
+    """The source of an entry of data.sources, whose paths no longer depend on `data.root`. Raises
+    `DataError` for an unknown format."""
     ending = Path(config.path).suffix.removeprefix(".")
     name = config.format or (ending if ending in SOURCES else DEFAULT)
     if name not in SOURCES:

@@ -16,12 +16,16 @@ from jaxmllm.data.printable import shown
 from jaxmllm.data.sources.source import MISSING, DataError, RawRecord
 from jaxmllm.data.text.conversation import ConversationError
 
-MAX_LINE = 8 << 20  # bytes of a record; what is longer is refused without being held in memory
+MAX_LINE = 8 << 20  # bytes of a record; a longer one is refused without being held in memory
 
 
 def resolved(path: str | Path, strict: bool = False) -> Path:
-    """An absolute path without symlinks. `Path.resolve` breaks down at one that leads to itself; here it stays, and
-    whoever opens it raises `OSError`; with `strict` this raises it for what is not there, too."""
+    """An absolute path without symlinks.
+
+    A symlink that leads to itself, on which `Path.resolve` fails, stays in the path, and opening
+    the path raises `OSError`. With `strict`, this function raises `OSError` for such a link and for
+    a path that does not exist.
+    """
     return Path(os.path.realpath(path, strict=strict))
 
 
@@ -50,7 +54,7 @@ class JsonLines:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
     def records(self) -> Iterator[RawRecord]:
-        """The lines that are not blank."""
+        """One record for each line that is not blank."""
         offset = 0
         with self.path.open("rb") as file:
             for line in count(1):
@@ -78,9 +82,10 @@ class JsonLines:
         return str(self.path), line
 
     def resolve(self, name: str) -> File:
-        """The file of a path in a record, whose symlinks are followed anew whenever it is opened.
+        """The file of a path in a record. Its symlinks are followed again whenever it is opened.
 
-        Raises `ConversationError`: wrong_type, and path_escapes_root where they lead out of the root.
+        Raises `ConversationError`: wrong_type, and path_escapes_root if the path leads out of the
+        root.
         """
         if "\0" in name or not name:
             raise ConversationError("wrong_type", f"{name!r} is no file path")
@@ -91,15 +96,18 @@ class JsonLines:
                 f"media path {name!r} leaves the root {self.root}; paths must be relative and stay below it "
                 "(the source's 'root' sets it)",
             )
-        # Not the file that links lead to: they may lead elsewhere at the next start. But `..` stands above that file.
+        # The path keeps its links, because they may lead elsewhere at the next start. A path with
+        # `..` is stored resolved: `..` after a link means the parent of the link's target, which
+        # `normpath` would not respect.
         return self.media(inner if ".." in name.split(os.sep) else os.path.normpath(name))
 
     def _below_root(self, name: str) -> str | None:
-        """The path from the root to a file, without symlinks; none: it is not below the root."""
+        """The path from the root to a file, None if it is not below the root. Symlinks are resolved
+        if there are any, or if the path has `..`."""
         top = os.fspath(self.root)
         path = os.path.join(top, name)
         steps = name.split(os.sep)
-        # Most paths have no links, and `realpath` takes five times as long as a look for them
+        # Most paths have no links, and `realpath` takes five times as long as looking for links.
         if ".." in steps or any(map(os.path.islink, accumulate(steps, os.path.join, initial=top))):
             top, path = os.path.realpath(top), os.path.realpath(path)
         below = top.rstrip(os.sep) + os.sep
@@ -111,7 +119,7 @@ class JsonLines:
 
     def media_stamp(self, address: str) -> tuple[int, int]:
         path = os.path.join(self.root, address)
-        if self._below_root(address) is None:  # where a link leads now
+        if self._below_root(address) is None:  # a link may lead elsewhere by now
             return MISSING
         try:
             status = os.stat(path)
@@ -125,7 +133,8 @@ class JsonLines:
 
 
 def _status(entry: os.DirEntry[str]) -> os.stat_result:
-    """Of a file in a folder, or of the link where the file is gone, such as an editor's lock."""
+    """Status of a file in a folder, or of the link itself if its target does not exist (an editor's
+    lock)."""
     try:
         return entry.stat()
     except FileNotFoundError:

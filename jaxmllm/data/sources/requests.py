@@ -1,13 +1,15 @@
-"""Pictures and clips that are asked for: a source like any other, whose conversations end with what is to be drawn.
+"""Requests for pictures and clips: a source like any other, whose conversations end with the item
+to draw.
 
-    {"prompt": "a red circle", "size": "256x384"}                                       height x width, in pixels
+    {"prompt": "a red circle", "size": "256x384"}                         height x width, in pixels
     {"prompt": "a red circle moves", "size": "64x64", "frames": 16}
-    {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, ..]}], "size": "256x384", "seed": 3,
-     "name": "blue"}
+    {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, ..]}],
+     "size": "256x384", "seed": 3, "name": "blue"}
 
-Messages are those of training (text/conversation.py), with media beside the file. They end with what the user
-says, or with what the assistant says before it draws. A picture is named by `name`, else by the number of its
-entry, and its noise is a function of seed and messages, whatever else is asked for.
+Messages have the form of training (text/conversation.py), and media paths are relative to the
+folder of the file. The last message is the user's, or the text of the assistant before the item
+that it draws. A picture is named by `name`, else by the number of its entry. Its noise is a
+function of seed and messages, whatever else is requested.
 """
 
 from __future__ import annotations
@@ -27,36 +29,36 @@ from jaxmllm.data.sources.source import MISSING, DataError, RawRecord
 from jaxmllm.data.text.conversation import MEDIA_LISTS, ConversationError, parse_json
 
 KEYS = ("prompt", "messages", *MEDIA_LISTS.values(), "size", "frames", "seed", "name")
-PROMPT = "--prompt"  # where the only entry of a command line stands
+PROMPT = "--prompt"  # stands for the path when the only entry comes from the command line
 _SIZE = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,5})")
 _ADDRESS = re.compile(rf"{BLANK}\d+x\d+x\d+")
-_NAME = re.compile(r"[^/\\\0\ud800-\udfff]+")  # no surrogates, which files cannot be named by
-_LONGEST_NAME = 200  # bytes; with an ending files may have 255
+_NAME = re.compile(r"[^/\\\0\ud800-\udfff]+")  # no surrogates: file names cannot have them
+_LONGEST_NAME = 200  # bytes; a file name with its ending may have 255
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One picture or clip that is asked for."""
+    """One picture or clip that is requested."""
 
     line: int
     name: str  # of its file, without the ending
-    record: bytes  # the conversation
+    record: bytes  # the conversation, as JSON
     refusal: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
 class Requests:
-    """The entries of a file, or of a command line."""
+    """The entries of a file, or the one entry of a command line; a `Source`."""
 
     path: Path
     entries: tuple[Entry, ...]
 
     @classmethod
     def of_file(cls, path: Path, seed: int) -> Requests:
-        """The lines of a JSONL file; `seed` is that of lines without one.
+        """The entries of a JSONL file; lines without a seed have `seed`.
 
         Raises:
-          DataError: the file cannot be read, holds no entry, or two of one name.
+          DataError: the file cannot be read, holds no entry, or two entries have the same name.
         """
         try:
             file = resolved(path, strict=True)
@@ -73,7 +75,7 @@ class Requests:
 
     @classmethod
     def of_prompt(cls, prompt: str, size: str, frames: int | None, seed: int) -> Requests:
-        """One picture of a text, or a clip of so many frames."""
+        """One request for a picture of a prompt, or for a clip of `frames` frames."""
         text = json.dumps({"prompt": prompt, "size": size, "frames": frames}).encode()
         return cls(Path(PROMPT), (_entry(RawRecord(1, 0, len(text), text), 1, seed),))
 
@@ -122,7 +124,7 @@ def _named(entries: Iterable[Entry]) -> tuple[Entry, ...]:
 
 
 def _entry(raw: RawRecord, number: int, seed: int) -> Entry:
-    """The entry of a line; `number` counts the entries from 1."""
+    """The entry of a line; it is number `number`, counted from 1, of the entries."""
     refusal = raw.refusal
     name = f"{number:04}"
     record = b""
@@ -137,7 +139,8 @@ def _entry(raw: RawRecord, number: int, seed: int) -> Entry:
 
 
 def _checked(asked: Any) -> dict[str, Any]:
-    """What is asked for, of which everything but the messages is as it should be. Raises `ConversationError`."""
+    """A parsed entry without its null values, after a check of everything except the messages.
+    Raises `ConversationError`."""
     if not isinstance(asked, dict):
         raise ConversationError("wrong_type", "an entry must be a JSON object")
     asked = {key: value for key, value in asked.items() if value is not None}
@@ -169,8 +172,9 @@ def _checked(asked: Any) -> dict[str, Any]:
 
 
 def _conversation(asked: dict[str, Any], number: int, seed: int) -> bytes:
-    """The record of a conversation that ends with the picture. Its id is what noise is a function of, its source
-    the number of the entry. Raises `ConversationError`."""
+    """The record of a conversation that ends with the item to draw. Its id, a digest of seed and
+    messages, determines the noise; its source label is the number of the entry. Raises
+    `ConversationError`."""
     said = {key: asked[key] for key in MEDIA_LISTS.values() if key in asked}
     said["messages"] = _messages(asked)
     digest = hashlib.blake2b(

@@ -1,9 +1,10 @@
-"""What the data side must know of a source: adding a format means adding one implementation and a
-line in formats.py.
+"""The protocol of a source: adding a format means adding one implementation and a line in
+formats.py.
 
 records()  --each record once, in order--> length index        (which keeps line and offset of each)
 record(offset)  --> the same record again, by random access, in any process
-resolve(name in a record) --> reference to a media item --address--> kept in the index --media(address)--> reference
+resolve(name in a record) --> reference to a media item --address--> length index
+media(address)  --> the same reference again
 """
 
 from __future__ import annotations
@@ -14,43 +15,46 @@ from typing import NamedTuple, Protocol
 
 from jaxmllm.data.media.reference import MediaReference
 
-MISSING = (-1, -1)  # the stamp of a media item that is not there
+MISSING = (-1, -1)  # stamp of a media item that does not exist
 
 
 class DataError(ValueError):
-    """Data that cannot be trained on; the message says where and which setting or file to change."""
+    """Data that cannot be used for training; the message says where, and which setting or file to
+    change."""
 
 
 class RawRecord(NamedTuple):
-    """One record as it stands in its source: the JSON text of a conversation or document."""
+    """One record as its source holds it: the JSON text of a conversation or document."""
 
-    line: int  # from 1; with `Source.place` what messages name
-    offset: int  # what `Source.record` finds it by
-    size: int  # bytes of it in the source, for the progress bar
-    text: bytes  # empty where there is a refusal
-    # Reason and message where the source itself cannot read it
+    line: int  # from 1; `Source.place` turns it into a place for messages
+    offset: int  # argument of `Source.record`
+    size: int  # its bytes in the source, for the progress bar
+    text: bytes  # empty if there is a refusal
+    # (reason, message) if the source itself cannot read the record
     refusal: tuple[str, str] | None = None
 
 
 class Source(Protocol):
-    """Records and their media. Implementations are frozen records whose `repr` shows every setting
-    (length indexes are cached by it), and which travel to worker processes."""
+    """Records and their media. Implementations are frozen dataclasses that can be sent to worker
+    processes. Their `repr` shows every setting, because it is part of the name of a cached length
+    index."""
 
     @property
     def path(self) -> Path:
-        """The file or folder that data.sources names; indexes are cached beside it."""
+        """The file or folder that data.sources names; indexes are cached next to it."""
         ...
 
     def size(self) -> int:
-        """Bytes over all records."""
+        """Bytes of all records."""
         ...
 
     def stamp(self) -> str:
-        """Equal as long as all records are the same. Raises `DataError` and `OSError`."""
+        """A text that is equal as long as all records are the same. Raises `DataError` and
+        `OSError`."""
         ...
 
     def records(self) -> Iterator[RawRecord]:
-        """All records in order, of which only one needs to be held in memory."""
+        """All records in order, read one at a time."""
         ...
 
     def record(self, offset: int) -> bytes:
@@ -58,19 +62,20 @@ class Source(Protocol):
         ...
 
     def place(self, line: int) -> tuple[str, int]:
-        """The file, and the line (or number) in it, where a person finds a record."""
+        """Place of a record for messages: (file, line or number in the file)."""
         ...
 
     def resolve(self, name: str) -> MediaReference:
-        """The media item that a record names. Raises `ConversationError` where no record may name
-        it so; whether it is there shows when it is opened."""
+        """The media item that a record names. Raises `ConversationError` for a name that no record
+        may use. A missing item is noticed only when it is opened."""
         ...
 
     def media(self, address: str) -> MediaReference:
-        """The media item of an address, without looking for it."""
+        """The media item of an address, without a check that it exists."""
         ...
 
     def media_stamp(self, address: str) -> tuple[int, int]:
-        """Size in bytes and modification time in ns of a media item, or of all files of a folder: equal as
-        long as its content is. `MISSING` where there is none, or none that a record may name."""
+        """(bytes, modification time in ns) of a media item: equal as long as its content is. For a
+        folder, sum and maximum over itself and its files. `MISSING` if the item does not exist, or
+        no record may name it."""
         ...

@@ -1,2 +1,2 @@
-"""Loading ahead: worker processes that compute elements by number, and the memory that brings them
-over."""
+"""Loading ahead: worker processes that compute elements by number, and the shared memory that
+carries the elements back."""

@@ -1,13 +1,13 @@
-"""Values in anonymous shared memory: arrays reach another process without a copy, and nothing can
-be left behind.
+"""Values in anonymous shared memory: arrays reach another process without a copy, and no memory can
+outlive the processes.
 
     value --pickle--> bytes, arrays --share--> one block of memory
                                                   | its descriptor, over a socket
     value, whose arrays are views  <--attach--  the same block
 
-A block has no name: it is gone when the last process that holds it is, whatever ended them, and no
-limit on /dev/shm counts it. Pickle is safe here because both ends are processes of one run; files
-never hold any.
+A block has no name: it is freed when the last process that holds it ends, however that happens, and
+it does not count against a limit on /dev/shm. Pickle is safe here because both ends are processes
+of one run, and no file ever holds a pickle.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any
 
 from jaxmllm.arrays import round_up
 
-ALIGNMENT = 64  # bytes, of every array: a cache line, and what lets XLA on CPU read it in place
+ALIGNMENT = 64  # bytes: every array starts at a cache line, so that XLA on CPU can read it in place
 WORD = array.array("q").itemsize
 
 
 def share(value: Any) -> int:
-    """Descriptor of a new block that holds `value`; close it once it is sent. Raises `OSError`
-    without memory."""
+    """Descriptor of a new block that holds `value`; the caller closes it after sending it. Raises
+    `OSError` if memory runs out."""
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     views = [memoryview(pickled), *(buffer.raw() for buffer in buffers)]
@@ -39,7 +39,8 @@ def share(value: Any) -> int:
     try:
         os.ftruncate(descriptor, size)
         for view, offset in zip((memoryview(header).cast("B"), *views), (0, *offsets), strict=True):
-            # Not through a mapping: without memory that would be a SIGBUS
+            # With `pwrite`, a lack of memory is an `OSError`; through a mapping it would be a
+            # SIGBUS.
             _write(descriptor, view, offset)
     except BaseException:
         os.close(descriptor)
@@ -48,9 +49,10 @@ def share(value: Any) -> int:
 
 
 def attach(descriptor: int) -> Any:
-    """The value of a block, whose memory lives as long as the value's arrays; closes the descriptor.
+    """The value of a block. Closes the descriptor; the memory stays for as long as the value's
+    arrays do.
 
-    Arrays are writable, but no other process sees what is written.
+    Arrays are writable, but no other process sees the changes.
     """
     try:
         block = mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=mmap.ACCESS_COPY)
@@ -72,7 +74,8 @@ def send(connection: socket.socket, descriptor: int) -> None:
 
 
 def receive(connection: socket.socket) -> int:
-    """Wait for a block's descriptor. Raises `EOFError` or `OSError` when the other end is closed."""
+    """Wait for a block's descriptor. Raises `EOFError` or `OSError` when the other end is
+    closed."""
     message, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
     if not message:
         raise EOFError("the other end of the socket is closed")
@@ -85,8 +88,8 @@ def receive(connection: socket.socket) -> int:
 
 def _layout(sizes: Any) -> tuple[list[int], int]:
     """Offsets of the buffers after the header, and the size of the block."""
-    # number of parts, sizes | pickle | array | array | ..
-    # Each part begins at the first multiple of ALIGNMENT after the end of the one before.
+    # number of buffers, sizes | pickle | array | array | ..
+    # Each buffer begins at the first multiple of ALIGNMENT at or after the end of the one before.
     ends = itertools.accumulate(
         (WORD * (len(sizes) + 1), *sizes), lambda end, size: round_up(end, ALIGNMENT) + size
     )
@@ -97,7 +100,7 @@ def _layout(sizes: Any) -> tuple[list[int], int]:
 def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("jaxmllm")
-    # A file that has lost its name: the same on other systems
+    # Systems without memfd: a temporary file without a name serves as well
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 

@@ -1,12 +1,12 @@
-"""Elements of some sources in order, loaded ahead by worker processes, or by a thread where there
-are none.
+"""Elements of several sources in order, loaded ahead by worker processes, or by a thread if there
+are no workers.
 
     Reader: step k, k + 1, .. k + window --tasks--> queue --> thread --request--> its worker process
                       elements in order  <--futures--            <--element in shared memory--
 
-An element is a pure function of its number, so it does not matter who loads it, and a worker that
-died is replaced: what it had begun is loaded again. Waiting has no limit, but is told of;
-everything else that can go wrong is raised where the element was due, after all elements before it.
+An element is a pure function of its number, so any worker may load it. A worker that died is
+replaced, and the element that it was loading is loaded again. Waiting has no limit, but is
+reported. Every other problem is raised where the element is due, after all elements before it.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from jaxmllm.data.workers.worker import Worker, WorkerDied, block_signals
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-ATTEMPTS = 3  # give up an element when its worker dies for the third time, which is no accident
-PAUSE_SECONDS = 1.0  # wait before an element is tried again, for whatever was short of memory
+ATTEMPTS = 3  # give an element up when its third worker dies: that is no accident
+PAUSE_SECONDS = 1.0  # pause before a second retry, in case memory was short
 POLL_SECONDS = 0.5
-# Tell of waiting for one element after this time, and again after twice the time
+# Report waiting for one element after this time, and again whenever the time has doubled
 FIRST_NOTICE_SECONDS = 60.0
-# Wait this long for a thread, or a process that waits for a disk: they cannot be ended
+# Wait this long for threads, and for processes that wait for a disk: neither can be ended
 CLOSE_SECONDS = 2.0
 
 _log = logging.getLogger(__name__)
 
 
 class LoadError(RuntimeError):
-    """An element cannot be loaded though its data may be sound: workers died of it, memory or a
-    file failed."""
+    """An element cannot be loaded although its data may be sound: its workers died, memory ran out,
+    or a file could not be read."""
 
 
 class Interrupted(Exception):
-    """Nobody wants the element any more that is being waited for."""
+    """The element that is being waited for is no longer wanted."""
 
 
 class Elements(Protocol[T_co]):
-    """Elements by number: element k is `filler(k, examples(k))`. The filler travels to the workers.
+    """Elements by number: element k is `filler(k, examples(k))`. The filler is sent to the workers.
 
-    Where there are none, it gets a third argument: a function that returns True once the element is
-    not wanted any more. It should then raise `CancelledError`, since a thread cannot be ended from
-    outside.
+    If there are no workers, the filler gets a third argument: a function that returns True once the
+    element is no longer wanted. The filler should then raise `CancelledError`, because a thread
+    cannot be ended from outside.
     """
 
     @property
@@ -73,16 +73,16 @@ class _Task(Generic[T]):
     number: int
     what: str
     future: Future[T] = field(default_factory=Future)
-    state: str = "no worker is free"  # where it is being loaded
+    state: str = "no worker is free"  # for messages about waiting
 
 
 class Loader(Generic[T]):
     """Worker processes (`workers` of them; 0: a thread) that load elements of several sources.
 
-    Each `Reader` has `prefetch` elements loaded ahead, at least one per worker. In the thread that
-    reads, `say` is called with one line when a worker died or an element takes long, and
-    `Interrupted` is raised when `interrupted` returns True while an element is waited for. A
-    context manager; `close` takes a few seconds at most, whatever the workers do.
+    Each `Reader` has `prefetch` elements loaded ahead, at least one per worker. When a worker died
+    or an element takes long, `say` is called with one line, always in the thread that reads. While
+    that thread waits for an element, it raises `Interrupted` as soon as `interrupted` returns True.
+    A context manager; `close` takes a few seconds at most, whatever the workers do.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Loader(Generic[T]):
         self._tasks: queue.SimpleQueue[_Task[T] | None] = queue.SimpleQueue()
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._closed = threading.Event()
-        self._lock = threading.Lock()  # between starting a worker and closing
+        self._lock = threading.Lock()  # so that no worker starts during or after `close`
         self._workers: dict[int, Worker] = {}  # by the number of their thread
         self._functions = share([source.filler for source in sources]) if workers else None
         self._threads = [
@@ -122,7 +122,7 @@ class Loader(Generic[T]):
         return Reader(self, source_index, start, stop)
 
     def submit(self, source: int, element: int) -> _Task[T]:
-        """Let an element be loaded."""
+        """Queue an element to be loaded."""
         task: _Task[T] = _Task(source, element, f"{self._sources[source].name} {element + 1}")
         if self._closed.is_set():
             raise LoadError(f"{task.what}: the loader of its data is closed")
@@ -130,7 +130,8 @@ class Loader(Generic[T]):
         return task
 
     def result(self, task: _Task[T]) -> T:
-        """Wait for an element; raises what loading it raised, `LoadError` and `Interrupted`."""
+        """Wait for an element. Raises the error that loading it raised, `LoadError` and
+        `Interrupted`."""
         began = time.monotonic()
         notice = FIRST_NOTICE_SECONDS
         while not wait_for([task.future], POLL_SECONDS).done:
@@ -145,14 +146,14 @@ class Loader(Generic[T]):
         return task.future.result()
 
     def close(self) -> None:
-        """End the workers at once, and forget what they were loading."""
+        """End the workers at once, and drop the elements that they were loading."""
         if self._closed.is_set():
             return
         with self._lock:
             self._closed.set()
             workers = list(self._workers.values())
-        # A worker that is killed fails its call, and its thread finds the loader closed before it
-        # tries again. A thread that waits for a task gets `None`.
+        # When a worker is killed, its call fails, and its thread finds the loader closed before it
+        # retries. A thread that waits for a task gets `None`.
         for worker in workers:
             worker.kill()
         for _ in self._threads:
@@ -181,15 +182,15 @@ class Loader(Generic[T]):
         while not self._lines.empty():
             self._say(self._lines.get())
 
-    # ------------------------------------------------------------------ in threads of their own
+    # ------------------------------------------------------------------ in the loader's threads
 
     def _run(self, thread: int) -> None:
         block_signals()
         load = self._load_here
         if self._functions is not None:
             load = self._load_there
-            with contextlib.suppress(LoadError, CancelledError):  # the first task will tell
-                self._worker(thread)  # now, so that it is ready then
+            with contextlib.suppress(LoadError, CancelledError):  # the first task reports it
+                self._worker(thread)  # started now, so that it is ready for the first task
         while (task := self._tasks.get()) is not None:
             if self._closed.is_set():
                 task.future.cancel()
@@ -200,7 +201,7 @@ class Loader(Generic[T]):
                 task.future.set_result(load(thread, task, examples))
             except BaseException as error:
                 task.future.set_exception(_explained(task, error))
-            del task  # and with it the memory of the element
+            del task  # frees the memory of the element while the thread waits for the next task
 
     def _load_here(self, thread: int, task: _Task[T], examples: Any) -> T:
         task.state = "a thread of this process is loading it"
@@ -216,7 +217,8 @@ class Loader(Generic[T]):
                 with self._lock:
                     self._workers.pop(thread).wait(CLOSE_SECONDS)
                 line = f"{task.what}: {death}"
-            # Nothing before the first retry, then longer each time; none once the loader closes.
+            # No pause before the first retry, then a longer one each time; it ends when the loader
+            # closes.
             if self._closed.wait(PAUSE_SECONDS * (attempt - 1)):
                 raise CancelledError
             if attempt < ATTEMPTS:
@@ -242,7 +244,7 @@ class Loader(Generic[T]):
 
 
 class Reader(Iterator[T]):
-    """Elements of one source in order. Those ahead are being loaded while the caller works on one."""
+    """Elements of one source in order. The next ones are loaded while the caller works on one."""
 
     def __init__(self, loader: Loader[T], source: int, start: int, stop: int) -> None:
         self._loader = loader
@@ -253,18 +255,19 @@ class Reader(Iterator[T]):
         self._load_ahead()
 
     def __next__(self) -> T:
-        """The next element. Raises what loading it raised, such as `DataError`, `LoadError` and
-        `Interrupted`."""
+        """The next element. Raises the error that loading it raised, such as `DataError`, and
+        `LoadError` and `Interrupted`."""
         if not self._ahead:
             raise StopIteration
-        # It stays the next one until it is there: a wait that is interrupted skips no element.
+        # The task stays the first one until its result is there: an interrupted wait skips no
+        # element.
         element = self._loader.result(self._ahead[0])
         self._ahead.popleft()
         self._load_ahead()
         return element
 
     def close(self) -> None:
-        """Drop what was loaded ahead."""
+        """Drop the elements that were loaded ahead."""
         while self._ahead:
             self._ahead.pop().future.cancel()
         self._stop = self._next
@@ -276,7 +279,8 @@ class Reader(Iterator[T]):
 
 
 def _explained(task: _Task[Any], error: BaseException) -> BaseException:
-    """Errors of the machine, not of the data, as one line; others as they are."""
+    """An error to raise: one that came from the machine, not the data, as a `LoadError` in one
+    line, and any other unchanged."""
     if isinstance(error, MemoryError):
         cure = "lower data.workers, data.prefetch or data.batch_size"
     elif isinstance(error, OSError):

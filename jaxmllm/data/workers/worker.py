@@ -1,12 +1,12 @@
-"""A process that computes elements, and ends with the one that started it.
+"""A process that computes elements, and ends when the process that started it ends.
 
     Worker(functions) --starts--> python -m jaxmllm.data.workers.worker
     call(f, arguments) ----request----> functions[f](*arguments)
     its result, or error  <---reply----
 
 Requests and replies are blocks of shared memory (memory.py) sent through one socket. A worker keeps
-nothing between them, so it may be killed at any time. It does not import the main module of the
-process that started it.
+no state between requests, so it may be killed at any time. It does not import the main module of
+the process that started it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ from typing import Any
 
 from jaxmllm.data.workers.memory import attach, receive, send, share
 
-# What terminals and schedulers send to all processes at once means the run; workers end when it
-# does.
+# Terminals and schedulers send these to all processes at once, but they are meant for the run.
+# Workers ignore them, and end when the run does.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# Workers are many, and decode with threads of their own.
+# There are many workers, and each decodes with threads of its own, so libraries get one thread
+# each.
 ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"
 )
 
 
 class WorkerDied(Exception):
-    """The process ended before it replied; the message says how."""
+    """A worker process ended before it replied; the message says how."""
 
 
 class Worker:
-    """A process that calls the functions in a block made by `share`. One thread at a time may use it."""
+    """A process that calls the functions of a block made by `share`. Only one thread at a time may
+    use it."""
 
     def __init__(self, functions: int) -> None:
         self._connection, worker_end = socket.socketpair()
@@ -59,12 +61,13 @@ class Worker:
                 env={**ONE_THREAD, **os.environ, "PYTHONPATH": paths},
             )
         self.pid = self._process.pid
-        # It may have died already, as the first call will tell
+        # The process may have died already; the first call reports it.
         with contextlib.suppress(ConnectionError):
             send(self._connection, functions)
 
     def call(self, function: int, *arguments: Any) -> Any:
-        """functions[function](*arguments). Raises what the function raises, and `WorkerDied`."""
+        """Return functions[function](*arguments). Raises any error of the function, and
+        `WorkerDied`."""
         request = share((function, arguments))
         try:
             send(self._connection, request)
@@ -79,12 +82,12 @@ class Worker:
         return result
 
     def kill(self) -> None:
-        """End the process, whatever it is doing; a call under way raises `WorkerDied`."""
+        """End the process, whatever it is doing; a running call raises `WorkerDied`."""
         self._process.kill()
 
     def wait(self, seconds: float) -> None:
-        """Collect the process after `kill`; one that waits for a disk outlives that, and is left
-        alone."""
+        """Collect the process after `kill`. A process that waits for a disk outlives `kill`; it is
+        left to itself after `seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         self._connection.close()
@@ -102,18 +105,20 @@ class Worker:
 
 
 def block_signals() -> None:
-    """Let the processes that this thread starts have `SIGNALS` blocked from their first instant."""
+    """Block `SIGNALS` in this thread, so that processes it starts have them blocked from their
+    first instant."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def serve(descriptor: int) -> None:
-    """What a worker does until the socket closes, which the end of the other process does, however
-    it came."""
+    """Serve requests, as a worker, until the socket closes. It closes when the other process ends,
+    for whatever reason."""
     for signal_number in SIGNALS:
         signal.signal(signal_number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)
     blocks: queue.SimpleQueue[int] = queue.SimpleQueue()
-    # A thread of its own notices the end of the other process even while an element is computed.
+    # A separate thread receives, so that the end of the other process is noticed even while an
+    # element is computed.
     threading.Thread(target=_receive, args=(connection, blocks), daemon=True).start()
     functions: Sequence[Callable[..., Any]] = attach(blocks.get())
     while True:
@@ -144,7 +149,8 @@ def _reply(
 
 
 def _portable(error: Exception) -> Exception:
-    """The error itself, if it can be sent, with a note of where it was raised."""
+    """The error with a note of where it was raised; a `RuntimeError` with its text if it cannot be
+    pickled."""
     error.add_note(f"in data worker (process {os.getpid()}):\n{traceback.format_exc()}")
     try:
         pickle.loads(pickle.dumps(error))
