@@ -1,1 +1,1 @@
-"""Media: what an item is measured as, loaded into slots, and how its bytes are reached."""
+"""Media: how an item is measured, how it is loaded into slots, and how its bytes are reached."""

@@ -1,8 +1,8 @@
 """Animated pictures as containers: how long each frame is shown, from the blocks around the pixels.
 
-Pillow tells of a frame's time only when it has decoded all frames before it. So the blocks are read here: of
-GIF89a, of PNG (third edition, section 11.3.6) and of WebP (RFC 9649). A file that ends before its last block is
-refused.
+Pillow knows the time of a frame only after it has decoded all frames before it. So the blocks are
+read here: of GIF89a, of PNG (third edition, section 11.3.6) and of WebP (RFC 9649). A file that
+ends before its last block is refused.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, NoReturn, cast
 
 from jaxmllm.data.media.reference import MediaError, MediaReference, Stream
 
-MAX_FRAMES = 100_000  # of a file, so that its times fit into memory
-UNTIMED = Fraction(1, 10)  # seconds of a frame that is shown for none, as in browsers
+MAX_FRAMES = 100_000  # most frames of a file, so that its times fit into memory
+UNTIMED = Fraction(1, 10)  # seconds of a frame whose stored time is 0, as in browsers
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -25,14 +25,14 @@ class Animation:
     """The frames of a file; a still picture has one."""
 
     seconds: tuple[Fraction, ...]  # that each frame is shown
-    first: int = 0  # number of the first frame for Pillow, which counts a PNG's stand-in as one
+    first: int = 0  # Pillow's number of the first frame; 1 after a PNG's stand-in image
 
 
 def read_animation(file: Stream, media: MediaReference) -> Animation:
-    """Frames and their times, without decoding. Raises `MediaError`: broken_video_header,
+    """Times of the frames of a file, without decoding. Raises `MediaError`: broken_video_header,
     truncated_video, too_many_frames."""
     file.seek(0)
-    # Most blocks are short, and streams are not buffered
+    # Buffered, because most blocks are short and streams are not buffered
     buffered = io.BufferedReader(cast(io.RawIOBase, file))
     try:
         return _Blocks(buffered, media).animation()
@@ -41,7 +41,7 @@ def read_animation(file: Stream, media: MediaReference) -> Animation:
 
 
 class _Blocks:
-    """Walks over the blocks of one file."""
+    """The blocks of one file, read one after another."""
 
     def __init__(self, file: io.BufferedReader[Any], media: MediaReference):
         self.file = file
@@ -75,7 +75,7 @@ class _Blocks:
                     self._skip_sub_blocks()
             elif kind == b",":
                 self._skip_colors(self._read(9)[8])
-                self._read(1)  # the width of the first codes
+                self._read(1)  # the code width of the compressed pixels
                 self._skip_sub_blocks()
                 self._add(shown)
                 shown = Fraction(0)
@@ -128,7 +128,7 @@ class _Blocks:
             self._skip(size + size % 2)
 
     def _timed(self) -> Animation:
-        """With the times as they are shown."""
+        """The animation, with UNTIMED in place of times of 0."""
         if len(self.seconds) < 2:
             return Animation((UNTIMED,))
         return Animation(tuple(shown or UNTIMED for shown in self.seconds))
@@ -142,7 +142,7 @@ class _Blocks:
             )
 
     def _skip(self, size: int) -> None:
-        """Go on behind so many bytes, of which the last one must be there."""
+        """Skip `size` bytes, and check that the last of them exists."""
         if size > 0:
             self.file.seek(size - 1, io.SEEK_CUR)
             self._read(1)

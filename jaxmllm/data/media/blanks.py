@@ -1,10 +1,10 @@
-"""What is not there yet: images, clips and latents of a size, which a model draws.
+"""Blank items: images, clips and latents of a given size that a model is to draw.
 
     Blank(frames, height, width) --measure--> patches (time, height, width)
     drawn patches --frames--> [frames, height, width, channels]
 
-Each lies twice in a row, for classifier-free guidance (arXiv 2207.12598): once it sees what it is drawn from,
-once it does not; or once, where there is none.
+For classifier-free guidance (arXiv 2207.12598) a row holds each item twice: one copy sees its
+conditions, the other does not. Without guidance it holds each item once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import Clip, MediaError, MediaReference, Stream
 from jaxmllm.row_format import RowFormat
 
-BLANK = "blank:"  # before the sizes in addresses
+BLANK = "blank:"  # begins addresses; the sizes follow
 
 
 @dataclass(frozen=True)
 class Blank:
-    """What is to be drawn, in pixels or numbers of a channel; an image is one frame."""
+    """Size of an item to be drawn, in pixels, or for latents in numbers of a channel; an image has
+    one frame."""
 
     frames: int
     height: int
@@ -40,7 +41,7 @@ class Blank:
 
     @classmethod
     def at(cls, address: str) -> Blank:
-        """That of an address."""
+        """The blank item of an address."""
         return cls(*map(int, address.removeprefix(BLANK).split("x")))
 
     def open(self) -> Stream:
@@ -56,7 +57,8 @@ class Blank:
 
 @dataclass(frozen=True)
 class Blanks(Generated):
-    """The diffusion modality of what is to be drawn, with the patches and bounds of what was learned."""
+    """The diffusion modality of items to be drawn, with the patches and bounds of the modality
+    `learned` that the model was trained with."""
 
     learned: GeneratedPixels | GeneratedLatents
     copies: int = 2
@@ -72,7 +74,8 @@ class Blanks(Generated):
         return self.learned.crossed
 
     def measure(self, media: MediaReference) -> Shape:
-        """Raises `MediaError`: answered_before, cut_patch, too_many_frames, image_too_large."""
+        """Patch grid of a blank item. Raises `MediaError`: answered_before, cut_patch,
+        too_many_frames, image_too_large."""
         learned = self.learned
         blank = media.media if isinstance(media, Clip) else media
         if not isinstance(blank, Blank):
@@ -131,8 +134,8 @@ class Blanks(Generated):
         return np.zeros((self.length(shape), self.format.features), self.format.dtype)
 
     def frames(self, patches: NDArray[Any], blank: Blank) -> NDArray[Any]:
-        """Drawn patches [slots, features] side by side: [frames, height, width, channels], pixels about -1, black,
-        to 1, and latents as an autoencoder knows them."""
+        """Drawn patches [slots, features] joined to frames: [frames, height, width, channels].
+        Pixels range from about -1 (black) to 1; latents are on the scale of the autoencoder."""
         learned = self.learned
         shape = self.measure(blank)
         frames = frames_of(patches, shape, learned.patch_frames, learned.patch_size)

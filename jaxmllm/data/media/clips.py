@@ -1,6 +1,6 @@
-"""Clips of frames as files hold them: animations, MP4 files, and folders with a file per frame.
+"""Clips of frames in any form: animations, MP4 files, and folders with one file per frame.
 
-Headers tell how long each frame is shown, and are read once however often a clip is asked. Frames are decoded and
+How long each frame is shown is read from headers, once for an open clip. Frames are decoded and
 resized one by one.
 """
 
@@ -28,20 +28,21 @@ class Frames(Protocol):
 
     @property
     def seconds(self) -> Sequence[Fraction]:
-        """How long each is shown."""
+        """Seconds that each frame is shown."""
         ...
 
     def size(self, reader: Images) -> tuple[int, int]:
-        """Height and width of the first one, upright. Raises `MediaError`: those that images raise when measured,
-        undecodable_video."""
+        """Height and width of the first frame, upright. Raises `MediaError`: those of measuring an
+        image, undecodable_video."""
         ...
 
     def decoded(
         self, reader: Images, numbers: Sequence[int], shape: Shape
     ) -> Iterator[NDArray[np.uint8]]:
-        """Those of these rising numbers, resized to the grid of a shape: [height, width, 3] each; once.
+        """The frames of these ascending numbers, resized to the grid of a shape: [height, width, 3]
+        each. May be called only once.
 
-        Raises `MediaError`: those that images raise, undecodable_video, unlike_frames.
+        Raises `MediaError`: those of images, undecodable_video, unlike_frames.
         """
         ...
 
@@ -50,15 +51,15 @@ class Frames(Protocol):
 def opened_clip(
     media: Clip, folder_fps: float | None, sound: Sound, section: str
 ) -> Iterator[Frames]:
-    """The frames of a clip, while it is open.
+    """Open a clip and yield its frames.
 
-    Raises `MediaError`: missing_file, unknown_frame_rate, broken_video_header, truncated_video, too_many_frames, and
-    those of `VideoFile`.
+    Raises `MediaError`: missing_file, unknown_frame_rate, broken_video_header, truncated_video,
+    too_many_frames, and those of `VideoFile`.
 
     Args:
-      folder_fps: files of a folder per second.
-      sound: what becomes of that of a video file.
-      section: of the config's `data` that says both.
+      folder_fps: frames per second of a folder of files.
+      sound: what to do with a video file that has sound.
+      section: the section of the config's `data` that has both keys, for messages.
     """
     if files := media.files():
         yield _Folder(media, files, folder_fps, section)
@@ -73,7 +74,7 @@ def opened_clip(
 
 
 class _Folder:
-    """A file for every frame."""
+    """The frames of a folder with one file per frame."""
 
     def __init__(
         self, media: Clip, files: Sequence[MediaReference], fps: float | None, section: str
@@ -110,7 +111,7 @@ class _Folder:
 
 @dataclass(frozen=True)
 class _AnimationFrames:
-    """A file that Pillow decodes."""
+    """The frames of an animation, decoded by Pillow."""
 
     media: Clip
     animation: Animation
@@ -134,7 +135,7 @@ class _AnimationFrames:
 
 @dataclass(frozen=True)
 class _VideoFrames:
-    """A file that av decodes."""
+    """The frames of a video file, decoded by av."""
 
     video: VideoFile
 

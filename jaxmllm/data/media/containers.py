@@ -1,11 +1,10 @@
-"""WAV, OGG and FLAC files as containers: whether all of a clip is there, and whether its header
-says how long it is.
+"""Checks of WAV, OGG and FLAC containers: that a clip is complete, and that its header states its
+length.
 
-libsndfile decodes what it finds and is silent about the rest: it shortens a cut WAV or OGG, ends at
-the length that a header names, and leaves out a second clip that was joined to the first. So the
-bytes are checked before it sees them, with bounded reads where only the header is of interest
-(`check_wave`, `check_last_page`), else through the whole file (`check_pages`, `check_flac`), in
-little memory.
+libsndfile decodes what it finds and does not report the rest: it shortens a cut WAV or OGG, ends at
+the length that a header states, and leaves out a second clip that was joined to the first. So the
+bytes are checked first, in little memory: with bounded reads where only the header is needed
+(`check_wave`, `check_last_page`), else through the whole file (`check_pages`, `check_flac`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ _BLOCK = 1 << 20  # bytes read at once
 
 
 def container(file: Stream) -> str:
-    """WAV, FLAC, OGG or MP3 by the first bytes (after ID3 tags); empty for anything else."""
+    """Container format by the first bytes after ID3 tags: WAV, FLAC, OGG or MP3; empty for anything
+    else."""
     head = read(file, after_id3(file), 12)
     if head[:4] in (b"RIFF", b"RIFX", b"RF64") and head[8:] == b"WAVE":
         return "WAV"
@@ -36,17 +36,18 @@ def container(file: Stream) -> str:
 
 # ---------------------------------------------------------------------------- WAV
 
-# Chunk sizes from here on are what programs write that do not know the length
+# Programs that do not know the length write a chunk size of at least this
 STREAMED = 0x7FFF_F000
-_CHUNKS = 1000  # read at most so many chunks before the samples, and after them
+_CHUNKS = 1000  # most chunks that are read before the samples, and again after them
 
 
 def check_wave(file: Stream, media: MediaReference) -> None:
-    """Compare the data chunk with the file. A size that says "unknown" (STREAMED and more) is not
-    compared: what follows is the clip, whole or not.
+    """Compare the size of a WAV file's data chunk with the file. A size that means "unknown"
+    (STREAMED and more) is not compared: the rest of the file is then the clip, complete or not.
 
     Raises `MediaError`: truncated_audio (the chunk is longer than the file), wrong_audio_length
-    (what follows the chunk is no chunk, so it may be sound), joined_audio (another clip follows).
+    (the bytes after the chunk are no chunk, so they may be sound), joined_audio (another clip
+    follows).
     """
     size = size_of(file)
     order: Literal["big", "little"] = "big" if read(file, 0, 4) == b"RIFX" else "little"
@@ -75,13 +76,14 @@ def check_wave(file: Stream, media: MediaReference) -> None:
             _check_after_data(file, begin + chunk_size, size, order, media)
             return
         position = begin + chunk_size + chunk_size % 2
-    # No samples: libsndfile will say so.
+    # The file has no samples: libsndfile reports that.
 
 
 def _check_after_data(
     file: Stream, end: int, size: int, order: Literal["big", "little"], media: MediaReference
 ) -> None:
-    """What follows the samples, from byte `end` on, must be chunks, an ID3v1 tag or zeros."""
+    """Raise `MediaError` unless the bytes after the samples, from byte `end` on, are chunks, an
+    ID3v1 tag or zeros."""
     position = end
     for _ in range(_CHUNKS):
         if position >= size or only_zeros(file, position):
@@ -94,7 +96,7 @@ def _check_after_data(
         chunk_size = int.from_bytes(head[4:8], order)
         if len(head) >= 8 and _is_chunk_name(head[:4]) and position + 8 + chunk_size <= size:
             position += 8 + chunk_size
-        elif position % 2:  # chunks of odd sizes are padded by one byte, but not by every program
+        elif position % 2:  # chunks of odd size are padded by one byte, though not by every program
             position += 1
         else:
             break
@@ -114,13 +116,13 @@ def _is_chunk_name(name: bytes) -> bool:
 _PAGE_HEAD = 27
 _LARGEST_PAGE = _PAGE_HEAD + 255 + 255 * 255
 _FIRST = 2  # flag of the first page of a stream
-_STREAMS = 16  # read at most so many first pages of streams that lie side by side in one file
+_STREAMS = 16  # most first pages that are read of the parallel streams of a file
 _REVERSED = bytes(int(f"{n:08b}"[::-1], 2) for n in range(256))
 
 
 @dataclass(frozen=True)
 class _Page:
-    position: int
+    position: int  # byte of the file at which the page begins
     flags: int
     serial: int
     number: int
@@ -132,26 +134,27 @@ class _Page:
 
     @property
     def intact(self) -> bool:
-        """Whether the checksum fits. It is a CRC-32 of the same polynomial as zlib's, but runs over
-        the bits of each byte from the other end, from zero and without the final complement."""
+        """Whether the checksum is right. It is a CRC-32 of the same polynomial as zlib's, but takes
+        the bits of each byte in the opposite order, starts from zero and has no final
+        complement."""
         bare = self.content[:22] + bytes(4) + self.content[26:]
         mirrored = zlib.crc32(bare.translate(_REVERSED), 0xFFFF_FFFF) ^ 0xFFFF_FFFF
         return int(f"{mirrored:032b}"[::-1], 2) == int.from_bytes(self.content[22:26], "little")
 
 
 def check_last_page(file: Stream, media: MediaReference) -> None:
-    """Check that the file ends with a whole page of the streams that it begins with; reads only
-    both ends.
+    """Check that an OGG file ends with a whole page of one of the streams that it begins with.
+    Reads only both ends of the file.
 
-    That page need not be marked as the last one: programs that were stopped leave such files, data
-    sets hold them, and all that was written is there. (A file cut exactly between two pages looks
-    the same.)
+    That page need not be marked as the last one: programs that were stopped leave files without the
+    mark, data sets contain them, and all that was written is there. (A file cut exactly between two
+    pages looks the same.)
 
     Raises `MediaError`: truncated_audio, joined_audio.
     """
     first_page = _page(file, 0)
     if first_page is None:
-        return  # libsndfile will say what is wrong with it
+        return  # libsndfile reports what is wrong with the file
     size = size_of(file)
     begin = max(0, size - 2 * _LARGEST_PAGE)
     tail = read(file, begin, size - begin)
@@ -168,14 +171,15 @@ def check_last_page(file: Stream, media: MediaReference) -> None:
 
 
 def check_pages(file: Stream, media: MediaReference) -> None:
-    """Check every page: its checksum, its number, and that the file ends with a whole one.
+    """Check the checksum and the number of every page of an OGG file, and that the file ends with a
+    whole page.
 
     Raises `MediaError`: truncated_audio, joined_audio, undecodable_audio (damaged or missing pages,
-    which libsndfile leaves out without a word).
+    which libsndfile leaves out silently).
     """
-    next_numbers: dict[int, int] = {}  # of the next page of each stream
+    next_numbers: dict[int, int] = {}  # stream -> number of its next page
     end = 0
-    begun = False  # whether a page other than the first ones of streams was met
+    begun = False  # whether a page that is not the first of its stream has been read
     for page in _pages(file, 0):
         if page.flags & _FIRST:
             if begun:
@@ -200,7 +204,7 @@ def check_pages(file: Stream, media: MediaReference) -> None:
 
 
 def _page(file: Stream, position: int) -> _Page | None:
-    """The whole page at a position of the file, if there is one."""
+    """The page at a position of the file; None if there is no whole one."""
     head = read(file, position, _PAGE_HEAD + 255)
     if len(head) < _PAGE_HEAD or head[:5] != b"OggS\0":
         return None
@@ -215,14 +219,14 @@ def _page(file: Stream, position: int) -> _Page | None:
 
 
 def _pages(file: Stream, position: int) -> Iterator[_Page]:
-    """Whole pages that follow one another from a position of the file on."""
+    """Consecutive whole pages from a position of the file on."""
     while (page := _page(file, position)) is not None:
         yield page
         position = page.end
 
 
 def _serials(file: Stream, first_page: _Page) -> set[int]:
-    """Streams that begin at the beginning of the file, side by side."""
+    """Serial numbers of the parallel streams that begin at the beginning of the file."""
     serials = {first_page.serial}
     for page in islice(_pages(file, first_page.end), _STREAMS):
         if not page.flags & _FIRST:
@@ -233,21 +237,22 @@ def _serials(file: Stream, first_page: _Page) -> set[int]:
 
 # ---------------------------------------------------------------------------- FLAC
 
-_FLAC_FRAME = re.compile(rb"\xff[\xf8\xf9]")  # the second: the file has frames of varying size
-# The mark of a file and of its STREAMINFO block, 8 bytes
+_FLAC_FRAME = re.compile(rb"\xff[\xf8\xf9]")  # \xff\xf9: frames of varying size
+# The 8 bytes that begin a file: its marker and the header of its STREAMINFO block
 _FLAC_BEGIN = re.compile(rb"fLaC[\0\x80]\0\0\x22")
 _FLAC_HEAD = 16  # bytes of the longest frame header
-# First byte of a number of 1, -, 2, 3, .. bytes
+# Upper limits of the first byte of a number (coded as in UTF-8) that has 1, -, 2, 3, .. bytes
 _NUMBER_SIZES = (0x80, 0xC0, 0xE0, 0xF0, 0xF8, 0xFC, 0xFE, 0xFF)
 
 
 def check_flac(file: Stream, samples: int, media: MediaReference) -> None:
-    """Look for frames beyond the `samples` of the header, and for a second clip (RFC 9639, section 9).
+    """Check that a FLAC file has no frames beyond the `samples` of its header, and no second clip
+    (RFC 9639, section 9).
 
-    Raises `MediaError`: wrong_audio_length, joined_audio. Frames that are missing are found by decoding.
+    Raises `MediaError`: wrong_audio_length, joined_audio. Missing frames are found by decoding.
     """
     start = after_id3(file)
-    # Samples; the same for all but the last
+    # Samples of a frame; the same for all frames except the last
     frame_size = max(1, int.from_bytes(read(file, start + 8, 2), "big"))
     expected = ceil_divide(samples, frame_size)
     frames = 0
@@ -256,7 +261,7 @@ def check_flac(file: Stream, samples: int, media: MediaReference) -> None:
         for match in _FLAC_FRAME.finditer(data, 0, second.start() if second else len(data)):
             head = data[match.start() : match.start() + _FLAC_HEAD]
             coded_number = _flac_number(head)
-            varying = head[1] & 1  # frames are then numbered by their first samples
+            varying = head[1] & 1  # frames are then numbered by their first sample
             if coded_number == (samples if varying else expected) and (
                 varying or frames == expected
             ):
@@ -271,7 +276,8 @@ def check_flac(file: Stream, samples: int, media: MediaReference) -> None:
 
 
 def _flac_number(head: bytes) -> int | None:
-    """The number in a frame header; None where its fields or its checksum say that it is none."""
+    """The number in a frame header; None if its fields or its checksum show that these bytes are no
+    header."""
     if len(head) < 6 or head[2] >> 4 == 0 or head[2] & 15 == 15 or head[3] >> 4 > 10 or head[3] & 1:
         return None
     size = next((size for size, limit in enumerate(_NUMBER_SIZES) if head[4] < limit), 7)
@@ -281,7 +287,7 @@ def _flac_number(head: bytes) -> int | None:
     coded_number = head[4] & (0x7F if size == 1 else 0x7F >> size)
     for byte in head[5 : 4 + size]:
         coded_number = coded_number << 6 | byte & 0x3F
-    # Some codes of the frame's size and rate say that the value follows the number, in 1 or 2
+    # Some codes of the frame's size and rate mean that the value follows the number, in 1 or 2
     # bytes.
     size_bytes = {6: 1, 7: 2}.get(head[2] >> 4, 0)
     rate_bytes = {12: 1, 13: 2, 14: 2}.get(head[2] & 15, 0)
@@ -290,7 +296,7 @@ def _flac_number(head: bytes) -> int | None:
 
 
 def _crc_8(data: bytes) -> int:
-    """With the polynomial x^8 + x^2 + x + 1, from zero."""
+    """CRC-8 with the polynomial x^8 + x^2 + x + 1, starting from zero."""
     crc = 0
     for byte in data:
         crc ^= byte
@@ -303,8 +309,8 @@ def _crc_8(data: bytes) -> int:
 
 
 def _overlapping(file: Stream, position: int) -> Iterator[tuple[int, bytes]]:
-    """(position, bytes) of blocks that overlap by 2 * _FLAC_HEAD, so that no header is cut in all
-    of them."""
+    """(position, bytes) of blocks of a file. They overlap by 2 * _FLAC_HEAD, so that every header
+    is whole in at least one block."""
     while data := read(file, position, _BLOCK):
         yield position, data
         if len(data) < _BLOCK:

@@ -1,12 +1,13 @@
-"""What a model learns to draw, in slots: patches of images and of clips, one after the other in time, height and width.
+"""Items that a model learns to draw, in slots: patches of images and of clips, ordered by time,
+height and width.
 
     image   --decode--> [1, H, W, 3]
-    video   --decode, frames at `fps`--> [frames, H, W, 3]         animation, MP4, or folder with a file per frame
+    video   --decode, frames at `fps`--> [frames, H, W, 3]     animation, MP4, or folder of frames
                              |
                              +--> patches [slots, patch_frames * patch_size * patch_size * 3]
 
-The frames to take follow from the times in the blocks of an animation, or the packets of an MP4 file, so nothing is
-decoded to tell how long a clip is.
+The frames to use follow from the times in the blocks of an animation or the packets of an MP4 file,
+so the length of a clip is known without decoding.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ from jaxmllm.row_format import RowFormat
 
 
 class Generated:
-    """What modalities of generated items have in common. A shape is (time, height, width) in patches, and
-    every slot is real."""
+    """Common base of the modalities of generated items. A shape is (time, height, width) in
+    patches, and every slot is real."""
 
     name = "diffusion"
     parts: ClassVar[tuple[str, ...]] = ("image", "video")
     generated = True
-    copies = 1  # of an item in its row
-    centred = False  # where rows and columns are counted from
-    diagonal = False  # whether conditions stand behind the patches along all axes
+    copies = 1  # times that a row holds the patches of an item
+    centred = False  # whether rows and columns are counted from the middle of the picture
+    diagonal = False  # whether positions of conditions follow those of the patches along all axes
 
     @property
     def crossed(self) -> bool:
-        """Whether patches see conditions by an attention apart."""
+        """Whether patches see conditions by cross-attention."""
         return False
 
     def captions(self, shape: Shape) -> tuple[str, ...]:
@@ -64,8 +65,9 @@ class Generated:
     def positions(self, shape: Shape) -> NDArray[np.int32]:
         """(time, row, column) of each patch in the grid: [length, 3].
 
-        Centred, rows and columns are negative above and left of the middle of the picture, where place 0 begins; of
-        odd numbers of them, one more is negative (arXiv 2508.02324).
+        If `centred`, rows and columns are negative above and left of the middle of the picture,
+        where row and column 0 begin. Of an odd number, one more is negative than not (arXiv
+        2508.02324).
         """
         positions = np.indices(shape, np.int32).reshape(3, -1).T
         if self.centred:
@@ -73,10 +75,10 @@ class Generated:
         return positions
 
     def condition_positions(self, shape: Shape, conditions: int) -> NDArray[np.int32]:
-        """(time, row, column) of what an item is drawn from: [count, 3].
+        """(time, row, column) of the conditions of an item: [conditions, 3].
 
-        They advance time in row and column 0. Diagonal, they advance along all axes, from the first number that is
-        no row and no column of the picture (arXiv 2508.02324).
+        They advance time, in row and column 0. If `diagonal`, they advance along all axes, from the
+        first number that is no row and no column of the picture (arXiv 2508.02324).
         """
         positions = np.zeros((conditions, 3), np.int32)
         positions[:, 0] = np.arange(conditions)
@@ -86,16 +88,18 @@ class Generated:
         return positions
 
     def first_patch(self, conditions: int) -> int:
-        """The slot of an item at which its patches begin. What an attention apart reads needs no slots of its own, for
-        nothing but its keys and values is computed of it: conditions and patches begin in the same slot."""
+        """Slot, within an item, of its first patch. With cross-attention, only keys and values are
+        computed of conditions, so they need no slots of their own: conditions and patches begin in
+        the same slot."""
         return 0 if self.crossed else conditions
 
     def patch_count(self, real: int, conditions: int) -> int:
-        """Patches of items with so many real slots and conditions."""
+        """Number of patches of items with `real` real slots and `conditions` conditions in
+        total."""
         return real - self.first_patch(conditions)
 
     def first_time(self, conditions: int) -> int:
-        """The time at which an item begins that is drawn from so many conditions."""
+        """Time position of the first patch of an item with this many conditions."""
         return 0 if self.diagonal else conditions
 
     def real_slots(self, shape: Shape) -> NDArray[np.bool_]:
@@ -112,16 +116,16 @@ class Generated:
 class GeneratedPixels(Generated, Images):
     """The diffusion modality of models that draw pixels.
 
-    A slot holds one patch as uint8 [patch_frames, patch_size, patch_size, 3] flattened. What has no whole
-    number of patches in time, such as an image, repeats its last frame.
+    A slot holds one patch as uint8 [patch_frames, patch_size, patch_size, 3] flattened. An item
+    whose frames are no whole number of patches, such as an image, repeats its last frame.
     """
 
     patch_frames: int = 1
     max_frames: int = 128
-    fps: float | None = None  # of clips; none: all frames, whatever their times
-    folder_fps: float | None = None  # of the files of a folder
-    shorten: bool = False  # clips with more than `max_frames`, instead of refusing them
-    sound: Sound = "refuse"  # of MP4 files
+    fps: float | None = None  # frames per second to use of clips; none: all frames
+    folder_fps: float | None = None  # frames per second of a folder of files
+    shorten: bool = False  # cut clips with more than `max_frames`, instead of refusing them
+    sound: Sound = "refuse"  # what to do with MP4 files that have sound
     centred: bool = False
     diagonal: bool = field(default=False, repr=False)  # lengths do not depend on it
     crossed: bool = False
@@ -136,16 +140,16 @@ class GeneratedPixels(Generated, Images):
         return replace(of_images, features=of_images.features * self.patch_frames, axes=(0, 1, 2))
 
     def measure(self, media: MediaReference) -> Shape:
-        """Patch grid from headers; of a folder, from that of its first file. Raises `MediaError`: those of
-        images and of `opened_clip`."""
+        """Patch grid from headers; for a folder, from the header of its first file. Raises
+        `MediaError`: those of images and of `opened_clip`."""
         if not isinstance(media, Clip):
             return super().measure(media)
         with self._opened(media) as frames:
             return self._shape_and_frames(frames, media)[0]
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
-        """uint8 [length, features]. Raises `MediaError`: those of `measure`, shape_changed,
-        undecodable_image, undecodable_video, unlike_frames."""
+        """Patches: uint8 [length, features]. Raises `MediaError`: those of `measure`,
+        shape_changed, undecodable_image, undecodable_video, unlike_frames."""
         if not isinstance(media, Clip):
             return super().load(media, shape)
         with self._opened(media) as frames:
@@ -160,19 +164,19 @@ class GeneratedPixels(Generated, Images):
         return self.patches(pixels[inverse], shape)
 
     def _opened(self, media: Clip) -> AbstractContextManager[Frames]:
-        anyhow = self.folder_fps or 1.0  # where all frames are taken, their times do not matter
+        anyhow = self.folder_fps or 1.0  # times do not matter if all frames are used
         folder_fps = anyhow if self.fps is None else self.folder_fps
         return opened_clip(media, folder_fps, self.sound, self.section)
 
     def _shape_and_frames(self, frames: Frames, media: Clip) -> tuple[Shape, Sequence[int]]:
-        """The shape of a clip, and the numbers of the frames that it takes of its file or folder."""
+        """Shape of a clip, and the numbers of the frames of its file or folder that are used."""
         grid = self.grid(*frames.size(self))
         numbers = self._sampled(frames.seconds, media)
         return (ceil_divide(len(numbers), self.patch_frames), *grid), numbers
 
     def _sampled(self, seconds: Sequence[Fraction], media: MediaReference) -> Sequence[int]:
-        """Which frames are taken, given the time that each is shown: those in the middle of each 1 / fps
-        seconds, or all."""
+        """Numbers of the frames to use, given how long each is shown: the frame shown at the middle
+        of each interval of 1 / fps seconds, or all frames without `fps`."""
         sampled = self.fps is not None and len(seconds) > 1
         fps = Fraction(self.fps or 1)
         frame_count = max(1, round(sum(seconds) * fps)) if sampled else len(seconds)
@@ -190,7 +194,7 @@ class GeneratedPixels(Generated, Images):
         return [min(bisect_right(ends, middle), len(ends) - 1) for middle in middles]
 
     def patches(self, pixels: NDArray[np.uint8], shape: Shape) -> NDArray[np.uint8]:
-        """Of an image [H, W, 3] or of frames [frames, H, W, 3]."""
+        """Patches [length, features] of an image [H, W, 3] or of frames [frames, H, W, 3]."""
         frames = pixels.reshape(-1, *pixels.shape[-3:])
         lacking = shape[0] * self.patch_frames - len(frames)
         frames = np.concatenate([frames, np.repeat(frames[-1:], lacking, axis=0)])
@@ -198,12 +202,13 @@ class GeneratedPixels(Generated, Images):
 
 
 def item_slots(modality: Modality, shape: Shape, conditions: int) -> int:
-    """Slots of an item in its rows, given how many conditions it is made from: none, but where it is generated."""
+    """Slots of an item in its rows. Only generated items have conditions; for all others
+    `conditions` is 0."""
     return max(_slots_before(modality, conditions) + modality.length(shape), conditions)
 
 
 def item_real(modality: Modality, shape: Shape, conditions: int) -> int:
-    """How many of them hold data."""
+    """Slots of an item in its rows that hold data; see `item_slots`."""
     return _slots_before(modality, conditions) + modality.real(shape)
 
 
@@ -212,8 +217,8 @@ def _slots_before(modality: Modality, conditions: int) -> int:
 
 
 def patches_of(frames: NDArray[Any], patch_frames: int, patch_size: int) -> NDArray[Any]:
-    """Frames [T * patch_frames, H * patch_size, W * patch_size, K] -> patches [T * H * W, F], each in the order
-    (frame, row, column, channel)."""
+    """Frames [T * patch_frames, H * patch_size, W * patch_size, K] -> patches [T * H * W, F]. The F
+    numbers of a patch are in the order (frame, row, column, channel)."""
     frame_count, height, width, channels = frames.shape
     tiles = frames.reshape(
         frame_count // patch_frames,
@@ -232,8 +237,8 @@ def patches_of(frames: NDArray[Any], patch_frames: int, patch_size: int) -> NDAr
 def frames_of(
     patches: NDArray[Any], shape: Shape, patch_frames: int, patch_size: int
 ) -> NDArray[Any]:
-    """Patches [T * H * W, F] of shape (T, H, W) -> frames [T * patch_frames, H * patch_size, W * patch_size, K]:
-    `patches_of` undone."""
+    """Patches [T * H * W, F] of shape (T, H, W) -> frames
+    [T * patch_frames, H * patch_size, W * patch_size, K]: the inverse of `patches_of`."""
     time, height, width = shape
     tiles = patches.reshape(time, height, width, patch_frames, patch_size, patch_size, -1)
     frames = tiles.transpose(0, 3, 1, 4, 2, 5, 6)

@@ -1,6 +1,7 @@
-"""Images as squares of one size, each with a class token: one of the whole image, or tiles of it.
+"""Images as squares of one size, each with a class token: one square for the whole image, or
+several tiles of it.
 
-pixels (h, w) --canvas--> rows x columns of tiles; several, and the whole image as one more
+pixels (h, w) --canvas--> rows x columns of tiles; if several, the whole image is one more tile
 --> patches of all tiles, then the class tokens of all tiles, then slots that fill up the last group
 """
 
@@ -21,18 +22,18 @@ from jaxmllm.data.media.modality import Shape
 
 @dataclass(frozen=True)
 class ClassedTiles(Images):
-    """The vision modality of towers with a class token. A shape is (tiles, grid_h, grid_w); slots see their own tile
-    alone, and its class token.
+    """The vision modality of towers with a class token. A shape is (tiles, grid_h, grid_w); slots
+    see only their own tile and its class token.
 
-    The slot of a class token has the row after the last one for its position, and holds no pixels. No language token
-    comes of it: those of the patches come first.
+    The slot of a class token holds no pixels, and its position is the row after the last one. Class
+    tokens become no language tokens: their slots come after those of all patches.
     """
 
-    tiles: tuple[int, int] = (1, 1)  # at least, and at most, the whole image not counted
+    tiles: tuple[int, int] = (1, 1)  # least and most tiles, not counting the whole image
 
     @cached_property
     def canvases(self) -> list[tuple[int, int]]:
-        """(rows, columns) of tiles that there are, those of fewer tiles first."""
+        """All allowed (rows, columns) of tiles, fewest tiles first."""
         min_tiles, max_tiles = self.tiles
         sides = range(1, max_tiles + 1)
         grids = [(rows, columns) for columns in sides for rows in sides]
@@ -42,8 +43,9 @@ class ClassedTiles(Images):
         )
 
     def canvas(self, height: int, width: int) -> tuple[int, int]:
-        """(rows, columns) of the tiles of an image: of the nearest aspect ratio; where several are as near, the most
-        tiles that have less than twice the pixels of the image. In floating-point numbers, as published."""
+        """(rows, columns) of tiles for an image: the canvas of the nearest aspect ratio. Of several
+        equally near ones, the one with most tiles that has less than twice the pixels of the image.
+        In floating-point numbers, as published."""
         chosen = (1, 1)
         nearest = float("inf")
         for rows, columns in self.canvases:
@@ -66,13 +68,15 @@ class ClassedTiles(Images):
         return super().real(shape) + shape[0]
 
     def patches(self, pixels: NDArray[np.uint8], shape: Shape) -> NDArray[np.uint8]:
-        """Tiles one below the other [tiles * grid_h * patch_size, grid_w * patch_size, 3] -> [length, features]."""
+        """Tiles one below the other [tiles * grid_h * patch_size, grid_w * patch_size, 3] ->
+        patches [length, features]."""
         tile_count, height, width = shape
         patches = super().patches(pixels, (1, tile_count * height, width))
         return np.pad(patches, ((0, self.length(shape) - len(patches)), (0, 0)))
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
-        """(0, row, column) of each patch in its tile, and (0, grid_h, 0) of class tokens: [length, 3]."""
+        """(0, row, column) of each patch in its tile, and (0, grid_h, 0) for class tokens:
+        [length, 3]."""
         tile_count, height, _ = shape
         of_tile = super().positions((1, *shape[1:]))
         positions = np.zeros((self.length(shape), 3), np.int32)

@@ -1,13 +1,14 @@
 """Images of any size and mode -> patches at (nearly) native resolution.
 
-    file --header--> pixels (h, w) --grid--> patches (grid_h, grid_w)         measured once, for the index
-    file --decode--> RGB, upright, on white --resize--> [grid_h * p, grid_w * p, 3] --> [slots, p * p * 3]
+    file --header--> pixels (h, w) --grid--> patches (grid_h, grid_w)   measured once, for the index
+    file --decode--> RGB, upright, on white --resize--> [grid_h * p, grid_w * p, 3]
+         --patches--> [slots, p * p * 3]
 
 Patches are group-major: the merge x merge patches that become one language token are neighbours.
 
-Memory: reading a header takes a few megabytes and what metadata stand before the pixels, at most
-the file itself (MAX_FILE_BYTES). Decoding takes up to 12 bytes per source pixel, 20 for WebP,
-whatever the mode and the depth: about 1 and 1.8 GB for the largest image that is taken
+Memory: reading a header takes a few megabytes, plus the metadata before the pixels, which is at
+most the whole file (MAX_FILE_BYTES). Decoding takes up to 12 bytes per source pixel, 20 for WebP,
+whatever the mode and the depth: about 1 and 1.8 GB for the largest image that is accepted
 (MAX_SOURCE_PIXELS).
 """
 
@@ -30,19 +31,22 @@ from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, siz
 from jaxmllm.row_format import RowFormat
 
 MAX_ASPECT_RATIO = 200
-# A header may promise more than memory holds; Pillow warns from here on
+# A header may claim more pixels than memory can hold; Pillow warns above this number
 MAX_SOURCE_PIXELS = 89_478_485
-# Room for a BMP of that many pixels; metadata are read whole
+# Enough for a BMP of that many pixels. Bounded because metadata are read whole
 MAX_FILE_BYTES = 4 * MAX_SOURCE_PIXELS + 2**20
-MAX_SCANS = 200  # of a JPEG: a pass over all pixels each, for a few bytes; encoders write 10, damage adds a few
-# Scale of an image that fills max_pixels: where the search for it ends, and the largest that is tried
+# Scans of a JPEG: each takes a few bytes but a pass over all pixels. Encoders write 10, damage adds
+# a few
+MAX_SCANS = 200
+# The search for the scale at which an image fills max_pixels: its final step, and the largest scale
+# it tries
 FILL_STEP = 1e-5
 FILL_MAX_SCALE = 100.0
 _BAND = 1 << 20  # pixels converted to RGB at once
 
-# Such images are refused below, so the warning would say it twice.
+# Images of that size are refused below, so Pillow's warning adds nothing.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-# Damaged metadata
+# TIFF files with damaged metadata
 warnings.filterwarnings("ignore", category=UserWarning, module="PIL.TiffImagePlugin")
 
 KERNELS: dict[ResizeKernel, Image.Resampling] = {
@@ -78,9 +82,9 @@ class Images:
     max_pixels: int
     resize: ResizeRule = "area"
     kernel: ResizeKernel = "bicubic"
-    # Rows hold the grid of its image with each patch, too
+    # Rows also hold, with each patch, the height and width of its image's grid
     with_grids: bool = False
-    # Tokens have positions one after another, as text has; no length depends on it
+    # Tokens have consecutive positions, like text. No length depends on it, so `repr` leaves it out
     in_line: bool = field(default=False, repr=False)
 
     name = "vision"
@@ -88,7 +92,7 @@ class Images:
     generated = False
     section = "images"  # of the config's `data`
     cell = "merged cell (model.vision.patch_size * merge)"
-    # Names of Pillow; of several frames or pages the first
+    # Pillow's names. Of several frames or pages the first is read
     formats = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
     def __post_init__(self) -> None:
@@ -118,12 +122,12 @@ class Images:
 
     @property
     def side(self) -> int:
-        """Pixels along a side of the square of max_pixels."""
+        """Side, in pixels, of the square with max_pixels."""
         return math.isqrt(self.max_pixels)
 
     @property
     def cell_size(self) -> int:
-        """Pixels along one side of the square that becomes one language token."""
+        """Side, in pixels, of the square that becomes one language token."""
         return self.patch_size * self.merge
 
     @cached_property
@@ -157,25 +161,26 @@ class Images:
         return math.prod(shape) // self.merge**2
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
-        """uint8 [length, features]. Raises `MediaError`: those of `measure`, shape_changed,
-        undecodable_image."""
+        """Patches of the image: uint8 [length, features]. Raises `MediaError`: those of `measure`,
+        shape_changed, undecodable_image."""
         return self.patches(self.pixels(media, shape), shape)
 
     def pixels(self, media: MediaReference, shape: Shape) -> NDArray[np.uint8]:
-        """The resized image, with the errors of `load`: [grid_h * patch_size, grid_w * patch_size, 3]."""
+        """The resized image, with the errors of `load`:
+        [grid_h * patch_size, grid_w * patch_size, 3]."""
         with media.open() as file, closing(opened(file, media)) as image:
             if (shape_now := self._shape(image, media)) != shape:
                 raise MediaError(
                     "shape_changed",
                     f"{media} was indexed as {shape[1:]} patches but is {shape_now[1:]} now",
                 )
-            if image.format in ("JPEG", "MPO"):  # what cameras add a second picture to
+            if image.format in ("JPEG", "MPO"):  # MPO: a JPEG with a second picture, from cameras
                 _check_scans(file, media)
             return self.decoded(image, shape, media, "undecodable_image")
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
-        """(0, row, column) of each patch in the grid: [length, 3]; with the rows and columns of the grid
-        [length, 5], where rows hold these."""
+        """(0, row, column) of each patch in the grid: [length, 3]. With `with_grids`, followed by
+        the rows and columns of the grid: [length, 5]."""
         _, height, width = shape
         merge = self.merge
         grid = np.zeros((height, width, 3), np.int32)
@@ -195,8 +200,9 @@ class Images:
         return None
 
     def token_positions(self, shape: Shape, start: float) -> tuple[NDArray[Any], float]:
-        """Time stands still over one image, or counts its tiles, and height and width count merged cells; or all go
-        on from token to token: [tokens, 3]."""
+        """Positions of the tokens of an image: [tokens, 3]. Time is constant, or counts the tiles;
+        height and width count merged cells. With `in_line`, all three axes advance by one from
+        token to token."""
         if self.in_line:
             line = start + np.arange(self.tokens(shape))
             return np.repeat(line[:, None], 3, axis=1), start + len(line)
@@ -207,9 +213,10 @@ class Images:
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Patch grid of an image of `height` x `width` pixels.
 
-        The aspect ratio is kept up to rounding each side to whole cells (at least one); the area is
-        at most max_pixels, and at least min_pixels unless rounding to cells would then exceed the
-        former. All in integers, so that every host finds the same grid. `resize` names other rules.
+        With `resize: area`, the aspect ratio is kept up to rounding each side to whole cells (at
+        least one). The area is at most max_pixels, and at least min_pixels unless rounding to cells
+        would then exceed max_pixels. All in integers, so that every host finds the same grid. Other
+        values of `resize` have other rules.
         """
         if self.resize in SQUARES:
             return (self.side // self.patch_size,) * 2
@@ -229,8 +236,8 @@ class Images:
         elif rows * columns * cell**2 < self.min_pixels:
             rows = 1 + math.isqrt((self.min_pixels * height - 1) // (width * cell**2))
             columns = 1 + math.isqrt((self.min_pixels * width - 1) // (height * cell**2))
-        # A side raised to one cell, or tight bounds, can still exceed the area: the longer side
-        # gives way.
+        # With a side that was raised to one cell, or with tight bounds, the area may still be too
+        # large: then the longer side is shortened.
         short = min(rows, columns, math.isqrt(max_cells))
         long = min(max(rows, columns), max_cells // short)
         rows, columns = (short, long) if height <= width else (long, short)
@@ -240,7 +247,8 @@ class Images:
         return self.shape_of(*self.size(image, media))
 
     def size(self, image: Image.Image, media: MediaReference) -> tuple[int, int]:
-        """Height and width, upright. Raises `MediaError` for what is too large, too thin, or holds no colors."""
+        """Height and width of the upright image. Raises `MediaError` for an image that is too
+        large, too thin, or holds no colors."""
         width, height = image.size
         if width * height > MAX_SOURCE_PIXELS:
             raise _too_many_pixels(media)
@@ -254,13 +262,14 @@ class Images:
         return upright_size(image)
 
     def shape_of(self, height: int, width: int) -> Shape:
-        """Of an image of `height` x `width` pixels."""
+        """Shape of an image of `height` x `width` pixels."""
         return 1, *self.grid(height, width)
 
     def decoded(
         self, image: Image.Image, shape: Shape, media: MediaReference, reason: str, frame: int = 0
     ) -> NDArray[np.uint8]:
-        """The pixels of a frame, resized and upright, all those of the grid. Raises `MediaError` with this reason."""
+        """The pixels of a frame, upright and resized to the grid of `shape`. Raises `MediaError`
+        with this reason."""
         try:
             if frame:
                 image.seek(frame)
@@ -272,15 +281,17 @@ class Images:
             raise MediaError(reason, f"{media} does not decode: {error}") from error
 
     def _drawn(self, image: Image.Image, shape: Shape) -> NDArray[np.uint8]:
-        """The pixels of the frame that an image is at. Raises what Pillow does."""
+        """The pixels of the current frame of an image, resized to the grid. Raises any error of
+        Pillow."""
         _, height, width = (size * self.patch_size for size in shape)
         full_size = (self.side, self.side) if self.resize == "square" else (height, width)
-        # Published rules resize from all pixels
+        # Rules other than `area` are published ones, which resize from all pixels
         pixels = resized(image, *full_size, KERNELS[self.kernel], self.resize == "area")
         return pixels[:height, :width]
 
     def patches(self, pixels: NDArray[np.uint8], shape: Shape) -> NDArray[np.uint8]:
-        """Colors [grid_h * patch_size, grid_w * patch_size, 3] -> [length, features], as rows hold them."""
+        """Colors [grid_h * patch_size, grid_w * patch_size, 3] -> patches [length, features], in
+        the order of rows."""
         _, height, width = shape
         merge = self.merge
         size = self.patch_size
@@ -290,7 +301,8 @@ class Images:
 
 
 def opened(file: Stream, media: MediaReference) -> Image.Image:
-    """An image of which only the header is read. Raises `MediaError`: image_too_large, broken_image_header."""
+    """An image whose header alone has been read. Raises `MediaError`: image_too_large,
+    broken_image_header."""
     size = size_of(file)
     if size > MAX_FILE_BYTES:
         raise MediaError(
@@ -303,7 +315,7 @@ def opened(file: Stream, media: MediaReference) -> Image.Image:
         raise _too_many_pixels(media) from error
     except MemoryError:
         raise
-    except Exception as error:  # what broken headers raise depends on the format
+    except Exception as error:  # the exception for a broken header depends on the format
         formats = ", ".join(Images.formats)
         raise MediaError(
             "broken_image_header", f"{media} has no readable {formats} header: {error}"
@@ -318,9 +330,10 @@ def _too_many_pixels(media: MediaReference) -> MediaError:
 
 
 def _check_tiff(image: Image.Image, media: MediaReference) -> None:
-    """Refuse what only TIFF files hold: tiles larger than any image, and numbers without a range."""
+    """Refuse faults that only TIFF files have: tiles larger than any image, and numbers without a
+    range."""
     tags = getattr(image, "tag_v2", {})
-    # A tile is decoded as a whole
+    # A tile is decoded as a whole, so its size needs the same bound
     if tags.get(_TILE_WIDTH, 0) * tags.get(_TILE_LENGTH, 0) > MAX_SOURCE_PIXELS:
         raise _too_many_pixels(media)
     if image.mode in ("I", "F"):
@@ -338,7 +351,9 @@ def _check_scans(file: Stream, media: MediaReference) -> None:
     scans = 0
     last_byte = b""
     while block := file.read(1 << 20):
-        # Within the pixels, a byte of 255 is followed by a zero
+        # FF DA marks a scan. Inside pixel data a byte of 255 is followed by a zero, so it cannot
+        # occur there. The last byte of the block before is kept, so that a mark across two blocks
+        # is found
         scans += (last_byte + block).count(b"\xff\xda")
         last_byte = block[-1:]
     file.seek(position)
@@ -350,10 +365,11 @@ def _check_scans(file: Stream, media: MediaReference) -> None:
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF orientation 1-8, from what stands before the pixels: `image.getexif()` may decode a whole PNG.
+    """EXIF orientation 1-8, from the metadata before the pixels: `image.getexif()` may decode a
+    whole PNG.
 
-    That of a TIFF file is no EXIF; Pillow turns it upright itself, and its size is the upright one
-    from the header on.
+    The orientation of a TIFF file is not EXIF: Pillow turns the image upright itself, and the size
+    in its header is already the upright one.
     """
     exif = Image.Exif()
     try:
@@ -365,15 +381,17 @@ def _orientation(image: Image.Image) -> int:
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
-    """Height and width, turned as its metadata say."""
+    """Height and width of an image after the rotation that its metadata ask for."""
     width, height = image.size
     return (width, height) if _orientation(image) >= 5 else (height, width)
 
 
 def _filling(height: int, width: int, cell: int, max_cells: int) -> tuple[int, int]:
-    """Rows and columns of cells of the largest image that has at most so many, sides rounded up.
+    """Rows and columns, in cells, of the largest scaled image with at most `max_cells` cells; sides
+    are rounded up.
 
-    In the floating-point numbers and steps of the published rule, which decide where sides are near whole cells.
+    Uses the floating-point numbers and search steps of the published rule, because these decide
+    where a side is near a whole number of cells.
     """
 
     def cells(scale: float) -> tuple[int, int]:
@@ -400,13 +418,15 @@ def smart_cells(
     frames: int = 1,
     patched_frames: int = 1,
 ) -> tuple[int, int]:
-    """Rows and columns of cells, both sides rounded to whole ones, or scaled until their pixels are within bounds.
+    """Rows and columns, in cells: each side rounded to whole cells, or scaled so that the pixels
+    are within bounds.
 
-    In the floating-point numbers of the published rule, which decide where sides are near whole cells.
+    Uses the floating-point numbers of the published rule, because these decide where a side is near
+    a whole number of cells.
 
     Args:
-      frames: whose pixels are within the bounds together.
-      patched_frames: the same, rounded to whole patches.
+      frames: number of frames whose pixels together must be within the bounds.
+      patched_frames: `frames`, rounded to whole patches in time.
     """
     rows, columns = (round(size / cell) for size in (height, width))
     if patched_frames * rows * columns * cell**2 > max_pixels:
@@ -421,21 +441,22 @@ def smart_cells(
 def resized(
     image: Image.Image, height: int, width: int, kernel: Image.Resampling, reduced: bool
 ) -> NDArray[np.uint8]:
-    """Decode, resize and turn upright: [height, width, 3]; `reduced` may decode fewer pixels."""
+    """Decode an image, resize it and turn it upright: [height, width, 3]. With `reduced`, fewer
+    pixels may be decoded."""
     orientation = _orientation(image)
-    size = (height, width) if orientation >= 5 else (width, height)  # as the file lies
+    size = (height, width) if orientation >= 5 else (width, height)  # before turning
     if reduced:
         # JPEG can decode at 1/2, 1/4 or 1/8 of its size; never below what is needed
         image.draft(None, size)
     image.load()
     rgb = _rgb(image).resize(size, kernel)
-    # Turned last: a turned copy of the source would take as much memory as the source.
+    # Turned after resizing: a turned copy of the source would take as much memory as the source.
     return np.asarray(rgb.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else rgb)
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """Any mode -> RGB; transparency shows white. In bands, because a conversion on the way to RGB
-    is a whole copy."""
+    """An image of any mode -> RGB; transparent pixels become white. Converted in bands, because
+    each intermediate image is a full copy."""
     if image.mode == "RGB" and not image.has_transparency_data:
         return image
     rgb = Image.new("RGB", image.size)
@@ -451,7 +472,7 @@ def _rgb_band(image: Image.Image) -> Image.Image:
         # Pillow would clip 16 bits, not scale them
         values = np.asarray(image)
         eight_bit = (values.clip(0, 65535) // 257).astype(np.uint8)
-        if "transparency" in image.info:  # one of the values
+        if "transparency" in image.info:  # the value that is transparent
             eight_bit[values == image.info["transparency"]] = 255
         return Image.fromarray(eight_bit).convert("RGB")
     if image.has_transparency_data:

@@ -1,10 +1,10 @@
 """Latents that an autoencoder has made, from .npy and .safetensors files -> patches.
 
-    file --header--> type, [channels, (frames,) height, width]                measured once, for the index
+    file --header--> type, [channels, (frames,) height, width]          measured once, for the index
     file --> float32 --(x - mean) / std--> [frames, height, width, channels] --> [slots, F]
 
-A file is read, not mapped into memory: it is needed whole, and one that is cut while it is mapped ends the
-process.
+A file is read, not mapped into memory: all of it is needed, and a file that is cut while it is
+mapped would end the process.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ TENSOR_TYPES = {  # of safetensors
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F32": np.dtype("<f4"),
 }
-MAX_TENSORS_HEADER = 1 << 20  # bytes; of one tensor it has a hundred
-# numpy reads such a header as Python, and what is damaged fails in as many ways; nested too deep, with a MemoryError
+MAX_TENSORS_HEADER = 1 << 20  # bytes; the header of one tensor has about a hundred
+# numpy parses an .npy header as Python, so a damaged one can raise any of these; one that is nested
+# too deep raises a MemoryError
 NPY_FAILURES = (
     *(ValueError, TypeError, IndexError, OverflowError),
     *(SyntaxError, TokenError, RecursionError, MemoryError),
@@ -45,8 +46,8 @@ _NPY_HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header
 class GeneratedLatents(Generated):
     """The diffusion modality of models that draw latents.
 
-    A slot holds one patch as float32 [patch_frames, patch_size, patch_size, channels] flattened. `mean` and
-    `std` are those of all channels, or of each.
+    A slot holds one patch as float32 [patch_frames, patch_size, patch_size, channels] flattened.
+    `mean` and `std` have one value for all channels, or one for each.
     """
 
     channels: int
@@ -55,7 +56,7 @@ class GeneratedLatents(Generated):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     max_frames: int
-    shorten: bool  # clips with more frames, instead of refusing them
+    shorten: bool  # cut clips with more than `max_frames`, instead of refusing them
     centred: bool = False
     diagonal: bool = field(default=False, repr=False)  # lengths do not depend on it
     crossed: bool = False
@@ -75,13 +76,14 @@ class GeneratedLatents(Generated):
 
     def measure(self, media: MediaReference) -> Shape:
         """Patch grid from the header. Raises `MediaError`: missing_file, broken_latents_header,
-        truncated_latents, wrong_latents_length, unsupported_latents, other_channels, too_many_frames,
-        divided_patches."""
+        truncated_latents, wrong_latents_length, unsupported_latents, other_channels,
+        too_many_frames, divided_patches."""
         with media.open() as file:
             return self._shape(_stored(file, media), media)
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
-        """float32 [length, features]. Raises `MediaError`: those of `measure`, shape_changed."""
+        """Patches: float32 [length, features]. Raises `MediaError`: those of `measure`,
+        shape_changed."""
         with media.open() as file:
             stored = _stored(file, media)
             if (shape_now := self._shape(stored, media)) != shape:
@@ -94,7 +96,7 @@ class GeneratedLatents(Generated):
         latents = np.moveaxis(frames[:, : shape[0] * self.patch_frames], 0, -1).astype(np.float32)
         mean = np.array(self.mean, np.float32)
         std = np.array(self.std, np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):  # whoever fills rows looks at the result
+        with np.errstate(over="ignore", invalid="ignore"):  # filling rows checks the result
             return patches_of((latents - mean) / std, self.patch_frames, self.patch_size)
 
     def _shape(self, stored: _Stored, media: MediaReference) -> Shape:
@@ -128,7 +130,7 @@ class GeneratedLatents(Generated):
         return time, height, width
 
     def _frames(self, frames: int, media: MediaReference) -> int:
-        """How many are taken."""
+        """Number of frames that are used of `frames`."""
         if frames > 1 and not isinstance(media, Clip):
             raise MediaError(
                 "too_many_frames",
@@ -145,20 +147,20 @@ class GeneratedLatents(Generated):
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where the numbers of a file lie."""
+    """Location of an array inside a file."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    offset: int  # bytes
-    by_columns: bool = False  # the first axis varies fastest
+    offset: int  # byte of the file at which the array begins
+    by_columns: bool = False  # the first axis varies fastest (Fortran order)
 
     @property
     def size(self) -> int:
-        """Bytes of the numbers."""
+        """Bytes of the array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def array(self, file: Stream, media: MediaReference) -> NDArray[Any]:
-        """The numbers."""
+        """Read the array."""
         data = read(file, self.offset, self.size)
         if len(data) < self.size:
             raise _truncated(media, len(data), self.size)
@@ -167,7 +169,7 @@ class _Stored:
 
 
 def _stored(file: Stream, media: MediaReference) -> _Stored:
-    """The checked header of a file."""
+    """Location of the array of a file, from its header, checked against the size of the file."""
     is_npy = read(file, 0, len(npy.MAGIC_PREFIX)) == npy.MAGIC_PREFIX
     file.seek(0)
     stored = _npy(file, media) if is_npy else _safetensors(file, media)

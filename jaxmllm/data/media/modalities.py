@@ -1,4 +1,4 @@
-"""The modalities of a model: one record per encoder phase, made from the config."""
+"""The modalities of a model: one record per encoder or generator phase, made from the config."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def modalities(model: ModelConfig, data: DataConfig) -> dict[str, Modality]:
 
 
 def _seen(model: VisionConfig, data: DataConfig, in_line: bool) -> Images:
-    """What reads pictures, and videos where there are some; `in_line` as `Images` have it."""
+    """The vision modality; it also reads videos if the model does. `in_line`: as in `Images`."""
     images = data.images
     settings: dict[str, Any] = {
         "patch_size": model.patch_size,
@@ -86,5 +86,5 @@ def _generated(model: DiffusionConfig, data: DataConfig) -> Modality:
 
 
 def row_formats(modalities: Mapping[str, Modality]) -> dict[str, RowFormat]:
-    """What the rows of each phase look like."""
+    """Row format of each phase."""
     return {phase: modality.format for phase, modality in modalities.items()}

@@ -1,7 +1,9 @@
-"""What the data side must know of an encoder phase, in one record: adding a modality means adding one.
+"""The protocol of a modality: the record from which the data side learns all about an encoder or
+generator phase. Adding a modality means adding one such record.
 
-A modality measures an item from its header, loads it into slots, and says where its tokens stand in
-a conversation. Slots are what rows are packed with: patches of an image, log-mel frames of a clip.
+A modality measures an item from its header, loads it into slots, and gives the positions of its
+tokens in a conversation. Slots are the units that rows are packed with: patches of an image,
+log-mel frames of a clip.
 """
 
 from __future__ import annotations
@@ -14,16 +16,17 @@ from numpy.typing import NDArray
 from jaxmllm.data.media.reference import MediaReference
 from jaxmllm.row_format import RowFormat
 
-# Time, height, width, in what the modality counts; 1 along the axes that it lacks
+# (time, height, width) in the units of the modality; 1 along axes that it does not have
 Shape = tuple[int, int, int]
 
 
 class ClipShape(tuple[int, int, int]):
-    """Shape of a clip that is seen: (groups of frames, height, width), each group an item of its phase.
+    """Shape of a video for the vision tower: (groups of frames, height, width). Each group is an
+    item of the phase.
 
     Attributes:
-      frames: of its file or folder.
-      rate: how many of these are shown per second, on average.
+      frames: number of frames of its file or folder.
+      rate: average number of these that are shown per second.
     """
 
     frames: int
@@ -40,13 +43,14 @@ class ClipShape(tuple[int, int, int]):
 
     @property
     def group(self) -> Shape:
-        """Shape of each item."""
+        """Shape of each item, which is one group of frames."""
         return (1, *self[1:])
 
 
 class Modality(Protocol):
-    """One encoder phase as the data side sees it. Implementations are frozen records whose `repr`
-    shows every setting: length indexes are cached by it."""
+    """One encoder or generator phase as the data side sees it. Implementations are frozen
+    dataclasses whose `repr` shows every setting that lengths depend on: it is part of the name of a
+    cached length index."""
 
     @property
     def name(self) -> str:
@@ -55,34 +59,35 @@ class Modality(Protocol):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The words in conversations of what it takes: ("image",)."""
+        """The words by which conversations call the parts that it takes: ("image",)."""
         ...
 
     @property
     def generated(self) -> bool:
-        """Whether the model learns to make such items: in what the assistant says, with rows that also
-        hold what each is made from, and without language tokens of their own."""
+        """Whether the model learns to make these items. They are then part of what the assistant
+        says, their rows also hold the conditions that each item is made from, and they have no
+        language tokens of their own."""
         ...
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Names of the file formats that it reads. Where this grows, items that a cached index
+        """Names of the file formats that it reads. If a format is added, items that a cached index
         refused are measured again."""
         ...
 
     @property
     def format(self) -> RowFormat:
-        """What the slots of its rows hold and how they group."""
+        """Content of the slots of its rows, and how they are grouped."""
         ...
 
     def measure(self, media: MediaReference) -> Shape:
-        """Shape of the item from its header alone: of a clip that becomes several items, a `ClipShape`. Raises
-        `MediaError`."""
+        """Shape of the item from its header alone; a `ClipShape` for a clip that becomes several
+        items. Raises `MediaError`."""
         ...
 
     def captions(self, shape: Shape) -> tuple[str, ...]:
-        """What is written before each item of a clip, which then has a frame of its own; empty: nothing is, and
-        they stand in one frame."""
+        """Text before each item of a clip, where each item has begin and end tokens of its own;
+        empty if all items of the clip share one pair of these and have no text before them."""
         ...
 
     def length(self, shape: Shape) -> int:
@@ -90,7 +95,7 @@ class Modality(Protocol):
         ...
 
     def real(self, shape: Shape) -> int:
-        """Slots of it that hold data."""
+        """Slots of the item that hold data."""
         ...
 
     def tokens(self, shape: Shape) -> int:
@@ -98,7 +103,8 @@ class Modality(Protocol):
         ...
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
-        """Decode: [length, F]. Raises `MediaError` when the body is broken or does not have `shape`."""
+        """Decode the item: [length, F]. Raises `MediaError` when the body is broken or does not
+        have `shape`."""
         ...
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
@@ -110,12 +116,13 @@ class Modality(Protocol):
         ...
 
     def apart(self, shape: Shape) -> NDArray[np.int32] | None:
-        """The number of the part of the item that each slot is of, where slots see their own part alone, else None:
-        [length]."""
+        """Number of the part of the item that each slot belongs to, where slots see only their own
+        part: [length]. None where slots see the whole item."""
         ...
 
     def token_positions(self, shape: Shape, start: float) -> tuple[NDArray[Any], float]:
-        """Three-axis positions (time, height, width) of its language tokens when the item begins at
-        position `start` (M-RoPE, arXiv 2409.12191): [tokens, 3]; and where the text after it goes on. Whole numbers,
-        but for times of videos that are not rounded, and what comes after these."""
+        """Three-axis positions (time, height, width) of the item's language tokens when it begins
+        at position `start` (M-RoPE, arXiv 2409.12191): [tokens, 3]; and the position at which the
+        text after it continues. Whole numbers, except for times of videos that are not rounded, and
+        positions after these."""
         ...

@@ -1,12 +1,12 @@
-"""MP3 streams from their frame headers (ISO/IEC 11172-3 section 2.4.2.3), without decoding and in
-little memory.
+"""Length of MP3 streams from their frame headers (ISO/IEC 11172-3 section 2.4.2.3), without
+decoding and in little memory.
 
-    ID3v2 tags | info frame: how many frames follow | frame | frame | ... | ID3v1, APE, lyrics, zeros
+    ID3v2 tags | info frame: number of frames | frame | frame | ... | ID3v1, APE, lyrics, zeros
 
-An MP3 file has no length of its own. Where the first frame stores one (Xing, Info, VBRI), decoders
-believe it and leave out what lies beyond it; where none does, libsndfile guesses from the size and
-the first bit rate, wrong by factors. So frames are counted here, and a count that is not stored is
-put in front of the stream (`info_frame`).
+The MP3 format does not store the length of a file. If the first frame stores one (Xing, Info,
+VBRI), decoders trust it and leave out frames beyond it. If not, libsndfile guesses the length from
+the size and the first bit rate, and is wrong by factors. So frames are counted here, and a count
+that is not stored is put in front of the stream (`info_frame`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, size_of
 
-# Samples that a decoder emits before the first one of the clip; mpg123 leaves them out
+# Samples that a decoder would emit before the first one of the clip; mpg123 leaves them out
 DECODER_DELAY = 529
 
 _KBITS = {  # bit rates of Layer III by MPEG generation; index 0 and 15 have no fixed frame size
@@ -23,29 +23,32 @@ _KBITS = {  # bit rates of Layer III by MPEG generation; index 0 and 15 have no 
     2: (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
 }
 _RATES = (44_100, 48_000, 32_000)
-_DIVIDERS = {3: 1, 2: 2, 0: 4}  # version bits -> what the rates are divided by: MPEG 1, 2, 2.5
-_HEAD = 64  # bytes that are read of a frame: its header, and what an info frame stores
-_ROOMY = 9  # index of the bit rate of an info frame made here, which gives it 200 bytes at every sample rate
-_TAGS = 16  # read at most so many tags before a stream, and after it
-_PADDING = 1 << 20  # accept fewer bytes of zeros than this at the end of a file
+_DIVIDERS = {3: 1, 2: 2, 0: 4}  # version bits -> divisor of the rates: MPEG 1, 2, 2.5
+_HEAD = 64  # bytes that are read of a frame: its header, and the fields of an info frame
+# Bit rate index of the info frames made here: gives them at least 200 bytes at every sample rate
+_ROOMY = 9
+_TAGS = 16  # most tags that are read before a stream, and again after it
+_PADDING = 1 << 20  # a file may end with fewer zero bytes than this
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One frame header: its four bytes, the size of the frame in bytes, and what it decodes to."""
+    """One frame header: its four bytes, the size of the frame in bytes, and its samples after
+    decoding."""
 
     header: int
     size: int
-    samples: int
-    rate: int
+    samples: int  # of each channel
+    rate: int  # Hz
     channels: int
 
 
 @dataclass(frozen=True)
 class MpegStream:
-    """Where the frames of a file begin, and what its info frame says, if `has_info`: `stored`
-    frames follow, the stream has `stored_bytes` (None: it does not say). Decoders read the count if
-    it is `understood` (not that of VBRI)."""
+    """The beginning of an MP3 stream: its first frame `first` at byte `start`. If that is an info
+    frame (`has_info`), `stored` is the number of frames that follow it and `stored_bytes` the size
+    of the stream, each None if it is not stored. Decoders use a count that is `understood` (not
+    that of VBRI)."""
 
     start: int
     first: Frame
@@ -55,14 +58,14 @@ class MpegStream:
     understood: bool
 
     def samples(self, frames: int) -> int:
-        """Samples of each channel that `frames` decode to after a frame made by `info_frame`."""
+        """Samples of each channel that `frames` frames decode to, if `info_frame` precedes them."""
         return frames * self.first.samples - DECODER_DELAY
 
 
 @dataclass(frozen=True)
 class Scan:
-    """The `frames` that hold sound (not the info frame), in the bytes from `begin` to `end` of the
-    file."""
+    """Result of counting frames: `frames` with sound (without the info frame), in bytes `begin` to
+    `end` of the file."""
 
     frames: int
     begin: int
@@ -70,8 +73,8 @@ class Scan:
 
 
 def open_stream(file: Stream, media: MediaReference) -> MpegStream:
-    """Read the beginning of an MP3 file. Raises `MediaError`: broken_audio_header, and where the
-    stored size shows it, truncated_audio and joined_audio."""
+    """Read the beginning of an MP3 file. Raises `MediaError`: broken_audio_header, and
+    truncated_audio or joined_audio if the stored size shows it."""
     start = after_id3(file)
     head = read(file, start, _HEAD)
     first_frame = _frame(head)
@@ -96,7 +99,7 @@ def open_stream(file: Stream, media: MediaReference) -> MpegStream:
 
 
 def scan(file: Stream, stream: MpegStream, media: MediaReference, max_frames: int) -> Scan:
-    """Walk over the frames, at most `max_frames` of them.
+    """Count the frames of a stream, at most `max_frames` of them.
 
     Raises `MediaError`: truncated_audio (the last frame is cut, or there are fewer than stored),
     joined_audio (another stream follows), wrong_audio_length (more frames than stored),
@@ -139,12 +142,13 @@ def scan(file: Stream, stream: MpegStream, media: MediaReference, max_frames: in
 
 
 def info_frame(stream: MpegStream, frames: int) -> bytes:
-    """A frame without sound that stores the number of frames that follow it, in the format of `stream`.
+    """A frame without sound, in the format of `stream`, that stores the number of frames that
+    follow it.
 
-    What is decoded after it has DECODER_DELAY samples less than the frames hold.
+    A decoder that reads it yields DECODER_DELAY samples fewer than the frames hold.
     """
     header = (stream.first.header | 1 << 16) & ~(1 << 9)  # no checksum, no padding
-    # The first frame itself may be too small to hold the number
+    # With the bit rate of the first frame, the info frame could be too small for the number
     header = header & ~(15 << 12) | _ROOMY << 12
     bare = _frame(header.to_bytes(4, "big"))
     assert bare is not None
@@ -156,7 +160,8 @@ def info_frame(stream: MpegStream, frames: int) -> bytes:
 
 
 def after_id3(file: Stream) -> int:
-    """Where the stream begins, after ID3v2 tags: each stores its size in four bytes of seven bits."""
+    """Byte at which the stream begins, after ID3v2 tags. Each tag stores its size in four bytes of
+    seven bits."""
     position = 0
     for _ in range(_TAGS):
         head = read(file, position, 10)
@@ -173,7 +178,8 @@ def read(file: Stream, position: int, size: int) -> bytes:
 
 
 def only_zeros(file: Stream, position: int) -> bool:
-    """Whether nothing but zeros follows up to the end of the file, and not many of them."""
+    """Whether all bytes from a position to the end of the file are zeros, and fewer than
+    _PADDING."""
     tail = read(file, position, _PADDING)
     return len(tail) < _PADDING and not tail.strip(b"\0")
 
@@ -184,7 +190,7 @@ def is_frame(head: bytes) -> bool:
 
 
 def _frame(head: bytes) -> Frame | None:
-    """The frame whose header these bytes begin with."""
+    """The frame whose header these bytes begin with; None if they begin with no header."""
     if len(head) < 4:
         return None
     header = int.from_bytes(head[:4], "big")
@@ -202,13 +208,15 @@ def _frame(head: bytes) -> Frame | None:
 
 
 def _info_place(frame: Frame) -> int:
-    """Where an info frame holds its tag: after the header, its checksum and the side information."""
+    """Offset of the tag in an info frame without a checksum: after the header and the side
+    information."""
     side = {(1152, 2): 32, (1152, 1): 17, (576, 2): 17, (576, 1): 9}[frame.samples, frame.channels]
     return 4 + side
 
 
 def _info(head: bytes, frame: Frame) -> tuple[bool, int | None, int | None]:
-    """Whether a frame is an info frame, and the frames and bytes that it stores."""
+    """(whether a frame is an info frame, frames that it stores, bytes that it stores); None: not
+    stored."""
     if head[36:40] == b"VBRI" and len(head) >= 54:
         return True, int.from_bytes(head[50:54], "big") or None, int.from_bytes(head[46:50], "big")
     for position in (
@@ -223,14 +231,14 @@ def _info(head: bytes, frame: Frame) -> tuple[bool, int | None, int | None]:
             for offset in (8, 12)
         ]
         stored = values.pop(0) if flags & 1 else None
-        # 0: the writer could not go back
+        # A stored 0 means that the writer could not go back to fill it in
         return True, stored or None, values[0] if flags & 2 else None
     return False, None, None
 
 
 def _check_tail(file: Stream, position: int, complete: bool, media: MediaReference) -> None:
-    """Raise `MediaError` unless what follows the last frame, from byte `position` on, are tags or
-    zeros; where the stream is known to be `complete`, anything but another stream may follow."""
+    """Raise `MediaError` unless the bytes after the last frame, from byte `position` on, are tags
+    or zeros. If the stream is known to be `complete`, anything except another stream may follow."""
     for _ in range(_TAGS):
         head = read(file, position, 32)
         if not head:

@@ -1,4 +1,4 @@
-"""Where the bytes of one media item are: a file, or a range of a file; a source may bring
+"""References to the bytes of one media item: a file, or a range of a file. A source may define
 references of its own.
 
 source.media(address) --> reference --open()--> stream of bytes --> header, body
@@ -22,9 +22,9 @@ from jaxmllm.data.printable import shown
 
 
 class MediaError(ValueError):
-    """A media item that cannot be used. `reason` is a short stable word for counting; the message
-    names the item and is one line, whatever stands in its path or in the words of a library (see
-    `shown`)."""
+    """A media item that cannot be used. `reason` is a short stable word for counting. The message
+    names the item and is always one line, whatever its path or the message of a library contains
+    (see `shown`)."""
 
     def __init__(self, reason: str, message: str):
         super().__init__(shown(message))
@@ -32,7 +32,7 @@ class MediaError(ValueError):
 
 
 class Stream(Protocol):
-    """Bytes that can be read from any position, as from an open file."""
+    """Bytes that can be read from any position, like an open file."""
 
     def read(self, size: int = -1, /) -> bytes: ...
     def seek(self, offset: int, whence: int = 0, /) -> int: ...
@@ -48,27 +48,28 @@ class Stream(Protocol):
 
 
 class MediaReference(Protocol):
-    """One media item of a source. `str` is the place that messages name; references travel to
+    """One media item of a source. `str` is the place that messages name. References can be sent to
     worker processes."""
 
     @property
     def address(self) -> str:
-        """What the source finds it by: `source.media(address)` is this reference."""
+        """Key of the item in its source: `source.media(address)` is this reference."""
         ...
 
     def open(self) -> Stream:
-        """Its bytes. Raises `MediaError("missing_file")`."""
+        """Open its bytes. Raises `MediaError("missing_file")`."""
         ...
 
     def files(self) -> Sequence[MediaReference]:
-        """The files of a folder in the order of the words and numbers of their names; none where it is no
-        folder. Raises `MediaError("missing_file")` for a folder that cannot be read."""
+        """The files of a folder, ordered by the words and numbers of their names; empty if the item
+        is no folder. Raises `MediaError("missing_file")` for a folder that cannot be read."""
         ...
 
 
 @dataclass(frozen=True)
 class File:
-    """A whole file. The `address` is empty where no source needs to find it again."""
+    """A whole file, or a folder of files. The `address` is empty if no source has to find it
+    again."""
 
     path: Path
     address: str = ""
@@ -93,8 +94,8 @@ class File:
 
 @dataclass(frozen=True)
 class FileRange:
-    """`size` bytes of a file from byte `start` on, such as a member of an archive; `name` is what
-    messages call it."""
+    """`size` bytes of a file from byte `start` on, such as a member of an archive. `name` is its
+    name in messages."""
 
     path: Path
     start: int
@@ -114,8 +115,8 @@ class FileRange:
 
 @dataclass(frozen=True)
 class Clip:
-    """A media item that a conversation calls a video: all frames of an animation count, and a folder has a
-    file for each."""
+    """A media item that a conversation calls a video: all frames of an animation are used, and a
+    folder has one file per frame."""
 
     media: MediaReference
 
@@ -135,7 +136,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class FrameGroup:
-    """Neighbouring frames of a clip that are one item: those of this number."""
+    """The consecutive frames of a clip that are one item: group number `number`."""
 
     clip: Clip
     number: int
@@ -155,12 +156,13 @@ class FrameGroup:
 
 
 def taken_as(part: str, media: MediaReference) -> MediaReference:
-    """A media item as the part of a conversation calls it."""
+    """The media item, as a `Clip` if the part of the conversation is a video."""
     return Clip(media) if part == "video" else media
 
 
 class _RangeStream(io.RawIOBase):
-    """A range of an open file, which is closed with it. It ends early where the file does."""
+    """A range of an open file. Closing the stream closes the file; the stream ends early if the
+    file does."""
 
     def __init__(self, file: io.FileIO, start: int, size: int) -> None:
         self._file = file
@@ -176,7 +178,8 @@ class _RangeStream(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         size = max(0, min(len(buffer), self._size - self._position))
-        # By absolute position: whoever else reads through the descriptor does not move this stream.
+        # Reads at an absolute position, so that other readers of the descriptor do not move this
+        # stream.
         data = os.pread(self._file.fileno(), size, self._start + self._position)
         buffer[: len(data)] = data
         self._position += len(data)
@@ -201,12 +204,12 @@ def open_file(path: Path) -> io.FileIO:
     """Open a regular file for reading, unbuffered: C libraries may share its descriptor and move
     its position.
 
-    Raises `MediaError("missing_file")` for anything else: a folder, and what could keep a reader
-    waiting for ever or fill its memory (a pipe, a socket, a device such as /dev/zero).
+    Raises `MediaError("missing_file")` for anything else: a folder, or a file that could make a
+    reader wait forever or fill its memory (a pipe, a socket, a device such as /dev/zero).
     """
     try:
-        # Asked before opening, which may wake a device, and once more of what was opened: paths can
-        # change in between.
+        # Checked before opening, because opening may wake a device, and again on the open file,
+        # because the path may have changed in between.
         if stat.S_ISREG(path.stat().st_mode):
             file = io.FileIO(path, "rb", opener=_open_without_waiting)
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -222,13 +225,13 @@ def open_file(path: Path) -> io.FileIO:
 
 
 def _words_and_numbers(name: str) -> tuple[tuple[int, str], ...]:
-    """By which names are put in order: frame 10 after frame 9."""
+    """Sort key of a name, by its words and numbers: frame 10 comes after frame 9."""
     pieces = re.split("([0-9]+)", name)
     return tuple((int(piece), piece) if i % 2 else (0, piece) for i, piece in enumerate(pieces))
 
 
 def size_of(stream: Stream) -> int:
-    """Bytes of a stream, whose position stays."""
+    """Number of bytes of a stream; its position stays."""
     position = stream.tell()
     size = stream.seek(0, io.SEEK_END)
     stream.seek(position)
@@ -236,5 +239,5 @@ def size_of(stream: Stream) -> int:
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    """Opening a pipe would wait for a writer."""
+    """Open without blocking: opening a pipe would otherwise wait for a writer."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

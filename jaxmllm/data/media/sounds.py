@@ -1,19 +1,19 @@
 """Audio files of any rate and number of channels -> log-mel frames.
 
-    file --header--> seconds --> frames                                       measured once, for the index
+    file --header--> seconds --> frames                                 measured once, for the index
     file --decode--> mono --resample--> samples --STFT, mel, log--> [slots, mel_bins]
 
 The spectrogram is Whisper's (arXiv 2212.04356): Slaney mel filters on a Hann-windowed power
 spectrum, log10, at most 8 decades below the clip's maximum, then (x + 4) / 4. It is centred: frame
-i is about sample i * hop, so that clips shorter than one window have frames too, and their number
-follows from the header alone.
+i is centred on sample i * hop, so that clips shorter than one window have frames too, and the
+number of frames follows from the header alone.
 
-Nothing of a clip is left out or made up: a file whose body does not have the length that was
-measured, or that continues where decoders end, is refused (containers.py, mpeg.py). ADPCM and GSM WAV alone end
-with what fills their last block, up to a tenth of a second: the `fact` chunk, which has the length
-before it, is wrong in files of some programs (libsndfile halves that of two channels). Samples are
-decoded, averaged and resampled in blocks, so that memory grows with seconds and not with the rate
-or the channels of the file.
+No part of a clip is left out or made up: a file whose body does not have the measured length, or
+that continues after the point where decoders stop, is refused (containers.py, mpeg.py). ADPCM and
+GSM WAV files are the exception: their clips include the filling of the last block, up to a
+tenth of a second, because the `fact` chunk, which has the length without it, is wrong in files of
+some programs (libsndfile halves it for two channels). Samples are decoded, averaged and resampled
+in blocks, so that memory grows with the seconds of a file, not with its rate or channels.
 """
 
 from __future__ import annotations
@@ -42,26 +42,28 @@ from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, size_of
 from jaxmllm.row_format import RowFormat
 
-# Hz; no sound card is outside, a damaged header easily is.
+# Hz; every sound card is within these, a damaged header often is not.
 MIN_RATE = 1_000
 MAX_RATE = 1_000_000
-# Samples are nominally within [-1, 1]. Recorders and mixers that write floats go some decibels
-# beyond, which is kept as it is; integers written as floats go thousands beyond, and have to be
-# divided by whoever knows their width.
+# Samples are nominally within [-1, 1]. Recorders and mixers that write floats exceed that by some
+# decibels, which is accepted unchanged. Integers written as floats exceed it thousands of times;
+# only the user knows their width, and has to divide them.
 MAX_PEAK = 100.0
 _BLOCK = 1 << 18  # samples decoded at once, over all channels
 _FRAMES = 4096  # frames transformed at once
-# Frames after the last one that the convolutions of the stem reach from the clip's last token
+# Frames past the clip's last one that the stem's convolutions read for its last token
 REACH = 2
 
 
 @dataclass(frozen=True)
 class Sounds:
-    """The audio modality. A shape is (frames, 1, 1); a clip occupies the slots of whole language tokens.
+    """The audio modality. A shape is (frames, 1, 1); a clip occupies the slots of whole language
+    tokens.
 
-    A slot holds one float32 [mel_bins] frame, mostly within [-1, 1]; slots past the last frame are
-    zero or silence, and not real, or silence that is. Where tokens do not divide a chunk, empty slots follow its
-    frames, up to a whole token.
+    A slot holds one float32 [mel_bins] frame, mostly within [-1, 1]. Slots past the last frame hold
+    zeros or silence and are not real, except with `silence: heard`, where they hold silence and are
+    real. Where the frames of a chunk are no whole number of attention tokens, empty slots after
+    them fill up the last token.
     """
 
     sample_rate: int
@@ -71,12 +73,12 @@ class Sounds:
     chunk_frames: int
     merge: int
     max_seconds: float
-    stem_stride: int = 4  # slots of a token of attention
-    # What the tower makes of what is left of a clip's last chunk
+    stem_stride: int = 4  # slots of an attention token
+    # What the tower sees of the rest of a clip's last chunk (`AudioConfig`)
     silence: Silence = "unseen"
-    attention: Literal["clip", "chunk"] = "clip"  # what tokens see
-    window_chunks: int = 1  # chunks that see one another
-    pool: int = 1  # tokens of attention whose mean is a feature, where the clip has them all
+    attention: Literal["clip", "chunk"] = "clip"  # tokens see their whole clip, or their chunks
+    window_chunks: int = 1  # chunks that see one another, with `attention: chunk`
+    pool: int = 1  # attention tokens whose mean becomes a feature; incomplete groups are dropped
 
     name = "audio"
     parts = ("audio",)
@@ -99,8 +101,8 @@ class Sounds:
 
     def measure(self, media: MediaReference) -> Shape:
         """Frames from the header. Raises `MediaError`: missing_file, broken_audio_header,
-        unsupported_sample_rate, empty_audio, audio_too_short, audio_too_long, and where it shows at the ends of the
-        file, truncated_audio, joined_audio, wrong_audio_length."""
+        unsupported_sample_rate, empty_audio, audio_too_short, audio_too_long, and, if the beginning
+        or end of the file shows it, truncated_audio, joined_audio, wrong_audio_length."""
         with media.open() as file:
             return self._shape(self._header(file, media), media)
 
@@ -109,7 +111,7 @@ class Sounds:
 
     @property
     def chunk_slots(self) -> int:
-        """Slots of the frames of a chunk."""
+        """Slots of a chunk: its frames, rounded up to whole attention tokens."""
         return round_up(self.chunk_frames, self.stem_stride)
 
     def length(self, shape: Shape) -> int:
@@ -120,7 +122,7 @@ class Sounds:
         return min(slots, round_up(heard, self.format.alignment))
 
     def _slots(self, shape: Shape) -> int:
-        """Slots from its first frame to the last one."""
+        """Slots from the first frame of a clip to its last one."""
         chunks, offset = divmod(shape[0] - 1, self.chunk_frames)
         return chunks * self.chunk_slots + offset + 1
 
@@ -128,11 +130,13 @@ class Sounds:
         return self.length(shape) if self.silence == "heard" else self._slots(shape)
 
     def heard(self, shape: Shape) -> int:
-        """Frames of the clip or of silence that the tower takes."""
+        """Number of frames of the clip and of silence that the tower reads."""
+        # `stem` and `heard` come only with chunks of whole attention tokens (checked by
+        # `AudioConfig`), so slots and frames are numbered the same.
         return self.length(shape) if self.silence in ("stem", "heard") else shape[0]
 
     def laid_out(self, frames: NDArray[np.float32], shape: Shape) -> NDArray[np.float32]:
-        """Those frames in their slots, and zeros in the others: [length, mel_bins].
+        """The `heard` frames of a clip in their slots, zeros in the others: [length, mel_bins].
 
         Args:
           frames: [at least `heard`, mel_bins].
@@ -148,9 +152,9 @@ class Sounds:
         return ceil_divide(seen // self.pool, self.merge)
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
-        """float32 [length, mel_bins], finite. Raises `MediaError`: those of `measure`,
-        shape_changed, undecodable_audio (also samples that are not finite), samples_out_of_range
-        (beyond MAX_PEAK)."""
+        """Log-mel frames in their slots: float32 [length, mel_bins], finite. Raises `MediaError`:
+        those of `measure`, shape_changed, undecodable_audio (also samples that are not finite),
+        samples_out_of_range (beyond MAX_PEAK)."""
         with media.open() as file:
             header = self._header(file, media)
             if (shape_now := self._shape(header, media)) != shape:
@@ -161,9 +165,9 @@ class Sounds:
             samples = _decode(
                 self._checked_body(file, header, media), header, self.sample_rate, media
             )
-        # The resampler rounds by its own rule
+        # The resampler rounds the number of samples by a rule of its own
         samples = _pad_or_cut(samples, self._samples(header))
-        if self.silence != "unseen":  # heard also by the spectrogram, whose ends are mirrored
+        if self.silence != "unseen":  # else the spectrogram mirrors the clip's end
             samples = _pad_or_cut(samples, self._with_silence(len(samples), shape))
         frames = log_mel(
             samples, self.sample_rate, self.window_length, self.hop_length, self.mel_bins
@@ -171,8 +175,12 @@ class Sounds:
         return self.laid_out(frames, shape)
 
     def _with_silence(self, samples: int, shape: Shape) -> int:
-        """Samples of a clip and the silence after it that frames hear: at most its last chunk, unless no frames of
-        silence are heard, where it goes on."""
+        """Number of samples of a clip with the silence that its frames hear after it.
+
+        With `heard` and `stem`, whose frames of silence are read, it ends with the clip's last
+        chunk at the latest. With `cut` and `masked`, whose frames of silence are not, it may
+        continue past that chunk.
+        """
         within = max(samples + self.window_length, self.length(shape) * self.hop_length)
         if self.silence in ("cut", "masked"):
             return within
@@ -195,12 +203,13 @@ class Sounds:
         return np.arange(self.length(shape), dtype=np.int32) // seen
 
     def token_positions(self, shape: Shape, start: float) -> tuple[NDArray[Any], float]:
-        """A clip advances all three axes together, as text does: [tokens, 3]."""
+        """Positions of a clip's tokens, which advance all three axes together, as text does:
+        [tokens, 3]."""
         line = start + np.arange(self.tokens(shape))
         return np.repeat(line[:, None], 3, axis=1), start + len(line)
 
     def _header(self, file: Stream, media: MediaReference) -> _Header:
-        """Rate and length, without decoding."""
+        """Sample rate and length of a file, without decoding."""
         kind = container(file)
         if size_of(file) == 0:
             raise MediaError("empty_audio", f"{media} is an empty file")
@@ -223,7 +232,8 @@ class Sounds:
             return _Header(kind, sound.samplerate, sound.frames, stream if kind == "MP3" else None)
 
     def _scan(self, file: Stream, stream: mpeg.MpegStream, media: MediaReference) -> mpeg.Scan:
-        """All frames of an MP3 stream, or one more than are of use."""
+        """Walk over the frames of an MP3 stream, and stop one frame after the most that could be
+        used."""
         longest = (
             int(min(self.max_seconds * stream.first.rate, 2**62) + mpeg.DECODER_DELAY)
             // stream.first.samples
@@ -233,7 +243,8 @@ class Sounds:
         )
 
     def _checked_body(self, file: Stream, header: _Header, media: MediaReference) -> Stream:
-        """What libsndfile may decode, as it then does not leave anything out. Reads the whole file."""
+        """The stream to decode with libsndfile, after checks that it will not leave anything out.
+        Reads the whole file."""
         if header.kind == "OGG":
             check_pages(file, media)
         elif header.kind == "FLAC":
@@ -250,7 +261,7 @@ class Sounds:
         return ceil_divide(header.frames * self.sample_rate, header.rate)
 
     def _shape(self, header: _Header, media: MediaReference) -> Shape:
-        if header.frames >= 2**62:  # what libsndfile says of streams that never stored their length
+        if header.frames >= 2**62:  # libsndfile's value for streams that never stored their length
             raise MediaError(
                 "broken_audio_header", f"{media} does not say how long it is; encode it again"
             )
@@ -283,8 +294,8 @@ def log_mel(
 ) -> NDArray[np.float32]:
     """Mono samples [n], n >= 1 -> [ceil(n / hop), mel_bins]. Frame i is centred on sample i * hop;
     the ends are mirrored. Finite wherever the samples are."""
-    # Loud samples are brought within [-1, 1] first: their squares could overflow. Logarithms bring
-    # the factor back.
+    # Loud samples are first scaled to [-1, 1], because their squares could overflow. The factor is
+    # added back to the logarithms.
     peak = max(1.0, float(np.abs(samples).max()))
     padded = np.pad(samples / np.float32(peak), (window // 2, window), mode="reflect")
     pieces = np.lib.stride_tricks.sliding_window_view(padded, window)[::hop][
@@ -292,7 +303,7 @@ def log_mel(
     ]
     hann = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(window) / window)).astype(np.float32)
     filters = mel_filters(sample_rate, window, mel_bins)
-    silence = max(1e-10 / peak**2, 1e-38)  # float32 has nothing positive below
+    silence = max(1e-10 / peak**2, 1e-38)  # about the smallest normal float32
     decades = np.empty((len(pieces), mel_bins), np.float32)
     for start in range(0, len(pieces), _FRAMES):
         power = np.abs(np.fft.rfft(pieces[start : start + _FRAMES] * hann, axis=-1)) ** 2
@@ -303,8 +314,8 @@ def log_mel(
 
 @functools.lru_cache(maxsize=8)
 def mel_filters(sample_rate: int, window: int, mel_bins: int) -> NDArray[np.float32]:
-    """Triangles of equal area on Slaney's mel scale, from 0 to sample_rate / 2: [window // 2 + 1,
-    mel_bins]."""
+    """Triangular filters of equal area on Slaney's mel scale, from 0 to sample_rate / 2:
+    [window // 2 + 1, mel_bins]."""
     edges = _mel_to_hertz(np.linspace(0, _hertz_to_mel(sample_rate / 2), mel_bins + 2))
     bins = np.fft.rfftfreq(window, 1 / sample_rate)[:, None]
     low = edges[:-2]
@@ -336,16 +347,16 @@ def _mel_to_hertz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class _Header:
-    kind: str  # container
+    kind: str  # container format
     rate: int
     frames: int  # samples of each channel
     stream: mpeg.MpegStream | None = None  # of an MP3 file
 
 
 def _open_sound(file: Stream, media: MediaReference) -> soundfile.SoundFile:
-    """Let libsndfile open a stream."""
-    file.seek(0)  # libsndfile begins where the stream stands
-    # It reads a file itself, by the descriptor, and anything else through calls of Python, which is
+    """Open a stream with libsndfile."""
+    file.seek(0)  # libsndfile begins at the stream's position
+    # libsndfile reads a file by its descriptor, and anything else through calls to Python, which is
     # slower.
     source = file.fileno() if isinstance(file, FileIO) else file
     try:
@@ -362,7 +373,7 @@ def _open_sound(file: Stream, media: MediaReference) -> soundfile.SoundFile:
 def _decode(
     file: Stream, header: _Header, sample_rate: int, media: MediaReference
 ) -> NDArray[np.float32]:
-    """All samples, mean over channels, resampled: [n]."""
+    """All samples of a file, averaged over channels and resampled: [n]."""
     resampler = (
         soxr.ResampleStream(header.rate, sample_rate, 1) if header.rate != sample_rate else None
     )
@@ -398,8 +409,8 @@ def _decode(
 
 
 def _check_range(block: NDArray[np.float32], media: MediaReference) -> None:
-    # Before channels are averaged: opposite values would cancel. (np.maximum keeps NaN, Python's
-    # max may not.)
+    # Checked before channels are averaged, because opposite values would cancel. (np.maximum keeps
+    # NaN, Python's max may not.)
     peak = float(np.maximum(block.max(initial=0), -block.min(initial=0)))
     if not np.isfinite(peak):
         raise MediaError(

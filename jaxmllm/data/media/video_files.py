@@ -1,10 +1,10 @@
-"""MP4 files (and MOV, which is built the same), by the package av, where it is installed.
+"""MP4 files (and MOV, which has the same structure), read with the package av if it is installed.
 
-    file --header, packets--> when each frame is shown, whether there is sound       nothing is decoded
+    file --header, packets--> how long each frame is shown, whether there is sound  (not decoded)
     file --decode--> upright frames, one by one
 
-A file is opened as MP4 whatever it is called, so that no playlist can name others. Its packets are read to the end,
-which finds files that are cut.
+A file is opened as MP4 whatever its name, so that it cannot be a playlist that names other files.
+Its packets are read to the end, which finds files that are cut.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from jaxmllm.data.media.mpeg import read
 from jaxmllm.data.media.reference import MediaError, MediaReference, Stream
 
 INSTALLED: Final = importlib.util.find_spec("av") is not None
-FORMATS: Final = ("MP4",) if INSTALLED else ()  # that can be read
+FORMATS: Final = ("MP4",) if INSTALLED else ()  # formats that can be read
 INSTALL: Final = "pip install av"
 ENCODER: Final = "libx264"
-QUALITY: Final = "18"  # the encoder's constant rate factor, which is near what the eye can tell
+QUALITY: Final = "18"  # the encoder's constant rate factor; its losses are barely visible
 
-Sound = Literal["refuse", "ignore"]  # that a video has
+Sound = Literal["refuse", "ignore"]  # what to do with a video that has sound
 
 
 def is_video_file(file: Stream) -> bool:
@@ -43,13 +43,14 @@ def is_video_file(file: Stream) -> bool:
 
 @dataclass
 class VideoFile:
-    """The frames of an open file, in the order in which they are shown. Each is decoded once, as it is asked for.
+    """The frames of an open file, in the order in which they are shown. Each is decoded once, when
+    it is asked for.
 
-    Raises `MediaError`: no_video_reader, broken_video_header, truncated_video, too_many_frames, unsupported_video,
-    video_with_sound.
+    Raises `MediaError`: no_video_reader, broken_video_header, truncated_video, too_many_frames,
+    unsupported_video, video_with_sound.
 
     Args:
-      section: of the config's `data` that says what `sound` is.
+      section: the section of the config's `data` that has the key `sound`, for messages.
     """
 
     file: Stream
@@ -75,7 +76,7 @@ class VideoFile:
         return self._first
 
     def images(self, indices: Sequence[int]) -> Iterator[Image.Image]:
-        """The frames of these rising indices. Raises `MediaError("undecodable_video")`."""
+        """The frames of these ascending indices. Raises `MediaError("undecodable_video")`."""
         frames = self._all()
         decoded = -1
         for index in indices:
@@ -90,7 +91,8 @@ class VideoFile:
 
     @contextmanager
     def _opened(self, reason: str) -> Iterator[tuple[Any, Any]]:
-        """The container and its one video. Raises `MediaError` with this reason for what av raises."""
+        """The container and its only video stream. Turns errors of av into `MediaError` with this
+        reason."""
         import av
 
         self.file.seek(0)
@@ -135,24 +137,24 @@ class VideoFile:
                 f"has pixels of {video.sample_aspect_ratio}, which are not square; scale it "
                 "(ffmpeg -vf scale=iw*sar:ih,setsar=1)"
             )
-        video.codec_context.thread_count = 1  # workers are processes
+        video.codec_context.thread_count = 1  # parallelism comes from worker processes
         return video
 
     def _times(self) -> tuple[Fraction, ...]:
-        """How long each frame is shown, from its packet."""
+        """Seconds that each frame is shown, from the packets."""
         with self._opened("broken_video_header") as (container, video):
             stated = video.frames
             shown = []
             packets = 0
             for packet in container.demux(video):
-                if not packet.size:  # after the last one
+                if not packet.size:  # the empty packet after the last one
                     continue
                 packets += 1
                 if packet.is_corrupt:
                     self._cut()
                 if packet.pts is None:
                     self._refuse("does not say when its frames are shown; write it anew")
-                if not packet.is_discard:  # which an edit list has cut away
+                if not packet.is_discard:  # discarded packets are cut away by an edit list
                     shown.append((packet.pts, packet.duration or 0))
                 if packets > MAX_FRAMES:
                     raise MediaError(
@@ -167,7 +169,8 @@ class VideoFile:
         between = [after - before for before, after in pairwise(starts)]
         if any(ticks <= 0 for ticks in between):
             self._refuse("shows two frames at one time; write it anew")
-        # No frame follows that would end the last one: its own packet says how long, or it is as long as the one before
+        # The last frame has no successor to end it: its duration comes from its own packet, or else
+        # from the frame before it.
         last_ticks = shown[-1][1] or (between[-1] if between else 0)
         return tuple((ticks or 1) * unit for ticks in (*between, last_ticks))
 
@@ -196,20 +199,21 @@ class VideoFile:
 
 
 def _upright(frame: Any) -> Image.Image:
-    """The picture of a frame, turned and mirrored as its display matrix says."""
+    """The picture of a frame, turned and mirrored as its display matrix asks."""
     image = frame.to_image()
     angle = frame.rotation  # counter-clockwise, as Pillow counts it
     if matrix := frame.side_data.get("DISPLAYMATRIX"):
         a, b, _, c, d, *_ = np.frombuffer(matrix, np.int32).tolist()
         if a * d < b * c:
-            # It mirrors, and the angle is that of its first row, which points the other way then
+            # A negative determinant: the matrix mirrors. The angle comes from its first row, which
+            # then points the opposite way.
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
             angle += 180
     return image.rotate(angle, expand=True)
 
 
 def lacks_writer() -> str:
-    """Why MP4 files cannot be written; empty where they can."""
+    """Why MP4 files cannot be written; empty if they can."""
     if not INSTALLED:
         return f"the package av, which writes MP4, is not installed; {INSTALL}"
     import av
@@ -222,7 +226,7 @@ def lacks_writer() -> str:
 def write_video(path: Path, frames: NDArray[np.uint8], fps: float) -> None:
     """Write frames [frames, height, width, 3] as an MP4 file of H.264.
 
-    Where both sides are even, colors are stored for every second pixel, as players expect.
+    If both sides are even, colors are stored for every second pixel, as players expect.
     """
     import av
 

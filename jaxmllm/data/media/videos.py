@@ -1,11 +1,12 @@
-"""Images, and videos whose frames are seen in groups: a vision tower reads `patch_frames` of them at once.
+"""Images, and videos whose frames are read in groups: a vision tower reads `patch_frames` of them
+at once.
 
-    image   --decode--> [1, H, W, 3], the same in all frames of a patch
+    image   --decode--> [1, H, W, 3], repeated in all frames of a patch
     video   --decode, some frames--> [frames, H, W, 3]
                              |
-                             +--> for each group of frames an item, as of an image: patches [slots, frames * p * p * 3]
+                             +--> one item per group of frames: patches [slots, frames * p * p * 3]
 
-No tower sees more than a group at once, so groups are packed, placed and sent like images.
+No tower sees more than one group at once, so groups are packed, placed and sent like images.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from jaxmllm.data.media.reference import Clip, MediaError, MediaReference
 from jaxmllm.data.media.video_files import FORMATS
 from jaxmllm.row_format import RowFormat
 
-LINES = ("line", "fractions")  # of which text after a video goes on at the maximum + 1
+# Values of data.videos.times with which text after a video continues at the maximum position + 1
+LINES = ("line", "fractions")
 
 
 @dataclass(frozen=True)
 class FrameImages(Images):
-    """Frames of one video, which all have the same size; with `together`, bounds of pixels are those of so many frames,
-    in whole patches of `patch_frames`."""
+    """Reader for the frames of one video, which all have the same size. With `together`, the bounds
+    of pixels apply to that many frames together, rounded to whole patches of `patch_frames`."""
 
     together: int | None = None
     patch_frames: int = 1
@@ -57,8 +59,8 @@ class FrameImages(Images):
 
 @dataclass(frozen=True)
 class ImagesAndVideos(Images):
-    """The vision modality of models that read videos, too. The shape of a video is a `ClipShape`, and each of its
-    groups of frames an item of the shape of an image.
+    """The vision modality of models that also read videos. The shape of a video is a `ClipShape`,
+    and each of its groups of frames is an item with the shape of an image.
 
     A slot holds one patch as uint8 [patch_frames, patch_size, patch_size, 3] flattened.
     """
@@ -71,7 +73,7 @@ class ImagesAndVideos(Images):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.frame_images(self.patch_frames)  # whose bounds may be wrong
+        self.frame_images(self.patch_frames)  # raises if the bounds of videos are wrong
 
     @cached_property
     def format(self) -> RowFormat:
@@ -79,7 +81,7 @@ class ImagesAndVideos(Images):
         return replace(of_images, features=of_images.features * self.patch_frames)
 
     def frame_images(self, frames: int) -> FrameImages:
-        """What reads the frames of a video that so many are taken of."""
+        """Reader for the frames of a video of which `frames` frames are used."""
         return FrameImages(
             patch_size=self.patch_size,
             merge=self.merge,
@@ -92,8 +94,8 @@ class ImagesAndVideos(Images):
         )
 
     def measure(self, media: MediaReference) -> Shape:
-        """Patch grid from headers; of a folder, from that of its first file. Raises `MediaError`: those of
-        images and of `opened_clip`, too_few_frames."""
+        """Patch grid from headers; for a folder, from the header of its first file. Raises
+        `MediaError`: those of images and of `opened_clip`, too_few_frames."""
         if not isinstance(media, Clip):
             return super().measure(media)
         with self._opened(media) as frames:
@@ -110,10 +112,12 @@ class ImagesAndVideos(Images):
     def clip_shape(
         self, frames: int, rate: float, size: tuple[int, int], media: MediaReference | None = None
     ) -> ClipShape:
-        """Of a video of so many frames, `rate` of them per second, of this height and width. Raises `MediaError`:
-        too_many_frames, too_few_frames.
+        """Shape of a video. Raises `MediaError`: too_many_frames, too_few_frames.
 
         Args:
+          frames: number of its frames.
+          rate: frames per second.
+          size: height and width in pixels.
           media: for messages.
         """
         sampled = len(self.sampled_frames(frames, rate, media))
@@ -121,14 +125,16 @@ class ImagesAndVideos(Images):
         return ClipShape((ceil_divide(sampled, self.patch_frames), *grid), frames, rate)
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
-        """uint8 [length, features]. Raises `MediaError`: those of images."""
+        """Patches of an image, repeated for all frames of a patch: uint8 [length, features]. Raises
+        `MediaError`: those of images."""
         colors = super().load(media, shape)
         return np.tile(colors, (1, self.patch_frames))
 
     def load_groups(
         self, clip: Clip, numbers: Sequence[int], group: Shape
     ) -> Iterator[NDArray[Any]]:
-        """Some groups of frames of this shape, by rising numbers: uint8 [length of a group, features] each.
+        """Groups of frames of a clip, by number: uint8 [length of a group, features] each. The
+        numbers ascend, and `group` is the shape that every group must have.
 
         Raises `MediaError`: those of `measure`, shape_changed, undecodable_video, unlike_frames.
         """
@@ -145,7 +151,7 @@ class ImagesAndVideos(Images):
     def _groups(
         self, frames: Frames, numbers: Sequence[int], shape: ClipShape, clip: Clip
     ) -> Iterator[NDArray[Any]]:
-        """The same of an open clip of this shape."""
+        """As `load_groups`, for an open clip of this shape."""
         sampled = self.sampled_frames(shape.frames, shape.rate, clip)
         groups = [self._group(sampled, group_index) for group_index in numbers]
         distinct = sorted({frame for of_group in groups for frame in of_group})
@@ -169,13 +175,14 @@ class ImagesAndVideos(Images):
         return tuple(f"<{(start + end) / 2:.1f} seconds>" for start, end in ends)
 
     def token_positions(self, shape: Shape, start: float) -> tuple[NDArray[Any], float]:
-        """Of an image, or of all groups of a video, whose times go on from `start` in steps that are rounded down,
-        unless `times` says otherwise."""
+        """Positions of the tokens of an image, or of all groups of a video. The times of groups
+        advance from `start` and are rounded down, except with `times: fractions`."""
         of_group, after = super().token_positions((1, *shape[1:]), start)
         if not isinstance(shape, ClipShape):
             return of_group, after
         positions = np.tile(of_group, (shape[0], 1)).astype(np.float64)
-        # In the numbers of the published rules, which decide where products are near whole numbers
+        # In float32, as in the published rules, which matters where a product is near a whole
+        # number
         seconds = np.float32(self.group_seconds(shape))
         per_second = np.float32(self.videos.positions_per_second)
         numbers = np.arange(shape[0], dtype=np.float32)
@@ -184,30 +191,35 @@ class ImagesAndVideos(Images):
         if self.videos.times != "fractions":
             times = np.floor(times)
         positions[:, 0] += np.repeat(times, len(of_group))
-        # `positions` goes on as transformers 5 does; before that it was the maximum + 1 there, too
+        # With `times: positions`, text continues as in transformers 5; before, it continued at
+        # the maximum + 1 there, too
         return positions, float(positions.max()) + 1 if line else after
 
     def group_seconds(self, shape: ClipShape) -> float:
-        """Seconds from one group of frames to the next; on a line as if `fps` had always been kept."""
+        """Seconds from one group of frames to the next. With `times` in LINES, as if frames were
+        always sampled at `fps`."""
         if self.videos.times in LINES and self.videos.fps is not None:
             return self.patch_frames / self.videos.fps
         sampled = self.sampled_frames(shape.frames, shape.rate)
         return self.patch_frames / (len(sampled) / shape.frames * shape.rate)
 
     def _group(self, sampled: Sequence[int], group_index: int) -> tuple[int, ...]:
-        """The frames of a group; the last one is repeated where there are no more."""
+        """The frames of a group; the last sampled frame fills up an incomplete one."""
         indices = range(group_index * self.patch_frames, (group_index + 1) * self.patch_frames)
         return tuple(sampled[min(index, len(sampled) - 1)] for index in indices)
 
     def sampled_frames(
         self, frames: int, rate: float, media: MediaReference | None = None
     ) -> Sequence[int]:
-        """The frames that are taken of so many, `rate` of them per second; in the published arithmetic.
+        """Indices of the frames that are used of a video, by the published arithmetic.
 
         Raises `MediaError`: too_many_frames, too_few_frames.
 
         Args:
-          media: for messages, where the frames are those of no index.
+          frames: number of its frames.
+          rate: frames per second.
+          media: for messages; not needed for a shape from an index, which was checked when it was
+            measured.
         """
         videos = self.videos
         patch = self.patch_frames
