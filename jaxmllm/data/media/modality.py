@@ -86,8 +86,8 @@ class Modality(Protocol):
         ...
 
     def captions(self, shape: Shape) -> tuple[str, ...]:
-        """Text before each item of a clip, where each item has begin and end tokens of its own;
-        empty if all items of the clip share one pair of these and have no text before them."""
+        """Text before each item of a clip, where each item has frame tokens of its own; empty if
+        all items of the clip share one pair of frame tokens and have no text before them."""
         ...
 
     def length(self, shape: Shape) -> int:

@@ -1,11 +1,13 @@
-"""What a chat template writes of each turn: marks in the contents, and where they come out.
+"""Finding each turn in the output of a chat template: marks are put into the contents, and looked
+up in the output.
 
-conversation --messages--> contents with marks --template--> text with marks --pieces--> what is text, a control token,
-a media item, and what of it is learned
+conversation --messages--> contents with marks --template--> text with marks
+    --pieces--> texts, control tokens and media items, each learned or not
 
-Marks are private characters, which no record may hold. One mark opens and one closes what is learned of a turn; each
-media item has one, which stays in its place; and each control token has one that stands for its spelling in a content,
-so that what is left spelled out is the template's own.
+Marks are private characters, which no record may hold. One mark opens and one closes the learned
+part of a turn. Each media item has a mark, which stays in its place. And each control token has a
+mark that replaces its spelling in a content, so that any spelling that remains was written by the
+template itself.
 """
 
 from __future__ import annotations
@@ -36,24 +38,26 @@ from jaxmllm.data.text.tokenizers import TokenizerError
 
 THOUGHT_OPEN = "\U00100002"
 THOUGHT_CLOSE = "\U00100003"
-MEDIA = 0x100010  # the mark of media item 0; those of the others follow
-SPELLED = 0xF0000  # the mark of control token 0 where a content spells it
-MOST = 0xFF00  # media items, and control tokens, that there are marks for
-PRIVATE = "[\U000f0000-\U0010ffff]"  # all of these
+MEDIA = 0x100010  # mark of media item 0; others follow
+SPELLED = 0xF0000  # mark of control token 0 where a content spells it; others follow
+MOST = 0xFF00  # number of marks for media items, and of marks for control tokens
+PRIVATE = "[\U000f0000-\U0010ffff]"  # all marks
 
 _PRIVATE = re.compile(PRIVATE)
 _ANSWER_MARKS = re.compile(f"[{OPEN}{CLOSE}{THOUGHT_OPEN}{THOUGHT_CLOSE}]")
-# The marks of all turns in their order: a template may drop the reasoning of a turn, but as a whole
+# The marks of all turns in order: a template may drop the reasoning of a turn, but only as a whole
 _IN_ORDER = re.compile(f"(?:(?:{THOUGHT_OPEN}{THOUGHT_CLOSE})?{OPEN}{CLOSE})*")
-# Reasoning inside a content, as models write it; its first tag may have stood in the prompt. Without the last tag, the
-# text would be searched once for each white space that it begins with.
+# Reasoning inside a content, as models write it; its first tag may have been in the prompt. Only
+# used on texts that hold THOUGHT_END: without it, the text would be searched once for each white
+# space at its beginning.
 THOUGHT_END = "</think>"
 _THOUGHT = re.compile(rf"(\s*(?:<think>)?)(.*?)({THOUGHT_END})(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a written conversation: literal text, a control token by its id, or the place of a media item."""
+    """A piece of a written conversation: literal text, the id of a control token, or the place of a
+    media item."""
 
     content: str | int
     learned: bool = False
@@ -62,7 +66,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class ControlNames:
-    """The control tokens of a tokenizer as they are spelled: ids by name. Raises `TokenizerError` for too many."""
+    """The control tokens of a tokenizer: ids by name, which is their spelling. Raises
+    `TokenizerError` for too many."""
 
     ids: Mapping[str, int]
 
@@ -79,14 +84,15 @@ class ControlNames:
 
     @cached_property
     def spelled(self) -> re.Pattern[str]:
-        """Finds the longest name of those that begin at the leftmost place."""
+        """Pattern that finds the leftmost name, and the longest of several that begin there."""
         longest_first = sorted(self.ids, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     @cached_property
     def separators(self) -> re.Pattern[str]:
-        """Finds names and marks."""
-        # `re` looks for first characters by itself only where all alternatives begin with a literal one
+        """Pattern that finds names and marks."""
+        # The lookahead is for speed: `re` skips to possible first characters by itself only if all
+        # alternatives begin with a literal
         initials = "".join(sorted({name[:1] for name in self.ids}))
         return re.compile(
             f"(?=[{re.escape(initials)}{PRIVATE[1:-1]}])(?:{self.spelled.pattern}|{PRIVATE})"
@@ -94,7 +100,8 @@ class ControlNames:
 
     @cached_property
     def turn_end(self) -> re.Pattern[str]:
-        """Matches the control token that ends a turn, after white space."""
+        """Pattern that matches the control token at the end of a turn, with white space before
+        it."""
         return re.compile(rf"\s*(?:{self.spelled.pattern})")
 
     @cached_property
@@ -103,11 +110,12 @@ class ControlNames:
         return {name: chr(SPELLED + index) for index, name in enumerate(self.names)}
 
     def hide(self, text: str) -> str:
-        """A text with marks for what spells a control token."""
+        """The text with spellings of control tokens replaced by their marks."""
         return self.spelled.sub(lambda match: self.marks[match[0]], text)
 
     def show(self, text: str) -> str:
-        """A text without marks: what was spelled is spelled again, media keep theirs."""
+        """The text with marks of control tokens spelled out again, and other marks removed; media
+        keep theirs."""
         return _PRIVATE.sub(self._shown, text)
 
     def _shown(self, match: re.Match[str]) -> str:
@@ -120,13 +128,15 @@ class ControlNames:
 def written_pieces(
     conversation: Conversation, template: ChatTemplate, control: ControlNames
 ) -> list[Piece]:
-    """What a template makes of a conversation, in reading order.
+    """The pieces of a conversation as a template writes it, in reading order.
 
-    It writes the conversation twice, plainly and with marks.
+    The template writes the conversation once without marks and then with marks; both texts must
+    agree.
 
     Raises:
-      ConversationError: answers_unclear or media_unclear, if they cannot be found again in what the template writes;
-        no_place for reasoning, tools or calls; private_characters; and what `ChatTemplate.write` raises.
+      ConversationError: answers_unclear or media_unclear, if answers or media cannot be found again
+        in the output of the template; no_place for reasoning, tools or calls; private_characters;
+        and the reasons of `ChatTemplate.write`.
     """
     _check_private(conversation)
     _check_places(conversation, template)
@@ -161,7 +171,11 @@ def written_pieces(
 
 
 def _unfound(marked: str, plain: str, control: ControlNames, marks: int | None) -> str | None:
-    """Why answers cannot be found again in a text, if they cannot; None as their marks: at least one."""
+    """Why answers cannot be found again in a marked text; None if they can.
+
+    Args:
+      marks: number of pairs of marks that the text must have; None: at least one.
+    """
     if control.show(marked) != plain:
         return "writes it otherwise when its texts are marked"
     order = "".join(_ANSWER_MARKS.findall(marked))
@@ -197,7 +211,7 @@ def _check_private(conversation: Conversation) -> None:
 
 
 def _check_places(conversation: Conversation, template: ChatTemplate) -> None:
-    """Raise `ConversationError` for what the template would leave out."""
+    """Raise `ConversationError` for content that the template would leave out."""
     turns = conversation.turns
     if any(turn.reasoning for turn in turns) and not template.has_reasoning:
         raise _unclear("no_place", f"has no place for {REASONING}")
@@ -217,8 +231,8 @@ def _check_places(conversation: Conversation, template: ChatTemplate) -> None:
 class _Answer:
     """A learned turn."""
 
-    marks: int  # pairs of them: around its content, if there is one, and the name of each call
-    calls: bool
+    marks: int  # pairs of marks: around its content, if any, and the name of each call
+    calls: bool  # whether it calls tools
 
     @classmethod
     def of(cls, turn: Turn) -> _Answer:
@@ -236,13 +250,13 @@ def _messages(
     mark: bool = True,
     inline: bool = True,
 ) -> list[Message]:
-    """Messages as templates read them, with marks for media.
+    """Messages in the form that templates read, with marks for media.
 
     Args:
-      control: what is spelled in them has marks, too; None: it stands as it is.
-      strip: each of several parts that is a text loses its outer white space.
-      mark: put marks around what is learned.
-      inline: reasoning inside a content has marks of its own.
+      control: spellings of these control tokens are replaced by marks; None: they stay.
+      strip: whether texts lose their outer white space in contents of several parts.
+      mark: whether to put marks around the learned parts.
+      inline: whether reasoning inside a content has marks of its own.
     """
     messages = []
     media_mark = MEDIA
@@ -281,7 +295,8 @@ def _messages(
 
 
 def _calls(turn: Turn, hide: Callable[[str], str], mark: bool = False) -> list[Message]:
-    """The tools that a turn calls, as templates read them; `mark`: with marks around their names."""
+    """The tool calls of a turn in the form that templates read; `mark`: with marks around their
+    names."""
     calls = []
     for call in turn.calls:
         name = hide(call.name)
@@ -295,7 +310,7 @@ def _calls(turn: Turn, hide: Callable[[str], str], mark: bool = False) -> list[M
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with its texts changed."""
+    """A JSON value with `change` applied to all its texts, also to keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -310,14 +325,14 @@ def _thought(text: str) -> str:
 
 
 def _enclosed(text: str, before: str, after: str) -> str:
-    """A text with marks around all but its outer white space, which templates may strip."""
+    """A text with marks just inside its outer white space, because templates may strip that."""
     inner = text.strip()
     start = len(text) - len(text.lstrip())
     return text[:start] + before + inner + after + text[start + len(inner) :]
 
 
 def _between_marks(marked: str) -> NDArray[np.bool_]:
-    """Which characters stand between two marks."""
+    """Whether each character is between OPEN and CLOSE, marks included: [characters]."""
     learned = np.zeros(len(marked), bool)
     for answer in re.finditer(f"{OPEN}[^{CLOSE}]*{CLOSE}", marked):
         learned[answer.start() : answer.end()] = True
@@ -327,13 +342,16 @@ def _between_marks(marked: str) -> NDArray[np.bool_]:
 def _learned(
     marked: str, template: ChatTemplate, control: ControlNames, answers: Sequence[_Answer]
 ) -> NDArray[np.bool_]:
-    """Which characters are learned: of each turn from the first mark to the last, and the control token that follows.
+    """Whether each character is learned: in each turn those from the first mark to the last, and
+    the control token that follows them.
 
-    What the template writes before reasoning (`<think>`) is learned, too, from the place on where the model begins
-    to speak; and so is white space of the content there. Of a turn that calls tools it is all from there to the control
-    token that ends an answer, for the template writes what stands around names and arguments.
+    Text that the template writes before reasoning (`<think>`) is learned, too, from the end of the
+    generation prompt on, and so is white space between that prompt and the content. A turn that
+    calls tools is learned from the end of the prompt to the control token that ends an answer,
+    because the template writes the text around names and arguments.
 
-    Raises `ConversationError`: answers_unclear, if the template does not tell how an answer with calls begins or ends.
+    Raises `ConversationError`: answers_unclear, if the template does not show how an answer with
+    calls begins or ends.
     """
     learned = np.zeros(len(marked), bool)
     matches = re.finditer(f"({THOUGHT_OPEN}[^{OPEN}]*)?{OPEN}[^{CLOSE}]*{CLOSE}", marked)

@@ -20,33 +20,35 @@ from jaxmllm.data.text.conversation import REASONING, ConversationError
 from jaxmllm.data.text.template_limits import LimitError
 from jaxmllm.data.text.tokenizers import TokenizerError
 
-MAX_FILE = 64 << 20  # bytes: tokenizer_config.json lists the added tokens, too
-MAX_SOURCE = 1 << 20  # characters; published ones have up to 20,000
-DEFAULT = "default"  # of several templates with names
-CLOCK = "strftime_now"  # by which templates ask for the date ...
-DATE = "date_string"  # ... or which they have a default for, written as `DATE_FORMAT`
+MAX_FILE = 64 << 20  # bytes; large because tokenizer_config.json also lists the added tokens
+MAX_SOURCE = 1 << 20  # characters; published templates have up to 20,000
+DEFAULT = "default"  # name of the template to use in a file with several
+CLOCK = "strftime_now"  # function by which templates ask for the date
+DATE = "date_string"  # or variable that they read, written as `DATE_FORMAT`; it may have a default
 DATE_FORMAT = "%d %b %Y"
 QUESTION = {"role": "user", "content": "question"}
-UNUSUAL = "\U00100004"  # no template writes it by itself
+UNUSUAL = "\U00100004"  # text that no template writes by itself
 
 Message = dict[str, Any]
 
 
 class TemplateFileError(TokenizerError):
-    """A template that cannot serve, whatever the conversation; the message names the key, the file and what to do."""
+    """A template that can be used for no conversation. The message names the key, the file and what
+    to do."""
 
 
 class ChatTemplate:
     """Writes conversations as one model expects them.
 
     Args:
-      source: the template.
-      path: of its file, for messages.
-      names: special tokens by the names that templates have for them, such as bos_token.
-      today: the date that the template may print; without one it has no clock.
+      source: text of the template.
+      path: path of its file, for messages.
+      names: special tokens by their names in templates, such as bos_token.
+      today: the date that the template may print; none: it has no clock.
 
     Raises:
-      TemplateFileError: it is no template, asks for what is not there, or prints no date though there is one.
+      TemplateFileError: it is no template, uses something that does not exist, or never reads the
+        date although `today` is given.
     """
 
     def __init__(self, source: str, path: str, names: Mapping[str, str], today: date | None = None):
@@ -55,7 +57,7 @@ class ChatTemplate:
         self.names = dict(names)
         self.today = today
         tree = self._compile()
-        # What the template itself writes, each piece apart, and the names that it has in it
+        # Pieces of text that the template itself may write, and the names of all variables in it
         self.literals = tuple(_literals(tree))
         self.variables = _names(tree)
         self.has_generation = sandbox.has_generation(tree)
@@ -74,10 +76,10 @@ class ChatTemplate:
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever the same conversation could be written otherwise."""
+        """A digest that changes whenever the same conversation could be written differently."""
         settings = [self.source, sorted(self.names.items()), str(self.today)]
         if self.strips_parts:
-            settings.append("texts apart")  # which were joined first where they follow one another
+            settings.append("texts apart")  # earlier versions joined neighbouring texts first
         return hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
 
     def write(
@@ -86,16 +88,17 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         marked: bool = False,
     ) -> str:
-        """A conversation as one text.
+        """Write a conversation as one text.
 
         Args:
-          messages: as the template reads them, with `role` and `content`.
-          tools: that can be called: JSON schemas.
-          marked: put `sandbox.OPEN` and `sandbox.CLOSE` around what `{% generation %}` encloses.
+          messages: in the form that the template reads, with `role` and `content`.
+          tools: JSON schemas of the tools that can be called.
+          marked: put `sandbox.OPEN` and `sandbox.CLOSE` around the text that `{% generation %}`
+            encloses.
 
         Raises:
-          ConversationError: template_refused and template_failed, for this conversation alone.
-          TemplateFileError: for every one, or without end.
+          ConversationError: template_refused or template_failed, for this conversation alone.
+          TemplateFileError: the template cannot be used, or has no end.
         """
         return self._run(messages, tools, marked=marked)
 
@@ -143,7 +146,7 @@ class ChatTemplate:
             self._forbid(error)
         except LimitError as error:
             self._fail(f"has no end: it {error} for one conversation", "correct its loops")
-        except Exception as error:  # whatever a program may raise
+        except Exception as error:  # a template may raise anything
             if isinstance(error, UndefinedError) and CLOCK in str(error) and self.today is None:
                 self._fail("prints today's date", "say in data.chat_date which day that is")
             raise ConversationError(
@@ -153,7 +156,8 @@ class ChatTemplate:
 
     @cached_property
     def after_answer(self) -> str:
-        """What stands behind the content of an answer, as far as the template says."""
+        """Text that the template writes after the content of an answer; empty if that cannot be
+        found out."""
         try:
             written = self._run([QUESTION, {"role": "assistant", "content": UNUSUAL}])
         except ConversationError:
@@ -161,7 +165,8 @@ class ChatTemplate:
         return written.partition(UNUSUAL)[2]
 
     def _generation_prompt(self) -> str:
-        """What stands between a question and the answer that the model begins, as far as the template says."""
+        """Text that the template writes between a question and the answer of the model; empty if
+        that cannot be found out."""
         try:
             without = self._run([QUESTION])
             prompted = self._run([QUESTION], prompt=True)
@@ -179,7 +184,7 @@ class ChatTemplate:
 
     @cached_property
     def writes_calls(self) -> bool:
-        """Whether the template has a place for the tools that an answer calls."""
+        """Whether the template has a place for the tool calls of an answer."""
         function = {"name": UNUSUAL, "arguments": {}}
         called = {"type": "function", "id": "123456789", "function": function}
         answer = {"role": "assistant", "content": "", "tool_calls": [called]}
@@ -199,7 +204,7 @@ class ChatTemplate:
             return False
 
     def _strips_parts(self) -> bool:
-        """Whether the template strips each of the texts between media, and not just a whole content."""
+        """Whether the template strips each text between media, not just a whole content."""
         text = {"type": "text", "text": f" {UNUSUAL} "}
         parts = [text, {"type": "image"}, text]
         try:
@@ -220,7 +225,7 @@ class ChatTemplate:
 
 
 def reasoning_fields(reasoning: str) -> Message:
-    """The reasoning of a message, under both names that templates have for it."""
+    """The reasoning of a message, under both names that templates use for it."""
     return {REASONING: reasoning, "thinking": reasoning}
 
 
@@ -236,7 +241,8 @@ def _names(tree: nodes.Template) -> frozenset[str]:
 
 
 def _dates(today: date | None, names: frozenset[str]) -> dict[str, Any]:
-    """What tells a template the date: a clock, or the date itself to one that looks for no clock."""
+    """The names that give a template the date: a clock, or the date itself for a template that
+    reads no clock."""
     if today is None:
         return {}
     moment = datetime.combine(today, time())
@@ -254,7 +260,7 @@ def _read_source(path: Path) -> str:
 
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # a pipe could keep the reader waiting for ever
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe could wait forever
             fail("is no regular file")
         if status.st_size > MAX_FILE:
             fail(f"has {status.st_size} bytes, more than a template could")

@@ -1,40 +1,45 @@
 """One record -> one `Conversation`: who said what, with which images, audio clips and videos.
 
-Two forms are read. *Content parts* name the media where they stand; their text is literal:
+Media are written in two forms. *Content parts* name each media item in its place; their text is
+literal:
 
-    {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text",
-    "text": "What?"}]},
+    {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"},
+                                               {"type": "text", "text": "What?"}]},
                   {"role": "assistant", "content": "A cat."}]}
 
-*Placeholders* stand in string contents and consume the record's lists in order:
+*Placeholders* in string contents take the paths of the record's lists in order:
 
     {"images": ["a.png"], "messages": [{"role": "user", "content": "<image>What?"},
                                        {"role": "assistant", "content": "A cat."}]}
 
-*Documents* have no turns and no roles: "text" (or "content") in the place of "messages", a string with or without
-placeholders, or content parts. Interleaved pages are documents with images:
+*Documents* have no turns and no roles. Instead of "messages" they have "text", a string with or
+without placeholders, or "content", which may also be content parts. Interleaved pages are documents
+with images:
 
-    {"images": ["a.png"], "text": "A cat sits on a mat. <image> It sleeps."} {"content": [{"type":
-    "text", "text": "A cat sits on a mat."}, {"type": "image", "image": "a.png"}]}
+    {"images": ["a.png"], "text": "A cat sits on a mat. <image> It sleeps."}
+    {"content": [{"type": "text", "text": "A cat sits on a mat."},
+                 {"type": "image", "image": "a.png"}]}
 
-An assistant message may have "reasoning_content", a text that some chat templates put before the answer; without
-such a template it means nothing. It may have "tool_calls", and then no "content"; a record may have "tools", which
-can be called, and messages of the role tool say what came of it:
+An assistant message may have "reasoning_content", a text that some chat templates put before the
+answer; without a chat template it is ignored. It may have "tool_calls", and then needs no
+"content". A record may have "tools", the tools that can be called, and messages of the role tool
+hold their results:
 
     {"tools": [{"type": "function", "function": {"name": "weather", "parameters": {...}}}],
      "messages": [{"role": "user", "content": "Rain in Rome?"},
-                  {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name":
-                  "weather", "arguments": {"city": "Rome"}}}]},
+                  {"role": "assistant", "tool_calls": [
+                      {"type": "function",
+                       "function": {"name": "weather", "arguments": {"city": "Rome"}}}]},
                   {"role": "tool", "name": "weather", "content": "sunny"},
                   {"role": "assistant", "content": "No."}]}
 
-Tools and arguments may also be such JSON as a string.
+Tools, tool calls and arguments may also be strings that hold this JSON.
 
-What is learned is up to the source: `targets: assistant` (the default) learns what the assistant
-says, so there must be such a turn; `targets: all` learns the text of every turn and of documents.
-Optional keys: "id" (default `<source>:<line>`; need not be unique) and "source" (a label for
-metrics). Other keys, and those that are null, mean nothing; where there are "messages", "text" and
-"content" are such.
+The source says what is learned: `targets: assistant` (the default) learns the assistant's turns, so
+there must be at least one; `targets: all` learns the text of every turn and of documents. Optional
+keys: "id" (default `<source>:<line>`; need not be unique) and "source" (a label for metrics). Other
+keys and keys that are null are ignored, and so are "text" and "content" in a record with
+"messages".
 """
 
 from __future__ import annotations
@@ -50,25 +55,25 @@ from jaxmllm.data.media.reference import MediaReference, taken_as
 from jaxmllm.data.printable import shown
 
 ROLES = ("system", "user", "assistant", "tool")
-DOCUMENT = "document"  # what stands for the role of a text that nobody says; no record can name it
-FORMS = ("messages", "text", "content")  # of records; the first one that is there counts
+DOCUMENT = "document"  # in place of a role, for a text that nobody says; records cannot use it
+FORMS = ("messages", "text", "content")  # keys of records; the first one present is read
 # Part -> key of its list in the placeholder form
 MEDIA_LISTS = {"image": "images", "audio": "audios", "video": "videos"}
-REASONING = "reasoning_content"  # of an assistant's message
-CALLS = "tool_calls"  # of an assistant's message
-TOOLS = "tools"  # of a record
-MAX_NESTED = 100  # levels of tools and arguments, which templates and checks walk by recursion
+REASONING = "reasoning_content"  # key of an assistant's message
+CALLS = "tool_calls"  # key of an assistant's message
+TOOLS = "tools"  # key of a record
+MAX_NESTED = 100  # levels of tools and arguments; templates and checks walk them by recursion
 MAX_ID = 256  # characters; ids are kept in a table of fixed width
 
-# What a record names -> where it is; may raise `ConversationError`
+# Media path in a record -> reference to the media item; may raise `ConversationError`
 Resolve = Callable[[str], MediaReference]
 
 _PLACEHOLDER = re.compile("<(" + "|".join(MEDIA_LISTS) + ")>")
 
 
 class ConversationError(ValueError):
-    """A record that is no conversation. `reason` is a short stable word for counting; the message
-    is one line."""
+    """A record that is not a valid conversation. `reason` is a short stable word for counting; the
+    message is one line."""
 
     def __init__(self, reason: str, message: str):
         super().__init__(shown(message))
@@ -87,7 +92,7 @@ class MediaPart:
     part: str
     reference: MediaReference
     answered: bool = (
-        False  # by the assistant, so that a generator, if there is one, learns to make it
+        False  # part of an assistant's answer: a generator, if there is one, learns to make it
     )
 
 
@@ -95,20 +100,20 @@ class MediaPart:
 class ToolCall:
     name: str
     arguments: dict[str, Any]  # JSON
-    id: str | None = None  # by which a turn of the role tool names it
+    id: str | None = None  # name of this call in turns of the role tool
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one role says, or a whole `DOCUMENT`: non-empty texts and media. Texts that follow one another stay apart,
-    for some templates strip each of them."""
+    """What one role says, or a whole `DOCUMENT`: non-empty texts and media. Neighbouring texts are
+    not joined, because some templates strip each of them."""
 
     role: str
     parts: tuple[TextPart | MediaPart, ...]
-    reasoning: str = ""  # before what the assistant says, for templates that have a place for it
-    calls: tuple[ToolCall, ...] = ()  # after what the assistant says
-    tool: str | None = None  # that answers, in a turn of this role ...
-    call: str | None = None  # ... and the id of what it answers
+    reasoning: str = ""  # before the assistant's answer, if a template has a place for it
+    calls: tuple[ToolCall, ...] = ()  # after the assistant's text
+    tool: str | None = None  # role tool: name of the tool that answers
+    call: str | None = None  # role tool: id of the call that it answers
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ class Conversation:
     id: str
     source: str
     turns: tuple[Turn, ...]
-    targets: Targets = "assistant"  # what of it is learned
+    targets: Targets = "assistant"  # which turns are learned
     tools: tuple[dict[str, Any], ...] = ()  # JSON schemas, as templates read them
 
     @property
@@ -146,11 +151,11 @@ def parse_conversation(
     default_source: str,
     targets: Targets = "assistant",
 ) -> Conversation:
-    """Read a decoded record; `targets` is what shall be learned of it.
+    """The conversation of a decoded record; `targets` says which turns are to be learned.
 
     Raises `ConversationError` with one of the reasons wrong_type, missing_field, unknown_role,
-    unknown_part, placeholder_mismatch, no_assistant_turn, nothing_to_learn, invalid_text, and what
-    `resolve` raises.
+    unknown_part, placeholder_mismatch, no_assistant_turn, nothing_to_learn, invalid_text, or a
+    reason of `resolve`.
     """
     if not isinstance(record, dict):
         raise ConversationError(
@@ -245,7 +250,8 @@ def _calls(message: dict[str, Any], where: str) -> tuple[ToolCall, ...]:
 
 
 def _objects(record: dict[str, Any], key: str, where: str) -> tuple[dict[str, Any], ...]:
-    """A list of objects, or such as JSON in a string; none where the key is not there, or null."""
+    """The list of objects at a key, which may also be JSON in a string; empty if the key is missing
+    or null."""
     if record.get(key) is None:
         return ()
     objects = _json_of(_field(record, key, (list, str), where), f"{where}.{key}")
@@ -256,7 +262,8 @@ def _objects(record: dict[str, Any], key: str, where: str) -> tuple[dict[str, An
 
 
 def _json_of(value: Any, where: str) -> Any:
-    """A value, or what a string holds as JSON; not nested too deep."""
+    """The value, or the JSON value that a string holds. Raises `ConversationError` if it is nested
+    too deep."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -291,7 +298,7 @@ def _parts(
 
 
 def _split(text: str, pending: dict[str, Iterator[str]]) -> Iterator[tuple[str, str]]:
-    """("text" or media part, text or path) for each piece of a string content."""
+    """("text", text) or (media part, path) for each piece of a string content."""
     pieces = _PLACEHOLDER.split(text)  # text, part, text, part, ..., text
     for i, piece in enumerate(pieces):
         yield (piece, next(pending[piece])) if i % 2 else ("text", piece)
@@ -316,7 +323,7 @@ def _content_parts(content: list[Any], where: str) -> Iterator[tuple[str, str]]:
 def _resolved(
     parts: Iterable[tuple[str, str]], resolve: Resolve, where: str
 ) -> Iterator[TextPart | MediaPart]:
-    """Drop empty texts, so that both forms give the same conversation."""
+    """Resolve media paths, and drop empty texts, so that both forms give the same conversation."""
     for kind, value in parts:
         _check_encodable(value, where)
         if kind != "text":
@@ -363,7 +370,7 @@ def _label(record: dict[str, Any], key: str, default: str) -> str:
             "wrong_type", f"{key!r} must be a number or a text of 1 to {MAX_ID} characters"
         )
     _check_encodable(str(value), repr(key))
-    if "\0" in str(value):  # numpy's strings, which hold the ids, drop it at their end
+    if "\0" in str(value):  # ids are kept in numpy strings, which drop it at their end
         raise ConversationError("invalid_text", f"{key!r} holds a NUL character")
     return str(value)
 

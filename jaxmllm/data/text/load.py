@@ -8,7 +8,8 @@ from jaxmllm.data.text.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
 
 
 def load_tokenizer(data: DataConfig) -> Tokenizer:
-    """That of section `data`: a file, or bytes where none is named. Raises `TokenizerError`."""
+    """The tokenizer of section `data`: a file, or bytes if none is named. Raises
+    `TokenizerError`."""
     if data.tokenizer is None:
         return ByteTokenizer()
     if data.chat_template == CHATML:

@@ -1,13 +1,14 @@
 """Conversation -> token ids, next-token targets and three-axis positions.
 
-    <header: user> What is this? <begin> pad pad pad <end> <turn end> <header: assistant> A cat. <turn end>
-    targets:                                                                           A cat. <turn end>  -
+    <header: user> A what? <begin> pad pad <end> <turn end> <header: assistant> A cat. <turn end>
+    targets:                                                                 A cat. <turn end>  -
 
 A document has neither header nor separator, only its content and <turn end>. With targets `all`,
 the texts and ends of all turns are learned.
 
-A tokenizer brings its `ChatLayout`: which ids open and close turns and media. One with a chat template of its own
-lets that write the turns (answer_marks.py), and media keep their frames.
+The `ChatLayout` of a tokenizer holds the ids that open and close turns and media (their frame
+tokens). If the tokenizer has a chat template, the template writes the turns (answer_marks.py), and
+the layout only frames media and documents.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from jaxmllm.data.text.tokenizers import Tokenizer
 class MediaSpan:
     """A media item of a rendered conversation: its `tokens` language tokens start at `slot`.
 
-    Of a generated item, these are the tokens that it is made from, and it has `conditions` of them in
-    its own rows.
+    For a generated item, these are the tokens that it is made from, and its own rows hold a
+    condition for each of them, `conditions` in all.
     """
 
     phase: str
@@ -57,7 +58,7 @@ class Rendered:
     """A conversation as a sequence of L tokens."""
 
     tokens: NDArray[np.int32]  # [L]
-    targets: NDArray[np.int32]  # [L] the next token where it is learned, else -1
+    targets: NDArray[np.int32]  # [L] the next token if it is learned, else -1
     positions: NDArray[np.float32]  # [L, 3] time, height, width
     media: tuple[MediaSpan, ...]
 
@@ -68,12 +69,13 @@ def render(
     modalities: Mapping[str, Modality],
     shapes: Sequence[Shape],
 ) -> Rendered:
-    """Lay out a conversation; `shapes` are those of its media in reading order, `modalities` go by
-    phase name.
+    """Lay out a conversation. `shapes` are the shapes of its media in reading order; `modalities`
+    is keyed by phase.
 
-    Raises `ConversationError("no_encoder")` for a media part that no modality takes, "nothing_to_draw" for
-    one that is made from nothing, "no_place" for what a layout leaves out, or of what the tokenizer raises,
-    and ValueError when the number of shapes is not that of the media.
+    Raises `ConversationError`: no_encoder for a media part that no modality takes, nothing_to_draw
+    for an item that would be made from nothing, no_place for content that the layout cannot hold,
+    and any reason of the tokenizer. Raises `ValueError` if the number of shapes is not the number
+    of media.
     """
     media = conversation.media
     if len(shapes) != len(media):
@@ -99,7 +101,7 @@ def _render_turns(
     modalities: Mapping[str, Modality],
     shapes: Sequence[Shape],
 ) -> Rendered:
-    """Turn by turn, as the tokenizer's layout frames them."""
+    """Render turn by turn, each framed by the tokenizer's layout."""
     layout = tokenizer.layout
     remaining = iter(shapes)
     sequence = _Sequence()
@@ -129,7 +131,7 @@ def _render_turns(
 
 
 def _texts_joined(parts: Sequence[TextPart | MediaPart]) -> Iterator[TextPart | MediaPart]:
-    """The parts of a turn, with texts that follow one another as one: ids are those of the whole."""
+    """The parts of a turn, with neighbouring texts joined, because they are encoded as one text."""
     for is_text, group in itertools.groupby(parts, lambda part: isinstance(part, TextPart)):
         if is_text:
             yield TextPart("".join(part.text for part in group if isinstance(part, TextPart)))
@@ -138,7 +140,8 @@ def _texts_joined(parts: Sequence[TextPart | MediaPart]) -> Iterator[TextPart | 
 
 
 def _pieces(conversation: Conversation, tokenizer: TemplateTokenizer) -> list[Piece]:
-    """What a conversation is made of under the tokenizer's template; documents know none."""
+    """The pieces of a conversation, as the tokenizer's template writes it. Documents are not
+    written by the template."""
     turn = conversation.turns[0]
     if turn.role != DOCUMENT:
         return written_pieces(conversation, tokenizer.template, tokenizer.control)
@@ -160,7 +163,7 @@ def _render_pieces(
     modalities: Mapping[str, Modality],
     shapes: Sequence[Shape],
 ) -> Rendered:
-    """All text as one, which control tokens and media part."""
+    """Render pieces. All text is encoded together, and only control tokens and media split it."""
     framed: list[Piece] = []
     items: list[tuple[MediaReference, Modality, Shape]] = []
     for piece in pieces:
@@ -171,19 +174,21 @@ def _render_pieces(
         shape = shapes[piece.media]
         modality = modality_of(part, modalities)
         frame = tokenizer.layout.media[part.part]
-        frame_learned = modality.generated  # by the assistant, and so is its frame
+        frame_learned = modality.generated  # the assistant makes the item, and so writes its frame
         before: list[str | int] = [frame.before, *frame.begin]
         after: list[str | int] = [*frame.end, frame.after]
         for caption, reference, of_item in _framed(part, modality, shape):
             framed += [Piece(caption)] if caption else []
             framed += [Piece(content, learned=frame_learned) for content in before if content != ""]
-            framed.append(replace(piece, content=frame.pad, media=len(items)))  # for all its tokens
+            # One piece stands for all tokens of the item.
+            framed.append(replace(piece, content=frame.pad, media=len(items)))
             framed += [Piece(content, learned=frame_learned) for content in after if content != ""]
             items.append((reference, modality, of_item))
     encoded = tokenizer.encode_pieces([piece.content for piece in framed])
     if not encoded.ids:
         raise ConversationError("answers_unclear", "the chat template writes nothing of it")
-    # A token is learned if one of its characters is
+    # A token is learned if any of its characters is: the sum of `learned` rises between its first
+    # and last piece
     learned_before = np.cumsum([0, *(piece.learned for piece in framed)])
     learned = learned_before[encoded.last + 1] > learned_before[encoded.first]
     piece_items = np.array([-1 if piece.media is None else piece.media for piece in framed])
@@ -203,8 +208,8 @@ def _render_pieces(
 def _framed(
     part: MediaPart, modality: Modality, shape: Shape
 ) -> list[tuple[str, MediaReference, Shape]]:
-    """(what is written before it, reference, shape) of all that has a frame of its own: a media item as a whole, or
-    each group of frames of a video."""
+    """(text before it, reference, shape) of each unit that has frame tokens of its own: the whole
+    media item, or each group of frames of a video with captions."""
     captions = modality.captions(shape)
     if not captions:
         return [("", part.reference, shape)]
@@ -213,7 +218,8 @@ def _framed(
 
 
 def items_of(reference: MediaReference, shape: Shape) -> tuple[tuple[MediaReference, Shape], ...]:
-    """Reference and shape of each item that a media item of a conversation becomes: itself, or groups of frames."""
+    """(reference, shape) of each item that a media item of a conversation becomes: itself, or its
+    groups of frames."""
     if not isinstance(shape, ClipShape):
         return ((reference, shape),)
     assert isinstance(reference, Clip)
@@ -221,8 +227,8 @@ def items_of(reference: MediaReference, shape: Shape) -> tuple[tuple[MediaRefere
 
 
 def _check_drawable(conversation: Conversation, modalities: Mapping[str, Modality]) -> None:
-    """Raise `ConversationError` for an item that the assistant makes from nothing."""
-    something_said = False  # since the last generated item
+    """Raise `ConversationError` for a generated item that has nothing before it to be made from."""
+    something_said = False  # whether text or media came after the last generated item
     for turn in conversation.turns:
         for part in turn.parts:
             if isinstance(part, TextPart) or not modality_of(part, modalities).generated:
@@ -238,8 +244,8 @@ def _check_drawable(conversation: Conversation, modalities: Mapping[str, Modalit
 
 
 def modality_of(part: MediaPart, modalities: Mapping[str, Modality]) -> Modality:
-    """The modality that takes a media part: of what the assistant answers, the one that generates such
-    parts, if there is one. Raises `ConversationError("no_encoder")`."""
+    """The modality that takes a media part. For a part of an assistant's answer, it is the modality
+    that generates such parts, if there is one. Raises `ConversationError("no_encoder")`."""
     taking = [modality for modality in modalities.values() if part.part in modality.parts]
     generating = [modality for modality in taking if modality.generated]
     if part.answered and generating:
@@ -261,14 +267,14 @@ def _a(word: str) -> str:
 
 
 class _Sequence:
-    """Grows the arrays of a `Rendered`."""
+    """A `Rendered` that is built item by item."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.learned: list[bool] = []
         self.positions = SequencePositions()
         self.media: list[MediaSpan] = []
-        self.drawn = 0  # tokens up to the end of the last generated item
+        self.drawn = 0  # number of tokens up to the last generated item
 
     def add_text(self, ids: Sequence[int], learned: bool = False) -> None:
         if not ids:
@@ -291,7 +297,8 @@ class _Sequence:
         self.positions.add_item(modality, shape)
 
     def _add_generated(self, reference: MediaReference, modality: Modality, shape: Shape) -> None:
-        """An item without tokens of its own, made from all tokens since the one before it."""
+        """Add a generated item. It has no tokens of its own, and is made from all tokens since the
+        generated item before it."""
         tokens = len(self.tokens) - self.drawn
         self.media.append(
             MediaSpan(modality.name, reference, shape, self.drawn, tokens, conditions=tokens)

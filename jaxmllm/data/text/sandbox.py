@@ -1,7 +1,9 @@
-"""The sandbox in which chat templates run: no way out, no chance, no end of memory or time.
+"""The sandbox in which chat templates run: no access to the outside, no randomness, bounded memory
+and time.
 
-A template comes with a model, from whoever made it. jinja2's immutable sandbox keeps it from the interpreter, and
-template_limits.py from memory and time; what would differ from process to process is not there.
+A template is a program that comes with a model. jinja2's immutable sandbox keeps it away from the
+interpreter, and template_limits.py bounds its memory and time. Functions whose results differ
+between processes are removed.
 """
 
 from __future__ import annotations
@@ -31,26 +33,28 @@ from jaxmllm.data.text.template_limits import (
     limited,
 )
 
-# Private characters around what the model generates; no record may hold them (see answer_marks.py)
+# Private characters around text that the model generates; no record may hold them (see
+# answer_marks.py)
 OPEN = "\U00100000"
 CLOSE = "\U00100001"
 _ENCLOSED = "enclosed"  # the method of `_Generation` that its tag calls
-# Methods and filters that only pad text, or draw at random
+# Methods and filters that are removed: they only pad or wrap text, or draw at random
 ABSENT_METHODS = {"center", "ljust", "rjust", "zfill", "expandtabs"}
 ABSENT_FILTERS = ("center", "wordwrap", "random")
 BOUNDED_FILTERS = ("indent", "format", "batch", "slice", "replace", "join", "round")
 
 
 class RaisedError(TemplateRuntimeError):
-    """The template itself refuses a conversation, by `raise_exception`."""
+    """The template itself refuses a conversation, by calling `raise_exception`."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Compiles chat templates, with the helpers that transformers gives them: `raise_exception`, `tojson` without
-    HTML, `break` and `continue`, and the tag `generation`.
+    """The environment that compiles chat templates, with the helpers that transformers gives them:
+    `raise_exception`, `tojson` without HTML escapes, `break` and `continue`, and the tag
+    `generation`.
 
     Args:
-      values: further names that templates know.
+      values: further names that templates can use.
     """
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
@@ -61,13 +65,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
         for name in ABSENT_FILTERS:
             del self.filters[name]
-        del self.globals["lipsum"]  # random, too
+        del self.globals["lipsum"]  # random text
         self.filters |= {name: _bounded(name, self.filters[name]) for name in BOUNDED_FILTERS}
         self.filters |= {"tojson": _to_json, "checked": check_size}
         self.globals |= {"raise_exception": _raise, "dict": _new_dict, **values}
 
     def count_step(self) -> None:
-        """Count a pass of a loop, or a call of a macro."""
+        """Count one pass of a loop, or one call of a macro."""
         current_budget().step()
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
@@ -106,16 +110,16 @@ def run(
     marked: bool = False,
     limits: Limits | None = None,
 ) -> str:
-    """What a template of a `Sandbox` writes.
+    """Run a template of a `Sandbox` and return the text that it writes.
 
     Args:
-      marked: put `OPEN` and `CLOSE` around what `{% generation %}` encloses.
+      marked: put `OPEN` and `CLOSE` around the text that `{% generation %}` encloses.
 
     Raises:
       RaisedError: the template called `raise_exception`.
-      LimitError: it goes beyond its limits, or calls itself without end.
-      SecurityError: it reaches for what the sandbox does not give.
-      Exception: whatever else a program may raise.
+      LimitError: it exceeds its limits, or calls itself without end.
+      SecurityError: it uses something that the sandbox forbids.
+      Exception: any other error of the template's own code.
     """
     length = 0
     blocks = []
@@ -131,12 +135,12 @@ def run(
 
 
 def has_generation(tree: nodes.Template) -> bool:
-    """Whether a template says with `{% generation %}` what the model says."""
+    """Whether a template marks the text of the model with `{% generation %}`."""
     return any(node.name == _ENCLOSED for node in tree.find_all(nodes.ExtensionAttribute))
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`: what the model says."""
+    """The tag `{% generation %} ... {% endgeneration %}` around text that the model says."""
 
     tags = {"generation"}  # noqa: RUF012  (as in the base class)
 
@@ -150,7 +154,8 @@ class _Generation(Extension):
 
 
 class _Counted(NodeTransformer):
-    """Counts passes of loops and calls of macros, and looks at what `~` joins."""
+    """A rewriting of templates that counts passes of loops and calls of macros, and checks the
+    results of `~`."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         return self._with_step(node)
@@ -180,7 +185,7 @@ class _Counted(NodeTransformer):
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter whose numbers, formats and results are bounded."""
 
-    @wraps(function)  # and with what jinja2 has noted of its arguments
+    @wraps(function)  # also copies the marks of jinja2 about its arguments
     def bounded(*args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
         if hasattr(function, "jinja_pass_arg"):  # the first is an environment or a context

@@ -1,7 +1,7 @@
 """Three-axis positions of the tokens of a sequence.
 
-M-RoPE (arXiv 2409.12191): text advances time, height and width together, media spread over the axes, and say where
-what comes after them continues.
+M-RoPE (arXiv 2409.12191): text advances time, height and width together. Media spread over the
+axes, and their modality gives the position at which the tokens after them continue.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class SequencePositions:
         self._following += tokens
 
     def add_item(self, modality: Modality, shape: Shape) -> None:
-        """An item that has tokens in the sequence."""
+        """Add an item that has tokens in the sequence."""
         positions, self._following = modality.token_positions(shape, self._following)
         self._parts.append(positions)
 
     def finish(self) -> NDArray[np.float32]:
-        """[L, 3] time, height, width of all that was added: whole numbers but for times of videos that lie between
-        them, and what comes after these."""
+        """(time, height, width) of all tokens that were added: [L, 3]. Whole numbers, except for
+        times of videos that are not rounded, and positions after these."""
         return np.concatenate(self._parts).astype(np.float32)

@@ -1,4 +1,5 @@
-"""Tokenizers of the `tokenizers` library that take text for text, whatever it spells."""
+"""Tokenizers of the `tokenizers` library that treat all text as text, even where it spells a
+control token."""
 
 from __future__ import annotations
 
@@ -15,26 +16,26 @@ _PLAIN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "specia
 
 @dataclass(frozen=True)
 class Speller:
-    """A tokenizer whose control tokens have names that no text says: what merely spells one is put together from other
-    tokens. All ids stay."""
+    """A tokenizer whose control tokens are renamed to names that no text contains, so that text
+    which spells a control token is encoded with other tokens. All ids stay the same."""
 
     tokenizer: tokenizers.Tokenizer
     nonce: str
 
     @classmethod
     def of(cls, text: str, control: frozenset[int]) -> Speller:
-        """That of a tokenizer file, read as text."""
-        nonce = secrets.token_hex(16)  # a name that was known could be written in a text
+        """The speller of a tokenizer file, whose content is `text`."""
+        nonce = secrets.token_hex(16)  # random, because a record could contain a known name
         return cls(_respelled(json.loads(text), control, nonce), nonce)
 
     def name(self, control: int) -> str:
-        """What stands for a control token in the text to be encoded."""
+        """The name that stands for a control token in text to be encoded."""
         return _name(self.nonce, control)
 
 
 def literal_tokenizer(text: str) -> tokenizers.Tokenizer:
-    """A tokenizer that does not take what spells a special token for one. (The library forgets this
-    setting when it is pickled.)"""
+    """A tokenizer that does not turn the spelling of a special token into that token. (Pickling
+    loses this setting of the library.)"""
     tokenizer = tokenizers.Tokenizer.from_str(text)
     tokenizer.encode_special_tokens = True
     tokenizer.no_padding()
@@ -43,7 +44,7 @@ def literal_tokenizer(text: str) -> tokenizers.Tokenizer:
 
 
 def unknown_id(model: Mapping[str, Any], tokenizer: tokenizers.Tokenizer) -> int | None:
-    """The token that the model writes for text that it does not know, if there is one."""
+    """The token for text that is not in the vocabulary, if the model has one."""
     token: int | None = model.get("unk_id")
     name = model.get("unk_token")
     return tokenizer.token_to_id(name) if token is None and name else token
@@ -59,15 +60,17 @@ def _respelled(file: dict[str, Any], control: frozenset[int], nonce: str) -> tok
 
     for token in file["added_tokens"]:
         token["content"] = renamed(token["content"], token["id"])
-        # Special ones would be text, too
+        # With `encode_special_tokens`, a token that is marked special would be read as text even by
+        # its new name
         token["special"] = token["special"] and token["id"] not in control
-    # A control token that is a word of the model alone must be found as a whole, too
+    # A control token that is only a word of the model is added, so that its name is found as a
+    # whole
     known = {token["id"] for token in file["added_tokens"]}
     file["added_tokens"] += [
         {"id": token_id, "content": _name(nonce, token_id), **_PLAIN}
         for token_id in sorted(control - known)
     ]
-    # It adds nothing, and trims the places of tokens
+    # Removed because it would trim the offsets of tokens; it adds no tokens here
     file["post_processor"] = None
     model = file["model"]
     if isinstance(model["vocab"], dict):

@@ -1,6 +1,7 @@
-"""What rendering one conversation may take: passes of loops, characters, digits, time.
+"""Limits of rendering one conversation: passes of loops, characters, digits, time.
 
-Checks of what a value would become stand before the value is made, wherever a small template can ask for a large one.
+Wherever a small template can ask for a large value, the size of the value is checked before it is
+made.
 """
 
 from __future__ import annotations
@@ -15,26 +16,27 @@ from typing import Any
 
 from jinja2 import TemplateRuntimeError
 
-WIDTH = 9_999  # characters that a number may ask for: of a field, an indent, a batch
-_WIDE = re.compile(r"\d{5}|\*")  # a field of more, in a format string
+WIDTH = 9_999  # largest number for the width of a field, an indent or a batch
+_WIDE = re.compile(r"\d{5}|\*")  # a width above that, or given by an argument, in a format string
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one rendering. Published templates take a few steps per message."""
+    """The limits of one rendering. Published templates take a few steps per message."""
 
     steps: int = 1_000_000  # passes of loops and calls of macros
-    characters: int = 1 << 25  # of the output, and of each value on the way
+    characters: int = 1 << 25  # of the output, and of each intermediate value
     bits: int = 1 << 16  # of a whole number
     seconds: float = 60.0
 
 
 class LimitError(TemplateRuntimeError):
-    """A template that goes beyond one of the `Limits`; the message says which."""
+    """A template that exceeds one of the `Limits`; the message says which."""
 
 
 class Budget:
-    """What one rendering has taken so far; `marked` says whether it marks what the model says."""
+    """The steps and time that one rendering has used so far. `marked`: whether it marks the text of
+    the model."""
 
     def __init__(self, limits: Limits, marked: bool = False):
         self.limits = limits
@@ -55,7 +57,7 @@ _budget: contextvars.ContextVar[Budget | None] = contextvars.ContextVar("budget"
 
 @contextmanager
 def limited(limits: Limits, marked: bool) -> Iterator[Budget]:
-    """A rendering with a budget of its own, in this thread alone."""
+    """Give the rendering inside the context a budget of its own, in this thread alone."""
     budget = Budget(limits, marked)
     token = _budget.set(budget)
     try:
@@ -65,12 +67,13 @@ def limited(limits: Limits, marked: bool) -> Iterator[Budget]:
 
 
 def current_budget() -> Budget:
-    """That of the rendering at hand, or a whole one while constants are computed."""
+    """The budget of the current rendering. Outside of one, while jinja2 computes constants, an
+    unused budget."""
     return _budget.get() or Budget(Limits())
 
 
 def check_size(value: Any) -> Any:
-    """`value`, unless it is too large. Raises `LimitError`."""
+    """Return `value`. Raises `LimitError` if it is too large."""
     if isinstance(value, str | list | tuple):
         check_length(len(value))
     if isinstance(value, int):
@@ -79,13 +82,13 @@ def check_size(value: Any) -> Any:
 
 
 def check_length(length: int) -> None:
-    """Raises `LimitError` for more characters, or entries of a list, than a value may have."""
+    """Raise `LimitError` for more characters or list entries than a value may have."""
     if length > (limit := current_budget().limits.characters):
         raise LimitError(f"writes more than {limit} characters")
 
 
 def check_product(operator: str, left: Any, right: Any) -> None:
-    """Before `left * right` and `left ** right`. Raises `LimitError`."""
+    """Raise `LimitError` if `left * right` or `left ** right` would be too large."""
     for sequence, times in ((left, right), (right, left)):
         if isinstance(sequence, str | list | tuple) and isinstance(times, int):
             check_length(len(sequence) * times)
@@ -94,17 +97,18 @@ def check_product(operator: str, left: Any, right: Any) -> None:
 
 
 def check_format(text: Any) -> None:
-    """Before values are put into a format string. Raises `LimitError`."""
+    """Raise `LimitError` if a format string has too wide fields; called before it is used."""
     if isinstance(text, str) and _WIDE.search(text):
         raise LimitError(f"formats fields of more than {WIDTH} characters")
 
 
 def check_growth(name: str, arguments: tuple[Any, ...]) -> None:
-    """Before a text function writes one of its arguments again and again. Raises `LimitError`.
+    """Raise `LimitError` if a text function that repeats one of its arguments would write too much;
+    called before it runs.
 
     Args:
-      name: of the function, a method of text or a filter.
-      arguments: with the text, or list, that it is applied to as the first.
+      name: name of the function, a method of text or a filter.
+      arguments: its arguments; the first is the text or list that it is applied to.
     """
     match name, arguments:
         case "replace", (str() as text, str() as old, str() as new, *_):

@@ -1,4 +1,5 @@
-"""A tokenizer file with the chat template of its model: text is encoded in whole stretches between control tokens."""
+"""A tokenizer file with the chat template of its model. Each text between two control tokens is
+encoded as a whole."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ from jaxmllm.data.text.conversation import ConversationError
 from jaxmllm.data.text.tokenizers import ChatLayout, ChatNames, FileTokenizer, TokenizerError
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Beside the tokenizer file; the later one counts
+# Files next to the tokenizer file that name special tokens; the later one takes precedence
 NAMED_IN = ("special_tokens_map.json", "tokenizer_config.json")
-# What can only be meant as one token
+# Text in a template that can only be meant as one token
 _TOKEN = re.compile(r"<\|[^\s|<>]+\|>|<(?:start|end)_of_\w+>")
 
 
@@ -33,15 +34,15 @@ class Encoded:
     """T tokens, and the pieces of text that each of them covers."""
 
     ids: list[int]
-    first: Longs  # [T] piece with the first character of a token ...
-    last: Longs  # [T] ... and with its last
+    first: Longs  # [T] number of the piece with the first character of the token
+    last: Longs  # [T] number of the piece with its last character
 
 
 class TemplateTokenizer(FileTokenizer):
-    """A `FileTokenizer` of any model with a chat template, which says what frames a turn.
+    """A `FileTokenizer` of any model with a chat template, which writes the frames of turns.
 
-    Its layout frames media and documents alone. Raises `TokenizerError` if the tokenizer lacks a
-    token that the template writes, or the one that ends a text is named nowhere.
+    Its layout only frames media and documents. Raises `TokenizerError` if the tokenizer lacks a
+    token that the template writes, or if no file names the token that ends a text.
     """
 
     def __init__(self, path: str | Path, template: str | Path, today: date | None = None):
@@ -60,15 +61,16 @@ class TemplateTokenizer(FileTokenizer):
 
     @cached_property
     def document_begin(self) -> tuple[int, ...]:
-        """What the tokenizer puts before any text: the token that begins one, if there is one."""
+        """Ids that the tokenizer puts before any text: its bos_token, or nothing."""
         begin = self._find("bos_token")
         ids = self._tokenizer.encode("", add_special_tokens=True).ids
         return () if begin is None or begin not in ids[:1] else (begin,)
 
     def encode_pieces(self, pieces: Sequence[str | int]) -> Encoded:
-        """The ids of literal texts and control tokens end to end, as of one text.
+        """The ids of literal texts and control tokens, joined and encoded as one text.
 
-        Raises `ConversationError("control_token")` if a text can only be written as a control token.
+        Raises `ConversationError("control_token")` if a text can only be written with a control
+        token.
         """
         texts = [self.speller.name(p) if isinstance(p, int) else p for p in pieces]
         starts = np.cumsum([0, *map(len, texts)])[:-1]
@@ -77,7 +79,8 @@ class TemplateTokenizer(FileTokenizer):
         last_characters = np.maximum(spans[:, 1] - 1, spans[:, 0])
         first_piece = np.searchsorted(starts, spans[:, 0], "right") - 1
         last_piece = np.searchsorted(starts, last_characters, "right") - 1
-        # A control token may take in the white space around it, of other pieces
+        # A control token may absorb white space around it that belongs to other pieces, so its own
+        # piece is set from the order of control tokens
         ids = encoding.ids
         control = np.flatnonzero(np.isin(ids, [*self._control])).tolist()
         meant = [index for index, piece in enumerate(pieces) if isinstance(piece, int)]
@@ -113,7 +116,7 @@ class TemplateTokenizer(FileTokenizer):
 
 
 def _special_names(path: Path) -> dict[str, str]:
-    """Special tokens by name, from the files beside a tokenizer file."""
+    """Special tokens by name, from the files next to a tokenizer file."""
     named: dict[str, str] = {}
     for name in NAMED_IN:
         file = path.parent / name
@@ -130,7 +133,8 @@ def _special_names(path: Path) -> dict[str, str]:
 
 
 def _tokens_of(values: Any) -> Iterator[tuple[str, str]]:
-    """(name, token) of a JSON object, where a token may be text or an object with its `content`."""
+    """(name, token) pairs of a JSON object, in which a token is a text or an object with its
+    `content`."""
     for name in NAMES if isinstance(values, Mapping) else ():
         token = values.get(name)
         if isinstance(token, Mapping):
@@ -140,7 +144,8 @@ def _tokens_of(values: Any) -> Iterator[tuple[str, str]]:
 
 
 def _check_names(template: ChatTemplate, special: Mapping[str, str], find: Any, path: str) -> None:
-    """Raise `TokenizerError` for a token that the template writes and the tokenizer does not have."""
+    """Raise `TokenizerError` for a token that the template writes and the tokenizer does not
+    have."""
     written = {token for text in template.literals for token in _TOKEN.findall(text)}
     written |= {token for name, token in special.items() if name in template.variables}
     if absent := sorted(token for token in written if find(token) is None):

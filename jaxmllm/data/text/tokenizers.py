@@ -1,4 +1,5 @@
-"""Text <-> token ids, and the ids that frame a conversation: `data.tokenizer`, a file or bytes."""
+"""Text <-> token ids, and the ids that frame a conversation. `data.tokenizer` names a file; without
+one, bytes are tokens."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ Ids = tuple[int, ...]
 
 
 class TokenizerError(ValueError):
-    """A tokenizer file that cannot serve; the message names the file and what it lacks."""
+    """A tokenizer file that cannot be used; the message names the file and what it lacks."""
 
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """Ids around a media item, texts around these, and the id that stands where its tokens go."""
+    """Ids around a media item (`begin`, `end`), texts around these (`before`, `after`), and the id
+    that stands in for each of its tokens (`pad`)."""
 
     begin: Ids
     end: Ids
@@ -33,7 +35,7 @@ class MediaTokens:
 
 @dataclass(frozen=True)
 class ChatLayout:
-    """The ids that frame a conversation: header, content, `turn_end`, `separator` for each turn."""
+    """The ids that frame a conversation. Each turn is: header, content, `turn_end`, `separator`."""
 
     headers: Mapping[str, Ids]  # by role
     turn_end: int
@@ -43,8 +45,8 @@ class ChatLayout:
 
 
 class Tokenizer(Protocol):
-    """Text <-> ids. `encode` never yields an id of the layout, whatever the text says: what merely
-    spells a control token is put together from other tokens."""
+    """Text <-> ids. `encode` never yields an id of the layout, whatever the text is: text that
+    spells a control token is encoded with other tokens."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -54,7 +56,7 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever the same conversation could become other ids."""
+        """A text that changes whenever the same conversation could get different ids."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -65,8 +67,8 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes 0-255, then special ids; needs no file. The vocabulary is rounded up to a
-    multiple of 16, so that it divides over tensor-parallel ranks."""
+    """A tokenizer without a file: ids 0-255 are UTF-8 bytes, then come special ids. The vocabulary
+    is rounded up to a multiple of 16, so that tensor-parallel ranks can divide it."""
 
     vocab_size = 272
     fingerprint = "bytes-1"
@@ -94,8 +96,8 @@ class ChatNames:
     """Names of the special tokens in a tokenizer file. A turn reads `turn_begin header content
     turn_end separator`.
 
-    For each media part, the first (begin, pad, end) whose tokens all exist is taken; where none
-    does, media have no frame.
+    For each media part, the first (begin, pad, end) whose tokens all exist is used; if there is
+    none, these media have no frame tokens.
     """
 
     turn_begin: str = "<|im_start|>"
@@ -114,9 +116,10 @@ class ChatNames:
     )
 
 
-# In the places of the tokens of videos; without such a token, that of images is
+# Pad tokens of videos, the first that exists; if none does, videos use the pad token of images
 VIDEO_PADS = ("<|video_pad|>", "<|VIDEO|>")
-# Further frames of media, where a file has none of those of `ChatNames`: the first whose tokens all exist
+# Further (begin, pad, end) of media parts for which a file has none of `ChatNames`: the first whose
+# tokens all exist
 FURTHER = {
     "image": (
         ("<|vision_bos|>", "<|IMAGE|>", "<|vision_eos|>"),
@@ -124,35 +127,36 @@ FURTHER = {
         ("<img>", "<IMG_CONTEXT>", "</img>"),
     )
 }
-# Texts before and after such a frame, by its first token, where the model's processor or template writes some
+# Begin token of a frame -> texts before and after it, if the model's processor or template writes
+# any
 AROUND = {"<start_of_image>": ("\n\n", "\n\n"), "<img>": ("", "\n")}
 
 
 class FileTokenizer:
     """A JSON file of the `tokenizers` library with ChatML-like special tokens.
 
-    Its control tokens are those of the layout and all added tokens marked special, but for the one
-    that stands for unknown text. Raises `TokenizerError` if the file is unreadable or lacks the
+    Its control tokens are those of the layout and all added tokens that are marked special, except
+    the token for unknown text. Raises `TokenizerError` if the file is unreadable or lacks the
     tokens that frame a turn.
     """
 
     def __init__(self, path: str | Path, names: ChatNames | None = None):
         names = names or ChatNames()
         try:
-            if not Path(path).is_file():  # a pipe could keep the reader waiting for ever
+            if not Path(path).is_file():  # reading a pipe could wait forever
                 raise TokenizerError("no such file, or no regular one")
             self._json = Path(path).read_text(encoding="utf-8")
             self._tokenizer = literal_tokenizer(self._json)
         except Exception as error:  # the library raises bare Exception
             reason = shown(f"{path} is no readable tokenizers JSON file: {error}")
             raise TokenizerError(f"data.tokenizer: {reason}") from error
-        # Made when first needed, which is hardly ever
+        # Made when first needed, which is rare
         self._speller: Speller | None = None
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.layout, frame = self._layout(names, str(path))
         self._control = self._control_ids(frame)
-        # Files from whose encoding no control token could come out, or whose media have other frames,
-        # keep the fingerprint that they had before.
+        # Files for which these rules change nothing (no control token could come out of encoding,
+        # no frame of FURTHER is used) keep the fingerprint that they had before the rules existed.
         spelled = "spelled" if self._may_slip_out() else ""
         further = "further" if self._further_frames(names) else ""
         self.fingerprint = hashlib.blake2b(
@@ -160,8 +164,8 @@ class FileTokenizer:
         ).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text. Raises `ConversationError("control_token")` if the file has no other
-        way to write it."""
+        """The ids of a text. Raises `ConversationError("control_token")` if the tokenizer can write
+        it only with a control token."""
         ids = self._plain(text)
         if self._control.isdisjoint(ids):
             return ids
@@ -175,7 +179,7 @@ class FileTokenizer:
 
     @property
     def speller(self) -> Speller:
-        """The same tokenizer with other names of its control tokens."""
+        """The same tokenizer with its control tokens renamed."""
         if self._speller is None:
             self._speller = Speller.of(self._json, self._control)
         return self._speller
@@ -197,7 +201,7 @@ class FileTokenizer:
         return ids
 
     def _layout(self, names: ChatNames, path: str) -> tuple[ChatLayout, set[int]]:
-        """The layout, and the control tokens in it."""
+        """The layout, and the ids of its control tokens."""
         find = self._tokenizer.token_to_id
         turn_begin = find(names.turn_begin)
         turn_end = find(names.turn_end)
@@ -216,24 +220,24 @@ class FileTokenizer:
         return layout, {turn_begin, turn_end, pad, *frames}
 
     def _frames(self, names: ChatNames, pad: int) -> dict[str, MediaTokens]:
-        """Around each media part."""
+        """Frame tokens of each media part."""
         without = MediaTokens((), (), pad)
         media = {part: self._frame(triples) or without for part, triples in names.media.items()}
         media |= self._further_frames(names)
-        frame = media["image"]  # both are framed as vision
+        frame = media["image"]  # videos have the frame tokens of images
         pads = (self._tokenizer.token_to_id(name) for name in VIDEO_PADS)
         return media | {
             "video": replace(frame, pad=next((i for i in pads if i is not None), frame.pad))
         }
 
     def _further_frames(self, names: ChatNames) -> dict[str, MediaTokens]:
-        """Around media parts that have no other frame."""
+        """Frame tokens from FURTHER, of media parts for which the file has none of `names`."""
         missing = [part for part, triples in names.media.items() if self._frame(triples) is None]
         frames = {part: self._frame(FURTHER[part]) for part in missing if part in FURTHER}
         return {part: frame for part, frame in frames.items() if frame is not None}
 
     def _frame(self, triples: Sequence[tuple[str, str, str]]) -> MediaTokens | None:
-        """The first of these frames whose tokens all exist."""
+        """The first of these (begin, pad, end) whose tokens all exist."""
         for triple in triples:
             begin, pad, end = map(self._tokenizer.token_to_id, triple)
             if begin is not None and pad is not None and end is not None:
@@ -248,7 +252,7 @@ class FileTokenizer:
         )
 
     def _may_slip_out(self) -> bool:
-        """Whether the library itself may yield a control token: one that is not marked special, or
+        """Whether plain encoding may yield a control token: one that is not marked special, or that
         is a word of the model's own vocabulary."""
         added = self._tokenizer.get_added_tokens_decoder()
         words = set(self._tokenizer.get_vocab(with_added_tokens=False).values())
