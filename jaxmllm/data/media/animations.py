@@ -24,7 +24,7 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 class Animation:
     """The frames of a file; a still picture has one."""
 
-    seconds: tuple[Fraction, ...]  # that each frame is shown
+    seconds: tuple[Fraction, ...]  # how long each frame is shown
     first: int = 0  # Pillow's number of the first frame; 1 after a PNG's stand-in image
 
 

@@ -186,6 +186,7 @@ class Images:
         grid = np.zeros((height, width, 3), np.int32)
         grid[..., 1] = np.arange(height)[:, None]
         grid[..., 2] = np.arange(width)
+        # Group-major: the merge x merge patches of a language token become neighbours
         groups = grid.reshape(height // merge, merge, width // merge, merge, 3).swapaxes(1, 2)
         positions = groups.reshape(-1, 3)
         if not self.with_grids:
@@ -295,6 +296,8 @@ class Images:
         _, height, width = shape
         merge = self.merge
         size = self.patch_size
+        # Axes (group row, row in it, pixel row, group column, column in it, pixel column, color),
+        # which become group-major as in `positions`
         tiles = pixels.reshape(height // merge, merge, size, width // merge, merge, size, 3)
         patches = np.ascontiguousarray(tiles.transpose(0, 3, 1, 4, 2, 5, 6))
         return patches.reshape(height * width, -1)

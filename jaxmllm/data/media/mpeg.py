@@ -194,6 +194,8 @@ def _frame(head: bytes) -> Frame | None:
     if len(head) < 4:
         return None
     header = int.from_bytes(head[:4], "big")
+    # Bits from the top: 11 sync, 2 version, 2 layer, 1 without checksum, 4 bit rate, 2 sample rate,
+    # 1 padding, 1 private, 2 channel mode, 6 that do not matter here
     version = header >> 19 & 3
     layer = header >> 17 & 3
     rate = header >> 10 & 3

@@ -94,7 +94,7 @@ class LocalRows:
 
     phase: str
     plan: PhasePlan
-    ranks: tuple[int, ...]  # of this host
+    ranks: tuple[int, ...]  # ranks of this host
 
     def groups(self, span: int) -> tuple[int, ...]:
         """Numbers of the groups of `span` neighbouring ranks that have a local rank, in the order

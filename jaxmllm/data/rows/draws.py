@@ -92,7 +92,7 @@ class StepDraws:
     rule: DrawRule
     step: int
     examples: Longs  # [B] numbers, of all hosts
-    id_of: Callable[[int], str]  # of an example number
+    id_of: Callable[[int], str]  # id of an example, by its number
 
     def of(self, index: int, item: int, patches: int) -> Draws:
         """Random values of one item, as `DrawRule.of`, with its example given by `index` in the

@@ -96,7 +96,7 @@ class HostStep:
     rounds: dict[str, list[RouteTables]]
     failures: tuple[str, ...]
     statistics: dict[str, float]
-    digest: str  # of the examples and the plan
+    digest: str  # digest of the examples and the plan
     patches: int = 0  # patches to draw in the whole batch, over all hosts
     runs: tuple[PipelineRun, ...] = ()  # of a pipeline: ranges of the microbatches of `rows`
 

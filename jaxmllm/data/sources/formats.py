@@ -11,8 +11,8 @@ from jaxmllm.data.sources.source import DataError, Source
 
 DEFAULT = "jsonl"
 
-# By name. Where data.sources[].format is not set, a file whose ending is a name here has that
-# format.
+# Sources by name of their format. A file whose ending is one of these names has that format, unless
+# data.sources[].format says otherwise.
 SOURCES: dict[str, Callable[[SourceConfig], Source]] = {
     DEFAULT: JsonLines.of,
 }

@@ -385,6 +385,7 @@ def _split(marked: str, learned: NDArray[np.bool_], control: ControlNames) -> li
     pieces: list[Piece] = []
 
     def add_text(start: int, end: int) -> None:
+        # Cut where `learned` changes. `max` keeps both slices equally long for an empty text
         changes = np.flatnonzero(learned[start + 1 : end] ^ learned[start : max(end - 1, start)])
         cuts = [start, *(start + 1 + changes).tolist(), end]
         for piece_start, piece_end in itertools.pairwise(cuts):

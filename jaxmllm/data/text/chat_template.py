@@ -103,6 +103,7 @@ class ChatTemplate:
         return self._run(messages, tools, marked=marked)
 
     def __getstate__(self) -> dict[str, Any]:
+        # The compiled template is not sent to workers: they compile it again
         return vars(self) | {"_template": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Conversation -> token ids, next-token targets and three-axis positions.
 
-    <header: user> A what? <begin> pad pad <end> <turn end> <header: assistant> A cat. <turn end>
-    targets:                                                                 A cat. <turn end>  -
+    <header: user> A dog? <begin> pad pad <end> <turn end> <header: assistant> A cat. <turn end>
+    targets:                                                                A cat. <turn end>  -
 
 A document has neither header nor separator, only its content and <turn end>. With targets `all`,
 the texts and ends of all turns are learned.
@@ -193,6 +193,7 @@ def _render_pieces(
     learned = learned_before[encoded.last + 1] > learned_before[encoded.first]
     piece_items = np.array([-1 if piece.media is None else piece.media for piece in framed])
     token_items = piece_items[encoded.first]
+    # Runs of tokens that are all learned or all not, and that belong to one item or to none
     changes = (learned[1:] != learned[:-1]) | (token_items[1:] != token_items[:-1])
     cuts = [0, *(1 + np.flatnonzero(changes)).tolist(), len(token_items)]
     sequence = _Sequence()
