@@ -4,7 +4,7 @@ language_states   rows, pool -> states in the pool                       (step_f
 (exchange^T       language pool -> generator pool: sharding/exchange.py)
 draw_loss_and_grad   rows, pool -> sums, gradients, gradients of the states in their place
 (exchange         gradients back to the language ranks)
-language_loss_and_grad   which is given the gradients of its states      (step_functions.py)
+language_loss_and_grad   takes the gradients of its states               (step_functions.py)
 
 first_patches     rows -> noise                                          drawing, instead of the last three
 draw_step         rows, pool, noisy patches -> less noisy ones
@@ -54,8 +54,8 @@ class GeneratorFunctions:
         grads: Params,
         sums: FlowSums,
     ) -> tuple[TokenPool, Params, FlowSums]:
-        """Add one microbatch's gradients and sums, and put the gradients of the states that it reads, from slot
-        `pool_offset` of the pool on, in their place."""
+        """Add one microbatch's gradients and sums. In the pool, gradients replace the states that
+        it reads, from slot `pool_offset` on."""
         layout = self.step.model.layout(self.phase)
         slots = _condition_slots(rows, pool_offset)
         states, valid = slots.take(layout, pool)
@@ -90,7 +90,7 @@ class GeneratorFunctions:
         return self.step.added(self.phase, sums, row_sums)
 
     def first_patches(self, rows: GeneratorRows) -> Float[Array, "R C F"]:
-        """Noise in the place of patches: what drawing begins with."""
+        """Noise in place of patches, from which drawing starts."""
         return row_noise(self.step.model.layout(self.phase), rows, self.dtype)
 
     def draw_step(
@@ -104,20 +104,20 @@ class GeneratorFunctions:
         next_time: Float[Array, ""],
         guidance: Float[Array, ""],
     ) -> Float[Array, "R C F"]:
-        """Noisy patches of items at the next time, which is less (arXiv 2207.12598, 2209.03003). Both times are
-        shifted by what rows have in the place of theirs.
+        """Noisy patches of items at `next_time`, which is less than `time` (arXiv 2207.12598,
+        2209.03003). Both times are shifted by each segment's shift, here in `rows.times`.
 
-        With a guidance of 1, or where items lie once, they are drawn from their conditions, with 0 without them,
-        and what lies beyond 1 goes on in this direction.
+        A guidance of 1 draws from the conditions, 0 without them, and values above 1 extrapolate in
+        that direction. It has no effect where rows hold each item only with its conditions.
         """
         model = self.step.model
         layout = model.layout(self.phase)
         states, _ = _condition_slots(rows, pool_offset).take(layout, pool)
-        shift = jnp.where(rows.times > 0, rows.times, 1)  # of segments without an item: none
+        shift = jnp.where(rows.times > 0, rows.times, 1)  # 1, no shift: segments without an item
         now, then = (shifted(when, shift).astype(rows.times.dtype) for when in (time, next_time))
         free = (rows.segments != rows.owners)[..., None]  # patches that do not see conditions
-        # As owners of their own, or what is pooled of the conditions would modulate them
-        # Segment s + S, the second half of an item, is drawn at the times of segment s.
+        # Segment s + S is the half of item s without conditions, drawn at the times of segment s.
+        # It becomes an owner of its own: else the pooled conditions of item s would modulate it.
         now, then = (jnp.concatenate([times, times], axis=1) for times in (now, then))
         rows = rows._replace(times=now, owners=rows.segments)
         predicted = model.draw(params, self.phase, rows, noisy, states).astype(noisy.dtype)
@@ -139,12 +139,12 @@ class GeneratorFunctions:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """In what patches are made and losses computed."""
+        """The type in which patches are made and losses computed: at least float32."""
         dtype = self.step.model.components[self.phase].dtype
         return jnp.dtype(jnp.promote_types(dtype, jnp.float32))
 
     def conditions(self, rows: GeneratorRows, pool: TokenPool) -> TokenPool:
-        """The states that are the conditions of rows, and which could be computed: [R / g, g * C, ...]."""
+        """The conditions of rows (states), and which could be computed: [R / g, g * C, ...]."""
         states: TokenPool = _condition_slots(rows, jnp.int32(0)).take(
             self.step.model.layout(self.phase), pool
         )
@@ -166,7 +166,8 @@ class GeneratorFunctions:
         predicted: Float[Array, "R C F"],
         valid: Array,
     ) -> tuple[Float[Array, ""], FlowSums]:
-        """The same from what is predicted; valid [R, C] is 0 where a state could not be computed."""
+        """Sum of the losses, and the sums, from the model's predictions; `valid` [R, C] is 0 where
+        a state could not be computed."""
         layout = self.step.model.layout(self.phase)
         missing = (rows.conditions >= 0) & (valid == 0)
         failed = failed_examples(layout, missing, rows.owners, rows.sources.shape[1])
@@ -186,7 +187,8 @@ class GeneratorFunctions:
 
 
 def _condition_slots(rows: GeneratorRows, pool_offset: Int[Array, ""]) -> PoolSlots:
-    """Where rows read states: conditions are told from the first slot that a microbatch has in the pool."""
+    """The pool slots from which rows read states; `rows.conditions` count from the microbatch's
+    first slot in the pool, `pool_offset`."""
 
     def moved(conditions: Array) -> Array:
         return jnp.where(conditions >= 0, conditions + pool_offset, -1)

@@ -5,14 +5,14 @@
     language_loss_and_grad   rows, pool -> sums, language gradients, gradients of the pool
     (exchange^T       gradients back to the encoder ranks)
     encode_grad       rows, gradients of the pool -> encoder gradients
-                      (or from what encode has kept of the microbatch, as language_loss_and_grad may
-                      from what language_states has: generator_functions.py)
+                      (or from what encode kept of the microbatch; language_loss_and_grad can
+                      likewise start from what language_states kept: generator_functions.py)
     (add_replicas     gradients of every replica -> gradients: training/programs/gradient_sums.py)
     update            gradients, sums -> new state, metrics
 
-Gradients arrive with their final scale, one over the planned number of target tokens of the whole
-batch, so adding microbatches is all there is to accumulation. `update` rescales by planned / actual
-when undecodable media masked some of them.
+Gradients arrive with their final scale, the loss's weight over the planned number of target tokens
+(or patches) of the whole batch, so accumulation only adds microbatches. `update` rescales by
+planned / actual when undecodable media masked some targets, except in models that draw.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from sharding.layer_loop import Summed
 from sharding.parameters import Parameter, differentiated
 from sharding.pools import PoolSlots, add_to_first_rank
 
-ONE_LOSS = ObjectiveConfig()  # of a model that draws nothing
+ONE_LOSS = ObjectiveConfig()  # the objective of a model that draws nothing
 
 
 class TrainState(NamedTuple):
-    """All that a checkpoint holds: the data state is the step number."""
+    """All that a checkpoint holds. The step number alone says which examples come next."""
 
     params: Params
     optimizer: dict[str, Any]  # by trainable component
@@ -64,22 +64,22 @@ class TrainState(NamedTuple):
     skipped_in_row: Int[Array, ""]
     failed_media: Int[Array, ""]  # media items so far whose body could not be decoded
     averages: Params | None = None  # of trained parameters, by component that has an `ema`, if any
-    # Tokens that chose an expert in the last step that was applied, of a decoder with experts
+    # With experts: tokens that chose each expert in the last step whose update was applied
     expert_counts: Int[Array, "L E"] | None = None
 
 
 class KeptFeatures(NamedTuple):
-    """What the backward pass of a projector over a frozen tower starts from."""
+    """Features of a frozen tower, from which the backward pass of its projector starts."""
 
     features: Float[Array, "R/g g*C D"]
-    places: Int[Array, "R/g g*T"]  # of `EncoderRows`
+    places: Int[Array, "R/g g*T"]  # as in `EncoderRows`
 
 
 Rows = TypeVar("Rows", EncoderRows, LanguageRows)
 
 
 class KeptResiduals(NamedTuple, Generic[Rows]):
-    """What the backward pass of a phase starts from, where its forward pass has kept more than the rows."""
+    """Rows of a microbatch and residuals of its forward pass, where its backward pass starts."""
 
     rows: Rows
     residuals: Any  # tree of [devices along the axes of rows, ...]
@@ -88,8 +88,8 @@ class KeptResiduals(NamedTuple, Generic[Rows]):
 EncoderStart = EncoderRows | KeptFeatures | KeptResiduals[EncoderRows]
 LanguageStart = LanguageRows | KeptResiduals[LanguageRows]
 Start = EncoderStart | LanguageStart
-AnySums = TypeVar("AnySums")  # of text, or of a generator
-Decoded = tuple[Float[Array, "R C D"], RouterSums | None]
+AnySums = TypeVar("AnySums")  # of text, of a generator or of routing
+Decoded = tuple[Float[Array, "R C D"], RouterSums | None]  # hidden states, sums over the routing
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class StepFunctions:
 
     @property
     def routing_shape(self) -> tuple[int, int] | None:
-        """Layers and experts of the decoder, if it has any."""
+        """(layers, experts of each layer) of the decoder; None without experts."""
         language = self.model.config.language
         if language.experts is None:
             return None
@@ -133,11 +133,12 @@ class StepFunctions:
         return replace(self, model=self.model.spanned(phase, span))
 
     def by_device(self, phase: str) -> StepFunctions:
-        """The same functions for a phase's code of one device along the axes of rows (sharding/parameters.py)."""
+        """The same functions, with a phase's code being that of one device along the axes of rows
+        (sharding/parameters.py)."""
         return replace(self, model=self.model.by_device(phase))
 
     def trainable_of(self, phase: str) -> tuple[str, ...]:
-        """Trainable components of a phase; without any, its backward programs do not exist."""
+        """Trainable components of a phase; an encoder without any has no backward programs."""
         trained = self.model.trainable.components
         return tuple(name for name in self.model.phases[phase].components if name in trained)
 
@@ -151,8 +152,8 @@ class StepFunctions:
         return self.trainable_of(phase) == (f"{PROJECTOR}{phase}",)
 
     def may_keep_residuals(self, phase: str) -> bool:
-        """Whether the backward pass of a phase is a program of its own, and could start from residuals of its forward
-        pass."""
+        """Whether the backward pass of a phase is a separate program that could start from
+        residuals of its forward pass."""
         if phase == LANGUAGE:
             return self.trains_states
         return bool(self.trainable_of(phase)) and not self.keeps_features(phase)
@@ -170,7 +171,7 @@ class StepFunctions:
     ) -> tuple[TokenPool, KeptFeatures | None, Int[Array, ""]]:
         """Write the rows' tokens into the pool from slot `pool_offset` on; count the items that could not be decoded.
 
-        The second result is what `encode_grad` starts from, where that is not the rows.
+        The second result is what `encode_grad` starts from; None if it starts from the rows.
         """
         features = KeptFeatures(self.model.features(params, phase, rows), rows.places)
         tokens = self.tokens(phase, params, features)
@@ -186,9 +187,10 @@ class StepFunctions:
         pool_offset: Int[Array, ""],
         failed: Int[Array, ""],
     ) -> tuple[TokenPool, Int[Array, ""]]:
-        """The pool with the tokens of rows from slot `pool_offset` on, and `failed` with the items that
-        could not be decoded."""
+        """The pool with the rows' tokens written from slot `pool_offset` on, and `failed` plus the
+        rows' items that could not be decoded."""
         layout = self.model.layout(phase)
+        # Pools are by rank; rows of one rank are, too, but shared rows are not.
         valid = by_rank(layout, rows.valid) if layout.span > 1 else rows.valid
         pool = TokenPool(
             *(
@@ -203,7 +205,7 @@ class StepFunctions:
     def tokens(
         self, phase: str, params: Params, start: EncoderRows | KeptFeatures
     ) -> Float[Array, "R T D"]:
-        """Language tokens, of each rank in packed order."""
+        """Language tokens of every rank, [R, T, D], in packed order."""
         if isinstance(start, EncoderRows):
             start = KeptFeatures(self.model.features(params, phase, start), start.places)
         return self.model.project(params, phase, *start)
@@ -211,7 +213,7 @@ class StepFunctions:
     def tokens_and_residuals(
         self, phase: str, params: Params, rows: EncoderRows
     ) -> tuple[Float[Array, "R T D"], tuple[Array, ...]]:
-        """The tokens of rows, and residuals for `encode_grad` to start from: [1, ...], those of one device."""
+        """Tokens of rows, and one device's residuals [1, ...] for `encode_grad` to start from."""
         parted = Parted(*self.split(params, phase))
         tokens, residuals = self._kept_forward(phase, parted, rows).forward(parted, rows)
         return tokens, tuple(leaf[None] for leaf in residuals)
@@ -225,14 +227,14 @@ class StepFunctions:
         pool_offset: Int[Array, ""],
         grads: Params,
     ) -> Params:
-        """Add the gradients of a microbatch's trainable components; computes again what `start` lacks
-        of the forward pass."""
+        """Add a microbatch's gradients of the trainable components to `grads`. What `start` lacks
+        of the forward pass is computed again."""
         parted = Parted(*self.split(params, phase, grads))
         backward: Callable[[Array], Params]
         if isinstance(start, KeptResiduals):
             kept_forward = self._kept_forward(phase, parted, start.rows)
             residuals = tuple(leaf[0] for leaf in start.residuals)
-            # A shape: nothing runs forward here.
+            # Abstract, only its shape is used: nothing runs forward here.
             tokens = kept_forward.y
             backward = partial(kept_forward.backward, parted, start.rows, residuals)
         else:
@@ -266,7 +268,8 @@ class StepFunctions:
         rows: LanguageRows,
         valid: Array,
     ) -> tuple[Float[Array, ""], Sums]:
-        """The same from hidden states; valid [R, C] is 0 where a media token could not be computed."""
+        """`language_loss` from hidden states, without sums of routing; `valid` [R, C] is 0 where a
+        media token could not be computed."""
         layout = self.model.layout(LANGUAGE)
         counted = (rows.targets >= 0) & ~self.failed_tokens(rows, valid)
         total, losses, hits = token_losses(
@@ -291,18 +294,19 @@ class StepFunctions:
         routing: Routing | None = None,
         d_states: Float[Array, "R W D"] | None = None,
     ) -> tuple[TokenPool, Params, Sums]:
-        """Add one microbatch's gradients and sums, and put the gradients of the pool's tokens that it reads in
-        their place: no other microbatch reads these.
+        """Add one microbatch's gradients and sums. In the pool, gradients replace the tokens that
+        this microbatch reads, which no other microbatch reads.
 
         Args:
-          start: the rows, or what `language_states` has kept of them.
-          routing: of a decoder with experts.
-          d_states: a pool of gradients of the states that generators have read, if there are any.
+          start: the rows, or what `language_states` kept of them.
+          routing: inputs of the router loss, for a decoder with experts.
+          d_states: a pool with the gradients of the states that generators read; None if no
+            gradient flows back from generators.
         """
         rows = start.rows if isinstance(start, KeptResiduals) else start
         media, valid = self._arrived(rows, pool)
         trained, frozen = self.split(params, LANGUAGE, grads)
-        # Media tokens stand beside the parameters, for gradients may be asked of both.
+        # Media tokens are passed with the parameters, because both may need gradients.
         decoded = self._decoded_from(start, Parted((trained, media), frozen))
         layout = self.model.layout(LANGUAGE)
         d_hidden = None if d_states is None else states_slots(rows).take(layout, d_states)
@@ -319,7 +323,7 @@ class StepFunctions:
                 total *= scale
             if routing is not None and routed is not None:
                 total += router_loss(self.objective.experts, routed, routing)
-            if d_hidden is not None:  # its gradient is that of what reads the states
+            if d_hidden is not None:  # a term whose gradient is d_hidden, as generators returned it
                 total += (hidden * d_hidden).sum(dtype=scale.dtype)
             return total, (sums, self.routed_sums(routed))
 
@@ -330,8 +334,7 @@ class StepFunctions:
             pool = pool._replace(tokens=media_slots(rows).put(layout, d_media, pool.tokens))
         else:
             d_params, of_rows = jax.grad(objective, has_aux=True)(trained, media)
-        # Sums of text have no `routed`, and there are none where no text has a loss; so what was
-        # routed is added by itself.
+        # Router sums are added separately: `row_sums` has none, and is None if text has no loss.
         row_sums, row_routed = of_rows
         routed = self.added(LANGUAGE, sums.routed, row_routed)
         sums = sums._replace(routed=None)
@@ -340,7 +343,7 @@ class StepFunctions:
         return pool, accumulated(grads, d_params), sums._replace(routed=routed)
 
     def routed_sums(self, sums: RouterSums | None) -> RouterSums | None:
-        """Sums over the routing of whole rows, for what is reported."""
+        """Router sums of whole rows, without gradients: for metrics and the next step's loss."""
         if sums is None:
             return None
         return jax.lax.stop_gradient(sums_of_rows(self.model.layout(LANGUAGE), sums))
@@ -353,10 +356,10 @@ class StepFunctions:
     def language_states(
         self, params: Params, rows: LanguageRows, pool: TokenPool, keeps: bool = False
     ) -> tuple[TokenPool, Any]:
-        """Put the hidden states that generators read into the pool, and whether they could be computed.
+        """Write the states that generators read into the pool, and which could be computed.
 
-        The second result is what `language_loss_and_grad` can start from, if that is kept: a tree of [1, ...], arrays
-        of one device.
+        The second result is what `language_loss_and_grad` can start from: a tree of one device's
+        arrays [1, ...], or None unless `keeps`.
         """
         media, valid = self._arrived(rows, pool)
         kept = None
@@ -374,7 +377,8 @@ class StepFunctions:
         return put, kept
 
     def _decoded(self, parted: Parted, rows: LanguageRows) -> Decoded:
-        """Hidden states, and what is routed, of (parameters, media) that gradients are asked of, and others."""
+        """Hidden states and router sums. `parted.trained` is (trained parameters, media tokens):
+        all that may be differentiated."""
         trained, media = parted.trained
         hidden, _, routed = self.model.routed_hidden(join(trained, parted.frozen), rows, media)
         return hidden, routed
@@ -402,7 +406,7 @@ class StepFunctions:
         return media, valid
 
     def added(self, phase: str, sums: AnySums, row_sums: AnySums) -> AnySums:
-        """Sums by rank with those of a phase's rows, which count on their first rank."""
+        """Sums by rank plus those of a phase's rows; a shared row counts on its first rank."""
         layout = self.model.layout(phase)
         added: AnySums = jax.tree.map(
             lambda total, of_rows: add_to_first_rank(layout, total, of_rows), sums, row_sums
@@ -430,17 +434,18 @@ class StepFunctions:
         planned: Float[Array, ""],
         failed: Int[Array, ""],
     ) -> tuple[TrainState, dict[str, Array]]:
-        """Apply the gradients unless something is not finite (or no target is left); count what was skipped."""
-        # Exact: 32 bits of a real number do not tell 2^24 targets from one more
+        """Apply the gradients unless something is not finite or no target (or patch) is left; count
+        the updates that were skipped."""
+        # An exact integer: float32 cannot tell 2^24 targets from one more.
         targets = sums.targets.astype(jnp.int32).sum()
         text_loss = sums.loss.sum() / jnp.maximum(targets, 1)
         norm = optax.tree.norm(grads)
-        if sums.drawn is None:  # what a router adds is part of the sum, and rescaled with it
+        if sums.drawn is None:  # the router loss is part of the gradients, and rescaled with them
             loss = text_loss
             counted = targets
             drawn_metrics = {}
             rescale = (planned / jnp.maximum(targets, 1)).astype(norm.dtype)
-        else:  # two means: what is masked of one cannot be told from the sum of their gradients
+        else:  # the gradients are a sum of two means, which cannot be rescaled separately
             drawn_metrics = _drawn_metrics(text_loss, sums.drawn)
             weights = self.objective.language.weight, self.objective.diffusion.weight
             loss = weights[0] * text_loss + weights[1] * drawn_metrics["drawn_loss"]
@@ -450,19 +455,19 @@ class StepFunctions:
         rate = learning_rate(self.optimizer, self.decay_steps, state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         usable = finite & (counted > 0)
-        # Texts alone have nothing to learn where only drawings have a loss: no sign of divergence
+        # If only drawings have a loss, a batch of texts alone is skipped: no sign of divergence
         in_row = state.skipped_in_row + (~usable if self.learns_text else ~finite)
 
         trained, frozen = self.model.trainable.split(state.params)
-        # One factor for both: gradients that are read again are not written first
+        # One factor for rescaling and clipping, so that gradients are not written in between
         scale = rescale * clip_scale(norm, self.optimizer.clip_norm)
         trained, optimizer = self._moved(trained, state.optimizer, grads, scale, rate, usable)
         averages = state.averages
         if averages is not None:
             averages = moved_averages(averages, trained, self.model.ema, state.step, usable)
         expert_counts, routing_metrics = self._routing_after(state, sums, usable)
-        # Steps number batches, and count where an update is skipped, too; the optimizer's own
-        # count stays then, as its moments do.
+        # `step` numbers batches, so it also counts a skipped update, which leaves the optimizer's
+        # own count and moments as they were.
         new = TrainState(
             join(trained, frozen),
             optimizer,
@@ -495,7 +500,8 @@ class StepFunctions:
         rate: Array,
         usable: Array,
     ) -> tuple[Params, Any]:
-        """Trained parameters and the optimizer's state after gradients times `scale`, where they are usable."""
+        """Trained parameters and optimizer state after an update by `scale` times the gradients;
+        unchanged unless `usable`."""
         scaled = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
         updates, moved = optimizer_updates(self.optimizer, scaled, optimizer, trained)
         after = dict(trained)
@@ -511,20 +517,20 @@ class StepFunctions:
     def _routing_after(
         self, state: TrainState, sums: Sums, usable: Array
     ) -> tuple[Array | None, dict[str, Array]]:
-        """(counts of the new state, metrics) of a decoder with experts."""
+        """(expert counts of the new state, metrics of the routing); (None, {}) without experts."""
         experts = self.model.config.language.experts
         if experts is None:
             return None, {}
         if sums.drawn is not None and not self.trains_language:
-            return state.expert_counts, {}  # it runs forward alone, and its routing is not counted
+            return state.expert_counts, {}  # the decoder runs forward only: no routing is counted
         assert sums.routed is not None and state.expert_counts is not None
         expert_counts = sums.routed.counts.sum(0)
-        real = expert_counts.astype(sums.routed.z.dtype)  # whose sums no longer fit 32 bits
+        real = expert_counts.astype(sums.routed.z.dtype)  # floats: sums of these may overflow int32
         # Every token counts `per_token` times in each layer, so one layer tells how many there are.
         tokens = real[0].sum() / experts.per_token
         balance, z = router_means(sums.routed, Routing(state.expert_counts, tokens))
         layout = self.model.layout(LANGUAGE)
-        # Experts of a device are neighbours: [L, devices, experts of each].
+        # The experts of a device are consecutive: [L, devices, experts of each].
         devices = real.reshape(len(expert_counts), layout.size("experts"), -1).sum(2)
         metrics = {
             "balance_loss": balance,
@@ -537,10 +543,12 @@ class StepFunctions:
     def split(
         self, params: Params, phase: str, grads: Params | None = None
     ) -> tuple[Params, Params]:
-        """(trained, frozen) parameters of a phase, for code of one device: gradients of some stay whole there.
+        """(trained, frozen) parameters of a phase, for code of one device. Trained ones may be
+        `Deferred`: their gradients stay whole on the device.
 
         Args:
-          grads: sums of gradients, to which a backward pass adds those of layers; see `accumulated`.
+          grads: the sums so far, to which the backward pass itself adds the gradients of layers;
+            see `accumulated`.
         """
         trained, frozen = self.model.trainable.split(
             {name: params[name] for name in self.model.phases[phase].components}
@@ -550,7 +558,7 @@ class StepFunctions:
 
 
 def _drawn_metrics(text_loss: Array, drawn: FlowSums) -> dict[str, Array]:
-    """What a step tells of a model that draws besides what all tell."""
+    """Metrics of a step that only models that draw have."""
     patches = drawn.patches.sum(0)
     patches_by_time = drawn.patches_by_time.sum(0)
     return {
@@ -564,25 +572,29 @@ def _drawn_metrics(text_loss: Array, drawn: FlowSums) -> dict[str, Array]:
 
 
 def _max_over_mean(counts: Float[Array, "L N"]) -> Float[Array, ""]:
-    """The largest count of a layer over their mean, of the layer where that is worst; 1 where all are zero."""
+    """The largest count of a layer over the layer's mean, in the layer where that is highest; 1 if
+    all counts are zero."""
     means = counts.mean(axis=1)
     return jnp.max(jnp.where(means > 0, counts.max(axis=1) / jnp.maximum(means, 1e-9), 1))
 
 
 def media_slots(rows: LanguageRows) -> PoolSlots:
-    """Where language rows read the tokens of encoders."""
+    """The pool slots from which language rows read encoder tokens."""
     return PoolSlots(rows.media, rows.arrived, rows.order)
 
 
 def states_slots(rows: LanguageRows) -> PoolSlots:
-    """Where language rows write the states that generators read."""
+    """The pool slots into which language rows write the states that generators read."""
     assert rows.states is not None
     return PoolSlots(rows.states, rows.leaving, rows.order)
 
 
 def accumulated(grads: Params, added: Params) -> Params:
-    """Sums of gradients with those of one more microbatch, on devices that see one replica's [1, ...] or
-    all, or have the whole gradient [1, ...] to themselves. To those that are `Summed` it has been added already."""
+    """Sums of gradients plus those of one more microbatch; a `Summed` leaf already is the new sum.
+
+    In code of one device a sum is that of its replica [1, ...], the only one [...], or the device's
+    own whole gradient [1, ...] (`Deferred`).
+    """
 
     def sum_of(total: Array, leaf: Parameter | Summed) -> Array:
         if isinstance(leaf, Summed):

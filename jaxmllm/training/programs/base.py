@@ -1,11 +1,11 @@
-"""What the programs of all runs share: how they are compiled, their shapes, the update and the state.
+"""The base of all kinds of programs: how they are compiled, their shapes, update and state.
 
     shapes --jobs--> Job by ProgramName --compile_jobs--> programs          once, before the first step
     state, batch --gradients (of each kind)--> gradients, sums --update--> state, metrics
 
 Everything is compiled ahead of the first step, so that no step waits for a compiler and a program
-that does not fit the devices is known at once. The jobs need only a mesh, whose devices may be of a
-machine that is not there.
+that does not fit the devices is known at once. The jobs need only a mesh; its devices may be those
+of a machine that is not present.
 """
 
 from __future__ import annotations
@@ -49,22 +49,23 @@ from sharding.rules import Layout
 
 COMPILE_THREADS = os.cpu_count()
 NOTHING_KEPT: Mapping[str, int] = {}
-TOKENS = f"{LANGUAGE}/tokens"  # of a step's statistics
+TOKENS = f"{LANGUAGE}/tokens"  # key in a step's statistics
 
 
 class ProgramName(NamedTuple):
-    """Names one compiled program of a run."""
+    """The name of one compiled program of a run."""
 
     function: str  # what it computes: a method of `StepFunctions` or `Exchange`, or "zero"
     subject: str = ""  # phase that it computes for, or what it makes zeros of
-    # Of its rows, where there are programs for several classes
+    # Row class that it is compiled for, if there is one program for each class
     capacity: int = 0  # slots on each rank
     span: int = 1  # ranks that hold a row together
 
 
 @dataclass(frozen=True)
 class Job:
-    """A program to compile: its arguments' shapes and shardings, those of its result, and what it may overwrite."""
+    """A program to compile: shapes and shardings of its arguments and result, and the numbers of
+    the arguments that it may overwrite."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -88,8 +89,8 @@ def zeros_job(tree: Any) -> Job:
 
 
 def compile_jobs(jobs: Jobs) -> dict[ProgramName, Compiled]:
-    """The compiled programs."""
-    # Tracing is Python and holds its lock; compiling does not
+    """The compiled programs, by name; compiled in threads."""
+    # Tracing holds Python's lock, so it is done here, one job after another; compiling releases it.
     lowered = [job.lower() for job in jobs.values()]
     options = compiler_options(jax.default_backend())
     compile_lowered = partial(jax.stages.Lowered.compile, compiler_options=options)
@@ -99,7 +100,7 @@ def compile_jobs(jobs: Jobs) -> dict[ProgramName, Compiled]:
 
 
 class Evaluated(NamedTuple):
-    """What evaluation batches add up to."""
+    """Totals over evaluation batches."""
 
     sums: Sums  # by rank and source
     failed: jax.Array  # media items that could not be decoded
@@ -109,7 +110,8 @@ class Programs(abc.ABC):
     """The programs of a run: `compile` them, then `put` a batch on the devices, `train` on it or
     `evaluate` it.
 
-    `jobs` is there before anything is compiled: what is, by name. What `put` returns is each kind's own.
+    `jobs`, what will be compiled by name, can be read before anything is compiled. Each kind of
+    programs has its own type of batch, which `put` returns.
     """
 
     def __init__(
@@ -142,8 +144,8 @@ class Programs(abc.ABC):
             for phase, route in spec.routes.items()
         }
         self.attention = attention
-        # Microbatches by phase. Of a frozen tower the features are kept in any case, and a phase without gradients
-        # needs nothing
+        # Microbatches by phase. A frozen tower's features are kept in any case, and a phase without
+        # gradients needs nothing.
         self.kept_residuals = {
             phase: microbatches
             for phase, microbatches in kept_residuals.items()
@@ -152,14 +154,15 @@ class Programs(abc.ABC):
         self.param_dtype = param_dtype
         self.formats = formats
         self.params = self._abstract_params()
-        # Shapes of what is trained, and of its gradients when they are complete
+        # Shapes of the trained parameters, and of their complete gradients
         self.trained, _ = functions.model.trainable.split(self.params)
         self._set_shapes()
         self.compiled: dict[ProgramName, Compiled] = {}
 
     @cached_property
     def state(self) -> TrainState:
-        """Shapes, types and shardings of the state. Like the jobs, made when asked for, since it is traced."""
+        """Shapes, types and shardings of the state; made on first use, like the jobs, because that
+        traces functions."""
         return self._abstract_state(self.params)
 
     @cached_property
@@ -199,12 +202,12 @@ class Programs(abc.ABC):
         sums by rank and source; and the number of media items that could not be decoded.
 
         Args:
-          expert_counts: those of the last step, of a decoder with experts; if not given, of none.
+          expert_counts: with experts, `TrainState.expert_counts`; None stands for zeros.
         """
 
     @abc.abstractmethod
     def evaluate(self, params: Any, batch: Any, evaluated: Evaluated | None = None) -> Evaluated:
-        """Add what a batch comes to, to what others came to (none: zero)."""
+        """Add the totals of a batch to those of earlier batches (None: zeros)."""
 
     def train(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step. Nothing here waits for the devices."""
@@ -212,7 +215,7 @@ class Programs(abc.ABC):
         return self._call("update")(state, gradients, sums, self._planned_targets(batch), failed)
 
     def averaged(self, state: TrainState) -> Any:
-        """Parameters to evaluate: running averages in the place of those that are averaged."""
+        """Parameters to evaluate: running averages in place of the parameters that have them."""
         if state.averages is None:
             return state.params
         return with_averages(state.params, self._call("averaged")(state.averages))
@@ -223,15 +226,16 @@ class Programs(abc.ABC):
 
     @property
     def whole_gradient_bytes(self) -> Mapping[str, int]:
-        """By component whose gradients devices reduce once a step: bytes of their sums on a device."""
+        """Bytes of gradient sums on a device, of each component that reduces them once per step."""
         return {}
 
     def save_schedule(self, batch: HostStep, path: Path) -> None:
-        """Write what a step does in which tick, for `jaxmllm timeline`; nothing without stages."""
+        """Write a step's schedule, tick by tick, for `jaxmllm timeline`; nothing without stages."""
         return
 
     def describe_memory(self) -> list[str]:
-        """Lines that say what devices hold while a step runs, beside the state; nothing without stages."""
+        """Lines that say what devices hold while a step runs, in addition to the state; none
+        without stages."""
         return []
 
     def route_metrics(self, statistics: Mapping[str, float]) -> dict[str, float]:
@@ -253,11 +257,11 @@ class Programs(abc.ABC):
         return np.asarray(batch.host.targets, self._real_dtype)
 
     def _scale(self, weight: float, planned: int) -> np.ndarray:
-        """Of losses whose mean over a planned number of targets has a weight in the objective."""
+        """Factor of a sum of losses in the objective, over `planned` targets or patches."""
         return np.asarray(weight, self._real_dtype) / np.asarray(max(planned, 1), self._real_dtype)
 
     def _routing(self, statistics: Mapping[str, float], counts: Any = None) -> Routing | None:
-        """What the router's losses take, of a decoder with experts, given a step's statistics."""
+        """Inputs of the router losses, given a step's plan statistics; None without experts."""
         shape = self.functions.routing_shape
         if shape is None:
             return None
@@ -276,13 +280,13 @@ class Programs(abc.ABC):
         return state
 
     def from_saved(self, saved: TrainState) -> TrainState:
-        """The state that `to_saved` was made of."""
+        """The inverse of `to_saved`."""
         return saved
 
     # ------------------------------------------------------------------ compiling
 
     def compile(self) -> Self:
-        """Compile all jobs in threads, once: nothing runs before. Returns these programs."""
+        """Compile all jobs in threads, once, before anything runs. Returns self."""
         self.compiled = compile_jobs(self.jobs)
         return self
 
@@ -291,7 +295,8 @@ class Programs(abc.ABC):
         """All programs of the run."""
 
     def _common_jobs(self, gradients: Any) -> Jobs:
-        """Zeroed sums, their totals, the update by `gradients`, and averages as parameters."""
+        """Jobs of all kinds of programs: zeroed sums, their totals, the update by `gradients`, and
+        the cast of averages to parameters."""
         sums = self._abstract_sums()
         failed = self._scalar(np.int32)
         arguments = (self.state, gradients, sums, self._scalar(), failed)
@@ -328,7 +333,7 @@ class Programs(abc.ABC):
 
     @abc.abstractmethod
     def _set_shapes(self) -> None:
-        """Make the shapes that jobs are described by, besides those of the state."""
+        """Set the shapes, except those of the state, that jobs are described by."""
 
     def _abstract_params(self) -> Any:
         return self.functions.model.abstract(self.param_dtype)
@@ -348,7 +353,7 @@ class Programs(abc.ABC):
             for name, component in state.optimizer.items()
         }
         averages = state.averages
-        if averages is not None:  # lying where the parameters do
+        if averages is not None:  # sharded as the parameters are
             averages = jax.tree.map(
                 lambda leaf, like: jax.ShapeDtypeStruct(
                     leaf.shape, leaf.dtype, sharding=like.sharding
@@ -395,14 +400,14 @@ class Programs(abc.ABC):
         return shape and Routing(self._replicated(shape, np.int32), self._scalar())
 
     def _by_rank_and(self, groups: int, phase: str) -> Any:
-        """Losses and counts."""
+        """Shapes of losses and of counts, both [R, groups]."""
         layout = self.layouts[phase]
         make = partial(jax.ShapeDtypeStruct, (layout.ranks, groups), sharding=layout.rows)
         return make(self._real_dtype), make(np.int32)
 
     @property
     def _real_dtype(self) -> Any:
-        """Losses and sums: float32, or float64 when the parameters are."""
+        """Type of losses and sums: float32, or float64 if the parameters are float64."""
         return jnp.promote_types(self.param_dtype, np.float32)
 
     def _scalar(self, dtype: Any = None) -> jax.ShapeDtypeStruct:
@@ -413,7 +418,7 @@ class Programs(abc.ABC):
 
 
 def _totals(sums: Sums) -> Sums:
-    """Sums over the ranks. Those of text are of one type, so that devices meet once."""
+    """Sums over the ranks. Those of text are cast to one type, so that devices communicate once."""
     wide = sums.loss.dtype
     sums = sums._replace(
         targets=sums.targets.astype(wide),

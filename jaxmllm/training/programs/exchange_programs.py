@@ -3,8 +3,8 @@
     encoder pool --hop x hops--> buffer --deliver--> language pool
     d language pool --hop_back x hops--> d buffer --deliver_back--> d encoder pool
 
-Of a generator, the way forward is the way back of these tables: states go from the language pool to its
-own, and their gradients back by what serves encoders forward.
+A generator swaps the directions: states go from the language pool to the generator's pool by the
+tables for gradients of encoders, and their gradients return by the tables for tokens of encoders.
 
 Encoders of equal rank grids share pools and one exchange, which the first of them owns and names.
 """
@@ -33,7 +33,7 @@ Call = Callable[[str, str], Callable[..., Any]]  # function, subject -> compiled
 
 @dataclass(frozen=True)
 class DeviceTables:
-    """`RouteTables` whose arrays are on the devices; for each hop its `arrays`."""
+    """`RouteTables` whose arrays are on the devices; each hop is a tuple, its `arrays`."""
 
     send_forward: list[tuple[jax.Array, ...]]
     gather_forward: jax.Array
@@ -44,10 +44,10 @@ class DeviceTables:
 @dataclass(frozen=True)
 class ExchangePrograms:
     """The exchange that phase `owner` owns. `pool` and `language_pool` are shapes; `trained` says
-    whether gradients go back.
+    whether gradients are sent back.
 
-    Programs are named by the direction of computation: `hop` and `deliver` are those of the way to who
-    reads the tokens.
+    Programs are named by the direction of computation: `hop` and `deliver` bring tokens to the
+    phase that reads them, `hop_back` and `deliver_back` return their gradients.
     """
 
     owner: str
@@ -78,7 +78,7 @@ class ExchangePrograms:
     def deliver(
         self, call: Call, source: TokenPool, target: TokenPool, tables: DeviceTables
     ) -> TokenPool:
-        """The pool of who reads tokens, with those of one round."""
+        """`target`, the pool of the reading phase, plus the tokens of one round."""
         forward, _ = self._directions(tables)
         delivered: TokenPool = self._run(call, "", source, target, *forward)
         return delivered
@@ -86,7 +86,7 @@ class ExchangePrograms:
     def deliver_back(
         self, call: Call, d_target: jax.Array, d_source: jax.Array, tables: DeviceTables
     ) -> jax.Array:
-        """The gradient of the pool of who wrote tokens, with that of one round's."""
+        """`d_source`, the gradient of the writing phase's pool, plus that of one round."""
         _, back = self._directions(tables)
         delivered: jax.Array = self._run(call, "_back", d_target, d_source, *back)
         return delivered
@@ -100,7 +100,7 @@ class ExchangePrograms:
         return call(f"deliver{way}", self.owner)(source, buffer, target, gather)
 
     def _directions(self, tables: DeviceTables) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-        """Hops and gather of the way forward, and of the way back."""
+        """(hops, gather table) of the forward direction, and those of the backward direction."""
         to_language = tables.send_forward, tables.gather_forward
         from_language = tables.send_backward, tables.gather_backward
         return (from_language, to_language) if self.route.outward else (to_language, from_language)
@@ -108,7 +108,7 @@ class ExchangePrograms:
     # ------------------------------------------------------------------ compiling
 
     def jobs(self) -> Jobs:
-        """Programs of both directions; the way back only where gradients go back."""
+        """Programs of both directions; the backward ones only if gradients are sent back."""
         pools = self.pool, self.language_pool
         send_forward, gather_forward, send_backward, gather_backward = self._abstract_tables()
         slots = backend_of(self.route).buffer_slots(self.route)
@@ -158,7 +158,7 @@ class ExchangePrograms:
         }
 
     def _abstract_tables(self) -> tuple[Any, Any, Any, Any]:
-        """Shapes of `DeviceTables`, with those of one hop for each direction."""
+        """Shapes of `DeviceTables`, with one hop for each direction."""
         route = self.route
 
         def hop(pool_slots: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -166,7 +166,8 @@ class ExchangePrograms:
                 self._ints(*shape) for shape in backend_of(route).hop_shapes(route, pool_slots)
             )
 
-        # A hop reads the pool that tokens leave; a gather has an entry for each slot they enter.
+        # A hop's table depends on the pool that tokens leave; a gather has an entry for each slot
+        # of the pool that they enter.
         forward = hop(route.encoder_pool), self._ints(route.language_pool)
         backward = hop(route.language_pool), self._ints(route.encoder_pool)
         return *forward, *backward

@@ -1,12 +1,12 @@
-"""Programs of single microbatches that the host calls: what those of all phases share, and a generator's.
+"""Programs of single microbatches that the host calls: a generator's, and what all phases share.
 
-    language pools --language_states x M--> the same with states
+    language pools --language_states x M--> the same pools with states
         --(hop x hops; deliver) x rounds--> generator pools
-        --draw_loss_and_grad x M--> each state gives its place to its gradient
+        --draw_loss_and_grad x M--> each state replaced by its gradient
         --(hop_back x hops; deliver_back) x rounds--> gradients for language_loss_and_grad
 
-The decoder runs forward for the states, and goes back when their gradients are there: from the residuals of some
-microbatches, as many as memory allows; the others run forward again.
+The decoder runs forward to compute the states, and backward once their gradients have arrived: from
+kept residuals for as many microbatches as memory allows; the others run forward again.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ class DeviceStep:
     """A `HostStep` whose arrays are on the devices."""
 
     host: HostStep
-    rows: dict[str, list[Any]]  # EncoderRows or LanguageRows, by phase and microbatch
+    rows: dict[str, list[Any]]  # EncoderRows, LanguageRows, GeneratorRows: by phase and microbatch
     tables: dict[str, list[DeviceTables]]  # by phase that owns an exchange, and round
 
 
 class GeneratorPrograms(Programs):
-    """Programs whose steps are microbatches, pools and rounds of an exchange; those of generators."""
+    """Programs whose steps consist of microbatches, pools and exchange rounds: the part for
+    generators, and what all phases share."""
 
-    pools: dict[str, TokenPool]  # shapes, by owner of an exchange, and that of the decoder
+    pools: dict[str, TokenPool]  # shapes, by owner of an exchange, and the decoder's
     accumulators: Any  # shapes of the sums of gradients
     _exchange_programs: dict[str, ExchangePrograms]  # by owner
 
@@ -58,9 +59,12 @@ class GeneratorPrograms(Programs):
         drawn: FlowSums | None,
         failed: jax.Array,
     ) -> tuple[Any, FlowSums | None, list[Start], list[jax.Array], jax.Array]:
-        """Gradients with those of generators, their sums, what the decoder's backward pass starts from, by
-        microbatch, gradients of the states that generators have read, by language pool, where the decoder has a use
-        for them, and the items that could not be decoded."""
+        """Run the decoder forward, then all generators forward and backward.
+
+        Returns `gradients` and `drawn` plus those of generators; the start of the decoder's
+        backward pass, by microbatch; gradients of the states that generators read, by language
+        pool, or none if they would train nothing; and `failed` plus the undecodable items.
+        """
         host = batch.host
         states, starts = self._states(params, batch, language_pools, backward=True)
         scale = self._scale(self.functions.objective.diffusion.weight, host.patches)
@@ -97,7 +101,7 @@ class GeneratorPrograms(Programs):
         drawn: FlowSums | None,
         failed: jax.Array,
     ) -> tuple[FlowSums | None, jax.Array]:
-        """Sums of generators, and the items that could not be decoded, added to those given."""
+        """`drawn` plus the sums of generators, and `failed` plus the undecodable items."""
         host = batch.host
         states, _ = self._states(params, batch, language_pools, backward=False)
         for phase in self.generators:
@@ -113,8 +117,11 @@ class GeneratorPrograms(Programs):
     def _states(
         self, params: Any, batch: DeviceStep, language_pools: list[TokenPool], backward: bool
     ) -> tuple[dict[str, list[TokenPool]], list[Start]]:
-        """Run the decoder forward, which leaves states in the language pools: the generators' pools with
-        them, by owner of an exchange, and what its backward pass starts from (by microbatch, if there is one)."""
+        """Run the decoder forward, which writes states into the language pools; deliver them.
+
+        Returns the generators' pools with the states, by owner of an exchange; and the start of the
+        decoder's backward pass, by microbatch (the rows, if there is no `backward`).
+        """
         host = batch.host
         phase_params = self._params_of(params, LANGUAGE)
         starts: list[Start] = []
@@ -124,7 +131,7 @@ class GeneratorPrograms(Programs):
             language_pools[pool], kept = program(phase_params, rows, language_pools[pool])
             starts.append(self.start_of(LANGUAGE, m, rows, kept) if backward else rows)
         states = self._empty_pools(batch, self._owners(self.generators), "")
-        # Rounds are told from encoders' side: here the target is read and the source is filled.
+        # Rounds name pools from the encoders' side: here the target is read, the source filled.
         for owner, pools in states.items():
             exchange = self._exchange_programs[owner]
             for round_, tables in zip(host.rounds[owner], batch.tables[owner], strict=True):
@@ -172,7 +179,7 @@ class GeneratorPrograms(Programs):
         row_format: RowFormat,
         guided: bool = False,
     ) -> GeneratorRows:
-        """Shapes, types and shardings of the rows of a phase, as the config has them."""
+        """Shapes, types and shardings of a generator's rows of one class."""
         return abstract_generator_rows(
             layout,
             row_class.capacity,
@@ -186,14 +193,14 @@ class GeneratorPrograms(Programs):
     # ------------------------------------------------------------------ of all phases
 
     def functions_of(self, phase: str) -> PhaseFunctions:
-        """What the programs of a phase compute."""
+        """Names of the functions that a phase's programs compute."""
         return phase_functions(self.functions, phase, bool(self.kept_residuals.get(phase)))
 
     def start_of(self, phase: str, microbatch: int, rows: Any, kept: Any) -> Start:
-        """What the backward pass of a microbatch of a step starts from, by what its forward pass has kept."""
+        """The start of the backward pass of a step's n-th `microbatch`, given what was kept."""
         start = start_from(rows, kept)
-        # One program runs forward for all microbatches of a class: what it keeps of those beyond
-        # the number is let go here.
+        # One forward program serves all microbatches of a class, so what it keeps for those past
+        # the number to keep is dropped here.
         within = microbatch < self.kept_residuals.get(phase, 0)
         return rows if isinstance(start, KeptResiduals) and not within else start
 
@@ -208,8 +215,9 @@ class GeneratorPrograms(Programs):
     def _empty_pools(
         self, batch: DeviceStep, owners: Iterable[str], prefix: str
     ) -> dict[str, list[Any]]:
-        """Zeroed encoder pools by owner of an exchange, as many as the step needs."""
-        # -1 where no microbatch of the step needs one: then there is no pool.
+        """Zeroed pools of encoders or generators, as many as the step needs, by owner of an
+        exchange; with the prefix "d_" those of their gradients."""
+        # Number of the last pool; -1, so no pool, where no microbatch of the step needs one.
         last_pool: dict[str, int] = dict.fromkeys(owners, -1)
         for phase, owner in self.exchange_owner.items():
             if owner in last_pool:
@@ -230,15 +238,15 @@ class GeneratorPrograms(Programs):
 
 
 def start_from(rows: Any, kept: Any) -> Start:
-    """What a backward pass starts from, by what the forward pass has kept: nothing, features or residuals."""
+    """The start of a backward pass, given what was kept: nothing (None), features or residuals."""
     if kept is None:
         return rows
     return kept if isinstance(kept, KeptFeatures) else KeptResiduals(rows, kept)
 
 
 def _counting(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """A function of (params, rows, ...) that is also given how many items could not be decoded, and adds
-    those of the rows."""
+    """`function` (params, rows, ...) with one more argument and result, the number of items that
+    could not be decoded, to which it adds those of the rows."""
 
     def counting(params: Any, rows: GeneratorRows, *rest: Any) -> tuple[Any, ...]:
         *arguments, failed = rest

@@ -1,9 +1,9 @@
-"""The gradients of a step: where they add up over its microbatches, and the program that makes one of them all.
+"""The gradients of a step: sums over its microbatches, and the program that adds all replicas'.
 
     zero gradients --language_loss_and_grad, encode_grad x M--> sums --add_replicas--> gradients in shards
 
-Sums are by replica of a shard, in at least float32. With `components.*.reduce: step` they are whole, by
-device, as far as a parameter is gathered where it is used.
+Every replica of a shard has its own sum, in at least float32. With `components.*.reduce: step`,
+every device has its own whole sum instead, of each parameter that is gathered where it is used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from sharding.parameters import reduced, row_axes
 
 
 class GradientSums:
-    """Shapes of the sums, `abstract`, for gradients of the shapes of `trained`; and what is done with them."""
+    """The sums of a step's gradients: their shapes (`abstract`), zeros, and their reduction to
+    gradients of the shapes of `trained`."""
 
     def __init__(self, model: MLLM, trained: Params, dtype: Any):
         self._model = model
@@ -38,7 +39,7 @@ class GradientSums:
 
     @property
     def whole_bytes(self) -> dict[str, int]:
-        """By component with whole sums: bytes of all its sums on a device."""
+        """Bytes of all sums of a component on a device, by component with whole sums."""
         components = self._model.components
         return {
             name: sum(
@@ -50,7 +51,7 @@ class GradientSums:
         }
 
     def jobs(self) -> Jobs:
-        """Zeros, and the only program of a step in which replicas communicate."""
+        """Zeroed sums, and the only program of a step in which replicas communicate."""
         jobs: Jobs = {ProgramName("zero", "gradients"): zeros_job(self.abstract)}
         if unfinished := self._unfinished(self.abstract):
             totals = self._unfinished(self._trained)
@@ -63,11 +64,11 @@ class GradientSums:
         return jobs
 
     def finish(self, call: Callable[[str], Callable[..., Any]], sums: Params) -> Params:
-        """The gradients of all devices together."""
+        """The complete gradients, from the sums of all devices."""
         unfinished = self._unfinished(sums)
         if not unfinished:
             return sums
-        # In the order of leaves, in which the map below takes them.
+        # In the order of the leaves, in which the map below consumes them.
         totals = iter(call("add_replicas")(unfinished))
         return jax.tree.map(
             lambda one, abstract, total: one if _same(abstract, total) else next(totals),
@@ -77,12 +78,12 @@ class GradientSums:
         )
 
     def _unfinished(self, tree: Any) -> list[Any]:
-        """What belongs to sums that are not gradients yet, of a tree like those."""
+        """The leaves of a tree like the sums, at those sums that are not gradients yet."""
         trees = map(jax.tree.leaves, (tree, self.abstract, self._trained))
         return [leaf for leaf, sums, total in zip(*trees, strict=True) if not _same(sums, total)]
 
     def _of_component(self, model: MLLM, phase: str, name: str) -> Any:
-        """Of each trained parameter, how its gradient is made of the sums."""
+        """For each trained parameter of a component, the function from its sums to its gradient."""
         component = model.by_device(phase).components[name]
 
         def leaf(total: Any, axes: ParameterAxes) -> Callable[[jax.Array], jax.Array]:
@@ -98,10 +99,10 @@ class GradientSums:
 
 
 def _same(sums: Any, total: Any) -> bool:
-    """Whether sums of gradients are the gradient: one replica has them, in the type of the parameter."""
+    """Whether sums already are the gradient: one replica, and the type of the parameter."""
     return (sums.shape, sums.dtype) == (total.shape, total.dtype)
 
 
 def _added_replicas(total: Any, sums: jax.Array) -> jax.Array:
-    """Sums by replica [replicas, ...], or of the only one [...] -> the gradient."""
+    """The gradient, from sums by replica [replicas, ...] or the sum of the only replica [...]."""
     return (sums.sum(0) if sums.ndim > total.ndim else sums).astype(total.dtype)

@@ -1,6 +1,6 @@
-"""Which functions a run without stages compiles for the microbatches of a phase.
+"""The functions that a run without stages compiles for the microbatches of a phase.
 
-Programs are made of this list (phased.py), and what a cluster would take for them is counted by it (cluster/).
+phased.py makes programs of this list, and cluster/ predicts their memory from it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class PhaseFunctions(NamedTuple):
     evaluate: str = ""  # the loss alone
 
     def backward_from(self, start: Start) -> str:
-        """The function that starts from this."""
+        """The name of the backward function that starts from `start`."""
         return self.backward_kept if isinstance(start, KeptResiduals) else self.backward
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that there are."""
+        """The names that are not empty."""
         return tuple(filter(None, self))
 
 

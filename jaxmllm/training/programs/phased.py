@@ -6,18 +6,19 @@ no program is ever compiled again:
     zero pools; encode x M; (hop x hops; deliver) x rounds; language_loss_and_grad x M;
     (hop_back x hops; deliver_back) x rounds; encode_grad x M; add_replicas; update
 
-Pools are a step's largest buffers besides the state, and two kinds of them lie in memory at a time, of all media
-tokens of the step (E of encoders, L of the language model; the exchange has a buffer of a round beside them):
+Pools are a step's largest buffers after the state. At most two kinds of them are in memory at a
+time, each for all media tokens of the step (E of encoders, L of the language model, d of
+gradients); an exchange adds the buffer of a round:
 
     encode                  E
-    hop, deliver            E, L                  E goes when its rounds are delivered
-    language_loss_and_grad     L                  each token gives its place to its gradient: one row reads it
-    hop_back, deliver_back  dE, L                 L goes when its rounds are delivered
-    encode_grad             dE                    goes before `add_replicas`
+    hop, deliver            E, L                  E is freed when its rounds are delivered
+    language_loss_and_grad     L                  each gradient replaces its token: one row reads it
+    hop_back, deliver_back  dE, L                 L is freed when its rounds are delivered
+    encode_grad             dE                    is freed before `add_replicas`
 
-Where memory allows, `encode` leaves residuals, and those of a step's first microbatches stay for
-`encode_grad_kept`; the others run forward again in `encode_grad`. So do `language_states` and
-`language_loss_and_grad_kept`, where a generator reads what the decoder yields.
+Where memory allows, `encode` returns residuals. Those of a step's first microbatches are kept for
+`encode_grad_kept`; the other microbatches run forward again in `encode_grad`. `language_states` and
+`language_loss_and_grad_kept` do the same where a generator reads the decoder's states.
 """
 
 from __future__ import annotations
@@ -66,23 +67,24 @@ from sharding.parameters import map_rows, results_of_devices
 
 
 class PhaseBuffers(NamedTuple):
-    """What the programs of one phase read and overwrite besides parameters and rows; see `PhasedPrograms.forward`."""
+    """Buffers that the programs of one phase read and overwrite, in addition to parameters and
+    rows; see `PhasedPrograms.forward`."""
 
     pool: TokenPool  # that encoders write, and that the language model reads and overwrites with gradients
-    # Gradients of what another phase has read; none where they would train nothing
+    # Gradients of the tokens or states that another phase read; None where they would train nothing
     d_pool: jax.Array | None
     gradients: Any  # of the phase's trainable components
     sums: Sums | FlowSums | None  # of the decoder, or of a generator
     failed: jax.Array
-    # What the backward pass starts from, where another phase reads what this one computes
+    # Start of the backward pass, for a phase whose result another phase reads
     saved: Any = None
 
 
 class PhasedPrograms(GeneratorPrograms):
     """Programs of single microbatches, which the host calls phase after phase.
 
-    Of each phase of two passes, `kept_residuals` microbatches of a step run forward once: what they
-    leave for their backward pass stays in memory until then.
+    In a phase with separate forward and backward programs, the first `kept_residuals` microbatches
+    of a step run forward only once: their residuals stay in memory until their backward pass.
     """
 
     # ------------------------------------------------------------------ running
@@ -115,14 +117,14 @@ class PhasedPrograms(GeneratorPrograms):
         sums by rank and source; and the number of media items that could not be decoded.
 
         Args:
-          expert_counts: those of the last step, of a decoder with experts; if not given, of none.
+          expert_counts: with experts, `TrainState.expert_counts`; None stands for zeros.
         """
         host = batch.host
         pools, saved_for_backward, failed = self._encode(
             params, batch, self._zeros("failed"), backward=True
         )
         gradients = self._zeros("gradients")
-        # Programs of the decoder take sums without `drawn`, which those of generators add to.
+        # The decoder's programs take sums without `drawn`, to which only generators' programs add.
         sums = self._zeros("sums")
         sums, drawn = sums._replace(drawn=None), sums.drawn
         d_states: list[jax.Array] = []
@@ -162,7 +164,7 @@ class PhasedPrograms(GeneratorPrograms):
     def evaluate(
         self, params: Any, batch: DeviceStep, evaluated: Evaluated | None = None
     ) -> Evaluated:
-        """Add what a batch comes to, to what others came to (none: zero)."""
+        """Add the totals of a batch to those of earlier batches (None: zeros)."""
         host = batch.host
         sums, failed = evaluated or self._nothing_evaluated()
         sums, drawn = sums._replace(drawn=None), sums.drawn
@@ -187,8 +189,12 @@ class PhasedPrograms(GeneratorPrograms):
         failed: jax.Array,
         backward: bool,
     ) -> tuple[list[TokenPool], dict[str, list[Start]], jax.Array]:
-        """Language pools with all media tokens, what the backward pass of each encoder starts from
-        (by microbatch, if there is one), and the items that could not be decoded, added to `failed`."""
+        """Encode all media and deliver their tokens.
+
+        Returns the language pools with all media tokens; the start of every microbatch's backward
+        pass, by encoder (the rows, if there is no `backward`); and `failed` plus the items that
+        could not be decoded.
+        """
         host = batch.host
         encoder_pools = self._empty_pools(batch, self._owners(self.encoders), "")
         saved_for_backward: dict[str, list[Start]] = {}
@@ -208,7 +214,7 @@ class PhasedPrograms(GeneratorPrograms):
         pool_count = max(host.pools[LANGUAGE], default=0) + 1
         language_pools = [self._zeros(LANGUAGE) for _ in range(pool_count)]
         for owner in list(encoder_pools):
-            pools = encoder_pools.pop(owner)  # held by nothing else, as in `_return`
+            pools = encoder_pools.pop(owner)  # the only reference: freed after these rounds
             exchange = self._exchange_programs[owner]
             for round_, tables in zip(host.rounds[owner], batch.tables[owner], strict=True):
                 language_pools[round_.target] = exchange.deliver(
@@ -219,8 +225,8 @@ class PhasedPrograms(GeneratorPrograms):
     def _return(
         self, batch: DeviceStep, language_pools: list[TokenPool]
     ) -> dict[str, list[jax.Array]]:
-        """Gradients of the encoder pools, by owner of an exchange that has something to train; of the language
-        pools, whose tokens are gradients by now and which are gone afterwards."""
+        """Gradients of the encoder pools, by owner of an exchange that carries gradients. They come
+        from `language_pools`, whose tokens have been replaced by gradients; the list is emptied."""
         trained = [owner for owner in self.trained_exchanges if owner in self.encoders]
         d_encoder = self._empty_pools(batch, trained, "d_")
         for owner, d_pools in d_encoder.items():
@@ -243,23 +249,23 @@ class PhasedPrograms(GeneratorPrograms):
         sums: Sums,
         routing: Routing | None,
     ) -> tuple[Any, Sums]:
-        """Gradients and sums with those of the decoder; in the pools, gradients take the place of the tokens that its
-        rows have read.
+        """`grads` and `sums` plus those of the decoder. In `pools`, gradients replace the tokens
+        that its rows have read.
 
         Args:
-          d_states: gradients of the states that a generator has read, by pool; empty if none did.
+          d_states: gradients of the states that generators read, by pool; empty if none flow back.
         """
         host = batch.host
         phase_params = self._params_of(params, LANGUAGE)
         names = self.functions_of(LANGUAGE)
         scale = self._scale(self.functions.objective.language.weight, host.targets)
         for m in range(len(starts)):
-            start = starts.pop(0)  # held by nothing else: its memory is free after the program
+            start = starts.pop(0)  # the only reference: its memory is free after the program
             pool = host.pools[LANGUAGE][m]
             program = self._of_microbatch(names.backward_from(start), LANGUAGE, host, m)
             pools[pool], grads, sums = program(
                 *(phase_params, start, pools[pool], scale, grads, sums, routing),
-                # No argument at all where there are none, as the program was compiled.
+                # Left out, not None, where there are none: so the program was compiled.
                 *d_states[pool : pool + 1],
             )
         return grads, sums
@@ -277,7 +283,7 @@ class PhasedPrograms(GeneratorPrograms):
         phase_params = self._params_of(params, phase)
         names = self.functions_of(phase)
         for m in range(len(saved)):
-            start = saved.pop(0)  # held by nothing else: its memory is free after the program
+            start = saved.pop(0)  # the only reference: its memory is free after the program
             d_pool = d_pools[host.pools[phase][m]]
             pool_offset = np.int32(host.pool_offsets[phase][m])
             program = self._of_microbatch(names.backward_from(start), phase, host, m)
@@ -285,12 +291,13 @@ class PhasedPrograms(GeneratorPrograms):
         return grads
 
     def route_metrics(self, statistics: Mapping[str, float]) -> dict[str, float]:
-        """What a step moves between ranks one way, of its plan statistics:
-        `route/<owner>/bytes_moved` from rank to rank in the exchanges, padding and second legs
-        included, `route/<owner>/node_bytes` of tokens that change node, and
-        `<phase>/gathered_bytes` of keys and values that ranks receive of one another in shared
-        rows, forward only: their gradients go back the same way, and what is computed again
-        gathers again."""
+        """Bytes that a step moves between ranks in one direction, from its plan statistics.
+
+        `route/<owner>/bytes_moved`: from rank to rank in the exchanges, padding and second legs
+        included. `route/<owner>/node_bytes`: tokens that change node. `<phase>/gathered_bytes`:
+        keys and values that ranks receive from one another in shared rows, in the forward pass
+        only; their gradients return the same way, and recomputation gathers again.
+        """
         metrics: dict[str, float] = {}
         for owner in self._exchange_programs:
             leaves = jax.tree.leaves(self.pools[owner])
@@ -328,7 +335,8 @@ class PhasedPrograms(GeneratorPrograms):
     def forward(
         self, phase: str, params: Any, rows: Any, row_class: RowClass, buffers: PhaseBuffers
     ) -> PhaseBuffers:
-        """Run one microbatch of a phase forward. The given buffers are used up: pass on those returned."""
+        """Run one microbatch of a phase forward. The given buffers are overwritten: use those
+        returned."""
         names = self.functions_of(phase)
         program = self._call(names.forward or names.evaluate, phase, *row_class)
         inputs = self._params_of(params, phase), rows, buffers.pool
@@ -346,8 +354,8 @@ class PhasedPrograms(GeneratorPrograms):
     def backward(
         self, phase: str, params: Any, rows: Any, row_class: RowClass, buffers: PhaseBuffers
     ) -> PhaseBuffers:
-        """Run the same microbatch backward, after `forward`. Where no other phase reads what a phase computes, its loss
-        and gradients are one program, in which the forward pass runs again."""
+        """Run the same microbatch backward, after `forward`. Where no other phase reads a phase's
+        result, one program computes its loss and gradients, and runs the forward pass again."""
         names = self.functions_of(phase)
         start = buffers.saved if names.forward else rows
         program = self._call(names.backward_from(start), phase, *row_class)
@@ -358,7 +366,7 @@ class PhasedPrograms(GeneratorPrograms):
         if phase in self.encoders:
             gradients = program(*inputs, buffers.d_pool, first_slot, gradients)
             return buffers._replace(gradients=gradients)
-        scale = np.asarray(1e-6, self._real_dtype)
+        scale = np.asarray(1e-6, self._real_dtype)  # any value: these passes are only timed
         if phase in self.generators:
             pool, gradients, sums, failed = program(
                 *(*inputs, buffers.pool, first_slot, scale, gradients, sums, buffers.failed)
@@ -433,7 +441,7 @@ class PhasedPrograms(GeneratorPrograms):
                 bool(self.generators),
                 self.attention.runs.get(LANGUAGE),
             )
-            # A program for microbatches that start from residuals, one for those that do not.
+            # One program for microbatches that start from rows, one for those with residuals.
             starts: list[Start] = [rows] if names.backward else []
             if names.forward:
                 inputs = (params, rows, pool)
@@ -543,7 +551,7 @@ class PhasedPrograms(GeneratorPrograms):
 def _decoding(
     functions: StepFunctions, arguments: tuple[Any, ...], keeps: bool
 ) -> tuple[Callable[..., Any], Any]:
-    """`language_states`, and what it keeps on all devices, if it does."""
+    """`language_states`, and shapes of what it keeps on all devices; None if it keeps nothing."""
     states = partial(functions.by_device(LANGUAGE).language_states, keeps=keeps)
     if not keeps:
         return states, None
@@ -554,7 +562,7 @@ def _decoding(
 def _encoding(
     functions: StepFunctions, phase: str, arguments: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], KeptFeatures | None]:
-    """`encode`, and what it keeps: the features of a frozen tower, or nothing."""
+    """`encode`, and shapes of what it keeps: the features of a frozen tower, or None."""
     encode = partial(functions.encode, phase)
     _, kept, _ = jax.eval_shape(encode, *arguments)
     if kept is not None:
@@ -569,7 +577,7 @@ def _encoding(
 def _keeping(
     functions: StepFunctions, phase: str, params: Any, rows: Any, pool: Any
 ) -> tuple[Callable[..., Any], Any]:
-    """`encode` that keeps residuals, and those of all devices."""
+    """An `encode` that keeps residuals, and the shapes of those on all devices."""
     layout = functions.model.layout(phase)
     on_device = partial(functions.by_device(phase).tokens_and_residuals, phase)
     tokens = jax.eval_shape(partial(functions.tokens, phase), params, rows)

@@ -3,7 +3,7 @@
     rows, pools --encode, language_states, exchange--> generator pools         as in training, forward alone
     rows --first_patches--> noise --draw_step x steps--> patches               of each microbatch
 
-Times and guidance are numbers that programs are given, so that any of them are served by the same ones.
+Times and guidance are arguments of the programs, so the same programs serve any of them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from jaxmllm.training.programs.phased import PhasedPrograms
 
 
 class SamplingPrograms(PhasedPrograms):
-    """Programs of a model of which nothing is trained, and without a loss of text.
+    """Programs that draw with a model of which nothing is trained, and in which text has no loss.
 
     Args:
-      guided: whether items lie with and without conditions; else a guidance is not read.
+      guided: whether rows hold each item with and without conditions; else guidance is not used.
     """
 
     def __init__(self, *given: Any, guided: bool = True):
@@ -37,10 +37,11 @@ class SamplingPrograms(PhasedPrograms):
     def draw(
         self, params: Any, batch: DeviceStep, times: Sequence[float], guidance: float
     ) -> Iterator[tuple[Row, np.ndarray]]:
-        """Rows of generators as the host has filled them, and their patches [R / g, g * C, F] when they are drawn.
+        """Yield each microbatch of generator rows, as the host filled it, with its drawn patches
+        [R / g, g * C, F].
 
         Args:
-          times: from 1, noise, to 0, before they are shifted.
+          times: from 1 (noise) to 0, before they are shifted.
         """
         host = batch.host
         time_arrays = [np.asarray(time, self._real_dtype) for time in times]

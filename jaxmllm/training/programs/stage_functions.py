@@ -1,7 +1,9 @@
 """A step's mathematics in stages: every phase as a component of the pipeline executor.
 
-rows --first--> x --layer, layer, ..--> x --last--> tokens of an encoder; states of a decoder that a generator
-                                                    reads, loss and sums where it has one; loss and sums of that
+rows --first--> x --layer, layer, ..--> x --last--> encoder: tokens
+                                                    decoder: states if a generator reads them; if
+                                                             text has a loss, loss and sums
+                                                    generator: loss and sums
 """
 
 from __future__ import annotations
@@ -39,34 +41,36 @@ from sharding.rules import Layout
 
 
 class Activation(NamedTuple):
-    """What goes from one chunk of the decoder to the next."""
+    """The result of one chunk of the decoder, which the next chunk reads."""
 
     hidden: Float[Array, "R C D"]
     valid: Float[Array, "R C"]  # 0 where a media token could not be computed
-    # Over the layers so far, [R, L, ...], of a decoder with experts: real numbers all, for gradients come back
+    # With experts: sums over the layers so far, [R, L, ...]; all floats, as gradients flow back
     routed: RouterSums | None = None
 
 
 class Drawing(NamedTuple):
-    """What goes from one chunk of a generator to the next."""
+    """The result of one chunk of a generator, which the next chunk reads."""
 
     drawn: Drawn
     valid: Float[Array, "R C"]  # 0 where a state that is read could not be computed
 
 
 class LossConstants(NamedTuple):
-    """What losses take from outside of the pipeline."""
+    """Inputs of the losses from outside the pipeline."""
 
-    scale: Any  # what the sum over targets is multiplied by
+    scale: Any  # factor of the sum over targets
     routing: Routing | None = None  # of a decoder with experts, in training
-    drawn_scale: Any = None  # with a generator, what the sum over patches is multiplied by
+    drawn_scale: Any = None  # with a generator, factor of the sum over patches
 
 
 class StageFunctions:
-    """A step's mathematics as components of the executor, for code inside manual axes: stages and
-    those of rows.
+    """A step's mathematics as components of the executor, whose code runs inside manual axes: the
+    stages and the axes of rows.
 
-    classes: of the rows of each phase.
+    Args:
+      manual: the axes of rows.
+      classes: row classes of each phase.
     """
 
     def __init__(
@@ -91,18 +95,18 @@ class StageFunctions:
 
     @property
     def _dtype(self) -> Any:
-        """Of tokens and states that go from one phase to another."""
+        """Type of the tokens and states that one phase sends to another."""
         return self.model.components[LANGUAGE].dtype
 
     @property
     def group(self) -> Layout:
-        """Layout of language rows that as many ranks hold as ever share a row of any phase: what one of
-        these ranks encodes, all of them may read."""
+        """Layout of language rows with the largest span of any phase: what one rank of such a group
+        encodes, all of its ranks may read."""
         widest = max(row_class.span for of_phase in self.classes.values() for row_class in of_phase)
         return self.model.layout(LANGUAGE).spanned(widest).inside(STAGE, *self.manual)
 
     def components(self) -> Components:
-        """Encoders in model order, language, then its generator."""
+        """By phase (encoders in model order, language, its generator), a component by row class."""
         return tuple(
             tuple(self._component(phase, row_class.span) for row_class in self.classes[phase])
             for phase in self.model.phases
@@ -138,7 +142,8 @@ class StageFunctions:
             trained, frozen = trainable.split(
                 {name: params[name] for name in self.model.phases[phase].components},
             )
-            # Windows and numbers reach each layer as parameters do, so they lie with frozen ones.
+            # Window flags and layer numbers reach each layer as parameters do, so they are put with
+            # the frozen ones.
             layers.append(
                 Params(
                     _layers_of(trained),
@@ -153,21 +158,22 @@ class StageFunctions:
         )
 
     def _windowed(self, phase: str) -> Bool[Array, "S K L"] | None:
-        """Which layers of a phase attend in windows, where any do: a part of their frozen
-        parameters."""
+        """Which layers of a phase attend in windows, passed with their frozen parameters; None if
+        no layer does."""
         windows = self.model.config.windows
         if phase not in windows:
             return None
         return self.stage_layers[phase].staged(jnp.array(windows[phase].windowed)).astype(bool)
 
     def _numbers(self, phase: str) -> Int[Array, "S K L"] | None:
-        """Numbers of a phase's layers, where something goes beside what they yield: likewise."""
+        """Numbers of a phase's layers, passed in the same way; None unless a layer adds to values
+        that are carried next to its result (features for deepstack, sums over the routing)."""
         shapes = getattr(self.model.config, phase)
         routes = phase == LANGUAGE and self.functions.routing_shape is not None
         if self.model.config.carried_width(phase) == shapes.width and not routes:
             return None
         index = self.stage_layers[phase].index
-        return jnp.where(index < 0, shapes.layers, index)  # nothing is added after what is no layer
+        return jnp.where(index < 0, shapes.layers, index)  # no layer: a number that adds nothing
 
     def gradients(self, layers: tuple[Any, ...], outer: tuple[Any, ...]) -> dict[str, Any]:
         """The executor's gradients by trained component."""
@@ -245,7 +251,7 @@ class StageFunctions:
     def _arrived(
         self, layout: Layout, rows: LanguageRows, media: tuple[TokenPool, ...]
     ) -> TokenPool:
-        """The media tokens that language rows hold, at their slots: [R, C, ...]."""
+        """The media tokens of language rows, at their slots: [R, C, ...]."""
         if media:
             return media_slots(rows).take(layout, of_group(self.group, _joined(media)))
         shape = rows.tokens.shape
@@ -271,6 +277,7 @@ class StageFunctions:
         def last(outer: Params, x: Drawing, rows: GeneratorRows) -> tuple[Array, FlowSums]:
             constants: LossConstants = outer.frozen[1]
             predicted = model.finish_drawing(_outer_params(outer), phase, rows, x.drawn)
+            # The same noise as in `first`, made again from its keys.
             patches = noisy_patches(layout, rows, drawing.dtype)
             total, sums = drawing.losses(rows, patches, predicted, x.valid)
             total *= constants.drawn_scale
@@ -281,7 +288,7 @@ class StageFunctions:
         )
 
     def _not_routed(self, rows: int) -> RouterSums | None:
-        """Zeros for the sums over the routing of rows, of a decoder with experts."""
+        """Zeroed sums over the routing of rows; None without experts."""
         shape = self.functions.routing_shape
         if shape is None:
             return None
@@ -291,7 +298,7 @@ class StageFunctions:
         return RouterSums(by_expert, by_expert, jnp.zeros((rows, layers), dtype))
 
     def _checkpointed(self, phase: str, layer: Callable[..., Any]) -> Callable[..., Any]:
-        """The layer, of which the executor keeps what `remat` of its component says."""
+        """The layer, of which the executor keeps what its component's `remat` says."""
         return checkpointed(layer, self.model.components[phase].settings.remat, in_loop=True)
 
 
@@ -302,13 +309,14 @@ def _text_losses(
     hidden: Float[Array, "R C D"],
     rows: LanguageRows,
 ) -> tuple[Array, Sums]:
-    """What gradients are taken of, and the sums of language rows, from what the last layer yields and its norm."""
+    """The objective to differentiate and the sums of language rows, from the last layer's result
+    `x` and its norm `hidden`."""
     constants: LossConstants = outer.frozen[1]
     head = functions.model.head(_outer_params(outer))
     total, sums = functions.losses(hidden, head, rows, x.valid)
     total *= constants.scale
     if x.routed is not None:
-        # They came from chunk to chunk as real numbers, like all of an `Activation`.
+        # Counts were carried from chunk to chunk as floats, like all of an `Activation`.
         expert_counts = jnp.round(x.routed.counts).astype(jnp.int32)
         routed = x.routed._replace(counts=expert_counts)
         sums = sums._replace(routed=functions.routed_sums(routed))
@@ -318,12 +326,12 @@ def _text_losses(
 
 
 def _of_rows(layout: Layout, sums: Any) -> Any:
-    """Sums over rows, each on the first of the ranks that hold the row."""
+    """Sums over rows, on the first of the devices that hold a row's parts; zero on the others."""
     return jax.tree.map(lambda by_row: on_first_part(layout, by_row.sum(0)), sums)
 
 
 def _with_layer(sums: RouterSums, of_layer: RouterSums, number: Int[Array, ""]) -> RouterSums:
-    """Sums by layer [R, L, ...] with those of one; what is no layer has the number L."""
+    """Sums by layer [R, L, ...] plus those of layer `number`; number L, no layer, adds nothing."""
     added: RouterSums = jax.tree.map(
         lambda total, own: total.at[:, number].add(own.astype(total.dtype), mode="drop"),
         sums,
@@ -333,7 +341,7 @@ def _with_layer(sums: RouterSums, of_layer: RouterSums, number: Int[Array, ""]) 
 
 
 def _spec(layout: Layout, *axes: str) -> PartitionSpec | None:
-    """How arrays lie on the axes that are not manual; none where all are."""
+    """How arrays are split over the axes that are not manual; None if all axes are."""
     if layout.manual_axes == set(layout.mesh.axis_names):
         return None
     return layout.spec(axes)
@@ -358,7 +366,7 @@ def _outer_params(outer: Params) -> dict[str, Any]:
 
 
 def _joined(media: tuple[TokenPool, ...]) -> TokenPool:
-    """The tokens of all rows that a microbatch reads, end to end: [R, W, ...]."""
+    """The tokens of all rows that a microbatch reads, concatenated: [R, W, ...]."""
     pools = [jax.tree.map(_concat_rows, tokens) for tokens in media]
     return TokenPool(*(jnp.concatenate(leaves, axis=1) for leaves in zip(*pools, strict=True)))
 

@@ -1,4 +1,4 @@
-"""Where the layers of a component lie on the stages of a pipeline, and the way there and back.
+"""The stage of each layer of a component in a pipeline, and conversions in both directions.
 
 [layers, ...]  <--joined-- --staged-->  [S, K, L, ...]: K chunks of up to L layers on each stage
 """
@@ -24,7 +24,7 @@ class StageLayers:
 
     @staticmethod
     def of(stages: int, chain: Chain) -> StageLayers:
-        """The layers as a ring lays them."""
+        """The layers of a chain, placed as its ring says."""
         index = np.full((stages, chain.chunks_per_rank, max(1, *chain.layers)), -1, np.int32)
         begin = 0
         for depth, (stage, layer_count) in enumerate(zip(chain.stages, chain.layers, strict=True)):
@@ -41,6 +41,6 @@ class StageLayers:
     def joined(self, leaf: jax.Array) -> jax.Array:
         """[S, K, L, ...] -> [layers, ...]"""
         index = self.index.reshape(-1)
-        # Where in [S * K * L] the layers lie, in their own order.
+        # Positions of the layers in [S * K * L], in the layers' own order.
         positions = np.flatnonzero(index >= 0)[np.argsort(index[index >= 0])]
         return jnp.take(leaf.reshape(-1, *leaf.shape[3:]), positions, axis=0)

@@ -4,11 +4,11 @@ others.
     HostStep --put--> rows [M, R, ...] of each class, and schedule table, of every run
     state    --gradients: the executor, once per run--> gradients, sums --update--> state
 
-Layers lie as [S, K, L, ...], K chunks of up to L layers on each stage. Other parameters (embedding,
-head, projectors) and their optimizer states are split over the stages where they can be; a run of
-the executor gathers them once and adds their gradients once. (A psum_scatter over the stages by hand
-would gather what the automatic axes split.) A schedule is data (docs/pipelines.md), so the executor
-is compiled once for training and once for evaluation.
+Layers are stored as [S, K, L, ...]: K chunks of up to L layers on each stage. Other parameters
+(embedding, head, projectors) and their optimizer states are split over the stages where they can
+be; a run of the executor gathers them once and adds their gradients once. (A hand-written
+psum_scatter over the stages would gather what the automatic axes split.) A schedule is data
+(docs/pipelines.md), so the executor is compiled once for training and once for evaluation.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ NOTHING_TRAINED = Trainable(frozenset(), {})
 
 @dataclass(frozen=True)
 class StagedStep:
-    """A `HostStep` on the devices: rows by phase and table of every run of the executor."""
+    """A `HostStep` on the devices: rows by phase, and the table, of each run of the executor."""
 
     host: HostStep
     runs: list[tuple[dict[str, Any], TableArrays]]
 
 
 class StagedPrograms(Programs):
-    """`Programs` of a model in stages."""
+    """The programs of a model in pipeline stages."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class StagedPrograms(Programs):
         batch: StagedStep,
         evaluated: Evaluated | None = None,
     ) -> Evaluated:
-        """Add what a batch comes to, to what others came to (none: zero)."""
+        """Add the totals of a batch to those of earlier batches (None: zeros)."""
         evaluated = evaluated or self._nothing_evaluated()
         for rows, table in batch.runs:
             evaluated = self._call("evaluate")(params, rows, table, evaluated)
@@ -156,8 +156,8 @@ class StagedPrograms(Programs):
 
     @property
     def held(self) -> Held:
-        """What a device holds from tick to tick while a table of training runs, but for the sums of
-        gradients."""
+        """Bytes that a device holds from tick to tick while it runs a table of training, without
+        the sums of gradients."""
         held: list[Held] = []
         rows = self.rows
 
@@ -175,13 +175,14 @@ class StagedPrograms(Programs):
                 )
             )
 
-        # Traced, for `inputs` computes with what are shapes here; the result leaves by the list.
+        # `inputs` computes with parameters, of which there are only shapes here: so `record` is
+        # traced. Its result is no array, and leaves through the list.
         jax.eval_shape(record, self.params, self._abstract_constants())
         return held[-1]
 
     @property
     def held_sums(self) -> int:
-        """Bytes of the sums of gradients on a device, at least in float32."""
+        """Bytes of the sums of gradients on a device, in at least float32."""
         trained, _ = self.functions.model.trainable.split(self._gathered_params())
         return sum(
             math.prod(leaf.sharding.shard_shape(leaf.shape))
@@ -190,7 +191,7 @@ class StagedPrograms(Programs):
         )
 
     def describe_memory(self) -> list[str]:
-        """What the tables of this run may fill, and what that takes."""
+        """Lines that say what the tables of this run may fill, and the memory that it takes."""
         held = self.held
         slots = sum(held.pools.values())
         boxes = sum(held.boxes.values()) + held.media
@@ -214,16 +215,16 @@ class StagedPrograms(Programs):
 
     @property
     def saved_state(self) -> TrainState:
-        """As without stages, each array split over them where it can be."""
+        """The state as without stages, each array also split over the stages where it can be."""
         params = self.functions.model.abstract(self.param_dtype)
         return self._abstract_state(jax.tree.map(self._over_stages, params))
 
     def to_saved(self, state: TrainState) -> TrainState:
-        """The state with the layers of a component one after another."""
+        """The state with the layers of each component in one sequence, [layers, ...]."""
         return self._call("to_saved")(state)
 
     def from_saved(self, saved: TrainState) -> TrainState:
-        """The state with the layers on their stages."""
+        """The state with the layers on their stages, [S, K, L, ...]."""
         return self._call("from_saved")(saved)
 
     def _on_layers(
@@ -232,13 +233,14 @@ class StagedPrograms(Programs):
         change: Callable[[StageLayers, Any], Any],
         change_other: Callable[[Any], Any] = lambda leaf: leaf,
     ) -> Any:
-        """Change the leaves of all stacked layers, wherever in the tree these are, and all others."""
+        """Apply `change` to the leaves of all stacked layers, anywhere in the tree, and
+        `change_other` to all other leaves."""
 
         def visit(path: tuple[Any, ...], leaf: Any) -> Any:
             keys = [key.key for key in path if isinstance(key, DictKey)]
             for component, key in itertools.pairwise(
                 keys,
-            ):  # an optimizer's own levels lie between the two
+            ):  # adjacent here, since an optimizer's own levels in between are no dicts
                 phase = component.removeprefix(ADAPTER)
                 if key == LAYERS and phase in self.stage_layers:
                     return change(self.stage_layers[phase], leaf)
@@ -247,16 +249,16 @@ class StagedPrograms(Programs):
         return jax.tree.map_with_path(visit, tree)
 
     def staged(self, tree: Any) -> Any:
-        """A tree like parameters, with layers one after another -> on their stages."""
+        """A tree like parameters, its layers moved to stages: [layers, ...] -> [S, K, L, ...]."""
         return self._on_layers(tree, lambda layers, leaf: layers.staged(leaf))
 
     def joined(self, tree: Any) -> Any:
-        """A tree like parameters, with layers on their stages -> one after another."""
+        """The inverse of `staged`: [S, K, L, ...] -> [layers, ...]."""
         return self._on_layers(tree, lambda layers, leaf: layers.joined(leaf))
 
     def _over_stages(self, leaf: Any) -> Any:
-        """The shape of an array, split over the stages as well along an axis that allows it: one that
-        nothing splits, if there is one."""
+        """The shape of an array, split also over the stages along an axis that allows it, if there
+        is one: preferably an axis that nothing else splits."""
         spec: list[Any] = [*leaf.sharding.spec, *[None] * (leaf.ndim - len(leaf.sharding.spec))]
         shard_shape = leaf.sharding.shard_shape(leaf.shape)
         stages = self.mesh.shape[STAGE]
@@ -265,7 +267,7 @@ class StagedPrograms(Programs):
             return leaf
         axis = min(divisible, key=lambda axis: spec[axis] is not None)
         names = spec[axis] or ()
-        # Innermost, so that a device's part is a part of what it holds of the gathered array
+        # Innermost, so that a device's part is within its shard of the gathered array
         spec[axis] = (*((names,) if isinstance(names, str) else names), STAGE)
         sharding = NamedSharding(self.mesh, P(*spec))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -361,7 +363,7 @@ class StagedPrograms(Programs):
         return StageFunctions(self.functions, self._row_axes, self.stage_layers, classes)
 
     def _sums(self, by_component: tuple[Any, ...]) -> Sums:
-        """Sums [N] of all ranks and components as those of the first of R."""
+        """Sums [N] over all ranks, by component, as `Sums` [R, N] with all on the first rank."""
         sums_by_phase = dict(zip(self.spec.phases, by_component, strict=True))
         ranks = self.layouts[LANGUAGE].ranks
 
@@ -388,7 +390,7 @@ class StagedPrograms(Programs):
         return tuple(axis for axis in self.mesh.axis_names if axis in used and axis != STAGE)
 
     def _manual(self, trainable: Trainable, constants: LossConstants) -> ManualAxes:
-        """How the executor's inputs lie on the stages and the axes of rows; `constants` are abstract."""
+        """How the executor's inputs are split over stages and axes of rows; `constants`: shapes."""
         axes = {STAGE, *self._row_axes}
         params = self._gathered_params()
         inputs = self._stage_functions.inputs(params, self.rows, constants, trainable)
@@ -396,7 +398,7 @@ class StagedPrograms(Programs):
         def spec(leaf: Any) -> P:
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 return kept_spec(leaf.sharding.spec, axes)
-            return P(STAGE)  # numbers of layers
+            return P(STAGE)  # arrays: layer numbers, and flags of windows
 
         specs: Any = jax.tree.map(spec, inputs)
         summed = [
@@ -411,7 +413,7 @@ class StagedPrograms(Programs):
         return self._on_layers(self._gathered_params(), lambda _, leaf: leaf, self._over_stages)
 
     def _gathered_params(self) -> Any:
-        """As the executor computes with them: what is not of the layers is there on all stages."""
+        """Shapes of parameters as the executor uses them: on all stages, if outside the layers."""
 
         def staged(layers: StageLayers, leaf: Any) -> Any:
             spec = P(STAGE, None, None, *leaf.sharding.spec[1:])
@@ -421,7 +423,7 @@ class StagedPrograms(Programs):
         return self._on_layers(self.functions.model.abstract(self.param_dtype), staged)
 
     def _abstract_constants(self) -> LossConstants:
-        """Those of training."""
+        """Shapes of the constants of training."""
         drawn = self._scalar() if self.generators else None
         return LossConstants(self._scalar(), self._abstract_routing(), drawn)
 
@@ -473,7 +475,7 @@ class StagedPrograms(Programs):
             for row_class, shapes in zip(classes, self.rows[phase], strict=True):
                 spanned = layout.spanned(row_class.span)
                 local = len(local_ranks(spanned.rows, spanned.groups))
-                # The schedule numbers rows within their class, so their order stays.
+                # The schedule numbers rows within their class, so they keep their order.
                 filled = [
                     kind.of(dict(batch.rows[phase][m]))
                     for m in range(begin, begin + microbatches)
@@ -496,7 +498,7 @@ class StagedPrograms(Programs):
             )
 
         ticks = len(run.table)
-        # The program's shape is that of the longest table; it runs `ticks` of it.
+        # The program has the shape of the longest table, of which it runs the first `ticks`.
         padding = ((0, tables.ticks - ticks), (0, 0))
         rows = np.pad(run.table, (*padding, (0, 0)))
         return TableArrays(
@@ -519,7 +521,7 @@ def _failed(rows: Mapping[str, Any], stage_functions: StageFunctions) -> jax.Arr
 
 
 def _put_stacked(local: int, leaf: Any, *microbatches: np.ndarray) -> jax.Array:
-    """Rows [local, ...] of this host as [M, R, ...], zero beyond those given."""
+    """This host's microbatches [local, ...] as an array [M, R, ...], with zeros after the last."""
     max_microbatches, ranks, *row_shape = leaf.shape
     stack = np.zeros((max_microbatches, local, *row_shape), leaf.dtype)
     for index, microbatch in enumerate(microbatches):
@@ -528,11 +530,11 @@ def _put_stacked(local: int, leaf: Any, *microbatches: np.ndarray) -> jax.Array:
 
 
 def _stacked(count: int, leaf: Any) -> Any:
-    """The shape of so many such arrays stacked along a new first axis."""
+    """The shape of `count` arrays like `leaf`, stacked along a new first axis."""
     sharding = NamedSharding(leaf.sharding.mesh, P(None, *leaf.sharding.spec))
     return jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype, sharding=sharding)
 
 
 def _size(count: float) -> str:
-    """Bytes in words."""
+    """A number of bytes as text, in GB or MB."""
     return f"{count / 1e9:.3g} GB" if count >= 1e8 else f"{count / 1e6:.3g} MB"

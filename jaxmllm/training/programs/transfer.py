@@ -11,13 +11,14 @@ from jax.sharding import NamedSharding
 
 
 def local_ranks(sharding: NamedSharding, *shape: int) -> tuple[int, ...]:
-    """Which ranks of an array [R, ...] of that shape this host must supply, ascending."""
+    """Ranks that this host must supply of an array [R, ...] with this shape, ascending."""
     indices = sharding.addressable_devices_indices_map(shape).values()
     return tuple(sorted({_first_rank(index) for index in indices}))
 
 
 def put_ranks(local: np.ndarray, sharding: NamedSharding, ranks: int, axis: int = 0) -> jax.Array:
-    """A global array with R ranks on an axis (one per device), of which this host holds those of `local_ranks`.
+    """A global array with R ranks on `axis`, one per device, made from the ranks that this host
+    supplies (`local_ranks`).
 
     Args:
       local: this host's ranks, complete in all other axes.
@@ -27,7 +28,7 @@ def put_ranks(local: np.ndarray, sharding: NamedSharding, ranks: int, axis: int 
     """
     shape = (*local.shape[:axis], ranks, *local.shape[axis + 1 :])
     indices = sharding.addressable_devices_indices_map(shape).values()
-    # Rows of `local` are the ranks of this host, ascending, as `local_ranks` has them.
+    # Rows of `local` are this host's ranks, ascending as in `local_ranks`.
     present = sorted({_first_rank(index, axis) for index in indices})
     row_of_rank = {rank: row for row, rank in enumerate(present)}
 
