@@ -1,2 +1,2 @@
-"""Experts of a mixture: what those of one device compute of the tokens that chose them, and what devices exchange for
-it."""
+"""Experts of a mixture: the kernels that compute one device's experts, and the exchange of tokens
+between devices."""

@@ -1,10 +1,11 @@
-"""The products of own experts, block by block: the kernel of every platform.
+"""The MLPs of own experts (those of this device), block by block: the kernel of every platform.
 
     chosen --sort by expert--> pairs --blocks of one expert each--> a loop that runs as often as there are blocks
 
-A pair is a token and an expert that it chose. How many blocks there are is data: an expert that nobody chose
-costs nothing, one that everybody chose has as many blocks as it needs, and one compilation serves every routing.
-Rows of tokens are gathered, and results added, inside the loop, so that memory is linear in tokens * width.
+A pair is a token and an expert that it chose. The number of blocks is data: an expert that no token
+chose costs nothing, one that all tokens chose has as many blocks as it needs, and one compilation
+serves every routing. Rows of tokens are gathered, and results added, inside the loop, so memory is
+linear in tokens * width.
 
 Letters: N tokens, k experts of a token, E own experts, D width, F MLP width, P = N k pairs, b rows of a block.
 """
@@ -21,7 +22,7 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 32, 256  # rows
 
 
 class Matrices(NamedTuple):
-    """The gated MLPs (arXiv 2002.05202) of own experts; or their gradients, or axes."""
+    """The matrices of own experts' gated MLPs (arXiv 2002.05202), or their gradients or axes."""
 
     gate: Any  # [E, D, F]
     up: Any  # [E, D, F]
@@ -32,30 +33,30 @@ Sums = tuple[Array, Array, Matrices | None]  # gradients of x, weights and matri
 
 
 class Blocks(NamedTuple):
-    """Pairs in the order of their experts, in blocks of b: those of one expert begin a block of their own."""
+    """Pairs sorted by expert and cut into blocks of b, in which every expert begins a new block."""
 
-    pairs: Int[Array, " P+b"]  # token * k + choice, of own experts first
+    pairs: Int[Array, " P+b"]  # token * k + choice; those of own experts first
     expert: Int[Array, " B"]  # of each block
-    begin: Int[Array, " B"]  # place of its first pair in `pairs`
-    end: Int[Array, " B"]  # place after its last
-    number: Int[Array, ""]  # of blocks that there are; B is what there may be
+    begin: Int[Array, " B"]  # index of its first pair in `pairs`
+    end: Int[Array, " B"]  # index after its last pair
+    number: Int[Array, ""]  # of blocks that have pairs; B is the most there can be
 
 
 def block_rows(pairs: int, experts: int) -> int:
-    """b: a power of two near what an expert has where all have the same.
+    """b, the rows of a block: `pairs` / `experts`, rounded up to a power of two, within bounds.
 
-    An expert's last block is half empty on average, so that smaller ones would compute less in vain; but every block
-    reads the matrices of its expert, which takes as long as the products of some 80 rows.
+    An expert's last block is half empty on average, so smaller blocks would waste less; but every
+    block reads the matrices of its expert, which takes as long as the products of some 80 rows.
     """
     rows = max(pairs // experts, 1)
     return min(max(1 << (rows - 1).bit_length(), SMALLEST_BLOCK), LARGEST_BLOCK)
 
 
 def list_blocks(chosen: Int[Array, "N k"], experts: int, rows: int) -> Blocks:
-    """The blocks of own experts 0 .. experts - 1; other numbers in `chosen` are not computed here."""
+    """The blocks of own experts, 0 .. experts - 1; other numbers in `chosen` are left out."""
     expert = chosen.reshape(-1)
     is_own = (expert >= 0) & (expert < experts)
-    # Pairs of other devices' experts are sorted behind all own ones, where no block begins.
+    # Pairs of other devices' experts are sorted after all own ones, where no block begins.
     expert = jnp.where(is_own, expert, experts)
     pairs = jnp.argsort(expert, stable=True).astype(jnp.int32)
     pairs_per_expert = (expert[:, None] == jnp.arange(experts)).sum(axis=0, dtype=jnp.int32)
@@ -65,12 +66,12 @@ def list_blocks(chosen: Int[Array, "N k"], experts: int, rows: int) -> Blocks:
     # B: an expert of p pairs has at most p // rows + 1 blocks.
     index = jnp.arange(expert.size // rows + experts, dtype=jnp.int32)
     of_block = jnp.searchsorted(block_ends, index, side="right").astype(jnp.int32)
-    of_block = jnp.minimum(of_block, experts - 1)  # of blocks that there are not
+    of_block = jnp.minimum(of_block, experts - 1)  # in range also after the last block
     # block_ends - blocks is the number of each expert's first block.
     begin = first_pairs[of_block] + rows * (index - (block_ends - blocks)[of_block])
     end = jnp.minimum(begin + rows, (first_pairs + pairs_per_expert)[of_block])
-    # A block reads `rows` pairs whatever it has. Without room behind the last pair, dynamic_slice would
-    # move its start to the left, and the block would read another expert's pairs.
+    # A block always reads `rows` pairs. Without room after the last pair, dynamic_slice would move
+    # its start to the left, and the block would read another expert's pairs.
     return Blocks(jnp.pad(pairs, (0, rows)), of_block, begin, end, block_ends[-1])
 
 
@@ -80,10 +81,10 @@ def forward(
     weights: Float[Array, "N k"],
     matrices: Matrices,
 ) -> Float[Array, "N D"]:
-    """Sum of what own experts make of each token, by weight: in at least float32, zero where no own one is chosen.
+    """Weighted sum of own experts' outputs for each token, in at least float32; zero without any.
 
     Args:
-      chosen: different experts of a token; those that are not 0 .. E - 1 are not computed here.
+      chosen: different experts for each token; those outside 0 .. E - 1 are not computed here.
     """
     k = chosen.shape[1]
     experts = len(matrices.gate)
@@ -112,8 +113,8 @@ def backward(
     d_out: Float[Array, "N D"],
     wants_matrices: bool = True,
 ) -> tuple[Float[Array, "N D"], Float[Array, "N k"], Matrices | None]:
-    """Gradients of x, weights and, if wanted, matrices, in at least float32; computes the products before the
-    activation again."""
+    """Gradients of x, weights and, if wanted, matrices, in at least float32; computes the gate and
+    up products again."""
     k = chosen.shape[1]
     experts = len(matrices.gate)
     rows = block_rows(chosen.size, experts)
@@ -141,7 +142,7 @@ def backward(
         hidden = gated * raised
         weight = jnp.where(live, flat_weights[pairs], 0)[:, None]
         d_hidden = jnp.matmul(d_made, down.T, preferred_element_type=wide)
-        # A weight's gradient is the dot product of d_out and what its expert yields, hidden @ down.
+        # A weight's gradient is d_out . output, where output = hidden @ down: so d_hidden . hidden.
         of_weight = (d_hidden * hidden).sum(axis=1)
         d_hidden = (d_hidden * weight).astype(x.dtype)
         (d_gated,) = act_vjp(d_hidden * raised)
@@ -165,14 +166,15 @@ def backward(
 
 
 def _pairs(blocks: Blocks, index: Array, rows: int) -> tuple[Array, Array]:
-    """The pairs of a block, and which of them it has."""
+    """`rows` pairs from the beginning of a block, and which of them belong to it."""
     begin = blocks.begin[index]
     pairs = jax.lax.dynamic_slice_in_dim(blocks.pairs, begin, rows)
     return pairs, begin + jnp.arange(rows) < blocks.end[index]
 
 
 def _places(indices: Array, live: Array, length: int) -> Array:
-    """Where there is no pair, a place beyond the end, each another one: a block writes to no place twice."""
+    """`indices`, with distinct indices past the end where there is no pair, because those of a
+    block must be unique (`unique_indices`)."""
     return jnp.where(live, indices, length + jnp.arange(len(indices), dtype=indices.dtype))
 
 

@@ -1,7 +1,7 @@
-"""The products of own experts by `jax.lax.ragged_dot`, over the rows of all pairs at once.
+"""The MLPs of own experts by `jax.lax.ragged_dot`, over the rows of all pairs at once.
 
-It needs memory for k rows of each token, and on CPU it computes as many dense products as there are experts.
-Arguments and results are those of expert_blocks.py.
+This needs memory for k rows of each token, and on CPU it computes as many dense products as there
+are experts. Arguments and results are those of expert_blocks.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def forward(
     weights: Float[Array, "N k"],
     matrices: Matrices,
 ) -> Float[Array, "N D"]:
-    """Sum of what own experts make of each token, by weight."""
+    """Weighted sum of own experts' outputs for each token."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     experts = len(matrices.gate)
     expert = chosen.reshape(-1)
@@ -30,7 +30,8 @@ def forward(
     pairs_per_expert = (expert[:, None] == jnp.arange(experts)).sum(axis=0, dtype=jnp.int32)
     product = partial(jax.lax.ragged_dot, group_sizes=pairs_per_expert)
     tokens = pairs // chosen.shape[1]
-    # Rows of others' experts lie behind those of own ones, where products and their gradients are not defined
+    # Rows of other devices' experts come after those of own ones, and in no group: products and
+    # their gradients are undefined there
     own = is_own[pairs][:, None]
     inputs = jnp.where(own, x[tokens], 0)
     hidden = jax.nn.silu(product(inputs, matrices.gate)) * product(inputs, matrices.up)

@@ -2,9 +2,10 @@
 
     tokens --gathered over the devices that share the experts--> own experts compute --summed, scattered back--> tokens
 
-The devices along the logical axis `experts` hold different ones. Each computes its own for the tokens of all of them,
-so that there is no capacity, and nothing is dropped. Gradients go the same way back; that of a matrix stays with its
-expert, and is summed over no more devices than share tokens with it.
+The devices along the logical axis `experts` hold different experts. Each device computes its own
+experts for the tokens of all these devices, so there is no capacity, and nothing is dropped.
+Gradients return the same way; the gradient of a matrix stays with its expert, and is summed only
+over devices that hold the same expert for other tokens.
 
     experts     checks, and owns the gradient rule and the collectives
     kernels     forward: out        backward: gradients      expert_blocks.py       every platform
@@ -29,7 +30,7 @@ from jaxmllm.experts.expert_blocks import Matrices
 from sharding.rules import Layout
 
 SLOTS = ("batch", "sequence")
-# Of matrices that are gathered but for what stays split during the computation
+# Axes of gathered matrices: only those that stay split during the computation
 MATRICES = Matrices(
     gate=("experts", None, "mlp"), up=("experts", None, "mlp"), down=("experts", "mlp", None)
 )
@@ -44,16 +45,16 @@ def experts(
     layout: Layout,
     kernel: ExpertKernel = "auto",
 ) -> Float[Array, "R C D"]:
-    """What the chosen experts make of each token, summed by weight, in the dtype of x.
+    """Weighted sum of the chosen experts' outputs for each token, in the dtype of x.
 
     Args:
-      chosen: different experts of each token; E where there is no token, whose result is zero.
-      matrices: of E experts, in the dtype of x, gathered but for `MATRICES`.
+      chosen: different experts for each token; E where there is no token, whose result is zero.
+      matrices: of E experts, in the dtype of x, gathered except along the axes of `MATRICES`.
       kernel: "jax", "ragged_dot", or "auto": the first, which needs the least memory, on every platform.
 
-    A device keeps its sums in at least float32. What several devices make of a token, and the gradients of a token and
-    of its weights, are added over devices in the dtypes of x and of the weights. Raises `ValueError` if the shapes do
-    not fit each other.
+    A device keeps its sums in at least float32. Outputs and gradients of tokens are added over
+    devices in the dtype of x, gradients of weights in that of the weights. Raises `ValueError` if
+    the shapes do not fit each other.
     """
     _check_shapes(x, chosen, weights, matrices)
     return _experts(_Mixture(layout, kernel), x, chosen, weights, matrices)
@@ -71,7 +72,7 @@ def _forward_rule(
 ) -> tuple[Array, tuple[Any, ...]]:
     wants_matrices = any(matrix.perturbed for matrix in matrices)
     values = x.value, chosen.value, weights.value, Matrices(*(m.value for m in matrices))
-    # Residuals are arrays: what is wanted shows in how many there are
+    # Residuals can only be trees of arrays, so () stands for true and None for false
     return mixture.forward(*values), (*values, () if wants_matrices else None)
 
 
@@ -94,7 +95,7 @@ _experts.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 @dataclass(frozen=True)
 class _Mixture:
-    """How devices meet, and what each of them runs."""
+    """The exchange between devices, and the code that each of them runs."""
 
     layout: Layout
     kernel: ExpertKernel
@@ -161,11 +162,11 @@ class _Mixture:
         )
 
     def _own(self, chosen: Array, matrices: Matrices) -> Array:
-        """Numbers of experts, counted from the first one of this device."""
+        """Numbers of the chosen experts, counted from the first expert of this device."""
         axes = self.layout.split_axes("experts")
         if not axes:
             return chosen
-        # Others' experts get numbers below 0 or beyond the own ones, which kernels leave out.
+        # Other devices' experts get numbers below 0 or past the own ones, which kernels leave out.
         return chosen - jax.lax.axis_index(axes) * len(matrices.gate)
 
     def _gathered(self, *of_slots: Array) -> list[Array]:
@@ -177,25 +178,27 @@ class _Mixture:
         return [jax.lax.all_gather(x, axes, axis=0, tiled=True) for x in flat]
 
     def _returned(self, partial_sums: Array, shape: tuple[int, ...]) -> Array:
-        """Sums over all experts and all parts of their matrices, of the own tokens."""
+        """Sums for this device's tokens over all experts and all parts of their matrices."""
         sum_axes = [
             a for a in self.layout.split_axes("experts", "mlp") if a not in self._token_axes
         ]
         total = jax.lax.psum(partial_sums, tuple(sum_axes))
-        # Every device has sums for all gathered tokens; added up, its own ones return to each.
+        # Every device has partial sums for all gathered tokens. They are added, and each device
+        # gets those of its own tokens.
         if self._token_axes:
             total = jax.lax.psum_scatter(total, self._token_axes, scatter_dimension=0, tiled=True)
         return total.reshape(shape)
 
     @property
     def _token_axes(self) -> tuple[str, ...]:
-        """Mesh axes along which experts are split, and tokens as well."""
+        """Mesh axes that split both experts and tokens."""
         slots = self.layout.split_axes(*SLOTS)
         return tuple(axis for axis in self.layout.split_axes("experts") if axis in slots)
 
     @property
     def _replicas(self) -> tuple[str, ...]:
-        """Mesh axes along which the same experts see other tokens; in manual code these keep sums of their own."""
+        """Mesh axes along which devices hold the same experts and other tokens, except manual axes:
+        along those, devices keep sums of their own."""
         split_axes = {*self.layout.split_axes("experts"), *self.layout.manual_axes}
         return tuple(axis for axis in self.layout.split_axes(*SLOTS) if axis not in split_axes)
 

@@ -2,7 +2,7 @@
 
     image x, noise n, time t --> x_t = (1 - t) x + t n  --model--> velocity v, or the image     loss (v - (n - x))^2
 
-Noise is made patch by patch from (key of the item, number of the patch): the same wherever the patch lies.
+Noise is made patch by patch from (key of the item, number of the patch): the same in any place.
 
 Letters: R ranks, C slots, F numbers of a patch, S segments of a row, N sources, B bands of time.
 """
@@ -19,24 +19,24 @@ from jaxmllm.models.rows import GeneratorRows
 from sharding.context import SLOTS
 from sharding.rules import Layout
 
-# A velocity is the difference of noisy patch and predicted image over the time, but not over less than
-# this (arXiv 2511.13720): at t = 0 nothing is left to predict.
+# The velocity of a predicted image is (noisy patch - image) / time, where the time counts as at
+# least this (arXiv 2511.13720): at t = 0 nothing is left to predict.
 LEAST_TIME = 0.05
 MIDDLE_GRAY = 127.5
-TIME_BANDS = 4  # of equal width, from the image (0) to noise (1), by which losses are told
+TIME_BANDS = 4  # of equal width, from the image (0) to noise (1), that losses are reported for
 
 
 class FlowSums(NamedTuple):
     """Sums over the patches that count, by rank and source, and by rank and time."""
 
     loss: Float[Array, "R N"]  # of each patch, the mean over its numbers
-    patches: Int[Array, "R N"]  # float32 would lose what an evaluation counts beyond 2^24
+    patches: Int[Array, "R N"]  # an evaluation may count beyond 2^24, where float32 is inexact
     loss_by_time: Float[Array, "R B"]  # the same, by the time of the noise
     patches_by_time: Int[Array, "R B"]
 
 
 class NoisyPatches(NamedTuple):
-    """What the model reads, and what its predictions are compared with."""
+    """The model's input, the velocities that its predictions are compared with, and the times."""
 
     noisy: Float[Array, "R C F"]
     velocity: Float[Array, "R C F"]
@@ -44,7 +44,7 @@ class NoisyPatches(NamedTuple):
 
 
 def noisy_patches(layout: Layout, rows: GeneratorRows, dtype: jnp.dtype) -> NoisyPatches:
-    """The patches of rows, pixels in [-1, 1], with noise; in slots without a patch anything finite.
+    """The patches of rows, pixels in [-1, 1], with noise; any finite values in other slots.
 
     Noise is made in float32, whatever the dtype.
     """
@@ -68,7 +68,7 @@ def noisy_patches(layout: Layout, rows: GeneratorRows, dtype: jnp.dtype) -> Nois
 
 
 def row_noise(layout: Layout, rows: GeneratorRows, dtype: jnp.dtype) -> Float[Array, "R C F"]:
-    """The noise of the patches of rows, as in `noisy_patches`: what drawing begins with."""
+    """The noise of the patches of rows, as in `noisy_patches`: drawing starts from it."""
     numbers = rows.features.shape[-1]
 
     def on_device(owners: Array, patches: Array, keys: Array) -> Array:
@@ -83,7 +83,7 @@ def row_noise(layout: Layout, rows: GeneratorRows, dtype: jnp.dtype) -> Float[Ar
 def slot_times(
     layout: Layout, rows: GeneratorRows, times: Float[Array, "R S"]
 ) -> Float[Array, "R C"]:
-    """The times of the slots of each segment; of slots that belong to none anything finite."""
+    """The time of each slot: that of its segment, or anything finite for a slot without one."""
 
     def on_device(owners: Array, times: Array) -> Array:
         return times[0][jnp.maximum(owners[0] - 1, 0)][None]
@@ -95,7 +95,7 @@ def slot_times(
 def patch_noise(
     keys: Int[Array, "C 2"], patches: Int[Array, " C"], numbers: int
 ) -> Float[Array, "C F"]:
-    """Standard normal numbers of patches, given by the key of their item and their number in it."""
+    """Standard normal numbers for each patch, from its item's key and its number in the item."""
 
     def of_patch(key: Array, patch: Array) -> Array:
         wrapped = jax.random.wrap_key_data(key, impl="threefry2x32")
@@ -109,9 +109,9 @@ def velocity_of(
     predicted: Float[Array, "R C F"],
     patches: NoisyPatches,
 ) -> tuple[Float[Array, "R C F"], Float[Array, "R C F"]]:
-    """The predicted velocity, and the true one, of models that predict velocities or images (`sample`).
+    """(predicted velocity, true velocity) of a model that predicts velocities or images (`sample`).
 
-    Of the latter, both are taken over at least `LEAST_TIME`.
+    For images, both are differences divided by a time of at least `LEAST_TIME`.
     """
     predicted = predicted.astype(patches.velocity.dtype)
     if prediction == "velocity":
@@ -128,13 +128,13 @@ def euler_step(
     time: Float[Array, "R C 1"],
     next_time: Float[Array, "R C 1"],
 ) -> Float[Array, "R C F"]:
-    """Noisy patches at a time before theirs, along the velocity that is predicted."""
+    """Noisy patches moved from `time` to a lesser `next_time` along the predicted velocity."""
     velocity = predicted if prediction == "velocity" else (noisy - predicted) / time
     return noisy + (next_time - time) * velocity
 
 
 def time_bands() -> list[str]:
-    """The names of the bands of time: where each begins."""
+    """Names of the bands of time: the time at which each begins."""
     return [f"{band / TIME_BANDS:g}" for band in range(TIME_BANDS)]
 
 
@@ -144,13 +144,14 @@ def flow_losses(
     patches: NoisyPatches,
     counted: Bool[Array, "R C"],
 ) -> Float[Array, "R C"]:
-    """The loss of every patch that counts, and zeros."""
+    """The loss of every patch that counts, zero in all other slots."""
     velocity, true = velocity_of(prediction, predicted, patches)
     return jnp.where(counted, jnp.square(velocity - true).mean(-1), 0)
 
 
 def sums_by_group(values: Array, group: Int[Array, " T"], groups: int) -> Array:
-    """Sums of values [T], or in int32 how many hold, by the group that each is of: [groups]. One of -1 is of none."""
+    """Sums of values [T], or for booleans how many are true (int32), by group: [groups]. Values of
+    group -1 are left out."""
     dtype = jnp.int32 if values.dtype == bool else values.dtype
     # No matrix product: accelerators round its inputs
     by_group = jnp.where(group[:, None] == jnp.arange(groups), values[:, None].astype(dtype), 0)
@@ -166,13 +167,13 @@ def flow_sums(
     source_of: Int[Array, "R S"],
     times: Float[Array, "R C"],
 ) -> FlowSums:
-    """Per rank and source, and per rank and band of time: loss and patches."""
+    """Losses and numbers of patches, per rank and source and per rank and band of time."""
     split = layout.mesh_axes("sequence")
 
     def on_device(
         losses: Array, counted: Array, owners: Array, source_of: Array, times: Array
     ) -> FlowSums:
-        # By segment from 0: slots of no item have source -1, which is no column of the sums.
+        # By segment, which count from 1: slots of no item, 0, get source -1, which is in no sum.
         padded = jnp.concatenate([jnp.full_like(source_of[0][:1], -1), source_of[0]])
         source = padded[owners[0]]
         band = jnp.minimum((times[0] * TIME_BANDS).astype(jnp.int32), TIME_BANDS - 1)

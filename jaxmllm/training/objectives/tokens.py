@@ -2,9 +2,9 @@
 
     targets --slots_with_target--> slots --chunk by chunk--> hidden states -> logits -> losses, gradients
 
-Slots without a target cost nothing: a loop runs over those that have one, as often as their number asks.
-Each chunk's logits exist once: the gradients are made of them at once, for the objective is the plain
-sum of the losses.
+Slots without a target cost nothing: a loop runs over chunks of those that have one, as often as
+their number requires. Each chunk's logits are computed once: gradients are made from them right
+away, because the objective is the plain sum of the losses.
 
 Letters: R ranks, C row capacity, D width, V vocabulary, S segments of a row, N sources; of one device:
 T slots, K slots of a chunk.
@@ -28,9 +28,9 @@ from sharding.context import SLOTS
 from sharding.parameters import Deferred, Parameter, kept_axes, whole_gradient
 from sharding.rules import Axes, Layout
 
-# Rows are cut into this many chunks at least, for the last one is computed whole ..
+# Rows are cut into at least this many chunks, because the last chunk is computed whole ..
 CHUNKS = 8
-# .. unless these had fewer slots: every chunk reads and writes the head's gradient
+# .. unless chunks had fewer slots than this: every chunk reads and writes the head's gradient
 SMALLEST_CHUNK = 128
 
 
@@ -39,10 +39,10 @@ class Sums(NamedTuple):
 
     loss: Float[Array, "R N"]
     targets: Int[Array, "R N"]
-    exact: Int[Array, "R N"]  # examples whose every target is the argmax
+    exact: Int[Array, "R N"]  # examples in which every target is the argmax
     examples: Int[Array, "R N"]
     drawn: FlowSums | None = None  # of a generator, once it has run
-    routed: RouterSums | None = None  # [R, L, ...], over all tokens, of a decoder with experts
+    routed: RouterSums | None = None  # with experts: [R, L, ...], over all tokens
 
 
 class TokenLosses(NamedTuple):
@@ -63,8 +63,8 @@ def token_losses(
     """Cross-entropy of every token whose target is >= 0.
 
     The head is gathered in the type of the hidden states. A device holds the logits of at most
-    `largest` tokens at one time. The head's gradient adds up in at least float32, and goes from rank
-    to rank once: to the devices that hold its parts; or stays where it is, if it is `Deferred`.
+    `largest` tokens at one time. The head's gradient is summed in at least float32 and sent once,
+    to the devices that hold its parts; if the head is `Deferred`, it stays on the device.
     """
     tokens = targets.size // math.prod(map(layout.size, SLOTS))
     stays = isinstance(head.matrix, Deferred)
@@ -74,7 +74,7 @@ def token_losses(
 
 
 def chunk_size(tokens: int, largest: int) -> int:
-    """K: of the tokens of a device, how many have logits at one time."""
+    """K, how many tokens of a device have logits at one time."""
     return min(largest, max(tokens // CHUNKS, SMALLEST_CHUNK), tokens)
 
 
@@ -89,12 +89,13 @@ def _objective(loss: _Loss, hidden: Array, matrix: Parameter, targets: Array) ->
 
 
 def _forward_rule(loss: _Loss, hidden: Any, matrix: Any, targets: Any) -> tuple[Any, Any]:
-    """With the gradients of the sum: of the hidden states and of the head, those that are asked for."""
+    """The losses, with the gradients of their sum by hidden states and head, where wanted."""
     shard, head = (matrix.shard, matrix.stand_in) if loss.stays else (matrix, matrix)
-    # `perturbed` says whether anybody asks for a gradient of an argument.
+    # `perturbed` says whether the gradient of an argument is wanted.
     perturbed = hidden.perturbed, head.perturbed
     losses, hits, *gradients = loss(hidden.value, shard.value, targets.value, *perturbed)
-    # Else the whole gradient of the head may lie until all layers are done, and only then be scattered
+    # Without this, the whole gradient of the head may be kept until all layers are done, and only
+    # then be scattered.
     gradients = jax.lax.optimization_barrier(gradients)
     remaining = iter(gradients)
     saved = tuple(
@@ -118,12 +119,12 @@ _objective.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 @dataclass(frozen=True)
 class _Loss:
-    """What one device computes of its slots and its part of the vocabulary."""
+    """The computation of one device, on its slots and its part of the vocabulary."""
 
     axes: Axes  # of the head's matrix
     chunk: int
     layout: Layout
-    stays: bool  # the head's gradient, whole on each device
+    stays: bool  # whether the head's gradient stays whole on each device
 
     def __call__(
         self,
@@ -150,7 +151,7 @@ class _Loss:
         # The loop runs over a list of slots [P]; `positions` [T] brings its results back.
         slots, positions, targets_on_device = slots_with_target(target, self.chunk)
         if self.layout.split_axes("vocab"):
-            # Devices that meet in the loop must run it equally often
+            # Devices that communicate inside the loop must run it equally often
             targets_on_device = jax.lax.pmax(
                 targets_on_device, self.layout.split_axes("vocab") + self._ranks
             )
@@ -164,8 +165,8 @@ class _Loss:
         if wants_hidden:
             begin["d_hidden"] = jnp.zeros((slots.size, x.shape[1]), x.dtype)
         if wants_head:
-            # A zero that XLA does not know: it would be one with the zeros that the embedding's gradient
-            # begins with, which then lie there from here on
+            # A zero hidden from XLA, which would else share the zeros that the embedding's gradient
+            # begins with, and keep them in memory from here on
             zero = jax.lax.optimization_barrier(
                 jnp.zeros((), jnp.promote_types(matrix.dtype, wide))
             )
@@ -174,7 +175,7 @@ class _Loss:
         def step(index: Array, done: dict[str, Array]) -> dict[str, Array]:
             start = index * self.chunk
             chunk_slots = jax.lax.dynamic_slice_in_dim(slots, start, self.chunk)
-            # Behind the last target the list holds T, which lies outside: zeros, without a target.
+            # After the last target the list holds T, out of range: zeros, without a target.
             chunk_x = x.at[chunk_slots].get(mode="fill", fill_value=0)
             chunk_target = target.at[chunk_slots].get(mode="fill", fill_value=-1)
             losses, hits, d_logits = self._cross_entropy(chunk_x, table, chunk_target)
@@ -214,14 +215,14 @@ class _Loss:
     def _cross_entropy(
         self, x: Float[Array, "K D"], table: Array, target: Int[Array, " K"]
     ) -> tuple[Array, Array, Array]:
-        """Loss and hit of each token, and the gradient of the losses' sum by logit, in the type of x."""
+        """Loss and hit of each token; the gradient of the losses' sum by logits, in x's type."""
         split = self.layout.split_axes("vocab")
         wide = jnp.promote_types(x.dtype, jnp.float32)
         logits = jnp.einsum(f"kd,{self._letters}->kv", x, table, preferred_element_type=wide)
         largest = logits.max(axis=-1)
         largest = jax.lax.pmax(largest, split) if split else largest
         first_token = jax.lax.axis_index(split) * logits.shape[1] if split else 0
-        # In the columns of this device: a target of another one is in none of them, nor is -1.
+        # One-hot over the columns of this device; all false for another device's target and for -1.
         hot = (target - first_token)[:, None] == jnp.arange(logits.shape[1])
         powers = jnp.exp(logits - largest[:, None])
         chosen = jnp.where(hot, logits, 0).sum(axis=-1)
@@ -238,7 +239,7 @@ class _Loss:
 
     @property
     def _letters(self) -> str:
-        """Of the axes of the matrix in products: d width, v vocabulary."""
+        """Letters of the matrix's axes in einsum: d width, v vocabulary."""
         return "".join("v" if name == "vocab" else "d" for name in self.axes)
 
     @property
@@ -247,7 +248,8 @@ class _Loss:
 
     @property
     def _ranks(self) -> tuple[str, ...]:
-        """Mesh axes that split slots; in manual code replicas keep counts and sums of their own."""
+        """Mesh axes that split slots, except manual axes, along which replicas keep their own
+        counts and sums."""
         manual = self.layout.manual_axes
         return tuple(axis for axis in self.layout.split_axes(*SLOTS) if axis not in manual)
 
@@ -259,11 +261,11 @@ class _Loss:
         return jax.lax.all_gather(matrix, axes, axis=self._width, tiled=True)
 
     def _scattered(self, d_head: Array) -> Array:
-        """The sum of all ranks' gradients, of which a device gets the part that it holds; of a replica's
-        ranks where these add up once a step (`sharding.parameters.by_replica`)."""
+        """This device's part of the gradient, summed over all ranks; or over the ranks of a
+        replica, where replicas are added once per step (`sharding.parameters.by_replica`)."""
         holders = self.layout.split_axes("embed")
         copies = tuple(axis for axis in holders if axis not in self.layout.split_axes(*SLOTS))
-        if copies:  # their devices have computed the same
+        if copies:  # devices along these have computed the same, which must count once
             d_head = jnp.where(jax.lax.axis_index(copies) == 0, d_head, 0)
         if holders:
             d_head = jax.lax.psum_scatter(
@@ -275,9 +277,10 @@ class _Loss:
 def slots_with_target(
     targets: Int[Array, " T"], chunk: int
 ) -> tuple[Int[Array, " P"], Int[Array, " T"], Int[Array, ""]]:
-    """The slots that have a target in their order, where in this list each slot is, and their number.
+    """The slots that have a target, in order; each slot's position in this list; and their number.
 
-    P is T, up to whole chunks; beyond the end slots are T, and places of slots without a target P.
+    P, the length of the list, is T rounded up to whole chunks. Past its end the list holds T, and
+    slots without a target have the position P.
     """
     length = -(-targets.size // chunk) * chunk
     has_target = targets >= 0
@@ -307,12 +310,13 @@ def sums_by_source(
     def on_device(
         losses: Array, hits: Array, counted: Array, segments: Array, source_of: Array
     ) -> Sums:
+        # A slot's segment counted from 0; padding gets the number S, whose source is -1: none.
         segment_source = source_of[0]
         segment = jnp.where(segments[0] > 0, segments[0] - 1, segment_source.size)
         token_source = jnp.append(segment_source, -1)[segment]
         some = jnp.zeros(segment_source.size, jnp.int32)
-        # A segment may have slots on several parts of a row. All of them know whether it has a
-        # target, and whether one was missed, so examples are not added up over parts.
+        # A segment may have slots on several parts of a row. After `over_parts` each of them knows
+        # whether it has a target and whether one was missed: examples are not summed over parts.
         has_target = over_parts(some.at[segment].max(counted[0], mode="drop")) > 0
         missed = over_parts(some.at[segment].max(counted[0] & ~hits[0], mode="drop")) > 0
 
