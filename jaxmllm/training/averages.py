@@ -2,9 +2,10 @@
 
     average += max(1 - ema, 9 / (10 + steps before)) * (parameter - average)        after every update
 
-They begin at the parameters, and steps are those of the run, whenever they begin. The second term lets go of
-these soon, whatever `ema` is: early on, the average is over about the last ninth of all updates, as with the
-decay min(ema, (1 + k) / (10 + k)) of TensorFlow's moving averages. An update that is skipped moves nothing.
+Averages begin as copies of the parameters. Steps are those of the run, even if averages begin later
+in it. The second term makes averages soon forget where they began, whatever `ema` is: early on, the
+average is over about the last ninth of all updates, as with the decay min(ema, (1 + k) / (10 + k))
+of TensorFlow's moving averages. A skipped update moves no average.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from jaxmllm.trainable import Params
 
 
 def averaged_dtype(param_dtype: Any) -> jnp.dtype:
-    """Of the averages of parameters of type `param_dtype`: small steps are lost in fewer bits than float32 has."""
+    """Type of the averages of parameters of type `param_dtype`: fewer bits than float32 has would
+    lose small steps."""
     return jnp.dtype(jnp.promote_types(param_dtype, jnp.float32))
 
 
@@ -42,8 +44,8 @@ def moved_averages(
     """Averages after an update that gave the parameters `trained`.
 
     Args:
-      updates: steps of the run before it.
-      usable: whether it was not skipped.
+      updates: steps of the run before this update.
+      usable: whether the update was not skipped.
     """
     early = 9 / (10 + updates)
 
@@ -59,7 +61,7 @@ def moved_averages(
 
 
 def with_averages(params: Params, averages: Params) -> Params:
-    """The parameters with averages, of some of them, in their place."""
+    """The parameters, with averages in place of those that have any."""
     return params | {
         name: with_averages(params[name], average) if isinstance(average, dict) else average
         for name, average in averages.items()

@@ -1,4 +1,5 @@
-"""Where a run begins: at its latest checkpoint, or with fresh parameters; the run folder says from what it is made."""
+"""The beginning of a run: at its latest checkpoint or with fresh parameters; the run folder records
+what it is made from."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from jaxmllm.training.step_functions import TrainState
 
 
 def begin(run: Run, checkpoints: Checkpoints, writer: MetricsWriter) -> tuple[Run, TrainState, int]:
-    """Restore the latest checkpoint, or start afresh; leave in the run folder what the run is made from.
+    """Restore the latest checkpoint or make a new state; record in the folder what it is made from.
 
     Returns the run with its batches from there on, its state, and the steps done.
     """

@@ -1,4 +1,5 @@
-"""What a run is trained on, and whether it still is that: data.json, data.npz and rejected.jsonl of the run folder.
+"""The data that a run is trained on, and whether they have changed: data.json, data.npz and
+rejected.jsonl of the run folder.
 
     corpus --fingerprint--> data.json    examples, their order, shapes and tokens
            --stamps-------> data.npz     CRC-32 of every record, size and modification time of every media file
@@ -35,7 +36,7 @@ def check_data(
     run_directory: Path, corpus: Corpus, is_main: bool, say: Callable[[str], None] = print
 ) -> None:
     """Raise `CheckpointError` in every process unless the run in a folder was trained on this
-    corpus. The main process looks; all call it."""
+    corpus. All processes call this; the main one compares."""
     problem = None
     if is_main:
         try:
@@ -66,8 +67,8 @@ def write_data(run_directory: Path, corpus: Corpus) -> None:
 
 
 def write_rejected(run_directory: Path, rejected: Sequence[Rejected]) -> Path:
-    """Store refused records, one JSON object per line, in rejected.jsonl, whose path is returned; one process calls
-    this."""
+    """Store refused records, one JSON object per line, in rejected.jsonl and return its path; one
+    process calls this."""
     path = run_directory / REJECTED_FILE
     lines = [json.dumps(asdict(refusal), ensure_ascii=False) for refusal in rejected]
     write_atomically(path, "".join(f"{line}\n" for line in lines))
@@ -125,9 +126,9 @@ def _compare(run_directory: Path, corpus: Corpus, say: Callable[[str], None]) ->
 def _common_media(
     index: LengthIndex, media: np.ndarray, stamp: np.ndarray
 ) -> tuple[Sequence[str], np.ndarray, np.ndarray]:
-    """(addresses, stamps now, stamps before) of the media files of a source that were there before, too."""
+    """(addresses, stamps now, stamps before) of a source's media files that the run already had."""
     names = index.media.address
-    if np.array_equal(media, _encoded(names)):  # of millions, which take seconds one by one
+    if np.array_equal(media, _encoded(names)):  # a shortcut: one by one, millions take seconds
         return names, index.media.stamp, stamp
     saved_positions = {address: n for n, address in enumerate(json.loads(media.tobytes()))}
     common = [n for n, address in enumerate(names) if address in saved_positions]
@@ -140,7 +141,7 @@ def _encoded(addresses: Sequence[str]) -> np.ndarray:
 
 
 def _changed_record(index: LengthIndex, before: np.ndarray) -> str | None:
-    """Where the first record stands that is not what it was; none: all are."""
+    """A message that names the first record that has changed; None if none has."""
     now = index.checksum.astype(np.uint32)
     common = min(len(now), len(before))
     differing = np.flatnonzero(now[:common] != before[:common])
@@ -156,11 +157,12 @@ def _changed_record(index: LengthIndex, before: np.ndarray) -> str | None:
 
 
 def _read(run_directory: Path) -> tuple[dict[str, Any] | None, Stamps]:
-    """(data.json, stamps) of the run in a folder; none where none began, no stamps where an older version began it."""
+    """(data.json, stamps) of the run in a folder: None if no run began there, no stamps if an older
+    version began it."""
     path = run_directory / DATA_FILE
     try:
         saved = dict(json.loads(path.read_text(encoding="utf-8")))
-        saved["fingerprint"], saved["examples"]
+        saved["fingerprint"], saved["examples"]  # a KeyError if one is missing
     except FileNotFoundError:
         return None, {}
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -1,15 +1,15 @@
-"""Held-out loss and exact match, by source, and the record that tells them.
+"""Held-out loss and exact match, by source, and their record.
 
     batches --evaluate--> results --evaluation_record--> a line of metrics.jsonl --recorded_evaluation--> results
 
     eval/loss, eval/loss_by_source/<source>         over the target tokens of the examples below; null without any
     eval/exact_match/<source>                       share of examples that are answered exactly
-    eval/examples/<source>                          examples that both are over
+    eval/examples/<source>                          examples that loss and exact match are over
     eval/masked_examples, eval/masked_by_source/<source>   examples left out of both: a media item did not decode
     eval/failed_media                               media items of this evaluation that did not decode
     eval/drawn_loss, eval/drawn_by_source/<source>  of models that draw: over the patches of generated items
-    eval/drawn_by_time/<from>                       the same of the noise of a quarter of the times, by where it begins
-    eval/masked_patches                             patches left out: their item did not decode, or what it is made from
+    eval/drawn_by_time/<from>                       the same, for noise with a time in the quarter that begins there
+    eval/masked_patches                             patches left out: their item, or media it reads, did not decode
     eval/averaged                                   components whose averages were evaluated, where there are any
 
 An answer matches exactly when every one of its tokens is the argmax given the true tokens before
@@ -31,7 +31,7 @@ from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.training.objectives.flow import FlowSums, time_bands
 from jaxmllm.training.programs.base import Evaluated, Programs
 
-NOTHING: dict[str, Any] = {  # without a batch
+NOTHING: dict[str, Any] = {  # results without a batch
     "loss": None,
     "loss_by_source": {},
     "exact_match": {},
@@ -59,13 +59,14 @@ def evaluate(
 ) -> dict[str, Any] | None:
     """Mean loss over target tokens and share of exactly answered examples, over all batches and by source.
 
-    {"loss": float, "loss_by_source": {source: float}, "exact_match": {source: float}, "examples":
-    {source: int}, "masked_examples": int, "masked_by_source": {source: int}, "failed_media": int}:
-    `examples` are those that loss and exact match are over, the masked ones are left out of both,
-    because of media items that could not be decoded. A source without an example is left out, one
-    without a masked example of `masked_by_source`; `loss` is None when no example is left.
-    `source_of` has the source of an example number. `tell` gets what this host could not decode,
-    batch by batch. `should_stop` is asked once per batch; None when it said so.
+    Returns {"loss": float, "loss_by_source": {source: float}, "exact_match": {source: float},
+    "examples": {source: int}, "masked_examples": int, "masked_by_source": {source: int},
+    "failed_media": int}. Loss and exact match are over `examples`; masked examples are left out of
+    both, because of media items that could not be decoded. A source without an example is left out,
+    and in `masked_by_source` one without a masked example; `loss` is None if no example is left.
+
+    `source_of` returns the source of an example number. `tell` receives what this host could not
+    decode, batch by batch. `should_stop` is called once per batch; if it is true, None is returned.
     """
     evaluated: Evaluated | None = None
     examples_drawn: Counter[int] = Counter()
@@ -97,7 +98,7 @@ def evaluate(
 
 
 def _drawn(sums: FlowSums, sources: Sequence[str], planned: int) -> dict[str, Any]:
-    """What sums of generators, over all ranks, come to."""
+    """Results of generators, from their sums over all ranks; `planned` patches were to be drawn."""
     by_source = _means(sources, sums.loss, sums.patches)
     return {
         "drawn_loss": float(sums.loss.sum() / sums.patches.sum()) if by_source else None,
@@ -108,18 +109,18 @@ def _drawn(sums: FlowSums, sources: Sequence[str], planned: int) -> dict[str, An
 
 
 def _means(names: Sequence[str], sums: Any, counts: Any) -> dict[str, float]:
-    """Those that are over anything, by name."""
+    """The means whose count is not zero, by name."""
     told = zip(names, sums, counts, strict=True)
     return {name: float(total / count) for name, total, count in told if count}
 
 
 def evaluation_record(results: dict[str, Any]) -> dict[str, Any]:
-    """The values of a record, by name."""
+    """The values that a record has for these results, by name."""
     return {f"eval/{name}": value for name, value in _flat(results).items()}
 
 
 def recorded_evaluation(record: dict[str, Any]) -> dict[str, Any]:
-    """The results that a record was made of, with its step."""
+    """The results from which a record was made by `evaluation_record`, with its step."""
     evaluation: dict[str, Any] = NOTHING | {"step": record["step"]}
     for name, value in record.items():
         if name.startswith("eval/"):

@@ -1,6 +1,6 @@
-"""Parameters of a published folder, straight into shardings: each process reads what its devices hold.
+"""Parameters of a published folder, read into shards: each process reads what its devices hold.
 
-One slice at a time lies on the host, and devices that hold the same slice share it.
+The host holds one slice at a time, and reads it once for all devices that hold the same slice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def read_folder(
     Raises `FolderError` in every process if the tensors are not those of this component.
 
     Args:
-      abstract: their shapes, types and shardings, as nested dicts.
+      abstract: shapes, types and shardings of the parameters, as nested dicts.
     """
     problem = None
     arrays = None
@@ -47,6 +47,7 @@ def read_folder(
 
 def _array(fit: Fit, path: str, leaf: Any) -> jax.Array:
     """One parameter, slice by slice."""
+    # The devices of this process that hold each slice, by its (start, stop) in every dimension
     devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
         bounds = tuple(
@@ -57,5 +58,5 @@ def _array(fit: Fit, path: str, leaf: Any) -> jax.Array:
     for bounds, holders in devices.items():
         values = fit.part(path, tuple(slice(*pair) for pair in bounds), np.dtype(leaf.dtype))
         pieces += [jax.device_put(values, device) for device in holders]
-        jax.block_until_ready(pieces[-1])  # else all slices would wait on the host
+        jax.block_until_ready(pieces[-1])  # else all slices would be on the host at once
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, pieces)

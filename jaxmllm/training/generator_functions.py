@@ -122,6 +122,7 @@ class GeneratorFunctions:
         rows = rows._replace(times=now, owners=rows.segments)
         predicted = model.draw(params, self.phase, rows, noisy, states).astype(noisy.dtype)
         if rows.partners is not None:
+            # Predictions for the same patches in the other half of their item
             of_partners = permute(layout, predicted, rows.partners)
             with_conditions = jnp.where(free, of_partners, predicted)
             without = jnp.where(free, predicted, of_partners)

@@ -1,7 +1,8 @@
-"""From which step on which batch size and weights of sources counted: history.json of the run folder.
+"""history.json of the run folder: the batch sizes and weights of sources of a run, and from which
+step on each was used.
 
 With it, the examples of a step stay a pure function of what is written down, whatever was changed
-on the way.
+during the run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ HISTORY_FILE = "history.json"
 
 
 def segment_of(config: Config, step: int = 0) -> Segment:
-    """What the steps from `step` on are made of with this config."""
+    """The batch size and weights of this config, for the steps from `step` on."""
     return Segment(
         step, config.data.batch_size, tuple(source.weight for source in config.data.sources)
     )
@@ -65,7 +66,7 @@ def write_history(run_directory: Path, history: Sequence[Segment]) -> None:
 def continued_history(
     history: Sequence[Segment], current: Segment, run_directory: Path
 ) -> tuple[tuple[Segment, ...], list[str]]:
-    """(segments up to and with `current`, which counts from its step on; what there is to say of it).
+    """(segments up to and including `current`, which counts from its step on; lines to print).
 
     Segments after that step belong to steps that no checkpoint holds: they are dropped.
     """

@@ -1,9 +1,9 @@
-"""Where the parameters of a run that begins come from: drawn at random, or taken from elsewhere, by component.
+"""The first parameters of a run, by component: drawn at random, or taken from elsewhere.
 
 model.from: RUN, CHECKPOINT or published FOLDER --parameters alone--> this run's shardings
 model.vision.from: published FOLDER ------------- those of the tower -->
 
-Optimizer and step begin anew.
+The optimizer's state and the step are not taken: they start as in any new run.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from jaxmllm.training.folder_parameters import read_folder
 from jaxmllm.training.programs.base import Programs
 from jaxmllm.training.step_functions import TrainState
 
-CHECKPOINTS = "checkpoints"  # folder of them inside a run folder
+CHECKPOINTS = "checkpoints"  # name of the folder of checkpoints in a run folder
 
 
 def initial_state(
     config: Config, programs: Programs, say: Callable[[str], None] = print
 ) -> TrainState:
-    """The state before the first step. Raises `CheckpointError` or `FolderError` if `model.from` and the like do
-    not fit this model."""
+    """The state before the first step. Raises `CheckpointError` or `FolderError` if a source
+    (`model.from`, `model.vision.from`, ..) does not fit this model."""
     state = programs.init(config.run.seed)
     abstract = programs.saved_state.params
     parameters = _read_sources(config.model, abstract, say)
@@ -57,7 +57,7 @@ def initial_state(
 def _read_sources(
     model: ModelConfig, abstract: Mapping[str, Any], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Parameters of the components that `model.from` and the like name a source for."""
+    """Parameters of the components for which `model.from` and the like name a source."""
     towers = model.tower_sources
     parameters = {}
     for name, folder in towers.items():
@@ -78,15 +78,15 @@ def _warn_of_frozen(config: Config, drawn: Set[str], say: Callable[[str], None])
 
 
 def _key(name: str, model: ModelConfig) -> str:
-    """The key of a config that says where a component is read from."""
+    """The config key that says where a component is read from."""
     if name.startswith(PROJECTOR):
         return f"model.{model.generators[0]}.projector"
     return f"model.{name}.from"
 
 
 def check_sources(model: ModelConfig) -> None:
-    """Raise unless `model.from` and the like name something to take parameters from: `CheckpointError`,
-    `FolderError`."""
+    """Raise `CheckpointError` or `FolderError` unless `model.from` and the like name something to
+    take parameters from."""
     for name, folder in model.tower_sources.items():
         ModelFolder.open(folder, name)
     source = model.from_
@@ -118,12 +118,12 @@ def read_parameters(
     say: Callable[[str], None] = print,
     elsewhere: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Parameters of those components of a run, checkpoint or folder that `abstract` (by component) has, too, but
-    for those that are read `elsewhere`.
+    """Parameters of the components that both `source` (a run, checkpoint or published folder) and
+    `abstract` have, except those that are read `elsewhere`.
 
-    The others are named, in a line for each side. A damaged checkpoint gives way to the one before
-    it. Raises `CheckpointError` if shapes or dtypes differ, or nothing usable is there, and
-    `FolderError` if a published folder does not hold what it should.
+    Components that only one side has are named, in a line for each side. Instead of a damaged
+    checkpoint the one before it is read. Raises `CheckpointError` if shapes or dtypes differ, or if
+    nothing usable is there, and `FolderError` if a published folder does not hold what it should.
     """
     abstract = {name: component for name, component in abstract.items() if name not in elsewhere}
     if is_model_folder(source):
@@ -144,7 +144,7 @@ def read_parameters(
 
 
 def _held(source: str, components: Collection[str]) -> list[str]:
-    """Those of the wanted components that a published folder has; a projector goes with its tower."""
+    """The wanted components that a published folder has; a projector only with its tower."""
     held = components_of(FolderConfig.read(Path(source)))
     return [
         name for name in held if name in components and name.removeprefix(PROJECTOR) in components
@@ -193,8 +193,8 @@ def _say_taken(
 
 
 def _agreed(locations: list[Path]) -> list[Path]:
-    """Those that the main process sees: a network file system need not show all processes the same."""
-    # A checkpoint that was given by its own path, whose name is no step.
+    """The locations that the main process sees: a network file system may show others less."""
+    # A checkpoint that was given by its own path, and whose name is not a step.
     if len(locations) == 1 and not locations[0].name.isdecimal():
         return locations
     parent = locations[0].parent

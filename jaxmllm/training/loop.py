@@ -40,14 +40,15 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
     """Train to the last step or until `stop` says so; returns the summary that it also writes to summary.json.
 
     Without `stop`, signals are received from here on. Continues from the latest checkpoint of the
-    run folder, if there is one; `check_folder` says whether that is meant. Raises `TrainingError`
+    run folder, if there is one; `check_folder` has checked whether it may. Raises `TrainingError`
     after too many non-finite updates or undecodable media, `CheckpointError` when the checkpoint
     does not fit, and `DATA_ERRORS` when a step cannot be loaded, after saving the steps before it
     where this is the only process.
     """
     logging = run.config.logging
     started = time.monotonic()
-    # Whoever is faster waits for the others: collectives that meet for the first time allow 30 s of skew (Gloo).
+    # Faster processes wait for the others here: collectives that meet for the first time allow 30 s
+    # of skew (Gloo).
     hosts.meet("the opening of its checkpoints")
     size = state_bytes(run.programs.saved_state)
     with (
@@ -60,13 +61,13 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
         loop = Loop(run, checkpoints, writer, stop, state, step)
         try:
             if step < run.config.run.steps:
-                # Not complete: of a run that is killed, nobody can say it later
+                # Says that the run is not complete: a run that is killed cannot say so later
                 writer.write_summary(loop.report.summary(step, time.monotonic() - started))
             loop.run_steps()
             checkpoints.wait()
         except (TrainingError, CheckpointError, OSError, *DATA_ERRORS) as error:
             seconds = time.monotonic() - started
-            with suppress(OSError):  # of the same disk, perhaps
+            with suppress(OSError):  # perhaps the disk is what failed
                 writer.write_summary(loop.report.summary(loop.step, seconds, str(error)))
             raise
         finally:
@@ -78,7 +79,7 @@ def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
 
 
 class Loop:
-    """The steps of one process from `step` on; `state` is that after `step` steps."""
+    """The steps of one process from `step` on; `state` is the state after `step` steps."""
 
     def __init__(
         self,
@@ -125,14 +126,14 @@ class Loop:
                 batch = self._next_batch()
                 self._start_step(batch, waited=time.monotonic() - asked)
                 self.stopped = not self._after_step()
-        except Interrupted:  # by a signal, in a wait for data
+        except Interrupted:  # by a signal, while waiting for data
             self.stopped = True
             self.report.settle()
             if self.step > self.first_step:
                 self._save()
 
     def close(self) -> None:
-        """End threads and worker processes, however the run ended."""
+        """End threads and worker processes, whichever way the run ended."""
         self.loader.close()
         self.report.close()
         self.completions.close()
@@ -171,13 +172,13 @@ class Loop:
         )
 
     def _after_step(self) -> bool:
-        """Save and evaluate where that is due; whether the run continues."""
+        """Save and evaluate where that is due; returns whether the run continues."""
         stopped = self.stop.should_stop()
         is_last = stopped or self.step == self.run.config.run.steps
         saves = is_last or due(self.step, self.run.config.checkpoint.every)
         evaluates = not stopped and self.report.evaluation_due(self.step)
         if saves or evaluates:
-            self.report.settle()  # never keep a state that the limits forbid
+            self.report.settle()  # raises past a limit, so that no such state is saved
         if saves and (is_last or not self.report.streak):
             self._save()
         elif saves:
@@ -188,7 +189,8 @@ class Loop:
         return self._evaluate() if evaluates else not stopped
 
     def _evaluate(self) -> bool:
-        """Whether the run continues after an evaluation; if not, the state is kept, for nothing is wrong with it."""
+        """Evaluate; returns whether the run continues. If not, the state is saved, since nothing is
+        wrong with it."""
         try:
             continues = self.report.evaluate(self.step, self.state, self.stop.should_stop)
         except TrainingError:
@@ -203,6 +205,7 @@ class Loop:
         return continues
 
     def _save(self) -> None:
-        """Keep the state after the steps done so far; one inside a streak of skipped updates evicts no other."""
+        """Save the state after the steps done so far; one inside a streak of skipped updates
+        displaces no other."""
         saved = self.run.programs.to_saved(self.state)
         self.checkpoints.save(self.step, saved, sound=not self.report.streak)

@@ -2,7 +2,7 @@
 
 Each component has an optimizer state of its own, with its own count of updates: a component that is
 unfrozen in the middle of a run begins with zero moments and the bias correction of a first update,
-and the others do not notice.
+and the others are not affected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmllm.config.schema import OptimizerConfig
 
-MOMENTS = 2  # arrays that the optimizer keeps of each trained parameter
+MOMENTS = 2  # arrays that the optimizer keeps for each trained parameter
 UNDECAYED = ("bias", "scale", "embedding", "class_token")  # endings of parameter names
 
 
@@ -30,7 +30,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def init_optimizer(config: OptimizerConfig, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Optimizer state by component, of the parameters of the trainable ones."""
+    """Optimizer state by component; `params` are the parameters of the trainable components."""
     return {
         name: make_optimizer(config).init(component) for name, component in sorted(params.items())
     }
@@ -53,8 +53,8 @@ def optimizer_updates(
 def learning_rate(
     config: OptimizerConfig, decay_steps: int, step: Int[Array, ""]
 ) -> Float[Array, ""]:
-    """Linear warm-up, then constant, or cosine decay that reaches `final_scale` at step `decay_steps` and stays; in the
-    step after the warm-up where that lasts longer."""
+    """Learning rate of a step: linear warm-up, then constant or a cosine decay. The decay reaches
+    `final_scale` at step `decay_steps` (or just after a longer warm-up) and stays there."""
     peak = config.learning_rate
     if config.schedule == "constant":
         after = optax.constant_schedule(peak)
@@ -69,7 +69,7 @@ def learning_rate(
 
 
 def clip_scale(norm: Float[Array, ""], limit: float | None) -> Float[Array, ""]:
-    """The factor of gradients with this global norm that makes it at most `limit`."""
+    """Factor that brings gradients with the global norm `norm` to a norm of at most `limit`."""
     if limit is None:
         return jnp.ones_like(norm)
     return jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))

@@ -1,4 +1,4 @@
-"""What every process of a run has to say reaches the log and metrics.jsonl of the run, which the main process writes.
+"""Messages of all processes, sent to the main one, which writes them to log and metrics.jsonl.
 
     process n   tell(step, lines)  --> key-value store of the coordinator -->  drain(..) main process
     any code    logging, warnings and above  --> WarningLog --> the same way
@@ -22,15 +22,15 @@ from jaxmllm.runtime.board import POLL_SECONDS, Board, HostsError
 
 SHOWN_LINES = 8  # of one process and step; a folder of broken media must not flood the coordinator
 SHOWN_CHARACTERS = 500  # of one line
-PUBLICATION_SECONDS = 10.0  # that a process which ends the run gives the main one to write down why
+PUBLICATION_SECONDS = 10.0  # that a process which ends the run waits for the main one to say why
 
-# Every process begins to train in the same order, so this names one run everywhere
+# Every process begins its runs in the same order, so this number means the same run everywhere
 _serial = itertools.count()
 
 
 @dataclass(frozen=True)
 class Message:
-    """A line that a process had to say about a step; steps count from 1, and 0 is before the first."""
+    """A line from a process about a step; steps count from 1, and 0 is before the first."""
 
     step: int
     process: int
@@ -38,7 +38,8 @@ class Message:
 
 
 class Messages:
-    """The way of messages from all processes to the main one, process 0. Without a board there is only one process."""
+    """Sends messages from all processes to the main one, process 0. Without a board there is only
+    that one."""
 
     def __init__(self, board: Board | None = None, process: int = 0) -> None:
         self._board = board
@@ -48,14 +49,15 @@ class Messages:
         self._own: list[Message] = []
 
     def tell(self, step: int, lines: Sequence[str]) -> None:
-        """Send lines on their way. Where the coordinator is gone they go to stderr, before its `HostsError`."""
+        """Send lines to the main process. If the coordinator is gone, print them to stderr and
+        raise its `HostsError`."""
         if not lines:
             return
         lines = bounded(lines)
         if self._board is None or self._process == 0:
             self._own += [Message(step, self._process, line) for line in lines]
             return
-        # With zeros in front: keys sort by process, and then as they were sent.
+        # Padded with zeros, so that keys sort by process and then in the order of sending.
         key = f"{self._prefix}/{self._process:08d}/{self._sent:08d}"
         self._sent += 1
         try:
@@ -65,9 +67,10 @@ class Messages:
             raise
 
     def drain(self, publish: Callable[[Message], None]) -> None:
-        """Publish what was told since the last call, by step; only the main process gets to see anything.
+        """Publish the messages told since the last call, ordered by step; in other processes than
+        the main one there are none.
 
-        A message that was told before a step's programs were started is there once the step has
+        A message that was told before a step's programs were started has arrived once the step has
         run.
         """
         messages = self._own
@@ -80,13 +83,14 @@ class Messages:
             messages += [Message(step, int(key.split("/")[-2]), line) for line in lines]
         for message in sorted(messages, key=lambda message: (message.step, message.process)):
             publish(message)
-        # After they are written down, for `await_publication` takes their absence for that.
+        # Only after publication: `await_publication` takes the absence of keys as a sign of it.
         for key, _ in entries:
             assert self._board is not None
             self._board.key_value_delete(key)
 
     def await_publication(self, seconds: float = PUBLICATION_SECONDS) -> None:
-        """Wait until the main process has published what this one told: after that this one may end the run."""
+        """Wait until the main process has published this one's messages, at most `seconds`: after
+        that this process may end the run."""
         if self._board is None or self._process == 0:
             return
         deadline = time.monotonic() + seconds
@@ -105,9 +109,9 @@ def bounded(lines: Sequence[str]) -> list[str]:
 
 
 class WarningLog(logging.Handler):
-    """Keeps what jaxmllm's modules log, from warnings up, for the run's records; it is also shown as ever.
+    """Keeps warnings and errors that jaxmllm's modules log for the run's records; still shows them.
 
-    There is one at a time: a new one takes the place of the one before.
+    There is only one at a time: a new one replaces the one before.
     """
 
     def __init__(self) -> None:
@@ -133,6 +137,6 @@ class WarningLog(logging.Handler):
         return [f"warning: {line}" for line in lines]
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop keeping records."""
         logging.getLogger("jaxmllm").removeHandler(self)
         super().close()

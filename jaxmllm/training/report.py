@@ -3,10 +3,10 @@
     StartedStep --follow--> one record of metrics.jsonl (step_metrics.py says what each number means)
                             past a limit a `TrainingError`
     held-out batches --evaluate--> eval/... records (evaluate.py)
-    what processes have to say --tell, warnings--> the log, message records
+    messages of processes --tell, warnings--> the log, message records
     all steps --summary--> summary.json
 
-A record of a message has `process` and `message`. Records of all kinds have `step` and `time`.
+A message record has `process` and `message`. Records of all kinds have `step` and `time`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TrainingError(RuntimeError):
 
 @dataclass(frozen=True)
 class StartedStep:
-    """A step whose programs were started and whose metrics are read later; `step` steps are then done."""
+    """A step whose programs were started and whose metrics are read later; `step` counts from 1."""
 
     step: int
     batch: HostStep
@@ -77,17 +77,17 @@ class RunReport:
     messages: Messages = field(default_factory=Messages)
     evaluation: dict[str, Any] | None = None  # the last one, with its step
     loss: float | None = None
-    streak: int = 0  # updates in a row, up to the last one written, that were not finite
-    _explained: bool = False  # whether it was said what masked items leave of the denominators
-    _step: int = 0  # the last one that was started
+    streak: int = 0  # `skipped_in_row` of the last step written
+    _explained: bool = False  # whether `DENOMINATORS` was told
+    _step: int = 0  # number of the last step that was started
     _pending: StartedStep | None = None
     _times: StepTimes = field(default_factory=StepTimes)
     _recent: deque[StepFacts] = field(default_factory=lambda: deque(maxlen=RATE_STEPS))
     _sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    _kept_summary: dict[str, Any] | None = None  # of a run that had come this far
+    _kept_summary: dict[str, Any] | None = None  # the run folder's, until something is added
 
     def resume(self, step: int) -> None:
-        """Continue the history that the run folder holds after `step` steps, in the main process."""
+        """Continue the run folder's history after `step` steps; only the main process reads it."""
         self._step = step
         if not self.run.is_main:
             return
@@ -108,7 +108,8 @@ class RunReport:
             self._write(before)
 
     def settle(self) -> None:
-        """Wait for the step that still runs and write it: what follows is no step, and its time counts for none.
+        """Wait for the step that still runs and write it: what follows is no step, and its time
+        counts in no step.
 
         Raises `TrainingError` past a limit.
         """
@@ -119,8 +120,9 @@ class RunReport:
         self._times.pause()
 
     def tell(self, step: int, failures: Sequence[str], what: str = "masked") -> None:
-        """Say which media items of a step this process could not decode, before the step's programs are started; of a
-        model that draws also what its losses are then divided by, once."""
+        """Report which media items of a step this process could not decode; called before the
+        step's programs are started. For a model that draws, the first report also says what losses
+        are then divided by."""
         lines = [f"{what}: {failure}" for failure in failures]
         if lines and what == "masked" and self.run.config.model.generators and not self._explained:
             self._explained = True
@@ -140,20 +142,20 @@ class RunReport:
         return step == config.run.steps or due(step, config.evaluation.every)
 
     def evaluation_missing(self, step: int) -> bool:
-        """Whether a run that resumes after `step` steps was ended before the evaluation due then;
+        """Whether a run that resumes after `step` steps had ended before the evaluation due then;
         all processes get the main one's answer."""
         if not self.evaluation_due(step):
             return False
         missing = self.evaluation is None or self.evaluation["step"] != step
-        # No collective: the main process may still be reading records, for longer than one would wait
+        # No collective: the main process may still be reading records, longer than one would wait
         return bool(agreed_numbers([missing])[0])
 
     def evaluate(self, step: int, state: TrainState, should_stop: Callable[[], bool]) -> bool:
-        """Measure the held-out set; False when `should_stop`, asked once per batch, said so: then there is no record.
+        """Measure the held-out set and write a record; False, without a record, if `should_stop`,
+        which is called once per batch, returned true.
 
-        All steps must be settled. Raises `TrainingError` when more media items than
-        `data.max_failed_media` could not be decoded: the limit holds for each evaluation by itself.
-        Then there is no record either.
+        All steps must be settled. Raises `TrainingError`, without a record, if more media items
+        than `data.max_failed_media` could not be decoded: each evaluation counts its own.
         """
         run = self.run
         assert run.evaluation is not None and run.held_out is not None
@@ -189,7 +191,7 @@ class RunReport:
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Publish what is still to be said, if anybody listens."""
+        """Publish the messages that are left, if the other processes are still there."""
         with suppress(HostsError):
             self._publish()
 
@@ -198,8 +200,8 @@ class RunReport:
     ) -> dict[str, Any]:
         """The content of summary.json after `steps` steps; fractions and ratios are over the steps of this process.
 
-        A run that had come this far before, and had nothing left to do, keeps its summary. One that was `stopped` is
-        not complete while it owes an evaluation.
+        A resumed run that had nothing left to do keeps its earlier summary. A run that was
+        `stopped` is not complete while an evaluation is still due.
         """
         done = steps >= self.run.config.run.steps and not (stopped and self.evaluation_due(steps))
         complete = error is None and done
@@ -227,10 +229,11 @@ class RunReport:
     # ------------------------------------------------------------------ records
 
     def _publish(self) -> None:
-        """Print and record the warnings of this process and, in the main one, what all of them have told."""
+        """Pass on the warnings of this process and, in the main one, print and record all
+        processes' messages."""
         warnings = self.run.warnings.take()
         if self.run.is_main:
-            for line in bounded(warnings):  # which were shown as they came
+            for line in bounded(warnings):  # already shown when they were logged
                 self.writer.write_message(self._step, 0, line)
         else:
             self.messages.tell(self._step, warnings)
@@ -242,9 +245,9 @@ class RunReport:
         self.writer.write_message(message.step, message.process, message.text)
 
     def _write(self, started: StartedStep) -> None:
-        """Read the metrics of a step, which waits until it has run."""
+        """Read the metrics of a step, waiting until it has run, and write its record."""
         values = jax.device_get(started.metrics)
-        self._publish()  # all that was told before the step, by any process; a limit's error refers to it
+        self._publish()  # what any process told before the step: a limit's error refers to it
         self._kept_summary = None
         record = self._record(started, values)
         self.loss = record["loss"]
@@ -285,6 +288,7 @@ class RunReport:
         for phase in phases:
             for name in AMOUNTS:
                 self._sums[f"{phase}/{name}"] += statistics[f"{phase}/{name}"]
+            # The phase's FLOPs, if every rank had as much to do as the slowest
             slowest = statistics[f"{phase}/flops"] * statistics.get(f"{phase}/max_over_mean", 0)
             self._sums[f"{phase}/slowest"] += slowest
         return step_record(tuple(self._recent))
@@ -311,12 +315,13 @@ class RunReport:
 
 
 def due(step: int, every: int | None) -> bool:
-    """Whether something that happens every so many steps (none: never) happens after this one."""
+    """Whether what is done every `every` steps (None: never) is due after this step."""
     return every is not None and step % every == 0
 
 
 def _once_all_have_one(batches: Iterator[HostStep]) -> Iterator[HostStep]:
-    """The batches of an evaluation before the first step: its first collective would not wait for a slow reader."""
+    """The batches of an evaluation before the first step. Processes meet once all have the first
+    batch, because the first collective would not wait for a slow reader."""
     for batch_number, batch in enumerate(batches):
         if batch_number == 0:
             hosts.meet("its first evaluation")

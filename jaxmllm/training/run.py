@@ -21,7 +21,7 @@ from jaxmllm.training.programs.base import Programs
 from sharding.mesh import MeshError
 from sharding.pipeline.ring import PipelineError
 
-# What a user's config, data or mesh can cause; everything else is a bug and keeps its traceback.
+# Errors that a user's config, data or mesh can cause; all others are bugs and keep their traceback.
 USER_ERRORS = (ConfigError, DataError, MeshError, MisalignmentError, PipelineError, TokenizerError)
 
 
@@ -34,7 +34,7 @@ class Run:
     corpus: Corpus
     batches: Steps
     evaluation: Steps | None
-    sources: tuple[str, ...]  # names behind the source numbers of metrics
+    sources: tuple[str, ...]  # names of the sources, by source number
     head_flops: int  # of one slot
     peak_flops: float | None  # of one device
     compilations: CompilationCounter
@@ -52,12 +52,12 @@ class Run:
         return jax.process_index() == 0
 
     def say(self, line: str) -> None:
-        """Print a line, once a run and not once a process."""
+        """Print a line once per run, not once per process."""
         if self.is_main:
             print(line, flush=True)
 
     def describe(self) -> str:
-        """What `auto` came to, and what was refused, in a few lines."""
+        """A few lines: the sizes that `auto` resolved to, rejected examples, and other choices."""
         rejected = (
             ", ".join(f"{n} {reason}" for reason, n in self.corpus.rejected_counts().items())
             or "none"

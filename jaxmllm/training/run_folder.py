@@ -1,4 +1,4 @@
-"""One run, one folder: who may write into it, and what it says of the run that began there.
+"""The folder of a run: which process may write into it, and what it records of its run.
 
 run.directory/
   run.lock         the process that writes here: runtime/lock.py
@@ -39,8 +39,8 @@ from jaxmllm.training.initial import CHECKPOINTS, check_sources
 
 CONFIG_FILE = "config.yaml"
 SCHEDULE_FILE = "schedule.npz"
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # whatever was being written
-# What a run leaves behind besides its config.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # errors of a full or read-only disk
+# Files and folders of a run, other than its config.
 OWN = (
     CHECKPOINTS,
     "data.json",
@@ -76,9 +76,10 @@ def read_config(run_directory: str | Path) -> Config | None:
 
 
 def config_of(source: str | Path) -> Config | None:
-    """The config of a run, by its folder or a checkpoint in that; None if none is there. Raises `CheckpointError`."""
+    """The config of a run, from its folder or a checkpoint in it; None if there is none. Raises
+    `CheckpointError`."""
     path = Path(source).absolute()
-    config = read_config(path)  # first, for a run may lie in a folder of that name
+    config = read_config(path)  # first, because a run may be in a folder of that name
     return (
         read_config(path.parent.parent)
         if not config and path.parent.name == CHECKPOINTS
@@ -88,12 +89,14 @@ def config_of(source: str | Path) -> Config | None:
 
 @contextmanager
 def open_folder(config: Config, resume: bool | str) -> Iterator[Config]:
-    """Hold `run.directory` for this run, and yield the config of the steps to come as `check_folder` does.
+    """Lock `run.directory` for this run and yield the config of the steps to come, as
+    `check_folder` returns it.
 
-    The main process holds the folder for all. Raises `CheckpointError` in every process if another
-    run holds it, if this one may not continue in it, or if a process sees another folder there than
-    the main one; and instead of an error of a full disk inside the context. Where data are refused
-    inside, all refusals are in rejected.jsonl of the folder, and `DataError` names it.
+    The main process holds the lock for all. Raises `CheckpointError` in every process if another
+    run holds it, if this run may not continue in the folder, or if a process sees another folder
+    there than the main one does; and in place of the error of a full disk inside the context. If
+    data are refused inside, all refusals are written to rejected.jsonl of the folder, and
+    `DataError` names it.
     """
     with ExitStack() as stack:
         problem = None
@@ -104,7 +107,7 @@ def open_folder(config: Config, resume: bool | str) -> Iterator[Config]:
             if jax.process_index() == 0:
                 token = stack.enter_context(RunLock(Path(config.run.directory))).token
             checked = check_folder(config, resume)
-            if token:  # now, for the room that a checkpoint takes is asked for before the first one is written
+            if token:  # now: the room that a checkpoint takes is checked before the first one
                 with suppress(OSError):
                     sweep(Path(config.run.directory) / CHECKPOINTS)
         except (CheckpointError, FolderError) as error:
@@ -139,8 +142,8 @@ def _refusals_kept(run_directory: Path) -> Iterator[None]:
 
 
 def _not_shared(folder: Path, token: str) -> str | None:
-    """What to say where this process does not see the lock that the main one holds; every process writes its part of
-    a checkpoint, and the parts in another folder would be lost."""
+    """The problem if this process does not see the lock that the main one holds: every process
+    writes its part of a checkpoint, and parts in another folder would be lost."""
     if shows_lock(folder, token):
         return None
     return (
@@ -152,8 +155,8 @@ def _not_shared(folder: Path, token: str) -> str | None:
 def check_folder(config: Config, resume: bool | str) -> Config:
     """The config of the steps to come in `run.directory`: `config` with what the run that began there has chosen.
 
-    Raises `CheckpointError` unless the folder is new, or `resume` and the run in it may continue
-    like this. `resume` "auto" begins a run also in a folder that holds other files than a run's.
+    Raises `CheckpointError` unless the folder is new, or `resume` is set and the run in it may
+    continue with `config`. With `resume` "auto" a run may also begin in a folder of other files.
     """
     folder = Path(config.run.directory)
     saved = read_config(folder)
@@ -165,7 +168,8 @@ def check_folder(config: Config, resume: bool | str) -> Config:
         check_compatible(saved, config, bool(saved_steps(folder / CHECKPOINTS)))
         return resumed_config(saved, config)
     entries = folder.iterdir() if folder.exists() else ()
-    # A run that data kept from beginning leaves its refusals; the next one begins as in an empty folder.
+    # A run that never began because data were refused leaves its refusals; the next one begins as
+    # in an empty folder.
     no_run = (LOCK_FILE, REJECTED_FILE, ".")
     present = sorted(entry.name for entry in entries if not entry.name.startswith(no_run))
     if left_behind := [name for name in present if name in OWN]:
@@ -186,7 +190,7 @@ def check_folder(config: Config, resume: bool | str) -> Config:
 
 
 def _check_adapters(config: Config, source: str) -> None:
-    """Raise `CheckpointError` unless components that come from another run have the adapters that they have there."""
+    """Raise `CheckpointError` unless components of another run have the same adapters as there."""
     begun = config_of(source)
     trained_adapters = {} if begun is None else begun.model.adapters.by_component
     for name, adapter in trained_adapters.items():
@@ -200,8 +204,8 @@ def _check_adapters(config: Config, source: str) -> None:
 
 
 def check_writable(folder: Path, key: str = "run.directory") -> None:
-    """Raise `CheckpointError` unless files can be made in `folder`, which `key` names and which is made if need
-    be."""
+    """Raise `CheckpointError` unless files can be created in `folder`, the value of config key
+    `key`; create it if missing."""
     probe = folder / f".{uuid.uuid4().hex}.probe"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""The parameters that a run has come to: its latest usable checkpoint, running averages in the place of those that
-are averaged."""
+"""The latest parameters of a run: those of its latest usable checkpoint, with running averages in
+place of those that are averaged."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def saved_parameters(
 ) -> tuple[Params, int]:
     """Parameters of the shapes, types and shardings of `abstract`, and the steps after which they were saved.
 
-    A damaged checkpoint gives way to the one before it, with a line. Raises `CheckpointError` where
-    none is usable.
+    Instead of a damaged checkpoint the one before it is read, and a line says so. Raises
+    `CheckpointError` if none is usable.
     """
     folder = (run / CHECKPOINTS).absolute()
     steps = saved_steps(folder)

@@ -1,8 +1,8 @@
-"""What each number of a step's record means. A metric is a function here and a place in `METRICS`, nothing else.
+"""The meaning of each number in a step's record; a metric is a function here, listed in `METRICS`.
 
     StepFacts of the last steps --every function of METRICS--> the record of the newest, a line of metrics.jsonl
 
-Besides these, a record has the statistics of the step's plan, <phase>/..., route/..., pipeline/...,
+In addition, a record has the statistics of the step's plan, <phase>/..., route/..., pipeline/...,
 plan_ms, as balance/statistics.py and balance/step_plan.py define them.
 """
 
@@ -24,7 +24,7 @@ AMOUNTS = (
     "tokens",
     "slots",
     "flops",
-)  # plan statistics that become rates and ratios, and are left out themselves
+)  # plan statistics that records hold only as rates and ratios
 
 ZERO = np.zeros(1)
 Values = dict[str, Any]  # by name; None where there is nothing to measure
@@ -35,16 +35,18 @@ class StepFacts:
     """What is known of a step once it has run.
 
     Attributes:
-      device: what `StepFunctions.update` returned, on the host. statistics: of the step's plan.
-      examples: of the batch. seconds: from the completion of the step before to its own, waiting
-      for data included; after an evaluation, a
-        checkpoint, an edge of the profile, and at first: from the start of its programs.
+      device: the metrics that `StepFunctions.update` returned, on the host.
+      statistics: of the step's plan.
+      examples: of the batch.
+      seconds: from the completion of the step before to its own, waiting for data included; for the
+        first step and after an evaluation, checkpoint or edge of the profile, from the start of its
+        programs.
       waited: seconds that this process waited for its batch.
       compilations: programs compiled so far.
-      sources: names of the sources that losses are told by.
+      sources: names of the sources that losses are reported for.
       phases: names of the run's phases.
-      head_flops: of one slot, of which the plan's FLOPs have as many as there are tokens.
-      peak_flops: of one device, per second; none: not known.
+      head_flops: of one slot; the plan's FLOPs include them for every token.
+      peak_flops: of one device, per second; None if not known.
     """
 
     device: Mapping[str, Any]
@@ -60,8 +62,8 @@ class StepFacts:
 
     @property
     def flops_per_second(self) -> float:
-        """FLOPs of the real lengths, encoders counted and padding not, and the head's of targets
-        alone, per second and device."""
+        """FLOPs per second and device, of the real lengths: with encoders, without padding, and the
+        head for target tokens only."""
         targets = self.device["targets_by_source"].sum()
         flops = flops_by_phase(self.statistics, self.phases, targets, self.head_flops)
         return sum(flops.values()) / (self.seconds * jax.device_count())
@@ -70,7 +72,8 @@ class StepFacts:
 def flops_by_phase(
     statistics: Mapping[str, float], phases: Iterable[str], targets: float, head_flops: float
 ) -> dict[str, float]:
-    """What `mfu` counts of a step's plan, which has the head on every token: that of targets alone.
+    """FLOPs by phase as `mfu` counts them: the plan's, which has the head on every token, with the
+    head on targets only.
 
     Args:
       statistics: of the plan.
@@ -85,7 +88,7 @@ Metric = Callable[[Sequence[StepFacts]], Values]  # of the last steps, the newes
 
 
 def step_record(steps: Sequence[StepFacts]) -> Values:
-    """The record of the newest of these steps, with Python's numbers."""
+    """The record of the newest of these steps, as plain Python numbers."""
     record: Values = {}
     for metric in METRICS:
         record |= metric(steps)
@@ -107,10 +110,11 @@ def loss(steps: Sequence[StepFacts]) -> Values:
 
 
 def drawn(steps: Sequence[StepFacts]) -> Values:
-    """Of a model that draws, `loss` is the weighted sum of `text_loss`, the mean over target tokens (without a
-    weight not measured), and `drawn_loss`, the mean over patches; `drawn_loss/<source>`: the latter of one source,
-    and `drawn_loss_by_time/<from>`: of the patches whose noise has a time from there on, a quarter long; where there
-    are any."""
+    """For a model that draws, `loss` is the weighted sum of `text_loss`, the mean over target
+    tokens (null without any, or if text has no weight), and `drawn_loss`, the mean over patches.
+    `drawn_loss/<source>`: that of one source's patches. `drawn_loss_by_time/<from>`: that of the
+    patches whose noise has a time in the quarter that begins there. The last two only where there
+    are such patches."""
     device = steps[-1].device
     if "drawn_loss" not in device:
         return {}
@@ -139,9 +143,10 @@ def failures(steps: Sequence[StepFacts]) -> Values:
 
 
 def experts(steps: Sequence[StepFacts]) -> Values:
-    """Of a decoder with experts: `expert_max_over_mean`, tokens that chose the most popular expert over the mean of
-    all, in the layer where that is worst, and `expert_device_max_over_mean`, the same of the experts of a device.
-    `balance_loss` and `router_z_loss`: before they are weighted; `loss` is without them."""
+    """With experts: `expert_max_over_mean`, tokens that chose the most popular expert over the mean
+    of all experts, in the layer where that is highest; `expert_device_max_over_mean`, the same for
+    all experts of a device together. `balance_loss` and `router_z_loss`: before they are weighted;
+    `loss` does not include them."""
     device = steps[-1].device
     names = (
         "expert_max_over_mean",
@@ -159,7 +164,7 @@ def loss_by_source(steps: Sequence[StepFacts]) -> Values:
 
 
 def _means(key: str, names: Sequence[str], means: NDArray[Any], counts: NDArray[Any]) -> Values:
-    """Those that are over anything, by name."""
+    """The means whose count is not zero, by name."""
     told = zip(names, means, counts, strict=True)
     return {f"{key}/{name}": mean for name, mean, count in told if count}
 
@@ -168,7 +173,7 @@ def _means(key: str, names: Sequence[str], means: NDArray[Any], counts: NDArray[
 
 
 def plan_statistics(steps: Sequence[StepFacts]) -> Values:
-    """Statistics of the plan, but for amounts, which are there as rates."""
+    """Statistics of the plan, except amounts, which are recorded as rates."""
     return {
         name: value
         for name, value in steps[-1].statistics.items()
@@ -191,21 +196,22 @@ def rates(steps: Sequence[StepFacts]) -> Values:
 
 
 def mfu(steps: Sequence[StepFacts]) -> Values:
-    """`mfu`: FLOPs of the real lengths, encoders counted and padding not, the head on target tokens
-    alone, over `step_seconds` at the peak of all devices, where that is known."""
+    """`mfu`: FLOPs of the real lengths, with encoders, without padding and with the head on target
+    tokens only, over those of `step_seconds` at the peak of all devices, where that is known."""
     step = steps[-1]
     return {} if step.peak_flops is None else {"mfu": step.flops_per_second / step.peak_flops}
 
 
 def speed(steps: Sequence[StepFacts]) -> Values:
-    """`teraflops/s`: of one device, from the FLOPs that `mfu` counts; also where the devices' peak is not known."""
+    """`teraflops/s`: of one device, from the FLOPs that `mfu` counts; recorded even if the devices'
+    peak is not known."""
     return {"teraflops/s": steps[-1].flops_per_second / 1e12}
 
 
 def times(steps: Sequence[StepFacts]) -> Values:
-    """`step_seconds`: see `StepFacts.seconds`. `data_wait_seconds`: that this process waited for
-    its batch; some of it while the devices had work. `compilations`: programs compiled so far,
-    constant from the first step on."""
+    """`step_seconds`: see `StepFacts.seconds`. `data_wait_seconds`: how long this process waited
+    for its batch; during some of that the devices had work. `compilations`: programs compiled so
+    far, constant from the first step on."""
     step = steps[-1]
     return {
         "step_seconds": step.seconds,
