@@ -19,7 +19,7 @@ from jaxmllm.training.step_functions import TrainState
 
 
 def begin(run: Run, checkpoints: Checkpoints, writer: MetricsWriter) -> tuple[Run, TrainState, int]:
-    """Restore the latest checkpoint or make a new state; record in the folder what it is made from.
+    """Restore the latest checkpoint or make a new state; store what the run is made from.
 
     Returns the run with its batches from there on, its state, and the steps done.
     """

@@ -59,7 +59,7 @@ def write_data(run_directory: Path, corpus: Corpus) -> None:
     if saved.keys() != stamps.keys() or not all(
         np.array_equal(saved[name], stamps[name]) for name in stamps
     ):
-        compressed = io.BytesIO()  # which takes seconds where there are millions of files
+        compressed = io.BytesIO()  # only after changes: takes seconds for millions of files
         np.savez_compressed(compressed, **stamps)  # type: ignore[arg-type]
         write_atomically(run_directory / STAMPS_FILE, compressed.getvalue())
     write_rejected(run_directory, corpus.rejected)

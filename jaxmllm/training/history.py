@@ -29,7 +29,7 @@ def segment_of(config: Config, step: int = 0) -> Segment:
 
 
 def read_history(run_directory: Path) -> tuple[Segment, ...]:
-    """The segments of the run in a folder, empty where none began. Raises `CheckpointError`."""
+    """The segments of the run in a folder, empty if none began there. Raises `CheckpointError`."""
     path = run_directory / HISTORY_FILE
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))

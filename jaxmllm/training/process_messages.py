@@ -38,8 +38,7 @@ class Message:
 
 
 class Messages:
-    """Sends messages from all processes to the main one, process 0. Without a board there is only
-    that one."""
+    """Sends messages from all processes to process 0, the main one; alone, it needs no board."""
 
     def __init__(self, board: Board | None = None, process: int = 0) -> None:
         self._board = board
@@ -67,8 +66,8 @@ class Messages:
             raise
 
     def drain(self, publish: Callable[[Message], None]) -> None:
-        """Publish the messages told since the last call, ordered by step; in other processes than
-        the main one there are none.
+        """Publish the messages told since the last call, ordered by step; there are none except in
+        the main process.
 
         A message that was told before a step's programs were started has arrived once the step has
         run.

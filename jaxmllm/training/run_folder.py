@@ -153,7 +153,7 @@ def _not_shared(folder: Path, token: str) -> str | None:
 
 
 def check_folder(config: Config, resume: bool | str) -> Config:
-    """The config of the steps to come in `run.directory`: `config` with what the run that began there has chosen.
+    """The config of the steps to come: `config` with what the run in `run.directory` has chosen.
 
     Raises `CheckpointError` unless the folder is new, or `resume` is set and the run in it may
     continue with `config`. With `resume` "auto" a run may also begin in a folder of other files.

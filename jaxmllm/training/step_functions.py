@@ -79,7 +79,7 @@ Rows = TypeVar("Rows", EncoderRows, LanguageRows)
 
 
 class KeptResiduals(NamedTuple, Generic[Rows]):
-    """Rows of a microbatch and residuals of its forward pass, where its backward pass starts."""
+    """The rows of a microbatch and residuals of its forward pass: a start for its backward pass."""
 
     rows: Rows
     residuals: Any  # tree of [devices along the axes of rows, ...]

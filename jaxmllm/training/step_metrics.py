@@ -38,9 +38,9 @@ class StepFacts:
       device: the metrics that `StepFunctions.update` returned, on the host.
       statistics: of the step's plan.
       examples: of the batch.
-      seconds: from the completion of the step before to its own, waiting for data included; for the
-        first step and after an evaluation, checkpoint or edge of the profile, from the start of its
-        programs.
+      seconds: from the completion of the step before to its own, waiting for data included. The
+        first step, and one after an evaluation, checkpoint or edge of the profile, counts from the
+        start of its programs.
       waited: seconds that this process waited for its batch.
       compilations: programs compiled so far.
       sources: names of the sources that losses are reported for.

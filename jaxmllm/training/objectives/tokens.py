@@ -342,6 +342,7 @@ def failed_examples(
     split = layout.mesh_axes("sequence")
 
     def on_device(failed: Array, segments: Array) -> Array:
+        # Segments count from 1; index 0 is padding, which has no targets.
         any_failed = jnp.zeros(max_segments + 1, jnp.int32).at[segments[0]].max(failed[0])
         return jax.lax.psum(any_failed, split)[segments[0]][None] > 0
 

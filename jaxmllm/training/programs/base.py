@@ -110,7 +110,7 @@ class Programs(abc.ABC):
     """The programs of a run: `compile` them, then `put` a batch on the devices, `train` on it or
     `evaluate` it.
 
-    `jobs`, what will be compiled by name, can be read before anything is compiled. Each kind of
+    `jobs`, the programs to compile by name, can be read before anything is compiled. Each kind of
     programs has its own type of batch, which `put` returns.
     """
 

@@ -127,6 +127,7 @@ class ExchangePrograms:
         jobs = {ProgramName("zero", self.owner): zeros_job(self.pool)}
         jobs |= self._way_jobs("", source, target, *forward)
         if self.trained:
+            # Gradients return into zeros like the source: for a generator, the language pool.
             d_written = ProgramName("zero", f"d_{LANGUAGE if self.route.outward else self.owner}")
             jobs[d_written] = zeros_job(source.tokens)
             jobs |= self._way_jobs("_back", target.tokens, source.tokens, *back)

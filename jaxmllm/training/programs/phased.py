@@ -6,9 +6,9 @@ no program is ever compiled again:
     zero pools; encode x M; (hop x hops; deliver) x rounds; language_loss_and_grad x M;
     (hop_back x hops; deliver_back) x rounds; encode_grad x M; add_replicas; update
 
-Pools are a step's largest buffers after the state. At most two kinds of them are in memory at a
-time, each for all media tokens of the step (E of encoders, L of the language model, d of
-gradients); an exchange adds the buffer of a round:
+Pools are a step's largest buffers after the state. Without a generator, at most two kinds of them
+are in memory at a time, each for all media tokens of the step (E of encoders, L of the language
+model, d of gradients); an exchange adds the buffer of a round:
 
     encode                  E
     hop, deliver            E, L                  E is freed when its rounds are delivered
@@ -265,7 +265,7 @@ class PhasedPrograms(GeneratorPrograms):
             program = self._of_microbatch(names.backward_from(start), LANGUAGE, host, m)
             pools[pool], grads, sums = program(
                 *(phase_params, start, pools[pool], scale, grads, sums, routing),
-                # Left out, not None, where there are none: so the program was compiled.
+                # Left out where there are none: the program was compiled without this argument.
                 *d_states[pool : pool + 1],
             )
         return grads, sums

@@ -191,7 +191,7 @@ class StagedPrograms(Programs):
         )
 
     def describe_memory(self) -> list[str]:
-        """Lines that say what the tables of this run may fill, and the memory that it takes."""
+        """Lines about the slots that this run's tables may fill, and the memory of these."""
         held = self.held
         slots = sum(held.pools.values())
         boxes = sum(held.boxes.values()) + held.media
