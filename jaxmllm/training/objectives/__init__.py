@@ -1,1 +1,1 @@
-"""What training minimizes: so far the cross-entropy of target tokens."""
+"""The losses that training minimizes: over target tokens, drawn patches and routers of experts."""
