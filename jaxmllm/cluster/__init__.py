@@ -1,1 +1,1 @@
-"""What a cluster takes for a run before there is one: seconds, bytes sent and bytes held."""
+"""Predictions of a run on a cluster before it exists: seconds, bytes sent and bytes held."""

@@ -1,10 +1,11 @@
 """Chips and their links, by name or from a YAML file.
 
     --cluster h100          a record of `CLUSTERS`
-    --cluster mine.yaml     the same keys; `like: h100` takes from a record, or a file beside this one, what this
-                            one does not say
+    --cluster mine.yaml     the same keys; `like: h100` fills in the missing ones from a record,
+                            `like: other.yaml` from a file in the same folder
 
-Every number is a vendor's, or names what it was measured by. FLOP/s of chips stand in runtime/hardware.py alone.
+Every number is a vendor's or names how it was measured. The chips' FLOP/s are in
+runtime/hardware.py alone.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ SUFFIXES: Final = (".yaml", ".yml")  # of a cluster's file
 
 
 class ClusterError(ValueError):
-    """A cluster that is not known or not well described; the message is one line with the remedy."""
+    """A cluster that is unknown or badly described; the message is one line with the remedy."""
 
 
 class Link(Section):
-    """What one device sends to others while all send: bytes/s in one direction, and seconds a hop.
+    """The link of one device to others while all devices send: bytes/s in one direction, and
+    seconds per hop.
 
-    `bytes_per_second` is of rings and of single transfers, `reduced_per_second` of an all-reduce, in bytes that a ring
-    would send (NCCL's bus bandwidth): a switch that adds up sends fewer.
+    `bytes_per_second` holds for rings and single transfers, `reduced_per_second` for an all-reduce,
+    in bytes that a ring would send (NCCL's bus bandwidth): with a switch that adds up, devices send
+    fewer.
     """
 
     bytes_per_second: PositiveFloat
@@ -46,8 +49,8 @@ class Link(Section):
 
 
 class Efficiency(Section):
-    """The share of the peak that a device's large matrix products reach in training: the mean over systems, and the
-    half width of the interval that holds most of them, as a share of the mean."""
+    """The share of the peak that a device's large matrix products reach in training: the mean over
+    systems, and the half width of the interval that holds most of them, as a share of the mean."""
 
     share: float = Field(gt=0, le=1)
     uncertainty: float = Field(ge=0, lt=1)
@@ -57,22 +60,25 @@ class Cluster(Section):
     """One kind of chip and what connects its devices."""
 
     name: str
-    # What JAX calls it: finds its peaks in runtime/hardware.py
+    # The chip's name in JAX, by which runtime/hardware.py lists its peaks
     device_kind: str = ""
-    # Of bfloat16, in place of the table's; other types keep their proportion to it, or without a table are as fast
+    # FLOP/s in bfloat16, in place of the figure in that table. Other types keep the ratio that the
+    # table gives them; those of a chip that it does not list are as fast as bfloat16
     peak_flops: PositiveFloat | None = None
     memory: PositiveFloat  # bytes
-    taken_share: float = Field(default=TAKEN_SHARE, gt=0, le=1)  # of memory, by a run
+    taken_share: float = Field(default=TAKEN_SHARE, gt=0, le=1)  # share of memory that a run takes
     memory_bandwidth: PositiveFloat  # bytes/s
-    node_devices: PositiveInt  # within which `in_node` holds
+    node_devices: PositiveInt  # devices that `in_node` connects
     in_node: Link
     between_nodes: Link
     efficiency: Efficiency
-    # What a tick of pipeline stages takes besides its operations, unless `pipeline.flops_per_tick` says it
+    # Seconds that a tick of pipeline stages takes in addition to its operations, unless
+    # `pipeline.flops_per_tick` gives them
     tick_seconds: float = Field(default=0.0, ge=0)
-    # Devices are threads of one processor: peak, bandwidths and links are those of all together
+    # Whether devices are threads of one processor: peak, bandwidths and links are then those of all
+    # devices together
     shared_cores: bool = False
-    price_per_hour: PositiveFloat | None = None  # of a device, in any currency
+    price_per_hour: PositiveFloat | None = None  # per device, in any currency
     source: str
 
     @property
@@ -86,7 +92,7 @@ class Cluster(Section):
         Raises:
           ClusterError: neither the table nor the record has a figure.
         """
-        # Here, for the table is in a file that imports jax
+        # Imported here because hardware.py imports jax
         from jaxmllm.runtime.hardware import table_flops
 
         known, usual = (table_flops(self.device_kind, name) for name in (dtype, "bfloat16"))
@@ -101,13 +107,14 @@ class Cluster(Section):
 
 # ---------------------------------------------------------------------------- records
 
-# A ring loses about 20 % of NVLink's line rate to the protocol (github.com/NVIDIA/nccl-tests, issue 212: 450 GB/s give
-# 370, and 480 where the switch adds up). What networks lose is one of the fitted constants.
+# A ring loses about 20 % of NVLink's line rate to the protocol (github.com/NVIDIA/nccl-tests, issue
+# 212: 450 GB/s give 370, and 480 where the switch adds up). What networks lose is one of the fitted
+# constants.
 RING_SHARE: Final = 0.8
-# A ring's step with NCCL's simple protocol, by its own model: src/graph/tuning.cc
+# Seconds of a ring's step with NCCL's simple protocol, from NCCL's own model: src/graph/tuning.cc
 NVLINK_HOP: Final = 3.4e-6
 NETWORK_HOP: Final = 14e-6
-TORUS_HOP: Final = 1e-6  # of TPUs' links, per hop, jax-ml.github.io/scaling-book
+TORUS_HOP: Final = 1e-6  # per hop of TPUs' links, jax-ml.github.io/scaling-book
 
 
 def _nvlink(line_rate: float, reduced: float | None = None) -> Link:
@@ -131,10 +138,10 @@ def _torus(bytes_per_second: float) -> Link:
     )
 
 
-# Fitted to published runs of several systems on the chip by `python -m benchmarks.planner`, which prints them
+# Fitted to published runs of several systems on the chip, as `python -m benchmarks.planner` prints
 ON_H100: Final = Efficiency(share=0.83, uncertainty=0.25)
 ON_A100: Final = Efficiency(share=0.82, uncertainty=0.25)
-# No run of these is known to us: the median of systems on all chips
+# For chips without a published run that we know of: the median over systems on all chips
 UNKNOWN: Final = Efficiency(share=0.81, uncertainty=0.35)
 
 H100: Final = Cluster(
@@ -200,7 +207,7 @@ CLUSTERS: Final = {
             efficiency=UNKNOWN,
             source="NVIDIA HGX B200 datasheet, a board's figures / 8; DGX B200: 8 adapters of 400 Gb/s",
         ),
-        # Of a TPU a node is a slice. A ring runs both ways over one dimension of the torus at a time.
+        # A TPU's node is a slice. A ring runs both ways over one dimension of the torus at a time.
         Cluster(
             name="v5e",
             device_kind="TPU v5 lite",
@@ -234,11 +241,12 @@ CLUSTERS: Final = {
             efficiency=UNKNOWN,
             source="Cloud TPU v6e: 800 GB/s a chip both ways over two dimensions, 25.6 Tb/s a pod of 256 chips",
         ),
-        # Forced devices of a host with two cores of an AMD EPYC. Only measured steps say more (fitting.py).
+        # Forced devices of a host with two cores of an AMD EPYC. Only measured steps give better
+        # numbers (fitting.py).
         Cluster(
             name="cpu",
             peak_flops=200e9,
-            memory=8 * GB,  # of a device
+            memory=8 * GB,  # per device
             memory_bandwidth=10 * GB,
             node_devices=1 << 20,
             in_node=Link(bytes_per_second=5 * GB, reduced_per_second=5 * GB, hop_seconds=500e-6),
@@ -257,16 +265,16 @@ CLUSTERS: Final = {
 
 
 def cluster_of(name_or_file: str) -> Cluster:
-    """A record by name, or from a YAML file, which a name that ends in .yaml or .yml is.
+    """The record of a name, or of a YAML file if the name ends in .yaml or .yml.
 
     Raises:
-      ClusterError: there is none, or the file does not describe one.
+      ClusterError: there is no such record, or the file does not describe one.
     """
     return _found(name_or_file, ())
 
 
 def _found(name_or_file: str, readers: tuple[Path, ...]) -> Cluster:
-    """The same. `readers`: files that are like it, resolved."""
+    """`cluster_of` for a name that the last of `readers`, resolved paths, has in `like`."""
     if name_or_file.endswith(SUFFIXES):
         return _from_file(Path(name_or_file), readers)
     if name_or_file not in CLUSTERS:
@@ -296,7 +304,7 @@ def _from_file(path: Path, readers: tuple[Path, ...]) -> Cluster:
         beside = path.parent / str(like)
         base = _found(str(beside if beside.suffix in SUFFIXES else like), readers).model_dump()
     try:
-        # JSON mode: strict about kinds, yet whole numbers may stand for others
+        # JSON mode is strict about types, but takes a whole number for a float
         return Cluster.model_validate_json(json.dumps(_merged(base, {"name": path.stem} | tree)))
     except ValidationError as error:
         first_error = error.errors()[0]
@@ -305,7 +313,7 @@ def _from_file(path: Path, readers: tuple[Path, ...]) -> Cluster:
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """A tree of keys with some changed, in nested mappings too."""
+    """`base` with the keys of `changes` replaced, in nested mappings one by one."""
     return base | {
         key: _merged(base[key], value)
         if isinstance(value, dict) and isinstance(base.get(key), dict)

@@ -1,10 +1,11 @@
 """Seconds of a collective over devices of a cluster.
 
-A ring runs through all devices of a group, those of a node one after another. Where the group has several devices in a
-node, as many rings run at once, each over the network adapter of another device; so what leaves a node is spread over
-these adapters, and the slower of the two links decides. An all-reduce of little takes a tree instead, whose hops grow
-with the logarithm of the devices. Devices that share cores are threads: what all of them copy adds up, and they meet
-once.
+A ring runs through all devices of a group, those of a node one after another. Where the group has
+several devices in a node, as many rings run at once, each over the network adapter of another
+device; so what leaves a node is spread over these adapters, and the slower of the two links
+decides. Small all-reduces take a tree, whose hops grow with the logarithm of the devices, so an
+all-reduce counts the hops of a tree where these are fewer. Devices that share cores are threads:
+what all of them copy adds up, and they meet once.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ POINT_TO_POINT = ("collective-permute", "collective-broadcast")
 
 @dataclass(frozen=True)
 class Group:
-    """Devices that exchange something: `devices` of them, `stride` apart as the mesh numbers them."""
+    """Devices that exchange something: `devices` of them, `stride` apart in the mesh's order."""
 
     devices: int
     stride: int = 1
 
     def in_node(self, cluster: Cluster) -> int:
-        """Its devices in one node."""
+        """Number of the group's devices in one node."""
         return min(self.devices, max(1, cluster.node_devices // self.stride))
 
 
@@ -53,8 +54,8 @@ def collective_seconds(
 
     Args:
       operation: as XLA names it, a key of `SENT`.
-      array_bytes: of the array where it is whole: gathered, before it is reduced or scattered, or what one device
-        sends in an exchange or to its neighbour.
+      array_bytes: of the whole array: once gathered, or before it is reduced or scattered; else of
+        what one device sends in an exchange or to its neighbour.
       network: share of the network's line rate that is reached.
       sharing: devices that share cores, in this group and others that send at the same time.
     """
@@ -69,14 +70,14 @@ def collective_seconds(
     if cluster.shared_cores:
         return sent * sharing / in_node.rate(operation) + in_node.hop_seconds
     if operation in POINT_TO_POINT:
-        # With neighbours in a node only every last one crosses, but all wait for it
+        # Only the last device of a node sends to another node, but all wait for it
         return (
             sent / far_rate + between_nodes.hop_seconds
             if crosses
             else sent / in_node.rate(operation) + in_node.hop_seconds
         )
     if operation in PAIRWISE:
-        # Of the array a device keeps its own share, and sends as much to each of the others.
+        # A device keeps its own share of the array, and sends a share to each of the others.
         to_node = array_bytes * (inside - 1) / group.devices / in_node.rate(operation)
         to_others = array_bytes * (group.devices - inside) / group.devices / far_rate
         return max(to_node, to_others) + (between_nodes if crosses else in_node).hop_seconds

@@ -1,6 +1,7 @@
-"""The most that a device holds at one time in a step: what lies between programs, and the largest of them.
+"""The most that a device holds at one time in a step: what it holds between programs, and the
+largest program.
 
-programs --programs_peak--> Peak      estimated, or with what a compiler tells of the programs' temporary memory
+programs --programs_peak--> Peak      estimated, or with temporary memory as a compiler reports it
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Peak:
 
     @property
     def compiled(self) -> bool:
-        """Whether a compiler told what the program takes."""
+        """Whether a compiler reported what the program takes."""
         return self.moment == COMPILED
 
 
@@ -44,8 +45,9 @@ def step_peak(
     """The peak of a step over its programs.
 
     Args:
-      held: bytes that lie between programs, by what they are.
-      temporaries: of the step's programs: estimates, or bytes that a compiler tells (of moment "compiled").
+      held: bytes that are held between programs, by what they are.
+      temporaries: of the step's programs: estimates, or bytes that a compiler reports (their moment
+        is "compiled").
     """
 
     def total(name: ProgramName) -> int:
@@ -63,11 +65,13 @@ def programs_peak(
     compiled: Mapping[ProgramName, int] | None = None,
     microbatches: Mapping[str, int] | None = None,
 ) -> Peak:
-    """The peak of a step of these programs, which need not be compiled nor traced, but for those of stages.
+    """The peak of a step of these programs, which need not be compiled; only programs of stages are
+    traced.
 
     Args:
-      compiled: temporary bytes by program, as a compiler tells them, in place of estimates.
-      microbatches: of a step, by phase: the features of a frozen tower are kept for all; one, if none are given.
+      compiled: temporary bytes by program, as a compiler reports them, in place of estimates.
+      microbatches: of a step, by phase, 1 where not given: the features of a frozen tower are kept
+        for all of them.
     """
     from jaxmllm.training.programs.phased import PhasedPrograms
 
@@ -90,7 +94,8 @@ def programs_peak(
 
 
 def _phased(programs: PhasedPrograms) -> Iterator[tuple[ProgramName, int]]:
-    """The programs of a step that take memory of their own, and bytes of results that lie where no argument lay."""
+    """The programs of a step that take memory of their own, each with the bytes of results that do
+    not reuse an argument's memory."""
     from jaxmllm.training.programs.base import ProgramName
 
     yield ProgramName("update"), 0
@@ -103,7 +108,8 @@ def _phased(programs: PhasedPrograms) -> Iterator[tuple[ProgramName, int]]:
 
 
 def _unfinished(programs: PhasedPrograms) -> int:
-    """Bytes of gradients that are reduced between devices once a step, which lie beside their sums then."""
+    """Bytes of gradients that are reduced between devices once per step: at that time they are held
+    in addition to their sums."""
     import jax
 
     trees = map(jax.tree.leaves, (programs.trained, programs.accumulators))
@@ -128,7 +134,7 @@ def _kept(programs: PhasedPrograms, microbatches: Mapping[str, int]) -> int:
 
 
 def _traced(programs: Programs) -> Iterator[tuple[ProgramName, int]]:
-    """The same of any programs, from their jobs."""
+    """The result of `_phased` for any programs, from their jobs."""
     from jaxmllm.setup.ahead import OUTSIDE_STEPS
 
     for name, job in programs.jobs.items():

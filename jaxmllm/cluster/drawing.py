@@ -1,7 +1,8 @@
-"""What the layers of a generator do beside products and attention of patches: vectors of the time modulate every slot,
-and conditions may have weights of their own, a stream or keys and values (models/diffusion.py).
+"""What the layers of a generator do in addition to products and attention of patches: vectors of
+the time modulate every slot, and conditions may have weights of their own, a stream or keys and
+values (models/diffusion.py).
 
-Nothing of it was measured on a GPU: it is counted from shapes alone.
+None of this was measured on a GPU: it is counted from shapes alone.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from jaxmllm.balance.records import PhaseItems, PhasePlan, PhaseSpec
 from jaxmllm.cluster.device_seconds import STORED_INSIDE
 from jaxmllm.config.schema import DiffusionConfig, ModelConfig
 
-VECTORS: Final = 6  # of a layer and segment: shift, scale and gate, of attention and of the MLP
+VECTORS: Final = 6  # per layer and segment: shift, scale and gate, of attention and of the MLP
 VECTOR_BYTES: Final = 4  # they are in float32
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A generator's layers."""
+    """What a generator's layers cost in addition to those of a tower."""
 
     shapes: DiffusionConfig
 
     def shares(self, plan: PhasePlan, spec: PhaseSpec, items: PhaseItems) -> Floats:
-        """Share of the row of each microbatch [M] that runs through the weights of conditions besides: the smallest
-        that holds those of all ranks."""
+        """Share of the row of each microbatch, [M], that also runs through the weights of
+        conditions: the smallest share that holds the conditions of every rank."""
         from jaxmllm.models.streams import SHARES
 
         if self.shapes.streams == self.shapes.attentions == 1:
@@ -41,10 +42,10 @@ class Drawing:
         return shares[np.minimum(np.searchsorted(shares, filled), len(shares) - 1)]
 
     def flops_of_conditions(self, layers: float) -> float:
-        """FLOPs in one pass of all layers of a slot that runs through the weights of conditions.
+        """FLOPs of one slot in the weights of conditions, in one pass of all layers.
 
         Args:
-          layers: of one that runs through those of patches.
+          layers: FLOPs of one slot in the weights of patches.
         """
         if self.shapes.streams == 2:
             return layers
@@ -53,14 +54,14 @@ class Drawing:
     def modulation(
         self, slots: float, segments: int, beside: float, forward: float, backward: float
     ) -> float:
-        """FLOPs of all layers: vectors are made of the time once for each segment, and looked up by each slot, whose
-        gradients are summed by products with zeros and ones.
+        """FLOPs of modulation in all layers: vectors are computed from the time once per segment,
+        and each slot looks them up; gradients of slots are summed by products with zeros and ones.
 
         Args:
           slots: of a device.
-          segments: of a row at most.
+          segments: most segments of a row.
           beside: share of the row that runs through the weights of conditions.
-          forward, backward: passes.
+          forward, backward: numbers of passes.
         """
         width = self.shapes.width
         sums = backward * slots * (1 + beside * (self.shapes.streams - 1))
@@ -69,8 +70,8 @@ class Drawing:
         return 2.0 * VECTORS * segments * width * of_number * self.shapes.layers
 
     def stored(self, inner: int) -> float:
-        """Bytes of a slot that a layer stores in each pass beside what any layer does (`stored_bytes`): a second
-        attention.
+        """Bytes per slot that a layer stores in each pass in addition to `stored_bytes`: those of a
+        second attention.
 
         Args:
           inner: devices that split a layer.
@@ -79,17 +80,17 @@ class Drawing:
 
     @property
     def stored_backward(self) -> float:
-        """Bytes of a slot that the backward pass of a layer stores besides: gradients of the vectors."""
+        """Bytes per slot that a layer's backward pass also stores: gradients of the vectors."""
         return float(self.shapes.width * VECTORS * VECTOR_BYTES)
 
 
 def mean_share() -> float:
-    """Of a row, the share that conditions take on average of the branches that a program has for them."""
+    """Share of a row that conditions take, the mean over a program's branches for them."""
     from jaxmllm.models.streams import SHARES
 
     return sum(1 / share for share in SHARES) / len(SHARES)
 
 
 def drawing_of(model: ModelConfig, phase: str) -> Drawing | None:
-    """That of a phase; none where it draws nothing."""
+    """The `Drawing` of a phase; none where the phase draws nothing."""
     return Drawing(getattr(model, phase)) if phase in model.generators else None

@@ -1,7 +1,8 @@
-"""The programs of a generator: what they hold beside what those of any tower do.
+"""The programs of a generator: what they hold in addition to what the programs of any tower hold.
 
-Vectors of the time modulate every slot in float32, and their gradients need what they modulated. With two streams,
-conditions run through theirs once more in the backward pass, and nothing is kept of them (models/streams.py).
+Vectors of the time modulate every slot in float32, and their gradients need the modulated values.
+With two streams, conditions run through their own once more in the backward pass, and nothing of
+them is kept (models/streams.py).
 """
 
 from __future__ import annotations
@@ -21,25 +22,26 @@ if TYPE_CHECKING:
     from jaxmllm.models.mllm import MLLM
     from jaxmllm.training.programs.base import ProgramName
 
-# Values of a slot that a layer's backward pass has in memory at once, in (D, F) by remat; for a second attention so
-# many more, in (D, Q)
+# Values of a slot that a layer's backward pass has in memory at once, by remat: multiples of (D, F)
 DRAWING: Final = {"full": (17.25, 3.75), "dots": (19.0, 3.75), "none": (18.75, 3.75)}
-ATTENDING: Final = (17.5, 10.0)  # the same of its attention, in (D, Q)
-SECOND_ATTENTION: Final = (2.5, 5.0)
-# Of those, what gradients of vectors take, which nothing asks for of frozen layers
+ATTENDING: Final = (17.5, 10.0)  # the same while its attention runs: multiples of (D, Q)
+SECOND_ATTENTION: Final = (2.5, 5.0)  # added for a second attention: multiples of (D, Q)
+# Multiples of D among those that gradients of vectors take, which frozen layers do not compute
 OF_VECTORS: Final = 10
-# With two streams, so many more widths: rows that conditions are taken from and put into, and all that those of a whole
-# row become, where nothing of the patches is kept and frozen layers leave no room of their own
+# Multiples of D added for two streams, by remat: rows that conditions are read from and written to.
+# With `full` nothing of the patches is kept, and the values of a whole row of conditions are added,
+# unless layers are frozen
 OF_STREAMS: Final = {"full": 13.0, "dots": 2.0, "none": 2.0}
-DRAWING_FORWARD: Final = (1.5, 1.0)  # the same of a forward pass
-SECOND_FORWARD: Final = 3.0  # so many more widths of it, with a second stream or attention
-# Widths that a layer keeps where nothing is made again besides six of its MLP, and for a second attention
+DRAWING_FORWARD: Final = (1.5, 1.0)  # the same as `DRAWING` for a forward pass
+SECOND_FORWARD: Final = 3.0  # multiples of D added to it for a second stream or attention
+# Multiples of D that a layer keeps where nothing is computed again, in addition to 6 F, and those
+# added for a second attention
 KEPT: Final = 37.5
 SECOND_KEPT: Final = 16
 
 
 class DrawingProgram(PhaseProgram):
-    """One program of a generator, of `draw_loss_and_grad` or `evaluate`."""
+    """One program of a generator: `draw_loss_and_grad` or `evaluate`."""
 
     def __init__(self, model: MLLM, name: ProgramName):
         super().__init__(model, name)
@@ -55,15 +57,15 @@ class DrawingProgram(PhaseProgram):
         attention = self.queries + WIDE / self.itemsize * self.queries / self.shapes.head_size
         of_name = {
             "attention": (1 + self.second) * attention,
-            # Keys and values of conditions are made again
+            # Keys and values of conditions are computed again
             "projections": (1 + self.second) * (self.queries + self.width) + 2 * self.keys,
-            "mlp": self.mlp + self.width,  # the gradient of its gate reads what it yields
+            "mlp": self.mlp + self.width,  # the gradient of its gate reads its output
         }
         names = ("projections", "mlp") if remat == "dots" else remat
         return self.width + sum(of_name[name] for name in names)
 
     def _gathered(self, weight: Weight) -> float:
-        """Bytes of a layer's matrix, whole."""
+        """Bytes of a layer's matrix, once gathered."""
         return (WIDE if weight.wide else self.itemsize) * weight.numbers
 
     def _layer(self) -> float:
@@ -80,7 +82,7 @@ class DrawingProgram(PhaseProgram):
         )
         beside, queries = SECOND_ATTENTION
         values += self.second * (beside * self.width + queries * self.queries)
-        # What is not scattered waits until it is added
+        # Gradients that are not scattered wait as a whole until they are added
         gradients = sum(weight.numbers * (WAITING if weight.parts > 1 else 1) for weight in trained)
         keys = 0.0
         if self.layout.parts > 1:  # keys and values of the whole row, and their gradients
@@ -88,7 +90,8 @@ class DrawingProgram(PhaseProgram):
         return GAPS * (self.slots * values + SUM_BYTES * gradients) + keys
 
     def _projected(self) -> float:
-        """What lies outside of layers: gradients, and what computes in float32, whole; states and their gradients."""
+        """Bytes outside of layers: gradients, gathered parameters that compute in float32, and
+        states with their gradients."""
         outside = [weight for weight in self.weights if not weight.layers]
         trained = [weight for weight in (*outside, *self.projector_weights) if weight.trained]
         gradients = SUM_BYTES * sum(weight.numbers for weight in trained)
@@ -106,6 +109,6 @@ class DrawingProgram(PhaseProgram):
 
 
 def phase_program(model: MLLM, name: ProgramName) -> PhaseProgram:
-    """One program of any phase."""
+    """The record of one program, of any phase."""
     kind = DrawingProgram if model.phases[name.subject].generates else PhaseProgram
     return kind(model, name)

@@ -1,13 +1,16 @@
 """The record of a cluster, fitted to measured steps.
 
-    cluster, measured steps --fitted--> Cluster    efficiency, bandwidth of links, seconds of a hop and of a tick
+    cluster, measured steps --fitted--> Cluster
+                                efficiency, bandwidth of links, seconds of a hop and of a tick
 
-Links of devices that share cores are copies in their memory, whose bandwidth then changes with theirs.
+Links of devices that share cores are copies in memory, so their bandwidth and that of the memory
+are fitted as one.
 
-Least squares of the logarithm of predicted over measured seconds. What the steps do not tell apart stays near the
-record, within its uncertainty: one step moves the efficiency above all; three that compute, gather and reduce in
-different shares tell all of it. A step in pipeline stages tells what a tick takes besides its operations, start and
-end of the run included.
+The fit takes least squares of the logarithm of predicted over measured seconds. Constants that the
+steps cannot tell apart stay near the record, within its uncertainty: one step mostly moves the
+efficiency; three steps that compute, gather and reduce in different shares determine all of them. A
+step in pipeline stages determines what a tick takes in addition to its operations, which includes
+the start and the end of a run.
 """
 
 from __future__ import annotations
@@ -24,16 +27,17 @@ from jaxmllm.arrays import Floats
 from jaxmllm.cluster.clusters import Cluster, Link
 
 SPREAD: Final = 0.03  # of predictions around measured steps, in logarithms
-LINKS: Final = 2.0  # how much less is known of links than of products, by the record
-TICKS: Final = 0.3  # of a measured tick, what may well be none of its operations
-# Half width of the interval of what is predicted from a fit, as a share: what is left where settings differ from those
-# that were measured (docs/planning.md)
+LINKS: Final = 2.0  # how much more uncertain a record's links are than its products
+TICKS: Final = 0.3  # share of a measured tick that its operations may well not account for
+# Half width of the interval of predictions from a fit, as a share: the error that remains where
+# settings differ from the measured ones (docs/planning.md)
 CALIBRATED: Final = 0.2
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step that ran: its seconds, what is predicted of it on a cluster, and its ticks, where it has stages."""
+    """A step that ran: its seconds, what predicts them on a cluster, and its ticks if it has
+    any."""
 
     seconds: float
     predicted: Callable[[Cluster], float]
@@ -41,7 +45,7 @@ class MeasuredStep:
 
 
 def fitted(cluster: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
-    """The cluster as its measured steps say.
+    """The cluster's record, fitted to its measured steps.
 
     Raises:
       ValueError: there is no step, or one took no time.
@@ -54,10 +58,11 @@ def fitted(cluster: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
         )
     known = cluster.efficiency.uncertainty or SPREAD
     spreads = np.array([known, LINKS * known, LINKS * known, TICKS])
-    # Seconds of a whole tick
+    # Median seconds of a whole tick
     tick = statistics.median([step.seconds / step.ticks for step in steps if step.ticks] or [0.0])
 
-    # x: logarithms of the factors of efficiency, rates and hops; share of a tick that is its own.
+    # x: logarithms of the factors of efficiency, link rates and hop seconds; then the share of a
+    # tick that is in addition to its operations.
     def changed_by(x: Floats) -> Cluster:
         share, rate, hop = np.exp(x[:3]).tolist()
         return _changed(cluster, share, rate, hop, float(x[3]) * tick)
@@ -65,14 +70,14 @@ def fitted(cluster: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
     def residuals(x: Floats) -> Floats:
         changed = changed_by(x)
         errors = [math.log(step.predicted(changed) / step.seconds) for step in steps]
-        # Least squares of both: misses in units of their spread, and distances from the record
-        # in units of what is not known of it.
+        # Two kinds of residuals: errors of the steps in units of their spread, and distances from
+        # the record in units of its uncertainty.
         return np.concatenate([np.array(errors) / SPREAD, x / spreads])
 
-    # No more than the peak, and no ticks of less than the record's
+    # The efficiency stays at most 1, and ticks take at least the record's seconds
     upper = np.array([-math.log(cluster.efficiency.share) + 1e-9, np.inf, np.inf, 1.0])
     lower = np.array([-np.inf, -np.inf, -np.inf, 0.0])
-    # From inside of the bounds: steps from their edges are short
+    # Start inside of the bounds: from their edges the solver takes short steps
     start = np.array([0.0, 0.0, 0.0, TICKS])
     solution = least_squares(residuals, start, bounds=(lower, upper)).x
     fitted_cluster = changed_by(solution)
@@ -84,7 +89,8 @@ def fitted(cluster: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
 
 
 def _changed(cluster: Cluster, share: float, rate: float, hop: float, tick: float) -> Cluster:
-    """With other efficiency, rates of links, and seconds of hops, by these factors, and so many more of a tick."""
+    """The cluster with efficiency, link rates and hop seconds multiplied by these factors, and
+    `tick` seconds added per tick."""
 
     def link(old: Link) -> Link:
         return Link(

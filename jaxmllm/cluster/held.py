@@ -20,7 +20,7 @@ class Resident:
 
     parameters: int
     optimizer: int  # moments, counts of updates, and running averages
-    gradients: int  # in which microbatches add up, of one replica
+    gradients: int  # sums over microbatches, of one replica
     pools: int  # of encoder outputs, one of each kind
     pool_gradients: int
 
@@ -31,11 +31,11 @@ class Resident:
 
 @dataclass(frozen=True)
 class ProgramBytes:
-    """Bytes of one device that a program is given and gives."""
+    """Bytes of a program's arguments and results on one device."""
 
     arguments: int
     outputs: int
-    aliased: int  # of the outputs, that may lie where arguments lay
+    aliased: int  # of the outputs, those that may take the place of arguments
 
 
 def device_bytes(tree: Any) -> int:
@@ -49,9 +49,10 @@ def device_bytes(tree: Any) -> int:
 
 
 def resident(programs: Programs) -> Resident:
-    """What a device holds all through a step.
+    """Bytes that a device holds throughout a step.
 
-    Where a step needs several pools of a kind, or evaluation has its own, each takes as much again.
+    Where a step needs several pools of a kind, or evaluation has its own, each takes the same
+    again.
     """
     pools = getattr(programs, "pools", {})
     state = programs.state
@@ -65,8 +66,8 @@ def resident(programs: Programs) -> Resident:
 
 
 def program_bytes(job: Job) -> ProgramBytes:
-    """What one of `Programs.jobs` is given and gives. Arguments that it does not read are not counted, as they are not
-    passed."""
+    """Bytes of the arguments and results of one of `Programs.jobs`. Arguments that it does not read
+    are not counted, because they are not passed."""
     import jax
 
     closed = jax.make_jaxpr(job.function)(*job.arguments)

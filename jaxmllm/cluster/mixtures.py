@@ -1,7 +1,8 @@
-"""What a mixture of experts makes of a decoder's layer: what its devices send each other, what blocks move through
-memory, and what lies there (experts/experts.py, whose letters these are).
+"""What a mixture of experts costs in a decoder's layer: what devices send each other, what blocks
+move through memory, and what they hold there. Letters are those of experts/experts.py.
 
-Which experts the tokens of a run will choose is not known before it: every expert counts as chosen equally often.
+Which experts the tokens of a run will choose is not known in advance: every expert counts as chosen
+equally often.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ if TYPE_CHECKING:
     from sharding.rules import Layout
 
 MATRICES: Final = 3  # of an expert: gate, up, down
-# Of its products, those before the activation: made again in every backward pass
+# Share of an expert's products that precede the activation: every backward pass computes them again
 AGAIN: Final = 2 / 3
 WIDE: Final = 4  # bytes of float32, in which blocks add up, and routers compute
 INDEX: Final = 4  # bytes of the number of an expert
-# [T, k] arrays beside the tokens of a device: numbers and weights of experts, pairs in order, and gradients
+# [T, k] arrays that a device holds next to the tokens: numbers and weights of experts, pairs in
+# order, and gradients
 PAIRED: Final = 8
 
 
 class Passed(NamedTuple):
-    """Arrays that devices pass each other in one layer and pass, in bytes of all their tokens together."""
+    """Bytes of arrays that devices send each other in one layer and pass, for all their tokens."""
 
     gathered: tuple[float, ...]
-    numbers: float  # of experts, gathered as well: index arrays
+    numbers: float  # index arrays with the numbers of experts, gathered as well
     summed: tuple[float, ...]
 
 
@@ -52,29 +54,29 @@ class Mixture:
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """Mesh axes whose devices gather each other's tokens: those that split experts, and slots as well."""
+        """Mesh axes whose devices gather each other's tokens: they split both experts and slots."""
         slots = {*self.layout.mesh_axes("batch"), *self.layout.mesh_axes("sequence")}
         return tuple(axis for axis in self.layout.split_axes("experts") if axis in slots)
 
     @property
     def other_axes(self) -> tuple[str, ...]:
-        """Mesh axes whose devices have parts of the sums of the same tokens."""
+        """Mesh axes whose devices have partial sums of the same tokens."""
         split = dict.fromkeys(self.layout.split_axes("experts", "mlp"))
         return tuple(axis for axis in split if axis not in self.token_axes)
 
     @property
     def all_tokens(self) -> float:
-        """T: of all devices that share the experts."""
+        """T, the tokens of all devices that share the experts."""
         return self.tokens * devices_along(self.layout, self.token_axes)
 
     @property
     def held(self) -> float:
-        """Experts of the device."""
+        """Number of experts on the device."""
         return self.count / devices_along(self.layout, self.layout.split_axes("experts"))
 
     @property
     def block_rows(self) -> int:
-        """Pairs of a token and an expert that are computed together."""
+        """Rows of a block: pairs (token, expert) that are computed together."""
         from jaxmllm.experts.expert_blocks import block_rows
 
         return block_rows(int(self.all_tokens * self.per_token), max(round(self.held), 1))
@@ -108,15 +110,16 @@ class Mixture:
 
     @property
     def forward_flops(self) -> float:
-        """Of a token in one layer, in products of its experts, on all devices."""
+        """FLOPs of a token in the products of its experts in one layer, all devices together."""
         return 2.0 * self.per_token * MATRICES * self.width * self.mlp_width
 
     def product_rate(self, device: Device, tokens: float, width: float, share: float) -> float:
-        """FLOP/s of the products of layers whose experts have a share of them.
+        """FLOP/s of all products of a layer.
 
         Args:
           tokens: of the device's rows.
-          width: of what its other products have.
+          width: of the matrices of other products than those of experts.
+          share: of the layer's products, FLOPs of experts.
         """
         inner = self.mlp_width / devices_along(self.layout, self.layout.split_axes("mlp"))
         blocks = device.product_rate(min(self.block_rows, self._pairs_per_expert), inner)
@@ -126,11 +129,11 @@ class Mixture:
     def _pairs_per_expert(self) -> float:
         return max(self.all_tokens * self.per_token / self.count, 1.0)
 
-    # ------------------------------------------------------------------ what moves and lies in memory
+    # ------------------------------------------------------------------ what moves through memory
 
     def block_traffic(self, forward: float, backward: float, trained: bool) -> float:
-        """Bytes that the blocks of a layer move in so many passes: the matrices of their experts, gradients that add up
-        there, and rows of tokens, sums and gradients."""
+        """Bytes that the blocks of a layer move in so many passes: the matrices of their experts,
+        the sums of their gradients, and rows of tokens, sums and gradients."""
         pairs = self._pairs_per_expert * self.held
         blocks = pairs / self.block_rows + self.held / 2  # an expert's last block is half empty
         numbers = self._matrix_numbers
@@ -142,13 +145,13 @@ class Mixture:
         return forward * once + backward * back
 
     def held_forward(self) -> float:
-        """Bytes of a layer: tokens that came, and their sums."""
+        """Bytes that a layer holds forward: tokens received from other devices, and their sums."""
         came = self.itemsize * bool(self.token_axes)
         return self.all_tokens * (self.width * (came + WIDE) + self.per_token * PAIRED * WIDE)
 
     def held_backward(self, trained: bool) -> float:
-        """The same of its backward pass: tokens and gradients that came, gradients of tokens, what the router reads,
-        and gradients of own matrices."""
+        """Bytes that a layer holds backward: received tokens and gradients, gradients of tokens,
+        the input of the router, and gradients of the device's own matrices."""
         came = 2 * self.itemsize * bool(self.token_axes)
         tokens = self.all_tokens * (self.width * (came + WIDE) + self.per_token * PAIRED * WIDE)
         routed = self.tokens * self.width * WIDE
@@ -156,7 +159,7 @@ class Mixture:
 
     @property
     def _matrix_numbers(self) -> float:
-        """Of an expert, on the device."""
+        """Numbers of the matrices of one expert on the device."""
         return (
             MATRICES
             * self.width
@@ -166,7 +169,7 @@ class Mixture:
 
 
 def mixture_of(model: MLLM, phase: str, tokens: float) -> Mixture | None:
-    """The experts of a phase for so many tokens of a device; none where its MLPs are whole."""
+    """The experts of a phase for `tokens` tokens of a device; none where it has no experts."""
     shapes: Any = getattr(model.config, phase)
     experts = getattr(shapes, "experts", None)
     if experts is None:

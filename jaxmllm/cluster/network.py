@@ -11,7 +11,7 @@ from jaxmllm.cluster.sends import Send
 
 
 class Network:
-    """The links of a mesh of devices of a cluster."""
+    """The links between the devices of a mesh on a cluster."""
 
     def __init__(self, mesh: Any, device: Device):
         from jaxmllm.setup.ahead import whole_axes
@@ -23,14 +23,14 @@ class Network:
         for axis, size in reversed(mesh.shape.items()):
             strides[axis] = inner
             inner *= size
-        # Of an axis that spans have cut, its innermost part
+        # An axis that spans have cut has the stride of its innermost part
         for axis in mesh.shape:
             (whole_axis,) = whole_axes((axis,), mesh)
             strides[whole_axis] = min(strides.get(whole_axis, inner), strides[axis])
         self._strides = strides
 
     def seconds(self, sends: Iterable[Send]) -> float:
-        """Of all, one after another."""
+        """Seconds of all sends, one after another."""
         return sum(
             send.times
             * collective_seconds(

@@ -1,7 +1,8 @@
-"""One program of a phase and row class: the values that lie in memory at once while it runs, by named moments.
+"""One program of a phase and row class: the bytes that are in memory at once while it runs, at
+named moments.
 
-Counts of values are those of what XLA compiles for GPUs. Letters, of one device: t tokens of attention, D width, F MLP
-width, Q width of all query heads, G of all key heads.
+Counts of values are those of programs that XLA compiles for GPUs. Letters, on one device: t tokens
+of attention, D width, F MLP width, Q width of all query heads, G width of all key heads.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
     from jaxmllm.training.programs.base import ProgramName
 
 FORWARD: Final = ("encode", "evaluate", "language_states")
-# Whose code is that of one device along the axes of rows
+# Programs whose code is that of one device along the axes of rows
 BY_DEVICE: Final = (*BACKWARD, "language_states")
 WIDE: Final = 4  # bytes of float32, in which gradients are scattered and logits made
-# Values of a slot that a layer's backward pass has in memory at once, besides what was kept: in (D, F, Q). Towers have
-# one product before their activation, decoders two.
+# Values of a slot that a layer's backward pass has in memory at once, in addition to what was kept:
+# multiples of (D, F, Q). Towers have one product before their activation, decoders two.
 RUNNING: Final = {
     ("decoder", "full"): (6.0, 6.0, 2.25),
     ("decoder", "dots"): (8.0, 4.0, 2.5),
@@ -37,21 +38,23 @@ RUNNING: Final = {
     ("tower", "dots"): (4.0, 4.0, 4.25),
     ("tower", "none"): (4.0, 2.0, 1.0),
 }
-# Where nothing is made again, a layer keeps so many widths more with experts
+# Additional multiples of D that a layer with experts keeps where nothing is computed again
 EXPERTS_KEPT: Final = 2
-FORWARD_RUNNING: Final = {True: (2.0, 2.0, 2.25), False: (2.0, 1.0, 0.0)}  # decoders and towers
-STATES: Final = 2  # widths more where states go into a pool
-# Of a layer's gradients, what lies there at once: they are scattered as they are made
+# The same as `RUNNING` for a forward pass: of decoders (True) and of towers
+FORWARD_RUNNING: Final = {True: (2.0, 2.0, 2.25), False: (2.0, 1.0, 0.0)}
+STATES: Final = 2  # additional multiples of D where states go into a pool
+# Share of a layer's gradients that is in memory at once: they are scattered as they are computed
 WAITING: Final = 0.5
-HEAD_ROWS: Final = 3  # [t, D] arrays beside the head's loop
-# [t, D] arrays of a stem of convolutions, whose first one has two positions for a token
+HEAD_ROWS: Final = 3  # [t, D] arrays in memory during the head's loop
+# [t, D] arrays that a stem of convolutions keeps; the first one has two positions per token
 STEM_KEPT: Final = 18
-# Of what convolutions along time and mels yield: arrays that lie there at once, forward and backward
+# Arrays in memory at once, forward and backward, as multiples of all that convolutions along time
+# and mels yield
 PLANES = 1.7
 PLANES_BACKWARD = 4.45
 IN_FLIGHT: Final = 4  # microbatches per stage; see `PipelineConfig.microbatches_in_flight`
-PROJECTOR_KEPT: Final = 6  # arrays of a projector's tokens, as wide as its MLP
-GAPS: Final = 1.03  # the heap's, of what comes and goes
+PROJECTOR_KEPT: Final = 6  # kept arrays of a projector's tokens, as wide as its MLP
+GAPS: Final = 1.03  # gaps in the heap, between values that come and go
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Temporaries:
 
     @property
     def moment(self) -> str:
-        """The one that takes most; none where nothing is taken."""
+        """The moment that takes most; empty where nothing is taken."""
         return max(self.moments, key=lambda moment: self.moments[moment], default="")
 
     @property
@@ -74,12 +77,12 @@ class Temporaries:
 class Weight:
     """A parameter on one device."""
 
-    layers: int  # that it is stacked of; 0 outside of the stack
-    numbers: float  # of one layer, gathered
-    parts: int  # that it is gathered of
+    layers: int  # that are stacked in it; 0 outside of the stack
+    numbers: float  # of one layer, once gathered
+    parts: int  # shards that are gathered
     turned: bool  # gathered along another axis than its first one
     trained: bool
-    wide: bool  # computed in float32 whatever the compute type
+    wide: bool  # computed in float32 whatever the compute dtype
 
     @property
     def shards(self) -> float:
@@ -88,7 +91,7 @@ class Weight:
 
 
 def _weights(model: MLLM, name: str) -> list[Weight]:
-    """The parameters of a component."""
+    """Records of a component's parameters."""
     import jax
 
     from sharding.parameters import kept_axes
@@ -146,7 +149,7 @@ class PhaseProgram:
         layout = self.layout
         kv_heads = getattr(shapes, "kv_heads", shapes.heads)
         self.width = shapes.width
-        # Experts have no hidden values but those of a block
+        # Hidden values of experts exist within a block only
         mlp_width = 0 if getattr(shapes, "experts", None) else shapes.mlp_width
         self.mlp = mlp_width / layout.size("mlp")
         self.queries = shapes.heads * shapes.head_size / layout.size("heads")
@@ -155,38 +158,39 @@ class PhaseProgram:
         self.projector_weights = _weights(self.model, self.projector) if self.projector else []
 
     def with_rows(self, capacity: int) -> PhaseProgram:
-        """The same program for rows of so many slots of a rank."""
+        """The same program for rows of `capacity` slots per rank."""
         program = copy.copy(self)
         program.tokens = capacity / self._parts_of_slots
         return program
 
     def temporaries(self, keeps: bool = False) -> Temporaries:
-        """What it takes for itself; see `program_temporaries`."""
+        """Bytes that the program takes for itself; see `program_temporaries`."""
         moments = self.backward() if self.name.function in BACKWARD else self.forward(keeps)
         return Temporaries({moment: round(size) for moment, size in moments.items()})
 
     @property
     def mixture(self) -> Mixture | None:
-        """The experts of a layer, where there are any."""
+        """The experts of a layer; none where there are none."""
         return mixture_of(self.model, self.phase, self.tokens)
 
     @property
     def slots(self) -> float:
-        """Bytes of one value in every slot."""
+        """Bytes of one value in every token of a row."""
         return self.tokens * self.itemsize
 
-    # ------------------------------------------------------------------ what lies there all the time
+    # ------------------------------------------------------------------ in memory all the time
 
     @property
     def kept(self) -> float:
-        """What forward leaves for the backward pass of all layers; an argument where another program ran forward."""
+        """Bytes that the forward pass of all layers leaves for their backward pass; 0 where another
+        program ran forward, because they are arguments then."""
         if self.given:
             return 0.0
         return self.shapes.layers * self.slots * self.kept_values
 
     @property
     def kept_values(self) -> float:
-        """Of a slot, by one layer."""
+        """Values that one layer keeps of a slot."""
         remat = self.component.settings.remat
         of_name = named_values(
             self.shapes, self.queries, self.keys, self.mlp, logsumexp=WIDE / self.itemsize
@@ -195,7 +199,7 @@ class PhaseProgram:
             names: Iterable[str] = ()
         elif remat == "dots":
             names = ("projections", "mlp")
-        elif remat == "none":  # and what norms and activations are made of
+        elif remat == "none":  # also keeps the inputs of norms and activations
             more, more_of_mlp = further_widths(self.shapes, remat)
             widths = 10 + more + EXPERTS_KEPT * (self.mixture is not None)
             return (
@@ -207,8 +211,9 @@ class PhaseProgram:
 
     @property
     def turned(self) -> float:
-        """Shards of all layers once more, in the order in which they are gathered, where XLA splits layers over
-        devices; elsewhere those of one layer are turned (`run_layers`)."""
+        """Bytes of a second copy of all layers' turned shards, in the order in which they are
+        gathered, where XLA splits layers over devices; elsewhere one layer at a time is turned
+        (`run_layers`)."""
         layout = self.model.by_device(self.phase).layout(self.phase)
         if self.name.function in BY_DEVICE and not layout.is_partitioned:
             return 0.0
@@ -229,25 +234,26 @@ class PhaseProgram:
         return moments
 
     def staged(self) -> dict[str, float]:
-        """Of one backward operation in a pipeline, beside what the loop over its schedule carries."""
+        """Bytes of one backward operation of a pipeline at its moments, without what the loop over
+        the schedule carries."""
         moments = {"layer backward": self._layer() + self._projected()}
         if self.decoder:
             moments["head"] = self._head()
         return moments
 
     def in_stages(self, stages: int) -> int:
-        """What a pipeline takes, before there is a schedule: its largest operation, what a chunk keeps, in its box and
-        beside it, and inputs of the microbatches that are under way."""
+        """Bytes that a pipeline takes, before there is a schedule: its largest operation, what a
+        chunk keeps, both in its box and outside of it, and the inputs of microbatches in flight."""
         under_way = IN_FLIGHT * stages * self.slots * self.width
         return round(max(self.staged().values()) + 2 * self.kept / stages + under_way)
 
     @property
     def stays(self) -> bool:
-        """Whether gradients are not scattered. Then that of the head stays whole."""
+        """Whether gradients are not scattered, so that the head's stays whole."""
         return self.layout.size("embed") == 1
 
     def _layer(self) -> float:
-        """A layer's backward pass, and the gradients that are scattered meanwhile."""
+        """Bytes of a layer's backward pass, and of the gradients that are being scattered."""
         remat = self.component.settings.remat
         kind = ("decoder" if self.decoder else "tower", remat if isinstance(remat, str) else "full")
         width, mlp, queries = RUNNING[kind]
@@ -264,7 +270,7 @@ class PhaseProgram:
         return GAPS * (self.slots * values + gradients) + experts
 
     def _head(self) -> float:
-        """The loop over chunks of logits, with the head and its gradient whole."""
+        """Bytes of the loop over chunks of logits, with the head and its gradient whole."""
         from jaxmllm.training.objectives.tokens import chunk_size
 
         chunk = chunk_size(int(self.tokens), self.shapes.loss_chunk)
@@ -277,13 +283,14 @@ class PhaseProgram:
         )
 
     def _head_gradient(self) -> float:
-        """In float32."""
+        """Bytes of the head's whole gradient, in float32."""
         trained = any(weight.trained and not weight.layers for weight in self.weights)
         return SUM_BYTES * trained * self._table()
 
     def residuals(self) -> float:
-        """What a forward pass leaves for another program: of trained layers, of a stem, of the last norm, which is in
-        float32, and of a tower's projector or what a decoder yields; of a frozen tower its features."""
+        """Bytes that a forward pass leaves for another program: values of trained layers, of a
+        stem, of the last norm (in float32), and of a tower's projector or a decoder's output; of a
+        frozen tower its features alone."""
         if self.features_kept:
             return self.slots * self.width * self.shapes.projectors
         norm = self.tokens * 2 * WIDE * (self.width + 1)
@@ -298,22 +305,22 @@ class PhaseProgram:
         return self.kept + stem + norm + projector
 
     def _table(self) -> float:
-        """Numbers of the head, or of the embedding."""
+        """Numbers of the head, or of the embedding, on one device."""
         return self.model.vocab_size * self.width / self.layout.size("vocab")
 
     def _projected(self) -> float:
-        """Of a tower: gradients of the projector, which wait until they are scattered, and its tokens."""
+        """Bytes of a tower's projector: gradients that wait to be scattered, and tokens."""
         if self.projector is None:
             return 0.0
         weights = [weight.numbers for weight in self.projector_weights if weight.trained]
         gradients = SUM_BYTES * sum(weights)
-        if self.features:  # the first one is converted while the second one lies there
+        if self.features:  # the first one is converted while the second one is in memory
             gradients += self.itemsize * max(weights, default=0.0)
         return gradients + 2 * self._merged * self.shapes.projectors * self._language
 
     @property
     def planes(self) -> float:
-        """Bytes of what convolutions along time and mels yield, all together."""
+        """Bytes of all that convolutions along time and mels yield."""
         if not self._has_stem:
             return 0.0
         return self.slots * self.shapes.stem_stride * self.shapes.stem_numbers
@@ -324,7 +331,7 @@ class PhaseProgram:
 
     @property
     def _merged(self) -> float:
-        """Bytes of one value in every token that a projector gives."""
+        """Bytes of one value in every token that a projector yields."""
         return self.slots / self.shapes.merged
 
     @property
@@ -333,19 +340,19 @@ class PhaseProgram:
 
     @property
     def _projector_width(self) -> int:
-        """Of its MLP."""
+        """Width of the projector's MLP; 0 where the projector is linear."""
         shapes = self.shapes.projector
         return 0 if shapes.linear else shapes.mlp_width or self._language
 
     def forward(self, keeps: bool) -> dict[str, float]:
         width, mlp, queries = FORWARD_RUNNING[self.decoder]
-        # Without logits, and what is looked up stays in shards
+        # `language_states` computes no logits, and its table of tokens stays in shards
         states = self.name.function == "language_states"
         queries *= not states
         width += STATES * states
         values = (not keeps) * width * self.width + mlp * self.mlp + queries * self.queries
         gathered = [weight.numbers for weight in self.weights if weight.layers and weight.parts > 1]
-        gathered = [] if keeps else sorted(gathered)[-self.shapes.mlp_matrices :]  # the MLP's
+        gathered = [] if keeps else sorted(gathered)[-self.shapes.mlp_matrices :]  # of the MLP
         if self.projector:
             outer = sorted(weight.numbers for weight in self.projector_weights)
             gathered.append(

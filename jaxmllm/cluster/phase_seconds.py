@@ -1,7 +1,7 @@
 """Seconds of the programs of a phase, from its planned rows.
 
-Ranks meet at every microbatch, so a microbatch takes what its slowest rank does: rows by their capacity, whatever is in
-them, and attention by the items of the costliest row.
+Ranks meet at every microbatch, so a microbatch takes as long as its slowest rank: rows count by
+their capacity, whatever they hold, and attention by the items of the costliest row.
 """
 
 from __future__ import annotations
@@ -37,26 +37,28 @@ if TYPE_CHECKING:
     from jaxmllm.training.programs.base import ProgramName, Programs
     from jaxmllm.training.programs.phased import PhasedPrograms
 
-OWN_BYTES: Final = 4  # of a number of an accumulator
-# Times that what a layer keeps for its backward pass goes through memory besides: XLA copies it to the arrays of all
-# layers, reading and writing it. Of a step on an H100 that is 4 % (docs/performance.md)
+OWN_BYTES: Final = 4  # of a number in a gradient accumulator
+# How often what a layer keeps for its backward pass goes through memory in addition: XLA copies it
+# to the arrays of all layers, a read and a write. That is 4 % of a step on an H100
+# (docs/performance.md)
 KEPT_COPIES: Final = 2
 
 
 class Passes(NamedTuple):
-    """How often a program goes through the layers, and what of them its backward pass makes again."""
+    """How often a program runs the layers, and which shares its backward pass computes again."""
 
     forward: int
     backward: int
     linear_again: float = 0.0
     attention_again: float = 0.0
-    stem_again: int = 0  # of convolutions along time and mels, whatever `remat` says
-    head: bool = True  # whether a decoder makes logits, which are never kept
+    stem_again: int = 0  # runs of convolutions along time and mels, whatever `remat` says
+    head: bool = True  # whether a decoder computes logits, which are never kept
 
 
 @dataclass(frozen=True)
 class Worked:
-    """What devices do before the update: seconds by part, those of both ends (see `StepTime`), FLOPs of a device."""
+    """The work of devices before the update: seconds by part, seconds `low` and `high` (see
+    `StepTime`), and FLOPs of a device."""
 
     parts: Mapping[str, float]
     low: float = 0.0
@@ -64,7 +66,7 @@ class Worked:
     flops: float = 0.0
 
     def plus(self, other: Worked) -> Worked:
-        """One after the other."""
+        """The work of both, one after the other."""
         names = dict.fromkeys([*self.parts, *other.parts])
         return Worked(
             {name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in names},
@@ -76,7 +78,8 @@ class Worked:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One program call of the slowest device: seconds and FLOPs of its own, and what it sends."""
+    """One program call on the slowest device: seconds and FLOPs of computing, and what it sends
+    inside of layers and for weights."""
 
     seconds: float
     flops: float
@@ -85,7 +88,7 @@ class Microbatch:
 
 
 class PhaseSeconds:
-    """Microbatches of a phase."""
+    """The predicted program calls of a phase's microbatches."""
 
     def __init__(self, programs: PhasedPrograms, phase: str, device: Device):
         model = programs.functions.model
@@ -101,11 +104,12 @@ class PhaseSeconds:
         self.head = flops.last if phase == LANGUAGE else 0.0
         self.again = flops.stack
         self.drawing = drawing_of(model.config, phase)
-        # Numbers of a slot that convolutions along time and mels yield, and FLOPs of their products
+        # Per slot: numbers that convolutions along time and mels yield, and FLOPs of their products
         self.planes = getattr(self.shapes, "stem_numbers", 0)
         self.stem = flops.first if self.planes else 0.0
         self.mixture = mixture_of(model, phase, 1.0)
-        # Of experts, FLOPs of a slot in all layers forward: computed again in part, whatever `remat` says
+        # Forward FLOPs of a slot in the experts of all layers, a part of which is computed again
+        # whatever `remat` says
         self.of_experts = 0.0
         if self.mixture is not None:
             self.of_experts = self.shapes.layers * self.mixture.forward_flops
@@ -114,7 +118,7 @@ class PhaseSeconds:
         self._known_kept: dict[tuple[int, int], float] = {}
 
     def microbatches(self, plan: PhasePlan, items: PhaseItems) -> Iterator[Microbatch]:
-        """All calls of all programs of the phase in a step."""
+        """All program calls of the phase in a step."""
         squares = row_squares(plan, self.spec, items, self.device)
         beside = None if self.drawing is None else self.drawing.shares(plan, self.spec, items)
         for microbatch, (capacity, span) in enumerate(zip(plan.capacity, plan.span, strict=True)):
@@ -124,7 +128,7 @@ class PhaseSeconds:
                 yield self._call(function, passes, int(capacity), int(span), costliest, share)
 
     def _calls(self, number: int) -> list[tuple[str, Passes]]:
-        """Programs that a microbatch runs."""
+        """Programs that microbatch `number` runs, and their passes."""
         again: dict[str, Any] = {
             name: float(share)
             for name, share in computed_again(self.component.settings.remat).items()
@@ -139,7 +143,8 @@ class PhaseSeconds:
             return [(names.forward, Passes(1, 0))]
         features = self.programs.functions.keeps_features(self.phase)
         backward = names.backward_kept if kept else names.backward
-        # A tower that is frozen below a projector is not run again
+        # Kept residuals, or kept features of a tower that is frozen below a projector, replace the
+        # forward pass
         once_more = 0 if kept or features else 1
         made_again = {} if features else again | {"stem_again": 1}
         return [
@@ -148,10 +153,10 @@ class PhaseSeconds:
         ]
 
     def _calls_of_decoder(self, kept: bool, again: Mapping[str, Any]) -> list[tuple[str, Passes]]:
-        """Its states are computed for a generator first, and where nothing of that is kept again with the backward
-        pass."""
+        """The decoder's programs: its states are computed first where a generator reads them, and
+        again with the backward pass where nothing of that was kept."""
         names = self.functions
-        # Where no gradient passes through the decoder, the whole is its forward pass.
+        # Where no gradient passes through the decoder, its forward pass is all that runs.
         returns = self.whole.linear > self.forward[0]
         passes = Passes(0 if kept else 1, 1, **again) if returns else Passes(1, 0)
         calls = [
@@ -172,11 +177,11 @@ class PhaseSeconds:
         squares: tuple[float, ...],
         beside: float,
     ) -> Microbatch:
-        """One call.
+        """One call of a program.
 
         Args:
-          squares: of the costliest row, by kind.
-          beside: share of the row that runs through the weights of conditions besides.
+          squares: of the costliest row, by kind (see `row_squares`).
+          beside: share of the row that also runs through the weights of conditions.
         """
         device = self.device
         layout = self.component.layout
@@ -186,7 +191,7 @@ class PhaseSeconds:
         # FLOPs of a slot, forward and backward; the latter are 0 where nothing has a gradient.
         linear, *per_square = self.forward
         of_backward = self.whole.linear - linear
-        if not passes.head:  # whose weights are those of its component
+        if not passes.head:  # it has the same share of the FLOPs backward as forward
             of_backward -= of_backward / linear * self.head
             linear -= self.head
         products = passes.forward * linear + passes.backward * of_backward
@@ -231,7 +236,7 @@ class PhaseSeconds:
     def _sends(
         self, function: str, capacity: int, span: int
     ) -> tuple[tuple[Send, ...], tuple[Send, ...]]:
-        """Of a program: what layers wait for, and weights and their gradients."""
+        """What a program sends: what layers wait for, and weights and their gradients."""
         from jaxmllm.training.programs.base import ProgramName
 
         name = ProgramName(function, self.phase, capacity, span)
@@ -255,7 +260,7 @@ class PhaseSeconds:
         squares: tuple[float, ...],
         passes: Passes,
     ) -> float:
-        """FLOPs of attention, which makes its scores again in the backward pass."""
+        """FLOPs of attention, whose backward pass computes the scores again."""
         once = sum(per * square for per, square in zip(per_square, squares, strict=True))
         with_backward = sum(
             per * square for per, square in zip(self.whole.per_square, squares, strict=True)
@@ -264,16 +269,16 @@ class PhaseSeconds:
         return (passes.forward + passes.attention_again) * once + passes.backward * returned
 
     def _mixture(self, slots: float, span: int) -> Mixture:
-        """The experts of a layer, for so many slots of a device."""
+        """The experts of a layer, for rows of so many slots on a device."""
         assert self.mixture is not None
         layout = self.component.layout.spanned(span)
         return replace(self.mixture, layout=layout, tokens=slots)
 
     def _traffic(self, slots: float, inner: int, capacity: int, span: int, passes: Passes) -> float:
-        """Bytes that go through memory."""
+        """Bytes that a call moves through memory."""
         stride = self.shapes.stem_stride
         mlp_widths = self.shapes.mlp_matrices * self.shapes.mlp_width
-        if self.mixture is not None:  # whose blocks store nothing
+        if self.mixture is not None:  # blocks of experts store nothing
             mlp_widths = 0
         stored = stored_bytes(self.shapes.width, mlp_widths, inner)
         often = passes.forward + BACKWARD * passes.backward + passes.linear_again
@@ -301,11 +306,11 @@ class PhaseSeconds:
 
 
 class ForwardFlops(NamedTuple):
-    """Of a phase, per slot and forward alone."""
+    """FLOPs of a phase's forward pass, per slot except for `squares`."""
 
     linear: float  # of all products
-    squares: tuple[float, ...]  # for each of `ItemCost.squares`
-    stack: float  # of the products of layers that attend
+    squares: tuple[float, ...]  # of attention, for each of `ItemCost.squares`
+    stack: float  # of the products of layers with attention
     first: float  # of a stem or embedding
     last: float  # of a projector or head
 
@@ -326,8 +331,8 @@ def _forward_flops(model: ModelConfig, vocab_size: int, phase: str) -> ForwardFl
 def row_squares(
     plan: PhasePlan, spec: PhaseSpec, items: PhaseItems, device: Device
 ) -> list[Floats]:
-    """What attention costs in proportion to in the costliest row of each microbatch, or in the average one where ranks
-    share cores, by kind: [M] each."""
+    """Sums of the squares that attention's cost is proportional to, by kind, [M] each: in the
+    costliest row of each microbatch, or in the average one where ranks share cores."""
     by_row = []
     for squares in spec.flops.squares(items.length.astype(float), items.extra):
         rows = np.zeros((plan.microbatches, spec.ranks))

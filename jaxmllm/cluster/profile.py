@@ -1,9 +1,10 @@
-"""How large a batch must be for its phases to share devices alike in every step (Entrain, arXiv 2605.27918).
+"""How large a batch must be for its phases to split the devices the same way in every step
+(Entrain, arXiv 2605.27918).
 
-    draws of n examples --sums of loads--> splits of the devices --all alike?--> n, or n doubled
+    draws of n examples --sums of loads--> splits of the devices --all equal?--> n, or n doubled
 
-Ratios of sums converge as batches grow. Near a tie of two splits they never settle, though it does not matter there:
-*regret* says what the worst split that was drawn costs over the best one.
+Ratios of sums converge as batches grow. Near a tie of two splits they never settle, but there the
+choice does not matter: *regret* says what the worst split that was drawn costs over the best one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 from jaxmllm.arrays import Floats, Longs
 
-# So many draws show, with 95 % probability, another split that one batch in 20 asks for
+# So many draws show, with 95 % probability, a different split that one batch in 20 asks for
 DRAWS: Final = math.ceil(math.log(0.05) / math.log(0.95))
 FIRST: Final = 512  # examples
 MOST: Final = 65_536
@@ -27,12 +28,13 @@ CHEAP: Final = 0.05  # regret that is not worth a larger batch
 
 @dataclass(frozen=True)
 class Profile:
-    """What batches of one size say.
+    """The splits that batches of one size ask for.
 
     Attributes:
       samples: examples of a batch.
       splits: devices by component, every split that a batch asked for, the most frequent first.
-      worst_regret: time of the worst of them over that of the best, less 1, for the loads of all batches together.
+      worst_regret: time of the worst of these splits over that of the best split, less 1, for the
+        mean loads of all batches.
     """
 
     samples: int
@@ -46,7 +48,7 @@ class Profile:
 
     @property
     def line(self) -> str:
-        """In words."""
+        """The profile in words."""
         names = " or ".join(" : ".join(map(str, split)) for split in self.splits)
         if self.settled:
             return f"batches of {self.samples} examples agree on {names} devices"
@@ -57,7 +59,7 @@ class Profile:
 
 
 def best_split(loads: Sequence[float] | Floats, devices: int) -> tuple[int, ...]:
-    """Devices for each component such that the slowest takes least; each has one at least.
+    """Devices for each component such that the slowest takes least time; each has at least one.
 
     Raises:
       ValueError: there are fewer devices than components.
@@ -77,12 +79,12 @@ def best_split(loads: Sequence[float] | Floats, devices: int) -> tuple[int, ...]
 
 
 def split_time(loads: Sequence[float] | Floats, split: Sequence[int]) -> float:
-    """Of the slowest component."""
+    """Time of the slowest component."""
     return max(load / devices for load, devices in zip(loads, split, strict=True))
 
 
 def profile(draw: Callable[[int], Floats], devices: int, samples: int) -> Profile:
-    """What `DRAWS` batches of so many examples say.
+    """The profile of `DRAWS` batches of `samples` examples each.
 
     Args:
       draw: loads of the components in a fresh batch of so many examples, summed: [components].
@@ -103,10 +105,11 @@ def profile(draw: Callable[[int], Floats], devices: int, samples: int) -> Profil
 def smallest_batch(
     draw: Callable[[int], Floats], devices: int, most: int = MOST, first: int = FIRST
 ) -> list[Profile]:
-    """Profiles of batches, each twice as large as the one before, until all of a size agree or the size is the most.
+    """Profiles of batches, each twice as large as the one before, until all batches of a size agree
+    or a larger size would exceed `most`.
 
-    The last one is the smallest batch that settles, if it has. Where none does, the first whose regret is at most
-    `CHEAP` will do.
+    The last one is that of the smallest batch that settles, if any does. Where none does, the
+    result of `enough` will do.
     """
     profiles = [profile(draw, devices, first)]
     while not profiles[-1].settled and 2 * profiles[-1].samples <= most:
@@ -115,8 +118,8 @@ def smallest_batch(
 
 
 def enough(profiles: Sequence[Profile]) -> Profile | None:
-    """Of growing batches the first from which on regret stays at most `CHEAP`; none where even the last one costs
-    more."""
+    """The first of growing batches from which on regret stays at most `CHEAP`; none where even that
+    of the last one is larger."""
     smallest = None
     for batch in reversed(profiles):
         if batch.worst_regret > CHEAP:

@@ -2,9 +2,10 @@
 
     programs, name --program_sends--> Sends
 
-It follows from the shapes and shardings of the parameters, what of them is trained, and what the backward pass makes
-again; nothing is compiled. Held against compiled text (setup/hlo.py), of whose loops with a known number of trips it
-tells all but index arrays, whose bytes are those of activations over the width.
+It follows from the shapes and shardings of the parameters, which of them are trained, and what the
+backward pass computes again; nothing is compiled. Tests compare it with compiled text
+(setup/hlo.py): in loops with a known number of trips it predicts everything except index arrays,
+whose bytes are those of activations divided by the width.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 GATHER: Final = "all-gather"
 SCATTER: Final = "reduce-scatter"
 EXCHANGE: Final = "all-to-all"
+# Backward programs that start from residuals, without a forward pass of their own
 FROM_RESIDUALS: Final = ("encode_grad_kept", "language_loss_and_grad_kept")
 BACKWARD: Final = (
     *FROM_RESIDUALS,
@@ -39,6 +41,7 @@ BACKWARD: Final = (
     "encode_grad",
     "draw_loss_and_grad",
 )
+# Programs that run the layers forward, alone or before their backward pass
 FORWARD: Final = (
     "encode",
     "evaluate",
@@ -47,62 +50,64 @@ FORWARD: Final = (
     "encode_grad",
     "draw_loss_and_grad",
 )
-# Code of one device, which looks tokens up where their vectors lie
+# Programs whose code is that of one device: tokens are looked up on the devices with the vectors
 LOOKS_UP: Final = (
     "language_loss_and_grad",
     "language_loss_and_grad_kept",
     "language_states",
 )
-# In paths: what computes in float32 whatever the compute type, of experts and of a generator
+# Path names of parameters, of experts and of a generator, that compute in float32 whatever the
+# compute dtype
 WIDE_PARTS: Final = {"router", "time", "pooled", "modulation", "output_modulation"}
-# In paths: convolutions along time and mels, which every backward pass makes again
+# Path name of the convolutions along time and mels, which every backward pass computes again
 PLANES: Final = "stem"
-# In paths, of a generator: the stream of conditions, or the attention to them, of which they are keys and values. They
-# run in a branch for as many as there are
+# Path names in a generator: the stream of conditions, and the attention to conditions, which are
+# its keys and values. Both run in a branch that is chosen by the number of conditions
 STREAM: Final = "conditions"
 CROSS: Final = "cross_attention"
 KEYS: Final = ("key", "value")
-# Weights of conditions that are gathered once more where a layer runs again, before they do so for their gradients
+# Weights of conditions that a backward pass gathers twice where `remat` runs layers again: for
+# that, and for their gradients
 READ_AGAIN: Final = {"query", *KEYS}
-# Matrices that read the rows themselves: a backward pass that need not run forward has no use for them
+# Matrices that read the rows themselves: a backward pass without a forward pass has no use for them
 READS_ROWS: Final = ("patch", "stem_mels")
-# Matrices whose inputs are split inside a layer; of the others it is the outputs
+# Path endings of matrices whose inputs are split inside a layer; all others have split outputs
 SPLIT_INPUTS: Final = (".out", ".down")
 SUM_BYTES: Final = 4  # gradients are summed in float32
 
 
 @dataclass(frozen=True)
 class Send:
-    """A collective that a program starts `times` times. `array_bytes` as in `collective_seconds`."""
+    """A collective that a program starts `times` times; `array_bytes`: see `collective_seconds`."""
 
     operation: str
     axes: tuple[str, ...]
     devices: int  # along the axes
     array_bytes: float
     times: float
-    # Whether the data decide how often, or which of several branches runs; `times` is then that of rows whose every
-    # slot has a target, or that of any one branch
+    # Whether the data decide how often it runs, or which of several branches does; `times` is then
+    # for rows whose every slot has a target, or for any one branch
     by_data: bool = False
-    # Whether tokens travel to experts and back, for which a layer waits
+    # Whether it carries tokens to experts or back, for which a layer waits
     of_experts: bool = False
 
     @property
     def ring_bytes(self) -> float:
-        """What a device sends in a ring, in all of them."""
+        """Bytes that a device sends in a ring, all `times` together."""
         return SENT[self.operation](self.devices) * self.array_bytes * self.times
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A parameter as it lies on the mesh."""
+    """A parameter and its layout on the mesh."""
 
     path: tuple[str, ...]
-    size: int  # numbers of the whole
-    gathered: tuple[str, ...]  # axes that split it between uses
-    split: int  # parts that it stays in while it is used
-    replicas: tuple[str, ...]  # axes whose devices see other tokens and hold the same shard
+    size: int  # numbers of the whole parameter
+    gathered: tuple[str, ...]  # mesh axes that split it only between uses
+    split: int  # parts that it stays split into while it is used
+    replicas: tuple[str, ...]  # mesh axes whose devices have other tokens but the same shard
     stacked: int  # layers that it holds; 1 outside of the stack
-    # Whether devices that have other rows hold, while it is used, other parts of it
+    # Whether devices with other rows hold other parts of it while it is used
     apart: bool = False
 
     @property
@@ -112,7 +117,7 @@ class Leaf:
 
 
 def leaves(tree: Any, component: Component) -> Iterator[Leaf]:
-    """The parameters of a component, or some of them."""
+    """The parameters of a component, or those of them that `tree` holds."""
     import jax
 
     from sharding.parameters import replica_axes
@@ -142,8 +147,9 @@ def _axes(entry: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def program_sends(programs: PhasedPrograms, name: ProgramName) -> list[Send] | None:
-    """What a program sends. None where the routes of a step decide, in the hops of an exchange, and where `encode` or
-    `language_states` keeps residuals that tensor parallelism splits, which XLA moves as it likes."""
+    """The collectives of a program. None for the hops of an exchange, which depend on the routes of
+    a step, and for `encode` and `language_states` where they keep residuals that tensor parallelism
+    splits, because XLA moves those as it likes."""
     if name.function in ("hop", "hop_back"):
         return None
     if name.function == "add_replicas":
@@ -157,7 +163,7 @@ def program_sends(programs: PhasedPrograms, name: ProgramName) -> list[Send] | N
 
 
 def ring_bytes(sends: Iterable[Send]) -> dict[tuple[str, tuple[str, ...]], float]:
-    """What a device sends in a ring, by operation and axes."""
+    """Bytes that a device sends in a ring, by operation and axes."""
     total: dict[tuple[str, tuple[str, ...]], float] = {}
     for send in sends:
         key = (send.operation, send.axes)
@@ -166,7 +172,7 @@ def ring_bytes(sends: Iterable[Send]) -> dict[tuple[str, tuple[str, ...]], float
 
 
 def _joined(sends: Iterable[Send]) -> Iterator[Send]:
-    """Without those of a single device."""
+    """The sends without those that move nothing, such as those of a single device."""
     return (send for send in sends if send.devices > 1 and send.array_bytes and send.times)
 
 
@@ -183,7 +189,7 @@ def _send(
 
 
 def expert_sends(mixture: Mixture, forward: float, backward: float) -> Iterator[Send]:
-    """Of the experts of a layer in so many passes, but for index arrays."""
+    """Collectives of a layer's experts in so many passes of each kind, without index arrays."""
     layout = mixture.layout
     for passed, times in ((mixture.forward, forward), (mixture.backward, backward)):
         sends = [
@@ -195,8 +201,8 @@ def expert_sends(mixture: Mixture, forward: float, backward: float) -> Iterator[
 
 
 def _replicas(programs: PhasedPrograms) -> Iterator[Send]:
-    """Gradients of devices that hold the same shard, once a step; whole ones to their shards before, where they were
-    kept until now."""
+    """Sums of gradients over the devices that hold the same shard, once per step. Gradients that
+    stayed whole until then are first scattered to their shards."""
     for component, trained in programs.trained.items():
         settings = programs.functions.model.components[component]
         layout = settings.layout
@@ -209,8 +215,9 @@ def _replicas(programs: PhasedPrograms) -> Iterator[Send]:
 
 
 def _stays_whole(settings: Component, leaf: Leaf) -> bool:
-    """Whether a gradient is reduced once a step, as `Component.defers` says. A table that is only looked up is never
-    whole, nor are experts of different devices."""
+    """Whether a gradient stays whole and is reduced once per step, as `Component.defers` says. The
+    gradient of a table that is only looked up is never whole, and neither are those of experts on
+    different devices."""
     looked_up = "embedding" in leaf.path and "head" in settings.shapes
     return settings.settings.reduce == "step" and not (looked_up or leaf.apart)
 
@@ -228,7 +235,7 @@ class _Phase:
         self.layout = self.settings.layout
         self.shapes = getattr(self.model.config, self.phase)
         self.itemsize = self.settings.dtype.itemsize
-        # Of attention, in the whole row
+        # Attention tokens of the whole row
         self.tokens = name.capacity * name.span / self.shapes.stem_stride
         self.backward = self.function in BACKWARD
         self.forward = self.function in FORWARD
@@ -247,12 +254,12 @@ class _Phase:
 
     @property
     def _inner(self) -> int:
-        """Devices that split layers inside."""
+        """Number of devices that split each layer (tensor parallelism)."""
         return devices_along(self.layout, self.layout.mesh_axes("mlp"))
 
     @property
     def _on_cpus(self) -> bool:
-        """Whether programs are compiled for CPUs; what has no devices yet is not."""
+        """Whether programs are compiled for CPUs. A mesh without devices counts as GPUs."""
         from jax.sharding import Mesh
 
         from sharding.mesh import platform_of
@@ -277,10 +284,10 @@ class _Phase:
         trained = {leaf.path for leaf in leaves(self.programs.trained.get(component, {}), settings)}
         for path, leaf in by_path.items():
             table = "embedding" in path
-            # Two uses of a table: it is looked up, and multiplied where it is the head, too.
+            # A table has up to two uses: it is looked up, and multiplied where it is also the head.
             if table and self.function in LOOKS_UP:
                 yield from self._lookups(leaf, layout, itemsize, path in trained)
-            elif table:  # gathered as it lies
+            elif table:  # gathered before it is cast
                 yield _send(layout, GATHER, leaf.gathered, SUM_BYTES * leaf.size / leaf.split)
             # Another matrix is the head, so this one has no further use.
             if table and ("head",) in by_path:
@@ -290,7 +297,7 @@ class _Phase:
             numbers = leaf.size / leaf.split / leaf.stacked
             passes = self.forward + self.backward if leaf.layer else 1
             number_bytes = itemsize if WIDE_PARTS.isdisjoint(path) else SUM_BYTES
-            # Which share of a row conditions take decides who computes them
+            # The share of a row that conditions take decides which branch uses these weights
             of_conditions = STREAM in path or (CROSS in path and path[-1] in KEYS)
             by_data = of_conditions and number_bytes == itemsize
             if not self.forward and path[0] in READS_ROWS:
@@ -307,14 +314,15 @@ class _Phase:
                 yield _send(*scattered, summed * numbers, leaf.stacked, by_data)
 
     def _lookups(self, leaf: Leaf, layout: Layout, itemsize: int, trained: bool) -> Iterator[Send]:
-        """Each device looks up its part of the width for all that share the table; what it finds is exchanged."""
+        """The exchange of looked-up vectors: each device looks up its part of the width for the
+        tokens of all devices that share the table."""
         looked_up = itemsize * self.tokens / layout.parts * self.shapes.width
         returned = trained and self.backward
         yield _send(layout, EXCHANGE, leaf.gathered, looked_up, self.forward + returned)
 
     def _parts(self) -> Iterator[Send]:
-        """Keys and values of rows that several devices hold, and the tokens of media, which lie in order of the row
-        outside of it."""
+        """Collectives of rows that several devices hold: keys and values, the pool that the parts
+        fill, and media tokens, which outside of the program are in the order of the row."""
         layout = self.layout
         axes = layout.mesh_axes("sequence")
         layers = self.shapes.layers
@@ -341,7 +349,8 @@ class _Phase:
 
     @property
     def _fills_pool(self) -> bool:
-        """Whether the parts of rows put something into a pool by slot: states, or gradients of what was read there."""
+        """Whether the parts of rows write into a pool slot by slot: states, or gradients of what
+        was read there."""
         functions = self.programs.functions
         if self.phase in self.programs.generators:
             return self.backward and functions.trains_states
@@ -351,28 +360,29 @@ class _Phase:
         return False
 
     def _activations(self) -> Iterator[Send]:
-        """Sums over devices that split layers inside: of what a layer adds to its input, and of the gradient of what
-        each of its products reads."""
+        """Sums over devices that split layers: of what a layer adds to its input, and of the
+        gradients of the inputs of its products."""
         layout = self.layout
         axes = layout.mesh_axes("mlp")
         layers = self.shapes.layers
         size = self.tokens / layout.parts * self.shapes.width * self.itemsize
         language = self.phase == LANGUAGE
-        # Queries, keys, values; of a gated MLP two matrices before the activation. What reads the same is added up
-        # first, but for the compiler for CPUs
-        whole_mlps = self.mixture is None  # sums of experts are of all that share them
+        # Products that read the same input: queries, keys and values; in a gated MLP the two
+        # matrices before the activation. Their gradients are added before they are summed over
+        # devices, except by the compiler for CPUs
+        whole_mlps = self.mixture is None  # `expert_sends` counts the sums of experts
         of_mlps = (self.shapes.mlp_matrices - 1 if self._on_cpus else 1) * whole_mlps
         reading = (3 if self._on_cpus else 1) + of_mlps
         attentions = getattr(self.shapes, "attentions", 1)
         generates = self.phase in self.programs.generators
-        reading += attentions - 1  # queries of a second one
+        reading += attentions - 1  # the queries of a second attention
         again = attentions + generates if self.settings.settings.remat == "full" else 0
-        # What attention adds; the MLP's is needed where it is gated
+        # `again`: the sums of attention, and of an MLP whose output a generator gates
         times = self.forward * (attentions + whole_mlps) * layers
         times += self.backward * layers * (reading + again)
         yield _send(layout, ALL_REDUCE, axes, size, times)
         if generates:
-            # Gradients of what keys and values are made of, or all that is summed of a second stream
+            # Gradients of the input of keys and values, or all sums of a second stream
             of_conditions = self.backward * (attentions - 1)
             if self.shapes.streams == 2:
                 of_conditions = 2 * self.forward + self.backward * (reading + 2)
@@ -381,12 +391,12 @@ class _Phase:
             yield from self._states_projected()
             return
         if language:
-            lookup = size / self.itemsize * SUM_BYTES  # in the type of the table
+            lookup = size / self.itemsize * SUM_BYTES  # in the dtype of the table
             yield _send(layout, ALL_REDUCE, axes, lookup, self.forward)
             head = self.backward and self._has_head
             yield _send(layout, ALL_REDUCE, axes, size, head, by_data=True)
             return
-        if self.shapes.projector.linear:  # whose matrix no device splits
+        if self.shapes.projector.linear:  # no devices split its matrix
             return
         media = self.tokens / layout.parts / self.shapes.merged
         projectors = self.shapes.projectors
@@ -397,7 +407,7 @@ class _Phase:
         yield _send(layout, ALL_REDUCE, projector, read * projectors * size, self.backward)
 
     def _states_projected(self) -> Iterator[Send]:
-        """What a generator makes of states, and the gradients of what it reads there."""
+        """Sums of a generator's projected states, and of the gradients of the states it reads."""
         config = self.model.config
         if self.shapes.projector_shapes.linear:
             return
@@ -408,14 +418,15 @@ class _Phase:
         yield _send(self.layout, ALL_REDUCE, axes, slots * config.language.width, returned)
 
     def _experts(self) -> Iterator[Send]:
-        """Tokens of all that share the experts, and their sums; nothing is made again."""
+        """Tokens of all devices that share experts, and their sums; recomputation sends nothing."""
         if self.mixture is not None:
             layers = self.shapes.layers
             yield from expert_sends(self.mixture, self.forward * layers, self.backward * layers)
 
     def _adapters(self) -> Iterator[Send]:
-        """Sums of what lies between two factors, over devices that split either of them: forward, and again, of those
-        whose matrix reads what is split; of the gradient, of the others."""
+        """Sums of the values between an adapter's two factors, over the devices that split one of
+        the factors. Where the adapted matrix reads a split input, the values are summed forward and
+        in recomputation; for the other matrices their gradients are."""
         adapter = self.model.config.adapters.by_component.get(self.phase)
         if adapter is None:
             return

@@ -1,9 +1,10 @@
 """Step time of a planned batch, from the programs of its run and without compiling them.
 
-    programs, plan, lengths, Device --simulate--> StepTime        seconds, by phase and by what they go to
+    programs, plan, lengths, Device --simulate--> StepTime        seconds, by phase and part
 
-Weights travel while layers compute; what layers wait for inside (tensor, context) does not. Programs of phases follow
-one another (phase_seconds.py); with pipeline stages there are ticks instead (stage_seconds.py).
+Weights are sent while layers compute; collectives that layers wait for inside (tensor, context) are
+not hidden. Programs of phases follow one another (phase_seconds.py); with pipeline stages there are
+ticks instead (stage_seconds.py).
 """
 
 from __future__ import annotations
@@ -32,17 +33,19 @@ EXCHANGE: Final = "exchange"
 
 @dataclass(frozen=True)
 class StepTime:
-    """What a step takes. `parts` sum up to `seconds`.
+    """The predicted time of a step. `parts` sum up to `seconds`.
 
     Attributes:
-      parts: seconds: `<phase>/compute`, `<phase>/inside` (what layers wait for: tensor, context, lookups),
-        `<phase>/weights` (gathers and scatters that compute does not hide), `exchange`, `replicas`, `update`,
-        `straggling`. With stages the first three are means over these, and there are `bubble` (stages wait for each
-        other) and `sends` (over the edges between them) in place of `exchange`.
-      low: everything that can overlap does.
-      high: nothing does.
-      mfu: FLOPs of real lengths, the head on targets alone, over what the devices could do, as a run logs it.
-      hfu: FLOPs that devices do, padding and what is made again included, over the same.
+      parts: seconds: `<phase>/compute`, `<phase>/inside` (what layers wait for: tensor, context,
+        lookups), `<phase>/weights` (gathers and scatters that compute does not hide), `exchange`,
+        `replicas`, `update`, `straggling`. With stages the first three are means over the stages,
+        and in place of `exchange` there are `bubble` (stages wait for each other), `sends` (over
+        the edges between stages) and `ticks` (what ticks take in addition to their operations).
+      low: seconds if everything that can overlap does.
+      high: seconds if nothing does.
+      mfu: FLOPs of real lengths, the head on targets alone, over what the devices could do, as a
+        run logs it.
+      hfu: FLOPs that devices do, including padding and recomputation, over the same.
     """
 
     parts: Mapping[str, float]
@@ -56,18 +59,18 @@ class StepTime:
         return sum(self.parts.values())
 
     def interval(self, device: Device) -> tuple[float, float]:
-        """Where the step lies that nothing was calibrated for."""
+        """Bounds of the step's seconds, see `Device.interval`."""
         return device.interval(self.seconds)
 
 
 def simulate(programs: Programs, plan: StepPlan, items: BatchItems, device: Device) -> StepTime:
-    """What a step takes on devices of a cluster.
+    """Predict the time of a step on devices of a cluster.
 
     Args:
       programs: of the run, not compiled.
       plan: of the batch.
       items: the batch's lengths.
-      device: one of those that the programs' mesh stands for.
+      device: one of the devices that the programs' mesh stands for.
     """
     from jaxmllm.training.programs.phased import PhasedPrograms
     from jaxmllm.training.programs.staged import StagedPrograms
@@ -97,7 +100,7 @@ def simulate(programs: Programs, plan: StepPlan, items: BatchItems, device: Devi
 def _phased_work(
     programs: PhasedPrograms, plan: StepPlan, items: BatchItems, device: Device, network: Network
 ) -> Worked:
-    """What all phases of a step take, and what they send each other."""
+    """Seconds and FLOPs of all phases of a step, and seconds of what they send each other."""
     from jaxmllm.training.programs.base import ProgramName
 
     total = Worked({})
@@ -125,8 +128,9 @@ def _phased_work(
 
 
 def _exchange_seconds(programs: PhasedPrograms, plan: StepPlan, network: Network) -> float:
-    """Encoder outputs to the language rows, states from there to generators, and their gradients back, hop by hop, each
-    as long as the slots that a rank sends in all of them say."""
+    """Seconds of the exchange: encoder outputs to the language rows, states from there to
+    generators, and their gradients back. All hops are equally long, by the slots that a rank sends
+    in all of them."""
     total = 0.0
     for owner in dict.fromkeys(programs.exchange_owner.values()):
         rounds = plan.routes[owner].rounds
@@ -139,7 +143,7 @@ def _exchange_seconds(programs: PhasedPrograms, plan: StepPlan, network: Network
         tokens = programs.pools[owner].tokens
         token_bytes = tokens.shape[-1] * tokens.dtype.itemsize
         sent = plan.statistics[f"route/{owner}/slots_moved"] * token_bytes / devices
-        # `SENT` counts what stays as well
+        # `SENT` takes the bytes of the whole array, with the share that stays on its rank
         array = sent * devices / (devices - 1) / hops
         ways = 1 + (owner in programs.trained_exchanges)
         total += network.seconds([Send("all-to-all", axes, devices, array, hops * ways)])

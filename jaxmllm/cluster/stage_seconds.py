@@ -1,10 +1,12 @@
 """Seconds of the runs of a pipeline, tick by tick.
 
-    table, rows --_Operations--> seconds of every stage in every tick --slowest--> ticks, and what travels after each
+    table, rows --_Operations--> seconds of every stage in every tick
+                --slowest--> seconds of ticks, and of what is sent after each
 
-In a tick every stage does one operation and waits for the slowest; then edges move one place along the ring
-(sharding/pipeline/table.py). What operations compute is what the planner's chain costs say. Gathers of sharded
-weights, and sums over devices that split layers, are parts of operations: once for each layer and pass.
+In a tick every stage does one operation and waits for the slowest; then everything on an edge moves
+one place along the ring (sharding/pipeline/table.py). Operations compute what the planner's chain
+costs say. Gathers of sharded weights, and sums over devices that split layers, are parts of
+operations: once per layer and pass.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from jaxmllm.training.programs.staged import StagedPrograms
 
 PERMUTE: Final = "collective-permute"
-# What operations consist of, in the order of `ChainCosts`
+# Parts of operations, in the order of `ChainCosts`; AGAIN is the recomputation of a forward pass
 FORWARD, INPUT, WEIGHT, AGAIN = range(4)
 GRADIENTS: Final = {
     Kind.FORWARD: (),
@@ -59,7 +61,7 @@ GRADIENTS: Final = {
 def staged_work(
     programs: StagedPrograms, plan: StepPlan, items: BatchItems, device: Device, network: Network
 ) -> Worked:
-    """What all runs of a step take, but for the update."""
+    """Seconds and FLOPs of all runs of a step, without the update."""
     operations = [
         _Operations(programs, chain, device, network)
         for chain in range(len(programs.sizes.training.tables.ring.chains))
@@ -86,10 +88,10 @@ def _run(
     device: Device,
     network: Network,
 ) -> Worked:
-    """What the ticks of a run take."""
+    """Seconds and FLOPs of the ticks of a run."""
     tables = programs.sizes.training.tables
     columns = {name: run.table[:, :, column] for name, column in tables.columns.items()}
-    # Of every stage in every tick: seconds of computing, inside of layers, of weights; FLOPs
+    # [4, T, S]: seconds of computing, of collectives inside of layers, of weights; FLOPs
     totals = np.zeros((4, *run.table.shape[:2]))
     part_seconds: dict[str, float] = {}
     for of_chain in operations:
@@ -97,8 +99,8 @@ def _run(
         rows = slice(first_row, first_row + row_count)
         phase = plan.phases[of_chain.phase]
         shapes = map(RowClass, phase.capacity[rows].tolist(), phase.span[rows].tolist())
-        # A stage does one operation in a tick, so only one chain has more than 0 there, and what
-        # the chains take one by one adds up to `busy` below.
+        # A stage does one operation in a tick, so only one chain has more than 0 there, and the
+        # seconds of the single chains add up to `busy` below.
         done = of_chain.ticks(columns, squares[of_chain.phase][:, rows], list(shapes))
         totals += done
         exposed = _together(device, done[0] + done[1], done[2]) - done[0] - done[1]
@@ -112,7 +114,7 @@ def _run(
     ticks = _slowest(device, busy)
     sent = np.zeros(len(ticks))
     for wire, sends in enumerate(_edges(programs)):
-        # By one more than the class of the largest row that moves; nothing does at 0
+        # `wire_active` is 0 where nothing moves, else one more than the class of the largest row
         seconds = np.array([0.0, *(network.seconds([send]) for send in sends)])
         sent += seconds[run.wire_active[:, wire]]
     config = programs.sizes.training.config
@@ -133,8 +135,9 @@ def _run(
 
 
 def seconds_besides(config: PipelineConfig, model: MLLM, device: Device) -> float:
-    """Of a tick besides its operations: what the cluster's record says, unless the config does. That counts FLOPs
-    which the devices of a stage could do, of one replica as costs are."""
+    """Seconds of a tick in addition to its operations: the cluster's `tick_seconds`, unless the
+    config has `pipeline.flops_per_tick`. Those are FLOPs that a stage's devices could do meanwhile,
+    the devices of one replica, as costs are those of one replica."""
     if not config.flops_per_tick:
         return device.cluster.tick_seconds
     layout = model.layout(LANGUAGE)
@@ -147,12 +150,12 @@ def _together(device: Device, compute: Floats, sent: Floats) -> Floats:
 
 
 def _slowest(device: Device, seconds: Floats) -> Floats:
-    """Of the stages, in every tick."""
+    """Seconds until the slowest stage is done, in every tick, [T]."""
     return np.array([device.slowest(tick.tolist()) for tick in seconds])
 
 
 class _Operations:
-    """Those of one chain."""
+    """The operations of one chain, and what they take."""
 
     def __init__(self, programs: StagedPrograms, number: int, device: Device, network: Network):
         pipeline = programs.sizes.training
@@ -183,11 +186,13 @@ class _Operations:
     def ticks(
         self, columns: Mapping[str, Ints], squares: Floats, shapes: Sequence[RowClass]
     ) -> Floats:
-        """Seconds of computing, inside of layers and of weights, and FLOPs, of every stage in every tick: [4, T, S].
+        """Seconds of computing, of collectives inside of layers and of weights, and FLOPs, of every
+        stage in every tick: [4, T, S].
 
         Args:
-          squares: of the rows of the run, [kinds, M].
-          shapes: theirs, [M].
+          columns: of the run's table by name, [T, S] each.
+          squares: sums of attention's squares in the rows of the run, [kinds, M].
+          shapes: capacity and span of these rows, [M].
         """
         row_class = np.array([self.classes.index(shape) for shape in shapes], np.intp)
         of_parts = np.stack(self._parts(squares, row_class))  # [4, part, D, M]
@@ -202,7 +207,8 @@ class _Operations:
             depth = self._depths[stage, chunk]
             for part in gradients:
                 done[:, tick, stage] += of_parts[:, part, depth, row]
-            # A backward operation that counts the loss stands for its forward one
+            # A backward operation that counts the loss contains its forward operation. Any other
+            # input gradient runs its chunk forward again unless it reads a kept residual.
             forward = (loss > 0) | (kind == Kind.FORWARD)
             again = (residual < 0) & ~forward & (kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT))
             done[:, tick, stage] += of_parts[:, FORWARD, depth, row] * forward
@@ -211,7 +217,7 @@ class _Operations:
 
     @cached_property
     def _depths(self) -> Ints:
-        """Of chunks by stage and number there."""
+        """Place of each chunk in the chain, by stage and number of the chunk there."""
         depths = np.zeros((max(self.chain.stages) + 1, self.chain.chunks_per_rank), np.int32)
         for depth, stage in enumerate(self.chain.stages):
             depths[stage, self.chain.local(depth)] = depth
@@ -220,13 +226,14 @@ class _Operations:
     def _parts(
         self, squares: Floats, row_class: NDArray[np.intp]
     ) -> tuple[Floats, Floats, Floats, Floats]:
-        """Of the parts of operations, by chunk and row: what `ticks` adds up."""
+        """Seconds of computing, of collectives inside of layers and of weights, and FLOPs, of the
+        parts of operations: what `ticks` adds up."""
         # Arrays are [4, D, M], by part, chunk of the chain and row, or broadcast to that.
         shares = self.parts * self.inner
         products = np.moveaxis(self.costs.linear[row_class], 0, -1) / shares
         filled = squares / self.costs.capacity**2
         pairs = np.tensordot(self.costs.attention, filled, (0, 0)) / shares
-        happens = (products + pairs) > 0  # not all of what is frozen
+        happens = (products + pairs) > 0  # frozen chunks lack some parts
         layers = np.array(self.chain.layers)[None, :, None]
         width = self.shapes.width / self.inner
         rates = np.array([self._rate(row_class, width) for row_class in self.classes])
@@ -250,14 +257,15 @@ class _Operations:
         )
 
     def _tokens(self, row_class: RowClass) -> float:
-        """Of attention, in a row of a device."""
+        """Attention tokens of a row on a device."""
         return self._slots(row_class) / self.shapes.stem_stride
 
     def _slots(self, row_class: RowClass) -> float:
         return row_class.capacity / self.parts
 
     def _modulation(self, row_class: RowClass, forward: int, backward: int) -> float:
-        """Seconds of what modulates a layer of a generator, in these passes. Conditions are few: they count as none."""
+        """Seconds that the modulation of one layer of a generator takes in so many passes.
+        Conditions are few and not counted."""
         if self.drawing is None:
             return 0.0
         of_row = self._slots(row_class), self.segments, 0.0
@@ -265,7 +273,7 @@ class _Operations:
         return flops / self.shapes.layers / (self.device.wide_peak * self.device.efficiency)
 
     def _mixture(self, row_class: RowClass) -> Mixture | None:
-        """The experts of a layer, where there are any."""
+        """The experts of a layer; none where there are none."""
         tokens = self._tokens(row_class)
         return mixture_of(self.model.spanned(self.phase, row_class.span), self.phase, tokens)
 
@@ -280,7 +288,7 @@ class _Operations:
         return mixture.product_rate(self.device, slots, width, mixture.forward_flops / layer_flops)
 
     def _traffic(self, row_class: RowClass) -> Floats:
-        """Bytes that go through memory in a layer, by part."""
+        """Bytes that one layer moves through memory, by part: [4]."""
         tokens = self._tokens(row_class)
         mixture = self._mixture(row_class)
         mlp_widths = self.shapes.mlp_matrices * self.shapes.mlp_width if mixture is None else 0
@@ -298,15 +306,16 @@ class _Operations:
         ]
         part_bytes = np.array([once, backward, once + ACCUMULATED_BYTES * sum(summed), once])
         if mixture is not None:
-            # Gradients of matrices are made with those of tokens; nothing is made again
+            # Gradients of matrices are computed with those of tokens; blocks do not run again
             trained = bool(summed)
             forward, backward = (mixture.block_traffic(*n, trained) for n in ((1, 0), (0, 1)))
             part_bytes += [forward, backward, 0, 0]
         return part_bytes
 
     def _weights(self, layers: Ints) -> Floats:
-        """Seconds of gathering weights and scattering their gradients: of layers, and of what precedes and follows
-        them in the first and the last chunk. Tables that are looked up stay where they are."""
+        """Seconds of gathering weights and scattering their gradients, [4, D, 1]: of layers, and of
+        the parameters before and after them in the first and the last chunk. Tables that are looked
+        up are not gathered."""
         seconds = np.zeros((4, layers.shape[1], 1))
         for component, held in self.leaves.items():
             for leaf in held:
@@ -332,8 +341,8 @@ class _Operations:
         return Send(SCATTER, leaf.gathered, devices, SUM_BYTES * numbers, often)
 
     def _inside(self, part: int, row_class: RowClass) -> list[Send]:
-        """What a layer waits for: keys and values of the other parts of a row, sums over devices that split it, and
-        tokens that go to experts."""
+        """Collectives that a layer waits for: keys and values of the other parts of a row, sums
+        over devices that split the layer, and tokens that go to experts."""
         tokens = self._tokens(row_class)
         mixture = self._mixture(row_class)
         axes = self.layout.spanned(row_class.span).mesh_axes("sequence")
@@ -343,7 +352,7 @@ class _Operations:
         sums = {FORWARD: 2, AGAIN: 2, INPUT: 5 if self.phase == LANGUAGE else 3, WEIGHT: 0}[part]
         if part != WEIGHT:
             sums += getattr(self.shapes, "attentions", 1) - 1
-        if mixture is not None:  # of what attention adds and reads; experts have sums of their own
+        if mixture is not None:  # sums of attention alone; experts have their own
             sums = {FORWARD: 1, AGAIN: 1, INPUT: 3, WEIGHT: 0}[part]
         activations = tokens * self.shapes.width * self.itemsize
         sends = [Send(ALL_REDUCE, split, self.inner, activations, sums)]
@@ -356,7 +365,7 @@ class _Operations:
 
 
 def _edges(programs: StagedPrograms) -> Iterator[list[Send]]:
-    """What moves one place along the ring, by wire and class of rows."""
+    """The send that moves a row one place along the ring: for each wire, by row class."""
     tables = programs.sizes.training.tables
     model = programs.functions.model
     for wire in tables.wires:
@@ -378,7 +387,7 @@ def _edges(programs: StagedPrograms) -> Iterator[list[Send]]:
 
 
 def _once(programs: StagedPrograms, network: Network) -> Worked:
-    """What a run sends once."""
+    """Seconds of what a run sends once."""
     stages = programs.sizes.training.tables.ring.stages
     seconds = once_seconds(
         programs.functions.model, programs.param_dtype, programs.trained, stages, network
@@ -389,11 +398,11 @@ def _once(programs: StagedPrograms, network: Network) -> Worked:
 def once_seconds(
     model: MLLM, param_dtype: str, trained: Container[str], stages: int, network: Network
 ) -> float:
-    """What a run sends once: parameters outside of the layers to all stages, and sums of gradients over stages and
-    replicas.
+    """Seconds of what a run sends once: parameters outside of the layers to all stages, and sums of
+    gradients over stages and replicas.
 
     Args:
-      trained: components of which anything is.
+      trained: components with at least one trained parameter.
       network: of the mesh with stages.
     """
     number_bytes = np.dtype(param_dtype).itemsize

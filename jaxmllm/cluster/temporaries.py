@@ -1,10 +1,11 @@
-"""Bytes that programs take for themselves while they run, by named moments, from abstract shapes and shardings; nothing
-is compiled.
+"""Bytes that programs take for themselves while they run, at named moments, from abstract shapes
+and shardings; nothing is compiled.
 
-    model, ProgramName --program_temporaries--> Temporaries      a program takes what its largest moment does
-    device_peak.py adds what lies between programs
+    model, ProgramName --program_temporaries--> Temporaries      a program takes what its largest
+                                                                 moment does
+    device_peak.py adds what is held between programs
 
-What is counted stands in phase_program.py, and of a generator in drawing_program.py.
+The counts are in phase_program.py, and those of a generator in drawing_program.py.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def job_temporaries(programs: Programs, name: ProgramName) -> Temporaries:
-    """What one of `programs.jobs` takes for itself, also where a model is in stages."""
+    """Bytes that one of `programs.jobs` takes for itself, also where a model is in stages."""
     if name.function == "gradients":
         return _staged(programs)  # type: ignore[arg-type]  # no other programs have this one
     keeps = bool(programs.kept_residuals.get(name.subject))
@@ -31,17 +32,17 @@ def job_temporaries(programs: Programs, name: ProgramName) -> Temporaries:
 
 
 def residual_bytes(model: MLLM, name: ProgramName) -> int:
-    """What `encode` or `language_states` leaves on a device for the backward pass of a microbatch: residuals, or
-    features of a frozen tower.
+    """Bytes that `encode` or `language_states` leaves on a device for the backward pass of a
+    microbatch: residuals, or features of a frozen tower.
 
     Args:
-      name: of one of them, with capacity and span of its rows.
+      name: of one of these programs, with capacity and span of its rows.
     """
     return round(phase_program(model, name).residuals())
 
 
 def largest_residuals(programs: PhasedPrograms, phase: str) -> int:
-    """`residual_bytes` of a phase of two passes, of the rows that leave most."""
+    """`residual_bytes` of a phase of two passes, for the row class that leaves most."""
     from jaxmllm.training.programs.base import ProgramName
 
     forward = programs.functions_of(phase).forward
@@ -51,8 +52,9 @@ def largest_residuals(programs: PhasedPrograms, phase: str) -> int:
 
 
 def _staged(programs: StagedPrograms) -> Temporaries:
-    """What the loop over a schedule carries, the largest operation, and once more the boxes of backward operations: a
-    branch writes into its own, those that are filled from slots or the largest."""
+    """Bytes of a pipeline at its moments: what the loop over its schedule carries, one operation,
+    and a copy of boxes of backward operations, because a branch writes into its own. Copied are all
+    boxes that are filled from slots, or the largest box if that is more."""
     from jaxmllm.training.programs.base import ProgramName
     from sharding.pipeline.graph import Pool
 
@@ -74,12 +76,13 @@ def _staged(programs: StagedPrograms) -> Temporaries:
 
 
 def program_temporaries(model: MLLM, name: ProgramName, keeps: bool = False) -> Temporaries:
-    """What a program of a phase takes for itself; programs of no phase take next to nothing.
+    """Bytes that a program of a phase takes for itself; programs of no phase take next to nothing.
 
     Args:
       model: on any mesh, which may be abstract.
       name: of `FORWARD` or `BACKWARD`, with capacity and span of its rows.
-      keeps: whether a forward pass leaves residuals. They lie in its results, and so does what else it works on.
+      keeps: whether a forward pass leaves residuals. They are in its results, and so are other
+        values that it works on.
     """
     if name.function not in (*FORWARD, *BACKWARD) or not name.subject:
         return Temporaries({})

@@ -1,8 +1,8 @@
 """Step time of a dense decoder trained on rows of one length, in closed form.
 
-    TextRun, Device --text_step--> TextStep        seconds, by what they go to, and two ends
+    TextRun, Device --text_step--> TextStep        seconds by part, and their two ends
 
-For runs that others have published, for what they say of themselves is a line of numbers.
+For runs that others have published, because their descriptions come down to a line of numbers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from jaxmllm.cluster.device_seconds import (
     stored_bytes,
 )
 
-NUMBER_BYTES: Final = 2  # bfloat16, in which all of them compute
+NUMBER_BYTES: Final = 2  # of bfloat16, in which all these runs compute
 FLASH = "flash"
 UNFUSED = "unfused"
-# What the backward pass makes again: shares of the products and of the attention of a layer. `selop` is every second
-# operation, `qkv` everything but the first projections, whose share depends on the layer.
+# Shares of a layer's products and of its attention that the backward pass computes again: with
+# `selop` every second operation, with `qkv` all but the first projections (`TextRun.recomputed`)
 RECOMPUTED: Final = {
     "none": (0.0, 0.0),
     "full": (1.0, 1.0),
@@ -46,7 +46,7 @@ class TextRunError(ValueError):
 
 @dataclass(frozen=True)
 class TextRun:
-    """A run as its owners tell of it. Batches are in sequences."""
+    """A run as its owners describe it. Batches are counted in sequences."""
 
     layers: int
     width: int
@@ -65,7 +65,7 @@ class TextRun:
     remat: str
     sequence: int
     batch: int
-    microbatch: int  # sequences of a data rank
+    microbatch: int  # sequences per data rank
     attention: str = FLASH
     sequence_parallel: bool = False
     tensor_overlap: bool = False
@@ -79,7 +79,7 @@ class TextRun:
                 raise TextRunError(f"{field.name} {value!r} is no whole number above 0")
             if field.type == "bool" and not isinstance(value, bool):
                 raise TextRunError(f"{field.name} {value!r} is neither true nor false")
-        # First and last chunks may lack a layer, for embedding and head
+        # First and last chunks may have one layer less, to make room for embedding and head
         if self.stages * max(self.interleave - 1, 1) > self.layers:
             chunks = f"stages {self.stages} x interleave {self.interleave}"
             raise TextRunError(f"{chunks} are more than layers {self.layers}")
@@ -97,14 +97,14 @@ class TextRun:
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> TextRun:
-        """From a JSON object, whose other keys are left alone.
+        """The run that a JSON object describes; other keys of it are ignored.
 
         Raises:
-          TextRunError: a key is missing, or numbers contradict.
+          TextRunError: a key is missing, or numbers contradict each other.
         """
         known = {field.name for field in fields(cls)}
         values = {key: value for key, value in record.items() if key in known}
-        # A head each has keys of its own where nothing else is said
+        # By default each head has keys of its own
         usual: dict[str, Any] = {"kv_heads": record.get("heads"), "interleave": 1}
         try:
             return cls(**usual | values)
@@ -113,7 +113,7 @@ class TextRun:
 
     @cached_property
     def layer(self) -> Layer:
-        """One of them, as they are all alike."""
+        """One layer; all of them are the same."""
         head_size = self.width // self.heads
         return decoder_layer(
             self.width, self.width, self.kv_heads * head_size, self.mlp_width, self.gated
@@ -121,29 +121,29 @@ class TextRun:
 
     @property
     def microbatches(self) -> float:
-        """Of a data rank in a step; on the average, where a batch does not divide evenly."""
+        """Microbatches of a data rank per step, the mean where a batch does not divide evenly."""
         return self.batch / (self.data * self.fsdp * self.microbatch)
 
     @property
     def slots(self) -> float:
-        """Of a microbatch on a device."""
+        """Slots of a microbatch on a device."""
         return self.microbatch * self.sequence / self.context
 
     @property
     def recomputed(self) -> tuple[float, float]:
-        """Shares of products and of attention that the backward pass makes again."""
+        """Shares of products and of attention that the backward pass computes again."""
         products, attention = RECOMPUTED[self.remat]
         if self.remat == "qkv":
             qkv = self.width * (self.width + 2 * self.kv_heads * (self.width // self.heads))
             products -= qkv / self.layer.parameters
         if self.remat == "sel" and self.attention == FLASH:
-            attention = 0.0  # it recomputes by itself, in any case
+            attention = 0.0  # `FLASH_BACKWARD` already counts its own recomputation
         return products, attention
 
 
 @dataclass(frozen=True)
 class TextStep:
-    """Seconds of a step, by what they go to. The parts sum up to `seconds`."""
+    """Seconds of a step by part. The parts sum up to `seconds`."""
 
     products: float
     attention: float
@@ -155,8 +155,8 @@ class TextStep:
     replicas: float  # gradients between replicas
     update: float
     straggling: float
-    low: float  # everything that can overlap does
-    high: float  # nothing does
+    low: float  # seconds if everything that can overlap does
+    high: float  # seconds if nothing does
 
     @property
     def seconds(self) -> float:
@@ -183,7 +183,7 @@ class _Layer:
     hidden_tensor: float
     context: float
     hidden_context: float
-    weights: float  # on their own
+    weights: float  # if nothing hides them
 
     @property
     def compute(self) -> float:
@@ -196,7 +196,8 @@ class _Layer:
 
 
 def text_step(run: TextRun, device: Device) -> TextStep:
-    """What a step of a run takes. Raises `TextRunError` where devices share cores, which this form does not tell."""
+    """Seconds of a step of a run. Raises `TextRunError` where devices share cores, which this
+    closed form does not cover."""
     if device.cluster.shared_cores:
         raise TextRunError(
             f"devices of {device.cluster.name} share cores: simulate a planned batch"
@@ -208,8 +209,8 @@ def text_step(run: TextRun, device: Device) -> TextStep:
     microbatches = run.microbatches
 
     def pipelined(of_layer: float) -> float:
-        """All microbatches through the stages: the slowest decides, and the first one's way through
-        the others is waited for."""
+        """Seconds of all microbatches through the stages: the slowest stage decides, and the first
+        microbatch's way through the others is waited for."""
         full_stage = math.ceil(run.layers / stages) * of_layer
         last_stage = run.layers // stages * of_layer + head
         mean = (run.layers * of_layer + head) / stages
@@ -229,7 +230,7 @@ def text_step(run: TextRun, device: Device) -> TextStep:
     low = max(pipelined(max(layer.compute, layer.weights)), sends, replicas) + update
     high = pipelined(layer.compute + layer.hidden + layer.weights) + sends + replicas + update
 
-    # Parts are means over the stages; what the pipeline takes besides them, stages wait.
+    # Parts are means over the stages; during the rest of the pipeline's time, stages wait.
     share = microbatches / stages
     part_seconds = {
         name: share * run.layers * getattr(layer, name)
@@ -264,7 +265,7 @@ def _layer_seconds(run: TextRun, device: Device) -> _Layer:
     traffic = slots * stored * passes * device.rates.traffic
     traffic += layer.parameters / run.tensor * ACCUMULATED_BYTES
     if run.attention == UNFUSED:
-        # Of all pairs, also those that causal attention does not see
+        # It computes all pairs, also those that the causal mask hides
         computed = 2 * pairs * (1 + BACKWARD + attention_again) / rate
         scores = run.heads / run.tensor * run.sequence * slots * device.rates.score_bytes
         # `score_bytes` are those of a forward and a backward pass together.
@@ -313,20 +314,20 @@ def _layer_seconds(run: TextRun, device: Device) -> _Layer:
 
 
 def _head_seconds(run: TextRun, device: Device) -> float:
-    """Of one microbatch."""
+    """Seconds of the head for one microbatch, forward and backward."""
     flops = 2 * run.width * run.vocab * run.slots / run.tensor
     rate = device.product_rate(run.slots, run.width / run.tensor)
     return flops * (1 + BACKWARD) / rate
 
 
 def _device_parameters(run: TextRun) -> float:
-    """Parameters of a stage's share of a tensor rank, those of embedding and head on one of them."""
+    """Parameters that a tensor rank of one stage holds, with those of both embedding and head."""
     layers = run.layer.parameters * run.layers / run.stages
     return (layers + 2 * run.width * run.vocab) / run.tensor
 
 
 def _replica_seconds(run: TextRun, device: Device) -> float:
-    """Gradients between devices that see other slots and hold the same parameters."""
+    """Seconds to sum gradients over devices that have other slots but the same parameters."""
     replicas = Group(run.data * run.context, run.tensor * run.fsdp)
     summed = run.reduce_bytes * _device_parameters(run) / run.fsdp
     return collective_seconds(device.cluster, ALL_REDUCE, summed, replicas, device.rates.network)

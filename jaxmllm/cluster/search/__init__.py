@@ -1,1 +1,1 @@
-"""Which layout a run should have on a cluster: the search of `jaxmllm plan`."""
+"""The search of `jaxmllm plan` for the layout that a run should have on a cluster."""

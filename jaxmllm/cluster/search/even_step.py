@@ -1,7 +1,8 @@
-"""Step time in closed form: one microbatch of each phase with an even share of the batch, times how many there are.
+"""Step time in closed form: one microbatch of each phase with an even share of the batch, times how
+many there are.
 
-Sums of lengths are all that is known of the batch, so nothing waits for a slower rank and rows have no padding. It
-ranks layouts whose steps are then planned (sieves.py).
+Only sums of the batch's lengths count, so no rank waits for a slower one and rows have no padding.
+The times rank layouts, whose steps are then planned (sieves.py).
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ NO_LENGTH = np.zeros(1, np.int64)
 
 @dataclass(frozen=True)
 class PhaseLoad:
-    """What a batch holds of a phase, the mean over batches."""
+    """The items of a phase in a batch, summed: the mean over batches."""
 
     slots: float
-    squares: Floats  # sums over the items, by kind of layer
-    tokens: float  # of the language model that its items become
+    squares: Floats  # `ItemCost.squares` of all items, by kind of layer
+    tokens: float  # language tokens that the items become
 
 
 @dataclass(frozen=True)
 class EvenRows:
-    """Rows of a phase that hold an even share of its load: slots of a rank, and how many microbatches."""
+    """Rows of a phase that hold an even share of its load: slots of a rank, and how many
+    microbatches."""
 
     capacity: int
     microbatches: int
@@ -57,7 +59,7 @@ class EvenRows:
 def mean_loads(
     batches: Sequence[BatchItems], flops: Mapping[str, ItemCost]
 ) -> dict[str, PhaseLoad]:
-    """Loads by phase."""
+    """The load of a batch, by phase."""
     return {
         phase: PhaseLoad(
             slots=float(np.mean([batch.phases[phase].length.sum() for batch in batches])),
@@ -74,7 +76,7 @@ def _squares(items: PhaseItems, cost: ItemCost) -> list[float]:
 
 
 def even_rows(load: PhaseLoad, inputs: SizingInputs, most: int) -> EvenRows:
-    """The fewest rows of at most so many slots that hold an equal share of each rank."""
+    """The fewest rows per rank, of at most `most` slots, that hold an equal share of the load."""
     per_rank = math.ceil(load.slots / inputs.ranks)
     alignment = inputs.alignment
     largest = max(alignment.round_down(most), alignment.round_up(1))
@@ -108,7 +110,7 @@ def even_step(
     rows: Mapping[str, EvenRows],
     device: Device,
 ) -> dict[str, float]:
-    """Seconds of a step by part, named as in `StepTime`, but for what straggles.
+    """Seconds of a step by part, named as in `StepTime`, without `straggling`.
 
     Args:
       programs: for rows of `even_spec`.
@@ -119,7 +121,7 @@ def even_step(
         of_rank = loads[phase].squares / spec.ranks / rows[phase].microbatches
         phases[phase] = _one_microbatch(rows[phase].capacity)
         tokens = loads[phase].tokens / spec.ranks / rows[phase].microbatches
-        # One item without length stands for the even share: its squares are the extra ones alone.
+        # One item without length stands for the even share: its squares are its extra ones.
         items[phase] = PhaseItems(
             length=NO_LENGTH,
             real=NO_LENGTH,
@@ -131,7 +133,7 @@ def even_step(
     routes: dict[str, RoutePlan] = {}
     statistics: dict[str, float] = {}
     for phase, owner in programs.exchange_owner.items():
-        # Of a rank's tokens, those for itself stay: 1 in as many as there are peers.
+        # One of `peers` equal shares of a rank's tokens is for the rank itself and does not move.
         peers = programs.spec.routes[owner].grid.peers
         key = f"route/{owner}/slots_moved"
         statistics[key] = statistics.get(key, 0.0) + loads[phase].tokens * (1 - 1 / peers)

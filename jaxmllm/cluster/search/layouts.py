@@ -1,4 +1,5 @@
-"""Layouts on their way through the search: legal, estimated in closed form, planned whole; and what became of all."""
+"""Layouts on their way through the search: legal, estimated in closed form, planned whole; and the
+result of the search."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from jaxmllm.row_format import RowFormat
 from jaxmllm.setup.spans import Spans
 from jaxmllm.training.programs.base import ProgramName, Programs
 
-EQUAL: Final = 0.01  # times closer than that are not told apart
+EQUAL: Final = 0.01  # times that differ by less than this share count as equal
 OVER_MEMORY: Final = "over memory"
 
 
@@ -32,22 +33,24 @@ OVER_MEMORY: Final = "over memory"
 class Sampled:
     """Lengths of batches as training will draw them."""
 
-    samples: Sequence[BatchItems]  # that sizes are chosen from
-    others: Sequence[BatchItems]  # that may come, too: of each source alone
-    steps: Sequence[BatchItems]  # that are planned: the next ones
+    samples: Sequence[BatchItems]  # batches that sizes are chosen from
+    others: Sequence[BatchItems]  # other batches that may come: of each source alone
+    steps: Sequence[BatchItems]  # batches that are planned: the next ones
     longest: Mapping[str, int]  # slots of the largest item, by phase
     formats: Mapping[str, RowFormat]  # by encoder phase
-    sources: int  # whose losses are told apart
+    sources: int  # number of sources, whose losses are reported one by one
     largest: Sequence[
         BatchItems
     ] = ()  # examples that a run in stages shall hold, where there are stages
 
 
 class LengthsError(ConfigError):
-    """Batches that cannot be drawn: the data are damaged, or rows of a layout are too small for some of them."""
+    """Batches that cannot be drawn: the data are damaged, or rows of a layout are too small for
+    some of them."""
 
 
-# Which examples are refused depends on how many devices hold their rows together. Raises `LengthsError`.
+# Takes spans, too: the examples that are refused depend on how many ranks hold a row together.
+# Raises `LengthsError`.
 LengthsOf = Callable[[Config, MLLM, Spans], Sampled]
 
 
@@ -62,7 +65,7 @@ class Plans:
 
 @dataclass(frozen=True)
 class LegalLayout:
-    """A layout that is legal, and what fits it."""
+    """A legal layout, and the rows that fit its memory."""
 
     choice: MeshChoice
     config: Config  # on this mesh
@@ -74,12 +77,12 @@ class LegalLayout:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A layout in closed form, with remat chosen."""
+    """The step time of a layout in closed form, with remat chosen."""
 
     layout: LegalLayout
     fitting: Mapping[str, int]  # slots of a rank's row for which there is room, by phase
     rows: Mapping[str, EvenRows]
-    parts: Mapping[str, float]  # seconds, as in `StepTime` without what straggles
+    parts: Mapping[str, float]  # seconds, named as in `StepTime`, without `straggling`
     seconds: float
 
     @property
@@ -95,11 +98,11 @@ class Estimate:
         return self.layout.model
 
     def phase_seconds(self, phase: str) -> float:
-        """Of its programs."""
+        """Seconds of the phase's programs."""
         return sum(seconds for name, seconds in self.parts.items() if name.startswith(f"{phase}/"))
 
     def gather_seconds(self, phase: str) -> float:
-        """What a microbatch waits for weights and their gradients."""
+        """Seconds that a microbatch of the phase waits for weights and their gradients."""
         return self.parts[f"{phase}/weights"] / self.rows[phase].microbatches
 
 
@@ -118,13 +121,13 @@ class PlannedLayout:
 
     @cached_property
     def parts(self) -> dict[str, float]:
-        """Seconds of a step by what they go to, the mean over the batches."""
+        """Seconds of a step by part, the mean over the batches."""
         names = self.times[0].parts
         return {name: self._mean([time.parts[name] for time in self.times]) for name in names}
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step, the mean over the batches."""
         return sum(self.parts.values())
 
     @property
@@ -144,18 +147,18 @@ class PlannedLayout:
 
     @property
     def microbatches(self) -> dict[str, int]:
-        """The most that a step has, by phase."""
+        """Most microbatches of a planned step, by phase."""
         return {
             phase: max(plan.phases[phase].microbatches for plan in self.plans)
             for phase in self.spec.phases
         }
 
     def over(self, budget: float) -> Closest:
-        """What lacks where it takes more than a budget."""
+        """What the layout lacks, for a peak above the budget."""
         return Closest(self.choice, program_words(self.peak.program), self.peak.bytes - budget)
 
     def statistic(self, name: str) -> float:
-        """Of the plans, the mean; 0 where no plan has it."""
+        """Mean of a statistic over the plans, which counts as 0 in a plan without it."""
         return self._mean([plan.statistics.get(name, 0.0) for plan in self.plans])
 
     @staticmethod
@@ -165,7 +168,7 @@ class PlannedLayout:
 
 @dataclass(frozen=True)
 class Closest:
-    """The layout that lacks least memory."""
+    """A layout over memory, and how much it lacks. A search reports the one that lacks least."""
 
     choice: MeshChoice
     place: str  # the phase whose programs need most, or the program
@@ -173,27 +176,27 @@ class Closest:
 
     @property
     def words(self) -> str:
-        """Why it is not chosen."""
+        """Why the layout is not chosen."""
         return f"{OVER_MEMORY} by {self.lacking / GB:.1f} GB in {self.place}"
 
 
 @dataclass
 class SearchResult:
-    """What became of all layouts."""
+    """What a search decided about all layouts that it considered."""
 
     considered: int = 0
-    meshes: int = 0  # of these layouts
+    meshes: int = 0  # different meshes of these layouts
     rejected: Counter[str] = field(default_factory=Counter)
     closest: Closest | None = None
-    # Legal, but with more ranks than examples: the fewest ranks of any
+    # Fewest ranks of a layout that was rejected because it has more ranks than examples
     fewest_ranks: int | None = None
-    # Of the last layout whose stages could not be planned
+    # Message of the last layout whose stages could not be planned
     failure: str | None = None
-    # Of the first layout on whose mesh the config's rows or data cannot be
+    # Message of the first layout whose mesh does not allow the config's rows or data
     refusal: str | None = None
     estimates: list[Estimate] = field(default_factory=list)
     ranked: list[PlannedLayout] = field(default_factory=list)
-    # Planned, and then not taken: each with the reason in words
+    # Layouts that were planned and then rejected, each with the reason in words
     struck: list[tuple[PlannedLayout, str]] = field(default_factory=list)
 
     def reject(self, reason: str) -> None:
@@ -206,7 +209,7 @@ class SearchResult:
             self.closest = closest
 
     def refuses(self, error: ConfigError) -> None:
-        """Count a layout on whose mesh the config's rows or data cannot be."""
+        """Count a layout whose mesh does not allow the config's rows or data."""
         self.refusal = self.refusal or str(error)
         self.reject(str(error).partition(";")[0])
 
@@ -217,12 +220,13 @@ class SearchResult:
 
 
 def program_words(name: ProgramName) -> str:
-    """What a program does, and for what."""
+    """The function of a program and, except for the language phase, its phase."""
     return f"{name.function} {name.subject}".strip() if name.subject != LANGUAGE else name.function
 
 
 def ranked(planned: Sequence[PlannedLayout]) -> list[PlannedLayout]:
-    """By time; of those that are as good as the fastest, fewer axes first."""
+    """Layouts by time; of those within `EQUAL` of the fastest, the ones with fewer axes come
+    first."""
     fastest = min(layout.seconds for layout in planned)
 
     def key(layout: PlannedLayout) -> tuple[float, ...]:

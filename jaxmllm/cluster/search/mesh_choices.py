@@ -1,9 +1,10 @@
-"""Meshes for some devices, and which of their axes encoders count as data: what a config leaves open of its layout.
+"""Meshes for a number of devices, and which of their axes encoders count as data: all layouts that
+a config leaves open.
 
     config, devices --mesh_choices--> MeshChoice, of which the model may refuse some
 
-What a config says stays: an axis with a number (-1 is open, and so is an axis that it does not name), and the layout of
-a component that has one.
+What a config fixes stays: an axis with a number (-1 is open, and so is an axis that it does not
+name), and the layout of a component that has one.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ AXES: Final = ("data", "fsdp", "context", "tensor")
 # Axes that split rows or layers of the decoder, over which encoders may have more ranks instead
 INNER_AXES: Final = ("context", "tensor")
 BATCH_AXES: Final = ("data", "fsdp")
-STAGES: Final = (1, 2, 4, 8, 16)  # that are tried where stages are open
+STAGES: Final = (1, 2, 4, 8, 16)  # tried where the config leaves stages open
 
 
 @dataclass(frozen=True, order=True)
 class MeshChoice:
-    """Devices along each axis, the axes that encoders count as data, and pipeline stages, each on such a mesh."""
+    """Devices along each axis, the axes that encoders count as data, and pipeline stages, each on
+    such a mesh."""
 
     data: int
     fsdp: int
@@ -36,17 +38,17 @@ class MeshChoice:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """By axis, as `mesh` of a config."""
+        """Devices by axis, as in `mesh` of a config."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
-        """With stages, as `Config.mesh_sizes`."""
+        """Devices by axis, with stages, as `Config.mesh_sizes`."""
         return ({"stage": self.stages} if self.stages > 1 else {}) | self.sizes
 
     @property
     def sizes_key(self) -> tuple[int, ...]:
-        """Of the mesh alone."""
+        """A key of the mesh alone, whatever encoders count as data."""
         return (self.stages, *self.sizes.values())
 
     @property
@@ -60,7 +62,7 @@ class MeshChoice:
 
     @property
     def words(self) -> str:
-        """For tables."""
+        """The choice in words, for tables."""
         stages = [f"{self.stages} stages"] if self.stages > 1 else []
         axes = (f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
         used = ", ".join([*stages, *axes])
@@ -68,7 +70,7 @@ class MeshChoice:
         return (used or "one device") + over
 
     def of(self, config: Config) -> Config:
-        """The config on this mesh. Its sections are not checked against each other anew."""
+        """The config on this mesh. Its sections are not checked against each other again."""
         components = config.components
         if self.as_data:
             layout = {"batch": [axis for axis in AXES if axis in (*BATCH_AXES, *self.as_data)]}
@@ -85,7 +87,7 @@ class MeshChoice:
 
 
 def fixed_axes(config: Config) -> dict[str, int]:
-    """Sizes that the config names."""
+    """Devices of the axes whose number the config fixes, by axis."""
     sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
     named = config.mesh.model_fields_set
     return {axis: size for axis, size in sizes.items() if axis in named and size != -1}
@@ -108,7 +110,8 @@ def open_remat(config: Config) -> tuple[str, ...]:
 
 
 def stage_counts(config: Config) -> tuple[int, ...]:
-    """Numbers of pipeline stages: the config's, or several where it names neither them nor the size of an axis."""
+    """Numbers of pipeline stages to consider: the config's, or several where it names neither
+    stages nor the size of an axis."""
     if "stages" in config.pipeline.model_fields_set or fixed_axes(config):
         return (config.pipeline.stages,)
     return STAGES
@@ -141,9 +144,9 @@ def mesh_choices(config: Config, devices: int) -> list[MeshChoice]:
 
 
 def _of_stages(config: Config, devices: int, stages: int) -> Iterator[MeshChoice]:
-    """Meshes of the devices of a stage."""
+    """Choices with so many stages, each on a mesh of `devices` devices."""
     fixed = fixed_axes(config)
-    # Rows of stages lie on the ranks of the decoder
+    # With stages, all rows are on the ranks of the decoder
     inner = open_layouts(config) if stages == 1 else ()
     for factors in _factorizations(devices, [fixed.get(axis) for axis in AXES]):
         sizes = dict(zip(AXES, factors, strict=True))
@@ -152,7 +155,7 @@ def _of_stages(config: Config, devices: int, stages: int) -> Iterator[MeshChoice
 
 
 def _shared(sizes: dict[str, int]) -> list[tuple[str, ...]]:
-    """Sets of inner axes of several devices."""
+    """All sets of inner axes that have several devices, the empty set included."""
     several = [axis for axis in INNER_AXES if sizes[axis] > 1]
     return [
         chosen
@@ -162,7 +165,7 @@ def _shared(sizes: dict[str, int]) -> list[tuple[str, ...]]:
 
 
 def _factorizations(number: int, fixed: list[int | None]) -> Iterator[tuple[int, ...]]:
-    """Ordered factors of a number, of which some are given."""
+    """All ways to write a number as a product of ordered factors, of which some are given."""
     fixed_factor, *later_fixed = fixed
     if not later_fixed:
         if fixed_factor in (None, number):
@@ -176,6 +179,6 @@ def _factorizations(number: int, fixed: list[int | None]) -> Iterator[tuple[int,
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending."""
+    """All divisors of a number, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]

@@ -1,6 +1,7 @@
-"""Layouts whose layers are cut into pipeline stages: their time in closed form, and their steps planned whole.
+"""Layouts whose layers are cut into pipeline stages: their time in closed form, and their steps
+planned whole.
 
-a step on the devices of one stage --in_stages--> every stage does its share of the layers, and waits
+a step on the devices of one stage --in_stages--> each stage does its share of layers, and waits
 samples --rows, cut, schedule--> a run's own plan --simulate--> PlannedLayout
 """
 
@@ -29,7 +30,7 @@ from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.build import staged_programs
 from jaxmllm.setup.sizing import remat_of, resolved_shapes, stage_sizes
 
-WAYS = 2  # of a microbatch through the stages: activations, and their gradients back
+WAYS = 2  # passes of a microbatch through the stages: activations, and gradients back
 
 
 def in_stages(
@@ -39,11 +40,11 @@ def in_stages(
     model: MLLM,
     device: Device,
 ) -> dict[str, float]:
-    """Seconds of a step by part, named as in `StepTime`, if all stages have equal work and one wave of microbatches
-    passes them.
+    """Seconds of a step by part, named as in `StepTime`, if all stages have equal work and one wave
+    of microbatches passes them.
 
     Args:
-      parts: of the same step without stages on the devices of one.
+      parts: seconds of the same step without stages, on the devices of one stage.
       model: on the mesh with stages.
     """
     stages = config.pipeline.stages
@@ -67,7 +68,8 @@ def in_stages(
 
 
 def _edge(model: MLLM, phase: str, capacity: int, stages: int, ticks: int) -> Send:
-    """What one edge moves of a phase: rows of the width of its layers, in so many ticks."""
+    """The send of a phase over one edge: rows of the width that its layers carry, in `ticks`
+    ticks."""
     slots = capacity / model.layout(phase).parts
     slots /= getattr(model.config, phase).stem_stride
     row = slots * model.config.carried_width(phase) * model.components[phase].dtype.itemsize
@@ -82,14 +84,15 @@ def planned_in_stages(
     as_run: bool,
     known_rows: dict[str, PlanSpec],
 ) -> PlannedLayout:
-    """Sizes for a layout with stages, and its steps planned and simulated.
+    """Choose sizes for a layout with stages, and plan and simulate its steps.
 
     Args:
-      known_rows: those of other layouts, by what they are chosen by; of this one they are added.
+      as_run: see `Request`.
+      known_rows: rows of other layouts, by the key `_deciding`; those of this layout are added.
 
     Raises:
       ConfigError: an example that no run holds, or slots that no schedule fits.
-      PipelineError: the layers cannot be cut so.
+      PipelineError: the layers cannot be cut into so many stages.
     """
     config = estimate.config
     model = estimate.model
@@ -124,10 +127,11 @@ def _searched_sizes(
     memory: float,
     known_rows: dict[str, PlanSpec],
 ) -> tuple[Config, PipelineSizes]:
-    """The config with one class of rows for each phase, and what a run finds by trial where these rows are given.
+    """The config with one row class per phase where it leaves that open, and the sizes that a run
+    with these rows finds by trial.
 
-    Both are found from one of the equal parts of a large batch. Layouts that differ in memory alone share their rows,
-    whose trials take most of the time.
+    Both come from one of the equal parts of a large batch. Layouts that differ in memory alone
+    share their rows, because the trials for rows take most of the time.
     """
     share = equal_parts(inputs, sampled.samples)
     part_inputs = [
@@ -155,7 +159,7 @@ def _searched_sizes(
 
 
 def _deciding(config: Config, model: MLLM, sampled: Sampled, inputs: Sequence[SizingInputs]) -> str:
-    """What rows in stages are chosen by, memory apart."""
+    """A key of everything that decides rows in stages, except memory."""
     of_phases = [
         (
             sizing.name,
@@ -176,14 +180,16 @@ def _deciding(config: Config, model: MLLM, sampled: Sampled, inputs: Sequence[Si
 
 
 def _with_one_class(config: PhaseConfig) -> PhaseConfig:
-    """Where the config leaves it open: each class takes as many trials again, and programs of more code."""
+    """The phase with one row class, where the config leaves that open: each further class takes as
+    many trials again, and more code in the programs."""
     return config.model_copy(update={"row_classes": 1}) if config.row_classes == "auto" else config
 
 
 def _of_all_ranks(
     sizes: PipelineSizes, inputs: Sequence[SizingInputs], examples: int
 ) -> PipelineSizes:
-    """The same for a whole batch, whose replicas have equal parts."""
+    """The sizes of a part of the batch as those of the whole batch, of `examples` examples:
+    replicas have equal parts of it."""
     phases = {
         sizing.name: replace(sizes.spec.phases[sizing.name], ranks=sizing.ranks)
         for sizing in inputs
