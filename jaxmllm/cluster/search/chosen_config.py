@@ -24,7 +24,7 @@ def with_rows(config: Config, spec: PlanSpec) -> Config:
 
 
 def _rows(spec: PhaseSpec) -> dict[str, Any]:
-    """Keys of `phases.<phase>`."""
+    """The keys of `phases.<phase>` that fix its rows."""
     return {
         "capacities": sorted(set(spec.capacities), reverse=True),
         "spans": sorted(set(spec.spans)),

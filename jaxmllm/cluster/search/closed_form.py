@@ -1,4 +1,5 @@
-"""The second sieve: the time of legal layouts in closed form (even_step.py, staged_step.py), with remat by phase."""
+"""The second sieve: the time of legal layouts in closed form (even_step.py, staged_step.py), with
+remat by phase."""
 
 from __future__ import annotations
 
@@ -23,22 +24,22 @@ from jaxmllm.setup.build import phased_programs
 from jaxmllm.setup.exchange_layout import exchange_backend
 
 WAVES: Final = 4  # microbatches per stage, of rows in closed form
-ROOMY_ITEMS: Final = 2  # of the longest, that rows should hold before layers keep more for backward
+ROOMY_ITEMS: Final = 2  # longest items that rows should hold before layers keep more for backward
 
 
 class ClosedForm:
-    """Estimates for a request."""
+    """The closed-form estimates of a request's layouts."""
 
     def __init__(self, request: Request):
         self._request = request
 
     def estimate(self, layout: LegalLayout) -> Estimate:
-        """With what is computed again as memory suggests."""
+        """The estimate of a layout, with the remat that memory suggests for each phase."""
         remats = {sizing.name: self._roomy(sizing, layout.options) for sizing in layout.inputs}
         return self._estimated(layout, remats)
 
     def refined(self, estimate: Estimate) -> Estimate:
-        """With the remat of each phase that is fastest in closed form."""
+        """The estimate with the remat for each phase that is fastest in closed form."""
         options = estimate.layout.options
         best = {phase: getattr(estimate.config.components, phase).remat for phase in options}
         fastest = {phase: estimate.phase_seconds(phase) for phase in options}
@@ -56,7 +57,8 @@ class ClosedForm:
         return self._estimated(estimate.layout, best)
 
     def _roomy(self, inputs: SizingInputs, options: Mapping[str, Mapping[Remat, int]]) -> Remat:
-        """What is computed again least and still leaves room for rows of a few items or of all that a rank has."""
+        """The remat that computes least again, of those that leave room for rows of a few items or
+        of all that a rank has."""
         of_phase = options[inputs.name]
         load = math.ceil(self._request.loads[inputs.name].slots / inputs.ranks)
         enough = max(least_capacity(inputs), min(load, ROOMY_ITEMS * inputs.longest))
@@ -64,7 +66,7 @@ class ClosedForm:
         return roomy[-1] if roomy else next(iter(of_phase))
 
     def _estimated(self, layout: LegalLayout, remats: Mapping[str, Remat]) -> Estimate:
-        """A layout with what is computed again."""
+        """The estimate of a layout with these remats, by phase."""
         config = with_remat(layout.config, remats)
         model = with_settings(layout.model, config.components)
         fitting = {phase: layout.options[phase][remat] for phase, remat in remats.items()}
@@ -85,7 +87,8 @@ class ClosedForm:
     def _most_slots(
         self, inputs: SizingInputs, fitting: Mapping[str, int], choice: MeshChoice
     ) -> int:
-        """Of a rank's row: what fits, or in stages so few that microbatches keep them busy."""
+        """Most slots of a rank's row: as many as fit, or with stages so few that there are
+        microbatches to keep the stages busy."""
         room = fitting[inputs.name]
         if choice.stages == 1:
             return room

@@ -25,14 +25,14 @@ def cluster_mesh(config: Config, sizes: Mapping[str, int], cluster: Cluster) -> 
 
 
 def platform(cluster: Cluster) -> str:
-    """What JAX calls the platform of its devices."""
+    """JAX's name for the platform of a cluster's devices."""
     if cluster.shared_cores:
         return "cpu"
     return "tpu" if cluster.device_kind.startswith("TPU") else "gpu"
 
 
 def with_nodes(config: Config, cluster: Cluster, devices: int) -> Config:
-    """The config with the cluster's nodes, where it leaves them open and there are several."""
+    """The config with the cluster's ranks per node, where that is open and there are more nodes."""
     if config.balance.ranks_per_node != "auto" or devices <= cluster.node_devices:
         return config
     balance = config.balance.model_copy(update={"ranks_per_node": cluster.node_devices})
@@ -40,9 +40,10 @@ def with_nodes(config: Config, cluster: Cluster, devices: int) -> Config:
 
 
 def with_gather_price(config: Config, device: Device) -> Config:
-    """The config with a price of rows that ranks share, to three digits, where it leaves that open: what a run takes,
-    an H100's, times what this device could do while a byte arrives in its node over what an H100 could. Devices that
-    share cores keep what was measured of them.
+    """The config with a price of rows that ranks share, to three digits, where it leaves that open:
+    the price of a run on an H100, times the FLOPs that this device could do while a byte arrives in
+    its node over those of an H100. Devices that share cores keep the price that was measured for
+    them.
 
     Raises:
       ClusterError: the cluster has no peak.

@@ -43,14 +43,13 @@ class PhaseLoad:
     """The items of a phase in a batch, summed: the mean over batches."""
 
     slots: float
-    squares: Floats  # `ItemCost.squares` of all items, by kind of layer
+    squares: Floats  # sums of `ItemCost.squares` over the items, by kind of layer
     tokens: float  # language tokens that the items become
 
 
 @dataclass(frozen=True)
 class EvenRows:
-    """Rows of a phase that hold an even share of its load: slots of a rank, and how many
-    microbatches."""
+    """Rows of a phase that hold an even share of its load: slots per rank, and microbatches."""
 
     capacity: int
     microbatches: int

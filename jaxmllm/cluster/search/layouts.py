@@ -225,8 +225,7 @@ def program_words(name: ProgramName) -> str:
 
 
 def ranked(planned: Sequence[PlannedLayout]) -> list[PlannedLayout]:
-    """Layouts by time; of those within `EQUAL` of the fastest, the ones with fewer axes come
-    first."""
+    """Layouts by time; of those within `EQUAL` of the fastest, the ones with fewer axes first."""
     fastest = min(layout.seconds for layout in planned)
 
     def key(layout: PlannedLayout) -> tuple[float, ...]:

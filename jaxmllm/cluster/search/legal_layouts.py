@@ -1,4 +1,4 @@
-"""The first sieve: layouts that the model can have, and what of their rows fits in memory.
+"""The first sieve: layouts that the model can have, and the rows of them that fit in memory.
 
 MeshChoice --axes divide, ranks have examples, bytes fit--> LegalLayout, or why not
 """
@@ -31,16 +31,17 @@ from jaxmllm.setup.row_shapes import alignment
 from jaxmllm.setup.spans import Spans, spans_of_phases
 from sharding.mesh import MeshError
 
-# What takes least memory stands first
+# The remat that takes least memory comes first
 REMATS: Final[tuple[Remat, ...]] = ("full", "dots", "none")
 UNEVEN: Final = "an axis of parameters not divisible"
 FEWER_LAYERS: Final = "in stages: more of them than layers"
 IDLE: Final = "more ranks than examples"
+# In a `MeshError`'s message: the parameter, its axis that a mesh does not divide, and its length
 _AXIS = re.compile(r"^([\w.]+).*: axis '(\w+)' of length (\d+)")
 
 
 class LegalLayouts:
-    """Of a request."""
+    """The legal layouts of a request."""
 
     def __init__(self, request: Request):
         self._request = request
@@ -48,7 +49,8 @@ class LegalLayouts:
         self._known_bytes: KnownPrograms = {}
 
     def of(self, choice: MeshChoice, result: SearchResult) -> LegalLayout | None:
-        """A mesh with what fits there; none where it is rejected, which is counted."""
+        """The layout of a choice, with what fits its memory; none where it is rejected, which
+        `result` counts."""
         if why := self._without_stages(choice.stages):
             result.reject(why)
             return None
@@ -58,7 +60,7 @@ class LegalLayouts:
                 self._request.model, config.components, self._request.mesh(config, choice)
             )
             if choice.stages == 1:
-                for phase in model.phases:  # whose ranks may not have the same layers
+                for phase in model.phases:  # raises where ranks would have different layers
                     model.by_device(phase)
             if model.layout(LANGUAGE).ranks > self._request.config.data.batch_size:
                 result.reject(IDLE)
@@ -102,7 +104,7 @@ class LegalLayouts:
         return ""
 
     def step_bytes(self, config: Config, model: MLLM) -> StepBytes:
-        """What a step takes of a device."""
+        """The bytes that a step takes on a device."""
         exchanged = sum(self._request.loads[phase].tokens for phase in model.phases)
         tokens = exchanged / model.layout(LANGUAGE).ranks
         return StepBytes(config, model, tokens, self._numbers, self._known_bytes)
@@ -110,10 +112,11 @@ class LegalLayouts:
     def _options(
         self, size: StepBytes, inputs: Sequence[SizingInputs]
     ) -> dict[str, dict[Remat, int]]:
-        """Slots of rows for which there is room, by phase and remat, where they hold the longest item. What takes least
-        memory stands first."""
+        """Slots of a rank's row that fit in memory, by phase and remat, where such rows hold the
+        longest item. The remat that takes least memory comes first."""
         free = open_remat(self._request.config)
-        # Where stages are open: microbatches in flight leave no room for what layers could keep
+        # With another number of stages than the config's, only the first remat is tried:
+        # microbatches in flight leave no room for layers to keep more
         as_given = size.stages == self._request.config.pipeline.stages
         open_remats = REMATS if as_given else REMATS[:1]
         options: dict[str, dict[Remat, int]] = {}
@@ -124,7 +127,7 @@ class LegalLayouts:
             options[sizing.name] = {}
             for remat in open_remats if sizing.name in free else (given_remat,):
                 slots = size.fitting(sizing.name, budget, remat)
-                # A power of two, which the longest item need not be
+                # `slots` is a power of two: a longest item of more slots may fit all the same
                 if slots >= least_slots or size.peak(sizing.name, least_slots, remat) <= budget:
                     options[sizing.name][remat] = max(slots, least_slots)
         return options
@@ -136,7 +139,7 @@ class LegalLayouts:
         inputs: Sequence[SizingInputs],
         options: Mapping[str, Mapping[Remat, int]],
     ) -> Closest | None:
-        """The phase without any option that lacks most; none where all have one."""
+        """Of the phases without any option, the one that lacks most; none where all have one."""
         free = open_remat(self._request.config)
         closest = None
         for sizing in inputs:
@@ -151,7 +154,7 @@ class LegalLayouts:
         return closest
 
     def _even_inputs(self, config: Config, model: MLLM, spans: Spans) -> list[SizingInputs]:
-        """The same on a mesh."""
+        """The request's sizing inputs, with the ranks, alignment and spans of a mesh."""
         formats = self._request.sampled.formats
         layouts = {sizing.name: model.layout(sizing.name) for sizing in self._request.inputs}
         return [
@@ -166,7 +169,7 @@ class LegalLayouts:
 
 
 def _check_given(inputs: Sequence[SizingInputs]) -> None:
-    """Raise `ConfigError` for capacities of the config that rows on a mesh cannot have."""
+    """Raise `ConfigError` for capacities in the config that rows on a mesh cannot have."""
     for sizing in inputs:
         capacities = sizing.config.capacities
         if capacities != "auto":
@@ -174,7 +177,8 @@ def _check_given(inputs: Sequence[SizingInputs]) -> None:
 
 
 def least_capacity(inputs: SizingInputs) -> int:
-    """Slots of a rank's row that holds the longest item, shared by as many ranks as may."""
+    """Fewest slots per rank of a row that holds the longest item, shared by as many ranks as
+    allowed; the largest capacity where the config gives them."""
     capacities = inputs.config.capacities
     if capacities != "auto":
         return max(capacities)
@@ -182,7 +186,7 @@ def least_capacity(inputs: SizingInputs) -> int:
 
 
 def _uneven(error: MeshError) -> str:
-    """What no axis divides, without the sizes of the mesh."""
+    """The reason of a rejection: what the mesh does not divide, without the sizes of the mesh."""
     match = _AXIS.match(str(error))
     return (
         f"{UNEVEN}: {match[2]} of {match[1]}, {match[3]}" if match else str(error).partition(";")[0]

@@ -1,4 +1,4 @@
-"""Why no layout was found, in one line: what is closest, what it lacks, and what would do."""
+"""Why no layout was found, in one line: what is closest, what it lacks, and what would help."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ OPEN: Final = "leave the axes open with mesh={}"
 
 
 def why_none(planner: Planner, result: SearchResult, devices: int, *, may_open: bool = True) -> str:
-    """One line: what is closest, what it lacks, and what would do; unless `may_open`, on these axes of the mesh."""
+    """One line: what is closest, what it lacks, and what would help. It suggests to open the axes
+    of the mesh only if `may_open`."""
     opened = _opened(planner) if may_open else None
     if result.closest is not None:
         closest = result.closest
@@ -32,7 +33,7 @@ def why_none(planner: Planner, result: SearchResult, devices: int, *, may_open: 
         )
     if result.failure is not None:
         return f"no layout in stages on {devices} devices can be planned: {result.failure}"
-    if result.refusal is not None:  # what other devices would not mend
+    if result.refusal is not None:  # another number of devices would not help
         return result.refusal
     opening = OPEN if opened and _enough_devices(opened, [devices]) else ""
     if result.fewest_ranks is not None:
@@ -46,7 +47,7 @@ def why_none(planner: Planner, result: SearchResult, devices: int, *, may_open: 
 
 
 def _remedy(planner: Planner, opened: Planner | None, devices: int) -> str:
-    """What makes something fit: more devices, or axes of the mesh that the config fixes."""
+    """What would make a layout fit: more devices, or opening the axes that the config fixes."""
     counts = [devices << doubling for doubling in range(1, GROWTH + 1)]
     if more := _enough_devices(planner, counts):
         return f"{more} devices would do"
@@ -56,18 +57,18 @@ def _remedy(planner: Planner, opened: Planner | None, devices: int) -> str:
 
 
 def _opened(planner: Planner) -> Planner | None:
-    """The same with all axes of the mesh open; none where the config fixes none."""
+    """The planner with all axes of the mesh open; none where the config fixes none."""
     if not fixed_axes(planner.config):
         return None
     return replace(planner, config=planner.config.model_copy(update={"mesh": MeshConfig()}))
 
 
 def _enough_devices(planner: Planner, counts: Sequence[int]) -> int | None:
-    """The first of these numbers on which something fits."""
+    """The first of these numbers of devices on which a layout fits; none if there is none."""
     for devices in counts:
         try:
             choices = mesh_choices(planner.config, devices)
-        except ConfigError:  # axes that are fixed
+        except ConfigError:  # fixed axes do not divide the devices
             continue
         if any(planner.legal.of(choice, SearchResult()) for choice in choices):
             return devices

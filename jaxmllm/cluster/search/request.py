@@ -1,4 +1,5 @@
-"""What is asked of the search: a config on devices of a cluster, and what all sieves read of its batches and model."""
+"""The request to a search: a config on devices of a cluster, and what all sieves read of its
+batches and model."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class Request:
     Attributes:
       config: as the user gave it: what is set there stays.
       model: on any mesh.
-      as_run: rows are chosen as a run of the config does; else in view of the cluster, as a config can say them.
+      lengths: draws the batches' lengths, and keeps what it has drawn.
+      as_run: rows are chosen as a run of the config would; otherwise for the cluster, as a config
+        can express them.
     """
 
     config: Config
@@ -45,23 +48,24 @@ class Request:
         return self.cluster.budget
 
     def mesh(self, config: Config, choice: MeshChoice) -> AbstractMesh:
-        """Devices of the cluster that need not exist."""
+        """A mesh of the cluster's devices, which need not exist."""
         return cluster_mesh(config, choice.mesh_sizes, self.cluster)
 
     @cached_property
     def sampled(self) -> Sampled:
-        """Lengths where as many ranks hold a row together as may on a mesh of ranks alone: no layout holds more."""
+        """Lengths where as many ranks hold a row together as may on a mesh of ranks alone: no
+        layout allows more."""
         spans = spans_of_phases(self.config, self.model)
         return self.lengths(self.config, self.model, spans)
 
     @cached_property
     def loads(self) -> dict[str, PhaseLoad]:
-        """Of a batch, by phase."""
+        """The mean load of a batch, by phase."""
         return mean_loads(self.sampled.steps, model_flops(self.config, self.model))
 
     @cached_property
     def inputs(self) -> list[SizingInputs]:
-        """What sizes are chosen by, on any mesh."""
+        """Inputs to choosing sizes, on any mesh."""
         sampled = self.sampled
         return sizing_inputs(
             self.config, self.model, sampled.formats, sampled.longest, self.named_spans

@@ -1,7 +1,8 @@
-"""Row classes of a plan: those that a run would choose, as far as a config can say them, from a part of large batches.
+"""Row classes of a plan: those that a run would choose, as far as a config can express them, from a
+part of large batches.
 
-Every share of a large batch looks like the whole, so classes are chosen for a share of the ranks and of the examples,
-and pools from one batch.
+Every part of a large batch resembles the whole, so classes are chosen for a part of the ranks and
+of the examples, and pools from one batch.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class RowChoice:
         grids: Mapping[str, ExchangeGrid],
         balance: BalanceConfig,
     ) -> list[SizingInputs]:
-        """The same inputs with capacities and spans that are chosen.
+        """The inputs with chosen capacities and spans.
 
-        A config gives a phase every capacity in every span. Where classes are chosen that are not like that, they are
-        chosen anew with the span of the largest alone.
+        A config gives a phase every capacity in every span. Where the chosen classes are not all
+        such pairs, they are chosen again with the span of the largest class alone.
 
         Raises:
           ConfigError: no row holds the longest item.
@@ -64,7 +65,7 @@ class RowChoice:
         return [_given(sizing, specs[sizing.name]) for sizing in inputs]
 
     def _rows_of(self, share: int) -> PhaseRows:
-        """Of the first of so many equal parts of the samples."""
+        """The rows of the first of `share` equal parts of the samples."""
         if share not in self._rows:
             self._rows[share] = PhaseRows([first_examples(batch, share) for batch in self._samples])
         return self._rows[share]
@@ -77,19 +78,19 @@ def _is_product(spec: PhaseSpec) -> bool:
 
 
 def _sizes(spec: PhaseSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Capacities, descending, and spans, ascending."""
+    """The capacities of a phase, descending, and its spans, ascending."""
     return tuple(sorted(set(spec.capacities), reverse=True)), tuple(sorted(set(spec.spans)))
 
 
 def _least_span(inputs: SizingInputs) -> int:
-    """The fewest ranks whose row holds the longest item."""
+    """The fewest ranks that hold a row for the longest item; else the most that are allowed."""
     largest = inputs.largest_capacity
     holding = (span for span in inputs.spans if smallest_capacity(inputs, span) <= largest)
     return next(holding, max(inputs.spans))
 
 
 def _given(inputs: SizingInputs, spec: PhaseSpec) -> SizingInputs:
-    """With the classes that were chosen."""
+    """The inputs with the classes of `spec`."""
     capacities, spans = _sizes(spec)
     config = inputs.config.model_copy(update={"capacities": capacities})
     return replace(inputs, config=config, spans=spans)
@@ -103,7 +104,7 @@ def equal_parts(
     samples: Sequence[BatchItems],
     grids: Mapping[str, ExchangeGrid] = NO_GRIDS,
 ) -> int:
-    """How many equal parts the ranks have of which one has examples enough."""
+    """The largest number of equal parts of the ranks such that a part has enough examples."""
     most_parts = min(len(batch.examples) for batch in samples) // ENOUGH
     peers = [grid.peers for grid in grids.values()]
     for share in range(max(most_parts, 1), 1, -1):
@@ -114,7 +115,7 @@ def equal_parts(
 
 
 def first_examples(batch: BatchItems, share: int) -> BatchItems:
-    """The first of equal parts of a batch."""
+    """The first of `share` equal parts of a batch."""
     if share == 1:
         return batch
     examples = len(batch.examples) // share
@@ -126,7 +127,7 @@ def first_examples(batch: BatchItems, share: int) -> BatchItems:
 
 
 def _first_peers(grid: ExchangeGrid, share: int) -> ExchangeGrid:
-    """The first of equal parts of the devices, whose ranks are numbered anew."""
+    """The first of `share` equal parts of the devices, with ranks renumbered from 0."""
     if share == 1:
         return grid
     peers = grid.peers // share

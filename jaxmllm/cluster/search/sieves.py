@@ -1,12 +1,14 @@
-"""The search for a static configuration: what a config leaves open is chosen by the step time of real batches.
+"""The search for a static configuration: what a config leaves open is chosen by the step time of
+real batches.
 
-    meshes, component layouts                    mesh_choices.py
-        --legal, and its bytes fit-->            rejections, counted by reason            legal_layouts.py
-        --time in closed form, remat by phase--> the fastest                              closed_form.py
-        --whole plans of sampled batches-->      their programs' bytes, rejections        whole_plans.py
-                                                 ranked layouts, the first is chosen      layouts.py
+    meshes, component layouts                   mesh_choices.py
+        --legal, and its bytes fit-->           rejections, counted by reason       legal_layouts.py
+        --time in closed form, remat by phase-->the fastest                         closed_form.py
+        --whole plans of sampled batches-->     their programs' bytes, rejections   whole_plans.py
+                                                ranked layouts, the first is chosen layouts.py
 
-Times within `EQUAL` count as equal: then the mesh with fewer axes is preferred. The same input gives the same result.
+Times within `EQUAL` count as equal: then the mesh with fewer axes is preferred. The same input
+gives the same result.
 """
 
 from __future__ import annotations
@@ -34,15 +36,17 @@ from jaxmllm.cluster.search.whole_plans import WholePlans
 from jaxmllm.config.schema import ConfigError
 from sharding.pipeline.ring import PipelineError
 
-NEAR: Final = 0.02  # of the fastest, layouts in closed form that may be as fast when planned whole
-# Layouts whose batches are planned: the fastest in closed form, as many as plan so many items, within bounds
+# A layout may be the fastest if its closed form exceeds the fastest plan by at most this share
+NEAR: Final = 0.02
+# Layouts whose batches are planned: the fastest in closed form, until so many items are planned,
+# and at least and at most so many layouts
 PLANNED_ITEMS: Final = 200_000
 FEWEST_PLANNED = 4
 MOST_PLANNED = 12
-STAGED_PLANNED: Final = 4  # of those in stages, whose sizes are found by trial, in seconds
+STAGED_PLANNED: Final = 4  # planned layouts in stages: finding sizes by trial takes seconds
 STAGED_BESIDE: Final = 2  # the same, where layouts without stages fit
 REFINED: Final = 24  # layouts of which every remat is tried
-REFINED_STAGED: Final = 8
+REFINED_STAGED: Final = 8  # the same, of those in stages
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Planner(Request):
         result.estimates = sorted([*plain, *staged], key=by_time)
         fitting = self._planned_whole(plain, self._finalists(), result)
         if fitting:
-            # Beside layouts without stages, those that may be faster
+            # In addition to layouts without stages, only those in stages that may be faster
             quicker = [estimate for estimate in staged if estimate.seconds < _least(fitting)]
             staged = quicker[:STAGED_BESIDE]
         fitting += self._planned_whole(staged, STAGED_PLANNED, result)
@@ -85,7 +89,7 @@ class Planner(Request):
         return result
 
     def _fastest(self, result: SearchResult, staged: bool, refined: int) -> list[Estimate]:
-        """Layouts with stages or without them, by time; of the first ones every remat is tried."""
+        """Layouts with stages, or those without, by time; the first ones with every remat tried."""
         ordered = sorted(
             (estimate for estimate in result.estimates if (estimate.choice.stages > 1) == staged),
             key=by_time,
@@ -96,8 +100,9 @@ class Planner(Request):
     def _planned_whole(
         self, estimates: Sequence[Estimate], number: int, result: SearchResult
     ) -> list[PlannedLayout]:
-        """Those of the first so many layouts that fit, planned whole; where none does, the next ones. After the
-        fewest, only layouts that may be as fast as those: in closed form nothing waits."""
+        """The first `number` layouts, planned whole, as far as they fit; where none fits, the next
+        one that does. After `FEWEST_PLANNED`, only layouts are planned that may be as fast as the
+        others (`NEAR`), because in closed form nothing waits."""
         fitting: list[PlannedLayout] = []
         for index, estimate in enumerate(estimates):
             slower = estimate.seconds > _least(fitting) * (1 + NEAR)
@@ -109,10 +114,11 @@ class Planner(Request):
         return fitting
 
     def _planned(self, estimate: Estimate, result: SearchResult) -> PlannedLayout | None:
-        """None where its stages cannot be, or its ranks cannot share rows widely enough, which is counted.
+        """The layout planned whole; none where its stages cannot be planned, or its ranks cannot
+        share rows widely enough, which `result` counts.
 
         Raises:
-          ConfigError: without stages, what no other layout would mend.
+          ConfigError: without stages, an error that no other layout would avoid.
         """
         try:
             return self.whole.planned(estimate)
@@ -126,7 +132,7 @@ class Planner(Request):
             return None
 
     def fits(self, layout: PlannedLayout, result: SearchResult) -> bool:
-        """Whether a planned layout stays in memory; one that does not is counted and struck out."""
+        """Whether a planned layout fits in memory; one that does not is counted and struck out."""
         if layout.peak.bytes <= self.budget:
             return True
         over = layout.over(self.budget)
@@ -135,7 +141,7 @@ class Planner(Request):
         return False
 
     def alone(self, choice: MeshChoice) -> PlannedLayout:
-        """The config on one mesh.
+        """The config planned on one mesh.
 
         Raises:
           ConfigError: the mesh is not legal, or the config does not fit.

@@ -68,8 +68,7 @@ def in_stages(
 
 
 def _edge(model: MLLM, phase: str, capacity: int, stages: int, ticks: int) -> Send:
-    """The send of a phase over one edge: rows of the width that its layers carry, in `ticks`
-    ticks."""
+    """The send of a phase over one edge, in `ticks` ticks: rows of the width that layers carry."""
     slots = capacity / model.layout(phase).parts
     slots /= getattr(model.config, phase).stem_stride
     row = slots * model.config.carried_width(phase) * model.components[phase].dtype.itemsize

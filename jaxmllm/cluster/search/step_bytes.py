@@ -1,10 +1,10 @@
-"""Bytes of a device at the peak of a step, from shapes and layouts before there are rows: what device_peak.py says
-of a planned layout, sooner.
+"""Bytes of a device at the peak of a step, from shapes and layouts before rows are chosen: an early
+estimate of what device_peak.py says of a planned layout.
 
 state         parameters, moments, sums of gradients                    exact
 pools         media tokens and states of a step, and room for their gradients
 a program     its largest moment                                        temporaries.py
-replicas      gradients between replicas, beside their sums
+replicas      gradients between replicas, in addition to their sums
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ from jaxmllm.training.programs.base import ProgramName
 from jaxmllm.training.programs.phase_functions import phase_functions
 
 SUM_BYTES: Final = 4  # of a gradient before it is scattered, and of a logit
-# Of the other phase and of the language model, tokens and gradients
+# Tokens and gradients, each of the other phase and of the language model
 POOLS: Final = 4
-POOL_ROOM: Final = 1.5  # what a pool has room for over an even share of a step's tokens
+POOL_ROOM: Final = 1.5  # room of a pool over an even share of a step's tokens
 # Logical axes that split what a program holds
 AXES: Final = ("embed", "heads", "kv_heads", "mlp", "vocab", "experts", "expert_embed")
 LARGEST_ROW: Final = 1 << 24  # slots
 
-# By component and logical axes: all, and those that are trained
+# Numbers in parameters by component and logical axes: (all, trained)
 Numbers = Mapping[str, Mapping[tuple[str | None, ...], tuple[int, int]]]
-# Bytes of the largest program of a phase by slots of its rows, by all else that tells it apart: many layouts have the
-# same
+# Bytes of the largest program of a phase as a function of the slots of its rows, by everything else
+# that they depend on. Many layouts share an entry
 KnownPrograms = dict[object, Callable[[int], int]]
 
 
 def parameter_numbers(model: MLLM) -> Numbers:
-    """How many numbers a model has by the logical axes that split them, whatever its layouts."""
+    """How many numbers a model has, by component and the logical axes of parameters. It is the same
+    for all layouts."""
     trained, _ = model.trainable.split(
         {name: component.shapes for name, component in model.components.items()}
     )
@@ -70,13 +71,13 @@ class StepBytes:
 
     config: Config
     model: MLLM
-    pool_tokens: float  # that a rank of the language model takes in or gives away, in a step
+    pool_tokens: float  # that a language rank takes in or gives away in a step
     numbers: Numbers  # of the model, see `parameter_numbers`
     known: KnownPrograms = field(default_factory=dict)
 
     @cached_property
     def state(self) -> float:
-        """What lies there between the programs, but for pools."""
+        """Bytes that are held between programs, without pools."""
         components = self.model.components.values()
         if any(component.settings.reduce == "step" for component in components):
             return state_bytes(self.config, self.model) / self.stages
@@ -94,11 +95,11 @@ class StepBytes:
 
     @property
     def stages(self) -> int:
-        """That layers are cut into; other parameters are split over them, too."""
+        """Stages that layers are cut into; other parameters are split over them, too."""
         return self.config.pipeline.stages
 
     def shards(self, name: str) -> float:
-        """Numbers of a component that are trained, of one device."""
+        """Trained numbers of a component on one device."""
         layout = self.model.components[name].layout
         return sum(
             trained / math.prod(layout.size(axis) for axis in axes if axis)
@@ -107,7 +108,7 @@ class StepBytes:
 
     @cached_property
     def replicas(self) -> float:
-        """Gradients of components that several replicas have, while they are reduced."""
+        """Bytes of the gradients of components with several replicas, while they are reduced."""
         layouts = {name: self.model.components[name].layout for name in self.numbers}
         several = (
             name
@@ -125,12 +126,12 @@ class StepBytes:
 
     @property
     def resident(self) -> float:
-        """All that lies there between programs, and while a pipeline runs what it gathers once."""
+        """Bytes that are held between programs, and for a pipeline what a run gathers once."""
         return self.state + self.pools + (self._gathered if self.stages > 1 else 0.0)
 
     @cached_property
     def _gathered(self) -> float:
-        """Parameters outside of layers on every stage, and sums of all gradients."""
+        """Bytes of parameters outside of layers, on every stage, and of sums of all gradients."""
         itemsize = jnp.dtype(self.config.run.param_dtype).itemsize
         total = 0.0
         for name, of_component in self.numbers.items():
@@ -143,7 +144,7 @@ class StepBytes:
         return total
 
     def program(self, phase: str, slots: int, remat: Remat) -> int:
-        """Of the largest program of a phase for itself."""
+        """Bytes that the largest program of a phase takes for itself."""
         model = self.model
         components = [phase, *(name for name in model.phases[phase].components if name != phase)]
         layouts = [model.components[name].layout for name in components]
@@ -159,12 +160,12 @@ class StepBytes:
         return self.known[key](slots)
 
     def peak(self, phase: str, slots: int, remat: Remat) -> float:
-        """While programs of a phase run, or replicas reduce gradients."""
+        """Most bytes held while programs of a phase run, or while replicas reduce gradients."""
         return self.resident + max(self.program(phase, slots, remat), self.replicas)
 
     def fitting(self, phase: str, budget: float, remat: Remat) -> int:
-        """Slots of a rank's row for which there is room: a power of two, so that layouts of like room have like rows;
-        0 where there is none."""
+        """Slots of a rank's row that fit the budget: a power of two, so that layouts with similar
+        room have the same rows; 0 where none fit."""
         room = budget - self.resident
         if room < self.replicas:
             return 0
@@ -178,7 +179,7 @@ class StepBytes:
 
 
 def _largest(programs: Sequence[PhaseProgram], stages: int) -> Callable[[int], int]:
-    """What the largest program takes, by slots of its rows."""
+    """Bytes of the largest program as a function of the slots of its rows."""
 
     def size(program: PhaseProgram) -> int:
         return program.in_stages(stages) if stages > 1 else program.temporaries().total
@@ -187,7 +188,7 @@ def _largest(programs: Sequence[PhaseProgram], stages: int) -> Callable[[int], i
 
 
 def with_remat(config: Config, remats: Mapping[str, Remat]) -> Config:
-    """A config whose phases compute so much again."""
+    """The config with these remats of towers and decoder, by phase."""
     towers = {
         phase: getattr(config.components, phase).model_copy(update={"remat": remat})
         for phase, remat in remats.items()
@@ -196,7 +197,7 @@ def with_remat(config: Config, remats: Mapping[str, Remat]) -> Config:
 
 
 def with_kept(config: Config, kept: Mapping[str, int]) -> Config:
-    """A config whose phases keep residuals of so many microbatches."""
+    """The config with residuals kept of so many microbatches, by phase."""
     phases = {
         phase: getattr(config.phases, phase).model_copy(update={"kept_residuals": microbatches})
         for phase, microbatches in kept.items()

@@ -25,7 +25,7 @@ from jaxmllm.setup.build import phased_programs
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
 from jaxmllm.setup.sizing import sizing_inputs
 
-SAMPLED_EXAMPLES: Final = 1 << 16  # of which pools and segments are chosen, at most
+SAMPLED_EXAMPLES: Final = 1 << 16  # most examples that pools and segments are chosen from
 KEPT_SHARE: Final = 0.8  # of memory that is left, for residuals of encoders between their passes
 
 
@@ -34,14 +34,16 @@ class WholePlans:
 
     def __init__(self, request: Request):
         self._request = request
+        # Keys hold id(sampled): `Request.lengths` must keep what it returns, or ids would be reused
         self._known_plans: dict[str, Plans] = {}
         self._known_choices: dict[int, RowChoice] = {}
         self._known_rows: dict[int, PhaseRows] = {}
         self._known_stage_rows: dict[str, PlanSpec] = {}
 
     def planned(self, estimate: Estimate) -> PlannedLayout:
-        """Sizes for a layout, and its steps planned and simulated. Where memory holds residuals of none of a phase's
-        rows, they are planned half as large as well, and what is faster is taken.
+        """A layout with its sizes chosen, and its steps planned and simulated. Where memory has
+        room for the residuals of none of a phase's rows, rows of half the size are planned as well,
+        and the faster layout is taken.
 
         Raises:
           PipelineError: its layers cannot be cut into so many stages.
@@ -52,14 +54,14 @@ class WholePlans:
             return layout
         try:
             halved = self._planned(replace(estimate, fitting={**estimate.fitting, **halves}))
-        except ConfigError:  # the longest item needs more
+        except ConfigError:  # the longest item needs larger rows
             return layout
         return min(
             layout, halved, key=lambda one: (one.peak.bytes > self._request.budget, one.seconds)
         )
 
     def _halves(self, estimate: Estimate, layout: PlannedLayout) -> dict[str, int]:
-        """By phase half the slots of its largest row, where rows are open and no residuals have room."""
+        """Half the largest row's slots by phase, where rows are open and no residuals have room."""
         if self._request.as_run or estimate.choice.stages > 1:
             return {}
         spans = estimate.layout.spans
@@ -112,7 +114,8 @@ class WholePlans:
         )
 
     def _inputs(self, estimate: Estimate, sampled: Sampled) -> list[SizingInputs]:
-        """What sizes are chosen by: memory is that of the cluster, and a microbatch takes what it waits for weights."""
+        """Inputs to choosing sizes, with the memory of the cluster; a microbatch costs at least its
+        wait for weights."""
         inputs = sizing_inputs(
             estimate.config, estimate.model, sampled.formats, sampled.longest, estimate.layout.spans
         )
@@ -131,7 +134,7 @@ class WholePlans:
         ]
 
     def _plans(self, estimate: Estimate, sampled: Sampled, inputs: Sequence[SizingInputs]) -> Plans:
-        """Shared by layouts of the same ranks and rows."""
+        """The plans that all layouts with the same ranks and rows share."""
         config = estimate.config
         model = estimate.model
         grids = exchange_grids(model)
@@ -145,7 +148,7 @@ class WholePlans:
         if key not in self._known_plans:
             if not self._request.as_run:
                 inputs = self._row_choice(sampled).chosen(inputs, grids, config.balance)
-                # Clips are measured otherwise where several ranks hold a row
+                # Clips are measured differently where several ranks hold a row
                 sampled = self._request.lengths(
                     config, model, {sizing.name: sizing.spans for sizing in inputs}
                 )
@@ -164,7 +167,7 @@ class WholePlans:
         return self._known_choices.setdefault(id(sampled), RowChoice(sampled.samples))
 
     def _phase_rows(self, sampled: Sampled) -> PhaseRows:
-        """Of as many batches as segments and pools are chosen from."""
+        """The rows of the batches that segments and pools are chosen from."""
         batches = max(SAMPLED_EXAMPLES // self._request.config.data.batch_size, 1)
         samples = sampled.samples if self._request.as_run else sampled.samples[:batches]
         return self._known_rows.setdefault(id(sampled), PhaseRows(samples))
@@ -172,8 +175,8 @@ class WholePlans:
     def _kept_residuals(
         self, config: Config, model: MLLM, planned: Plans, used: Mapping[str, int]
     ) -> dict[str, int]:
-        """Microbatches of phases whose residuals stay between their two passes, where the config leaves it open: at
-        most those of a step."""
+        """Microbatches whose residuals are kept between a phase's two passes, by phase: as many as
+        the config says or, where it leaves that open, as have room, and at most those of a step."""
         spec = planned.spec
         sampled = planned.sampled
         phases = config.model.two_passes
@@ -196,12 +199,12 @@ class WholePlans:
 
 
 def _rounded(amount: float) -> int:
-    """To a power of two: layouts that differ little then share their rows."""
+    """An amount rounded to a power of two, so that layouts that differ little share their rows."""
     return 1 << round(math.log2(amount)) if amount >= 1 else 0
 
 
 def _deciding(inputs: Sequence[SizingInputs]) -> list[tuple[object, ...]]:
-    """What of the inputs differs between layouts."""
+    """The fields of the inputs that differ between layouts."""
     return [
         (
             sizing.name,
