@@ -1,8 +1,10 @@
-"""The programs of a run, compiled for devices that are not there, and what the compiler says of them.
+"""The programs of a run, compiled for devices that are not there, and what the compiler says of
+them.
 
-    config, chip, devices --target_mesh--> mesh --prepare, plan_programs--> jobs --check_job--> CheckedProgram
+    config, chip, devices --target_mesh--> mesh --prepare, plan_programs--> jobs
+                          --check_job--> CheckedProgram
 
-Nothing runs. The jobs are those of a run, so that what they send and keep is what a run would.
+Nothing runs. The jobs are those of a run, so they send and keep what a run would.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ from sharding.mesh import make_mesh, whole_axis
 
 RAGGED = "ragged-all-to-all"
 HOPS = ("hop", "hop_back")
-# Once for every run, or next to nothing
+# Functions that run once per run, or cost next to nothing
 OUTSIDE_STEPS = ("zero", "totals", "init", "stage_params", "to_saved", "from_saved", "add")
-PRODUCTS = "__cublas"  # what XLA calls for products of matrices
+PRODUCTS = "__cublas"  # begins the targets that XLA calls for products of matrices
 
 
 @dataclass(frozen=True)
@@ -38,19 +40,19 @@ class Memory:
 
     arguments: int
     outputs: int
-    aliased: int  # of the outputs, that lie where arguments lay
+    aliased: int  # of the outputs, those that take the place of arguments
     temporaries: int
     code: int
 
     @property
     def needed(self) -> int:
-        """All at once."""
+        """Bytes that the program needs at once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Collectives of one program that agree in everything but their place."""
+    """Collectives of one program that differ only in where they are in it."""
 
     operation: str
     axes: tuple[str, ...]  # of the mesh
@@ -58,13 +60,13 @@ class Transfer:
     bytes: int  # of one; see `Collective`
     trips: int
     exact: bool
-    count: int  # places
-    sent_bytes: float  # by a device, in all of them
-    scopes: tuple[str, ...]  # where they come from
+    count: int  # places in the program
+    sent_bytes: float  # by a device, in all places and trips
+    scopes: tuple[str, ...]  # places in the traced program that they come from
 
     @property
     def total_bytes(self) -> int:
-        """Of all places and trips."""
+        """Bytes of all places and trips."""
         return self.bytes * self.trips * self.count
 
 
@@ -77,8 +79,8 @@ class CheckedProgram:
     compile_seconds: float
     memory: Memory
     transfers: tuple[Transfer, ...]
-    custom_calls: Mapping[str, int]  # by what they call, such as kernels of Pallas; no products
-    fallbacks: tuple[str, ...]  # what did not become what was asked, in words
+    custom_calls: Mapping[str, int]  # by target, such as kernels of Pallas; without products
+    fallbacks: tuple[str, ...]  # lines on what was compiled to something else than was asked for
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def target_mesh(config: Config, chip: Chip, devices: int) -> Mesh:
 def check_job(
     config: Config, programs: Programs, name: ProgramName, job: Job, chip: Chip
 ) -> CheckedProgram:
-    """Compile one of `programs.jobs` and read what became of it."""
+    """Compile one of `programs.jobs` and read the compiled program."""
     began = time.perf_counter()
     lowered = job.lower()
     traced = time.perf_counter()
@@ -133,7 +135,8 @@ def check_job(
 def check_jobs(
     config: Config, programs: Programs, names: Iterable[ProgramName], chip: Chip
 ) -> Iterator[CheckedProgram | FailedProgram]:
-    """Compile some of `programs.jobs`, one after another; what does not compile is said so."""
+    """Compile some of `programs.jobs`, one after another, and yield a `FailedProgram` for one that
+    does not compile."""
     for name in names:
         try:
             yield check_job(config, programs, name, programs.jobs[name], chip)
@@ -144,7 +147,7 @@ def check_jobs(
 def compiled_memory(
     config: Config, programs: Programs, chip: Chip
 ) -> dict[ProgramName, Memory | FailedProgram]:
-    """What the compiler says that each program of a step takes on a device.
+    """What each program of a step takes on a device, as the compiler says.
 
     Args:
       programs: on `target_mesh(config, chip, devices)`.
@@ -158,7 +161,7 @@ def compiled_memory(
 
 
 def memory_of(compiled: Compiled) -> Memory | None:
-    """What the compiler says that a program takes; none where it says nothing."""
+    """What a program takes, as the compiler says; none where it says nothing."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         return None
@@ -172,7 +175,7 @@ def memory_of(compiled: Compiled) -> Memory | None:
 
 
 def transfers(sent: list[Collective], mesh: Mesh) -> tuple[Transfer, ...]:
-    """Collectives by what they do, those that move most first."""
+    """Collectives grouped by what they do, those that send most first."""
     alike: dict[tuple[str, tuple[str, ...], str, int, int, bool], list[Collective]] = {}
     for send in sent:
         axes = whole_axes(mesh_axes(send, mesh.shape), mesh)
@@ -191,7 +194,8 @@ def transfers(sent: list[Collective], mesh: Mesh) -> tuple[Transfer, ...]:
 
 
 def whole_axes(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
-    """Axes of a mesh that spans have cut, those that are there with all their parts under one name."""
+    """Axes of a mesh that spans have cut: where `axes` has all parts of one, the whole axis's name
+    replaces them."""
     cut_axes: dict[str, list[str]] = {}
     for axis, size in mesh.shape.items():
         if size > 1:
@@ -203,7 +207,7 @@ def whole_axes(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-# ---------------------------------------------------------------------------- what became of kernels
+# ---------------------------------------------------------------------------- kernels, exchanges
 
 
 def _custom_calls(module: Module) -> dict[str, int]:
@@ -214,7 +218,8 @@ def _custom_calls(module: Module) -> dict[str, int]:
 def _slow_attention(
     config: Config, programs: Programs, name: ProgramName, module: Module, chip: Chip
 ) -> list[str]:
-    """Where a GPU's program has the loop that every platform can run, though nobody asked for it."""
+    """A line for each phase whose program for GPUs has attention as the loop for every platform,
+    although nobody asked for that."""
     loop = any(LOOP_SCOPE in execution.instruction.scope for execution in module.executed())
     if chip.platform != "cuda" or not loop:
         return []
@@ -233,7 +238,7 @@ def _slow_attention(
 
 
 def _other_exchange(programs: Programs, name: ProgramName, module: Module) -> list[str]:
-    """A ragged exchange that became something else."""
+    """A line for a ragged exchange that was compiled to something else; otherwise none."""
     if name.function not in HOPS or programs.spec.routes[name.subject].backend != "ragged":
         return []
     operations = {execution.instruction.collective for execution in module.executed()} - {None}

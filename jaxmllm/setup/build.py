@@ -55,10 +55,10 @@ SAME_PLAN = "Give all hosts the same file for balance.calibration, and the same 
 def build_run(config: Config) -> Run:
     """Index the data, choose the sizes, compose the model, compile its programs.
 
-    Raises one of `USER_ERRORS` for a config that cannot be run, `CheckpointError` where no checkpoint
-    has room.
+    Raises one of `USER_ERRORS` for a config that cannot be run, `CheckpointError` where no
+    checkpoint has room.
     """
-    compilations = CompilationCounter()  # first, to count and to keep what comes from here on
+    compilations = CompilationCounter()  # first: these two record from here on
     warnings = WarningLog()
     inputs = prepare(config, make_mesh(config.mesh_sizes, spans=mesh_spans(config)))
     _check_room_for_checkpoints(config, inputs.model)
@@ -103,16 +103,17 @@ def build_run(config: Config) -> Run:
 
 
 def draw_rule(config: Config, evaluation: bool = False) -> DrawRule | None:
-    """What is random of the items that the model learns to draw; none where it draws nothing."""
+    """The rule for all that is random in items to draw; none where the model draws nothing."""
     if not config.model.generators:
         return None
     return DrawRule(config.run.seed, config.objective.diffusion, evaluation)
 
 
 def make_programs(config: Config, inputs: RunInputs) -> tuple[Programs, PipelineSizes | None]:
-    """Choose the sizes and compile the programs; with a pipeline also how its steps are planned."""
+    """Choose the sizes and compile the programs. With a pipeline also return the sizes that its
+    steps are planned with."""
     programs, sizes = plan_programs(config, inputs)
-    if jax.process_index() == 0:  # all of them would say the same
+    if jax.process_index() == 0:  # all processes would say the same
         _warn_of_slow_attention(programs)
         _warn_without_effect(config)
         _warn_of_late_warm_up(config)
@@ -121,7 +122,7 @@ def make_programs(config: Config, inputs: RunInputs) -> tuple[Programs, Pipeline
 
 
 def plan_programs(config: Config, inputs: RunInputs) -> tuple[Programs, PipelineSizes | None]:
-    """The same with nothing compiled yet: its devices may be of a machine that is not there."""
+    """`make_programs` without compiling: the devices may be of a machine that is not there."""
     model = inputs.model
     formats = inputs.corpus.formats
     sources = len(inputs.corpus.sources)
@@ -149,11 +150,11 @@ def phased_programs(
     spec: PlanSpec,
     sources: int,
 ) -> PhasedPrograms:
-    """The programs of a run without stages, not compiled yet, for rows of sizes that are chosen.
+    """The programs of a run without stages, not compiled yet, for the chosen sizes of rows.
 
     Args:
       formats: by encoder phase.
-      sources: whose losses are told apart.
+      sources: number of sources, whose losses are reported one by one.
     """
     functions = step_functions(config, model, sources)
     attention = attention_spec(config, model, formats, spec)
@@ -171,7 +172,7 @@ def staged_programs(
     sizes: PipelineSizes,
     sources: int,
 ) -> StagedPrograms:
-    """The same of a run with stages, for rows and slots that are chosen."""
+    """The programs of a run with stages, not compiled yet, for the chosen rows and slots."""
     functions = step_functions(config, model, sources)
     attention = attention_spec(config, model, formats, sizes.spec)
     return StagedPrograms(functions, sizes, formats, attention, config.run.param_dtype)
@@ -181,13 +182,13 @@ def step_functions(config: Config, model: MLLM, sources: int) -> StepFunctions:
     """The functions of a step, which programs are made of.
 
     Args:
-      sources: whose losses are told apart.
+      sources: number of sources, whose losses are reported one by one.
     """
     return StepFunctions(model, config.optimizer, config.decay_steps, sources, config.objective)
 
 
 def _warn_of_slow_attention(programs: Programs) -> None:
-    """Name the phases whose attention could not be the kernel that their platform has."""
+    """Warn of the phases whose attention cannot use the kernel of their platform."""
     for phase in programs.spec.phases:
         needs = programs.functions.model.attention_choice(
             phase, programs.attention.blocks[phase]
@@ -203,14 +204,14 @@ def _warn_of_slow_attention(programs: Programs) -> None:
 
 
 def _warn_without_effect(config: Config) -> None:
-    """Name keys that look as if they did something: `pipeline.microbatches` as if it cut a step into so many, even
+    """Warn of keys that look as if they did something and do not, such as `pipeline.microbatches`
     without stages."""
     for reason, keys in keys_without_effect(config).items():
         _log.warning("%s: %s, so this changes nothing; leave it out", ", ".join(keys), reason)
 
 
 def _warn_of_late_warm_up(config: Config) -> None:
-    """Say where the learning rate falls in one step, instead of along a cosine."""
+    """Warn where the learning rate falls in one step instead of along a cosine."""
     warmup = config.optimizer.warmup_steps
     if config.optimizer.schedule == "cosine" and config.decay_steps <= warmup < config.run.steps:
         _log.warning(
@@ -222,7 +223,8 @@ def _warn_of_late_warm_up(config: Config) -> None:
 
 
 def _warn_of_rounded_moments(config: Config) -> None:
-    """Say where the optimizer's mean of squared gradients hardly falls any more, for it has the type of parameters."""
+    """Warn where the optimizer's mean of squared gradients can hardly fall, because it has the
+    dtype of the parameters."""
     beta2 = config.optimizer.beta2
     if config.run.param_dtype == "bfloat16" and 1 - beta2 < BFLOAT16_ROUNDING:
         _log.warning(
@@ -235,7 +237,7 @@ def _warn_of_rounded_moments(config: Config) -> None:
 
 
 def plan_facts(spec: PlanSpec) -> dict[str, str]:
-    """What must be the same on all hosts for them to make the same plans."""
+    """Facts that must be the same on all hosts for them to make the same plans."""
     records: dict[str, PhaseSpec | RouteSpec] = {**spec.phases}
     records |= {f"route {name}": route for name, route in spec.routes.items()}
     facts = {
@@ -247,13 +249,13 @@ def plan_facts(spec: PlanSpec) -> dict[str, str]:
 
 
 def _told(value: object) -> str:
-    """What is compared of a value: of a grid, which has an entry for each rank, a digest."""
+    """A value as hosts compare it: a grid, which has an entry for each rank, as a digest."""
     return hosts.digest_of(value) if isinstance(value, ExchangeGrid) else repr(value)
 
 
 def _check_room_for_checkpoints(config: Config, model: MLLM) -> None:
-    """Raise `CheckpointError` where the disk of the run folder has no room for a checkpoint: now, not after minutes
-    of compiling."""
+    """Raise `CheckpointError` where the disk of the run folder has no room for a checkpoint: now,
+    and not after minutes of compiling."""
     params = model.abstract(config.run.param_dtype)
     trained, _ = model.trainable.split(params)
     averages = jax.eval_shape(partial(first_averages, ema=model.ema), trained)
@@ -261,7 +263,7 @@ def _check_room_for_checkpoints(config: Config, model: MLLM) -> None:
 
 
 def _peak_flops(config: Config) -> float | None:
-    """Of one device; None where it is not known."""
+    """Peak FLOP/s of one device; None where they are not known."""
     if config.logging.peak_flops == "auto":
         return peak_flops(jax.local_devices()[0], config.components.language.compute_dtype)
     return config.logging.peak_flops

@@ -1,7 +1,8 @@
-"""Devices of machines that are not there, as XLA's compilers describe them: for compiling, not for running.
+"""Devices of machines that are not there, as XLA's compilers describe them: for compiling only.
 
-A chip has a compiler in a package of its own: the GPU's in that of JAX's CUDA plugin, without CUDA itself, the TPU's
-in libtpu. `cpu` is this machine's own, with as many devices as are asked for.
+The compiler of a chip comes in a package: a GPU's in that of JAX's CUDA plugin, without CUDA
+itself, a TPU's in libtpu. `cpu` is this machine's own processor, with as many devices as are asked
+for.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import jaxlib
 from jax.experimental import topologies
 
 INSTALL = "pip install 'jaxmllm[ahead]'"
-# Near the limit of the device's memory XLA computes again what it could keep, and says nothing: what
-# a program needs is then hidden. So programs are compiled as if a device had this much.
+# Near the limit of a device's memory XLA silently computes again what it could keep, which hides
+# how much a program needs. So programs are compiled as if a device had this much memory.
 UNLIMITED_BYTES = 1 << 46
 CPU_DEVICES = "--xla_force_host_platform_device_count"
 MEMORY_SIZE = re.compile(r"(device_memory_size:) \d+")
 
-# What XLA's GPU compiler asks of a device (its GpuTargetConfigProto as text), of an H100 with 80 GB
+# An H100 with 80 GB, as XLA's GPU compiler needs it described (its GpuTargetConfigProto as text)
 H100 = """\
 gpu_device_info {
   threads_per_block_limit: 1024
@@ -60,32 +61,32 @@ class ChipError(ValueError):
 
 @dataclass(frozen=True)
 class Chip:
-    """What programs are compiled for."""
+    """A kind of device that programs are compiled for."""
 
     name: str
     platform: str  # of JAX: cuda, tpu, cpu
     device_kind: str = ""  # as JAX names it
-    devices_per_host: int = 0  # none: all are on this one
+    devices_per_host: int = 0  # 0: all devices are on this host
     packages: tuple[str, ...] = ()  # of which one holds the compiler
     target: str = ""  # text that describes a GPU to its compiler
     dimensions: int = 0  # of a TPU's torus
     compiler_options: Mapping[str, str | bool] = field(default_factory=dict)
 
 
-# What libtpu would otherwise ask a machine for that it is not on, and complain
+# What libtpu would otherwise look up on a TPU machine, and complain because it is not on one
 NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "true",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5p-16",
 }
-# By package, the wheel that brings it
+# The wheel that brings each package
 CUDA_PLUGINS = {
     "jax_plugins.xla_cuda12": "jax-cuda12-pjrt",
     "jax_plugins.xla_cuda13": "jax-cuda13-pjrt",
 }
-NUMBERS = re.compile(r"\d+(?:\.\d+)*")  # of a version, before what marks a build
-# Kernels are not timed, for there is no device to time them on; and products are cuBLAS's, for since jax 0.11 XLA has
-# no tiles for its own that it has not timed
+NUMBERS = re.compile(r"\d+(?:\.\d+)*")  # of a version, before any suffix that marks a build
+# Kernels are not timed, because there is no device to time them on. Products are cuBLAS's, because
+# since jax 0.11 XLA has no tiles for products of its own that it has not timed
 UNTIMED: dict[str, str | bool] = {
     "xla_gpu_autotune_level": "0",
     "xla_gpu_enable_triton_gemm": False,
@@ -121,9 +122,9 @@ def chip_of(name: str) -> Chip:
 
 
 def chip_devices(chip: Chip, count: int) -> Sequence[jax.Device]:
-    """So many devices of a chip, which can be compiled for; only those of `cpu` can run anything.
+    """`count` devices of a chip, to compile for; only those of `cpu` can run anything.
 
-    Must come before anything else of JAX looks for devices, which `cpu` is then given.
+    Call it before anything else makes JAX look for devices: `cpu` sets how many JAX will find.
 
     Raises:
       ChipError: its compiler is not installed or is of another version, or there are no machines of
@@ -146,7 +147,7 @@ def chip_devices(chip: Chip, count: int) -> Sequence[jax.Device]:
         for variable, value in NO_TPU.items():
             os.environ.setdefault(variable, value)
     try:
-        # The name goes before the platform: TPUs have no other options
+        # The topology's name comes before the platform; TPUs have no other options
         topology = topologies.get_topology_desc(name, chip.platform, **options)
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
@@ -162,7 +163,8 @@ def _installation(chip: Chip) -> str:
 
 
 def _check_version(chip: Chip) -> None:
-    """Raise `ChipError` where a plugin is of another version than jaxlib: JAX warns and leaves parts of it out."""
+    """Raise `ChipError` where a plugin's version is not jaxlib's: JAX would only warn, and leave
+    out parts of the plugin."""
     for package in filter(_installed, chip.packages):
         wheel = CUDA_PLUGINS[package]
         version = _version(wheel)
@@ -174,7 +176,7 @@ def _check_version(chip: Chip) -> None:
 
 
 def _version(wheel: str) -> str | None:
-    """Of an installed wheel; none of what was built from source."""
+    """Version of an installed wheel; none for a package that was built from source."""
     try:
         return importlib.metadata.version(wheel)
     except importlib.metadata.PackageNotFoundError:
@@ -189,13 +191,13 @@ def _numbers(version: str) -> str:
 def _installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of the package around it
+    except ModuleNotFoundError:  # the package around it is missing
         return False
 
 
 def _cpu_devices(count: int) -> Sequence[jax.Device]:
-    if CPU_DEVICES not in os.environ.get("XLA_FLAGS", ""):  # JAX takes one of both
-        with suppress(RuntimeError):  # it has its devices already
+    if CPU_DEVICES not in os.environ.get("XLA_FLAGS", ""):  # JAX takes either, not both
+        with suppress(RuntimeError):  # JAX has its devices already
             jax.config.update("jax_num_cpu_devices", count)
     devices = jax.devices("cpu")
     if len(devices) < count:
@@ -207,7 +209,7 @@ def _cpu_devices(count: int) -> Sequence[jax.Device]:
 
 
 def _gpu_topology(chip: Chip, count: int) -> str:
-    """SLICES x HOSTS x DEVICES of a host, all hosts of one network."""
+    """SLICES x HOSTS x DEVICES per host; there is one slice, as all hosts are in one network."""
     if count <= chip.devices_per_host:
         return f"1x1x{count}"
     hosts, remainder = divmod(count, chip.devices_per_host)
@@ -219,7 +221,7 @@ def _gpu_topology(chip: Chip, count: int) -> str:
 
 
 def _torus(chip: Chip, count: int) -> str:
-    """Sides of a TPU slice, as even as powers of two allow: 2x2x4 for 16 devices in three dimensions."""
+    """Sides of a TPU slice, as equal as powers of two allow: 2x2x4 for 16 chips of a v5p."""
     power = count.bit_length() - 1
     if count < chip.devices_per_host or count != 1 << power:
         raise ChipError(

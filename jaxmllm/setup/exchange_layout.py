@@ -1,4 +1,4 @@
-"""How the exchange of a run lies on the mesh: its backend, the grids of ranks, the node of each rank."""
+"""The exchange of a run on the mesh: its backend, the grids of ranks, and the node of each rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sharding.rules import rank_nodes
 
 
 def check_exchange(config: Config) -> None:
-    """Raise `ConfigError` for an exchange that does not exist: the schema does not know the table."""
+    """Raise `ConfigError` for an unknown exchange: the schema does not know `BACKENDS`."""
     known = ("auto", *BACKENDS)
     chosen = config.balance.exchange
     if chosen not in known:
@@ -30,8 +30,8 @@ def exchange_backend(config: Config, model: MLLM) -> str:
 
 
 def exchange_grids(model: MLLM) -> dict[str, ExchangeGrid]:
-    """By phase that the language phase reads, or that reads it: how its ranks lie on those of the
-    language phase."""
+    """How the ranks of a phase map to those of the language phase, for each phase that the language
+    phase reads or that reads it."""
     language = model.layout(LANGUAGE)
     return {
         name: ExchangeGrid(*LayoutPair(language.mesh, model.layout(name), language).grid())

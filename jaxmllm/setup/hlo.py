@@ -1,9 +1,10 @@
 """What a compiled program sends between devices, read from the HLO text that XLA prints of it.
 
-    text --parse--> instructions of every computation --executed--> those that run, and how often --> Collectives
+    text --parse--> instructions of every computation
+         --executed--> those that run, and how often --collectives--> Collectives
 
-Loops count as often as XLA says (`known_trip_count`) or, where it does not, as their condition does. Fusions, calls,
-branches and asynchronous pairs are followed. Bytes are those of one device.
+Loops count as often as XLA says (`known_trip_count`) or, where it does not, as their condition
+does. Fusions, calls, branches and asynchronous pairs are followed. Bytes are those of one device.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SENT = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "reduce-scatter": lambda n: (n - 1) / n,
     "all-to-all": lambda n: (n - 1) / n,
-    # At most: how much of the operand is sent is data
+    # At most: the data decide how much of the operand is sent
     "ragged-all-to-all": lambda n: (n - 1) / n,
     "collective-permute": lambda n: 1.0,
     "collective-broadcast": lambda n: 1.0,
@@ -42,21 +43,23 @@ COMMENT = re.compile(r"/\*.*?\*/")
 INDEX = re.compile(r"\bindex=(\d+)")
 CONDITION = re.compile(rf"\bcondition={NAME}")
 BODY = re.compile(rf"\bbody={NAME}")
-# Passes its first operand on
+# Opcodes that pass on their first operand
 SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert")
 CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=" + NAME)
 CALLED_LISTS = re.compile(r"\b(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 SCOPE = re.compile(r'\bop_name="([^"]*)"')
 TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
+# Groups of devices, listed or as a reshaped range: ={{0,1},{2,3}}, =[groups,size]<=[shape]T(order)
 LISTED = re.compile(r"=\{((?:\{[\d,]*\},?)*)\}")
 IOTA = re.compile(r"=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 MESH = re.compile(r"=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*(?:\([\d,]*\))?)\))? \{([^}]*)\}")
 MESH_AXIS = re.compile(r"'?([\w.]+)'?=(\d+)")
-# An axis, or of an axis cut in three the middle part: its name, the size of the outer part, its own
+# An axis, or the middle part of an axis cut in three: its name, the outer part's size, its own size
 MESH_PART = re.compile(r"'?([\w.]+)'?(?::\((\d+)\)(\d+))?")
 MESH_ORDER = re.compile(r"^\[([\d,]+)\](?:T\(([\d,]+)\))?$")
-NARROW = {"pred": 8, "c64": 64, "c128": 128, "token": 0, "opaque": 0}  # bits of odd names
+# Bits of the types that `_bits` cannot tell from their names
+NARROW = {"pred": 8, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
 
 
 class HloError(ValueError):
@@ -69,19 +72,19 @@ class Instruction:
 
     name: str
     opcode: str
-    shape: str  # of what it computes, tuples in parentheses
-    operands: tuple[str, ...]  # names; of a constant its value
+    shape: str  # of its result, tuples in parentheses
+    operands: tuple[str, ...]  # names, or the value of a constant
     attributes: str  # the rest of the line
-    root: bool = False  # what its computation returns
+    root: bool = False  # whether its computation returns it
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Computations that run when this does, each as often as this or, of a loop, as its trips."""
+        """Computations that run when this instruction does: once, or once per trip of a loop."""
         if self.opcode.endswith(("-done", "-update")):
-            return ()  # names what the start has begun
+            return ()  # these name a computation that the start has begun
         attributes = QUOTED.sub("", self.attributes)
         kinds = CALLED.findall(attributes)
-        # Otherwise `to_apply` is how two numbers are combined
+        # In other instructions `to_apply` is the function that combines two numbers
         names = [name for kind, name in kinds if kind != "to_apply" or self.opcode == "call"]
         for names_in_list in CALLED_LISTS.findall(attributes):
             names += [name.strip(" %") for name in names_in_list.split(",") if name.strip()]
@@ -95,25 +98,25 @@ class Instruction:
 
     @property
     def index(self) -> int | None:
-        """Which element of a tuple it takes."""
+        """The element of a tuple that it takes; none for other instructions."""
         index = INDEX.search(self.attributes)
         return int(index[1]) if index and self.opcode == "get-tuple-element" else None
 
     @property
     def scope(self) -> str:
-        """Where in the traced program it comes from; empty where XLA does not say."""
+        """The place in the traced program that it comes from; empty where XLA does not say."""
         scope = SCOPE.search(self.attributes)
         return scope[1] if scope else ""
 
     @property
     def target(self) -> str:
-        """What a custom call calls."""
+        """The function that a custom call calls; empty for other instructions."""
         target = TARGET.search(self.attributes)
         return target[1] if target else ""
 
     @property
     def collective(self) -> str | None:
-        """The operation of a collective or of its start; none for anything else, also for its end."""
+        """The operation of a collective or of its start; none for its end and for anything else."""
         operation = self.opcode.removesuffix(START)
         return operation if operation in SENT else None
 
@@ -122,8 +125,8 @@ class Instruction:
 class Execution:
     """An instruction that runs.
 
-    `trips` is the product of the loops around it. It is `exact` unless one of them ends by the data
-    (which counts as one trip) or a branch decides (whose every side counts).
+    `trips` is the product of the trips of the loops around it. It is `exact` unless the data end
+    one of them (which counts as one trip) or a branch decides (all sides of which count).
     """
 
     instruction: Instruction
@@ -134,7 +137,7 @@ class Execution:
 
 @dataclass(frozen=True)
 class Module:
-    """The computations of a program by name, and which of them is run."""
+    """The computations of a program by name, and the name of the one that runs."""
 
     computations: Mapping[str, tuple[Instruction, ...]]
     entry: str
@@ -155,7 +158,7 @@ class Module:
                     arrays += array_bytes(shapes[operand])
             yield Execution(instruction, tuple(arrays), trips, exact)
             if instruction.collective:
-                continue  # an asynchronous one may name a computation that is itself again
+                continue  # an asynchronous one may name a computation that holds it once more
             inner = self._trips(instruction, computation)
             often = 1 if inner is None else inner
             known = exact and inner is not None
@@ -165,7 +168,7 @@ class Module:
                 yield from self._executed(name, trips * often, known)
 
     def _trips(self, instruction: Instruction, computation: str) -> int | None:
-        """How often what an instruction calls runs; none where only the data tell."""
+        """How often an instruction runs what it calls; none where the data decide."""
         if instruction.opcode == "conditional":
             return None
         if instruction.opcode != "while":
@@ -174,8 +177,8 @@ class Module:
         return self._counted_trips(instruction, computation) if known is None else known
 
     def _counted_trips(self, loop: Instruction, computation: str) -> int | None:
-        """Trips of a loop whose condition is `counter < constant`, whose counter begins at a constant
-        and grows by 1."""
+        """Trips of a loop whose condition is `counter < constant`, whose counter begins at a
+        constant and grows by 1."""
         condition = CONDITION.search(loop.attributes)
         body = BODY.search(loop.attributes)
         if not condition or not body:
@@ -184,6 +187,8 @@ class Module:
         returned = self._root(body[1])
         if ends.opcode != "compare" or "direction=LT" not in ends.attributes:
             return None
+        # The counter is an element of the tuple that the loop carries: `position` finds its first
+        # value in the loop's operand, and its next value in what the body returns.
         counter, limit = (self._source(name, condition[1]) for name in ends.operands)
         end = _constant(limit)
         if counter is None or counter.index is None or end is None or returned.opcode != "tuple":
@@ -205,7 +210,7 @@ class Module:
         return next(line for line in self.computations[computation] if line.root)
 
     def _source(self, name: str, computation: str) -> Instruction | None:
-        """The instruction of a name, or the one that it is a copy of."""
+        """The instruction of a name or, for a copy, the instruction that is copied."""
         lines = {line.name: line for line in self.computations[computation]}
         line = lines.get(name)
         while line is not None and line.opcode in SAME:
@@ -221,18 +226,18 @@ def _constant(line: Instruction | None) -> int | None:
 
 
 def _data(instruction: Instruction) -> tuple[str, ...]:
-    """Operands that hold what is sent: a ragged exchange has offsets and the receiver's buffer, too."""
+    """Operands that are sent. A ragged exchange also has offsets and the receiver's buffer."""
     ragged = instruction.collective == "ragged-all-to-all"
     return instruction.operands[:1] if ragged else instruction.operands
 
 
 @dataclass(frozen=True)
 class Collective:
-    """What one collective moves, of one element type.
+    """What one collective moves of one element type.
 
-    `groups` are the devices that exchange something, [groups, devices of a group], or of a permute
-    the pairs (source, target), as positions in the mesh. `bytes` are those of the array where it is
-    gathered, or before it is reduced, scattered or sent.
+    `groups` are the devices that exchange something, [groups, devices of a group], or the pairs
+    (source, target) of a permute, as positions in the mesh. `bytes` are those of the array once it
+    is gathered, or before it is reduced, scattered or sent.
     """
 
     operation: str
@@ -250,12 +255,12 @@ class Collective:
 
     @property
     def total_bytes(self) -> int:
-        """Of all trips."""
+        """Bytes of all trips."""
         return self.bytes * self.trips
 
     @property
     def sent_bytes(self) -> float:
-        """What a device sends in all trips, in a ring."""
+        """Bytes that a device sends in all trips, in a ring."""
         return self.total_bytes * SENT[self.operation](self.group_size)
 
 
@@ -296,14 +301,14 @@ def _instruction(line: str) -> Instruction:
         raise HloError(f"no operation in {line.strip()[:200]!r}")
     closed = _closed(line, opcode.end() - 1)
     operands = _split(line[opcode.end() : closed - 1])
-    # Some printers put its shape before the name of an operand
+    # Some versions of XLA print an operand's shape before its name
     names = tuple(operand.split()[-1].lstrip("%") for operand in operands)
     root = line.lstrip().startswith("ROOT ")
     return Instruction(head[1], opcode[1], line[begin:end], names, line[closed:], root)
 
 
 def _closed(line: str, begin: int) -> int:
-    """Where the parenthesis that opens at `begin` is closed: the index after it."""
+    """The index after the parenthesis that closes the one at `begin`."""
     depth = 0
     for index in range(begin, len(line)):
         depth += (line[index] == "(") - (line[index] == ")")
@@ -313,7 +318,7 @@ def _closed(line: str, begin: int) -> int:
 
 
 def _split(operands: str) -> list[str]:
-    """Operands, which are apart by commas outside of all brackets."""
+    """The operands of a list, split at the commas outside of all brackets."""
     pieces = [""]
     depth = 0
     for character in operands:
@@ -343,15 +348,15 @@ def _bits(dtype: str) -> int:
 
 
 def collectives(module: Module, devices: int) -> list[Collective]:
-    """What a program sends, in the order of the text: one record for each collective that runs, and
-    each element type of what it sends. One whose groups are single devices moves nothing and is left
-    out: XLA's CPU backend keeps those that others remove.
+    """What a program sends, in the order of the text: one record for each collective that runs and
+    each element type that it sends. Collectives whose groups are single devices move nothing and
+    are left out: XLA's CPU backend keeps them, other backends remove them.
 
     Args:
-      devices: that the program runs on; a collective without groups is one of all.
+      devices: number that the program runs on; a collective without groups is among all of them.
 
     Raises:
-      HloError: devices of a collective are written in an unknown way.
+      HloError: the devices of a collective are written in an unknown way.
     """
     sent = []
     for execution in module.executed():
@@ -365,7 +370,7 @@ def collectives(module: Module, devices: int) -> list[Collective]:
         bytes_of: dict[str, int] = {}
         for dtype, size in execution.arrays:
             bytes_of[dtype] = bytes_of.get(dtype, 0) + size
-        # Its operands are the shares of the devices
+        # The operands of an all-gather are the shares of the devices
         factor = len(groups[0]) if operation == "all-gather" else 1
         sent += [
             Collective(
@@ -404,7 +409,7 @@ def device_groups(attributes: str, operation: str, devices: int) -> tuple[tuple[
 
 
 def _mesh_groups(axes: str, order: str | None, grouped: str) -> tuple[tuple[int, ...], ...]:
-    """Groups along some axes, or parts of axes, of a mesh that the text brings along."""
+    """Groups along some axes, or parts of axes, of a mesh that the text describes."""
     sizes = {name: int(size) for name, size in MESH_AXIS.findall(axes)}
     devices = np.arange(math.prod(sizes.values()))
     if order:
@@ -432,7 +437,7 @@ def _mesh_groups(axes: str, order: str | None, grouped: str) -> tuple[tuple[int,
 
 
 def _transposed(shape: str, order: str | None) -> Longs:
-    """0, 1, .. in a shape, its dimensions reordered."""
+    """The numbers 0, 1, .. in a shape, flattened after its dimensions are reordered."""
     sizes = _numbers(shape)
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
     return (numbers.transpose(_numbers(order)) if order else numbers).reshape(-1)

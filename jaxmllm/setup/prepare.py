@@ -1,4 +1,4 @@
-"""The data and the model of a run, before anything is compiled or lies on a device.
+"""The data and the model of a run, before anything is compiled or put on a device.
 
 sources --index--> Corpus, without the examples that no row can hold --> order, sampled batches
 tokenizer, config --> components of the model, as shapes on the mesh
@@ -36,9 +36,9 @@ from jaxmllm.setup.row_shapes import largest_row
 from jaxmllm.setup.spans import Spans, spans_of_phases
 from sharding.pipeline.schedules.by_name import scheduler_of
 
-# Lengths of these decide the sizes that the config leaves to `auto`
+# Sampled examples, whose lengths decide the sizes that the config leaves to `auto`
 SAMPLED = SampleSize(16_384, fewest=8, most=128)
-# Batches that hold each example so often are enough: an epoch of grain's shuffle takes 25 ms, however short it is
+# Enough batches hold each example so often: even a short epoch of grain's shuffle takes 25 ms
 SAMPLED_EPOCHS = 64
 VOCABULARY_MULTIPLE = 64  # so that an `auto` vocabulary divides over tensor-parallel ranks
 SAME_DATA = "Give all hosts the same files for data.sources and data.evaluation"
@@ -54,7 +54,7 @@ class RunInputs:
     order: grain.MapDataset[int]  # of the training examples
     samples: list[BatchItems]  # batches that stand for all
     spans: Spans  # how many ranks may hold a row together
-    # Of each source alone, where there are several: a step may be unlike all samples
+    # Batches of each source alone, where there are several: a step may differ from all samples
     of_sources: list[BatchItems]
 
     @property
@@ -65,7 +65,7 @@ class RunInputs:
 
 def prepare(config: Config, mesh: Mesh | AbstractMesh) -> RunInputs:
     """Index the data and compose the model. An abstract mesh is enough where nothing will run."""
-    # Wrong names are errors at once, before the data are indexed; that of the schedule also without stages.
+    # Wrong names are errors before the data are indexed; that of a schedule even without stages.
     check_exchange(config)
     if config.pipeline.schedule != "auto":
         scheduler_of(config.pipeline.schedule)
@@ -88,7 +88,8 @@ def prepare(config: Config, mesh: Mesh | AbstractMesh) -> RunInputs:
 
 
 def _check_drawn(config: Config, corpus: Corpus) -> None:
-    """Raise `ConfigError` where drawings alone have a loss and the data have none: every step would be skipped."""
+    """Raise `ConfigError` where only drawings have a loss and the data have no drawings: every step
+    would be skipped."""
     generators = config.model.generators
     if config.objective.learns_text or not generators:
         return
@@ -165,7 +166,7 @@ def row_limits(
     """Slots of the largest row of each phase.
 
     Args:
-      fitting: slots that the memory of a rank holds; none: by an estimate.
+      fitting: slots that the memory of a rank holds; none: those of an estimate.
     """
     return {
         phase: largest_row(
@@ -189,13 +190,13 @@ def under_root(root: str | None, source: SourceConfig) -> SourceConfig:
 
 
 def data_facts(corpus: Corpus, held_out: Corpus | None) -> dict[str, str]:
-    """What must be the same on all hosts of the data that they have read."""
+    """Facts on the data that must be the same on all hosts that have read them."""
     facts = {}
     for split, opened in (("data", corpus), ("held-out data", held_out)):
         if opened is None:
             continue
         for (name, _, examples), index in zip(opened.members, opened.indexes, strict=True):
-            # Of clips no bytes: what the folder of their frames takes itself differs by file system
+            # Bytes of clips do not count: the size of a folder of frames differs by file system
             clips = np.array([part == "video" for part in index.media.part], np.bool_)
             media_bytes = np.where(clips, 0, index.media.stamp[:, 0])[index.item_media]
             contents = (index.checksum, media_bytes)

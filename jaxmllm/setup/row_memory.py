@@ -1,8 +1,10 @@
-"""How many slots of a row fit a device: an estimate, on the safe side, that bounds what `auto` may choose.
+"""How many slots of a row fit a device: an estimate on the safe side, which bounds what `auto` may
+choose.
 
-What a backward pass starts from grows with the slots of a row; the state does not. The estimate counts what
-each layer keeps, what the largest layer holds while it runs, and leaves as much again to everything else. In
-stages only the layers of one chunk keep something at a time, and what goes in and out of chunks waits.
+What a backward pass starts from grows with the slots of a row; the state does not. The estimate
+counts what each layer keeps and what the largest layer holds while it runs, and leaves the same
+amount again to everything else. In stages only the layers of one chunk keep something at a time,
+and inputs and outputs of chunks wait.
 """
 
 from __future__ import annotations
@@ -36,22 +38,26 @@ from jaxmllm.training.optimizer import MOMENTS
 
 PLANNED_MEMORY = 80 << 30  # bytes of a device that is only planned for
 USED_SHARE = 0.5  # of what the state leaves, for the rows of one microbatch
-KEPT_SHARE = 0.25  # of that, at least, for residuals of phases between their two passes
-LEAST_SHARE = 0.1  # of a device, where the state leaves less: the run will say that it does not fit
-# Values of a layer that are kept, by `remat`, and that are there while it runs: in widths of the layer, and
-# of its MLP. What a list names comes to what `full` keeps.
+KEPT_SHARE = 0.25  # of what the state leaves, at least, for residuals between a phase's two passes
+# Least share of a device that counts as left: where the state leaves less, the run will say that
+# it does not fit
+LEAST_SHARE = 0.1
+# Values of a slot that a layer keeps, by `remat`, and that it has in memory while it runs, in
+# (widths of the layer, widths of its MLP). What a list names is kept in addition to `full`.
 KEPT_WIDTHS = {"full": (1, 0), "dots": (6, 2), "none": (12, 4)}
 RUNNING_WIDTHS = (16, 6)
-GATHERED_WIDTHS = 6  # besides, of tokens for the experts: themselves, results and gradients, wide
-CROSS_WIDTHS = 8  # besides, of a layer that attends to conditions apart
-STREAM_WIDTHS = 14  # besides, of a layer with two streams
-CROSS_KEPT_WIDTHS = {"full": 0, "dots": 4, "none": 6}
-# Besides, for each layer of a tower that adds to layers of the decoder: what it yields or adds, in two types, and its
-# gradient
+# Additional widths while a layer runs:
+GATHERED_WIDTHS = 6  # tokens gathered to the experts, their results and gradients, in float32
+CROSS_WIDTHS = 8  # a second attention, to conditions
+STREAM_WIDTHS = 14  # a second stream
+CROSS_KEPT_WIDTHS = {"full": 0, "dots": 4, "none": 6}  # kept of that second attention
+# For each layer of a tower whose output is added to a layer of the decoder: the output in two
+# dtypes, and its gradient
 DEEPSTACK_WIDTHS = 4
-STEM_COPIES = 4  # besides, of what convolutions along time and mels yield: before and after GELU, and gradients
-MODULATED_WIDTHS = 12  # besides, of a layer that is modulated: vectors of the time, in float32
-# Capacities that differ by little must not differ between hosts: down to a power of two.
+# Copies of what convolutions along time and mels yield: before and after GELU, and gradients
+STEM_COPIES = 4
+MODULATED_WIDTHS = 12  # vectors of the time that modulate a layer, in float32
+# Memory may differ a little between hosts but capacities must not, so these are powers of two.
 
 
 def slots_that_fit(config: Config, model: MLLM, phase: str) -> int:
@@ -62,20 +68,21 @@ def slots_that_fit(config: Config, model: MLLM, phase: str) -> int:
 
 
 def kept_residuals(config: Config, model: MLLM, capacities: Mapping[str, int]) -> dict[str, int]:
-    """Microbatches whose residuals stay in memory between the two passes of their phase, by phase of two passes: with
-    `auto` a power of two, or none.
+    """Microbatches whose residuals stay in memory between the two passes of their phase, for every
+    phase of two passes: with `auto` a power of two, or 0.
 
-    What the largest rows do not take is given to one phase after the other, as much as it has already.
+    Memory that the largest rows do not take is given to one phase after the other, each time as
+    much as the phase has already.
 
     Args:
-      capacities: of the largest rows of every phase, slots of a rank.
+      capacities: slots per rank of the largest row of every phase.
     """
     asked = {
         phase: getattr(config.phases, phase).kept_residuals for phase in config.model.two_passes
     }
     microbatches = {phase: 0 if setting == "auto" else setting for phase, setting in asked.items()}
     growing = [phase for phase, setting in asked.items() if setting == "auto"]
-    if not growing:  # as in a search for layouts, which says all of them, and often
+    if not growing:  # a search for layouts fixes all of them, and calls this often
         return microbatches
     slots = {phase: size / model.layout(phase).parts for phase, size in capacities.items()}
     sizes = {phase: slots[phase] * kept_bytes(config, phase) for phase in microbatches}
@@ -101,19 +108,19 @@ def kept_forwards(
     layers: int,
     memory: float | None = None,
 ) -> int:
-    """Forward operations of a phase's chunks in a pipeline that memory lets keep what `remat` says: a power of
-    two, or none.
+    """Number of forward operations of a phase's chunks in a pipeline for which memory has room to
+    keep what `remat` says: a power of two, or 0.
 
     Args:
-      capacity: of the phase's rows, slots of a rank.
+      capacity: of the phase's rows, slots per rank.
       layers: of the largest chunk.
-      memory: bytes of a device; none: of this process's.
+      memory: bytes of a device; none: those of this process's devices.
     """
     room = _left(config, model, memory) * KEPT_SHARE / len(model.phases)
     shapes = getattr(config.model, phase)
     slots = capacity / model.layout(phase).parts / shapes.stem_stride
     values = layers * _kept_values(shapes, getattr(config.components, phase).remat)
-    # What the chunk yields, and what goes beside what each of its layers reads
+    # The output of the chunk, and what is carried along with the input of each of its layers
     values += config.model.carried_width(phase) + layers * _beside(config, phase)
     fitting = room / (slots * values * _itemsize(config, phase))
     return 1 << int(math.log2(fitting)) if fitting >= 1 else 0
@@ -125,23 +132,23 @@ def _row_bytes(config: Config, model: MLLM, phase: str) -> float:
 
 
 def _left(config: Config, model: MLLM, memory: float | None = None) -> float:
-    """Bytes of a device that the state leaves."""
+    """Bytes of a device that the state leaves, at least `LEAST_SHARE` of them."""
     memory = memory or memory_of_a_device(model)
     return max(memory - state_bytes(config, model), memory * LEAST_SHARE)
 
 
 def memory_of_a_device(model: MLLM) -> int:
-    """Bytes of a device of the mesh, or of the one that is planned for."""
+    """Bytes of a device of the mesh; `PLANNED_MEMORY` if it has none, or they do not tell."""
     mesh = model.layout(LANGUAGE).mesh
     if not isinstance(mesh, Mesh):
         return PLANNED_MEMORY
-    # A device of this process: those of others do not tell theirs
+    # A device of this process, because devices of other processes do not tell their memory
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     return device_memory(local[0] if local else mesh.devices.flat[0]) or PLANNED_MEMORY
 
 
 def state_bytes(config: Config, model: MLLM) -> int:
-    """Parameters, gradients, moments and averages of the largest share that a device holds."""
+    """Bytes of parameters, gradients, moments and averages on the device that holds most."""
     params = model.abstract(config.run.param_dtype)
     trained, _ = model.trainable.split(params)
     moments = MOMENTS * _device_bytes(config, trained)
@@ -151,8 +158,8 @@ def state_bytes(config: Config, model: MLLM) -> int:
 
 
 def _gradient_bytes(config: Config, model: MLLM, trained: Params) -> int:
-    """Sums of gradients, in at least float32. Where those are whole (`reduce: step`), a microbatch has whole gradients
-    beside them until they are added, of one layer at a time."""
+    """Bytes of the sums of gradients, in at least float32. Where these are whole (`reduce: step`),
+    a microbatch also has whole gradients of one layer at a time, until they are added."""
     if config.pipeline.stages > 1:
         return _device_bytes(config, trained, least=4)
     param_dtype = config.run.param_dtype
@@ -173,7 +180,7 @@ def _gradient_bytes(config: Config, model: MLLM, trained: Params) -> int:
 
 
 def _device_bytes(config: Config, tree: object, least: int = 0) -> int:
-    """Bytes of arrays on the device that holds most, in elements of at least so many."""
+    """Bytes of arrays on the device that holds most, with elements of at least `least` bytes."""
     total = 0
     for path, leaf in jax.tree.leaves_with_path(tree):
         layers, *sizes = leaf.sharding.shard_shape(leaf.shape) or (1,)
@@ -190,13 +197,13 @@ def slot_bytes(config: Config, phase: str) -> float:
     if isinstance(shapes, DiffusionConfig):
         running += MODULATED_WIDTHS + (shapes.attentions - 1) * CROSS_WIDTHS
         running += STREAM_WIDTHS * (shapes.streams - 1)
-    if _has_experts(shapes):  # whose hidden values are those of a block
+    if _has_experts(shapes):  # their hidden values exist within a block only
         running_mlp = 0
     values = running * shapes.width + running_mlp * shapes.mlp_width
     if isinstance(shapes, AudioConfig):
         values += STEM_COPIES * shapes.stem_numbers
     if isinstance(shapes, VisionConfig) and shapes.resamples:
-        values += shapes.learned_positions  # a weight for each
+        values += shapes.learned_positions  # resampling has a weight for each
     if isinstance(shapes, VisionConfig | LanguageConfig):
         values += DEEPSTACK_WIDTHS * config.model.deepstack_depth * shapes.width
     if config.pipeline.stages > 1:
@@ -216,27 +223,27 @@ def kept_bytes(config: Config, phase: str) -> float:
     if config.pipeline.stages > 1:
         values += _beside(config, phase)
         forwards = config.pipeline.kept_residuals
-        # What `auto` keeps has memory of its own
+        # What `auto` keeps has a share of memory of its own: `kept_forwards`
         layers *= 1 if forwards == "auto" else 1 + forwards
     return layers * values * _itemsize(config, phase) / shapes.stem_stride
 
 
 def _beside(config: Config, phase: str) -> int:
-    """Numbers of a slot that go in stages beside what layers read and yield."""
+    """Numbers per slot that are carried through stages along with inputs and outputs of layers."""
     shapes = getattr(config.model, phase)
-    if isinstance(shapes, DiffusionConfig):  # conditions that have an attention of their own
+    if isinstance(shapes, DiffusionConfig):  # conditions that a second attention reads
         return shapes.width if shapes.conditioning == "cross" else 0
     width: int = getattr(config.model, phase).width
     return config.model.carried_width(phase) - width
 
 
 def _layers_of_a_stage(config: Config, layers: int) -> int:
-    """Of the stage that has most."""
+    """Layers of the stage that has most."""
     return ceil_divide(layers, config.pipeline.stages)
 
 
 def _kept_values(shapes: TowerConfig | DiffusionConfig | LanguageConfig, remat: Remat) -> float:
-    """Numbers that a layer keeps of a slot for its backward pass."""
+    """Numbers per slot that a layer keeps for its backward pass."""
     if isinstance(remat, str):
         widths, mlp_widths = KEPT_WIDTHS[remat]
         mlp_width = 0 if _has_experts(shapes) else shapes.mlp_width
@@ -246,24 +253,25 @@ def _kept_values(shapes: TowerConfig | DiffusionConfig | LanguageConfig, remat: 
         return (widths + more) * shapes.width + (mlp_widths + more_of_mlp) * mlp_width
     kv_heads = shapes.kv_heads if isinstance(shapes, LanguageConfig) else shapes.heads
     queries, keys = (heads * shapes.head_size for heads in (shapes.heads, kv_heads))
-    # A logsumexp takes up to two
+    # A logsumexp, in float32, takes up to two numbers of the compute dtype
     of_name = named_values(shapes, queries, keys, shapes.mlp_width, logsumexp=2)
     if isinstance(shapes, DiffusionConfig):
         of_name |= {
             name: shapes.attentions * of_name[name] for name in ("attention", "projections")
         }
-        of_name["mlp"] += shapes.width  # what is gated
+        of_name["mlp"] += shapes.width  # the output of the MLP, before its gate
     widths, _ = KEPT_WIDTHS["full"]
     return widths * shapes.width + sum(of_name[name] for name in remat)
 
 
 def _has_experts(shapes: TowerConfig | DiffusionConfig | LanguageConfig) -> bool:
-    """Whether the MLPs of a tower are mixtures, which keep none of their hidden values."""
+    """Whether the MLPs of a model section are mixtures, which keep none of their hidden values."""
     return isinstance(shapes, LanguageConfig) and shapes.experts is not None
 
 
 def _gathered_bytes(config: Config, model: MLLM, phase: str) -> float:
-    """Bytes that a slot takes where devices compute their experts for the tokens of all that share them."""
+    """Bytes per slot of tokens gathered to experts, which a device computes for the tokens of all
+    devices that share them; 0 without experts."""
     shapes = getattr(config.model, phase)
     if not _has_experts(shapes):
         return 0

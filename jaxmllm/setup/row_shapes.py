@@ -1,6 +1,8 @@
-"""What rows of a phase must look like: their alignment, their attention blocks, and the largest one.
+"""What rows of a phase must look like: their alignment, their attention blocks, and the largest
+one.
 
-Rows consist of whole attention blocks and whole language tokens, so that no row ends inside of either.
+Rows consist of whole attention blocks and whole language tokens, so that no row ends inside of
+either.
 """
 
 from __future__ import annotations
@@ -24,15 +26,16 @@ SMALL_BLOCK, SMALLEST_BLOCK = 64, 32  # tokens
 def alignment(
     config: Config, phase: str, formats: Mapping[str, RowFormat], parts: int
 ) -> Alignment:
-    """The attention blocks and language tokens that rows of a phase consist of, the same number in each part of a row.
+    """The attention blocks and language tokens that rows of a phase consist of: every part of a row
+    has the same number of them.
 
-    A small block has 64 tokens, if that divides `phases.<phase>.block`, and the smallest 32, if that is a whole number
-    of language tokens. Towers that attend in windows take small ones for all rows: a larger one would hold several
-    windows.
+    A small block has 64 tokens, if that divides `phases.<phase>.block`, and the smallest 32, if
+    that is a whole number of language tokens. Towers with windowed attention take small blocks for
+    all rows: a larger one would hold several windows.
 
     Args:
       formats: by encoder phase; a phase without one has rows of text, where a slot is a token.
-      parts: that the slots of a rank are split into (context parallelism).
+      parts: number that the slots of a rank are split into (context parallelism).
     """
     stride = 1
     token = 1
@@ -78,7 +81,8 @@ def attention_spec(
     """Attention blocks and parts of every phase's rows.
 
     Raises:
-      ConfigError: a phase's rows or model are not what the kernel needs that its attention was asked for.
+      ConfigError: the attention kernel that the config names does not support a phase's rows or
+      model.
     """
     parts = {phase: model.layout(phase).parts for phase in spec.phases}
     blocks = {}
@@ -105,7 +109,7 @@ def attention_spec(
 
 
 def _check_kernel(model: MLLM, phase: str, block: int) -> None:
-    """Raise `ConfigError` for a kernel that was asked for by name and does not take what a phase has."""
+    """Raise `ConfigError` where the config names a kernel that does not support the phase."""
     asked = model.components[phase].settings.attention
     kernel, needs = model.attention_choice(phase, block)
     if needs and kernel == asked:
@@ -122,10 +126,10 @@ def _runs(
     spec: PlanSpec,
     parts: Mapping[str, int],
 ) -> dict[str, int]:
-    """How many documents a row has at most, of phases whose kernel of attention reads where they lie.
+    """Most documents of a row, for phases whose attention kernel reads the positions of documents.
 
     Raises:
-      ConfigError: rows are in parts, or a device has no memory for what the kernel works in.
+      ConfigError: rows are in parts, or a device has no memory for the kernel's workspace.
     """
     runs = {}
     for phase, rows in spec.phases.items():
@@ -145,7 +149,12 @@ def _runs(
 
 
 def _check_cudnn_memory(config: Config, model: MLLM, rows: PhaseSpec, stride: int) -> None:
-    """Raise `ConfigError` where a device has no memory for what cuDNN works in. `stride`: slots of a token."""
+    """Raise `ConfigError` where a device has no memory for cuDNN's workspace.
+
+    Args:
+      rows: of the phase.
+      stride: slots per token.
+    """
     phase = rows.name
     tokens = max(rows.capacities) // stride
     layout = model.layout(phase)

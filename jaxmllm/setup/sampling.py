@@ -1,4 +1,4 @@
-"""Drawing with a run: its config and weights, and programs whose rows are chosen for what is asked for.
+"""Drawing with a run: its config and weights, and programs whose rows are chosen for the requests.
 
 run folder --drawing_config--> config of a model of which nothing is trained
 requests, like a corpus --index--> conversations that end with a picture --sizes--> programs
@@ -56,11 +56,11 @@ class Drawn(NamedTuple):
     name: str
     is_clip: bool
     is_latent: bool
-    frames: NDArray[Any]  # [frames, height, width, channels], pixels about -1, black, to 1
+    frames: NDArray[Any]  # [frames, height, width, channels]; pixels from about -1 (black) to 1
 
     @property
     def pixels(self) -> NDArray[np.uint8]:
-        """Its colours."""
+        """Its frames as colours from 0 to 255."""
         return np.rint((self.frames + 1) * MIDDLE_GRAY).clip(0, 255).astype(np.uint8)
 
 
@@ -74,8 +74,8 @@ class Drawing:
     programs: SamplingPrograms
 
     def drawn(self, params: Any, steps: int, guidance: float) -> Iterator[Drawn]:
-        """All that is asked for, in batches of `data.batch_size`. Raises `DataError` for what is shown and does not
-        decode. A `guidance` other than 1 is for what was planned as guided."""
+        """Draw all requests, in batches of `data.batch_size`. Raises `DataError` where media in a
+        request do not decode. A `guidance` other than 1 needs programs planned as guided."""
         assert guidance == 1 or self.programs.guided
         times = [1 - step / steps for step in range(steps + 1)]
         for batch_number, examples in enumerate(self._batches):
@@ -91,6 +91,7 @@ class Drawing:
         assert isinstance(modality, Blanks)
         for group, segment in zip(*np.nonzero(row["sources"] >= 0), strict=True):
             owned = (row["owners"][group] == segment + 1) & (row["patches"][group] >= 0)
+            # A guided item repeats its patches in a second half, whose segments are other ones
             item_slots = owned & (row["segments"][group] == segment + 1)
             of_item = np.empty((item_slots.sum(), patches.shape[2]), patches.dtype)
             of_item[row["patches"][group][item_slots]] = patches[group][item_slots]
@@ -117,12 +118,12 @@ class Drawing:
 
 
 def drawing_config(run: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a run folder for drawing alone: nothing trains, text has no loss, nothing that
-    was measured of training counts, and there are no stages.
+    """The config of a run folder for drawing alone: nothing trains, text has no loss, no times
+    measured in training count, and there are no stages.
 
     Raises:
-      ConfigError: there is no run, it has no generator, or an override changes more than where and how
-        rows are computed.
+      ConfigError: there is no run, it has no generator, or an override changes more than where and
+        how rows are computed.
       CheckpointError: its config is damaged.
     """
     saved = read_config(run)
@@ -134,7 +135,7 @@ def drawing_config(run: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"--run: the model of {run} draws nothing: it has no model.diffusion")
     silent = config.objective.language.model_copy(update={"weight": 0.0})
     objective = config.objective.model_copy(update={"language": silent})
-    # Whatever was measured trained something
+    # A calibration was measured while something trained
     unmeasured = config.balance.model_copy(update={"calibration": None})
     folder = config.run.model_copy(update={"directory": str(run)})
     return config.model_copy(
@@ -149,7 +150,7 @@ def drawing_config(run: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _untrained(section: Any) -> Any:
-    """Components of which nothing is trained."""
+    """A section of components, and those in it, with nothing trained."""
     if isinstance(section, TrainingConfig):
         return section.model_copy(update=UNTRAINED)
     return section.model_copy(update={name: _untrained(subsection) for name, subsection in section})
@@ -165,7 +166,8 @@ def check_guidance(config: Config, guidance: float) -> None:
 
 
 def plan_drawing(config: Config, requests: Requests, mesh: Mesh, guided: bool = True) -> Drawing:
-    """What draws the requests, not compiled yet; unless `guided`, without the half that sees no prompt.
+    """The programs that draw the requests, not compiled yet. Unless `guided`, rows lack the half
+    that sees no prompt.
 
     Raises:
       ConfigError, MeshError: a config that cannot be run on this mesh.
@@ -207,7 +209,7 @@ def plan_drawing(config: Config, requests: Requests, mesh: Mesh, guided: bool = 
 
 
 def batches_of(count: int, size: int) -> list[NDArray[np.int64]]:
-    """The numbers below `count`, so many at a time."""
+    """The numbers below `count`, in arrays of up to `size`."""
     return [
         np.arange(start, min(start + size, count), dtype=np.int64)
         for start in range(0, count, size)

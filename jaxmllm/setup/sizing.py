@@ -30,7 +30,7 @@ from jaxmllm.setup.row_shapes import alignment
 from jaxmllm.setup.spans import Spans
 from sharding.mesh import axis_sizes, platform_of
 
-LARGEST_EXAMPLES = 64  # by each figure of `largest_examples`; each must fit a pipeline by itself
+LARGEST_EXAMPLES = 64  # for each figure of `largest_examples`; each must fit a pipeline by itself
 LENGTHS_AT_ONCE = 1 << 16  # examples whose slots are summed at one time, to bound memory
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def plan_spec(config: Config, inputs: RunInputs) -> PlanSpec:
 
 
 def pipeline_sizes(config: Config, inputs: RunInputs) -> PipelineSizes:
-    """Rows, stages and slots of a pipeline. Raises `ConfigError`: those of `stage_sizes`."""
+    """Rows, stages and slots of a run's pipeline. Raises `ConfigError` as `stage_sizes` does."""
     largest = [
         largest_examples(corpus, phase)
         for corpus in inputs.corpora
@@ -69,16 +69,16 @@ def stage_sizes(
     largest: Sequence[BatchItems] = (),
     memory: float | None = None,
 ) -> PipelineSizes:
-    """The same for sampled batches.
+    """Rows, stages and slots of a pipeline, from sampled batches.
 
     Args:
-      phases: of `sizing_inputs`.
-      largest: examples each of which shall fit a run by itself.
-      memory: bytes of a device; none: of this process's.
+      phases: results of `sizing_inputs`.
+      largest: examples each of which must fit a run by itself.
+      memory: bytes of a device; none: those of this process's devices.
 
     Raises:
-      ConfigError: components whose rows are split over different axes of the mesh, or as
-        `choose_pipeline` says.
+      ConfigError: rows of components are split over different axes of the mesh, or for a reason of
+        `choose_pipeline`.
     """
     axes = {phase: model.layout(phase).whole_axes("batch") for phase in model.phases}
     if set(axes.values()) != {axes[LANGUAGE]}:
@@ -106,8 +106,9 @@ def remat_of(config: Config, model: MLLM) -> dict[str, Remat]:
 
 
 def largest_examples(corpus: Corpus, phase: str) -> BatchItems:
-    """Lengths of the examples that need most rows of a phase, which depends on the rows: those with most slots, most
-    items, and most items longer than half the longest, of which no two fit the smallest row that holds that one."""
+    """Lengths of the examples that may need most rows of a phase. Which do depends on the rows, so
+    these are the examples with most slots, with most items, and with most items longer than half
+    the longest, no two of which fit the smallest row that holds the longest."""
     figures = np.zeros((3, len(corpus)), np.int64)
     longest = corpus.longest(phase)
     for start in range(0, len(corpus), LENGTHS_AT_ONCE):
@@ -137,7 +138,7 @@ def sizing_inputs(
     longest: Mapping[str, int],
     spans: Spans,
 ) -> list[SizingInputs]:
-    """All that decides the rows of every phase besides the sampled lengths.
+    """Inputs to the rows of every phase other than the sampled lengths.
 
     Args:
       formats: by encoder phase.

@@ -20,17 +20,18 @@ from jaxmllm.setup.exchange_layout import nodes_of_ranks
 from sharding.mesh import MeshError
 from sharding.rules import Layout
 
-# Up to a node of 12 ranks. Of those with an odd factor, a mesh allows what its innermost axes multiply to.
+# Spans that `auto` tries, up to a node of 12 ranks. Of those with an odd factor, a mesh allows only
+# products of its innermost axes.
 AUTO_SPANS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
-# How far axes are cut for these at least, and then by each of `ODD_FACTORS` that is left
+# Spans that axes are then cut for, before they are cut by each of `ODD_FACTORS` that is left
 AUTO_CUT = (1, 2, 4, 8)
-ACROSS_NODES = (16, 32, 64)  # besides both, where groups may cross nodes
+ACROSS_NODES = (16, 32, 64)  # added to both where groups may cross nodes
 
 Spans = Mapping[str, tuple[int, ...]]  # by phase, ascending
 
 
 def mesh_spans(config: Config) -> tuple[int, ...]:
-    """All spans that some phase may have, ascending: the mesh is cut for them.
+    """All spans that any phase may have, ascending: the mesh is cut for them.
 
     Raises:
       ConfigError: one does not divide the next.
@@ -60,10 +61,10 @@ def mesh_spans(config: Config) -> tuple[int, ...]:
 def spans_of_phases(config: Config, model: MLLM) -> Spans:
     """The spans that the rows of each phase may have.
 
-    `auto` takes what the ranks and the nodes allow.
+    `auto` takes all spans that the ranks and the nodes allow.
 
     Raises:
-      ConfigError: a span of the config does not divide the ranks, or has groups on several nodes.
+      ConfigError: a span in the config does not divide the ranks, or its groups cross nodes.
     """
     nodes = nodes_of_ranks(config, model)
     spans = {}
@@ -90,10 +91,10 @@ def _with_those_across_nodes(config: Config, spans: tuple[int, ...]) -> tuple[in
 
 
 def left_alone(config: Config, model: MLLM, spans: Spans) -> tuple[str, ...]:
-    """Phases whose rows `auto` leaves to one rank each, only because any group of ranks would cross nodes.
+    """Phases whose rows `auto` leaves to single ranks only because any group would cross nodes.
 
     Args:
-      spans: what `spans_of_phases` says.
+      spans: of `spans_of_phases`.
     """
     crossing = config.balance.model_copy(update={"spans_cross_nodes": True})
     allowed = spans_of_phases(config.model_copy(update={"balance": crossing}), model)

@@ -2,10 +2,10 @@
 real batches.
 
     meshes, component layouts                   mesh_choices.py
-        --legal, and its bytes fit-->           rejections, counted by reason       legal_layouts.py
-        --time in closed form, remat by phase-->the fastest                         closed_form.py
-        --whole plans of sampled batches-->     their programs' bytes, rejections   whole_plans.py
-                                                ranked layouts, the first is chosen layouts.py
+        --legal, and its bytes fit-->           rejections, counted by reason     legal_layouts.py
+        --closed-form time, remat by phase-->   the fastest                       closed_form.py
+        --whole plans of sampled batches-->     bytes of programs, rejections     whole_plans.py
+                                                ranked layouts, the first wins    layouts.py
 
 Times within `EQUAL` count as equal: then the mesh with fewer axes is preferred. The same input
 gives the same result.
