@@ -2,7 +2,7 @@
 
     --cluster h100          a record of `CLUSTERS`
     --cluster mine.yaml     the same keys; `like: h100` fills in the missing ones from a record,
-                            `like: other.yaml` from a file in the same folder
+                            `like: other.yaml` from a file, by its path from this one
 
 Every number is a vendor's or names how it was measured. The chips' FLOP/s are in
 runtime/hardware.py alone.

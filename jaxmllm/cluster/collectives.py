@@ -70,7 +70,7 @@ def collective_seconds(
     if cluster.shared_cores:
         return sent * sharing / in_node.rate(operation) + in_node.hop_seconds
     if operation in POINT_TO_POINT:
-        # Only the last device of a node sends to another node, but all wait for it
+        # With neighbours in a node, only its last device sends to another node, but all wait for it
         return (
             sent / far_rate + between_nodes.hop_seconds
             if crosses

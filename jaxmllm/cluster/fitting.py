@@ -36,8 +36,7 @@ CALIBRATED: Final = 0.2
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step that ran: its seconds, what predicts them on a cluster, and its ticks if it has
-    any."""
+    """A step that ran: its seconds, their prediction on any cluster, and its ticks if any."""
 
     seconds: float
     predicted: Callable[[Cluster], float]

@@ -53,8 +53,8 @@ STEM_KEPT: Final = 18
 PLANES = 1.7
 PLANES_BACKWARD = 4.45
 IN_FLIGHT: Final = 4  # microbatches per stage; see `PipelineConfig.microbatches_in_flight`
-PROJECTOR_KEPT: Final = 6  # kept arrays of a projector's tokens, as wide as its MLP
-GAPS: Final = 1.03  # gaps in the heap, between values that come and go
+PROJECTOR_KEPT: Final = 6  # kept arrays of a projector's tokens, each as wide as its MLP
+GAPS: Final = 1.03  # factor for gaps in the heap, between values that come and go
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class PhaseProgram:
         )
 
     def _head_gradient(self) -> float:
-        """Bytes of the head's whole gradient, in float32."""
+        """Bytes of the head's whole gradient, in float32; 0 where it is frozen."""
         trained = any(weight.trained and not weight.layers for weight in self.weights)
         return SUM_BYTES * trained * self._table()
 

@@ -191,7 +191,7 @@ class PhaseSeconds:
         # FLOPs of a slot, forward and backward; the latter are 0 where nothing has a gradient.
         linear, *per_square = self.forward
         of_backward = self.whole.linear - linear
-        if not passes.head:  # it has the same share of the FLOPs backward as forward
+        if not passes.head:  # the head's share of FLOPs is the same backward as forward
             of_backward -= of_backward / linear * self.head
             linear -= self.head
         products = passes.forward * linear + passes.backward * of_backward

@@ -136,8 +136,8 @@ def _run(
 
 def seconds_besides(config: PipelineConfig, model: MLLM, device: Device) -> float:
     """Seconds of a tick in addition to its operations: the cluster's `tick_seconds`, unless the
-    config has `pipeline.flops_per_tick`. Those are FLOPs that a stage's devices could do meanwhile,
-    the devices of one replica, as costs are those of one replica."""
+    config has `pipeline.flops_per_tick`: FLOPs that a stage's devices could do meanwhile. Like
+    costs, these are FLOPs of one replica."""
     if not config.flops_per_tick:
         return device.cluster.tick_seconds
     layout = model.layout(LANGUAGE)

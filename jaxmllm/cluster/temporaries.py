@@ -1,8 +1,7 @@
 """Bytes that programs take for themselves while they run, at named moments, from abstract shapes
 and shardings; nothing is compiled.
 
-    model, ProgramName --program_temporaries--> Temporaries      a program takes what its largest
-                                                                 moment does
+    model, ProgramName --program_temporaries--> Temporaries      the largest moment decides
     device_peak.py adds what is held between programs
 
 The counts are in phase_program.py, and those of a generator in drawing_program.py.

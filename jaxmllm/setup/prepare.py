@@ -38,7 +38,7 @@ from sharding.pipeline.schedules.by_name import scheduler_of
 
 # Sampled examples, whose lengths decide the sizes that the config leaves to `auto`
 SAMPLED = SampleSize(16_384, fewest=8, most=128)
-# Enough batches hold each example so often: even a short epoch of grain's shuffle takes 25 ms
+# No more batches than hold each example so often: any epoch of grain's shuffle takes 25 ms or more
 SAMPLED_EPOCHS = 64
 VOCABULARY_MULTIPLE = 64  # so that an `auto` vocabulary divides over tensor-parallel ranks
 SAME_DATA = "Give all hosts the same files for data.sources and data.evaluation"

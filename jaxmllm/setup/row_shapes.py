@@ -82,7 +82,7 @@ def attention_spec(
 
     Raises:
       ConfigError: the attention kernel that the config names does not support a phase's rows or
-      model.
+        model.
     """
     parts = {phase: model.layout(phase).parts for phase in spec.phases}
     blocks = {}

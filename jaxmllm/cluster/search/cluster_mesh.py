@@ -32,7 +32,8 @@ def platform(cluster: Cluster) -> str:
 
 
 def with_nodes(config: Config, cluster: Cluster, devices: int) -> Config:
-    """The config with the cluster's ranks per node, where that is open and there are more nodes."""
+    """The config with the cluster's ranks per node, where it leaves them open and there are several
+    nodes."""
     if config.balance.ranks_per_node != "auto" or devices <= cluster.node_devices:
         return config
     balance = config.balance.model_copy(update={"ranks_per_node": cluster.node_devices})

@@ -144,7 +144,7 @@ def mesh_choices(config: Config, devices: int) -> list[MeshChoice]:
 
 
 def _of_stages(config: Config, devices: int, stages: int) -> Iterator[MeshChoice]:
-    """Choices with so many stages, each on a mesh of `devices` devices."""
+    """Choices with `stages` stages, each stage on a mesh of `devices` devices."""
     fixed = fixed_axes(config)
     # With stages, all rows are on the ranks of the decoder
     inner = open_layouts(config) if stages == 1 else ()
