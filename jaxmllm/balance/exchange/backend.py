@@ -1,17 +1,17 @@
-"""A backend of the exchange: all that depends on how tokens are sent, in one object.
+"""A backend of the exchange: everything that depends on how tokens are sent, in one object.
 
     plan      spread         tokens that leave their rank -> stretches by round, hops per round
               tables         a round -> index tables of some exchange ranks
-    sizes     buffer_slots   what the hops of a round fill
-              hop_shapes     arrays that one hop reads
+    sizes     buffer_slots   slots of the buffers that a round's hops fill
+              hop_shapes     shapes of the arrays that one hop reads
     run       hop_on_host    numpy, for checking plans
               hop_on_device  jax, inside shard_map
 
 To add a backend, write such an object in a file of its own and name it in `BACKENDS` (tables.py).
 
-Letters: N items that leave their rank, K stretches, T tokens, W pool slots, U buffer slots, and X
-exchange ranks. The A peers of a group send each other tokens: exchange rank x is peer x // groups
-of group x % groups (`ExchangeGrid`).
+Letters: N items (or runs of an item's tokens) that leave their rank, K stretches, T tokens, W pool
+slots, U buffer slots, and X exchange ranks. The A peers of a group send each other tokens: exchange
+rank x is peer x // groups of group x % groups (`ExchangeGrid`).
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ if TYPE_CHECKING:  # the processes that plan never import jax
 
 @dataclass(frozen=True)
 class Stretches:
-    """Items, or parts of them, by round: all [K]."""
+    """Stretches of consecutive tokens of an item, each sent in one round: all [K]."""
 
     round: Longs
     item: Longs
-    start: Longs  # its first token, counted in the item
+    start: Longs  # first token of the stretch, counted in the item
     tokens: Longs
-    direct: Bools  # sent to the receiver at once, without a relay
-    # Number of its first token in the round: among those of the same sender and receiver if it is
-    # direct, else among all that the sender spreads.
+    direct: Bools  # sent straight to the receiver, without a relay
+    # Number of the stretch's first token in its round: among those of the same sender and receiver
+    # if it is direct, otherwise among all that the sender spreads over relays.
     ordinal: Longs
-    hops: list[tuple[int, int]]  # of the first and the second leg, for each round
-    direct_tokens: int  # per pair and round
+    hops: list[tuple[int, int]]  # hops of the first and of the second leg, for each round
+    direct_tokens: int  # most direct tokens per pair of ranks and round
 
 
 class Backend(ABC):
     """One way to send tokens between exchange ranks.
 
-    A backend has no state: sizes are those of the `RouteSpec`, tables those of the round.
+    A backend has no state: sizes come from the `RouteSpec`, and tables from the round.
     """
 
-    ragged: ClassVar[bool]  # whether chunks have any size, so that nothing is sent but tokens
+    ragged: ClassVar[bool]  # whether chunks may have any size, so that only tokens are sent
 
     @abstractmethod
     def available(self, platform: str) -> bool:
-        """Whether devices of a jax platform ("cpu", "gpu", ..) can run it."""
+        """Whether devices of a jax platform ("cpu", "gpu", ..) can run this backend."""
 
     @abstractmethod
     def spread(self, sender: Longs, receiver: Longs, tokens: Longs, route: RouteSpec) -> Stretches:
-        """Divide what leaves its rank into as few rounds as the sizes allow.
+        """Divide the tokens that leave their rank into as few rounds as the sizes allow.
 
         Args:
-          sender, receiver: [N] different exchange ranks of one group, in ascending order.
-          tokens: [N], above 0.
+          sender, receiver: [N] exchange ranks of each item: different, of one group, and ascending.
+          tokens: [N] of each item, above 0.
         """
 
     @abstractmethod
@@ -74,23 +74,23 @@ class Backend(ABC):
         """The index tables of a round for some exchange ranks.
 
         Args:
-          local: [X] place of each exchange rank in `ranks`, -1 where it is not among them.
+          local: [X] index of each exchange rank in `ranks`, -1 if it is not among them.
         """
 
     @abstractmethod
     def buffer_slots(self, route: RouteSpec) -> tuple[int, int]:
-        """U of the buffers that the hops of a round fill: forward, backward."""
+        """Slots U of the buffers that a round's hops fill, forward and backward."""
 
     @abstractmethod
     def hop_shapes(self, route: RouteSpec, pool_slots: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of `Hop.arrays` for one exchange rank, which sends from `pool_slots`."""
+        """Shapes of `Hop.arrays` of one exchange rank, which sends from a pool of `pool_slots`."""
 
     @abstractmethod
     def slots_moved(self, rounds: Sequence[RouteRound], route: RouteSpec) -> int:
-        """Slots sent from one exchange rank to another in some rounds, one way."""
+        """Total slots sent between different exchange ranks in some rounds, one way."""
 
     def problem(self, round_: RouteRound, route: RouteSpec) -> str | None:
-        """What is wrong with a round, beyond what running its tables shows; none: nothing."""
+        """An error in a round that running its tables would not show; None if there is none."""
         return None
 
     @abstractmethod
@@ -100,7 +100,7 @@ class Backend(ABC):
         """Run a hop on all exchange ranks: source [X, W], buffer [X, U], which is filled in place.
 
         Args:
-          hop_index: of the hop in its round.
+          hop_index: number of the hop in its round.
         """
 
     @abstractmethod
@@ -115,14 +115,14 @@ class Backend(ABC):
         """Run a hop on one device inside shard_map: pool [W, ...], buffer [U, ...] -> buffer.
 
         Args:
-          hop_index: of the hop in its round.
+          hop_index: number of the hop in its round.
           tables: the arrays of the `Hop`, for this exchange rank.
-          axes: mesh axes over which the peers lie; none: there is but one.
+          axes: mesh axes of the peers; empty if there is only one peer.
         """
 
 
 def tokens_of(stretches: Longs, tokens: Ints) -> tuple[Longs, Longs]:
-    """(stretch, number in the stretch) of every token of the stretches with the given numbers: [T] each."""
+    """Return (stretch, number in the stretch), [T] each, for all tokens of the given stretches."""
     stretch = np.repeat(stretches, tokens[stretches])
     return stretch, running_sums(stretch, np.ones_like(stretch))
 

@@ -1,8 +1,8 @@
 """The padded exchange: all-to-alls of equal chunks, which every platform has.
 
-A hop sends `pair_slots` tokens from each exchange rank to each of its peers, wanted or not, and
-fills the buffer from slot hop * A * pair_slots on. Which token goes in which slot, and by which
-relay, is the matter of relay.py.
+A hop sends `pair_slots` slots from each exchange rank to each of its peers, used or not, and fills
+the buffer from slot hop * A * pair_slots on. relay.py decides which token takes which slot, and
+through which relay it is sent.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     import jax
 
 # More hops of fewer slots waste less, fewer hops of more slots take less time.
-USUAL_HOPS = 16  # in which `auto` pair slots move the traffic of a sampled step
-MAX_HOPS = 40  # of one round; what needs more takes a second one
+USUAL_HOPS = 16  # number in which `auto` pair slots move a sampled step's mean traffic
+MAX_HOPS = 40  # per round; traffic that needs more takes further rounds
 
 
 class Padded(Backend):
-    """Tokens are spread over relays, so that all chunks are about equally full."""
+    """The padded backend: it spreads tokens over relays, so that chunks are about equally full."""
 
     ragged = False
 
@@ -60,11 +60,12 @@ class Padded(Backend):
         last_slot = np.where(relayed, second_slot, first_slot)
         last_sender = np.where(relayed, paths.relay, paths.sender)
 
-        # What a rank sends and its buffer have the same layout, by hop, peer and slot:
+        # The slots that a rank sends and those of its buffer have the same layout, by hop, peer and
+        # slot (Q = pair_slots):
         #
         #     hop 0: | peer 0, Q slots | peer 1, Q slots | ..    hop 1: | peer 0, Q slots | ..
         def chunk_slot(hop: Longs, rank: Longs, slot: Longs) -> Longs:
-            """Slot of a chunk for `rank` among those sent, and of one from it in the buffer."""
+            """Index of a chunk's slot: for `rank` among those sent, or from it in the buffer."""
             return (hop * peers + rank // groups) * slots + slot
 
         def send_tables(*legs: _Leg) -> tuple[Hop, ...]:
@@ -77,7 +78,7 @@ class Padded(Backend):
 
         forward_slots, backward_slots = self.buffer_slots(route)
 
-        # A relay sends from its buffer, which follows the encoder pool in what a hop reads.
+        # A relay sends from its buffer, which follows the encoder pool in the source of a hop.
         at_relay = route.encoder_pool + chunk_slot(first_hop, paths.sender, first_slot)
         send_forward = send_tables(
             _Leg(paths.sender, moves, first_hop, paths.relay, first_slot, paths.start),
@@ -85,13 +86,13 @@ class Padded(Backend):
         )
         arrived_at = chunk_slot(last_hop, last_sender, last_slot)
         gather_forward = np.full((len(ranks), route.language_pool), -1, np.int32)
-        # Gathers read buffer ++ pool, hops pool ++ buffer: what stays on its rank follows the
-        # buffer.
+        # Gathers read buffer ++ pool, whereas hops read pool ++ buffer: to a gather, tokens that
+        # stay on their rank follow the buffer.
         arrives = np.where(moves, arrived_at, forward_slots + paths.start)
         fill(gather_forward, local[paths.receiver], True, paths.arrival, arrives)
 
-        # The gradient takes the same way back, so the hops of the way back are those of the forward
-        # one in reverse order.
+        # Gradients return along the same paths, so the backward hops are the forward ones in
+        # reverse order.
         first_hop_back = round_.hops - 1 - last_hop
         last_hop_back = round_.hops - 1 - first_hop
         back_at_relay = route.language_pool + chunk_slot(first_hop_back, paths.receiver, last_slot)
@@ -135,8 +136,8 @@ class Padded(Backend):
         )
         moves = paths.sender != paths.receiver
         relayed = paths.relay != paths.receiver
-        # What is forwarded has to reach its relay in the first leg; nothing goes after the last
-        # hop.
+        # Tokens to forward have to reach their relay in the first leg, and none may be sent after
+        # the last hop.
         limits = (
             (paths.send_slot[moves], round_.hops),
             (paths.send_slot[moves & relayed], round_.first_leg),
@@ -164,7 +165,7 @@ class Padded(Backend):
         tables: tuple[jax.Array, ...],
         axes: tuple[str, ...],
     ) -> jax.Array:
-        import jax  # here, for worker processes plan without it
+        import jax  # here, because worker processes plan without it
 
         from sharding.pools import gather_either
 
@@ -177,42 +178,42 @@ class Padded(Backend):
 
 
 class _Leg(NamedTuple):
-    """One leg of the way of T tokens: all [T]."""
+    """One leg of the paths of T tokens: all [T]."""
 
     rank: Longs  # exchange rank that sends
-    taken: Bools  # by the token
+    taken: Bools  # whether the token takes this leg
     hop: Longs
     to_rank: Longs
-    slot: Longs  # of the chunk
+    slot: Longs  # in the chunk
     source: Longs  # slot of pool ++ buffer that is sent
 
 
 def choose_pair_slots(
     moves: Sequence[tuple[Longs, Longs, Longs]], grid: ExchangeGrid, longest: int
 ) -> int:
-    """Pair slots with which `USUAL_HOPS` move what sampled steps move on average.
+    """Pair slots with which `USUAL_HOPS` hops carry the mean traffic of the sampled steps.
 
     Args:
-      moves: of each step (sender, receiver, tokens), as for `split_over_relays`.
-      longest: tokens of the longest item, which must be able to move where no sample does.
+      moves: (sender, receiver, tokens) of each step, as for `split_over_relays`.
+      longest: tokens of the longest item, for which there must be slots even if no sample moves.
     """
     if grid.peers == 1:
         return 1  # nothing can move
     needed = [_slots_per_pair(*step, grid) for step in moves]
-    # Where no sample moves anything: both legs of the longest item, which A relays share.
+    # If no sample moves a token: slots for both legs of the longest item, spread over A relays.
     usual = float(np.mean(needed)) if any(needed) else 2 * longest / grid.peers
     return max(1, math.ceil(usual / USUAL_HOPS))
 
 
 def _slots_per_pair(sender: Longs, receiver: Longs, tokens: Longs, grid: ExchangeGrid) -> int:
-    """Slots from each exchange rank to each peer that a step takes, all hops together."""
+    """Slots that a step needs from each exchange rank to each peer, all hops together."""
     stretches = split_over_relays(
         sender,
         receiver,
         tokens,
         peers=grid.peers,
         groups=grid.groups,
-        pair_slots=1,  # so that hops are slots
+        pair_slots=1,  # so that the number of hops is that of slots
         max_hops=INT64_MAX,
     )
     return sum(stretches.hops[0])

@@ -1,11 +1,12 @@
-"""Node-wise placement: items run where their tokens have a short way to the language rows.
+"""Node-wise placement: items run near the language rows that read their tokens.
 
 A token costs nothing when it stays on its devices, little inside a node, and most between nodes.
-Three rounds of swaps, none of which changes the number of rows or makes a microbatch wait longer:
+There are three kinds of swaps, none of which changes the number of rows or makes a microbatch wait
+longer by more than a small margin:
 
     examples between language ranks               to even out incoming media tokens    (here)
     encoder rows between ranks of a microbatch    all wait for its costliest anyway    row_ranks.py
-    items of similar length between rows          so that they need not travel         swaps.py
+    items of similar length between rows          so that they need not be sent        swaps.py
 
 Letters: B examples, N items, R ranks, M microbatches, and A, E, L of `ExchangeGrid`.
 """
@@ -46,11 +47,12 @@ def place_items_near(
     grids: Mapping[str, ExchangeGrid],
     nodes: Mapping[str, Ints],
 ) -> dict[str, PhasePlan]:
-    """Spread media over the language ranks, choose the ranks of the rows of every encoder phase,
-    then swap items of similar length.
+    """Spread media over the language ranks, choose ranks for the rows of every encoder phase, then
+    swap items of similar length.
 
-    The number of rows and microbatches stays. The costliest row of a microbatch and the costliest
-    rank stay as they are, or within 1/128 of the mean and of what no placement goes below.
+    The numbers of rows and microbatches do not change. The costliest row of a microbatch costs at
+    most as much as before, or 1/128 above the mean row; the costliest rank at most as much as
+    before, or 1/128 above the lower bound of any placement.
 
     Args:
       plans: by phase, with balanced ranks.
@@ -58,14 +60,14 @@ def place_items_near(
       nodes: by phase, node of each rank [R].
 
     Returns:
-      The plans with new rows of the items.
+      The plans with the items in their new rows.
     """
     if not grids:
         return dict(plans)
     media = media_of_examples(items)
     sequences = items.phases[LANGUAGE]
     media_of_sequences = media[sequences.example]
-    # First the language rows: where these lie decides where encoders' items are wanted.
+    # Language rows come first: their ranks decide where the items of encoders are wanted.
     language = _spread_media(plans[LANGUAGE], sequences, phases[LANGUAGE], media_of_sequences)
     placed = place_rows(dict(plans) | {LANGUAGE: language}, items, phases, grids, nodes)
     least_benefit = max(1, int(media.sum()) // PLACEMENT_SEARCH.least_benefit)
@@ -97,8 +99,8 @@ def place_rows(
     """Choose the ranks of the rows of every encoder phase: arguments as for `place_items_near`.
 
     Rows move within their microbatch, so rows, microbatches and the synchronised cost stay as they
-    are. The costliest rank's total stays as it is, or within 1/128 of what no placement goes below;
-    where that cannot be had, all rows of a rank move together.
+    are. The costliest rank's total is at most what it was, or 1/128 above its lower bound; where no
+    swaps achieve that, all rows of a rank (or of a group of ranks) move together.
 
     Returns:
       The plans with new `rank` in encoder phases.
@@ -128,7 +130,7 @@ def _reading_ranks(items: BatchItems, phase: str, language: PhasePlan) -> Longs:
 
 
 def _spread_media(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, tokens: Longs) -> PhasePlan:
-    """The language plan after swaps that give every rank about as many media tokens to take in.
+    """The language plan after swaps of examples that even out the media tokens of the ranks.
 
     A rank that encodes as much as all others but takes in little has to send nearly all of it.
     """
@@ -140,7 +142,7 @@ def _spread_media(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, tokens: L
 
 
 def _spans_with_a_choice(plan: PhasePlan, spec: PhaseSpec) -> list[int]:
-    """Spans of which there are rows in several groups, widest first."""
+    """Spans of the plan's rows that leave a choice between several groups, widest first."""
     return [span for span in np.unique(plan.span)[::-1].tolist() if span < spec.ranks]
 
 
@@ -152,10 +154,10 @@ def swap_items(
     least_benefit: int,
     span: int = 1,
 ) -> PhasePlan:
-    """The plan after swaps of items with rows of the ranks that want them.
+    """The plan after swaps that bring items to rows of the ranks that want them.
 
     Args:
-      destinations: of the groups of `span` ranks, whose rows swap with one another.
+      destinations: of the groups of `span` ranks, whose rows swap items with one another.
     """
     movable = _movable(plan, items, spec, span)
     reduce_traffic(movable.state, destinations.chosen(movable.items), least_benefit)
@@ -164,18 +166,18 @@ def swap_items(
 
 @dataclass(frozen=True)
 class _Movable:
-    """The items in rows of one span."""
+    """The items of a plan that are in rows of one span, with the state of these rows."""
 
     items: Longs  # [N]
-    state: RowState  # of rows number * G + group, of the microbatches with such rows
-    microbatches: Longs  # [M] these
+    state: RowState  # row m * G + group is that of `microbatches[m]` in a group
+    microbatches: Longs  # [M] those with rows of the span
     span: int
     groups: int
-    slots: Longs  # [M * G] of the rows
-    blocks: Longs | None  # [M * G] of the rows, where items lie by them
+    slots: Longs  # [M * G] of each row
+    blocks: Longs | None  # [M * G] slots of a block in each row; None: items may begin anywhere
 
     def moved(self, plan: PhasePlan) -> PhasePlan:
-        """The plan with the items where they lie now."""
+        """The plan with the items in the rows that `state` now has for them."""
         row_of = self.state.row_of
         microbatch_index, group = np.divmod(row_of, self.groups)
         length = self.state.amounts[SLOTS, :-1]
@@ -195,10 +197,10 @@ class _Movable:
 def _movable(
     plan: PhasePlan, of_phase: PhaseItems, spec: PhaseSpec, span: int, tokens: Longs | None = None
 ) -> _Movable:
-    """What may move of a plan, and how much the rows of a span can take.
+    """The items in a plan's rows of one span, and how much these rows can still take.
 
     Args:
-      tokens: [N] a further amount of each item, which nothing limits.
+      tokens: [N] a further amount of each item, for which rows have no limit.
     """
     groups = spec.ranks // span
     all_costs = item_costs(spec, of_phase)
@@ -215,14 +217,14 @@ def _movable(
     cost = all_costs[items]
     attention = attention_costs(spec, of_phase)[items]
 
-    # Each row may cost as much as the costliest of its microbatch, and has its part of what its
-    # ranks may take on. It may attend as much as the one that attends most.
+    # A row may cost as much as the costliest one of its microbatch, but add no more than its share
+    # of what its ranks may take on. It may have as much attention as the row that has most.
     rows = len(microbatches) * groups
     row_cost = sums_by(row_of, cost, rows).reshape(-1, groups)
     mean = row_cost.sum(axis=1, keepdims=True) // groups
     microbatch_limit = _most(row_cost, mean // PLACEMENT_SEARCH.margin)
-    # A row costs each of its ranks 1 / span, so what its fullest rank may still take counts span
-    # times; each of the group's rows gets an equal part of that.
+    # A row costs each of its ranks 1 / span of its own cost, so the room of the group's fullest
+    # rank counts span times; the group's rows share it equally.
     group_room = rank_room.reshape(groups, span).min(axis=1) * span // max(len(microbatches), 1)
     cost_limit = row_cost + np.minimum(microbatch_limit - row_cost, group_room)
     row_attention = sums_by(row_of, attention, rows).reshape(-1, groups)
@@ -239,15 +241,15 @@ def _movable(
     ]
     if tokens is not None:
         amounts.append(tokens[items])
-        limits.append(0)
+        limits.append(0)  # `balance_ranks` evens this amount out; 0 makes `remaining` minus the sum
     state = RowState.from_limits(row_of, amounts, limits, rows)
     blocks = spec.row_blocks(plan.capacity[chosen], plan.span[chosen], groups)
     return _Movable(items, state, microbatches, span, groups, slots, blocks)
 
 
 def _most(amount: Longs, margin: Longs) -> Longs:
-    """What a row of each microbatch may have of an amount [M, G]: as much as the one that has most,
-    or a margin [M, 1] above the mean. [M, 1]"""
+    """Limit on an amount [M, G] of the rows of each microbatch, [M, 1]: that of the row that has
+    most, or a margin [M, 1] above the mean."""
     mean = amount.sum(axis=1, keepdims=True) // amount.shape[1]
     limit: Longs = np.maximum(amount.max(axis=1, initial=0, keepdims=True), mean + margin)
     return limit

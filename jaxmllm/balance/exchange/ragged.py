@@ -1,7 +1,7 @@
 """The ragged exchange: one all-to-all with chunks of any size, where the platform has it.
 
-Tokens lie in the order of their receivers when they leave and in that of their senders when they
-arrive. The way back is the same with the two exchanged.
+Tokens are ordered by receiver when they leave and by sender when they arrive. The way back is the
+same with the two exchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Ragged(Backend):
-    """Every token goes to its receiver at once, in one hop per round."""
+    """The ragged backend: it sends every token straight to its receiver, in one hop per round."""
 
     ragged = True
 
@@ -50,8 +50,8 @@ class Ragged(Backend):
         expected, landing_back = _volumes(
             round_.receiver, round_.sender, round_.tokens, ranks=ranks, grid=route.grid
         )
-        # Where the tokens for each peer begin among those sent, and those from each in the buffer:
-        # [x, A].
+        # Start of the tokens for each peer among those sent, and of the tokens from each peer in
+        # the buffer: [x, A].
         leaving = np.cumsum(sent, axis=1) - sent
         landing = np.cumsum(expected, axis=1) - expected
 
@@ -63,7 +63,7 @@ class Ragged(Backend):
         arrival = round_.arrival[stretch] + step
         ordinal = round_.ordinal[stretch] + step
         moves = sender != receiver
-        # Meaningless where the sender, or the receiver, is not local (-1): `fill` leaves those out.
+        # Meaningless where the sender, or the receiver, is not local (-1): `fill` skips those.
         sent_at = leaving[local[sender], receiver // groups] + ordinal
         lands_at = landing[local[receiver], sender // groups] + ordinal
 
@@ -123,7 +123,7 @@ class Ragged(Backend):
         tables: tuple[jax.Array, ...],
         axes: tuple[str, ...],
     ) -> jax.Array:
-        import jax  # here, for worker processes plan without it
+        import jax  # here, because worker processes plan without it
 
         from sharding.pools import gather_either
 
@@ -140,8 +140,8 @@ class Ragged(Backend):
 def _volumes(
     rank_of: Ints, peer_of: Ints, tokens: Ints, *, ranks: Sequence[int], grid: ExchangeGrid
 ) -> tuple[Longs, Longs]:
-    """What some exchange ranks send each peer, and how much lower peers send the same receiver:
-    [x, A] each.
+    """Tokens that some exchange ranks send to each peer, and tokens that lower peers than the
+    sender send to the same receiver: [x, A] each.
 
     Args:
       rank_of: [K] exchange rank that sends each stretch (or receives, for the way back).

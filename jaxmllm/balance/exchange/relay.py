@@ -1,24 +1,23 @@
 """Spreading uneven traffic evenly over the equal chunks of a padded all-to-all.
 
-One all-to-all (a hop) moves `pair_slots` tokens between every two ranks, wanted or not. The tokens
-of an image all go to one rank, so few pairs have traffic, and those have much. So every sender
-spreads its tokens over all peers in turn, like cards, and those forward them:
+One all-to-all (a hop) moves `pair_slots` slots between every two ranks, used or not. The tokens of
+an image all go to one rank, so few pairs have traffic, and those have much. Therefore every sender
+spreads its tokens over all peers in turn, like cards, and the peers forward them:
 
     sender --hops of the first leg--> relay --hops of the second leg--> receiver
 
-Token p of those that a sender spreads goes by relay (p + the sender's peer number) % A, which may
-be the sender or the receiver itself. So all chunks of the first leg are equally full, and those of
-the second leg nearly so, since the tokens of an item were spread in turn, too, and come from all
-relays equally. A rank's chunks are as full as it sends or receives much, so hops are as many as the
-busiest ranks need: about (most sent + most received) / (A * pair_slots). The plan holds one record
-per item, nothing per pair of ranks, and takes linear time; that is what lets it be made for
-thousands of ranks.
+Token p of those that a sender spreads is sent through relay (p + the sender's peer number) % A,
+which may be the sender or the receiver itself. So all chunks that a rank sends in the first leg are
+equally full, and those that it receives in the second leg nearly so, because the tokens of each
+item come from all relays in equal numbers. The busiest ranks decide the number of hops: about (most
+tokens sent + most tokens received) / (A * pair_slots). The plan has one record per item and none
+per pair of ranks, and takes linear time, so it can be made for thousands of ranks.
 
-Where most pairs have traffic, as among few ranks, the first `direct_tokens` of each pair go to
-their receiver at once.
+Where many pairs have traffic, as among few ranks, the first `direct_tokens` tokens of each pair are
+sent straight to their receiver.
 
-Letters: A peers; N items that leave their rank; K stretches; T tokens; X exchange ranks (see
-backend.py).
+Letters: A peers; N items (or runs of an item's tokens) that leave their rank; K stretches; T
+tokens; X exchange ranks (see backend.py).
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from jaxmllm.balance.records import RouteRound
 
 @dataclass(frozen=True)
 class DirectSearch:
-    """How many tokens of each pair go to their receiver at once."""
+    """Constants of the choice of how many tokens of each pair are sent directly."""
 
-    # None, unless at least 1/4 of all pairs of ranks have traffic.
+    # No tokens are sent directly unless at least 1/4 of all pairs of ranks have traffic.
     dense_part: int = 4
-    # Tried are none, all, and these shares of the mean pair's tokens.
+    # The candidates are none, all, and these multiples of the mean pair's tokens.
     shares: tuple[float, ...] = (0.5, 1.0, 1.5, 2.0)
 
 
@@ -55,13 +54,13 @@ def split_over_relays(
     pair_slots: int,
     max_hops: int,
 ) -> Stretches:
-    """Spread all tokens over relays, in as few rounds as doubling finds.
+    """Spread all tokens over relays, in 1, 2, 4, .. rounds: the first number that `max_hops` allow.
 
     Args:
-      sender, receiver: [N] different exchange ranks of one group, in ascending order.
-      tokens: [N], above 0.
+      sender, receiver: [N] exchange ranks of each item: different, of one group, and ascending.
+      tokens: [N] of each item, above 0.
       pair_slots: tokens from one rank to another in one hop.
-      max_hops: of one round; at least 2.
+      max_hops: most hops of one round; at least 2.
     """
     if not len(tokens):
         return Stretches(tokens, tokens, tokens, tokens, tokens > 0, tokens, [(0, 0)], 0)
@@ -95,13 +94,13 @@ def _split(
     rounds: int,
     direct_tokens: int,
 ) -> Stretches:
-    """The stretches of a number of equal rounds, and the hops that each needs."""
+    """The stretches of all traffic in `rounds` equal rounds, and the hops that each round needs."""
     ranks = peers * groups
     round_, item, start, part_tokens = _cut_into_rounds(tokens, rounds)
-    # `running_sums` wants members of a group side by side: in each round items are still in order
-    # of sender and receiver.
+    # `running_sums` needs members of a group to be neighbours, and they are: in each round items
+    # are still ordered by sender and receiver.
     pair = (round_ * ranks + sender[item]) * ranks + receiver[item]
-    of_pair = running_sums(pair, part_tokens)  # earlier tokens
+    of_pair = running_sums(pair, part_tokens)  # earlier tokens of the pair
     direct = np.clip(direct_tokens - of_pair, 0, part_tokens)
 
     relayed = np.flatnonzero(part_tokens > direct)
@@ -111,7 +110,7 @@ def _split(
     relayed_tokens = (part_tokens - direct)[relayed]
     of_sender = running_sums(relayed_round * ranks + relayed_sender, relayed_tokens)
 
-    # In turn, so every relay gets as many of a sender's tokens, or one less.
+    # Spread in turn, so every relay gets as many of a sender's tokens as any other, or one less.
     spread_slots = ceil_divide(of_sender + relayed_tokens, peers)
     # Every pair has slots for `direct_tokens` first, used or not; those of spread tokens follow.
     first_leg = direct_tokens + _max_by(relayed_round, spread_slots, rounds)
@@ -150,7 +149,7 @@ def _choose_direct_tokens(
     mean = int(volume.sum()) / pairs
 
     def slots(direct_tokens: int) -> int:
-        """Slots of a rank to all peers, in all hops: as many as the busiest ranks need."""
+        """Slots from a rank to all peers, in all hops: as many as the busiest ranks need."""
         relayed = np.maximum(volume - direct_tokens, 0)
         most_sent = np.bincount(sender[begins], weights=relayed).max()
         most_received = np.bincount(receiver[begins], weights=relayed).max()
@@ -176,7 +175,7 @@ def _cut_into_rounds(tokens: Longs, rounds: int) -> tuple[Longs, Longs, Longs, L
 
 
 def _max_by(group: Longs, amount: Longs, groups: int) -> Longs:
-    """Largest amount of each group, 0 without any: [groups]."""
+    """Largest amount in each group, 0 for an empty group: [groups]."""
     largest = np.zeros(groups, np.int64)
     np.maximum.at(largest, group, amount)
     return largest
@@ -185,10 +184,11 @@ def _max_by(group: Longs, amount: Longs, groups: int) -> Longs:
 def _most_of_one_color(
     group: Longs, color: Longs, tokens: Longs, *, colors: int
 ) -> tuple[Longs, Longs]:
-    """Most tokens of one color in each group, when an item's tokens take the colors in turn.
+    """Tokens of the most frequent color in each group, when an item's tokens take colors in turn.
 
-    Full circles count for every color. What is left over is an arc on the circle of colors, and the
-    most arcs over one color are found by one walk around it.
+    Colors stand for relays, and a group for the tokens to one receiver in one round. Each full
+    circle of an item adds a token to every color. The rest of the item is an arc on the circle of
+    colors; one walk around the circle finds the most arcs that cover one color.
 
     Args:
       group, tokens: [N] of each item.
@@ -201,16 +201,16 @@ def _most_of_one_color(
         return tokens, tokens
     circles, arc = np.divmod(tokens, colors)
     end = color + arc
-    wraps = end > colors  # such an arc is two: up to the last color, and from color 0 on
+    wraps = end > colors  # such an arc is cut in two: up to the last color, and from color 0 on
     zero = np.zeros_like(color[wraps])
     position = np.concatenate([color, np.minimum(end, colors), zero, end[wraps] - colors])
     change = np.repeat([1, -1, 1, -1], [len(color), len(color), wraps.sum(), wraps.sum()])
     owner = np.concatenate([group, group, group[wraps], group[wraps]])
-    # At one position ends come before beginnings, or an arc would meet the next one.
+    # At one position ends sort before beginnings: an arc does not overlap one that begins there.
     key = (owner * (colors + 1) + position) * 2 + (change > 0)
     order = np.argsort(key, kind="stable")
-    # An item that only makes full circles adds an end and then a beginning, which raise no maximum.
-    arcs = np.cumsum(change[order])  # over the color; 0 at the end of every group
+    # An item of full circles only adds an end and then a beginning, which do not raise the maximum.
+    arcs = np.cumsum(change[order])  # arcs that cover the color; 0 at the end of every group
     begins = np.flatnonzero(np.r_[True, np.diff(owner[order]) > 0])
     of_circles = np.zeros(int(group.max()) + 1, np.int64)
     np.add.at(of_circles, group, circles)
@@ -220,9 +220,9 @@ def _most_of_one_color(
 
 @dataclass(frozen=True)
 class TokenPaths:
-    """The way of each token: all [T].
+    """The path of each token: all [T].
 
-    The slots between two ranks are counted through all hops of a round: slot n is slot
+    The slots between two ranks are numbered through all hops of a round: slot n is slot
     n % pair_slots of hop n // pair_slots.
     """
 
@@ -238,10 +238,10 @@ class TokenPaths:
 def token_paths(
     round_: RouteRound, *, peers: int, groups: int, pair_slots: int, local: Longs
 ) -> TokenPaths:
-    """The way of every token that begins, passes or ends at some exchange ranks.
+    """The path of every token that one of some exchange ranks sends, relays or receives.
 
     Args:
-      local: [X], negative where an exchange rank is of no interest.
+      local: [X] negative for exchange ranks that are not among them.
     """
     stretch, step = _passing(round_, peers=peers, groups=groups, local=local)
     sender = round_.sender[stretch].astype(np.int64)
@@ -249,15 +249,15 @@ def token_paths(
     ordinal = round_.ordinal[stretch] + step
     direct = round_.direct[stretch]
     spread = (sender != receiver) & ~direct
-    relay_peer = (ordinal + sender // groups) % peers  # other senders begin with other relays
+    relay_peer = (ordinal + sender // groups) % peers  # each sender begins with another relay
     relay = np.where(spread, relay_peer * groups + sender % groups, receiver)
 
-    # A relay slot counts the earlier tokens with the same relay and receiver: if one of the two is
-    # local, all are here.
+    # A token's relay slot is the number of earlier tokens with the same relay and receiver. It is
+    # used only if one of the two is local, and then all these tokens are in the arrays.
     earlier = np.cumsum(round_.tokens, dtype=np.int64) - round_.tokens
     line = earlier[stretch] + step
     pair = np.where(spread, relay * peers + receiver // groups, -1)
-    # Numbers in `line` differ, and so do all keys: any sort will do.
+    # Numbers in `line` are distinct, hence all keys are: the sort need not be stable.
     order = np.argsort(pair * (int(round_.tokens.sum(dtype=np.int64)) + 1) + line)
     relay_slot = np.empty_like(line)
     relay_slot[order] = running_sums(pair[order], np.ones_like(line))
@@ -267,7 +267,7 @@ def token_paths(
     #     0        direct_tokens                      first_leg * pair_slots
     relay_slot += round_.first_leg * pair_slots
 
-    # A sender that is its own relay takes part in the second leg alone.
+    # A sender that is its own relay sends in the second leg only.
     own_relay = spread & (relay == sender)
     send_slot = np.where(direct, ordinal, round_.direct_tokens + ordinal // peers)
     return TokenPaths(
@@ -282,7 +282,7 @@ def token_paths(
 
 
 def _passing(round_: RouteRound, *, peers: int, groups: int, local: Longs) -> tuple[Longs, Longs]:
-    """(stretch, number in the stretch) of every token that begins, passes or ends at a local rank."""
+    """(stretch, number in it) of every token that a local rank sends, relays or receives."""
     has_local_end = (local[round_.sender] >= 0) | (local[round_.receiver] >= 0)
     near_stretch, near_step = tokens_of(np.flatnonzero(has_local_end), round_.tokens)
 
@@ -295,6 +295,7 @@ def _passing(round_: RouteRound, *, peers: int, groups: int, local: Longs) -> tu
     same_group = round_.sender[stretch] % groups == rank % groups
     stretch = stretch[same_group]
     rank = rank[same_group]
+    # The first step at which (ordinal + step + peer of the sender) % A is the local rank's peer.
     first_relayed = (
         rank // groups - round_.ordinal[stretch] - round_.sender[stretch] // groups
     ) % peers

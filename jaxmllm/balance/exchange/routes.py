@@ -1,11 +1,11 @@
-"""The routes of a step: how encoder outputs get to where the language phase finds them.
+"""The routes of a step: how encoder outputs reach the language rows that read them.
 
     encoder rows --pool_offset--> encoder pools
         --rounds of hops--> language pools --arrival--> language rows
 
-A pool is a buffer of fixed size on every rank; what does not fit one goes to the next. Normally a
-step needs one pool per phase and one round. Phases of equal grids share the encoder pools and the
-exchange of the first of them.
+A pool is a buffer of fixed size on every rank; microbatches that do not fit one use the next.
+Normally a step needs one pool per phase and one round. Phases of equal grids share the encoder
+pools and the exchange of the first of them.
 
 The plan describes rounds by stretches of tokens, the same on every host; each host makes the index
 tables of its own exchange ranks from them (tables.py).
@@ -48,7 +48,7 @@ def plan_routes(
     """Give every microbatch its pool and every encoder item its route.
 
     Args:
-      plans: by phase, placed by assign.py.
+      plans: by phase, with rows and ranks assigned.
 
     Returns:
       (the plans with `pool` and `pool_offset` set, routes by encoder phase).
@@ -109,7 +109,7 @@ def _traffic(
     language_pool: Ints,
     arrival: Longs,
 ) -> Traffic:
-    """What an encoder phase sends to the language pools.
+    """The runs of tokens that an encoder phase sends to the language pools.
 
     Args:
       language_pool: [M] pool of each language microbatch.
@@ -156,10 +156,11 @@ def _encoder_pools(
 
 
 def _fill_pools(tokens: Longs, size: int, name: str) -> tuple[Ints, Ints]:
-    """Put microbatches into pools in order, a new one whenever some rank's would overflow.
+    """Put microbatches into pools in order; begin a new pool when one would overflow on some rank.
 
     Args:
       tokens: [M, R] of each microbatch on each rank.
+      size: tokens that a pool holds on a rank.
 
     Returns:
       (pool [M], offset in the pool [M, R]).
@@ -181,12 +182,12 @@ def _fill_pools(tokens: Longs, size: int, name: str) -> tuple[Ints, Ints]:
 
 
 def _arrivals(pieces: Mapping[str, Pieces], start: Ints, ranks: int) -> dict[str, Longs]:
-    """First language pool slot of every piece: on each rank in the order of the language row.
+    """First language pool slot of every piece; a rank's pieces are in the order of language rows.
 
     Args:
       start: [M * R] first pool slot of each microbatch on each rank.
     """
-    # All phases together, for the tokens of several may alternate in a row.
+    # All phases together, because the tokens of several may alternate in a row.
     row = np.concatenate([of_phase.row(ranks) for of_phase in pieces.values()])
     slot = np.concatenate([of_phase.slot for of_phase in pieces.values()])
     tokens = np.concatenate([of_phase.tokens for of_phase in pieces.values()])
@@ -217,14 +218,14 @@ def _rounds(traffic: list[Traffic], route: RouteSpec) -> tuple[RouteRound, ...]:
 def _rounds_between(
     source: int, target: int, traffic: Traffic, route: RouteSpec
 ) -> list[RouteRound]:
-    """The rounds between two pools; what stays on its exchange rank belongs to the first."""
+    """The rounds between two pools; tokens that stay on their exchange rank belong to the first."""
     changes = traffic.sender != traffic.receiver
     stays = np.flatnonzero(~changes)
     moves = np.flatnonzero(changes)
     moves = moves[np.lexsort((traffic.receiver[moves], traffic.sender[moves]))]
     leaving = traffic.chosen(moves)
     stretches = backend_of(route).spread(leaving.sender, leaving.receiver, leaving.tokens, route)
-    # A run may be cut into several stretches: from here on one entry for each.
+    # A run may be cut into several stretches: from here on, there is one entry per stretch.
     moves = moves[stretches.item]
 
     def column(staying: Longs, moving: Longs) -> Ints:
@@ -265,10 +266,10 @@ def route_statistics(
     encoder_node: Ints | None,
     language_node: Ints | None,
 ) -> dict[str, float]:
-    """What an exchange moves in a step; `plan_step` says what the names mean.
+    """Statistics of what an exchange moves in a step; `plan_step` explains the names.
 
     Args:
-      encoder_node, language_node: [R] node of each rank; none: not known.
+      encoder_node, language_node: [R] node of each rank; None if not known.
     """
     nothing = [np.zeros(0, np.int32)]  # joins to int32 even without rounds
     tokens = np.concatenate([round_.tokens for round_ in rounds] or nothing).astype(np.int64)
@@ -298,7 +299,7 @@ def route_statistics(
         numbers = int(max(encoder_node.max(), language_node.max())) + 1
         in_node = [np.bincount(node, minlength=numbers) for node in (encoder_node, language_node)]
         pairs = len(encoder_node) * len(language_node)
-        # Of all pairs of an encoder and a language rank, the part whose nodes differ.
+        # Share of all pairs of an encoder and a language rank that are on different nodes.
         far_share = (pairs - int(in_node[0] @ in_node[1])) / pairs
         if arbitrary := far_share * routed:
             statistics["node_tokens_over_arbitrary"] = statistics["node_tokens"] / arbitrary

@@ -1,16 +1,16 @@
 """Ranks for the rows of an encoder phase, near the language ranks that need their tokens.
 
-    benefit[row, rank] = weight of the items for the rank's node
-                         + of those for the rank's own devices
+    benefit[row, rank] = weight of the row's items that are wanted on the rank's node
+                         + weight of those that are wanted on the rank's own devices
 
-An item weighs the square of its tokens, for short ones find others to swap with afterwards. Few
-ranks get the assignment of greatest benefit, many a greedy one: first nodes, then ranks inside each
-(node-wise placement as in OrchMLLM, arXiv 2503.23830, but row by row). A row that several ranks
-hold together gets a group in place of a rank: groups of one span are to such rows what ranks are to
-the others.
+An item weighs the square of its tokens, because short items find others to swap with afterwards
+(swaps.py). Few ranks get the assignment of greatest benefit, many a greedy one: first nodes, then
+ranks inside each (node-wise placement as in OrchMLLM, arXiv 2503.23830, but row by row). A shared
+row gets a group instead of a rank: for rows of one span, everything below that holds for ranks
+holds for the groups of that span.
 
 Letters: N items, R ranks, M microbatches, G groups of one span, and A, E, L of `ExchangeGrid`. A
-block is a row of its grid: the encoder ranks and the language ranks on the same devices.
+block is a row of that grid: the encoder ranks and the language ranks on the same devices.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from jaxmllm.balance.rows.assign import item_costs, largest_share, part_costs
 class PlacementSearch:
     """Constants of node-wise placement."""
 
-    # The exact assignment takes cubic time: more ranks are placed greedily.
+    # The exact assignment takes cubic time: rows of more ranks are placed greedily.
     exact_ranks: int = 128
     # The costliest rank may be 1/128 above its lower bound, the costliest row of a microbatch 1/128
-    # above the mean. The row that attends most may have 1/400 of the mean cost above mean attention:
-    # empty slots do not make up for it.
+    # above the mean. The row with most attention may exceed mean attention by 1/400 of the mean
+    # cost, because empty slots do not make up for attention.
     margin: int = 128
     attention_margin: int = 400
     # Items are swapped for as long as a sweep gains 1/33 of all routed tokens.
@@ -45,10 +45,10 @@ PLACEMENT_SEARCH = PlacementSearch()
 
 @dataclass(frozen=True)
 class Places:
-    """Where rows of an encoder phase can run, and where their items are wanted."""
+    """The places where rows of an encoder phase can run, and those where their items are wanted."""
 
-    node: Ints  # [G] of each group
-    block: Longs  # [G] by number
+    node: Ints  # [G] node of each group
+    block: Longs  # [G] number of each group's block
     wanted_node: Longs  # [N]
     wanted_block: Longs  # [N]
 
@@ -56,13 +56,12 @@ class Places:
     def of_groups(
         cls, span: int, goal: Longs, grid: ExchangeGrid, encoder_node: Ints, language_node: Ints
     ) -> Places:
-        """Groups of `span` encoder ranks, and items that language ranks `goal` [N] need.
-
-        Where a group has several blocks, that of its first rank stands for all of them.
+        """The places of groups of `span` encoder ranks, and of items that language ranks `goal` [N]
+        need. If a group has ranks in several blocks, its first rank's block stands for all of them.
         """
         block = blocks_of(grid.encoder)
         first_rank = np.arange(len(block)) // span * span  # of the group of each encoder rank
-        standing_for = block[first_rank[grid.encoder[:, 0]]]  # each block
+        standing_for = block[first_rank[grid.encoder[:, 0]]]  # for each block
         return cls(
             node=encoder_node[::span],
             block=block[::span],
@@ -71,7 +70,7 @@ class Places:
         )
 
     def chosen(self, items: Longs) -> Places:
-        """The same for some of the items alone."""
+        """The same places for some of the items only."""
         return replace(
             self, wanted_node=self.wanted_node[items], wanted_block=self.wanted_block[items]
         )
@@ -87,7 +86,7 @@ def match_rows(
     encoder_node: Ints,
     language_node: Ints,
 ) -> Ints:
-    """A new rank for each item of an encoder phase, equal for the items of a row: [N].
+    """New rank of each item of an encoder phase, the same for all items of a row: [N].
 
     Args:
       goal: [N] language rank that needs the item.
@@ -102,7 +101,7 @@ def match_rows(
     }
 
     def moved(span: int, members: Longs) -> Longs:
-        """New ranks of all ranks, of which groups move together: [R]."""
+        """New rank for the rows that each rank has now, when groups of `span` move whole: [R]."""
         groups = best_ranks(
             plan.rank[members].astype(np.int64) // span,
             weight[members],
@@ -110,12 +109,12 @@ def match_rows(
         )
         return groups[ranks // span] * span + ranks % span
 
-    # The new rank of the row that lies on each rank: [M, R].
+    # New rank of the row that each rank has now: [M, R].
     rank_of = np.empty((plan.microbatches, spec.ranks), np.int64)
     for microbatch, span in enumerate(plan.span.tolist()):
         rank_of[microbatch] = moved(span, np.flatnonzero(plan.microbatch == microbatch))
     row_cost = part_costs(plan, cost, spec.ranks)
-    # Rows of several ranks are left where they are now.
+    # Only rows of one rank are swapped to keep the limit; shared ones stay in their new groups.
     alone = plan.span == 1
     shared = np.zeros(spec.ranks, np.int64)
     np.add.at(shared, rank_of[~alone], row_cost[~alone])
@@ -124,44 +123,47 @@ def match_rows(
     if _cap_rank_totals(ranks_of_rows, row_cost[alone], shared, limit):
         rank_of[alone] = ranks_of_rows
     else:
-        # The widest groups, with all that lies in them.
+        # Move the widest groups whole, with all their rows, which leaves totals as they are.
         rank_of[:] = moved(int(plan.span.max()), np.arange(len(cost)))
     return rank_of[plan.microbatch, plan.rank].astype(np.int32)
 
 
 def rank_limit(rank_cost: Longs, largest_item: int) -> int:
-    """What the costliest rank may cost: as much as now, or a little above what no placement goes
-    below.
+    """Limit on the cost of a rank: the present maximum, or a little above the lower bound of any
+    placement.
 
     Args:
-      rank_cost: [R] now.
-      largest_item: what some rank must cost at least, for one item.
+      rank_cost: [R] cost of each rank now.
+      largest_item: cost that some rank has at least, because of a single item.
     """
     floor = max(ceil_divide(int(rank_cost.sum()), len(rank_cost)), largest_item)
     return max(int(rank_cost.max(initial=0)), floor + floor // PLACEMENT_SEARCH.margin)
 
 
 def _cap_rank_totals(rank_of: Longs, cost: Longs, shared: Longs, limit: int) -> bool:
-    """Swap rows of the ranks whose totals are above `limit`, in place; False if that is not enough.
+    """Swap rows, in place, until no rank's total is above `limit`.
 
     Args:
       rank_of: [M, R] rank of each row.
       cost: [M, R] of each row.
-      shared: [R] what each rank costs besides.
+      shared: [R] further cost of each rank.
+
+    Returns:
+      Whether that succeeded; if not, `rank_of` is unchanged.
     """
-    # The inverse of `rank_of`: where the row now on each new rank lay before. Swaps change it, and
-    # it is turned back in the end.
-    row_at = np.argsort(rank_of, axis=1)  # by rank
+    # The inverse of `rank_of`: the row on each rank. Swaps change this inverse, from which
+    # `rank_of` is written in the end.
+    row_at = np.argsort(rank_of, axis=1)  # [M, R], by rank
     cost_at = np.take_along_axis(cost, row_at, axis=1)
     total = cost_at.sum(axis=0) + shared
     while (highest := int(total.max())) > limit:
         if not len(cost_at):
             return False
         heavy = int(total.argmax())
-        # What the heavy rank passes to each other one by a swap of their rows in each microbatch.
+        # Cost that the heavy rank gives to each other rank by a swap of their rows: [M, R].
         passed = cost_at[:, heavy, None] - cost_at
-        # The higher total of the two ranks after each swap: [M, R]. It has to be below the highest
-        # of all ranks before, so the loop ends.
+        # The higher total of the two ranks after each swap: [M, R]. Swaps are made only if it is
+        # below the present highest total, so the loop ends.
         higher = np.maximum(total[heavy] - passed, total + passed)
         higher[:, heavy] = highest
         microbatch, light = divmod(int(higher.argmin()), len(total))
@@ -176,11 +178,11 @@ def _cap_rank_totals(rank_of: Longs, cost: Longs, shared: Longs, limit: int) -> 
 
 
 def best_ranks(row: Longs, weight: Longs, places: Places) -> Longs:
-    """A rank (or group) for each of G rows, every one once: [G].
+    """The rank (or group) of each of G rows, each rank taken once: [G].
 
     Args:
       row: [N] row of each item, 0 .. G - 1.
-      weight: [N] of having it where it is wanted.
+      weight: [N] benefit of each item's being where it is wanted.
       places: of the ranks (or groups) and the items.
     """
     ranks = len(places.node)
@@ -194,13 +196,13 @@ def best_ranks(row: Longs, weight: Longs, places: Places) -> Longs:
         benefit = by_node.reshape(ranks, nodes)[:, places.node]
         benefit = benefit + by_block.reshape(ranks, blocks)[:, places.block]
         return linear_sum_assignment(benefit, maximize=True)[1].astype(np.int64)
-    # Nodes have as many places as there are rows, so those left over are for rows without a node.
+    # Nodes have as many ranks as there are rows, so the rest is for rows that have no node yet.
     room = np.bincount(places.node, minlength=nodes)
     node_of, room = _greedy_groups(row, wanted_node, weight, room=room, rows=ranks)
     without = node_of < 0
     node_of[without] = np.repeat(np.arange(nodes), room)[: np.count_nonzero(without)]
-    # A block of several ranks may span nodes: then the node decides, and the block is left to
-    # chance.
+    # A block of several ranks may span nodes. Nodes come first: a row gets a rank of its block only
+    # if the row's node has one.
     inside = node_of[row] == wanted_node
     block_of, _ = _greedy_groups(
         row[inside],
@@ -222,27 +224,27 @@ def blocks_of(ranks: Ints) -> Longs:
 def _greedy_groups(
     row: Longs, group: Longs, weight: Longs, *, room: Longs, rows: int
 ) -> tuple[Longs, Longs]:
-    """A group for each row: repeatedly every row asks for the group that needs most of its tokens
-    among those with room, and groups take the rows that bring most.
+    """Choose a group for each row: repeatedly, every row without one asks for the group with room
+    that wants most of the row's weight, and groups take the rows that bring most.
 
     Args:
       row, group, weight: [N] of each item.
       room: rows that each group can take.
 
     Returns:
-      (group of each row, -1 where it asks for none with room [rows]; room that is left).
+      (group of each row [rows], -1 if none that wants its items had room; room left in each group).
     """
     groups = len(room)
     key, index = np.unique(row * groups + group, return_inverse=True)
     gain = sums_by(index, weight, len(key))
-    key = key[np.lexsort((key, -gain))]  # best first
+    key = key[np.lexsort((key, -gain))]  # (row, group) pairs, the best first
     wishing_row, wish = np.divmod(key, groups)
     group_of = np.full(rows, -1, np.int64)
     room = room.astype(np.int64)
     while len(wishing_row):
         asking = np.unique(wishing_row, return_index=True)[1]  # best wish of each row
-        # Wishes are listed best first: in order of these numbers, each group takes the rows that
-        # bring most.
+        # Wishes are sorted best first, so by ascending index each group takes the rows that bring
+        # most.
         asking = asking[np.lexsort((asking, wish[asking]))]
         asked = wish[asking]
         granted = asking[_ordinals(asked) < room[asked]]
@@ -257,7 +259,7 @@ def _greedy_groups(
 def _ranks_in_nodes(
     node_of: Longs, block_of: Longs, encoder_node: Ints, encoder_block: Longs
 ) -> Longs:
-    """A rank of its node for each row, in the wished block if it has one there: [R]."""
+    """The rank of each row on its node, in the row's block if that has a rank left there: [R]."""
     blocks = int(encoder_block.max()) + 1
     rank_of = np.full(len(node_of), -1, np.int64)
     node_and_block = encoder_node * blocks + encoder_block
@@ -274,7 +276,7 @@ def _ranks_in_nodes(
     fits = index < np.searchsorted(available, wish, side="right")
     rank_of[wishing[fits]] = ranks[index[fits]]
 
-    # The others take what is left of their node: both in the order of nodes, so they match up.
+    # The other rows take the ranks left on their node: both are sorted by node, so they match up.
     waiting = np.flatnonzero(rank_of < 0)
     free = np.setdiff1d(np.arange(len(node_of)), rank_of)
     waiting = waiting[np.argsort(node_of[waiting], kind="stable")]
@@ -283,5 +285,5 @@ def _ranks_in_nodes(
 
 
 def _ordinals(ordered: Longs) -> Longs:
-    """Number of each entry among those equal to it, of entries in ascending order."""
+    """Number of each entry among the entries equal to it; entries are in ascending order."""
     return np.arange(len(ordered)) - np.searchsorted(ordered, ordered)

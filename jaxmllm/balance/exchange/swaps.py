@@ -5,10 +5,10 @@
 
 j and k together are about as long as i, which may also take along another item of its row.
 
-Balancing assigns items to rows regardless of where their tokens are needed. Which of two items of
-similar length lies in which row hardly matters to it, but decides what the exchange has to carry.
-No swap lets a row overflow or cost more than it may, so the balance stays. Rows of groups of ranks
-swap in the same way: what is said of ranks here then holds of groups.
+Balancing assigns items to rows regardless of where their tokens are needed. For the balance it
+hardly matters which of two items of similar length is in which row, but it decides what the
+exchange has to carry. No swap lets a row overflow or cost more than it may, so the balance stays.
+Shared rows swap in the same way: what is said of ranks here then holds for groups.
 
 Letters: N items, R ranks, E ranks of a block.
 """
@@ -26,25 +26,26 @@ from jaxmllm.compiled import compiled, compiled_leaf
 # Compiled code needs constants of the module.
 COMPANIONS = 6  # an item moves alone, or with one of up to 5 misplaced items of its row
 PARTNERS = 12  # the first 11 of a row are also tried in pairs: all pairs would take long
-# So many of a row are tried at all, those of most tokens: rows of thousands of small images would take their square
+# Most items of a row that are tried, those of most tokens first: rows of thousands of small images
+# would otherwise take quadratic time.
 MOST_PARTNERS = 256
 
 
 class Destinations(NamedTuple):
-    """Where items may lie and where they would rather.
+    """The node and block of each rank, and the node and block where each item is wanted.
 
-    The benefit of an item on a rank is its tokens for the right node, and once more for the right
-    block: the ranks that share their devices with one language rank.
+    The benefit of an item on a rank is its number of tokens if the node is the wanted one, plus
+    that number if the block is. A block is the ranks on the same devices (row_ranks.py).
     """
 
     node: Longs  # [R]
-    block: Longs  # [R] by number
+    block: Longs  # [R] number of each rank's block
     wanted_node: Longs  # [N]
     wanted_block: Longs  # [N]
     tokens: Longs  # [N]
 
     def chosen(self, items: Longs) -> Destinations:
-        """The same for some of the items alone."""
+        """The same destinations for some of the items only."""
         return Destinations(
             node=self.node,
             block=self.block,
@@ -55,15 +56,15 @@ class Destinations(NamedTuple):
 
 
 class _Misplaced(NamedTuple):
-    """The items of each row that are not in their block, as linked lists that end with N. At first
-    those of most tokens come first."""
+    """The items of each row that are outside their wanted block, as linked lists that end with N.
+    When a sweep begins, lists start with the items of most tokens."""
 
     first: Longs  # [rows]
     following: Longs  # [N] the next item of the same row
 
 
 class _Choices(NamedTuple):
-    """What a row may pass in a swap, one or two of its items: all [choices]."""
+    """Choices of one or two items that a row may give in a swap: all [choices]."""
 
     first: Longs
     second: Longs  # N where there is none
@@ -73,10 +74,10 @@ class _Choices(NamedTuple):
 
 
 def reduce_traffic(state: RowState, destinations: Destinations, least_benefit: int) -> None:
-    """Swap items until that saves little.
+    """Swap items until a sweep saves less than `least_benefit`.
 
     Args:
-      state: of rows microbatch * R + rank; changed in place. Rows over capacity may only get less.
+      state: of rows microbatch * R + rank; changed in place. Rows over a limit may only get less.
       destinations: of the items.
       least_benefit: above 0; a sweep over all items that gains less is the last.
     """
@@ -87,12 +88,12 @@ def reduce_traffic(state: RowState, destinations: Destinations, least_benefit: i
 
 
 def _ranks_of_block(block: Longs) -> Longs:
-    """The ranks of each block: [blocks, E]; of one that has fewer than others, some twice."""
+    """The ranks of each block: [blocks, E]; a block with fewer than E repeats its last one."""
     by_block = np.argsort(block, kind="stable")
     sizes = np.bincount(block)
     member = np.minimum(np.arange(sizes.max()), np.maximum(sizes - 1, 0)[:, None])
     starts = np.cumsum(sizes) - sizes
-    # Nothing is wanted in a block without ranks.
+    # A block without ranks is given some other rank: no item is wanted there.
     ranks: Longs = by_block[np.minimum(starts[:, None] + member, len(block) - 1)]
     return ranks
 
@@ -103,7 +104,7 @@ def _sweep(state: RowState, destinations: Destinations, ranks_of_block: Longs, o
     no_item = len(state.row_of)
     rows = state.remaining.shape[1]
     misplaced = _Misplaced(np.full(rows, no_item), np.empty(no_item, np.int64))
-    # Made once and written anew for each item: to make them takes longer than many a search.
+    # Made once and overwritten for each item: making them takes longer than many a search.
     outgoing = _no_choices(COMPANIONS)
     incoming = _no_choices(MOST_PARTNERS + PARTNERS * PARTNERS)
     return _swap_in_order(state, destinations, ranks_of_block, order, misplaced, outgoing, incoming)
@@ -130,7 +131,7 @@ def _swap_in_order(
     outgoing: _Choices,
     incoming: _Choices,
 ) -> int:
-    """`_sweep`, with arrays to write to."""
+    """The loops of `_sweep`: a leaf, because their work arrays are given."""
     ranks = len(destinations.node)
     # `_add` puts items first in their row's list, so those of most tokens are added last.
     for position in range(len(order) - 1, -1, -1):
@@ -164,8 +165,8 @@ def _best_swap(
     incoming: _Choices,
 ) -> tuple[int, int, int, int, int]:
     """(benefit, row, companion, partner, second partner) of an item's best swap with a row of its
-    block. Companion and second partner may be none, which is N. Of equals it is the swap of most
-    similar cost; of these the first by row, partner, second partner and companion."""
+    block; N stands for no companion and no second partner. Among swaps of equal benefit, it is the
+    one of most similar cost, and then the first by row, partner, second partner and companion."""
     no_item = len(state.row_of)
     ranks = len(destinations.node)
     source = state.row_of[item]
@@ -189,8 +190,8 @@ def _best_swap(
                 gain = item_gain + _gain(destinations, companion, source_rank, goal_rank)
                 outgoing.gain[out_index] = gain
                 max_out_gain = max(max_out_gain, gain)
-            # Items of the other row that bring less cannot make a swap as good as the best one,
-            # whatever leaves with them.
+            # Choices of the other row that gain less than this cannot be part of a swap as good as
+            # the best one so far, whatever they are swapped for.
             least_gain = max(best_gain, 1) - max_out_gain
             in_count = _list_incoming(
                 state, destinations, misplaced, goal, source, least_gain, incoming
@@ -203,7 +204,7 @@ def _best_swap(
                 out_gain = outgoing.gain[out_index]
                 out_slots = outgoing.slots[out_index]
                 out_cost = outgoing.cost[out_index]
-                # Hardly any swap fits: first see in a loop without branches whether one may.
+                # Hardly any swap fits: a loop without branches first tells whether one may.
                 worth_trying = 0
                 for in_index in range(in_count):
                     gain = out_gain + incoming.gain[in_index]
@@ -221,8 +222,8 @@ def _best_swap(
                     if gain < best_gain or (gain == best_gain and miss > best_miss):
                         continue
                     order = in_index * COMPANIONS + out_index
-                    # A swap equal to the best one comes before it only in the same row: rows are
-                    # tried in order.
+                    # Rows are tried in order, so a swap equal to the best one may come before it
+                    # only in the same row.
                     equal = gain == best_gain and miss == best_miss
                     if equal and (goal != best[0] or order > best_order):
                         continue
@@ -266,8 +267,8 @@ def _list_incoming(
     least_gain: int,
     incoming: _Choices,
 ) -> int:
-    """List the first misplaced items of the row `goal`, alone and a few of them in pairs, that bring
-    at least `least_gain` on the way to the row `source`; return how many choices there are."""
+    """List the first misplaced items of row `goal`, alone and a few of them in pairs, whose move to
+    row `source` gains at least `least_gain`; return how many choices there are."""
     no_item = len(state.row_of)
     ranks = len(destinations.node)
     source_rank = source % ranks
@@ -288,7 +289,7 @@ def _list_incoming(
             incoming.cost[choices] = cost
             choices += 1
         if partners < PARTNERS:
-            # With those before it, so that every pair is listed once.
+            # Pairs with the items before it in the list, so that every pair is listed once.
             second = misplaced.first[goal]
             while second != partner:
                 gain = partner_gain + _gain(destinations, second, goal_rank, source_rank)
@@ -311,7 +312,7 @@ def _in_block(destinations: Destinations, item: int, rank: int) -> bool:
 
 @compiled_leaf
 def _gain(destinations: Destinations, item: int, from_rank: int, to_rank: int) -> int:
-    """Benefit of moving an item, or none."""
+    """Benefit gained by moving an item; 0 for no item (N)."""
     if item == len(destinations.tokens):
         return 0
     node = destinations.wanted_node[item]
@@ -325,7 +326,7 @@ def _gain(destinations: Destinations, item: int, from_rank: int, to_rank: int) -
 def _fits(
     state: RowState, source: int, goal: int, outgoing: tuple[int, int], incoming: tuple[int, int]
 ) -> bool:
-    """Whether both rows can take what they would get."""
+    """Whether both rows can take the items that they would get."""
     amounts = state.amounts
     remaining = state.remaining
     for kind in range(len(amounts)):
@@ -345,15 +346,15 @@ def _move(
     source: int,
     goal: int,
 ) -> None:
-    """Move a misplaced item, or none, to another row."""
+    """Move a misplaced item to another row; do nothing for no item (N)."""
     if item == len(state.row_of):
         return
     state.row_of[item] = goal
     for kind in range(len(state.amounts)):
         state.remaining[kind, source] += state.amounts[kind, item]
         state.remaining[kind, goal] -= state.amounts[kind, item]
-    # It is in the list of its row, for only misplaced items move: taken out there, and put into the
-    # other row's list if it is not in its block there either.
+    # Only misplaced items move, so the item is in the list of its row: it is taken out there, and
+    # put into the other row's list if it is outside its block there, too.
     previous = misplaced.first[source]
     if previous == item:
         misplaced.first[source] = misplaced.following[item]

@@ -16,8 +16,8 @@ from jaxmllm.balance.exchange.padded import PADDED
 from jaxmllm.balance.exchange.ragged import RAGGED
 from jaxmllm.balance.records import Hop, RouteRound, RouteSpec, RouteTables
 
-# By the names that `balance.exchange` of the config may have. `auto` takes the first that the
-# devices can run, so what every platform has stands last.
+# Keyed by the values of `balance.exchange` in the config. `auto` takes the first backend that the
+# devices can run, so the one that runs on every platform is last.
 BACKENDS: dict[str, Backend] = {"ragged": RAGGED, "padded": PADDED}
 
 
@@ -40,7 +40,7 @@ def route_tables(round_: RouteRound, route: RouteSpec, ranks: Sequence[int]) -> 
 def run_hops(
     source: Longs, hops: Sequence[Hop], gather: Ints, *, route: RouteSpec, direction: int
 ) -> Longs:
-    """What the devices do with the tables of all exchange ranks, for checking plans.
+    """Do in numpy what the devices do with the tables of all exchange ranks, to check plans.
 
     Args:
       source: [X, W] tokens as numbers; 0 is nothing.
@@ -49,7 +49,7 @@ def run_hops(
       direction: 0 forward, 1 backward.
 
     Returns:
-      [X, W of the target]
+      [X, W] the target pools, of W slots each, after the hops.
     """
     backend = backend_of(route)
     buffer = np.zeros((len(source), backend.buffer_slots(route)[direction]), source.dtype)

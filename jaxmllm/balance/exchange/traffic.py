@@ -1,6 +1,5 @@
-"""What has to go where in a step, whichever backend carries it.
-
-Media tokens by example, by language rank and microbatch, and between exchange ranks.
+"""The traffic of a step, whichever backend carries it: media tokens by example, by language rank
+and microbatch, and between exchange ranks.
 
 Letters: B examples, K runs of tokens, R language ranks, M language microbatches, and A, E, L, X of
 `ExchangeGrid`.
@@ -20,7 +19,8 @@ from jaxmllm.phases import LANGUAGE
 
 
 def media_of_examples(items: BatchItems) -> Longs:
-    """Tokens that media of each example become, and that what it draws reads, all phases together: [B]."""
+    """Tokens of each example that its media become, or that its drawn items read, summed over all
+    phases: [B]."""
     tokens = np.zeros(len(items.examples), np.int64)
     for media in items.phases.values():
         tokens += sums_by(media.example, media.tokens.astype(np.int64), len(tokens))
@@ -44,7 +44,7 @@ def media_tokens(
 
 
 def arriving_tokens(pieces: Iterable[Pieces], microbatches: int, ranks: int) -> Longs:
-    """Tokens of some pieces that each language rank takes in for each microbatch: [M, R]."""
+    """Tokens of the given pieces that each language rank takes in for each microbatch: [M, R]."""
     arriving = np.zeros(microbatches * ranks, np.int64)
     for of_phase in pieces:
         arriving += sums_by(of_phase.row(ranks), of_phase.tokens, microbatches * ranks)
@@ -56,12 +56,12 @@ class Traffic:
     """Runs of tokens from encoder pools to language pools: all [K]."""
 
     tokens: Longs
-    pool: Longs  # number of the encoder pool ..
-    start: Longs  # .. the first slot there ..
-    sender: Longs  # .. and the exchange rank that sends from it
-    goal: Longs  # number of the language pool ..
-    arrival: Longs  # .. the first slot there ..
-    receiver: Longs  # .. and the exchange rank that delivers to it
+    pool: Longs  # number of the encoder pool
+    start: Longs  # first slot there
+    sender: Longs  # exchange rank that sends from it
+    goal: Longs  # number of the language pool
+    arrival: Longs  # first slot there
+    receiver: Longs  # exchange rank that delivers to it
 
     def chosen(self, which: Longs) -> Traffic:
         """The runs with the given numbers."""
@@ -86,8 +86,8 @@ def moving_tokens(
     grid: ExchangeGrid,
     slots_per_token: Mapping[str, int],
 ) -> tuple[Longs, Longs, Longs]:
-    """(sender, receiver, tokens) of what leaves its exchange rank, of the items of some phases, in
-    ascending order.
+    """(sender, receiver, tokens) of the runs of some phases' items that leave their exchange rank,
+    in ascending order of sender and receiver.
 
     Args:
       slots_per_token: by encoder phase.
@@ -123,7 +123,7 @@ def exchange_ranks(
 
 
 def _row_and_column(table: Ints, numbers: Ints | Longs) -> tuple[Longs, Longs]:
-    """Where each wanted rank number stands in a table that holds every number once."""
+    """(row, column) of each given number in a table that holds every number once."""
     position = np.empty(table.size, np.int64)
     position[table.reshape(-1)] = np.arange(table.size)
     return np.divmod(position[numbers], table.shape[1])
