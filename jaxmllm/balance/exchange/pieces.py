@@ -5,9 +5,9 @@
     encoder row of a group, T tokens each   | a a | a a | a a | . . |      a piece leaves several ranks
                                      rank      0     1     2     3         in runs: 2, 1 and 1, 2
 
-Rank p of a group owns tokens p * T .. of an encoder row and slots p * C .. of a language row, in the
-order of the plan's offsets: items are cut where a rank's share ends. Where every row has one rank,
-an item is one piece, and a piece is one run.
+Rank p of a group owns tokens p * T .. of an encoder row and slots p * C .. of a language row, in
+the order of the plan's offsets: items are cut where a rank's share ends. Where every row has one
+rank, an item is one piece, and a piece is one run.
 
 Letters: B examples, N items, C slots and T tokens that a row has on a rank, K pieces or runs.
 """

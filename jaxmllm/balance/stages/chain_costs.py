@@ -1,5 +1,5 @@
-"""What the chunks of every chain cost: a row's slots, filled or not, and the attention of the items
-in it."""
+"""Costs of the chunks of every chain for one row: of its slots, filled or not, and of the attention
+of its items."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from sharding.pipeline.graph import ChainWork
 from sharding.pipeline.layer_costs import Layer, LayerCost, chunk_costs, layer_costs
 from sharding.pipeline.ring import Ring
 
-# Attention of a row is counted in such parts of what one item that fills it takes
+# Attention of a row is counted in 1/1024ths of that of one item that fills the largest row
 ATTENTION_PARTS = 1024
-# Of a layer's products with weights, about what those of attention and those of the MLP are
+# About which shares of a layer's products with weights are those of attention and those of the MLP
 LINEAR_SHARES: dict[Kept, Fraction] = {"projections": Fraction(1, 3), "mlp": Fraction(2, 3)}
 
 
 @dataclass(frozen=True)
 class ChainCosts:
-    """What the chunks of a chain cost for one row: forward, input gradient, weight gradient,
-    recompute, each [4, D].
+    """Costs of a chain's D chunks for one row: forward, input gradient, weight gradient and
+    recompute, [4, D].
 
-    `linear` [classes, 4, D] is paid for every slot of a row of each class on a rank, filled or not, and
-    `gathered`, likewise, for keys and values of other ranks that hold it (zero by default). `attention`
-    [kinds, 4, D] is what attention adds, by kind of its squares (`ItemCost.squares`), where these are
-    as many as of one item that fills a row of the first class, the largest.
+    `linear` [classes, 4, D] is the cost of a rank's slots, filled or not, of a row of each class.
+    `gathered`, of the same shape, is that of gathering keys and values from the row's other ranks
+    (zero by default). `attention` [kinds, 4, D] is what attention adds for each kind of squares
+    (`ItemCost.squares`), if these are those of one item that fills a row of the largest class.
     """
 
     capacities: tuple[int, ...]
@@ -48,7 +48,8 @@ class ChainCosts:
         return self.capacities[0]
 
     def work(self, squares: Longs, row_class: Longs, backward: bool = True) -> ChainWork:
-        """The work of M rows of these classes [M] whose items have squares of these sums [kinds, M]."""
+        """The work of M rows of classes `row_class` [M], whose items' squares sum to `squares`
+        [kinds, M]."""
         of_slots = self.linear if self.gathered is None else self.linear + self.gathered
         costs = np.moveaxis(of_slots[row_class], 0, -1)
         for attention, attended in zip(
@@ -56,7 +57,8 @@ class ChainCosts:
             squares * ATTENTION_PARTS // self.capacity**2,
             strict=True,
         ):
-            # Parts of the quotient and of the remainder: a product with all of it does not fit 64 bits of long rows
+            # Quotient and remainder are multiplied one by one: for long rows the product of
+            # `attention` and `attended` does not fit 64 bits.
             quotient, remainder = np.divmod(attention[:, :, None], ATTENTION_PARTS)
             costs = costs + quotient * attended + remainder * attended // ATTENTION_PARTS
         forward, input_gradient, weight_gradient, recompute = costs
@@ -68,22 +70,23 @@ class ChainCosts:
 
 @dataclass(frozen=True)
 class ChainLayers:
-    """Layers of all chains with their costs for rows of the given capacities, the largest first."""
+    """The layers of all chains with their costs for rows of the given capacities, largest first."""
 
     model: ModelConfig
-    trained: Mapping[str, Fraction | int]  # share of the parameters, by component of which any is
+    trained: Mapping[str, Fraction | int]  # trained share of the parameters, by component with any
     capacities: Mapping[str, tuple[int, ...]]
-    remat: Mapping[str, Remat]  # by phase, of its tower or decoder; full where it is not said
-    # By phase and class; 1 where nothing is said
+    remat: Mapping[str, Remat]  # by phase, of its tower or decoder; full for phases left out
+    # By phase and class; 1 for phases left out
     spans: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    # By phase, what gathering a slot of another rank takes in all layers (`SizingInputs.gather_cost`)
+    # By phase, cost of gathering a slot of another rank in all layers (`SizingInputs.gather_cost`)
     gather_cost: Mapping[str, int] = field(default_factory=dict)
     reading: Reading = USUAL
 
     def layers(
         self, squares: Mapping[str, Sequence[int]], slots: Mapping[str, int]
     ) -> dict[str, list[Layer]]:
-        """By phase, for rows of so many slots whose items have squares of these sums [kinds]."""
+        """The layers of each phase, for rows of `slots` slots whose items' squares sum to `squares`
+        [kinds]."""
         return {
             name: [
                 Layer(
@@ -101,8 +104,8 @@ class ChainLayers:
         }
 
     def _with_recomputation(self, phase: str) -> Iterator[tuple[FlopsLayer, dict[str, Any]]]:
-        """The layers of a phase, and what their own backward pass computes again: only between the first,
-        a stem or embedding, and the last, a projector or head."""
+        """Each layer of a phase, with what its own backward pass computes again: nothing in the
+        first (a stem or embedding) and the last (a projector or head)."""
         layers = self._flops_layers(phase)
         for index, layer in enumerate(layers):
             if 0 < index < len(layers) - 1:
@@ -111,22 +114,22 @@ class ChainLayers:
                 yield layer, {}
 
     def _flops_layers(self, phase: str) -> tuple[FlopsLayer, ...]:
-        """A stem or embedding, layers, and a projector or head."""
+        """The layers of a phase: a stem or embedding, blocks, and a projector or head."""
         layers = phase_layers(self.model, phase)
         record = make_phases(self.model)[phase]
-        if record.generates:  # what makes conditions and patches into slots is one stem
+        if record.generates:  # the layers that turn conditions and patches into slots are one stem
             projector, stem, *other_layers = layers
             products = (*projector.products, *stem.products)
             parameters = projector.parameters + stem.parameters
             either = projector if projector.is_trained(self.trained) else stem
             return (replace(either, parameters=parameters, products=products), *other_layers)
-        if phase in self.reading.optional - self.reading.losses:  # a norm follows the layers
+        if phase in self.reading.optional - self.reading.losses:  # only a norm follows
             *other_layers, head = layers
             return (*other_layers, replace(head, parameters=0, products=()))
         return layers
 
     def costs(self, ring: Ring) -> dict[str, ChainCosts]:
-        """Costs of the chunks of every chain."""
+        """Costs of the chunks of every chain, by phase."""
         kinds = len(NO_SQUARES)
         largest = {name: capacities[0] for name, capacities in self.capacities.items()}
         one_item = []
@@ -139,7 +142,8 @@ class ChainLayers:
         costs = {}
         for chain in ring.chains:
             capacities = self.capacities[chain.name]
-            # All chains together: the first language chunk returns gradients where an encoder is trained.
+            # All chains together, because the first language chunk returns gradients only where an
+            # encoder is trained.
             without_attention = [
                 layer_costs(
                     self.layers(nothing, {**largest, chain.name: capacity}), self.reading.readers
@@ -148,7 +152,7 @@ class ChainLayers:
             ]
             linear = [_columns(chunk_costs(chain, layers)) for layers in without_attention]
             totals = [_columns(chunk_costs(chain, layers[chain.name])) for layers in one_item]
-            # What squares of each kind add to the largest row, [kinds, 4, D]
+            # Cost that squares of each kind add to the largest row, [kinds, 4, D]
             attention = np.array(totals) - linear[0]
             spans = self.spans.get(chain.name, (1,) * len(capacities))
             price = self.gather_cost.get(chain.name, 0)
@@ -163,11 +167,12 @@ class ChainLayers:
 
 
 def gathering(attention: Longs, price: int) -> Longs:
-    """What gathering keys and values for a row adds to the costs of chunks: [4, D]. A third of the price
-    where a chunk runs forward, the rest where it goes back, by the attention that it has.
+    """Cost that gathering keys and values for a row adds to the chunks: [4, D]. A third of the
+    price is for forward passes and the rest for backward passes, shared by the chunks' attention.
 
     Args:
-      attention: [kinds, 4, D], as of `ChainCosts`.
+      attention: [kinds, 4, D], as in `ChainCosts`.
+      price: of all chunks, forward and backward.
     """
     forward, input_gradient, weight_gradient, _ = attention.sum(axis=0)
     shares = forward / max(int(forward.sum()), 1)
@@ -178,7 +183,7 @@ def gathering(attention: Longs, price: int) -> Longs:
 
 
 def computed_again(remat: Remat) -> dict[str, Any]:
-    """What the backward pass of a layer computes once more, as `Layer` says it."""
+    """What a layer's backward pass computes again, as keyword arguments of `Layer`."""
     match remat:
         case "none":
             return {}
@@ -192,5 +197,5 @@ def computed_again(remat: Remat) -> dict[str, Any]:
 
 
 def _columns(costs: Sequence[LayerCost]) -> Longs:
-    """[4, D], in the order in which `ChainCosts.work` reads them."""
+    """Costs of D chunks as [4, D], in the order in which `ChainCosts.work` reads them."""
     return np.array([cost.columns for cost in costs], np.int64).T

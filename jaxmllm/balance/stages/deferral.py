@@ -1,12 +1,12 @@
-"""Deferral: the heavier half of the microbatches leave examples' language parts to partners in the
-lighter half.
+"""Deferral: microbatches of the heavier half leave the language parts of some examples to partners
+in the lighter half.
 
     encoder rows     [ a b ] [ c d ] [ e f ]      an example is encoded in microbatch i;
                          \\_______                its language part runs in i or, deferred, in i + 1
     language rows    [ a   ] [ b c d ] [ e f ]
 
-After Entrain (arXiv 2605.27918). Whole examples are deferred, to the next microbatch and inside the
-step only, so encoder outputs of at most two microbatches wait at a time.
+After Entrain (arXiv 2605.27918). Whole examples are deferred, only to the next microbatch and only
+inside the step, so encoder outputs of at most two microbatches wait at a time.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from jaxmllm.arrays import INT64_MAX, Bools, Longs, sums_by
 
-SUBSET_BITS = 11  # subset sums count work in units of which a microbatch has at most 2**11, which bounds their tables
+# Subset sums count work in units of which a microbatch has less than 2**11, to bound their tables
+SUBSET_BITS = 11
 
 
 @dataclass(frozen=True)
 class Deferral:
     """Which examples run their language part one microbatch later."""
 
-    threshold: int  # least possible maximum of pairwise deferral, in units of 2**shift of the work
+    threshold: int  # least maximum that deferral in pairs can reach, in units of 2**shift of work
     shift: int
     pairs: tuple[
         tuple[int, ...],
         ...,
     ]  # heavy microbatch and the light one right after it; the last may be alone
-    after: Longs  # [heavy, light] V, in those units: the greater load of the two after the best transfer between them
-    heavy: Longs  # microbatch of every row of V
-    light: Longs  # microbatch of every column of V
+    # [heavy, light], in those units: the greater load of the two after their best transfer
+    after: Longs
+    heavy: Longs  # microbatch of every row of `after`
+    light: Longs  # microbatch of every column of `after`
     deferred: Bools  # [N]
 
 
@@ -47,17 +49,18 @@ def defer(
     capacity: int = INT64_MAX,
     max_deferred: int | None = None,
 ) -> Deferral:
-    """Level language work by deferring examples from heavy microbatches to light ones.
+    """Even out language work by deferring examples from heavy microbatches to light ones.
 
-    What i best leaves to j is the subset of its examples whose work is nearest to half of the
-    difference. The least threshold T such that all heavier than T find partners of their own with
-    whom neither exceeds T is found by bisection over bipartite matchings (arXiv 2605.27918); of the
-    matchings within it, the one with the least sum of squares is taken.
+    The best transfer from i to j is the subset of i's examples whose work is nearest to half of the
+    difference between i and j. Bisection over bipartite matchings (arXiv 2605.27918) finds the
+    least threshold T such that all microbatches heavier than T get partners of their own, and
+    neither of such a pair exceeds T afterwards. Of the matchings within T, the one with the least
+    sum of squares is taken.
 
     Args:
       group: [N] microbatch of each example.
-      work: [N] of the language phase; `slots` [N] of its rows, of `capacity`.
-      max_deferred: most slots that a pair may transfer.
+      work, slots: [N] of each example in the language phase, whose rows have `capacity` slots.
+      max_deferred: most slots that a pair may transfer; None: any number.
     """
     loads = sums_by(group, work, microbatches)
     shift = max(0, int(loads.max(initial=0)).bit_length() - SUBSET_BITS)
@@ -72,12 +75,12 @@ def defer(
     tables = [_subset_sums(work[examples], slots[examples]) for examples in members]
     transfer = _best_transfers(tables, loads[heavy][:, None] - loads[light], room)
     after = np.maximum(loads[heavy][:, None] - transfer, loads[light] + transfer)
-    # A heavy load within T does with any partner, for no best transfer raises the greater of the
-    # two. So only those above T have to be matched.
+    # A heavy load within T may have any partner, because no best transfer raises the greater load
+    # of the two. So only loads above T have to be matched.
     threshold = _threshold(after, loads[heavy], int(loads[light].max(initial=0)))
     squares = (loads[heavy][:, None] - transfer) ** 2 + (loads[light] + transfer) ** 2
-    # Dearer than any assignment without it: pairs over the threshold are taken only where nothing
-    # else is left.
+    # One such pair costs more than any assignment without one, so pairs over the threshold are
+    # taken only where no others are left.
     squares[after > threshold] = 2 * int(squares.max(initial=0)) * (microbatches + 1)
     rows, columns = linear_sum_assignment(squares)
     deferred = np.zeros(len(group), np.bool_)
@@ -103,12 +106,12 @@ def defer(
 
 
 def _best_transfers(tables: list[Longs], gap: Longs, room: Longs) -> Longs:
-    """Work that heavy microbatch i best leaves to light one j: [heavy, light].
+    """Work of the best transfer from each heavy microbatch to each light one: [heavy, light].
 
     Args:
       tables: subset sums of every heavy microbatch.
       gap: [heavy, light] difference of their loads.
-      room: [light] slots that it can take.
+      room: [light] slots that each can take.
     """
     transfer = np.zeros(gap.shape, np.int64)
     for row, table in enumerate(tables):
@@ -123,14 +126,14 @@ def _best_transfers(tables: list[Longs], gap: Longs, room: Longs) -> Longs:
 
 def _subset_sums(work: Longs, slots: Longs) -> Longs:
     """Fewest slots of a subset of the first n examples with a given sum of work: [n, sum].
-    INT64_MAX: there is none."""
+    INT64_MAX where there is no such subset."""
     table = np.full((len(work) + 1, int(work.sum()) + 1), INT64_MAX, np.int64)
     table[0, 0] = 0
     for index, (example_work, size) in enumerate(zip(work.tolist(), slots.tolist(), strict=True)):
         without = table[index]
         row = table[index + 1]
         row[:] = without
-        # A sum s without the example is s + example_work with it. INT64_MAX shall not overflow.
+        # A sum s without the example is s + example_work with it. INT64_MAX must not overflow.
         source = without[: len(without) - example_work]
         with_example = np.where(source < INT64_MAX, source, INT64_MAX - size) + size
         np.minimum(row[example_work:], with_example, out=row[example_work:])
@@ -138,10 +141,10 @@ def _subset_sums(work: Longs, slots: Longs) -> Longs:
 
 
 def _subset_with(table: Longs, work: Longs, total: int) -> list[int]:
-    """The examples of the subset that the table found for a sum."""
+    """Indices of the examples in the subset that the table has for a sum."""
     chosen = []
     for index in range(len(work) - 1, -1, -1):
-        # The example made the sum possible, or with fewer slots.
+        # The example is in it if it made the sum possible, or possible with fewer slots.
         if table[index + 1, total] != table[index, total]:
             chosen.append(index)
             total -= int(work[index])
@@ -149,8 +152,8 @@ def _subset_with(table: Longs, work: Longs, total: int) -> list[int]:
 
 
 def _threshold(after: Longs, loads: Longs, least: int) -> int:
-    """Least T, not below `least`, such that every load above it has a column of its own where
-    `after` is within T."""
+    """Least T, not below `least`, such that all loads above T can be matched to columns of their
+    own in which `after` is within T."""
     candidates = np.unique(np.concatenate([after.ravel(), loads, [least]]))
     candidates = candidates[candidates >= least]
     low = 0

@@ -13,11 +13,12 @@ from jaxmllm.arrays import INT64_MAX, Bools, Longs, ceil_divide
 
 @dataclass(frozen=True)
 class Search:
-    """How far swaps are looked for."""
+    """Constants of the search for swaps."""
 
-    total_bits: int = 24  # the work of a batch is below 2**24 units, so that sums of squares are far from overflow
+    # The work of a batch is below 2**24 units, so that sums of squares are far from overflow
+    total_bits: int = 24
     sweeps: int = 60  # at most; each changes many groups at once
-    # Examples that take part in one sweep, at most: it compares all pairs of them
+    # Most examples that take part in one sweep: it compares all pairs of them
     compared: int = 256
 
 
@@ -26,9 +27,9 @@ SEARCH: Final = Search()
 
 @dataclass(frozen=True)
 class Demands:
-    """What N examples ask of P phases, the last of which is language."""
+    """Work and slots of N examples in P phases, the last of which is language."""
 
-    work: Longs  # [N, P], in all below 2**`SEARCH.total_bits`
+    work: Longs  # [N, P], with a total below 2**`SEARCH.total_bits`
     slots: Longs  # [N, P]
     capacity: Longs  # [P] slots of a microbatch of one replica, INT64_MAX where there is no limit
     media: Bools  # [N] whether an example has something to encode
@@ -59,7 +60,7 @@ class Demands:
 
     @property
     def fewest_microbatches(self) -> int:
-        """Below so many the slots of a replica do not fit, whatever the packing."""
+        """Lower bound on the microbatches that hold a replica's slots, whatever the packing."""
         return max(1, int((-(-self.slots.sum(axis=0) // self.capacity)).max(initial=1)))
 
 
@@ -70,24 +71,23 @@ def swap_examples(
     media_groups: int | None = None,
     moves: bool = False,
 ) -> Longs:
-    """Swap examples between groups, or move them, as long as the sum of their squared work, over
-    phases, falls.
+    """Swap examples between groups, or move them, as long as that lowers the sum of squared work
+    over groups and phases.
 
-    For examples a in group g and b in group h, half the change is the sum over phases of (a - b) (a
-    - b - (g - h)), for all pairs at once. Of the pairs that gain, best first, those in untouched
-    groups are swapped.
+    If examples of work a and b in groups of work g and h are swapped, half the change is the sum
+    over phases of (a - b) (a - b - (g - h)). A sweep computes it for all pairs at once. Then pairs
+    that gain are swapped, best first, if neither of their groups was part of a swap before.
 
     Args:
       group: [N] of each example, within the capacities.
-      media_groups: examples with media stay in groups below this number; None: they may go into
-      any.
-      moves: whether an example may be swapped for nothing.
+      media_groups: examples with media stay in groups below this number; None: in any group.
+      moves: whether an example may also move without another in exchange.
 
     Returns:
       [N] the groups afterwards.
     """
     examples, phases = demands.work.shape
-    # For moves every group has an entry more, which asks for nothing.
+    # For moves, every group has one more entry: a blank one, without work and slots.
     blanks = groups if moves else 0
     work = np.vstack([demands.work, np.zeros((blanks, phases), np.int64)])
     slots = np.vstack([demands.slots, np.zeros((blanks, demands.slots.shape[1]), np.int64)])
@@ -108,13 +108,13 @@ def swap_examples(
         entries = np.arange(sweep % rounds, len(group), rounds)
         entry_group = group[entries]
         change = _changes(work[entries], load[entry_group], squares[entries])
-        # 0, which gains nothing, marks from here on what must not be swapped.
+        # From here on 0, which gains nothing, marks pairs that must not be swapped.
         change[entry_group[:, None] == entry_group] = 0
         for phase in limited:
             free = (demands.capacity[phase] - filled[:, phase])[entry_group]
-            # By the second one's group
+            # [i, j]: slots that the group of j gains and the group of i loses
             received = slots[entries, phase][:, None] - slots[entries, phase]
-            # [i, j]: so much the group of j receives, and that of i gives away.
+            # `free` is that of j's group as a row, and that of i's as a column.
             change[(received > free) | (-received > free[:, None])] = 0
         if bound is not None:
             assert media_groups is not None
@@ -131,12 +131,12 @@ def swap_examples(
         b = entries[index_b]
         g = entry_group[index_a]
         h = entry_group[index_b]
-        # No group is twice in g and h together, so these additions by index lose nothing.
+        # No group occurs twice in g and h together, so these additions by index lose nothing.
         load[g] -= work[a] - work[b]
         load[h] += work[a] - work[b]
         filled[g] -= slots[a] - slots[b]
         filled[h] += slots[a] - slots[b]
-        # Blank entries stay where they are.
+        # Blank entries stay in their group.
         group[a] = np.where(a < examples, h, g)
         group[b] = np.where(b < examples, g, h)
     return group[:examples]
@@ -150,8 +150,8 @@ def _changes(work: Longs, load: Longs, squares: Longs) -> Longs:
       load: [n, P] of their groups.
       squares: [n] sum over phases of the squared work.
     """
-    # one_way[i, j] is a (a - g + h - b), of which i gives a, g and j gives b, h. With its transpose
-    # that is (a - b) (a - b - (g - h)).
+    # one_way[i, j] is a (a - g + h - b), where a and g are the work of i and of its group, b and h
+    # those of j. Added to its transpose, that is (a - b) (a - b - (g - h)).
     one_way = np.repeat((squares - (work * load).sum(axis=1))[:, None], len(work), axis=1)
     for phase in range(work.shape[1]):
         one_way += work[:, phase, None] * (load - work)[:, phase]
@@ -159,7 +159,7 @@ def _changes(work: Longs, load: Longs, squares: Longs) -> Longs:
 
 
 def _without_common_groups(ones: Longs, others: Longs, group: Longs) -> tuple[Longs, Longs]:
-    """The pairs that share no group with one before them."""
+    """The pairs that share no group with a pair that was chosen before them."""
     touched: set[int] = set()
     chosen = []
     pairs = zip(group[ones].tolist(), group[others].tolist(), strict=True)

@@ -5,7 +5,7 @@ the same examples.
              --> microbatches        level 1: filled, then swapped until even in every phase (example_swaps.py)
              --> language work even  level 2: some examples deferred (deferral.py)
 
-Stages wait for each other, so microbatches should cost the same, in each phase: no grouping of
+Stages wait for each other, so microbatches should cost the same in each phase, but no grouping of
 whole examples does that exactly for two phases. Levels 0 and 1 and deferral follow Entrain (arXiv
 2605.27918); the swaps between them, and the limits that rows of fixed capacity set, are our own.
 Integers only: every host finds the same plan.
@@ -29,11 +29,11 @@ SHARE_BITS = 20  # shares of a row are counted in 2**20ths
 
 @dataclass(frozen=True)
 class PhaseLoad:
-    """What the B examples of a batch ask of one phase.
+    """The load that the B examples of a batch put on one phase.
 
-    `work` in any unit that all phases of a call share (FLOPs, say), `slots` of a row; both are 0
-    where an example has no part in the phase. A microbatch of one replica holds at most `capacity`
-    slots; None: any number.
+    `work` is in any unit that all phases of a call share, such as FLOPs, and `slots` are those of
+    rows; both are 0 for an example without items of the phase. A microbatch of one replica holds at
+    most `capacity` slots; None: any number.
     """
 
     work: Longs  # [B]
@@ -66,16 +66,16 @@ def plan_microbatches(
     max_deferred: int | None = None,
     reader: str = LANGUAGE,
 ) -> MicrobatchPlan:
-    """Place the examples of a batch.
+    """Assign replicas and microbatches to the examples of a batch.
 
     Replicas get equal numbers of examples (or, if that is impossible, numbers that differ by one).
-    Of the stratified and the plain filling every replica keeps the one whose loads have the least
-    sum of squares after deferral.
+    Each replica is filled twice, stratified and not (`_fill`), and keeps the filling whose loads
+    have the least sum of squares after deferral.
 
     Args:
-      encoders: by phase, "vision" for one; may be empty.
+      encoders: by phase, such as "vision"; may be empty.
       microbatches: M of one replica. Where rows are short of slots, the plan has more.
-      reader: the name of `language`: another phase may read what others compute, such as a generator.
+      reader: name of the phase `language`; another reader, such as a generator, may take its place.
       max_deferred: most language slots that one microbatch may leave to the next; 0 defers nothing.
 
     Raises:
@@ -129,7 +129,7 @@ def _check(phases: Mapping[str, PhaseLoad], reader: str, replicas: int, microbat
 
 
 def _demands(loads: Sequence[PhaseLoad]) -> Demands:
-    """The same with work in units of which the batch has fewer than 2**`SEARCH.total_bits`."""
+    """The loads with work in units of which the batch has fewer than 2**`SEARCH.total_bits`."""
     work = np.stack([load.work for load in loads], axis=1)
     work = work >> max(0, int(work.sum(dtype=object)).bit_length() - SEARCH.total_bits)
     slots = np.stack([load.slots for load in loads], axis=1)
@@ -144,8 +144,8 @@ def _demands(loads: Sequence[PhaseLoad]) -> Demands:
 
 
 def _to_replicas(demands: Demands, replicas: int) -> Longs:
-    """Replica of each example [B]: by encoder work descending, each to the replica with least
-    language work."""
+    """Replica of each example [B]: by encoder work descending, each to the replica with room that
+    has the least language work; then swapped until even."""
     examples = len(demands.work)
     room = [examples // replicas + (replica < examples % replicas) for replica in range(replicas)]
     loads = [(0, replica) for replica in range(replicas) if room[replica]]  # a heap
@@ -159,7 +159,7 @@ def _to_replicas(demands: Demands, replicas: int) -> Longs:
             heapreplace(loads, (load + language_work[example], chosen))
         else:
             heappop(loads)
-    # Any number of slots fits a replica, and swaps keep the numbers of examples equal.
+    # Any number of slots fits a replica, and swaps without moves keep the numbers of examples.
     unlimited = Demands(
         demands.work,
         np.zeros((examples, 0), np.int64),
@@ -174,8 +174,8 @@ def _to_replicas(demands: Demands, replicas: int) -> Longs:
 
 @dataclass(frozen=True)
 class ReplicaPlan:
-    """One replica: microbatches of its examples in the order of execution, and the sum of squared
-    loads."""
+    """The plan of one replica: microbatches of its examples, numbered in the order of execution,
+    and the sum of squared loads."""
 
     encoder: Longs
     language: Longs
@@ -198,11 +198,11 @@ def _replica_plans(
 
 
 def _media_microbatches(demands: Demands, microbatches: int) -> int:
-    """How many microbatches of a replica hold media.
+    """Number of microbatches of a replica that hold media.
 
-    So few that the costliest example is no more than an average one of them, for a row with little
-    in it costs what a full one costs; but not so few that their examples bring more language work
-    than an average microbatch has.
+    They are so few that their average encoder work is at least that of the costliest example,
+    because a row with little in it costs as much as a full one; but not so few that their examples
+    bring more language work than an average microbatch has.
     """
     media_work = demands.encoder_work
     has_media = media_work > 0
@@ -222,8 +222,8 @@ def _plan_replica(
     media_microbatches: int,
     max_deferred: int | None,
 ) -> ReplicaPlan | None:
-    """The better of two fillings of one replica or, where slots are too short for both, the
-    tightest. None when that does not fit either."""
+    """The plan from the better of two fillings of one replica or, if neither fits the slots, from
+    the tightest filling. None if that does not fit either."""
     fillings = [
         _fill(demands, microbatches, media_microbatches, stratified) for stratified in (True, False)
     ]
@@ -246,10 +246,11 @@ def _fill(
     media_microbatches: int,
     stratified: bool,
 ) -> Longs | None:
-    """Microbatch of each example, or None where one has no room.
+    """Microbatch of each example, or None if one finds no room.
 
-    By encoder work descending to the lightest that has room, of the stratified first those with
-    more than the median of language work. Those without media last, by language work.
+    Examples with media come first, by descending encoder work, each to the microbatch with room
+    that has the least encoder work; `stratified` puts the half with most language work before the
+    other. Those without media follow, by descending language work, to the one with least of that.
     """
     media = demands.media
     encoder_work = demands.encoder_work
@@ -286,8 +287,8 @@ def _fill(
 
 
 def _fill_tightly(demands: Demands, microbatches: int, media_microbatches: int) -> Longs | None:
-    """Microbatch of each example, or None where one has no room: by the share of a row that it
-    takes, descending, the fullest with room."""
+    """Microbatch of each example, or None if one finds no room: those with media first, by
+    descending share of a row, each to the fullest microbatch with room."""
     capacity = demands.capacity
     limits = np.where(capacity < INT64_MAX, capacity, max(1, int(demands.slots.sum())))
     share = (demands.slots << SHARE_BITS) // limits
@@ -313,7 +314,7 @@ def _in_order(
     microbatches: int,
     max_deferred: int | None,
 ) -> ReplicaPlan:
-    """Defer, and number the microbatches as they run.
+    """Defer language parts, and number the microbatches in the order of execution.
 
     Pairs whose microbatches hold media come first, on every replica, because microbatches of one
     number run together.
@@ -334,9 +335,9 @@ def _in_order(
     position = np.empty(microbatches, np.int64)
     position[[microbatch for pair in pairs for microbatch in pair]] = np.arange(microbatches)
     encoder = position[group]
-    # A pair stands together, so the microbatch after a heavy one is its partner.
+    # The two of a pair are neighbours, so the microbatch after a heavy one is its partner.
     language = encoder + deferral.deferred
-    # Without media an example waits for nothing: it is not deferred, but stands in the later
+    # An example without media waits for no encoder: it is not deferred, but belongs to the later
     # microbatch altogether.
     encoder = np.where(demands.media, encoder, language)
     squares = 0

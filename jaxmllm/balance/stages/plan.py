@@ -1,13 +1,13 @@
-"""From the lengths of a global batch to the plan of its pipelined step: pure, integers only, the
-same on every host.
+"""Planning a pipelined step from the lengths of its global batch: pure, integers only, the same on
+every host.
 
     examples --pack_run--------> RunRows        microbatches, rows of all phases   run_rows.py
     rows     --ChainCosts.work-> operations     what they cost                     chain_costs.py
              --schedule, table-> PipelineRun    who does what in which tick        sharding/pipeline/
 
-Where language rows have several classes, microbatches are made for each that holds the longest
-example: many that are short, or fewer that are fuller. Those whose greedy schedule takes least time
-are kept.
+Where language rows have several capacities, microbatches are made for each capacity that holds the
+longest example: many short ones, or fewer that are fuller. Those whose step is predicted to take
+the least time are kept.
 
 A run of the executor has bounds: rows of each phase, rows that one microbatch reads, slots, ticks.
 A batch that needs more is split, and its parts run one after another; gradients add up, so nothing
@@ -51,7 +51,7 @@ from sharding.pipeline.table import Table, make_table
 from sharding.pipeline.table_spec import TableSpec
 from sharding.pipeline.validator import validate
 
-QUICK_POWERS: Final = (4, 3)  # of greedy schedules that only compare sizes
+QUICK_POWERS: Final = (4, 3)  # powers of greedy schedules that only serve to compare sizes
 
 
 @dataclass(frozen=True)
@@ -62,26 +62,26 @@ class PipelineSpec:
     tables: TableSpec  # ring, slots, ticks and encoder rows read, of one run
     rows: Mapping[str, tuple[int, ...]]  # most rows of each phase in one run, by class
     costs: Mapping[str, ChainCosts]  # by phase
-    # Of the language model that a batch of `examples` shall have; none: as few as hold them
+    # Language microbatches of a batch of `examples` examples; None: as few as hold them
     microbatches: int | None
     examples: int
     backward: bool = True  # false: evaluation
 
     @property
     def rows_read(self) -> dict[str, int]:
-        """Of every phase that is read, the rows that one microbatch of its reader may read."""
+        """Rows of each phase that is read which one microbatch of its reader may read."""
         names = (chain.name for chain in self.tables.ring.encoders)
         return dict(zip(names, self.tables.rows_read, strict=True))
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Some examples of a batch, which one run of the executor computes."""
+    """One run of the executor: the rows of some examples of a batch, and their schedule."""
 
     rows: RunRows
     schedule: Schedule
     table: Table
-    fallback: bool  # whether the schedule is the greedy one in place of another
+    fallback: bool  # whether the schedule is greedy because the configured one did not work
     search_ms: float
 
 
@@ -89,12 +89,12 @@ def plan_pipeline(items: BatchItems, spec: PlanSpec, pipeline: PipelineSpec) -> 
     """Place every item of a global batch in rows of the pipeline's runs, and schedule each run.
 
     Statistics of the phases as in `plan_step`; `plan_ms`; and `pipeline/...`: `runs`, `ticks`,
-    `cost` (FLOPs, tick by tick those of the slowest rank), `asynchronous_cost` (of the same orders
-    if ranks waited for nothing but what they need: what ticks cost is the difference), `idle_share`
-    (of all ranks' time, as these costs predict it) and its parts `idle_imbalance`, `idle_bubble` and
-    `idle_lockstep` (see `idle_by_cause`), `search_ms` (finding schedules), `fallbacks` (runs whose
-    schedule is not the configured one, for want of slots), `deferred_examples`, `slots_used` (most
-    slots of a rank that one run fills, all pools).
+    `cost` (FLOPs: the sum over ticks of the slowest rank's), `asynchronous_cost` (that of the same
+    orders if ranks waited only for their inputs; the difference is what ticks cost), `idle_share`
+    (of all ranks' time, as these costs predict it) and its parts `idle_imbalance`, `idle_bubble`
+    and `idle_lockstep` (see `idle_by_cause`), `search_ms` (finding schedules), `fallbacks` (runs
+    whose configured schedule could not be kept or did not fit the slots), `deferred_examples`,
+    `slots_used` (most slots of a rank that one run fills, all pools).
 
     Raises:
       ConfigError: an example that no run holds; names the key that would make room.
@@ -127,7 +127,7 @@ def _runs_of(
     spec: PlanSpec,
     pipeline: PipelineSpec,
 ) -> Iterator[PlannedRun]:
-    """One run if it holds all examples; else those of either half, which have about equal work."""
+    """One run if it holds all examples; otherwise the runs of two halves of about equal slots."""
     try:
         yield _run_of(examples, items, spec, pipeline)
         return
@@ -142,7 +142,8 @@ def _runs_of(
 
 
 def _halves(examples: Longs, items: BatchItems) -> tuple[Longs, Longs]:
-    """Every second one by slots descending, and the others; both ascending."""
+    """Two halves of the examples: in descending order of slots, every second one, and the others.
+    Both are in ascending order."""
     position = np.full(len(items.examples), -1, np.int64)
     position[examples] = np.arange(len(examples))
     slots = np.zeros(len(examples), np.int64)
@@ -159,7 +160,7 @@ def _run_of(
     spec: PlanSpec,
     pipeline: PipelineSpec,
 ) -> PlannedRun:
-    """Raises `PipelineError` when a run cannot hold the examples."""
+    """The run of these examples. Raises `PipelineError` if a run cannot hold them."""
     possible = _possible_rows(examples, items, spec, pipeline)
     began = time.perf_counter()
     rows = best_rows(possible, pipeline)
@@ -176,8 +177,8 @@ def _possible_rows(
     spec: PlanSpec,
     pipeline: PipelineSpec,
 ) -> list[RunRows]:
-    """The rows that a run may have which holds all these examples. Raises `PipelineError` when there
-    are none."""
+    """The rows that a run of all these examples may have: one entry per capacity of language rows.
+    Raises `PipelineError` if none fits the bounds of a run."""
     share = round((pipeline.microbatches or 0) * len(examples) / pipeline.examples)
     microbatches = max(1, min(share, *pipeline.rows[LANGUAGE]))
     fitting = []
@@ -194,17 +195,17 @@ def _possible_rows(
         try:
             _check_bounds(rows, spec, pipeline)
             fitting.append(rows)
-        except PipelineError as error:  # other rows may do
+        except PipelineError as error:  # rows of another capacity may fit
             problem = error
         if rows.phases[LANGUAGE].count <= microbatches:
-            break  # larger rows hold the same microbatches
+            break  # larger rows would hold the same microbatches
     if not fitting:
         raise problem
     return fitting
 
 
 def best_rows(rows: Sequence[RunRows], pipeline: PipelineSpec) -> RunRows:
-    """Of the rows that some examples may have, those whose steps are predicted to take least time."""
+    """The one of several possible rows of some examples whose step should take the least time."""
     if len(rows) == 1:
         return rows[0]
     costs = [predicted_cost(graph_of(run_rows, pipeline), pipeline) for run_rows in rows]
@@ -212,8 +213,8 @@ def best_rows(rows: Sequence[RunRows], pipeline: PipelineSpec) -> RunRows:
 
 
 def predicted_cost(graph: Graph, pipeline: PipelineSpec, bound: float = math.inf) -> float:
-    """FLOPs of a run, tick by tick those of the slowest rank, by a schedule that is found fast.
-    Infinite where there is none; anything that is no less than a bound is as good as infinite."""
+    """FLOPs of a run with a quick schedule: the sum over ticks of the slowest rank's. Infinite if
+    there is no schedule; a cost that is not below `bound` may be returned as infinite, too."""
     if graph.rank_work.max() >= bound:
         return math.inf
     try:
@@ -223,10 +224,11 @@ def predicted_cost(graph: Graph, pipeline: PipelineSpec, bound: float = math.inf
 
 
 def quick_schedule(graph: Graph, pipeline: PipelineSpec, bound: float = math.inf) -> Schedule:
-    """The configured order, or the shortest that is found fast in place of the best of many.
+    """The configured fixed order; for greedy and searched schedules, and in evaluation, the
+    shortest schedule that is found fast.
 
     Raises:
-      PipelineError: it cannot be kept, or can only take no less than a bound.
+      PipelineError: the fixed order cannot be kept, or no schedule found fast is below `bound`.
     """
     if pipeline.backward and pipeline.config.schedule not in ("greedy", "search"):
         return schedule_of(graph, pipeline)
@@ -284,8 +286,8 @@ def graph_of(rows: RunRows, pipeline: PipelineSpec) -> Graph:
 def schedule_of(graph: Graph, pipeline: PipelineSpec) -> Schedule:
     """The configured schedule; evaluation is always scheduled greedily.
 
-    Raises `PipelineError` when its order cannot be kept in this batch or, if it heeds slots, does
-    not fit them.
+    Raises `PipelineError` if its order cannot be kept in this batch or, for a schedule that
+    considers slots, none that fits them is found.
     """
     slots = pipeline.tables.slots
     if not pipeline.backward:
@@ -295,14 +297,14 @@ def schedule_of(graph: Graph, pipeline: PipelineSpec) -> Schedule:
 
 
 def _scheduled(graph: Graph, pipeline: PipelineSpec) -> tuple[Schedule, Table, bool]:
-    """The configured schedule, or the greedy one where its order cannot be kept or does not fit the
-    slots; its table; and whether it is the greedy one in place of another."""
+    """The schedule of a run (the configured one, or a greedy one if that cannot be kept or does not
+    fit the slots), its table, and whether it is such a greedy replacement."""
     tables = pipeline.tables
     try:
         schedule = schedule_of(graph, pipeline)
         return schedule, make_table(schedule, tables), False
     except PipelineError:
-        # What heeds the slots and found nothing that fits leaves nothing to try.
+        # If a schedule that considers slots found nothing that fits, nothing is left to try.
         if not pipeline.backward or scheduler_of(pipeline.config.schedule).keeps_slots:
             raise
     schedule = _with_residuals(greedy(graph, tables.slots), tables.slots)
@@ -310,7 +312,7 @@ def _scheduled(graph: Graph, pipeline: PipelineSpec) -> tuple[Schedule, Table, b
 
 
 def _with_residuals(schedule: Schedule, slots: Slots) -> Schedule:
-    """The schedule with residuals kept in the slots that there are for them."""
+    """The schedule with residuals kept in the slots for residuals, if there are any."""
     return (
         keep_residuals(schedule, slots)
         if any(pool == Pool.RESIDUAL for pool, _ in slots)
@@ -326,8 +328,9 @@ def _joined(
     items: BatchItems,
     spec: PlanSpec,
 ) -> tuple[dict[str, PhasePlan], dict[str, Ints]]:
-    """Plans of all phases, the rows of a run after those of the run before; and where the rows that
-    encoder items lie in, or a generator's items read, begin in a rank's pool."""
+    """Plans of all phases, with the rows of each run after those of the run before. And for every
+    item of an encoder or generator, the slot of a rank's pool where the row that holds it, or that
+    it reads, begins."""
     plans = {}
     arrivals = {}
     for name, phase in spec.phases.items():
@@ -363,7 +366,7 @@ def _joined(
 
 
 def _records(runs: Sequence[PlannedRun]) -> tuple[PipelineRun, ...]:
-    """What of the runs becomes part of the step plan."""
+    """The records of the runs in the step plan."""
     records = []
     begin = dict.fromkeys(runs[0].rows.phases, 0) if runs else {}
     for run in runs:

@@ -1,9 +1,9 @@
-"""Rows that neighbouring ranks hold together, in stages.
+"""Rows that neighbouring ranks hold together, in pipelines.
 
 language rows: widest groups --encoder_groups--> groups of an encoder's ranks, on the same ranks
 rows of widest groups        --narrowest-------> rows of fewer ranks, where their items fit (each C slots per rank)
-rows of encoders             --group_route-----> where tokens lie in the pools of the ranks of a group, end to end
-rows of language             --group_route-----> the same of states that a generator reads
+rows of encoders             --group_route-----> slots of tokens in the pools of a group's ranks, end to end
+rows of language             --group_route-----> the same for states that a generator reads
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from jaxmllm.phases import LANGUAGE
 
 
 def encoder_groups(group: Longs, length: Longs, of_language: int, widest: int) -> Longs:
-    """Widest group of an encoder's ranks for each item [n]: of those with ranks of its example's
-    group, where there are several the one with fewest slots so far, the longest items first.
+    """Widest group of an encoder's ranks for each item [n]: one that shares ranks with the item's
+    language group. If there are several, each item, longest first, gets the one with fewest slots.
 
     Args:
-      group: [n] widest group of the language ranks.
-      of_language, widest: ranks of these groups, and of the encoder's.
+      group: [n] widest group of language ranks that has the item's example.
+      of_language, widest: ranks of such a group, and of a widest group of the encoder.
     """
     if widest >= of_language:
         return group * of_language // widest
@@ -41,8 +41,9 @@ def encoder_groups(group: Longs, length: Longs, of_language: int, widest: int) -
 def narrowest(
     phase: PhaseSpec, length: Longs, work: Longs, row: Longs, group: Longs, capacity: Longs
 ) -> tuple[Longs, Longs]:
-    """Span of every row [count], the least of those with its capacity for which all widest groups can
-    split their items; and which rank of its widest group is the first to hold each item [n].
+    """Span of every row [count]: the least of the classes with the row's capacity for which all
+    widest groups can split their items into rows of that span. And for each item [n], the number in
+    its widest group of the first rank that holds its row.
 
     Args:
       length, work, row, group: [n] slots, work of attention, row and widest group of each item.
@@ -74,8 +75,8 @@ def narrowest(
 
 
 def split(length: Longs, work: Longs, capacity: int, rows: int) -> Longs | None:
-    """Which of some equal rows holds each item [n]: the costliest first, each to the row with least work
-    that has room; none where one finds no room."""
+    """The one of some equal rows that holds each item [n]: the costliest first, each to the row
+    with room that has the least work. None if an item finds no room."""
     room = [capacity] * rows
     load = [0] * rows
     chosen = np.zeros(len(length), np.int64)
@@ -99,19 +100,19 @@ def group_route(
     spec: PlanSpec,
     pool: int,
 ) -> RoutePlan:
-    """Where the tokens of an encoder's items, or the states that a generator's items read, lie for those
-    who read them: slots of the pools of all ranks of a group, end to end.
+    """The arrivals of an encoder's tokens, or of the states that a generator's items read: their
+    slots in the pools of all ranks of a widest group, end to end.
 
     Args:
-      row_start: [N] where the row that is read begins in the pool of a rank.
+      row_start: [N] slot of a rank's pool where the row that is read begins.
       name: of the encoder or generator.
       pool: slots of the pool of a rank.
     """
     tokens = items[name].tokens
-    if spec.phases[name].phase.generates:  # what it reads are slots of language rows
+    if spec.phases[name].phase.generates:  # it reads slots of language rows
         plan = plans[LANGUAGE]
         per_token = 1
-        examples = items[LANGUAGE].example  # ascending, one item each
+        examples = items[LANGUAGE].example  # ascending, one language item each
         held = np.searchsorted(examples, items[name].example)
         first_token = plan.offset[held] + items[name].slot
     else:
@@ -119,7 +120,7 @@ def group_route(
         per_token = spec.phases[name].slots_per_token
         held = np.arange(len(tokens))
         first_token = plan.offset // per_token  # token of the row
-    on_rank = plan.capacity[plan.microbatch[held]] // per_token  # tokens of the row
+    on_rank = plan.capacity[plan.microbatch[held]] // per_token  # tokens of the row on each rank
     # row, by rank |  on_rank  |  on_rank  |  on_rank  |     An item without tokens
     # item              |first_token        end|          has one piece, of none.
     # pieces            |part 0|  part 1   |p.2|

@@ -1,11 +1,12 @@
-"""The rows of one run of the executor: which items lie in which row, and who reads which rows.
+"""The rows of one run of the executor: which row holds which items, and who reads which rows.
 
 examples --plan_microbatches--> microbatches --pack_rows--> encoder rows, and those of a generator
-encoder rows --> inputs: the rows that every microbatch reads; arrivals: where tokens lie there
+encoder rows --> inputs: the rows that every microbatch reads; arrivals: where their tokens are
 language rows --> the same for rows of a generator
 
-Where ranks share rows, the widest groups of a phase are filled as if each were one rank with the slots
-of all its ranks. Then a row whose items lie in narrower groups is given to these (row_groups.py).
+Where ranks share rows, the widest groups of a phase are filled as if each were one rank with the
+slots of all its ranks. Then a row whose items fit the rows of narrower groups is split among these
+(row_groups.py).
 """
 
 from __future__ import annotations
@@ -23,47 +24,49 @@ from jaxmllm.balance.stages.row_groups import encoder_groups, narrowest
 from jaxmllm.phases import LANGUAGE
 from sharding.pipeline.graph import Consumed
 
-# How many microbatches later encoder rows still take items: tried, and the fewest slots kept
+# For how many microbatches after its first one a row still takes items: all these are tried, and
+# the rows with fewest slots are kept
 REACHES = (1, 2, 4)
-WORK_BITS = 50  # of an example's work, at most: sums over a batch then fit 64 bits
+WORK_BITS = 50  # of an item's work, at most: sums over a batch then fit 64 bits
 
 
 @dataclass(frozen=True)
 class PhaseRows:
-    """Items of a phase in the rows of one run: numbers [n] of the items, and where each lies."""
+    """The items of a phase in the rows of one run: [n] numbers of the items, and their places."""
 
-    row_class: Longs  # [count] of the rows of every rank
+    row_class: Longs  # [count] class of each row, the same on every rank
     item: Longs
     row: Longs
     rank: Longs  # the first of those that hold the item's row
     offset: Ints
     segment: Ints
-    # [kinds, count] sums of the items' `ItemCost.squares`, a rank's part of them where that is most
+    # [kinds, count] sum of the `ItemCost.squares` of a row's items, the largest over all groups,
+    # divided by the row's span
     squares: Longs
 
     @property
     def count(self) -> int:
-        """Rows of every rank."""
+        """Number of rows, the same on every rank."""
         return len(self.row_class)
 
     def counts(self, classes: int) -> tuple[int, ...]:
-        """Rows of every class."""
+        """Number of rows of each class."""
         return tuple(np.bincount(self.row_class, minlength=classes).tolist())
 
 
 @dataclass(frozen=True)
 class RunRows:
-    """Examples in rows. `inputs[reader][m]` are the (phase, row) that microbatch m of a phase reads, the
-    same on all replicas, phases by number; `rows_read` is, of each phase that is read, how many rows the
-    microbatch reads that reads most."""
+    """The rows of some examples. `inputs[reader][m]` lists the (phase number, row) pairs that
+    microbatch m of phase `reader` reads, the same on all replicas; `rows_read` has, for each phase
+    that is read, the most rows of it that one microbatch reads."""
 
     phases: dict[str, PhaseRows]
-    # By encoder or generator, of the items in `phases`: where the rows that they are read from or read
-    # begin in the pool of a rank
+    # By encoder or generator, for the items in `phases`: slot of a rank's pool where the row begins
+    # that holds the item (of an encoder) or that the item reads (of a generator)
     arrivals: dict[str, Longs]
     inputs: dict[str, Consumed]
     rows_read: dict[str, int]
-    deferred: int  # examples
+    deferred: int  # number of deferred examples
 
 
 def pack_run(
@@ -77,15 +80,15 @@ def pack_run(
     capacity: int | None = None,
 ) -> RunRows:
     """Put some examples of a batch into rows, in about `microbatches` language microbatches per
-    replica: more where their rows do not hold the examples, so 1 asks for as few as hold them.
+    replica: more if their rows do not hold the examples, so 1 gives as few as hold them.
 
     Args:
       examples: numbers in the batch, ascending.
-      rows_read: rows of each phase that is read whose tokens lie end to end where a microbatch finds
-        them; none: as many as needed.
-      plan: what `examples_in_microbatches` made of the same; none: it is asked.
-      capacity: most slots of a language microbatch on a replica; none: those of the largest rows.
-        Whatever it is, a row is of the smallest class that holds what lies in it.
+      rows_read: rows of each phase that is read for which a reader's pool has room, end to end;
+        None: as many as needed.
+      plan: result of `examples_in_microbatches` for the same examples; None: it is called.
+      capacity: most slots of a language microbatch on a rank; None: those of the largest rows.
+        Whatever it is, every row has the smallest class that holds its items.
     """
     if plan is None:
         plan = examples_in_microbatches(examples, items, spec, microbatches, deferral, capacity)
@@ -93,7 +96,7 @@ def pack_run(
     encoders = [name for name, phase in spec.phases.items() if not phase.has_loss]
     generators = [name for name, phase in spec.phases.items() if phase.phase.generates]
     language = spec.phases[LANGUAGE]
-    # Microbatches without an example on any group are left out.
+    # Microbatches without an example in any group are left out.
     language_microbatch = np.unique(plan.language, return_inverse=True)[1].astype(np.int64)
     group_of_example = plan.replica.astype(np.int64)
 
@@ -124,12 +127,13 @@ def pack_run(
 def _phase_rows(
     phase: PhaseSpec, items: PhaseItems, numbers: Longs, row: Longs, group: Longs, count: int
 ) -> PhaseRows:
-    """The rows of a phase, each of the least class that holds what lies in it on any group.
+    """The rows of a phase, each of the smallest class that holds its items in every group.
 
     Args:
-      numbers: of the items.
-      row: [n] of the items.
-      group: [n] of the widest groups.
+      numbers: [n] of the items.
+      row: [n] row of each item.
+      group: [n] widest group of each item.
+      count: of the rows.
     """
     groups = phase.ranks // phase.widest
     slots = sums_by(row * groups + group, items.length, count * groups).reshape(count, groups)
@@ -137,7 +141,7 @@ def _phase_rows(
     squares = phase.cost.squares(items.length, items.extra)
     span, member = narrowest(phase, items.length, squares[0], row, group, capacity)
     rank = group * phase.widest + member
-    # Every rank has every row; one of several ranks counts as its first rank's, with all its slots.
+    # Every rank has every row; a shared row is counted as its first rank's, with all its slots.
     row_on_rank = row * phase.ranks + rank
     row_slots = np.repeat(capacity * span, phase.ranks)
     blocks = phase.row_blocks(capacity, span, phase.ranks)
@@ -166,8 +170,8 @@ def examples_in_microbatches(
     deferral: bool,
     capacity: int | None = None,
 ) -> MicrobatchPlan:
-    """Widest group and microbatches of these examples; of all sizes, the slots of a language microbatch
-    on a rank alone matter: `capacity`, or none for those of the largest rows."""
+    """Assign widest groups and microbatches to these examples. The only size that matters here is
+    that of a language microbatch, `capacity` slots on a rank; None: those of the largest rows."""
     _, owner, chosen = _items_of(examples, items)
     loads = _loads(items, spec, chosen, owner, len(examples))
     phase = spec.phases[LANGUAGE]
@@ -175,14 +179,14 @@ def examples_in_microbatches(
         loads[LANGUAGE] = replace(loads[LANGUAGE], capacity=capacity * phase.widest)
     language = loads.pop(LANGUAGE)
     groups = phase.ranks // phase.widest
-    # What is deferred is what follows encoders
+    # Only a phase that reads encoders can be deferred
     defers = deferral and bool(phase.phase.reads)
     return plan_microbatches(loads, language, groups, microbatches, None if defers else 0)
 
 
 def capacities_to_try(examples: Longs, items: BatchItems, spec: PlanSpec) -> list[int]:
     """Capacities of language rows that hold the longest of these examples on the widest groups,
-    ascending; the largest where none does."""
+    ascending; the largest capacity if none does."""
     phase = spec.phases[LANGUAGE]
     *_, chosen = _items_of(examples, items)
     longest = int(chosen[LANGUAGE].length.max(initial=0))
@@ -192,13 +196,13 @@ def capacities_to_try(examples: Longs, items: BatchItems, spec: PlanSpec) -> lis
 
 
 def capacities_holding(slots: Longs, phase: PhaseSpec) -> Longs:
-    """Of rows with so many slots filled on a widest group [M], the least capacity that holds each."""
+    """Least capacity of each of M rows with `slots` [M] filled on a widest group: [M]."""
     capacities = _distinct_capacities(phase)
     return np.asarray(capacities[np.searchsorted(capacities * phase.widest, slots)])
 
 
 def _distinct_capacities(phase: PhaseSpec) -> Longs:
-    """Slots that rows take on a rank, ascending; classes of several spans may have the same."""
+    """The capacities of a phase, ascending, each once: classes of several spans may share one."""
     return np.unique(np.array(phase.capacities, np.int64))
 
 
@@ -206,8 +210,8 @@ def _items_of(
     examples: Longs,
     items: BatchItems,
 ) -> tuple[dict[str, Longs], dict[str, Longs], dict[str, PhaseItems]]:
-    """Of every phase, the numbers of these examples' items; which of the examples each belongs to;
-    and the items."""
+    """For every phase: the numbers of these examples' items, the index in `examples` that each item
+    belongs to, and the items."""
     position = np.full(len(items.examples), -1, np.int64)
     position[examples] = np.arange(len(examples))
     members = {
@@ -221,11 +225,11 @@ def _items_of(
 
 
 def pack_rows(microbatch: Ints | Longs, slots: Longs, capacity: int) -> tuple[Ints, Ints]:
-    """The items of each microbatch of a replica in as few rows of `capacity` slots as first-fit by
-    descending length finds.
+    """Put the items of each microbatch of a replica into rows of `capacity` slots, by first-fit in
+    descending order of length.
 
     Args:
-      microbatch: [N] of each item, an image for one.
+      microbatch: [N] of each item, such as an image.
       slots: [N].
 
     Returns:
@@ -261,10 +265,12 @@ def _loads(
     owner: Mapping[str, Longs],
     examples: int,
 ) -> dict[str, PhaseLoad]:
-    """What the examples ask of every phase.
+    """The load that the examples put on every phase.
 
     Args:
       chosen: their items.
+      owner: [n] index of each item's example.
+      examples: number of the examples.
     """
     costliest = max(phase.cost.of(*items.phases[name].most) for name, phase in spec.phases.items())
     shift = max(0, costliest.bit_length() - WORK_BITS)
@@ -275,7 +281,7 @@ def _loads(
         loads[name] = PhaseLoad(
             work=sums_by(owner[name], work, examples),
             slots=sums_by(owner[name], length, examples),
-            # Others have as many rows as their items need; a language microbatch is one row.
+            # A language microbatch is one row; other phases have as many rows as items need.
             capacity=phase.longest_row if name == LANGUAGE else None,
         )
     return loads
@@ -287,9 +293,9 @@ def _loads(
 def _media_rows(
     microbatch: Ints | Longs, microbatches: int, group: Longs, length: Longs, phase: PhaseSpec
 ) -> tuple[Longs, int]:
-    """Row [N] of every item of an encoder or generator, and the number of rows: shared by consecutive
-    microbatches, or one after another, begun as the largest rows or as what just holds the item;
-    whichever have fewest slots."""
+    """Row [N] of every item of an encoder or generator, and the number of rows. Of several packings
+    the one with fewest slots: rows shared by groups of consecutive microbatches, or rows filled in
+    turn, begun with the largest capacity or with the least that holds the item."""
     groups = phase.ranks // phase.widest
     capacities = tuple((_distinct_capacities(phase)[::-1] * phase.widest).tolist())
     packed = [
@@ -316,19 +322,20 @@ def rows_in_turn(
     ranks: int,
     reach: int = 1,
 ) -> tuple[Longs, int]:
-    """Rows filled in the order in which microbatches run, so that the last ones of a microbatch
-    also hold items of the next: row [N] of every item, and the number of rows. A row is begun with the
-    least capacity that holds its first item; those of one capacity have consecutive numbers.
+    """Fill rows in the order in which microbatches run, so that the last rows of a microbatch also
+    hold items of the next: row [N] of every item, and the number of rows. A row is begun with the
+    least capacity that holds its first item; rows of one capacity have consecutive numbers.
 
     Args:
-      reach: how many microbatches later a row still takes items.
+      capacities: slots of a whole row, descending.
+      reach: for how many microbatches after its first one a row still takes items.
     """
-    # The least that holds each item
+    # Index of the least capacity that holds each item
     row_class = np.asarray((length[:, None] <= np.array(capacities)).sum(axis=1) - 1)
     row = np.zeros(len(length), np.int64)
-    # By replica and class
+    # Free slots of every row so far, by replica and class
     free: list[list[list[int]]] = [[[] for _ in capacities] for _ in range(ranks)]
-    # Of each replica, the microbatches in reach, and how many rows there were before each
+    # By replica, the microbatches in reach, each with the number of rows per class before it
     recent: list[list[tuple[int, list[int]]]] = [[] for _ in range(ranks)]
     for item in np.lexsort((-length, microbatch)).tolist():
         item_replica = int(replica[item])
@@ -350,12 +357,12 @@ def rows_in_turn(
             if chosen < len(rows[k]):
                 break
         else:
-            # The last turn left `smallest` in `k`, and the number of the new row in `chosen`.
+            # The loop left `smallest` in `k`, and the number of the new row in `chosen`.
             rows[smallest].append(capacities[smallest])
         rows[k][chosen] -= size
         row[item] = chosen
         row_class[item] = k
-    # On all replicas rows have the same numbers: of a class, as many as one has that has most.
+    # Rows have the same numbers on all replicas: each class has as many as the replica with most.
     most_rows = np.array([[len(of_class) for of_class in rows] for rows in free]).max(axis=0)
     return (np.cumsum(most_rows) - most_rows)[row_class] + row, int(most_rows.sum())
 
@@ -368,12 +375,13 @@ def _grouped_rows(
     capacity: int,
     ranks: int,
 ) -> tuple[Longs, int]:
-    """The same where groups of consecutive microbatches have rows of their own."""
+    """As `rows_in_turn`, but groups of consecutive microbatches have rows of their own, of one
+    capacity."""
     sharing = _sharing_groups(microbatch, replica, length, capacity, microbatches)
     group = sharing[microbatch]
     row_in_group, _ = pack_rows(group * ranks + replica, length, capacity)
     rows_before = np.zeros(microbatches + 1, np.int64)
-    # At g + 1, the rows of group g; their running sum at g is that of all groups before.
+    # Entry g + 1 has the rows of group g, so the running sum at g has those of all groups before.
     np.maximum.at(rows_before, group + 1, row_in_group + 1)
     return np.cumsum(rows_before)[group] + row_in_group, int(rows_before.sum())
 
@@ -385,9 +393,9 @@ def _sharing_groups(
     capacity: int,
     count: int,
 ) -> Longs:
-    """Number of each microbatch's group [count]: consecutive ones that share encoder rows, as many
-    as need no more rows together than the one of them that needs most. A row costs the same however
-    little it holds."""
+    """Number of each microbatch's group [count]. A group shares rows: it has as many consecutive
+    microbatches as together need no more rows than the one of them that needs most, because a row
+    costs the same however little it holds."""
 
     def rows_needed(begin: int, end: int) -> int:
         inside = (microbatch >= begin) & (microbatch <= end)
@@ -415,20 +423,21 @@ def _linked(
     rows_read: Mapping[str, int] | None,
     deferred: int,
 ) -> RunRows:
-    """Which microbatch reads which rows, and where it finds them in the pool of a rank: one row after
-    another, each with room for the largest.
+    """Link every microbatch to the rows that it reads, and give these rows their places in a rank's
+    pool: one after another, each with room for the largest.
 
     Args:
-      sequences: by encoder or generator, the language microbatch that reads each item [n], or is read.
+      sequences: by encoder or generator, [n] language microbatch that reads each item, or that the
+        item reads.
     """
     phase_number = {name: index for index, name in enumerate(phases)}
     inputs: dict[str, list[list[tuple[int, int]]]] = {}
-    position = {}  # of the row that is read among those of its reader
+    position = {}  # by phase, for each item: number of the row among those its microbatch reads
     needed: dict[str, int] = {}
     for name, sequence in sequences.items():
         read, reader = (LANGUAGE, name) if spec.phases[name].phase.generates else (name, LANGUAGE)
         of_item = phases[name].row
-        # Rows of a generator read language rows, microbatches of language read rows of encoders.
+        # Rows of a generator read language rows; microbatches of language read rows of encoders.
         row, reading = (sequence, of_item) if reader == name else (of_item, sequence)
         stride = phases[read].count + 1
         # A number for every pair of microbatch and row: sorted, a microbatch's rows are neighbours.
@@ -440,10 +449,11 @@ def _linked(
             of_reader[m].append((phase_number[read], read_row))
         position[name] = pair_position[pair_of_item]
         needed[read] = int(pair_position.max(initial=-1)) + 1
+    # The last phase is the reader of the ring, and needs an entry even if it reads nothing.
     inputs.setdefault([*phases][-1], [[] for _ in range(phases[[*phases][-1]].count)])
     arrivals = {}
     # A reader's pool: | rows_read rows of vision | rows_read rows of audio |, each with the tokens
-    # of the largest row. Where a microbatch reads fewer, places stay empty.
+    # of the largest row. Where a microbatch reads fewer rows, slots stay empty.
     base = dict.fromkeys(inputs, 0)
     for name in position:
         read, reader = (LANGUAGE, name) if spec.phases[name].phase.generates else (name, LANGUAGE)

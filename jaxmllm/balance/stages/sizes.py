@@ -2,7 +2,7 @@
 
     samples --trials.py, trial_search.py--> capacities, ring --schedule--> slots, ticks
 
-What later batches need beyond these sizes is computed in further runs within their step (plan.py).
+A later batch that needs more than these sizes is computed in several runs in its step (plan.py).
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from sharding.pipeline.schedules.by_name import SCHEDULES
 from sharding.pipeline.schedules.schedule import Schedule, lockstep
 from sharding.pipeline.slots import slots_needed
 
-# What `schedule: auto` tries, the simplest first. All microbatches in flight need slots for all, and save no time.
+# Schedules that `schedule: auto` tries, the simplest first. Those with all microbatches in flight
+# are left out: they need slots for all, and save no time.
 AUTOMATIC: Final = [name for name, scheduler in SCHEDULES.items() if not scheduler.all_in_flight]
 TRIED: Final = 3  # samples that schedules are compared on
-DECIDING: Final = 8  # sampled batches, those of most rows, whose schedules decide slots and ticks
+DECIDING: Final = 8  # sampled batches (those of most rows) whose schedules decide slots and ticks
 ALL_FULL: Mapping[str, Remat] = {}
 
 
 @dataclass(frozen=True)
 class PipelineSizes:
-    """Rows, and the programs of training and of evaluation."""
+    """The sizes of a pipeline: of its rows, and of its runs in training and in evaluation."""
 
     spec: PlanSpec
     training: PipelineSpec
@@ -67,10 +68,10 @@ def choose_pipeline(
       phases: in the order of `make_phases`.
       model: shapes, with the size of the vocabulary.
       trained: share of the parameters that are trained, by component that has any.
-      examples: of a batch.
-      largest: the examples of the whole data that need most rows; each shall fit a run by itself.
-      remat: by phase, of its tower or decoder; full where it is not said.
-      keeps: what `kept_residuals: auto` comes to.
+      examples: number of examples of a batch.
+      largest: the examples of the whole data that need most rows; each must fit a run by itself.
+      remat: by phase, of its tower or decoder; full for phases left out.
+      keeps: number of forwards whose residuals `kept_residuals: auto` keeps.
       learns_text: whether the decoder has a loss.
 
     Raises:
@@ -97,7 +98,7 @@ def choose_pipeline(
 
 
 def _reading(phases: Sequence[Phase], learns_text: bool) -> Reading:
-    """Who reads whom in stages."""
+    """The `Reading` of these phases: who reads whom in a pipeline."""
     if not any(phase.generates for phase in phases):
         return USUAL
     readers = {read: phase.name for phase in phases for read in phase.reads}
@@ -106,8 +107,8 @@ def _reading(phases: Sequence[Phase], learns_text: bool) -> Reading:
 
 
 def _scheduled(trials: Trials, sampled: Sampled) -> Sampled:
-    """With the schedule, and the backward pass whole or split, that take least time on the samples;
-    the simpler ones where others gain little."""
+    """The samples with the schedule, and the backward pass whole or split, that take the least time
+    on some of them, where the config has `auto`; simpler ones are kept if others gain little."""
     config = trials.config
     if config.schedule != "auto" and config.split_backward != "auto":
         return sampled
@@ -134,14 +135,14 @@ def _with_ticks(pipeline: PipelineSpec, ticks: int) -> PipelineSpec:
 
 
 def _fitted(generous: PipelineSpec, sampled: Sequence[RunRows]) -> PipelineSpec:
-    """The spec with as many slots and ticks as schedules of these samples use, and some more."""
+    """The spec with as many slots and ticks as schedules of these samples use, and head room."""
     schedules: list[Schedule] = []
     for run in sampled:
         try:
             schedules.append(schedule_of(graph_of(run, generous), generous))
         except (
             PipelineError
-        ) as error:  # other batches may do; this one would get the greedy schedule
+        ) as error:  # other batches may fit; this one would get the greedy schedule
             problem = error
     if sampled and not schedules:
         raise ConfigError(
@@ -170,13 +171,13 @@ def _fitted(generous: PipelineSpec, sampled: Sequence[RunRows]) -> PipelineSpec:
 
 
 def _slots_of(key: PoolKey, most: int, needed: int, pipeline: PipelineSpec) -> int:
-    """Slots of a pool, of at most so many, where schedules of the samples need some."""
+    """Slots of a pool, at most `most`, of which schedules of the samples need `needed`."""
     pool, chain = key
     tables = pipeline.tables
     if pool == Pool.RESIDUAL and pipeline.config.kept_residuals == "auto":
         return min(most, with_head_room(needed, 1))
-    if pool in (Pool.RESIDUAL, Pool.PENDING):  # not needed, but made use of
+    if pool in (Pool.RESIDUAL, Pool.PENDING):  # not required, but used if there
         return most
-    # Enough for two microbatches, of which one reads what the other one does.
+    # At least enough for two microbatches with all the rows that each may read.
     least_slots = 2 * tables.ring.chains[chain].chunks_per_rank * [*tables.rows_read, 1][chain]
     return min(most, max(least_slots, with_head_room(needed, 1)))

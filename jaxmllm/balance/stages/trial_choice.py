@@ -1,4 +1,4 @@
-"""What is tried for the sizes of a pipeline, and what they aim at."""
+"""Constants of the trials that choose the sizes of a pipeline."""
 
 from __future__ import annotations
 
@@ -8,40 +8,42 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Choice:
-    """What is tried, and what sizes aim at."""
+    """Candidates of the trials, and how much they must gain."""
 
-    # Of the slots of an average microbatch's rows, where their number is given
+    # Filled share of an average microbatch's rows, for a given number of microbatches
     fill: float = 0.9
     per_stage: int = 4  # language microbatches in flight for each stage
-    # Backwards of a component on a rank whose weight gradient waits: each needs much memory
+    # Input gradients of a component on a rank whose weight gradient waits: each needs much memory
     pending: int = 2
-    # Of every chain: far more than any schedule has, while none is known yet
+    # Ticks of every chain for each row: far more than any schedule has, until one is known
     ticks_per_row: int = 64
 
-    # Capacities that hold a replica's mean load in so many rows, as a share of the most rows there
-    # can be, and so much more of it, because batches differ
+    # Candidate capacities hold a replica's mean load in this share of the most rows there can be.
+    # The load is multiplied by `slacks`, because batches differ.
     row_shares: tuple[float, ...] = (1.0, 0.85, 0.7, 0.5, 0.3)
-    rows_per_stage: int = 8  # of language, at most
+    rows_per_stage: int = 8  # most rows of language
     slacks: tuple[float, ...] = (1.04, 1.15)
-    # Other capacities must gain two thousandths: what is less is chance of the samples, and was lost
-    # on other batches.
+    # Other capacities must gain two thousandths: smaller gains are chance of the samples, and were
+    # lost on other batches.
     capacity_worth: float = 0.998
-    # Further classes of rows have the slots of the largest divided by these; each must gain a
-    # hundredth of the time, or some of the phase's slots in no more time, for it is more to compile.
+    # Further classes of rows have the slots of the largest divided by these. Each must gain a
+    # hundredth of the time, or 3.5 % of the phase's slots (`class_fill`) in no more time, because
+    # it is more to compile.
     divisors: tuple[float, ...] = (1.25, 1.5, 1.8, 2.2, 2.7, 3.3, 4, 5.5, 8)
     class_worth: float = 0.99
     class_fill: float = 0.965
-    # Of capacities of media whose time differs by no more than this, which is chance, the fullest are taken.
+    # Among capacities of media whose times differ by no more than this factor, which is chance, the
+    # fullest are taken.
     chance: float = 1.001
-    # Chunks of a component on each rank; more of them must gain a hundredth, for each tick takes
-    # time besides its operations.
+    # Chunks of a component on each rank; more of them must gain a hundredth, because each tick
+    # takes some time of its own.
     chunks: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
     encoder_chunks: tuple[int, ...] = (1, 2, 3)
     worth: float = 0.99
-    rounds: int = 2
+    rounds: int = 2  # of choosing every capacity and then the stages
 
-    # Samples that candidates are tried on, at least and at most, and their examples together; a
-    # sample has so many of its replicas that the fewest samples have no more.
+    # Fewest and most samples that candidates are tried on, and most examples of all samples
+    # together; replicas are left out until that many examples allow the fewest samples.
     samples: tuple[int, int] = (3, 6)
     examples: int = 3072
 

@@ -1,8 +1,9 @@
 """The search for rows and stages of a pipeline among trials.
 
-Coordinate by coordinate: layout and chunks; then the capacities of the language model, of each
-encoder, and once more layout and chunks, twice. All of that for rows that most ranks hold together,
-which must hold the longest item, too, but are full with fewer examples; then for fewer ranks.
+Coordinate by coordinate: layout and chunks; then, up to twice, the capacities of the language model
+and of each encoder or generator, and again layout and chunks. All of that is done first for rows
+that most ranks hold together (they must hold the longest item, too, but are full with fewer
+examples), and then for rows of fewer ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from sharding.pipeline.ring import PipelineError
 
 
 def choose_sampled(trials: Trials) -> tuple[Trials, Sampled]:
-    """The samples in rows and stages of least predicted step time. Rows of most ranks are tried first,
-    then those of fewer as long as they cost less.
+    """The samples in rows and stages of least predicted step time. Rows of most ranks are tried
+    first, then rows of fewer ranks as long as these cost less.
 
     Raises:
       ConfigError: encoder rows are given that do not hold one of the largest examples.
@@ -38,16 +39,16 @@ def choose_sampled(trials: Trials) -> tuple[Trials, Sampled]:
     except PipelineError:
         if trials.config.layout != "auto":
             raise
-    # No layout can be cut so finely: a chain needs fewest layers, so what it lacks is what to tell
+    # No layout can be cut so finely. A chain needs the fewest layers, so its error is raised.
     return chosen, chosen.sampled(best.capacities, Cut("chain"))
 
 
 def _choose_rows_and_cut(tried: Trials, similar: _Best | None = None) -> _Best:
-    """Capacities and stages of least predicted step time with rows of one span. Where the number of
-    microbatches is given, an average one fills a row of every phase.
+    """Capacities and stages of least predicted step time with rows of one span. If the number of
+    microbatches is given, capacities are not searched: an average one fills a row of every phase.
 
     Args:
-      similar: those of another span, from which the search goes on in one round.
+      similar: the best of another span, from which the search continues for one round.
 
     Raises:
       PipelineError: more stages than layers.
@@ -76,8 +77,8 @@ def _choose_rows_and_cut(tried: Trials, similar: _Best | None = None) -> _Best:
 
 
 def _first_capacities(trials: Trials) -> dict[str, tuple[int, ...]]:
-    """Rows that an average microbatch fills, of as many microbatches as the config says or the
-    longest example allows."""
+    """Capacities that an average microbatch fills, with as many microbatches as the config gives or
+    the longest example allows."""
     microbatches = trials.microbatches
     if microbatches is None:
         most_microbatches = CHOICE.per_stage * trials.config.stages
@@ -110,7 +111,8 @@ class _Best:
         return math.inf if self.cost is None else self.cost
 
     def choose_capacity(self, name: str) -> None:
-        """Rows of one class, and of one more as long as that gains enough; of media, the fullest that take as long."""
+        """Choose the capacities of a phase: one class, and one more as long as that gains enough.
+        For media, then take the fullest rows that take no longer."""
         if len(self.capacities[name]) == 1:
             for capacities in self._of_as_many_classes(name):
                 self._try(self.capacities | {name: capacities}, self.cut, CHOICE.capacity_worth)
@@ -118,8 +120,8 @@ class _Best:
             further = len(self.capacities[name]) == classes
             worth = CHOICE.class_worth if further else CHOICE.capacity_worth
             before = self.capacities[name][:classes]
-            # Beside smaller rows, the largest ones need to hold the longest item and no more. Once
-            # a class is taken, its compile time is paid: other sizes of it need not gain as much.
+            # Next to smaller rows, the largest ones need only hold the longest item. Once a class
+            # is taken, its compile time is paid: other sizes of it need not gain as much.
             for capacities in self.trials.further(name, before, self.trials.least(name)):
                 if self._try(self.capacities | {name: capacities}, self.cut, worth):
                     worth = CHOICE.capacity_worth
@@ -128,11 +130,11 @@ class _Best:
             one_more = self.trials.further(name, before, before[0])
             if not self._fill(name, one_more, CHOICE.class_fill):
                 break
-        if name != LANGUAGE:  # whose rows say which examples run together
+        if name != LANGUAGE:  # language rows decide which examples run together
             self._fill(name, self._of_as_many_classes(name), 1.0, CHOICE.chance)
 
     def _of_as_many_classes(self, name: str) -> list[tuple[int, ...]]:
-        """Capacities to try that differ from those now in the smallest."""
+        """Candidate capacities that differ from the present ones only in the smallest."""
         *larger, _ = now = self.capacities[name]
         if larger:
             return self.trials.further(name, tuple(larger), now[0])
@@ -143,11 +145,11 @@ class _Best:
     def _fill(
         self, name: str, others: list[tuple[int, ...]], share: float, chance: float = 1.0
     ) -> bool:
-        """Whether other capacities leave less than a share of the slots and cost no more than by chance: those that
-        leave least are taken."""
+        """Take those of the other capacities that need fewest slots, of those with less than
+        `share` of the present slots at no more than `chance` times the cost; return whether any."""
         trials = self.trials
         before = self.capacities
-        bound = chance * self.cost_or_infinite + 1  # so much, and no more
+        bound = chance * self.cost_or_infinite + 1  # costs have to be below this
         least_slots = share * trials.slots(name, before)
         for capacities in others:
             tried = before | {name: capacities}
@@ -162,7 +164,7 @@ class _Best:
         return self.capacities is not before
 
     def choose_cut(self) -> None:
-        """Layouts, then chunks of every component, each in turn."""
+        """Try layouts, and then numbers of chunks of each component in turn."""
         config = self.trials.config
         if config.layout == "auto":
             for layout in ("chain", "parallel", "segments"):
@@ -175,7 +177,7 @@ class _Best:
                 self._try(self.capacities, self.cut.with_chunks(name, chunks), CHOICE.worth)
 
     def _try(self, capacities: dict[str, tuple[int, ...]], cut: Cut, worth: float = 1.0) -> bool:
-        """Whether these cost less, and are the best now."""
+        """Take these sizes if they cost less than `worth` times the best; return whether so."""
         if (capacities, cut) == (self.capacities, self.cut):
             return False
         bound = worth * self.cost_or_infinite

@@ -1,4 +1,4 @@
-"""Slots of a pipeline that are more than enough, while no schedule is known yet."""
+"""A generous budget of slots for a pipeline, until its schedules are known."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sharding.pipeline.graph import Pool, Slots
 from sharding.pipeline.ring import Chain, Ring
 from sharding.pipeline.schedules.by_name import scheduler_of
 
-# (phase, its capacity, layers of a chunk) -> forwards of such chunks whose residuals a rank can keep
+# (phase, its capacity, layers of a chunk) -> such forwards whose residuals a rank can keep
 Keeps = Callable[[str, int, int], int]
 
 
 def keeps_none(phase: str, capacity: int, layers: int) -> int:
-    """Where nothing is known of memory."""
+    """A `Keeps` that keeps nothing, for when nothing is known about memory."""
     return 0
 
 
@@ -29,17 +29,17 @@ def slot_budget(
     rows: Mapping[str, tuple[int, ...]],
     keeps: Keeps,
 ) -> Slots:
-    """The most slots of every pool: those of `pipeline.microbatches_in_flight` microbatches with
-    all that they read."""
+    """The most slots of every pool: enough for `pipeline.microbatches_in_flight` microbatches with
+    all the rows that they read."""
     in_flight = config.microbatches_in_flight
     if in_flight == "auto":
         all_at_once = scheduler_of(config.schedule).all_in_flight
-        # Of a reader, and of what it reads those rows that nothing reads
+        # Rows of the last reader, and of the language rows that a generator may leave unread
         of_language = sum(rows[LANGUAGE])
         of_reader = sum(rows[ring.reader.name])
         most = of_reader if ring.reader.name == LANGUAGE else of_reader + of_language
         in_flight = most if all_at_once else CHOICE.per_stage * config.stages
-    # Of every chain, by microbatch of the last one
+    # Rows of every chain for one microbatch of the last chain
     rows_each = [1] * len(ring.chains)
     for chain_number, reader in reversed(list(enumerate(ring.readers))):
         rows_each[chain_number] = rows_each[reader] * rows_read[chain_number]
@@ -63,7 +63,7 @@ def slot_budget(
                 residuals = min(most, keeps(chain.name, capacity, max(chain.layers)))
             else:
                 residuals = config.kept_residuals
-            if residuals and not chain.head_only:  # there the features wait, and no residuals
+            if residuals and not chain.head_only:  # in such a chain features wait instead
                 slots[Pool.RESIDUAL, chain_number] = residuals
     return slots
 

@@ -6,8 +6,8 @@ take least time.
 A row costs its capacity and must hold the longest item, so long items leave few rows that are full,
 or many that are not; few rows keep few stages busy; finer chunks keep more of them busy, in more
 ticks. No formula weighs all of that up, so candidates are packed and scheduled as a step would be.
-Smaller rows beside those that hold the longest item are full where these are not, and more of them
-keep more stages busy; each class of rows is code of its own in the compiled program.
+Smaller rows next to those that hold the longest item are full where these are not, and more of them
+keep more stages busy; but each class of rows is code of its own in the compiled program.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from sharding.pipeline.table_spec import TableSpec
 
 @dataclass(frozen=True)
 class Cut:
-    """How layers lie on the stages: `chunks` of components on each rank, of segments."""
+    """How layers are divided among stages: with segments, `chunks` of each component on a rank."""
 
     layout: LayoutName
     chunks: tuple[tuple[str, int], ...] = ()
@@ -53,8 +53,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Batches in rows, each in those that it may have, and the pipeline that they make, with slots and
-    ticks that are more than enough."""
+    """Sampled batches in rows, each in all rows that it may have, and the pipeline of these sizes,
+    with more than enough slots and ticks."""
 
     spec: PlanSpec
     pipeline: PipelineSpec
@@ -62,7 +62,8 @@ class Sampled:
 
     @property
     def fitting(self) -> list[RunRows]:
-        """The best of each batch whose microbatches read no more rows than there is room for."""
+        """The best rows of each batch, of those whose microbatches read no more rows than there is
+        room for; a batch without any is left out."""
         rows_read = self.pipeline.rows_read
         fitting = [
             [
@@ -75,22 +76,23 @@ class Sampled:
         return [best_rows(of_batch, self.pipeline) for of_batch in fitting if of_batch]
 
 
-Capacities = Mapping[str, tuple[int, ...]]  # of the rows of a phase by class, the largest first
+Capacities = Mapping[str, tuple[int, ...]]  # of the rows of each phase, the largest first
 # (capacities, spans), both by class, the largest first
 Layers = Callable[[Capacities, Capacities], ChainLayers]
 
 
 class Trials:
-    """Some batches as a pipeline of any sizes would run them.
+    """Sampled batches, and how pipelines of different sizes would run them.
 
     Args:
       samples: global batches.
       phases: in the order of `make_phases`.
-      layers: of all chains, for rows of some capacities.
-      examples: of a batch.
-      largest: examples that shall fit a run by themselves.
-      keeps: what `kept_residuals: auto` comes to.
-      widest: ranks that hold a row together, of phases that allow so many; else as many as they allow.
+      layers: makes the layers of all chains, for rows of some capacities and spans.
+      examples: number of examples of a batch.
+      largest: examples that must each fit a run by themselves.
+      keeps: number of forwards whose residuals `kept_residuals: auto` keeps.
+      widest: ranks that hold a row together, in phases that allow so many; others have the most
+        that they allow.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class Trials:
         self.keeps = keeps
         self.widest = widest
         self.encoders = self.inputs[LANGUAGE].phase.reads
-        # Encoders and generators, and all that others read
+        # Encoders and generators; and all phases that others read
         self.media = tuple(name for name in self.inputs if name != LANGUAGE)
         self.read = tuple(self.inputs)[:-1]
         self.microbatches = None if config.microbatches == "auto" else config.microbatches
@@ -121,13 +123,13 @@ class Trials:
         self._runs: dict[tuple[tuple[int, ...], ...], list[list[RunRows]]] = {}
 
     def of_span(self, widest: int) -> Trials:
-        """The same with rows that so many ranks hold together."""
+        """The same trials with rows that `widest` ranks hold together."""
         inputs = list(self.inputs.values())
         settings = self.config, self.layers, self.examples, self.largest, self.keeps, widest
         return Trials(self.samples, inputs, *settings)
 
     def with_some(self) -> Trials:
-        """The same with fewer samples, of fewer replicas, on which candidates are tried."""
+        """The same trials with fewer samples of fewer replicas, on which candidates are tried."""
         ranks = self.inputs[LANGUAGE].ranks
         per_replica = ceil_divide(self.examples, ranks)
         fewest_samples, most_samples = CHOICE.samples
@@ -148,7 +150,7 @@ class Trials:
     def spans_to_try(self) -> list[int]:
         """Ranks that may hold a row of some phase together, most first."""
         spans = {span for inputs in self.inputs.values() for span in inputs.spans}
-        # Capacities that are given come with all spans that are.
+        # Given capacities come with every span that is given.
         least_span = max(
             min(inputs.spans) if self.given(name) is None else max(inputs.spans)
             for name, inputs in self.inputs.items()
@@ -160,13 +162,14 @@ class Trials:
         return max(span for span in self.inputs[name].spans if span <= self.widest)
 
     def spans(self, name: str) -> tuple[int, ...]:
-        """Of each capacity of a phase, most first: all that are allowed where capacities are given."""
+        """Spans of every capacity of a phase, widest first: one, or all that are allowed if the
+        config gives the capacities."""
         if self.given(name) is None:
             return (self.span(name),)
         return tuple(sorted(self.inputs[name].spans, reverse=True))
 
     def classes(self, name: str, capacities: tuple[int, ...]) -> tuple[RowClass, ...]:
-        """By capacity, the largest first, and span."""
+        """Row classes of these capacities, the largest first, each in every span."""
         return tuple(
             RowClass(capacity, span) for capacity in capacities for span in self.spans(name)
         )
@@ -174,7 +177,7 @@ class Trials:
     # ------------------------------------------------------------------------ rows
 
     def spec(self, capacities: Capacities) -> PlanSpec:
-        """Rows of these capacities."""
+        """The planner's inputs for rows of these capacities."""
         return PlanSpec(
             {
                 name: self._phase_spec(name, self.classes(name, capacities[name]))
@@ -192,33 +195,33 @@ class Trials:
                 lengths = [batch.phases[name].length for batch in self.samples]
                 segments = _segments(np.concatenate([*lengths, np.zeros(0, np.int64)]), classes)
             return phase_spec(inputs, classes, segments)
-        # The ranks that share rows get their share of the examples, so a row never has more of them.
+        # Ranks that share rows get their share of the examples, so a row never has more of them.
         of_group = ceil_divide(self.examples, inputs.ranks // self.span(name))
         segments = of_group if config.max_segments == "auto" else config.max_segments
         return phase_spec(inputs, classes, max(segments, of_group))
 
     def given(self, name: str) -> tuple[int, ...] | None:
-        """The capacities that the config gives a phase; none: they are to be chosen."""
+        """The capacities that the config gives a phase; None: they are to be chosen."""
         inputs = self.inputs[name]
         if inputs.config.capacities == "auto":
             return None
         return checked_capacities(inputs.config.capacities, inputs, max(inputs.spans))
 
     def capacity(self, name: str, rows: float, slack: float) -> int:
-        """The capacity with which so many rows hold `slack` times a replica's mean load, if they
-        hold the longest item."""
+        """The capacity with which `rows` rows hold `slack` times a replica's mean load; at least
+        what holds the longest item, and at most the largest capacity."""
         inputs = self.inputs[name]
         share = int(self.load(name) * slack / rows)
         ideal = inputs.alignment.round_up(share)
         return max(self.least(name), min(inputs.largest_capacity, ideal))
 
     def least(self, name: str) -> int:
-        """The capacity of a rank with which rows hold the longest item and no more."""
+        """The least capacity with which rows hold the longest item."""
         return smallest_capacity(self.inputs[name], self.span(name))
 
     def candidates(self, name: str, microbatches: int) -> list[int]:
-        """Capacities to try, ascending: few rows of a replica, or as many as the longest item
-        allows; about as many rows as there are microbatches, and twice or half as many."""
+        """Capacities to try, ascending: for few rows of a replica up to as many as the longest item
+        allows; of media, also for as many rows as microbatches, and twice or half as many."""
         most_rows = max(1, self.load(name) // self.least(name))
         if name == LANGUAGE:
             most_rows = min(most_rows, CHOICE.rows_per_stage * self.config.stages)
@@ -237,7 +240,8 @@ class Trials:
     def further(
         self, name: str, capacities: tuple[int, ...], largest: int
     ) -> list[tuple[int, ...]]:
-        """The same with one more class, to try, and the largest rows of so many slots."""
+        """Candidates with one more class than `capacities`, and with rows of `largest` slots as the
+        largest."""
         round_up = self.inputs[name].alignment.round_up
         shares = {round_up(int(largest / divisor)) for divisor in CHOICE.divisors}
         return [
@@ -246,14 +250,14 @@ class Trials:
         ]
 
     def load(self, name: str) -> int:
-        """Slots of a phase of a replica, in the mean of the samples."""
+        """Mean slots of a phase on a replica, over the samples."""
         loads = [int(batch.phases[name].length.sum()) for batch in self.samples]
         return sum(loads) // max(1, len(loads) * self.inputs[name].ranks)
 
     # ------------------------------------------------------------------------ stages
 
     def sampled(self, capacities: Capacities, cut: Cut) -> Sampled:
-        """The samples in rows of these capacities, on stages cut like that.
+        """The samples in rows of these capacities, on stages of this cut.
 
         Raises:
           ConfigError: encoder rows are given that do not hold one of the largest examples.
@@ -268,10 +272,10 @@ class Trials:
             name: _most_rows([*of_samples, *alone], name, len(phase.classes))
             for name, phase in spec.phases.items()
         }
-        # One microbatch may read as many rows as that, so a run has them.
+        # One microbatch may read `rows_read` rows, so a run has at least as many.
         for name, fewest in zip(self.read, rows_read, strict=True):
             rows[name] = tuple(max(class_rows, fewest) for class_rows in rows[name])
-        # All language rows of a step may be of one class, and they hold integers alone.
+        # All language rows of a step may be of one class. They take little memory: integers only.
         load = with_head_room(self.load(LANGUAGE), 1)
         rows[LANGUAGE] = tuple(
             max(*rows[LANGUAGE], ceil_divide(load, capacity))
@@ -284,7 +288,7 @@ class Trials:
         ring = _ring(layers, [of_batch[0] for of_batch in runs], self.config.stages, cut)
         costs = layers.costs(ring)
         ticks = len(ring.chains) * sum(map(sum, rows.values())) * CHOICE.ticks_per_row
-        # Until a schedule is chosen
+        # "auto" means greedy until a schedule is chosen
         schedule = "greedy" if self.config.schedule == "auto" else self.config.schedule
         config = self.config.model_copy(update={"layout": cut.layout, "schedule": schedule})
         slots = slot_budget(ring, costs, rows_read, config, rows, self.keeps)
@@ -304,20 +308,20 @@ class Trials:
         return replace(pipeline, config=config, tables=replace(tables, slots=slots))
 
     def predicted(self, capacities: Capacities, cut: Cut, bound: float = math.inf) -> int | None:
-        """FLOPs of the steps of all samples, tick by tick those of the slowest rank; none where no
-        schedule can be kept, or where they are no fewer than a bound."""
+        """FLOPs of the steps of all samples: the sum over ticks of the slowest rank's. None if no
+        schedule can be kept, or if they are not below `bound`."""
         try:
             sampled = self.sampled(capacities, cut)
         except PipelineError:
             return None
-        # The ranks' own work is cheap to know, and most candidates end here.
+        # The work of the busiest rank is a bound that is cheap to know; it ends most candidates.
         graphs = [[graph_of(run, sampled.pipeline) for run in runs] for runs in sampled.runs]
         floors = [min(int(graph.rank_work.max()) for graph in of_batch) for of_batch in graphs]
         total: float = sum(floors)
         for of_batch, floor in zip(graphs, floors, strict=True):
-            # What the batches before cost, plus the floors of those that follow
+            # Now the cost of the batches before this one, plus the floors of those after it
             total -= floor
-            # What a batch may take, if all that follow took no more than their ranks' own work
+            # What this batch may cost at most, if all batches after it cost only their floors
             least_cost = bound - total
             for graph in of_batch:
                 least_cost = min(least_cost, predicted_cost(graph, sampled.pipeline, least_cost))
@@ -327,7 +331,7 @@ class Trials:
         return int(total)
 
     def runs(self, capacities: Capacities) -> list[list[RunRows]]:
-        """The samples in rows of these capacities, each in those that it may have."""
+        """The samples in rows of these capacities, each in all rows that it may have."""
         key = tuple(tuple(capacities[name]) for name in self.inputs)
         if key not in self._runs:
             spec = self.spec(capacities)
@@ -341,7 +345,7 @@ class Trials:
         return self._runs[key]
 
     def slots(self, name: str, capacities: Capacities) -> int:
-        """Slots of a phase on a rank in all samples, each in the rows that have fewest."""
+        """Slots of a phase on a rank in all samples, each in those of its rows that have fewest."""
         of_class = np.array(self.spec(capacities).phases[name].capacities)
         return sum(
             min(int(of_class[run.phases[name].row_class].sum()) for run in of_batch)
@@ -349,7 +353,8 @@ class Trials:
         )
 
     def _packed_sample(self, number: int, capacity: int, spec: PlanSpec) -> RunRows:
-        """Which examples run together depends on language rows alone, and takes most of the time."""
+        """A sample in rows of `spec`. The choice of examples that run together takes most of the
+        time and depends on language rows only, so it is kept for other rows of media."""
         batch = self.samples[number]
         request = (np.arange(len(batch.examples)), batch, spec, self.microbatches or 1)
         deferral = self.config.deferral
@@ -372,15 +377,15 @@ def _first_examples(batch: BatchItems, count: int) -> BatchItems:
 
 
 def _segments(lengths: Longs, classes: tuple[RowClass, ...]) -> int:
-    """Items of a generator in a row at most: as many as fill the largest one where all are as short as a quarter of
-    the sampled ones. Every layer has scales and shifts for each."""
+    """Most items of a generator in a row: as many as fill the largest row if all have the first
+    quartile of the sampled lengths. Every layer has scales and shifts for each of them."""
     ordered = np.sort(lengths)
     short = int(ordered[len(ordered) // 4]) if len(ordered) else classes[0].slots
     return ceil_divide(classes[0].slots, max(short, 1))
 
 
 def _alone(largest: Sequence[BatchItems], spec: PlanSpec) -> list[RunRows]:
-    """Every one of these examples in a run by itself."""
+    """Each of these examples in a run by itself."""
     return [
         pack_run(np.array([example]), batch, spec, microbatches=1, deferral=False)
         for batch in largest
@@ -389,8 +394,8 @@ def _alone(largest: Sequence[BatchItems], spec: PlanSpec) -> list[RunRows]:
 
 
 def _most_rows(runs: Sequence[RunRows], name: str, classes: int) -> tuple[int, ...]:
-    """Rows of each class of a phase that hold each of these runs, with some to spare; as many of a
-    class as of larger ones, which become some of it where less lies in them."""
+    """Rows of each class of a phase that suffice for each of these runs, with head room. A class
+    has rows for all larger ones, too: rows of these become some of it where they hold less."""
     counts = [np.cumsum(run.phases[name].counts(classes)) for run in runs]
     most_rows = np.max([np.ones(classes, np.int64), *counts], axis=0).tolist()
     return tuple(with_head_room(rows, 1) for rows in most_rows)
@@ -403,8 +408,8 @@ def _rows_read(
     config: PipelineConfig,
 ) -> tuple[int, ...]:
     """Rows of each phase that is read which one microbatch of its reader may read: enough for the
-    samples, and for each of the largest examples by itself. Raises `ConfigError` where as many are given
-    and do not hold one of these."""
+    samples, and for each of the largest examples by itself. Raises `ConfigError` if the config
+    gives a number that is too low for one of the largest examples."""
 
     def most(runs: Sequence[RunRows], name: str) -> int:
         return max([1, *(run.rows_read[name] for run in runs)])
@@ -425,7 +430,7 @@ def _rows_read(
 
 
 def _ring(layers: ChainLayers, sampled: Sequence[RunRows], stages: int, cut: Cut) -> Ring:
-    """Stages for the average row of every phase."""
+    """The ring whose stages are balanced for the average row of every phase."""
     squares = {}
     row_count = {}
     slots = {}
