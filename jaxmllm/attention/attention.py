@@ -1,14 +1,16 @@
 """Attention over packed rows: exact, in memory linear in the row, and skipping what no query sees.
 
-Who sees whom follows from ids of each token (attention/mask.py), and which blocks of queries and keys must meet from
-lists that the host made of them (attention/tiles.py). Both are data: one compilation serves every mask. The softmax is
-accumulated online and recomputed for the gradients (arXiv 2205.14135, 2307.08691), so that only the output and one
-logsumexp per query are kept. Both bear the name "attention" for policies of jax.checkpoint: one that keeps it runs the
-forward kernel once.
+Ids of each token say who sees whom (attention/mask.py), and lists that the host makes of them say
+which blocks of queries and keys must meet (attention/tiles.py). Both are data: one compilation
+serves every mask. The softmax is accumulated online and recomputed for the gradients (arXiv
+2205.14135, 2307.08691), so that only the output and one logsumexp per query are kept. These two are
+named "attention" for policies of jax.checkpoint: a policy that keeps the name runs the forward
+kernel once.
 
-All kernels but the last have deterministic gradients, on every platform: each sum is added up in the order of a loop,
-and no two programs write to one place (no atomics); the last says when it has. Where rows are split over devices, a
-collective adds the gradients of keys, in the order of its library.
+All kernels but the last have deterministic gradients, on every platform: each sum is added up in
+the order of a loop, and no two programs write to one place (no atomics). kernel_cudnn.py says when
+its gradients are deterministic. Where rows are split over devices, a collective adds the gradients
+of keys, in the order of its library.
 
     attention   checks, chooses a kernel, and owns the gradient rule
     kernels     forward: out, logsumexp        backward: dq, dk, dv        kernel_jax.py   every platform
@@ -16,7 +18,8 @@ collective adds the gradients of keys, in the order of its library.
                                                                            kernel_gpu.py   NVIDIA GPUs, Pallas
                                                                            kernel_cudnn.py NVIDIA GPUs, cuDNN
 
-Letters: B rows, C query slots, T key slots, H query heads, G key heads, K head size, b slots of a block.
+Letters: B rows, C query slots, T key slots, H query heads, G key heads, K head size, b slots of a
+block.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from jaxmllm.attention.slot_products import slot_dots, times_factors
 from jaxmllm.config.schema import Kernel
 from sharding.by_platform import by_platform
 
-# As JAX calls the platform of NVIDIA's devices, and that which programs are compiled for
+# JAX's names for NVIDIA's platform: that of devices, and that which programs are lowered for
 GPUS = ("gpu", "cuda")
 
 
@@ -44,15 +47,17 @@ class Choice(NamedTuple):
     """The kernel that the programs of a platform run."""
 
     kernel: Literal["jax", "cpu", "gpu", "cudnn"]
-    # What it would need instead of such inputs where it was asked for by name; else what the platform's own kernel
-    # would need, where "auto", or the name of another platform's, had to do without it
+    # Of a kernel that was asked for by name: what it needs instead of these inputs. If "auto", or
+    # the name of another platform's kernel, fell back to "jax": what the platform's own kernel
+    # needs. None: nothing.
     needs: str | None = None
 
 
 def unsupported_reason(kernel: Kernel, dtype: Any, head: int, block: int) -> str | None:
-    """What a kernel needs instead of heads of a size and dtype, in blocks of so many slots; none if it takes them.
+    """What a kernel needs instead of heads of this size and dtype in blocks of `block` slots; None
+    if it takes them.
 
-    "cudnn" needs rows that tell where their documents lie, too.
+    In addition, "cudnn" needs rows that tell where their documents are.
     """
     if kernel == "cpu":
         return kernel_cpu.unsupported_reason(dtype)
@@ -64,7 +69,7 @@ def unsupported_reason(kernel: Kernel, dtype: Any, head: int, block: int) -> str
 
 
 def choice(kernel: Kernel, platform: str, dtype: Any, head: int, block: int) -> Choice:
-    """What `kernel` comes to for heads of a size and dtype, in blocks of so many slots."""
+    """The kernel that runs for `kernel`, heads of this size and dtype, and this block."""
     if kernel != "auto":
         needs = unsupported_reason(kernel, dtype, head, block)
         if needs or kernel != "cpu" or platform == "cpu":
@@ -93,17 +98,20 @@ def attention(
       q: queries.
       k: keys; each of the G heads serves H / G consecutive heads of queries.
       v: values.
-      mask: who sees whom. Queries and keys may be other slots of the row, as under context parallelism.
-      scale: factor on the logits; K ** -0.5 if none.
-      kernel: "jax", "cpu" (for which other platforms run "jax"), "gpu" or "cudnn" (which other platforms interpret), or
-        "auto": the platform's own if it takes such inputs, else "jax". The platform is the one that is lowered for.
-        "cudnn" goes by `mask.documents`.
+      mask: who sees whom. Queries and keys may be different slots of the row, as under context
+        parallelism.
+      scale: factor on the logits; K ** -0.5 if None.
+      kernel: "jax", "cpu" (for which other platforms run "jax"), "gpu" or "cudnn" (which other
+        platforms interpret), or "auto": the platform's own if it takes these inputs, else "jax".
+        The platform is the one that is lowered for. "cudnn" reads `mask.documents`.
 
     Returns:
-      In the dtype of q; exactly zero for queries that see nothing, where the gradient of q is zero too. Sums are kept
-      in float32 (float64 for float64 inputs). Gradients are deterministic.
+      The output in the dtype of q; exactly zero for queries that see nothing, where the gradient of
+      q is zero too. Sums are kept in float32 (float64 for float64 inputs). Gradients are
+      deterministic, except those of "cudnn" (kernel_cudnn.py).
 
-    Raises `ValueError` if the shapes do not fit each other, or not a kernel that was asked for by name.
+    Raises `ValueError` if the shapes do not fit each other, or a kernel that was asked for by name
+    does not take these inputs.
     """
     return _checked(q, k, v, mask, scale, kernel)[0]
 
@@ -117,9 +125,9 @@ def attention_and_logsumexp(
     scale: float | None = None,
     kernel: Kernel = "auto",
 ) -> tuple[Float[Array, "B C H K"], Float[Array, "B C H"]]:
-    """The same, and the logsumexp of the visible logits of each query, infinite for one that sees nothing; gradients
-    flow through both. Arguments and errors are those of `attention`, but for the kernel "cudnn", which has no gradient
-    of the second."""
+    """The same, and the logsumexp of the visible logits of each query, infinite for one that sees
+    nothing; gradients flow through both. Arguments and errors are those of `attention`, except that
+    the kernel "cudnn" is refused: it has no gradient of the logsumexp."""
     if kernel == "cudnn":
         raise ValueError("attention: the cudnn kernel has no gradient of a logsumexp")
     return _checked(q, k, v, mask, scale, kernel)
@@ -150,12 +158,13 @@ def with_repeated_key(
     *,
     scale: float | None = None,
 ) -> Float[Array, "B C H K"]:
-    """Attention as if every query saw one more key, the same for all, and that `count` times; 0: it does not.
+    """Attention as if each query also saw `key`, one for all queries of a row, `count` times; 0:
+    not at all.
 
     Args:
       out: attention without that key.
-      logsumexp: of its logits, infinite for queries that see nothing.
-      scale: as of `attention`.
+      logsumexp: of the logits without that key, infinite for queries that see nothing.
+      scale: as in `attention`.
     """
     dtype = out.dtype
     wide = logsumexp.dtype
@@ -166,7 +175,7 @@ def with_repeated_key(
     sees = jnp.isfinite(logsumexp)
     # With n = count, the key's share of the softmax is n e^l / (n e^l + e^logsumexp): a sigmoid.
     ahead = logits + jnp.log(times.astype(logits.dtype)) - jnp.where(sees, logsumexp, 0)
-    # A query without other keys has the whole of this one; without this one, too, it has nothing
+    # A query without other keys takes this one alone; if it does not see this one either, nothing
     share = jnp.where(sees, jax.nn.sigmoid(ahead), (times > 0).astype(logits.dtype))
     return (out + times_factors(value - out, share)).astype(dtype)
 
@@ -187,7 +196,7 @@ def _forward(
     kernel: Kernel, scale: float, q: Array, k: Array, v: Array, mask: Mask
 ) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
     forward = _choose(kernel, scale, q, mask, "forward")
-    # The output that goes on must be the named one, too, or the kernel would run again for it
+    # The output that is returned must be the named one, too, or the kernel would run again for it
     out, logsumexp = checkpoint_name(forward(q, k, v, mask), "attention")
     return (out, logsumexp), (q, k, v, mask, out, logsumexp)
 
@@ -200,7 +209,7 @@ def _backward(
     backward = _choose(kernel, scale, q, mask, "backward")
     if kernel == "cudnn":
         return *backward(q, k, v, mask, out, logsumexp, d_out), None
-    # Of a logit: its weight times (d_out . value - delta)
+    # The gradient of a logit is its weight times (d_out . value - delta)
     wide = logsumexp.dtype
     delta = slot_dots(d_out.astype(wide), out.astype(wide)) - d_logsumexp
     return *backward(q, k, v, mask, delta, logsumexp, d_out), None
@@ -210,7 +219,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def _choose(kernel: Kernel, scale: float, q: Array, mask: Mask, way: str) -> Callable[..., Any]:
-    """A kernel's function "forward" or "backward"."""
+    """The function "forward" or "backward" of a kernel, chosen by platform where it is lowered."""
     if kernel == "cudnn":
         interpreted = partial(getattr(kernel_cudnn, f"interpreted_{way}"), scale)
         cudnn = partial(getattr(kernel_cudnn, way), scale)
@@ -220,7 +229,7 @@ def _choose(kernel: Kernel, scale: float, q: Array, mask: Mask, way: str) -> Cal
     )
     inputs = q.dtype, q.shape[-1], mask.block
     kernels = {}
-    # A process for other devices may have none of CPU, and need not compile the loops
+    # A process for other devices may have no CPU devices, and need not compile the loops
     on_cpu = jax.default_backend() == "cpu"
     if kernel in ("auto", "cpu") and on_cpu and not unsupported_reason("cpu", *inputs):
         kernels["cpu"] = cpu

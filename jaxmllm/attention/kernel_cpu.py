@@ -1,22 +1,23 @@
 """Tile-list attention for CPUs, float32: loops that numba compiles, and matrix products by BLAS.
 
-    q, k, v, mask --jax.ffi.ffi_call--> XLA --> _handler --> _thread, and others beside it
+    q, k, v, mask --jax.ffi.ffi_call--> XLA --> _handler --> _thread, one for each worker
                                                                 _forward, or _backward
                                                                     _product: BLAS     _exp     _hide_queries
 
-The mathematics is that of kernel_jax.py, whose loops XLA runs on one core with a start for every product. Here the
-cores of a device share a call, tiles are cut or joined to products that BLAS is fast at, and all that is done to their
-results is vector instructions.
+The mathematics is that of kernel_jax.py, whose loops XLA runs on one core, starting every product
+separately. Here the cores of a device share a call, tiles are cut or joined to products that BLAS
+is fast at, and everything that is done to the results is vector instructions.
 
-Threads share the heads of rows out by their number alone, and every sum is added up by one of them in the order of its
-loop. So results are the same bits for any number of threads.
+Threads divide the heads of rows, and where these are few the queries of a head, by their numbers
+alone. One thread adds up each sum, in the order of its loop. So results are the same bits for any
+number of threads.
 
-XLA hands a call over as structs of C (jaxlib's include/xla/ffi/api/c_api.h), which are read here word by word. Its
-authors keep that interface compatible, and XLA refuses a handler that was written for another version of it. BLAS is
-SciPy's.
+XLA passes a call as structs of C (jaxlib's include/xla/ffi/api/c_api.h), which are read here word
+by word. Its authors keep that interface compatible, and XLA refuses a handler that was written for
+another version of it. BLAS is SciPy's.
 
-Letters: B rows, C query slots, T key slots, H query heads, G key heads, K head size, b and M slots of the two sides of
-a product (`_product_sides`).
+Letters: B rows, C query slots, T key slots, H query heads, G key heads, K head size, b and M slots
+of the two sides of a product (`_product_sides`).
 """
 
 from __future__ import annotations
@@ -46,20 +47,21 @@ from jaxmllm.compiled import compiled, compiled_callback, compiled_leaf, compile
 Singles = NDArray[np.float32]
 Columns = tuple[Ints, Ints, Ints, Ints]  # of `TokenIds`
 
-# OpenBLAS multiplies small matrices as they are, up to so many multiplications; larger ones it lays out anew.
+# OpenBLAS multiplies matrices as they are stored up to so many multiplications; larger ones it
+# first copies into another layout.
 SMALL_PRODUCT = 10**6
-SIDE, TOGETHER = 64, 192  # slots of one side of a product, and of the other, at most
+SIDE, TOGETHER = 64, 192  # most slots of one side of a product, and of the other
 
 
 def unsupported_reason(dtype: Any) -> str | None:
-    """What the kernel needs instead of such inputs; none if it takes them."""
+    """What the kernel needs instead of these inputs; None if it takes them."""
     if sys.platform == "win32":
         return "threads of POSIX, which Windows has not"
     return None if jnp.dtype(dtype) == jnp.float32 else f"float32, not {jnp.dtype(dtype)}"
 
 
 def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Array, Array]:
-    """As `kernel_jax.forward`, of float32; for CPUs."""
+    """As `kernel_jax.forward`, for float32; for CPUs."""
     results = _like(q), jax.ShapeDtypeStruct(q.shape[:3], q.dtype)
     inputs = q, k, v, *_columns(mask.queries), *_columns(mask.keys), *mask.query_tiles
     shares = q.shape[0] * k.shape[2] * mask.query_tiles.spans.shape[1]
@@ -77,7 +79,7 @@ def backward(
     logsumexp: Array,
     d_out: Array,
 ) -> tuple[Array, Array, Array]:
-    """As `kernel_jax.backward`, of float32; for CPUs."""
+    """As `kernel_jax.backward`, for float32; for CPUs."""
     results = _like(q), _like(k), _like(v)
     inputs = q, k, v, *_columns(mask.queries), *_columns(mask.keys), *mask.key_tiles
     shares = q.shape[0] * k.shape[2]
@@ -109,9 +111,9 @@ def _workers_per_device() -> int:
 
 # ---------------------------------------------------------------------------- the loops
 
-# Numbers of arguments: of calls of both ways, and of the backward one alone
+# Numbers of the arguments of a call; the last three are those of a backward pass only
 QUERIES, KEYS, VALUES, QUERY_IDS = range(4)
-KEY_IDS = QUERY_IDS + len(TokenIds._fields)  # the first column, as QUERY_IDS is
+KEY_IDS = QUERY_IDS + len(TokenIds._fields)  # of the first column, as QUERY_IDS is
 SPANS = KEY_IDS + len(TokenIds._fields)
 BLOCKS, DELTA, LOGSUMEXP, D_OUT = range(SPANS + 1, SPANS + 5)
 
@@ -132,20 +134,20 @@ def _forward(frame: int, worker: int, workers: int) -> None:
     of_key_head = heads // key_heads
     block = slots // query_blocks
     side, together = _product_sides(block, size)
-    # Of the query blocks, where heads are fewer than threads
+    # Parts of a head's queries, more than one if key heads are fewer than threads
     parts = -(-workers // (rows * key_heads))
     products = _workspace()
     runs = np.empty((_most_runs(k.shape[1], block, together), 3), np.int64)
     keys = _matrix(k.shape[1], size)
     values = _matrix(k.shape[1], size)
-    # Queries side by side: maxima and sums over keys are then vector instructions
+    # Queries are neighbours in memory, so that maxima and sums over keys are vector instructions
     weights = _matrix(together, side)
     queries = _matrix(size, side)
     total = _matrix(side, size)
     maximum = _vector(side)
     shrink = _vector(side)
     norm = _vector(side)
-    # A task is a key head of a row, and of the queries of its heads every parts-th tile.
+    # A task is a key head of a row, with every parts-th tile of the queries of its heads.
     for task in range(worker, rows * key_heads * parts, workers):
         r = task // (key_heads * parts)
         g = task // parts % key_heads
@@ -158,7 +160,7 @@ def _forward(frame: int, worker: int, workers: int) -> None:
             run_count = _list_runs(spans[r, first_query // block], blocks[r], block, together, runs)
             for h in range(g * of_key_head, (g + 1) * of_key_head):
                 _transpose(q[r, query, h], queries)
-                # Finite, so that exp(-inf - maximum) is 0 and not NaN where nothing has been seen yet
+                # Finite, so that exp(-inf - maximum) is 0 and not NaN while nothing has been seen
                 maximum[:] = LOWEST
                 norm[:] = 0
                 total[:] = 0
@@ -170,7 +172,8 @@ def _forward(frame: int, worker: int, workers: int) -> None:
                     _product(products, scale, keys[key], queries, 0, tile)
                     if partial:
                         _hide_queries(tile, _ids(frame, KEY_IDS, r, key), query_ids)
-                    # The old maximum; then the factor on norm and total that the new one asks for.
+                    # `shrink` is first the old maximum, then the factor of the new one on norm and
+                    # total.
                     shrink[:] = maximum
                     for t in range(length):
                         for c in range(side):
@@ -270,7 +273,7 @@ def _backward(frame: int, worker: int, workers: int) -> None:
 
 @compiled
 def _matrix(rows: int, columns: int) -> Singles:
-    # In memory of its own: LLVM makes no vector instructions of a loop over two parts of one array
+    # Memory of its own: LLVM makes no vector instructions of a loop over two parts of one array
     return np.empty((rows, columns), np.float32)
 
 
@@ -281,7 +284,7 @@ def _vector(size: int) -> Singles:
 
 @compiled_leaf
 def _product_sides(block: int, size: int) -> tuple[int, int]:
-    """Slots of the two sides of a product: parts of a block, or the second several blocks."""
+    """Slots of the two sides of a product: each a part of a block, or the second several blocks."""
     side = _part(block, SIDE)
     longest = min(TOGETHER, SMALL_PRODUCT // (side * size))
     return side, longest // block * block if longest >= block else _part(block, longest)
@@ -289,7 +292,8 @@ def _product_sides(block: int, size: int) -> tuple[int, int]:
 
 @compiled_leaf
 def _part(block: int, most: int) -> int:
-    """Slots of the equal parts of a block, of up to `most` slots; of a block that has only far smaller ones, all."""
+    """Slots of the largest equal parts of a block that have up to `most` slots; all slots of the
+    block if these parts are far smaller than that."""
     parts = -(-block // max(1, most))
     while block % parts:
         parts += 1
@@ -303,8 +307,8 @@ def _most_runs(slots: int, block: int, together: int) -> int:
 
 @compiled_leaf
 def _list_runs(span: Ints, blocks: Ints, block: int, together: int, runs: Longs) -> int:
-    """Write down (first slot, slots, whether partial) of what a span lists, in runs of neighbouring blocks or in parts
-    of one, of up to `together` slots; how many these are."""
+    """Write (first slot, slots, whether partial) of the blocks that a span lists to `runs`, as runs
+    of neighbouring blocks or as parts of one, of up to `together` slots; return their number."""
     first, partial, full = span
     run_count = 0
     for n in range(partial + full):
@@ -313,7 +317,7 @@ def _list_runs(span: Ints, blocks: Ints, block: int, together: int, runs: Longs)
         end = (block_number + 1) * block
         is_partial = int(n < partial)
         if run_count:
-            # A view of `runs`: the last run grows in place. Parts of a block never do.
+            # A view of `runs`: the last run grows in place. Parts of a block never grow.
             run = runs[run_count - 1]
             if run[0] + run[1] == begin and run[2] == is_partial and run[1] + block <= together:
                 run[1] += block
@@ -325,14 +329,15 @@ def _list_runs(span: Ints, blocks: Ints, block: int, together: int, runs: Longs)
 
 
 _sees = compiled_leaf(visible)
-# Of the source of that rule of attention/mask.py, which the loops here are compiled with. They stay on disk until this
-# file changes, so a new rule must change it: a test compares, and says what to write.
+# Hash of the source of that rule in attention/mask.py, which is compiled into the loops here. They
+# stay on disk until this file changes, so a new rule must change this file: a test compares the
+# hash, and says what to write.
 RULE = "9473a243"
 
 
 @compiled_leaf
 def _hide_queries(tile: Singles, keys: Columns, queries: Columns) -> None:
-    """-inf for the invisible pairs of logits [M keys, b queries]."""
+    """Put -inf for the invisible pairs of a tile of logits [M keys, b queries]."""
     for t in range(tile.shape[0]):
         key = _token(keys, t)
         for c in range(tile.shape[1]):
@@ -341,7 +346,7 @@ def _hide_queries(tile: Singles, keys: Columns, queries: Columns) -> None:
 
 @compiled_leaf
 def _hide_keys(tile: Singles, queries: Columns, keys: Columns) -> None:
-    """The same of logits [M queries, b keys]."""
+    """Put -inf for the invisible pairs of a tile of logits [M queries, b keys]."""
     for c in range(tile.shape[0]):
         query = _token(queries, c)
         for t in range(tile.shape[1]):
@@ -355,7 +360,8 @@ def _token(ids: Columns, slot: int) -> TokenIds:
 
 @compiled_sums
 def _weigh(tile: Singles, d_tile: Singles, sums: Singles, deltas: Singles) -> None:
-    """Weights [M queries, b keys] in the place of logits, and gradients of logits in that of those of weights."""
+    """Replace logits by weights in `tile`, and gradients of weights by those of logits in `d_tile`,
+    both [M queries, b keys]."""
     for c in range(tile.shape[0]):
         of_query = sums[c]
         delta = deltas[c]
@@ -367,7 +373,7 @@ def _weigh(tile: Singles, d_tile: Singles, sums: Singles, deltas: Singles) -> No
 
 @compiled_leaf
 def _load(x: Singles, row: int, head: int, y: Singles) -> None:
-    """A head of a row, so that its slots are neighbours: matrices of others are slower in products."""
+    """Copy a head of a row to `y`, where its slots are neighbours: products are then faster."""
     for c in range(y.shape[0]):
         for e in range(y.shape[1]):
             y[c, e] = x[row, c, head, e]
@@ -392,11 +398,12 @@ def _transpose(x: Singles, y: Singles) -> None:
 LOWEST = np.finfo(np.float32).min
 ZERO_BELOW = np.float32(-88)
 PER_LN_2 = np.float32(1 / np.log(2))
+# ln 2 in two parts: the first has few bits, so that its product with a power is exact
 LN_2 = np.float32(0.693359375)
 LN_2_REST = np.float32(np.log(2) - 0.693359375)
 HALF = np.float32(0.5)
 ONE = np.float32(1)
-# Of exp(r) = 1 + r + r ** 2 (...) for |r| <= ln 2 / 2: Cephes' expf, to 4e-7
+# Coefficients of exp(r) = 1 + r + r ** 2 (...) for |r| <= ln 2 / 2: Cephes' expf, to 4e-7
 P0 = np.float32(1.9875691500e-4)
 P1 = np.float32(1.3981999507e-3)
 P2 = np.float32(8.3334519073e-3)
@@ -418,7 +425,7 @@ def _exp(x: np.float32) -> np.float32:
 
 @intrinsic
 def _from_bits(context: Any, bits: Any) -> Any:
-    """The float32 of such bits."""
+    """The float32 with these bits."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -430,13 +437,13 @@ def _from_bits(context: Any, bits: Any) -> Any:
 
 Workspace = tuple[NDArray[np.uint8], Ints, Singles]
 
-SGEMM = "jaxmllm_sgemm"  # as compiled code calls it, which is kept on disk
+SGEMM = "jaxmllm_sgemm"  # name in compiled code, which is kept on disk
 _sgemm = types.ExternalFunction(SGEMM, types.void(*[types.intp] * 13))
 
 
 @compiled_sums
 def _workspace() -> Workspace:
-    """What a product is told, in memory of the thread that asks: letters, sizes, factors."""
+    """Memory of one thread for the arguments of its products: letters, sizes, factors."""
     return np.array([ord("N"), ord("T")], np.uint8), np.empty(6, np.int32), np.empty(2, np.float32)
 
 
@@ -468,9 +475,10 @@ def _gemm(
     inner: int,
 ) -> None:
     letters, sizes, factors = told
-    # Matrices of Fortran lie by columns: they are the transposed ones, whose product has the other order
+    # Fortran's matrices are stored by columns: to it, ours are the transposed ones, whose product
+    # has the opposite order.
     sizes[0], sizes[1], sizes[2] = z.shape[1], z.shape[0], inner
-    # Distances of rows in numbers of float32, by which matrices may be parts of wider ones.
+    # Strides of rows in float32 numbers, so that matrices may be parts of wider ones.
     sizes[3], sizes[4], sizes[5] = y.strides[0] // 4, x.strides[0] // 4, z.strides[0] // 4
     factors[0], factors[1] = alpha, beta
     letter = letters.ctypes.data
@@ -498,7 +506,8 @@ def _gemm(
 # XLA_FFI_API_MAJOR and _MINOR of the structs as they are read here
 VERSION = 0, 1
 METADATA = 1  # XLA_FFI_Extension_Metadata, which asks for that version instead of results
-# Words of 8 bytes in XLA_FFI_CallFrame, XLA_FFI_Buffer and XLA_FFI_Scalar
+# Sizes of XLA_FFI_CallFrame, XLA_FFI_Buffer and XLA_FFI_Scalar, each followed by indices of its
+# fields, in words of 8 bytes
 FRAME = 21
 EXTENSION = 1
 ARGUMENTS = 9
@@ -537,7 +546,7 @@ def _result(frame: int, i: int) -> Longs:
 
 @compiled
 def _attribute(frame: int, i: int) -> Any:
-    """The address of the value of a static argument; these are in the order of their names."""
+    """Address of the value of a static argument; such arguments are in the order of their names."""
     return _pointer(_words(_words(_words(frame, FRAME)[ATTRIBUTES], i + 1)[i], SCALAR)[VALUE])
 
 
@@ -577,7 +586,7 @@ def _integers2(buffer: Longs) -> Ints:
 
 @compiled
 def _ids(frame: int, first: int, row: int, slots: slice) -> Columns:
-    """The columns of `TokenIds` of slots of a row, of which the first is an argument's."""
+    """The columns of `TokenIds` of some slots of a row; the first is that of argument `first`."""
     return (
         _integers2(_argument(frame, first))[row, slots],
         _integers2(_argument(frame, first + 1))[row, slots],
@@ -588,9 +597,9 @@ def _ids(frame: int, first: int, row: int, slots: slice) -> Columns:
 
 # ---------------------------------------------------------------------------- threads
 
-TARGET = "jaxmllm_attention"  # as compiled programs call it, which are kept on disk
+TARGET = "jaxmllm_attention"  # name in compiled programs, which are kept on disk
 THREAD = "jaxmllm_attention_thread"
-TOLD = 4  # words of a thread: its handle, and the arguments of its share
+TOLD = 4  # words for each thread: its handle, then frame, worker and workers
 _called_thread = types.ExternalFunction(THREAD, types.intp(types.intp))
 _pthread_create = types.ExternalFunction("pthread_create", types.int32(*[types.intp] * 4))
 _pthread_join = types.ExternalFunction("pthread_join", types.int32(types.intp, types.intp))
@@ -598,9 +607,9 @@ _pthread_join = types.ExternalFunction("pthread_join", types.int32(types.intp, t
 
 @functools.cache
 def _register() -> None:
-    """Compile the loops, or load them, and tell XLA of them."""
+    """Compile the loops, or load them from disk, and register them with XLA."""
     sgemm = get_cython_function_address("scipy.linalg.cython_blas", "sgemm")
-    threadpool_limits(1, user_api="blas")  # of libraries that are loaded, as this one is now
+    threadpool_limits(1, user_api="blas")  # affects only loaded libraries, as SciPy's now is
     llvmlite.binding.add_symbol(SGEMM, sgemm)
     llvmlite.binding.add_symbol(THREAD, compiled_callback(types.intp(types.intp), _thread))
     handler = compiled_callback(types.intp(types.intp), _handler)
@@ -609,7 +618,7 @@ def _register() -> None:
 
 
 def _handler(frame: int) -> int:
-    """What XLA calls."""
+    """The function that XLA calls: it runs the workers of a call on threads, and waits for them."""
     words = _words(frame, FRAME)
     if words[EXTENSION]:
         # Words of the extension: size, kind (an int32, the lower half), next extension, metadata.
@@ -625,10 +634,10 @@ def _handler(frame: int) -> int:
         told[worker, 1:] = frame, worker, workers
         of_thread = told[worker].ctypes.data
         if worker and _pthread_create(of_thread, 0, _thread_address(), of_thread):
-            told[worker, 0] = 0  # there can be no more threads
+            told[worker, 0] = 0  # no more threads can be started: the share runs here
             _called_thread(of_thread)
     _called_thread(told[0].ctypes.data)
-    # Read here again, what threads are told stays until they end: numba frees an array after its last use
+    # Reading `told` here keeps it until the threads end: numba frees an array after its last use.
     for worker in range(1, workers):
         if told[worker, 0]:
             _pthread_join(told[worker, 0], 0)

@@ -1,20 +1,24 @@
-"""Attention by cuDNN over packed rows, on NVIDIA GPUs since Hopper, where documents are runs of slots.
+"""Attention by cuDNN, on NVIDIA GPUs since Hopper, over rows whose documents are runs of slots.
 
     runs of documents --_packing--> lengths and offsets of sequences --one call for all rows--> out, logsumexp
                                                                                       -> dq, dk, dv
 
-The rule is that of its library: a token sees its document, or what of it is not later (`causal`), or the last `window`
-tokens of that. Images within text that see themselves in both directions are none of its rules, nor are parts of rows.
+Only masks that cuDNN knows are possible: a token sees its whole document, or what is not later
+(`causal`), or the last `window` tokens of that. Images within text that are seen in both directions
+are not among them, nor are parts of rows.
 
-XLA has custom calls for cuDNN, which are made here as they are: the functions of JAX that make them ask the GPU of this
-process what it can do, which there is not where programs are compiled ahead, and take a token of keys to have as many
-heads as one of queries. What they are told is XLA's CudnnfMHABackendConfig, as JSON.
+XLA's custom calls for cuDNN are made here directly. JAX's own functions that make them ask the GPU
+of this process what it can do, but there is none where programs are compiled ahead; and they assume
+that a token has as many heads of keys as of queries. The calls read XLA's CudnnfMHABackendConfig,
+as JSON.
 
-Elsewhere the loops of kernel_jax.py run, under masks that are made of the same runs.
+On other platforms the loops of kernel_jax.py run, under masks that are made of the same runs.
 
-Its backward pass adds gradients of queries in any order, but with `XLA_FLAGS=--xla_gpu_deterministic_ops=true`.
+The backward pass adds gradients of queries in any order, except with
+`XLA_FLAGS=--xla_gpu_deterministic_ops=true`.
 
-Letters: B rows, C slots, T = B * C, H query heads, G key heads, K head size, M documents of all rows at most.
+Letters: B rows, C slots, T = B * C, H query heads, G key heads, K head size, M documents of all
+rows at most.
 """
 
 from __future__ import annotations
@@ -32,14 +36,14 @@ from jaxmllm.attention.mask import Mask, TokenIds
 
 FORWARD = "__cudnn$fmhaSoftmax"
 BACKWARD = "__cudnn$fmhaSoftmaxBackward"
-MULTIPLE = 8  # numbers of a head
+MULTIPLE = 8  # divides the numbers of a head
 LARGEST_HEAD = 256
 DTYPES = {"bfloat16": "BF16", "float16": "F16"}  # as XLA calls them
-LARGEST_OFFSET = 2**31  # numbers of all rows: offsets are int32
-BY_SLOTS = (0, 2, 1, 3)  # of arrays [1, H, T, K] that lie in memory as [1, T, H, K]
+LARGEST_OFFSET = 2**31  # bound on the numbers of all rows, because offsets are int32
+BY_SLOTS = (0, 2, 1, 3)  # layout of arrays [1, H, T, K] that are stored as [1, T, H, K]
 
-# What is contracted in the six products of [B, T, N, K] with logits [B, N, T, S]: (left, right), batches of the right.
-# Names are those of the fields of CudnnfMHABackendConfig.
+# Axes of the six products of arrays [B, T, N, K] and logits [B, N, T, S]: (contracted left,
+# contracted right, batch axes left, batch axes right). Names are fields of CudnnfMHABackendConfig.
 PRODUCTS = {
     FORWARD: {
         "bmm1_dot_dimension_numbers": (3, 3, (0, 2), (0, 2)),
@@ -57,14 +61,14 @@ PRODUCTS = {
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of rows lie, and what their tokens see of them."""
+    """The documents of rows as runs of slots, and what tokens see of their document."""
 
-    runs: Array  # int32 [B, M / B, 2]: first slot and slots of each; 0 slots: none
+    runs: Array  # int32 [B, M / B, 2]: first slot and slots of each; 0 slots: no document
     causal: bool = field(metadata={"static": True})
     window: int | None = field(default=None, metadata={"static": True})
 
     def ids(self, slots: int) -> TokenIds:
-        """Of every slot of the rows, [B, C]: what they see by the rule of attention/mask.py."""
+        """Ids [B, C] by which every slot sees the same with the rule of attention/mask.py."""
 
         def of_row(runs: Array) -> tuple[Array, Array]:
             run, inside, real = _runs_of_slots(runs, slots)
@@ -77,7 +81,7 @@ class Documents:
 
 
 def unsupported_reason(dtype: Any, head: int) -> str | None:
-    """What cuDNN needs instead of such inputs; none if it takes them."""
+    """What cuDNN needs instead of these inputs; None if it takes them."""
     if jnp.dtype(dtype).name not in DTYPES:
         return f"bfloat16 or float16, not {jnp.dtype(dtype)}"
     if head % MULTIPLE or head > LARGEST_HEAD:
@@ -86,20 +90,22 @@ def unsupported_reason(dtype: Any, head: int) -> str | None:
 
 
 def backward_bytes(slots: int, heads: int, key_heads: int, size: int, documents: int) -> int:
-    """What the backward pass works in on a device: float32 of every document for every slot, as measured on an H100
-    (docs/performance.md). Compiling ahead, without cuDNN, does not see it.
+    """Working memory of the backward pass on a device: float32 numbers of every document for every
+    slot, as measured on an H100 (docs/performance.md). Compiling ahead, without cuDNN, does not
+    count it.
 
     Args:
       slots: of all rows of a call.
       documents: M.
     """
-    # Sums of queries' gradients, where heads of keys are shared those of keys' and values' too, and two sums of softmax
+    # Sums of the gradients of queries; as much again for those of keys and values where heads of
+    # keys are shared; and two sums of the softmax
     arrays = 1 if heads == key_heads else 2
     return 4 * documents * slots * heads * (arrays * size + 2)
 
 
 def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Array, Array]:
-    """As `kernel_jax.forward`, of rows with `mask.documents`; for CUDA."""
+    """As `kernel_jax.forward`, for rows with `mask.documents`; for CUDA."""
     rows, slots, heads, size = q.shape
     packing = _packing(mask, q, k)
     results = (
@@ -109,8 +115,8 @@ def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Arr
     inputs = (*map(_end_to_end, (q, k, v)), *packing.operands)
     out, sums = _call(FORWARD, scale, q, mask, packing, inputs, results)
     real = packing.real[:, None]
-    # Sums [M, H, T] count slots from a sequence's own first token on. Two indices with a slice
-    # between them give their axis first: [T, H].
+    # In `sums` [M, H, T], slots are counted from a sequence's own first token on. Two index arrays
+    # with a slice between them put their axis first: [T, H].
     logsumexp = sums[packing.run, :, packing.inside]
     return (
         _zero_unless(real[..., None], out[0].swapaxes(0, 1)).reshape(q.shape),
@@ -128,9 +134,9 @@ def backward(
     logsumexp: Array,
     d_out: Array,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of `forward`'s first result; for CUDA."""
+    """Gradients of q, k and v from that of `forward`'s first result; for CUDA."""
     packing = _packing(mask, q, k)
-    # Every sequence has its sums from its own first token on
+    # The sums of every sequence begin at its own first token
     of_slots = jnp.where(packing.real[:, None], logsumexp.reshape(-1, q.shape[2]), 0)
     slots = packing.starts[:, None] + jnp.arange(len(of_slots))
     sums = of_slots.at[slots].get(mode="fill", fill_value=0).swapaxes(1, 2)
@@ -171,17 +177,18 @@ def interpreted_backward(
 
 
 class _Packing(NamedTuple):
-    """Documents of all rows, end to end, those that there are first; and where each slot lies in them."""
+    """The documents of all rows as sequences, those that exist first, and the place of each slot in
+    them."""
 
     starts: Array  # [M]; T where there is none
     operands: tuple[Array, ...]  # lengths of queries and keys [1, M], their offsets [1, M + 1]
-    run: Array  # [T] of each slot
+    run: Array  # [T] number of each slot's run
     inside: Array  # [T] slots before it in its run
-    real: Array  # [T] bool: whether it is in one
+    real: Array  # [T] bool: whether it is in a run
 
     @property
     def most(self) -> int:
-        """M"""
+        """M, the number of sequences, empty ones included."""
         size: int = self.starts.shape[0]
         return size
 
@@ -190,20 +197,21 @@ def _packing(mask: Mask, q: Array, k: Array) -> _Packing:
     rows, slots = q.shape[:2]
     runs = mask.documents.runs
     runs = runs.at[:, :, 0].add(slots * jnp.arange(rows, dtype=runs.dtype)[:, None]).reshape(-1, 2)
-    if len(runs) == 1:  # XLA takes one alone to be no packing
+    if len(runs) == 1:  # XLA takes a single sequence for rows that are not packed
         runs = jnp.pad(runs, ((0, 1), (0, 0)))
     runs = runs[jnp.argsort(runs[:, 1] == 0, stable=True)]
     lengths = runs[:, 1][None]
     starts = jnp.where(lengths[0] > 0, runs[:, 0], rows * slots)
-    # M + 1 offsets: the begin of each sequence, and the end of all. Padding may lie between two
-    # sequences, so it is lengths that say where each ends.
+    # M + 1 offsets: the beginning of each sequence, and the end of all. Padding may be between two
+    # sequences, so lengths say where each ends.
     ends = jnp.append(starts, jnp.int32(rows * slots))[None]
     offsets = (ends * (x.shape[2] * x.shape[3]) for x in (q, k))
     return _Packing(starts, (lengths, lengths, *offsets), *_runs_of_slots(runs, rows * slots))
 
 
 def _runs_of_slots(runs: Array, slots: int) -> tuple[Array, Array, Array]:
-    """Of each slot the number of its run, how many slots of it are before, and whether it is in one: [slots]."""
+    """For each slot: number of its run, slots of the run before it, and whether it is in a run at
+    all: [slots] each."""
     before = jnp.arange(slots, dtype=runs.dtype)[:, None] - runs[:, 0]
     holds = (before >= 0) & (before < runs[:, 1])
     run = holds.argmax(axis=1)
@@ -212,7 +220,7 @@ def _runs_of_slots(runs: Array, slots: int) -> tuple[Array, Array, Array]:
 
 
 def _by_runs(mask: Mask, slots: int) -> Mask:
-    """The mask by the ids of its documents' runs, all that cuDNN knows of it."""
+    """The mask with the ids of its documents' runs, which are all that cuDNN knows of it."""
     ids = mask.documents.ids(slots)
     return mask._replace(queries=ids, keys=ids)
 
@@ -223,7 +231,8 @@ def _end_to_end(x: Array) -> Array:
 
 
 def _zero_unless(real: Array, x: Array) -> Array:
-    """What no sequence holds is not written, and may be anything."""
+    """x, with zeros where it is not real: cuDNN does not write slots that no sequence holds, so
+    they may hold anything."""
     return jnp.where(real, x, 0)
 
 
@@ -236,7 +245,7 @@ def _call(
     inputs: tuple[Array, ...],
     results: tuple[jax.ShapeDtypeStruct, ...],
 ) -> list[Array]:
-    """XLA's custom call with all but its last result, the memory that it works in."""
+    """The results of XLA's custom call without the last one, its working memory."""
     if q.size >= LARGEST_OFFSET:
         raise ValueError(
             f"attention: the cudnn kernel needs rows of fewer than 2^31 numbers of queries, not {q.shape}"

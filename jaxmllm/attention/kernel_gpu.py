@@ -4,11 +4,13 @@
     queries    a program for each tile of queries, head:      over the listed keys                     -> dq
     keys       a program for each tile of keys, key head:     over the listed queries of its heads     -> dk, dv
 
-A program alone writes its results, after a loop of fixed order: no atomics, so gradients are deterministic. Nothing
-of the size of q, k or v is copied. An array in Triton has a power of two of elements, so a head is read in pieces
-(80 = 64 + 16, 96 = 64 + 32), and a block of slots in tiles.
+Each program alone writes its results, after a loop of fixed order: there are no atomics, so
+gradients are deterministic. No copy of the size of q, k or v is made. Arrays in Triton have a power
+of two of elements, so a head is read in pieces (80 = 64 + 16, 96 = 64 + 32), and a block of slots
+in tiles.
 
-Letters: B rows, C query slots, T key slots, H query heads, G key heads, K head size, b slots of a block.
+Letters: B rows, C query slots, T key slots, H query heads, G key heads, K head size, b slots of a
+block.
 """
 
 from __future__ import annotations
@@ -32,18 +34,19 @@ try:
 except ImportError:  # deprecated since JAX 0.11
     triton = None
 
-SMALLEST = 16  # slots or columns of a factor of a matrix product
+SMALLEST = 16  # fewest slots or columns of a factor of a matrix product
 LARGEST_HEAD = 512  # bytes
-SMALL_MEMORY = ("7.5", "8.6", "8.9", "12.0", "12.1")  # CUDA compute capabilities
-LOG2_E = math.log2(math.e)  # logits are kept in base 2, in which GPUs take powers
+# CUDA compute capabilities of GPUs with little shared memory
+SMALL_MEMORY = ("7.5", "8.6", "8.9", "12.0", "12.1")
+LOG2_E = math.log2(math.e)  # factor on logits: GPUs compute powers of 2, so kernels use base 2
 
-Ref = Any  # to an array in memory
+Ref = Any  # reference to an array in memory
 Columns = list[Array]  # [slots, K] in pieces
 Step = Callable[[bool, Any, Any], Any]
 
 
 class Cut(NamedTuple):
-    """How the work of a kernel is cut."""
+    """The sizes into which the work of a kernel is cut."""
 
     head: int  # K
     block: int  # b
@@ -65,7 +68,7 @@ class Cut(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Of all pieces."""
+        """Columns of all pieces together."""
         return sum(width for _, width in self.pieces)
 
     @property
@@ -74,7 +77,7 @@ class Cut(NamedTuple):
 
 
 def unsupported_reason(dtype: Any, head: int, block: int) -> str | None:
-    """What the kernels need instead of such inputs; none if they take them."""
+    """What the kernels need instead of these inputs; None if they take them."""
     if triton is None:
         return f"a JAX with Pallas's Triton backend, not {jax.__version__}"
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
@@ -128,7 +131,7 @@ def backward(
     group = heads // key_heads
     cut = _cut(q, mask, own=64, stages=2)
     call = partial(pl.pallas_call, compiler_params=cut.compiler_params, interpret=interpret)
-    # [B, H, C]: a tile's are neighbours in memory.
+    # [B, H, C], so that the numbers of a tile are neighbours in memory.
     sums_of_tiles = LOG2_E * logsumexp.swapaxes(1, 2), delta.swapaxes(1, 2)
     inputs = q, k, v, d_out, *sums_of_tiles
 
@@ -173,18 +176,20 @@ def backward(
 
 
 def _forward_stages() -> int:
-    """Three take 128 KiB of shared memory for heads of 256 bytes: consumer GPUs have 99, others 163 and more."""
-    if jax.default_backend() != "gpu":  # compiled for others
+    """Stages of the forward kernel. Three take 128 KiB of shared memory for heads of 256 bytes:
+    consumer GPUs have 99 KiB, others 163 and more."""
+    if jax.default_backend() != "gpu":  # compiling for other devices
         return 3
     capability = getattr(jax.devices()[0], "compute_capability", "")
     return 2 if capability in SMALL_MEMORY else 3
 
 
 def _cut(q: Array, mask: Mask, own: int, stages: int) -> Cut:
-    # The best of 18 for heads of 128 and 64 numbers on an H100, or near it (docs/performance.md)
+    # Of 18 sizes measured for heads of 128 and 64 numbers on an H100, the best or nearly so
+    # (docs/performance.md)
     head = q.shape[-1]
     shrink = 1 if q.shape[-1] * q.dtype.itemsize <= 256 else 2
-    # The gcd with a power of two is one, too, and at least SMALLEST, which divides a block.
+    # The gcd with a power of two is a power of two, and at least SMALLEST, which divides a block.
     own, step = math.gcd(mask.block, own // shrink), math.gcd(mask.block, 64 // shrink)
     return Cut(head, mask.block, own, step, min(4, own // 16), stages)
 
@@ -192,7 +197,8 @@ def _cut(q: Array, mask: Mask, own: int, stages: int) -> Cut:
 def _query_specs(
     cut: Cut, group: int, keys: int
 ) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
-    """For programs (tile of queries, head, row): the tile, the keys of its head, one number a query."""
+    """Specs for programs (tile of queries, head, row): of the tile, of all keys of its head, and of
+    one number per query."""
     return (
         pl.BlockSpec((None, cut.own, None, cut.columns), lambda i, h, r: (r, i, h, 0)),
         pl.BlockSpec((None, keys, None, cut.columns), lambda i, h, r: (r, 0, lax.div(h, group), 0)),
@@ -201,7 +207,8 @@ def _query_specs(
 
 
 def _mask_specs(cut: Cut, own: TokenIds, others: TokenIds, tiles: TileLists) -> list[Any]:
-    """Ids of the program's own tile, ids of the other side, and its block's span with the lists."""
+    """Specs of the mask: ids of the program's own tile, ids of the whole other side, and the span
+    of its block with the lists of its row."""
     tiles_of_block = cut.block // cut.own
     tile = pl.BlockSpec((None, cut.own), lambda i, h, r: (r, i))
     row = pl.BlockSpec((None, others.document.shape[1]), lambda i, h, r: (r, 0))
@@ -245,7 +252,8 @@ def _forward_kernel(
             _add_dot(out, weights, _load(cut, v_ref, slots)),
         )
 
-    # The first maximum is finite, so that exp2(-inf - maximum) is 0 and not NaN where nothing has been seen yet.
+    # The first maximum is finite, so that exp2(-inf - maximum) is 0 and not NaN where nothing has
+    # been seen yet.
     maximum = jnp.full((cut.own,), np.finfo(np.float32).min, jnp.float32)
     sums = maximum, jnp.zeros((cut.own,), jnp.float32), _zeros(cut)
     maximum, total, out = _over_tiles(cut, tiles, meet, sums)
@@ -276,7 +284,7 @@ def _queries_kernel(
 
     def meet(masked: bool, slots: Any, dq: Columns) -> Columns:
         k = _load(cut, k_ref, slots)
-        # Of pairs that are not visible it may be infinite, until the mask puts zeros there.
+        # Weights of invisible pairs may be infinite, until the mask puts zeros there.
         weights = jnp.exp2(scale * LOG2_E * _dot_transposed(q, k) - logsumexp)
         if masked:
             weights = jnp.where(visible(ids, _row(key_ids, slots)), weights, 0.0)
@@ -312,7 +320,7 @@ def _keys_kernel(
         ) -> tuple[Columns, Columns]:
             dk, dv = sums
             q, d_out = (_load(cut, ref, slots, head) for ref in (q_ref, d_out_ref))
-            # Tiles are transposed, [keys, queries]: both sums then take them as they are.
+            # Tiles are transposed, [keys, queries], so that both sums take them as they are.
             weights = jnp.exp2(
                 scale * LOG2_E * _dot_transposed(k, q) - logsumexp_ref[head, slots][None]
             )
@@ -333,12 +341,13 @@ def _keys_kernel(
 
 
 def _over_tiles(cut: Cut, tiles: TileLists, meet: Step, sums: Any) -> Any:
-    """`meet(masked, slots, sums)` for all slots of the blocks that the span lists, the partial ones first."""
+    """Call `meet(masked, slots, sums)` for all slots of the blocks that the span lists, the partial
+    ones first, and return the last sums."""
     first, partial, full = (tiles.spans[n] for n in range(3))
     steps = cut.block // cut.step
 
     def slots(t: Array) -> Any:
-        # Step t is in the n-th block. Without a list (first < 0) entry 0 is read in vain.
+        # Step t is in the n-th block. Without a list (first < 0), entry 0 is read but not used.
         n = lax.div(t, steps)
         listed = tiles.blocks[jnp.where(first >= 0, first + n, 0)]
         block = jnp.where(first >= 0, listed, -1 - first + n)
@@ -371,7 +380,8 @@ def _store(cut: Cut, ref: Ref, x: Columns) -> None:
 
 
 def _pieces(cut: Cut, **options: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """Columns of each piece, and the mask of those that exist with other options of a masked access."""
+    """Columns of each piece, and arguments of its access: for a piece that reaches beyond the head,
+    the mask of the columns that exist, and `options`."""
     pieces = []
     for first, width in cut.pieces:
         masked = first + width > cut.head

@@ -3,12 +3,14 @@
     forward     for each query block: for listed key blocks:     maximum, total, out   -> out, logsumexp
     backward    for each key block: for listed query blocks:     dk, dv, and dq in place
 
-Both are plain sequential loops, hence deterministic; their bounds are data, and blocks that meet none are left out: of
-padding, and in rows of several devices what no query of this device sees. Masks are made for tiles that are partly
-visible, and for no others. Rows lie end to end in one list of blocks, so they need no loop of their own.
+Both are plain sequential loops, hence deterministic. Their bounds are data, and blocks that meet no
+others are skipped: those of padding and, in rows that several devices hold, those that no query of
+this device sees. Masks are made only for tiles that are partly visible. Rows are end to end in one
+list of blocks, so they need no loop of their own.
 
-Letters: B rows, C query slots, T key slots, H query heads, G key heads, K head size, b slots of a block,
-N = B * C / b query blocks, P = B * T / b key blocks, M = H / G * b queries of a block that share one key head.
+Letters: B rows, C query slots, T key slots, H query heads, G key heads, K head size, b slots of a
+block, N = B * C / b query blocks, P = B * T / b key blocks, M = H / G * b queries of a block that
+share one key head.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from jax import Array, lax
 
 from jaxmllm.attention.mask import Mask, TileLists, TokenIds, visible
 
-# Of what runs here, in the names of a compiled program's operations
+# Part of the names of a compiled program's operations that run here
 LOOP_SCOPE = "attention_loop"
 
 
 @jax.named_scope(LOOP_SCOPE)
 def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Array, Array]:
-    """q [B, C, H, K], k and v [B, T, G, K] -> out [B, C, H, K] and logsumexp [B, C, H] of the visible logits, infinite
-    where nothing is visible."""
+    """q [B, C, H, K], k and v [B, T, G, K] -> out [B, C, H, K] and logsumexp [B, C, H] of the
+    visible logits, infinite where nothing is visible."""
     dtype = _sum_dtype(q)
     block = mask.block
     key_heads = k.shape[2]
@@ -57,13 +59,14 @@ def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Arr
             out = out * shrink[..., None] + _dot("gmb,gbk->gmk", weights.astype(v.dtype), v[j])
             return new, total, out
 
-        # The first maximum is finite, so that exp(-inf - maximum) is 0 and not NaN where nothing has been seen yet.
+        # The first maximum is finite, so that exp(-inf - maximum) is 0 and not NaN where nothing
+        # has been seen yet.
         maximum = jnp.full_like(q_i[..., 0], np.finfo(dtype).min, dtype=dtype)
         sums = maximum, jnp.zeros_like(maximum), jnp.zeros_like(q_i, dtype=dtype)
         maximum, total, out = _over_tiles(tiles.spans[i], tiles.blocks, key_block, sums)
         seen = total > 0
         out = out / jnp.where(seen, total, 1)[..., None]
-        # Where nothing is seen +inf: weights, recomputed as exp(logits - logsumexp), are then 0.
+        # +inf where nothing is seen: weights, recomputed as exp(logits - logsumexp), are then 0.
         logsumexp = jnp.where(seen, maximum + jnp.log(total), jnp.inf)
         return _put(results[0], i, out.astype(q.dtype)), _put(results[1], i, logsumexp)
 
@@ -84,8 +87,9 @@ def backward(
     logsumexp: Array,
     d_out: Array,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of q, k and v from the gradient of `out`, the logsumexp that `forward` returned, and `delta` [B, C, H]:
-    the products of `out` and its gradient, less the gradient of the logsumexp."""
+    """Gradients of q, k and v from the gradient of `out`, the logsumexp that `forward` returned,
+    and `delta` [B, C, H]: the dot products of `out` and its gradient, less the gradient of the
+    logsumexp."""
     dtype = _sum_dtype(q)
     block = mask.block
     key_heads = k.shape[2]
@@ -96,8 +100,8 @@ def backward(
     q, k, v, d_out = (_blocks(x, block, key_heads) for x in (q, k, v, d_out))
     logsumexp, delta = (_blocks(x[..., None], block, key_heads) for x in (logsumexp, delta))
 
-    # One pass makes all three gradients from each tile's weights. A second pass for dq alone would recompute the
-    # weights: measured 1.4 times slower on CPU than adding to dq where it lies.
+    # One pass makes all three gradients from each tile's weights. A second pass for dq alone would
+    # recompute the weights: measured 1.4 times slower on CPU than adding to dq in place.
     def key_block(n: Array, gradients: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         j = order[n]
         k_j = k[j]
@@ -134,7 +138,8 @@ def backward(
 def _over_tiles(
     span: Array, blocks: Array, step: Callable[[Array, Array, Any], Any], sums: Any
 ) -> Any:
-    """`step(partial, block, sums)` for every block that a span lists; `partial`: only some of its pairs are visible."""
+    """Call `step(partial, block, sums)` for every block that a span lists, and return the last
+    sums; `partial`: only some pairs of the tile are visible."""
     first, partial, full = span
 
     def tile(t: Array, sums: Any) -> Any:
@@ -144,7 +149,7 @@ def _over_tiles(
 
 
 def _listed(spans: Array) -> tuple[Array, Array]:
-    """The blocks that meet others, before those that do not, and how many they are."""
+    """All blocks, those that meet others before those that do not, and how many meet others."""
     meets = spans[:, 1] + spans[:, 2] > 0
     return jnp.argsort(~meets, stable=True), jnp.sum(meets)
 
@@ -156,16 +161,17 @@ def _put(blocks: Array, i: Array, block: Array) -> Array:
 def _masked(logits: Array, partial: Array, query_ids: TokenIds, key_ids: TokenIds) -> Array:
     """Logits [G, M, b] of one tile, -inf where invisible; ids are [b]."""
 
-    # The condition saves full tiles the mask, and makes XLA write it down once: it would otherwise compute it again for
-    # every head and every use of the logits, which took four times as long where most tiles are partial. A mask of
-    # numbers instead is large enough for XLA to split over threads, which doubled the time of a partial tile on CPU.
+    # The condition saves full tiles the mask, and makes XLA store a mask once: it would otherwise
+    # compute the mask again for every head and every use of the logits, which took four times as
+    # long where most tiles are partial. A mask of numbers instead is large enough for XLA to split
+    # over threads, which doubled the time of a partial tile on CPU.
     shape = (query_ids.document.size, key_ids.document.size)
     seen = lax.cond(
         partial,
         lambda: visible(query_ids.map(lambda column: column[:, None]), key_ids),
         lambda: jnp.ones(shape, bool),
     )
-    # M is heads times slots
+    # M is (heads that share a key head) * (slots of the block)
     by_head = logits.reshape(len(logits), -1, *shape)
     return jnp.where(seen, by_head, -jnp.inf).reshape(logits.shape)
 
@@ -184,13 +190,13 @@ def _slots(x: Array, block: int, shape: tuple[int, ...]) -> Array:
 
 
 def _by_block(ids: TokenIds, block: int) -> TokenIds:
-    """[blocks of all rows, b] each."""
+    """The ids by block: [blocks of all rows, b] each."""
     return ids.map(lambda column: column.reshape(-1, block))
 
 
 def _counted_over_rows(lists: TileLists, others: int) -> TileLists:
-    """The lists of all rows as one: spans [N, 3] into blocks [B * L] that number the blocks of all rows; `others` is
-    the number of blocks that a row has on the listed side."""
+    """The lists of all rows as one: spans [N, 3] into blocks [B * L] that number the blocks of all
+    rows; `others` is the number of blocks that a row has on the listed side."""
     row = jnp.arange(len(lists.blocks), dtype=jnp.int32)
     # Row r begins at entry r * L of the lists and at block r * others of the listed side. A
     # negative first is -1 - block (`TileLists`): to raise the block, it is lowered.

@@ -1,11 +1,11 @@
 """Who sees whom in a packed row: masks as data, and the one rule that reads them.
 
-    visible(q, k)    the rule, for tokens in arrays of any kind: numpy on the host, jax in the kernels
-    seen_spans       the same as one interval per token, for rows in the order in which the planner packs them
-    cut_documents    the same for runs of tokens, in any row
+    visible(q, k)    the rule, for tokens in arrays of any kind: numpy on the host, jax in kernels
+    seen_spans       the rule as one interval per token, for rows in the order of the planner
+    cut_documents    the rule for runs of tokens, in any row
 
-A new rule of masking enters here, as another column of `TokenIds` that these three read. Tiles, parts and kernels
-derive from them, and know no rule of their own.
+A new rule of masking is added here, as another column of `TokenIds` that these three read. Tiles,
+parts and kernels derive from them, and have no rule of their own.
 
 Letters: B rows, C slots of a row, T key slots, b slots of a block, L length of the lists.
 """
@@ -45,11 +45,13 @@ class TokenIds(NamedTuple):
 
 
 class TileLists(NamedTuple):
-    """For each block of one side the blocks of the other that it meets; with a leading axis B on the device.
+    """The blocks of the other side that each block of one side meets; with a leading axis B on the
+    device.
 
-    Block i meets `blocks[first : first + partial]`, of which only some pairs are visible, and then the next `full`,
-    of which all are, with (first, partial, full) = spans[i]. Both parts ascend. If first is negative, the list was
-    too short for the row, and block i meets `partial` consecutive blocks from -1 - first on, some perhaps empty.
+    With (first, partial, full) = spans[i], block i meets `blocks[first : first + partial]`, in
+    which only some pairs are visible, and then the next `full` blocks, in which all pairs are. Both
+    parts ascend. If first is negative, the list was too short for the row, and block i meets
+    `partial` consecutive blocks from -1 - first on, of which some may hold nothing visible.
     """
 
     spans: Any  # int32 [C / b, 3]
@@ -57,13 +59,14 @@ class TileLists(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """What queries see of keys. The lists must hold every tile with a visible pair, and no others as full."""
+    """Which keys each query sees. The lists must hold every tile with a visible pair, and as full
+    only tiles in which all pairs are visible."""
 
     queries: TokenIds
     keys: TokenIds
     query_tiles: TileLists  # for each block of queries the blocks of keys
     key_tiles: TileLists  # for each block of keys the blocks of queries
-    # Where a kernel reads runs of documents instead of ids: `kernel_cudnn.Documents`
+    # `kernel_cudnn.Documents`, for a kernel that reads runs of documents instead of ids
     documents: Any = None
 
     @property
@@ -85,18 +88,19 @@ def visible(query: TokenIds, key: TokenIds) -> Any:
 
 
 def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
-    """What each token of a row sees, as slots [start, stop): [C] each. None if that is not one interval for each.
+    """Slots [start, stop) that each token of a row sees: [C] each. None if they are not one
+    interval for each token.
 
-    It is one where documents and groups are runs, and positions ascend in each document; padding may lie anywhere. A
-    span begins and ends with a token that is seen, and that of padding is [0, 0).
+    They are if documents and groups are runs, and positions ascend in each document; padding may be
+    anywhere. A span begins and ends with a token that is seen; the span of padding is [0, 0).
     """
     slots = np.flatnonzero(ids.document > 0)
     real_tokens = len(slots)
     spans = np.zeros((2, len(ids.document)), np.int32)
     if not real_tokens:
         return spans[0], spans[1]
-    # With no padding but at the end nothing need be gathered, which takes about half of the time.
-    # Up to the last lines, indices count real tokens alone: padding between them is left out.
+    # With padding only at the end nothing has to be gathered, which else takes about half the time.
+    # Until the last lines, indices count real tokens only: padding between them is left out.
     ends_padded = slots[-1] + 1 == real_tokens
     document, group, position, window = ids.at(slice(real_tokens) if ends_padded else slots)
     new_document = document[1:] != document[:-1]
@@ -109,7 +113,7 @@ def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
     document_starts = _starts(new_document)
     group_starts = _starts(new_group)
     media = group_starts[group[group_starts] > 0]
-    # A document, or a group of one document, that comes twice is two intervals.
+    # A document, or a group of a document, that occurs as two runs is not one interval.
     if _repeats(document[document_starts]) or _repeats(
         document[media].astype(np.int64) << 32 | group[media]
     ):
@@ -121,7 +125,8 @@ def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
         # A token whose first position is beyond its own would not see itself.
         if (window > position).any():
             return None
-        # Positions ascend in a document, and documents are numbered in the order of the row: both in one key.
+        # One ascending key for all documents: their number in the order of the row, then the
+        # position, which ascends in a document.
         document_key = (
             np.repeat(np.arange(len(document_starts)), np.diff(document_starts, append=real_tokens))
             << 32
@@ -139,28 +144,30 @@ def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
         spans[1, :real_tokens] = end
     else:
         spans[0, slots] = np.take(slots, first_seen)
-        # One past the last token seen, not the slot of the token after it: padding may lie between.
+        # One past the last token seen, not the slot of the next token: padding may be between.
         spans[1, slots] = np.take(slots, end - 1) + 1
     return spans[0], spans[1]
 
 
 class DocumentPieces(NamedTuple):
-    """Runs of tokens whose visibility is told by their ends: in no particular order, [P] each, padding left out."""
+    """Runs of tokens, called pieces, whose visibility follows from their two ends: [P] each,
+    without padding. `cut_documents` returns them ordered by document."""
 
-    slot: Longs  # of its first token
-    size: Longs  # tokens
-    first: TokenIds  # in the order of positions
-    last: TokenIds
+    slot: Longs  # of the piece's first token
+    size: Longs  # tokens of the piece
+    first: TokenIds  # ids of the token with the lowest position
+    last: TokenIds  # ids of the token with the highest position
 
     def see(self, query: Longs, key: Longs) -> tuple[Bools, Bools]:
-        """Whether some pair, and whether every pair, of tokens of two pieces of one document is visible."""
+        """Whether some pair, and whether every pair, of tokens of the pieces `query` and `key` is
+        visible; both pieces are of one document."""
         if self.first.first is None:
             return visible(self.last.at(query), self.first.at(key)), visible(
                 self.first.at(query), self.last.at(key)
             )
-        # Any of the queries sees the positions from the smallest `first` to the last position,
-        # those that `widest` sees, and all of them see those that `narrowest` sees. Of the keys
-        # `nearest` is the one closest to the end of the former.
+        # The queries together see the positions from their smallest `first` to their last position:
+        # those that `widest` sees. Each of them sees the positions that `narrowest` sees. `nearest`
+        # is the key closest to the end of what `widest` sees.
         earliest = self.first.at(key)
         latest = self.last.at(key)
         widest = self.last._replace(first=self.first.first).at(query)
@@ -172,12 +179,13 @@ class DocumentPieces(NamedTuple):
 
 
 def document_runs(documents: Ints, most: int) -> Ints:
-    """First slot and number of slots of each document of rows, in their order: [r, most, 2], zeros after the last.
+    """First slot and number of slots of each document of each row, in the order of the row:
+    [r, most, 2], zeros after the last.
 
     Args:
       documents: [r, C], 0 at padding.
 
-    Raises `ValueError` if a document is no run of slots, or there are more than `most`.
+    Raises `ValueError` if a document is not one run of slots, or a row has more than `most`.
     """
     runs = np.zeros((len(documents), most, 2), np.int32)
     for of_row, row in zip(runs, documents, strict=True):
@@ -197,9 +205,10 @@ def document_runs(documents: Ints, most: int) -> Ints:
 def cut_documents(ids: TokenIds, block: int) -> DocumentPieces:
     """The pieces of a row, by document: runs of tokens of one document and group within a block.
 
-    Later queries see more, and earlier keys are seen by more. So some pair of two pieces is visible if the last query
-    sees the first key, and every pair if the first query sees the last key. Where tokens have windows, positions in a
-    piece are consecutive, and all that its queries see is one interval.
+    Later queries see more, and earlier keys are seen by more. So some pair of two pieces is visible
+    if the last query sees the first key, and every pair if the first query sees the last key. Where
+    tokens have windows, positions in a piece are consecutive, so that its queries together see one
+    interval.
     """
     alike = np.stack([np.arange(len(ids.document)) // block, ids.document, ids.group])
     changes = (alike[:, 1:] != alike[:, :-1]).any(axis=0)
@@ -215,7 +224,8 @@ def cut_documents(ids: TokenIds, block: int) -> DocumentPieces:
 
 
 def _starts(changes: Bools) -> Ints:
-    """First token of each run, from whether a token differs from the one before it, for all tokens but the first."""
+    """First token of each run. `changes` says of every token but the first whether it differs from
+    the one before it."""
     return np.flatnonzero(np.append(True, changes)).astype(np.int32)
 
 
@@ -233,7 +243,7 @@ def item_ids(segments: Any) -> TokenIds:
 
 
 def causal_ids(segments: Ints, groups: Ints | None = None) -> TokenIds:
-    """Ids of a row in which a token sees only what is not after it: [C] each.
+    """Ids of a row in which a token sees nothing after itself outside its group: [C] each.
 
     Args:
       segments: [C] number of the item in the row, 0 for padding.

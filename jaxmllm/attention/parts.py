@@ -1,10 +1,11 @@
-"""Which device computes which blocks of a row that several hold, so that all of them do equal work.
+"""Assigning the blocks of a row that several devices hold to these devices, for equal work on all.
 
     ids of the tokens [T] --block_work--> work [N] --assign_blocks--> owner [N]
 
-Keys and values are gathered by every device, so any of them may compute any query block. What a block costs in
-attention is uneven (the last of a document sees all of it), what it costs elsewhere is not: every rank holds exactly
-N / R blocks, and among all such shares one is sought whose heaviest rank is as light as can be.
+Every device gathers all keys and values, so any of them may compute any query block. Blocks cost
+unevenly in attention (the last one of a document sees all of it) but equally elsewhere. So every
+rank holds exactly N / R blocks, and among all such shares one is sought whose heaviest rank has as
+little attention work as can be.
 
     ranks 2, work 1 2 3 4 | 1 2 3 4         owner 0 1 1 0 | 1 0 0 1         10 on each
 
@@ -24,7 +25,7 @@ from jaxmllm.arrays import Ints, Longs, ceil_divide
 from jaxmllm.attention.mask import TokenIds, seen_spans, visible
 from jaxmllm.attention.tiles import visible_tiles
 
-TILE = 2  # work of a tile; that of a causal block with itself is half visible, and counts half
+TILE = 2  # work of a tile; the tile of a causal block with itself is half visible, and counts half
 
 
 # ---------------------------------------------------------------------------- work
@@ -33,10 +34,12 @@ TILE = 2  # work of a tile; that of a causal block with itself is half visible, 
 def block_work(ids: TokenIds, block: int) -> Longs:
     """Attention work of every query block of a row, in half tiles: [N].
 
-    A tile (query block, key block) counts 2 if any pair in it is visible, however few, for attention computes whole
-    tiles; but a block's tile with itself counts 1 if none of its tokens sees a later one, as in causal text.
+    A tile (query block, key block) counts 2 if any pair in it is visible, however few, because
+    attention computes whole tiles; but a block's tile with itself counts 1 if none of its tokens
+    sees a later one, as in causal text.
 
-    Rows as the planner packs them (`seen_spans`) take O(T). Others are counted exactly, too, but slowly.
+    Rows as the planner packs them (`seen_spans`) take O(T). Others are counted just as exactly, but
+    slowly.
 
     Raises:
       ValueError: `block` does not divide T.
@@ -59,21 +62,22 @@ def span_work(start: Ints, stop: Ints, block: int) -> Longs:
     """As `block_work`, where token t sees the tokens [start[t], stop[t]): [N].
 
     Args:
-      start, stop: [T]; a token is in its own span, which begins and ends with a token that is seen, or is padding and
-        has stop[t] <= start[t].
+      start, stop: [T]; a token is in its own span, which begins and ends with a token that is seen;
+        padding has stop[t] <= start[t].
       block: tokens of a block; divides T.
     """
-    # Every token is in its own span, so those of neighbours touch: what a block sees is one span, but for padding.
+    # Every token is in its own span, so spans of neighbours touch: except for padding, what a block
+    # sees is one interval.
     real = (stop > start).reshape(-1, block)
     held = real.any(axis=1)
-    # [N + 1], so that a difference counts the blocks in an interval that hold tokens.
+    # [N + 1], so that a difference is the number of blocks in an interval that hold tokens.
     held_before = np.concatenate([[0], np.cumsum(held)])
     low = np.where(real, start.reshape(-1, block), len(start)).min(axis=1)
     high = np.where(real, stop.reshape(-1, block), 0).max(axis=1)
     tiles = held_before[-(-high // block)] - held_before[low // block]
     token = np.arange(len(stop), dtype=np.int32).reshape(-1, block)
-    # All real tokens in a span are seen, and one ends it. So a token whose span goes on after it
-    # sees the next real one, which lies in the same block unless the token is the last one there.
+    # All real tokens in a span are seen, and one ends it. So a token whose span continues after it
+    # sees the next real one, which is in the same block unless the token is the last one there.
     last_real = np.where(real, token, -1).max(axis=1)
     looks_ahead = (real & (stop.reshape(-1, block) > token + 1) & (token < last_real[:, None])).any(
         axis=1
@@ -88,11 +92,11 @@ def span_work(start: Ints, stop: Ints, block: int) -> Longs:
 class Search:
     """Constants of the search for parts of equal work."""
 
-    # Stop when the heaviest rank is less than 1/4096 above the least that is possible
+    # Stop when the heaviest rank is at most 1/4096 above its lower bound
     near_bound: int = 4096
     swaps_per_rank: int = 8  # at most
-    # Swaps of two blocks for two look at this many pairs of blocks of the lightest ranks; where ranks have more, they
-    # hold so many blocks that swaps of one suffice.
+    # Swaps of two blocks for two look at this many pairs of blocks of the lightest ranks. A rank
+    # with more pairs holds so many blocks that swaps of one suffice.
     pairs: int = 1 << 11
 
 
@@ -100,12 +104,13 @@ DEFAULT_SEARCH = Search()
 
 
 def assign_blocks(work: ArrayLike, ranks: int, search: Search = DEFAULT_SEARCH) -> Ints:
-    """Give every rank equally many blocks, and the heaviest rank as little work as can be found.
+    """Assign equally many blocks to every rank, and as little work to the heaviest as can be found.
 
-    Longest first, each to the lightest rank that has room; then the heaviest rank swaps one or two blocks with another
-    rank, while that helps. Where this ends above what is possible at best, swaps start from zigzag, too. The heaviest
-    rank never has more work than by contiguous shares, in zigzag, or by longest-first under the same limit. Ties go to
-    the lower block and rank.
+    By descending work, each block is assigned to the lightest rank that has room; then the heaviest
+    rank swaps one or two blocks with another rank, while that helps. If this ends above the lower
+    bound, swaps start from zigzag, too. The heaviest rank never has more work than with contiguous
+    shares, with zigzag, or with longest-first under the same limit. Ties favour the lower block and
+    rank.
 
     Args:
       work: [N] integers, at least 0, with a sum below 2**60 / R.
@@ -144,8 +149,9 @@ def assign_blocks(work: ArrayLike, ranks: int, search: Search = DEFAULT_SEARCH) 
 def _load_bound(work: Longs, ranks: int) -> int:
     """Lower bound on the work of the heaviest rank.
 
-    It is at least the mean, and at least that of the largest block with the smallest. All sums of N / R blocks are also
-    equal modulo the divisor that the differences between blocks have in common.
+    It is at least the mean, and at least the largest block together with the smallest ones. And all
+    sums of N / R blocks are equal modulo the common divisor of the differences between blocks, so
+    it is rounded up to such a sum.
     """
     blocks_per_rank = len(work) // ranks
     ascending = np.sort(work)
@@ -177,14 +183,15 @@ def contiguous(blocks: int, ranks: int) -> Ints:
 
 
 def zigzag(blocks: int, ranks: int) -> Ints:
-    """[N] owner: of 2 R equal stretches rank r holds the r-th from either end; even in causal text. Ranks hold
-    equally many blocks if 2 R divides their number."""
+    """[N] owner: of 2 R equal stretches rank r holds the r-th from either end, which is even in
+    causal text. Ranks hold equally many blocks if 2 R divides the number of blocks."""
     stretch = contiguous(blocks, 2 * ranks)
     return np.minimum(stretch, 2 * ranks - 1 - stretch)
 
 
 def longest_first(work: Longs, ranks: int, limit: int | None = None) -> Ints:
-    """[N] owner: by descending work, each block to the lightest rank, of those with fewer than `limit` blocks."""
+    """[N] owner: by descending work, each block is assigned to the lightest of the ranks with fewer
+    than `limit` blocks."""
     amounts = work.tolist()
     limit = len(work) if limit is None else limit
     owner = np.empty(len(amounts), np.int32)
@@ -201,12 +208,13 @@ def longest_first(work: Longs, ranks: int, limit: int | None = None) -> Ints:
     return owner
 
 
-# Other rank, and places of blocks given to it and taken from it
+# (other rank, indices of the blocks given to it, indices of the blocks taken from it)
 Swap: TypeAlias = tuple[int, list[int], list[int]]
 
 
 def _swapped(work: Longs, owner: Ints, ranks: int, enough: int, search: Search) -> tuple[Ints, int]:
-    """The shares after swaps that unburden the heaviest rank until it has `enough` or less, and what it then has."""
+    """[N] owner after swaps that relieve the heaviest rank until it has at most `enough` work or no
+    swap helps, and the work that it has then."""
     members = _members(work, owner, ranks)
     load = work[members].sum(axis=1)
     for _ in range(search.swaps_per_rank * ranks):
@@ -244,11 +252,12 @@ def _members(work: Longs, owner: Ints, ranks: int) -> Longs:
 
 
 def _single_swap(amounts: Longs, gap: Longs, heavy: int) -> Swap | None:
-    """The swap of one block that leaves the higher of the two ranks lowest.
+    """The swap of one block for one that most lowers the load of the heavier of the two ranks; None
+    if none lowers it.
 
     Args:
       amounts: [R, n] work of the blocks of each rank, ascending.
-      gap: [R] how much more work the heaviest rank has.
+      gap: [R] how much more work the heaviest rank has than each rank.
       heavy: the heaviest rank.
     """
     swap = _closest(amounts[heavy], amounts, gap)
@@ -256,7 +265,7 @@ def _single_swap(amounts: Longs, gap: Longs, heavy: int) -> Swap | None:
 
 
 def _double_swap(amounts: Longs, gap: Longs, heavy: int, max_pairs: int) -> Swap | None:
-    """The same with two blocks of each, and with the lightest ranks only."""
+    """The same with two blocks from each rank, and with the lightest ranks only."""
     first, second = np.triu_indices(amounts.shape[1], 1)
     if not 0 < len(first) <= max_pairs:
         return None
@@ -276,7 +285,8 @@ def _double_swap(amounts: Longs, gap: Longs, heavy: int, max_pairs: int) -> Swap
 
 
 def _closest(heavy: Longs, lighter: Longs, gap: Longs) -> tuple[int, int, int] | None:
-    """Row of `lighter` and indices in `heavy` and in that row, whose difference takes most off the higher of two loads.
+    """(row of `lighter`, index in `heavy`, index in that row) of the two amounts whose exchange
+    most lowers the higher of two loads; None if none lowers it.
 
     Args:
       heavy: [a] amounts of the heaviest rank.
@@ -286,14 +296,14 @@ def _closest(heavy: Longs, lighter: Longs, gap: Longs) -> tuple[int, int, int] |
     rows, width = lighter.shape
     reach = int(max(heavy.max(), lighter.max())) + 1
     row = np.arange(rows)[:, None]
-    # The best amount to take back is half the gap below the one passed on: looked up in all rows at once, each in a
-    # range of its own.
+    # The best amount to take back is half the gap below the one passed on. One bisection looks it
+    # up in all rows: adding row * reach puts the amounts of each row in a range of their own.
     wished = np.clip(heavy - gap[:, None] // 2, 0, reach - 1)
     right = np.searchsorted((lighter + row * reach).ravel(), wished + row * reach) - row * width
     candidates = np.clip(np.stack([right - 1, right]), 0, width - 1)
     passed = heavy - lighter[row, candidates]
-    # Loads L and L - gap become L - passed and L - gap + passed: how far the higher one falls. On
-    # the heaviest rank's own row, with a gap of 0, it cannot.
+    # Loads L and L - gap become L - passed and L - gap + passed; the gain is how far the higher one
+    # falls. In the heaviest rank's own row, with a gap of 0, it cannot fall.
     gain = np.minimum(passed, gap[:, None] - passed)
     side, chosen, heavy_index = np.unravel_index(int(gain.argmax()), gain.shape)
     if gain[side, chosen, heavy_index] <= 0:

@@ -2,9 +2,9 @@
 
     TokenIds --visible_tiles--> Tiles --dealt_tiles--> TileMap of each part of the row
 
-A row of C tokens is cut into blocks of b, and attention/mask.py says who sees whom. Of the tiles that query blocks
-and key blocks form, those without a visible pair are not listed, and those in which every pair is visible are listed
-apart, because they need no mask.
+A row of C tokens is cut into blocks of b, and attention/mask.py says who sees whom. A tile is a
+pair of a query block and a key block. Tiles without a visible pair are not listed; those in which
+every pair is visible are listed separately, because they need no mask.
 
     keys     0 1 2 3       documents 1 1 1 2 | 2 2 2 2 | 2 2 2 2 | 2 3 3 0     no groups
     query 0  p             p: partial, f: full; block 1 holds nothing of document 1, so only token 3 of block 0
@@ -47,7 +47,7 @@ class Tiles:
 
 
 def list_bound(query_blocks: int, key_blocks: int) -> int:
-    """L: room for every tile of a row, unless that were too much."""
+    """L: room for every tile of a row, up to `LARGEST_LIST`."""
     return min(query_blocks * key_blocks, LARGEST_LIST)
 
 
@@ -57,7 +57,7 @@ def tile_lists(
     """Lists of both sides from the visible tiles.
 
     Args:
-      bound: L, the length of the lists; room for every tile if none.
+      bound: L, the length of the lists; None: as `list_bound` says.
     """
     bound = list_bound(query_blocks, key_blocks) if bound is None else bound
     return TileMap(
@@ -67,12 +67,13 @@ def tile_lists(
 
 
 def dealt_tiles(tiles: Tiles, places: Ints, parts: int, bound: int | None = None) -> list[TileMap]:
-    """Lists for each part of a row whose blocks were dealt to X parts: its own blocks of queries, all blocks of keys.
+    """Lists for each of the X parts to which the blocks of a row were dealt: between the part's own
+    query blocks and all key blocks.
 
     Args:
       tiles: visible tiles of the row before dealing.
-      places: [N] where each block went; part x has the places from x * N / X on.
-      bound: L, the length of the lists; room for every tile of a part if none.
+      places: [N] new place of each block; part x has the places from x * N / X on.
+      bound: L, the length of the lists; None: as `list_bound` says.
     """
     blocks = len(places)
     blocks_per_part = blocks // parts
@@ -87,9 +88,11 @@ def dealt_tiles(tiles: Tiles, places: Ints, parts: int, bound: int | None = None
 
 
 def visible_tiles(ids: TokenIds, block: int) -> Tiles:
-    """All tiles of a row with a visible pair. Raises `ValueError` if `block` does not divide its length.
+    """All tiles of a row with a visible pair. Raises `ValueError` if `block` does not divide its
+    length.
 
-    Rows as the planner packs them take time linear in the number of tiles; others are compared piece by piece.
+    Rows as the planner packs them take time linear in the number of tiles; others are compared
+    piece by piece.
     """
     if len(ids.document) % block:
         raise ValueError(
@@ -101,17 +104,19 @@ def visible_tiles(ids: TokenIds, block: int) -> Tiles:
 
 
 def crossed_tiles(queries: Ints, keys: Ints, block: int) -> Tiles:
-    """All tiles of a row in which queries see all keys of their document, and other slots are keys than queries.
+    """All tiles with a visible pair of a row in which each query sees all keys of its document. A
+    slot may be a query of one document and a key of another.
 
     Args:
       queries: [C] document of each slot as a query; 0: none.
-      keys: [C] likewise as a key.
+      keys: [C] document of each slot as a key; 0: none.
       block: slots of a block; divides C.
     """
     blocks = len(queries) // block
     query_document, query_block, query_size = _documents_by_block(queries, block)
     key_document, key_block, key_size = _documents_by_block(keys, block)
-    # Each piece of queries meets all pieces of keys of its document: ranges of keys, end to end
+    # Each piece of queries meets all pieces of keys of its document: `key` has the ranges of these,
+    # begin .. begin + met - 1 of every piece of queries, end to end.
     begin = np.searchsorted(key_document, query_document, side="left")
     met = np.searchsorted(key_document, query_document, side="right") - begin
     query = np.repeat(np.arange(len(met)), met)
@@ -126,7 +131,7 @@ def crossed_tiles(queries: Ints, keys: Ints, block: int) -> Tiles:
 
 
 def _documents_by_block(documents: Ints, block: int) -> tuple[Longs, Longs, Longs]:
-    """(document, block, slots) of what each block holds of each document, in the order of documents."""
+    """(document, block, slots) of each document's part in each block, ordered by document."""
     slots = np.flatnonzero(documents > 0)
     blocks = len(documents) // block
     held, sizes = np.unique(
@@ -138,24 +143,24 @@ def _documents_by_block(documents: Ints, block: int) -> tuple[Longs, Longs, Long
 def _tiles_of_spans(start: Ints, stop: Ints, block: int) -> Tiles:
     """The tiles of a row whose tokens see the slots [start, stop).
 
-    A token is in its own span, so the spans of neighbours touch, and a query block meets an interval of key blocks, but
-    for those of padding alone.
+    A token is in its own span, so the spans of neighbours touch, and a query block meets an
+    interval of key blocks, except those that hold only padding.
     """
     real = (stop > start).reshape(-1, block)
     start = start.reshape(-1, block)
     stop = stop.reshape(-1, block)
     held = np.any(real, axis=1)
     queries = np.flatnonzero(held)
-    # C stands for the start of padding, which is 0 and would draw the minimum to the row's begin.
+    # Padding has start 0, which would pull the minimum to the beginning of the row: C replaces it.
     low = np.where(real, start, start.size)[queries].min(axis=1) // block
     high = -(-stop[queries].max(axis=1) // block)
     met = (high - low).astype(np.int64)
     query = np.repeat(queries, met)
     # Key blocks low .. low + met - 1 of every query block, end to end.
     key = np.arange(len(query)) + np.repeat(low - (np.cumsum(met) - met), met)
-    # A tile is full if neither of its blocks has padding, and every query's span holds the key block.
+    # A tile is full if neither block has padding, and every query's span holds the key block.
     unpadded = np.all(real, axis=1)
-    # Key blocks from the first up to the end for all lie in the span of every query of a block.
+    # Key blocks first_for_all .. end_for_all - 1 are in the span of every query of a block.
     first_for_all = -(-start.max(axis=1) // block)
     end_for_all = stop.min(axis=1) // block
     full = (
@@ -175,9 +180,9 @@ def _tiles_of_pieces(ids: TokenIds, block: int) -> Tiles:
     begin = np.searchsorted(document, document, side="left")
     partners = np.searchsorted(document, document, side="right") - begin
     seen = np.zeros(blocks * blocks, np.bool_)
-    pairs = np.zeros(blocks * blocks, np.int64)  # of tokens, in wholly visible pairs of pieces
-    # The pieces whose pairs hold pair number 0, PAIRS_AT_ONCE, 2 * PAIRS_AT_ONCE ...: from each of
-    # them up to the next one about PAIRS_AT_ONCE pairs are compared together.
+    pairs = np.zeros(blocks * blocks, np.int64)  # token pairs, in wholly visible pairs of pieces
+    # `edges` are the pieces whose pairs include pair number 0, PAIRS_AT_ONCE, 2 * PAIRS_AT_ONCE
+    # ...: from each of them up to the next, about PAIRS_AT_ONCE pairs are compared together.
     edges = np.searchsorted(
         np.cumsum(partners), np.arange(0, partners.sum(), PAIRS_AT_ONCE), side="right"
     )
@@ -196,8 +201,8 @@ def _tiles_of_pieces(ids: TokenIds, block: int) -> Tiles:
 
 
 def _lists(side: Longs, partner: Longs, full: Bools, side_blocks: int, bound: int) -> TileLists:
-    # By block of the side, of each the partial tiles before the full ones, both ascending (`TileLists`)
-    # One key: sorting by three takes several times as long
+    # Sorted by block of the side, then partial tiles before full ones, then by partner
+    # (`TileLists`). All in one key: sorting by three keys takes several times as long.
     order = np.argsort((2 * side + full) * (partner.max(initial=0) + 1) + partner, kind="stable")
     partner = partner[order]
     fulls = np.bincount(side[full], minlength=side_blocks)
@@ -206,7 +211,7 @@ def _lists(side: Longs, partner: Longs, full: Bools, side_blocks: int, bound: in
     spans = np.stack([ends - tiles, tiles - fulls, fulls], axis=1).astype(np.int32)
     blocks = np.zeros(bound, np.int32)
     blocks[: min(len(partner), bound)] = partner[:bound]
-    # Where the list has no room, an interval of blocks stands for it, which a negative first tells
+    # Where the list has no room, an interval of blocks replaces it, marked by a negative first
     for i in np.flatnonzero(ends > bound):
         met = partner[ends[i] - tiles[i] : ends[i]]
         if len(met):
