@@ -69,7 +69,8 @@ def unsupported_reason(kernel: Kernel, dtype: Any, head: int, block: int) -> str
 
 
 def choice(kernel: Kernel, platform: str, dtype: Any, head: int, block: int) -> Choice:
-    """The kernel that runs for `kernel`, heads of this size and dtype, and this block."""
+    """The kernel that runs where a config has `kernel`, for heads of this size and dtype in blocks
+    of `block` slots."""
     if kernel != "auto":
         needs = unsupported_reason(kernel, dtype, head, block)
         if needs or kernel != "cpu" or platform == "cpu":

@@ -99,7 +99,7 @@ def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
     spans = np.zeros((2, len(ids.document)), np.int32)
     if not real_tokens:
         return spans[0], spans[1]
-    # With padding only at the end nothing has to be gathered, which else takes about half the time.
+    # With padding only at the end nothing has to be gathered: gathering takes about half the time.
     # Until the last lines, indices count real tokens only: padding between them is left out.
     ends_padded = slots[-1] + 1 == real_tokens
     document, group, position, window = ids.at(slice(real_tokens) if ends_padded else slots)

@@ -56,6 +56,7 @@ class Padded(Backend):
         relayed = paths.relay != paths.receiver
         first_hop, first_slot = np.divmod(paths.send_slot, slots)
         second_hop, second_slot = np.divmod(paths.relay_slot, slots)
+        # A token without a relay arrives in the hop in which its sender sends it.
         last_hop = np.where(relayed, second_hop, first_hop)
         last_slot = np.where(relayed, second_slot, first_slot)
         last_sender = np.where(relayed, paths.relay, paths.sender)

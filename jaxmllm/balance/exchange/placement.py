@@ -8,7 +8,8 @@ longer by more than a small margin:
     encoder rows between ranks of a microbatch    all wait for its costliest anyway    row_ranks.py
     items of similar length between rows          so that they need not be sent        swaps.py
 
-Letters: B examples, N items, R ranks, M microbatches, and A, E, L of `ExchangeGrid`.
+Letters: B examples, N items, R ranks, M microbatches, G groups of one span, and A, E, L of
+`ExchangeGrid`.
 """
 
 from __future__ import annotations

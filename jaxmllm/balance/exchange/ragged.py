@@ -140,8 +140,8 @@ class Ragged(Backend):
 def _volumes(
     rank_of: Ints, peer_of: Ints, tokens: Ints, *, ranks: Sequence[int], grid: ExchangeGrid
 ) -> tuple[Longs, Longs]:
-    """Tokens that some exchange ranks send to each peer, and tokens that lower peers than the
-    sender send to the same receiver: [x, A] each.
+    """Tokens that each of some exchange ranks sends to each peer, and tokens that its lower peers
+    send to the same receiver: [x, A] each.
 
     Args:
       rank_of: [K] exchange rank that sends each stretch (or receives, for the way back).

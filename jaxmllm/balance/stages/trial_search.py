@@ -145,8 +145,8 @@ class _Best:
     def _fill(
         self, name: str, others: list[tuple[int, ...]], share: float, chance: float = 1.0
     ) -> bool:
-        """Take those of the other capacities that need fewest slots, of those with less than
-        `share` of the present slots at no more than `chance` times the cost; return whether any."""
+        """Of the other capacities with less than `share` of the present slots and no more than
+        `chance` times the cost, take those with fewest slots; return whether there are any."""
         trials = self.trials
         before = self.capacities
         bound = chance * self.cost_or_infinite + 1  # costs have to be below this
