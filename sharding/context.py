@@ -19,9 +19,9 @@ import jax.numpy as jnp
 
 from sharding.rules import Layout
 
-# Keys and values are gathered in up to 4 groups of heads: all gathers but the first can overlap with
-# the attention of the group before. Small rows are gathered at once: a gather of a few megabytes
-# costs hardly more than its start, and each group loops over the tiles once more.
+# Keys and values are gathered in up to 4 groups of heads: all gathers but the first can overlap
+# with the attention of the group before. Small rows are gathered at once: a gather of a few
+# megabytes costs hardly more than its start, and each group loops over the tiles once more.
 HEAD_GROUPS = 4
 GROUP_BYTES = 4 * 2**20  # the least that a device receives for a group, where there are several
 SLOTS = ("batch", "sequence")  # logical axes of [R / g, g * C, ...]
@@ -39,12 +39,14 @@ def _split(axes: Sequence[str]) -> bool:
 
 
 def take_slots(layout: Layout, x: jax.Array, slots: jax.Array) -> jax.Array:
-    """Slots of rows in packed order, on the ranks that hold them there: [R, T, D], no longer in parts.
+    """Slots of rows in packed order, [R, T, D], on the ranks that hold them in this order; no
+    longer in parts.
 
     Args:
       layout: that of the rows, of span g.
       x: [R / g, g * T, D] in another order, perhaps in parts.
-      slots: int32 [R / g, g * T], each slot's slot of x; in parts where ranks share the row.
+      slots: int32 [R / g, g * T], the slot of x for each slot of the result; in parts where ranks
+        share the row.
     """
     axes = layout.mesh_axes("sequence")
     if layout.span > 1 or not axes:
@@ -131,8 +133,8 @@ to_ranks.defvjp(_to_ranks_forward, _to_ranks_backward)
 def permute(layout: Layout, x: Any, index: jax.Array) -> Any:
     """Slots of rows in another order, still in parts: y[row, j] = x[row, index[row, j]].
 
-    Every leaf is gathered from all parts of its row. Differentiable in real leaves: the backward
-    pass gathers too, by the inverse (`permute_back`).
+    Every leaf is gathered from all parts of its row. Differentiable in floating-point leaves: the
+    backward pass gathers too, by the inverse (`permute_back`).
 
     Args:
       x: [R / g, N, ...] in parts, or a tree of such arrays.
@@ -151,7 +153,7 @@ def permute_back(layout: Layout, y: Any, index: jax.Array) -> Any:
     axes = layout.mesh_axes("sequence")
 
     def on_device(y: Any, index: jax.Array) -> Any:
-        # The inverse of whole rows, of which each device needs the slots that it holds itself
+        # Made for whole rows; each device needs only the slots that it holds itself
         inverse = jax.vmap(_inverse)(gather_parts(index, axes))
         first_slot = jax.lax.axis_index(axes) * index.shape[1] if axes else 0
         held = jax.lax.dynamic_slice_in_dim(inverse, first_slot, index.shape[1], axis=1)
@@ -246,8 +248,8 @@ def _gathered(
     heads = k.shape[2]
     blocks = jnp.concatenate([k, v], axis=2).reshape(-1, block, 2 * heads, k.shape[3])
     blocks = blocks.swapaxes(1, 2)
-    # One line a block: with more dimensions XLA would change the layout instead of transposing the
-    # part, and every device would then transpose the whole row
+    # One line per block: with more dimensions XLA would change the layout instead of transposing
+    # the part, and every device would then transpose the whole row
     all_blocks = gather_parts(blocks.reshape(len(blocks), -1), axes, axis=0)
     all_blocks = all_blocks.reshape(-1, *blocks.shape[1:]).swapaxes(1, 2)
     keys_values = all_blocks.reshape(1, -1, 2 * heads, k.shape[3])

@@ -1,6 +1,6 @@
 """The exchange that carries encoder outputs to the ranks where the language phase needs them.
 
-    hop        encoder pool [R_encoder, W, ...], buffer [X, U, ...] --> buffer    several a round
+    hop        encoder pool [R_encoder, W, ...], buffer [X, U, ...] --> buffer    several per round
     deliver    buffer, encoder pool --gather--> language pool [R_language, W, ...]
 
 A hop sends tokens between devices. The backend decides how, and by which index tables; its function

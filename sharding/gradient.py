@@ -62,9 +62,8 @@ class KeptForward:
     def remembered(
         self, params: Params, row: Tree, residuals: Sequence[jax.Array], y: Tree
     ) -> Callable[[Tree], Tree]:
-        """The function of the trained parameters alone, to be differentiated where they have the
-        values of the forward pass: it returns y, and its backward pass starts from the
-        residuals."""
+        """The function of the trained parameters alone, to be differentiated where they are as in
+        the forward pass: it returns y, and its backward pass starts from the residuals."""
 
         @jax.custom_vjp
         def function(trained: Tree) -> Tree:
@@ -130,7 +129,7 @@ class LayerGradient:
         residuals: Sequence[jax.Array],
         dy: Tree,
     ) -> tuple[Tree, Tree]:
-        """Gradients of the trained parameters and of x. Of dy, leaves for integers are not read."""
+        """Gradients of the trained parameters and of x. Leaves of dy for integers are not read."""
         # Shapes of x are enough: nothing that is computed again depends on x
         result: tuple[Tree, Tree] = self._passes.backward(
             self._depends, residuals, dy, params, self._x, row

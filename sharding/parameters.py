@@ -32,9 +32,8 @@ from sharding.rules import KEPT_AXES, Axes, Layout
 @partial(jax.tree_util.register_dataclass, data_fields=("shard", "stand_in"), meta_fields=())
 @dataclass(frozen=True)
 class Deferred:
-    """A parameter whose gradient is not scattered yet. Nothing reads the values of `stand_in`,
-    which has the shape of the gathered parameter: the whole gradient is returned as its
-    gradient."""
+    """A parameter whose gradient is not scattered yet. The whole gradient is returned as that of
+    `stand_in`, which has the shape of the gathered parameter, and whose values nothing reads."""
 
     shard: jax.Array
     stand_in: jax.Array
@@ -111,8 +110,8 @@ def map_rows(
 
 
 def results_of_devices(layout: Layout, function: Callable[..., Any], arguments: Any) -> Any:
-    """`results` for `map_rows`, of a function that returns arrays [1, ...] on every device which
-    the devices do not share: as whole arrays they are [devices along the axes of rows, ...]."""
+    """`results` for `map_rows`, for a function whose results are arrays [1, ...] of every device by
+    itself: as whole arrays they are [devices along the axes of rows, ...]."""
     axes = row_axes(layout)
     spec = P(axes) if axes else P()
     sharding = NamedSharding(layout.mesh, spec)
@@ -219,8 +218,8 @@ def reduced(
 def gathered(layout: Layout, weight: Parameter, axes: Axes, dtype: Any) -> jax.Array:
     """A parameter in `dtype`, gathered along all axes but `KEPT_AXES`, as the computation needs it.
 
-    This is the all-gather of FSDP. It sends the compute dtype. Its gradient is sent in at least
-    float32, because it is a sum over many devices, unless the layout has narrow gradients.
+    This is the all-gather of FSDP. It sends values in the compute dtype. The gradient is sent in at
+    least float32, because it is a sum over many devices, unless the layout has narrow gradients.
     """
     if isinstance(weight, Deferred):
         return _gathered_alone(layout, axes, jnp.dtype(dtype), weight.stand_in.dtype, weight)
@@ -251,7 +250,7 @@ def looked_up(
 
 @jax.custom_vjp
 def _rows_of(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """table[rows], with a gradient that is the same bit for bit in every run: see `sorted_sums`."""
+    """table[rows], with a gradient that is the same in every run: see `sorted_sums`."""
     return table[rows]
 
 

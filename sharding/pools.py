@@ -126,15 +126,14 @@ def add_to_first_rank(layout: Layout, x: jax.Array, rows: jax.Array) -> jax.Arra
 
 def on_first_part(layout: Layout, x: jax.Array) -> jax.Array:
     """x, a value of whole rows, on the first of the devices that hold a row's parts, and zero on
-    the others, so that a sum over devices counts it once; for code that is manual along these
-    parts."""
+    the others, so that a sum over devices counts it once. For code that is manual over parts."""
     part_axes = tuple(axis for axis in layout.mesh_axes("sequence") if axis in layout.manual_axes)
     return jnp.where(jax.lax.axis_index(part_axes) == 0, x, 0) if part_axes else x
 
 
 def of_group(layout: Layout, pool: Any) -> Any:
-    """The pools of a group's ranks end to end, on each of these ranks: every leaf [R, W, ...] becomes
-    [R, g * W, ...].
+    """The pools of a group's ranks end to end, on each of these ranks: every leaf [R, W, ...]
+    becomes [R, g * W, ...].
 
     Args:
       layout: that of rows of span g.

@@ -63,7 +63,7 @@ def list_blocks(chosen: Int[Array, "N k"], experts: int, rows: int) -> Blocks:
     blocks = -(-pairs_per_expert // rows)
     block_ends = jnp.cumsum(blocks)
     first_pairs = jnp.cumsum(pairs_per_expert) - pairs_per_expert
-    # B: an expert of p pairs has at most p // rows + 1 blocks.
+    # B: an expert with p pairs has at most p // rows + 1 blocks.
     index = jnp.arange(expert.size // rows + experts, dtype=jnp.int32)
     of_block = jnp.searchsorted(block_ends, index, side="right").astype(jnp.int32)
     of_block = jnp.minimum(of_block, experts - 1)  # in range also after the last block
@@ -81,7 +81,8 @@ def forward(
     weights: Float[Array, "N k"],
     matrices: Matrices,
 ) -> Float[Array, "N D"]:
-    """Weighted sum of own experts' outputs for each token, in at least float32; zero without any.
+    """Weighted sum of own experts' outputs for each token, in at least float32; zero for a token
+    that chose no own expert.
 
     Args:
       chosen: different experts for each token; those outside 0 .. E - 1 are not computed here.
@@ -173,8 +174,8 @@ def _pairs(blocks: Blocks, index: Array, rows: int) -> tuple[Array, Array]:
 
 
 def _places(indices: Array, live: Array, length: int) -> Array:
-    """`indices`, with distinct indices past the end where there is no pair, because those of a
-    block must be unique (`unique_indices`)."""
+    """`indices`, with distinct indices past the end where there is no pair, because all indices of
+    a block must be unique (`unique_indices`)."""
     return jnp.where(live, indices, length + jnp.arange(len(indices), dtype=indices.dtype))
 
 

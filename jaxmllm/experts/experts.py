@@ -1,4 +1,5 @@
-"""A dropless mixture of experts: every token goes through the experts that it chose, however many choose the same.
+"""A dropless mixture of experts: every token goes through all experts that it chose, however many
+tokens choose the same.
 
     tokens --gathered over the devices that share the experts--> own experts compute --summed, scattered back--> tokens
 
@@ -50,7 +51,7 @@ def experts(
     Args:
       chosen: different experts for each token; E where there is no token, whose result is zero.
       matrices: of E experts, in the dtype of x, gathered except along the axes of `MATRICES`.
-      kernel: "jax", "ragged_dot", or "auto": the first, which needs the least memory, on every platform.
+      kernel: "jax", "ragged_dot", or "auto": "jax" on every platform, which needs the least memory.
 
     A device keeps its sums in at least float32. Outputs and gradients of tokens are added over
     devices in the dtype of x, gradients of weights in that of the weights. Raises `ValueError` if

@@ -27,7 +27,7 @@ def averaged_dtype(param_dtype: Any) -> jnp.dtype:
 
 
 def first_averages(trained: Params, ema: Mapping[str, float]) -> Params:
-    """Averages before the first update: copies of the trained parameters of components with an `ema`."""
+    """Averages before the first update: copies of trained parameters, of components with `ema`."""
     return {
         name: jax.tree.map(lambda p: jnp.copy(p).astype(averaged_dtype(p.dtype)), trained[name])
         for name in sorted(ema)

@@ -41,7 +41,8 @@ def begin(run: Run, checkpoints: Checkpoints, writer: MetricsWriter) -> tuple[Ru
         run.say(line)
     writer.resume_from(step)
     if run.is_main:
-        # The config first: a folder that a kill left with other files of a run but no config would be refused.
+        # The config first: if a kill left a folder with other files of a run but no config, the
+        # folder would be refused.
         write_config(run.directory, config)
         write_history(run.directory, history)
         write_data(run.directory, run.corpus)

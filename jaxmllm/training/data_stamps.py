@@ -76,7 +76,8 @@ def write_rejected(run_directory: Path, rejected: Sequence[Rejected]) -> Path:
 
 
 def stamps_of(corpus: Corpus) -> dict[str, np.ndarray]:
-    """Arrays by "<number of the source>/<what>": checksum [N]; media, JSON of D addresses; stamp [D, 2] size, time."""
+    """Arrays by "<number of the source>/<what>": checksum [N]; media, JSON of D addresses; stamp
+    [D, 2], size and time."""
     arrays: dict[str, np.ndarray] = {}
     for index_number, index in enumerate(corpus.indexes):
         arrays[f"{index_number}/checksum"] = index.checksum.astype(np.uint32)
@@ -86,6 +87,8 @@ def stamps_of(corpus: Corpus) -> dict[str, np.ndarray]:
 
 
 def _compare(run_directory: Path, corpus: Corpus, say: Callable[[str], None]) -> None:
+    """Raise `CheckpointError` if the corpus is not that of the run in a folder; warn of media files
+    of which only the modification time differs."""
     saved, stamps = _read(run_directory)
     if saved is None:
         return

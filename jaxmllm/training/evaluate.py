@@ -57,13 +57,15 @@ def evaluate(
     should_stop: Callable[[], bool] = lambda: False,
     tell: Callable[[Sequence[str]], None] = lambda failures: None,
 ) -> dict[str, Any] | None:
-    """Mean loss over target tokens and share of exactly answered examples, over all batches and by source.
+    """Mean loss over target tokens and share of exactly answered examples, over all batches and by
+    source.
 
     Returns {"loss": float, "loss_by_source": {source: float}, "exact_match": {source: float},
     "examples": {source: int}, "masked_examples": int, "masked_by_source": {source: int},
-    "failed_media": int}. Loss and exact match are over `examples`; masked examples are left out of
-    both, because of media items that could not be decoded. A source without an example is left out,
-    and in `masked_by_source` one without a masked example; `loss` is None if no example is left.
+    "failed_media": int}, with a generator also the keys of `NOTHING_DRAWN`. Loss and exact match
+    are over `examples`; masked examples are left out of both, because of media items that could not
+    be decoded. A source without an example is left out, and in `masked_by_source` one without a
+    masked example; `loss` is None if no example is left.
 
     `source_of` returns the source of an example number. `tell` receives what this host could not
     decode, batch by batch. `should_stop` is called once per batch; if it is true, None is returned.

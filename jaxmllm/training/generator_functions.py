@@ -39,7 +39,8 @@ from sharding.pools import PoolSlots
 
 @dataclass(frozen=True)
 class GeneratorFunctions:
-    """The functions of one generator phase, of the whole mesh or of one device (`StepFunctions.by_device`)."""
+    """The functions of one generator phase, for the whole mesh or for one device
+    (`StepFunctions.by_device`)."""
 
     step: StepFunctions
     phase: str
@@ -145,7 +146,8 @@ class GeneratorFunctions:
         return jnp.dtype(jnp.promote_types(dtype, jnp.float32))
 
     def conditions(self, rows: GeneratorRows, pool: TokenPool) -> TokenPool:
-        """The conditions of rows (states), and which could be computed: [R / g, g * C, ...]."""
+        """The states that are the conditions of rows, and which of them could be computed:
+        [R / g, g * C, ...]."""
         states: TokenPool = _condition_slots(rows, jnp.int32(0)).take(
             self.step.model.layout(self.phase), pool
         )

@@ -99,7 +99,8 @@ def check_sources(model: ModelConfig) -> None:
 
 
 def source_checkpoints(source: str) -> list[Path]:
-    """Checkpoints that `model.from` may mean, the latest first. Raises `CheckpointError` if there are none."""
+    """Checkpoints that `model.from` may mean, the latest first. Raises `CheckpointError` if there
+    are none."""
     folder = Path(source)
     if (folder / CHECKSUMS_FILE).exists():
         return [folder]
@@ -157,6 +158,7 @@ def _read(
     say: Callable[[str], None],
     elsewhere: Collection[str],
 ) -> dict[str, Any]:
+    """Parameters of the components that a checkpoint and `abstract` both have."""
     saved = {path[1:]: spec for path, spec in saved_specs(location).items() if path[0] == "params"}
     saved_components = {path[0] for path in saved}
     if twice := sorted(saved_components & {*elsewhere}):
@@ -193,8 +195,8 @@ def _say_taken(
 
 
 def _agreed(locations: list[Path]) -> list[Path]:
-    """The locations that the main process sees: a network file system may show others less."""
-    # A checkpoint that was given by its own path, and whose name is not a step.
+    """The locations that the main process sees: on a network file system, others may see fewer."""
+    # A checkpoint that was given by its own path, and whose name is not a step
     if len(locations) == 1 and not locations[0].name.isdecimal():
         return locations
     parent = locations[0].parent

@@ -37,13 +37,14 @@ RUN_ERRORS = (TrainingError, CheckpointError, LoadError)
 
 
 def train(run: Run, stop: StopSignals | None = None) -> dict[str, Any]:
-    """Train to the last step or until `stop` says so; returns the summary that it also writes to summary.json.
+    """Train to the last step or until `stop` says so; returns the summary, also written to
+    summary.json.
 
     Without `stop`, signals are received from here on. Continues from the latest checkpoint of the
-    run folder, if there is one; `check_folder` has checked whether it may. Raises `TrainingError`
-    after too many non-finite updates or undecodable media, `CheckpointError` when the checkpoint
-    does not fit, and `DATA_ERRORS` when a step cannot be loaded, after saving the steps before it
-    where this is the only process.
+    run folder, if there is one; the caller has checked by `open_folder` whether the run may do so.
+    Raises `TrainingError` after too many non-finite updates or undecodable media, `CheckpointError`
+    when the checkpoint does not fit, and `DATA_ERRORS` when a step cannot be loaded; where this is
+    the only process, the state before that step is saved first.
     """
     logging = run.config.logging
     started = time.monotonic()

@@ -22,7 +22,8 @@ UNDECAYED = ("bias", "scale", "embedding", "class_token")  # endings of paramete
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Adam with decoupled weight decay (arXiv 1711.05101) for one component, before the learning rate is applied."""
+    """Adam with decoupled weight decay (arXiv 1711.05101) for one component, before the learning
+    rate is applied."""
     return optax.chain(
         optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
         optax.add_decayed_weights(config.weight_decay, mask=_decayed),

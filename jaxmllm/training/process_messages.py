@@ -22,7 +22,8 @@ from jaxmllm.runtime.board import POLL_SECONDS, Board, HostsError
 
 SHOWN_LINES = 8  # of one process and step; a folder of broken media must not flood the coordinator
 SHOWN_CHARACTERS = 500  # of one line
-PUBLICATION_SECONDS = 10.0  # that a process which ends the run waits for the main one to say why
+# How long a process that ends the run waits until the main one has published its messages
+PUBLICATION_SECONDS = 10.0
 
 # Every process begins its runs in the same order, so this number means the same run everywhere
 _serial = itertools.count()
@@ -38,7 +39,8 @@ class Message:
 
 
 class Messages:
-    """Sends messages from all processes to process 0, the main one; alone, it needs no board."""
+    """Sends messages from all processes to process 0, the main one. A single process needs no
+    board."""
 
     def __init__(self, board: Board | None = None, process: int = 0) -> None:
         self._board = board
@@ -69,8 +71,7 @@ class Messages:
         """Publish the messages told since the last call, ordered by step; there are none except in
         the main process.
 
-        A message that was told before a step's programs were started has arrived once the step has
-        run.
+        A message that was told before a step's programs were started arrives before the step ends.
         """
         messages = self._own
         self._own = []
@@ -108,7 +109,7 @@ def bounded(lines: Sequence[str]) -> list[str]:
 
 
 class WarningLog(logging.Handler):
-    """Keeps warnings and errors that jaxmllm's modules log for the run's records; still shows them.
+    """Keeps, for the run's records, what jaxmllm's modules log from warnings up; still shows it.
 
     There is only one at a time: a new one replaces the one before.
     """
@@ -122,7 +123,8 @@ class WarningLog(logging.Handler):
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record. Python shows warnings of loggers without a handler; having one must not silence them."""
+        """Keep a record. Python shows warnings of loggers without a handler; this one must not
+        silence them."""
         self._lines.append(shown(record.getMessage(), SHOWN_CHARACTERS))
         if not logging.getLogger().handlers and logging.lastResort is not None:
             logging.lastResort.handle(record)

@@ -65,7 +65,8 @@ DENOMINATORS = (
 
 @dataclass
 class RunReport:
-    """Turns device metrics and plan statistics into records, enforces the limits, keeps what the summary needs.
+    """Turns device metrics and plan statistics into records, enforces the limits, and keeps what
+    the summary needs.
 
     Metrics of a step are read when the next one was started, so that the devices always have work.
     """
@@ -191,14 +192,15 @@ class RunReport:
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Publish the messages that are left, if the other processes are still there."""
+        """Publish the messages that are left, unless the coordinator is gone."""
         with suppress(HostsError):
             self._publish()
 
     def summary(
         self, steps: int, seconds: float, error: str | None = None, stopped: bool = False
     ) -> dict[str, Any]:
-        """The content of summary.json after `steps` steps; fractions and ratios are over the steps of this process.
+        """The content of summary.json after `steps` steps; fractions and ratios are over the steps
+        of this process.
 
         A resumed run that had nothing left to do keeps its earlier summary. A run that was
         `stopped` is not complete while an evaluation is still due.
@@ -294,6 +296,7 @@ class RunReport:
         return step_record(tuple(self._recent))
 
     def _enforce(self, step: int, values: dict[str, Any]) -> None:
+        """Raise `TrainingError` past the limit of skipped updates in a row or of failed media."""
         config = self.run.config
         if values["skipped_in_row"] >= config.optimizer.max_skipped:
             why = "not finite"

@@ -39,8 +39,8 @@ from jaxmllm.training.initial import CHECKPOINTS, check_sources
 
 CONFIG_FILE = "config.yaml"
 SCHEDULE_FILE = "schedule.npz"
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # errors of a full or read-only disk
-# Files and folders of a run, other than its config.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # full disk, full quota, read-only disk
+# Files and folders by which a run is recognized if its config is missing
 OWN = (
     CHECKPOINTS,
     "data.json",
@@ -58,7 +58,8 @@ def write_config(run_directory: str | Path, config: Config) -> None:
 
 
 def read_config(run_directory: str | Path) -> Config | None:
-    """The config that the run in this folder began with; None if nothing began there. Raises `CheckpointError`."""
+    """The config that the run in this folder began with; None if nothing began there. Raises
+    `CheckpointError`."""
     path = Path(run_directory) / CONFIG_FILE
     try:
         return load_config(path) if path.exists() else None
@@ -155,8 +156,9 @@ def _not_shared(folder: Path, token: str) -> str | None:
 def check_folder(config: Config, resume: bool | str) -> Config:
     """The config of the steps to come: `config` with what the run in `run.directory` has chosen.
 
-    Raises `CheckpointError` unless the folder is new, or `resume` is set and the run in it may
-    continue with `config`. With `resume` "auto" a run may also begin in a folder of other files.
+    Raises `CheckpointError` if the folder holds a run, unless `resume` is set and the run may
+    continue with `config`; if it holds files of a run without its config; and, with `resume` True,
+    if it holds only other files, in which a run begins with `resume` "auto" or False.
     """
     folder = Path(config.run.directory)
     saved = read_config(folder)

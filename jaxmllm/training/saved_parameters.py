@@ -21,7 +21,8 @@ from jaxmllm.training.initial import CHECKPOINTS
 def saved_parameters(
     run: Path, abstract: Params, say: Callable[[str], None] = print
 ) -> tuple[Params, int]:
-    """Parameters of the shapes, types and shardings of `abstract`, and the steps after which they were saved.
+    """Parameters of the shapes, types and shardings of `abstract`, and the steps after which they
+    were saved.
 
     Instead of a damaged checkpoint the one before it is read, and a line says so. Raises
     `CheckpointError` if none is usable.

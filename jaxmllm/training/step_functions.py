@@ -148,7 +148,7 @@ class StepFunctions:
         return any(self.trainable_of(phase) for phase in self.model.phases[LANGUAGE].reads)
 
     def keeps_features(self, phase: str) -> bool:
-        """Whether backward starts from the features of a frozen tower instead of running it again."""
+        """Whether backward starts from features of a frozen tower instead of running it again."""
         return self.trainable_of(phase) == (f"{PROJECTOR}{phase}",)
 
     def may_keep_residuals(self, phase: str) -> bool:
@@ -169,7 +169,8 @@ class StepFunctions:
         pool_offset: Int[Array, ""],
         failed: Int[Array, ""],
     ) -> tuple[TokenPool, KeptFeatures | None, Int[Array, ""]]:
-        """Write the rows' tokens into the pool from slot `pool_offset` on; count the items that could not be decoded.
+        """Write the rows' tokens into the pool from slot `pool_offset` on; count the items that
+        could not be decoded.
 
         The second result is what `encode_grad` starts from; None if it starts from the rows.
         """
@@ -190,7 +191,7 @@ class StepFunctions:
         """The pool with the rows' tokens written from slot `pool_offset` on, and `failed` plus the
         rows' items that could not be decoded."""
         layout = self.model.layout(phase)
-        # Pools are by rank; rows of one rank are, too, but shared rows are not.
+        # Pools are by rank. So are rows of one rank, but not shared rows.
         valid = by_rank(layout, rows.valid) if layout.span > 1 else rows.valid
         pool = TokenPool(
             *(
@@ -592,8 +593,8 @@ def states_slots(rows: LanguageRows) -> PoolSlots:
 def accumulated(grads: Params, added: Params) -> Params:
     """Sums of gradients plus those of one more microbatch; a `Summed` leaf already is the new sum.
 
-    In code of one device a sum is that of its replica [1, ...], the only one [...], or the device's
-    own whole gradient [1, ...] (`Deferred`).
+    In code of one device, a sum is that of the device's replica [1, ...], or of the only replica
+    [...], or the device's own whole gradient [1, ...] (`Deferred`).
     """
 
     def sum_of(total: Array, leaf: Parameter | Summed) -> Array:

@@ -102,8 +102,8 @@ def step_record(steps: Sequence[StepFacts]) -> Values:
 
 def loss(steps: Sequence[StepFacts]) -> Values:
     """`loss`: mean over the target tokens of the whole batch (see `drawn` for models that draw).
-    null: not finite, or the batch had no target left (then `masked_targets` are all of them); the update
-    was skipped."""
+    null: not finite, or the batch had no target left (then `masked_targets` are all of them); the
+    update was skipped."""
     device = steps[-1].device
     targets = device["targets_by_source"].any() or device.get("patches_by_source", ZERO).any()
     return {"loss": device["loss"] if targets else None}

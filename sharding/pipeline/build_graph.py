@@ -289,7 +289,7 @@ class _Builder:
                 if d:
                     self._connect_to_chunk_before(c, d, m)
                 elif d == depths - 1 and chain.head_only and forward != NONE and back != NONE:
-                    # A single chunk whose head alone is trained: the features wait for the
+                    # A single chunk of which only the head is trained: its features wait for the
                     # backward.
                     self.buffers.append(Buffer(Pool.INPUT, c, d, m, rank, (forward,), (back,)))
 
@@ -337,8 +337,8 @@ class _Builder:
                 continue
             for user_back in writers:
                 self.returns[user_back].append((c, sub, back))
-            # Shares add up in a slot of the reader's rank. With hops the sum is sent from there to a
-            # slot of the encoder's rank, where it waits for the backward.
+            # Shares are summed in a slot of the reader's rank. With hops the sum is sent from there
+            # to a slot of the encoder's rank, where it waits for the backward.
             summed = Buffer(
                 Pool.TOKEN_GRADIENT,
                 c,

@@ -320,7 +320,7 @@ def _joined(name: str, chunks: Sequence[tuple[int, int]], costs: Sequence[LayerC
     """A chain made of chunks of units; its layer counts leave out the unit of the head."""
     ranks, units = zip(*chunks, strict=True)
     # 1 where the head is a unit of its own, else 0; a last chunk of the head alone has no layers.
-    surplus = sum(units) - (len(costs) - 2)  # the unit of the head
+    surplus = sum(units) - (len(costs) - 2)
     layers = (*units[:-1], units[-1] - surplus)
     return Chain(name, ranks, layers, head_only=not any(cost.backward for cost in costs[:-1]))
 
@@ -397,8 +397,8 @@ def _parallel(weights: Mapping[str, _Units], stages: int) -> Placed:
             {ranks: _least_maximum(ends, ranks) for ranks in range(1, min(len(units), stages) + 1)},
         )
 
-    # Smaller is better: compares the slowest chains of two splits first, then the second slowest
     def worth(split: tuple[int, ...]) -> list[int]:
+        """Smaller is better: the cost of the slowest chain decides, then of the second slowest."""
         return sorted((slowest[index][ranks] for index, ranks in enumerate(split)), reverse=True)
 
     best = min(_splits(stages, limits), key=worth)

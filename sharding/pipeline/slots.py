@@ -1,7 +1,7 @@
 """Allocation of slots to buffers over time, as of registers, and the choice of residuals to keep.
 
-A buffer occupies a slot from its first write to its last read, and gets the lowest slot that is
-free.
+A buffer occupies a slot from its first write until it is last read or sent, and gets the lowest
+slot that is free.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class TickTimes:
 
 
 def lives_of(schedule: Schedule) -> list[Life]:
-    """Lives of all buffers, including kept residuals, and tokens and gradients that pass through
-    a rank."""
+    """Lives of all buffers: those of the graph, of kept residuals, and of tokens and token
+    gradients on the ranks that they pass through."""
     graph = schedule.graph
     times = TickTimes(schedule)
     lives = [
@@ -145,7 +145,8 @@ def allocate(lives: Iterable[Life]) -> list[tuple[Life, int]]:
         # may be overwritten by its result.
         while occupied[rank_pool] and occupied[rank_pool][0][0] < life.start:
             heappush(free[rank_pool], heappop(occupied[rank_pool])[1])
-        # If no slot is free, all that were ever given out are occupied: the next has their count.
+        # If no slot is free, all that were ever given out are occupied, so their count is the next
+        # one's number.
         slot = heappop(free[rank_pool]) if free[rank_pool] else len(occupied[rank_pool])
         heappush(occupied[rank_pool], (life.end, slot))
         allocated.append((life, slot))

@@ -22,8 +22,7 @@ class Table:
     """Rows of all ranks, padded with idle ones to the spec's ticks; the first `count` are run.
 
     `wire_active[t, w]` says what is sent on wire w in tick t: 0 for nothing, otherwise 1 + the
-    class of the largest row that is sent. It is the same on all ranks, unlike the columns of
-    `rows`.
+    class of the largest row that is sent. It is the same for all ranks, unlike `rows`.
     """
 
     spec: TableSpec

@@ -95,7 +95,7 @@ class TableSpec:
 
         action: 0, or 1 + 4 * component + kind.
         chunk: number on its rank; layers, first, last: of the chunk.
-        row_class, row: class of the microbatch's row, and the row's number among those of its class.
+        row_class, row: class of the microbatch's row, and its number among rows of that class.
         input, gradient: slots that are read.
         read_residual: slot of residuals read instead of recomputed; write_residual: slot for
           residuals that are kept.

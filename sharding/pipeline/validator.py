@@ -77,8 +77,9 @@ def validate(table: Table, graph: Graph) -> None:
             raise PipelineError(f"the table leaves out {graph.name(n)}")
 
 
-# The run of a table with labels: the labels that slots hold, and the operations done so far
 class _Proof:
+    """The run of a table with labels: those that slots hold, and the operations done so far."""
+
     def __init__(self, table: Table, graph: Graph):
         self.table = table
         self.graph = graph

@@ -1,8 +1,10 @@
-"""Rectified flow (arXiv 2209.03003): noisy patches, and the squared error of the velocity, by source and by time.
+"""Rectified flow (arXiv 2209.03003): noisy patches, and the squared error of the velocity, by
+source and by time.
 
     image x, noise n, time t --> x_t = (1 - t) x + t n  --model--> velocity v, or the image     loss (v - (n - x))^2
 
-Noise is made patch by patch from (key of the item, number of the patch): the same in any place.
+Noise is made patch by patch from (key of the item, number of the patch), so it does not depend on
+where the patch is placed.
 
 Letters: R ranks, C slots, F numbers of a patch, S segments of a row, N sources, B bands of time.
 """
@@ -52,7 +54,7 @@ def noisy_patches(layout: Layout, rows: GeneratorRows, dtype: jnp.dtype) -> Nois
     def on_device(
         features: Array, owners: Array, patches: Array, keys: Array, times: Array
     ) -> tuple[Array, ...]:
-        # A device has slots of one row alone: every leading axis is 1 long.
+        # A device has slots of only one row: every leading axis has length 1.
         image = features[0].astype(dtype)
         if features.dtype == jnp.uint8:  # pixels; latents are normalised where they are loaded
             image = image / MIDDLE_GRAY - 1
@@ -173,7 +175,7 @@ def flow_sums(
     def on_device(
         losses: Array, counted: Array, owners: Array, source_of: Array, times: Array
     ) -> FlowSums:
-        # By segment, which count from 1: slots of no item, 0, get source -1, which is in no sum.
+        # Segments count from 1. Slots of no item have 0 and get source -1, which is in no sum.
         padded = jnp.concatenate([jnp.full_like(source_of[0][:1], -1), source_of[0]])
         source = padded[owners[0]]
         band = jnp.minimum((times[0] * TIME_BANDS).astype(jnp.int32), TIME_BANDS - 1)

@@ -32,7 +32,7 @@ class Routing(NamedTuple):
 def router_loss(
     config: ExpertsObjectiveConfig, sums: RouterSums, routing: Routing
 ) -> Float[Array, ""]:
-    """The part of the batch's router loss that the rows' tokens add."""
+    """The part of the batch's loss that the rows' tokens add: `router_means`, weighted."""
     balance, z = router_means(sums, routing)
     return config.balance * balance + config.router_z * z
 

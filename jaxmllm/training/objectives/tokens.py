@@ -1,4 +1,4 @@
-"""Cross-entropy of the slots that have a target, a chunk of logits at a time, and its sums by source.
+"""Cross-entropy of slots that have a target, a chunk of logits at a time, and its sums by source.
 
     targets --slots_with_target--> slots --chunk by chunk--> hidden states -> logits -> losses, gradients
 
@@ -6,8 +6,8 @@ Slots without a target cost nothing: a loop runs over chunks of those that have 
 their number requires. Each chunk's logits are computed once: gradients are made from them right
 away, because the objective is the plain sum of the losses.
 
-Letters: R ranks, C row capacity, D width, V vocabulary, S segments of a row, N sources; of one device:
-T slots, K slots of a chunk.
+Letters: R ranks, C row capacity, D width, V vocabulary, S segments of a row, N sources; of one
+device: T slots, K slots of a chunk, P slots of the list that chunks are cut from.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SMALLEST_CHUNK = 128
 
 
 class Sums(NamedTuple):
-    """Sums over the target tokens that count, by rank and source; adding two microbatches' sums is exact."""
+    """Sums over the target tokens that count, by rank and source; they add up over microbatches."""
 
     loss: Float[Array, "R N"]
     targets: Int[Array, "R N"]
@@ -89,7 +89,8 @@ def _objective(loss: _Loss, hidden: Array, matrix: Parameter, targets: Array) ->
 
 
 def _forward_rule(loss: _Loss, hidden: Any, matrix: Any, targets: Any) -> tuple[Any, Any]:
-    """The losses, with the gradients of their sum by hidden states and head, where wanted."""
+    """The losses; kept for the backward pass are the wanted gradients of their sum, with respect to
+    hidden states and head."""
     shard, head = (matrix.shard, matrix.stand_in) if loss.stays else (matrix, matrix)
     # `perturbed` says whether the gradient of an argument is wanted.
     perturbed = hidden.perturbed, head.perturbed
@@ -165,8 +166,8 @@ class _Loss:
         if wants_hidden:
             begin["d_hidden"] = jnp.zeros((slots.size, x.shape[1]), x.dtype)
         if wants_head:
-            # A zero hidden from XLA, which would else share the zeros that the embedding's gradient
-            # begins with, and keep them in memory from here on
+            # A zero hidden from XLA, which would otherwise share the zeros that the embedding's
+            # gradient begins with, and keep them in memory from here on
             zero = jax.lax.optimization_barrier(
                 jnp.zeros((), jnp.promote_types(matrix.dtype, wide))
             )
@@ -215,7 +216,8 @@ class _Loss:
     def _cross_entropy(
         self, x: Float[Array, "K D"], table: Array, target: Int[Array, " K"]
     ) -> tuple[Array, Array, Array]:
-        """Loss and hit of each token; the gradient of the losses' sum by logits, in x's type."""
+        """Loss and hit of each token; the gradient of the losses' sum with respect to the logits,
+        in the type of x."""
         split = self.layout.split_axes("vocab")
         wide = jnp.promote_types(x.dtype, jnp.float32)
         logits = jnp.einsum(f"kd,{self._letters}->kv", x, table, preferred_element_type=wide)
@@ -279,8 +281,8 @@ def slots_with_target(
 ) -> tuple[Int[Array, " P"], Int[Array, " T"], Int[Array, ""]]:
     """The slots that have a target, in order; each slot's position in this list; and their number.
 
-    P, the length of the list, is T rounded up to whole chunks. Past its end the list holds T, and
-    slots without a target have the position P.
+    P, the length of the list, is T rounded up to whole chunks. After the last slot with a target
+    the list holds T; slots without a target have the position P.
     """
     length = -(-targets.size // chunk) * chunk
     has_target = targets >= 0
@@ -337,7 +339,8 @@ def sums_by_source(
 def failed_examples(
     layout: Layout, failed: Bool[Array, "R C"], segments: Int[Array, "R C"], max_segments: int
 ) -> Bool[Array, "R C"]:
-    """Spread a token's failure over its whole example: targets that follow an undecodable image carry no loss."""
+    """Spread a token's failure over its whole example: targets of an example with an undecodable
+    image carry no loss."""
 
     split = layout.mesh_axes("sequence")
 

@@ -1,2 +1,2 @@
-"""The compiled programs of a run: the base of all kinds, one kind that runs phase by phase (and one
-that draws so), one that runs in pipeline stages, and the transfer of rows to the devices."""
+"""The compiled programs of a run: the base of all kinds; the kinds that train phase by phase, draw
+phase by phase, and train in pipeline stages; and the transfer of rows to the devices."""

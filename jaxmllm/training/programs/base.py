@@ -239,7 +239,7 @@ class Programs(abc.ABC):
         return []
 
     def route_metrics(self, statistics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of the exchanges of a step, from its plan statistics; none without an exchange."""
+        """Metrics of a step's exchanges, from its plan statistics; none without an exchange."""
         return {}
 
     def _call(
@@ -257,7 +257,7 @@ class Programs(abc.ABC):
         return np.asarray(batch.host.targets, self._real_dtype)
 
     def _scale(self, weight: float, planned: int) -> np.ndarray:
-        """Factor of a sum of losses in the objective, over `planned` targets or patches."""
+        """Factor of a sum of losses whose mean over `planned` targets or patches has `weight`."""
         return np.asarray(weight, self._real_dtype) / np.asarray(max(planned, 1), self._real_dtype)
 
     def _routing(self, statistics: Mapping[str, float], counts: Any = None) -> Routing | None:

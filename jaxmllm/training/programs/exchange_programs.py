@@ -3,8 +3,9 @@
     encoder pool --hop x hops--> buffer --deliver--> language pool
     d language pool --hop_back x hops--> d buffer --deliver_back--> d encoder pool
 
-A generator swaps the directions: states go from the language pool to the generator's pool by the
-tables for gradients of encoders, and their gradients return by the tables for tokens of encoders.
+For a generator the directions are swapped: states go from the language pool to the generator's pool
+by the tables that serve gradients of encoders, and their gradients return by those that serve
+tokens of encoders.
 
 Encoders of equal rank grids share pools and one exchange, which the first of them owns and names.
 """

@@ -197,7 +197,8 @@ class GeneratorPrograms(Programs):
         return phase_functions(self.functions, phase, bool(self.kept_residuals.get(phase)))
 
     def start_of(self, phase: str, microbatch: int, rows: Any, kept: Any) -> Start:
-        """The start of the backward pass of a step's n-th `microbatch`, given what was kept."""
+        """The start of the backward pass of the step's microbatch of this number, given what its
+        forward pass kept."""
         start = start_from(rows, kept)
         # One forward program serves all microbatches of a class, so what it keeps for those past
         # the number to keep is dropped here.

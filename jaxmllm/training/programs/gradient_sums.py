@@ -1,4 +1,5 @@
-"""The gradients of a step: sums over its microbatches, and the program that adds all replicas'.
+"""The gradients of a step: sums over its microbatches, and the program that adds up the sums of all
+replicas.
 
     zero gradients --language_loss_and_grad, encode_grad x M--> sums --add_replicas--> gradients in shards
 

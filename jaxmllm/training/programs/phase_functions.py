@@ -1,6 +1,6 @@
 """The functions that a run without stages compiles for the microbatches of a phase.
 
-phased.py makes programs of this list, and cluster/ predicts their memory from it.
+phased.py makes the programs that this list names, and cluster/ predicts their memory from it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from jaxmllm.training.step_functions import KeptResiduals, Start, StepFunctions
 
 
 class PhaseFunctions(NamedTuple):
-    """Names of functions (`ProgramName.function`), in the order of a step; empty where a phase has no use for one."""
+    """Names of functions (`ProgramName.function`), in the order of a step; empty where a phase
+    needs none."""
 
     forward: str = ""  # what another phase reads
     backward: str = (

@@ -1,7 +1,7 @@
 """The step's functions compiled ahead of the first step, and driven by the host, phase by phase.
 
-How many microbatches, pools and exchange rounds a step has differs from step to step. Here that is a loop count, so
-no program is ever compiled again:
+The numbers of microbatches, pools and exchange rounds differ from step to step. Here they are loop
+counts, so no program is ever compiled again:
 
     zero pools; encode x M; (hop x hops; deliver) x rounds; language_loss_and_grad x M;
     (hop_back x hops; deliver_back) x rounds; encode_grad x M; add_replicas; update
@@ -70,7 +70,8 @@ class PhaseBuffers(NamedTuple):
     """Buffers that the programs of one phase read and overwrite, in addition to parameters and
     rows; see `PhasedPrograms.forward`."""
 
-    pool: TokenPool  # that encoders write, and that the language model reads and overwrites with gradients
+    # Written by encoders; read by the language model, and overwritten with gradients
+    pool: TokenPool
     # Gradients of the tokens or states that another phase read; None where they would train nothing
     d_pool: jax.Array | None
     gradients: Any  # of the phase's trainable components
@@ -335,8 +336,7 @@ class PhasedPrograms(GeneratorPrograms):
     def forward(
         self, phase: str, params: Any, rows: Any, row_class: RowClass, buffers: PhaseBuffers
     ) -> PhaseBuffers:
-        """Run one microbatch of a phase forward. The given buffers are overwritten: use those
-        returned."""
+        """Run one microbatch of a phase forward. `buffers` are overwritten: use those returned."""
         names = self.functions_of(phase)
         program = self._call(names.forward or names.evaluate, phase, *row_class)
         inputs = self._params_of(params, phase), rows, buffers.pool

@@ -106,7 +106,8 @@ class StageFunctions:
         return self.model.layout(LANGUAGE).spanned(widest).inside(STAGE, *self.manual)
 
     def components(self) -> Components:
-        """By phase (encoders in model order, language, its generator), a component by row class."""
+        """For each phase (encoders in model order, language, its generator) and each of its row
+        classes, a component."""
         return tuple(
             tuple(self._component(phase, row_class.span) for row_class in self.classes[phase])
             for phase in self.model.phases
@@ -120,7 +121,7 @@ class StageFunctions:
         return (self._generator if generates else self._encoder)(phase, functions)
 
     def _inside(self, phase: str, span: int) -> StepFunctions:
-        """The functions for rows of a phase that `span` ranks hold together, inside the manual axes."""
+        """The functions for rows of a phase that `span` ranks hold together, inside manual axes."""
         model = self.model.spanned(phase, span)
         components = {
             name: replace(component, layout=component.layout.inside(STAGE, *self.manual))
@@ -310,7 +311,7 @@ def _text_losses(
     rows: LanguageRows,
 ) -> tuple[Array, Sums]:
     """The objective to differentiate and the sums of language rows, from the last layer's result
-    `x` and its norm `hidden`."""
+    `x` and its hidden states after the final norm, `hidden`."""
     constants: LossConstants = outer.frozen[1]
     head = functions.model.head(_outer_params(outer))
     total, sums = functions.losses(hidden, head, rows, x.valid)

@@ -17,8 +17,7 @@ from sharding.pipeline.ring import Chain
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The layers of one component: `index` [S, K, L] is the number of a layer, -1 where there is
-    none."""
+    """The layers of one component: `index` [S, K, L] is the number of a layer, -1 for no layer."""
 
     index: Ints
 

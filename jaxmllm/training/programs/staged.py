@@ -1,5 +1,4 @@
-"""The programs of a run whose layers are cut into pipeline stages; the loop uses them like any
-others.
+"""The programs of a run whose layers are cut into pipeline stages; the loop uses them as all kinds.
 
     HostStep --put--> rows [M, R, ...] of each class, and schedule table, of every run
     state    --gradients: the executor, once per run--> gradients, sums --update--> state
@@ -175,8 +174,8 @@ class StagedPrograms(Programs):
                 )
             )
 
-        # `inputs` computes with parameters, of which there are only shapes here: so `record` is
-        # traced. Its result is no array, and leaves through the list.
+        # `inputs` computes with parameters, which are only shapes here, so `record` is traced. Its
+        # result is not an array, and leaves through the list.
         jax.eval_shape(record, self.params, self._abstract_constants())
         return held[-1]
 
@@ -191,7 +190,7 @@ class StagedPrograms(Programs):
         )
 
     def describe_memory(self) -> list[str]:
-        """Lines about the slots that this run's tables may fill, and the memory of these."""
+        """Lines about the slots that this run's tables may fill, and the memory that they take."""
         held = self.held
         slots = sum(held.pools.values())
         boxes = sum(held.boxes.values()) + held.media
@@ -498,7 +497,7 @@ class StagedPrograms(Programs):
             )
 
         ticks = len(run.table)
-        # The program has the shape of the longest table, of which it runs the first `ticks`.
+        # The program takes tables with the shape of the longest one, and runs the first `ticks`.
         padding = ((0, tables.ticks - ticks), (0, 0))
         rows = np.pad(run.table, (*padding, (0, 0)))
         return TableArrays(

@@ -370,7 +370,7 @@ class Buffers:
         return pools
 
     def _slot(self, pool: Pool, c: int, slot: Array, wanted: Array | bool = True) -> Array:
-        """The slot, or the one that tables do not know where it is -1 or not wanted."""
+        """The slot or, where it is -1 or not wanted, the slot that tables do not know."""
         return jnp.where((slot >= 0) & wanted, slot, self.spec.room(pool, c))
 
 

@@ -1,7 +1,7 @@
 """The bytes that a device holds while it runs a table, counted from shapes before compilation.
 
 State   pools      slots of every pool      Held.pools
-        scratch    one box of every pool    Held.boxes, of which RESIDUAL is a chunk's backward
+        scratch    one box of every pool    Held.boxes; that of RESIDUAL is a chunk's backward
         media      of all encoders          Held.media
 """
 

@@ -10,9 +10,8 @@ Loop bounds, slots and microbatch numbers are data, so another schedule or batch
 shard_map is manual over `stage` and `ManualAxes`; other axes stay automatic inside the operations.
 Traps that shape the code:
 
-* Ranks run different branches, so no code inside a branch may communicate over `stage`: edges wait
-  for the operation to end, and gradients of parameters that all ranks share are summed after the
-  loop.
+* Ranks run different branches, so no code in a branch may communicate over `stage`: edges wait for
+  the operation to end, and gradients of parameters that all ranks share are summed after the loop.
 * vmap over stages would turn conditions into selects, which run every branch.
 * Conditions and switches copy some of their operands: see buffers.py and program.py.
 """

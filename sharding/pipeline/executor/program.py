@@ -95,6 +95,8 @@ class Program:
         return None
 
     def _values(self, pools: Pools, work: Work, c: int, row: Row) -> Values:
+        """The values of component c that a row names; None in place of those without a pool."""
+
         def slot(pool: Pool, column: str) -> Tree:
             return read(pools[pool, c], jnp.maximum(row[column], 0)) if (pool, c) in pools else None
 

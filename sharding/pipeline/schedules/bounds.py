@@ -24,8 +24,7 @@ def lower_bound(graph: Graph) -> int:
 
 
 def longest_paths(graph: Graph) -> tuple[list[int], list[int]]:
-    """[N] longest path to the start of each operation, and from its start to the end of the
-    step."""
+    """[N] longest path to the start of each operation, and from its start to the step's end."""
     before = [0] * graph.size
     to_end = list(graph.duration)
     waits = list(graph.waits)

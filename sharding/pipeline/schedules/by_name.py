@@ -57,7 +57,7 @@ def fixed_orders() -> list[Order]:
 
 
 def scheduler_of(name: str) -> Scheduler:
-    """The scheduler with this name. Raises a `PipelineError` that lists all names for others."""
+    """The scheduler with this name. Raises `PipelineError`, with a list of all, if none has it."""
     if name not in SCHEDULES:
         raise PipelineError(
             f"pipeline.schedule = {name!r}: there is no such schedule; choose one of {', '.join(SCHEDULES)}, or "

@@ -68,7 +68,8 @@ class Policy:
 
 
 def default_priority(graph: Graph) -> list[int]:
-    """[N] priorities, smaller first: by language microbatch, and in it the later chunks first."""
+    """[N] priorities, smaller first: by language microbatch, and in it the later chains, and of a
+    chain the later chunks, first."""
     order = sorted(
         range(graph.size),
         key=lambda n: (graph.group[n], -graph.chain[n], -graph.depth[n], graph.microbatch[n]),
@@ -336,8 +337,8 @@ class _Greedy:
             if not self.unread[buffer]:
                 releases[tick + 1].append(self.lookup.rank_pool[buffer])
         for encoder, sub, _ in self.graph.returns[n]:
-            # A sum that leaves its rank has no readers: its slot is free once it is sent.
-            # `sent` has it once all shares are there: n has just added the last one.
+            # A sum that leaves its rank has no readers: its slot is free once it is sent. It is in
+            # `sent` if all shares are there, of which n has just added the last one.
             if (encoder, sub) in self.clock.sent and self.clock.hops[encoder]:
                 rank_pool = (Pool.TOKEN_GRADIENT, encoder, self.graph.stage[n])
                 releases[self.clock.sent[encoder, sub] + 1].append(rank_pool)

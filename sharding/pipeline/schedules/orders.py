@@ -48,8 +48,8 @@ def interleaved(graph: Graph) -> Schedule:
     after chunk.
 
     With unequal numbers of chunks the orders can wait for each other: a rank needs a forward that
-    another rank does only after a backward that waits for the first. Then all ranks warm up longer,
-    by one group at a time until the orders are possible.
+    another rank does only after a backward, which waits for the first rank. Then all ranks warm up
+    longer, by one group at a time until the orders are possible.
     """
     stages = graph.ring.stages
     units = _units(graph, stages)

@@ -75,9 +75,9 @@ def asynchronous(schedule: Schedule) -> int:
 def idle_by_cause(schedule: Schedule) -> dict[str, int]:
     """Rank-time of a step in which ranks compute nothing, by its cause:
 
-    imbalance: ranks have less work than the busiest one. bubble: even the busiest one waits for what
-    it needs. lockstep: a tick lasts as long as its longest operation. Together with the work they are
-    the ranks times `lockstep`.
+    imbalance: ranks have less work than the busiest one. bubble: even the busiest one waits for
+    what it needs. lockstep: a tick lasts as long as its longest operation. Together with the work
+    they are the ranks times `lockstep`.
     """
     ranks = schedule.graph.ring.stages
     work = [0] * ranks

@@ -7,11 +7,11 @@ residuals: then all run to their end, and the cost is that with residuals kept. 
 the priority by longest path, and an offset to the priorities of every class (one chunk and kind). A
 quarter of the rollouts draws all genes; the others draw about a quarter of the best genes again.
 
-Compared on six batches of benchmarks/pipeline.py, 100 rollouts each, mean efficiency and seconds:
+Mean efficiency and seconds of variants on six batches of benchmarks/pipeline.py, 100 rollouts each:
 offsets alone 0.938 in 0.46, all genes at random 0.950 in 0.32, a pool of the best with crossing
 0.951 in 0.55, steps to neighbouring values 0.951 in 0.46, Monte-Carlo tree search (one gene per
-level, best-score UCB) 0.952 in 0.53, this one 0.952 in 0.41. One run of the greedy scheduler alone:
-0.925.
+level, best-score UCB) 0.952 in 0.53, this one 0.952 in 0.41. A single run of the greedy scheduler
+has 0.925.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def search(
     """The schedule of least lockstep cost among greedy, fixed orders and some rollouts, within a
     slot budget.
 
-    The same on every host for the same graph, slots, rollouts and seed.
-    Raises `PipelineError` when no schedule is found that fits the slots.
+    The result is the same on every host for the same graph, slots, rollouts and seed. Raises
+    `PipelineError` when no schedule is found that fits the slots.
     """
     best = shortest(graph, fixed_orders, slots)
     baseline = least_cost = cost_within(best, slots)

@@ -30,9 +30,9 @@ def shortest(
     """The schedule of least lockstep cost among greedy ones and the fixed orders that are possible
     and fit the slots; at equal cost a greedy one.
 
-    The fixed orders take milliseconds, and greedy schedules are given up as soon as they cannot be as
-    short. Where slots keep residuals, the cost is that with residuals kept, because an order that
-    goes back soon uses a slot many times; then no greedy schedule is given up.
+    The fixed orders take milliseconds, and greedy schedules are given up as soon as they cannot be
+    as short. Where slots keep residuals, the cost is that with residuals kept, because an order
+    that goes back soon uses a slot many times; then no greedy schedule is given up.
 
     Args:
       powers: exponents of the greedy schedules.
