@@ -1,4 +1,7 @@
-"""Gradients that devices reduce once a step are those that they reduce in every microbatch."""
+"""Gradients that devices reduce once per step equal those that they reduce in every microbatch.
+
+The reference is the same step on one device (the fixture `alone`), which reduces nothing.
+"""
 
 import jax
 import numpy as np
@@ -35,8 +38,8 @@ MESHES = {  # mesh, further changes
     slow_cases(MESHES, {"fsdp2-tensor2-encoders-over-tensor"}),
 )
 def test_gradients_reduced_once_are_the_same(setups, by_example, mesh, changes):
-    of_model = {key: value for key, value in changes.items() if key.startswith("model")}
-    alone = setups(by_example(**of_model), 1)
+    model_changes = {key: value for key, value in changes.items() if key.startswith("model")}
+    alone = setups(by_example(**model_changes), 1)
     expected = alone.gradients(alone.step(EXAMPLES))
     setup = setups(by_example(mesh=mesh, **STEP, **changes), int(np.prod(list(mesh.values()))))
     step = setup.step(EXAMPLES)
@@ -47,7 +50,7 @@ def test_gradients_reduced_once_are_the_same(setups, by_example, mesh, changes):
 
 @pytest.mark.slow
 def test_one_component_alone_and_no_further_compilation(setups, by_example, alone):
-    """A frozen part has no sums, and steps of other sizes need nothing new."""
+    """Frozen parameters have no sums, and steps of other sizes compile nothing."""
     setup = setups(
         by_example(
             mesh={"data": 1, "fsdp": 2},
@@ -61,8 +64,10 @@ def test_one_component_alone_and_no_further_compilation(setups, by_example, alon
     assert sums["language"].keys() == {"layers", "head"} and "vision" not in sums
     assert sums["language"]["head"].shape[0] == 2
     assert all(leaf.shape[0] == 2 for leaf in jax.tree.leaves(sums["language"]["layers"]["mlp"]))
-    found = setup.gradients(setup.step(EXAMPLES)).grads
-    assert_close(found, {name: _part(expected[name], grads) for name, grads in found.items()}, 1e-5)
+    summed = setup.gradients(setup.step(EXAMPLES)).grads
+    assert_close(
+        summed, {name: _part(expected[name], grads) for name, grads in summed.items()}, 1e-5
+    )
     state = setup.programs.init(0)
     state, _ = setup.programs.train(state, setup.put(setup.step([0, 1])))  # transfers compile, too
     counter = CompilationCounter()
@@ -76,7 +81,7 @@ def test_one_component_alone_and_no_further_compilation(setups, by_example, alon
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_sums_in_bfloat16_are_rounded_once(by_example):
-    """`reduce_dtype: compute` narrows what is sent at the end, not what adds up before."""
+    """`reduce_dtype: compute` narrows what a step sends; microbatches add up in float32."""
     bfloat16 = {f"components__{name}__compute_dtype": "bfloat16" for name in COMPONENTS}
     narrow = {f"components__{name}__reduce_dtype": "compute" for name in COMPONENTS}
     mesh = {"data": 1, "fsdp": 2}
@@ -86,10 +91,12 @@ def test_sums_in_bfloat16_are_rounded_once(by_example):
     )
     step = wide.step(EXAMPLES)
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(rounded.programs.accumulators))
+    # A few roundings to bfloat16, each of at most 2**-9
     assert_close(rounded.gradients(step).grads, wide.gradients(step).grads, 2**-6)
 
 
 def _part(tree, like):
+    """The leaves of `tree` at the keys that `like` has."""
     return {
         key: _part(tree[key], value) if isinstance(value, dict) else tree[key]
         for key, value in like.items()

@@ -1,4 +1,4 @@
-"""The list of a phase's programs is that of a run's jobs."""
+"""The programs that a phase lists are those that a run compiles for it, in the same order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DECODER = ("language_loss_and_grad", "evaluate")
     [
         ((), 0, ENCODER),
         ((), 2, KEPT),
-        # Its projector is trained, from features that are kept in any case
+        # The projector is trained, from features that are kept in any case
         (("vision",), 2, ENCODER),
         (("vision", "projector.vision"), 2, ENCODER[:1]),
     ],

@@ -1,4 +1,8 @@
-"""One set of programs for every composition of a batch, every subset of encoders and every choice of what to train."""
+"""Programs of a step, phase by phase: one compiled set serves every composition of a batch, every
+subset of encoders and every choice of trained components.
+
+The reference for gradients is the same step on one device (the fixture `alone`).
+"""
 
 import itertools
 import re
@@ -13,7 +17,7 @@ from jaxmllm.training.programs.base import ProgramName
 from tests.support import EXHAUSTIVE, assemble, assert_close, tiny_config
 
 KINDS = [(), ("vision",), ("audio",), ("vision", "audio")]
-# Programs of a step, as they depend on one another
+# The programs of a step in the order in which each reads what the one before it wrote
 PHASED = [
     "encode",
     "deliver",
@@ -34,17 +38,17 @@ def mixed(setups, by_example):
 
 
 def test_batches_of_every_composition_use_the_same_programs(mixed):
-    """Fifty steps: each kind alone, each pair of kinds, then random batches of random size."""
+    """Fifty steps: each kind by itself, each pair of kinds, then random batches of random size."""
     pools = {kind: mixed.of_kind(kind) for kind in KINDS}
-    random = np.random.default_rng(1)
+    rng = np.random.default_rng(1)
     batches = [pool[:12] for pool in pools.values()]
     batches += [pools[a][:6] + pools[b][:6] for a, b in itertools.combinations(KINDS, 2)]
     while len(batches) < 50:
-        kinds = random.permutation(len(KINDS))[: random.integers(1, 5)]
-        members = [i for kind in kinds for i in pools[KINDS[kind]]]
-        batches.append(random.permutation(members)[: random.integers(1, 33)].tolist())
+        drawn_kinds = rng.permutation(len(KINDS))[: rng.integers(1, 5)]
+        members = [i for kind in drawn_kinds for i in pools[KINDS[kind]]]
+        batches.append(rng.permutation(members)[: rng.integers(1, 33)].tolist())
     state = mixed.programs.init(0)
-    # warm-up: transfers compile, too
+    # The first step also compiles transfers, which the counter below would report
     state, _ = mixed.programs.train(state, mixed.put(mixed.step([0, 1])))
     counter = CompilationCounter()
     shapes = set()
@@ -56,13 +60,17 @@ def test_batches_of_every_composition_use_the_same_programs(mixed):
         assert np.isfinite(metrics["loss"]) and metrics["skipped"] == 0
         assert metrics["targets_by_source"].sum() == step.targets
     assert len(shapes) >= 8  # many different numbers of microbatches ...
-    assert counter.names == []  # ... and not one program more
+    assert counter.names == []  # ... and no further program
     counter.close()
     assert state.step == 51
 
 
 def test_bytes_of_keys_and_values_that_shared_rows_gather(mixed):
-    """Two numbers of 4 bytes for each layer, head, and number of a head; a clip has a token for every 4 slots."""
+    """A gathered slot carries keys and values (2 arrays) of 4-byte numbers per layer, KV head and
+    head dimension.
+
+    Audio slots are frames, four of which make one token of the tower, hence the division by 4.
+    """
     slots = {f"{phase}/gathered_slots": 1000 for phase in mixed.spec.phases}
     assert mixed.programs.route_metrics(slots) == {
         "vision/gathered_bytes": 1000 * 2 * 4 * 1 * 2 * 8,
@@ -117,7 +125,8 @@ def test_models_with_fewer_encoders_learn(data, tmp_path, encoders):
     }
     assert set(setup.corpus.sources) == kinds
     batch = setup.put(setup.step(range(len(setup.corpus))[:16]))
-    state, losses = setup.programs.init(0), []
+    state = setup.programs.init(0)
+    losses = []
     for _ in range(8):
         state, metrics = setup.programs.train(state, batch)
         losses.append(float(metrics["loss"]))
@@ -150,12 +159,13 @@ def test_frozen_components_stay_and_the_others_do_not_notice(setups, by_example,
     frozen = {name for name in settings if name != "projector"}
     frozen |= {f"projector.{name}" for name in settings.get("projector", ())}
     setup = setups(by_example(components=settings), 1)
-    programs, step = setup.programs, setup.step(EXAMPLES)
+    programs = setup.programs
+    step = setup.step(EXAMPLES)
 
-    everything = alone.gradients(alone.step(EXAMPLES)).grads
+    all_grads = alone.gradients(alone.step(EXAMPLES)).grads
     grads = setup.gradients(step).grads
-    assert grads.keys() == everything.keys() - frozen
-    assert_close(grads, {name: everything[name] for name in grads}, 1e-5)
+    assert grads.keys() == all_grads.keys() - frozen
+    assert_close(grads, {name: all_grads[name] for name in grads}, 1e-5)
 
     state = programs.init(0)
     before = jax.device_get(state.params)
@@ -163,11 +173,11 @@ def test_frozen_components_stay_and_the_others_do_not_notice(setups, by_example,
         state, _ = programs.train(state, programs.put(step))
     after = jax.device_get(state.params)
     for name in before:
-        same = [
+        unchanged = [
             np.array_equal(a, b)
             for a, b in zip(*map(jax.tree.leaves, (before[name], after[name])), strict=True)
         ]
-        assert all(same) if name in frozen else not any(same), name
+        assert all(unchanged) if name in frozen else not any(unchanged), name
 
     backward = {name.subject for name in programs.compiled if name.function == "encode_grad"}
     assert backward == {
@@ -182,18 +192,22 @@ def test_frozen_components_stay_and_the_others_do_not_notice(setups, by_example,
 
 
 def test_a_frozen_towers_backward_starts_from_its_features(setups, by_example):
-    """The projector's gradient is that of the features which were kept: other pixels afterwards change nothing."""
+    """The projector's backward program takes the kept features in place of pixels."""
     programs = setups(by_example(components=FREEZES["encoders"]), 1).programs
     capacity = programs.spec.phases["vision"].capacities[0]
     width = programs.functions.model.config.vision.width
-    start = programs.compiled[ProgramName("encode_grad", "vision", capacity)].in_avals[0][1]
-    assert start.features.shape == (1, capacity, width)
+    kept_input = programs.compiled[ProgramName("encode_grad", "vision", capacity)].in_avals[0][1]
+    assert kept_input.features.shape == (1, capacity, width)
 
 
 def test_features_lie_in_memory_from_one_pass_to_the_other(setups, by_example, monkeypatch):
-    """Those of a frozen tower: each goes with its backward pass, and evaluation keeps none."""
+    """A frozen tower keeps features per microbatch; the backward pass frees them one by one, and
+    evaluation keeps none.
+    """
     setup = setups(by_example(components=FREEZES["encoders"]), 1)
-    programs, step = setup.programs, setup.step(range(96))
+    programs = setup.programs
+    step = setup.step(range(96))
+    # Live arrays are told apart by shape: no other array of a step has this one
     shape = (
         1,
         programs.spec.phases["vision"].capacities[0],
@@ -201,7 +215,7 @@ def test_features_lie_in_memory_from_one_pass_to_the_other(setups, by_example, m
     )
     microbatches = len(step.rows["vision"])
     assert microbatches > 1
-    living = []
+    counts = []
     call = programs._call
 
     def counted(function, subject="", *names):
@@ -209,38 +223,45 @@ def test_features_lie_in_memory_from_one_pass_to_the_other(setups, by_example, m
             (function, subject) == ("encode_grad", "vision")
         ):
             count = sum(array.shape == shape for array in jax.live_arrays())
-            living.append((function, count))
+            counts.append((function, count))
         return call(function, subject, *names)
 
     monkeypatch.setattr(programs, "_call", counted)
     programs.train(programs.init(0), setup.put(step))
     forward = [("language_loss_and_grad", microbatches)] * len(step.rows["language"])
     backward = [("encode_grad", microbatches - m) for m in range(microbatches)]
-    assert living == [*forward, *backward, ("update", 0)]
-    living.clear()
+    assert counts == [*forward, *backward, ("update", 0)]
+    counts.clear()
     programs.evaluate(setup.params, setup.put(step))
-    assert living == [("evaluate", 0)] * len(step.rows["language"])
+    assert counts == [("evaluate", 0)] * len(step.rows["language"])
 
 
 # ---------------------------------------------------------------------------- pools
 
 
 def test_a_step_holds_two_kinds_of_pools_at_a_time(alone, monkeypatch):
-    """Counted whenever a program is about to run."""
+    """Live pools are counted by their shape whenever a program is about to run."""
     programs = alone.programs
     assert set(programs.exchange_owner.values()) == {"vision"}  # audio shares its pools
     shapes = {owner: programs.pools[owner].tokens.shape for owner in ("vision", "language")}
     assert len(set(shapes.values())) == 2, "one kind is told from the other"
-    held: dict[str, set[str]] = {}
+    held_by_function: dict[str, set[str]] = {}
     call = programs._call
 
     def counted(function, *names):
-        living = [array.shape for array in jax.live_arrays()]
-        found = [phase for phase, shape in shapes.items() for one in living if one == shape]
+        live_shapes = [array.shape for array in jax.live_arrays()]
+        live_pools = [
+            phase
+            for phase, shape in shapes.items()
+            for live_shape in live_shapes
+            if live_shape == shape
+        ]
         # A round's buffer may have the shape of a pool
         if function not in ("zero", "hop", "deliver", "hop_back", "deliver_back"):
-            assert sorted(set(found)) == sorted(found), "one of each kind, whatever it holds"
-        held.setdefault(function, set()).update(found)
+            assert sorted(set(live_pools)) == sorted(live_pools), (
+                "one of each kind, whatever it holds"
+            )
+        held_by_function.setdefault(function, set()).update(live_pools)
         return call(function, *names)
 
     step = alone.step(EXAMPLES)
@@ -250,12 +271,13 @@ def test_a_step_holds_two_kinds_of_pools_at_a_time(alone, monkeypatch):
     jax.block_until_ready(state)
     monkeypatch.setattr(programs, "_call", counted)
     state, _ = programs.train(state, batch)
-    both = {"vision", "language"}
-    assert held["encode"] == {"vision"}
-    assert held["deliver"] == held["deliver_back"] == both  # one rank alone has no hops
-    assert held["language_loss_and_grad"] == {"language"}
-    assert held["encode_grad"] == {"vision"}
-    assert held["update"] == set()
+    both_pools = {"vision", "language"}
+    assert held_by_function["encode"] == {"vision"}
+    # One rank alone has no hops
+    assert held_by_function["deliver"] == held_by_function["deliver_back"] == both_pools
+    assert held_by_function["language_loss_and_grad"] == {"language"}
+    assert held_by_function["encode_grad"] == {"vision"}
+    assert held_by_function["update"] == set()
 
 
 # ---------------------------------------------------------------------------- dispatch
@@ -266,12 +288,16 @@ class WaitedError(Exception):
 
 
 def test_a_step_is_dispatched_whole_and_waits_for_nothing(alone, monkeypatch):
-    """So the runtime may start a program as soon as what it reads is there, and the host is free for the next batch."""
+    """No program's output is read on the host during a step.
+
+    The runtime may then start a program as soon as its inputs are there, and the host is free to
+    plan the next batch.
+    """
     programs = alone.programs
     batch = alone.put(alone.step(EXAMPLES))
     state = programs.init(0)
     jax.block_until_ready((state, batch.rows))
-    array = type(jnp.zeros(1))
+    array_type = type(jnp.zeros(1))
     called = []
     call = programs._call
 
@@ -283,8 +309,9 @@ def test_a_step_is_dispatched_whole_and_waits_for_nothing(alone, monkeypatch):
         return call(function, *names)
 
     with monkeypatch.context() as patch:
-        patch.setattr(array, "_value", property(refuse))
-        patch.setattr(array, "block_until_ready", refuse)
+        patch.setattr(array_type, "_value", property(refuse))
+        patch.setattr(array_type, "block_until_ready", refuse)
+        # The patch refuses each way to wait for an array; without it nothing would be proved
         for wait in (jax.block_until_ready, jax.device_get, float):
             with pytest.raises(WaitedError):
                 wait(jnp.ones(()))
@@ -328,7 +355,7 @@ def keeping(remat: str, vision: int, audio: int, **phases):
     ],
 )
 def test_kept_residuals_change_no_gradient(setups, by_example, alone, mesh, changes):
-    """Some microbatches of a step keep theirs, the others run forward again."""
+    """Some microbatches of a step keep their residuals, the others run forward again."""
     expected = alone.gradients(alone.step(range(48)))
     setup = setups(by_example(mesh=mesh, **changes), int(np.prod(list(mesh.values()))))
     step = setup.step(range(48))
@@ -338,21 +365,23 @@ def test_kept_residuals_change_no_gradient(setups, by_example, alone, mesh, chan
 
 @pytest.mark.slow
 def test_what_is_kept_is_not_computed_again(setups, by_example):
-    """With all of it kept, the backward pass has two matrix products for each of the forward pass."""
+    """With all residuals kept, the backward pass has two matrix products per forward product."""
     programs = setups(by_example(mesh={"data": 1}, **keeping("none", 1, 9)), 1).programs
 
     def products(function: str) -> int:
+        """Count the matrix products in the compiled text, as XLA's CPU backend writes them."""
         (name,) = (n for n in programs.jobs if n[:2] == (function, "vision"))
         text = programs.compiled[name].as_text()
         return len(re.findall(r" dot\(|__onednn\$matmul|custom-call.*matmul", text))
 
     forward = products("encode")
     assert forward > 4
+    # Recomputing has the forward products as well; one product may remain for other reasons
     assert products("encode_grad_kept") <= products("encode_grad") - forward + 1
 
 
 def test_phases_without_a_trained_tower_keep_nothing(setups, by_example):
-    """A frozen tower's features are kept in any case."""
+    """`kept_residuals` has no effect on a frozen tower, whose features are kept anyway."""
     changes = {"components": FREEZES["encoders"], "phases__vision__kept_residuals": 3}
     programs = setups(by_example(**changes), 1).programs
     assert programs.kept_residuals == {}

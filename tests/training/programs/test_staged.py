@@ -1,4 +1,8 @@
-"""Training in pipeline stages is the same training: any ring, schedule, freezing and batch, from any checkpoint."""
+"""Training in pipeline stages computes the same as training without them, for any ring, schedule,
+freezing and batch, and continues from the checkpoints of either.
+
+The reference is the same step on one device without stages (the fixtures `alone` and `deep`).
+"""
 
 import dataclasses
 import json
@@ -49,12 +53,13 @@ METRICS = (
 
 
 def computed(setup, step) -> Result:
-    """Gradients with the layers one behind another."""
+    """Loss and gradients of a step, with the layers of all stages joined in their order."""
     result = setup.gradients(step)
     return dataclasses.replace(result, grads=jax.device_get(setup.programs.joined(result.grads)))
 
 
 def used(result: Result) -> dict:
+    """Gradients of the components that a step uses: those with an entry that is not zero."""
     return {
         name: g
         for name, g in result.grads.items()
@@ -63,14 +68,14 @@ def used(result: Result) -> dict:
 
 
 def rows_of_step(step) -> dict[str, list]:
-    """Capacity and span of every row, by phase."""
+    """The capacity and span of every row of a step, by phase."""
     return {
-        name: list(zip(held, step.spans[name], strict=True))
-        for name, held in step.capacities.items()
+        name: list(zip(capacities, step.spans[name], strict=True))
+        for name, capacities in step.capacities.items()
     }
 
 
-# Rows of two sizes for images, and of one rank or two for text
+# Image rows have one of two sizes, text rows belong to one rank or to two
 CLASSES = {
     "phases__vision__capacities": [96, 32],
     "phases__language__capacities": [96],
@@ -90,18 +95,18 @@ def piped(setups, by_example):
 @pytest.mark.slow
 @pytest.mark.parametrize("examples, runs", [(EXAMPLES, 1), (range(60), 2)])
 def test_loss_and_gradients_are_those_without_stages(piped, alone, examples, runs):
-    """More examples than the samples had need more runs; nothing is dropped."""
+    """More examples than a run has microbatches for need further runs; nothing is dropped."""
     step = piped.step(examples)
     assert runs <= len(step.runs) < 2 * runs
-    told = step.statistics
-    assert {f"pipeline/{name}" for name in METRICS} <= told.keys()
-    assert 0 < told["pipeline/idle_share"] < 1 and told["pipeline/ticks"] > 8 * runs
-    causes = sum(told[f"pipeline/idle_{cause}"] for cause in CAUSES)
-    assert told["pipeline/idle_share"] == pytest.approx(causes)
-    for name, held in rows_of_step(step).items():
-        real = piped.corpus.gather(np.asarray(examples)).phases[name].real.sum()
-        slots = 2 * sum(capacity for capacity, _ in held)
-        assert told[f"{name}/real_token_fraction"] == pytest.approx(real / slots)
+    statistics = step.statistics
+    assert {f"pipeline/{name}" for name in METRICS} <= statistics.keys()
+    assert 0 < statistics["pipeline/idle_share"] < 1 and statistics["pipeline/ticks"] > 8 * runs
+    causes = sum(statistics[f"pipeline/idle_{cause}"] for cause in CAUSES)
+    assert statistics["pipeline/idle_share"] == pytest.approx(causes)
+    for name, rows in rows_of_step(step).items():
+        real_slots = piped.corpus.gather(np.asarray(examples)).phases[name].real.sum()
+        slots = 2 * sum(capacity for capacity, _ in rows)
+        assert statistics[f"{name}/real_token_fraction"] == pytest.approx(real_slots / slots)
     assert_same(computed(piped, step), alone.gradients(alone.step(examples)), 1e-5)
 
 
@@ -110,14 +115,15 @@ def test_loss_and_gradients_are_those_without_stages(piped, alone, examples, run
 @pytest.mark.parametrize("count", [1, 12])
 def test_batches_of_one_kind(piped, alone, kind, count):
     examples = alone.of_kind(kind)[:count]
-    result, expected = computed(piped, piped.step(examples)), alone.gradients(alone.step(examples))
+    result = computed(piped, piped.step(examples))
+    expected = alone.gradients(alone.step(examples))
     np.testing.assert_array_equal(result.targets, expected.targets)
     np.testing.assert_allclose(result.loss, expected.loss, rtol=1e-5)
     assert set(used(result)) == {"language", *kind, *(f"projector.{phase}" for phase in kind)}
     assert_close(used(result), used(expected), 1e-5)
 
 
-# Parameters of some kind in each component: biases of a tower, a head and MLPs
+# Trained parameters are of a different kind per component: biases of a tower, a head and MLPs
 PATTERNS = {
     "vision": {"train": ["*bias"]},
     "audio": {"freeze": True},
@@ -126,30 +132,32 @@ PATTERNS = {
 
 
 def same_as_alone(setups, by_example, alone, components, split_backward):
-    """Stages that train some of the parameters, whose gradients are checked; and these."""
+    """Check the gradients of stages that train some of the parameters; return the setup and the
+    reference's gradients.
+    """
     pipeline = {"stages": 2, "layout": "chain", "split_backward": split_backward}
-    parted = setups(by_example(mesh={"data": 2}, pipeline=pipeline, components=components), 4)
-    result = computed(parted, parted.step(EXAMPLES))
+    staged = setups(by_example(mesh={"data": 2}, pipeline=pipeline, components=components), 4)
+    result = computed(staged, staged.step(EXAMPLES))
     expected = alone.gradients(alone.step(EXAMPLES))
-    trained, _ = parted.programs.functions.model.trainable.split(expected.grads)
+    trained, _ = staged.programs.functions.model.trainable.split(expected.grads)
     assert_same(result, dataclasses.replace(expected, grads=trained), 1e-5)
-    return parted, trained
+    return staged, trained
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("language", [{"freeze": True}, {"train": ["head"]}], ids=["none", "head"])
 def test_layers_without_weight_gradients_have_none_to_keep(setups, by_example, alone, language):
-    """A backward pass in halves leaves nothing for the second where no layer is trained."""
+    """A backward pass in halves keeps nothing for its second half where no layer is trained."""
     same_as_alone(setups, by_example, alone, {"language": language}, split_backward=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split_backward", [pytest.param(False, marks=EXHAUSTIVE), True])
 def test_parameters_trained_by_pattern(setups, by_example, alone, tmp_path, split_backward):
-    """The checkpoint holds optimizer states of these alone."""
-    parted, trained = same_as_alone(setups, by_example, alone, PATTERNS, split_backward)
+    """The checkpoint holds optimizer states of the trained parameters alone."""
+    staged, trained = same_as_alone(setups, by_example, alone, PATTERNS, split_backward)
 
-    programs = parted.programs
+    programs = staged.programs
     state = programs.init(0)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(1, programs.to_saved(state))
@@ -161,6 +169,7 @@ def test_parameters_trained_by_pattern(setups, by_example, alone, tmp_path, spli
 
 @pytest.mark.slow
 def test_deferred_examples(piped, alone):
+    """A batch whose plan leaves language work to another microbatch has the same gradients."""
     batches = (np.random.default_rng(seed).permutation(96)[:28] for seed in range(200))
     batch = next(batch for batch in batches if deferred(piped, batch))
     assert_same(computed(piped, piped.step(batch)), alone.gradients(alone.step(batch)), 1e-5)
@@ -168,8 +177,11 @@ def test_deferred_examples(piped, alone):
 
 @pytest.mark.slow
 def test_a_schedule_of_ones_own(piped, alone, data, monkeypatch):
-    """An entry of the table is all that another schedule takes: the config names it, plans use and prove it, and the
-    same compiled program computes the same loss and gradients by it."""
+    """An entry of the table `SCHEDULES` is all that a further schedule takes.
+
+    The config names it, plans use it and prove it, and the same compiled program computes the same
+    loss and gradients with it.
+    """
     tree = tiny_config(
         data, mesh={"data": 1}, pipeline={"stages": 2, "layout": "chain", "schedule": "toy"}
     )
@@ -178,10 +190,13 @@ def test_a_schedule_of_ones_own(piped, alone, data, monkeypatch):
     ):
         prepare(parse_config(tree), make_mesh({"stage": 2}, jax.devices()[:2]))
     monkeypatch.setitem(SCHEDULES, "toy", TOY)
-    step, own = piped.step(EXAMPLES), scheduled_by(piped, "toy").step(EXAMPLES)
-    assert own.statistics["pipeline/fallbacks"] == 0
-    assert own.statistics["pipeline/ticks"] > step.statistics["pipeline/ticks"], "nothing overlaps"
-    result = computed(piped, own)
+    step = piped.step(EXAMPLES)
+    toy_step = scheduled_by(piped, "toy").step(EXAMPLES)
+    assert toy_step.statistics["pipeline/fallbacks"] == 0
+    assert toy_step.statistics["pipeline/ticks"] > step.statistics["pipeline/ticks"], (
+        "nothing overlaps"
+    )
+    result = computed(piped, toy_step)
     assert_same(result, computed(piped, step), 1e-5)
     assert_same(result, alone.gradients(alone.step(EXAMPLES)), 1e-5)
 
@@ -199,13 +214,14 @@ def scheduled_by(setup, name: str):
 
 
 def deferred(setup, batch) -> bool:
+    """Whether the plan of a batch leaves language work of an example to another microbatch."""
     plan = plan_pipeline(setup.corpus.gather(batch), setup.spec, setup.pipeline.training)
     return plan.statistics["pipeline/deferred_examples"] > 0
 
 
 @pytest.mark.slow
 def test_evaluation_counts_the_same(piped, alone):
-    results = []
+    totals = []
     for setup in (piped, alone):
         pipeline = setup.pipeline and dataclasses.replace(
             setup.pipeline, training=setup.pipeline.evaluation
@@ -213,8 +229,8 @@ def test_evaluation_counts_the_same(piped, alone):
         step = dataclasses.replace(setup, pipeline=pipeline).step(EXAMPLES)
         sums, failed = setup.programs.evaluate(setup.params, setup.put(step))
         assert failed == 0
-        results.append(jax.device_get(setup.programs.totals(sums)))
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), *results)
+        totals.append(jax.device_get(setup.programs.totals(sums)))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), *totals)
 
 
 @pytest.mark.slow
@@ -231,7 +247,8 @@ def test_an_undecodable_image_masks_its_example(piped, alone, monkeypatch):
 
     monkeypatch.setattr(type(modality), "load", broken)
     examples = [bad, *alone.of_kind(["audio"])[:4], *alone.of_kind([])[:4]]
-    result, expected = computed(piped, piped.step(examples)), alone.gradients(alone.step(examples))
+    result = computed(piped, piped.step(examples))
+    expected = alone.gradients(alone.step(examples))
     assert result.failed == expected.failed == 1
     assert result.targets[alone.corpus.source_of(bad)] == 0
     np.testing.assert_array_equal(result.targets, expected.targets)
@@ -243,61 +260,67 @@ def test_an_undecodable_image_masks_its_example(piped, alone, monkeypatch):
 
 @pytest.mark.slow
 def test_steps_and_checkpoints_are_those_without_stages(piped, alone, tmp_path):
-    """Both ways: the state of either continues in the other."""
+    """After the first step, each setup continues from the saved state of the other."""
     batches = [EXAMPLES[:12], EXAMPLES[12:], EXAMPLES[4:18]]
-    setups, losses = {"piped": piped, "alone": alone}, {"piped": [], "alone": []}
+    setups = {"piped": piped, "alone": alone}
+    losses = {"piped": [], "alone": []}
     states = {name: setup.programs.init(0) for name, setup in setups.items()}
-    for number, batch in enumerate(batches):
+    for index, batch in enumerate(batches):
         for name, setup in setups.items():
             states[name], metrics = setup.programs.train(states[name], setup.put(setup.step(batch)))
             losses[name].append(
                 [float(metrics[key]) for key in ("loss", "gradient_norm", "learning_rate")]
             )
-        if number == 0:
+        if index == 0:
             for name, setup in setups.items():
                 with Checkpoints(tmp_path / name, 1) as checkpoints:
                     checkpoints.save(1, setup.programs.to_saved(states[name]))
-            for name, other in (("piped", "alone"), ("alone", "piped")):
-                with Checkpoints(tmp_path / other, 1) as checkpoints:
+            for name, reader in (("piped", "alone"), ("alone", "piped")):
+                with Checkpoints(tmp_path / reader, 1) as checkpoints:
                     saved = checkpoints.restore(setups[name].programs.saved_state)
                 states[name] = setups[name].programs.from_saved(saved)
     np.testing.assert_allclose(losses["piped"], losses["alone"], rtol=2e-4)
-    again = piped.programs.from_saved(piped.programs.to_saved(states["piped"]))
+    restored = piped.programs.from_saved(piped.programs.to_saved(states["piped"]))
     jax.tree.map(
-        np.testing.assert_array_equal, jax.device_get(again), jax.device_get(states["piped"])
+        np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(states["piped"])
     )
 
 
 @pytest.mark.slow
 def test_rows_of_several_classes_in_a_step(piped, alone):
-    """A step has both in a phase; which rows have which is data, and each step is the same without stages."""
-    mixes = set()
+    """A step has rows of both classes in a phase. Which row has which class is data, and the
+    gradients do not change.
+    """
+    row_classes = set()
     for batch in (EXAMPLES, range(8)):
         step = piped.step(batch)
-        mixes |= {(name, frozenset(held)) for name, held in rows_of_step(step).items()}
+        row_classes |= {(name, frozenset(held)) for name, held in rows_of_step(step).items()}
         assert_same(computed(piped, step), alone.gradients(alone.step(batch)), 1e-5)
-    sizes, shared = frozenset({(96, 1), (32, 1)}), frozenset({(96, 1), (96, 2)})
-    assert {("vision", sizes), ("language", shared)} <= mixes
+    two_sizes = frozenset({(96, 1), (32, 1)})
+    two_spans = frozenset({(96, 1), (96, 2)})
+    assert {("vision", two_sizes), ("language", two_spans)} <= row_classes
 
 
 @pytest.mark.slow
 def test_batches_of_every_composition_use_the_same_program(piped, alone):
-    random = np.random.default_rng(1)
+    rng = np.random.default_rng(1)
     batches = [alone.of_kind(kind)[:12] for kind in KINDS]
     while len(batches) < 20:
-        batches.append(random.permutation(96)[: random.integers(1, 25)].tolist())
+        batches.append(rng.permutation(96)[: rng.integers(1, 25)].tolist())
     state = piped.programs.init(0)
     state, _ = piped.programs.train(state, piped.put(piped.step(EXAMPLES)))
-    tables, mixes = set(), set()
+    tables = set()
+    row_mixes = set()
     counter = CompilationCounter()
     for batch in batches:
         step = piped.step(batch)
         tables |= {run.table.tobytes() for run in step.runs}
-        mixes |= {tuple(sorted(held)) for held in rows_of_step(step).values()}
+        row_mixes |= {tuple(sorted(held)) for held in rows_of_step(step).values()}
         state, metrics = piped.programs.train(state, piped.put(step))
         metrics = jax.device_get(metrics)
         assert metrics["targets_by_source"].sum() == step.targets and metrics["skipped"] == 0
-    assert counter.names == [] and len(tables) >= 20 and len(mixes) >= 20
+    # The steps differed in tables and rows, which makes one program for all of them a finding
+    assert counter.names == [] and len(tables) >= 20 and len(row_mixes) >= 20
     counter.close()
 
 
@@ -317,7 +340,7 @@ CASES = {  # devices, mesh, pipeline
         {"data": 1},
         {"stages": 2, "schedule": "auto", "split_backward": "auto", "rollouts": 8},
     ),
-    # Layers that do not divide evenly
+    # Layers that do not divide evenly among the stages
     "stages3": (3, {"data": 1}, {"stages": 3, "layout": "chain"}),
     "stages5-gpipe": (
         5,
@@ -355,14 +378,14 @@ def test_any_ring_and_schedule(setups, by_example, deep, devices, mesh, pipeline
 
 
 def rows_of(spans, capacities):
-    """Blocks so small that rows of few slots have parts."""
+    """Blocks are so small that even short rows have parts to share between ranks."""
     return {
         f"phases__{name}": {"block": 16, "capacities": slots, "spans": spans}
         for name, slots in capacities.items()
     }
 
 
-# On these, both spans of one capacity occur in a step
+# With these capacities, rows of both spans occur in one step
 SHORT = {"vision": [64], "audio": [256], "language": [96]}
 SHARED = {  # devices, mesh, pipeline, changes
     "data2-sizes": (
@@ -402,7 +425,7 @@ SHARED = {  # devices, mesh, pipeline, changes
 
 @pytest.mark.parametrize("devices, mesh, pipeline, changes", slow_cases(SHARED, {"fsdp2"}))
 def test_rows_of_several_ranks(setups, by_example, deep, devices, mesh, pipeline, changes):
-    """Of one rank and of several in one step."""
+    """One step has rows of one rank and rows that several ranks share."""
     setup = setups(by_example(mesh=mesh, pipeline=pipeline, **changes, **DEEP), devices)
     step = setup.step(EXAMPLES)
     assert {1, 2} <= {span for spans in step.spans.values() for span in spans}
@@ -411,7 +434,9 @@ def test_rows_of_several_ranks(setups, by_example, deep, devices, mesh, pipeline
 
 @pytest.mark.slow
 def test_an_encoder_may_have_a_layout_of_its_own(setups, by_example, deep):
-    """Whole on every device, where the language model is split; `batch` alone must be the same."""
+    """The encoder is replicated where the language model is split; only the axis `batch` must be
+    the same for both.
+    """
     layout: dict[str, list[str]] = {axis: [] for axis in ("heads", "kv_heads", "mlp")}
     changes = {"mesh": {"data": 1, "tensor": 2}, "pipeline": SEGMENTS}
     setup = setups(by_example(**changes, components__vision__layout=layout, **DEEP), 4)
@@ -441,7 +466,7 @@ PROJECTORS = {"projector.vision", "projector.audio"}
     "layout, ranks", [("segments", 1), pytest.param("chain", 2, marks=pytest.mark.exhaustive)]
 )
 def test_any_freezing(setups, by_example, trained, layout, ranks):
-    """On two ranks, rows that they share."""
+    """On two ranks, rows are shared as well."""
     frozen = {f"components__{name.replace('.', '__')}__freeze": True for name in ALL - trained}
     pipeline = {"stages": 2, "layout": layout, "split_backward": layout == "segments"}
     shared = rows_of([1, 2], SHORT) if ranks > 1 else {}
@@ -455,29 +480,34 @@ def test_any_freezing(setups, by_example, trained, layout, ranks):
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_stages(data, tmp_path):
-    """A step each in 2, in 4 and in no stages, through the command; against three steps without any."""
+    """Runs of one step each in 2, 4 and no stages continue one another and equal one run of three
+    steps without stages.
+    """
     config = tmp_path / "config.yaml"
     averaged = {"components__language__ema": 0.6}
     config.write_text(yaml.safe_dump(tiny_config(data, mesh={"data": -1}, **averaged, **DEEP)))
 
     def losses(folder: str, *stages: int) -> list[float]:
-        for number, count in enumerate(stages):
-            steps = (number + 1) * 3 // len(stages)
-            pipeline = [f"pipeline.stages={count}", "pipeline.layout=chain"]
+        for index, stage_count in enumerate(stages):
+            steps = (index + 1) * 3 // len(stages)
+            pipeline = [f"pipeline.stages={stage_count}", "pipeline.layout=chain"]
             overrides = [f"run.directory={tmp_path / folder}", f"run.steps={steps}", *pipeline]
             assert main(["--config", str(config), "--resume", *overrides]) == 0
         lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
-        found = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
-        return [*found, json.loads(lines[-1])["eval/loss"]]  # the latter of averages
+        step_losses = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+        # The held-out loss is measured with averaged parameters
+        return [*step_losses, json.loads(lines[-1])["eval/loss"]]
 
     expected = losses("without", 1)
     assert len(expected) == 4
+    # AdamW amplifies the rounding differences between the programs over three steps
     np.testing.assert_allclose(losses("stages", 2, 4, 1), expected, rtol=2e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_profiled_run_saves_the_tables_that_timeline_draws(data, tmp_path, capsys):
+    """Saved tables equal those planned for the same step; `timeline` draws them."""
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(tiny_config(data, mesh={"data": -1})))
     stages = [
@@ -488,22 +518,25 @@ def test_a_profiled_run_saves_the_tables_that_timeline_draws(data, tmp_path, cap
     ]
     command = ["--config", str(config), *stages]
     assert main([*command, "profile.start=1", "profile.steps=1"]) == 0
-    (saved,) = (tmp_path / "run" / "profile").rglob("schedule_*.npz")
-    assert saved.name == "schedule_2.npz"
-    planned = tmp_path / "planned.npz"
+    (saved_path,) = (tmp_path / "run" / "profile").rglob("schedule_*.npz")
+    assert saved_path.name == "schedule_2.npz"
+    planned_path = tmp_path / "planned.npz"
     assert (
-        timeline.main([*command, "--step", "2", "--save", str(planned), "--out", str(tmp_path)])
+        timeline.main(
+            [*command, "--step", "2", "--save", str(planned_path), "--out", str(tmp_path)]
+        )
         == 0
     )
-    run, plan = load_tables(saved), load_tables(planned)
+    run = load_tables(saved_path)
+    plan = load_tables(planned_path)
     assert run.columns == plan.columns and run.components == ("vision", "audio", "language")
     for name in ("rows", "wire_active"):
-        for ours, theirs in zip(getattr(run, name), getattr(plan, name), strict=True):
-            np.testing.assert_array_equal(ours, theirs)
-    assert timeline.main(["--table", str(saved), "--out", str(tmp_path)]) == 0
+        for run_rows, planned_rows in zip(getattr(run, name), getattr(plan, name), strict=True):
+            np.testing.assert_array_equal(run_rows, planned_rows)
+    assert timeline.main(["--table", str(saved_path), "--out", str(tmp_path)]) == 0
     assert "schedule_2.npz" in capsys.readouterr().out
-    last = load_tables(tmp_path / "run" / "schedule.npz")
-    np.testing.assert_array_equal(np.concatenate(last.rows), np.concatenate(run.rows))
+    last_tables = load_tables(tmp_path / "run" / "schedule.npz")
+    np.testing.assert_array_equal(np.concatenate(last_tables.rows), np.concatenate(run.rows))
     assert timeline.main(["--run", str(tmp_path / "run"), "--out", str(tmp_path)]) == 0
 
 
@@ -526,7 +559,7 @@ def test_what_is_computed_again_changes_no_gradient(setups, by_example, deep, re
 
 
 def planned(data, devices: int, **changes):
-    """Programs that are not compiled."""
+    """The programs of a config with deep models, planned but not compiled."""
     config = parse_config(tiny_config(data, **DEEP | changes))
     mesh = make_mesh(config.mesh_sizes, jax.devices()[:devices])
     return plan_programs(config, prepare(config, mesh))[0]
@@ -536,6 +569,8 @@ CHAIN = {"stages": 2, "layout": "chain"}
 
 
 def test_a_chunk_keeps_of_every_layer_what_remat_says(data):
+    """Bytes per slot follow from the model: 32 numbers in a hidden state, 4 heads of 8."""
+
     def kept(remat):
         components = {"language": {"remat": remat}}
         changes = {"pipeline": CHAIN, "components": components, "mesh": {"data": 1}}
@@ -547,38 +582,42 @@ def test_a_chunk_keeps_of_every_layer_what_remat_says(data):
     (full, layers), (named, _), (dots, _), (none, _) = map(
         kept, ("full", ["attention"], "dots", "none")
     )
-    hidden, valid = 4 * 32, 4
-    # Of every layer its input, and what the last one yields
-    assert full == layers * hidden + hidden + valid
-    heads, head_size, logsumexp = 4, 8, 1
+    # Bytes per slot: float32 numbers have 4
+    hidden = 4 * 32
+    valid_flag = 4
+    # The input of every layer, and the output of the last one
+    assert full == layers * hidden + hidden + valid_flag
+    heads = 4
+    head_size = 8
+    logsumexp = 1
     assert named == full + layers * 4 * heads * (head_size + logsumexp)
     assert named < dots < none
 
 
 def test_memory_is_stated_in_words(data):
     programs = planned(data, 2, mesh={"data": 1}, pipeline=CHAIN | {"kept_residuals": 3})
-    first, *phases = programs.describe_memory()
-    assert first.startswith("stages: a device holds ") and "sums of gradients" in first
-    assert [line.partition(":")[0] for line in phases] == [
+    summary, *phase_lines = programs.describe_memory()
+    assert summary.startswith("stages: a device holds ") and "sums of gradients" in summary
+    assert [line.partition(":")[0] for line in phase_lines] == [
         "stages, vision",
         "stages, audio",
         "stages, language",
     ]
-    assert all("residual 4 x" in line and "backward of a chunk" in line for line in phases)
+    assert all("residual 4 x" in line and "backward of a chunk" in line for line in phase_lines)
 
 
 def test_what_is_not_of_the_layers_lies_on_the_stages_in_parts(data):
-    """Embedding, head, projectors, and what the optimizer keeps of them."""
+    """Each of two stages holds half of embedding, head, projectors and their optimizer state."""
     programs = planned(data, 4, mesh={"data": 1, "fsdp": 2}, pipeline=CHAIN)
-    whole = programs.functions.model.abstract("float32")
+    unstaged = programs.functions.model.abstract("float32")
     for name in ("language", "projector.vision"):
         for tree in (programs.state.params, programs.state.optimizer[name][0].mu, programs.trained):
             tree = tree.get(name, tree)
             for key in tree.keys() - {"layers"}:
-                for leaf, before in zip(
-                    jax.tree.leaves(tree[key]), jax.tree.leaves(whole[name][key]), strict=True
+                for leaf, unstaged_leaf in zip(
+                    jax.tree.leaves(tree[key]), jax.tree.leaves(unstaged[name][key]), strict=True
                 ):
-                    assert held_by_device(leaf) == held_by_device(before) / 2
+                    assert held_by_device(leaf) == held_by_device(unstaged_leaf) / 2
 
 
 def held_by_device(leaf) -> int:
@@ -598,16 +637,17 @@ def held_by_device(leaf) -> int:
     ids=["data", "data x fsdp, kept, rows of several classes", "fsdp, split"],
 )
 def test_the_compiled_loop_holds_what_is_stated(setups, by_example, mesh, pipeline, classes):
+    """The loop carries the bytes that the plan states, up to 5 % for counters and small arrays."""
     devices = 2 * mesh["data"] * mesh.get("fsdp", 1)
     setup = setups(by_example(mesh=mesh, pipeline=pipeline, **classes, **DEEP), devices)
     text = setup.programs.compiled[ProgramName("gradients")].as_text()
-    found = max(carried_bytes(parse(text)))
-    assert found == pytest.approx(setup.programs.held.total + setup.programs.held_sums, rel=0.05)
+    carried = max(carried_bytes(parse(text)))
+    assert carried == pytest.approx(setup.programs.held.total + setup.programs.held_sums, rel=0.05)
 
 
 def carried_bytes(module) -> list[int]:
-    """Of every loop, the bytes of what its turns change."""
-    found = []
+    """For every loop of a module, the bytes of the carried arrays that an iteration changes."""
+    sizes_by_loop = []
     for lines in module.computations.values():
         for loop in (line for line in lines if line.opcode == "while"):
             body = {
@@ -617,14 +657,17 @@ def carried_bytes(module) -> list[int]:
             sizes = [size for _, size in array_bytes(loop.shape)]
             assert len(sizes) == len(root.operands)
             unchanged = [body[name].index == n for n, name in enumerate(root.operands)]
-            found.append(sum(size for size, same in zip(sizes, unchanged, strict=True) if not same))
-    return found
+            sizes_by_loop.append(
+                sum(size for size, same in zip(sizes, unchanged, strict=True) if not same)
+            )
+    return sizes_by_loop
 
 
 # ---------------------------------------------------------------------------- what cannot be
 
 
 def sizes(data, devices: int, **changes):
+    """Sizes of the pipeline of a config."""
     config = parse_config(tiny_config(data, **changes))
     inputs = prepare(config, make_mesh(config.mesh_sizes, jax.devices()[:devices]))
     return pipeline_sizes(config, inputs)
@@ -676,12 +719,13 @@ def test_settings_that_cannot_be(data, changes, words):
     ],
 )
 def test_an_example_that_no_run_holds(data, changes, key):
-    made = sizes(data, 2, mesh={"data": 1}, pipeline={"stages": 2, "layout": "chain"})
+    """The error names the example and the key to raise."""
+    planned = sizes(data, 2, mesh={"data": 1}, pipeline={"stages": 2, "layout": "chain"})
     cramped = dataclasses.replace(
-        made.training, tables=dataclasses.replace(made.training.tables, **changes)
+        planned.training, tables=dataclasses.replace(planned.training.tables, **changes)
     )
     config = parse_config(tiny_config(data))
     inputs = prepare(config, make_mesh({"data": 1}, jax.devices()[:1]))
     example = next(i for i in range(96) if inputs.corpus.example(i).media)
     with pytest.raises(ConfigError, match=rf"example {example} .*raise .*{key}"):
-        plan_pipeline(inputs.corpus.gather(np.array([example])), made.spec, cramped)
+        plan_pipeline(inputs.corpus.gather(np.array([example])), planned.spec, cramped)
