@@ -1,3 +1,10 @@
+"""Cross-entropy of tokens in chunks: losses, hits, gradients and sums by source.
+
+The references are `dense`, which computes every token's logits in NumPy, and loops over segments.
+Compiled programs are inspected for the work, memory and communication that chunks are meant to
+save.
+"""
+
 import re
 
 import jax
@@ -18,9 +25,13 @@ from jaxmllm.training.objectives.tokens import (
 from sharding.mesh import make_mesh
 from sharding.rules import make_layout
 
-RANKS, SLOTS, WIDTH, VOCABULARY = 4, 64, 16, 50
+RANKS = 4
+SLOTS = 64
+WIDTH = 16
+VOCABULARY = 50
 WEIGHT = 0.3  # of the losses in the objective
-UNTIED, TIED = ("embed", "vocab"), ("vocab", "embed")
+UNTIED = ("embed", "vocab")
+TIED = ("vocab", "embed")
 SPLIT = make_layout(make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
 WHOLE = make_layout(make_mesh({"data": 1}, jax.devices()[:1]))
 LAYOUTS = {
@@ -37,7 +48,7 @@ FILLED = ("ragged", "all", "none", "one")
 
 
 def draw(seed=0, ranks=RANKS, slots=SLOTS, vocabulary=VOCABULARY, scale=1.0, filled="ragged"):
-    """hidden, head and targets: of each rank another share, or as `filled` says."""
+    """Hidden states, head and targets; their share differs by rank, or is as `filled` says."""
     rng = np.random.default_rng(seed)
     targets = rng.integers(0, vocabulary, (ranks, slots))
     share = {"ragged": rng.random((ranks, 1)), "all": 1}.get(filled, 0)
@@ -49,9 +60,11 @@ def draw(seed=0, ranks=RANKS, slots=SLOTS, vocabulary=VOCABULARY, scale=1.0, fil
 
 
 def dense(hidden, head, targets):
-    """Losses, hits and both gradients from the whole matrix of logits, token by token."""
-    losses, hits = np.zeros(targets.shape), np.zeros(targets.shape, bool)
-    d_hidden, d_head = np.zeros_like(hidden), np.zeros_like(head)
+    """Losses, hits and both gradients from the complete logits, token by token."""
+    losses = np.zeros(targets.shape)
+    hits = np.zeros(targets.shape, bool)
+    d_hidden = np.zeros_like(hidden)
+    d_head = np.zeros_like(head)
     for i in zip(*np.nonzero(targets >= 0), strict=True):
         logits = hidden[i] @ head
         probability = np.exp(logits - logits.max())
@@ -68,7 +81,7 @@ def as_parameter(head, axes):
 
 
 def vjp(inputs, chunk, layout, dtype, axes=UNTIED):
-    """Losses, hits and both gradients of the losses' sum, the head's as [D, V]."""
+    """Losses, hits and both gradients of the sum of losses; the head's gradient is [D, V]."""
     hidden, head, targets = inputs
 
     @jax.jit
@@ -110,13 +123,13 @@ def test_bfloat16_sums_in_float32():
     losses, hits, d_hidden, d_head = vjp(inputs, 16, SPLIT, jnp.bfloat16)
     assert losses.dtype == np.float32 and d_hidden.dtype == d_head.dtype == jnp.bfloat16
     rounded = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in inputs[:2]]
-    want = dense(*rounded, inputs[2])
-    # The inputs were rounded, the sums are not
-    np.testing.assert_allclose(losses, want[0], atol=1e-5)
-    assert (np.asarray(hits) == want[1]).mean() > 0.99
-    for got, expected in ((d_hidden, want[2]), (d_head, want[3])):
+    expected = dense(*rounded, inputs[2])
+    # The inputs are rounded to bfloat16, the sums are not
+    np.testing.assert_allclose(losses, expected[0], atol=1e-5)
+    assert (np.asarray(hits) == expected[1]).mean() > 0.99
+    for actual, gradient in ((d_hidden, expected[2]), (d_head, expected[3])):
         np.testing.assert_allclose(
-            np.asarray(got, np.float64), expected, rtol=0, atol=0.02 * abs(expected).max()
+            np.asarray(actual, np.float64), gradient, rtol=0, atol=0.02 * abs(gradient).max()
         )
 
 
@@ -144,20 +157,20 @@ def test_tokens_without_a_target_may_hold_anything(garbage):
 @pytest.mark.parametrize("tokens, chunk", [(12, 4), (12, 5), (12, 12)])
 def test_slots_with_a_target_come_first(tokens, chunk):
     targets = np.array([-1, 3, 0, -1, -1, 5, 7, -1, 2, -1, -1, 1])
-    slots, places, count = slots_with_target(jnp.asarray(targets), chunk)
-    (want,) = np.nonzero(targets >= 0)
-    assert count == len(want) and slots.size % chunk == 0
-    np.testing.assert_array_equal(slots[:count], want)
+    slots, positions, count = slots_with_target(jnp.asarray(targets), chunk)
+    (expected,) = np.nonzero(targets >= 0)
+    assert count == len(expected) and slots.size % chunk == 0
+    np.testing.assert_array_equal(slots[:count], expected)
     np.testing.assert_array_equal(slots[count:], tokens)
-    np.testing.assert_array_equal(np.asarray(places)[want], np.arange(count))
-    assert (np.asarray(places)[targets < 0] >= slots.size).all()
+    np.testing.assert_array_equal(np.asarray(positions)[expected], np.arange(count))
+    assert (np.asarray(positions)[targets < 0] >= slots.size).all()
 
 
 # ---------------------------------------------------------------------------- work, memory, communication
 
 
 def compiled(slots, vocabulary, chunk, layout, axes=UNTIED, wanted=(0, 1), dtype=np.float32):
-    """The program of the loss and of the gradients of hidden states (0) and head (1)."""
+    """The compiled loss with its gradients by hidden states (0) and head (1), as `wanted`."""
     matrix = (WIDTH, vocabulary) if axes == UNTIED else (vocabulary, WIDTH)
     shapes = (
         jax.ShapeDtypeStruct((layout.groups, slots, WIDTH), dtype, sharding=layout.rows),
@@ -172,9 +185,9 @@ def compiled(slots, vocabulary, chunk, layout, axes=UNTIED, wanted=(0, 1), dtype
         if not wanted:
             return loss(*arguments)
         total, grads = jax.value_and_grad(loss, argnums=wanted)(*arguments)
-        places = [leaf.sharding for leaf in shapes]
+        shardings = [leaf.sharding for leaf in shapes]
         return total, [
-            jax.lax.with_sharding_constraint(grad, places[argument])
+            jax.lax.with_sharding_constraint(grad, shardings[argument])
             for grad, argument in zip(grads, wanted, strict=True)
         ]
 
@@ -183,11 +196,13 @@ def compiled(slots, vocabulary, chunk, layout, axes=UNTIED, wanted=(0, 1), dtype
 
 @pytest.mark.parametrize("axes", [UNTIED, TIED], ids=["head", "embedding"])
 def test_neither_logits_of_a_row_nor_a_second_table_exist(axes):
-    slots, vocabulary, chunk = 2048, 150_000, 16
+    slots = 2048
+    vocabulary = 150_000
+    chunk = 16
     program = compiled(slots, vocabulary, chunk, WHOLE, axes)
     logits = chunk * vocabulary * 4
     head = WIDTH * vocabulary * 4
-    # Besides the gradient, a product of it and one that is added up
+    # Besides the returned gradient: one chunk's product and the running sum, as large as the head
     assert program.memory_analysis().temp_size_in_bytes < 6 * logits + 2.5 * head
     text = program.as_text()
     assert f"{chunk},{vocabulary}]" in text and f"{slots},{vocabulary}]" not in text
@@ -195,28 +210,38 @@ def test_neither_logits_of_a_row_nor_a_second_table_exist(axes):
 
 @pytest.mark.parametrize("wanted, products", [((), 1), ((0,), 2), ((1,), 2), ((0, 1), 3)])
 def test_nothing_is_computed_twice_or_for_nobody(wanted, products):
+    """The loss takes one product with the head, and each gradient one more from the same logits."""
     text = compiled(64, 1000, 16, WHOLE, wanted=wanted).as_text()
-    with_vocabulary = [line for line in text.splitlines() if re.search(r" dot\(|matmul", line)]
-    assert len(with_vocabulary) == products
+    product_lines = [line for line in text.splitlines() if re.search(r" dot\(|matmul", line)]
+    assert len(product_lines) == products
 
 
 @pytest.mark.parametrize("axes", [UNTIED, TIED], ids=["head", "embedding"])
 def test_the_heads_gradient_goes_to_those_who_hold_it_once(axes):
-    """As a sum over `fsdp` in parts, of which replicas add up their own: nothing else is as large as a part."""
+    """The gradient is reduced and scattered over `fsdp`, then added up over replicas.
+
+    Nothing else that is sent is as large.
+    """
     vocabulary = 1000
     text = compiled(256, vocabulary, 16, SPLIT, axes, dtype=jnp.bfloat16).as_text()
     assert "16,1000]" not in text, "logits stay split over the vocabulary"
-    whole = WIDTH * vocabulary // 2  # what a device has of the vocabulary
-    large = [
+    head_shard = WIDTH * vocabulary // 2  # elements on a device, with half of the vocabulary
+    transfers = [
         (sent.operation, sent.dtype, sent.bytes, sent.group_size, sent.trips)
         for sent in collectives(parse(text), 8)
-        if sent.bytes >= whole * 2 // 2
+        if sent.bytes >= head_shard * 2 // 2
     ]
-    # XLA's CPU backend gathers in float32 what is bfloat16
-    assert sorted(large) == [
-        ("all-gather", large[0][1], whole * (2 if large[0][1] == "bf16" else 4), 2, 1),
-        ("all-reduce", "f32", whole * 4 // 2, 2, 1),
-        ("reduce-scatter", "f32", whole * 4, 2, 1),
+    # XLA's CPU backend may gather bfloat16 arrays in float32
+    assert sorted(transfers) == [
+        (
+            "all-gather",
+            transfers[0][1],
+            head_shard * (2 if transfers[0][1] == "bf16" else 4),
+            2,
+            1,
+        ),
+        ("all-reduce", "f32", head_shard * 4 // 2, 2, 1),
+        ("reduce-scatter", "f32", head_shard * 4, 2, 1),
     ]
 
 
@@ -245,13 +270,16 @@ def test_chunks_are_an_eighth_of_a_row_or_as_large_as_is_allowed(tokens, largest
 
 
 def draw_rows(seed, segments_per_row=6, sources=3):
-    """losses, hits, counted, segments and the source of each segment; some segments are empty or without target."""
+    """Losses, hits, counted tokens, segments and the source of each segment.
+
+    Some segments are empty, segment 3 has no target, and segment 2 is predicted without an error.
+    """
     rng = np.random.default_rng(seed)
     segments = np.sort(rng.integers(0, segments_per_row, (RANKS, SLOTS)), axis=1)
     segments[1] = 0
     source_of = rng.integers(0, sources, (RANKS, segments_per_row))
-    for row, own in zip(segments, source_of, strict=True):
-        own[row.max() :] = -1
+    for row, row_sources in zip(segments, source_of, strict=True):
+        row_sources[row.max() :] = -1
     counted = (rng.random(segments.shape) < 0.5) & (segments > 0) & (segments != 3)
     hits = (rng.random(segments.shape) < 0.9) & counted
     hits[segments == 2] = counted[segments == 2]
@@ -263,21 +291,21 @@ def draw_rows(seed, segments_per_row=6, sources=3):
 def test_sums_by_source_equal_a_loop(layout):
     arrays = [x[: layout.ranks] for x in draw_rows(0)]
     losses, hits, counted, segments, source_of = arrays
-    want = Sums(*np.zeros((4, layout.ranks, 3)))
+    expected = Sums(*np.zeros((4, layout.ranks, 3)))
     for rank in range(layout.ranks):
         for number, source in enumerate(source_of[rank], start=1):
-            own = counted[rank] & (segments[rank] == number)
-            if own.any():
-                want.loss[rank, source] += losses[rank][own].sum(dtype=float)
-                want.targets[rank, source] += own.sum()
-                want.exact[rank, source] += hits[rank][own].all()
-                want.examples[rank, source] += 1
-    got = jax.jit(sums_by_source, static_argnums=(0, 1))(layout, 3, *arrays)
-    assert want.exact.sum() < want.examples.sum() and want.exact.any()
-    np.testing.assert_allclose(got.loss, want.loss, rtol=1e-6)
+            in_segment = counted[rank] & (segments[rank] == number)
+            if in_segment.any():
+                expected.loss[rank, source] += losses[rank][in_segment].sum(dtype=float)
+                expected.targets[rank, source] += in_segment.sum()
+                expected.exact[rank, source] += hits[rank][in_segment].all()
+                expected.examples[rank, source] += 1
+    actual = jax.jit(sums_by_source, static_argnums=(0, 1))(layout, 3, *arrays)
+    assert expected.exact.sum() < expected.examples.sum() and expected.exact.any()
+    np.testing.assert_allclose(actual.loss, expected.loss, rtol=1e-6)
     for name in ("targets", "exact", "examples"):
-        np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
-    assert got.loss.sharding.is_equivalent_to(layout.rows, 2)
+        np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name), err_msg=name)
+    assert actual.loss.sharding.is_equivalent_to(layout.rows, 2)
 
 
 def test_a_failure_spreads_over_its_example_alone():
