@@ -1,10 +1,11 @@
-"""No key of the config is without effect: each one is listed here with something that it changes, or that refuses it.
+"""No key of the config is without effect: each key is listed here with something that it changes.
 
-    EFFECTS     seen without training: parameters, traced programs, plans, lengths, rates
-    RUN         seen in the run folder or the reader of a run
-    ELSEWHERE   seen by a test of its own, which is named
+    EFFECTS     observed without training: parameters, traced programs, plans, lengths, rates
+    RUN         observed in the run folder or the reader of a run
+    ELSEWHERE   observed by the test that is named
 
-A new key without an entry fails `test_every_key_of_the_schema_is_listed`.
+An effect may also be a refusal that names the key. A new key without an entry fails
+`test_every_key_of_the_schema_is_listed`.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ CAPACITY = 256  # slots of the rows that programs are traced for
 
 @dataclass(frozen=True)
 class Scene:
-    """What observers may look at beside a config: a sample, an empty folder, what is known before compiling."""
+    """What observers may look at beside a config: a sample, an empty folder, uncompiled inputs."""
 
     data: Path
     folder: Path
@@ -83,14 +84,14 @@ class Scene:
 
     @functools.cached_property
     def drawing(self) -> RunInputs:
-        """With a generator and pictures for it."""
+        """The same with a generator and pictures for it to learn from."""
         path = make_pictures(self.folder, examples=64, shown=False)
         source = f"data.sources=[{{name: drawn, path: {path}}}]"
         return prepare(load_config(self.base, [*DRAWS, source, "data.evaluation=[]"]), MESH)
 
     @functools.cached_property
     def staged(self) -> RunInputs:
-        """On one rank of a pipeline."""
+        """The same on one rank of a pipeline."""
         config = load_config(self.base, STAGED)
         return prepare(config, make_mesh(config.mesh_sizes, jax.devices()[:2]))
 
@@ -100,9 +101,10 @@ Observer = Callable[[Config, Scene], Any]
 
 @functools.lru_cache(maxsize=4)
 def model_of(config: str) -> MLLM:
-    made = Config.model_validate_json(config)
-    size = vocabulary(made, load_tokenizer(made.data))
-    return build_model(made.model, size, made.components, MESH)
+    """The model of a config, which is passed as JSON so that it can be cached."""
+    parsed = Config.model_validate_json(config)
+    size = vocabulary(parsed, load_tokenizer(parsed.data))
+    return build_model(parsed.model, size, parsed.components, MESH)
 
 
 def model(config: Config) -> MLLM:
@@ -110,7 +112,7 @@ def model(config: Config) -> MLLM:
 
 
 def weights(config: Config, _: Scene) -> Any:
-    """Shapes, types and places of all parameters."""
+    """Shapes, types and shardings of all parameters."""
     leaves = jax.tree.leaves_with_path(model(config).abstract(config.run.param_dtype))
     return [
         (jax.tree_util.keystr(path), leaf.shape, leaf.dtype, str(leaf.sharding))
@@ -119,14 +121,14 @@ def weights(config: Config, _: Scene) -> Any:
 
 
 def decoder_weights(config: Config, scene: Scene) -> Any:
-    """The same without encoders, which is quicker."""
+    """The same without encoders, which are slower to build."""
     return weights(
         config.model_copy(update={"model": config.model.model_copy(update=NO_ENCODERS)}), scene
     )
 
 
 def text_of(function: Callable[..., Any], *arguments: Any) -> str:
-    """A traced function with its constants, without addresses."""
+    """The jaxpr of a traced function with its constants; addresses of objects are left out."""
     traced = jax.make_jaxpr(function)(*arguments)
     constants = [
         np.asarray(value).tobytes() for value in traced.consts if not hasattr(value, "eqns")
@@ -135,7 +137,7 @@ def text_of(function: Callable[..., Any], *arguments: Any) -> str:
 
 
 def token_positions(config: Config, _: Scene) -> Any:
-    """Those of an image in a text."""
+    """The positions of an image of 4 x 4 tokens in a text."""
     positions, following = modalities(config.model, config.data)["vision"].token_positions(
         (1, 4, 4), 0
     )
@@ -150,18 +152,18 @@ def encoder(phase: str) -> Observer:
     """The gradient of a phase's tower and projector."""
 
     def observe(config: Config, _: Scene) -> str:
-        made = model(config)
+        mllm = model(config)
         row_format = modalities(config.model, config.data)[phase].format
         block = getattr(config.phases, phase).block
-        layout = made.layout(phase)
+        layout = mllm.layout(phase)
         rows = abstract_encoder_rows(
             layout, CAPACITY, row_format, block, phase in config.model.windows
         )
-        params = {name: made.abstract("float32")[name] for name in (phase, f"projector.{phase}")}
+        params = {name: mllm.abstract("float32")[name] for name in (phase, f"projector.{phase}")}
 
         def loss(params: Any, rows: Any) -> Any:
-            return made.project(
-                params, phase, made.features(params, phase, rows), rows.places
+            return mllm.project(
+                params, phase, mllm.features(params, phase, rows), rows.places
             ).sum()
 
         return text_of(jax.grad(loss), params, rows)
@@ -171,12 +173,14 @@ def encoder(phase: str) -> Observer:
 
 def language(config: Config, _: Scene) -> str:
     """The gradient of the decoder's loss."""
-    made, step = model(config), step_of(config)
+    mllm = model(config)
+    step = step_of(config)
     windows = "language" in config.model.windows
     rows = abstract_language_rows(
-        made.layout("language"), CAPACITY, 8, config.phases.language.block, windows
+        mllm.layout("language"), CAPACITY, 8, config.phases.language.block, windows
     )
-    ranks, width = made.layout("language").ranks, config.model.language.width
+    ranks = mllm.layout("language").ranks
+    width = config.model.language.width
     media = jax.ShapeDtypeStruct((ranks, CAPACITY, width), np.float32)
     valid = jax.ShapeDtypeStruct((ranks, CAPACITY), np.float32)
 
@@ -184,46 +188,47 @@ def language(config: Config, _: Scene) -> str:
         return step.language_loss(params, *arguments)[0]
 
     return text_of(
-        jax.grad(loss), {"language": made.abstract("float32")["language"]}, rows, media, valid
+        jax.grad(loss), {"language": mllm.abstract("float32")["language"]}, rows, media, valid
     )
 
 
 def generator(config: Config, _: Scene) -> str:
-    """The gradient of what is drawn."""
-    made = model(config)
+    """The gradient of the loss of drawn patches."""
+    mllm = model(config)
     row_format = modalities(config.model, config.data)["diffusion"].format
-    layout, block = made.layout("diffusion"), config.phases.diffusion.block
+    layout = mllm.layout("diffusion")
+    block = config.phases.diffusion.block
     crossed = "diffusion" in config.model.crossed
     rows = abstract_generator_rows(layout, CAPACITY, 8, row_format, block, crossed=crossed)
     width = config.model.language.width
-    params = {name: made.abstract("float32")[name] for name in ("projector.language", "diffusion")}
+    params = {name: mllm.abstract("float32")[name] for name in ("projector.language", "diffusion")}
     functions = GeneratorFunctions(
         dataclasses.replace(step_of(config), objective=config.objective), "diffusion"
     )
     pool = abstract_pool(layout, CAPACITY, width, np.float32)
     zero = jax.ShapeDtypeStruct((), np.int32)
-    of_source = jax.ShapeDtypeStruct((layout.ranks, 1), np.float32)
+    source_sums = jax.ShapeDtypeStruct((layout.ranks, 1), np.float32)
     scale = jax.ShapeDtypeStruct((), np.float32)
-    of_time = jax.ShapeDtypeStruct((layout.ranks, TIME_BANDS), np.float32)
-    sums = FlowSums(of_source, of_source, of_time, of_time)
-    given = (params, rows, pool, zero, scale, params, sums)
-    trained, _ = made.trainable.split(params)
-    return text_of(functions.draw_loss_and_grad, *given[:5], trained, given[6])
+    time_sums = jax.ShapeDtypeStruct((layout.ranks, TIME_BANDS), np.float32)
+    sums = FlowSums(source_sums, source_sums, time_sums, time_sums)
+    arguments = (params, rows, pool, zero, scale, params, sums)
+    trained, _ = mllm.trainable.split(params)
+    return text_of(functions.draw_loss_and_grad, *arguments[:5], trained, arguments[6])
 
 
 def draws(config: Config, _: Scene) -> Any:
-    """What is random of items."""
+    """What is drawn at random per item: noise, time and hidden conditions."""
     rule = draw_rule(config)
     return rule and [rule.of(step, "id", 0, 9) for step in range(32)]
 
 
 def objective(config: Config, _: Scene) -> str:
-    """The loss and the usable gradients of an update, of losses that are given."""
-    made = model(config)
+    """The loss and the usable gradients of an update, from given sums of losses."""
+    mllm = model(config)
     step = dataclasses.replace(step_of(config), objective=config.objective)
-    params = made.abstract("float32")
+    params = mllm.abstract("float32")
     state = jax.eval_shape(step.init, params)
-    trained, _ = made.trainable.split(params)
+    trained, _ = mllm.trainable.split(params)
     array = jax.ShapeDtypeStruct((1, 1), np.float32)
     sums = Sums(array, array, array, array, FlowSums(*(array,) * 4))
     planned, failed = (jax.ShapeDtypeStruct((), dtype) for dtype in (np.float32, np.int32))
@@ -231,7 +236,7 @@ def objective(config: Config, _: Scene) -> str:
 
 
 def reductions(config: Config, _: Scene) -> str:
-    """How the gradient of a parameter of each component is added up over the devices that split it."""
+    """How each component adds up the gradient of a sharded parameter over devices."""
     texts = []
     axes = ("embed", None)
     for name, component in model(config).components.items():
@@ -266,8 +271,8 @@ def averaged(config: Config, _: Scene) -> Any:
 
 
 def adapter_scales(config: Config, _: Scene) -> Any:
-    """What the products of the factors of adapters are multiplied by."""
-    return {name: part.adapter_scale for name, part in model(config).components.items()}
+    """The factor of the products of adapters' matrices, by component."""
+    return {name: component.adapter_scale for name, component in model(config).components.items()}
 
 
 def rates(config: Config, _: Scene) -> Any:
@@ -276,7 +281,9 @@ def rates(config: Config, _: Scene) -> Any:
 
 
 def updates(config: Config, _: Scene) -> Any:
-    optimizer, params = make_optimizer(config.optimizer), {"kernel": jnp.ones(2)}
+    """Three AdamW updates of a gradient of norm 3, which clipping scales."""
+    optimizer = make_optimizer(config.optimizer)
+    params = {"kernel": jnp.ones(2)}
 
     def after(state: Any, grad: Any) -> Any:
         scale = clip_scale(jnp.float32(3.0), config.optimizer.clip_norm)
@@ -288,37 +295,37 @@ def updates(config: Config, _: Scene) -> Any:
 
 
 def lengths(config: Config, _: Scene) -> str:
-    """What length indexes are named by."""
+    """Everything that the names of length indexes depend on."""
     return repr(modalities(config.model, config.data))
 
 
 def condition_positions(config: Config, _: Scene) -> Any:
-    """Where texts stand from which pictures are drawn."""
+    """Positions of the texts that condition pictures."""
     modality = modalities(config.model, config.data)["diffusion"]
     assert isinstance(modality, Generated)
     return modality.condition_positions((1, 4, 6), 3).tolist(), modality.first_time(3)
 
 
 def formats(config: Config, _: Scene) -> str:
-    """How items lie in rows."""
+    """How items are laid out in rows."""
     return repr(row_formats(modalities(config.model, config.data)))
 
 
 def clip_parts(config: Config, _: Scene) -> Any:
-    """Which slots of a clip see one another."""
+    """Which slots of a clip attend to one another."""
     parts = modalities(config.model, config.data)["audio"].apart((64,))
     return None if parts is None else parts.tolist()
 
 
 def examples(config: Config, _: Scene) -> Any:
-    """The data: sources, their files and lengths, what is learned of them, the order and size of batches."""
+    """The data: sources, their files and lengths, what is learned, order and size of batches."""
     inputs = prepare(config, MESH)
     indexes = [
         (index.name, repr(index.source), index.targets.tolist(), len(index.rejected))
         for corpus in inputs.corpora
         for index in corpus.indexes
     ]
-    # Training weights act through the order
+    # Weights of sources for training act through the order below
     weights = [corpus.weights for corpus in inputs.corpora[1:]]
     return (
         indexes,
@@ -334,14 +341,14 @@ def cache_files(config: Config, scene: Scene) -> Any:
 
 
 def plan(config: Config, scene: Scene) -> Any:
-    """Rows, pools, exchange and attention of the step's plan."""
+    """The spec of a step's plan (rows, pools, exchange) and of its attention."""
     inputs = scene.drawing if config.model.generators else scene.inputs
     spec = plan_spec(config, inputs)
     return repr((spec, attention_spec(config, inputs.model, inputs.corpus.formats, spec)))
 
 
 def limits(config: Config, _: Scene) -> Any:
-    """What is too long for any row."""
+    """The longest item that fits any row, by phase."""
     formats = row_formats(modalities(config.model, config.data))
     return [
         largest_row(config, phase, formats, 1, span=1, fitting=1 << 20)
@@ -350,20 +357,20 @@ def limits(config: Config, _: Scene) -> Any:
 
 
 def kept(config: Config, scene: Scene) -> Any:
-    """Microbatches of phases of two passes that run forward once."""
-    made = (scene.drawing if config.model.generators else scene.inputs).model
-    return kept_residuals(config, made, dict.fromkeys(made.phases, CAPACITY))
+    """How many microbatches of two-pass phases keep what their backward pass needs."""
+    mllm = (scene.drawing if config.model.generators else scene.inputs).model
+    return kept_residuals(config, mllm, dict.fromkeys(mllm.phases, CAPACITY))
 
 
 def shared(config: Config, _: Scene) -> Any:
-    """How many ranks may hold a row together."""
+    """How many ranks may share a row, by phase."""
     mesh = make_mesh({"data": 4, "fsdp": 2}, spans=mesh_spans(config))
     size = vocabulary(config, load_tokenizer(config.data))
     return spans_of_phases(config, build_model(config.model, size, config.components, mesh))
 
 
 def prices(config: Config, scene: Scene) -> Any:
-    """What gathering for rows of several ranks counts in the choice of rows."""
+    """The cost of gathering for shared rows, as the choice of rows counts it."""
     inputs = scene.inputs
     longest = {phase: inputs.corpus.longest(phase) for phase in inputs.model.phases}
     sizing = sizing_inputs(config, inputs.model, inputs.corpus.formats, longest, inputs.spans)
@@ -371,16 +378,16 @@ def prices(config: Config, scene: Scene) -> Any:
 
 
 def stages(config: Config, scene: Scene) -> Any:
-    """Sizes of a pipeline with attention in its rows, and the schedule of a batch."""
+    """Sizes of a pipeline with its attention, and the schedule of a batch."""
     inputs = scene.staged
     sizes = pipeline_sizes(config, inputs)
-    made = plan_pipeline(inputs.samples[0], sizes.spec, sizes.training)
+    planned = plan_pipeline(inputs.samples[0], sizes.spec, sizes.training)
     return (
         repr(sizes.training.tables),
         repr(sizes.spec),
         repr(attention_spec(config, inputs.model, inputs.corpus.formats, sizes.spec)),
         sizes.training.microbatches,
-        made.digest(inputs.samples[0].examples),
+        planned.digest(inputs.samples[0].examples),
     )
 
 
@@ -408,7 +415,7 @@ QUICK = (
 
 @dataclass(frozen=True)
 class Effect:
-    """A value of a key that changes what an observer sees; `given` are other keys that both configs have."""
+    """A value of a key that changes what an observer sees; both configs have the keys `given`."""
 
     seen: Observer
     value: str
@@ -465,60 +472,63 @@ LENIENT = ("data.max_rejected=1.0",)
 
 
 def sources(split: str) -> dict[str, Effect]:
-    """Each key of a source, as the second of two."""
-    given = (*LENIENT, SOURCES.replace("{split}", split).replace("{first}", PLAIN))
+    """The keys of a source in a list of two, which only the second of them changes."""
+    both_sources = (*LENIENT, SOURCES.replace("{split}", split).replace("{first}", PLAIN))
     values = {
         key: SOURCES.replace("{split}", split).replace("{first}", text)
         for key, text in CHANGED.items()
     }
     return {
-        f"data.{split}.*.{key}": Effect(examples, value.partition("=")[2], given)
+        f"data.{split}.*.{key}": Effect(examples, value.partition("=")[2], both_sources)
         for key, value in values.items()
     }
 
 
 def sums(config: Config, _: Scene) -> Any:
     """Where gradients add up over the microbatches of a step."""
-    made = model(config)
-    trained, _ = made.trainable.split(made.abstract("float32"))
-    return repr(made.gradient_sums(trained, np.float32))
+    mllm = model(config)
+    trained, _ = mllm.trainable.split(mllm.abstract("float32"))
+    return repr(mllm.gradient_sums(trained, np.float32))
 
 
 def component(name: str, seen: Observer, given: tuple[str, ...] = ()) -> dict[str, Effect]:
+    """The keys of `components.NAME`; `seen` observes the numbers and programs that it computes."""
     section = f"components.{name}"
     remat = "dots" if not name.startswith("projector") else "full"
-    part = "[layers.mlp.*]" if not name.startswith("projector") else "[mlp.up]"
-    found = effects(section, trained, given, freeze="true", train=part) | effects(
+    pattern = "[layers.mlp.*]" if not name.startswith("projector") else "[mlp.up]"
+    entries = effects(section, trained, given, freeze="true", train=pattern) | effects(
         section, scales, given, learning_rate_scale="0.5"
     )
-    found |= effects(section, averaged, given, ema="0.99")
-    found |= effects(section, weights, given, layout="{mlp: [], heads: []}")
-    narrow = (*given, f"{section}.compute_dtype=bfloat16")
-    found |= effects(section, reductions, narrow, reduce_dtype="compute")
-    found |= effects(section, sums, given, reduce="step")
-    found |= effects(section, seen, given, experts="ragged_dot")
+    entries |= effects(section, averaged, given, ema="0.99")
+    entries |= effects(section, weights, given, layout="{mlp: [], heads: []}")
+    narrow_compute = (*given, f"{section}.compute_dtype=bfloat16")
+    entries |= effects(section, reductions, narrow_compute, reduce_dtype="compute")
+    entries |= effects(section, sums, given, reduce="step")
+    entries |= effects(section, seen, given, experts="ragged_dot")
     values = {"compute_dtype": "bfloat16", "remat": remat, "attention": "gpu"}
-    return found | effects(section, seen, given, **values)
+    return entries | effects(section, seen, given, **values)
 
 
 def adapter(name: str, given: tuple[str, ...] = ()) -> dict[str, Effect]:
+    """The keys of an adapter of a component, and those of how it is trained."""
     section = f"model.adapters.{name}"
     given = (*given, f"{section}={{rank: 2, alpha: 4}}", f"components.{name}.freeze=true")
-    found = effects(section, weights, given, rank="4", parameters="[layers.mlp.*]")
-    found |= effects(section, adapter_scales, given, alpha="8")
+    entries = effects(section, weights, given, rank="4", parameters="[layers.mlp.*]")
+    entries |= effects(section, adapter_scales, given, alpha="8")
     section = f"components.adapter.{name}"
-    found |= effects(section, trained, given, freeze="true", train='["*.b"]')
-    found |= effects(section, averaged, given, ema="0.99")
-    return found | effects(section, scales, given, learning_rate_scale="0.5")
+    entries |= effects(section, trained, given, freeze="true", train='["*.b"]')
+    entries |= effects(section, averaged, given, ema="0.99")
+    return entries | effects(section, scales, given, learning_rate_scale="0.5")
 
 
 def phase(name: str, given: tuple[str, ...] = ()) -> dict[str, Effect]:
+    """The keys of `phases.NAME`."""
     section = f"phases.{name}"
-    found = effects(
+    entries = effects(
         section, plan, given, capacities="[1024]", row_classes="4", max_segments="99", block="64"
     )
     return (
-        found
+        entries
         | effects(section, limits, given, max_capacity="640")
         | effects(section, kept, given, kept_residuals="3")
         | effects(section, shared, given, spans="[1, 4]")
@@ -777,10 +787,10 @@ def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     """Every leaf of the schema by dotted name; `*` stands for the entries of a list of sections."""
     for name, field in section.model_fields.items():
         key = f"{prefix}{field.alias or name}"
-        inside = {child: many for child, many in sections(field.annotation)}
-        for child, many in inside.items():
+        subsections = {child: many for child, many in sections(field.annotation)}
+        for child, many in subsections.items():
             yield from keys(child, f"{key}.*." if many else f"{key}.")
-        if not inside:
+        if not subsections:
             yield key
 
 
@@ -804,10 +814,12 @@ def test_every_key_of_the_schema_is_listed() -> None:
 
 
 def test_the_shown_elsewhere_are_shown() -> None:
-    for place in (*ELSEWHERE.values(), *STAGED_ELSEWHERE.values()):
-        file, name = place.split("::")
+    for reference in (*ELSEWHERE.values(), *STAGED_ELSEWHERE.values()):
+        file, name = reference.split("::")
         tree = ast.parse((Path(__file__).parents[1] / file).read_text(encoding="utf-8"))
-        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, place
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (
+            reference
+        )
 
 
 @pytest.fixture(scope="module")
@@ -826,19 +838,24 @@ def scene(data: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> S
 
 @pytest.fixture(scope="module")
 def observed(base: Path, scene: Scene) -> Callable[..., Any]:
-    seen: dict[Any, Any] = {}
+    results: dict[Any, Any] = {}
 
     def observe(seen_by: Observer, *overrides: str) -> Any:
-        """What an observer sees of a config, or the words in which it is refused."""
-        places = {"{data}": str(scene.data), "{folder}": str(scene.folder), "{{": "{", "}}": "}"}
-        for name, place in places.items():
-            overrides = tuple(text.replace(name, place) for text in overrides)
-        if (seen_by, overrides) not in seen:
+        """What an observer sees of a config, or the message with which the config is refused."""
+        replacements = {
+            "{data}": str(scene.data),
+            "{folder}": str(scene.folder),
+            "{{": "{",
+            "}}": "}",
+        }
+        for name, replacement in replacements.items():
+            overrides = tuple(text.replace(name, replacement) for text in overrides)
+        if (seen_by, overrides) not in results:
             try:
-                seen[seen_by, overrides] = seen_by(load_config(base, overrides), scene)
+                results[seen_by, overrides] = seen_by(load_config(base, overrides), scene)
             except (*USER_ERRORS, ValueError) as error:
-                seen[seen_by, overrides] = f"refused: {error}"
-        return seen[seen_by, overrides]
+                results[seen_by, overrides] = f"refused: {error}"
+        return results[seen_by, overrides]
 
     return observe
 
@@ -853,21 +870,22 @@ def test_a_key_changes_something_or_is_refused(key: str, observed: Callable[...,
     effect = EFFECTS[key]
     before = observed(effect.seen, *effect.given)
     assert not str(before).startswith("refused: "), before
-    written = key.replace(".*", "").rpartition(".")[0] if ".*" in key else key
-    after = observed(effect.seen, *effect.given, f"{written}={effect.value}")
+    # An entry of a list is changed by setting the list itself
+    yaml_key = key.replace(".*", "").rpartition(".")[0] if ".*" in key else key
+    after = observed(effect.seen, *effect.given, f"{yaml_key}={effect.value}")
     assert before != after
     if str(after).startswith("refused: "):
         assert any(word in after for word in key.split(".")), after
 
 
-# What makes no difference on the one rank of `Scene.staged` is seen on more
+# On the one rank of `Scene.staged` these make no difference, so they are observed on more ranks
 STAGED_EFFECTS = {
     "balance.ranks_per_node": Effect(shared, "2", ("phases.language.spans=auto",)),
 }
 
 
 def planned_keys() -> list[str]:
-    """Those that decide how a step is planned, but for the section of pipelines itself."""
+    """Keys that decide how a step is planned, except for the section `pipeline` itself."""
     chosen = (key for key in keys() if key.startswith(("phases.", "balance.")))
     return [key for key in chosen if key.rpartition(".")[2] not in STAGED_ELSEWHERE]
 
@@ -889,11 +907,14 @@ def test_with_stages_a_key_changes_something_or_is_refused(
 
 @pytest.mark.slow
 def test_what_is_seen_does_not_change_by_itself(base: Path, scene: Scene) -> None:
+    """Every observer is deterministic, otherwise each key would seem to have an effect."""
     drawing = (generator, draws, objective, condition_positions)
-    needed = {stages: STAGED} | dict.fromkeys(drawing, DRAWS)
+    overrides_of = {stages: STAGED} | dict.fromkeys(drawing, DRAWS)
     for seen in {effect.seen for effect in EFFECTS.values()}:
-        given = needed.get(seen, ())
-        assert seen(load_config(base, given), scene) == seen(load_config(base, given), scene)
+        overrides = overrides_of.get(seen, ())
+        assert seen(load_config(base, overrides), scene) == seen(
+            load_config(base, overrides), scene
+        )
 
 
 # ---------------------------------------------------------------------------- a whole run
@@ -907,20 +928,20 @@ def run(base: Path) -> Run:
 def left_by(
     run: Run, folder: Path, config: Path, overrides: Iterable[str], monkeypatch: pytest.MonkeyPatch
 ) -> Any:
-    """What a run leaves behind, and how its reader was made."""
-    made: list[tuple[int, ...]] = []
+    """What a run leaves in its folder, and the arguments that its reader was made with."""
+    reader_arguments: list[tuple[int, ...]] = []
 
     class Recorder(loop.Loader):  # type: ignore[type-arg]
         def __init__(self, sources: Any, workers: int, prefetch: int, **more: Any) -> None:
-            made.append((workers, prefetch))
+            reader_arguments.append((workers, prefetch))
             super().__init__(sources, workers, prefetch, **more)
 
     monkeypatch.setattr(loop, "Loader", Recorder)
     directory = f"run.directory={folder}/run"
-    changed = load_config(
+    changed_config = load_config(
         config, ["run.steps=3", "logging.tensorboard=false", directory, *overrides]
     )
-    loop.train(dataclasses.replace(run, config=changed))
+    loop.train(dataclasses.replace(run, config=changed_config))
     (directory,) = {path.parent for path in folder.rglob("metrics.jsonl")}
     records = [
         json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()
@@ -931,7 +952,7 @@ def left_by(
         sorted(path.name for path in (Path(directory) / "checkpoints").iterdir()),
         [(record["step"], "loss" in record) for record in records],
         any(path.is_file() for path in (Path(directory) / "profile").rglob("*")),
-        made,
+        reader_arguments,
     )
 
 
@@ -939,14 +960,15 @@ def left_by(
 def test_keys_of_a_run_change_what_it_leaves(
     run: Run, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before: dict[tuple[str, ...], Any] = {}
-    for number, (key, (value, given)) in enumerate(RUN.items()):
-        folders = [tmp_path / f"{number}.before", tmp_path / f"{number}.after"]
+    result_by_overrides: dict[tuple[str, ...], Any] = {}
+    for index, (key, (value, given)) in enumerate(RUN.items()):
+        folders = [tmp_path / f"{index}.before", tmp_path / f"{index}.after"]
         for folder in folders:
             folder.mkdir()
-        if given not in before:
-            before[given] = left_by(run, folders[0], base, given, monkeypatch)
+        if given not in result_by_overrides:
+            result_by_overrides[given] = left_by(run, folders[0], base, given, monkeypatch)
         value = f"{folders[1]}/elsewhere" if key == "run.directory" else value
         assert (
-            left_by(run, folders[1], base, (*given, f"{key}={value}"), monkeypatch) != before[given]
+            left_by(run, folders[1], base, (*given, f"{key}={value}"), monkeypatch)
+            != result_by_overrides[given]
         ), key

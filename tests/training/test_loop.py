@@ -1,4 +1,8 @@
-"""The loop and what it leaves behind: records, summary, evaluation, and the limits that stop a run."""
+"""The training loop and what it leaves: records, summary, evaluation, and limits that stop a run.
+
+References are the run itself on devices of known speed, greedy decoding for exact matches, and
+steps without the undecodable example.
+"""
 
 import dataclasses
 import functools
@@ -44,12 +48,14 @@ PHASES = ("vision", "audio", "language")
 # ---------------------------------------------------------------------------- the run folder
 
 
-STEP_SECONDS, EVALUATION_SECONDS = 0.6, 0.6  # of the devices below, at the least
+# Least seconds that the devices below take
+STEP_SECONDS = 0.6
+EVALUATION_SECONDS = 0.6
 
 
 @pytest.fixture(scope="module")
 def finished(data, tmp_path_factory):
-    """A whole run on slow devices: its folder and the summary it returned."""
+    """A complete run on slow devices: its folder, the summary that it returned and its config."""
     folder = tmp_path_factory.mktemp("finished")
     tree = tiny_config(
         data, run={"directory": str(folder), "steps": 6}, checkpoint={"every": 2, "keep": 2}
@@ -62,10 +68,13 @@ def finished(data, tmp_path_factory):
 
 
 def slow_down(programs) -> None:
-    """Let every step take the devices `STEP_SECONDS` longer, one after another, and every evaluation
-    `EVALUATION_SECONDS`, while the host continues, as it does where devices are real."""
+    """Make the devices take `STEP_SECONDS` longer per step and `EVALUATION_SECONDS` per evaluation.
+
+    The host continues meanwhile, as it does with real devices; the delays follow one another.
+    """
     devices = ThreadPoolExecutor(1)
-    train_at_once, totals_at_once = programs.train, programs.totals
+    train_at_once = programs.train
+    totals_at_once = programs.totals
 
     def late(array, seconds):
         return Late(
@@ -101,7 +110,7 @@ class Late:
 def test_run_folder(finished):
     folder, _, tree = finished
     assert load_config(folder / "config.yaml") == begun_config(parse_config(tree))
-    # Resolved
+    # Defaults are written out
     assert yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["beta2"] == 0.95
     assert sorted(int(path.name) for path in (folder / "checkpoints").iterdir()) == [4, 6]
     assert any((folder / "tensorboard").iterdir())
@@ -112,7 +121,7 @@ def test_metric_records_hold_what_there_is_to_know(finished):
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "loss" in record]
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
-    wanted = {
+    expected_keys = {
         "loss",
         "learning_rate",
         "gradient_norm",
@@ -121,23 +130,23 @@ def test_metric_records_hold_what_there_is_to_know(finished):
         "data_wait_seconds",
         "plan_ms",
     }
-    wanted |= {"compilations", "skipped", "failed_media", "masked_targets", "step_seconds"}
-    wanted |= {
+    expected_keys |= {"compilations", "skipped", "failed_media", "masked_targets", "step_seconds"}
+    expected_keys |= {
         f"{phase}/{name}"
         for phase in PHASES
         for name in ("tokens/s", "real_token_fraction", "max_over_mean", "rows")
     }
     for record in steps:
-        assert wanted <= record.keys(), wanted - record.keys()
-        by_source = [value for name, value in record.items() if name.startswith("loss/")]
+        assert expected_keys <= record.keys(), expected_keys - record.keys()
+        source_losses = [value for name, value in record.items() if name.startswith("loss/")]
         assert {name.removeprefix("loss/") for name in record if name.startswith("loss/")} <= KINDS
-        assert min(by_source) <= record["loss"] <= max(by_source)
+        assert min(source_losses) <= record["loss"] <= max(source_losses)
         assert all(
             0 < record[f"{phase}/real_token_fraction"] <= 1 <= record[f"{phase}/max_over_mean"]
             for phase in PHASES
         )
         assert record["mfu"] > 0
-        token_bytes = 4 * 32 + 4  # 32 float32 and one validity
+        token_bytes = 4 * 32 + 4  # 32 float32 numbers and one flag of validity
         assert (
             record["route/vision/bytes_moved"]
             == token_bytes * record["route/vision/slots_moved"]
@@ -158,15 +167,16 @@ def test_metric_records_hold_what_there_is_to_know(finished):
 def test_the_summary_of_a_run_that_fails_or_is_killed_is_not_complete(
     tmp_path, monkeypatch, error, late
 ):
+    """The summary is marked incomplete when a run begins, and gets the error at its end."""
     run = make_run(logging=SimpleNamespace(tensorboard=False, wandb=None))
     run.config.checkpoint = SimpleNamespace(keep=1)
     run.directory, run.programs.saved_state = tmp_path, {}
     report = RunReport(run, None, None, None)
     (tmp_path / "summary.json").write_text('{"steps": 4, "complete": true, "error": null}')
-    said = []
+    summaries = []
 
     def fail(on_time):
-        said.append(read_summary(tmp_path))  # what a kill would leave
+        summaries.append(read_summary(tmp_path))  # what a kill would leave behind
         if on_time:
             raise error
 
@@ -178,13 +188,13 @@ def test_the_summary_of_a_run_that_fails_or_is_killed_is_not_complete(
 
     monkeypatch.setattr("jaxmllm.training.loop.begin", lambda run, *rest: (run, None, 4))
     monkeypatch.setattr("jaxmllm.training.loop.Loop", loop)
-    waits = iter([fail, lambda on_time: None])  # then the one of closing
+    waits = iter([fail, lambda on_time: None])  # the second one is called on closing
     monkeypatch.setattr(Checkpoints, "wait", lambda self: next(waits)(True))
     if not late:
         next(waits)
     with pytest.raises(type(error), match=r"why|full"):
         train(run, StopAt())
-    assert said[0] == {"steps": 4, "complete": False, "error": None}
+    assert summaries[0] == {"steps": 4, "complete": False, "error": None}
     assert not read_summary(tmp_path)["complete"]
     assert read_summary(tmp_path)["error"] == str(error)
 
@@ -209,13 +219,15 @@ def test_summary(finished):
 
 
 def test_times_of_a_run_are_those_of_its_steps(finished):
-    """Bounds that hold however loaded the machine is: no step is much faster than its devices, and all of them together
-    take less than the run without its evaluations."""
+    """No step is much faster than its devices, and all take less than the run without evaluations.
+
+    These bounds hold however loaded the machine is.
+    """
     folder, summary, _ = finished
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "loss" in record]
     seconds = [record["step_seconds"] for record in steps]
-    assert min(seconds) > 0.75 * STEP_SECONDS, seconds  # also before an evaluation, and at the end
+    assert min(seconds) > 0.75 * STEP_SECONDS, seconds  # also before an evaluation and at the end
     assert sum(seconds) < summary["wall_seconds"] - 2 * EVALUATION_SECONDS
     flops = [record["mfu"] * record["step_seconds"] * 8e12 for record in steps]
     assert max(flops) < 4 * min(flops)  # batches of 16 examples differ, but not that much
@@ -228,7 +240,7 @@ def test_times_of_a_run_are_those_of_its_steps(finished):
 
 @pytest.fixture(scope="module")
 def learnt(alone):
-    """Parameters that answer some examples and not others."""
+    """Parameters that answer some examples exactly and others not."""
     batch = alone.put(alone.step(range(48)))
     state = alone.programs.init(0)
     for _ in range(60):
@@ -238,18 +250,18 @@ def learnt(alone):
 
 @pytest.mark.slow
 def test_exact_match_is_what_greedy_decoding_reproduces(alone, learnt):
-    right = greedy_decoder(alone, learnt)
+    reproduces = greedy_decoder(alone, learnt)
     matches = []
     for i in [*range(10), *range(48, 54)]:
         sums = jax.device_get(alone.programs.evaluate(learnt, alone.put(alone.step([i]))).sums)
         assert sums.examples.sum() == 1
         matches.append(sums.exact.sum() == 1)
-        assert right(i) == matches[-1]
+        assert reproduces(i) == matches[-1]
     assert True in matches and False in matches
 
 
 def greedy_decoder(setup, params):
-    """example -> whether its answer comes out, each token from a forward pass over what was written before it."""
+    """example -> whether greedy decoding writes its answer, with one forward pass per token."""
     model = setup.programs.functions.model
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -262,7 +274,8 @@ def greedy_decoder(setup, params):
         return hidden @ head.matrix
 
     def right(example: int) -> bool:
-        step, rendered = setup.step([example]), setup.corpus.example(example)
+        step = setup.step([example])
+        rendered = setup.corpus.example(example)
         plan = plan_step(setup.corpus.gather(np.array([example])), setup.spec)
         (rows,) = step.rows["language"]
         media = np.zeros((1, rows["tokens"].shape[1], model.config.language.width), np.float32)
@@ -271,68 +284,78 @@ def greedy_decoder(setup, params):
             encoded = [
                 np.asarray(encode(phase, EncoderRows.of(arrays))) for arrays in step.rows[phase]
             ]
-            where = plan.phases[phase]
-            for span, row, offset in zip(spans, where.microbatch, where.offset, strict=True):
-                first = offset // row_format.slots_per_token
+            placement = plan.phases[phase]
+            for span, row, offset in zip(
+                spans, placement.microbatch, placement.offset, strict=True
+            ):
+                first_token = offset // row_format.slots_per_token
                 media[0, span.slot : span.slot + span.tokens] = encoded[row][
-                    0, first : first + span.tokens
+                    0, first_token : first_token + span.tokens
                 ]
-        (places,) = np.nonzero(rendered.targets >= 0)  # tokens followed by one of the answer
-        assert np.all(np.diff(places) == 1)
-        written = rows["tokens"].copy()
-        written[0, places[0] + 1 :] = 0
-        for place in places:
+        (positions,) = np.nonzero(rendered.targets >= 0)  # tokens followed by one of the answer
+        assert np.all(np.diff(positions) == 1)
+        tokens = rows["tokens"].copy()
+        tokens[0, positions[0] + 1 :] = 0
+        for position in positions:
             token = int(
                 np.argmax(
-                    logits(LanguageRows.of(rows | {"tokens": written.copy()}), media)[0, place]
+                    logits(LanguageRows.of(rows | {"tokens": tokens.copy()}), media)[0, position]
                 )
             )
-            if token != rendered.targets[place]:
+            if token != rendered.targets[position]:
                 return False
-            written[0, place + 1] = token
+            tokens[0, position + 1] = token
         return True
 
     return right
 
 
 def test_evaluation_counts_every_example_once(alone, learnt):
+    """The result does not depend on the size of batches, and equals that of single examples."""
     filler = StepFiller(alone.held_out, alone.spec, alone.programs.local_share, alone.attention)
-    names, results = alone.held_out.sources, []
+    source_names = alone.held_out.sources
+    results = []
     for batch_size in (10, 24):  # 24 = 10 + 10 + 4
         batches = evaluation_steps(filler, batch_size)
-        results.append(evaluate(alone.programs, learnt, batches, names, alone.held_out.source_of))
-    short, whole = results
-    assert short["examples"] == whole["examples"] == dict.fromkeys(KINDS, 6)
-    assert short["exact_match"] == whole["exact_match"]
-    assert short["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+        results.append(
+            evaluate(alone.programs, learnt, batches, source_names, alone.held_out.source_of)
+        )
+    in_batches, in_one_batch = results
+    assert in_batches["examples"] == in_one_batch["examples"] == dict.fromkeys(KINDS, 6)
+    assert in_batches["exact_match"] == in_one_batch["exact_match"]
+    assert in_batches["loss"] == pytest.approx(in_one_batch["loss"], rel=1e-5)
     assert (
-        short["masked_examples"] == short["failed_media"] == 0 and short["masked_by_source"] == {}
+        in_batches["masked_examples"] == in_batches["failed_media"] == 0
+        and in_batches["masked_by_source"] == {}
     )
-    one_by_one = [
+    single_sums = [
         alone.programs.evaluate(learnt, alone.put(alone.step([i], alone.held_out))).sums
         for i in range(24)
     ]
     loss, targets = (
-        sum(float(getattr(one, name).sum()) for one in one_by_one) for name in ("loss", "targets")
+        sum(float(getattr(sums, name).sum()) for sums in single_sums)
+        for name in ("loss", "targets")
     )
-    assert whole["loss"] == pytest.approx(loss / targets, rel=1e-5)
+    assert in_one_batch["loss"] == pytest.approx(loss / targets, rel=1e-5)
 
 
 def test_an_evaluation_counts_beyond_what_float32_tells(alone):
-    programs, many = alone.programs, 2**24
+    # From 2**24 on, float32 cannot count single targets
+    programs = alone.programs
+    offset = 2**24
     for i in range(4):
         batch = alone.put(alone.step([i]))
-        counted = programs.evaluate(alone.params, batch).sums.targets
+        expected = programs.evaluate(alone.params, batch).sums.targets
         sums, failed = programs._nothing_evaluated()
-        started = jax.device_put(np.asarray(sums.targets) + many, sums.targets.sharding)
-        before = Evaluated(sums._replace(targets=started.astype(sums.targets.dtype)), failed)
-        after = programs.evaluate(alone.params, batch, before).sums.targets
-        np.testing.assert_array_equal(np.int64(after) - many, counted)
+        large_counts = jax.device_put(np.asarray(sums.targets) + offset, sums.targets.sharding)
+        previous = Evaluated(sums._replace(targets=large_counts.astype(sums.targets.dtype)), failed)
+        counts = programs.evaluate(alone.params, batch, previous).sums.targets
+        np.testing.assert_array_equal(np.int64(counts) - offset, expected)
 
 
 @pytest.fixture(scope="module")
 def damaged_held_out(tmp_path_factory) -> tuple[Path, set[Path]]:
-    """A sample, and the held-out files of it whose body is broken."""
+    """A sample, and its held-out PNG files, whose bodies are broken."""
     folder = tmp_path_factory.mktemp("damaged_held_out")
     make_sample(folder, train=96, test=24)
     records = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()]
@@ -352,28 +375,37 @@ def test_undecodable_held_out_media_are_counted_and_named(alone, damaged_held_ou
     folder, broken = damaged_held_out
     corpus = setup_corpus(alone, folder, alone.held_out)
     filler = StepFiller(corpus, alone.spec, alone.programs.local_share, alone.attention)
-    told = []
-    batches, names = evaluation_steps(filler, 10), corpus.sources
+    messages = []
+    batches = evaluation_steps(filler, 10)
+    names = corpus.sources
     result = evaluate(
-        alone.programs, alone.params, batches, names, corpus.source_of, tell=told.append
+        alone.programs, alone.params, batches, names, corpus.source_of, tell=messages.append
     )
-    bad = {
+    broken_media = {
         i: [media for media in corpus.example(i).media if media.reference.path in broken]
         for i in range(24)
     }
-    masked = [i for i, media in bad.items() if media]
-    assert result["failed_media"] == sum(map(len, bad.values())) == sum(map(len, told)) > 1
-    assert all(sum(str(path) in line for lines in told for line in lines) >= 1 for path in broken)
+    masked = [i for i, media in broken_media.items() if media]
+    assert (
+        result["failed_media"]
+        == sum(map(len, broken_media.values()))
+        == sum(map(len, messages))
+        > 1
+    )
+    assert all(
+        sum(str(path) in line for lines in messages for line in lines) >= 1 for path in broken
+    )
     assert result["masked_examples"] == len(masked)
     assert result["masked_by_source"] == Counter(names[corpus.source_of(i)] for i in masked)
-    others = Counter(names[corpus.source_of(i)] for i in range(24) if i not in masked)
-    assert result["examples"] == others
-    healthy = [
+    counted = Counter(names[corpus.source_of(i)] for i in range(24) if i not in masked)
+    assert result["examples"] == counted
+    # The reference: all examples evaluated one by one
+    single_results = [
         alone.programs.evaluate(alone.params, alone.put(alone.step([i], corpus))) for i in range(24)
     ]
-    assert [int(found.failed) > 0 for found in healthy] == [i in masked for i in range(24)]
+    assert [int(single.failed) > 0 for single in single_results] == [i in masked for i in range(24)]
     loss, targets = (
-        sum(float(getattr(found.sums, name).sum()) for found in healthy)
+        sum(float(getattr(single.sums, name).sum()) for single in single_results)
         for name in ("loss", "targets")
     )
     assert result["loss"] == pytest.approx(loss / targets, rel=1e-5)
@@ -400,7 +432,7 @@ def test_an_evaluation_of_nothing_has_no_loss(alone, damaged_held_out):
 
 
 class StopAt(StopSignals):
-    """Signals of a run that come by themselves: the n-th question whether to stop is answered with yes."""
+    """Signals of a run that come by themselves: the n-th call of `should_stop` is answered yes."""
 
     def __init__(self, call: float = math.inf):
         super().__init__()
@@ -413,7 +445,11 @@ class StopAt(StopSignals):
 
 @pytest.mark.slow
 def test_a_run_stops_within_an_evaluation_and_makes_up_for_it(damaged_held_out, tmp_path):
-    """Calls 1 and 2 belong to the two batches of the evaluation at the start, 3 to 5 to steps, 6 and 7 to the next."""
+    """A resumed run repeats the evaluation that a signal ended.
+
+    Calls of `should_stop` 1 and 2 belong to the two batches of the evaluation at the start, 3 to 5
+    to steps, 6 and 7 to the batches of the next evaluation.
+    """
     folder, _ = damaged_held_out
     tree = tiny_config(
         folder, run={"directory": str(tmp_path), "steps": 4}, mesh={"data": 1, "fsdp": 8}
@@ -463,17 +499,19 @@ def test_a_run_stops_within_an_evaluation_and_makes_up_for_it(damaged_held_out, 
     assert summary["complete"] and summary["eval"]["step"] == 4 and summary["error"] is None
     assert records()[-1]["eval/failed_media"] == summary["eval"]["failed_media"] > 0
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    named = [
+    failure_records = [
         record for record in map(json.loads, lines) if "message" in record and record["step"] == 4
     ]
-    assert named and all("masked in the evaluation" in record["message"] for record in named)
+    assert failure_records and all(
+        "masked in the evaluation" in record["message"] for record in failure_records
+    )
 
 
 @pytest.mark.slow
 def test_a_run_that_a_signal_ends_in_its_last_evaluation_is_not_complete(
     damaged_held_out, tmp_path
 ):
-    """Call 1 belongs to the step, 2 and 3 to the batches of the evaluation."""
+    """Call 1 of `should_stop` belongs to the step, 2 and 3 to the batches of the evaluation."""
     folder, _ = damaged_held_out
     tree = tiny_config(
         folder, run={"directory": str(tmp_path), "steps": 1}, mesh={"data": 1, "fsdp": 8}
@@ -495,7 +533,7 @@ def test_a_run_that_a_signal_ends_in_its_last_evaluation_is_not_complete(
 
 
 def break_body(path: Path) -> None:
-    """Leave the header of a PNG as it is, and nothing that can be decoded behind it."""
+    """Overwrite the data of a PNG so that it cannot be decoded; the header stays as it is."""
     content = bytearray(path.read_bytes())
     body = content.index(b"IDAT") + 4
     content[body : body + 16] = bytes(16)
@@ -504,18 +542,18 @@ def break_body(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory) -> tuple[Path, int]:
-    """A sample one of whose pictures has a sound header and a broken body; and an example that shows it alone."""
+    """A sample with one picture whose body is broken, and an example that shows it alone."""
     folder = tmp_path_factory.mktemp("damaged")
     make_sample(folder, train=96, test=24)
     records = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    shown = [
+    images_of = [
         [part["image"] for part in record["messages"][0]["content"] if "image" in part]
         for record in records
     ]
     example = next(
-        i for i, images in enumerate(shown) if len(images) == 1 and images[0].endswith(".png")
+        i for i, images in enumerate(images_of) if len(images) == 1 and images[0].endswith(".png")
     )
-    break_body(folder / shown[example][0])
+    break_body(folder / images_of[example][0])
     return folder, example
 
 
@@ -528,12 +566,22 @@ def damaged(tmp_path_factory) -> tuple[Path, int]:
     ],
 )
 def test_undecodable_media_mask_their_example(setups, by_example, damaged, ranks, apart):
-    """`apart`: the picture is encoded on another rank than that of its text."""
-    folder, bad = damaged
+    """The step equals one with the example's targets masked, and one without the example.
+
+    `apart`: the picture is encoded on another rank than the one that holds its text.
+    """
+    folder, damaged_example = damaged
     setup = setups(by_example(mesh={"data": ranks}), ranks)
-    corpus, source = setup_corpus(setup, folder), setup.corpus.source_of(bad)
-    healthy = [i for i in range(96) if corpus.example(i).media and not shares_media(corpus, i, bad)]
-    batches = ([bad, *healthy[first : first + 9]] for first in range(len(healthy) - 9))
+    corpus = setup_corpus(setup, folder)
+    source = setup.corpus.source_of(damaged_example)
+    unaffected = [
+        i
+        for i in range(96)
+        if corpus.example(i).media and not shares_media(corpus, i, damaged_example)
+    ]
+    batches = (
+        [damaged_example, *unaffected[start : start + 9]] for start in range(len(unaffected) - 9)
+    )
     steps = ((batch, setup.step(batch, corpus)) for batch in batches)
     examples, step = next(
         (batch, step) for batch, step in steps if (len(set(places(step, source))) == 2) == apart
@@ -542,31 +590,37 @@ def test_undecodable_media_mask_their_example(setups, by_example, damaged, ranks
 
     result = setup.gradients(step)
     assert result.failed == 1 and result.targets[source] == 0 and result.loss[source] == 0
-    whole = setup.step(examples)  # of the undamaged data
-    masked = setup.gradients(without_targets(whole, [source]))
+    undamaged_step = setup.step(examples)  # the undamaged data
+    masked = setup.gradients(without_targets(undamaged_step, [source]))
     np.testing.assert_array_equal(result.targets, masked.targets)
     np.testing.assert_allclose(result.loss, masked.loss, rtol=1e-5)
     assert_close(result.grads, masked.grads, 1e-5)
-    others = setup.gradients(setup.step(examples[1:]))
-    assert_close(scaled(result.grads, step.targets / others.targets.sum()), others.grads, 1e-5)
+    remaining = setup.gradients(setup.step(examples[1:]))
+    assert_close(
+        scaled(result.grads, step.targets / remaining.targets.sum()), remaining.grads, 1e-5
+    )
 
     state, metrics = setup.programs.train(setup.programs.init(0), setup.put(step))
     assert metrics["failed_media"] == 1 and state.failed_media == 1 and metrics["skipped"] == 0
-    assert metrics["masked_targets"] == step.targets - others.targets.sum() > 0
-    assert metrics["loss"] == pytest.approx(others.mean_loss, rel=1e-5)
-    _, clean = setup.programs.train(setup.programs.init(0), setup.put(setup.step(examples[1:])))
-    assert metrics["gradient_norm"] == pytest.approx(float(clean["gradient_norm"]), rel=1e-5)
+    assert metrics["masked_targets"] == step.targets - remaining.targets.sum() > 0
+    assert metrics["loss"] == pytest.approx(remaining.mean_loss, rel=1e-5)
+    _, clean_metrics = setup.programs.train(
+        setup.programs.init(0), setup.put(setup.step(examples[1:]))
+    )
+    assert metrics["gradient_norm"] == pytest.approx(
+        float(clean_metrics["gradient_norm"]), rel=1e-5
+    )
 
 
 def places(step, source: int) -> tuple[int, int]:
-    """Ranks of the picture that failed, and of the text of the example that is this source."""
+    """The rank of the picture that failed, and the rank of the text of this source."""
     (encoder,) = np.flatnonzero(sum(rows["failed"] for rows in step.rows["vision"]))
     ((language, _),) = np.argwhere(sum(rows["sources"] == source for rows in step.rows["language"]))
     return int(encoder), int(language)
 
 
 def setup_corpus(setup, folder, corpus=None):
-    """A corpus of `setup` (that of training), read from another folder of the same layout."""
+    """A corpus of `setup`, by default for training, read from a folder of the same layout."""
     corpus = corpus or setup.corpus
     (index,) = corpus.indexes
     copy = folder / index.source.path.name
@@ -577,6 +631,7 @@ def setup_corpus(setup, folder, corpus=None):
 
 
 def shares_media(corpus, i: int, j: int) -> bool:
+    """Whether two examples show or play the same file."""
     return bool(
         {m.reference for m in corpus.example(i).media}
         & {m.reference for m in corpus.example(j).media}
@@ -611,7 +666,7 @@ def test_run_stops_past_the_limit_of_undecodable_media(damaged, tmp_path):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_clip_of_absurd_amplitude_costs_no_update(tmp_path):
-    """Its features were NaN, the updates of its batches were lost, and so was the held-out loss."""
+    """A clip with overflowing features is masked, so neither updates nor evaluations become NaN."""
     folder = tmp_path / "data"
     make_sample(folder, train=96, test=24)
     for split in ("train", "test"):
@@ -645,23 +700,22 @@ def test_a_clip_of_absurd_amplitude_costs_no_update(tmp_path):
 
 
 def test_updates_that_are_not_finite_are_skipped(alone):
+    """Parameters of NaN spoil steps with audio; steps of text alone go on."""
     state = alone.programs.init(0)
     broken = jax.tree.map(lambda leaf: leaf, state.params)
     broken["projector.audio"] = jax.tree.map(lambda leaf: leaf * jnp.nan, broken["projector.audio"])
     before = jax.device_get((broken, state.optimizer))
-    with_audio, text = (
-        alone.put(alone.step(alone.of_kind(["audio"])[:4])),
-        alone.put(alone.step(alone.of_kind([])[:4])),
-    )
+    audio_batch = alone.put(alone.step(alone.of_kind(["audio"])[:4]))
+    text_batch = alone.put(alone.step(alone.of_kind([])[:4]))
     state = state._replace(params=broken)
-    for count in (1, 2):
-        state, metrics = alone.programs.train(state, with_audio)
+    for streak in (1, 2):
+        state, metrics = alone.programs.train(state, audio_batch)
         assert not np.isfinite(metrics["loss"])
-        assert (metrics["skipped"], metrics["skipped_in_row"]) == (count, count)
+        assert (metrics["skipped"], metrics["skipped_in_row"]) == (streak, streak)
     jax.tree.map(
         np.testing.assert_array_equal, jax.device_get((state.params, state.optimizer)), before
     )
-    state, metrics = alone.programs.train(state, text)
+    state, metrics = alone.programs.train(state, text_batch)
     assert np.isfinite(metrics["loss"]) and (metrics["skipped"], metrics["skipped_in_row"]) == (
         2,
         0,
@@ -685,10 +739,12 @@ def test_run_stops_after_too_many_skipped_updates(data, tmp_path, capsys):
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["skipped"] for record in records][-3:] == [1, 2, 3]
     assert records[0]["loss"] is not None and records[-1]["loss"] is None
-    good = max(record["step"] for record in records if record["skipped"] == 0)
-    kept = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
-    assert kept == [good], "a state inside the streak took the place of the last good one"
+    last_finite_step = max(record["step"] for record in records if record["skipped"] == 0)
+    saved_steps = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
+    assert saved_steps == [last_finite_step], (
+        "a state inside the streak took the place of the last good one"
+    )
     assert (
-        f"step {good + 1}: no checkpoint, the last 1 updates were not finite"
+        f"step {last_finite_step + 1}: no checkpoint, the last 1 updates were not finite"
         in capsys.readouterr().err
     )

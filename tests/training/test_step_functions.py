@@ -1,4 +1,8 @@
-"""The step's functions against the derivative of the whole model at once, and its update against plain numpy."""
+"""The functions of a step, driven phase by phase.
+
+The reference for gradients is the derivative of the complete model as one function in float64 (the
+fixture `whole`); updates are compared with AdamW in NumPy.
+"""
 
 import dataclasses
 
@@ -30,8 +34,14 @@ from sharding.mesh import make_mesh
 from tests.support import EXHAUSTIVE
 
 MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-RANKS, SLOTS, BLOCK, VOCABULARY, SOURCES = 4, 64, 32, 30, 2
-TOKENS, PATCHES = 16, 64  # a row of 64 patches becomes 16 tokens
+RANKS = 4
+SLOTS = 64
+BLOCK = 32
+VOCABULARY = 30
+SOURCES = 2
+# A row of 64 patches becomes 16 tokens
+TOKENS = 16
+PATCHES = 64
 CONFIG = ModelConfig(
     language=LanguageConfig(
         width=8, layers=1, heads=2, kv_heads=2, head_size=8, mlp_width=12, loss_chunk=32
@@ -43,11 +53,12 @@ WIDE = ComponentConfig(compute_dtype="float64")
 
 
 def projector_config(settings):
-    """The same settings for a projector."""
+    """The settings of a component as those of a projector, which has no `remat`."""
     return ProjectorConfig(**settings.model_dump(exclude={"remat"}))
 
 
 def make_step(mesh=MESH, vision=WIDE, projector=WIDE, language=WIDE, **optimizer):
+    """A step of a tiny vision-language model; by default all components compute in float64."""
     projectors = ProjectorComponents(vision=projector_config(projector))
     settings = ComponentsConfig(vision=vision, language=language, projector=projectors)
     model = build_model(CONFIG, VOCABULARY, settings, mesh)
@@ -68,6 +79,7 @@ def randomized(step, seed=0, dtype=np.float64):
 
 
 def encoder_rows(seed):
+    """Rows of 64 patches: images of 40 and of 16 patches, then padding."""
     rng = np.random.default_rng(seed)
     segments = np.tile(np.repeat([1, 2, 0], [40, 16, 8]), (RANKS, 1)).astype(np.int32)
     valid = np.ones((RANKS, TOKENS), bool)
@@ -91,15 +103,17 @@ def encoder_rows(seed):
 
 
 def language_rows(seed):
-    """Two examples a row; the second one's first tokens are an image's, from a pool of two microbatches. Rows of odd
-    and of even seeds read different halves of both: no slot has two readers."""
+    """Rows of two examples; both read an image of a pool of two microbatches.
+
+    Rows of odd and of even seeds read different halves of the pool, so no slot has two readers.
+    """
     rng = np.random.default_rng(seed)
     segments = np.tile(np.repeat([1, 2, 0], [25, 35, 4]), (RANKS, 1)).astype(np.int32)
     media = np.full((RANKS, SLOTS), -1, np.int32)
-    half = TOKENS // 2
-    first = half * (1 - seed % 2)
-    media[:, 3 : 3 + half] = first + rng.permutation(half)
-    media[:, 27 : 27 + half] = TOKENS + first + rng.permutation(half)
+    tokens_per_image = TOKENS // 2
+    first_token = tokens_per_image * (1 - seed % 2)
+    media[:, 3 : 3 + tokens_per_image] = first_token + rng.permutation(tokens_per_image)
+    media[:, 27 : 27 + tokens_per_image] = TOKENS + first_token + rng.permutation(tokens_per_image)
     targets = np.where((segments > 0) & (rng.random(segments.shape) < 0.6), 1, -1)
     targets *= np.where(targets > 0, rng.integers(0, VOCABULARY, targets.shape), 1)
     row = {
@@ -131,15 +145,19 @@ def stacked(microbatches):
     return jax.tree.map(lambda *arrays: np.stack(arrays), *microbatches)
 
 
-IMAGES, TEXT = (encoder_rows(1), encoder_rows(2)), (language_rows(3), language_rows(4))
+IMAGES = (encoder_rows(1), encoder_rows(2))
+TEXT = (language_rows(3), language_rows(4))
 
 
 # ---------------------------------------------------------------------------- gradients in phases
 
 
 class Driver:
-    """The compiled functions of a step, and a step of two encoder and two language microbatches that share one pool;
-    the exchange is the identity."""
+    """The compiled functions of a step, run on two encoder and two language microbatches.
+
+    The microbatches share one pool, and the exchange between encoder and language rows is the
+    identity.
+    """
 
     def __init__(self, step, loss_and_grad=None):
         self.step = step
@@ -148,24 +166,31 @@ class Driver:
         self.loss_and_grad = loss_and_grad or jax.jit(step.language_loss_and_grad)
 
     def run(self, params, images=IMAGES, scale=0.01):
+        """Gradients, sums, number of failed images and what was kept for the backward pass."""
         with jax.enable_x64(True):
-            pool, starts, failed = empty_pool(), [], np.int32(0)
+            pool = empty_pool()
+            kept_inputs = []
+            failed = np.int32(0)
             for m, rows in enumerate(images):
                 pool, features, failed = self.encode(
                     params, rows, pool, np.int32(m * TOKENS), failed
                 )
-                starts.append(rows if features is None else features)
+                kept_inputs.append(rows if features is None else features)
             sums = zero_sums()
             grads = zeros_like(self.step.model.trainable.split(params)[0])
-            own = {name: grads[name] for name in self.step.trainable_of("language")}
+            phase_grads = {name: grads[name] for name in self.step.trainable_of("language")}
             for rows in TEXT:
-                pool, own, sums = self.loss_and_grad(params, rows, pool, scale, own, sums)
-            grads |= own
-            own = {name: grads[name] for name in self.step.trainable_of("vision")}
-            for m, start in enumerate(starts):
-                if own:
-                    own = self.encode_grad(params, start, pool.tokens, np.int32(m * TOKENS), own)
-            return jax.device_get((grads | own, sums, failed, starts))
+                pool, phase_grads, sums = self.loss_and_grad(
+                    params, rows, pool, scale, phase_grads, sums
+                )
+            grads |= phase_grads
+            phase_grads = {name: grads[name] for name in self.step.trainable_of("vision")}
+            for m, kept_input in enumerate(kept_inputs):
+                if phase_grads:
+                    phase_grads = self.encode_grad(
+                        params, kept_input, pool.tokens, np.int32(m * TOKENS), phase_grads
+                    )
+            return jax.device_get((grads | phase_grads, sums, failed, kept_inputs))
 
 
 @pytest.fixture(scope="module")
@@ -175,9 +200,13 @@ def driver():
 
 @pytest.fixture(scope="module")
 def whole():
-    """Loss and gradients of the same step as one function of all parameters, on one device: no pools, no chunks."""
+    """Loss and gradients of the same step as one function of all parameters.
+
+    It runs on one device, without pools or chunks.
+    """
     step = make_step(make_mesh({"data": 1}, jax.devices()[:1]))
-    model, params = step.model, randomized(step)
+    model = step.model
+    params = randomized(step)
 
     def objective(params):
         def encoded(rows):
@@ -188,14 +217,14 @@ def whole():
         def total(rows):
             media = jnp.take_along_axis(pool, jnp.maximum(rows.media, 0)[..., None], axis=1)
             hidden, head = model.hidden(params, rows, media)
-            chances = jax.nn.log_softmax(hidden @ head.matrix)
-            chosen = jnp.take_along_axis(chances, jnp.maximum(rows.targets, 0)[..., None], axis=-1)[
-                ..., 0
-            ]
-            return jnp.where(rows.targets >= 0, chosen, 0).sum()
+            log_probabilities = jax.nn.log_softmax(hidden @ head.matrix)
+            target_log_probabilities = jnp.take_along_axis(
+                log_probabilities, jnp.maximum(rows.targets, 0)[..., None], axis=-1
+            )[..., 0]
+            return jnp.where(rows.targets >= 0, target_log_probabilities, 0).sum()
 
-        first, second = jax.lax.map(encoded, stacked(IMAGES))
-        pool = jnp.concatenate([first, second], axis=1)
+        first_tokens, second_tokens = jax.lax.map(encoded, stacked(IMAGES))
+        pool = jnp.concatenate([first_tokens, second_tokens], axis=1)
         return -0.01 * jax.lax.map(total, stacked(TEXT)).sum()
 
     with jax.enable_x64(True):
@@ -204,6 +233,7 @@ def whole():
 
 
 def assert_trees_close(got, want, tolerance=1e-10):
+    """Each entry differs by at most `tolerance` of the largest entry of its leaf."""
     flat = jax.tree.leaves_with_path(want)
     for (path, expected), value in zip(flat, jax.tree.leaves(got), strict=True):
         name = jax.tree_util.keystr(path)
@@ -230,7 +260,7 @@ EVERYTHING = ("attention", "projections", "mlp")
 
 @pytest.fixture(scope="module")
 def in_float32():
-    """Gradients of a step in float32 by `remat` of tower and decoder."""
+    """(gradients of a step in float32 by the `remat` of tower and decoder, those without any)."""
 
     def gradients(remat):
         settings = ComponentConfig(remat=remat)
@@ -246,17 +276,18 @@ def in_float32():
     [
         "full",
         *(
-            pytest.param(one, marks=EXHAUSTIVE)
-            for one in ("dots", ("attention",), ("projections",), ("mlp",), EVERYTHING)
+            pytest.param(remat_setting, marks=EXHAUSTIVE)
+            for remat_setting in ("dots", ("attention",), ("projections",), ("mlp",), EVERYTHING)
         ),
     ],
 )
 def test_what_is_computed_again_changes_no_gradient(in_float32, remat):
-    gradients, nothing_again = in_float32
-    assert_trees_close(gradients(remat), nothing_again, 1e-6)
+    gradients, kept_grads = in_float32
+    assert_trees_close(gradients(remat), kept_grads, 1e-6)
 
 
 def test_sums_count_targets_and_examples_by_source(phased):
+    """The reference counts targets in rows, where segments 1 and 2 have sources 1 and 0."""
     _, sums, failed, _ = phased
     for source, segment in ((1, 1), (0, 2)):
         for rank in range(RANKS):
@@ -280,20 +311,26 @@ def test_sums_count_targets_and_examples_by_source(phased):
 def test_freezing_leaves_the_other_gradients_as_they_are(driver, whole, frozen, trained):
     params, _, expected = whole
     step = make_step(**frozen)
-    grads, _, _, starts = Driver(step, None if "language" in frozen else driver.loss_and_grad).run(
-        params
-    )
+    grads, _, _, kept_inputs = Driver(
+        step, None if "language" in frozen else driver.loss_and_grad
+    ).run(params)
     assert set(grads) == trained
     assert_trees_close(grads, {name: expected[name] for name in trained})
     assert step.keeps_features("vision") == (
         "projector.vision" in trained and "vision" not in trained
     )
-    assert all(isinstance(start, EncoderRows) != step.keeps_features("vision") for start in starts)
+    assert all(
+        isinstance(kept_input, EncoderRows) != step.keeps_features("vision")
+        for kept_input in kept_inputs
+    )
 
 
 @pytest.mark.slow
 def test_parameters_trained_by_pattern_have_the_gradients_that_all_have(driver, whole):
-    """Biases of the tower, a matrix of the projector, the MLPs and the head of the decoder; and nothing else moves."""
+    """Parameters that match no pattern get neither gradients nor moments, and do not move.
+
+    Trained are biases of the tower, a matrix of the projector, the decoder's MLPs and its head.
+    """
     params, _, expected = whole
     vision = ComponentConfig(compute_dtype="float64", train=("*bias",))
     projector = ComponentConfig(compute_dtype="float64", train=("mlp.down",))
@@ -314,67 +351,75 @@ def test_parameters_trained_by_pattern_have_the_gradients_that_all_have(driver, 
         )
     moments = {name: optimizer[0].mu for name, optimizer in new.optimizer.items()}
     assert jax.tree.structure(moments) == jax.tree.structure(trained)
-    changed, same = step.model.trainable.split(
+    changed, unchanged = step.model.trainable.split(
         jax.tree.map(lambda new, old: (new != old).any(), new.params, params)
     )
     assert jax.tree.structure(changed) == jax.tree.structure(trained) and all(
         jax.tree.leaves(changed)
     )
-    assert jax.tree.structure(same) == jax.tree.structure(frozen) and not any(jax.tree.leaves(same))
+    assert jax.tree.structure(unchanged) == jax.tree.structure(frozen) and not any(
+        jax.tree.leaves(unchanged)
+    )
 
 
 def test_an_undecodable_image_takes_the_loss_of_its_whole_example(driver, whole):
-    """Rank 2's second image of the first microbatch failed: of its tokens 3 and 11, example 1 of every row has one."""
+    """The second image of rank 2 fails in the first microbatch; its tokens 3 and 11 are invalid.
+
+    Example 1 of every language row of that rank reads one of them, so it has no loss. The reference
+    is the same step with the example's targets masked by hand.
+    """
     params = whole[0]
-    valid, failed = IMAGES[0].valid.copy(), IMAGES[0].failed.copy()
+    valid = IMAGES[0].valid.copy()
+    failed = IMAGES[0].failed.copy()
     valid[2, [3, 11]], failed[2] = False, 1
-    _, sums, count, _ = driver.run(
+    _, sums, failed_count, _ = driver.run(
         params, (IMAGES[0]._replace(valid=valid, failed=failed), IMAGES[1])
     )
-    assert count == 1
-    hit = np.zeros((RANKS, SOURCES))
-    hit[2, 1] = 1  # segment 1 has source 1
-    np.testing.assert_array_equal(sums.examples, len(TEXT) * (1 - hit))
+    assert failed_count == 1
+    is_masked = np.zeros((RANKS, SOURCES))
+    is_masked[2, 1] = 1  # segment 1 has source 1
+    np.testing.assert_array_equal(sums.examples, len(TEXT) * (1 - is_masked))
     assert sums.targets[2, 1] == 0 and sums.loss[2, 1] == 0 and sums.targets[2, 0] > 0
     with jax.enable_x64(True):
-        own = {"language": zeros_like(params["language"])}
+        zero_grads = {"language": zeros_like(params["language"])}
         pool = empty_pool()
         pool = pool._replace(valid=pool.valid + 1)
-        masked = [
+        masked_targets = [
             np.where((rows.segments == 1) & (np.arange(RANKS)[:, None] == 2), -1, rows.targets)
             for rows in TEXT
         ]
-        broken = pool._replace(
+        broken_pool = pool._replace(
             valid=pool.valid * (np.arange(2 * TOKENS) != 3) ** (np.arange(RANKS)[:, None] == 2)
         )
-        arguments = 0.01, own, zero_sums()
+        arguments = 0.01, zero_grads, zero_sums()
         by_hand = driver.loss_and_grad(
-            params, TEXT[0]._replace(targets=masked[0]), pool, *arguments
+            params, TEXT[0]._replace(targets=masked_targets[0]), pool, *arguments
         )
-        by_flag = driver.loss_and_grad(params, TEXT[0], broken, *arguments)
-        evaluated = jax.jit(driver.step.evaluate)(params, TEXT[0], broken, zero_sums())
+        by_flag = driver.loss_and_grad(params, TEXT[0], broken_pool, *arguments)
+        evaluated = jax.jit(driver.step.evaluate)(params, TEXT[0], broken_pool, zero_sums())
     by_flag, by_hand = ((pool.tokens, *sums) for pool, *sums in jax.device_get((by_flag, by_hand)))
     assert_trees_close(by_flag, by_hand, 1e-13)
     assert_trees_close(jax.device_get(evaluated), jax.device_get(by_flag[2]), 1e-13)
 
 
 def test_rows_without_a_target_add_exactly_nothing(driver, whole):
+    """Zero is exact, so padding rows cannot change a step by rounding."""
     params = whole[0]
-    silent = TEXT[0]._replace(targets=np.full_like(TEXT[0].targets, -1))
+    rows = TEXT[0]._replace(targets=np.full_like(TEXT[0].targets, -1))
     with jax.enable_x64(True):
         pool = empty_pool()
-        full = pool._replace(tokens=pool.tokens + 1)
-        pool, own, sums = driver.loss_and_grad(
+        filled_pool = pool._replace(tokens=pool.tokens + 1)
+        pool, grads, sums = driver.loss_and_grad(
             params,
-            silent,
-            full,
+            rows,
+            filled_pool,
             0.01,
             {"language": zeros_like(params["language"])},
             zero_sums(),
         )
-    read = np.unique(silent.media[silent.media >= 0])
-    assert not np.any(pool.tokens[:, read]) and len(read) == TOKENS
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves((own, sums)))
+    read_slots = np.unique(rows.media[rows.media >= 0])
+    assert not np.any(pool.tokens[:, read_slots]) and len(read_slots) == TOKENS
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves((grads, sums)))
 
 
 # ---------------------------------------------------------------------------- update
@@ -393,6 +438,7 @@ EMA = 0.4
 
 
 def make_sums(targets):
+    """Sums of a mean loss of 3 over this many targets, spread evenly over ranks and sources."""
     return Sums(
         *(
             np.full((RANKS, SOURCES), value / RANKS / SOURCES)
@@ -403,8 +449,10 @@ def make_sums(targets):
 
 @pytest.fixture(scope="module")
 def updating():
-    """A step with a frozen tower, a slow projector and a decoder that is averaged; its compiled update, first state
-    and some gradients."""
+    """The update of a step, compiled, with a first state and some gradients.
+
+    The tower is frozen, the projector has a lower learning rate, and the decoder is averaged.
+    """
     step = make_step(
         vision=FROZEN,
         projector=ComponentConfig(compute_dtype="float64", learning_rate_scale=0.25),
@@ -433,24 +481,27 @@ def test_only_trainable_components_have_moments(updating):
 
 
 def test_update_equals_adamw_by_hand(updating):
+    """The reference updates in NumPy: rescaling by masked targets, clipping, warm-up and decay."""
     update, state, grads = updating
-    planned, targets = 80.0, 64.0
+    planned = 80.0
+    targets = 64.0
     rng = np.random.default_rng(5)
     params = state.params
     m = v = zeros_like(grads)
     for count in range(1, 4):
-        now = jax.tree.map(lambda g: g * rng.standard_normal(), grads)
-        state, metrics = update(state, now, make_sums(targets), planned)
-        now = jax.tree.map(lambda g: g * planned / targets, now)
-        norm = np.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(now)))
+        step_grads = jax.tree.map(lambda g: g * rng.standard_normal(), grads)
+        state, metrics = update(state, step_grads, make_sums(targets), planned)
+        step_grads = jax.tree.map(lambda g: g * planned / targets, step_grads)
+        norm = np.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(step_grads)))
         clip = min(1, 0.5 / norm)
-        now = jax.tree.map(lambda g, clip=clip: g * clip, now)
-        m = jax.tree.map(lambda m, g: 0.8 * m + 0.2 * g, m, now)
-        v = jax.tree.map(lambda v, g: 0.9 * v + 0.1 * g * g, v, now)
+        step_grads = jax.tree.map(lambda g, clip=clip: g * clip, step_grads)
+        m = jax.tree.map(lambda m, g: 0.8 * m + 0.2 * g, m, step_grads)
+        v = jax.tree.map(lambda v, g: 0.9 * v + 0.1 * g * g, v, step_grads)
         rate = 0.1 * (0.2 + 0.8 * (count - 1) / 5)
 
         def stepped(path, p, m, v, count=count, rate=rate):
-            component, name = path[0].key, path[-1].key
+            component = path[0].key
+            name = path[-1].key
             direction = m / (1 - 0.8**count) / (np.sqrt(v / (1 - 0.9**count)) + 1e-6)
             decay = 0.0 if name.endswith(("bias", "scale", "embedding")) else 0.2
             return p - rate * (0.25 if component == "projector.vision" else 1) * (
@@ -470,15 +521,17 @@ def test_update_equals_adamw_by_hand(updating):
 
 
 def test_averages_of_ten_updates_are_their_definition(updating):
-    """One of them is skipped; from the sixth on, `ema` is less than the decay of early updates."""
+    """One update is skipped; from the sixth on, `ema` is less than the decay of early updates."""
     update, state, grads = updating
     assert state.averages.keys() == {"language"}
     average = state.params["language"]
     assert_trees_close(state.averages["language"], average, 0)
     rng = np.random.default_rng(6)
     for updates in range(10):
-        now = jax.tree.map(lambda g: g * rng.standard_normal(), grads)
-        state, _ = update(state, now if updates != 4 else spoil(now, np.nan), make_sums(80.0))
+        step_grads = jax.tree.map(lambda g: g * rng.standard_normal(), grads)
+        state, _ = update(
+            state, step_grads if updates != 4 else spoil(step_grads, np.nan), make_sums(80.0)
+        )
         decay = 1.0 if updates == 4 else min(EMA, (1 + updates) / (10 + updates))
         average = jax.tree.map(
             lambda a, p, decay=decay: decay * a + (1 - decay) * p, average, state.params["language"]
@@ -498,52 +551,62 @@ def test_frozen_components_stay_bit_for_bit(updating):
 
 
 def spoil(grads, value):
-    broken = jax.tree.map(np.copy, grads)
-    broken["language"]["norm"]["scale"][3] = value
-    return broken
+    spoiled = jax.tree.map(np.copy, grads)
+    spoiled["language"]["norm"]["scale"][3] = value
+    return spoiled
 
 
 @pytest.mark.parametrize("kind", ["nan_gradient", "infinite_gradient", "nan_loss", "no_target"])
 def test_what_is_not_finite_skips_the_update_and_is_counted(updating, kind):
-    update, first, grads = updating
-    state, _ = update(first, grads, make_sums(80.0))  # moments are not zero
-    sums, bad = make_sums(80.0), grads
+    update, initial_state, grads = updating
+    state, _ = update(initial_state, grads, make_sums(80.0))  # moments are not zero
+    sums = make_sums(80.0)
+    bad_grads = grads
     if kind == "nan_loss":
         sums = sums._replace(loss=sums.loss * np.nan)
     elif kind == "no_target":
         sums = make_sums(0.0)
     else:
-        bad = spoil(grads, np.nan if kind == "nan_gradient" else np.inf)
-    skipped, metrics = update(state, bad, sums, failed=2)
-    again, _ = update(skipped, bad, sums, failed=1)
-    for count, new in enumerate((skipped, again), start=1):
+        bad_grads = spoil(grads, np.nan if kind == "nan_gradient" else np.inf)
+    skipped_once, metrics = update(state, bad_grads, sums, failed=2)
+    skipped_twice, _ = update(skipped_once, bad_grads, sums, failed=1)
+    for count, new_state in enumerate((skipped_once, skipped_twice), start=1):
         for name in ("params", "optimizer"):
-            assert_trees_close(getattr(new, name), getattr(state, name), 0)
-        assert (new.skipped, new.skipped_in_row, new.step) == (count, count, 1 + count)
-    assert (again.failed_media, metrics["skipped"], metrics["skipped_in_row"]) == (3, 1, 1)
-    good, _ = update(again, grads, make_sums(80.0))
-    assert (good.skipped, good.skipped_in_row) == (2, 0)
+            assert_trees_close(getattr(new_state, name), getattr(state, name), 0)
+        assert (new_state.skipped, new_state.skipped_in_row, new_state.step) == (
+            count,
+            count,
+            1 + count,
+        )
+    assert (skipped_twice.failed_media, metrics["skipped"], metrics["skipped_in_row"]) == (3, 1, 1)
+    recovered, _ = update(skipped_twice, grads, make_sums(80.0))
+    assert (recovered.skipped, recovered.skipped_in_row) == (2, 0)
 
 
 @pytest.mark.parametrize("weight, counts", [(0.0, False), (1.0, True)])
 def test_texts_of_a_model_that_learns_drawings_alone_are_no_streak(updating, weight, counts):
-    """Nothing counts in the step: with a weight of text, all that could was masked."""
+    """Nothing counts in the step. If text has a weight, everything in it must have been masked."""
     _, state, grads = updating
     objective = ObjectiveConfig(language=LanguageObjectiveConfig(weight=weight))
     step = dataclasses.replace(make_step(vision=FROZEN), objective=objective)
     zeros = zero_sums(np.float32)
-    none = zeros._replace(drawn=FlowSums(*[zeros.loss] * 4))
+    empty_sums = zeros._replace(drawn=FlowSums(*[zeros.loss] * 4))
     state = step.init(randomized(step, dtype=np.float32))._replace(skipped_in_row=jnp.int32(2))
     grads = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), grads)
-    update = jax.jit(lambda grads: step.update(state, grads, none, jnp.zeros(()), jnp.int32(0))[0])
-    after = update(grads)
-    assert (after.skipped, after.skipped_in_row) == (1, 2 + counts)
-    after = update(spoil(grads, np.nan))
-    assert (after.skipped, after.skipped_in_row) == (1, 3)
+    update = jax.jit(
+        lambda grads: step.update(state, grads, empty_sums, jnp.zeros(()), jnp.int32(0))[0]
+    )
+    new_state = update(grads)
+    assert (new_state.skipped, new_state.skipped_in_row) == (1, 2 + counts)
+    new_state = update(spoil(grads, np.nan))
+    assert (new_state.skipped, new_state.skipped_in_row) == (1, 3)
 
 
 def test_no_target_is_lost_of_more_than_a_real_number_counts():
-    """More than 2^24 of 2,560 ranks, each of which counts its own exactly."""
+    """2,560 ranks count more than 2**24 targets, beyond which float32 skips integers.
+
+    Each rank counts its own targets exactly, and so does their sum.
+    """
     step = make_step(vision=FROZEN)
     params = randomized(step, dtype=np.float32)
     state = jax.eval_shape(step.init, params)
