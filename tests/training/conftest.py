@@ -1,4 +1,4 @@
-"""What the tests of whole steps share: sample data, and programs that are compiled once."""
+"""What tests of complete steps share: sample data, and programs that are compiled once."""
 
 import json
 import os
@@ -41,33 +41,33 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def by_example(data):
-    """tiny_config whose losses are told by example."""
+    """tiny_config with every example a source of its own, so that losses are told by example."""
 
     def config(**changes):
-        each = [{"name": "each", "path": str(data / "each-train.jsonl")}]
-        return tiny_config(data, data__sources=each, **changes)
+        sources = [{"name": "each", "path": str(data / "each-train.jsonl")}]
+        return tiny_config(data, data__sources=sources, **changes)
 
     return config
 
 
 @pytest.fixture(scope="session")
 def setups():
-    """(config tree, devices) -> Setup, compiled once as long as it is one of the last few."""
-    made: dict[str, Setup] = {}
+    """(config tree, devices) -> Setup, kept as long as it is one of the last few."""
+    built: dict[str, Setup] = {}
 
     def get(tree, devices) -> Setup:
         key = json.dumps([tree, devices], sort_keys=True)
-        made[key] = made.pop(key) if key in made else assemble(tree, devices)
-        while len(made) > KEPT_SETUPS:
-            del made[next(iter(made))]
-        return made[key]
+        built[key] = built.pop(key) if key in built else assemble(tree, devices)
+        while len(built) > KEPT_SETUPS:
+            del built[next(iter(built))]
+        return built[key]
 
     return get
 
 
 @pytest.fixture(scope="session")
 def alone(setups, by_example) -> Setup:
-    """The reference: one device."""
+    """The reference of most tests: the same model on one device."""
     return setups(by_example(), 1)
 
 

@@ -1,4 +1,7 @@
-"""A tiny set-up of a model that draws: pictures and clips with captions, edits of pictures, and text alone."""
+"""A tiny set-up of a model that draws.
+
+The data has pictures and clips with captions, edits of pictures, and text alone.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from tests.support import Setup, tiny_config
 
 PATCH = 4
 CHANNELS = 5  # of latents
-TWO_STREAMS = {  # of weights, with all that Qwen-Image has besides
+TWO_STREAMS = {  # all that Qwen-Image has besides its two streams
     "streams": 2,
     "pooled_conditions": True,
     "norm": "layer",
@@ -31,10 +34,13 @@ TWO_STREAMS = {  # of weights, with all that Qwen-Image has besides
 
 
 def make_pictures(folder: Path, examples: int = 24, shown: bool = True) -> Path:
-    """A JSONL file of captions with pictures in the assistant's turns, some before a clip (an animation, or a
-    folder of frames) or (`shown`) after one that the user shows, and of text alone; every example is a source of
-    its own."""
-    random, moving = np.random.default_rng(0), np.random.default_rng(1)
+    """Write a JSONL file of captions with pictures in the assistant's turns, and of text alone.
+
+    Some pictures are followed by a clip (an animation, or a folder of frames), and some, if
+    `shown`, answer one that the user shows. Every example is a source of its own.
+    """
+    random = np.random.default_rng(0)
+    moving = np.random.default_rng(1)
 
     def first_frame() -> Image.Image:
         height, width = random.integers(5, 24, 2)
@@ -45,26 +51,28 @@ def make_pictures(folder: Path, examples: int = 24, shown: bool = True) -> Path:
         return {"type": "image", "image": f"{name}.png"}
 
     def clip(name: str) -> dict[str, str]:
-        first = first_frame()
-        others = [
+        start_frame = first_frame()
+        later_frames = [
             Image.fromarray(
-                moving.integers(0, 256, (first.height, first.width, 3)).astype(np.uint8)
+                moving.integers(0, 256, (start_frame.height, start_frame.width, 3)).astype(np.uint8)
             )
             for _ in range(int(moving.integers(1, 5)))
         ]
-        if len(others) > 2:
+        if len(later_frames) > 2:
             (folder / name).mkdir()
-            for number, frame in enumerate((first, *others)):
+            for number, frame in enumerate((start_frame, *later_frames)):
                 frame.save(folder / name / f"{number}.png")
             return {"type": "video", "video": name}
-        first.save(folder / f"{name}.webp", save_all=True, append_images=others, lossless=True)
+        start_frame.save(
+            folder / f"{name}.webp", save_all=True, append_images=later_frames, lossless=True
+        )
         return {"type": "video", "video": f"{name}.webp"}
 
     return _write(folder / "pictures.jsonl", examples, random, picture, clip, shown)
 
 
 def make_latents(folder: Path, examples: int = 12) -> Path:
-    """The same with latents of pictures and of clips, and nothing that the user shows."""
+    """The same with latents of pictures and clips; the user shows nothing."""
     random = np.random.default_rng(0)
 
     def values(*frames: int) -> NDArray[np.float32]:
@@ -91,20 +99,21 @@ def _write(
     clip: Callable[[str], dict[str, str]],
     shown: bool,
 ) -> Path:
+    """Write examples of four kinds in turn: picture, picture and clip, edit, text alone."""
     lines = []
     for i in range(examples):
         kind = i % 4
-        asked: list[dict[str, str]] = [
+        question: list[dict[str, str]] = [
             {"type": "text", "text": "draw " + "a" * int(random.integers(1, 30))}
         ]
         answer: list[dict[str, str]] = [picture(f"{i}")]
         if kind == 1:
             answer += [{"type": "text", "text": "or so"}, clip(f"{i}-again")]
         if kind == 2 and shown:
-            asked.insert(0, picture(f"{i}-shown"))
+            question.insert(0, picture(f"{i}-shown"))
         if kind == 3:
             answer = [{"type": "text", "text": "no"}]
-        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         lines.append(
             json.dumps({"id": f"e{i:02}", "source": f"e{i:02}", "messages": messages}) + "\n"
         )
@@ -113,11 +122,11 @@ def _write(
 
 
 def drawing_config(data: Path, **changes: Any) -> dict[str, Any]:
-    """The config of a model that sees and draws pictures; `changes` as of `tiny_config`."""
+    """The config of a model that sees and draws pictures; `changes` are those of `tiny_config`."""
     source = [{"name": "pictures", "path": str(data / "pictures.jsonl")}]
     diffusion = {"width": 16, "layers": 2, "heads": 2, "mlp_width": 24}
     diffusion |= {"patch_size": PATCH, "patch_frames": 2}
-    small = {
+    tiny_changes = {
         "model__vision__patch_size": 4,
         "model__diffusion": diffusion,
         "data__sources": source,
@@ -127,7 +136,7 @@ def drawing_config(data: Path, **changes: Any) -> dict[str, Any]:
         "phases__diffusion": {"block": 32, "spans": [1], "row_classes": 1},
         "objective__diffusion__condition_drop": 0.2,
     }
-    tree = tiny_config(data, **(small | changes))
+    tree = tiny_config(data, **(tiny_changes | changes))
     tree["model"].pop("audio", None)
     return tree
 
@@ -150,7 +159,10 @@ LATENTS: dict[str, Any] = {
 
 
 def perturbed(params: Any) -> Any:
-    """Parameters of which none is zero: gates and outputs of a new generator are, and let no gradient through."""
+    """The parameters with noise added to all of them.
+
+    Gates and outputs of a new generator are zero and would let no gradient through.
+    """
 
     def moved(path: Any, leaf: jax.Array) -> jax.Array:
         seed = zlib.crc32(jax.tree_util.keystr(path).encode())
@@ -161,7 +173,7 @@ def perturbed(params: Any) -> Any:
 
 
 def params_of(setup: Setup) -> Any:
-    """None of them zero, the same with stages as without."""
+    """Perturbed parameters of a setup, the same with stages as without."""
     programs = setup.programs
     if not isinstance(programs, StagedPrograms):
         return perturbed(setup.params)

@@ -1,4 +1,7 @@
-"""Whole steps with adapters: what they train, in any plan, on any mesh and in stages, and where a run goes on."""
+"""Steps with adapters: what they train, in any plan, on any mesh and in stages, and a resumed run.
+
+The reference is one device, or the sum of single examples.
+"""
 
 import json
 from contextlib import closing
@@ -35,20 +38,20 @@ TRAINED = {"adapter.language", "adapter.vision", "projector.audio", "projector.v
 
 
 def adapted(data, **changes):
-    """A tiny run whose towers and decoder are frozen; its projectors and adapters are not."""
+    """The config of a run with frozen towers and decoder; projectors and adapters are trained."""
     tree = tiny_config(data, model__adapters=ADAPTERS, data__batch_size=12)
     tree["components"] = {name: dict(FROZEN) for name in ("vision", "audio", "language")}
     for key, value in changes.items():
-        *parents, last = key.split("__")
+        *parents, leaf_key = key.split("__")
         node = tree
         for name in parents:
             node = node.setdefault(name, {})
-        node[last] = value
+        node[leaf_key] = value
     return tree
 
 
 def shifted(params):
-    """The same parameters, but for factors that are zero at first."""
+    """The same parameters with factors that are not zero, so that both factors have gradients."""
 
     def leaf(path, value):
         return value + 0.05 if path[-1].key == "b" else value
@@ -76,14 +79,15 @@ def test_packed_equals_unpacked_and_nothing_is_compiled_again(alone, whole):
     assert whole.grads.keys() == TRAINED
     params = shifted(alone.params)
     alone.gradients(alone.step(EXAMPLES[:1]), params)
-    parts, targets = [], []
+    single_grads = []
+    targets = []
     with closing(CompilationCounter()) as counter:
         for example in EXAMPLES:
             step = alone.step([example])
-            parts.append(scaled(alone.gradients(step, params).grads, step.targets))
+            single_grads.append(scaled(alone.gradients(step, params).grads, step.targets))
             targets.append(step.targets)
         assert counter.names == []
-    assert_close(scaled(whole.grads, sum(targets)), added(parts), 1e-5)
+    assert_close(scaled(whole.grads, sum(targets)), added(single_grads), 1e-5)
 
 
 ENCODERS = {f"components__{name}__layout": ENCODER_LAYOUT for name in ("vision", "audio")}
@@ -134,14 +138,16 @@ def test_mesh_and_stages_leave_the_mathematics_alone(data, alone, whole, devices
 
 @pytest.mark.slow
 def test_only_adapters_and_projectors_change_and_a_run_goes_on(data, tmp_path):
-    """Three steps at once, and the last of them after a pause."""
+    """Three steps at once end with the loss of two steps, a pause and a third."""
     common = {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "checkpoint": {"every": 1, "keep": 3}}
     losses = {}
     for name, steps in (("at_once", (3,)), ("paused", (2, 3))):
-        for count in steps:
-            tree = adapted(data, run={"directory": str(tmp_path / name), "steps": count}, **common)
+        for total_steps in steps:
+            tree = adapted(
+                data, run={"directory": str(tmp_path / name), "steps": total_steps}, **common
+            )
             (tmp_path / "config.yaml").write_text(write_text(tree))
-            resume = ["--resume"] if count != steps[0] else []
+            resume = ["--resume"] if total_steps != steps[0] else []
             assert train(["--config", str(tmp_path / "config.yaml"), *resume]) == 0
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         losses[name] = [json.loads(line).get("loss") for line in lines]
@@ -155,10 +161,10 @@ def test_only_adapters_and_projectors_change_and_a_run_goes_on(data, tmp_path):
 
 
 def saved_parameters(location):
-    """The parameters of a checkpoint, by path."""
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    """The parameters of a checkpoint by path, on one device."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     leaves = {
-        path: jax.ShapeDtypeStruct(*spec, sharding=place)
+        path: jax.ShapeDtypeStruct(*spec, sharding=sharding)
         for path, spec in saved_specs(location).items()
         if path[0] == "params"
     }

@@ -1,4 +1,4 @@
-"""What a user can get wrong is told in one line that names the cure, without a traceback."""
+"""What a user can get wrong is reported in one line that names the cure, without a traceback."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def config(data, tmp_path):
 
 
 def refusal(capsys, *arguments) -> str:
-    """Run the command in this process; a bug would raise. Returns what it wrote to stderr."""
+    """Run the command in this process, in which a bug would raise, and return its stderr."""
     assert main(["--config", *map(str, arguments)]) in (1, 2)
     error = capsys.readouterr().err
     assert error.startswith("error: ") and "Traceback" not in error
@@ -46,7 +46,7 @@ def test_ill_typed_value(capsys, config):
 
 
 def test_unknown_exchange(capsys, config):
-    """The schema does not know the table of backends, so this is told before any data is read."""
+    """The value is checked before any data is read, although the schema does not know the backends."""
     error = refusal(capsys, config, "balance.exchange=rugged", "data.root=/absent")
     assert "balance.exchange: must be one of auto, ragged, padded (got 'rugged')" in error
 
@@ -97,9 +97,9 @@ def test_missing_media_file(capsys, config, data, tmp_path):
 
 
 def test_all_refusals_are_in_the_run_folder_and_it_begins_as_an_empty_one(capsys, config, tmp_path):
-    lines = tmp_path / "bad.jsonl"
-    lines.write_text("{\n" * 9)
-    error = refusal(capsys, config, f"data.sources=[{{name: s, path: {lines}}}]")
+    broken_lines = tmp_path / "bad.jsonl"
+    broken_lines.write_text("{\n" * 9)
+    error = refusal(capsys, config, f"data.sources=[{{name: s, path: {broken_lines}}}]")
     path = tmp_path / "run" / "rejected.jsonl"
     assert "and 4 more" in error and f"All refusals are in {path}." in error
     assert [json.loads(line)["line"] for line in path.read_text().splitlines()] == [*range(1, 10)]
@@ -112,11 +112,11 @@ def test_pictures_of_the_assistant_where_nothing_draws_or_sees(capsys, config, d
     answer = [{"type": "image", "image": str(path.relative_to(data))} for path in pictures]
     assert len(answer) == 2
     turns = [{"role": "user", "content": "two"}, {"role": "assistant", "content": answer}]
-    alone = tmp_path / "drawn.jsonl"
-    alone.write_text(json.dumps({"id": "twice", "messages": turns}) + "\n")
-    sources = f"data.sources=[{{name: s, path: {alone}, root: {data}}}]"
+    pictures_path = tmp_path / "drawn.jsonl"
+    pictures_path.write_text(json.dumps({"id": "twice", "messages": turns}) + "\n")
+    sources = f"data.sources=[{{name: s, path: {pictures_path}, root: {data}}}]"
     error = refusal(capsys, config, sources, "data.evaluation=[]", "model.vision=null")
-    (line,) = [line for line in error.splitlines() if f"{alone}:1" in line]
+    (line,) = [line for line in error.splitlines() if f"{pictures_path}:1" in line]
     assert "holds an image, but no encoder of the model takes it (encoders: audio)" in line
 
 
@@ -156,11 +156,11 @@ def test_resume_with_an_incompatible_config(capsys, begun, change):
 
 
 def test_the_command_itself_fails_with_one_line(config):
-    ran = subprocess.run(
+    completed = subprocess.run(
         train_command(config, "mesh.data=3"), capture_output=True, text=True, timeout=120
     )
-    assert ran.returncode == 1
-    lines = [line for line in ran.stderr.splitlines() if line]
+    assert completed.returncode == 1
+    lines = [line for line in completed.stderr.splitlines() if line]
     assert len(lines) == 1 and lines[0].startswith("error: mesh {'data': 3")
 
 

@@ -1,4 +1,7 @@
-"""A start that is killed at any write leaves a folder in which the run can begin."""
+"""What a run says of itself when it begins, and starts that are killed at any write.
+
+Each of these leaves a folder in which the run can begin.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -38,8 +41,8 @@ def test_a_run_tells_what_its_encoders_keep(run, monkeypatch):
 
 def test_a_run_tells_which_rows_nodes_keep_to_one_rank(run):
     assert "nodes" not in run.describe()
-    alone = dataclasses.replace(run, left_alone=("vision", "audio"))
-    (line,) = (line for line in alone.describe().splitlines() if "nodes" in line)
+    confined = dataclasses.replace(run, left_alone=("vision", "audio"))
+    (line,) = (line for line in confined.describe().splitlines() if "nodes" in line)
     assert "vision, audio" in line and "balance.spans_cross_nodes" in line
 
 
@@ -49,8 +52,8 @@ def test_a_run_tells_which_gradients_stay_whole(data):
     config = parse_config(tiny_config(data, mesh={"fsdp": 8, "data": 1}, **step))
     run = build_run(config)
     (line,) = (line for line in run.describe().splitlines() if line.startswith("gradients"))
-    numbers = sum(leaf.size for leaf in jax.tree.leaves(run.programs.params["audio"]))
-    assert f"audio {4 * numbers / 1e9:.2f} GB, language" in line and "vision" not in line
+    parameter_count = sum(leaf.size for leaf in jax.tree.leaves(run.programs.params["audio"]))
+    assert f"audio {4 * parameter_count / 1e9:.2f} GB, language" in line and "vision" not in line
 
 
 @pytest.mark.parametrize("renamed", [True, False], ids=["after", "before"])
@@ -63,30 +66,33 @@ def test_a_run_tells_which_gradients_stay_whole(data):
     ],
 )
 def test_a_start_that_is_killed_can_be_begun_again(run, tmp_path, monkeypatch, writes, renamed):
+    """The process is killed after or before the n-th file takes its final name."""
     config = run.config.model_copy(
         update={"run": run.config.run.model_copy(update={"directory": str(tmp_path / "run")})}
     )
     run = dataclasses.replace(run, config=config)
-    replace, done = Path.replace, []
+    replace = Path.replace
+    replaced = []
 
     def killed(draft: Path, target: Path) -> None:
-        done.append(target)
-        if len(done) < writes or renamed:
+        replaced.append(target)
+        if len(replaced) < writes or renamed:
             replace(draft, target)
-        if len(done) == writes:
+        if len(replaced) == writes:
             raise Killed
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", killed)
         with pytest.raises(Killed):
             start(run)
-    assert all(target.parent == run.directory for target in done)
+    assert all(target.parent == run.directory for target in replaced)
     checked = check_folder(config, resume=True)
     start(dataclasses.replace(run, config=checked))
     assert read_config(run.directory) == checked
 
 
 def start(run) -> None:
+    """Begin a run in its folder."""
     with (
         Checkpoints(run.directory / "checkpoints", 2) as checkpoints,
         MetricsWriter(run.directory, tensorboard=False) as writer,

@@ -1,5 +1,8 @@
-"""A run of a published decoder and two published towers with fresh projectors, by config alone; and back by parts.
-And one of that decoder and a published generator."""
+"""Runs of published parts that a config alone composes, and the folders they write.
+
+One run has a decoder and two towers with fresh projectors, the other that decoder and a generator.
+Whatever is frozen goes back byte for byte.
+"""
 
 import json
 import shutil
@@ -32,33 +35,33 @@ TOWERS = {
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory) -> Path:
-    """A published folder with a tokenizer of a few words."""
-    place = tmp_path_factory.mktemp("composed") / "decoder"
-    folder = Path(shutil.copytree(FAMILIES / "goldens" / "qwen3", place))
-    words = {word: number for number, word in enumerate(["[UNK]", *WORDS])}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
-    made.save(str(folder / "tokenizer.json"))
+    """A published decoder's folder with a tokenizer of a few words."""
+    decoder_path = tmp_path_factory.mktemp("composed") / "decoder"
+    folder = Path(shutil.copytree(FAMILIES / "goldens" / "qwen3", decoder_path))
+    words = {word: index for index, word in enumerate(["[UNK]", *WORDS])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 
 def write_data(folder: Path) -> Path:
-    """A question about an image and a sound in every record."""
-    random = np.random.default_rng(0)
+    """Records with a question about an image and a sound."""
+    rng = np.random.default_rng(0)
     records = []
-    for number in range(16):
-        size = (*random.integers(10, 60, 2), 3)
-        Image.fromarray(random.integers(0, 256, size, np.uint8)).save(folder / f"{number}.png")
-        sound = random.uniform(-0.5, 0.5, random.integers(400, 16_000))
-        soundfile.write(folder / f"{number}.wav", sound, 16_000)
+    for index in range(16):
+        size = (*rng.integers(10, 60, 2), 3)
+        Image.fromarray(rng.integers(0, 256, size, np.uint8)).save(folder / f"{index}.png")
+        sound = rng.uniform(-0.5, 0.5, rng.integers(400, 16_000))
+        soundfile.write(folder / f"{index}.wav", sound, 16_000)
         question = [
-            {"type": "image", "image": f"{number}.png"},
-            {"type": "audio", "audio": f"{number}.wav"},
+            {"type": "image", "image": f"{index}.png"},
+            {"type": "audio", "audio": f"{index}.wav"},
             {"type": "text", "text": "what"},
         ]
-        said = " ".join(random.choice(WORDS, random.integers(2, 9)))
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": said}]
+        answer = " ".join(rng.choice(WORDS, rng.integers(2, 9)))
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         records.append(json.dumps({"messages": turns}) + "\n")
     (folder / "train.jsonl").write_text("".join(records))
     return folder / "train.jsonl"
@@ -66,16 +69,16 @@ def write_data(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def run(decoder) -> tuple[Path, str]:
-    """The folder of a run that trains projectors alone, and what it said."""
-    place = decoder.parent
+    """The folder of a run that trains projectors alone, and what it printed."""
+    base = decoder.parent
     frozen = {"freeze": True}
     phases = ("vision", "audio", "language")
     tree = {
-        "run": {"directory": str(place / "run"), "steps": 1},
-        "model": {"from": str(decoder)} | {n: {"from": str(of)} for n, of in TOWERS.items()},
+        "run": {"directory": str(base / "run"), "steps": 1},
+        "model": {"from": str(decoder)} | {n: {"from": str(tower)} for n, tower in TOWERS.items()},
         "components": {"language": frozen, "vision": frozen, "audio": frozen},
         "data": {
-            "sources": [{"name": "a", "path": str(write_data(place))}],
+            "sources": [{"name": "a", "path": str(write_data(base))}],
             "batch_size": 8,
         },
         "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
@@ -83,11 +86,11 @@ def run(decoder) -> tuple[Path, str]:
         "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
         "logging": {"tensorboard": False},
     }
-    (place / "config.yaml").write_text(write_text(tree))
-    said = StringIO()
-    with redirect_stdout(said):
-        assert train(["--config", str(place / "config.yaml")]) == 0
-    return place / "run", said.getvalue()
+    (base / "config.yaml").write_text(write_text(tree))
+    output = StringIO()
+    with redirect_stdout(output):
+        assert train(["--config", str(base / "config.yaml")]) == 0
+    return base / "run", output.getvalue()
 
 
 @pytest.mark.slow
@@ -119,15 +122,15 @@ def test_parts_of_three_folders_train_and_go_back(run, decoder, tmp_path):
 
 @pytest.mark.slow
 def test_a_generator_of_a_folder_trains_and_draws(decoder, tmp_path):
-    """Of the generator its output alone trains; the projector is the folder's, and trains, too."""
+    """The generator trains its output alone; the projector comes from its folder and trains."""
     source = FAMILIES / "generator_goldens" / "wan"
-    random = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     records = []
-    for number in range(8):
-        sizes = (4, random.integers(1, 5), *(2 * random.integers(1, 5, 2)))
-        np.save(tmp_path / f"{number}.npy", random.normal(size=sizes).astype(np.float32))
-        clip = [{"type": "video", "video": f"{number}.npy"}]
-        said = " ".join(random.choice(WORDS, random.integers(2, 9)))
+    for index in range(8):
+        sizes = (4, rng.integers(1, 5), *(2 * rng.integers(1, 5, 2)))
+        np.save(tmp_path / f"{index}.npy", rng.normal(size=sizes).astype(np.float32))
+        clip = [{"type": "video", "video": f"{index}.npy"}]
+        said = " ".join(rng.choice(WORDS, rng.integers(2, 9)))
         turns = [{"role": "user", "content": said}, {"role": "assistant", "content": clip}]
         records.append(json.dumps({"messages": turns}) + "\n")
     (tmp_path / "train.jsonl").write_text("".join(records))
@@ -154,7 +157,8 @@ def test_a_generator_of_a_folder_trains_and_draws(decoder, tmp_path):
         assert train(["--config", str(tmp_path / "config.yaml")]) == 0
     assert f"model.diffusion.from: diffusion from {source}" in said.getvalue()
     assert f"model.diffusion.projector: projector.language from {source}" in said.getvalue()
-    run, out = tmp_path / "run", tmp_path / "out"
+    run = tmp_path / "run"
+    out = tmp_path / "out"
     assert convert(["to-hf", str(run), str(out), "--component", "diffusion"]) == 0
     before, after = (ModelFolder.open(path, "diffusion") for path in (source, out))
     trained = ("proj_out.", "scale_shift_table", "condition_embedder.text_embedder.")
@@ -162,11 +166,11 @@ def test_a_generator_of_a_folder_trains_and_draws(decoder, tmp_path):
         changed = not np.array_equal(tensor.array(), after.tensors[key].array())
         assert changed == key.startswith(trained), key
     projector = tmp_path / "projector"
-    parts = ["to-hf", str(run), str(projector), "--component", "projector.language"]
-    assert convert(parts) == 0
+    command = ["to-hf", str(run), str(projector), "--component", "projector.language"]
+    assert convert(command) == 0
     assert json.loads((projector / "config.json").read_text())["group"] == 1
-    asked = ["--run", str(run), "--prompt", "a red cat", "--size", "4x8", "--frames", "3"]
-    assert draw([*asked, "--steps", "2", "--out", str(tmp_path / "drawn")]) == 0
+    arguments = ["--run", str(run), "--prompt", "a red cat", "--size", "4x8", "--frames", "3"]
+    assert draw([*arguments, "--steps", "2", "--out", str(tmp_path / "drawn")]) == 0
     (drawn,) = (tmp_path / "drawn").glob("*.npy")
     latents = np.load(drawn)
     assert latents.shape == (4, 3, 4, 8) and np.isfinite(latents).all()
@@ -175,22 +179,28 @@ def test_a_generator_of_a_folder_trains_and_draws(decoder, tmp_path):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_second_run_in_stages_goes_on(run, tmp_path, capsys):
-    """It trains the towers of the first one, which know the folders that they came from."""
+    """The second run trains the towers of the first, whose folders of origin stay known."""
     folder, _ = run
     overrides = [f"run.directory={tmp_path / 'next'}", f"model.from={folder}", "mesh.data=1"]
     overrides += ["pipeline.stages=2", "components.vision.freeze=false"]
     overrides += ["components.audio.freeze=false", "model.audio.from=null"]
-    again = ["--config", str(folder / "config.yaml"), *overrides]
-    assert train(again) == 1
+    command = ["--config", str(folder / "config.yaml"), *overrides]
+    assert train(command) == 1
     error = capsys.readouterr().err
     assert "has vision, which model.vision.from reads from" in error and "\n" not in error.strip()
     shutil.rmtree(tmp_path / "next", ignore_errors=True)
-    assert train([*again, "model.vision.from=null"]) == 0, capsys.readouterr().err
-    rest = ("text_model.", "vision_model.head.", "logit_", "model.decoder.", "proj_out.")
+    assert train([*command, "model.vision.from=null"]) == 0, capsys.readouterr().err
+    untrained_prefixes = (
+        "text_model.",
+        "vision_model.head.",
+        "logit_",
+        "model.decoder.",
+        "proj_out.",
+    )
     for name, tower in TOWERS.items():
         out = tmp_path / name
         assert convert(["to-hf", str(tmp_path / "next"), str(out), "--component", name]) == 0
         before, after = (ModelFolder.open(path, name) for path in (tower, out))
         for key, tensor in before.tensors.items():
             changed = not np.array_equal(tensor.array(), after.tensors[key].array())
-            assert changed != key.startswith(rest), key
+            assert changed != key.startswith(untrained_prefixes), key

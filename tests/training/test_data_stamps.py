@@ -1,4 +1,4 @@
-"""Data that is edited under a run is noticed, whatever its lengths, and named."""
+"""Data that is edited during a run is noticed and named, even if all lengths stay the same."""
 
 import json
 import os
@@ -25,27 +25,28 @@ from tests.support import tiny_config
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Six records, of which every other one has a picture."""
+    """Six records; every other one has a picture."""
     folder = tmp_path / "data"
     folder.mkdir()
     rng = np.random.default_rng(0)
     lines = []
-    for number in range(6):
+    for index in range(6):
         record = {
-            "id": f"r{number}",
-            "messages": [{"role": "assistant", "content": f"answer {number}"}],
+            "id": f"r{index}",
+            "messages": [{"role": "assistant", "content": f"answer {index}"}],
         }
-        if number % 2:
+        if index % 2:
             picture = Image.fromarray(rng.integers(0, 255, (40, 40, 3), np.uint8))
-            picture.save(folder / f"{number}.bmp")
+            picture.save(folder / f"{index}.bmp")
             user = {"role": "user", "content": "<image>what?"}
-            record |= {"images": [f"{number}.bmp"], "messages": [user, *record["messages"]]}
+            record |= {"images": [f"{index}.bmp"], "messages": [user, *record["messages"]]}
         lines.append(json.dumps(record) + "\n")
     (folder / "a.jsonl").write_text("".join(lines))
     return folder
 
 
 def opened(folder: Path) -> Corpus:
+    """The corpus of the folder, indexed anew."""
     source = SourceConfig(name="s", path=str(folder / "a.jsonl"))
     return Corpus.open(
         [source], ByteTokenizer(), {"vision": Images(14, 2, 28 * 28, 1 << 20)}, progress=False
@@ -53,6 +54,7 @@ def opened(folder: Path) -> Corpus:
 
 
 def refusal(run: Path, corpus: Corpus) -> str:
+    """The message, of one line, with which a run refuses to continue on this data."""
     with pytest.raises(CheckpointError) as caught:
         check_data(run, corpus, True)
     assert "\n" not in str(caught.value)
@@ -80,23 +82,26 @@ def test_unchanged_data_is_what_it_was(folder, tmp_path, capsys):
 def test_stamps_are_written_where_something_changed(folder, tmp_path):
     stamps = tmp_path / "run" / "data.npz"
     train_on(tmp_path / "run", opened(folder))
-    written = stamps.stat().st_ino, stamps.stat().st_mtime_ns
+    file_identity = stamps.stat().st_ino, stamps.stat().st_mtime_ns
     train_on(tmp_path / "run", opened(folder))
-    assert (stamps.stat().st_ino, stamps.stat().st_mtime_ns) == written
+    assert (stamps.stat().st_ino, stamps.stat().st_mtime_ns) == file_identity
     os.utime(folder / "1.bmp", (1, 1))
     train_on(tmp_path / "run", opened(folder))
-    assert (stamps.stat().st_ino, stamps.stat().st_mtime_ns) != written
+    assert (stamps.stat().st_ino, stamps.stat().st_mtime_ns) != file_identity
 
 
 @pytest.mark.parametrize("before", ["abc", "cab", "bd", ""])
 def test_stamps_are_those_of_the_files_that_were_there_before(before):
-    now = {name: [n, 10 * n] for n, name in enumerate("abc")}
+    """Stamps of media are paired by name; before, there were more, fewer or no media."""
+    current_stamps = {name: [n, 10 * n] for n, name in enumerate("abc")}
     stamps = np.array([[ord(name), 0] for name in before], np.int64).reshape(-1, 2)
-    media = SimpleNamespace(address=tuple(now), stamp=np.array(list(now.values())))
+    media = SimpleNamespace(
+        address=tuple(current_stamps), stamp=np.array(list(current_stamps.values()))
+    )
     encoded = np.frombuffer(json.dumps(tuple(before)).encode(), np.uint8)
     names, now_stamps, before_stamps = _common_media(SimpleNamespace(media=media), encoded, stamps)
-    assert list(names) == [name for name in now if name in before]
-    assert now_stamps.tolist() == [now[name] for name in names]
+    assert list(names) == [name for name in current_stamps if name in before]
+    assert now_stamps.tolist() == [current_stamps[name] for name in names]
     assert before_stamps.tolist() == [[ord(name), 0] for name in names]
 
 
@@ -140,10 +145,10 @@ def test_a_copy_with_new_times_is_a_warning(folder, tmp_path, capsys):
     for path in folder.glob("*.bmp"):
         os.utime(path, (1, 1))
     train_on(tmp_path / "run", opened(folder))
-    said = capsys.readouterr().out
-    assert said.count("\n") == 1
-    assert "warning: 3 media files of source 's' have another modification time" in said
-    assert f"the first is {folder / '1.bmp'}" in said
+    output = capsys.readouterr().out
+    assert output.count("\n") == 1
+    assert "warning: 3 media files of source 's' have another modification time" in output
+    assert f"the first is {folder / '1.bmp'}" in output
     train_on(tmp_path / "run", opened(folder))
     assert capsys.readouterr().out == "", "said once"
 
@@ -172,13 +177,14 @@ def test_damaged_files_are_one_line(folder, tmp_path, name, content):
 
 
 def test_slots_that_depend_on_the_model_are_no_other_data(data):
-    """A tower that hears silence takes whole chunks of sound, so clips have more slots."""
+    """A tower that hears silence takes complete chunks of sound, so clips have more slots."""
     config = parse_config(tiny_config(data))
     media = modalities(config.model, config.data)
     assert isinstance(media["audio"], Sounds)
-    heard = media | {"audio": replace(media["audio"], silence="heard")}
-    plain, longer = (
-        Corpus.open(config.data.sources, ByteTokenizer(), readers) for readers in (media, heard)
+    heard_media = media | {"audio": replace(media["audio"], silence="heard")}
+    corpus, heard_corpus = (
+        Corpus.open(config.data.sources, ByteTokenizer(), readers)
+        for readers in (media, heard_media)
     )
-    assert not np.array_equal(plain.indexes[0].item_length, longer.indexes[0].item_length)
-    assert plain.fingerprint() == longer.fingerprint()
+    assert not np.array_equal(corpus.indexes[0].item_length, heard_corpus.indexes[0].item_length)
+    assert corpus.fingerprint() == heard_corpus.fingerprint()

@@ -1,7 +1,7 @@
-"""Whole steps of a model whose decoder adds features of tower layers to its first layers, packed and cut in every way.
+"""Steps of a model whose decoder adds features of tower layers to its first layers.
 
-Positions are those that come with it in published models. Tokens of sound have nothing to add, and go through the
-same pools.
+Packing, meshes and stages are compared with one device. Positions are those that published models
+of this kind have. Tokens of sound go through the same pools and add nothing.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from tests.training.test_spans import phases
 
 EXAMPLES = np.random.default_rng(0).permutation(96)[:16]
 MODEL = {
-    "model__language__layers": 5,  # which no number of stages here divides
+    "model__language__layers": 5,  # divisible by none of the numbers of stages below
     "model__language__rope_interleaved": True,
     "model__vision__layers": 3,
     "model__vision__deepstack_layers": [0, 2],
@@ -38,15 +38,20 @@ def whole(one) -> Result:
 @pytest.mark.exhaustive
 def test_packed_equals_unpacked(one, whole):
     steps = [one.step([example]) for example in EXAMPLES]
-    parts = [scaled(one.gradients(step).grads, step.targets) for step in steps]
-    assert_close(scaled(whole.grads, sum(step.targets for step in steps)), added(parts), 1e-5)
+    single_grads = [scaled(one.gradients(step).grads, step.targets) for step in steps]
+    assert_close(
+        scaled(whole.grads, sum(step.targets for step in steps)), added(single_grads), 1e-5
+    )
 
 
 @pytest.mark.exhaustive
 def test_what_is_added_is_seen_in_the_loss(setups, by_example, whole):
-    fewer = setups(by_example(phases=BLOCKS, **MODEL | {"model__vision__deepstack_layers": [2]}), 1)
-    other = fewer.gradients(fewer.step(EXAMPLES))
-    assert abs(other.mean_loss - whole.mean_loss) > 1e-4
+    """Without an effect on the loss, the other tests would prove nothing about the additions."""
+    single_addition = setups(
+        by_example(phases=BLOCKS, **MODEL | {"model__vision__deepstack_layers": [2]}), 1
+    )
+    single_addition_result = single_addition.gradients(single_addition.step(EXAMPLES))
+    assert abs(single_addition_result.mean_loss - whole.mean_loss) > 1e-4
 
 
 CASES = {  # devices, mesh, what else

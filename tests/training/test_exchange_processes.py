@@ -13,16 +13,17 @@ from tests.balance.exchange.on_devices import LAYOUTS, check, layout_pairs
 
 
 def test_two_processes_exchange_tokens():
+    """The module runs itself in the processes; `check` compares with the expected tokens there."""
     launcher = [sys.executable, "-m", "launch.local", "--processes", "2", "--devices", "2", "--"]
-    ran = subprocess.run(
+    completed = subprocess.run(
         [*launcher, sys.executable, "-m", "tests.training.test_exchange_processes"],
         env=os.environ | {"NPROC": "8"},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
-    assert ran.stdout.count("exchanged") == 2 * len(LAYOUTS)
+    assert completed.returncode == 0, completed.stdout[-3000:] + completed.stderr[-3000:]
+    assert completed.stdout.count("exchanged") == 2 * len(LAYOUTS)
 
 
 def main() -> None:

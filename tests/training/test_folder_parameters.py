@@ -1,4 +1,7 @@
-"""Parameters of a published folder, straight into shardings."""
+"""Parameters of a published folder are read straight into shardings.
+
+The reference is the folder read on one device, or its tensors themselves.
+"""
 
 from pathlib import Path
 
@@ -19,11 +22,12 @@ FOLDER = Path(__file__).parents[1] / "families" / "goldens" / "qwen2"
 
 
 def model_on(mesh: dict[str, int], **changes) -> MLLM:
+    """The model of the folder on a mesh; changes of its config make it another model."""
     folder = ModelFolder.open(FOLDER)
     language = LanguageConfig(**folder.family.section(folder.config) | changes)
-    made = make_mesh(mesh, jax.devices()[: int(np.prod([*mesh.values()]))])
+    device_mesh = make_mesh(mesh, jax.devices()[: int(np.prod([*mesh.values()]))])
     vocabulary = folder.config.number("vocab_size")
-    return build_model(ModelConfig(language=language), vocabulary, ComponentsConfig(), made)
+    return build_model(ModelConfig(language=language), vocabulary, ComponentsConfig(), device_mesh)
 
 
 def read(mesh: dict[str, int], dtype: str = "float32"):
@@ -34,11 +38,13 @@ def read(mesh: dict[str, int], dtype: str = "float32"):
     "mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8}, {"data": 8, "fsdp": 1}]
 )
 def test_any_mesh_reads_the_same(mesh):
-    whole = jax.device_get(read({"data": 1, "fsdp": 1}))
-    found = read(mesh)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), whole)
-    wanted = model_on(mesh).abstract("float32")
-    for leaf, abstract in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    expected = jax.device_get(read({"data": 1, "fsdp": 1}))
+    params = read(mesh)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), expected)
+    abstract_params = model_on(mesh).abstract("float32")
+    for leaf, abstract in zip(
+        jax.tree.leaves(params), jax.tree.leaves(abstract_params), strict=True
+    ):
         assert leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim)
 
 
@@ -54,7 +60,7 @@ def test_a_tensor_lies_where_its_line_says():
 
 
 def test_every_slice_is_read_once(monkeypatch):
-    """Devices that hold the same slice share what was read; all slices together are the folder."""
+    """Devices that hold the same slice share what is read, so the bytes are those of the folder."""
     read_bytes = []
     part = Fit.part
 
@@ -70,14 +76,14 @@ def test_every_slice_is_read_once(monkeypatch):
 
 
 def test_a_decoder_of_another_kind_is_refused_by_key():
-    wanted = model_on({"data": 1, "fsdp": 1}, qk_norm=True).abstract("float32")
+    abstract_params = model_on({"data": 1, "fsdp": 1}, qk_norm=True).abstract("float32")
     with pytest.raises(FolderError, match=r"layers\.0\.self_attn\.k_norm\.weight is missing"):
-        read_parameters(str(FOLDER), wanted)
+        read_parameters(str(FOLDER), abstract_params)
 
 
 def test_components_that_a_folder_lacks_are_named():
     lines: list[str] = []
-    wanted = model_on({"data": 1, "fsdp": 1}).abstract("float32")
-    read_parameters(str(FOLDER), wanted | {"vision": {}}, lines.append)
+    abstract_params = model_on({"data": 1, "fsdp": 1}).abstract("float32")
+    read_parameters(str(FOLDER), abstract_params | {"vision": {}}, lines.append)
     assert lines[0] == f"model.from: language from {FOLDER}"
     assert lines[1].startswith("model.from: vision not in ") and "at random" in lines[1]

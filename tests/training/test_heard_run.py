@@ -1,4 +1,7 @@
-"""A run of a published model that sees, hears and speaks: what it trains goes back, and all else stays."""
+"""A run of a published model that sees, hears and speaks.
+
+What it trains goes back into a folder, and all other tensors stay bit for bit.
+"""
 
 import json
 from pathlib import Path
@@ -20,41 +23,45 @@ SPECIAL += ["<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"]
 
 @pytest.fixture(scope="module")
 def folder(request, tmp_path_factory) -> Path:
-    """Of Qwen2.5-Omni, or of another golden."""
+    """A published folder of Qwen2.5-Omni, or of the golden that a test names."""
     name = getattr(request, "param", "qwen2_5_omni")
     return published(tmp_path_factory.mktemp("heard"), name, SPECIAL)
 
 
 @pytest.fixture(scope="module")
 def config(folder) -> Path:
-    """Of a run of frozen towers, trained projectors, and adapters on the decoder; of the records some have a picture,
-    some a clip, some both, some neither."""
-    place, random = folder.parent, np.random.default_rng(0)
+    """The config of a run with frozen towers, trained projectors and adapters on the decoder.
+
+    Records have a picture, a clip, both or neither.
+    """
+    base = folder.parent
+    rng = np.random.default_rng(0)
     records = []
-    for number in range(16):
+    for index in range(16):
         content = [{"type": "text", "text": "what"}]
-        if number % 2:
-            size = (*random.integers(8, 40, 2), 3)
-            Image.fromarray(random.integers(0, 256, size, np.uint8)).save(place / f"{number}.png")
-            content.insert(0, {"type": "image", "image": f"{number}.png"})
-        if number % 4 > 1:
-            sound = random.uniform(-0.5, 0.5, random.integers(800, 20_000))
-            soundfile.write(place / f"{number}.wav", sound, 16_000)
-            content.append({"type": "audio", "audio": f"{number}.wav"})
-        said = " ".join(random.choice(WORDS, random.integers(2, 9)))
-        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": said}]
+        if index % 2:
+            size = (*rng.integers(8, 40, 2), 3)
+            Image.fromarray(rng.integers(0, 256, size, np.uint8)).save(base / f"{index}.png")
+            content.insert(0, {"type": "image", "image": f"{index}.png"})
+        if index % 4 > 1:
+            sound = rng.uniform(-0.5, 0.5, rng.integers(800, 20_000))
+            soundfile.write(base / f"{index}.wav", sound, 16_000)
+            content.append({"type": "audio", "audio": f"{index}.wav"})
+        answer = " ".join(rng.choice(WORDS, rng.integers(2, 9)))
+        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
         records.append(json.dumps({"messages": turns}) + "\n")
-    (place / "train.jsonl").write_text("".join(records))
-    frozen, phases = {"freeze": True}, ("vision", "audio", "language")
+    (base / "train.jsonl").write_text("".join(records))
+    frozen = {"freeze": True}
+    phases = ("vision", "audio", "language")
     tree = {
-        "run": {"directory": str(place / "run"), "steps": 1},
+        "run": {"directory": str(base / "run"), "steps": 1},
         "model": {
             "from": str(folder),
             "adapters": {"language": {"rank": 2, "alpha": 4.0, "parameters": ["*.query"]}},
         },
         "components": dict.fromkeys(phases, frozen),
         "data": {
-            "sources": [{"name": "a", "path": str(place / "train.jsonl")}],
+            "sources": [{"name": "a", "path": str(base / "train.jsonl")}],
             "batch_size": 8,
         },
         "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
@@ -62,8 +69,8 @@ def config(folder) -> Path:
         "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
         "logging": {"tensorboard": False},
     }
-    (place / "config.yaml").write_text(write_text(tree))
-    return place / "config.yaml"
+    (base / "config.yaml").write_text(write_text(tree))
+    return base / "config.yaml"
 
 
 MERGER = {
@@ -91,7 +98,7 @@ OF_QWEN3 = MERGER | {
     indirect=["folder"],
 )
 def test_projectors_and_adapters_alone_change(folder, config, trained, tmp_path):
-    """The first step moves one factor of an adapter, which is zero before; merged, its matrices."""
+    """The first step moves the factor of an adapter that was zero, which changes the product."""
     run = [f"run.directory={tmp_path / 'run'}"]
     assert train(["--config", str(config), *run]) == 0
     assert "attention: chunk" in (tmp_path / "run" / "config.yaml").read_text()

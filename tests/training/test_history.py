@@ -1,4 +1,4 @@
-"""Batch size and weights that change on the way: what is written down, and the lines that say so."""
+"""Batch size and weights that change during a run: what is written down, and what is reported."""
 
 import json
 from pathlib import Path
@@ -29,12 +29,13 @@ def test_an_unchanged_config_adds_nothing() -> None:
 def test_a_change_counts_from_its_step_on() -> None:
     changed = Segment(9, 8, (1.0,))
     assert continued_history((FIRST,), changed, Path()) == ((FIRST, changed), [])
-    again = Segment(9, 16, (3.0,))
-    assert continued_history((FIRST, changed), again, Path()) == ((FIRST, again), []), (
-        "no step was done with it"
-    )
-    back = Segment(9, 4, (1.0,))
-    assert continued_history((FIRST, changed), back, Path()) == ((FIRST,), [])
+    changed_twice = Segment(9, 16, (3.0,))
+    assert continued_history((FIRST, changed), changed_twice, Path()) == (
+        (FIRST, changed_twice),
+        [],
+    ), "no step was done with it"
+    unchanged = Segment(9, 4, (1.0,))
+    assert continued_history((FIRST, changed), unchanged, Path()) == ((FIRST,), [])
 
 
 def test_a_change_after_the_checkpoint_is_dropped_and_said() -> None:

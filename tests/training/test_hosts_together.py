@@ -1,5 +1,7 @@
-"""Runs that are signalled at any moment, and processes that differ, die, stop, come late or never: all end soon, or
-wait, with one line that says why."""
+"""Processes of a run that are signalled, differ, die, stop, start late or never start.
+
+All of them end soon, or wait, with one line that says why.
+"""
 
 import json
 import os
@@ -21,11 +23,11 @@ from tests.support import EXHAUSTIVE, tiny_config, train_command
 
 pytestmark = pytest.mark.slow
 
-SOON = 120  # seconds: a bound that catches a hang, on a machine that does other things as well
+SOON = 120  # seconds; the bound catches a hang, on a machine that does other things as well
 
 
 class Group:
-    """The processes of one run, each in a process group of its own with its workers."""
+    """The processes of one run; each has a process group of its own, with its workers."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class Group:
             os.killpg(process.pid, number)
 
     def codes(self) -> list[int]:
-        """Exit codes, soon."""
+        """Wait for all processes, and return their exit codes."""
         deadline = time.monotonic() + SOON
         for process in self.processes:
             try:
@@ -102,7 +104,7 @@ class Group:
         return "\n".join(log.read_text()[-3000:] for log in self.logs)
 
     def assert_saved(self) -> int:
-        """The run has ended well: its last step, which is that of its summary and of a checkpoint."""
+        """The run has ended well; its last step, which is returned, has summary and checkpoint."""
         assert self.codes() == [0] * len(self.processes), self.output()
         assert "Traceback" not in self.output()
         step = json.loads((self.folder / "summary.json").read_text())["steps"]
@@ -124,7 +126,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def start(data, tmp_path):
-    """Begin a long run of some processes."""
+    """Begin a run on some processes; by default it is longer than any test."""
     groups: list[Group] = []
 
     def begin(
@@ -161,16 +163,16 @@ def test_a_signal_in_a_step_saves_and_a_resumed_run_stops_again(start, processes
     group.send(number)
     assert group.assert_saved() >= 2
     if processes == 1:
-        again = start(processes, f"data.workers={workers}", "--resume")
-        again.wait_for_step(json.loads((group.folder / "summary.json").read_text())["steps"] + 1)
-        again.send(number)
-        assert again.assert_saved() > 2
+        resumed = start(processes, f"data.workers={workers}", "--resume")
+        resumed.wait_for_step(json.loads((group.folder / "summary.json").read_text())["steps"] + 1)
+        resumed.send(number)
+        assert resumed.assert_saved() > 2
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=EXHAUSTIVE), 2])
 def test_a_signal_before_the_first_step_is_one_line(start, processes):
     group = start(processes)
-    # JAX has its threads once it has devices; indexing and compiling, which come next, take seconds.
+    # With devices, JAX has more than 8 threads; indexing and compiling come next and take seconds
     group.wait_until(
         lambda: all(threads(process.pid) > 8 for process in group.processes), "devices"
     )
@@ -197,6 +199,7 @@ def test_signals_while_checkpoints_are_written_and_evaluations_run(start, proces
 
 
 def drafts(folder: Path) -> list[str]:
+    """Checkpoints that are being written."""
     return [name for name in os.listdir(folder) if "tmp" in name]
 
 
@@ -204,7 +207,7 @@ def drafts(folder: Path) -> list[str]:
 def test_a_second_signal_ends_all_at_once(start, processes):
     group = start(processes, "data.workers=1")
     group.wait_for_step(2)
-    for process in group.processes:  # cannot save before the second one comes
+    for process in group.processes:  # so that neither saves before the second signal comes
         os.kill(process.pid, signal.SIGSTOP)
     group.send(signal.SIGTERM)
     time.sleep(2 * SAME_REQUEST_SECONDS)
@@ -215,8 +218,8 @@ def test_a_second_signal_ends_all_at_once(start, processes):
     for code, log in zip(group.codes(), group.logs, strict=True):
         text = log.read_text()
         assert "Traceback" not in text
-        # A process that was slow to see the first signal takes the second for the same one. It has saved by the time
-        # that the other ends, or ends with it.
+        # A process that was slow to see the first signal takes the second for the same one. By the
+        # time the other ends, it has saved, or it ends with the other.
         ended_by_other = code == 1 and re.fullmatch(
             r"error: process \d \(.*\): stopped by a second signal.*", text.splitlines()[-1]
         )
@@ -246,8 +249,8 @@ def test_a_process_that_dies_or_stops_ends_the_other(start, victim, number, said
     group = start(2, "data.workers=1", distributed=LIMITS)
     group.wait_for_step(2)
     os.kill(group.processes[victim].pid, number)
-    other = group.processes[1 - victim]
-    assert other.wait(timeout=150) == 1, group.output()
+    survivor = group.processes[1 - victim]
+    assert survivor.wait(timeout=150) == 1, group.output()
     lines = error_lines(group.logs[1 - victim])
     assert (
         len(lines) == 1 and lines[0].startswith(f"error: process {victim} (") and said in lines[0]
@@ -274,14 +277,14 @@ def test_a_different_config_or_data_on_one_process_is_named_on_all_before_compil
         (line,) = error_lines(log)
         assert "process 1 (" in line and "run.seed is 5 there, 0 on process 0" in line
 
-    # The same paths below another root.
-    other = shutil.copytree(data, tmp_path / "other")
+    # The second process reads the same paths below another root, with one record fewer
+    edited_data = shutil.copytree(data, tmp_path / "other")
     lines = (data / "train.jsonl").read_text().splitlines(keepends=True)
-    (other / "train.jsonl").write_text("".join(lines[:-1]))
+    (edited_data / "train.jsonl").write_text("".join(lines[:-1]))
     sources = "data.sources=[{name: sample, path: train.jsonl}]"
     arguments = {
         p: [sources, "data.evaluation=[]", f"data.root={root}"]
-        for p, root in enumerate((data, other))
+        for p, root in enumerate((data, edited_data))
     }
     group = start(2, distributed=LIMITS, of_process=arguments)
     assert group.codes() == [1, 1], group.output()
@@ -297,7 +300,10 @@ def test_a_different_config_or_data_on_one_process_is_named_on_all_before_compil
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_process_more_than_thirty_seconds_late_is_waited_for(start):
-    """Gloo gives up after 30 s: one process is held up between the meeting of all and its first program."""
+    """Gloo gives up after 30 s, so all processes have to meet before their first collective.
+
+    One process is held up for 40 s between its start and its first program.
+    """
     group = start(2, "run.steps=2", distributed={"start_timeout": 240, "peer_timeout": 120})
     group.wait_until(
         lambda: all(threads(process.pid) > 8 for process in group.processes), "devices"

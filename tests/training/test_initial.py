@@ -1,4 +1,7 @@
-"""Parameters taken from another run: by component, on any mesh, with a fresh optimizer."""
+"""Parameters taken from another run: by component, on any mesh, with a fresh optimizer.
+
+The reference is what the checkpoint of the source holds, bit for bit.
+"""
 
 import json
 import shutil
@@ -27,19 +30,19 @@ from tests.support import tiny_config
 
 
 def inputs_of(tree: dict, mesh: dict) -> RunInputs:
-    """Data and model over a mesh, without anything compiled."""
+    """Data and model over a mesh; nothing is compiled."""
     config = parse_config(tree | {"mesh": mesh})
     return prepare(config, make_mesh(config.mesh_sizes))
 
 
 def abstract_params(tree: dict, mesh: dict) -> dict:
-    """Shapes and shardings of a model."""
+    """Shapes and shardings of a model's parameters."""
     return inputs_of(tree, mesh).model.abstract("float32")
 
 
 @pytest.fixture(scope="module")
 def source(by_example, tmp_path_factory) -> tuple[Path, dict]:
-    """A run folder with the checkpoints 3 and 4, and the parameters of 4."""
+    """A run folder with checkpoints of steps 3 and 4, and the parameters of step 4."""
     folder = tmp_path_factory.mktemp("source")
     model = inputs_of(by_example(), {"data": 8}).model
     with Checkpoints(folder / "checkpoints", 2) as checkpoints:
@@ -51,15 +54,15 @@ def source(by_example, tmp_path_factory) -> tuple[Path, dict]:
 
 @pytest.mark.parametrize("which", ["", "checkpoints/4"])
 def test_parameters_are_read_on_any_mesh(source, by_example, which, monkeypatch):
-    """By a relative path, too."""
+    """The source is a run folder or a checkpoint, by a relative path."""
     folder, expected = source
-    wanted = abstract_params(by_example(), {"data": 2, "fsdp": 2, "tensor": 2})
+    abstract = abstract_params(by_example(), {"data": 2, "fsdp": 2, "tensor": 2})
     lines: list[str] = []
     monkeypatch.chdir(folder.parent)
-    params = read_parameters(str(Path(folder.name) / which), wanted, lines.append)
+    params = read_parameters(str(Path(folder.name) / which), abstract, lines.append)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), expected)
-    for left, right in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
-        assert left.sharding.is_equivalent_to(right.sharding, left.ndim)
+    for leaf, abstract_leaf in zip(jax.tree.leaves(params), jax.tree.leaves(abstract), strict=True):
+        assert leaf.sharding.is_equivalent_to(abstract_leaf.sharding, leaf.ndim)
     (line,) = lines
     assert line.startswith("model.from: audio, language, projector.audio, ") and line.endswith(
         "checkpoints/4"
@@ -79,10 +82,11 @@ def test_a_copied_checkpoint_may_have_any_name(source, by_example, tmp_path):
 
 
 def programs_of(model: MLLM, ema: bool = False) -> SimpleNamespace:
-    """What a state is begun with, on a mesh; with `ema`, there are averages of the decoder."""
-    drawn, zero = model.init(9, "float32"), jnp.zeros((), jnp.int32)
-    averages = {"language": drawn["language"]} if ema else None
-    state = TrainState(drawn, {}, zero, zero, zero, zero, averages)
+    """A stand-in for programs on a mesh; with `ema`, the decoder has averages."""
+    initial_params = model.init(9, "float32")
+    zero = jnp.zeros((), jnp.int32)
+    averages = {"language": initial_params["language"]} if ema else None
+    state = TrainState(initial_params, {}, zero, zero, zero, zero, averages)
     return SimpleNamespace(
         init=lambda seed: state,
         saved_state=state._replace(params=model.abstract("float32")),
@@ -95,13 +99,14 @@ def test_averages_begin_at_the_parameters_that_are_taken(source, by_example):
     folder, expected = source
     config = parse_config(by_example(model__from=str(folder)))
     model = inputs_of(by_example(components__language__ema=0.9), {"data": 8}).model
-    begun = initial_state(config, programs_of(model, ema=True), lambda line: None)
-    assert begun.averages.keys() == {"language"}
-    for tree in (begun.params["language"], begun.averages["language"]):
+    state = initial_state(config, programs_of(model, ema=True), lambda line: None)
+    assert state.averages.keys() == {"language"}
+    for tree in (state.params["language"], state.averages["language"]):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(tree), expected["language"])
 
 
 def test_what_is_frozen_and_drawn_at_random_is_named(source, by_example):
+    """The warning is due only where no source gives the frozen parameters."""
     frozen = {"components__vision__freeze": True, "components__projector__audio__freeze": True}
     programs = programs_of(inputs_of(by_example(), {"data": 8}).model)
     lines: list[str] = []
@@ -109,8 +114,8 @@ def test_what_is_frozen_and_drawn_at_random_is_named(source, by_example):
     (line,) = lines
     assert line.startswith("warning: projector.audio, vision: frozen, with parameters drawn at")
     lines.clear()
-    taken = parse_config(by_example(**frozen, model__from=str(source[0])))
-    initial_state(taken, programs, lines.append)
+    config_with_source = parse_config(by_example(**frozen, model__from=str(source[0])))
+    initial_state(config_with_source, programs, lines.append)
     assert not any("warning" in line for line in lines)
 
 
@@ -118,21 +123,23 @@ def test_missing_and_extra_components_are_named(source, by_example, tmp_path):
     folder, expected = source
     tree = by_example(data__max_rejected=1.0)
     del tree["model"]["audio"]
-    wanted = abstract_params(tree, {"data": 8})
+    abstract = abstract_params(tree, {"data": 8})
     lines: list[str] = []
-    params = read_parameters(str(folder), wanted, lines.append)
+    params = read_parameters(str(folder), abstract, lines.append)
     jax.tree.map(
         np.testing.assert_array_equal,
         jax.device_get(params),
-        {name: expected[name] for name in wanted},
+        {name: expected[name] for name in abstract},
     )
     assert len(lines) == 2
     assert lines[1].startswith("model.from: audio, projector.audio of ") and "left out" in lines[1]
     with Checkpoints(tmp_path / "checkpoints", 1) as checkpoints:
         checkpoints.save(1, {"params": params})
     lines.clear()
-    more = read_parameters(str(tmp_path), abstract_params(by_example(), {"data": 8}), lines.append)
-    assert more.keys() == params.keys()
+    restored = read_parameters(
+        str(tmp_path), abstract_params(by_example(), {"data": 8}), lines.append
+    )
+    assert restored.keys() == params.keys()
     assert len(lines) == 2
     assert (
         lines[1].startswith("model.from: audio, projector.audio not in ")
@@ -189,39 +196,42 @@ def test_the_key_reads_back_and_its_neighbours_are_suggested(data, tmp_path):
 
 @pytest.mark.slow
 def test_two_stages_and_a_resumed_second_one(data, tmp_path, capsys):
-    """Projectors alone, then everything from their run; the second stage is resumed after the first one is gone."""
+    """A run trains projectors alone, and a second run all components from the first.
+
+    The second run is resumed after the folder of the first is gone.
+    """
     frozen = {"vision": {"freeze": True}, "audio": {"freeze": True}, "language": {"freeze": True}}
     tree = tiny_config(
         data, run={"directory": str(tmp_path / "align"), "steps": 3}, data__evaluation=[]
     )
     tree["mesh"] = {"data": 8}
     train(build_run(check_folder(parse_config(tree | {"components": frozen}), False)))
-    second = tiny_config(
+    second_tree = tiny_config(
         data, run={"directory": str(tmp_path / "all"), "steps": 2}, data__evaluation=[]
     )
-    second |= {
+    second_tree |= {
         "mesh": {"data": 4, "fsdp": 2},
         "model": tree["model"] | {"from": str(tmp_path / "align")},
     }
-    train(build_run(check_folder(parse_config(second), False)))
+    train(build_run(check_folder(parse_config(second_tree), False)))
     (tmp_path / "align").rename(tmp_path / "gone")
-    second["run"]["steps"] = 3
-    config = check_folder(parse_config(second), True)
+    second_tree["run"]["steps"] = 3
+    config = check_folder(parse_config(second_tree), True)
     train(build_run(config))
-    said = capsys.readouterr().out
-    assert f"from {tmp_path / 'align' / 'checkpoints' / '3'}" in said
+    output = capsys.readouterr().out
+    assert f"from {tmp_path / 'align' / 'checkpoints' / '3'}" in output
     records = [
         json.loads(line) for line in (tmp_path / "all" / "metrics.jsonl").read_text().splitlines()
     ]
     assert [record["step"] for record in records] == [1, 2, 3]
-    aligned = [
+    first_records = [
         json.loads(line) for line in (tmp_path / "gone" / "metrics.jsonl").read_text().splitlines()
     ]
-    assert records[0]["loss"] < aligned[0]["loss"], (
+    assert records[0]["loss"] < first_records[0]["loss"], (
         "the second stage begins where the first one ended"
     )
-    second["model"]["from"] = "elsewhere"
+    second_tree["model"]["from"] = "elsewhere"
     with pytest.raises(
         CheckpointError, match=r"model\.from: '.*align' in the run, 'elsewhere' now"
     ):
-        check_folder(parse_config(second), True)
+        check_folder(parse_config(second_tree), True)

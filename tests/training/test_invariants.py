@@ -1,4 +1,7 @@
-"""What must not change the mathematics: packing, the plan, the mesh."""
+"""Packing, the plan and the mesh leave loss and gradients as they are.
+
+The reference is the same step on one device (the fixture `whole`), or the sum of single examples.
+"""
 
 import math
 from typing import get_args
@@ -38,34 +41,36 @@ def test_examples_cover_every_modality(alone):
 
 
 def test_packed_equals_unpacked(alone, whole):
-    parts, targets = [], []
+    single_grads = []
+    targets = []
     for i in EXAMPLES:
         step = alone.step([i])
         assert sum(len(rows) for rows in step.rows["language"]) >= 1
-        part = alone.gradients(step)
+        single = alone.gradients(step)
         source = alone.corpus.source_of(i)
-        assert part.targets[source] == step.targets == whole.targets[source]
-        np.testing.assert_allclose(part.loss[source], whole.loss[source], rtol=1e-5)
-        parts.append(scaled(part.grads, step.targets))
+        assert single.targets[source] == step.targets == whole.targets[source]
+        np.testing.assert_allclose(single.loss[source], whole.loss[source], rtol=1e-5)
+        single_grads.append(scaled(single.grads, step.targets))
         targets.append(step.targets)
-    assert_close(scaled(whole.grads, sum(targets)), added(parts), 1e-5)
+    assert_close(scaled(whole.grads, sum(targets)), added(single_grads), 1e-5)
 
 
 @pytest.mark.parametrize("kind", [(), ("vision",), ("audio",), ("vision", "audio")])
 def test_neighbours_in_a_row_leave_an_examples_gradients_alone(alone, kind):
+    """Among others, whose targets are masked, an example has the gradients that it has alone."""
     i = next(i for i in EXAMPLES if i in alone.of_kind(kind))
     source = alone.corpus.source_of(i)
     packed = alone.step(EXAMPLES)
-    among_others = alone.gradients(without_targets(packed, [source], keep=True))
-    by_itself = alone.gradients(alone.step([i]))
+    packed_result = alone.gradients(without_targets(packed, [source], keep=True))
+    single_result = alone.gradients(alone.step([i]))
     used = {
         name: g
-        for name, g in by_itself.grads.items()
+        for name, g in single_result.grads.items()
         if any(np.any(leaf) for leaf in jax.tree.leaves(g))
     }
     assert set(used) == {"language", *kind, *(f"projector.{phase}" for phase in kind)}
-    factor = packed.targets / by_itself.targets.sum()
-    assert_close({name: scaled(among_others.grads[name], factor) for name in used}, used, 1e-5)
+    factor = packed.targets / single_result.targets.sum()
+    assert_close({name: scaled(packed_result.grads[name], factor) for name in used}, used, 1e-5)
 
 
 # ---------------------------------------------------------------------------- any plan on any mesh
@@ -108,12 +113,18 @@ def test_mesh_and_plan_leave_the_mathematics_alone(
     setups, by_example, alone, whole, devices, mesh, changes
 ):
     setup = setups(by_example(mesh=mesh, **changes), devices)
-    language = setup.spec.phases["language"].ranks
-    inner = math.prod(mesh.get(axis, 1) for axis in ("context", "tensor"))
-    encoders = language * (inner if changes else 1)
-    assert [phase.ranks for phase in setup.spec.phases.values()] == [encoders, encoders, language]
-    assert language * inner == devices
-    assert setup.corpus.formats["audio"].alignment == 8  # whatever parts a row has
+    language_ranks = setup.spec.phases["language"].ranks
+    devices_per_rank = math.prod(mesh.get(axis, 1) for axis in ("context", "tensor"))
+    encoder_ranks = language_ranks * (devices_per_rank if changes else 1)
+    assert [phase.ranks for phase in setup.spec.phases.values()] == [
+        encoder_ranks,
+        encoder_ranks,
+        language_ranks,
+    ]
+    assert language_ranks * devices_per_rank == devices
+    # The alignment does not depend on how rows are split
+    assert setup.corpus.formats["audio"].alignment == 8
+    # Initial parameters are the same on every mesh, bit for bit
     for name in alone.params:
         jax.tree.map(np.testing.assert_array_equal, setup.params[name], alone.params[name])
     for mode in MODES:
@@ -149,12 +160,12 @@ def test_row_classes_pools_and_rounds_leave_the_mathematics_alone(cramped, whole
 
 # ---------------------------------------------------------------------------- rows that several ranks hold
 
-# Slots of whole rows that hold every item of the sample
+# Slots of a complete row, enough for every item of the sample
 ROW_SLOTS = {"vision": 128, "audio": 512, "language": 192}
 
 
 def rows_of_spans(encoders, language):
-    """`phases` of a config with rows of these spans, of which only the widest hold every item."""
+    """`phases` of a config with rows of these spans; only the widest rows hold every item."""
     spans = {"vision": encoders, "audio": encoders, "language": language}
     return {
         phase: {"block": 8, "capacities": [slots // max(spans[phase])], "spans": [*spans[phase]]}
@@ -174,7 +185,7 @@ SPANS = {  # devices, mesh, spans of encoders and of the language model, further
 
 
 def in_any_plan(setup, seed):
-    """The rows of a plan that no planner makes: groups without an item, and media wherever they come to lie."""
+    """The rows of a random plan that no planner would make: empty groups, scattered media."""
     formats = setup.corpus.formats
     alignment = {phase: formats[phase].alignment for phase in formats} | {"language": 1}
     with pytest.MonkeyPatch.context() as patch:
@@ -183,7 +194,7 @@ def in_any_plan(setup, seed):
 
 
 def media_are_cut(step):
-    """Whether media lie on both sides of an edge between two ranks."""
+    """Whether the tokens of media lie on both sides of an edge between two ranks."""
     arrived = [
         row["arrived"].reshape(len(row["arrived"]), span, -1)
         for row, span in zip(step.rows["language"], step.spans["language"], strict=True)
@@ -205,8 +216,8 @@ def test_rows_of_several_ranks_leave_the_mathematics_alone(
     for phase, spec in setup.spec.phases.items():
         spans = spans_of_language if phase == "language" else spans_of_encoders
         assert {row_class.span for row_class in spec.classes} == set(spans)
-        seen = {span for step in steps for span in step.spans[phase]}
-        assert len(seen) >= min(len(spans), 2) and seen <= set(spans)
+        used_spans = {span for step in steps for span in step.spans[phase]}
+        assert len(used_spans) >= min(len(spans), 2) and used_spans <= set(spans)
         assert max(spec.capacities) < setup.corpus.longest(phase) or max(spans) == 1
     assert any(map(media_are_cut, steps)) == (max(spans_of_language) > 1)
     for step in steps:
@@ -217,6 +228,7 @@ def test_rows_of_several_ranks_leave_the_mathematics_alone(
 
 @pytest.mark.slow
 def test_float64_agrees_to_ten_digits(by_example):
+    """Agreement to ten digits in float64 shows that differences in float32 are rounding."""
     double = {
         "run__param_dtype": "float64",
         "components": {
@@ -225,11 +237,11 @@ def test_float64_agrees_to_ten_digits(by_example):
         | {"projector": {name: {"compute_dtype": "float64"} for name in ("vision", "audio")}},
     }
     with jax.enable_x64(True):
-        one = assemble(by_example(**double), 1)
-        reference = one.gradients(one.step(EXAMPLES))
+        single_device = assemble(by_example(**double), 1)
+        reference = single_device.gradients(single_device.step(EXAMPLES))
         assert reference.loss.dtype == np.float64
-        parts = [one.gradients(one.step([i])) for i in EXAMPLES]
-        unpacked = added([scaled(part.grads, part.targets.sum()) for part in parts])
+        single_results = [single_device.gradients(single_device.step([i])) for i in EXAMPLES]
+        unpacked = added([scaled(single.grads, single.targets.sum()) for single in single_results])
         assert_close(scaled(reference.grads, reference.targets.sum()), unpacked, 1e-10)
 
         changes = double["components"] | {
@@ -237,6 +249,6 @@ def test_float64_agrees_to_ten_digits(by_example):
             for name in ("vision", "audio")
         }
         mesh = {"data": 1, "context": 2, "tensor": 2}
-        many = assemble(by_example(mesh=mesh, **double | {"components": changes}), 4)
+        meshed = assemble(by_example(mesh=mesh, **double | {"components": changes}), 4)
         for mode in ("none", "phases"):
-            assert_same(many.gradients(many.step(EXAMPLES, mode=mode)), reference, 1e-10)
+            assert_same(meshed.gradients(meshed.step(EXAMPLES, mode=mode)), reference, 1e-10)

@@ -1,4 +1,7 @@
-"""Whole steps of a decoder with experts: packed and cut in every way, its counts, and the router's losses."""
+"""Steps of a decoder with experts: packing, meshes and stages, counts of tokens, router losses.
+
+Gradients are compared with one device, and router losses with their definition token by token.
+"""
 
 import dataclasses
 import math
@@ -30,19 +33,21 @@ from tests.support import (
 )
 from tests.training.drawing import drawing_config, make_pictures, params_of
 
-LAYERS, COUNT, PER_TOKEN = 2, 8, 2
+LAYERS = 2
+COUNT = 8
+PER_TOKEN = 2
 EXAMPLES = np.random.default_rng(0).permutation(24)[:16]
 MODEL = {
     "model__language__experts": {"count": COUNT, "per_token": PER_TOKEN, "renormalise": True},
     "model__language__mlp_width": 24,
     "objective__experts": {"balance": 0.1, "router_z": 0.01},
 }
-# Of a step before, as uneven as it gets
+# Counts of the step before, squared so that they are very uneven
 COUNTS = np.random.default_rng(1).integers(0, 100, (LAYERS, COUNT)).astype(np.int32) ** 2
 
 
 def computed(setup, step, counts=COUNTS):
-    """(gradients, sums over the ranks)."""
+    """(gradients, sums over the ranks), with the layers of all stages in their order."""
     gradients, sums, _ = setup.programs.gradients(setup.params, setup.put(step), counts)
     if isinstance(setup.programs, StagedPrograms):
         gradients = setup.programs.joined(gradients)
@@ -51,7 +56,7 @@ def computed(setup, step, counts=COUNTS):
 
 @pytest.fixture(scope="session")
 def texts(data):
-    """The config of a decoder with experts, on those of the sample's examples that hold text alone."""
+    """The config of a decoder with experts, on the examples of the sample that hold only text."""
     lines = (data / "each-train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     path = data / "each-text.jsonl"
     path.write_text("".join(line for line in lines if '"media/' not in line))
@@ -59,8 +64,8 @@ def texts(data):
     def config(**changes):
         sources = [{"name": "each", "path": str(path)}]
         towers = {"model__vision": None, "model__audio": None}
-        given = MODEL | towers | {"data__sources": sources, "data__evaluation": []}
-        return tiny_config(data, **given | changes)
+        defaults = MODEL | towers | {"data__sources": sources, "data__evaluation": []}
+        return tiny_config(data, **defaults | changes)
 
     return config
 
@@ -76,41 +81,43 @@ def whole(one):
 
 
 def assert_routed_alike(sums, expected):
-    """Losses and what the router did; counts to the last one."""
+    """Losses, probabilities and router losses agree closely, and counts of tokens exactly."""
     np.testing.assert_array_equal(sums.routed.counts, expected.routed.counts)
     np.testing.assert_allclose(sums.loss, expected.loss, rtol=1e-5)
-    for one, other in zip(sums.routed[1:], expected.routed[1:], strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5)
+    for actual_sum, expected_sum in zip(sums.routed[1:], expected.routed[1:], strict=True):
+        np.testing.assert_allclose(actual_sum, expected_sum, rtol=1e-5)
     means = [
-        router_means(jax.tree.map(lambda leaf: leaf[None], each.routed), Routing(COUNTS, 1.0))
-        for each in (sums, expected)
+        router_means(jax.tree.map(lambda leaf: leaf[None], step_sums.routed), Routing(COUNTS, 1.0))
+        for step_sums in (sums, expected)
     ]
     np.testing.assert_allclose(*means, rtol=1e-6)
 
 
 @pytest.mark.slow
 def test_packed_equals_unpacked(one, whole):
-    """Gradients of router losses are means over tokens, others over targets: each is scaled by its own."""
+    """Router losses are means over tokens, others over targets: each has a weight of its own."""
     gradients, sums = whole
     steps = [one.step([example]) for example in EXAMPLES]
     step = one.step(EXAMPLES)
-    # As if every example alone had the tokens of the batch
-    share = step.targets / step.statistics["language/tokens"]
-    alone = [
+    # Tokens per target are made those of the batch, so that one weight is right for both losses
+    targets_per_token = step.targets / step.statistics["language/tokens"]
+    single_results = [
         computed(
             one,
             dataclasses.replace(
-                each, statistics=each.statistics | {"language/tokens": each.targets / share}
+                single_step,
+                statistics=single_step.statistics
+                | {"language/tokens": single_step.targets / targets_per_token},
             ),
         )
-        for each in steps
+        for single_step in steps
     ]
-    parts = [
-        scaled(found, each.targets / step.targets)
-        for (found, _), each in zip(alone, steps, strict=True)
+    single_grads = [
+        scaled(result, single_step.targets / step.targets)
+        for (result, _), single_step in zip(single_results, steps, strict=True)
     ]
-    assert_close(gradients, added(parts), 1e-5)
-    counts = sum(found.routed.counts for _, found in alone)
+    assert_close(gradients, added(single_grads), 1e-5)
+    counts = sum(result.routed.counts for _, result in single_results)
     np.testing.assert_array_equal(counts, sums.routed.counts)
     assert (counts.sum(1) == step.statistics["language/tokens"] * PER_TOKEN).all()
 
@@ -169,8 +176,8 @@ def test_no_mesh_changes_the_mathematics(setups, texts, whole, devices, mesh, ch
 )
 def test_media_are_routed_like_text(setups, by_example, mesh, pipeline):
     alone = setups(by_example(mesh={"data": 1}, **MODEL), 1)
-    many = setups(by_example(mesh=mesh, pipeline=pipeline, **MODEL), 8)
-    gradients, sums = computed(many, many.step(EXAMPLES))
+    meshed = setups(by_example(mesh=mesh, pipeline=pipeline, **MODEL), 8)
+    gradients, sums = computed(meshed, meshed.step(EXAMPLES))
     expected, expected_sums = computed(alone, alone.step(EXAMPLES))
     assert_close(gradients, expected, 1e-5)
     assert_routed_alike(sums, expected_sums)
@@ -194,8 +201,10 @@ def captions(tmp_path_factory):
     ("weight", "mesh", "pipeline"), slow_cases(DRAWING, {"alone-split", "both-stages"})
 )
 def test_a_decoder_with_experts_draws(captions, weight, mesh, pipeline):
-    """Its states go to a generator, whose gradients come back to experts and router, whether or not it has a loss of
-    its own; counts and the router's losses are those of all tokens, once."""
+    """The generator's gradients reach experts and router, whether or not text has a loss.
+
+    Counts and router losses cover all tokens, once.
+    """
 
     def run(devices, **changes):
         changes |= MODEL | {"model__vision": None, "objective__language__weight": weight}
@@ -211,13 +220,13 @@ def test_a_decoder_with_experts_draws(captions, weight, mesh, pipeline):
 
     expected, expected_sums = run(1)
     assert np.any(expected["language"]["layers"]["router"]["matrix"])
-    found, sums = run(
+    actual, sums = run(
         math.prod(mesh.values()) * pipeline.get("stages", 1), mesh=mesh, pipeline=pipeline
     )
     if not weight:
-        for gradients in (found, expected):
+        for gradients in (actual, expected):
             assert not np.any(gradients["language"].pop("head")), "it is not in the program"
-    assert_close(found, expected, 1e-5)
+    assert_close(actual, expected, 1e-5)
     assert_routed_alike(sums, expected_sums)
     np.testing.assert_allclose(sums.drawn.loss, expected_sums.drawn.loss, rtol=1e-5)
 
@@ -226,19 +235,19 @@ def test_a_decoder_with_experts_draws(captions, weight, mesh, pipeline):
     "stages", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=EXHAUSTIVE)]
 )
 def test_counts_are_the_states_and_batches_compile_nothing_anew(setups, texts, stages):
-    """The update puts the counts of its step into the state, which the next one's balance loss takes."""
-    one = setups(texts(pipeline={"stages": stages}), stages)
-    state = one.programs.init(0)
+    """The update stores the counts of its step in the state; the next balance loss reads them."""
+    setup = setups(texts(pipeline={"stages": stages}), stages)
+    state = setup.programs.init(0)
     assert not state.expert_counts.any()
-    batches = [one.put(one.step(range(first, first + 16))) for first in range(0, 9, 2)]
-    state, metrics = one.programs.train(state, batches[0])
-    # Fractions before the first step are even, and those of an even router's probabilities add up to 1
+    batches = [setup.put(setup.step(range(start, start + 16))) for start in range(0, 9, 2)]
+    state, metrics = setup.programs.train(state, batches[0])
+    # Before the first step fractions are even, so the balance loss is the sum of probabilities: 1
     assert float(metrics["balance_loss"]) == pytest.approx(1, abs=1e-5)
     assert metrics["expert_max_over_mean"] > metrics["expert_device_max_over_mean"] == 1
     counter = CompilationCounter()
     for batch in batches[1:]:
         expected = batch.host.statistics["language/tokens"] * PER_TOKEN
-        state, metrics = one.programs.train(state, batch)
+        state, metrics = setup.programs.train(state, batch)
         metrics = jax.device_get(metrics)
         assert (np.asarray(state.expert_counts).sum(1) == expected).all()
         assert np.isfinite(metrics["loss"]) and metrics["balance_loss"] > 1
@@ -258,19 +267,21 @@ def router_sums(logits, chosen):
 
 
 def test_losses_of_the_router_have_their_gradients():
-    """Against the definition, token by token; a batch in two parts adds up to the whole."""
-    random = np.random.default_rng(0)
-    logits = jnp.asarray(random.standard_normal((LAYERS, 6, COUNT)), jnp.float32)
-    chosen = random.integers(0, COUNT, (LAYERS, 6, PER_TOKEN))
+    """The reference is the definition, token by token; a batch in two parts adds up to the same."""
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.standard_normal((LAYERS, 6, COUNT)), jnp.float32)
+    chosen = rng.integers(0, COUNT, (LAYERS, 6, PER_TOKEN))
     routing = Routing(COUNTS, np.float32(6))
     config = ExpertsObjectiveConfig(balance=0.5, router_z=0.25)
 
     def found(logits):
-        parts = (
-            router_loss(config, router_sums(logits[:, part], chosen[:, part]), routing)
-            for part in (slice(0, 2), slice(2, 6))
+        part_losses = (
+            router_loss(
+                config, router_sums(logits[:, token_range], chosen[:, token_range]), routing
+            )
+            for token_range in (slice(0, 2), slice(2, 6))
         )
-        return sum(parts)
+        return sum(part_losses)
 
     def expected(logits):
         fractions = COUNTS / COUNTS.sum(1, keepdims=True)
@@ -291,7 +302,7 @@ def test_fractions_before_the_first_step_are_even():
 
 
 def test_counts_whose_sum_is_past_32_bits():
-    """A token that always chooses the first expert, which three of ten in the last step chose, too."""
+    """All tokens choose the first expert, which had three tenths of the last step's tokens."""
     counts = np.int32([[3, 1, 1, 1, 1, 1, 1, 1]] * LAYERS) * 400_000_000
     tokens = int(counts[0].sum(dtype=np.int64)) // PER_TOKEN
     probabilities = np.zeros((LAYERS, COUNT), np.float32)

@@ -1,4 +1,7 @@
-"""A run of a published model that reads videos beside pictures: records name files, and the folder says the rest."""
+"""A run of a published model that reads videos beside pictures.
+
+Records name files alone; the folder says how to read them.
+"""
 
 import json
 from pathlib import Path
@@ -17,28 +20,29 @@ from tests.training.test_published_run import WORDS, published
 
 def records(place: Path) -> Path:
     """Videos of 2 to 9 frames, one of them a folder, pictures, and text alone."""
-    random, lines = np.random.default_rng(0), []
-    for number in range(16):
-        size = (*random.integers(8, 30, 2), 3)
+    rng = np.random.default_rng(0)
+    lines = []
+    for index in range(16):
+        size = (*rng.integers(8, 30, 2), 3)
         frames = [
-            Image.fromarray(random.integers(0, 256, size, np.uint8))
-            for _ in range(random.integers(2, 10))
+            Image.fromarray(rng.integers(0, 256, size, np.uint8))
+            for _ in range(rng.integers(2, 10))
         ]
         content = [{"type": "text", "text": "what"}]
-        if number == 8:
+        if index == 8:
             (place / "8").mkdir()
-            for at, frame in enumerate(frames):
-                frame.save(place / "8" / f"{at}.png")
+            for frame_index, frame in enumerate(frames):
+                frame.save(place / "8" / f"{frame_index}.png")
             content.insert(0, {"type": "video", "video": "8"})
-        elif number % 2:
-            name = f"{number}.webp"
+        elif index % 2:
+            name = f"{index}.webp"
             frames[0].save(place / name, save_all=True, append_images=frames[1:], duration=300)
             content.append({"type": "video", "video": name})
-        if number % 4 == 3:
-            frames[0].save(place / f"{number}.png")
-            content.insert(0, {"type": "image", "image": f"{number}.png"})
-        said = " ".join(random.choice(WORDS, random.integers(2, 9)))
-        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": said}]
+        if index % 4 == 3:
+            frames[0].save(place / f"{index}.png")
+            content.insert(0, {"type": "image", "image": f"{index}.png"})
+        answer = " ".join(rng.choice(WORDS, rng.integers(2, 9)))
+        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
         lines.append(json.dumps({"messages": turns}) + "\n")
     (place / "train.jsonl").write_text("".join(lines))
     return place / "train.jsonl"
@@ -80,7 +84,7 @@ def test_a_run_reads_videos(golden, overrides, tmp_path):
     steps = [record for line in lines if "loss" in (record := json.loads(line))]
     assert len(steps) == 2 and all(np.isfinite(record["loss"]) for record in steps)
     assert "videos: true" in (tmp_path / "run" / "config.yaml").read_text()
-    keys = changed(folder, tmp_path / "run", tmp_path / "out")
-    patches = [key for key in keys if "patch_embed.proj.weight" in key]
+    changed_keys = changed(folder, tmp_path / "run", tmp_path / "out")
+    patches = [key for key in changed_keys if "patch_embed.proj.weight" in key]
     assert bool(patches) == ("components.vision.freeze=false" in overrides)
-    assert any("merger" in key for key in keys)
+    assert any("merger" in key for key in changed_keys)

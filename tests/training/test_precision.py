@@ -1,4 +1,7 @@
-"""Whole steps in bfloat16 are those in float32, up to the rounding of bfloat16."""
+"""Steps in bfloat16 are those in float32, up to the rounding of bfloat16.
+
+The reference is one device in float32; each tolerance has the measured value beside it.
+"""
 
 import dataclasses
 
@@ -12,13 +15,15 @@ from tests.support import EXHAUSTIVE, Setup, assemble
 EXAMPLES = np.random.default_rng(0).permutation(96)[:24]
 COMPONENTS = ("vision", "audio", "language", "projector__vision", "projector__audio")
 COMPUTE = {f"components__{name}__compute_dtype": "bfloat16" for name in COMPONENTS}
-# An operation in bfloat16 is off by up to 2^-9 = 0.2 %. Through encoder, projector and decoder and back again that adds
-# up to 5 % of a leaf's norm at most (audio, whose gradients come a long way); an error of mathematics is off by 100 %.
+# An operation in bfloat16 is off by up to 2^-9 = 0.2 %. Through encoder, projector, decoder and
+# back, that adds up to at most 5 % of a leaf's norm (audio, whose gradients pass through the most
+# layers). A mathematical error is off by 100 %.
 LEAF_TOLERANCE = 0.08
 ADDED_TOLERANCE = (
-    1e-6  # of the sum of microbatches: measured 2e-8, and 4e-3 where it is kept in bfloat16
+    # Relative to the sum of microbatches: measured 2e-8, and 4e-3 if the sum is kept in bfloat16
+    1e-6
 )
-LOSS_TOLERANCE = 2e-3  # of a mean over some hundred tokens, measured 1e-4
+LOSS_TOLERANCE = 2e-3  # of a mean over some hundred tokens; measured 1e-4
 
 
 @pytest.mark.slow
@@ -40,42 +45,53 @@ def test_a_step_in_bfloat16_is_that_in_float32(
     setups, by_example, alone, param_dtype, devices, mesh
 ):
     setup = setups(by_example(mesh=mesh, run__param_dtype=param_dtype, **COMPUTE), devices)
-    step, reference = setup.step(EXAMPLES), alone.step(EXAMPLES)
-    found, expected = setup.gradients(step), alone.gradients(reference)
-    assert found.mean_loss == pytest.approx(expected.mean_loss, rel=LOSS_TOLERANCE)
-    assert found.mean_loss != expected.mean_loss, "was it computed in float32?"
-    np.testing.assert_array_equal(found.targets, expected.targets)
-    assert_near(found.grads, expected.grads, LEAF_TOLERANCE)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(found.grads)} == {param_dtype}
-    added = jax.tree.leaves(setup.programs.accumulators)
-    assert {leaf.dtype.name for leaf in added} == {"float32"}, (
-        "microbatches add up without rounding"
-    )
+    step = setup.step(EXAMPLES)
+    reference = alone.step(EXAMPLES)
+    result = setup.gradients(step)
+    expected = alone.gradients(reference)
+    assert result.mean_loss == pytest.approx(expected.mean_loss, rel=LOSS_TOLERANCE)
+    assert result.mean_loss != expected.mean_loss, "was it computed in float32?"
+    np.testing.assert_array_equal(result.targets, expected.targets)
+    assert_near(result.grads, expected.grads, LEAF_TOLERANCE)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(result.grads)} == {param_dtype}
+    sums = jax.tree.leaves(setup.programs.accumulators)
+    assert {leaf.dtype.name for leaf in sums} == {"float32"}, "microbatches add up without rounding"
 
-    moved, metrics = update(setup, step)
-    wanted, _ = update(alone, reference)
+    actual_update, metrics = update(setup, step)
+    expected_update, _ = update(alone, reference)
     assert metrics["loss"] == pytest.approx(expected.mean_loss, rel=LOSS_TOLERANCE)
     assert metrics["skipped"] == 0 and np.isfinite(metrics["gradient_norm"])
-    # The first update of Adam is the sign of the gradient, which rounding turns where that is next to nothing.
-    for name in wanted:
-        want, got = (
+    # The first update of Adam is the sign of the gradient, which rounding flips where it is nearly
+    # zero
+    for name in expected_update:
+        expected_change, actual_change = (
             np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree[name])])
-            for tree in (wanted, moved)
+            for tree in (expected_update, actual_update)
         )
-        cosine = want @ got / np.linalg.norm(want) / np.linalg.norm(got)
+        cosine = (
+            expected_change
+            @ actual_change
+            / np.linalg.norm(expected_change)
+            / np.linalg.norm(actual_change)
+        )
         assert cosine > 0.95, f"{name}: {cosine:.3f}"
 
 
 @pytest.mark.slow
 def test_microbatches_add_up_without_rounding(by_example):
-    """Small rows, so that one device has many microbatches; each of them alone is the step without the targets of the
-    others. Their gradients in bfloat16 add up to that of the step, whose error is that of one of them."""
+    """The error of a step in bfloat16 is that of one microbatch: the sum over microbatches adds
+    none.
+
+    Rows are small, so that one device has many microbatches. A microbatch alone is the step with
+    the targets of all others masked.
+    """
     rows = {"phases__language": {"block": 32, "capacities": [160], "spans": [1]}}
     narrow, wide = (assemble(by_example(**rows, **compute), 1) for compute in (COMPUTE, {}))
     examples = np.random.default_rng(0).permutation(96)[:48]
-    step, reference = narrow.step(examples), wide.step(examples)
-    count = len(step.rows[LANGUAGE])
-    assert count >= 16
+    step = narrow.step(examples)
+    reference = wide.step(examples)
+    microbatches = len(step.rows[LANGUAGE])
+    assert microbatches >= 16
 
     def gradient(setup, step):
         grads = setup.gradients(step, setup.params).grads[LANGUAGE]
@@ -84,34 +100,37 @@ def test_microbatches_add_up_without_rounding(by_example):
     def error(found, expected):
         return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
-    parts = [gradient(narrow, alone_in(step, number)) for number in range(count)]
-    exact = [gradient(wide, alone_in(reference, number)) for number in range(count)]
-    whole = gradient(narrow, step)
-    assert error(whole, sum(parts)) < ADDED_TOLERANCE
-    assert error(whole, sum(exact)) < np.median([*map(error, parts, exact)])
+    rounded_parts = [gradient(narrow, alone_in(step, index)) for index in range(microbatches)]
+    exact_parts = [gradient(wide, alone_in(reference, index)) for index in range(microbatches)]
+    rounded_sum = gradient(narrow, step)
+    assert error(rounded_sum, sum(rounded_parts)) < ADDED_TOLERANCE
+    assert error(rounded_sum, sum(exact_parts)) < np.median(
+        [*map(error, rounded_parts, exact_parts)]
+    )
 
 
 def alone_in(step, number: int):
     """The step with the targets of one language microbatch alone."""
     rows = [
-        row if at == number else row | {"targets": np.full_like(row["targets"], -1)}
-        for at, row in enumerate(step.rows[LANGUAGE])
+        row if index == number else row | {"targets": np.full_like(row["targets"], -1)}
+        for index, row in enumerate(step.rows[LANGUAGE])
     ]
     return dataclasses.replace(step, rows=step.rows | {LANGUAGE: rows})
 
 
 def assert_near(found, expected, tolerance: float) -> None:
     """Every leaf is off by at most `tolerance` of its norm."""
-    for (path, want), got in zip(
+    for (path, expected_leaf), actual_leaf in zip(
         jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True
     ):
-        want, got = np.float64(want), np.float64(got)
-        difference = np.linalg.norm(got - want) / np.linalg.norm(want)
+        expected_leaf = np.float64(expected_leaf)
+        actual_leaf = np.float64(actual_leaf)
+        difference = np.linalg.norm(actual_leaf - expected_leaf) / np.linalg.norm(expected_leaf)
         assert difference < tolerance, f"{jax.tree_util.keystr(path)}: {difference:.3f}"
 
 
 def update(setup: Setup, step):
-    """By how much one step moves every parameter of a fresh state, and its metrics."""
+    """The change of every parameter in one step from a fresh state, and the step's metrics."""
     state = setup.programs.init(0)
     before = jax.device_get(state.params)
     state, metrics = setup.programs.train(state, setup.put(step))

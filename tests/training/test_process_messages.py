@@ -1,4 +1,4 @@
-"""Messages of several processes on their way to the main one."""
+"""Messages of several processes on their way to the main process."""
 
 import logging
 import threading
@@ -31,7 +31,7 @@ def drained(messages: Messages) -> list[Message]:
 
 @pytest.fixture
 def board_and_processes(monkeypatch: pytest.MonkeyPatch) -> tuple[Store, list[Messages]]:
-    # Three processes of one run
+    """The store and the message ends of three processes of one run."""
     monkeypatch.setattr("jaxmllm.training.process_messages._serial", iter([0] * 3))
     board = Store()
     return board, [Messages(board, process) for process in range(3)]
@@ -40,11 +40,11 @@ def board_and_processes(monkeypatch: pytest.MonkeyPatch) -> tuple[Store, list[Me
 def test_main_process_hears_all_and_leaves_nothing(
     board_and_processes: tuple[Store, list[Messages]],
 ) -> None:
-    board, (main, first, second) = board_and_processes
-    second.tell(4, ["masked: c.wav"])
-    first.tell(3, ["masked: a.png", "masked: b.png"])
-    first.tell(4, ["warning: slow"])
-    first.tell(5, [])
+    board, (main, process_1, process_2) = board_and_processes
+    process_2.tell(4, ["masked: c.wav"])
+    process_1.tell(3, ["masked: a.png", "masked: b.png"])
+    process_1.tell(4, ["warning: slow"])
+    process_1.tell(5, [])
     main.tell(4, ["masked: d.png"])
     assert len(board.values) == 3
     assert drained(main) == [
@@ -55,15 +55,15 @@ def test_main_process_hears_all_and_leaves_nothing(
         Message(4, 2, "masked: c.wav"),
     ]
     assert board.values == {} and drained(main) == []
-    second.tell(6, ["again"])
+    process_2.tell(6, ["again"])
     assert drained(main) == [Message(6, 2, "again")]
 
 
 def test_many_and_long_lines_are_counted_and_cut(
     board_and_processes: tuple[Store, list[Messages]],
 ) -> None:
-    board, (main, first, _) = board_and_processes
-    first.tell(1, [f"{n}: {'x' * 9000}\n{n}" for n in range(1000)])
+    board, (main, process_1, _) = board_and_processes
+    process_1.tell(1, [f"{n}: {'x' * 9000}\n{n}" for n in range(1000)])
     (value,) = board.values.values()
     assert len(value) < SHOWN_LINES * (SHOWN_CHARACTERS + 30)
     texts = [message.text for message in drained(main)]
@@ -92,26 +92,27 @@ def test_what_cannot_be_sent_is_printed(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_process_waits_until_its_messages_are_published(
     board_and_processes: tuple[Store, list[Messages]],
 ) -> None:
-    _, (main, first, second) = board_and_processes
-    first.tell(1, ["masked: a.png"])
-    second.tell(1, ["masked: b.png"])
+    _, (main, process_1, process_2) = board_and_processes
+    process_1.tell(1, ["masked: a.png"])
+    process_2.tell(1, ["masked: b.png"])
     published: list[tuple[str, bool]] = []
-    waiting = threading.Thread(target=first.await_publication, args=(60.0,))
+    waiting = threading.Thread(target=process_1.await_publication, args=(60.0,))
     waiting.start()
     main.drain(lambda message: published.append((message.text, waiting.is_alive())))
     waiting.join(60)
     assert (
         published == [("masked: a.png", True), ("masked: b.png", True)] and not waiting.is_alive()
     )
-    first.tell(2, ["masked: c.png"])
-    first.await_publication(0.0)  # the main process is gone
+    process_1.tell(2, ["masked: c.png"])
+    process_1.await_publication(0.0)  # the main process is gone
 
 
 def test_warnings_are_kept_and_shown(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own
-    replaced, log = WarningLog(), WarningLog()
+    replaced = WarningLog()
+    log = WarningLog()
     logger = logging.getLogger("jaxmllm.data.index.builder")
     logger.warning("the index %s\nis damaged", "x")
     logger.info("nothing to keep")

@@ -1,4 +1,4 @@
-"""Two processes of four devices train as one process of eight does, and say all that they have to say."""
+"""Two processes of four devices train as one process of eight, and report all messages."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.support import slow_cases, tiny_config, train_command
 
 
 def in_two_processes(tree, folder):
-    """The config run by the launcher, and what it printed."""
+    """Run the config by the launcher, and return the completed process with what it printed."""
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(tree))
     launcher = [sys.executable, "-m", "launch.local", "--processes", "2", "--devices", "4", "--"]
@@ -37,13 +37,13 @@ def records_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-# Context and stages across the processes: the axis of least stride is within a process, the first one between them.
+# Axes between and within processes: the axis of least stride lies within, the first one between
 LAYOUTS = {
     "fsdp-tensor": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
     "context": {"mesh": {"data": 1, "fsdp": 1, "context": 8}},
     "context2": {"mesh": {"data": 2, "fsdp": 2, "context": 2}},
     "stages": {"mesh": {"data": 4}, "pipeline": {"stages": 2, "layout": "chain"}},
-    # Rows of 8 ranks lie on both processes, which fill them whole
+    # Both processes fill rows of 8 ranks, which lie on both, completely
     "spans": {
         "mesh": {"data": 4, "fsdp": 2},
         "phases": {
@@ -65,30 +65,34 @@ def test_two_processes_train_as_one(data, tmp_path, layout):
         data, run={"directory": str(tmp_path / "two"), "steps": 6}, checkpoint={"every": 3}
     )
     tree |= LAYOUTS[layout] | {"evaluation": {"every": 3}}
-    ran = in_two_processes(tree, tmp_path)
-    assert ran.returncode == 0, ran.stdout[-5000:]
+    completed = in_two_processes(tree, tmp_path)
+    assert completed.returncode == 0, completed.stdout[-5000:]
 
     tree["run"]["directory"] = str(tmp_path / "one")
     train(build_run(parse_config(tree)))
-    one, two = (records_of(tmp_path / name) for name in ("one", "two"))
+    single_records, double_records = (records_of(tmp_path / name) for name in ("one", "two"))
     assert (
-        [record["step"] for record in one]
-        == [record["step"] for record in two]
+        [record["step"] for record in single_records]
+        == [record["step"] for record in double_records]
         == [1, 2, 3, 3, 4, 5, 6, 6]
     )
     batches = [
-        [record["batch"] for record in records if "batch" in record] for records in (one, two)
+        [record["batch"] for record in records if "batch" in record]
+        for records in (single_records, double_records)
     ]
     assert batches[0] == batches[1] and len(set(batches[0])) == 6, "the same examples in every step"
     for key in ("loss", "gradient_norm", "eval/loss", "eval/exact_match/text"):
-        values = [[record[key] for record in records if key in record] for records in (one, two)]
+        values = [
+            [record[key] for record in records if key in record]
+            for records in (single_records, double_records)
+        ]
         assert len(values[0]) in (2, 6)
         np.testing.assert_allclose(values[1], values[0], rtol=2e-5, err_msg=key)
 
 
 @pytest.mark.slow
 def test_what_the_second_process_cannot_decode_is_named_before_both_end(tmp_path):
-    """All pictures are broken, so both processes have some; the limit ends the run in the first steps."""
+    """All pictures are broken, so both processes have some; the limit soon ends the run."""
     make_sample(tmp_path, train=96, test=24)
     for path in (tmp_path / "media").rglob("*.png"):
         content = path.read_bytes()
@@ -96,21 +100,23 @@ def test_what_the_second_process_cannot_decode_is_named_before_both_end(tmp_path
     tree = tiny_config(
         tmp_path, run={"directory": str(tmp_path / "run"), "steps": 6}, mesh={"data": 8}
     )
-    ran = in_two_processes(tree, tmp_path)
-    assert ran.returncode != 0
-    errors = [line for line in ran.stdout.splitlines() if "could not be decoded so far" in line]
-    assert errors and "Traceback" not in ran.stdout, ran.stdout[-3000:]
-    named = [record for record in records_of(tmp_path / "run") if "message" in record]
-    assert {record["process"] for record in named} == {0, 1} and {
-        record["step"] for record in named
+    completed = in_two_processes(tree, tmp_path)
+    assert completed.returncode != 0
+    errors = [
+        line for line in completed.stdout.splitlines() if "could not be decoded so far" in line
+    ]
+    assert errors and "Traceback" not in completed.stdout, completed.stdout[-3000:]
+    message_records = [record for record in records_of(tmp_path / "run") if "message" in record]
+    assert {record["process"] for record in message_records} == {0, 1} and {
+        record["step"] for record in message_records
     } <= {1, 2}
-    for record in named:
+    for record in message_records:
         line = f"step {record['step']}: process {record['process']}: {record['message']}"
         assert "masked: " in line and ".png" in line
-        assert ran.stdout.index(line) < ran.stdout.index("could not be decoded so far")
-    failed = next(record for record in records_of(tmp_path / "run") if "loss" in record)[
+        assert completed.stdout.index(line) < completed.stdout.index("could not be decoded so far")
+    failed_media = next(record for record in records_of(tmp_path / "run") if "loss" in record)[
         "failed_media"
     ]
-    assert failed == sum(record["step"] == 1 for record in named), (
+    assert failed_media == sum(record["step"] == 1 for record in message_records), (
         "few enough to be named one by one"
     )

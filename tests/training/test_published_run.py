@@ -1,4 +1,4 @@
-"""A run from a published folder and back, in stages: what is not trained stays bit for bit."""
+"""A run in stages from a published folder and back: what is not trained stays bit for bit."""
 
 import json
 import shutil
@@ -28,21 +28,22 @@ def folder(tmp_path) -> Path:
 def published(tmp_path: Path, golden: str, special: list[str]) -> Path:
     """A published folder with a tokenizer of a few words."""
     folder = Path(shutil.copytree(GOLDENS / golden, tmp_path / "published"))
-    words = {word: number for number, word in enumerate(["[UNK]", *WORDS])}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.add_special_tokens(special)
-    made.save(str(folder / "tokenizer.json"))
+    words = {word: index for index, word in enumerate(["[UNK]", *WORDS])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 
 def write_config(tmp_path: Path, folder: Path, **sections) -> Path:
-    random = np.random.default_rng(0)
+    """The config of a run that trains the MLPs of a published decoder, and its data."""
+    rng = np.random.default_rng(0)
     records = []
     for _ in range(16):
-        question, answer = (" ".join(random.choice(WORDS, random.integers(2, 9))) for _ in range(2))
-        said = [("user", question), ("assistant", answer)]
-        turns = [{"role": role, "content": text} for role, text in said]
+        question, answer = (" ".join(rng.choice(WORDS, rng.integers(2, 9))) for _ in range(2))
+        conversation = [("user", question), ("assistant", answer)]
+        turns = [{"role": role, "content": text} for role, text in conversation]
         records.append(json.dumps({"messages": turns}) + "\n")
     (tmp_path / "train.jsonl").write_text("".join(records))
     tree = {
@@ -72,7 +73,8 @@ def test_a_run_in_stages_and_back(golden, tmp_path, capsys):
     assert f"model.from: language from {folder}" in capsys.readouterr().out
     assert "window: 5" in (tmp_path / "run" / "config.yaml").read_text()
     assert convert(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
-    before, after = ModelFolder.open(folder), ModelFolder.open(tmp_path / "out")
+    before = ModelFolder.open(folder)
+    after = ModelFolder.open(tmp_path / "out")
     for key, tensor in before.tensors.items():
         changed = not np.array_equal(tensor.array(), after.tensors[key].array())
         assert changed == (".mlp." in key), key
@@ -81,7 +83,7 @@ def test_a_run_in_stages_and_back(golden, tmp_path, capsys):
 
 
 def test_a_folder_that_cannot_be_is_told_in_a_line(folder, tmp_path, capsys):
-    """Before anything is indexed or built."""
+    """A truncated weight file is reported before anything is indexed or built."""
     config = write_config(tmp_path, folder)
     path = next(iter(ModelFolder.open(folder).files)).path
     path.write_bytes(path.read_bytes()[:-4])
@@ -113,7 +115,7 @@ def test_a_template_that_reaches_out_is_told_in_a_line(tmp_path, capsys):
     "golden", ["mistral", *(pytest.param(name, marks=EXHAUSTIVE) for name in ("llama", "gemma3"))]
 )
 def test_a_folder_trains_with_its_own_template(golden, tmp_path, capsys):
-    """Whose tokenizer has no ChatML; and goes on with that template alone."""
+    """The tokenizer has no ChatML, so the folder's template applies; a resumed run must keep it."""
     dialect = DIALECTS[{"llama": "llama3.1"}.get(golden, golden)]
     folder = published(tmp_path, golden, list(dialect.special))
     give_template(folder, dialect, dialect.template)

@@ -1,5 +1,7 @@
-"""What a report makes of steps: times and rates from a clock that the test turns by hand, messages, limits, and what a
-run leaves that had nothing to say."""
+"""What a report makes of steps: times, rates, messages, limits and what the run leaves.
+
+The clock is set by the test, so times and rates are exact.
+"""
 
 import json
 from concurrent.futures import Future
@@ -27,7 +29,7 @@ PEAK = 1e9
 
 
 class Written:
-    """Stands for the writer and the progress bar; keeps the records."""
+    """A stand-in for the metrics writer and the progress bar that keeps what is written."""
 
     def __init__(self) -> None:
         self.records: list[tuple[int, dict[str, Any]]] = []
@@ -47,6 +49,7 @@ class Written:
 
 
 def make_run(**config: Any) -> Any:
+    """The parts of a run that a report reads; `config` replaces sections."""
     sections = {
         "logging": SimpleNamespace(every=1, examples=False),
         "run": SimpleNamespace(steps=8),
@@ -72,6 +75,7 @@ def make_run(**config: Any) -> Any:
 
 
 def step_metrics(**changes: Any) -> dict[str, Any]:
+    """The metrics that a device returns for a step."""
     metrics = {
         "loss": np.float32(2.0),
         "learning_rate": np.float32(0.1),
@@ -89,6 +93,7 @@ def step_metrics(**changes: Any) -> dict[str, Any]:
 def started(
     step: int, began: float, completed: float, waited: float = 0.0, **changes: Any
 ) -> StartedStep:
+    """A step that began and completed at these times, after waiting for data."""
     batch: Any = SimpleNamespace(examples=np.arange(12), statistics=PHASE)
     future: Future[float] = Future()
     future.set_result(completed)
@@ -96,9 +101,13 @@ def started(
 
 
 def test_times_and_rates_are_those_of_the_steps_alone() -> None:
-    """Steps of 2 s. Initialisation takes 1000 s, an evaluation 50 s, a checkpoint 30 s, both 80 s at the end; before
-    step 6 the devices wait 3 s for data."""
-    run, out = make_run(), Written()
+    """Pauses between steps do not count: steps take 2 s, except for one that waits for data.
+
+    Initialisation takes 1000 s, an evaluation 50 s, a checkpoint 30 s, both 80 s at the end. Before
+    step 6 the devices wait 3 s for data.
+    """
+    run = make_run()
+    out = Written()
     report: Any = RunReport(run, out, out, None)  # type: ignore[arg-type]
     report.follow(started(1, began=1000.0, completed=1002.0))
     report.follow(started(2, began=1000.1, completed=1004.0))
@@ -136,13 +145,15 @@ def test_a_limits_error_comes_after_the_lines_of_all_processes(
 ) -> None:
     monkeypatch.setattr("jaxmllm.training.process_messages._serial", iter([0, 0]))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    run, out, board = make_run(), Written(), Store()
+    run = make_run()
+    out = Written()
+    board = Store()
     run.warnings.take = iter([["warning: the index is damaged"], [], [], []]).__next__
-    other = Messages(board, 1)
+    second_process = Messages(board, 1)
     report: Any = RunReport(run, out, out, None, Messages(board, 0))  # type: ignore[arg-type]
     report.tell(1, ("a.png: broken",))
     report.follow(started(1, began=0.0, completed=1.0, failed_media=np.int32(1)))
-    other.tell(2, ["masked: b.png: broken", "masked: c.wav: broken"])
+    second_process.tell(2, ["masked: b.png: broken", "masked: c.wav: broken"])
     report.follow(started(2, began=0.0, completed=2.0, failed_media=np.int32(3)))
     assert out.lines == ["step 1: process 0: masked: a.png: broken", *OTHERS]
     with pytest.raises(
@@ -163,7 +174,8 @@ def test_a_limits_error_comes_after_the_lines_of_all_processes(
 
 
 def test_a_model_that_draws_says_once_what_its_losses_are_divided_by() -> None:
-    run, out = make_run(model=SimpleNamespace(generators=("diffusion",))), Written()
+    run = make_run(model=SimpleNamespace(generators=("diffusion",)))
+    out = Written()
     report: Any = RunReport(run, out, out, None)  # type: ignore[arg-type]
     for step in (1, 2):
         report.tell(step, ("a.png: broken",))
@@ -176,15 +188,16 @@ OTHERS = ["step 2: process 1: masked: b.png: broken", "step 2: process 1: masked
 
 
 def test_a_step_whose_targets_are_all_masked_has_no_loss() -> None:
-    run, out = make_run(), Written()
+    run = make_run()
+    out = Written()
     report: Any = RunReport(run, out, out, None)  # type: ignore[arg-type]
-    nothing = {
+    all_masked = {
         "loss": np.float32(0),
         "targets_by_source": np.zeros(2),
         "masked_targets": np.float32(30),
     }
-    report.follow(started(1, began=0.0, completed=1.0, **nothing))
-    report.follow(started(2, began=0.0, completed=2.0, **nothing, skipped_in_row=np.int32(3)))
+    report.follow(started(1, began=0.0, completed=1.0, **all_masked))
+    report.follow(started(2, began=0.0, completed=2.0, **all_masked, skipped_in_row=np.int32(3)))
     with pytest.raises(
         TrainingError,
         match="step 2: loss or gradients were not finite, or of no target token, for 3",
@@ -197,7 +210,8 @@ def test_a_step_whose_targets_are_all_masked_has_no_loss() -> None:
 
 @pytest.mark.parametrize("patches, why", [(9, "not finite"), (0, "not finite, .* token or patch,")])
 def test_a_model_that_draws_is_told_of_patches(patches, why) -> None:
-    run, out = make_run(), Written()
+    run = make_run()
+    out = Written()
     report: Any = RunReport(run, out, out, None)  # type: ignore[arg-type]
     values = step_metrics(
         targets_by_source=np.zeros(2),
@@ -212,6 +226,7 @@ def test_a_model_that_draws_is_told_of_patches(patches, why) -> None:
 
 
 def test_a_run_with_nothing_left_to_do_keeps_what_it_said(tmp_path: Path) -> None:
+    """A report resumed after the last step finds losses and evaluation in the records."""
     run = make_run()
     run.directory, run.evaluation = tmp_path, object()
     run.config.evaluation = SimpleNamespace(at_start=True, every=3)
@@ -228,43 +243,45 @@ def test_a_run_with_nothing_left_to_do_keeps_what_it_said(tmp_path: Path) -> Non
         for step in range(1, 9):
             report.follow(started(step, began=0.0, completed=step, loss=np.float32(step)))
         report.settle()
-        flat = {
+        flat_values = {
             f"eval/{name}/{source}": n
             for name in ("exact_match", "examples")
             for source, n in evaluation[name].items()
         }
-        writer.write(6, {"eval/loss": 0.5} | flat)
+        writer.write(6, {"eval/loss": 0.5} | flat_values)
         assert not report.evaluation_due(7) and report.evaluation_due(8)
 
-        # Between the last checkpoint and its evaluation
-        killed = RunReport(run, writer, progress, None)
-        killed.resume(8)
-        assert killed.evaluation_missing(8)
+        # The process was killed between the last checkpoint and its evaluation
+        interrupted = RunReport(run, writer, progress, None)
+        interrupted.resume(8)
+        assert interrupted.evaluation_missing(8)
         assert (
-            killed.evaluation
+            interrupted.evaluation
             == {"step": 6, "failed_media": 0, "masked_examples": 0}
             | {"loss_by_source": {}, "masked_by_source": {}}
             | evaluation
         )
-        summary = killed.summary(8, 1.0)
+        summary = interrupted.summary(8, 1.0)
         assert summary["loss"] == 8.0 and summary["complete"] and summary["error"] is None
 
-        writer.write(8, {"eval/loss": 0.25} | flat)
+        writer.write(8, {"eval/loss": 0.25} | flat_values)
         writer.write_summary(report.summary(8, 100.0))
-        again = RunReport(run, writer, progress, None)
-        again.resume(8)
-        assert not again.evaluation_missing(8)
-        assert again.summary(8, 1.0) == json.loads((tmp_path / "summary.json").read_text())
-        stopped = again.summary(8, 1.0, error="step 8: why")
-        assert stopped["error"] == "step 8: why" and not stopped["complete"]
+        finished = RunReport(run, writer, progress, None)
+        finished.resume(8)
+        assert not finished.evaluation_missing(8)
+        assert finished.summary(8, 1.0) == json.loads((tmp_path / "summary.json").read_text())
+        stopped_summary = finished.summary(8, 1.0, error="step 8: why")
+        assert stopped_summary["error"] == "step 8: why" and not stopped_summary["complete"]
     assert len(read_metrics(tmp_path)) == 10
 
 
 def test_processes_meet_before_the_programs_of_an_evaluation_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where a first collective gives up after seconds, while the main process reads records or another one media."""
-    run, out, events = make_run(), Written(), []
+    """A first collective gives up after seconds, in which another process may still read media."""
+    run = make_run()
+    out = Written()
+    events = []
     run.evaluation, run.held_out = [1, 2], SimpleNamespace(source_of=None)
     run.config.evaluation = SimpleNamespace(at_start=True, every=3)
     run.programs.averaged = lambda state: state
@@ -298,7 +315,8 @@ def test_processes_meet_before_the_programs_of_an_evaluation_before_the_first_st
 
 @pytest.mark.parametrize("kept", [None, {"steps": 8, "complete": True}])
 def test_a_run_that_was_stopped_before_its_last_evaluation_is_not_complete(kept: Any) -> None:
-    run, out = make_run(), Written()
+    run = make_run()
+    out = Written()
     run.config.evaluation = SimpleNamespace(at_start=True, every=3)
     report: Any = RunReport(run, out, out, None)  # type: ignore[arg-type]
     report._kept_summary = kept

@@ -1,4 +1,7 @@
-"""Runs that are killed at any time, or asked to stop, continue as if nothing had happened."""
+"""Runs that are killed at any time, or asked to stop, continue as if nothing had happened.
+
+The reference is an uninterrupted run of the same config.
+"""
 
 import json
 import os
@@ -20,7 +23,7 @@ STEPS = 16
 
 
 def start(config: Path, *arguments: str, devices: int = 8) -> subprocess.Popen:
-    """A run that compiles quickly, and keeps its programs for the next one."""
+    """A run that compiles quickly, and stores its programs for the next one."""
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     settings = {"NPROC": str(4 * devices)}
     return subprocess.Popen(
@@ -38,6 +41,7 @@ def finish(process: subprocess.Popen) -> None:
 
 
 def records(folder: Path) -> list[dict]:
+    """Records of steps; a line that is still being written has no end and is left out."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [
@@ -58,9 +62,12 @@ def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def history(data, tmp_path_factory):
-    """An uninterrupted run; one that was killed, resumed, stopped by SIGTERM and resumed; and one that was killed
-    and resumed on half of the devices, with rows
-    in parts. Each begins with `--resume` in a folder that does not exist."""
+    """An uninterrupted run, and two interrupted ones.
+
+    One run is killed, resumed, stopped by SIGTERM and resumed. The other is killed and resumed on
+    half of the devices, with rows in parts. Each begins with `--resume` in a folder that does not
+    exist.
+    """
     base = tmp_path_factory.mktemp("history")
     config = base / "config.yaml"
     tree = tiny_config(
@@ -72,8 +79,9 @@ def history(data, tmp_path_factory):
         components__projector__vision__ema=0.99,
     )
     config.write_text(yaml.safe_dump(tree))
-    random = np.random.default_rng()  # any step will do: no test may depend on which
-    killed_after, stopped_after = int(random.integers(2, 7)), int(random.integers(9, 12))
+    rng = np.random.default_rng()  # no seed: no test may depend on the steps of the interruptions
+    killed_after = int(rng.integers(2, 7))
+    stopped_after = int(rng.integers(9, 12))
 
     def begin(name: str, *more: str, devices: int = 8) -> subprocess.Popen:
         return start(config, "--resume", f"run.directory={base / name}", *more, devices=devices)
@@ -81,7 +89,7 @@ def history(data, tmp_path_factory):
     process = begin("killed", "data.workers=1")
     wait_for_step(process, base / "killed", killed_after)
     process.kill()
-    # Ends when its data worker does, which holds the other end of the pipe
+    # The pipe is closed only when the data worker has ended, too, because it holds the other end
     process.communicate(timeout=60)
     for name in ("moved", "shared", "staged"):
         shutil.copytree(base / "killed", base / name)
@@ -91,20 +99,22 @@ def history(data, tmp_path_factory):
     process.send_signal(signal.SIGTERM)
     finish(process)
     stopped = json.loads((base / "killed" / "summary.json").read_text())["steps"]
-    kept = [int(path.name) for path in (base / "killed" / "checkpoints").iterdir()]
+    saved_steps = [int(path.name) for path in (base / "killed" / "checkpoints").iterdir()]
 
-    both = [begin("killed"), begin("moved", "mesh.data=2", "mesh.context=2", devices=4)]
-    for process in (*both, begin("whole")):
+    resumed = [begin("killed"), begin("moved", "mesh.data=2", "mesh.context=2", devices=4)]
+    for process in (*resumed, begin("whole")):
         finish(process)
-    facts = {"stopped": stopped, "stopped_after": stopped_after, "kept": kept}
+    facts = {"stopped": stopped, "stopped_after": stopped_after, "kept": saved_steps}
     return base, facts | {"killed_after": killed_after, "begin": begin}
 
 
-# On the same devices, too: on a busy machine norms of one program's gradients were seen to differ by 3e-6.
+# Not equal even on the same devices: on a busy machine norms of one program's gradients were seen
+# to differ by 3e-6
 @pytest.mark.parametrize("name, tolerance", [("killed", 2e-5), ("moved", 2e-4)])
 def test_history_is_that_of_an_uninterrupted_run(history, name, tolerance):
     base, _ = history
-    expected, actual = records(base / "whole"), records(base / name)
+    expected = records(base / "whole")
+    actual = records(base / name)
     assert [record["step"] for record in actual] == list(range(1, STEPS + 1))
     assert [record["step"] for record in expected] == list(range(1, STEPS + 1))
     for key in ("loss", "learning_rate", "gradient_norm"):
@@ -112,11 +122,13 @@ def test_history_is_that_of_an_uninterrupted_run(history, name, tolerance):
             [r[key] for r in actual], [r[key] for r in expected], rtol=tolerance
         )
     assert [record["batch"] for record in actual] == [record["batch"] for record in expected]
-    drawn = [(base / each / "examples.jsonl").read_text() for each in ("whole", name)]
-    assert drawn[0] == drawn[1], "the examples of every step, by id"
-    assert [json.loads(line)["step"] for line in drawn[0].splitlines()] == list(range(1, STEPS + 1))
-    by_source = [{k for k in record if k.startswith("loss/")} for record in expected]
-    assert by_source == [{k for k in record if k.startswith("loss/")} for record in actual]
+    example_lines = [(base / each / "examples.jsonl").read_text() for each in ("whole", name)]
+    assert example_lines[0] == example_lines[1], "the examples of every step, by id"
+    assert [json.loads(line)["step"] for line in example_lines[0].splitlines()] == list(
+        range(1, STEPS + 1)
+    )
+    source_keys = [{k for k in record if k.startswith("loss/")} for record in expected]
+    assert source_keys == [{k for k in record if k.startswith("loss/")} for record in actual]
     summaries = [json.loads((base / each / "summary.json").read_text()) for each in ("whole", name)]
     assert [summary["steps"] for summary in summaries] == [STEPS, STEPS]
     assert [each["eval"]["averaged"] for each in summaries] == ["language, projector.vision"] * 2
@@ -127,7 +139,7 @@ def test_history_is_that_of_an_uninterrupted_run(history, name, tolerance):
 
 
 def kill_again(base: Path, facts: dict, name: str, *changes: str) -> None:
-    """Resume a copy of the killed run with changes, and kill it some steps later."""
+    """Resume a copy of the killed run with changes, and kill it again some steps later."""
     process = facts["begin"](name, *changes)
     wait_for_step(process, base / name, facts["killed_after"] + 4)
     process.kill()
@@ -135,7 +147,7 @@ def kill_again(base: Path, facts: dict, name: str, *changes: str) -> None:
 
 
 def test_rows_of_several_ranks_continue_a_run_on_any_devices(history):
-    """The killed run, resumed in which 8 ranks hold rows together, killed again, and resumed on half of the devices."""
+    """The killed run continues with rows of 8 ranks, is killed again, and continues on 4 devices."""
     base, facts = history
     phases = ("vision", "audio", "language")
 
@@ -149,7 +161,7 @@ def test_rows_of_several_ranks_continue_a_run_on_any_devices(history):
 
 
 def test_stages_continue_a_run_and_leave_it(history):
-    """The killed run, resumed in two stages, killed again at any tick, and resumed in four stages of one device."""
+    """The killed run continues in two stages, is killed at any tick, and continues in four."""
     base, facts = history
 
     def stages(count: int, data: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a run may change when it is resumed, and what it is told."""
+"""What a run may change when it is resumed, and the lines that report it."""
 
 import json
 from collections import Counter
@@ -18,6 +18,7 @@ from tests.support import tiny_config
 
 
 def make_config(directory: str = "runs/a", **settings: Any) -> Config:
+    """A minimal config without encoders; settings are dotted keys with `__` for the dots."""
     tree: dict[str, Any] = {
         "run": {"directory": directory, "steps": 10},
         "model": {
@@ -27,11 +28,11 @@ def make_config(directory: str = "runs/a", **settings: Any) -> Config:
         "optimizer": {"learning_rate": 1e-3},
     }
     for key, value in settings.items():
-        *parents, last = key.split("__")
+        *parents, leaf_key = key.split("__")
         node = tree
         for name in parents:
             node = node.setdefault(name, {})
-        node[last] = value
+        node[leaf_key] = value
     return parse_config(tree)
 
 
@@ -52,10 +53,11 @@ def make_config(directory: str = "runs/a", **settings: Any) -> Config:
     ],
 )
 def test_what_may_change_without_a_word(change: dict[str, Any]) -> None:
-    saved, current = begun_config(make_config()), make_config(**change)
+    saved = begun_config(make_config())
+    current = make_config(**change)
     check_compatible(saved, current)
-    told = changes(saved, resumed_config(saved, current), 7)
-    assert told == [] or "run__steps" in change
+    messages = changes(saved, resumed_config(saved, current), 7)
+    assert messages == [] or "run__steps" in change
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,8 @@ def test_what_may_change_without_a_word(change: dict[str, Any]) -> None:
     ],
 )
 def test_what_may_change_and_is_told(change: dict[str, Any], line: str) -> None:
-    saved, current = begun_config(make_config()), make_config(**change)
+    saved = begun_config(make_config())
+    current = make_config(**change)
     check_compatible(saved, current)
     assert changes(saved, resumed_config(saved, current), 7) == [f"from step 7: {line}"]
 
@@ -104,7 +107,8 @@ def test_what_may_change_and_is_told(change: dict[str, Any], line: str) -> None:
     ],
 )
 def test_what_may_not_change(change: dict[str, Any], line: str) -> None:
-    saved, current = make_config(), make_config(**change)
+    saved = make_config()
+    current = make_config(**change)
     with pytest.raises(CheckpointError) as caught:
         check_compatible(saved, current)
     assert line in str(caught.value)
@@ -126,16 +130,18 @@ def test_the_decay_keeps_its_end_when_the_run_gets_longer(tmp_path) -> None:
     assert load_config(tmp_path / "config.yaml") == saved
     longer = resumed_config(saved, make_config(run__steps=50))
     assert (longer.decay_steps, longer.run.steps) == (10, 50)
-    told = changes(saved, longer, 10)
-    assert told[0] == "from step 10: run.steps 10 -> 50"
-    assert "reaches final_scale 0.1 at step 10 and stays there; optimizer.decay_steps" in told[1]
+    messages = changes(saved, longer, 10)
+    assert messages[0] == "from step 10: run.steps 10 -> 50"
+    assert (
+        "reaches final_scale 0.1 at step 10 and stays there; optimizer.decay_steps" in messages[1]
+    )
     shorter = resumed_config(saved, make_config(run__steps=5))
     assert (
         "would reach final_scale 0.1 at step 10, after the run's end"
         in changes(saved, shorter, 2)[1]
     )
-    chosen = resumed_config(saved, make_config(run__steps=50, optimizer__decay_steps=50))
-    assert chosen.decay_steps == 50 and len(changes(saved, chosen, 10)) == 2
+    longer_decay = resumed_config(saved, make_config(run__steps=50, optimizer__decay_steps=50))
+    assert longer_decay.decay_steps == 50 and len(changes(saved, longer_decay, 10)) == 2
     assert (
         len(
             changes(
@@ -150,7 +156,10 @@ def test_the_decay_keeps_its_end_when_the_run_gets_longer(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_a_run_continues_with_other_settings(data, tmp_path, capsys):
-    """Unfrozen, slower, in smaller batches and other weights: what was said, and which examples were drawn."""
+    """A run goes on unfrozen, slower, in smaller batches and with other weights of its sources.
+
+    Compared are the reported lines, and which examples were drawn.
+    """
     sources = [
         {"name": name, "path": str(data / "train.jsonl"), "weight": 1.0} for name in ("a", "b")
     ]
@@ -168,7 +177,7 @@ def test_a_run_continues_with_other_settings(data, tmp_path, capsys):
     tree["data"]["sources"] = [sources[0] | {"weight": 3.0}, sources[1]]
     capsys.readouterr()
     train(build_run(check_folder(parse_config(tree), True)))
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for line in (
         "from step 3: optimizer.learning_rate 0.01 -> 0.001",
         "from step 3: components.language.freeze True -> False",
@@ -177,15 +186,15 @@ def test_a_run_continues_with_other_settings(data, tmp_path, capsys):
         "optimizer state of language, vision: begins at zero from step 3",
         "optimizer state of audio: dropped from step 3, the components are frozen",
     ):
-        assert line in said
+        assert line in output
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
     assert [record["learning_rate"] for record in records] == pytest.approx([1e-2] * 3 + [1e-3] * 2)
-    drawn = [
+    ids_by_step = [
         json.loads(line)["ids"] for line in (tmp_path / "examples.jsonl").read_text().splitlines()
     ]
-    assert [len(ids) for ids in drawn] == [16, 16, 16, 8, 8]
-    assert max(Counter(chain.from_iterable(drawn)).values()) <= 2, (
+    assert [len(ids) for ids in ids_by_step] == [16, 16, 16, 8, 8]
+    assert max(Counter(chain.from_iterable(ids_by_step)).values()) <= 2, (
         "no source has begun its epoch anew: each holds an example once"
     )
     history = json.loads((tmp_path / "history.json").read_text())

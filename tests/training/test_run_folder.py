@@ -1,4 +1,4 @@
-"""Whose run folder it is, and what is refused before anything is compiled."""
+"""Which folders a run may use, and what is refused before anything is compiled."""
 
 import errno
 import os
@@ -55,13 +55,13 @@ def test_a_folder_that_holds_a_run_is_resumed_when_that_is_meant(tmp_path: Path)
 
 def test_what_a_refused_resume_advises_depends_on_what_is_there(tmp_path: Path) -> None:
     write_config(tmp_path, begun_config(make_config(str(tmp_path))))
-    other = make_config(str(tmp_path), run__seed=3)
+    other_seed = make_config(str(tmp_path), run__seed=3)
     with pytest.raises(CheckpointError, match="it has no checkpoint: delete") as caught:
-        check_folder(other, True)
+        check_folder(other_seed, True)
     assert "model.from" not in str(caught.value)
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=f"model.from to {tmp_path}"):
-        check_folder(other, True)
+        check_folder(other_seed, True)
 
 
 def test_room_that_killed_saves_took_is_free_when_a_run_is_resumed(tmp_path: Path) -> None:
@@ -108,16 +108,17 @@ def test_a_damaged_config_is_one_line(tmp_path: Path, content: bytes) -> None:
 
 
 def test_what_a_damaged_config_advises_works(tmp_path: Path) -> None:
-    begun, config = tmp_path / "begun", make_config(str(tmp_path / "new"))
-    (begun / "checkpoints" / "3").mkdir(parents=True)
-    (begun / "config.yaml").write_bytes(b"")
+    begun_folder = tmp_path / "begun"
+    config = make_config(str(tmp_path / "new"))
+    (begun_folder / "checkpoints" / "3").mkdir(parents=True)
+    (begun_folder / "config.yaml").write_bytes(b"")
     config = config.model_copy(
-        update={"model": config.model.model_copy(update={"from_": str(begun)})}
+        update={"model": config.model.model_copy(update={"from_": str(begun_folder)})}
     )
     with pytest.raises(CheckpointError, match=r"move it away and begin another run"):
         check_folder(config, False)
-    (begun / "config.yaml").unlink()
-    assert check_folder(config, False).model.from_ == str(begun)
+    (begun_folder / "config.yaml").unlink()
+    assert check_folder(config, False).model.from_ == str(begun_folder)
 
 
 def test_a_run_from_before_a_key_was_renamed_says_what_to_write(tmp_path: Path) -> None:
@@ -148,48 +149,49 @@ def test_an_unwritable_folder_is_found_at_once(tmp_path: Path) -> None:
 def test_a_folder_that_processes_do_not_share_is_refused(
     tmp_path: Path, monkeypatch, shared
 ) -> None:
-    """This is process 1; process 0 holds `main`."""
-    here = make_config(str(tmp_path / "here"))
-    main = tmp_path / ("here" if shared else "there")
-    main.mkdir()
+    """The test is process 1; process 0 holds the lock of `main_folder`."""
+    own_config = make_config(str(tmp_path / "here"))
+    main_folder = tmp_path / ("here" if shared else "there")
+    main_folder.mkdir()
     monkeypatch.setattr(lock, "SHARED_SECONDS", 0.0)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    with lock.RunLock(main) as held:
-        of_main = iter(["", held.token, ""])  # no problem, the lock, no problem
-        monkeypatch.setattr(hosts, "tell_all", lambda text: [next(of_main), text])
+    with lock.RunLock(main_folder) as run_lock:
+        # Of process 0: no problem, its lock, no problem
+        main_answers = iter(["", run_lock.token, ""])
+        monkeypatch.setattr(hosts, "tell_all", lambda text: [next(main_answers), text])
         if shared:
-            with open_folder(here, False):
+            with open_folder(own_config, False):
                 return
         with pytest.raises(CheckpointError, match=r"here on .* \(process 1\) is not the folder"):
-            with open_folder(here, False):
+            with open_folder(own_config, False):
                 raise AssertionError("opened")
 
 
 def test_a_disk_that_fills_up_during_the_run_is_one_line(tmp_path: Path) -> None:
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "metrics.jsonl"))
+    disk_full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "metrics.jsonl"))
     with pytest.raises(
         CheckpointError,
         match=r"metrics\.jsonl cannot be written \(No space left on device\): make room",
     ):
         with open_folder(make_config(str(tmp_path)), False):
-            raise full
+            raise disk_full
     with pytest.raises(FileNotFoundError), open_folder(make_config(str(tmp_path)), False):
         raise FileNotFoundError
     assert list(tmp_path.iterdir()) == [], "the folder is released"
 
 
 def test_a_component_comes_with_the_adapter_that_it_was_trained_with(tmp_path: Path) -> None:
-    """The arrays alone tell neither alpha nor that there should be any."""
+    """Saved arrays alone tell neither alpha nor whether there should be an adapter."""
     adapter = {"rank": 2, "alpha": 4.0}
-    first = make_config(str(tmp_path / "first"), model__adapters={"language": adapter})
-    write_config(tmp_path / "first", first)
+    first_config = make_config(str(tmp_path / "first"), model__adapters={"language": adapter})
+    write_config(tmp_path / "first", first_config)
     checkpoint = tmp_path / "first" / "checkpoints" / "1"
     checkpoint.mkdir(parents=True)
     (checkpoint / "checksums.json").write_text("{}")
     for source in (checkpoint.parent.parent, checkpoint):
-        for own in ({}, {"language": adapter | {"alpha": 8.0}}):
+        for own_adapters in ({}, {"language": adapter | {"alpha": 8.0}}):
             config = make_config(
-                str(tmp_path / "next"), model__from=str(source), model__adapters=own
+                str(tmp_path / "next"), model__from=str(source), model__adapters=own_adapters
             )
             with pytest.raises(CheckpointError, match=r"model.adapters.language: .* alpha=4.0"):
                 check_folder(config, False)

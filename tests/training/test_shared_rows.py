@@ -1,4 +1,7 @@
-"""A row that several ranks hold together against the same row on one rank, by the step's functions."""
+"""A row that several ranks share, through the functions of a step.
+
+The reference is the same row on one rank; both run in float64.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +34,13 @@ from jaxmllm.training.step_functions import StepFunctions
 from sharding.mesh import make_mesh
 from tests.support import EXHAUSTIVE, slow_cases
 
-BLOCK, VOCABULARY, SOURCES, SEGMENTS, WIDTH, POOL = 8, 30, 3, 8, 8, 200
-SLOTS = {"language": 128, "vision": 128, "audio": 512}  # of a whole row
+BLOCK = 8
+VOCABULARY = 30
+SOURCES = 3
+SEGMENTS = 8
+WIDTH = 8
+POOL = 200
+SLOTS = {"language": 128, "vision": 128, "audio": 512}  # of a complete row
 CONFIG = ModelConfig(
     language=LanguageConfig(
         width=WIDTH,
@@ -59,6 +67,7 @@ WIDE_ENCODERS = {"batch": ["data", "fsdp", "tensor"]}
 
 
 def make_step(mesh, dtype="float64", freeze=False, remat="none", layout=()):
+    """A step of a tiny model with three modalities; the decoder and images have windows."""
     encoder = ComponentConfig(compute_dtype=dtype, remat=remat, layout=dict(layout), freeze=freeze)
     projector = ProjectorConfig(compute_dtype=dtype)
     components = ComponentsConfig(
@@ -83,27 +92,30 @@ def attention(phase, parts):
 
 
 def segments_of(rng, groups, slots, unit):
-    """Packed items whose lengths are multiples of `unit`, then padding; some longer than the slots of a rank."""
+    """Packed items whose lengths are multiples of `unit`, then padding.
+
+    Some items are longer than the slots of a rank.
+    """
     segments = np.zeros((groups, slots), np.int32)
     for row in segments:
         cuts = np.sort(rng.choice(np.arange(1, slots // unit), 4, replace=False)) * unit
-        for number, (start, stop) in enumerate(zip((0, *cuts), cuts, strict=False), 1):
-            row[start:stop] = number
+        for segment, (start, stop) in enumerate(zip((0, *cuts), cuts, strict=False), 1):
+            row[start:stop] = segment
     return segments
 
 
 def language_row(groups):
-    """A packed row, before it is finished; media read slots of a pool of one rank in any order."""
+    """Packed rows before they are finished; media read slots of a rank's pool in any order."""
     rng = np.random.default_rng(1)
     slots = SLOTS["language"]
     segments = segments_of(rng, groups, slots, 1)
     media = np.full((groups, slots), -1, np.int32)
     bidirectional = np.zeros((groups, slots), np.int32)
     for row, segment, group in zip(media, segments, bidirectional, strict=True):
-        for number in np.unique(segment[segment > 0]):
-            stretch = np.flatnonzero(segment == number)[1 : rng.integers(2, 40)]
-            row[stretch] = 1
-            group[stretch] = stretch[0] + 1 if len(stretch) else 0
+        for segment_id in np.unique(segment[segment > 0]):
+            media_slots = np.flatnonzero(segment == segment_id)[1 : rng.integers(2, 40)]
+            row[media_slots] = 1
+            group[media_slots] = media_slots[0] + 1 if len(media_slots) else 0
         row[row > 0] = rng.permutation(POOL)[: (row > 0).sum()]
     targets = rng.integers(0, VOCABULARY, segments.shape)
     return {
@@ -118,16 +130,20 @@ def language_row(groups):
 
 
 def encoder_row(phase, groups):
+    """Packed rows of an encoder before they are finished; a tenth of the tokens is not valid."""
     rng = np.random.default_rng(2)
-    form, slots = FORMATS[phase], SLOTS[phase]
-    tokens = slots // form.slots_per_token
-    segments = segments_of(rng, groups, slots, form.alignment)
-    positions = rng.integers(0, 9, (groups, slots, len(form.axes)))
-    if phase == "audio":  # frames in attention tokens of their clip
-        start = np.argmax(segments[:, :, None] == segments[:, None], axis=2)
-        positions = (np.arange(slots) - start)[..., None] // form.stride
+    row_format = FORMATS[phase]
+    slots = SLOTS[phase]
+    tokens = slots // row_format.slots_per_token
+    segments = segments_of(rng, groups, slots, row_format.alignment)
+    positions = rng.integers(0, 9, (groups, slots, len(row_format.axes)))
+    if phase == "audio":  # positions count attention tokens from the start of the clip
+        clip_start = np.argmax(segments[:, :, None] == segments[:, None], axis=2)
+        positions = (np.arange(slots) - clip_start)[..., None] // row_format.stride
     return {
-        "features": rng.integers(0, 99, (groups, slots, form.features)).astype(form.dtype),
+        "features": rng.integers(0, 99, (groups, slots, row_format.features)).astype(
+            row_format.dtype
+        ),
         "segments": segments,
         "positions": positions.astype(np.int32),
         "valid": rng.random((groups, tokens)) < 0.9,
@@ -140,13 +156,20 @@ def copied(row):
 
 
 def arrivals(media, ranks):
-    """[groups, slots] slots of the pools of the ranks that hold the packed slots: one after the other on each."""
-    marks = (media >= 0).reshape(ranks, -1)
-    return np.where(marks, np.cumsum(marks, axis=1) - 1, -1).reshape(media.shape).astype(np.int32)
+    """[groups, slots]: in which slot of its rank's pool the token of each media slot arrives.
+
+    Tokens fill the pool of a rank one after the other.
+    """
+    is_media = (media >= 0).reshape(ranks, -1)
+    return (
+        np.where(is_media, np.cumsum(is_media, axis=1) - 1, -1)
+        .reshape(media.shape)
+        .astype(np.int32)
+    )
 
 
 def spread(pool, media, arrived, ranks):
-    """What pools [groups, W, ..] hold at `media`, in pools [ranks, W, ..] at `arrived`."""
+    """Move what pools [groups, W, ..] hold at `media` to pools [ranks, W, ..] at `arrived`."""
     shared = np.zeros((ranks, *pool.shape[1:]), pool.dtype)
     slots = media.shape[1] * len(media) // ranks
     for group, slot in zip(*np.nonzero(media >= 0), strict=True):
@@ -156,6 +179,7 @@ def spread(pool, media, arrived, ranks):
 
 
 def close(got, want, tolerance):
+    """Each entry differs by at most `tolerance` of the largest entry of its leaf."""
     for actual, expected in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         expected = np.asarray(expected, np.float64)
         scale = np.abs(expected).max() or 1
@@ -179,12 +203,15 @@ SLOW = slow_cases({name: (name,) for name in MESHES if name != "context2"}, {"fs
 
 
 def cut_mesh(sizes):
-    whole = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | sizes
-    return make_mesh(whole, spans=(1, 2, 4, 8))
+    all_sizes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | sizes
+    return make_mesh(all_sizes, spans=(1, 2, 4, 8))
 
 
 def language_gradients(step, row, pool, ranks):
-    """Of a row as one program: the pool with gradients in place of tokens, and gradients and sums that are added to."""
+    """Run a row: the pool's gradients, and what the row adds to gradients and to sums.
+
+    The evaluation of the row comes last.
+    """
     params = randomized(step, "language")
     sums = Sums(*np.ones((4, ranks, SOURCES), pool.tokens.dtype))
 
@@ -200,6 +227,10 @@ def language_gradients(step, row, pool, ranks):
 
 @pytest.mark.parametrize("mesh", ["context2", *SLOW])
 def test_a_language_row_of_several_ranks(mesh, remat="none"):
+    """Gradients of pools, parameters and sums agree, although the ranks hold the slots dealt out.
+
+    One media token is not valid, so its example must lose its targets on all ranks.
+    """
     sizes, span = MESHES[mesh]
     with jax.enable_x64(True):
         step = make_step(cut_mesh(sizes), remat=remat).spanned("language", span)
@@ -213,7 +244,7 @@ def test_a_language_row_of_several_ranks(mesh, remat="none"):
         pool.valid[0, row["media"].max(axis=1)[0]] = 0
         one_rank = copied(row)
         finish_language_row(one_rank, attention("language", 1))
-        want = language_gradients(
+        expected = language_gradients(
             make_step(reference_mesh(layout.groups)), one_rank, pool, layout.groups
         )
 
@@ -222,19 +253,21 @@ def test_a_language_row_of_several_ranks(mesh, remat="none"):
         finish_language_row(shared, attention("language", layout.parts))
         assert (shared["order"] != one_rank["order"]).any(), "slots are dealt"
         shared |= {"arrived": arrived}
-        expected = abstract_language_rows(
+        abstract_rows = abstract_language_rows(
             layout, SLOTS["language"] // span, SEGMENTS, BLOCK, windows=True
         )
-        assert jax.tree.map(np.shape, LanguageRows.of(shared)) == jax.tree.map(np.shape, expected)
+        assert jax.tree.map(np.shape, LanguageRows.of(shared)) == jax.tree.map(
+            np.shape, abstract_rows
+        )
         pools = TokenPool(*(spread(leaf, row["media"], arrived, layout.ranks) for leaf in pool))
-        got = language_gradients(step, shared, pools, layout.ranks)
+        actual = language_gradients(step, shared, pools, layout.ranks)
 
-    d_pool = spread(want[0].tokens, row["media"], arrived, layout.ranks)
-    close(got[0].tokens, d_pool, 1e-10)
-    close(got[1], want[1], 1e-10)
-    targets = [want[2].targets[0].sum() - SOURCES, (row["targets"][0] >= 0).sum()]
+    d_pool = spread(expected[0].tokens, row["media"], arrived, layout.ranks)
+    close(actual[0].tokens, d_pool, 1e-10)
+    close(actual[1], expected[1], 1e-10)
+    targets = [expected[2].targets[0].sum() - SOURCES, (row["targets"][0] >= 0).sum()]
     assert 20 < targets[0] < targets[1], "an example without a media token has no loss"
-    for totals, reference in zip(got[2:], want[2:], strict=True):
+    for totals, reference in zip(actual[2:], expected[2:], strict=True):
         by_group = [x.reshape(-1, span, SOURCES) for x in jax.tree.leaves(totals)]
         close([x[:, 0] for x in by_group], jax.tree.leaves(reference), 1e-12)
         assert all((x[:, 1:] == 1).all() for x in by_group), "sums are those of the first rank"
@@ -248,7 +281,7 @@ def test_a_language_row_of_several_ranks_computed_again(remat):
 
 
 def encoder_gradients(step, phase, row, ranks, tokens, offset, d_tokens):
-    """Pools, and gradients of their tokens' gradients, of a row as two programs."""
+    """Run a row in two programs: its pool, the count of failures and gradients of parameters."""
     params = randomized(step, phase)
     pool = TokenPool(np.ones((ranks, POOL, WIDTH)), np.full((ranks, POOL), 2, np.int32))
     d_pool = np.ones((ranks, POOL, WIDTH))
@@ -283,27 +316,30 @@ def test_an_encoder_row_of_several_ranks(phase, mesh, settings):
         step = make_step(cut_mesh(sizes), **settings).spanned(phase, span)
         layout = step.model.layout(phase)
         row = encoder_row(phase, layout.groups)
-        form = FORMATS[phase]
-        tokens = SLOTS[phase] // form.slots_per_token
+        row_format = FORMATS[phase]
+        tokens = SLOTS[phase] // row_format.slots_per_token
         d_tokens = np.random.default_rng(4).standard_normal((layout.groups, tokens, WIDTH))
         one_rank = copied(row)
-        finish_encoder_row(one_rank, attention(phase, 1), phase, form)
+        finish_encoder_row(one_rank, attention(phase, 1), phase, row_format)
         reference = make_step(reference_mesh(layout.groups), freeze=settings.get("freeze", False))
-        want = encoder_gradients(reference, phase, one_rank, layout.groups, tokens, 7, d_tokens)
+        expected = encoder_gradients(reference, phase, one_rank, layout.groups, tokens, 7, d_tokens)
 
         shared = copied(row)
-        finish_encoder_row(shared, attention(phase, layout.parts), phase, form)
+        finish_encoder_row(shared, attention(phase, layout.parts), phase, row_format)
         assert (shared["places"] != one_rank["places"]).any(), "slots are dealt"
-        expected = abstract_encoder_rows(
-            layout, SLOTS[phase] // span, form, BLOCK, windows=phase in CONFIG.windows
+        abstract_rows = abstract_encoder_rows(
+            layout, SLOTS[phase] // span, row_format, BLOCK, windows=phase in CONFIG.windows
         )
-        assert jax.tree.map(np.shape, EncoderRows.of(shared)) == jax.tree.map(np.shape, expected)
-        got = encoder_gradients(step, phase, shared, layout.ranks, tokens // span, 11, d_tokens)
+        assert jax.tree.map(np.shape, EncoderRows.of(shared)) == jax.tree.map(
+            np.shape, abstract_rows
+        )
+        actual = encoder_gradients(step, phase, shared, layout.ranks, tokens // span, 11, d_tokens)
 
-    for pool, reference_pool in zip(got[0], want[0], strict=True):
-        held = pool[:, 11 : 11 + tokens // span]
-        written = reference_pool[:, 7 : 7 + tokens]
-        close(held.reshape(written.shape), written, 1e-10)
+    # Different offsets (11 and 7) show that the offset of a microbatch is honoured
+    for pool, reference_pool in zip(actual[0], expected[0], strict=True):
+        filled_slots = pool[:, 11 : 11 + tokens // span]
+        reference_slots = reference_pool[:, 7 : 7 + tokens]
+        close(filled_slots.reshape(reference_slots.shape), reference_slots, 1e-10)
         assert (pool[:, :11] == pool[0, 0]).all(), "only the microbatch's slots are written"
-    assert got[1] == want[1]
-    close(got[2], want[2], 1e-10)
+    assert actual[1] == expected[1]
+    close(actual[2], expected[2], 1e-10)

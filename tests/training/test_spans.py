@@ -1,6 +1,6 @@
-"""Whole steps whose rows several ranks hold together, of one span or of many, against one device.
+"""Steps whose rows several ranks share, of one span or of many, against one device.
 
-All are slow; the same by single functions, in seconds: test_shared_rows.py.
+All are slow; test_shared_rows.py tests the same by single functions, in seconds.
 """
 
 import math
@@ -22,7 +22,7 @@ WIDE = {"components__vision__layout": ENCODER_LAYOUT, "components__audio__layout
 
 
 def phases(spans):
-    """Rows that hold the longest items, on the longest span alone."""
+    """Rows in which the longest items fit on the longest span alone."""
     factor = -(-8 // max(spans))
     return {
         name: {"block": 16, "capacities": [factor * capacity], "spans": spans}
@@ -82,17 +82,17 @@ def test_spans_leave_the_mathematics_alone(setups, by_example, whole, mesh, span
 def test_a_rank_may_hold_few_blocks_or_less_than_one(
     setups, by_example, whole, tokens, span, block
 ):
-    """Attention takes smaller ones then, in these rows alone."""
+    """Attention takes smaller blocks in these rows, and only in these."""
     slots = {"vision": tokens, "audio": 4 * tokens, "language": tokens}
     rows = {
-        name: {"block": 128, "capacities": [count], "spans": [span]}
-        for name, count in slots.items()
+        name: {"block": 128, "capacities": [capacity], "spans": [span]}
+        for name, capacity in slots.items()
     }
     setup = setups(by_example(mesh={"data": 4, "fsdp": 2}, phases=rows), 8)
     attention = setup.programs.attention
     assert attention.blocks == dict.fromkeys(slots, 128)
     assert attention.smaller_blocks == {
-        (name, RowClass(count, span)): block for name, count in slots.items()
+        (name, RowClass(capacity, span)): block for name, capacity in slots.items()
     }
     assert_same(setup.gradients(setup.step(EXAMPLES)), whole, 1e-5)
 
@@ -108,30 +108,30 @@ CUT = {"model__vision__merge": 3, "model__audio__merge": 3, "model__audio__chunk
     ],
 )
 def test_blocks_may_cut_tokens(setups, by_example, mesh, spans):
-    """A language token is 9 patches or 12 frames, and a block 16 patches or 64 frames."""
+    """A language token is 9 patches or 12 frames, and a block is 16 patches or 64 frames."""
     slots = {"vision": 9 * 16, "audio": 3 * 64, "language": 32}
     rows = {
-        name: {"block": 16, "capacities": [count * mesh.get("context", 1)], "spans": spans}
-        for name, count in slots.items()
+        name: {"block": 16, "capacities": [capacity * mesh.get("context", 1)], "spans": spans}
+        for name, capacity in slots.items()
     }
-    one = setups(by_example(phases={name: {"block": 16} for name in SMALL}, **CUT), 1)
-    many = setups(by_example(mesh=mesh, phases=rows, **CUT), 8)
-    step = many.step(EXAMPLES)
+    single_device = setups(by_example(phases={name: {"block": 16} for name in SMALL}, **CUT), 1)
+    meshed = setups(by_example(mesh=mesh, phases=rows, **CUT), 8)
+    step = meshed.step(EXAMPLES)
     assert all(max(step.spans[phase]) > 1 for phase in ("vision", "audio"))
-    assert_same(many.gradients(step), one.gradients(one.step(EXAMPLES)), 1e-5)
+    assert_same(meshed.gradients(step), single_device.gradients(single_device.step(EXAMPLES)), 1e-5)
 
 
 @pytest.mark.exhaustive
 def test_layers_with_windows(setups, by_example):
-    one = setups(by_example(phases={name: {"block": 16} for name in SMALL}, **WINDOWS), 1)
-    many = setups(by_example(mesh={"data": 4, "fsdp": 2}, phases=phases([1, 2, 8]), **WINDOWS), 8)
-    step = many.step(EXAMPLES)
+    single_device = setups(by_example(phases={name: {"block": 16} for name in SMALL}, **WINDOWS), 1)
+    meshed = setups(by_example(mesh={"data": 4, "fsdp": 2}, phases=phases([1, 2, 8]), **WINDOWS), 8)
+    step = meshed.step(EXAMPLES)
     assert max(used_spans(step)) > 1
-    assert_same(many.gradients(step), one.gradients(one.step(EXAMPLES)), 1e-5)
+    assert_same(meshed.gradients(step), single_device.gradients(single_device.step(EXAMPLES)), 1e-5)
 
 
 def test_ranks_without_any_item(mixed, alone):
-    """One example: most ranks compute padding, alone or in groups."""
+    """With one example, most ranks compute padding, alone or in groups."""
     for kind in ((), ("vision",), ("audio",), ("vision", "audio")):
         examples = alone.of_kind(kind)[:1]
         expected = alone.gradients(alone.step(examples))
@@ -147,47 +147,49 @@ def test_ranks_without_any_item(mixed, alone):
 
 
 def test_batches_compile_nothing_anew(mixed):
-    random = np.random.default_rng(2)
+    rng = np.random.default_rng(2)
     state = mixed.programs.init(0)
-    # warm-up: transfers compile, too
+    # The first steps also compile transfers, which the counter below would report
     state, _ = mixed.programs.train(state, mixed.put(mixed.step(range(96))))
     state, _ = mixed.programs.train(state, mixed.put(mixed.step([0, 1])))
     counter = CompilationCounter()
-    seen = set()
+    spans_seen = set()
     for _ in range(20):
-        step = mixed.step(random.permutation(96)[: random.integers(1, 49)])
-        seen |= used_spans(step)
+        step = mixed.step(rng.permutation(96)[: rng.integers(1, 49)])
+        spans_seen |= used_spans(step)
         state, metrics = mixed.programs.train(state, mixed.put(step))
         assert np.isfinite(jax.device_get(metrics["loss"]))
     assert counter.names == []
     counter.close()
-    assert len(seen) >= 3
+    assert len(spans_seen) >= 3
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_float64_agrees_to_ten_digits(by_example):
-    wide = {name: {"compute_dtype": "float64"} for name in SMALL} | {
+    components = {name: {"compute_dtype": "float64"} for name in SMALL} | {
         "projector": {name: {"compute_dtype": "float64"} for name in ("vision", "audio")}
     }
-    double = {"run__param_dtype": "float64", "components": wide}
+    double = {"run__param_dtype": "float64", "components": components}
     with jax.enable_x64(True):
-        one = assemble(by_example(**double), 1)
-        many = assemble(
+        single_device = assemble(by_example(**double), 1)
+        meshed = assemble(
             by_example(
                 mesh={"data": 2, "fsdp": 2, "context": 2}, phases=phases([1, 2, 4]), **double
             ),
             8,
         )
-        step = many.step(EXAMPLES)
+        step = meshed.step(EXAMPLES)
         assert max(used_spans(step)) > 1
-        assert_same(many.gradients(step), one.gradients(one.step(EXAMPLES)), 1e-10)
+        assert_same(
+            meshed.gradients(step), single_device.gradients(single_device.step(EXAMPLES)), 1e-10
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_step_in_bfloat16_is_that_in_float32(setups, by_example, whole):
-    many = setups(by_example(mesh={"data": 4, "fsdp": 2}, phases=phases([2, 8]), **COMPUTE), 8)
-    found = many.gradients(many.step(EXAMPLES))
-    assert found.mean_loss == pytest.approx(whole.mean_loss, rel=LOSS_TOLERANCE)
-    assert_near(found.grads, whole.grads, LEAF_TOLERANCE)
+    meshed = setups(by_example(mesh={"data": 4, "fsdp": 2}, phases=phases([2, 8]), **COMPUTE), 8)
+    result = meshed.gradients(meshed.step(EXAMPLES))
+    assert result.mean_loss == pytest.approx(whole.mean_loss, rel=LOSS_TOLERANCE)
+    assert_near(result.grads, whole.grads, LEAF_TOLERANCE)

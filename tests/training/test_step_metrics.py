@@ -1,4 +1,4 @@
-"""Metrics of a step: a new kind is a function in the table, and each has a text that says what it means."""
+"""Metrics of a step: each is a function in a table, whose docstring explains its names."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ PLAN = {
 
 
 def facts(seconds: float = 2.0, **changes: Any) -> StepFacts:
+    """A step of 12 examples, 300 tokens and 30 targets, by default in 2 seconds."""
     device = {
         "loss": np.float32(2.0),
         "learning_rate": np.float32(0.1),
@@ -46,8 +47,8 @@ def facts(seconds: float = 2.0, **changes: Any) -> StepFacts:
 def test_speed_is_told_without_a_known_peak() -> None:
     record = step_record([facts()])
     assert "mfu" not in record
-    known = step_record([facts(peak_flops=1e12)])
-    assert known["mfu"] == pytest.approx(record["teraflops/s"])
+    record_with_peak = step_record([facts(peak_flops=1e12)])
+    assert record_with_peak["mfu"] == pytest.approx(record["teraflops/s"])
 
 
 def test_what_a_router_does_is_told_where_there_is_one() -> None:
@@ -71,17 +72,17 @@ def test_what_is_drawn_is_told_by_source_and_by_time() -> None:
         "patches_by_time": np.array([0, 2, 0, 2], np.float32),
     }
     record = step_record([dataclasses.replace(drawing, device={**drawing.device, **device})])
-    told = {name: value for name, value in record.items() if name.startswith("drawn_loss")}
-    by_time = {"drawn_loss_by_time/0.25": 0.25, "drawn_loss_by_time/0.75": 0.75}
-    assert told == {"drawn_loss": 0.5, "drawn_loss/b": 0.5} | by_time
+    drawn_values = {name: value for name, value in record.items() if name.startswith("drawn_loss")}
+    time_values = {"drawn_loss_by_time/0.25": 0.25, "drawn_loss_by_time/0.75": 0.75}
+    assert drawn_values == {"drawn_loss": 0.5, "drawn_loss/b": 0.5} | time_values
 
 
 def test_the_head_counts_on_target_tokens_alone() -> None:
-    """Of 300 tokens 30 have a target."""
-    whole, without = (
+    """The head runs on 30 of 300 tokens, so its FLOPs for the other 270 are subtracted."""
+    headless, with_head = (
         step_record([facts(head_flops=flops)])["teraflops/s"] for flops in (0, 10**10)
     )
-    assert without == pytest.approx(whole * (6e12 - 270 * 1e10) / 6e12)
+    assert with_head == pytest.approx(headless * (6e12 - 270 * 1e10) / 6e12)
 
 
 def test_rates_are_over_the_seconds_of_the_last_steps() -> None:
@@ -104,5 +105,5 @@ def test_every_name_of_a_record_is_explained() -> None:
     names = set(step_record([facts(peak_flops=1e12)])) - PLAN.keys()
     texts = " ".join(metric.__doc__ or "" for metric in METRICS)
     for name in names:
-        general = name.replace("loss/a", "loss/<source>").replace("language/", "<phase>/")
-        assert f"`{general}`" in texts, name
+        documented_name = name.replace("loss/a", "loss/<source>").replace("language/", "<phase>/")
+        assert f"`{documented_name}`" in texts, name

@@ -1,5 +1,8 @@
-"""Whole steps of tiny Omni thinkers, with text, pictures, clips and videos: the same on every mesh and in stages;
-nothing is compiled anew for another batch; and what a step makes of a folder is loaded by the reference."""
+"""Steps of tiny Omni thinkers on text, pictures, clips and videos.
+
+One device is the reference for every mesh and for stages. Other batches compile nothing, and
+transformers loads what a step makes of a published folder.
+"""
 
 import json
 import subprocess
@@ -27,42 +30,43 @@ from tests.training.test_heard_run import SPECIAL
 from tests.training.test_published_run import WORDS, published
 
 THINKERS = ("qwen2_5_omni", "qwen3_omni_moe")
-RECORDS, BATCH = 48, 12
+RECORDS = 48
+BATCH = 12
 ROWS = {"row_classes": 1, "spans": [1], "kept_residuals": 0}  # few programs to compile
-# A block of audio holds whole chunks of clips, also where two devices share it
+# A block of audio holds complete chunks of clips, even where two devices share it
 AUDIO_BLOCKS = {"qwen2": 160, "qwen3": 416}
-# What a record holds beside text, in turn
+# The media that records hold beside text, in turn
 KINDS = ((), ("image",), ("audio",), ("video",), ("image", "audio"), ("audio", "video", "image"))
 
 
 @pytest.fixture(scope="module")
 def folder(request, tmp_path_factory) -> Path:
-    """A golden with a tokenizer, in float32."""
-    place = tmp_path_factory.mktemp("thinker")
-    return in_float32(published(place, request.param, [*SPECIAL, "<|VIDEO|>"]), place / "float32")
+    """A golden of the family with a tokenizer, in float32."""
+    base = tmp_path_factory.mktemp("thinker")
+    return in_float32(published(base, request.param, [*SPECIAL, "<|VIDEO|>"]), base / "float32")
 
 
 @pytest.fixture(scope="module")
 def tree(folder) -> dict:
-    """The config of a run that trains all of it, on records of every kind."""
-    place = folder.parent
+    """The config of a run that trains every component, on records of every kind."""
+    base = folder.parent
     family = json.loads((folder / "config.json").read_text())["model_type"].partition("_")[0]
     blocks = {"vision": 32, "audio": AUDIO_BLOCKS[family], "language": 32}
-    random = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     lines = []
-    for number in range(RECORDS):
-        kinds = KINDS[number % len(KINDS)]
-        content = [made_part(kind, place / f"{number}", random) for kind in kinds]
-        content.insert(random.integers(len(content) + 1), {"type": "text", "text": "what is it"})
-        said = " ".join(random.choice(WORDS, random.integers(2, 9)))
-        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": said}]
+    for index in range(RECORDS):
+        kinds = KINDS[index % len(KINDS)]
+        content = [made_part(kind, base / f"{index}", rng) for kind in kinds]
+        content.insert(rng.integers(len(content) + 1), {"type": "text", "text": "what is it"})
+        answer = " ".join(rng.choice(WORDS, rng.integers(2, 9)))
+        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
         lines.append(json.dumps({"messages": turns}) + "\n")
-    (place / "train.jsonl").write_text("".join(lines))
+    (base / "train.jsonl").write_text("".join(lines))
     return {
-        "run": {"directory": str(place / "run"), "steps": 1},
+        "run": {"directory": str(base / "run"), "steps": 1},
         "model": {"from": str(folder), "vision": {"videos": True}},
         "data": {
-            "sources": [{"name": "a", "path": str(place / "train.jsonl")}],
+            "sources": [{"name": "a", "path": str(base / "train.jsonl")}],
             "videos": {"min_pixels": 256},
             "batch_size": BATCH,
         },
@@ -74,7 +78,7 @@ def tree(folder) -> dict:
 
 
 def made_part(kind: str, stem: Path, random: np.random.Generator) -> dict[str, str]:
-    """A part of a message, with a file of its own."""
+    """A part of a message, whose file is written."""
     if kind == "audio":
         path = stem.with_suffix(".wav")
         soundfile.write(path, random.uniform(-0.5, 0.5, random.integers(800, 20_000)), 16_000)
@@ -94,14 +98,14 @@ def made_part(kind: str, stem: Path, random: np.random.Generator) -> dict[str, s
 
 
 def computed(setup, examples):
-    """(mean loss, gradients, counts of experts if there are any) of the folder's parameters."""
+    """(mean loss, gradients) of these examples with the folder's parameters."""
     params = initial_state(setup.config, setup.programs, lambda line: None).params
     gradients, sums, failed = setup.programs.gradients(params, setup.put(setup.step(examples)))
     if isinstance(setup.programs, StagedPrograms):
         gradients = setup.programs.joined(gradients)
     gradients, sums, failed = jax.device_get((gradients, sums, failed))
     assert int(failed) == 0
-    # Softmax does not see what all keys share: noise in all of them
+    # Softmax ignores what all keys share, so the gradient of the keys' bias is rounding noise
     gradients["audio"]["layers"]["attention"].pop("key_bias", None)
     return float(sums.loss.sum() / sums.targets.sum()), gradients
 
@@ -114,7 +118,7 @@ MESHES = {
     "stages2": ({"data": 4}, {"stages": 2}),
     "stages4": ({"data": 1, "fsdp": 2}, {"stages": 4}),
 }
-# A decorator of its own, so that what one device computes of a folder is computed once
+# One mark for all tests groups them by folder, so that the reference is computed once per folder
 BOTH = pytest.mark.parametrize(
     "folder", [THINKERS[0], pytest.param(THINKERS[1], marks=EXHAUSTIVE)], indirect=True
 )
@@ -123,7 +127,7 @@ EXAMPLES = np.random.default_rng(1).permutation(RECORDS)[:BATCH]
 
 @pytest.fixture(scope="module")
 def whole(setups, tree):
-    """What one device computes."""
+    """Loss and gradients on one device."""
     return computed(setups(resolved(tree), 1), EXAMPLES)
 
 
@@ -139,12 +143,12 @@ def test_no_mesh_changes_loss_or_gradients(setups, tree, whole, mesh, pipeline):
 @pytest.mark.slow
 @BOTH
 def test_twenty_batches_compile_nothing(setups, tree):
-    """Of records with and without media of each kind, after the first step."""
+    """Batches have records with and without media of each kind."""
     setup = setups(resolved(tree), 1)
     state = initial_state(setup.config, setup.programs, lambda line: None)
-    random = np.random.default_rng(2)
-    batches = [random.choice(RECORDS, BATCH, replace=False) for _ in range(20)]
-    batches[7] = np.repeat(np.arange(0, RECORDS, len(KINDS)), 2)[:BATCH]  # of text alone
+    rng = np.random.default_rng(2)
+    batches = [rng.choice(RECORDS, BATCH, replace=False) for _ in range(20)]
+    batches[7] = np.repeat(np.arange(0, RECORDS, len(KINDS)), 2)[:BATCH]  # records of text alone
     state, _ = setup.programs.train(state, setup.put(setup.step(batches[0])))
     counter = CompilationCounter()
     for batch in batches:
@@ -174,21 +178,29 @@ def test_twenty_batches_compile_nothing(setups, tree):
     indirect=["folder"],
 )
 def test_the_reference_loads_what_a_step_has_made(folder, kind, tree, tmp_path):
-    """Every tensor of the thinker that a step reaches is another one after it; the reference finds all of them, and has
-    our logits."""
+    """A step changes every tensor of the thinker that it reaches; transformers loads all of them.
+
+    Its logits are ours, and differ from the logits before the step.
+    """
     config = tree | {"run": {"directory": str(tmp_path / "run"), "steps": 1}, "mesh": {"data": 8}}
     (tmp_path / "config.yaml").write_text(write_text(config))
     assert train(["--config", str(tmp_path / "config.yaml")]) == 0
-    out, inputs = tmp_path / "out", folder / "inputs.npz"
+    out = tmp_path / "out"
+    inputs = folder / "inputs.npz"
     assert convert(["to-hf", str(tmp_path / "run"), str(out)]) == 0
-    before, after = ModelFolder.open(folder).tensors, ModelFolder.open(out).tensors
-    same = [key for key in before if np.array_equal(before[key].array(), after[key].array())]
-    spoken = ("talker.", "token2wav.", "code2wav.")
-    left = [k for k in same if not k.startswith(spoken) and "audio_bos_eos_token" not in k]
+    before = ModelFolder.open(folder).tensors
+    after = ModelFolder.open(out).tensors
+    unchanged = [key for key in before if np.array_equal(before[key].array(), after[key].array())]
+    speech_prefixes = ("talker.", "token2wav.", "code2wav.")
+    unchanged_thinker = [
+        k for k in unchanged if not k.startswith(speech_prefixes) and "audio_bos_eos_token" not in k
+    ]
     # An expert without tokens in this step has no gradient
-    assert all(".experts." in key for key in left), left
-    assert len(left) <= 0.2 * sum(".experts." in key for key in before), left
+    assert all(".experts." in key for key in unchanged_thinker), unchanged_thinker
+    assert len(unchanged_thinker) <= 0.2 * sum(".experts." in key for key in before), (
+        unchanged_thinker
+    )
     subprocess.run([sys.executable, "-c", STRICT, str(out), str(inputs), kind], check=True)
-    found = differences(on_one_device(out, inputs), out / "theirs.npz")
-    assert found["logits"] < 1e-4
+    distances = differences(on_one_device(out, inputs), out / "theirs.npz")
+    assert distances["logits"] < 1e-4
     assert differences(on_one_device(folder, inputs), out / "theirs.npz")["logits"] > 1e-2

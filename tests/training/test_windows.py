@@ -1,6 +1,7 @@
-"""Whole steps of a model whose layers see windows or everything, packed and cut in every way.
+"""Steps of a model whose layers see windows or everything: packing, meshes, stages and kernels.
 
-Decoder and towers make their other choices, too: they come with windows, or chunks, in published models.
+Decoder and towers also make the other choices that come with windows in published models. The
+reference is one device, or the sum of single examples.
 """
 
 import numpy as np
@@ -22,7 +23,7 @@ from tests.training.programs.test_staged import computed
 EXAMPLES = np.random.default_rng(0).permutation(96)[:16]
 MODEL = {
     **DECODER_CHOICES,
-    "model__language__layers": 5,  # which no number of stages here divides
+    "model__language__layers": 5,  # divisible by none of the numbers of stages below
     "model__language__window": 20,
     "model__language__full_layers": [1, 4],
     "model__language__window_rope_theta": 100.0,
@@ -38,7 +39,7 @@ MODEL = {
     "model__audio__silence": "masked",
     "model__audio__attention": "chunk",
     "model__audio__pool": 2,
-    "model__audio__key_bias": False,  # whose gradient is 0 where positions are not rotary
+    "model__audio__key_bias": False,  # its gradient is 0 where positions are not rotary
     "model__audio__projector": {"linear": True},
 }
 BLOCKS = {name: {"block": 16} for name in ("vision", "audio", "language")}
@@ -57,24 +58,28 @@ def whole(one) -> Result:
 
 def test_packed_equals_unpacked(one, whole):
     steps = [one.step([example]) for example in EXAMPLES]
-    parts = [scaled(one.gradients(step).grads, step.targets) for step in steps]
-    assert_close(scaled(whole.grads, sum(step.targets for step in steps)), added(parts), 1e-5)
+    single_grads = [scaled(one.gradients(step).grads, step.targets) for step in steps]
+    assert_close(
+        scaled(whole.grads, sum(step.targets for step in steps)), added(single_grads), 1e-5
+    )
 
 
 def test_a_window_is_seen_in_the_loss(setups, by_example, whole):
+    """Without an effect of the window, the other tests would prove nothing about windows."""
     full = setups(
         by_example(phases=BLOCKS, **MODEL | {"model__language__full_layers": [0, 1, 2, 4]}), 1
     )
-    other = full.gradients(full.step(EXAMPLES))
-    assert abs(other.mean_loss - whole.mean_loss) > 1e-4
+    full_result = full.gradients(full.step(EXAMPLES))
+    assert abs(full_result.mean_loss - whole.mean_loss) > 1e-4
 
 
 @pytest.mark.parametrize("batches", [3, pytest.param(20, marks=EXHAUSTIVE)])
 def test_batches_compile_nothing_anew(one, batches):
     one.gradients(one.step(EXAMPLES))
-    random, counter = np.random.default_rng(1), CompilationCounter()
+    rng = np.random.default_rng(1)
+    counter = CompilationCounter()
     for _ in range(batches):
-        one.gradients(one.step(random.permutation(96)[:16]))
+        one.gradients(one.step(rng.permutation(96)[:16]))
     assert counter.names == []
     counter.close()
 
@@ -128,11 +133,14 @@ def test_parts_of_rows_and_stages_leave_the_mathematics_alone(
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_both_kernels_compute_the_same(setups, by_example):
-    """Heads of 16 numbers, for the GPU's kernel, which is interpreted here."""
-    wide = MODEL | {"model__language__head_size": 16, "model__language__rope_sections": [4, 2, 2]}
+    """The GPU's kernel needs heads of 16 numbers; it is interpreted here."""
+    wide_heads = MODEL | {
+        "model__language__head_size": 16,
+        "model__language__rope_sections": [4, 2, 2],
+    }
     kernels = ("jax", "gpu")
     jax_kernel, gpu_kernel = (
-        setups(by_example(phases=BLOCKS, components__language__attention=kernel, **wide), 1)
+        setups(by_example(phases=BLOCKS, components__language__attention=kernel, **wide_heads), 1)
         for kernel in kernels
     )
     examples = [

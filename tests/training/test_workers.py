@@ -1,4 +1,4 @@
-"""Whole runs whose data workers are killed, fail or hang: they continue, or end in order."""
+"""Runs whose data workers are killed, fail or hang continue, or end with a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support import tiny_config, train_command
 
 pytestmark = pytest.mark.slow
 
-LONG = 600  # seconds: a bound that catches a hang, and nothing else
+LONG = 600  # seconds; the bound catches a hang and nothing else
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -44,7 +44,7 @@ def run(data, tmp_path_factory):
 
 
 def changed(run: Any, folder: Path, at: int, happens: Any) -> Any:
-    """The run in another folder, `happens` when it loads step `at`."""
+    """The run in another folder; `happens` is called when it loads step `at`."""
     batches = replace(run.batches, filler=At(run.batches.filler, at, happens))
     config = run.config.model_copy(
         update={"run": run.config.run.model_copy(update={"directory": str(folder)})}
@@ -54,6 +54,8 @@ def changed(run: Any, folder: Path, at: int, happens: Any) -> Any:
 
 @dataclass(frozen=True)
 class At:
+    """A filler that first calls `happens` for one step."""
+
     filler: Any
     step: int
     happens: Any
@@ -83,10 +85,11 @@ def test_data_that_fails_ends_the_run_with_a_checkpoint(run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_request_to_stop_does_not_wait_for_data(run, tmp_path):
-    stop, before = StopSignals(), set(threading.enumerate())
+    stop = StopSignals()
+    before = set(threading.enumerate())
 
     def hang(cancelled):
-        while 1 not in losses(tmp_path):  # which is written when the second step was started
+        while 1 not in losses(tmp_path):  # it is written once the second step has started
             time.sleep(0.01)
         time.sleep(0.5)
         stop.requested = True
@@ -121,7 +124,8 @@ def test_a_run_goes_on_when_workers_are_killed_and_stops_when_its_group_is_told_
             wait_for_step(process, tmp_path / "run", step)
             killed.append(max(wait_for_workers(process, killed)))
             os.kill(killed[-1], signal.SIGKILL)
-            # What it was loading is trained on by then: a third death over the same data ends a run
+            # By then the killed worker's data is trained on: a third death over the same data ends
+            # a run
             step = max(losses(tmp_path / "run")) + 10
         wait_for_step(process, tmp_path / "run", step)
         workers = wait_for_workers(process, killed)
@@ -130,21 +134,24 @@ def test_a_run_goes_on_when_workers_are_killed_and_stops_when_its_group_is_told_
     finally:
         process.kill()
         process.wait()
-    said = (tmp_path / "output").read_text()
-    assert said.count("was killed by SIGKILL (out of memory?); another one loads it again") == len(
-        killed
-    )
-    assert "Traceback" not in said and "KeyboardInterrupt" not in said
-    assert all(f"(process {pid})" in said for pid in killed)
+    printed = (tmp_path / "output").read_text()
+    assert printed.count(
+        "was killed by SIGKILL (out of memory?); another one loads it again"
+    ) == len(killed)
+    assert "Traceback" not in printed and "KeyboardInterrupt" not in printed
+    assert all(f"(process {pid})" in printed for pid in killed)
     assert len(workers) == 2 and not any(map(alive, workers))
     steps = json.loads((tmp_path / "run" / "summary.json").read_text())["steps"]
     assert checkpoints(tmp_path / "run") == [str(steps)] and step <= steps < 200
 
-    short = run.config.run.model_copy(update={"directory": str(tmp_path / "whole"), "steps": steps})
-    train(replace(run, config=run.config.model_copy(update={"run": short})))
-    expected, found = losses(tmp_path / "whole"), losses(tmp_path / "run")
-    assert list(found) == list(expected) == list(range(1, steps + 1))
-    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
+    uninterrupted = run.config.run.model_copy(
+        update={"directory": str(tmp_path / "whole"), "steps": steps}
+    )
+    train(replace(run, config=run.config.model_copy(update={"run": uninterrupted})))
+    expected = losses(tmp_path / "whole")
+    actual = losses(tmp_path / "run")
+    assert list(actual) == list(expected) == list(range(1, steps + 1))
+    np.testing.assert_allclose(list(actual.values()), list(expected.values()), rtol=1e-5)
 
 
 def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
@@ -157,7 +164,10 @@ def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
 
 
 def wait_for_workers(process: subprocess.Popen, killed: list[int]) -> set[int]:
-    """Both workers, once both live: the reader may start one in a killed one's place only steps later."""
+    """Two living workers.
+
+    The reader may replace a killed worker only some steps later.
+    """
     deadline = time.monotonic() + LONG
     while len(workers := set(filter(alive, children(process.pid))).difference(killed)) < 2:
         assert process.poll() is None and time.monotonic() < deadline, "a worker is missing"
