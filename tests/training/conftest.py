@@ -9,12 +9,13 @@ import pytest
 from jaxmllm.tools.sample_data import make_sample
 from tests.support import Setup, assemble, one_source_per_example, tiny_config
 
+# Compiled programs take memory, so only the latest setups are kept
 KEPT_SETUPS = 4
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):
-    """A folder for programs, so that the subprocesses of these tests compile each of them only once.
+    """A folder for programs, so that subprocesses of tests compile each program only once.
 
     Set JAX_COMPILATION_CACHE_DIR to keep them from one session to the next.
     """

@@ -131,6 +131,7 @@ def test_mesh_and_stages_leave_the_mathematics_alone(data, alone, whole, devices
     if model:
         expected = gradients(assemble(adapted(data, **model), 1))
     setup = assemble(adapted(data, **changes), devices)
+    # Staged programs keep gradients by stage, others as the model has them
     actual = gradients(setup)
     joined = getattr(setup.programs, "joined", lambda tree: tree)
     assert_same(Result(joined(actual.grads), actual.loss, actual.targets, 0), expected, 1e-5)

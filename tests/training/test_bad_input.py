@@ -46,7 +46,7 @@ def test_ill_typed_value(capsys, config):
 
 
 def test_unknown_exchange(capsys, config):
-    """The value is checked before any data is read, although the schema does not know the backends."""
+    """The value is checked before any data is read, though the schema knows no backends."""
     error = refusal(capsys, config, "balance.exchange=rugged", "data.root=/absent")
     assert "balance.exchange: must be one of auto, ragged, padded (got 'rugged')" in error
 

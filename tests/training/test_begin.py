@@ -85,6 +85,7 @@ def test_a_start_that_is_killed_can_be_begun_again(run, tmp_path, monkeypatch, w
         patch.setattr(Path, "replace", killed)
         with pytest.raises(Killed):
             start(run)
+    # The writes are those of the run folder itself
     assert all(target.parent == run.directory for target in replaced)
     checked = check_folder(config, resume=True)
     start(dataclasses.replace(run, config=checked))

@@ -95,6 +95,7 @@ def run(decoder) -> tuple[Path, str]:
 
 @pytest.mark.slow
 def test_parts_of_three_folders_train_and_go_back(run, decoder, tmp_path):
+    """Frozen parts are written byte for byte, and trained projectors as folders of their own."""
     folder, said = run
     for name, tower in TOWERS.items():
         assert f"model.{name}.from: {name} from {tower}" in said

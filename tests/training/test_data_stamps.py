@@ -85,6 +85,7 @@ def test_stamps_are_written_where_something_changed(folder, tmp_path):
     file_identity = stamps.stat().st_ino, stamps.stat().st_mtime_ns
     train_on(tmp_path / "run", opened(folder))
     assert (stamps.stat().st_ino, stamps.stat().st_mtime_ns) == file_identity
+    # A new modification time alone is worth a new stamp
     os.utime(folder / "1.bmp", (1, 1))
     train_on(tmp_path / "run", opened(folder))
     assert (stamps.stat().st_ino, stamps.stat().st_mtime_ns) != file_identity

@@ -191,6 +191,7 @@ def assert_packed_as_alone(drawing: Setup) -> None:
     examples = [i for i in range(12) if drawing.corpus.example(i).media][:3]
     packed = drawing.step(examples)
     shapes = [media.shape for i in examples for media in drawing.corpus.example(i).media]
+    # The examples have clips and pictures, and several items share a row
     assert max(time for time, _, _ in shapes) > 1 and min(time for time, _, _ in shapes) == 1
     assert max(row["owners"].max() for row in packed.rows["diffusion"]) >= 3
     packed_result = computed(drawing, packed)
@@ -224,6 +225,7 @@ def test_steps_without_pictures_and_without_text_just_work(drawing):
 
 
 def test_items_larger_than_a_row_are_refused_by_the_keys_that_bound_them(drawing):
+    # An item takes slots for its patches and for the text that conditions it
     longest = max(m.conditions + np.prod(m.shape) for i in range(24) for m in media_of(drawing, i))
     smaller_corpus = drawing.corpus.refuse({"diffusion": int(longest) - 1})
     assert smaller_corpus.rejected_counts()["longer_than_row"] == 24 - len(smaller_corpus) >= 1

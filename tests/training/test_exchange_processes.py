@@ -23,6 +23,7 @@ def test_two_processes_exchange_tokens():
         timeout=120,
     )
     assert completed.returncode == 0, completed.stdout[-3000:] + completed.stderr[-3000:]
+    # Each of the two processes prints one line per layout
     assert completed.stdout.count("exchanged") == 2 * len(LAYOUTS)
 
 

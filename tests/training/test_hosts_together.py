@@ -205,6 +205,7 @@ def drafts(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("processes", [2])
 def test_a_second_signal_ends_all_at_once(start, processes):
+    """After a first signal processes save; a second one ends them without that."""
     group = start(processes, "data.workers=1")
     group.wait_for_step(2)
     for process in group.processes:  # so that neither saves before the second signal comes
@@ -271,6 +272,7 @@ def test_a_process_that_never_starts_is_named(start, absent):
 def test_a_different_config_or_data_on_one_process_is_named_on_all_before_compiling(
     start, data, tmp_path
 ):
+    """Every process names the one that differs, and the key or the source that does."""
     group = start(2, distributed=LIMITS, of_process={1: ["run.seed=5"]})
     assert group.codes() == [1, 1], group.output()
     for log in group.logs:

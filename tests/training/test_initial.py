@@ -120,6 +120,7 @@ def test_what_is_frozen_and_drawn_at_random_is_named(source, by_example):
 
 
 def test_missing_and_extra_components_are_named(source, by_example, tmp_path):
+    """What the source lacks is drawn at random, and what the model lacks is left out."""
     folder, expected = source
     tree = by_example(data__max_rejected=1.0)
     del tree["model"]["audio"]

@@ -69,6 +69,7 @@ def test_neighbours_in_a_row_leave_an_examples_gradients_alone(alone, kind):
         if any(np.any(leaf) for leaf in jax.tree.leaves(g))
     }
     assert set(used) == {"language", *kind, *(f"projector.{phase}" for phase in kind)}
+    # A step's loss is a mean over the targets that were planned, masked ones included
     factor = packed.targets / single_result.targets.sum()
     assert_close({name: scaled(packed_result.grads[name], factor) for name in used}, used, 1e-5)
 
@@ -112,6 +113,7 @@ MESHES = [  # devices, mesh, further changes; ranks are data * fsdp
 def test_mesh_and_plan_leave_the_mathematics_alone(
     setups, by_example, alone, whole, devices, mesh, changes
 ):
+    """Ranks are data * fsdp, times the further axes that encoders are split over."""
     setup = setups(by_example(mesh=mesh, **changes), devices)
     language_ranks = setup.spec.phases["language"].ranks
     devices_per_rank = math.prod(mesh.get(axis, 1) for axis in ("context", "tensor"))

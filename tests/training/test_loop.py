@@ -117,6 +117,7 @@ def test_run_folder(finished):
 
 
 def test_metric_records_hold_what_there_is_to_know(finished):
+    """Records of steps and of evaluations have all metrics, and the metrics fit one another."""
     folder, _, _ = finished
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "loss" in record]
@@ -140,6 +141,7 @@ def test_metric_records_hold_what_there_is_to_know(finished):
         assert expected_keys <= record.keys(), expected_keys - record.keys()
         source_losses = [value for name, value in record.items() if name.startswith("loss/")]
         assert {name.removeprefix("loss/") for name in record if name.startswith("loss/")} <= KINDS
+        # The mean over all targets lies between the means by source
         assert min(source_losses) <= record["loss"] <= max(source_losses)
         assert all(
             0 < record[f"{phase}/real_token_fraction"] <= 1 <= record[f"{phase}/max_over_mean"]
@@ -159,6 +161,7 @@ def test_metric_records_hold_what_there_is_to_know(finished):
     assert all(
         {f"eval/exact_match/{kind}" for kind in KINDS} <= record.keys() for record in evaluations
     )
+    # After the first evaluation, in step 3, nothing is compiled
     assert steps[-1]["compilations"] == steps[3]["compilations"]
 
 
@@ -212,6 +215,7 @@ def test_summary(finished):
         and summary["compilations"] == records[-2]["compilations"]
     )
     for phase in PHASES:
+        # Figures of the run lie between those of its steps
         fractions = [record[f"{phase}/real_token_fraction"] for record in steps]
         assert min(fractions) <= summary["real_token_fraction"][phase] <= max(fractions)
         costs = [record[f"{phase}/max_over_mean"] for record in steps]
@@ -229,6 +233,7 @@ def test_times_of_a_run_are_those_of_its_steps(finished):
     seconds = [record["step_seconds"] for record in steps]
     assert min(seconds) > 0.75 * STEP_SECONDS, seconds  # also before an evaluation and at the end
     assert sum(seconds) < summary["wall_seconds"] - 2 * EVALUATION_SECONDS
+    # 8 devices with a stated peak of 1e12 FLOP/s each
     flops = [record["mfu"] * record["step_seconds"] * 8e12 for record in steps]
     assert max(flops) < 4 * min(flops)  # batches of 16 examples differ, but not that much
     for number, record in enumerate(steps, 1):
@@ -372,6 +377,7 @@ def damaged_held_out(tmp_path_factory) -> tuple[Path, set[Path]]:
 
 
 def test_undecodable_held_out_media_are_counted_and_named(alone, damaged_held_out):
+    """Examples with broken media are masked and reported; the others count as usual."""
     folder, broken = damaged_held_out
     corpus = setup_corpus(alone, folder, alone.held_out)
     filler = StepFiller(corpus, alone.spec, alone.programs.local_share, alone.attention)
@@ -640,6 +646,7 @@ def shares_media(corpus, i: int, j: int) -> bool:
 
 @pytest.mark.slow
 def test_run_stops_past_the_limit_of_undecodable_media(damaged, tmp_path):
+    """With a limit of 0 the run stops at the broken picture; with a limit of 100 it finishes."""
     folder, _ = damaged
     tree = tiny_config(
         folder, run={"directory": str(tmp_path / "run"), "steps": 12}, mesh={"data": 8}
@@ -703,6 +710,7 @@ def test_updates_that_are_not_finite_are_skipped(alone):
     """Parameters of NaN spoil steps with audio; steps of text alone go on."""
     state = alone.programs.init(0)
     broken = jax.tree.map(lambda leaf: leaf, state.params)
+    # Only steps with audio read these parameters
     broken["projector.audio"] = jax.tree.map(lambda leaf: leaf * jnp.nan, broken["projector.audio"])
     before = jax.device_get((broken, state.optimizer))
     audio_batch = alone.put(alone.step(alone.of_kind(["audio"])[:4]))
@@ -727,6 +735,7 @@ def test_updates_that_are_not_finite_are_skipped(alone):
 
 @pytest.mark.slow
 def test_run_stops_after_too_many_skipped_updates(data, tmp_path, capsys):
+    """A huge learning rate spoils the parameters; their last finite state stays the checkpoint."""
     tree = tiny_config(
         data, run={"directory": str(tmp_path), "steps": 20}, checkpoint={"every": 1, "keep": 1}
     )
@@ -738,6 +747,7 @@ def test_run_stops_after_too_many_skipped_updates(data, tmp_path, capsys):
         train(build_run(parse_config(tree)))
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["skipped"] for record in records][-3:] == [1, 2, 3]
+    # The first loss is finite; updates at this rate soon spoil the parameters
     assert records[0]["loss"] is not None and records[-1]["loss"] is None
     last_finite_step = max(record["step"] for record in records if record["skipped"] == 0)
     saved_steps = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]

@@ -119,6 +119,7 @@ def test_packed_equals_unpacked(one, whole):
     assert_close(gradients, added(single_grads), 1e-5)
     counts = sum(result.routed.counts for _, result in single_results)
     np.testing.assert_array_equal(counts, sums.routed.counts)
+    # Every layer routes every token to PER_TOKEN experts
     assert (counts.sum(1) == step.statistics["language/tokens"] * PER_TOKEN).all()
 
 
@@ -243,6 +244,7 @@ def test_counts_are_the_states_and_batches_compile_nothing_anew(setups, texts, s
     state, metrics = setup.programs.train(state, batches[0])
     # Before the first step fractions are even, so the balance loss is the sum of probabilities: 1
     assert float(metrics["balance_loss"]) == pytest.approx(1, abs=1e-5)
+    # A device has all experts, so devices are even while experts are not
     assert metrics["expert_max_over_mean"] > metrics["expert_device_max_over_mean"] == 1
     counter = CompilationCounter()
     for batch in batches[1:]:

@@ -60,6 +60,7 @@ def records(place: Path) -> Path:
     ],
 )
 def test_a_run_reads_videos(golden, overrides, tmp_path):
+    """Videos in files and folders are read, and only parts that train change."""
     hears = golden == "qwen2_5_omni"
     folder = published(tmp_path, golden, HEARD if hears else [*SPECIAL, "<|video_pad|>"])
     tree = {

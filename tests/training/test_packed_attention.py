@@ -20,6 +20,7 @@ def narrow(attention: str) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 20])
 def test_documents_as_runs_train_as_documents_by_ids(setups, by_example, window):
+    """Targets are equal; losses and gradients agree up to rounding."""
     windowed = {} if window is None else {"model__language__window": window}
     mesh = {"data": 2, "fsdp": 2}
     (runs, run_result), (ids, id_result) = (

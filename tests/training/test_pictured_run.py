@@ -108,6 +108,7 @@ def test_what_is_trained_goes_back_and_all_else_stays(folder, run, tmp_path, cap
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_all_projectors_of_deepstack_are_trained_and_written(config, tmp_path):
+    """Every merger changes, except for the norm that belongs to the tower."""
     folder = published(tmp_path, "qwen3_vl", SPECIAL)
     directory = tmp_path / "run"
     overrides = [f"run.directory={directory}", f"model.from={folder}"]

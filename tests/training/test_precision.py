@@ -19,10 +19,8 @@ COMPUTE = {f"components__{name}__compute_dtype": "bfloat16" for name in COMPONEN
 # back, that adds up to at most 5 % of a leaf's norm (audio, whose gradients pass through the most
 # layers). A mathematical error is off by 100 %.
 LEAF_TOLERANCE = 0.08
-ADDED_TOLERANCE = (
-    # Relative to the sum of microbatches: measured 2e-8, and 4e-3 if the sum is kept in bfloat16
-    1e-6
-)
+# Relative to the sum of microbatches: measured 2e-8, and 4e-3 if the sum is kept in bfloat16
+ADDED_TOLERANCE = 1e-6
 LOSS_TOLERANCE = 2e-3  # of a mean over some hundred tokens; measured 1e-4
 
 
@@ -61,8 +59,7 @@ def test_a_step_in_bfloat16_is_that_in_float32(
     expected_update, _ = update(alone, reference)
     assert metrics["loss"] == pytest.approx(expected.mean_loss, rel=LOSS_TOLERANCE)
     assert metrics["skipped"] == 0 and np.isfinite(metrics["gradient_norm"])
-    # The first update of Adam is the sign of the gradient, which rounding flips where it is nearly
-    # zero
+    # The first update of Adam is the sign of the gradient, which rounding may flip near zero
     for name in expected_update:
         expected_change, actual_change = (
             np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree[name])])
@@ -79,8 +76,7 @@ def test_a_step_in_bfloat16_is_that_in_float32(
 
 @pytest.mark.slow
 def test_microbatches_add_up_without_rounding(by_example):
-    """The error of a step in bfloat16 is that of one microbatch: the sum over microbatches adds
-    none.
+    """The sum over microbatches adds no error to that of a single one.
 
     Rows are small, so that one device has many microbatches. A microbatch alone is the step with
     the targets of all others masked.

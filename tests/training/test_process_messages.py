@@ -40,6 +40,7 @@ def board_and_processes(monkeypatch: pytest.MonkeyPatch) -> tuple[Store, list[Me
 def test_main_process_hears_all_and_leaves_nothing(
     board_and_processes: tuple[Store, list[Messages]],
 ) -> None:
+    """Messages come in the order of steps, then of processes, and leave the store empty."""
     board, (main, process_1, process_2) = board_and_processes
     process_2.tell(4, ["masked: c.wav"])
     process_1.tell(3, ["masked: a.png", "masked: b.png"])

@@ -37,13 +37,14 @@ def records_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-# Axes between and within processes: the axis of least stride lies within, the first one between
+# Context and stages lie across the processes: the axis of least stride is within a process, the
+# first axis between processes
 LAYOUTS = {
     "fsdp-tensor": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
     "context": {"mesh": {"data": 1, "fsdp": 1, "context": 8}},
     "context2": {"mesh": {"data": 2, "fsdp": 2, "context": 2}},
     "stages": {"mesh": {"data": 4}, "pipeline": {"stages": 2, "layout": "chain"}},
-    # Both processes fill rows of 8 ranks, which lie on both, completely
+    # Rows of 8 ranks lie on both processes, and each of them fills such a row completely
     "spans": {
         "mesh": {"data": 4, "fsdp": 2},
         "phases": {
@@ -61,6 +62,7 @@ LAYOUTS = {
     slow_cases({name: (name,) for name in LAYOUTS}, {"fsdp-tensor", "stages"}),
 )
 def test_two_processes_train_as_one(data, tmp_path, layout):
+    """Batches are the same; losses, gradient norms and evaluations agree up to rounding."""
     tree = tiny_config(
         data, run={"directory": str(tmp_path / "two"), "steps": 6}, checkpoint={"every": 3}
     )

@@ -121,8 +121,10 @@ def test_times_and_rates_are_those_of_the_steps_alone() -> None:
     report.follow(started(8, began=1093.2, completed=1099.0))
     report.settle()  # the last checkpoint and evaluation
     assert [step for step, _ in out.records] == list(range(1, 9))
+    # Step 6 takes 5 s: it waits 3 s for data
     seconds = [2.0] * 5 + [5.0] + [2.0] * 2
     assert [record["step_seconds"] for _, record in out.records] == seconds
+    # A step has 6e9 FLOPs by its plan, and no head
     flops_per_second = PEAK * jax.device_count()
     expected = [6e9 / (s * flops_per_second) for s in seconds]
     assert [record["mfu"] for _, record in out.records] == pytest.approx(expected)
@@ -143,6 +145,7 @@ def test_times_and_rates_are_those_of_the_steps_alone() -> None:
 def test_a_limits_error_comes_after_the_lines_of_all_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The error is raised when the report settles, after the lines of every process."""
     monkeypatch.setattr("jaxmllm.training.process_messages._serial", iter([0, 0]))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     run = make_run()

@@ -91,6 +91,7 @@ def history(data, tmp_path_factory):
     process.kill()
     # The pipe is closed only when the data worker has ended, too, because it holds the other end
     process.communicate(timeout=60)
+    # Copies of the killed run, which are resumed in other ways
     for name in ("moved", "shared", "staged"):
         shutil.copytree(base / "killed", base / name)
 
@@ -112,6 +113,7 @@ def history(data, tmp_path_factory):
 # to differ by 3e-6
 @pytest.mark.parametrize("name, tolerance", [("killed", 2e-5), ("moved", 2e-4)])
 def test_history_is_that_of_an_uninterrupted_run(history, name, tolerance):
+    """Batches and examples are the same; losses and evaluation agree up to rounding."""
     base, _ = history
     expected = records(base / "whole")
     actual = records(base / name)
@@ -147,7 +149,7 @@ def kill_again(base: Path, facts: dict, name: str, *changes: str) -> None:
 
 
 def test_rows_of_several_ranks_continue_a_run_on_any_devices(history):
-    """The killed run continues with rows of 8 ranks, is killed again, and continues on 4 devices."""
+    """The killed run continues with rows of 8 ranks, is killed again, and ends on 4 devices."""
     base, facts = history
     phases = ("vision", "audio", "language")
 

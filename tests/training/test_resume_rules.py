@@ -124,6 +124,7 @@ def test_a_source_more_is_named() -> None:
 
 
 def test_the_decay_keeps_its_end_when_the_run_gets_longer(tmp_path) -> None:
+    """The end of the decay is fixed when a run begins; only `decay_steps` itself moves it."""
     saved = begun_config(make_config())
     assert saved.optimizer.decay_steps == 10
     (tmp_path / "config.yaml").write_text(dump_config(saved))

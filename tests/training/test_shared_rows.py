@@ -241,6 +241,7 @@ def test_a_language_row_of_several_ranks(mesh, remat="none"):
             rng.standard_normal((layout.groups, POOL, WIDTH)),
             np.ones((layout.groups, POOL), np.int32),
         )
+        # One token of the first row's media failed
         pool.valid[0, row["media"].max(axis=1)[0]] = 0
         one_rank = copied(row)
         finish_language_row(one_rank, attention("language", 1))
@@ -311,6 +312,7 @@ def encoder_gradients(step, phase, row, ranks, tokens, offset, d_tokens):
     ],
 )
 def test_an_encoder_row_of_several_ranks(phase, mesh, settings):
+    """Pools, counts of failures and gradients agree, even for a frozen tower or with `remat`."""
     sizes, span = MESHES[mesh]
     with jax.enable_x64(True):
         step = make_step(cut_mesh(sizes), **settings).spanned(phase, span)

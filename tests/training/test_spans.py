@@ -23,6 +23,7 @@ WIDE = {"components__vision__layout": ENCODER_LAYOUT, "components__audio__layout
 
 def phases(spans):
     """Rows in which the longest items fit on the longest span alone."""
+    # The longest items fill 8 ranks' worth of SMALL slots, whatever the longest span is
     factor = -(-8 // max(spans))
     return {
         name: {"block": 16, "capacities": [factor * capacity], "spans": spans}

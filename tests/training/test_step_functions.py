@@ -503,6 +503,7 @@ def test_update_equals_adamw_by_hand(updating):
             component = path[0].key
             name = path[-1].key
             direction = m / (1 - 0.8**count) / (np.sqrt(v / (1 - 0.9**count)) + 1e-6)
+            # Vectors and embeddings do not decay
             decay = 0.0 if name.endswith(("bias", "scale", "embedding")) else 0.2
             return p - rate * (0.25 if component == "projector.vision" else 1) * (
                 direction + decay * p
@@ -558,6 +559,7 @@ def spoil(grads, value):
 
 @pytest.mark.parametrize("kind", ["nan_gradient", "infinite_gradient", "nan_loss", "no_target"])
 def test_what_is_not_finite_skips_the_update_and_is_counted(updating, kind):
+    """Parameters and optimizer stay, the step counts as skipped; a finite one ends the streak."""
     update, initial_state, grads = updating
     state, _ = update(initial_state, grads, make_sums(80.0))  # moments are not zero
     sums = make_sums(80.0)

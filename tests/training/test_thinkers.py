@@ -203,4 +203,5 @@ def test_the_reference_loads_what_a_step_has_made(folder, kind, tree, tmp_path):
     subprocess.run([sys.executable, "-c", STRICT, str(out), str(inputs), kind], check=True)
     distances = differences(on_one_device(out, inputs), out / "theirs.npz")
     assert distances["logits"] < 1e-4
+    # Without the step's changes, the logits are far from those of the trained folder
     assert differences(on_one_device(folder, inputs), out / "theirs.npz")["logits"] > 1e-2

@@ -108,6 +108,10 @@ def test_a_request_to_stop_does_not_wait_for_data(run, tmp_path):
 def test_a_run_goes_on_when_workers_are_killed_and_stops_when_its_group_is_told_to(
     data, run, tmp_path
 ):
+    """Three workers are killed, then the process group is interrupted.
+
+    The run saves and ends, and its losses are those of an uninterrupted run.
+    """
     tree = tiny_config(
         data, run={"directory": str(tmp_path / "run"), "steps": 200}, data__workers=2
     )

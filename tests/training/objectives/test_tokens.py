@@ -113,6 +113,7 @@ def test_equals_dense_cross_entropy_in_float64(filled, layout, axes):
 
 @pytest.mark.parametrize("chunk", [8, 24, SLOTS])
 def test_chunks_do_not_matter(chunk):
+    # The head's gradient adds up some hundred terms of order 1 in float32
     for got, want in zip(vjp(draw(1), chunk, SPLIT, np.float32), dense(*draw(1)), strict=True):
         assert got.dtype in (np.float32, bool)
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
@@ -126,6 +127,7 @@ def test_bfloat16_sums_in_float32():
     expected = dense(*rounded, inputs[2])
     # The inputs are rounded to bfloat16, the sums are not
     np.testing.assert_allclose(losses, expected[0], atol=1e-5)
+    # Rounding may change the largest of two close logits
     assert (np.asarray(hits) == expected[1]).mean() > 0.99
     for actual, gradient in ((d_hidden, expected[2]), (d_head, expected[3])):
         np.testing.assert_allclose(
@@ -134,6 +136,7 @@ def test_bfloat16_sums_in_float32():
 
 
 def test_large_logits_do_not_overflow():
+    """Logits of thousands would overflow `exp` if the largest one were not subtracted."""
     inputs = draw(3, scale=1e3)
     got = vjp(inputs, 16, WHOLE, np.float32)
     assert all(np.isfinite(x).all() for x in got)
@@ -142,12 +145,14 @@ def test_large_logits_do_not_overflow():
 
 @pytest.mark.parametrize("garbage", [1e30, np.inf, np.nan])
 def test_tokens_without_a_target_may_hold_anything(garbage):
+    """Padding may be infinite or NaN: the result is the same as with zeros."""
     hidden, head, targets = draw(4)
     targets[:2] = -1
     masked = targets < 0
     hidden[masked] = garbage
     losses, hits, d_hidden, d_head = vjp((hidden, head, targets), 16, SPLIT, np.float32)
     assert not losses[masked].any() and not hits[masked].any() and not d_hidden[masked].any()
+    # The reference sees zeros, because NaN would spread through its sums
     hidden[masked] = 0
     want = dense(hidden, head, targets)
     for got, expected in zip((losses, hits, d_hidden, d_head), want, strict=True):
@@ -161,6 +166,7 @@ def test_slots_with_a_target_come_first(tokens, chunk):
     (expected,) = np.nonzero(targets >= 0)
     assert count == len(expected) and slots.size % chunk == 0
     np.testing.assert_array_equal(slots[:count], expected)
+    # Slots past the last target point behind the row
     np.testing.assert_array_equal(slots[count:], tokens)
     np.testing.assert_array_equal(np.asarray(positions)[expected], np.arange(count))
     assert (np.asarray(positions)[targets < 0] >= slots.size).all()
@@ -205,6 +211,7 @@ def test_neither_logits_of_a_row_nor_a_second_table_exist(axes):
     # Besides the returned gradient: one chunk's product and the running sum, as large as the head
     assert program.memory_analysis().temp_size_in_bytes < 6 * logits + 2.5 * head
     text = program.as_text()
+    # Only arrays of a chunk's logits are in the program
     assert f"{chunk},{vocabulary}]" in text and f"{slots},{vocabulary}]" not in text
 
 
@@ -246,6 +253,7 @@ def test_the_heads_gradient_goes_to_those_who_hold_it_once(axes):
 
 
 def test_any_number_of_targets_runs_in_one_program():
+    """The number of targets is data: no other number compiles another program."""
     layout = SPLIT
     run = jax.jit(
         lambda hidden, matrix, targets: token_losses(
@@ -309,6 +317,7 @@ def test_sums_by_source_equal_a_loop(layout):
 
 
 def test_a_failure_spreads_over_its_example_alone():
+    """A failed token fails the slots of its segment in its row, and no others."""
     segments = np.zeros((RANKS, SLOTS), np.int32)
     segments[:, 4:20], segments[:, 20:50] = 1, 2
     segments[2, 50:60] = 3

@@ -103,6 +103,7 @@ def test_a_step_of_one_kind_trains_what_it_uses(mixed, kind):
     ],
 )
 def test_models_with_fewer_encoders_learn(data, tmp_path, encoders):
+    """Models without one or both encoders compile, and their loss falls on a batch they repeat."""
     kinds = {
         "text",
         *({"picture"} if "vision" in encoders else ()),
@@ -130,6 +131,7 @@ def test_models_with_fewer_encoders_learn(data, tmp_path, encoders):
     for _ in range(8):
         state, metrics = setup.programs.train(state, batch)
         losses.append(float(metrics["loss"]))
+    # The batch repeats, so that right gradients lower its loss
     assert losses[-1] < losses[0] - 0.5, losses
 
 
@@ -155,6 +157,7 @@ EXAMPLES = range(16)
     ],
 )
 def test_frozen_components_stay_and_the_others_do_not_notice(setups, by_example, alone, freeze):
+    """Frozen components stay bit for bit; gradients of the others are those with nothing frozen."""
     settings = FREEZES[freeze]
     frozen = {name for name in settings if name != "projector"}
     frozen |= {f"projector.{name}" for name in settings.get("projector", ())}
@@ -179,6 +182,7 @@ def test_frozen_components_stay_and_the_others_do_not_notice(setups, by_example,
         ]
         assert all(unchanged) if name in frozen else not any(unchanged), name
 
+    # Backward programs exist only where the tower or the projector of a phase is trained
     backward = {name.subject for name in programs.compiled if name.function == "encode_grad"}
     assert backward == {
         phase for phase in ("vision", "audio") if {phase, f"projector.{phase}"} - frozen

@@ -101,6 +101,7 @@ def test_loss_and_gradients_are_those_without_stages(piped, alone, examples, run
     statistics = step.statistics
     assert {f"pipeline/{name}" for name in METRICS} <= statistics.keys()
     assert 0 < statistics["pipeline/idle_share"] < 1 and statistics["pipeline/ticks"] > 8 * runs
+    # Every idle tick has one cause
     causes = sum(statistics[f"pipeline/idle_{cause}"] for cause in CAUSES)
     assert statistics["pipeline/idle_share"] == pytest.approx(causes)
     for name, rows in rows_of_step(step).items():
@@ -170,6 +171,7 @@ def test_parameters_trained_by_pattern(setups, by_example, alone, tmp_path, spli
 @pytest.mark.slow
 def test_deferred_examples(piped, alone):
     """A batch whose plan leaves language work to another microbatch has the same gradients."""
+    # Which batches defer depends on the schedule, so random ones are tried
     batches = (np.random.default_rng(seed).permutation(96)[:28] for seed in range(200))
     batch = next(batch for batch in batches if deferred(piped, batch))
     assert_same(computed(piped, piped.step(batch)), alone.gradients(alone.step(batch)), 1e-5)
@@ -303,6 +305,7 @@ def test_rows_of_several_classes_in_a_step(piped, alone):
 
 @pytest.mark.slow
 def test_batches_of_every_composition_use_the_same_program(piped, alone):
+    """Batches differ in tables and rows, which are data of the program."""
     rng = np.random.default_rng(1)
     batches = [alone.of_kind(kind)[:12] for kind in KINDS]
     while len(batches) < 20:
@@ -590,6 +593,7 @@ def test_a_chunk_keeps_of_every_layer_what_remat_says(data):
     heads = 4
     head_size = 8
     logsumexp = 1
+    # `attention` keeps the output of each head and its logsumexp, in 4 bytes per number
     assert named == full + layers * 4 * heads * (head_size + logsumexp)
     assert named < dots < none
 

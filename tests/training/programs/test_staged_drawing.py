@@ -264,6 +264,7 @@ def test_any_ring_mesh_and_freezing(made, folders, devices, mesh, pipeline, mode
     setup = assemble(tree, devices)
     result = computed(setup, EXAMPLES)
     assert_same(result, expected)
+    # A frozen decoder below a generator needs no backward pass through its tokens
     if "components" in model and model["components"].get("language"):
         slots = setup.pipeline.training.tables.slots
         backward = {(Pool.GRADIENT, 0), (Pool.TOKEN_GRADIENT, 0)} & slots.keys()
