@@ -534,6 +534,7 @@ def test_conditions_with_weights_of_their_own(captions, conditioned):
         _, sums = computed(alone, alone.step(rng.choice(len(alone.corpus), size, replace=False)))
         assert np.isfinite(sums.drawn.loss).all()
     assert counter.count == 0
+    counter.close()
 
 
 @pytest.mark.slow

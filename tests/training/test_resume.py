@@ -159,6 +159,7 @@ def test_rows_of_several_ranks_continue_a_run_on_any_devices(history):
     kill_again(base, facts, "shared", *spans(8))
     assert all(record["language/shared_rows"] > 0 for record in records(base / "shared")[-1:])
     finish(facts["begin"]("shared", *spans(4), devices=4))
+    assert records(base / "shared")[-1]["language/shared_rows"] > 0
     test_history_is_that_of_an_uninterrupted_run(history, "shared", 2e-4)
 
 
