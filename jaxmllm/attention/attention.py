@@ -39,7 +39,7 @@ from jaxmllm.attention.slot_products import slot_dots, times_factors
 from jaxmllm.config.schema import Kernel
 from sharding.by_platform import by_platform
 
-# JAX's names for NVIDIA's platform: that of devices, and that which programs are lowered for
+# JAX's names of NVIDIA's platform: of devices, and of programs that are lowered for them
 GPUS = ("gpu", "cuda")
 
 
@@ -47,9 +47,8 @@ class Choice(NamedTuple):
     """The kernel that the programs of a platform run."""
 
     kernel: Literal["jax", "cpu", "gpu", "cudnn"]
-    # Of a kernel that was asked for by name: what it needs instead of these inputs. If "auto", or
-    # the name of another platform's kernel, fell back to "jax": what the platform's own kernel
-    # needs. None: nothing.
+    # What a kernel that was asked for by name needs instead of these inputs; on GPUs, where "auto"
+    # or "cpu" became "jax", what their own kernel needs. None: nothing.
     needs: str | None = None
 
 
@@ -159,8 +158,8 @@ def with_repeated_key(
     *,
     scale: float | None = None,
 ) -> Float[Array, "B C H K"]:
-    """Attention as if each query also saw `key`, one for all queries of a row, `count` times; 0:
-    not at all.
+    """Attention as if each query also saw `key`, the same for all queries of a row, `count` times;
+    0: not at all.
 
     Args:
       out: attention without that key.

@@ -8,9 +8,9 @@ The mathematics is that of kernel_jax.py, whose loops XLA runs on one core, star
 separately. Here the cores of a device share a call, tiles are cut or joined to products that BLAS
 is fast at, and everything that is done to the results is vector instructions.
 
-Threads divide the heads of rows, and where these are few the queries of a head, by their numbers
-alone. One thread adds up each sum, in the order of its loop. So results are the same bits for any
-number of threads.
+Each thread computes key heads of rows (forward, parts of their queries where key heads are fewer
+than threads), chosen by its number alone. One thread adds up each sum, in the order of its loop. So
+results are the same bits for any number of threads.
 
 XLA passes a call as structs of C (jaxlib's include/xla/ffi/api/c_api.h), which are read here word
 by word. Its authors keep that interface compatible, and XLA refuses a handler that was written for
@@ -48,7 +48,7 @@ Singles = NDArray[np.float32]
 Columns = tuple[Ints, Ints, Ints, Ints]  # of `TokenIds`
 
 # OpenBLAS multiplies matrices as they are stored up to so many multiplications; larger ones it
-# first copies into another layout.
+# copies into another layout first.
 SMALL_PRODUCT = 10**6
 SIDE, TOGETHER = 64, 192  # most slots of one side of a product, and of the other
 
@@ -111,7 +111,7 @@ def _workers_per_device() -> int:
 
 # ---------------------------------------------------------------------------- the loops
 
-# Numbers of the arguments of a call; the last three are those of a backward pass only
+# Numbers of the arguments of a call; only a backward pass has the last three
 QUERIES, KEYS, VALUES, QUERY_IDS = range(4)
 KEY_IDS = QUERY_IDS + len(TokenIds._fields)  # of the first column, as QUERY_IDS is
 SPANS = KEY_IDS + len(TokenIds._fields)
@@ -120,6 +120,7 @@ BLOCKS, DELTA, LOGSUMEXP, D_OUT = range(SPANS + 1, SPANS + 5)
 
 @compiled_sums
 def _forward(frame: int, worker: int, workers: int) -> None:
+    """Compute the share that one of `workers` threads has of a forward call."""
     q = _floats4(_argument(frame, QUERIES))
     k = _floats4(_argument(frame, KEYS))
     v = _floats4(_argument(frame, VALUES))
@@ -134,7 +135,7 @@ def _forward(frame: int, worker: int, workers: int) -> None:
     of_key_head = heads // key_heads
     block = slots // query_blocks
     side, together = _product_sides(block, size)
-    # Parts of a head's queries, more than one if key heads are fewer than threads
+    # Parts of a head's queries: more than one if the key heads of all rows are fewer than threads
     parts = -(-workers // (rows * key_heads))
     products = _workspace()
     runs = np.empty((_most_runs(k.shape[1], block, together), 3), np.int64)
@@ -201,6 +202,7 @@ def _forward(frame: int, worker: int, workers: int) -> None:
 
 @compiled_sums
 def _backward(frame: int, worker: int, workers: int) -> None:
+    """Compute the share that one of `workers` threads has of a backward call."""
     q = _floats4(_argument(frame, QUERIES))
     k = _floats4(_argument(frame, KEYS))
     v = _floats4(_argument(frame, VALUES))
@@ -293,7 +295,7 @@ def _product_sides(block: int, size: int) -> tuple[int, int]:
 @compiled_leaf
 def _part(block: int, most: int) -> int:
     """Slots of the largest equal parts of a block that have up to `most` slots; all slots of the
-    block if these parts are far smaller than that."""
+    block if these parts have less than a quarter of that."""
     parts = -(-block // max(1, most))
     while block % parts:
         parts += 1
@@ -474,6 +476,7 @@ def _gemm(
     z: Singles,
     inner: int,
 ) -> None:
+    """z = alpha x @ y + beta z by BLAS, with x transposed if `transposed` is 1."""
     letters, sizes, factors = told
     # Fortran's matrices are stored by columns: to it, ours are the transposed ones, whose product
     # has the opposite order.
@@ -586,7 +589,7 @@ def _integers2(buffer: Longs) -> Ints:
 
 @compiled
 def _ids(frame: int, first: int, row: int, slots: slice) -> Columns:
-    """The columns of `TokenIds` of some slots of a row; the first is that of argument `first`."""
+    """The columns of `TokenIds` for some slots of a row: arguments `first` to `first` + 3."""
     return (
         _integers2(_argument(frame, first))[row, slots],
         _integers2(_argument(frame, first + 1))[row, slots],

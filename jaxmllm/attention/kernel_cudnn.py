@@ -3,22 +3,21 @@
     runs of documents --_packing--> lengths and offsets of sequences --one call for all rows--> out, logsumexp
                                                                                       -> dq, dk, dv
 
-Only masks that cuDNN knows are possible: a token sees its whole document, or what is not later
-(`causal`), or the last `window` tokens of that. Images within text that are seen in both directions
-are not among them, nor are parts of rows.
+Only masks that cuDNN knows are possible: a token sees its whole document, the part of it that is
+not later (`causal`), or the last `window` tokens of that part. Images within text that are seen in
+both directions are not possible, nor are rows in parts.
 
-XLA's custom calls for cuDNN are made here directly. JAX's own functions that make them ask the GPU
-of this process what it can do, but there is none where programs are compiled ahead; and they assume
-that a token has as many heads of keys as of queries. The calls read XLA's CudnnfMHABackendConfig,
-as JSON.
+XLA's custom calls for cuDNN are made here directly. JAX's own functions for them query the GPU of
+this process, but there is none where programs are compiled ahead; and they assume that a token has
+as many heads of keys as of queries. The calls read XLA's CudnnfMHABackendConfig, as JSON.
 
 On other platforms the loops of kernel_jax.py run, under masks that are made of the same runs.
 
 The backward pass adds gradients of queries in any order, except with
 `XLA_FLAGS=--xla_gpu_deterministic_ops=true`.
 
-Letters: B rows, C slots, T = B * C, H query heads, G key heads, K head size, M documents of all
-rows at most.
+Letters: B rows, C slots, T = B * C, H query heads, G key heads, K head size, M documents that all
+rows together have room for.
 """
 
 from __future__ import annotations
@@ -61,14 +60,14 @@ PRODUCTS = {
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Documents:
-    """The documents of rows as runs of slots, and what tokens see of their document."""
+    """The documents of rows as runs of slots, and what tokens see of their own document."""
 
     runs: Array  # int32 [B, M / B, 2]: first slot and slots of each; 0 slots: no document
     causal: bool = field(metadata={"static": True})
     window: int | None = field(default=None, metadata={"static": True})
 
     def ids(self, slots: int) -> TokenIds:
-        """Ids [B, C] by which every slot sees the same with the rule of attention/mask.py."""
+        """Ids [B, C] that give the same mask by the rule of attention/mask.py."""
 
         def of_row(runs: Array) -> tuple[Array, Array]:
             run, inside, real = _runs_of_slots(runs, slots)
@@ -194,6 +193,7 @@ class _Packing(NamedTuple):
 
 
 def _packing(mask: Mask, q: Array, k: Array) -> _Packing:
+    """The documents of `mask` as sequences of the slots of all rows."""
     rows, slots = q.shape[:2]
     runs = mask.documents.runs
     runs = runs.at[:, :, 0].add(slots * jnp.arange(rows, dtype=runs.dtype)[:, None]).reshape(-1, 2)
@@ -262,6 +262,7 @@ def _call(
 
 
 def _config(name: str, scale: float, q: Array, mask: Mask, most: int) -> dict[str, Any]:
+    """XLA's CudnnfMHABackendConfig of a call, for JSON."""
     rows, slots, heads, _ = q.shape
     documents = mask.documents
     shape = [1, heads, rows * slots, rows * slots]

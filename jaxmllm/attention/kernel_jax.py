@@ -4,9 +4,9 @@
     backward    for each key block: for listed query blocks:     dk, dv, and dq in place
 
 Both are plain sequential loops, hence deterministic. Their bounds are data, and blocks that meet no
-others are skipped: those of padding and, in rows that several devices hold, those that no query of
-this device sees. Masks are made only for tiles that are partly visible. Rows are end to end in one
-list of blocks, so they need no loop of their own.
+others are skipped: blocks of padding and, in rows that several devices hold, blocks that no query
+of this device sees. Masks are made only for tiles that are partly visible. Rows are end to end in
+one list of blocks, so they need no loop of their own.
 
 Letters: B rows, C query slots, T key slots, H query heads, G key heads, K head size, b slots of a
 block, N = B * C / b query blocks, P = B * T / b key blocks, M = H / G * b queries of a block that
@@ -25,7 +25,7 @@ from jax import Array, lax
 
 from jaxmllm.attention.mask import Mask, TileLists, TokenIds, visible
 
-# Part of the names of a compiled program's operations that run here
+# Part of the names that operations of this file have in a compiled program
 LOOP_SCOPE = "attention_loop"
 
 

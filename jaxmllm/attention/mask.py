@@ -99,7 +99,7 @@ def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
     spans = np.zeros((2, len(ids.document)), np.int32)
     if not real_tokens:
         return spans[0], spans[1]
-    # With padding only at the end nothing has to be gathered: gathering takes about half the time.
+    # With padding only at the end nothing has to be gathered, which would take about half the time.
     # Until the last lines, indices count real tokens only: padding between them is left out.
     ends_padded = slots[-1] + 1 == real_tokens
     document, group, position, window = ids.at(slice(real_tokens) if ends_padded else slots)
@@ -207,8 +207,7 @@ def cut_documents(ids: TokenIds, block: int) -> DocumentPieces:
 
     Later queries see more, and earlier keys are seen by more. So some pair of two pieces is visible
     if the last query sees the first key, and every pair if the first query sees the last key. Where
-    tokens have windows, positions in a piece are consecutive, so that its queries together see one
-    interval.
+    tokens have windows, positions in a piece are consecutive: what its queries see is one interval.
     """
     alike = np.stack([np.arange(len(ids.document)) // block, ids.document, ids.group])
     changes = (alike[:, 1:] != alike[:, :-1]).any(axis=0)

@@ -1,4 +1,4 @@
-"""Assigning the blocks of a row that several devices hold to these devices, for equal work on all.
+"""Assigning the blocks of a row to the devices that hold it together, for equal work on all.
 
     ids of the tokens [T] --block_work--> work [N] --assign_blocks--> owner [N]
 
@@ -94,7 +94,7 @@ class Search:
 
     # Stop when the heaviest rank is at most 1/4096 above its lower bound
     near_bound: int = 4096
-    swaps_per_rank: int = 8  # at most
+    swaps_per_rank: int = 8  # most swaps, on average over the ranks
     # Swaps of two blocks for two look at this many pairs of blocks of the lightest ranks. A rank
     # with more pairs holds so many blocks that swaps of one suffice.
     pairs: int = 1 << 11
@@ -107,10 +107,10 @@ def assign_blocks(work: ArrayLike, ranks: int, search: Search = DEFAULT_SEARCH) 
     """Assign equally many blocks to every rank, and as little work to the heaviest as can be found.
 
     By descending work, each block is assigned to the lightest rank that has room; then the heaviest
-    rank swaps one or two blocks with another rank, while that helps. If this ends above the lower
-    bound, swaps start from zigzag, too. The heaviest rank never has more work than with contiguous
-    shares, with zigzag, or with longest-first under the same limit. Ties favour the lower block and
-    rank.
+    rank swaps one or two blocks with another rank, while that helps. If this does not come near the
+    lower bound (`Search.near_bound`), swaps start from zigzag, too. The heaviest rank never has
+    more work than with contiguous shares, with zigzag, or with longest-first under the same limit.
+    Ties favour the lower block and rank.
 
     Args:
       work: [N] integers, at least 0, with a sum below 2**60 / R.
@@ -213,8 +213,8 @@ Swap: TypeAlias = tuple[int, list[int], list[int]]
 
 
 def _swapped(work: Longs, owner: Ints, ranks: int, enough: int, search: Search) -> tuple[Ints, int]:
-    """[N] owner after swaps that relieve the heaviest rank until it has at most `enough` work or no
-    swap helps, and the work that it has then."""
+    """[N] owner after swaps that relieve the heaviest rank, and the work that it has then. Swaps
+    end when it has at most `enough` work, when none helps, or at their limit."""
     members = _members(work, owner, ranks)
     load = work[members].sum(axis=1)
     for _ in range(search.swaps_per_rank * ranks):

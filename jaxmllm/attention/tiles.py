@@ -104,7 +104,7 @@ def visible_tiles(ids: TokenIds, block: int) -> Tiles:
 
 
 def crossed_tiles(queries: Ints, keys: Ints, block: int) -> Tiles:
-    """All tiles with a visible pair of a row in which each query sees all keys of its document. A
+    """All tiles with a visible pair, for a row in which each query sees all keys of its document. A
     slot may be a query of one document and a key of another.
 
     Args:

@@ -41,7 +41,7 @@ class PhaseItems:
     example: Ints
     tokens: Ints
     slot: Ints
-    # [N, 2] added to the squares of lengths that attention costs (`VisiblePairs`); None: zeros
+    # [N, 2] added to `ItemCost.squares` of the lengths (`VisiblePairs`); None: zeros
     extra_squares: Longs | None = None
 
     @property
@@ -106,8 +106,8 @@ class PhaseSpec:
     slots_per_token: int  # encoder slots per language token; 1 for language
     cost: ItemCost  # to balance by: FLOPs, or femtoseconds where measured (tools/calibrate.py)
     model_flops: ItemCost | None = None  # where `cost` is measured; None: `cost` is the FLOPs
-    # Slots of an attention block of each class; items begin at the edges of blocks where rows have
-    # room. None: items lie end to end.
+    # Slots of an attention block of each class, by which items are laid out (`lay_out` in
+    # rows/pack.py); None: items are laid end to end
     blocks: tuple[int, ...] | None = None
 
     @property
@@ -256,9 +256,9 @@ class PhasePlan:
 
     A microbatch is one row in every group of `span` neighbouring ranks: ranks
     k * span .. (k + 1) * span - 1 hold row k. Item n is in microbatch[n], in the row of the group
-    whose first rank is rank[n], at slots offset[n] .. offset[n] + length, as segment[n] (counted
-    from 1 in each row; 0 marks padding). Microbatch m has rows of span[m] * capacity[m] slots,
-    capacity[m] on each rank. Encoders write the tokens of microbatch m to pool[m] from
+    whose first rank is rank[n], at slots offset[n] .. offset[n] + length[n] - 1, as segment[n]
+    (counted from 1 in each row; 0 marks padding). Microbatch m has rows of span[m] * capacity[m]
+    slots, capacity[m] on each rank. Encoders write the tokens of microbatch m to pool[m] from
     pool_offset[m] on; a language microbatch finds its media tokens in pool[m].
     """
 
@@ -378,8 +378,8 @@ class RoutePlan:
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """One run of the pipeline executor: microbatches first .. first + count of every phase, and the
-    schedule table."""
+    """One run of the pipeline executor: microbatches first .. first + count - 1 of every phase, and
+    the schedule table."""
 
     microbatches: dict[str, tuple[int, int]]  # by phase: first, count
     table: Ints  # [T, S, columns]; see sharding/pipeline/table.py
@@ -391,7 +391,7 @@ class StepPlan:
     """Placement of every item of a step and the routes between phases.
 
     With a pipeline there are `runs`, and the routes have no rounds: their arrivals are slots of the
-    pools of all ranks of a group, laid end to end.
+    pools of all ranks of a widest group, end to end (`group_route` in stages/row_groups.py).
     """
 
     phases: dict[str, PhasePlan]

@@ -29,8 +29,8 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
         `<phase>/max_over_mean` (cost of the costliest rank / mean cost of a rank),
         `<phase>/gap_to_floor` (cost of the costliest rank / its lower bound, the mean or a rank's
         part of the costliest item), `<phase>/synchronised` (sum over microbatches of the slowest
-        rank's cost / the mean), `<phase>/idle_share` (of the ranks' time, by the same sums:
-        1 - 1 / synchronised), `<phase>/over_ideal` (`slowest_flops` / an equal share of
+        rank's cost / mean cost of a rank), `<phase>/idle_share` (of the ranks' time, by the same
+        sums: 1 - 1 / synchronised), `<phase>/over_ideal` (`slowest_flops` / an equal share of
         `<phase>/flops`).
     """
     span = plan.span.astype(np.int64)

@@ -2,7 +2,7 @@
 every host.
 
     place_items    rows, microbatches and ranks of every phase       rows/
-                   swaps so that fewer tokens change rank            exchange/placement.py, swaps.py
+                   ranks and swaps that keep items near their text   exchange/placement.py, swaps.py
     plan_routes    pools, and the exchange between them              exchange/routes.py
     statistics     what the plan wastes                              statistics.py
 """
@@ -82,8 +82,8 @@ def place_items(
       grids: by encoder or generator phase.
       mode: "phases" balances each phase; otherwise media stay with their example, and the examples
         are placed as `example_ranks` says.
-      nodes: by phase, node of each rank; None where nodes are not known: ranks then stay as
-        balancing left them.
+      nodes: by phase, node of each rank; None or empty: not known, so ranks stay as balancing left
+        them.
     """
     if mode == "phases":
         balanced = {phase: assign(spec, items.phases[phase]) for phase, spec in phases.items()}

@@ -11,8 +11,7 @@ activations, softmax and rotations are left out, as is usual. Backward counts wh
 
     bwd(l) = [something trained upstream of l] * dX(l) + trained share of l * dW(l),  dX = dW = fwd
 
-Recomputation (remat, or attention's own) is not counted: MFU measures the model, not the way it is
-run.
+Recomputation (remat, or attention's own) is not counted: MFU measures the model, not how it is run.
 """
 
 from __future__ import annotations
@@ -265,8 +264,8 @@ def _trained_layers(
             f"trained components {sorted(unknown)} are not in this model: it has {sorted(components)}"
         )
     layers = phase_layers(model, phase)
-    # Gradients flow through this phase to trained components of the phases that it reads, and of
-    # those that these read.
+    # Gradients flow through this phase to trained components of the phases that it reads, directly
+    # or through one of them.
     before = set(phases[phase].reads)
     before |= {name for read in before for name in phases[read].reads}
     upstream = any(name in trained for read in before for name in phases[read].components)

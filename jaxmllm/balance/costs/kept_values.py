@@ -10,8 +10,8 @@ from typing import Final
 
 from jaxmllm.config.schema import DiffusionConfig, LanguageConfig, TowerConfig
 
-# By `remat`, where it is not a list: widths of the layer that are kept where the outputs of
-# attention and MLP are normed, and where they are scaled; widths of an MLP with GELU
+# Widths that are kept in addition, by `remat` that is not a list: of the layer, if it norms the
+# outputs of attention and MLP, and if it scales them; of the MLP, if it has GELU
 POST_NORM_WIDTHS: Final = {"full": 0, "dots": 1, "none": 8}
 SCALED_WIDTHS: Final = {"full": 0, "dots": 1, "none": 2}
 GELU_WIDTHS: Final = {"full": 0, "dots": 0, "none": 2}

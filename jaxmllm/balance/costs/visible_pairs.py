@@ -91,8 +91,8 @@ class VisiblePairs:
         return np.stack([np.zeros_like(seen), seen - counted], axis=1)
 
     def of_sequences(self, examples: int, media: Iterable[tuple[str, Ints, Ints]]) -> Longs:
-        """Twice the pairs of each example's sequence that are seen only because media see in both
-        directions: [examples, 2].
+        """Twice the pairs of each example's sequence that are visible only because media are seen
+        in both directions: [examples, 2].
 
         Half of the diagonal counts, as it does among causal pairs.
 

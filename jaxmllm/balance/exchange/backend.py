@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # the processes that plan never import jax
 
 @dataclass(frozen=True)
 class Stretches:
-    """Stretches of consecutive tokens of an item, each sent in one round: all [K]."""
+    """Stretches of consecutive tokens of an item, each sent in one round: arrays are [K]."""
 
     round: Longs
     item: Longs
@@ -63,8 +63,9 @@ class Backend(ABC):
         """Divide the tokens that leave their rank into as few rounds as the sizes allow.
 
         Args:
-          sender, receiver: [N] exchange ranks of each item: different, of one group, and ascending.
-          tokens: [N] of each item, above 0.
+          sender, receiver: [N] exchange ranks of each item, two different ones of a group; pairs
+            (sender, receiver) are in ascending order.
+          tokens: [N] tokens of each item, above 0.
         """
 
     @abstractmethod

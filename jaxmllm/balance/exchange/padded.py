@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import jax
 
 # More hops of fewer slots waste less, fewer hops of more slots take less time.
-USUAL_HOPS = 16  # number in which `auto` pair slots move a sampled step's mean traffic
+USUAL_HOPS = 16  # hops in which `auto` pair slots carry the mean traffic of the sampled steps
 MAX_HOPS = 40  # per round; traffic that needs more takes further rounds
 
 
@@ -66,7 +66,7 @@ class Padded(Backend):
         #
         #     hop 0: | peer 0, Q slots | peer 1, Q slots | ..    hop 1: | peer 0, Q slots | ..
         def chunk_slot(hop: Longs, rank: Longs, slot: Longs) -> Longs:
-            """Index of a chunk's slot: for `rank` among those sent, or from it in the buffer."""
+            """Index of a slot: of the chunk sent to `rank`, or of that from it in the buffer."""
             return (hop * peers + rank // groups) * slots + slot
 
         def send_tables(*legs: _Leg) -> tuple[Hop, ...]:
@@ -196,12 +196,13 @@ def choose_pair_slots(
 
     Args:
       moves: (sender, receiver, tokens) of each step, as for `split_over_relays`.
-      longest: tokens of the longest item, for which there must be slots even if no sample moves.
+      longest: tokens of the longest item, for which there must be slots even if no sampled step
+        moves tokens.
     """
     if grid.peers == 1:
         return 1  # nothing can move
     needed = [_slots_per_pair(*step, grid) for step in moves]
-    # If no sample moves a token: slots for both legs of the longest item, spread over A relays.
+    # If no step moves a token: slots for both legs of the longest item, spread over A relays.
     usual = float(np.mean(needed)) if any(needed) else 2 * longest / grid.peers
     return max(1, math.ceil(usual / USUAL_HOPS))
 

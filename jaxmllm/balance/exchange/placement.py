@@ -57,7 +57,7 @@ def place_items_near(
 
     Args:
       plans: by phase, with balanced ranks.
-      grids: by encoder phase.
+      grids: by encoder or generator phase.
       nodes: by phase, node of each rank [R].
 
     Returns:
@@ -175,7 +175,7 @@ class _Movable:
     span: int
     groups: int
     slots: Longs  # [M * G] of each row
-    blocks: Longs | None  # [M * G] slots of a block in each row; None: items may begin anywhere
+    blocks: Longs | None  # [M * G] slots of a block in each row; None: items are laid end to end
 
     def moved(self, plan: PhasePlan) -> PhasePlan:
         """The plan with the items in the rows that `state` now has for them."""
@@ -242,7 +242,7 @@ def _movable(
     ]
     if tokens is not None:
         amounts.append(tokens[items])
-        limits.append(0)  # `balance_ranks` evens this amount out; 0 makes `remaining` minus the sum
+        limits.append(0)  # so that `remaining` is minus the amount, as `balance_ranks` reads it
     state = RowState.from_limits(row_of, amounts, limits, rows)
     blocks = spec.row_blocks(plan.capacity[chosen], plan.span[chosen], groups)
     return _Movable(items, state, microbatches, span, groups, slots, blocks)

@@ -54,11 +54,12 @@ def split_over_relays(
     pair_slots: int,
     max_hops: int,
 ) -> Stretches:
-    """Spread all tokens over relays, in 1, 2, 4, .. rounds: the first number that `max_hops` allow.
+    """Spread all tokens over relays, in the first of 1, 2, 4, .. rounds that `max_hops` allows.
 
     Args:
-      sender, receiver: [N] exchange ranks of each item: different, of one group, and ascending.
-      tokens: [N] of each item, above 0.
+      sender, receiver: [N] exchange ranks of each item, two different ones of a group; pairs
+        (sender, receiver) are in ascending order.
+      tokens: [N] tokens of each item, above 0.
       pair_slots: tokens from one rank to another in one hop.
       max_hops: most hops of one round; at least 2.
     """

@@ -51,7 +51,7 @@ def plan_routes(
       plans: by phase, with rows and ranks assigned.
 
     Returns:
-      (the plans with `pool` and `pool_offset` set, routes by encoder phase).
+      (the plans with `pool` and `pool_offset` set, routes by encoder or generator phase).
 
     Raises:
       ValueError: a pool of the spec cannot hold one row.

@@ -90,7 +90,7 @@ def moving_tokens(
     in ascending order of sender and receiver.
 
     Args:
-      slots_per_token: by encoder phase.
+      slots_per_token: by encoder or generator phase.
     """
     sequence = sequence_of_example(items)
     senders = []

@@ -165,7 +165,7 @@ def rank_floor(cost: Longs, ranks: int) -> int:
 class _RowSet:
     counts: Longs  # [K] microbatches of each class
     slots: int  # of all these microbatches, per rank
-    try_best_fit: bool  # whether to, where filling by cost fails
+    try_best_fit: bool  # whether `best_fit` is tried where filling by cost fails
 
 
 def _row_sets(spec: PhaseSpec, length: Longs, cost: Longs) -> Iterator[_RowSet]:
@@ -256,7 +256,7 @@ def _pack(
 class _Placing:
     microbatch: Longs  # [N]
     rank: Longs  # [N]
-    waits: int  # sum over microbatches of the cost of the slowest rank's row, or its part of one
+    waits: int  # sum over microbatches of the slowest rank's cost: of its row, or part of a row
     costliest_rank: int  # total cost of the costliest rank
     rank_floor: int  # lower bound on that total while items stay in the classes of their rows
 
@@ -314,6 +314,7 @@ def _arrange(filled: _Filled, spec: PhaseSpec, by: int) -> _Placing:
 def _phase_plan(
     spec: PhaseSpec, counts: Longs, microbatch: Longs, rank: Longs, length: Longs
 ) -> PhasePlan:
+    """The plan of items with the given microbatches and ranks, laid out in their rows."""
     capacity = np.repeat(np.array(spec.capacities, np.int32), counts)
     span = np.repeat(np.array(spec.spans, np.int32), counts)
     # Row m * R + r is the row of microbatch m whose first rank is r; where rows are shared, the

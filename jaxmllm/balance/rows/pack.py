@@ -69,6 +69,7 @@ def _fill_by_cost(
     size_of: Longs,
     max_segments: int,
 ) -> bool:
+    """Write the row of each item, by `order`; return whether rows can take so many items."""
     room = capacity.copy()
     budget = capacity.copy()
     free_segments = np.full(len(capacity), max_segments)
@@ -90,7 +91,7 @@ def _fill_by_cost(
                 row = top
             else:
                 heappop(by_left)
-        if row >= 0 and length[item] > room[row]:  # slots are short: budgets no longer count
+        if row >= 0 and length[item] > room[row]:  # slots are short: the budget is not kept
             if not searched:
                 searched = True
                 for candidate in range(len(room)):

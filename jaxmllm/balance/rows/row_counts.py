@@ -148,7 +148,7 @@ def row_steps(classes: tuple[RowClass, ...], further: tuple[int, ...] = ()) -> L
     """Microbatches of each class whose slots sum to less than one base microbatch, in the order of
     `row_counts`: [n, K].
 
-    Where those of the other classes sum to more, the count of the base is negative.
+    Where slots of the other classes sum to more, the count of the base is negative.
 
     Args:
       further: additional microbatches that each class before the base may have (see

@@ -160,8 +160,8 @@ class _Candidates:
 
     def best(self) -> list[Classes]:
         """The sets that are worth packing: the best of all sets, and the best of those whose rows
-        all have this span. These are added because the bound includes the price of gathering, but
-        not the waiting for the longest items that shared rows save."""
+        all have this span. The latter are added because the bound includes the price of gathering,
+        but not the waiting for the longest items, which shared rows save."""
         packed = _of_span(self.judge.inputs, self.span, CAPACITY_SEARCH.first_packed)
         packed_sets = max(CAPACITY_SEARCH.least_packed, packed)
         alike = [classes for classes in self.sets if {c.span for c in classes} == {self.span}]
@@ -292,8 +292,8 @@ class _Further:
         return self._smaller(capacities, classes[0], last_class)
 
     def classes_beside(self, classes: Classes) -> list[RowClass]:
-        """Classes whose rows have fewer slots than those of the first of `classes`: those that may
-        follow it, and some that are near any of them."""
+        """Classes with fewer slots in a row than the first of `classes`: classes that may follow
+        it, and some that are near any of `classes`."""
         capacities = self._capacities(classes).union(*map(self.near, classes))
         return self._smaller(capacities, classes[0], classes[0])
 
@@ -397,6 +397,7 @@ class _Judge:
         return float(self.slots.sum() / CAPACITY_SEARCH.expected_fill + self.overheads.sum())
 
     def _packed(self, classes: Classes, loads: Sequence[Load]) -> float:
+        """Cost of the loads when they are really packed into rows of these classes."""
         spec = phase_spec(self.inputs, classes)
         cost = 0.0
         for load in loads:

@@ -110,7 +110,7 @@ class Alignment:
         return self.few // 2 * (self.small or 0) * self.parts
 
     def _block(self, capacity: int, span: int) -> int:
-        """Slots of the largest block of which a device has a whole number that is not few, or else
+        """Slots of the largest block that divides a device's part of a row into enough blocks; else
         of the smallest block."""
         blocks = (self.block, self.small, self.smallest)
         *larger, smallest = (block for block in blocks if block is not None)

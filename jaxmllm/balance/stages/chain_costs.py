@@ -20,9 +20,9 @@ from sharding.pipeline.graph import ChainWork
 from sharding.pipeline.layer_costs import Layer, LayerCost, chunk_costs, layer_costs
 from sharding.pipeline.ring import Ring
 
-# Attention of a row is counted in 1/1024ths of that of one item that fills the largest row
+# Squares of a row are counted in 1/1024ths of those that `ChainCosts.attention` is for
 ATTENTION_PARTS = 1024
-# About which shares of a layer's products with weights are those of attention and those of the MLP
+# Approximate shares of attention and of the MLP in a layer's products with weights
 LINEAR_SHARES: dict[Kept, Fraction] = {"projections": Fraction(1, 3), "mlp": Fraction(2, 3)}
 
 
@@ -33,8 +33,8 @@ class ChainCosts:
 
     `linear` [classes, 4, D] is the cost of a rank's slots, filled or not, of a row of each class.
     `gathered`, of the same shape, is that of gathering keys and values from the row's other ranks
-    (zero by default). `attention` [kinds, 4, D] is what attention adds for each kind of squares
-    (`ItemCost.squares`), if these are those of one item that fills a row of the largest class.
+    (zero by default). `attention` [kinds, 4, D] is what attention adds for `capacity`**2 squares of
+    each kind (`ItemCost.squares`).
     """
 
     capacities: tuple[int, ...]
@@ -57,7 +57,7 @@ class ChainCosts:
             squares * ATTENTION_PARTS // self.capacity**2,
             strict=True,
         ):
-            # Quotient and remainder are multiplied one by one: for long rows the product of
+            # Quotient and remainder are multiplied separately: for long rows the product of
             # `attention` and `attended` does not fit 64 bits.
             quotient, remainder = np.divmod(attention[:, :, None], ATTENTION_PARTS)
             costs = costs + quotient * attended + remainder * attended // ATTENTION_PARTS
@@ -168,7 +168,8 @@ class ChainLayers:
 
 def gathering(attention: Longs, price: int) -> Longs:
     """Cost that gathering keys and values for a row adds to the chunks: [4, D]. A third of the
-    price is for forward passes and the rest for backward passes, shared by the chunks' attention.
+    price is for forward passes, the rest for backward passes where a chunk has one. Chunks share
+    it in proportion to their attention forward.
 
     Args:
       attention: [kinds, 4, D], as in `ChainCosts`.

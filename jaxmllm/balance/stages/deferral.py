@@ -20,7 +20,8 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from jaxmllm.arrays import INT64_MAX, Bools, Longs, sums_by
 
-# Subset sums count work in units of which a microbatch has less than 2**11, to bound their tables
+# Subset sums count work in units so large that a microbatch has less than 2**11, to bound their
+# tables
 SUBSET_BITS = 11
 
 

@@ -76,7 +76,7 @@ def swap_examples(
 
     If examples of work a and b in groups of work g and h are swapped, half the change is the sum
     over phases of (a - b) (a - b - (g - h)). A sweep computes it for all pairs at once. Then pairs
-    that gain are swapped, best first, if neither of their groups was part of a swap before.
+    that gain are swapped, best first, if neither of their groups had a swap in this sweep.
 
     Args:
       group: [N] of each example, within the capacities.

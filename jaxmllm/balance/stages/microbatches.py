@@ -44,8 +44,8 @@ class PhaseLoad:
 @dataclass(frozen=True)
 class MicrobatchPlan:
     """Replica and microbatches of every example. Microbatches are numbered in the order of
-    execution, and those of one number run together on all replicas; `language` is `encoder` or, for
-    deferred examples, `encoder` + 1."""
+    execution, and microbatches of one number run together on all replicas; `language` is `encoder`
+    or, for deferred examples, `encoder` + 1."""
 
     replica: Ints  # [B]
     encoder: Ints  # [B]; for examples without media equal to `language`

@@ -143,7 +143,7 @@ def _runs_of(
 
 def _halves(examples: Longs, items: BatchItems) -> tuple[Longs, Longs]:
     """Two halves of the examples: in descending order of slots, every second one, and the others.
-    Both are in ascending order."""
+    The numbers of each half are ascending."""
     position = np.full(len(items.examples), -1, np.int64)
     position[examples] = np.arange(len(examples))
     slots = np.zeros(len(examples), np.int64)
@@ -238,6 +238,7 @@ def quick_schedule(graph: Graph, pipeline: PipelineSpec, bound: float = math.inf
 
 
 def _check_bounds(rows: RunRows, spec: PlanSpec, pipeline: PipelineSpec) -> None:
+    """Raise `PipelineError` if one run of the executor does not hold these rows."""
     for name, bound in pipeline.rows_read.items():
         needed = rows.rows_read[name]
         if needed > bound:

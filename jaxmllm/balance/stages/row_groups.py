@@ -19,7 +19,8 @@ from jaxmllm.phases import LANGUAGE
 
 def encoder_groups(group: Longs, length: Longs, of_language: int, widest: int) -> Longs:
     """Widest group of an encoder's ranks for each item [n]: one that shares ranks with the item's
-    language group. If there are several, each item, longest first, gets the one with fewest slots.
+    language group. If there are several, each item, longest first, gets the one with the fewest
+    filled slots so far.
 
     Args:
       group: [n] widest group of language ranks that has the item's example.

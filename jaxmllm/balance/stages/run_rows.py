@@ -106,7 +106,7 @@ def pack_run(
         microbatch_of_example = language_microbatch if name in generators else plan.encoder
         length = chosen[name].length
         group = encoder_groups(group_of_example[owner[name]], length, language.widest, phase.widest)
-        if name in generators:  # no row shall have more items than segments
+        if name in generators:  # so that no row has more items than segments
             length = np.maximum(length, ceil_divide(phase.longest_row, phase.max_segments))
         microbatch = microbatch_of_example[owner[name]]
         row, count = _media_rows(microbatch, plan.microbatches, group, length, phase)

@@ -71,7 +71,7 @@ def choose_pipeline(
       examples: number of examples of a batch.
       largest: the examples of the whole data that need most rows; each must fit a run by itself.
       remat: by phase, of its tower or decoder; full for phases left out.
-      keeps: number of forwards whose residuals `kept_residuals: auto` keeps.
+      keeps: tells how many forwards `kept_residuals: auto` keeps the residuals of (`Keeps`).
       learns_text: whether the decoder has a loss.
 
     Raises:
@@ -171,7 +171,7 @@ def _fitted(generous: PipelineSpec, sampled: Sequence[RunRows]) -> PipelineSpec:
 
 
 def _slots_of(key: PoolKey, most: int, needed: int, pipeline: PipelineSpec) -> int:
-    """Slots of a pool, at most `most`, of which schedules of the samples need `needed`."""
+    """Slots of a pool, up to `most`, where schedules of the samples need `needed`."""
     pool, chain = key
     tables = pipeline.tables
     if pool == Pool.RESIDUAL and pipeline.config.kept_residuals == "auto":

@@ -34,7 +34,8 @@ def slot_budget(
     in_flight = config.microbatches_in_flight
     if in_flight == "auto":
         all_at_once = scheduler_of(config.schedule).all_in_flight
-        # Rows of the last reader, and of the language rows that a generator may leave unread
+        # All rows of the last reader; if that is a generator, also all language rows, because it
+        # may leave some unread
         of_language = sum(rows[LANGUAGE])
         of_reader = sum(rows[ring.reader.name])
         most = of_reader if ring.reader.name == LANGUAGE else of_reader + of_language

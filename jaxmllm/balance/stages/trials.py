@@ -90,7 +90,7 @@ class Trials:
       layers: makes the layers of all chains, for rows of some capacities and spans.
       examples: number of examples of a batch.
       largest: examples that must each fit a run by themselves.
-      keeps: number of forwards whose residuals `kept_residuals: auto` keeps.
+      keeps: tells how many forwards `kept_residuals: auto` keeps the residuals of (`Keeps`).
       widest: ranks that hold a row together, in phases that allow so many; others have the most
         that they allow.
     """
@@ -240,8 +240,8 @@ class Trials:
     def further(
         self, name: str, capacities: tuple[int, ...], largest: int
     ) -> list[tuple[int, ...]]:
-        """Candidates with one more class than `capacities`, and with rows of `largest` slots as the
-        largest."""
+        """Candidates with one more class than `capacities`, the first of which is replaced by
+        `largest`."""
         round_up = self.inputs[name].alignment.round_up
         shares = {round_up(int(largest / divisor)) for divisor in CHOICE.divisors}
         return [
@@ -319,7 +319,8 @@ class Trials:
         floors = [min(int(graph.rank_work.max()) for graph in of_batch) for of_batch in graphs]
         total: float = sum(floors)
         for of_batch, floor in zip(graphs, floors, strict=True):
-            # Now the cost of the batches before this one, plus the floors of those after it
+            # Without this floor, the total is the cost of the batches before this one plus the
+            # floors of those after it.
             total -= floor
             # What this batch may cost at most, if all batches after it cost only their floors
             least_cost = bound - total
@@ -345,7 +346,7 @@ class Trials:
         return self._runs[key]
 
     def slots(self, name: str, capacities: Capacities) -> int:
-        """Slots of a phase on a rank in all samples, each in those of its rows that have fewest."""
+        """Slots of a phase on a rank in all samples, each in the possible rows that have fewest."""
         of_class = np.array(self.spec(capacities).phases[name].capacities)
         return sum(
             min(int(of_class[run.phases[name].row_class].sum()) for run in of_batch)
