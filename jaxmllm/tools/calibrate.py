@@ -1,25 +1,26 @@
-"""Measure what rows take on the devices at hand, to balance items by it instead of by their FLOPs.
+"""Measure how long rows take on the devices at hand, to balance items by time instead of FLOPs.
 
     jaxmllm calibrate --config X [--out PATH] [--repeats N] [key=value ...]
 
 Builds the programs of the config's run and times those of every phase on made-up rows, the same on
-all ranks: filled wholly, by half and by a quarter, with 1, 2, 4, .. equal items. Of a row that
-several ranks hold, each takes an equal part of the items. Fits, without negative coefficients,
+all ranks: full, half full and a quarter full, with 1, 2, 4, .. equal items. If several ranks hold a
+row, each has an equal part of the items. Fits, without negative coefficients,
 
-    seconds of a row of C slots = row + slot * C + linear * sum of l + quadratic * sum of squares     items of l slots
+    seconds of a row of C slots = row + slot * C + linear * sum of l + quadratic * sum of squares
 
-prints the fit next to the ratio of the FLOPs, and writes the file that `balance.calibration` names.
+for items of l slots, prints the fit next to the ratio of the FLOPs, and writes the file that
+`balance.calibration` names.
 
 Shapes are fixed, so much of a row's time (`slot`) is spent on all of its slots, whatever they hold.
-The rows of a microbatch have one capacity, so this part never makes a rank wait. Items carry it
-nevertheless: the planner's linear coefficient is slot + linear. All rows but a few are full, so it
-falls on them equally; without it the planner would take the attention for the whole time, and give
-up slots for a balance that saves little. `row` is left to jaxmllm/balance/sizes/choose.py, which
-weighs few large rows against many small ones; it needs two capacities to be told from `slot`, and
-is 0 where a phase has one.
+The rows of a microbatch have one capacity, so this part never makes a rank wait. It is charged to
+items nevertheless: the planner's linear coefficient is slot + linear. Nearly all rows are full, so
+this adds the same to each; without it the planner would take attention for the whole time, and give
+up slots for a balance that saves little. `row` is for jaxmllm/balance/sizes/choose.py, which weighs
+few large rows against many small ones; only two capacities tell it from `slot`, so it is 0 where a
+phase has one.
 
-With pipeline.stages > 1 it measures instead what a tick takes besides its operations, prints it as
-`pipeline.flops_per_tick` has it, and writes no file (tick_times.py).
+With pipeline.stages > 1 the command instead measures the time of a tick without its operations,
+prints it as a value for `pipeline.flops_per_tick`, and writes no file (tick_times.py).
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ from jaxmllm.training.programs.phased import PhaseBuffers, PhasedPrograms
 from jaxmllm.training.run import Run
 from sharding.mesh import axis_sizes
 
-FRACTIONS = (1, 2, 4)  # a row is filled wholly, by half and by a quarter
-MAX_ITEMS = 64  # per row: the squares of more items are negligible
+FRACTIONS = (1, 2, 4)  # rows are full, half full and a quarter full
+MAX_ITEMS = 64  # of a row: the squares of more items are negligible
 REPEATS = 5
-TIMED_STEPS = 2  # of a pipeline
-POOR_RESIDUAL = 0.15  # a fit with larger errors is not to be relied on
-DIGITS = 6  # of a coefficient in the file
+TIMED_STEPS = 2  # steps of a pipeline that are timed
+POOR_RESIDUAL = 0.15  # a fit with a larger relative error is reported as poor
+DIGITS = 6  # significant digits of a coefficient in the file
 
 
 # ---------------------------------------------------------------------------- the fit
@@ -65,7 +66,7 @@ DIGITS = 6  # of a coefficient in the file
 
 def fills(row_class: RowClass, unit: int, max_segments: int) -> list[Fill]:
     """Rows of one class to be timed; lengths are multiples of `unit` slots."""
-    distinct: dict[Fill, None] = {}
+    distinct: dict[Fill, None] = {}  # a set that keeps its order
     for fraction in FRACTIONS:
         items = 1
         while items <= min(max_segments, MAX_ITEMS):
@@ -77,10 +78,15 @@ def fills(row_class: RowClass, unit: int, max_segments: int) -> list[Fill]:
 
 
 def fit(timed: Mapping[Fill, float], flops: ItemCost) -> Coefficients:
-    """Coefficients of least relative squares, none negative, to the seconds of fills of these FLOPs."""
+    """Fit non-negative coefficients to the seconds of fills, by least squares of relative errors.
+
+    Args:
+      flops: FLOPs of an item, which determine its square.
+    """
     terms = np.array([(1, fill.capacity, *fill.used(flops)) for fill in timed], float)
     if len({fill.capacity for fill in timed}) == 1:
-        terms[:, 0] = 0  # nothing tells it from the time of all slots
+        terms[:, 0] = 0  # with one capacity, `row` cannot be told from `slot`
+    # Divided by the seconds every target is 1, and errors are relative; `scale` conditions the fit
     relative = terms / np.array(list(timed.values()))[:, None]
     scale = np.maximum(relative.max(axis=0), np.finfo(float).tiny)
     coefficients = nnls(relative / scale, np.ones(len(relative)))[0] / scale
@@ -135,7 +141,7 @@ def time_phase(
     """Median seconds of every fill of a phase's rows: forward, and forward with backward.
 
     Every round runs each fill once, so that a slow moment of the machine affects all of them; the
-    first does not count.
+    first round does not count.
     """
     spec = programs.spec.phases[phase]
     row_format = run.corpus.formats.get(phase)
@@ -161,7 +167,8 @@ def time_phase(
 
 
 class MicrobatchTimer:
-    """Times the programs of one phase; each call gets the buffers that the call before it returned."""
+    """Times the programs of one phase; each call gets the buffers that the call before it
+    returned."""
 
     def __init__(self, programs: PhasedPrograms, phase: str, params: Any):
         self._programs = programs
@@ -171,7 +178,8 @@ class MicrobatchTimer:
         self._buffers = programs.buffers(phase)
 
     def __call__(self, row_class: RowClass, host: HostStep) -> tuple[float, float]:
-        """Seconds of a microbatch: forward, and with backward (the same where nothing is trained)."""
+        """Seconds of a microbatch: forward, and forward with backward (the same if nothing
+        trains)."""
         rows = self._programs.put(host).rows[self._phase][0]
         forward = self._seconds(self._programs.forward, rows, row_class)
         if not self._functions.backward:
@@ -215,7 +223,8 @@ COLUMNS = (
 
 
 def table(calibration: Calibration) -> list[list[str]]:
-    """A line per phase and pass. `equal at`: the length whose quadratic part equals its linear one."""
+    """Cells of `COLUMNS`, a line for each phase and pass. `equal at` is the length whose quadratic
+    part equals its linear one."""
     lines = []
     for phase, measured in calibration.phases.items():
         flops = measured.flops
@@ -305,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _calibrate_ticks(run: Run, repeats: int) -> None:
-    """Measure and print what a tick of stages takes."""
+    """Measure and print how long a tick of pipeline stages takes."""
     from jax.experimental.multihost_utils import sync_global_devices
 
     from jaxmllm.tools.tick_times import measure_ticks
@@ -331,7 +340,8 @@ def _calibrate_ticks(run: Run, repeats: int) -> None:
 
 
 def _uncalibrated(config: Config) -> Config:
-    """Sizes as the FLOPs would have them: figures that are to be replaced decide nothing."""
+    """The config without measured costs: sizes follow the FLOPs, because the figures that are about
+    to be replaced must decide nothing."""
     return config.model_copy(
         update={
             "balance": config.balance.model_copy(update={"calibration": None}),

@@ -1,18 +1,23 @@
-"""Published model folders in and out: parameters of a run as such a folder, and a folder compared with a reference.
+"""Convert published model folders to checkpoints and runs to such folders, and compare a folder's
+model with a reference.
 
-    jaxmllm convert to-orbax FOLDER OUT               a checkpoint of the folder's model, for model.from
-    jaxmllm convert to-hf RUN OUT [--source FOLDER]   the folder that RUN began from, with RUN's parameters: its keys,
-                                                      types and split into files; all other files as they are;
-                                                      adapters are merged into the matrices
-        --component vision                            the same of a tower or generator that RUN began from, or a
-                                                      projector, whose folder has a config of its own
-        --adapters                                    RUN's adapters of the decoder alone, as the peft library reads
-                                                      them
+    jaxmllm convert to-orbax FOLDER OUT               write the folder's model as a checkpoint, for
+                                                      model.from
+    jaxmllm convert to-hf RUN OUT [--source FOLDER]   write the folder that RUN began from, with
+                                                      RUN's parameters: same keys, types and split
+                                                      into files; other files are copied; adapters
+                                                      are merged into the matrices
+        --component vision                            the same for a tower or generator that RUN
+                                                      began from, or for a projector, whose folder
+                                                      has a config of its own
+        --adapters                                    write only RUN's adapters of the decoder, as
+                                                      the peft library reads them
     jaxmllm convert verify FOLDER INPUTS.npz [--reference R.npz] [--gradients G.npz]
-                                                      one JSON object: how far loss, logits and gradients are off
+                                                      print one JSON object: how far loss, logits
+                                                      and gradients are off
 
-`model.from: FOLDER` in a run's config reads a folder without any of this. RUN is a run folder (its latest
-checkpoint) or a checkpoint. docs/models.md has the families.
+A run reads a folder without conversion, by `model.from: FOLDER` in its config. RUN is a run folder
+(its latest checkpoint) or a checkpoint. docs/models.md lists the families.
 """
 
 from __future__ import annotations
@@ -83,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 run = PreparedRun.of(options.folder, options.inputs)
                 report = differences(run, options.reference, options.gradients)
                 print(json.dumps(report | {"seconds": round(time.monotonic() - started, 1)}))
-    except (*USER_ERRORS, CheckpointError, OSError) as error:  # the latter of full disks
+    except (*USER_ERRORS, CheckpointError, OSError) as error:  # OSError: a full disk
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -107,10 +112,12 @@ def _to_hf(options: argparse.Namespace) -> None:
 def to_orbax(
     source: Path, out: Path, dtype: str, devices: Sequence[jax.Device] | None = None
 ) -> None:
-    """Write the components of a folder as checkpoint 0 of OUT. Raises `ConfigError`, `CheckpointError`.
+    """Write the components of a published folder as checkpoint 0 of `out`.
+
+    Raises `ConfigError`, `CheckpointError`.
 
     Args:
-      devices: that parameters are split over while they are read; all, if not given.
+      devices: devices to split the parameters over while they are read; all, if not given.
     """
     _check_new(out)
     folder = ModelFolder.open(source)
@@ -118,7 +125,7 @@ def to_orbax(
     config = ModelConfig.model_validate_json(json.dumps(shapes))
     mesh = make_mesh({"data": 1, "fsdp": -1}, devices)
     model = build_model(config, shapes[LANGUAGE]["vocab_size"], ComponentsConfig(), mesh)
-    with jax.enable_x64(dtype == "float64"):  # without which arrays are float32
+    with jax.enable_x64(dtype == "float64"):  # otherwise arrays would be float32
         abstract = model.abstract(dtype)
         params = {name: read_folder(str(source), abstract[name], name) for name in abstract}
         with Checkpoints(out / CHECKPOINTS, 1, state_bytes(params)) as checkpoints:
@@ -127,8 +134,9 @@ def to_orbax(
 
 
 def to_folder(run: Path, out: Path, source: Path | None = None, component: str = LANGUAGE) -> None:
-    """Write the decoder, a tower or the generator of a run as the published folder that it began from, adapters merged
-    into it; with the decoder and the generator all that it began from this folder.
+    """Write the decoder, a tower or the generator of a run as the published folder that it began
+    from, with adapters merged in. Other components that began from a decoder's or generator's
+    folder are written with it.
 
     Raises `ConfigError`, `CheckpointError`.
     """
@@ -159,7 +167,7 @@ def to_folder(run: Path, out: Path, source: Path | None = None, component: str =
 
 
 def projector_folder(run: Path, out: Path, component: str) -> None:
-    """Write a projector of a run as a folder: config.json and model.safetensors, as docs/models.md says.
+    """Write a projector of a run as a folder of config.json and model.safetensors (docs/models.md).
 
     Raises `ConfigError`, `CheckpointError`.
     """
@@ -180,7 +188,7 @@ def projector_folder(run: Path, out: Path, component: str) -> None:
 
 
 def _projector_shapes(model: ModelConfig, phase: str) -> tuple[int, ProjectorShapes]:
-    """How many neighbouring features a projector takes, and what it does to them."""
+    """How many neighbouring features a projector joins into a token, and its `ProjectorShapes`."""
     if phase == LANGUAGE:
         assert model.diffusion is not None
         return 1, model.diffusion.projector_shapes
@@ -195,7 +203,7 @@ def to_adapters(
 
     Raises:
       CheckpointError: the checkpoint is damaged.
-      ConfigError: the run has none, or has changed more than they hold.
+      ConfigError: the run has no adapters, or has changed parameters that they do not hold.
     """
     _check_new(out)
     if component != LANGUAGE:
@@ -218,7 +226,8 @@ def to_adapters(
 
 
 def _check_unchanged(folder: ModelFolder, saved: SavedComponent) -> None:
-    """Raise `ConfigError` for a component that differs from a published folder by more than adapters of the decoder."""
+    """Raise `ConfigError` for a component that differs from a published folder by more than
+    adapters of the decoder."""
     if saved.adapter is not None and saved.component != LANGUAGE:
         raise ConfigError(
             f"{ADAPTER}{saved.component} of {saved.location}: the peft library reads adapters of decoders; write the "
@@ -236,7 +245,7 @@ def _check_unchanged(folder: ModelFolder, saved: SavedComponent) -> None:
 
 @dataclass(frozen=True)
 class SavedComponent:
-    """One component of a checkpoint, and its adapter, whose parameters are read one at a time."""
+    """One component of a checkpoint with its adapter, if any; parameters are read one at a time."""
 
     location: Path
     component: str
@@ -245,10 +254,10 @@ class SavedComponent:
 
     @classmethod
     def of(cls, run: Path, component: str) -> SavedComponent:
-        """Of a run, or a checkpoint.
+        """Find a component in the latest checkpoint of a run, or in a checkpoint.
 
-        Raises `CheckpointError` if there is none, or it lacks the component, and `ConfigError` for an adapter of
-        unknown alpha.
+        Raises `CheckpointError` if there is no checkpoint or it lacks the component, `ConfigError`
+        if its adapter's alpha is unknown.
         """
         location = source_checkpoints(str(run))[0]
         check_files(location)
@@ -263,7 +272,8 @@ class SavedComponent:
         return cls(location, component, parameters, adapter)
 
     def other(self, run: Path, component: str) -> SavedComponent:
-        """Another component of the same checkpoint. Raises `ConfigError` for an adapter of unknown alpha."""
+        """Another component of the same checkpoint. Raises `ConfigError` if its adapter's alpha is
+        unknown."""
         named = f"{ADAPTER}{component}" in self.components
         return replace(
             self, component=component, adapter=_adapter_of(run, component) if named else None
@@ -271,18 +281,18 @@ class SavedComponent:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The component, and its adapter."""
+        """Names of the component and, if it has one, its adapter."""
         adapter = f"{ADAPTER}{self.component}"
         return (self.component,) if self.adapter is None else (self.component, adapter)
 
     @property
     def components(self) -> frozenset[str]:
-        """All that the checkpoint has."""
+        """Names of all components of the checkpoint."""
         return frozenset(path[0] for path in self.parameters)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of its own parameters, by path."""
+        """Shapes of the component's parameters by path, without its adapter's."""
         of_component = (item for item in self.parameters.items() if item[0][0] == self.component)
         return {".".join(path[1:]): shape for path, (shape, _) in of_component}
 
@@ -293,11 +303,11 @@ class SavedComponent:
         return tuple(dict.fromkeys(".".join(path[1:-1]) for path in paths))
 
     def values(self, path: str) -> NDArray[Any]:
-        """One parameter."""
+        """One parameter, without its adapter."""
         return self._read(self.component, path)
 
     def factors(self, path: str) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Those of an adapted parameter."""
+        """The matrices `a` and `b` of the adapter of a parameter."""
         adapter = f"{ADAPTER}{self.component}"
         return self._read(adapter, f"{path}.a"), self._read(adapter, f"{path}.b")
 
@@ -313,12 +323,13 @@ class SavedComponent:
         spec = self.parameters[(component, *path.split("."))]
         leaf = jax.ShapeDtypeStruct(*spec, sharding=sharding)
         leaves = {"params": {component: unflatten_dict({path: leaf}, sep=".")}}
-        with jax.enable_x64(True):  # without which float64 is read as float32
+        with jax.enable_x64(True):  # otherwise float64 is read as float32
             return np.asarray(jax.tree.leaves(read_arrays(self.location, leaves))[0])
 
 
 def _adapter_of(run: Path, component: str) -> AdapterConfig:
-    """What the config of a run says of an adapter: a checkpoint does not hold alpha."""
+    """The adapter's section of a run's config, which is needed because a checkpoint does not hold
+    alpha. Raises `ConfigError` if there is none."""
     config = config_of(run)
     adapter = None if config is None else config.model.adapters.by_component.get(component)
     if adapter is None:
@@ -342,7 +353,8 @@ def _origin(run: Path, component: str) -> Path:
 
 
 def _models(run: Path) -> Iterator[ModelConfig]:
-    """The models of a run, or a checkpoint, and of the runs that it goes on from, the latest first."""
+    """Yield the model configs of a run, or of a checkpoint's run, and of the runs that it began
+    from, latest first."""
     seen: list[Path] = []
     while run not in seen and not is_model_folder(run):
         try:
@@ -364,8 +376,9 @@ def _holds(folder: str, component: str) -> bool:
 
 
 def _beside(run: Path, folder: ModelFolder, saved: SavedComponent) -> list[str]:
-    """Components of a run that are a published folder's, too, besides the decoder or the generator; a projector goes
-    with its tower, and that of the generator is the folder's if it was read from there."""
+    """Other components of a run that belong into the folder of its decoder or generator. A
+    projector goes with its tower; the generator's projector belongs if it was read from the
+    generator's folder."""
     elsewhere = {name for model in _models(run) for name in model.tower_sources}
     if saved.component == GENERATOR:
         return [name for name in (f"{PROJECTOR}{LANGUAGE}",) if name in elsewhere]
@@ -387,7 +400,7 @@ def _check_new(out: Path) -> None:
 
 
 def _draft(out: Path) -> Path:
-    """The folder that is written first, and renamed when it is whole."""
+    """The folder that is written first, and renamed once it is complete."""
     return out.parent / f"{out.name}.partial"
 
 

@@ -1,29 +1,37 @@
-"""Choose mesh, layouts, remat and rows of a config for devices of a cluster, from the batches that it will train on.
+"""Choose mesh, layouts, remat and rows of a config for devices of a cluster, from the batches that
+it will train on.
 
     jaxmllm plan --config configs/quickstart.yaml --devices 8 --cluster h100 [--generated] [--out DIR] [key=value ...]
 
-What the config or the command fixes stays; what they leave open is chosen: axes of `mesh` that are not named, or one
-that is -1 (`mesh={}` opens all, and pipeline stages unless `pipeline.stages` is named), layouts of encoders, `remat` of
-each tower and of the decoder, rows, `kept_residuals`. Model and batch are never changed. No device is needed, and
-without --check nothing is compiled.
+What the config or the command sets is kept, and the rest is chosen: axes of `mesh` that are not
+named, or one that is -1 (`mesh={}` opens all, and pipeline stages unless `pipeline.stages` is
+named), layouts of encoders, `remat` of each tower and of the decoder, rows, `kept_residuals`. Model
+and batch are never changed. No device is needed, and without --check nothing is compiled.
 
-    --devices N,M   several numbers: the best layout for each, and what it costs
-    --generated     lengths of the generator in jaxmllm/tools/workload.py instead of the config's data
+    --devices N,M   several numbers: find the best layout for each, and what it costs
+    --generated     take lengths from the generator in jaxmllm/tools/workload.py, not from the
+                    config's data
     --top N         layouts in the table
-    --check N       compile the programs of the first N layouts for devices of the cluster, which need not be there:
-                    their bytes take the place of estimates, and what does not fit is struck out
-    --simulate      this config alone, as it stands, under every balance mode
-    --profile       how large a batch must be for phases to share devices alike, and what it costs if not
-    --from-run DIR  fit the cluster's efficiency to the steps of a run, and print what was predicted beside them
-    --out DIR       plan.yaml (trains unedited), plan.json, plan.png and plan.html; of several numbers of devices
-                    plan.json, counts.png and counts.html; of a run, cluster.yaml with its efficiency
+    --check N       compile the programs of the first N layouts for the cluster's devices, which
+                    need not be present: compiled bytes replace estimates, and layouts that do not
+                    fit are struck out
+    --simulate      predict this config alone, as it is, under every balance mode
+    --profile       print how large a batch must be for all batches to split the devices between
+                    phases the same way, and what a smaller one costs
+    --from-run DIR  fit the cluster's efficiency to the steps of a run, and print them next to
+                    predictions
+    --out DIR       write plan.yaml (trains unedited), plan.json, plan.png and plan.html; for
+                    several numbers of devices plan.json, counts.png and counts.html; for a run
+                    plan.json and cluster.yaml with the fitted efficiency
 
     table
     step s          predicted; low and high: within the uncertainty of the cluster's efficiency
-    MFU             FLOPs of real tokens over what the devices could do, as a run logs it; HFU: of all that they compute
-    GB              of a device at the peak, estimated unless compiled, and the share of it that a run may take
+    MFU             FLOPs of real tokens over what the devices could do, as a run logs it; HFU: the
+                    same for all FLOPs that they compute
+    GB              memory of a device at the peak, estimated unless compiled, of what a run may
+                    take
 
-Exit code 1 where nothing can be planned, 2 where the cluster is unknown.
+Exit code 1 if nothing can be planned, 2 if the cluster is unknown.
 """
 
 from __future__ import annotations
@@ -142,11 +150,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Numbers of devices, with commas between them."""
+    """Parse numbers of devices, separated by commas."""
     return tuple(map(positive_int, text.split(",")))
 
 
 def _planned(options: argparse.Namespace, cluster: Cluster) -> int:
+    """Search layouts for one number of devices; print the result and write it."""
     if options.check:
         only_compile()
     config = load_run_config(options.config, options.overrides)
@@ -176,7 +185,7 @@ def _planned(options: argparse.Namespace, cluster: Cluster) -> int:
 
 
 def _counted(options: argparse.Namespace, cluster: Cluster) -> int:
-    """The best layout for every number of devices."""
+    """Print the best layout for every number of devices, and write them."""
     config = load_run_config(options.config, options.overrides)
     counts = plan_counts.count_up(
         options.devices, lambda devices: make_planner(config, cluster, devices, _seed(options))
@@ -208,16 +217,17 @@ def _write_record(options: argparse.Namespace, config: Config, **figures: Any) -
 
 
 def _simulated(options: argparse.Namespace, cluster: Cluster) -> int:
-    """This config alone, under every balance mode that it may have."""
+    """Predict this config alone, under every balance mode that it allows."""
     config = load_run_config(options.config, options.overrides)
     (devices,) = options.devices
-    # Stages have microbatches of their own, in the usual mode alone
+    # With stages, microbatches are planned in the config's own mode alone
     own_mode = config.balance.mode
     modes = get_args(Mode) if config.pipeline.stages == 1 else (own_mode,)
     lines = []
     records = []
     refused = []
-    # Its own mode first, whose errors are errors: rows of several ranks leave no other one
+    # The config's own mode comes first, and its errors end the command. Other modes may be refused:
+    # they have no rows of several ranks.
     for mode in sorted(modes, key=lambda mode: mode != own_mode):
         try:
             settled, choice = settle(config, devices, mode)
@@ -244,7 +254,7 @@ def _simulated(options: argparse.Namespace, cluster: Cluster) -> int:
 
 
 def _profiled(options: argparse.Namespace, cluster: Cluster) -> int:
-    """How large batches must be."""
+    """Print how large a batch must be for all batches to split the devices the same way."""
     config = load_run_config(options.config, options.overrides)
     (devices,) = options.devices
     planner = make_planner(config, cluster, devices, _seed(options))
@@ -263,7 +273,7 @@ def _profiled(options: argparse.Namespace, cluster: Cluster) -> int:
 
 
 def _compared(options: argparse.Namespace, cluster: Cluster) -> int:
-    """A run beside its prediction, at the efficiency that it shows."""
+    """Print a run next to its prediction, at the efficiency that fits it."""
     run = plan_run.logged_run(options.from_run)
     sizes = run.config.mesh_sizes
     if not options.devices and -1 in sizes.values():
@@ -298,7 +308,7 @@ def _compared(options: argparse.Namespace, cluster: Cluster) -> int:
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         spread = plan_run.spread(run, times)
-        # Whole, so that it can be read without the file that it was fitted from
+        # The whole record, so that it can be read without the file of the cluster it started from
         record = cluster.model_dump(exclude={"name"}, exclude_none=True) | {
             "efficiency": {"share": device.efficiency, "uncertainty": spread}
         }
@@ -317,7 +327,7 @@ def _seed(options: argparse.Namespace) -> int | None:
 
 
 def show(title: str, result: SearchResult, planner: Planner, top: int) -> None:
-    """The ranked layouts, and why the others are not there."""
+    """Print the ranked layouts, and why the others were rejected."""
     rows = plan_figures.table(result, planner)[:top]
     print_table(title, plan_figures.COLUMNS, rows, left_aligned=2)
     chosen = plan_figures.chosen_table(result)[:top]
@@ -331,7 +341,7 @@ def show(title: str, result: SearchResult, planner: Planner, top: int) -> None:
 
 
 def write_plan(options: argparse.Namespace, best: PlannedLayout) -> None:
-    """plan.yaml: the config with everything that was chosen."""
+    """Write plan.yaml: the config with everything that was chosen."""
     options.out.mkdir(parents=True, exist_ok=True)
     head = (
         f"# {options.config} for {options.devices[0]} devices of {options.cluster}, planned by jaxmllm plan:\n"

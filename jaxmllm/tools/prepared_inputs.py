@@ -1,10 +1,10 @@
-"""A published model on token ids that another program prepared, through the rows and programs of a run.
+"""Run a published model on token ids that another program prepared, with a run's rows and programs.
 
     INPUTS.npz: input_ids [B, T], attention_mask, labels --rows--> logits, loss, gradients by key
 
-Names are those of the reference's arguments. Ids that the mask leaves out are no tokens of their text; a label
-of -100 is no target, and without labels every next token is one. prepared_pictures.py says what pictures and
-videos are.
+Arrays are named as the reference's arguments. Ids that the mask leaves out are not part of their
+text. A label of -100 is no target; without labels every next token is a target.
+prepared_pictures.py describes the arrays of pictures and videos, prepared_clips.py those of clips.
 """
 
 from __future__ import annotations
@@ -57,28 +57,29 @@ from jaxmllm.training.step_functions import media_slots
 from sharding.mesh import make_mesh
 
 ARGUMENTS = ("input_ids", "attention_mask", "labels")
-TYPES = "mm_token_type_ids"  # of tokens, where config.json does not name those of media
-TYPES_IN_GEMMA = "token_type_ids"  # the same
-TYPE_OF = {"image": 1, "video": 2}  # among these
-# Of encoders, as conversations call them
+TYPES = "mm_token_type_ids"  # marks tokens of media, where config.json names no ids for them
+TYPES_IN_GEMMA = "token_type_ids"  # another name of the same argument
+TYPE_OF = {"image": 1, "video": 2}  # the marks
+# Kinds of media that each encoder reads, as conversations call them
 PARTS = {"vision": ("image", "video"), "audio": ("audio",)}
-# By encoder, its arguments, and what reads its items
+# By encoder: the names of its arguments, and the function that reads its items from them
 MEDIA: dict[str, tuple[tuple[str, ...], Callable[..., tuple[Modality, tuple[Spans, ...]]]]] = {
     "vision": (OF_PICTURES, read_pictures),
     "audio": (OF_CLIPS, read_clips),
 }
 UNUSED = ("update", "evaluate", "totals")  # programs that nothing here runs
-NO_TARGET = -100  # among labels
+NO_TARGET = -100  # the label of a token that is no target
 
 
 @dataclass(frozen=True)
 class PreparedTexts:
-    """Texts of token ids; what a corpus is to those that plan and fill rows. Each is a source of its own."""
+    """Texts of token ids, which take the place of a corpus where steps are planned and rows filled.
+    Each text is its own source, so `sources` of a row tell which texts it holds."""
 
     slots: tuple[Ints, ...]  # [L] columns of the inputs that hold each text
     tokens: tuple[Ints, ...]  # [L]
     targets: tuple[Ints, ...]  # [L] the next token, -1: none
-    spans: tuple[Spans, ...]  # of the media of each text
+    spans: tuple[Spans, ...]  # the media of each text
     modalities: Mapping[str, Modality] = field(default_factory=dict)
     pairs: VisiblePairs = NOTHING_KNOWN
 
@@ -91,13 +92,15 @@ class PreparedTexts:
         placeholders: Mapping[str, int] = MappingProxyType({}),
         readers: Mapping[str, Modality] = MappingProxyType({}),
     ) -> PreparedTexts:
-        """Raises `ConfigError` for a file that does not hold texts of this vocabulary.
+        """Read the texts of an .npz file.
+
+        Raises `ConfigError` for a file that does not hold texts of this vocabulary.
 
         Args:
-          config: of a model that reads media.
-          placeholders: ids in whose places media stand, by what conversations call them; where there is none,
-            arguments say the types of tokens.
-          readers: what reads media elsewhere, by encoder.
+          config: config of a model that reads media; None: texts alone are read.
+          placeholders: token ids that hold the places of media, by kind as in `PARTS`; media of
+            other kinds are found by `TYPES`.
+          readers: modalities that read media from files, by encoder.
         """
         arrays = read_arrays(path)
         if TYPES_IN_GEMMA in arrays:
@@ -162,6 +165,7 @@ class PreparedTexts:
         return str(i)
 
     def gather(self, examples: Longs) -> BatchItems:
+        """Items of some texts in all phases."""
         length = np.array([len(self.tokens[i]) for i in examples], np.int64)
         numbers = np.arange(len(examples), dtype=np.int32)
         nothing = np.zeros_like(numbers)
@@ -173,7 +177,7 @@ class PreparedTexts:
         return BatchItems(np.asarray(examples, np.int64), targets, phases)
 
     def _items(self, phase: str, examples: Longs) -> PhaseItems:
-        """The media of one encoder in some texts."""
+        """Items of one encoder in some texts."""
         modality = self.modalities[phase]
         spans = [
             (n, span)
@@ -205,7 +209,7 @@ class PreparedTexts:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """The programs of a published model for some texts."""
+    """A published model: its parameters, and its programs, compiled for some texts."""
 
     folders: Mapping[str, ModelFolder]  # by component
     config: Config
@@ -221,13 +225,15 @@ class PreparedRun:
         devices: Sequence[jax.Device] | None = None,
         **sections: Any,
     ) -> PreparedRun:
-        """Read a folder and inputs, and compile.
+        """Read a published folder and inputs, and compile the programs.
 
-        Raises `ConfigError` for what does not fit, `MeshError` for a mesh that does not.
+        Raises `ConfigError` if folder, inputs and config do not fit each other, `MeshError` if the
+        mesh does not fit the devices.
 
         Args:
-          devices: of the mesh; all, if not given.
-          sections: of the config, as trees; by default parameters are split over all devices.
+          devices: the devices of the mesh; all, if not given.
+          sections: sections of the config, as trees; by default parameters are split over all
+            devices.
         """
         config = _config(source, inputs, sections)
         vocabulary = config.model.language.vocab_size
@@ -282,13 +288,13 @@ class PreparedRun:
         return filler(0, texts)
 
     def loss_and_gradients(self) -> tuple[float, Iterator[tuple[str, NDArray[Any]]]]:
-        """The mean loss over all targets, and its gradients by key of the tensors."""
+        """The mean loss over all targets, and its gradients as (key of a tensor, array)."""
         gradients, sums, _ = self.programs.gradients(self.params, self.programs.put(self.step))
         total, targets = (float(np.sum(jax.device_get(x))) for x in (sums.loss, sums.targets))
         return total / targets, self._by_key(gradients)
 
     def logits(self) -> Iterator[tuple[int, NDArray[Any]]]:
-        """(text, logits [L, V]) of every text."""
+        """Yield (text, logits [L, V]) for every text."""
         batch = self.programs.put(self.step)
         pools = self.programs.media_pools(self.params, batch)
         for rows, host, span, pool in zip(
@@ -303,12 +309,13 @@ class PreparedRun:
             for group, sources in enumerate(host["sources"]):
                 for segment, text in enumerate(sources.tolist(), start=1):
                     if text >= 0:
+                        # The slots of a row may be dealt to parts; `order` restores the text
                         slots = np.flatnonzero(host["segments"][group] == segment)
                         order = np.argsort(host["order"][group][slots])
                         yield text, logits[group, slots[order]]
 
     def _row_logits(self, span: int) -> Callable[..., jax.Array]:
-        """Logits [R, C, V] of rows that `span` ranks hold together."""
+        """A compiled function of the logits [R, C, V] of rows that `span` ranks hold together."""
         model = self.programs.functions.spanned(LANGUAGE, span).model
 
         def logits(params: Any, rows: LanguageRows, pool: TokenPool) -> jax.Array:
@@ -320,7 +327,8 @@ class PreparedRun:
         return jax.jit(logits)
 
     def _by_key(self, gradients: Mapping[str, Any]) -> Iterator[tuple[str, NDArray[Any]]]:
-        """Of all components. What a tensor joins comes from several parameters."""
+        """Yield gradients of all components as (key, tensor). A tensor that joins several
+        parameters follows when all of its parts are filled in."""
         begun: dict[str, tuple[NDArray[Any], int]] = {}  # tensors, and how many parts they have
         for component, path, leaf in (
             (component, *of_path)
@@ -349,7 +357,8 @@ def _read_media(
     placeholders: Mapping[str, int],
     readers: Mapping[str, Modality],
 ) -> tuple[dict[str, Modality], tuple[Spans, ...]]:
-    """The media by encoder, and those of each text in reading order; arguments as of `PreparedTexts.read`."""
+    """Modalities by encoder that hold the media, and the media of each text in reading order;
+    arguments as in `PreparedTexts.read`."""
     media: dict[str, Modality] = {}
     spans: list[Spans] = [()] * len(texts)
     for encoder in model.encoders:
@@ -369,7 +378,8 @@ def _read_media(
 def _places(
     path: Path, arrays: Mapping[str, NDArray[Any]], kind: str, placeholder: int | None
 ) -> Places:
-    """Where media of one kind stand. Raises `ConfigError` if nothing says so."""
+    """Tokens of one kind of media. Raises `ConfigError` if neither a placeholder nor `TYPES` marks
+    them."""
     ids = arrays["input_ids"]
     if placeholder is not None:
         return Places("input_ids", ids == placeholder)
@@ -386,7 +396,7 @@ def _places(
 
 
 def _config(source: Path, inputs: Path, sections: Mapping[str, Any]) -> Config:
-    """A run of a folder's model, with those of its encoders that there are media for."""
+    """Config of a run of the folder's model, without encoders that the inputs have no media for."""
     arguments = read_arrays(inputs).keys()
     sees = "vision" in components_of(FolderConfig.read(source))
     videos = {"vision": {"videos": True}} if sees and not arguments.isdisjoint(OF_VIDEOS) else {}
@@ -418,8 +428,9 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
 def differences(
     run: PreparedRun, reference: Path | None = None, gradients: Path | None = None
 ) -> dict[str, Any]:
-    """What `jaxmllm convert verify` prints, but for its seconds: of logits the largest difference where `valid`,
-    of gradients the largest difference over the largest entry, by key; NaN where one of both is.
+    """What `jaxmllm convert verify` prints, except for its seconds: the loss, the largest
+    difference of logits where `valid`, and by key the largest difference of a gradient over its
+    largest entry. A difference is NaN where either side is.
 
     Raises `ConfigError` for files that do not hold what this run computes.
     """
@@ -433,7 +444,7 @@ def differences(
             )
         vocabulary = run.config.model.language.vocab_size
         tokens = 1 + max(int(slots[-1]) for slots in run.texts.slots)
-        tokens = max([tokens, *expected["logits"].shape[1:2]])  # masked ones may follow
+        tokens = max([tokens, *expected["logits"].shape[1:2]])  # masked tokens may follow
         shape = (len(run.texts.slots), tokens, vocabulary)
         valid = expected.setdefault("valid", np.ones(shape[:2], bool)).astype(bool)
         for name, due_shape in {"logits": shape, "valid": shape[:2], "loss": ()}.items():
@@ -463,7 +474,7 @@ def differences(
 
 
 def _check_numbers(path: Path, name: str, array: NDArray[Any], shape: tuple[Any, ...]) -> None:
-    """Raise `ConfigError` for an array that is not one of numbers of this shape."""
+    """Raise `ConfigError` unless an array has this shape and holds numbers."""
     if array.shape != shape or array.dtype.kind not in "biuf":
         raise ConfigError(
             f"{path}: {name} must be numbers of shape {list(shape)} (got {array.dtype} {list(array.shape)})"

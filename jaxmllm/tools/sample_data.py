@@ -4,7 +4,8 @@
 
     OUT/train.jsonl, OUT/test.jsonl    conversations; media paths are relative to OUT
     OUT/media/{train,test}/            PNG, JPEG, WebP pictures; WAV, FLAC clips
-    OUT/sample.json                    seed, counts, spreads, and the chance level of each kind of question
+    OUT/sample.json                    seed, counts, spreads, and the chance level of each kind of
+                                       question
 
 Four kinds of question in equal shares, named in each record's "source": `picture` (what colour is
 the shape), `sound` (what does the clip hold), `both` (colour and sound together) and `text` (the
@@ -88,7 +89,7 @@ QUESTIONS = {
 
 @dataclass(frozen=True)
 class Split:
-    """What one split holds."""
+    """The records and media files of one split."""
 
     records: list[dict[str, Any]]
     pictures: list[SampleFile]
@@ -159,7 +160,8 @@ def _make_split(out: Path, split: str, seed: int, examples: int) -> Split:
 
 
 def random_of(seed: int, split: str, use: str) -> np.random.Generator:
-    """Random numbers of one split and use alone: a change of one leaves the others as they are."""
+    """Random numbers for one split and use alone: a change to one use leaves the others as they
+    are."""
     return np.random.default_rng([seed, *f"{split}/{use}".encode()])
 
 
@@ -171,7 +173,7 @@ def _ask_one(
     labels: Sequence[str],
     examples: int,
 ) -> list[Any]:
-    """Conversations about one picture or sound, or about several that hold the same."""
+    """Conversations about one picture or sound, or about several with the same label."""
     groups = _by_label(files)
     conversations = []
     for label in itertools.islice(itertools.cycle(labels), examples):
@@ -210,7 +212,7 @@ def _ask_text(rng: np.random.Generator, split: str, examples: int) -> list[Any]:
     wordings = sorted(
         {form.format(word="{word}", name=name) for form in QUESTIONS["text"] for name in NAMES}
     )
-    # Every fifth wording of a word, another fifth for each word, is kept for the test split.
+    # The test split has every fifth wording of a word, starting at another one for each word.
     groups = {
         word: [
             text for i, text in enumerate(wordings) if ((i + offset) % 5 == 0) == (split == "test")
@@ -250,7 +252,8 @@ def _pick(rng: np.random.Generator, choices: Sequence[T]) -> T:
 
 
 def _describe(split: Split) -> dict[str, Any]:
-    """Counts, spreads (largest over smallest), and the exact match of each kind's commonest answer."""
+    """Counts, spreads (largest over smallest), and the exact match of each kind's commonest
+    answer."""
     answers = {
         kind: Counter(answer_of(r) for r in split.records if r["source"] == kind) for kind in KINDS
     }

@@ -5,17 +5,17 @@
     jaxmllm timeline --table TABLE
     jaxmllm timeline --generated [--layout L] [--schedule S] [--split] [--stages N] [--microbatches M]
 
-The first plans a step of a config's run as the run does, from its data: exactly so where the run has as
-many devices as are assumed (a line says it where the mesh has an open axis, -1) and, with
-kept_residuals: auto, 80 GiB on each. The second does so for the run in a folder, with the batch sizes
-and weights that its steps had; without --step it draws the tables that the run kept of its last step.
-The third draws the tables of a step that a run saved while it was profiled (profile.steps), or that
---save wrote. The fourth plans a batch of jaxmllm/tools/workload.py on its model. Operations are as wide
-as their FLOPs and a tick as its longest operation; a saved table knows no FLOPs, so its ticks are
-equally wide. A step of several runs shows them one after another. Writes pipeline.png and
-pipeline.html, and prints their table. Nothing is compiled or run.
+The first form plans a step of a config's run as the run does, from its data. The plan is exact if
+the run has as many devices as are assumed (printed where the mesh has an open axis, -1) and, with
+kept_residuals: auto, 80 GiB on each. The second form does the same for the run in a folder, with
+the batch sizes and weights that its steps had; without --step it draws the tables that the run kept
+of its last step. The third draws the tables of a step that a run saved while it was profiled
+(profile.steps), or that --save wrote. The fourth plans a batch of jaxmllm/tools/workload.py on its
+model. An operation is as wide as its FLOPs and a tick as its longest operation; saved tables do not
+hold FLOPs, so their ticks are equally wide. If a step has several runs, they follow one another.
+Writes pipeline.png and pipeline.html, and prints their table. Nothing is compiled or run.
 
-    busy         share of the step that a rank computes
+    busy         share of the step in which a rank computes
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from sharding.pipeline.table_file import load_tables, save_tables
 from sharding.pipeline.table_spec import operation_of
 
 PFLOP = 10**15
-# Options of --generated, and their values where they are not given
+# Defaults of the options of --generated
 GENERATED: Final = {
     "layout": "segments",
     "schedule": "greedy",
@@ -68,10 +68,10 @@ GENERATED: Final = {
 
 
 def of_schedules(schedules: Sequence[Schedule], title: str, unit: int = 1) -> Timeline:
-    """Operations at the times that the executor gives them: a tick ends with its longest operation.
+    """Timeline of a step as the executor runs it: a tick ends with its longest operation.
 
     Args:
-      schedules: one per run of the step, which follow one another.
+      schedules: one for each run of the step, in order.
       unit: FLOPs that a duration of 1 stands for.
     """
     bars = []
@@ -100,8 +100,8 @@ def of_schedules(schedules: Sequence[Schedule], title: str, unit: int = 1) -> Ti
 
 
 def of_table(path: Path) -> Timeline:
-    """Saved tables; the runs of a step follow one another. Raises `PipelineError` where the file
-    holds no tables."""
+    """Timeline of saved tables, the runs of the step one after another. Raises `PipelineError` if
+    the file holds no tables."""
     tables = load_tables(path)
     rows = np.concatenate(tables.rows)
     actions = rows[..., tables.columns["action"]]
@@ -129,14 +129,15 @@ def of_table(path: Path) -> Timeline:
 def plan_step_of(
     config: Config, step: int, history: Sequence[Segment] = ()
 ) -> tuple[list[PlannedRun], PipelineSizes]:
-    """The runs of a step, planned as training plans them, and the sizes that the plan keeps to.
+    """The runs of a step, planned as training plans them, and the sizes that they were planned
+    with.
 
     Args:
-      step: counted as metrics.jsonl does, from 1.
-      history: batch sizes and weights of the run's steps; none: always those of the config.
+      step: number of the step, counted from 1 as in metrics.jsonl.
+      history: batch sizes and weights of the run's steps; empty: always those of the config.
 
     Raises:
-      ConfigError: a config without stages, or a step that its data do not have.
+      ConfigError: the config has no stages, or its data have no such step.
     """
     if step < 1:
         raise ConfigError(f"--step {step}: steps are counted from 1")
@@ -171,7 +172,7 @@ def _of_run(options: Namespace) -> Timeline:
 def _of_step(
     config: Config, name: object, step: int, save: Path | None, history: Sequence[Segment] = ()
 ) -> Timeline:
-    """A planned step, whose tables are also written where they shall be saved."""
+    """Timeline of a step that is planned here; its tables are also written to `save`, if given."""
     runs, sizes = plan_step_of(config, step, history)
     assumed = axis_sizes(staged_mesh(config))
     for axis, size in config.mesh_sizes.items():

@@ -1,28 +1,37 @@
-"""What a run wastes: padding, and waiting for the slowest rank, on the very batches that it would
-draw.
+"""Measure what a run wastes on padding and on waiting for the slowest rank, on the very batches
+that it would draw.
 
     jaxmllm waste --config configs/quickstart.yaml [--ranks R] [--steps N] [--json PATH] [key=value ...]
 
 Six ways to make rows of the same batches:
 
-    balanced            the run's plan: every phase placed freely over all ranks (balance.mode: phases)
+    balanced            the run's plan: every phase placed freely over all ranks (balance.mode:
+                        phases)
     balanced, alone     the same with every row on one rank (phases.<phase>.spans: [1])
-    packed              examples stay on the rank where sampling put them, packed there (balance.mode: none)
-    padded              nothing is packed: each rank pads its items to its own longest
-    padded, balanced    the same, with the items of every phase placed so that the costliest rank costs least
-    padded, one shape   as padded, with the shape that all ranks need when shapes are fixed, as under XLA
+    packed              examples stay on the rank where sampling put them, packed there
+                        (balance.mode: none)
+    padded              nothing is packed: each rank pads its items to its own longest item
+    padded, balanced    the same, with the items of every phase placed so that the costliest rank
+                        costs least
+    padded, one shape   as padded, with the one shape that fits all ranks, which fixed shapes need
+                        (XLA)
 
     real tokens     share of row slots that hold data
     max/mean        cost of the costliest rank / mean rank
-    floor           the least max/mean of any placement on these rows: an item is cut no further than its row
-    synchronised    max/mean when ranks wait for each other at every microbatch: sum of slowest rows / sum of means
-    over ideal      FLOPs of the slowest rows, their padding included / an equal share of the FLOPs of the data alone
-    rows            per step, the mean over steps
+    floor           the least max/mean of any placement on these rows: only the ranks that hold a
+                    row together divide an item
+    synchronised    max/mean when ranks wait for each other at every microbatch: sum of slowest rows
+                    / sum of means
+    over ideal      FLOPs of the slowest rows, their padding included / an equal share of the FLOPs
+                    of the data alone
+    rows            rows of a step, the mean over steps
     rows by span    the same by how many ranks hold a row together
-    gathered MB     keys and values that all ranks receive for shared rows in a forward pass, the mean over steps
-    plan ms         the median over steps
+    gathered MB     keys and values that all ranks receive for shared rows in a forward pass, the
+                    mean over steps
+    plan ms         milliseconds to plan a step, the median over steps
 
-A dash stands where rows of one rank would not hold the largest items. Nothing is decoded, compiled or run.
+A dash means that a method has no such figure, or that rows of one rank cannot hold the largest
+items. Nothing is decoded, compiled or run.
 """
 
 from __future__ import annotations
@@ -62,7 +71,7 @@ from jaxmllm.tools.balance_comparison import key_value_bytes, with_mode
 from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.training.run import USER_ERRORS
 
-# Mode, and whether several ranks may hold a row together
+# By method: the balance mode, and whether several ranks may hold a row together
 PLANNED: dict[str, tuple[Mode, bool]] = {
     "balanced": ("phases", True),
     "balanced, alone": ("phases", False),
@@ -104,16 +113,16 @@ class PhaseWaste:
     slots: int
     tokens: int
     max_over_mean: float
-    floor: float | None  # none where items are padded: their cost then depends on others
+    floor: float | None  # None where items are padded: their cost then depends on others
     synchronised: float
     slowest: float  # FLOPs of the slowest rows, padding included, summed over microbatches
-    ideal: float  # FLOPs of the data: an equal share of each rank
+    ideal: float  # FLOPs of the data, an equal share for each rank
     rows_by_span: Mapping[int, int]
-    gathered_slots: float = 0.0  # of other ranks, whose keys and values the ranks receive
+    gathered_slots: float = 0.0  # slots whose keys and values ranks receive from others
 
 
 def planned(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> dict[str, PhaseWaste]:
-    """Waste of a plan, by phase that has items."""
+    """Waste of a plan, for each phase that has items."""
     return {
         name: PhaseWaste(
             rows=int(plan.statistics[f"{name}/rows"]),
@@ -140,16 +149,16 @@ def _rows_by_span(plan: PhasePlan, phase: PhaseSpec) -> dict[int, int]:
 
 
 def _floor(items: PhaseItems, phase: PhaseSpec) -> float:
-    """Least max/mean of any placement: 1, or the costliest item alone on as many ranks as hold a row
-    together."""
+    """Least max/mean of any placement: 1, or that of the costliest item alone on the ranks of the
+    widest row."""
     cost = item_costs(phase, items)
     widest = max(row_class.span for row_class in phase.classes)
     return max(1.0, float(cost.max() * phase.ranks / (cost.sum() * widest)))
 
 
 def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool = False) -> PhaseWaste:
-    """Waste of padding each rank's items to its longest, or to [most items, longest item] of all
-    ranks.
+    """Waste of padding each rank's items to its longest, or (`one_shape`) to the most items and the
+    longest item of all ranks.
 
     Args:
       rank: [N] rank of each item.
@@ -161,13 +170,13 @@ def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool = F
         items_of_rank = np.full_like(items_of_rank, items_of_rank.max())
         longest = np.full_like(longest, longest.max())
     flops = phase.flops
-    # Lengths are padded; what media see besides stays as it is
+    # Padding lengthens items; the extra pairs that media see do not grow
     extra = [
         np.bincount(rank, np.broadcast_to(of_kind, rank.shape), phase.ranks)
         for of_kind in items.extra
     ]
     cost = items_of_rank * flops.of(longest.astype(float)) + flops.attention(0, extra)
-    ratio = float(cost.max() / cost.mean())  # without rows all is one microbatch
+    ratio = float(cost.max() / cost.mean())  # without rows a step is one microbatch
     return PhaseWaste(
         rows=int(items_of_rank.sum()),
         slots=int(items_of_rank @ longest),
@@ -182,16 +191,16 @@ def padded(items: PhaseItems, phase: PhaseSpec, rank: Longs, one_shape: bool = F
 
 
 def measure(config: Config, inputs: RunInputs, steps: int) -> list[dict[str, Any]]:
-    """One record for every phase and method, and one per method for all phases together.
+    """One record for every phase and method, and one for each method over all phases.
 
-    Those of methods that have no rows for the largest items lack all figures.
+    Records of methods whose rows cannot hold the largest items have no figures.
     """
     alone = replace(inputs, spans=dict.fromkeys(inputs.spans, (1,)))
     specs: dict[str, PlanSpec] = {}
     for method, (mode, shares) in PLANNED.items():
         try:
             specs[method] = plan_spec(with_mode(config, mode), inputs if shares else alone)
-        except ConfigError:  # what only rows of several ranks hold
+        except ConfigError:  # only rows of several ranks hold the largest items
             if shares:
                 raise
     wastes: dict[tuple[str, str], list[PhaseWaste]] = defaultdict(list)  # by phase and method
@@ -226,7 +235,7 @@ def measure(config: Config, inputs: RunInputs, steps: int) -> list[dict[str, Any
 
 
 def _padded_in_every_way(items: BatchItems, spec: PlanSpec) -> dict[tuple[str, str], PhaseWaste]:
-    """Waste of padding by phase that has items, and method."""
+    """Waste of every way to pad, by phase and method, for phases that have items."""
     grids = {name: route.grid for name, route in spec.routes.items()}
     example_rank = example_ranks(items, spec.phases[LANGUAGE].ranks, "none")
     wastes = {}
@@ -246,10 +255,11 @@ def _padded_in_every_way(items: BatchItems, spec: PlanSpec) -> dict[tuple[str, s
 def _phase_record(
     phase: str, method: str, wastes: Sequence[PhaseWaste], steps: int, slot_bytes: float
 ) -> dict[str, Any]:
-    """Ratios over all steps, each weighing as much as its data costs: as in the summary of a run.
+    """The record of one phase and method over all steps. Ratios are weighted by the cost of a
+    step's data, as in the summary of a run.
 
     Args:
-      slot_bytes: of the keys and values of a row slot.
+      slot_bytes: bytes of the keys and values of a row slot.
     """
     spans = sorted({span for waste in wastes for span in waste.rows_by_span})
     ideal = sum(waste.ideal for waste in wastes)
@@ -282,7 +292,7 @@ def _over_ideal(wastes: Sequence[PhaseWaste]) -> float | None:
 
 
 def _cells(record: dict[str, Any]) -> list[Any]:
-    """Of `COLUMNS`."""
+    """A record as cells of `COLUMNS`."""
     rows = record["rows_by_span"]
     gathered = record["gathered_bytes"]
     in_words = {

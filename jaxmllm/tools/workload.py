@@ -1,5 +1,5 @@
-"""Generated batches for measuring the planner without data: seeded lengths of six tasks, two more for
-models that draw, and a model to cost them by.
+"""Generated batches for measuring the planner without data: seeded lengths of six tasks, two more
+for models that draw, and a model to compute costs for.
 
     text                 no media
     speech_recognition   a clip and its transcript: text follows the seconds
@@ -13,14 +13,13 @@ models that draw, and a model to cost them by.
 Images are log-uniform, text and clips truncated log-normal. Units are those of training: vision
 slots are patches, merge**2 of them per token; audio slots are frames of 10 ms, padded to whole
 tokens, or with silence to whole chunks where the tower hears it; the language sequence of an
-example counts its text, the tokens of its media and two frame tokens around each. Media stand
-evenly between equal pieces of the text; what is drawn stands behind its caption, has no tokens, and is read
-from all of it. Its slots are patches: pictures have sides of 256 to 1,024 pixels where a patch has 16, and clips
-2 to 32 patches one after the other, of 256 to 768 pixels. Examples are independent draws from the mix; one seed
-makes one batch.
+example counts its text, the tokens of its media and two frame tokens around each. Media are spread
+evenly between equal stretches of the text. A drawn picture or clip follows its caption, is made
+from all of it, and adds only its frame tokens to the text. With patches of 16 pixels, drawn
+pictures have sides of 256 to 1,024 pixels, and clips 2 to 32 patches along time and sides of 256 to
+768 pixels. Examples are independent draws from the mix; one seed makes one batch.
 
-Unless another model is given, it has 0.6B vision, 0.6B audio and 8B language parameters, all
-trained.
+The default model has 0.6B vision, 0.6B audio and 8B language parameters, all trained.
 """
 
 from __future__ import annotations
@@ -78,14 +77,15 @@ ALIGNMENTS: Final = {
         stride=MODEL.audio.stem_stride,
     ),
     "language": Alignment(128, small=64, smallest=32),
-}  # whole attention blocks
+}  # rows are whole attention blocks
 FRAME_TOKENS: Final = 2  # around every image and clip
-SAMPLED: Final = SampleSize(8192, fewest=2, most=16)  # generated to choose the sizes from
+SAMPLED: Final = SampleSize(8192, fewest=2, most=16)  # generated to choose sizes from
 
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Log-normal by its median and its logarithm's deviation; draws out of bounds are repeated."""
+    """Log-normal distribution, given its median and the standard deviation of its logarithm; draws
+    out of bounds are repeated."""
 
     median: float
     sigma: float
@@ -101,7 +101,7 @@ class LogNormal:
 
 @dataclass(frozen=True)
 class LogUniform:
-    """Every factor between the bounds is equally likely."""
+    """Distribution whose logarithm is uniform between those of the bounds."""
 
     low: float
     high: float
@@ -112,20 +112,20 @@ class LogUniform:
 
 @dataclass(frozen=True)
 class Task:
-    """What the examples of one task hold."""
+    """One task: how much text and which media its examples hold."""
 
     text: LogNormal  # tokens that do not depend on media
-    images: tuple[int, int] = (0, 0)  # fewest and most of an example, all equally likely
+    images: tuple[int, int] = (0, 0)  # fewest and most of an example, all numbers equally likely
     image: LogUniform = LogUniform(64, 2560)  # tokens of an image
     clip: LogNormal | None = None  # seconds
     # Tokens of transcript per second of the clip, added to the text
     speech: LogNormal | None = None
-    drawn: LogUniform | None = None  # patches of what is drawn, at one time
-    times: LogUniform = LogUniform(1, 1)  # patches one after the other, of clips that are drawn
+    drawn: LogUniform | None = None  # patches of a drawn picture, or of a clip at one time
+    times: LogUniform = LogUniform(1, 1)  # patches of a drawn clip along time
 
     @property
     def phases(self) -> set[str]:
-        """Those of its media."""
+        """Phases that run the media of its examples."""
         has = {
             "vision": self.images[1] > 0,
             "audio": self.clip is not None,
@@ -158,7 +158,7 @@ DEFAULT_MIX: Final[Mapping[str, float]] = {
     "visual_question": 0.15,
     "multi_image": 0.10,
 }
-# Besides, of models that draw, and of those whose patches are several frames
+# Added for models that draw, and for those of them whose patches span several frames
 PICTURES: Final[Mapping[str, float]] = {"draw_picture": 0.5}
 CLIPS: Final[Mapping[str, float]] = {"draw_clip": 0.5}
 
@@ -172,16 +172,17 @@ def generate(
     """Lengths of one global batch.
 
     Args:
-      seed: of everything drawn; a sequence of integers makes families of batches, as for numpy.
-      examples: B.
+      seed: determines all draws; a sequence of integers makes families of batches, as in numpy.
+      examples: B, the number of examples.
       mix: weight of each task of `TASKS`; need not add up to one.
-      model: what a token of media is.
+      model: determines the slots of a media token, and which tasks are possible.
 
     Returns:
       Items of every phase of the model; `examples` is 0 .. B - 1, and all text tokens are targets.
 
     Raises:
-      ValueError: a task is unknown or needs an encoder or a generator that the model lacks, or no weight is positive.
+      ValueError: a task is unknown or needs an encoder or a generator that the model lacks, a
+        weight is negative, or none is positive.
     """
     possible = _possible(model, dict.fromkeys(TASKS, 1.0))
     if impossible := mix.keys() - possible.keys():
@@ -229,7 +230,7 @@ def generated_batches(
     mix: Mapping[str, float] = DEFAULT_MIX,
     steps: int = 1,
 ) -> tuple[list[BatchItems], list[BatchItems]]:
-    """Batches to choose sizes from, and others to plan."""
+    """Generate batches to choose sizes from, and `steps` others to plan."""
     sampled = SAMPLED.batches(examples)
     batches = [generate([seed, index], examples, mix, model) for index in range(sampled + steps)]
     return batches[:sampled], batches[sampled:]
@@ -241,7 +242,8 @@ def mix_for(
     """The tasks of a mix whose media the model has encoders for, and those of what it draws.
 
     Args:
-      learns_text: whether examples train anything from which nothing is drawn.
+      learns_text: whether examples without anything to draw train the model; if not, the mix is
+        left out.
     """
     tasks = _possible(model, mix) if learns_text else {}
     if model.diffusion is not None:
@@ -261,11 +263,12 @@ def describe(batch: BatchItems) -> dict[str, float]:
     """How ragged a batch is; belongs next to every figure that was measured on it.
 
     Returns:
-      For "vision", "audio", "language", by item: `<phase>/items`, `<phase>/mean` (slots), `<phase>/cv` (standard
-      deviation / mean), `<phase>/max_over_mean`, `<phase>/inner_padding` (share of slots that are padding inside
-      items). Between the amounts of one example, zeros included: `correlation/<amount>,<amount>` for vision, audio,
-      text and language; over the examples with media of a kind alone: `correlation/text|<phase>`. Left out where
-      undefined.
+      Over the items of each phase: `<phase>/items`, `<phase>/mean` (slots), `<phase>/cv` (standard
+      deviation / mean), `<phase>/max_over_mean`, `<phase>/inner_padding` (share of slots that are
+      padding inside items). Between the amounts of an example, zeros included:
+      `correlation/<amount>,<amount>`, where an amount is the slots in a phase, or "text". Over the
+      examples that have items of an encoder: `correlation/text|<phase>`. Undefined
+      statistics are left out.
     """
     statistics: dict[str, float] = {}
     examples = len(batch.examples)
@@ -280,7 +283,7 @@ def describe(batch: BatchItems) -> dict[str, float]:
             statistics[f"{phase}/cv"] = float(length.std() / length.mean())
             statistics[f"{phase}/max_over_mean"] = float(length.max() / length.mean())
             statistics[f"{phase}/inner_padding"] = 1 - float(items.real.sum() / length.sum())
-    amounts["text"] = amounts[LANGUAGE].copy()
+    amounts["text"] = amounts[LANGUAGE].copy()  # less the tokens of media, below
     for phase in encoders:
         tokens = batch.phases[phase].tokens.astype(np.int64)
         amounts["text"] -= sums_by(batch.phases[phase].example, tokens, examples)
@@ -309,11 +312,16 @@ def make_spec(
     others: Sequence[BatchItems] = (),
     longest_items: Mapping[str, int] | None = None,
 ) -> PlanSpec:
-    """Sizes for planning generated batches on `ranks` data ranks, the same ranks in every phase,
-    chosen from `samples` as a run chooses them: row capacities `auto`, costs by the FLOPs of
-    `MODEL`, rows that as many ranks may hold together as `spans` says. `others` are batches unlike
-    the samples that may come, too; `longest_items` has the longest of each phase, or none where the
-    mix tells it."""
+    """Sizes for planning generated batches, chosen from `samples` as a run chooses them.
+
+    Row capacities are `auto`, and costs are the FLOPs of `MODEL`.
+
+    Args:
+      ranks: data ranks, the same in every phase.
+      spans: how many ranks may hold a row together.
+      others: batches unlike the samples that may also come.
+      longest_items: slots of the longest item of each phase; None: the longest that `mix` can draw.
+    """
     needs = [
         SizingInputs(
             phase=phase,
@@ -336,8 +344,8 @@ def make_spec(
 
 
 def spans_up_to(widest: int, ranks: int) -> tuple[int, ...]:
-    """Powers of two that divide the ranks, and the last of them times odd factors: numbers of ranks that may hold a row
-    together, as `phases.<phase>.spans: auto` has them."""
+    """Numbers of ranks, `widest` at most, that may hold a row together, as `phases.<phase>.spans:
+    auto` has them: powers of two that divide `ranks`, then the last of them times odd factors."""
     spans = [1]
     for factor in (*[2] * ranks.bit_length(), *ODD_FACTORS):
         longer = factor * spans[-1]
@@ -347,7 +355,7 @@ def spans_up_to(widest: int, ranks: int) -> tuple[int, ...]:
 
 
 def make_grids(ranks: int) -> dict[str, ExchangeGrid]:
-    """Every phase on the same ranks."""
+    """Exchange grid of each encoder, whose ranks are those of the language phase."""
     line = np.arange(ranks, dtype=np.int32)[:, None]
     return {phase: ExchangeGrid(line, line) for phase in MODEL.encoders}
 
@@ -373,7 +381,8 @@ class _Media:
 def _batch(
     text: Longs, images: _Media, clips: _Media, drawn: _Media, model: ModelConfig
 ) -> BatchItems:
-    """Each example has media of at most one kind, so the slots of a kind depend on no other."""
+    """Items of all phases. Each example has media of at most one kind, so where its media begin
+    does not depend on other kinds."""
     phases = {}
     if model.vision is not None:
         patches = images.size * slots_per_token("vision", model)
@@ -400,6 +409,8 @@ def _items(example: Longs, length: Longs, real: Longs, tokens: Longs, text: Long
     ones = np.ones_like(example)
     items_before = running_sums(example, ones)  # of the same example
     items_of_example = sums_by(example, ones, len(text))[example]
+    # Item k of n, from 0, follows (k + 1) / (n + 1) of the text, the earlier items with their frame
+    # tokens, and the first of its own
     text_before = text[example] * (items_before + 1) // (items_of_example + 1)
     slot = text_before + running_sums(example, tokens + FRAME_TOKENS) + FRAME_TOKENS // 2
     return PhaseItems(
@@ -408,6 +419,7 @@ def _items(example: Longs, length: Longs, real: Longs, tokens: Longs, text: Long
 
 
 def _drawn(drawn: _Media, text: Longs, model: ModelConfig, phase: str) -> PhaseItems:
+    """Items of a generator: each is drawn from all text tokens of its example, its conditions."""
     conditions = text[drawn.example].astype(np.int32)
     shapes = np.stack([drawn.size, *[np.ones_like(drawn.size)] * 2], axis=1)
     slots = _slots_of_drawn(drawn.size, conditions, model, phase)
@@ -422,20 +434,23 @@ def _drawn(drawn: _Media, text: Longs, model: ModelConfig, phase: str) -> PhaseI
 
 
 def _slots_of_drawn(patches: Any, conditions: Any, model: ModelConfig, phase: str) -> Any:
-    """Numbers or arrays: where conditions are read apart, they lie in slots of patches."""
+    """Slots of drawn items, as numbers or arrays: patches and conditions each take slots, or share
+    them where cross-attention reads the conditions."""
     if phase in model.crossed:
         return np.maximum(patches, conditions)
     return patches + conditions
 
 
 def _heard(frames: Amount, audio: AudioConfig) -> Amount:
-    """Frames that the tower takes of clips of so many: with the silence that it hears, whole chunks."""
+    """Frames of a clip that the tower takes: its own, or where the tower hears silence, the slots
+    of whole chunks."""
     if audio.silence != "heard":
         return frames
     return ceil_divide(frames, audio.chunk_frames) * audio.chunk_slots
 
 
 def _longest(phase: str, task: Task, model: ModelConfig) -> int:
+    """Slots of the largest item of a phase that a task can draw."""
     images = task.images[1]
     image = round(task.image.high)
     frames = slots_per_token("audio", model)
