@@ -32,7 +32,7 @@ ROUTE_FIGURES = ("MB routed", "change rank", "change node", "node, of random", "
 ROUTE_COLUMNS = ("mode", *ROUTE_FIGURES)
 LENGTH_COLUMNS = ("phase", "items", "mean", "CV", "max/mean", "inner padding")
 SHARES = ("idle", "real tokens", "change rank", "change node")  # shown in per cent
-CORRELATION = "correlation/"  # how the names of correlations begin, see workload.describe
+CORRELATION = "correlation/"  # prefix of the names of correlations in workload.describe
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PhaseView:
     real: NDArray[np.float64]  # [M, R] slots of each rank that hold data
     capacity: NDArray[np.int64]  # [M]
     span: NDArray[np.int64]  # [M]
-    figures: dict[str, float]  # by column; none where the phase has no items
+    figures: dict[str, float]  # by column; empty where the phase has no items
     ideal: float  # FLOPs of a rank's equal share of the data
     gathered_bytes: float = 0.0  # keys and values that all ranks receive in a forward pass
     calibrated: bool = False  # costs are femtoseconds
@@ -63,7 +63,7 @@ class PhaseView:
         return ", ".join(f"{rows} of {span}" for rows, span in by_span)
 
 
-Views = Mapping[str, Mapping[str, PhaseView]]  # by mode, before first; then by phase
+Views = Mapping[str, Mapping[str, PhaseView]]  # by mode, the one before first; then by phase
 
 
 def view(
@@ -72,7 +72,7 @@ def view(
     """The views of all phases of a plan.
 
     Args:
-      key_value_bytes: by phase, of the keys and values of a row slot.
+      key_value_bytes: bytes of the keys and values of a row slot, by phase.
     """
     return {
         name: _view(plan.phases[name], items.phases[name], phase, key_value_bytes[name])
@@ -109,7 +109,8 @@ def _view(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, key_value_bytes: 
 
 
 def _shared_evenly(amounts: NDArray[np.float64], span: Ints) -> NDArray[np.float64]:
-    """[M, R] amounts of rows at their first rank -> at each rank of the row's group."""
+    """Spread amounts [M, R] of rows from their first rank evenly over the ranks of the row's
+    group."""
     shared = amounts.copy()
     for microbatch, ranks in enumerate(span.tolist()):
         of_rows = amounts[microbatch].reshape(-1, ranks).sum(axis=1)
@@ -132,7 +133,7 @@ def over_ideal(views: Mapping[str, PhaseView]) -> float:
 
 
 def step_time(views: Mapping[str, PhaseView]) -> float:
-    """Cost of the costliest rows, over all phases and microbatches."""
+    """Cost of the costliest rows, summed over all phases and microbatches."""
     return sum(view.time for view in views.values())
 
 
@@ -142,7 +143,7 @@ def route_figures(plan: StepPlan, token_bytes: int) -> dict[str, float]:
     Columns that have no meaning for this plan are left out.
 
     Args:
-      token_bytes: of one encoder output.
+      token_bytes: bytes of one encoder output.
     """
 
     phases = sorted({key.split("/")[1] for key in plan.statistics if key.startswith("route/")})
@@ -155,7 +156,7 @@ def route_figures(plan: StepPlan, token_bytes: int) -> dict[str, float]:
 
     tokens = total("tokens")
     moved = total("moved_tokens")
-    # A ratio of each phase: their mean, weighted by tokens.
+    # Each phase has a ratio of its own: their mean is weighted by tokens.
     over_random = sum(
         statistic(phase, "node_tokens_over_arbitrary") * statistic(phase, "tokens")
         for phase in phases
@@ -204,7 +205,7 @@ def lengths_table(lengths: Mapping[str, float], phases: Iterable[str]) -> list[l
     """Cells of `LENGTH_COLUMNS`: how ragged the items of each phase are.
 
     Args:
-      lengths: by name, as workload.describe gives them.
+      lengths: statistics by name, as workload.describe returns them.
     """
     formats = {
         "items": "{:.0f}",

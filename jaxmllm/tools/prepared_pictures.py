@@ -1,10 +1,11 @@
 """Pictures and videos that another program prepared: patches of normalised colors.
 
 pixel_values [patches, 3 * frames * size**2], image_grid_thw [pictures, 3]         --> slots of rows, spans of texts
-pixel_values [pictures, 3, side, side], of towers that see squares alone           --> the same
+pixel_values [pictures, 3, side, side], for towers that see only squares           --> the same
 pixel_values_videos, video_grid_thw, and the seconds from one group of frames to the next
 
-Rows hold colors as files have them, so the normalisation is taken back; what is no color of 8 bits is refused.
+Rows hold colors as files have them, so the normalisation is undone; values that are no 8-bit colors
+are refused.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ from jaxmllm.tools.prepared_media import Places, Spans
 
 PICTURES = ("pixel_values", "image_grid_thw")
 VIDEOS = ("pixel_values_videos", "video_grid_thw")
-SECONDS = ("second_per_grid_ts", "video_second_per_grid")  # as one family or another calls them
+SECONDS = ("second_per_grid_ts", "video_second_per_grid")  # names in different families
 ARGUMENTS = (*PICTURES, *VIDEOS, *SECONDS)
-COLOR_ERROR = 0.01  # of 255 levels, that rounding may have come to
-OF_VIDEO = "v"  # before numbers of videos
+COLOR_ERROR = 0.01  # largest rounding error of a color, in levels of 255
+OF_VIDEO = "v"  # prefix of the addresses of videos
 
-# Of each item, or of all groups of frames of a video [groups, patches, numbers], by address
+# Patches of a picture [patches, numbers] or a video [groups of frames, patches, numbers], by
+# address
 Patches = Mapping[str, NDArray[np.uint8]]
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Patches that are there already."""
+    """Part of a modality that gives out prepared patches instead of reading files."""
 
     prepared: Patches = field(default_factory=dict)
 
@@ -49,17 +51,18 @@ class _Prepared:
 
 @dataclass(frozen=True)
 class PreparedImages(_Prepared, Images):
-    """Images whose patches are there already."""
+    """Images with prepared patches."""
 
 
 @dataclass(frozen=True)
 class PreparedTiles(_Prepared, ClassedTiles):
-    """The same of images in tiles."""
+    """Images in tiles, with prepared patches."""
 
 
 @dataclass(frozen=True)
 class PreparedVideos(_Prepared, ImagesAndVideos):
-    """The same with videos. The rate of a `ClipShape` is the seconds from one group of frames to the next."""
+    """Images and videos with prepared patches. The rate of a `ClipShape` is here the seconds from
+    one group of frames to the next."""
 
     def load_groups(
         self, clip: Clip, numbers: Sequence[int], group: Shape
@@ -78,14 +81,15 @@ def read_pictures(
     images: Modality,
     vision: VisionConfig,
 ) -> tuple[Modality, tuple[Spans, ...]]:
-    """The pictures and videos of some texts, and where they stand in each.
+    """The pictures and videos of some texts, and their spans in each text.
 
-    Raises `ConfigError` for what is none that the tower takes, or has other tokens than the texts.
+    Raises `ConfigError` for media that the tower does not take, or that do not have the tokens of
+    the texts.
 
     Args:
       texts: columns that hold each text.
-      places: of images and, where they are read, of videos.
-      images: what reads pictures elsewhere.
+      places: tokens of images and, if they are read, of videos.
+      images: the modality that reads pictures from files.
     """
     assert isinstance(images, Images)
     if images.resize in SQUARES:
@@ -132,7 +136,7 @@ def _read_squares(
     images: Images,
     vision: VisionConfig,
 ) -> tuple[Modality, tuple[Spans, ...]]:
-    """`read_pictures` of squares of one size."""
+    """`read_pictures` for squares of one size."""
     if unused := [name for name in ARGUMENTS[1:] if name in arrays]:
         raise ConfigError(f"{path} has {unused[0]}, and pictures of this model are squares")
     pixels = arrays["pixel_values"]
@@ -159,7 +163,8 @@ def _read_squares(
 
 
 def _tiles_of(images: Images, places: Places, texts: Sequence[Ints]) -> list[int]:
-    """How many tiles each picture has, by its tokens; none where pictures are not cut."""
+    """How many tiles each picture has, counted by its tokens; empty if pictures are not cut into
+    tiles."""
     if not isinstance(images, ClassedTiles):
         return []
     of_tile = images.tokens((1, *images.grid(images.side, images.side)))
@@ -167,7 +172,7 @@ def _tiles_of(images: Images, places: Places, texts: Sequence[Ints]) -> list[int
 
 
 def _prepared(images: Images, patches: Patches) -> Modality:
-    """What reads these patches in the place of `images`."""
+    """A modality with the settings of `images` that gives out these patches."""
     settings = {setting.name: getattr(images, setting.name) for setting in fields(images)}
     prepared: type[PreparedImages | PreparedTiles | PreparedVideos] = PreparedImages
     if isinstance(images, ClassedTiles):
@@ -186,7 +191,8 @@ def _by_group(shape: Shape, patches: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def _shapes(
     path: Path, name: str, arrays: Mapping[str, NDArray[Any]], images: Images
 ) -> list[Shape]:
-    """Of the pictures, or of the videos: those whose times are written have their groups of frames apart."""
+    """Shapes of the pictures, or of the videos; if the texts hold the times of videos, each group
+    of frames is an item of its own."""
     if arrays[name].shape[1:] != (3,) or arrays[name].dtype.kind not in "iu":
         raise ConfigError(
             f"{path}: {name} must be whole numbers, [items, 3]: frames, rows and columns (got {arrays[name].dtype} "
@@ -218,8 +224,8 @@ def _shapes(
 
 
 def _colors(path: Path, name: str, pixels: NDArray[Any], vision: VisionConfig) -> NDArray[np.uint8]:
-    """uint8 [patches, (frame, row, column, color)], of as many frames as rows hold, of normalised
-    (color, frame, row, column)."""
+    """Patches as uint8 [patches, (frame, row, column, color)], with as many frames as rows hold,
+    from normalised ones in the order (color, frame, row, column)."""
     size = vision.patch_size
     frames = vision.patch_frames
     if pixels.ndim != 2 or pixels.shape[1] != frames * vision.patch_features:
@@ -231,10 +237,11 @@ def _colors(path: Path, name: str, pixels: NDArray[Any], vision: VisionConfig) -
 
 
 def _levels(path: Path, name: str, frames: NDArray[Any], vision: VisionConfig) -> NDArray[np.uint8]:
-    """Colors as files have them, of normalised ones [frames, ..., 3], which are equal in all frames beyond those that
-    rows hold: [frames of rows, ..., 3]."""
+    """Colors as files have them, [frames of rows, ..., 3], from normalised ones [frames, ..., 3].
+    Frames beyond those that rows hold must repeat them."""
     levels = 255 * (frames.astype(np.float64) * vision.pixel_std + vision.pixel_mean)
     colors = levels[: vision.row_frames].round()
+    # Frames beyond those of rows are compared by broadcasting
     rounded = np.abs(levels - colors).max(initial=0.0)
     if rounded > COLOR_ERROR or colors.min(initial=0) < 0 or colors.max(initial=0) > 255:
         equal = "" if vision.videos else f", equal in all {len(frames)} frames,"

@@ -1,26 +1,31 @@
-"""Make coloured shapes with words to learn drawing and seeing from, or judge drawn files by rule.
+"""Make a data set of coloured shapes and words to learn drawing and seeing from, or judge drawn
+files by rules.
 
     jaxmllm shapes OUT [--seed 0] [--train 9216] [--test 288]
     jaxmllm shapes --judge FOLDER [--json PATH] [--seconds-training S] [--seconds-sampling S]
 
-    OUT/pictures-{train,test}.jsonl    a caption that the user says, a picture that the assistant answers
-    OUT/clips-{train,test}.jsonl       the same of clips: a quarter as many to train, a third to test
-    OUT/edits-{train,test}.jsonl       a picture is shown, the same in another colour is answered: half as many
-    OUT/questions-{train,test}.jsonl   a picture is shown, and what is asked about it is answered in words, to train
-                                       all that there is to ask, one after another: half as many to train, as many to
+    OUT/pictures-{train,test}.jsonl    the user says a caption, the assistant answers with a picture
+    OUT/clips-{train,test}.jsonl       the same with clips: a quarter as many to train, a third to
                                        test
-    OUT/draw.jsonl, OUT/edit.jsonl     what jaxmllm draw shall draw: the held-out captions; the held-out edits
+    OUT/edits-{train,test}.jsonl       the user shows a picture, the assistant answers with the same
+                                       in another colour: half as many
+    OUT/questions-{train,test}.jsonl   the user shows a picture and asks about it, the assistant
+                                       answers in words; in training all questions, one after
+                                       another: half as many to train, as many to test
+    OUT/draw.jsonl, OUT/edit.jsonl     requests for jaxmllm draw: the held-out captions; the
+                                       held-out edits
     OUT/tokenizer.json                 a token for each word
     OUT/media/                         PNG pictures, clips as animated ones
 
-A picture of 24 to 64 pixels a side, of any ratio, shows a shape (circle, square, triangle) of one of six colours in
-one of its quarters; in a clip of 4 to 12 frames of 24 to 40 pixels a side it moves in one of four directions.
-Training has nothing of 12 of the 72 combinations of either; held out are all, equally often. Equal arguments and
-library versions give equal bytes.
+A picture of 24 to 64 pixels a side, of any ratio, shows a shape (circle, square, triangle) of one
+of six colours in one of its quarters; in a clip of 4 to 12 frames of 24 to 40 pixels a side it
+moves in one of four directions. Training lacks 12 of the 72 combinations of either; held-out files
+take all of them in turn. Equal arguments and library versions give equal bytes.
 
-The judge reads PNG files whose names say what they should show (red-circle-top-left-0.png, blue-square-moves-up-3.png)
-and prints which shares of them show the colour, the shape, the place or motion, and all of these, and of the
-combinations that training lacks (`unseen_all`).
+The judge reads PNG files whose names say what they should show (red-circle-top-left-0.png,
+blue-square-moves-up-3.png). It prints the shares of them that show the right colour, shape, place
+or motion, and all of these (`all`), and the share of the combinations that training lacks that show
+all (`unseen_all`).
 """
 
 from __future__ import annotations
@@ -65,23 +70,23 @@ FRAME_MILLISECONDS = 125
 
 @dataclass(frozen=True)
 class Record:
-    """A conversation of a file, and what to ask for to have its picture or clip drawn."""
+    """A conversation of a data file, and the request that has its picture or clip drawn."""
 
     said: tuple[str | Path, ...]  # by the user: pictures that are shown, and text
     answer: str | Path
-    further: tuple[tuple[str, str], ...] = ()  # what is asked after that, with answers
-    name: str = ""  # of the file that is drawn, without its ending; none where words are answered
+    further: tuple[tuple[str, str], ...] = ()  # later questions, with their answers
+    name: str = ""  # of the drawn file, without its ending; empty where the answer is words
     size: tuple[int, int] = (0, 0)  # height and width, in pixels
     frames: int = 1
 
     @property
     def words(self) -> Iterator[str]:
-        """All texts."""
+        """All texts of the conversation."""
         contents = (*self.said, self.answer, *itertools.chain(*self.further))
         return (content for content in contents if isinstance(content, str))
 
     def conversation(self, id: str) -> dict[str, Any]:
-        """The line to train on."""
+        """The line of a data file to train on."""
         moving = "video" if self.frames > 1 else "image"
         answer = self.answer if isinstance(self.answer, str) else [_media(self.answer, moving)]
         messages = [self._question(), {"role": "assistant", "content": answer}]
@@ -91,7 +96,7 @@ class Record:
         return {"id": id, "messages": messages}
 
     def request(self) -> dict[str, Any]:
-        """The line to draw."""
+        """The line of a file of requests for jaxmllm draw."""
         height, width = self.size
         asked: dict[str, Any] = {"messages": [self._question()], "size": f"{height}x{width}"}
         if self.frames > 1:
@@ -117,8 +122,8 @@ def _media(path: Path, kind: str) -> dict[str, str]:
 def make_shapes(out: Path, seed: int = 0, train: int = 9216, test: int = len(SCENES) * 4) -> None:
     """Write the data set into folder `out`.
 
-    `train` and `test` are counts of pictures. Raises `ValueError` unless `train` is at least 4 and `test` a
-    positive multiple of the number of combinations.
+    `train` and `test` are counts of pictures. Raises `ValueError` unless `train` is at least 4 and
+    `test` a positive multiple of the number of combinations.
     """
     if train < 4:
         raise ValueError(f"--train {train}: must be at least 4")
@@ -150,7 +155,7 @@ def make_shapes(out: Path, seed: int = 0, train: int = 9216, test: int = len(SCE
 
 @dataclass(frozen=True)
 class _Maker:
-    """What the records of a file are made with."""
+    """The scenes, random numbers and folder that the records of one data file are made with."""
 
     out: Path
     folder: Path  # of its media, inside `out`
@@ -162,10 +167,11 @@ class _Maker:
         (self.out / self.folder).mkdir(parents=True, exist_ok=True)
 
     def scene(self, index: int) -> Scene:
-        """What record `number` shows."""
+        """The scene that record `index` shows."""
         return self.scenes[index % len(self.scenes)]
 
     def save(self, name: str, frames: NDArray[np.uint8]) -> Path:
+        """Write a picture, or a clip if there are several frames; return its path inside `out`."""
         path = self.folder / f"{name}.png"
         picture, *later = map(Image.fromarray, frames)
         if later:
@@ -190,7 +196,8 @@ def _drawn(maker: _Maker, index: int) -> Record:
 
 
 def _edit(maker: _Maker, index: int) -> Record:
-    """Its scene is what is answered; what is shown has another colour, with which training has it, too."""
+    """An edit: the answer shows the record's scene, and the picture that is shown has another
+    colour, one that the file has for this shape and place."""
     random = maker.random
     scene = maker.scene(index)
     recoloured = [
@@ -208,7 +215,7 @@ def _edit(maker: _Maker, index: int) -> Record:
 
 
 def _questions(maker: _Maker, index: int) -> Record:
-    """A picture, and all questions about it in any order; one of them in what is held out."""
+    """A picture with all questions about it in random order, or with one of them if held out."""
     random = maker.random
     scene = maker.scene(index)
     picture = maker.save(

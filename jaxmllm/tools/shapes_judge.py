@@ -1,13 +1,14 @@
-"""What pictures and clips of coloured shapes show, told by rule: no model is asked.
+"""Tell by rules, without a model, what pictures and clips of coloured shapes show.
 
     ground      the median of the picture's edge
     colour      the one nearest to the mean of the pixels that differ from the ground most
-    place       the quarter that the centroid of what differs lies in
-    motion      where that centroid goes from the first frame of a clip to its last
-    shape       the one whose outline, of the same area and near the same place, covers the same pixels best
+    place       the quarter that contains the centroid of what differs
+    motion      the direction of that centroid from the first frame of a clip to its last
+    shape       the one whose outline, of the same area and near the same place, covers the same
+                pixels best
 
-A picture that differs from its ground nowhere, or whose shape fits no outline, has none of what is asked. Of a clip,
-colour and shape are those of most frames.
+A picture that nowhere differs from its ground has none of these, and one whose shape fits no
+outline has no shape. Colour and shape of a clip are those of most frames.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from jaxmllm.tools.shapes_scenes import (
     coverage,
 )
 
-LEAST_CONTRAST = 40.0  # levels between ground and shape, over the three channels
-MOST_COLOUR_ERROR = 90.0  # levels from a colour, likewise
-CORE = 0.7  # of the largest difference: pixels that a shape covers whole
+LEAST_CONTRAST = 40.0  # distance of ground and shape in levels, over the three channels
+MOST_COLOUR_ERROR = 90.0  # distance from one of `COLOURS`, likewise
+CORE = 0.7  # share of the largest difference above which a shape covers a whole pixel
 LEAST_OVERLAP = 0.6  # of shape and outline: intersection over union
-SHIFTS: Final = (-0.75, 0.0, 0.75)  # pixels that an outline is tried beside the shape's middle
-SCALES: Final = (0.92, 1.0, 1.08)  # of its radius
-MARGIN = 3  # pixels
-LEAST_WAY = 0.1  # of a side, that what moves has to go
+SHIFTS: Final = (-0.75, 0.0, 0.75)  # pixels between the shape's middle and an outline that is tried
+SCALES: Final = (0.92, 1.0, 1.08)  # factors of the radius that are tried
+MARGIN = 3  # pixels that outlines are compared in around the shape
+LEAST_WAY = 0.1  # share of a side that a moving shape has to cross
 ASPECTS = ("colour", "shape", "place")
 
 
@@ -60,7 +61,8 @@ def look(pixels: NDArray[np.uint8]) -> dict[str, str | None]:
 
 
 def look_at_clip(frames: Sequence[NDArray[np.uint8]]) -> dict[str, str | None]:
-    """Colour, shape and motion that the frames [height, width, 3] of a clip show; None where they show none."""
+    """Colour, shape and motion that the frames [height, width, 3] of a clip show; None where they
+    show none."""
     figures = [_figure(frame) for frame in frames]
     colours = Counter(figure[0] if figure else None for figure in figures)
     shapes = Counter(_shape(figure[1]) if figure else None for figure in figures)
@@ -80,17 +82,18 @@ def look_at_clip(frames: Sequence[NDArray[np.uint8]]) -> dict[str, str | None]:
 
 
 def _figure(pixels: NDArray[np.uint8]) -> tuple[str | None, Floats] | None:
-    """The colour of what differs from the ground, and how far each pixel is covered by it; None where nothing does."""
+    """The colour of what differs from the ground, and the share of each pixel that it covers,
+    [height, width]; None if nothing differs."""
     image = pixels.astype(float)
     edge = np.concatenate([image[0], image[-1], image[:, 0], image[:, -1]])
     ground = np.median(edge, axis=0)
     difference = np.linalg.norm(image - ground, axis=2)
-    # The largest of few pixels may be an outlier
+    # The mean of three pixels, because the largest alone may be an outlier
     contrast = float(np.sort(difference.ravel())[-3:].mean())
     if contrast < LEAST_CONTRAST:
         return None
     core = image[difference > CORE * contrast].mean(axis=0)
-    if np.linalg.norm(core - ground) < LEAST_CONTRAST:  # colours on all sides of the ground
+    if np.linalg.norm(core - ground) < LEAST_CONTRAST:  # opposite colours cancel out
         return None
     error = {name: float(np.linalg.norm(core - value)) for name, value in COLOURS.items()}
     colour = min(error, key=lambda name: error[name])
@@ -98,7 +101,7 @@ def _figure(pixels: NDArray[np.uint8]) -> tuple[str | None, Floats] | None:
 
 
 def _centroid(cover: Floats) -> tuple[float, float]:
-    """(y, x) of what is covered, in shares of the sides."""
+    """Centroid (y, x) of what is covered, in shares of the sides."""
     y, x = (
         float((cover.sum(axis=1 - axis) @ (np.arange(size) + 0.5)) / cover.sum() / size)
         for axis, size in enumerate(cover.shape)
@@ -107,19 +110,19 @@ def _centroid(cover: Floats) -> tuple[float, float]:
 
 
 def _cover(image: Floats, ground: Floats, core: Floats) -> Floats:
-    """How far each pixel is from the ground to the colour, from 0 to 1; faint ones are ground."""
+    """How far each pixel is on the way from `ground` to `core`, from 0 to 1; faint pixels are 0."""
     way = core - ground
     cover: Floats = ((image - ground) @ way / (way @ way)).clip(0, 1)
     return np.where(cover < 0.15, 0, cover)
 
 
 def _shape(cover: Floats) -> str | None:
-    """The shape whose outline overlaps best with what is covered."""
+    """The shape whose outline overlaps best with what is covered; None if none overlaps enough."""
     area = cover.sum()
     rows, columns = (np.flatnonzero((cover > 0.5).any(axis=axis)) for axis in (1, 0))
     y = (rows[0] + rows[-1] + 1) / 2
     x = (columns[0] + columns[-1] + 1) / 2
-    # No outline that is tried reaches further beyond the pixels that are covered at all
+    # Crop: no outline that is tried reaches further than MARGIN beyond the covered pixels
     top, left = (max(0, int(np.flatnonzero(cover.any(axis=axis))[0]) - MARGIN) for axis in (1, 0))
     bottom, right = (int(np.flatnonzero(cover.any(axis=axis))[-1]) + MARGIN for axis in (1, 0))
     cover = cover[top : bottom + 1, left : right + 1]
@@ -150,12 +153,14 @@ def judge(folder: Path) -> dict[str, dict[str, float | None] | None]:
     """Shares of a folder's PNG files that show what their names say (`file_name`).
 
     Returns:
-      of `pictures` and `clips`, None of a kind that the folder has no file of: `files`, how many; `colour`, `shape`,
-      `place` (None of clips), `motion` (None of pictures) and `all` of them: shares of all files; `unseen_all`: of
-      those that training has nothing of, None where the folder has none.
+      For `pictures` and for `clips`, each None if the folder has no such file: `files`, their
+      number; `colour`, `shape`, `place` (None for clips), `motion` (None for pictures) and `all` of
+      them: the shares of files that show these;
+      `unseen_all`: `all` among the scenes that training lacks, None if the folder has none.
 
     Raises:
-      ValueError: there is no file, one has another name, is damaged, or no clip though its name says so.
+      ValueError: there is no file, or one has another name, is damaged, or is no clip though its
+        name says so.
     """
     paths = sorted(folder.glob("*.png"))
     if not paths:
@@ -174,7 +179,7 @@ def _seen(path: Path, scene: Scene) -> dict[str, str | None]:
     try:
         with Image.open(path) as image:
             frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)]
-    except Exception as error:  # of damaged files Pillow raises many kinds
+    except Exception as error:  # Pillow raises many kinds for damaged files
         raise ValueError(f"{path} is damaged ({error}); draw it again, or remove it") from error
     if scene.motion is None:
         return look(frames[0])
@@ -206,15 +211,16 @@ def file_name(scene: Scene, number: int) -> str:
 
 
 def scene_of(path: Path) -> Scene:
-    """The scene that a file's name says. Raises `ValueError` for other names."""
+    """The scene that a file's name says. Raises `ValueError` if it says none."""
     for scene in (*SCENES, *CLIP_SCENES):
+        # The file name of number 0, without the number
         if path.stem.startswith(file_name(scene, 0)[:-1]):
             return scene
     raise ValueError(f"{path}: its name is none of a scene, as red-circle-top-left-0 is")
 
 
 def table(scores: Mapping[str, Any]) -> list[str]:
-    """Names and shares as they are printed."""
+    """Names and shares in words, as they are printed; None is left out."""
     return [
         f"{name} {value if isinstance(value, int) else f'{value:.3f}'}"
         for name, value in scores.items()

@@ -16,17 +16,18 @@ from jaxmllm.tools.sample_media import COLOURS
 SHAPES: Final = ("circle", "square", "triangle")
 PLACES: Final = ("top-left", "top-right", "bottom-left", "bottom-right")  # quarters of a picture
 MOTIONS: Final = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}  # of clips
-SIDES: Final = (24, 64)  # fewest and most pixels of a side
+SIDES: Final = (24, 64)  # fewest and most pixels of a picture's side
 CLIP_SIDES: Final = (24, 40)
 FRAMES: Final = (4, 12)  # fewest and most of a clip
-STEP: Final = 8  # sides are multiples of it
-SUBPIXELS: Final = 4  # along each side of a pixel, which is the mean of them
-MIDDLE = (
-    0.3  # of a side: how far from the nearer edges a shape stands, or begins and ends to move ...
-)
-DRIFT = 0.02  # ... within this
-SMALLEST, LARGEST = 0.19, 0.25  # of the shorter side: half the width of a shape
-# Area of a shape over that of a square as wide as its half: all are of one width, as seen corners tell them apart
+STEP: Final = 8  # pixels; sides are multiples of it
+SUBPIXELS: Final = 4  # samples along each side of a pixel, whose value is their mean
+# Distance of a shape's middle from the nearer edges, and at both ends of its way, as a share of a
+# side
+MIDDLE = 0.3
+DRIFT = 0.02  # share of a side: the middle is off by up to this
+SMALLEST, LARGEST = 0.19, 0.25  # half the width of a shape, as a share of the shorter side
+# Area of a shape over that of a square whose side is half its width. All shapes have the same
+# widths, so their corners tell them apart.
 AREAS: Final = {"circle": np.pi, "square": 4.0, "triangle": np.sqrt(3)}
 
 SHAPE_WORDS: Final = {
@@ -59,7 +60,7 @@ PLACE_WORDS: Final = {"top": ("top", "upper"), "bottom": ("bottom", "lower")}
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows, or a clip: one that has a motion."""
+    """What a picture shows, or a clip, whose scene has a motion instead of a place."""
 
     colour: str  # of `COLOURS`
     shape: str  # of `SHAPES`
@@ -68,7 +69,8 @@ class Scene:
 
     @property
     def unseen(self) -> bool:
-        """Whether training has no picture or clip of it: one in six, of every colour two."""
+        """Whether training has no picture or clip of the scene: one scene in six, two of every
+        colour."""
         colour = list(COLOURS).index(self.colour)
         where = PLACES.index(self.place) if self.place else list(MOTIONS).index(self.motion or "")
         kind = SHAPES.index(self.shape), where
@@ -79,7 +81,7 @@ class Scene:
 
 
 def _clip_scenes() -> Iterator[Scene]:
-    """In an order of which every 24 have each colour with each motion."""
+    """Yield scenes of clips in an order in which every 24 pair each colour with each motion."""
     for later, (n, colour), (m, motion) in itertools.product(
         range(len(SHAPES)), enumerate(COLOURS), enumerate(MOTIONS)
     ):
@@ -107,7 +109,7 @@ def _place(random: np.random.Generator, place: str) -> str:
 
 
 def edit(random: np.random.Generator, colour: str) -> str:
-    """One of some ways to ask for the shown picture in another colour."""
+    """One of several ways to ask for the shown picture in another colour."""
     return EDITS[random.integers(len(EDITS))].format(colour=colour)
 
 
@@ -126,7 +128,7 @@ def size(random: np.random.Generator, sides: tuple[int, int]) -> tuple[int, int]
 
 @dataclass(frozen=True)
 class Figure:
-    """A shape of about a colour on a light ground, before it is painted."""
+    """A shape with a colour near one of `COLOURS` on a light ground, before it is painted."""
 
     shape: str
     height: int  # of the picture, in pixels
@@ -140,7 +142,7 @@ class Figure:
     def of(
         cls, random: np.random.Generator, scene: Scene, height: int, width: int, frames: int = 1
     ) -> Figure:
-        """A scene, at about its place or on its way, in a picture or clip of a size."""
+        """A figure of a scene with random size and shades, near its place or along its way."""
         drift = random.uniform(-DRIFT, DRIFT, 2)
         if scene.place is None:
             way = np.linspace(MIDDLE - 0.5, 0.5 - MIDDLE, frames)
@@ -161,7 +163,7 @@ class Figure:
         return replace(self, colour=_about(random, colour))
 
     def frames(self) -> NDArray[np.uint8]:
-        """[frames, height, width, 3]."""
+        """Pixels [frames, height, width, 3]."""
         colour = np.array(self.colour)
         cover = np.stack(
             [
@@ -191,7 +193,7 @@ def coverage(shape: str, height: int, width: int, y: float, x: float, radius: fl
     elif shape == "square":
         inside = np.maximum(abs(down), abs(right)) < radius
     else:
-        half = np.sqrt(3) / 2 * radius  # of its height
+        half = np.sqrt(3) / 2 * radius  # half the height of the triangle
         inside = (down < half) & (np.sqrt(3) * abs(right) < down + half)
     subpixels = inside.reshape(height, SUBPIXELS, width, SUBPIXELS)
     covered: Floats = subpixels.mean(axis=(1, 3))
