@@ -1,1 +1,2 @@
-"""The commands, one file each, and what they share; only `__main__.py` and benchmarks know them."""
+"""The commands, one file each, and what they share; only `__main__.py` and benchmarks import
+them."""

@@ -1,4 +1,5 @@
-"""What commands take: parsers, and types of arguments, which refuse at once what would fail when all is done."""
+"""Parsers of commands, and types of arguments, which refuse at once what would otherwise fail at
+the end."""
 
 from __future__ import annotations
 
@@ -6,18 +7,18 @@ import argparse
 import os
 from pathlib import Path
 
-MOST = 1 << 20  # of anything that is counted, as of data.batch_size
+MOST = 1 << 20  # the largest count of anything, as of data.batch_size
 
 
 def command_parser(description: str | None, name: str | None = None) -> argparse.ArgumentParser:
-    """A parser whose help shows a docstring as it stands; `name` is what users type."""
+    """A parser whose help shows a docstring as it is written; `name` is what users type."""
     return argparse.ArgumentParser(
         prog=name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
 def measuring_parser(description: str | None, name: str | None = None) -> argparse.ArgumentParser:
-    """The same for commands that measure: it also knows `--json` and `--seed`."""
+    """A `command_parser` for commands that measure, which also knows `--json` and `--seed`."""
     parser = command_parser(description, name)
     parser.add_argument("--json", type=new_file, metavar="PATH", help="also write one JSON object")
     parser.add_argument("--seed", type=seed_int, default=0)
@@ -25,12 +26,12 @@ def measuring_parser(description: str | None, name: str | None = None) -> argpar
 
 
 def positive_int(text: str) -> int:
-    """How many there are of something: 1 or more."""
+    """Parse a count of something: 1 or more."""
     return _whole_number(text, 1, MOST)
 
 
 def seed_int(text: str) -> int:
-    """What random numbers start from, as `run.seed`."""
+    """Parse a seed of random numbers, within the bounds of `run.seed`."""
     return _whole_number(text, 0, (1 << 63) - 1)
 
 
@@ -45,8 +46,8 @@ def _whole_number(text: str, least: int, most: int) -> int:
 
 
 def new_folder(text: str) -> Path:
-    """A folder to write into. It need not be there, nor those above it, and is not made yet: `check_writable` of a
-    run's folder makes it to try it out."""
+    """Parse a folder to write into. Neither it nor those above it need exist, and it is not made
+    yet, unlike by `check_writable` of training/run_folder.py, which makes it to try it out."""
     path = Path(text)
     above = path
     while not above.exists() and above != above.parent:
@@ -59,8 +60,8 @@ def new_folder(text: str) -> Path:
 
 
 def new_file(text: str) -> Path:
-    """A file to write, or to write anew: also what is like one, such as /dev/stdout. Folders above it need not be
-    there."""
+    """Parse a file to write or overwrite, which may be like a file only, such as /dev/stdout.
+    Folders above it need not exist."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a folder; name a file")

@@ -13,7 +13,7 @@ from jaxmllm.tools.arguments import MOST
 from jaxmllm.tools.workload import MODEL, PHASES, generated_batches, make_spec, spans_up_to
 
 AFTER: Mode = "phases"
-RANKS = 64  # of generated batches, unless the config or the caller says otherwise
+RANKS = 64  # ranks of generated batches, unless the config or the caller says otherwise
 PER_RANK = 32  # examples per rank of generated batches
 NODE = 8  # ranks per node of generated batches
 
@@ -26,15 +26,16 @@ class Comparison:
     items: BatchItems
     before: PlanSpec
     after: PlanSpec
-    token_bytes: int = 2 * MODEL.language.width  # of an encoder output
-    # By phase, of the keys and values of a row slot
+    token_bytes: int = 2 * MODEL.language.width  # bytes of an encoder output
+    # Bytes of the keys and values of a row slot, by phase
     key_value_bytes: Mapping[str, float] = field(
         default_factory=lambda: {phase: gathered_bytes(MODEL, phase) for phase in PHASES}
     )
 
 
 def compare_generated(ranks: int, per_rank: int, seed: int, before: Mode) -> Comparison:
-    """A generated batch on the generator's own model. Raises `ConfigError`: it is too large."""
+    """Compare modes on a generated batch and the generator's own model. Raises `ConfigError` if the
+    batch is too large."""
     samples, (items,) = generated_batches(_examples(ranks, per_rank), seed)
 
     def spec(mode: Mode) -> PlanSpec:
@@ -48,12 +49,12 @@ def compare_generated(ranks: int, per_rank: int, seed: int, before: Mode) -> Com
 def compare_on_data(
     config: Config, name: str, ranks: int | None, per_rank: int | None, before: Mode
 ) -> Comparison:
-    """A batch that the run of a config would draw.
+    """Compare modes on a batch that the run of a config would draw.
 
     Args:
-      name: of the config, for the title.
+      name: name of the config, for the title.
       ranks: data ranks, instead of those of the config.
-      per_rank: examples per rank, instead of `data.batch_size`.
+      per_rank: examples of a rank, instead of `data.batch_size`.
 
     Raises one of `USER_ERRORS` of training/run.py.
     """
@@ -82,7 +83,8 @@ def compare_on_data(
 def compare_on_generated(
     config: Config, name: str, ranks: int | None, per_rank: int | None, seed: int, before: Mode
 ) -> Comparison:
-    """A generated batch on the model, layouts and rows of a config; arguments as `compare_on_data`."""
+    """Compare modes on a generated batch with the model, layouts and rows of a config; arguments as
+    in `compare_on_data`."""
     from jaxmllm.setup.planning_mesh import planning_mesh
     from jaxmllm.tools.generated_lengths import generated_lengths
     from sharding.mesh import axis_sizes
@@ -102,7 +104,8 @@ def compare_on_generated(
 
 
 def _planned(spec: Callable[[Mode], PlanSpec], before: Mode) -> tuple[PlanSpec, PlanSpec]:
-    """The sizes of both modes. Raises `ConfigError` where only rows of several ranks hold the largest items."""
+    """Specs of the mode `before` and of `AFTER`. Raises `ConfigError` if only rows of several ranks
+    hold the largest items, which `before` does not have."""
     after = spec(AFTER)
     try:
         return spec(before), after
@@ -128,7 +131,7 @@ def _with_batch(config: Config, axes: Mapping[str, int], per_rank: int | None) -
 
 
 def _examples(ranks: int, per_rank: int) -> int:
-    """Of a batch, no more than `data.batch_size` may be."""
+    """Examples of a batch. Raises `ConfigError` for more than `data.batch_size` may be."""
     if ranks * per_rank > MOST:
         raise ConfigError(
             f"--ranks, --per-rank: {ranks} ranks of {per_rank} examples are {ranks * per_rank}, and a batch has at "
@@ -146,7 +149,7 @@ def _sizes_in_words(config: Config, axes: Mapping[str, int]) -> str:
 
 
 def key_value_bytes(config: Config) -> dict[str, float]:
-    """By phase, bytes of the keys and values of a row slot, of all layers."""
+    """Bytes of the keys and values of a row slot in all layers, by phase."""
     return {
         phase: gathered_bytes(config.model, phase, _number_bytes(config, phase))
         for phase in config.model.phases

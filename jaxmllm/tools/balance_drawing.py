@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from jaxmllm.tools.balance_figures import PhaseView, Views, step_time
 from jaxmllm.tools.output import FAINT, INK, new_figure
 
-SEPARATE_BARS = 32  # more columns than that are drawn without gaps between them
-GAP = 0.18  # between columns, of a rank's width where there are so many ranks
-IN_ORDER = 128  # more ranks than that are sorted by load: they are too many to tell apart
-USED = "#0072B2"  # after Okabe and Ito: told apart by everybody
+SEPARATE_BARS = 32  # more columns than this are drawn without gaps between them
+GAP = 0.18  # between columns, in widths of a rank where there are `SEPARATE_BARS` ranks
+IN_ORDER = 128  # more ranks than this are sorted by load: they are too many to tell apart
+USED = "#0072B2"  # colours of Okabe and Ito, which everybody can tell apart
 WASTED = "#F0B04A"
 DASHES = (0, (4, 3))
 HEADLINE = "Load and padding of every rank, before and after balancing"
@@ -36,12 +36,12 @@ FEMTOSECONDS = ((1e15, "s"), (1e12, "ms"), (1e9, "µs"), (1.0, "fs"))
 def draw(
     views: Views, title: str, routes: Mapping[str, Mapping[str, float]] | None = None
 ) -> Figure:
-    """Draw two modes next to each other, one line of panels per phase: load on the left, rows on
+    """Draw two modes next to each other, a line of panels for each phase: load on the left, rows on
     the right.
 
     Args:
-      title: of the batch.
-      routes: by mode, what the exchanges move (see `route_figures`); the head says it.
+      title: title of the batch.
+      routes: what the exchanges move, by mode (see `route_figures`), for the head of the picture.
     """
     (before, views_before), (after, views_after) = views.items()
     phases = [phase for phase in views_before if views_before[phase].figures]
@@ -130,7 +130,7 @@ def _order(view: PhaseView) -> NDArray[np.int64]:
 
 
 def _draw_load(axes: Axes, view: PhaseView, order: NDArray[np.int64], scale: float) -> None:
-    """What every rank computes, and on top how long it waits until the slowest rows are done."""
+    """Draw what every rank computes, and on top its wait until the slowest rows are done."""
     load = view.load.sum(axis=0)[order] / scale
     _draw_columns(axes, np.zeros_like(load), load, USED)
     _draw_columns(axes, load, np.full_like(load, view.time / scale), WASTED)
@@ -145,7 +145,7 @@ def _draw_load(axes: Axes, view: PhaseView, order: NDArray[np.int64], scale: flo
 
 
 def _draw_rows(axes: Axes, view: PhaseView, order: NDArray[np.int64]) -> None:
-    """The rows of every rank, one on the other, each filled as far as it holds data."""
+    """Draw the rows of every rank as a stack, each filled as far as it holds data."""
     bottom = np.zeros(len(order))
     filled = view.real[:, order] / 1e3
     for capacity, span, real in zip(view.capacity / 1e3, view.span, filled, strict=True):
@@ -171,11 +171,11 @@ def _draw_columns(
     color: str,
     joined: int = 1,
 ) -> None:
-    """A column for each rank, or where so many neighbours are `joined`, for each group."""
+    """Draw a column for each rank, or for each group of `joined` neighbours."""
     ranks = len(low)
     if ranks <= SEPARATE_BARS * joined:
         center = np.arange(0, ranks, joined) + (joined - 1) / 2
-        width = joined - GAP * max(1, ranks / SEPARATE_BARS)  # as wide in any picture
+        width = joined - GAP * max(1, ranks / SEPARATE_BARS)  # the same gap in any picture
         axes.bar(center, (high - low)[::joined], width, low[::joined], color=color, linewidth=0)
     else:
         axes.stairs(

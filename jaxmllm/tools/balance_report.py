@@ -5,23 +5,26 @@ phase.
     jaxmllm report --generated [--ranks R] [--per-rank b] [--out DIR]
 
 With a config the batch is one that its run would draw, or (`--generated`) one of
-jaxmllm/tools/workload.py on the config's model, layouts and rows. Without, the generator's own
-model is planned. Row sizes are chosen for each mode, from other batches. Nothing is decoded,
+jaxmllm/tools/workload.py on the config's model, layouts and rows. Without a config, the generator's
+own model is planned. Row sizes are chosen for each mode, from other batches. Nothing is decoded,
 compiled or run. Writes balance.png and balance.html, and prints their tables.
 
-    over ideal      FLOPs of the slowest rows with their padding / an equal share of the FLOPs of the data
-    gap to floor    costliest rank / max(mean rank, costliest item): 1 where no placement could do better
+    over ideal      FLOPs of the slowest rows with their padding / an equal share of the FLOPs of
+                    the data
+    gap to floor    costliest rank / max(mean rank, costliest item): 1 where no placement could do
+                    better
     max/mean        costliest rank / mean rank
-    synchronised    sum over microbatches of the costliest row / sum of means: ranks meet at every microbatch
-    rows            per rank, each one microbatch
+    synchronised    sum over microbatches of the costliest row / sum of means: ranks meet at every
+                    microbatch
+    rows            rows of a rank, each one microbatch
     real tokens     share of row slots that hold data
     idle            predicted share of rank time spent waiting: 1 - 1 / synchronised
-    rows by span    rows per rank, by how many ranks hold one together
+    rows by span    rows of a rank, by how many ranks hold a row together
     gathered MB     keys and values that all ranks receive for shared rows in a forward pass
 
-And of the exchange of encoder outputs: MB routed, the share that changes rank and node, the latter
-also over that of ranks dealt at random, and the slots that move from rank to rank, padding
-included, over the tokens that have to.
+And for the exchange of encoder outputs: MB routed, the shares that change rank and node, the latter
+also relative to ranks assigned at random, and the slots sent from rank to rank, padding included,
+relative to the tokens that have to move.
 """
 
 from __future__ import annotations
@@ -66,7 +69,7 @@ from jaxmllm.tools.balance_figures import (
 from jaxmllm.tools.output import Page, html_table, print_table, write_picture
 from jaxmllm.tools.workload import describe
 
-NAME = "balance"  # of the picture and the page
+NAME = "balance"  # of the files of the picture and the page
 GLOSSARY = {
     "over ideal": "FLOPs of the slowest rows with their padding / an equal share of the FLOPs of the data: the time "
     "that a step takes over what it could",
@@ -94,7 +97,7 @@ class Report:
 
     @property
     def ratio(self) -> float:
-        """Time of a step before, over that after."""
+        """Predicted time of a step before balancing, over its time after."""
         before, after = map(step_time, self.views.values())
         return before / after
 
@@ -141,7 +144,7 @@ class Report:
 
 
 def make_report(compared: Comparison) -> Report:
-    """Plan the batch in both modes."""
+    """Plan the batch in both modes, and collect the figures of both plans."""
     views: dict[str, dict[str, PhaseView]] = {}
     routes: dict[str, dict[str, float]] = {}
     for spec in (compared.before, compared.after):
@@ -152,7 +155,7 @@ def make_report(compared: Comparison) -> Report:
 
 
 def write(report: Report, folder: Path) -> str:
-    """Write balance.png and balance.html into a folder; returns the line that says so."""
+    """Write balance.png and balance.html into a folder; return a line that says so."""
     return write_picture(
         folder, NAME, draw(report.views, report.title, report.routes), report.page()
     )

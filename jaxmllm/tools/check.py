@@ -1,29 +1,33 @@
-"""Compile the programs of a config for devices that are not there, and tell what each of them keeps and sends.
+"""Compile the programs of a config for devices that need not be present, and print what each
+program keeps and sends.
 
     jaxmllm check --config configs/quickstart.yaml --devices 8 --chip h100 [--generated] [--only NAMES] [key=value ...]
 
-Needs no device of that kind. GPUs: `pip install 'jaxmllm[ahead]'`; TPUs: `pip install 'jaxmllm[tpu]'`; `--chip cpu`
-compiles for this machine, and needs nothing. Rows and pools are chosen from the config's data, as a run would, or
-(`--generated`) from lengths of the generator in jaxmllm/tools/workload.py.
+Needs no device of that kind. GPUs: `pip install 'jaxmllm[ahead]'`; TPUs:
+`pip install 'jaxmllm[tpu]'`; `--chip cpu` compiles for this machine, and needs nothing. Rows and
+pools are chosen from the config's data, as a run would, or (`--generated`) from lengths of the
+generator in jaxmllm/tools/workload.py.
 
-    memory, by program, on one device (as much as it likes: XLA is told of no limit)
+    memory, by program, on one device (XLA is given no limit)
     needed          arguments + outputs - aliased + temporaries + code
-    aliased         of the outputs, what lies where an argument lay
+    aliased         outputs that take the memory of arguments
     custom calls    kernels of our own, and calls of the compiler's libraries
     seconds         to compile
 
     collectives, by program and kind
-    axes            of the mesh, along which devices exchange something
-    bytes           of the whole array on one device: gathered, or before it is reduced, scattered or sent
-    places          in the program that send as much of the same
-    trips           of the loops around them; "data" where data decide how often one runs (once counts) or which branch
-                    is taken (all count)
+    axes            mesh axes along which devices exchange data
+    bytes           size of the whole array on one device: gathered, or before it is reduced,
+                    scattered or sent
+    places          number of places in the program that send the same amount in the same way
+    trips           iterations of the loops around them; "data" where data decide how often a loop
+                    runs (counted once) or which branch is taken (all are counted)
     total           bytes * places * trips
-    sent            what a device sends in all of them, in a ring
+    sent            bytes that a device sends in all of them, in a ring
 
-A line for everything that did not become what was asked: attention without its kernel, another exchange. Exit code 1
-where the config cannot be run or a program does not compile, 2 where the command names a chip, a number of its devices
-or a program that there is not, or the chip's compiler is missing, 3 where there are such lines.
+A warning names everything that was not compiled as asked: attention without its kernel, another
+exchange. Exit code 1 if the config cannot be run or a program does not compile; 2 if the chip, the
+number of its devices or a program does not exist, or the chip's compiler is missing; 3 if there are
+warnings.
 """
 
 from __future__ import annotations
@@ -131,16 +135,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def only_compile() -> None:
-    """Let JAX run what it must on this machine's CPU, also where it has devices of the chip that is compiled for,
-    and compile everything anew."""
+    """Restrict JAX to this machine's CPU, even where there are devices of the chip that is compiled
+    for, and have it compile everything again."""
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     jax.config.update("jax_platforms", "cpu")
-    # Its programs cannot be read for other devices, and do not hold the names that this process gives
+    # Cached programs cannot be read for other devices, and lack the names that this process gives
     jax.config.update("jax_enable_compilation_cache", False)
 
 
 def _devices(config: Config, devices: int | None) -> int:
-    """As many as are asked for, or as the mesh names."""
+    """The number of devices that is asked for, or that the mesh names."""
     if devices is not None:
         return devices
     sizes = config.mesh_sizes
@@ -169,7 +173,7 @@ def _chosen(names: Iterable[ProgramName], only: str | None) -> list[ProgramName]
 
 
 def in_words(name: ProgramName) -> str:
-    """What a program does, for what, and the rows that it does it for."""
+    """A program in words: its function, its subject and the rows that it runs."""
     rows = f" {name.capacity}" if name.capacity else ""
     span = f" x {name.span}" if name.span > 1 else ""
     return f"{name.function} {name.subject}".strip() + rows + span
@@ -184,7 +188,7 @@ def amount(size: float) -> str:
 
 
 def records(program: CheckedProgram) -> list[dict[str, Any]]:
-    """One record with what a program keeps, and one for each kind of collective."""
+    """One record of the memory that a program takes, and one for each kind of collective."""
     name = {"program": in_words(program.name)}
     memory = asdict(program.memory) | {"needed": program.memory.needed}
     of_program = name | {

@@ -1,15 +1,18 @@
-"""Draw pictures and clips with a run that has learned to: any sizes together, packed into rows as in training.
+"""Draw pictures and clips with a run that has learned to, any sizes together, packed into rows as
+in training.
 
     jaxmllm draw --run runs/draw --prompt "a red circle, top left" --size 256x384 --out pictures
     jaxmllm draw --run runs/draw --prompt "a red circle moves right" --size 64x64 --frames 16 --out clips
     jaxmllm draw --run runs/draw --jsonl prompts.jsonl --steps 20 --guidance 2.5 --seed 0 --out pictures [mesh.data=1]
 
-A size is height x width in pixels. Each line of the file is one picture or clip: {"prompt": .., "size": "256x384"}, or
-"messages" in the place of the prompt, as in training, which may show images; and, if need be, "frames", "seed" and
-"name". All are written as NAME.png, clips as animated ones, or with --clips mp4 as NAME.mp4, by the package av (pip
-install av); latents as NAME.npy, [channels, (frames,) height, width], with sizes in their numbers. The picture of a
-prompt and seed is the same whatever else is drawn with it. Weights are those of the run's latest checkpoint, averages
-(components.<name>.ema) where it has any. Overrides may say where and how rows are computed.
+A size is height x width in pixels. Each line of the file is one picture or clip: {"prompt": ..,
+"size": "256x384"}, or instead of the prompt "messages" as in training, which may show images;
+"frames", "seed" and "name" are optional. Pictures are written as NAME.png, clips as animated
+NAME.png, or with --clips mp4 as NAME.mp4, by the package av (pip install av). Latents are written
+as NAME.npy, [channels, (frames,) height, width]; their sizes count numbers of a channel, not
+pixels. The picture of a prompt and seed is the same whatever else is drawn with it. Weights are
+those of the run's latest checkpoint, averages (components.<name>.ema) where it has any. Overrides
+may set where and how rows are computed.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from jaxmllm.training.saved_parameters import saved_parameters
 from sharding.mesh import make_mesh
 
 MOST_STEPS = 10_000
-FPS = 8.0  # of clips of which nothing says it
+FPS = 8.0  # of clips, if neither --fps nor the config sets it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,14 +97,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         CheckpointError,
         LaunchError,
         OSError,
-    ) as error:  # the latter of full disks
+    ) as error:  # OSError: a full disk
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def check_clips(config: Config, clips: str) -> None:
-    """Raise `ConfigError` for files of clips that cannot be written."""
+    """Raise `ConfigError` if clips cannot be written as this kind of file."""
     if clips == "png":
         return
     if config.model.diffusion is not None and config.model.diffusion.channels is not None:
@@ -114,12 +117,12 @@ def check_clips(config: Config, clips: str) -> None:
 
 
 def draw(config: Config, requests: Requests, steps: int, guidance: float, writer: Writer) -> None:
-    """Write a file of each request, and say how many in which time.
+    """Write a file for each request, and print how many were drawn in what time.
 
     Raises:
-      ConfigError, MeshError: a config that cannot be run on these devices.
-      DataError: requests that cannot be drawn.
-      CheckpointError: no weights.
+      ConfigError, MeshError: the config cannot be run on these devices.
+      DataError: requests cannot be drawn.
+      CheckpointError: there are no weights.
     """
     if jax.process_count() > 1:
         raise ConfigError("jaxmllm draw runs in one process; start it without a launcher")
@@ -155,7 +158,8 @@ class Writer:
             first_frame, *later_frames = map(Image.fromarray, drawn.pixels)
             moving: dict[str, Any] = {"save_all": True, "append_images": later_frames, "loop": 0}
             moving["duration"] = 1000 / self.fps
-            # Of opaque frames it says nothing, but Pillow would join equal ones of one blend
+            # Blending does not change opaque frames, but Pillow joins equal ones that blend the
+            # same way
             moving["blend"] = [index % 2 for index in range(len(drawn.frames))]
             first_frame.save(self._path(drawn, "png"), **(moving if drawn.is_clip else {}))
 

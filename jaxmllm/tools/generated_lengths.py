@@ -1,5 +1,5 @@
-"""Batches of made-up lengths for the model, layouts and rows of a config, and the sizes that a run would choose for
-them."""
+"""Batches of made-up lengths for the model, layouts and rows of a config, and the sizes that a run
+would choose for them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GeneratedLengths:
     model: MLLM
     formats: Mapping[str, RowFormat]  # by encoder phase
     spans: Spans
-    samples: list[BatchItems]  # that sizes are chosen from
+    samples: list[BatchItems]  # batches that sizes are chosen from
     items: BatchItems  # another batch
     mix: Mapping[str, float]  # weight of every task
 
@@ -64,7 +64,7 @@ class GeneratedLengths:
         return sizing_inputs(self.config, self.model, self.formats, largest, self.spans)
 
     def programs(self) -> Programs:
-        """Those of a run, not compiled yet."""
+        """The programs of a run, not compiled yet."""
         config = self.config
         model = self.model
         formats = self.formats
@@ -80,8 +80,8 @@ def generated_lengths(
     seed: int,
     mix: Mapping[str, float] = DEFAULT_MIX,
 ) -> GeneratedLengths:
-    """Compose the config's model on a mesh, and make up lengths of `data.batch_size` examples of those tasks of a
-    mix that the model has encoders for, and of what it draws."""
+    """Compose the config's model on a mesh, and make up lengths of `data.batch_size` examples, from
+    the tasks of a mix that the model has encoders for and those of what it draws."""
     mix = mix_for(config.model, mix, learns_text=config.objective.learns_text)
     words = vocabulary(config, load_tokenizer(config.data))
     model = build_model(config.model, words, config.components, mesh)

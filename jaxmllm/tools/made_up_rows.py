@@ -30,10 +30,10 @@ from jaxmllm.training.run import Run
 
 
 def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
-    """This host's share of one microbatch whose rows of a phase are filled as `fill` says."""
+    """This host's share of one microbatch of a phase, whose rows are filled as `fill` says."""
     programs = run.programs
     generators = [name for name, spec in programs.spec.phases.items() if spec.phase.generates]
-    # Rows of text have columns for what generators read
+    # Generators' specs are needed as well: rows of text have columns for what generators read
     specs = {name: programs.spec.phases[name] for name in (phase, LANGUAGE, *generators)}
     specs[phase] = replace(specs[phase], classes=(RowClass(fill.capacity, fill.span),))
     tokens = 0 if phase in generators else fill.length // specs[phase].slots_per_token
@@ -87,7 +87,7 @@ def _equal_items(
 class EqualExamples:
     """Examples that are all the same: a text of `length` tokens, or one item of a phase of media.
 
-    A generated item is drawn from nothing: what is to be drawn takes all of its slots.
+    A generated item has no conditions: what is to be drawn takes all of its slots.
     """
 
     phase: str
@@ -115,10 +115,11 @@ class EqualExamples:
 
 
 class MadeUpModality:
-    """A modality like another, whose items are numbers without a file; their shape is (slots, 1, 1).
+    """A modality like another, whose items are numbers without a file; their shape is (slots, 1,
+    1).
 
-    Attention sees of an item what `ItemCost.squares` counts: windows and chunks are whole, but for the last one, and
-    tiles of an image see one another.
+    Attention sees the pairs of an item that `ItemCost.squares` counts: windows and chunks are
+    whole, except for the last one, and tiles of an image see one another.
     """
 
     def __init__(self, like: Any, pairs: VisiblePairs):
@@ -135,7 +136,7 @@ class MadeUpModality:
         return np.ones(shape[0], np.bool_)
 
     def positions(self, shape: Shape) -> Any:
-        """Those of a strip, one slot wide or one window."""
+        """Positions of a strip of slots that is one slot or one window wide."""
         axes = self._like.format.axes
         positions = np.zeros((shape[0], 1 + max(axes)), np.int32)
         window = self._pairs.tower_window if self._like.name == "vision" else None

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-# Columns of a table that is not printed on a terminal: a file has no width to fit into
+# Characters of a line of a table that is not printed on a terminal: a file has no width to fit into
 WIDTH_OF_FILES = 160
-COLOURS = 64  # of a picture: a third of the bytes of all colours
+COLOURS = 64  # of a picture: it takes a third of the bytes that all colours take
 
 # ---------------------------------------------------------------------------- tables
 
@@ -30,11 +30,12 @@ COLOURS = 64  # of a picture: a third of the bytes of all colours
 def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], left_aligned: int = 0
 ) -> None:
-    """Print rows under their columns: the first `left_aligned` to the left, the others to the right."""
+    """Print rows under their columns, the first `left_aligned` columns to the left, the others to
+    the right."""
     # As text: in markup, [attention] would be a style
     table = Table(title=Text(title), title_justify="left")
     for index, column in enumerate(columns):
-        words = index < left_aligned  # which may take several lines; numbers are never cut
+        words = index < left_aligned  # words may take several lines; numbers are never broken
         table.add_column(column, justify="left" if words else "right", no_wrap=not words)
     for row in rows:
         table.add_row(*(Text(_text(cell)) for cell in row))
@@ -42,7 +43,7 @@ def print_table(
 
 
 def html_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], left_aligned: int = 0) -> str:
-    """The same table in HTML."""
+    """The table of `print_table` in HTML."""
     head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
     lines = ("".join(f"<td>{html.escape(_text(cell))}</td>" for cell in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
@@ -51,7 +52,7 @@ def html_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], left_align
 
 
 def _text(cell: Any) -> str:
-    """Floats have three significant digits, None is a dash."""
+    """Text of a cell: floats have three significant digits, None is a dash."""
     if cell is None:
         return "-"
     return f"{cell:.3g}" if isinstance(cell, float) else str(cell)
@@ -93,11 +94,11 @@ class Page:
     title: str
     heading: str
     introduction: str
-    picture: str  # what the picture shows, for those who do not see it
+    picture: str  # text for those who do not see the picture
     body: str
 
     def html(self, image: bytes) -> str:
-        """The page in one piece, with the picture inside."""
+        """The page as one file, with the picture inside."""
         return PAGE.format(
             style=STYLE,
             title=html.escape(self.title),
@@ -140,7 +141,7 @@ PAGE = """<!doctype html>
 
 
 def write_picture(folder: Path, name: str, figure: Figure, page: Page) -> str:
-    """Write NAME.png and NAME.html into a folder; returns the line that says so."""
+    """Write NAME.png and NAME.html into a folder; return a line that says so."""
     image = png(figure)
     picture = folder / f"{name}.png"
     document = folder / f"{name}.html"
@@ -156,10 +157,10 @@ def write_picture(folder: Path, name: str, figure: Figure, page: Page) -> str:
 def write_json(
     path: Path | None, benchmark: str, seed: int, generator: str, **results: Any
 ) -> None:
-    """Write one object with the results, what the data were made from, and on what they were
-    measured.
+    """Write one object with the results, the origin of the data, and the device and versions of the
+    measurement.
 
-    `generator` says in words how the data follow from the seed; without a path nothing is written.
+    `generator` says in words how the data follow from the seed. Without a path nothing is written.
     """
     if path is None:
         return

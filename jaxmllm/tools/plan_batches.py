@@ -1,4 +1,5 @@
-"""How large a batch must be for phases to share devices alike: `jaxmllm plan --profile`."""
+"""How large a batch must be for all batches to split devices between phases the same way: `jaxmllm
+plan --profile`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from jaxmllm.config.schema import ConfigError
 
 
 def example_loads(batches: Sequence[BatchItems], flops: Mapping[str, ItemCost]) -> Floats:
-    """FLOPs of the phases of every example: [examples, phases]."""
+    """FLOPs of every example in each phase: [examples, phases]."""
     return np.concatenate([_loads(batch, flops) for batch in batches])
 
 
@@ -27,7 +28,7 @@ def _loads(batch: BatchItems, flops: Mapping[str, ItemCost]) -> Floats:
 
 
 def profiles(loads: Floats, devices: int, seed: int) -> list[Profile]:
-    """Growing batches of examples that are drawn again from these.
+    """Profiles of growing batches, whose examples are drawn with replacement from `loads`.
 
     Raises:
       ConfigError: there are fewer devices than phases.
@@ -45,7 +46,7 @@ def profiles(loads: Floats, devices: int, seed: int) -> list[Profile]:
 
 
 def conclusions(found: Sequence[Profile], phases: Sequence[str], batch_size: int) -> list[str]:
-    """What the sizes come to, in lines; the last one warns of a batch that is too small."""
+    """Conclusions from the profiles, in lines; the last one warns if `batch_size` is too small."""
     lines = [f"devices of {' : '.join(phases)}", *(profile.line for profile in found)]
     cheap = enough(found)
     if found[-1].settled:

@@ -27,10 +27,10 @@ CHIPS_OF_KINDS: Final = {chip.device_kind: chip for chip in CHIPS.values() if ch
 
 @dataclass(frozen=True)
 class Checked:
-    """What became of `--check`."""
+    """The outcome of `--check`."""
 
-    asked: int  # layouts
-    compiled: int = 0  # of them, those that were struck out included
+    asked: int  # layouts to compile
+    compiled: int = 0  # layouts that were compiled, including those that were struck out
     not_checked: str | None = None  # why nothing was compiled
     staged: int = 0  # of those asked for, layouts in stages, which are not compiled here
 
@@ -48,16 +48,17 @@ class Checked:
 
 
 def check(result: SearchResult, planner: Planner, number: int) -> Checked:
-    """Compile the first layouts of `result.ranked`. Their bytes are then the compiler's; those that do not fit are
-    struck out. Layouts in stages stay estimates.
+    """Compile the first `number` layouts of `result.ranked`. Their bytes are then the compiler's;
+    layouts that do not fit are struck out. Layouts in stages keep their estimates.
 
     Raises:
-      ConfigError: none is left.
+      ConfigError: no layout is left.
     """
     done: set[int] = set()
     devices = result.ranked[0].choice.devices
     try:
         chip = chip_of_cluster(planner.cluster)
+        # One at a time: where a layout is struck out, the next moves up among the first
         while todo := [
             candidate
             for candidate in result.ranked[:number]
@@ -77,10 +78,10 @@ def check(result: SearchResult, planner: Planner, number: int) -> Checked:
 
 
 def chip_of_cluster(cluster: Cluster) -> Chip:
-    """What programs for a cluster are compiled for.
+    """The chip that programs for a cluster are compiled for.
 
     Raises:
-      ChipError: there is no such compiler.
+      ChipError: there is no compiler for the cluster's devices.
     """
     kind = cluster.device_kind
     if cluster.shared_cores:
@@ -95,7 +96,7 @@ def chip_of_cluster(cluster: Cluster) -> Chip:
 def _compiled(
     result: SearchResult, planner: Planner, layout: PlannedLayout, chip: Chip
 ) -> PlannedLayout | None:
-    """The layout with the compiler's bytes; none where it is struck out."""
+    """The layout with the compiler's bytes; None if it is struck out."""
     began = time.perf_counter()
     config = chosen_config(layout)
     mesh = target_mesh(config, chip, layout.choice.devices)

@@ -1,4 +1,4 @@
-"""Time and cost of a step over numbers of devices: the same config and batch, planned for each of them."""
+"""Time and cost of a step over numbers of devices: one config and batch, planned for each."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from jaxmllm.tools.output import (
 from jaxmllm.tools.plan_figures import SPEED, record, speed
 from sharding.mesh import MeshError
 
-NAME: Final = "counts"  # of the picture and the page
-STEPS: Final = 1000  # that device hours and prices are of
+NAME: Final = "counts"  # of the files of the picture and the page
+STEPS: Final = 1000  # steps that device hours and prices are for
 COLUMNS: Final = ["devices", "mesh", "why not", *SPEED, "examples/s", "device h"]
 HEIGHT: Final = 5.2  # inches of the picture
 COLOUR: Final = "#0072B2"
@@ -44,12 +44,12 @@ class Count:
 
     @property
     def device_hours(self) -> float | None:
-        """Of `STEPS` steps."""
+        """Device hours of `STEPS` steps; None without a layout."""
         return None if self.best is None else STEPS * self.best.seconds * self.devices / 3600
 
     @property
     def price(self) -> float | None:
-        """Of `STEPS` steps, where the cluster's record has a price."""
+        """Price of `STEPS` steps; None without a layout, or a price in the cluster's record."""
         of_hour = None if self.planner is None else self.planner.cluster.price_per_hour
         return None if of_hour is None or self.device_hours is None else of_hour * self.device_hours
 
@@ -58,7 +58,7 @@ def count_up(devices: Sequence[int], planner_of: Callable[[int], Planner]) -> li
     """The best layout for each number of devices, in rising order.
 
     Raises:
-      ConfigError: no number has any, for this reason.
+      ConfigError: no number of devices has a layout; the message has the reason for each.
     """
     counts = [_counted(device_count, planner_of) for device_count in sorted(set(devices))]
     if all(count.best is None for count in counts):
@@ -78,13 +78,14 @@ def _counted(devices: int, planner_of: Callable[[int], Planner]) -> Count:
 
 
 def columns(counts: Sequence[Count]) -> list[str]:
-    """Of the table: with a price where there is one."""
+    """Columns of the table, with a price if any count has one."""
     priced = any(count.price is not None for count in counts)
     return [*COLUMNS, *(["price"] if priced else [])]
 
 
 def table(counts: Sequence[Count]) -> list[list[Any]]:
-    """One line for each number of devices."""
+    """Rows of the table, one for each number of devices."""
+    # The price, last in a line, is cut off where the table has no column for it
     return [_line(count)[: len(columns(counts))] for count in counts]
 
 
@@ -100,7 +101,7 @@ def _line(count: Count) -> list[Any]:
 
 
 def conclusion(counts: Sequence[Count]) -> str:
-    """One line: the cheapest and the fastest, and what more speed costs."""
+    """One line: the cheapest and the fastest number of devices, and what more speed costs."""
     hours = {count.devices: count.device_hours for count in counts if count.device_hours}
     cheapest = min(hours, key=lambda devices: hours[devices])
     fastest = min(hours, key=lambda devices: hours[devices] / devices)
@@ -114,13 +115,13 @@ def conclusion(counts: Sequence[Count]) -> str:
 
 
 def show(title: str, counts: Sequence[Count]) -> None:
-    """The table, and what follows."""
+    """Print the table and its conclusion."""
     print_table(title, columns(counts), table(counts), left_aligned=3)
     print(f"device h: of {STEPS} steps. {conclusion(counts)}")
 
 
 def records(counts: Sequence[Count]) -> dict[str, Any]:
-    """For JSON."""
+    """The counts and their conclusion, for JSON."""
     return {"counts": [_record(count) for count in counts], "conclusion": conclusion(counts)}
 
 
@@ -136,7 +137,7 @@ def _record(count: Count) -> dict[str, Any]:
 
 
 def write(title: str, counts: Sequence[Count], folder: Path) -> str:
-    """Write counts.png and counts.html; returns the line that says so."""
+    """Write counts.png and counts.html into `folder`; return a line that says so."""
     body = html_table(columns(counts), table(counts), left_aligned=3)
     page = Page(
         title=title,
@@ -149,7 +150,7 @@ def write(title: str, counts: Sequence[Count], folder: Path) -> str:
 
 
 def draw(title: str, counts: Sequence[Count]) -> Figure:
-    """Seconds of a step with their interval to the left, device hours to the right."""
+    """Draw seconds of a step with their interval on the left, device hours on the right."""
     figure = new_figure(HEIGHT, head=0.6, wspace=0.06)
     seconds, hours = figure.subplots(1, 2)
     points = [

@@ -1,4 +1,5 @@
-"""The picture of planned layouts and its page: parts of the step, and memory against the budget, a bar per layout."""
+"""The picture of planned layouts and its page: a bar for each layout with the parts of its step,
+and one with its memory against the budget."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from jaxmllm.cluster.search.sieves import Planner
 from jaxmllm.tools.output import FAINT, INK, Page, html_table, new_figure, write_picture
 from jaxmllm.tools.plan_figures import CHOSEN, COLUMNS, chosen_table, table
 
-NAME: Final = "plan"  # of the picture and the page
+NAME: Final = "plan"  # of the files of the picture and the page
 COLOURS: Final = (  # after Okabe and Ito, then lighter
     "#0072B2",
     "#009E73",
@@ -32,11 +33,11 @@ COLOURS: Final = (  # after Okabe and Ito, then lighter
     "#E5BCD3",
     "#555555",
 )
-SMALL: Final = 0.002  # of the longest bar: parts that no layout has more of are left out
+SMALL: Final = 0.002  # share of the longest bar: parts that are never larger are left out
 
 
 def draw(title: str, layouts: Sequence[PlannedLayout], budget: float) -> Figure:
-    """One line per layout, the first on top: seconds to the left, memory to the right."""
+    """Draw a line for each layout, the first on top: seconds on the left, memory on the right."""
     height = 2.6 + 0.42 * len(layouts)
     figure = new_figure(height, head=0.6, wspace=0.04)
     seconds, memory = figure.subplots(1, 2, sharey=True)
@@ -56,7 +57,7 @@ def draw(title: str, layouts: Sequence[PlannedLayout], budget: float) -> Figure:
 
 
 def _bars(axes: Axes, layouts: Sequence[Mapping[str, float]]) -> None:
-    """Stacked parts, and their names below."""
+    """Draw a bar of stacked parts for each layout, and the parts' names below."""
     longest = max(sum(parts.values()) for parts in layouts)
     names = [
         name
@@ -116,7 +117,8 @@ def page(title: str, result: SearchResult, planner: Planner, notes: Sequence[str
 def write(
     title: str, result: SearchResult, planner: Planner, folder: Path, top: int, notes: Sequence[str]
 ) -> str:
-    """Write plan.png, of as many layouts as the table has, and plan.html; returns the line that says so."""
+    """Write plan.png, with as many layouts as the table has, and plan.html; return a line that says
+    so."""
     struck = [layout for layout, _ in result.struck]
     figure = draw(title, [*result.ranked, *struck][: max(top, 1)], planner.budget)
     return write_picture(folder, NAME, figure, page(title, result, planner, notes))

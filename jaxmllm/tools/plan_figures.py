@@ -1,4 +1,4 @@
-"""What `jaxmllm plan` tells of layouts: the rows of its table, why one lost, records for JSON."""
+"""What `jaxmllm plan` says of layouts: the rows of its table, why a layout lost, JSON records."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jaxmllm.cluster.search.sieves import Planner
 SPEED: Final = ["step s", "low", "high", "MFU", "HFU", "GB"]
 COLUMNS: Final = ["mesh", "why not", *SPEED]
 CHOSEN: Final = ["mesh", "remat", "rows"]
-WAITING: Final = (
-    0.05  # share of a phase's time that ranks wait for the slowest one, from which on it is named
-)
+# A layout lost by waiting if ranks wait for a larger share of a phase's time than in the best
+# layout, by more than this
+WAITING: Final = 0.05
 REST: Final = {
     "bubble": "stages wait for each other",
     "sends": "edges between stages",
@@ -39,7 +39,7 @@ def table(result: SearchResult, planner: Planner) -> list[list[Any]]:
 
 
 def chosen_table(result: SearchResult) -> list[list[Any]]:
-    """What was chosen for each of them beside the mesh."""
+    """A row of `CHOSEN` for every layout of `table`: what was chosen in addition to the mesh."""
     layouts = [*result.ranked, *(layout for layout, _ in result.struck)]
     return [
         [planned.choice.words, remat_words(planned), rows_words(planned)] for planned in layouts
@@ -51,7 +51,7 @@ def _row(layout: PlannedLayout, why: str, planner: Planner) -> list[Any]:
 
 
 def speed(layout: PlannedLayout, planner: Planner) -> list[Any]:
-    """What `SPEED` names."""
+    """Cells of `SPEED`."""
     low, high = planner.device.interval(layout.seconds)
     used = f"{layout.peak.bytes / GB:.3g} of {planner.budget / GB:.3g}"
     used += ", compiled" if layout.peak.compiled else ""
@@ -59,13 +59,13 @@ def speed(layout: PlannedLayout, planner: Planner) -> list[Any]:
 
 
 def waits(layout: PlannedLayout) -> str:
-    """Of each phase the share of its time that ranks wait for the slowest one."""
+    """In words, the share of each phase's time that ranks wait for the slowest one."""
     shares = {phase: layout.statistic(f"{phase}/idle_share") for phase in layout.spec.phases}
     return ", ".join(f"{phase} {100 * share:.0f} %" for phase, share in shares.items())
 
 
 def remat_words(layout: PlannedLayout) -> str:
-    """By phase, once where all agree."""
+    """`remat` of each phase in words, or once if all phases agree."""
     remats = {phase: getattr(layout.config.components, phase).remat for phase in layout.spec.phases}
     words = {
         phase: remat if isinstance(remat, str) else "+".join(remat)
@@ -86,7 +86,7 @@ def rows_words(layout: PlannedLayout) -> str:
 
 
 def why_lost(layout: PlannedLayout, best: PlannedLayout) -> str:
-    """One line: what takes most more than in the layout that was chosen."""
+    """One line: the part of the step that takes longest compared with the best layout."""
     if layout.seconds <= best.seconds * (1 + EQUAL):
         return "as fast, with no fewer axes"
     excess = {name: seconds - best.parts.get(name, 0.0) for name, seconds in layout.parts.items()}
@@ -126,7 +126,7 @@ def records(result: SearchResult, planner: Planner) -> dict[str, Any]:
 
 
 def record(layout: PlannedLayout, best: PlannedLayout, planner: Planner) -> dict[str, Any]:
-    """One layout."""
+    """One layout, for JSON."""
     low, high = planner.device.interval(layout.seconds)
     overlapped, serial = layout.ends
     phases = layout.spec.phases
@@ -150,7 +150,7 @@ def record(layout: PlannedLayout, best: PlannedLayout, planner: Planner) -> dict
         "peak_bytes": layout.peak.bytes,
         "peak_parts": dict(layout.peak.parts),
         "peak_program": program_words(layout.peak.program),
-        "peak_moment": layout.peak.moment,  # "compiled" where a compiler told the bytes
+        "peak_moment": layout.peak.moment,  # "compiled" where the bytes are a compiler's
         "why_not": None if layout is best else why_lost(layout, best),
     }
 
@@ -164,7 +164,7 @@ def plan_record(plan: StepPlan) -> dict[str, Any]:
 
 
 def planned_statistics(plan: StepPlan) -> dict[str, float]:
-    """What a run logs of the rows of a step."""
+    """Those statistics of a step's rows that a run logs, too."""
     return {
         name: value
         for name, value in plan.statistics.items()

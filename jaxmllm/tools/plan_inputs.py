@@ -1,4 +1,4 @@
-"""What is planned: a config with what it leaves open, on devices of a cluster, and its lengths."""
+"""The input of planning: a config with what it leaves open, devices of a cluster, and lengths."""
 
 from __future__ import annotations
 
@@ -39,10 +39,12 @@ def make_planner(
     """A planner on a config's data, or (with a seed) on generated lengths.
 
     Args:
-      steps: numbers of the batches of the data that are planned; none: the first few.
-      mix: weight of each task, of generated lengths.
-      history: batch sizes and weights of the data's steps up to these; none: always those of the config.
-      priced: whether rows that ranks share have the price of the cluster where the config names none; else a run's.
+      steps: numbers of the batches of the data that are planned; None: the first few.
+      mix: weights of the tasks of generated lengths.
+      history: batch sizes and weights of the data's steps up to these; empty: always those of the
+        config.
+      priced: whether rows that ranks share have the price of the cluster where the config names
+        none, instead of that of a run.
 
     Raises:
       ConfigError: the config cannot be planned.
@@ -78,7 +80,7 @@ def make_planner(
 
 
 def _without_layouts(config: Config) -> Any:
-    """Components as the mesh of data alone, on which shapes are made, can lay them out."""
+    """Components with default layouts, because shapes are made on a mesh that has only `data`."""
     towers = {
         name: getattr(config.components, name).model_copy(update={"layout": {}})
         for name in config.model.phases
@@ -87,12 +89,12 @@ def _without_layouts(config: Config) -> Any:
 
 
 def _dtype(config: Config) -> str:
-    """Of the decoder's products."""
+    """Compute dtype of the decoder's products."""
     return str(config.components.language.compute_dtype)
 
 
 def _check_calibration(planner: Planner, devices: int) -> None:
-    """Raise `ConfigError` for a calibration that was made of something else."""
+    """Raise `ConfigError` for a calibration that was measured on something else."""
     path = planner.config.balance.calibration
     if path is None:
         return
@@ -111,7 +113,7 @@ def _check_calibration(planner: Planner, devices: int) -> None:
 
 
 def notes(planner: Planner) -> list[str]:
-    """What of the batches the user should know."""
+    """Lines about the batches that the user should know."""
     empty = [phase for phase, load in planner.loads.items() if not load.slots]
     return [
         f"no {phase} items in the sampled batches: its rows are as small as they may be; sample data that have some, "
@@ -121,11 +123,11 @@ def notes(planner: Planner) -> list[str]:
 
 
 def settle(config: Config, devices: int, mode: Mode) -> tuple[Config, MeshChoice]:
-    """The config with nothing left open but rows, and its mesh.
+    """The config with only rows left open, and its mesh.
 
     Raises:
-      ConfigError: its rows cannot be had in this mode.
-      MeshError: it has another number of devices.
+      ConfigError: this mode does not have the config's rows.
+      MeshError: the config's mesh has another number of devices.
     """
     sizes = config.mesh_sizes
     shape = dict(zip(sizes, mesh_shape(sizes, devices), strict=True))

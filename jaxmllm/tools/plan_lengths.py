@@ -21,9 +21,9 @@ from jaxmllm.setup.spans import Spans
 from jaxmllm.tools.workload import DEFAULT_MIX, generated_batches, longest, mix_for
 from jaxmllm.training.history import segment_of
 
-STEPS: Final = 5  # batches that are planned ...
-STEP_EXAMPLES: Final = 4096  # ... or fewer, of so many examples together
-UNBOUNDED: Final = 1 << 40  # slots of a row: what does not fit is the planner's to say
+STEPS: Final = 5  # most batches that are planned
+STEP_EXAMPLES: Final = 4096  # most examples of several batches together
+UNBOUNDED: Final = 1 << 40  # slots of a row without a bound: the planner says what does not fit
 
 
 def planned_steps(batch_size: int) -> int:
@@ -37,7 +37,7 @@ class DataLengths:
 
     tokenizer: Tokenizer
     steps: Sequence[int]  # numbers of the batches that are planned
-    # Of batch size and weights up to these steps; none: those of the config
+    # Batch sizes and weights up to these steps; empty: always those of the config
     history: Sequence[Segment] = ()
     _known: dict[str, Sampled | LengthsError] = field(default_factory=dict)
 
@@ -45,7 +45,7 @@ class DataLengths:
         media = modalities(config.model, config.data)
         stages = config.pipeline.stages > 1
         limits = row_limits(config, model, row_formats(media), spans, fitting=UNBOUNDED)
-        # What rows of named bounds are too small for is refused
+        # Examples are refused by bounds that the config names, so lengths depend on these alone
         limits = {phase: slots for phase, slots in limits.items() if _is_bounded(config, phase)}
         key = f"{stages} {limits} {media!r}"
         if key not in self._known:
@@ -121,7 +121,7 @@ class MadeUpLengths:
 
 
 def _unbounded(config: Config) -> Config:
-    """Without a bound of rows that the config does not name."""
+    """The config with rows of any size, where it does not name a bound."""
     phases = {
         phase: settings.model_copy(update={"max_capacity": UNBOUNDED})
         for phase in config.model.phases

@@ -1,4 +1,5 @@
-"""A run beside its prediction: the efficiency that its steps show, and what was planned against what it logged.
+"""A run compared with its prediction: the efficiency that fits its steps, and planned next to
+logged figures.
 
 config and records of a run --plans of the same batches--> predicted seconds --fit--> efficiency
 """
@@ -24,37 +25,37 @@ from jaxmllm.tools.plan_figures import planned_statistics
 from jaxmllm.training.history import read_history
 from jaxmllm.training.run_folder import read_config
 
-WARM_UP: Final = 3  # first steps, whose seconds hold what happens once
+WARM_UP: Final = 3  # first steps, left out because their seconds include what happens once
 COMPARED: Final = 8  # steps that are planned again
-LEAST, MOST = 1e-5, 1.0  # efficiencies
-HALVINGS: Final = 40
-WIDEST: Final = 0.95
-CLOSE: Final = 1e-3  # of the measured median
+LEAST, MOST = 1e-5, 1.0  # bounds of the efficiency
+HALVINGS: Final = 40  # of the interval of efficiencies
+WIDEST: Final = 0.95  # largest uncertainty
+CLOSE: Final = 1e-3  # share of the measured median: the fit stops at a smaller error
 
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """What a run folder says."""
+    """The config, records and history of a run folder."""
 
     config: Config
-    # Of steps with the config's batch size and weights, after the first few
+    # Of steps since batch size or weights last changed, without the first few
     records: Sequence[Mapping[str, Any]]
-    history: Sequence[Segment] = ()  # of batch size and weights; none: always those of the config
+    history: Sequence[Segment] = ()  # of batch size and weights; empty: always the config's
 
     @property
     def seconds(self) -> float:
-        """Median of its steps."""
+        """Median seconds of a step."""
         return statistics.median(record["step_seconds"] for record in self.records)
 
     @property
     def compared(self) -> list[Mapping[str, Any]]:
-        """Records of the steps that are planned again: spread over the run."""
+        """Records of the steps that are planned again, which are spread over the run."""
         positions = np.linspace(0, len(self.records) - 1, min(COMPARED, len(self.records)))
         return [self.records[index] for index in dict.fromkeys(positions.astype(int).tolist())]
 
     @property
     def batches(self) -> list[int]:
-        """Numbers of their batches: a record is written after its step."""
+        """Numbers of the batches of `compared`; a record is written after its step, one higher."""
         return [record["step"] - 1 for record in self.compared]
 
 
@@ -62,7 +63,8 @@ def logged_run(folder: Path) -> LoggedRun:
     """The run in a folder.
 
     Raises:
-      ConfigError: there is none, or it logged too few steps since its batch size or weights last changed.
+      ConfigError: there is no run, or it logged too few steps since its batch size or weights last
+        changed.
       CheckpointError: history.json is damaged.
     """
     config = read_config(folder)
@@ -71,7 +73,7 @@ def logged_run(folder: Path) -> LoggedRun:
             f"--from-run {folder}: there is no run; name the folder that holds its config.yaml"
         )
     history = read_history(folder)
-    # Rows were chosen anew where batch size or weights changed
+    # Rows were chosen again where batch size or weights changed
     last_change = history[-1].step if history else 0
     records = [
         record
@@ -89,9 +91,11 @@ def logged_run(folder: Path) -> LoggedRun:
 def fitted(
     layout: PlannedLayout, batches: Sequence[BatchItems], device: Device, seconds: float
 ) -> tuple[Device, list[StepTime]]:
-    """The device at the efficiency with which the median of the steps takes so many seconds, and these steps.
+    """Fit the efficiency such that the median of the predicted steps takes `seconds`; return the
+    device with it, and the times of the steps.
 
-    Where memory and links alone take longer, or less than nothing is reached, it is that of the nearest end.
+    If no efficiency does, for example because memory and links alone take longer, it is the nearest
+    bound.
     """
 
     def times(efficiency: float) -> list[StepTime]:
@@ -103,7 +107,7 @@ def fitted(
 
     low = np.log(LEAST)
     high = np.log(MOST)
-    for _ in range(HALVINGS):
+    for _ in range(HALVINGS):  # bisection of the logarithm
         middle = (low + high) / 2
         error = _median(times(float(np.exp(middle)))) / seconds - 1
         if abs(error) < CLOSE:
@@ -118,7 +122,7 @@ def _median(times: Sequence[StepTime]) -> float:
 
 
 def spread(run: LoggedRun, times: Sequence[StepTime]) -> float:
-    """Of predicted over measured seconds: the half width that holds nine of ten steps, as a share."""
+    """Relative error of predicted seconds that nine of ten steps stay within, `WIDEST` at most."""
     measured = [record["step_seconds"] for record in run.compared]
     errors = [
         abs(time.seconds / seconds - 1) for time, seconds in zip(times, measured, strict=True)
@@ -129,8 +133,8 @@ def spread(run: LoggedRun, times: Sequence[StepTime]) -> float:
 def comparison(
     layout: PlannedLayout, run: LoggedRun, times: Sequence[StepTime]
 ) -> list[dict[str, Any]]:
-    """By phase: predicted seconds of a step, and rows and shares of real tokens as planned and as logged; then the
-    parts that belong to no phase, and the step."""
+    """A line for each phase: predicted seconds of a step, and rows and shares of real tokens as
+    planned and as logged; then lines for the parts that belong to no phase, and for the step."""
     lines = []
     for phase in layout.spec.phases:
         line: dict[str, Any] = {"part": phase, "predicted_s": _mean_of(times, f"{phase}/")}
@@ -147,7 +151,8 @@ def comparison(
 
 
 def plan_conclusion(layout: PlannedLayout, run: LoggedRun) -> str:
-    """One line: whether rows, their classes and real tokens of each step are exactly those that were planned."""
+    """One line: whether rows, their classes and real tokens of each step are exactly those that
+    were planned."""
     different: dict[str, int] = {}
     for plan, record in zip(layout.plans, run.compared, strict=True):
         for name, planned in planned_statistics(plan).items():
@@ -160,6 +165,7 @@ def plan_conclusion(layout: PlannedLayout, run: LoggedRun) -> str:
 
 
 def _mean_of(times: Sequence[StepTime], prefix: str) -> float:
+    """Mean over steps of the seconds of all parts whose names have a prefix."""
     return float(
         np.mean(
             [

@@ -25,7 +25,7 @@ ARGUMENTS = ("input_features", "feature_attention_mask")
 
 @dataclass(frozen=True)
 class PreparedSounds(Sounds):
-    """Clips whose frames are there already."""
+    """Clips with prepared frames, which are not read from files."""
 
     frames: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # by address
 
@@ -41,13 +41,14 @@ def read_clips(
     sounds: Modality,
     audio: AudioConfig,
 ) -> tuple[PreparedSounds, tuple[Spans, ...]]:
-    """The clips of some texts, and where they stand in each.
+    """The clips of some texts, and their spans in each text.
 
-    Raises `ConfigError` for what is no clip that the tower takes, or has other tokens than the texts.
+    Raises `ConfigError` for clips that the tower does not take, or that do not have the tokens of
+    the texts.
 
     Args:
       texts: columns that hold each text.
-      sounds: what reads clips elsewhere.
+      sounds: the modality that reads clips from files.
     """
     if missing := [name for name in ARGUMENTS if name not in arrays]:
         raise ConfigError(f"{path} has clips, but not {' and '.join(missing)}")

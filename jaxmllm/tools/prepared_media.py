@@ -1,4 +1,5 @@
-"""Where media that another program prepared stand in its token ids, and what a text's positions are then."""
+"""Places of media in the token ids that another program prepared, and positions of texts with
+media."""
 
 from __future__ import annotations
 
@@ -17,18 +18,18 @@ from jaxmllm.data.media.reference import FileRange, taken_as
 from jaxmllm.data.text.render import MediaSpan, items_of
 from jaxmllm.data.text.sequence_positions import SequencePositions
 
-Spans = tuple[MediaSpan, ...]  # of one text, in reading order
+Spans = tuple[MediaSpan, ...]  # the media of one text, in reading order
 
 
 @dataclass(frozen=True)
 class Places:
-    """The tokens of one kind of media, and what says so."""
+    """The tokens of one kind of media, and the argument that marks them."""
 
-    source: str  # an argument
+    source: str  # name of the argument
     inside: NDArray[np.bool_]  # [B, T]
 
     def runs(self, texts: Sequence[Ints]) -> list[list[tuple[int, int]]]:
-        """Where each item begins and ends, by text.
+        """Begin and end of each item's tokens, by text.
 
         Args:
           texts: columns that hold each text.
@@ -44,12 +45,13 @@ class Places:
         texts: Sequence[Ints],
         prefix: str = "",
     ) -> tuple[Spans, ...]:
-        """The media in each text; their references have the number of the item as the address, after a prefix.
+        """The media in each text; the address of an item's reference is `prefix` and the item's
+        number.
 
-        Raises `ConfigError` if the items have other tokens.
+        Raises `ConfigError` if the items do not have as many tokens as the texts have for them.
 
         Args:
-          what: the items, with the argument that holds them.
+          what: the items in words, with the argument that holds them.
           texts: columns that hold each text.
         """
         runs = self.runs(texts)
@@ -73,7 +75,7 @@ class Places:
 
 
 def items_in(spans: Spans, modalities: Mapping[str, Modality]) -> Spans:
-    """The items of a text whose media are these: of a video its groups of frames."""
+    """The items of a text with these media: a video's items are its groups of frames."""
     items: list[MediaSpan] = []
     for span in spans:
         slot = span.slot
@@ -99,6 +101,6 @@ def positions_of(
 
 
 def _runs(inside: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Where each run of true values begins and ends."""
+    """Begin and end of each run of true values."""
     edges = np.flatnonzero(np.diff(inside.astype(np.int8), prepend=0, append=0))
     return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]

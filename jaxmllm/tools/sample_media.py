@@ -32,7 +32,7 @@ STEREO_SHARE = 0.3
 
 @dataclass(frozen=True)
 class SampleFile:
-    """A written file: path in the data folder, the word that describes it, size in pixels or seconds."""
+    """A written file: its path in the data folder, its label in one word, its pixels or seconds."""
 
     path: str
     label: str
@@ -42,7 +42,8 @@ class SampleFile:
 def make_pictures(
     out: Path, folder: Path, rng: np.random.Generator, files: int
 ) -> list[SampleFile]:
-    """Write pictures into `out / folder`. Areas spread evenly on a log scale, both ends included."""
+    """Write pictures into `out / folder`. Areas spread evenly on a log scale, both ends
+    included."""
     areas = rng.permutation(np.geomspace(np.prod(SMALLEST), np.prod(LARGEST), files))
     pictures = []
     for index, (area, colour) in enumerate(zip(areas, itertools.cycle(COLOURS), strict=False)):
@@ -74,7 +75,7 @@ def make_pictures(
 def _draw(
     rng: np.random.Generator, height: int, width: int, colour: tuple[int, int, int]
 ) -> NDArray[np.uint8]:
-    """A disc, box or diamond of about a colour in the middle of a light ground: [height, width, 3]."""
+    """Pixels [height, width, 3] of a disc, box or diamond, near a colour, amid a light ground."""
     y = np.abs(np.linspace(-1, 1, height) + rng.uniform(-0.1, 0.1))[:, None]
     x = np.abs(np.linspace(-1, 1, width) + rng.uniform(-0.1, 0.1))[None, :]
     distance = (np.hypot(x, y), np.maximum(x, y), (x + y) * 0.8)[rng.integers(3)]
@@ -87,7 +88,8 @@ def _draw(
 
 
 def make_clips(out: Path, folder: Path, rng: np.random.Generator, files: int) -> list[SampleFile]:
-    """Write clips into `out / folder`. Durations spread evenly on a log scale, both ends included."""
+    """Write clips into `out / folder`. Durations spread evenly on a log scale, both ends
+    included."""
     durations = rng.permutation(np.geomspace(SHORTEST, LONGEST, files))
     clips = []
     for index, (seconds, sound) in enumerate(zip(durations, itertools.cycle(SOUNDS), strict=False)):
@@ -103,7 +105,7 @@ def make_clips(out: Path, folder: Path, rng: np.random.Generator, files: int) ->
 
 
 def _play(rng: np.random.Generator, sound: str, samples: int, rate: int) -> NDArray[np.float64]:
-    """One of `SOUNDS` with a little hiss: [samples], within -1..1."""
+    """Samples [samples] of one of `SOUNDS` with a little hiss, within -1..1."""
     time = np.arange(samples) / rate
     if sound in TONES:
         wave = np.sin(2 * np.pi * rng.uniform(*TONES[sound]) * time + rng.uniform(0, 2 * np.pi))

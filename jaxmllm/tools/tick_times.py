@@ -1,9 +1,11 @@
-"""What a run of pipeline stages takes besides its operations, measured: part of `jaxmllm calibrate`.
+"""Measure what a run of pipeline stages takes in addition to its operations, for `jaxmllm
+calibrate`.
 
     seconds of a run's gradients = start + tick * ticks + flop * FLOPs     tick by tick those of the slowest stage
 
-A step runs as planned; with pauses, ticks in which every stage waits and as much travels as in the tick before; and
-with no ticks at all. Their differences are the three terms. FLOPs are those that the devices of a stage do together.
+A step is timed as planned; with pauses, which are ticks in which every stage waits and as much
+travels as in the tick before; and without ticks. The differences give the three terms. FLOPs are
+those of all devices of a stage together.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from sharding.pipeline.table_spec import TableSpec
 
 @dataclass(frozen=True)
 class TickTimes:
-    """Seconds: of the start and end of a run's program, of a tick besides its operations, and of a FLOP."""
+    """Seconds of the start and end of a run's program, of a tick without its operations, and of a
+    FLOP."""
 
     start: float
     tick: float
@@ -32,11 +35,11 @@ class TickTimes:
 
     @property
     def flops_per_tick(self) -> float:
-        """What `pipeline.flops_per_tick` says."""
+        """FLOPs that take as long as a tick: the value of `pipeline.flops_per_tick`."""
         return self.tick / self.flop if self.flop else math.inf
 
     def seconds(self, cost: float, ticks: float, runs: float) -> float:
-        """What the gradients of a step are predicted to take, from its statistics `pipeline/...`."""
+        """Predicted seconds of the gradients of a step, from its statistics `pipeline/...`."""
         return self.start * runs + self.tick * ticks + self.flop * cost
 
 
@@ -49,8 +52,8 @@ def measure_ticks(
 ) -> TickTimes:
     """Time the gradients of some steps, planned with `pipeline.flops_per_tick: 0`.
 
-    All ways to run a step take turns, so that a slow moment of the machine affects all; the first round does not
-    count.
+    The ways to run a step take turns, so that a slow moment of the machine affects all of them; the
+    first round does not count.
 
     Args:
       repeats: rounds.
@@ -94,12 +97,13 @@ def fit_ticks(
     costs: Sequence[float],
     runs: Sequence[int],
 ) -> TickTimes:
-    """The three terms, of the sums over steps; none is negative.
+    """Fit the three terms to the sums over steps; none is negative.
 
     Args:
-      timed: of each step the seconds as `planned`, `paused` and `empty`, its ticks, and its pauses.
-      costs: FLOPs of each step, tick by tick.
-      runs: of the executor, of each step.
+      timed: for each step, the seconds as `planned`, `paused` and `empty`, its ticks and its
+        pauses.
+      costs: FLOPs of each step: the sum over ticks of the slowest stage's.
+      runs: runs of the executor in each step.
     """
     planned, paused, empty = (
         sum(seconds[way] for seconds, _, _ in timed) for way in ("planned", "paused", "empty")
@@ -133,7 +137,7 @@ def _ticks(host: HostStep) -> int:
 
 
 def _pauses(tables: TableSpec, host: HostStep) -> int:
-    """Pauses for which the tables of a step have room."""
+    """Pauses of a step: one for each tick, as far as its tables have room."""
     return sum(min(len(run.table), tables.ticks - len(run.table)) for run in host.runs)
 
 

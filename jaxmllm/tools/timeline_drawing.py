@@ -16,14 +16,14 @@ from matplotlib.patches import Patch, Rectangle
 from jaxmllm.tools.output import FAINT, INK, Page, html_table, new_figure, write_picture
 from sharding.pipeline.graph import Kind
 
-NAME = "pipeline"  # of the picture and the page
+NAME = "pipeline"  # of the files of the picture and the page
 HUES: Final = {
     "vision": "#0072B2",
     "audio": "#009E73",
     "language": "#D55E00",
 }  # after Okabe and Ito
 OTHER_HUES: Final = ("#CC79A7", "#56B4E9", "#E69F00")
-SHADES: Final[Mapping[Kind, float]] = {  # towards white, or below 0 towards black
+SHADES: Final[Mapping[Kind, float]] = {  # share of the way to white, or below 0 to black
     Kind.FORWARD: 0.55,
     Kind.BACKWARD: 0.0,
     Kind.INPUT_GRADIENT: 0.2,
@@ -35,12 +35,12 @@ KIND_WORDS: Final[Mapping[Kind, str]] = {
     Kind.INPUT_GRADIENT: "input gradient",
     Kind.WEIGHT_GRADIENT: "weight gradient",
 }
-NARROW = 0.012  # of the picture: too narrow for a number
+NARROW = 0.012  # share of the picture's width: a narrower bar has no room for a number
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One operation."""
+    """One operation, on one rank."""
 
     rank: int
     start: float
@@ -70,7 +70,7 @@ class Timeline:
         )
 
     def busy(self, component: str | None = None) -> list[float]:
-        """Share of the step that each rank computes, of one component or all."""
+        """Share of the step in which each rank computes, for one component or all."""
         work = [0.0] * self.ranks
         for bar in self.bars:
             if component in (None, bar.component):
@@ -82,7 +82,7 @@ class Timeline:
 
 
 def draw(timeline: Timeline) -> Figure:
-    """One line per rank, time to the right."""
+    """Draw a line for each rank, with time to the right."""
     height = 2.1 + 0.62 * timeline.ranks
     figure = new_figure(height, head=1.15)
     axes = figure.add_subplot()
@@ -176,7 +176,7 @@ def _color(component: str, kind: Kind) -> tuple[float, float, float]:
 
 
 def table(timeline: Timeline) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: what each rank does, in shares of the step."""
+    """Columns and rows of the table: what each rank does, in shares of the step."""
     names = timeline.components
     shares = [timeline.busy(name) for name in names]
     columns = ["rank", "operations", *names, "busy", "waits"]
@@ -195,7 +195,7 @@ def _percent(share: float) -> str:
 
 
 def write(timeline: Timeline, directory: Path) -> str:
-    """Draw into `directory`: pipeline.png and pipeline.html; returns the line that says so."""
+    """Write pipeline.png and pipeline.html into `directory`; return a line that says so."""
     columns, rows = table(timeline)
     words = html.escape(f"{len(timeline.ticks) - 1} ticks. {timeline.note}")
     explanation = "Shares of the step. A tick ends with its longest operation; what a rank does not compute, it waits."

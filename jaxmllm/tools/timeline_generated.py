@@ -1,4 +1,4 @@
-"""The schedule of a generated batch, for those who have no config yet."""
+"""The schedule of a generated batch, for users who have no config yet."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from sharding.pipeline.schedules.by_name import scheduler_of
 from sharding.pipeline.schedules.schedule import Schedule
 from sharding.pipeline.schedules.search import ROLLOUTS
 
-ROWS: Final = {"vision": 16_384, "audio": 16_384, "language": 8192}  # slots
+ROWS: Final = {"vision": 16_384, "audio": 16_384, "language": 8192}  # slots of a row
 EXAMPLES_PER_MICROBATCH = 9
-UNIT = 10**9  # FLOPs
+UNIT = 10**9  # FLOPs that a duration of 1 stands for
 
 
 def generated_schedule(
@@ -34,10 +34,11 @@ def generated_schedule(
     seed: int,
     split: bool,
 ) -> Schedule:
-    """A generated batch on the generator's own model, everything trained, scheduled without a limit
-    of slots."""
+    """Schedule of a generated batch on the generator's own model, with everything trained and
+    without a limit of slots."""
     batch = generate(seed, EXAMPLES_PER_MICROBATCH * microbatches)
     inputs, rows = _rows(batch, microbatches)
+    # An average row: eight equal items fill it, so their squares add up to 1/8 of the row's square
     average = {name: _layers(name, ROWS[name] * ROWS[name] // 8) for name in PHASES}
     per_microbatch = {name: len(rows[name]) / microbatches for name in PHASES}
     ring = partition(average, stages, layout, per_microbatch)
@@ -53,6 +54,8 @@ def generated_schedule(
 
 
 def _layers(phase: str, squares: int) -> list[Layer]:
+    """Layers of a phase on a row whose items have this sum of squared lengths, in units of
+    `UNIT`."""
     return [
         Layer(
             component=layer.component,
@@ -68,8 +71,8 @@ def _rows(
     batch: BatchItems,
     microbatches: int,
 ) -> tuple[tuple[tuple[tuple[int, int], ...], ...], dict[str, list[int]]]:
-    """Which encoder rows every language microbatch reads, and squared lengths of the items of all
-    rows."""
+    """The encoder rows, as (encoder, row), that every language microbatch reads, and for each phase
+    the sum of squared item lengths of every row."""
     examples = len(batch.examples)
     loads = {}
     for name, items in batch.phases.items():
@@ -84,6 +87,7 @@ def _rows(
         items = batch.phases[name]
         microbatch = plan.encoder[items.example]
         row_in_microbatch, _ = pack_rows(microbatch, items.length, ROWS[name])
+        # Rows are numbered over all microbatches
         pairs = np.stack([microbatch, row_in_microbatch])
         rows, row_of_item = np.unique(pairs, axis=1, return_inverse=True)
         row_of_item = row_of_item.reshape(-1)  # numpy 2.0 gave it the shape of the pairs
