@@ -101,6 +101,7 @@ def _exchange_words(figures: Mapping[str, float]) -> str:
 
 
 def _draw_head(figure: Figure, line: str, height: float) -> None:
+    """Draw headline, `line` and legend above the panels."""
     figure.text(
         0.008, 1 - 0.14 / height, HEADLINE, fontsize=17, fontweight="bold", color=INK, va="top"
     )

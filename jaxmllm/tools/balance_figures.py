@@ -81,6 +81,7 @@ def view(
 
 
 def _view(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, key_value_bytes: float) -> PhaseView:
+    """The view of one phase: loads and fill of its ranks, and the figures of the table."""
     rows = (plan.microbatch, plan.rank)
     load = np.zeros((plan.microbatches, spec.ranks))
     real = np.zeros((plan.microbatches, spec.ranks))

@@ -12,7 +12,7 @@ generator in jaxmllm/tools/workload.py.
     needed          arguments + outputs - aliased + temporaries + code
     aliased         outputs that take the memory of arguments
     custom calls    kernels of our own, and calls of the compiler's libraries
-    seconds         to compile
+    seconds         time to compile
 
     collectives, by program and kind
     axes            mesh axes along which devices exchange data

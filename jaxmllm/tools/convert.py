@@ -376,9 +376,9 @@ def _holds(folder: str, component: str) -> bool:
 
 
 def _beside(run: Path, folder: ModelFolder, saved: SavedComponent) -> list[str]:
-    """Other components of a run that belong into the folder of its decoder or generator. A
-    projector goes with its tower; the generator's projector belongs if it was read from the
-    generator's folder."""
+    """Other components of a run that are written into the folder of its decoder or generator. A
+    projector goes with its tower; the generator's projector is written if it was read from
+    there."""
     elsewhere = {name for model in _models(run) for name in model.tower_sources}
     if saved.component == GENERATOR:
         return [name for name in (f"{PROJECTOR}{LANGUAGE}",) if name in elsewhere]

@@ -115,8 +115,8 @@ class EqualExamples:
 
 
 class MadeUpModality:
-    """A modality like another, whose items are numbers without a file; their shape is (slots, 1,
-    1).
+    """A modality like another, whose items have shape (slots, 1, 1) and are made up, without a
+    file.
 
     Attention sees the pairs of an item that `ItemCost.squares` counts: windows and chunks are
     whole, except for the last one, and tiles of an image see one another.

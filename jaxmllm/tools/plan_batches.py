@@ -1,5 +1,7 @@
-"""How large a batch must be for all batches to split devices between phases the same way: `jaxmllm
-plan --profile`."""
+"""How large a batch must be for every batch to split devices between phases the same way.
+
+This is the command `jaxmllm plan --profile`.
+"""
 
 from __future__ import annotations
 

@@ -117,8 +117,7 @@ def page(title: str, result: SearchResult, planner: Planner, notes: Sequence[str
 def write(
     title: str, result: SearchResult, planner: Planner, folder: Path, top: int, notes: Sequence[str]
 ) -> str:
-    """Write plan.png, with as many layouts as the table has, and plan.html; return a line that says
-    so."""
+    """Write plan.png with the layouts of the table, and plan.html; return a line that says so."""
     struck = [layout for layout, _ in result.struck]
     figure = draw(title, [*result.ranked, *struck][: max(top, 1)], planner.budget)
     return write_picture(folder, NAME, figure, page(title, result, planner, notes))

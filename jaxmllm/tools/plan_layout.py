@@ -199,6 +199,7 @@ def _counted(options: argparse.Namespace, cluster: Cluster) -> int:
 
 
 def _write_record(options: argparse.Namespace, config: Config, **figures: Any) -> None:
+    """Write the JSON record to --json and to plan.json in --out, where these are given."""
     for path in (options.json, options.out and options.out / "plan.json"):
         write_json(
             path,

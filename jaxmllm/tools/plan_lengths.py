@@ -56,6 +56,7 @@ class DataLengths:
         return known
 
     def _drawn(self, config: Config, model: MLLM, spans: Spans) -> Sampled | LengthsError:
+        """Lengths of the data's batches for one layout's rows, or the error that refuses them."""
         stages = config.pipeline.stages > 1
         media = modalities(config.model, config.data)
         try:

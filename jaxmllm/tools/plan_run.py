@@ -30,7 +30,7 @@ COMPARED: Final = 8  # steps that are planned again
 LEAST, MOST = 1e-5, 1.0  # bounds of the efficiency
 HALVINGS: Final = 40  # of the interval of efficiencies
 WIDEST: Final = 0.95  # largest uncertainty
-CLOSE: Final = 1e-3  # share of the measured median: the fit stops at a smaller error
+CLOSE: Final = 1e-3  # relative error of the median at which the fit stops
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class LoggedRun:
 
     @property
     def batches(self) -> list[int]:
-        """Numbers of the batches of `compared`; a record is written after its step, one higher."""
+        """Numbers of the batches of `compared`. A record is written after its step, so its number
+        is one higher."""
         return [record["step"] - 1 for record in self.compared]
 
 
@@ -94,7 +95,7 @@ def fitted(
     """Fit the efficiency such that the median of the predicted steps takes `seconds`; return the
     device with it, and the times of the steps.
 
-    If no efficiency does, for example because memory and links alone take longer, it is the nearest
+    If no efficiency does, for example because memory and links alone take longer, it is the nearer
     bound.
     """
 

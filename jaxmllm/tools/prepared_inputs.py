@@ -59,7 +59,7 @@ from sharding.mesh import make_mesh
 ARGUMENTS = ("input_ids", "attention_mask", "labels")
 TYPES = "mm_token_type_ids"  # marks tokens of media, where config.json names no ids for them
 TYPES_IN_GEMMA = "token_type_ids"  # another name of the same argument
-TYPE_OF = {"image": 1, "video": 2}  # the marks
+TYPE_OF = {"image": 1, "video": 2}  # values of `TYPES`
 # Kinds of media that each encoder reads, as conversations call them
 PARTS = {"vision": ("image", "video"), "audio": ("audio",)}
 # By encoder: the names of its arguments, and the function that reads its items from them
@@ -428,9 +428,9 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
 def differences(
     run: PreparedRun, reference: Path | None = None, gradients: Path | None = None
 ) -> dict[str, Any]:
-    """What `jaxmllm convert verify` prints, except for its seconds: the loss, the largest
-    difference of logits where `valid`, and by key the largest difference of a gradient over its
-    largest entry. A difference is NaN where either side is.
+    """What `jaxmllm convert verify` prints, except for its seconds: the loss and its difference,
+    the largest difference of logits where `valid`, and by key the largest difference of a gradient
+    over its largest entry. A difference is NaN where either side is.
 
     Raises `ConfigError` for files that do not hold what this run computes.
     """

@@ -34,8 +34,7 @@ ARGUMENTS = (*PICTURES, *VIDEOS, *SECONDS)
 COLOR_ERROR = 0.01  # largest rounding error of a color, in levels of 255
 OF_VIDEO = "v"  # prefix of the addresses of videos
 
-# Patches of a picture [patches, numbers] or a video [groups of frames, patches, numbers], by
-# address
+# By address: [patches, numbers] of a picture, or [groups of frames, patches, numbers] of a video
 Patches = Mapping[str, NDArray[np.uint8]]
 
 

@@ -131,6 +131,7 @@ def answer_of(record: dict[str, Any]) -> str:
 
 
 def _make_split(out: Path, split: str, seed: int, examples: int) -> Split:
+    """Write the media of one split, and make its conversations in random order."""
     folder = Path("media") / split
     (out / folder).mkdir(parents=True, exist_ok=True)
     # Files are shared by several questions: they cost more time and disk than lines of text.
@@ -190,6 +191,7 @@ def _ask_both(
     clips: Sequence[SampleFile],
     examples: int,
 ) -> list[Any]:
+    """Conversations about one picture and one clip, for each pair of labels in turn."""
     pictures_of = _by_label(pictures)
     clips_of = _by_label(clips)
     conversations = []
@@ -208,6 +210,7 @@ def _ask_both(
 
 
 def _ask_text(rng: np.random.Generator, split: str, examples: int) -> list[Any]:
+    """Conversations about opposites, without media."""
     answers = OPPOSITES | {opposite: word for word, opposite in OPPOSITES.items()}
     wordings = sorted(
         {form.format(word="{word}", name=name) for form in QUESTIONS["text"] for name in NAMES}

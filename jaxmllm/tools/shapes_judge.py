@@ -39,7 +39,7 @@ LEAST_CONTRAST = 40.0  # distance of ground and shape in levels, over the three 
 MOST_COLOUR_ERROR = 90.0  # distance from one of `COLOURS`, likewise
 CORE = 0.7  # share of the largest difference above which a shape covers a whole pixel
 LEAST_OVERLAP = 0.6  # of shape and outline: intersection over union
-SHIFTS: Final = (-0.75, 0.0, 0.75)  # pixels between the shape's middle and an outline that is tried
+SHIFTS: Final = (-0.75, 0.0, 0.75)  # pixels by which outlines are moved off the middle
 SCALES: Final = (0.92, 1.0, 1.08)  # factors of the radius that are tried
 MARGIN = 3  # pixels that outlines are compared in around the shape
 LEAST_WAY = 0.1  # share of a side that a moving shape has to cross
@@ -189,6 +189,7 @@ def _seen(path: Path, scene: Scene) -> dict[str, str | None]:
 
 
 def _shares(files: Sequence[tuple[Scene, Mapping[str, bool]]]) -> dict[str, float | None] | None:
+    """Shares of files whose aspects are right, as `judge` returns them; None without files."""
     if not files:
         return None
     shares: dict[str, float | None] = {

@@ -21,8 +21,7 @@ CLIP_SIDES: Final = (24, 40)
 FRAMES: Final = (4, 12)  # fewest and most of a clip
 STEP: Final = 8  # pixels; sides are multiples of it
 SUBPIXELS: Final = 4  # samples along each side of a pixel, whose value is their mean
-# Distance of a shape's middle from the nearer edges, and at both ends of its way, as a share of a
-# side
+# Share of a side between the middle of a shape, or both ends of its way, and the nearer edges
 MIDDLE = 0.3
 DRIFT = 0.02  # share of a side: the middle is off by up to this
 SMALLEST, LARGEST = 0.19, 0.25  # half the width of a shape, as a share of the shorter side

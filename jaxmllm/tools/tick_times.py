@@ -1,5 +1,4 @@
-"""Measure what a run of pipeline stages takes in addition to its operations, for `jaxmllm
-calibrate`.
+"""Measure the time of a run of pipeline stages beyond its operations, for `jaxmllm calibrate`.
 
     seconds of a run's gradients = start + tick * ticks + flop * FLOPs     tick by tick those of the slowest stage
 

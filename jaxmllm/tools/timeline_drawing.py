@@ -129,6 +129,7 @@ def draw(timeline: Timeline) -> Figure:
 
 
 def _bars(axes: Axes, timeline: Timeline) -> None:
+    """Draw operations with their microbatches, ticks as lines, and each rank's busy share."""
     end = timeline.ticks[-1] or 1.0
     thin = 0.6 if len(timeline.ticks) < 150 else 0.15
     for edge in timeline.ticks:

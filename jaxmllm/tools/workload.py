@@ -267,8 +267,8 @@ def describe(batch: BatchItems) -> dict[str, float]:
       deviation / mean), `<phase>/max_over_mean`, `<phase>/inner_padding` (share of slots that are
       padding inside items). Between the amounts of an example, zeros included:
       `correlation/<amount>,<amount>`, where an amount is the slots in a phase, or "text". Over the
-      examples that have items of an encoder: `correlation/text|<phase>`. Undefined
-      statistics are left out.
+      examples that have items of an encoder: `correlation/text|<phase>`.
+      Undefined statistics are left out.
     """
     statistics: dict[str, float] = {}
     examples = len(batch.examples)
