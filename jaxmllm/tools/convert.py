@@ -5,8 +5,8 @@ model with a reference.
                                                       model.from
     jaxmllm convert to-hf RUN OUT [--source FOLDER]   write the folder that RUN began from, with
                                                       RUN's parameters: same keys, types and split
-                                                      into files; other files are copied; adapters
-                                                      are merged into the matrices
+                                                      into files; files without weights are
+                                                      copied; adapters are merged into the matrices
         --component vision                            the same for a tower or generator that RUN
                                                       began from, or for a projector, whose folder
                                                       has a config of its own

@@ -158,7 +158,7 @@ class Writer:
             first_frame, *later_frames = map(Image.fromarray, drawn.pixels)
             moving: dict[str, Any] = {"save_all": True, "append_images": later_frames, "loop": 0}
             moving["duration"] = 1000 / self.fps
-            # Blending does not change opaque frames, but Pillow joins equal ones that blend the same
+            # Blending does not change opaque frames, but Pillow joins equal ones of one blend
             moving["blend"] = [index % 2 for index in range(len(drawn.frames))]
             first_frame.save(self._path(drawn, "png"), **(moving if drawn.is_clip else {}))
 

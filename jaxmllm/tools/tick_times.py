@@ -1,10 +1,10 @@
 """Measure the time of a run of pipeline stages beyond its operations, for `jaxmllm calibrate`.
 
-    seconds of a run's gradients = start + tick * ticks + flop * FLOPs     tick by tick those of the slowest stage
+    seconds of a run's gradients = start + tick * ticks + flop * FLOPs
 
-A step is timed as planned; with pauses, which are ticks in which every stage waits and as much
-travels as in the tick before; and without ticks. The differences give the three terms. FLOPs are
-those of all devices of a stage together.
+FLOPs are summed over ticks, each counted by its slowest stage, with all devices of the stage
+together. A step is timed as planned; with pauses, which are ticks in which every stage waits and as
+much travels as in the tick before; and without ticks. The differences give the three terms.
 """
 
 from __future__ import annotations
