@@ -6,33 +6,40 @@
     python -m benchmarks.balance --settings 512x1 --widest 64    rows of up to 64 ranks
     python -m benchmarks.balance --settings 64x4 --data DIR      lengths of real files: DIR holds train.jsonl
 
-Every setting is planned twice: with rows of one rank (`spans` [1]), and with rows that up to 8
-neighbours may hold together (`auto`).
+Every setting is planned twice: with rows of one rank (`spans` [1]), and with rows that up to
+`--widest` (8) neighbouring ranks may hold together (`auto`).
 
-Batches come from jaxmllm/tools/workload.py: six tasks with images, clips and text, costed by the
-FLOPs of a model of 0.6B vision, 0.6B audio and 8B language parameters. Row capacities and pools are
-`auto`, chosen for each mode from batches that are not measured. Figures are means over the measured
-batches, times are medians. The JSON's `rows` have one record for every setting, `spans` and phase,
-and one of phase `step` for every setting and `spans`.
+Batches come from jaxmllm/tools/workload.py: six tasks with images, clips and text. Their costs are
+the FLOPs of a model of 0.6B vision, 0.6B audio and 8B language parameters. Row capacities and pools
+are `auto`, chosen for each mode from batches that are not measured. Figures are means over the
+measured batches, times are medians. The JSON's `rows` have one record for every setting, `spans`
+and phase, and one with phase `step` for every setting and `spans`.
 
-    over ideal        FLOPs of the slowest rank of every microbatch, padding included / an equal share of the data's
+    over ideal        FLOPs of the slowest rank of every microbatch, padding included / an equal
+                      share of the FLOPs of the real data
     gap to floor      costliest rank / max(mean rank, a rank's part of the costliest item)
     max/mean          costliest rank / mean rank
-    synchronised      sum over microbatches of the costliest row / sum of means: ranks meet at every microbatch
-    real tokens       share of row slots that hold data; of the step, weighted by the FLOPs of a slot
-    gathered GB, all  keys and values of all layers that the ranks receive of each other in a forward pass, together
-    step proxy        FLOPs of the costliest row, summed over microbatches and phases, over those of mode `phases`;
-                      `padded` counts the linear part of a row on all of its slots, as fixed shapes do
-    node bytes        tokens that change node (of 8 ranks), items placed near their texts / dealt at random
+    synchronised      sum over microbatches of the costliest row / sum of means: ranks meet at every
+                      microbatch
+    real tokens       share of row slots that hold data; for the step, weighted by the FLOPs of a
+                      slot
+    gathered GB, all  keys and values of all layers that ranks receive from each other in a forward
+                      pass, summed over all ranks
+    step proxy        FLOPs of the costliest row, summed over microbatches and phases, / the same in
+                      mode `phases`; `padded` counts the linear part of a row on all of its slots,
+                      as fixed shapes do
+    node bytes        tokens that change node (of 8 ranks) when items are placed near their texts /
+                      when items are placed at random
     slots / needed    slots that the padded exchange sends from rank to rank, both legs included, /
                       media tokens that the language phase needs
-    slots / moved     the same / those of them that are made on another rank
-    plan ms           one whole plan of mode `phases` on one core, for the ragged exchange and for the padded one; `cpu`
-                      leaves out what other processes took
+    slots / moved     the same slots / media tokens that are encoded on another rank
+    plan ms           time on one core: in the rows of a phase to plan its rows, in those of a step
+                      for one whole plan of mode `phases`, with the ragged exchange and with the
+                      padded one; `cpu` leaves out the time that other processes took
 
-Modes are compared at up to 32 examples per rank, with rows of one rank: `none` leaves examples where sampling put them,
-`tokens` balances the total tokens of examples, `language` the language phase alone, `phases` every
-phase.
+At up to 32 examples per rank, modes are compared with rows of one rank: `none` leaves examples
+where sampling put them, `tokens` balances the total tokens of examples, `language` the language
+phase alone, `phases` every phase.
 """
 
 from __future__ import annotations
@@ -84,16 +91,17 @@ SETTINGS: tuple[Setting, ...] = (
     *((ranks, 128) for ranks in (8, 64, 512)),
 )
 QUICK: tuple[Setting, ...] = ((8, 8), (8, 32))
-COMPARED = 32  # examples per rank up to which modes are compared
+COMPARED = 32  # modes are compared at up to this many examples per rank
 PROXIES = ("step_proxy", "step_proxy_padded")
 NODE = 8  # ranks
-STEP = "step"  # phase of the records that tell of all phases
-ALONE = (1,)  # spans of rows that each rank holds alone
+STEP = "step"  # stands for the phase in records of all phases together
+ALONE = (1,)  # spans: every row is on one rank
 MODES: tuple[Mode, ...] = get_args(Mode)
 BALANCED: Mode = "phases"
-SAMPLED = SampleSize(1 << 16, fewest=2, most=128)  # whose lengths decide the sizes
-MEASURED = SampleSize(1 << 16, fewest=3, most=16)  # of a setting: small batches differ more
-SAMPLE_STREAM, HELD_OUT_STREAM = 1, 2  # their seeds never meet
+SAMPLED = SampleSize(1 << 16, fewest=2, most=128)  # batches whose lengths decide the sizes
+# Measured batches of a setting: more where batches are small, because those differ more
+MEASURED = SampleSize(1 << 16, fewest=3, most=16)
+SAMPLE_STREAM, HELD_OUT_STREAM = 1, 2  # parts of the seeds, so that the two never share a batch
 GENERATOR = (
     "jaxmllm.tools.workload.generate([seed, 2, i], ranks * per_rank), i < batches, default mix"
 )
@@ -108,8 +116,8 @@ def measure(
     widest: int = NODE,
     files: FileLengths | None = None,
 ) -> list[dict[str, Any]]:
-    """With rows of one rank, then with rows of up to `widest`: one record for every phase, then one
-    for the step."""
+    """Records of one setting, first with rows of one rank, then with rows of up to `widest` ranks:
+    one for every phase, then one for the step."""
     ranks, per_rank = setting
     examples = ranks * per_rank
     draw = files.draw if files else generate
@@ -140,7 +148,7 @@ def measure(
                 step_proxy(plan, batch, spec) for plan, batch in zip(plans, held_out, strict=True)
             ]
             proxy[mode] = _reduce(figures, statistics.fmean)
-        # BALANCED is the last of the modes: `spec` and `plans` are its own.
+        # The loop ends with mode BALANCED, so `spec` and `plans` are those of that mode.
         phases = phase_records(plans, held_out, spec, repeats)
         records += [setting_record | record for record in phases]
         step = setting_record | step_record(plans, held_out, spec, repeats)
@@ -158,7 +166,7 @@ def measure(
 def phase_records(
     plans: Sequence[StepPlan], batches: Sequence[BatchItems], spec: PlanSpec, repeats: int
 ) -> list[dict[str, Any]]:
-    """Of every phase: its row classes, its figures and how long its rows take to plan."""
+    """A record for each phase: its row classes, mean figures, and median times to plan its rows."""
     records = []
     for phase, rows in spec.phases.items():
         figures = [
@@ -184,7 +192,7 @@ def phase_records(
 def step_record(
     plans: Sequence[StepPlan], batches: Sequence[BatchItems], spec: PlanSpec, repeats: int
 ) -> dict[str, Any]:
-    """Figures of all phases together, of the exchange and of whole plans."""
+    """The record of a step: figures of all phases together, of the exchange, and of whole plans."""
     ranks = next(iter(spec.phases.values())).ranks
     figures = [step_figures(plan, batch, spec) for plan, batch in zip(plans, batches, strict=True)]
     routes = [route_figures(plan, ranks) for plan in plans]
@@ -208,7 +216,7 @@ def step_record(
 
 
 def phase_figures(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[str, float]:
-    """Balance and fill of one phase, from the plan's arrays alone; empty without items."""
+    """Balance and fill of one phase, computed from the plan's arrays; empty without items."""
     if not len(items.length):
         return {}
     item_cost = item_costs(spec, items)
@@ -237,7 +245,7 @@ def phase_figures(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[s
 
 
 def step_figures(plan: StepPlan, batch: BatchItems, spec: PlanSpec) -> dict[str, float]:
-    """Figures of all phases together: what the phases' add up to in FLOPs."""
+    """Figures of all phases together, in which each phase counts by its FLOPs."""
     amounts: dict[str, float] = dict.fromkeys(("ideal", "mean", "slowest", "real", "slots"), 0.0)
     gathered = 0.0
     for name, phase in spec.phases.items():
@@ -261,7 +269,7 @@ def step_figures(plan: StepPlan, batch: BatchItems, spec: PlanSpec) -> dict[str,
 
 
 def step_proxy(plan: StepPlan, batch: BatchItems, spec: PlanSpec) -> dict[str, float]:
-    """FLOPs of the costliest rows, without and with the padding of rows."""
+    """FLOPs of the costliest rows of all phases, without and with the padding of rows."""
     phases = [
         phase_proxy(plan.phases[name], batch.phases[name], phase)
         for name, phase in spec.phases.items()
@@ -270,7 +278,8 @@ def step_proxy(plan: StepPlan, batch: BatchItems, spec: PlanSpec) -> dict[str, f
 
 
 def phase_proxy(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[str, float]:
-    """The same of one phase; of a row that several ranks hold, a rank's part."""
+    """FLOPs of the costliest rows of one phase, without and with padding; a row that several ranks
+    hold counts with one rank's part."""
     length = items.length.astype(float)
     slots = np.zeros((plan.microbatches, spec.ranks))
     attention = np.zeros((plan.microbatches, spec.ranks))
@@ -286,7 +295,8 @@ def phase_proxy(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[str
 
 
 def route_figures(plan: StepPlan, ranks: int) -> dict[str, float]:
-    """What has to move, all encoder phases together, and how much of it changes node."""
+    """Share of the media tokens of all encoder phases that move to another rank; and the tokens
+    that change node, over those that would with items placed at random."""
     tokens = _needed_tokens(plan)
     figures = {"moved_token_fraction": _routed(plan, "moved_tokens") / tokens}
     if ranks > NODE:
@@ -295,7 +305,7 @@ def route_figures(plan: StepPlan, ranks: int) -> dict[str, float]:
 
 
 def padded_figures(plan: StepPlan) -> dict[str, float]:
-    """What the padded exchange sends for it."""
+    """Hops of the padded exchange of a plan, and the slots that it sends for each token."""
     moved = _routed(plan, "moved_tokens")
     slots = _routed(plan, "slots_moved")
     figures = {
@@ -306,7 +316,7 @@ def padded_figures(plan: StepPlan) -> dict[str, float]:
 
 
 def _needed_tokens(plan: StepPlan) -> float:
-    """Media tokens that the language phase needs; 1 where it needs none, for what is divided by them."""
+    """Media tokens that the language phase needs, at least 1 because callers divide by it."""
     return max(_routed(plan, "tokens"), 1)
 
 
@@ -320,7 +330,7 @@ def _routed(plan: StepPlan, name: str) -> float:
 
 
 def milliseconds(plan: Callable[..., object], *arguments: Any) -> dict[str, float]:
-    """Time of one plan on one core."""
+    """Wall and CPU time of one plan on one core, in milliseconds."""
     with one_core():
         wall = time.perf_counter()
         cpu = time.process_time()
@@ -333,7 +343,7 @@ def milliseconds(plan: Callable[..., object], *arguments: Any) -> dict[str, floa
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Keep this process on one core, where the system lets it."""
+    """Keep this process on one core, if the system allows that."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -346,11 +356,13 @@ def one_core() -> Iterator[None]:
 
 
 def _reduce(records: Sequence[Mapping[str, float]], reduce: Any) -> dict[str, Any]:
+    """Each figure, reduced over the records that have it."""
     names = dict.fromkeys(name for record in records for name in record)
     return {name: reduce([record[name] for record in records if name in record]) for name in names}
 
 
 def parse_setting(text: str) -> Setting:
+    """The setting that RANKSxEXAMPLES means."""
     ranks, separator, per_rank = text.partition("x")
     if not (
         separator and ranks.isdecimal() and per_rank.isdecimal() and int(ranks) and int(per_rank)
@@ -425,7 +437,7 @@ def main(command: Sequence[str] | None = None) -> int:
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """The tables: workload, phases, steps."""
+    """Print the tables: workload, phases, modes, steps."""
     steps = [row for row in rows if row["phase"] == STEP]
     workload = steps[-1]["workload"]
     names = ("items", "mean", "cv", "max_over_mean", "inner_padding")

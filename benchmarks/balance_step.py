@@ -5,23 +5,25 @@ machine.
     python -m benchmarks.balance_step --config X.yaml --compare spans --processes 1 --devices 8 --per-rank 2
                                       [--by-phase 5]
 
-`--compare modes` sets the modes `none` and `phases` beside each other, `--compare spans` rows of one
-rank each (`alone`) and rows that several ranks may hold (`shared`, by the config's spans), `--compare
-layouts` items that lie end to end in their rows and items that touch few blocks of attention (`in blocks`).
+`--compare modes` compares the modes `none` and `phases`; `--compare spans` rows of one rank each
+(`alone`) and rows that several ranks may hold (`shared`, with the config's spans); `--compare
+layouts` items end to end in their rows, and items placed to touch few blocks of attention (`in
+blocks`).
 
-Every process has one CPU device and, where the system lets it, one core of its own; ranks meet in
-collectives, as hosts do: those of the config's mesh, or of fully sharded parameters where it is one
-of another number of devices. With one process all devices share the machine, and a step takes what
-all ranks compute together. Both variants train on the same batches, each with the row sizes that a
-run would choose, and take turns step by step, so that a slow moment
-of the machine touches both. Rows are on the devices before the clock starts, and a step that runs
-some program for the first time is taken twice, of which the second counts. `predicted` is the
-ratio of FLOPs, padding included: of the slowest rows, which devices of their own wait for; of all
-rows, which devices that share the machine compute in turn; and of all rows as programs compute them
-(`computed`): attention of whole tiles, the head where there are targets.
+Every process has one CPU device (or `--devices`) and, if the system allows it, one core of its own.
+Ranks meet in collectives, as hosts do: those of the config's mesh, or those of fully sharded
+parameters if that mesh needs another number of devices. With one process all devices share the
+machine, so a step takes as long as the work of all ranks together. Both variants train on the same
+batches, each with the row sizes that a run would choose, and take turns step by step, so that a
+slow moment of the machine affects both. Rows are on the devices before the clock starts. A step
+that runs some program for the first time is run twice, and the second time counts. `predicted` is
+the ratio of FLOPs, padding included, counted in three ways: of the slowest rows, for which devices
+wait if each has a core of its own; of all rows, which devices compute in turn if they share the
+machine; and of all rows as programs compute them (`computed`, with one process only): attention on
+whole tiles, the head only where there are targets.
 
-`--by-phase N` goes on for N steps in which every program ends before the next begins, and says what
-those of each phase take, beside how many microbatches, slots and tiles of attention there are.
+`--by-phase N` adds N steps in which every program ends before the next begins, and prints the
+seconds of each phase's programs, with the number of microbatches, slots and tiles of attention.
 """
 
 from __future__ import annotations
@@ -76,22 +78,22 @@ from launch.local import run_local
 from sharding.mesh import MeshError, make_mesh, mesh_shape
 
 MODES: tuple[Mode, ...] = ("none", "phases")
-# What is compared, the baseline first.
+# The two variants of each comparison, the baseline first
 VARIANTS: dict[str, tuple[str, ...]] = {
     "modes": MODES,
     "spans": ("alone", "shared"),
     "layouts": ("end to end", "in blocks"),
 }
-# FLOPs of a phase's rows that are predicted from
+# The ways to count the FLOPs of rows, from each of which a ratio is predicted
 PREDICTED = {"slowest": "slowest rows", "all": "all rows", "computed": "all rows, as computed"}
-WARM_UP = 2  # steps, not counted
-# Programs of no phase's rows: the exchange, zeros, sums of replicas, the update
+WARM_UP = 2  # first steps, not counted
+# Programs that compute no rows: the exchange, zeros, sums over replicas, the update
 REST = "beside these"
 GENERATOR = "the batches of the run after those that its sizes were chosen from"
 
 
 def variant_spec(config: Config, inputs: RunInputs, variant: str) -> PlanSpec:
-    """The rows that a run of this variant would choose."""
+    """Plan inputs with the row sizes that a run of this variant would choose."""
     if variant in MODES:
         balance = config.balance.model_copy(update={"mode": variant})
         return plan_spec(config.model_copy(update={"balance": balance}), inputs)
@@ -105,7 +107,8 @@ def variant_spec(config: Config, inputs: RunInputs, variant: str) -> PlanSpec:
 
 
 def mesh_overrides(path: str, overrides: Sequence[str], devices: int) -> list[str]:
-    """Empty where the config's mesh has as many devices; else those that cut weights into as many parts."""
+    """No overrides if the config's mesh fits this number of devices; else those of a mesh that
+    shards weights over all of them."""
     try:
         mesh_shape(load_config(path, overrides).mesh.model_dump(), devices)
     except MeshError:
@@ -114,7 +117,8 @@ def mesh_overrides(path: str, overrides: Sequence[str], devices: int) -> list[st
 
 
 class RowsOf(NamedTuple):
-    """The rows of a microbatch. Its number tells whether residuals of its forward pass are kept."""
+    """The rows of a microbatch, which decide what programs it runs: its number says whether
+    residuals of its forward pass are kept."""
 
     phase: str
     microbatch: int
@@ -122,23 +126,25 @@ class RowsOf(NamedTuple):
 
 
 class PhaseAmounts(NamedTuple):
-    """What the rows of a phase take in a step, and what there is of them; of the rest, seconds alone."""
+    """Seconds that the rows of a phase take in a step, and how much there is of them. For `REST`
+    there are only seconds."""
 
     seconds: float
     microbatches: float | None = None
     slots: float | None = None  # of all rows
-    tiles: float | None = None  # of attention, in a layer, of this process's rows
+    tiles: float | None = None  # of attention in one layer, for this process's rows
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One side of the comparison: the programs of its rows, and what fills these."""
+    """One side of the comparison: its programs, and the filler of their rows."""
 
     programs: PhasedPrograms
     filler: StepFiller
 
     @classmethod
     def of(cls, config: Config, inputs: RunInputs, name: str) -> Variant:
+        """Choose the row sizes of the variant `name`, and compile its programs."""
         corpus = inputs.corpus
         spec = variant_spec(config, inputs, name)
         programs = phased_programs(
@@ -155,8 +161,8 @@ class Variant:
 
 
 def measure(config: Config, steps: int, compared: str, by_phase: int) -> dict[str, Any]:
-    """Seconds of every step by variant, and what the plans predict; of some steps after these, what each
-    phase takes."""
+    """Seconds of every step by variant, and the FLOPs by which the plans predict them; then, from
+    `by_phase` further steps, the amounts of each phase."""
     inputs = prepare(config, make_mesh(config.mesh.model_dump(), spans=mesh_spans(config)))
     variants = {name: Variant.of(config, inputs, name) for name in VARIANTS[compared]}
     names = list(variants)
@@ -203,10 +209,10 @@ def measure(config: Config, steps: int, compared: str, by_phase: int) -> dict[st
 def planned_flops(
     variant: Variant, items: BatchItems, host: HostStep, head: int
 ) -> dict[str, float]:
-    """FLOPs of a step by what is counted of its rows: `PREDICTED`, `computed` only where one process has all rows.
+    """FLOPs of a step by the keys of `PREDICTED`; `computed` only where one process has all rows.
 
     Args:
-      head: FLOPs of the head on one slot, which programs run where there is a target.
+      head: FLOPs of the head on one slot; programs run it only on slots with a target.
     """
     programs = variant.programs
     plan = plan_step(items, programs.spec)
@@ -229,41 +235,43 @@ def planned_flops(
 
 
 def computed_flops(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, pairs: int) -> float:
-    """`all_flops` with the attention of pairs of slots that are computed, seen or not.
+    """`all_flops`, with attention counted over all pairs of slots that are computed, seen or not.
 
     Args:
-      pairs: in tiles that are computed. Tiles of layers with windows are taken to be as full as the others.
+      pairs: pairs in the tiles that are computed. Tiles of layers with windows are assumed to be as
+        full as the others.
     """
     lengths = items.length.astype(float)
     seen = float(spec.flops.squares(lengths, items.extra)[0].sum())
     if spec.name == LANGUAGE:
-        seen /= 2  # of a square, text sees one side of the diagonal
-    unseen = pairs / seen - 1 if seen else 0.0  # for each pair that is seen
+        seen /= 2  # text sees only one side of the diagonal of its square
+    unseen = pairs / seen - 1 if seen else 0.0  # computed in addition to each pair that is seen
     attention = float(spec.flops.attention(lengths, items.extra).sum())
     return all_flops(plan, items, spec) + unseen * attention
 
 
 def tiles_of(host: HostStep, phase: str) -> list[int]:
-    """Tiles of attention in a layer, of this process's rows of each microbatch."""
-    # Spans are (first, partly visible, wholly visible)
+    """Number of attention tiles in one layer, for this process's rows of each microbatch."""
+    # Spans are (first, number of partly visible tiles, number of wholly visible tiles)
     return [int(row["tiles"]["query_spans"][..., 1:].sum()) for row in host.rows[phase]]
 
 
 def pairs_computed(host: HostStep, phase: str, attention: AttentionSpec) -> int:
-    """Pairs of tokens in these tiles."""
+    """Pairs of tokens in the attention tiles of one layer, for all of this process's rows of a
+    phase."""
     blocks = (attention.block(phase, row_class) for row_class in classes_of(host, phase))
     tiles = tiles_of(host, phase)
     return sum(count * block**2 for count, block in zip(tiles, blocks, strict=True))
 
 
 def classes_of(host: HostStep, phase: str) -> list[RowClass]:
-    """Of the rows of each microbatch."""
+    """Row class of each microbatch of a phase."""
     of_microbatches = zip(host.capacities[phase], host.spans[phase], strict=True)
     return [RowClass(*row_class) for row_class in of_microbatches]
 
 
 def rows_of(host: HostStep) -> set[RowsOf]:
-    """What the rows of a step's microbatches are, which tells the programs that it runs."""
+    """The rows of all microbatches of a step, which decide what programs it runs."""
     return {
         RowsOf(phase, microbatch, row_class)
         for phase in host.rows
@@ -272,8 +280,8 @@ def rows_of(host: HostStep) -> set[RowsOf]:
 
 
 def runs_first(host: HostStep, programs_run: set[RowsOf]) -> bool:
-    """Whether a step runs some program for the first time, which takes some tenths of a second more than any other
-    run; its rows are added to those of programs that have run."""
+    """Whether a step runs some program for the first time, which takes some tenths of a second more
+    than any later run. Adds the step's rows to `programs_run`."""
     new = rows_of(host) - programs_run
     programs_run |= new
     return bool(new)
@@ -282,7 +290,8 @@ def runs_first(host: HostStep, programs_run: set[RowsOf]) -> bool:
 def train_by_program(
     programs: PhasedPrograms, state: TrainState, batch: DeviceStep
 ) -> tuple[TrainState, dict[ProgramName, float]]:
-    """A step in which every program ends before the next begins: the new state, and the seconds of each."""
+    """Run a step in which every program ends before the next begins; return the new state and the
+    seconds of each program."""
     compiled: Mapping[ProgramName, Callable[..., Any]] = programs.compiled
     seconds = dict.fromkeys(compiled, 0.0)
 
@@ -303,7 +312,7 @@ def train_by_program(
 
 
 def phase_amounts(host: HostStep, seconds: Mapping[ProgramName, float]) -> dict[str, PhaseAmounts]:
-    """What a step took by phase, and `REST`."""
+    """Amounts of one step by phase; `REST` has the seconds of all programs that compute no rows."""
     amounts = {
         phase: PhaseAmounts(
             seconds=sum(
@@ -320,13 +329,13 @@ def phase_amounts(host: HostStep, seconds: Mapping[ProgramName, float]) -> dict[
 
 
 def mean_amounts(of_steps: Sequence[Mapping[str, PhaseAmounts]]) -> dict[str, PhaseAmounts]:
-    """Means over steps; empty without any."""
+    """Mean amounts over steps; empty without steps."""
     if not of_steps:
         return {}
 
     def mean(phase: str) -> PhaseAmounts:
         amounts: Any = zip(*(step[phase] for step in of_steps), strict=True)
-        # Of the rest there are seconds alone
+        # `REST` has only seconds: all its other fields are None
         means: Any = (None if None in numbers else statistics.mean(numbers) for numbers in amounts)
         return PhaseAmounts(*means)
 
@@ -336,8 +345,8 @@ def mean_amounts(of_steps: Sequence[Mapping[str, PhaseAmounts]]) -> dict[str, Ph
 def summarise(
     seconds: dict[str, list[float]], predicted: dict[str, dict[str, list[float]]]
 ) -> dict[str, Any]:
-    """Medians and quartiles of each variant, and of the ratio of the first to the second, of the same
-    batch."""
+    """Medians and quartiles of the seconds of each variant, and of the ratio of the first variant
+    to the second on the same batch."""
     first, second = seconds
     ratios = (np.array(seconds[first]) / np.array(seconds[second])).tolist()
     return {
@@ -351,6 +360,7 @@ def summarise(
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """Median, lower and upper quartile."""
     low, median, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
     return {"median": median, "quarter": low, "three_quarters": high}
 
@@ -372,7 +382,8 @@ def main(command: Sequence[str] | None = None) -> int:
         parser.error("--by-phase must not be negative")
     devices = options.processes * options.devices
     if options.processes == 1:
-        # Before JAX looks for devices. One process needs no coordinator, and its collectives no sockets.
+        # Must be set before JAX looks for devices. One process needs no coordinator, and no sockets
+        # for its collectives.
         flags = os.environ.get("XLA_FLAGS", "")
         count = f"--xla_force_host_platform_device_count={options.devices}"
         os.environ["XLA_FLAGS"] = f"{flags} {count}".strip()
@@ -391,7 +402,7 @@ def main(command: Sequence[str] | None = None) -> int:
         initialize_distributed()
     seed = [] if options.seed is None else [f"run.seed={options.seed}"]
     size = [f"data.batch_size={devices * options.per_rank}"]
-    # The processes of this machine stand for the ranks of a node.
+    # All devices of this machine count as the ranks of one node.
     node = [f"balance.ranks_per_node={devices}"] if options.compare != "modes" else []
     try:
         overrides = [*size, *node, *seed, *options.overrides]
@@ -452,7 +463,7 @@ def show(summary: dict[str, Any], title: str, variants: Sequence[str]) -> None:
 
 
 def show_phases(by_phase: Mapping[str, Mapping[str, dict[str, Any]]], steps: int) -> None:
-    """Print what each phase takes, its variants one below the other."""
+    """Print the amounts of each phase, the two variants in neighbouring lines."""
     rows = [
         [phase, variant, 1e3 * amounts["seconds"], *map(_rounded, list(amounts.values())[1:])]
         for variant, phases in by_phase.items()
@@ -468,7 +479,8 @@ def _rounded(amount: float | None) -> str | None:
 
 
 def pin_to_core(process: int) -> None:
-    """Give this process one core, where there are enough and the system lets it."""
+    """Pin this process to one core, if the system allows that; with fewer cores than processes,
+    several processes share a core."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[process % len(cores)]})

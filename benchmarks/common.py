@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing."""
+"""!1Interleaved timing, used by several benchmarks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def median_seconds(functions: Mapping[Key, Callable[[], Any]], repeats: int) -> 
     """Median wall seconds of each function, results awaited.
 
     Every round times each function once, so that a slow moment of the machine affects all of them;
-    a first round, not counted, compiles. Quick functions are called twice and timed the second
-    time: the first one pays for what a large one before it left behind.
+    a first round, not counted, compiles. Functions that take less than `QUICK` are called twice and
+    timed the second time: the first call pays for what a large function before it left behind.
     """
 
     def call(function: Callable[[], Any]) -> float:

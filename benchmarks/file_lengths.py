@@ -1,4 +1,4 @@
-"""Lengths of examples of a folder of real files, for benchmarks that plan and run nothing."""
+"""!1Lengths of the examples of a folder of real files, for benchmarks that plan and run nothing."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from jaxmllm.setup.planning_mesh import staged_mesh
 from jaxmllm.setup.prepare import prepare
 
 CONFIG = Path(__file__).parents[1] / "configs" / "real-small.yaml"
-FILE_ERRORS = (ConfigError, DataError)  # what a folder may cause
+FILE_ERRORS = (ConfigError, DataError)  # raised for a folder that cannot be read
 
 
 @dataclass(frozen=True)
 class FileLengths:
-    """The tokens (bytes), patches and frames that configs/real-small.yaml makes of a folder's examples.
+    """The tokens (bytes), patches and frames that configs/real-small.yaml makes of a folder's
+    examples.
 
     Attributes:
-      phases: those of a model. Media that it has no encoder for stay as so many tokens of text.
+      phases: phases of the planned model. Media without an encoder among them keep their places in
+        the language sequences, as tokens of text.
     """
 
     corpus: Corpus
@@ -33,16 +35,18 @@ class FileLengths:
 
     @classmethod
     def of(cls, folder: Path, phases: Collection[str]) -> FileLengths:
-        """Of a folder that holds train.jsonl. Raises one of `FILE_ERRORS` if it does not."""
+        """Read the lengths of a folder that holds train.jsonl. Raises one of `FILE_ERRORS` if it
+        cannot be read."""
         overrides = [f"data.root={folder}", "data.evaluation=[]"]
         overrides += ["pipeline.stages=2", "mesh.data=1", "mesh.fsdp=1"]
         config = load_config(CONFIG, overrides)
         return cls(prepare(config, staged_mesh(config)).corpus, phases)
 
     def draw(self, seed: Sequence[int], examples: int) -> BatchItems:
-        """A batch of examples that are drawn with replacement."""
+        """A batch of examples, drawn with replacement."""
         random = np.random.default_rng(seed)
-        # In the order drawn: neighbours of a file are alike, and mode `none` deals blocks of a batch
+        # Kept in the order drawn: neighbours in a file are similar, and mode `none` gives each rank
+        # consecutive examples of a batch
         items = self.corpus.gather(random.integers(0, len(self.corpus), examples))
         of_phases = {name: items.phases[name] for name in self.phases}
         return BatchItems(items.examples, items.targets, of_phases)

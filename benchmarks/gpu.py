@@ -3,27 +3,36 @@
     python -m benchmarks.gpu --json gpu.json [--seconds 480] [--only attention step ...] [--set key=value ...]
     JAX_PLATFORMS=cpu python -m benchmarks.gpu --small          tries out the code itself, with tiny sizes
 
-Sections, each with a share of the time; one that fails is named with its reason, and the next one runs:
+Each section begins only if enough of the time is left for it. One that fails is printed with its
+reason, and the next one runs:
 
-    attention     forward and backward of rows, 4k to 64k: our kernels and cuDNN (benchmarks/attention_gpu.py)
-    spans         C queries that see keys of 1, 2, 4 and 8 C: what a rank computes of a row that as many hold
-    programs      of the model, on full rows: seconds, MFU, and the memory that its compiler says it needs
-    step          whole training steps on sample data: seconds, MFU, the peak of memory, seconds and MFU by phase
+    attention     forward and backward of rows of 4k to 64k slots: our kernels and cuDNN
+                  (benchmarks/attention_gpu.py)
+    spans         C queries that see the keys of 1, 2, 4 and 8 C slots: what a rank computes of a
+                  row that as many ranks hold
+    programs      the model's programs on full rows: seconds, MFU, and the memory that the compiler
+                  says they need
+    step          whole training steps on sample data: seconds, MFU, peak memory, and seconds and
+                  MFU of each phase
     profile       a trace of one step, for TensorBoard and Perfetto
-    calibration   what `jaxmllm calibrate` would write
-    exchange      media through the padded and the ragged exchange of one device: seconds, and that the loss is the same
-    prediction    what `jaxmllm check` says that the programs need, beside what they do
-    masks         ragged rows of every rule: our kernels against float32 at the highest precision, and their bits
+    calibration   the coefficients that `jaxmllm calibrate` would write
+    exchange      media through the padded and the ragged exchange of one device: seconds, and a
+                  check that the loss is the same
+    prediction    memory that `jaxmllm check` predicts for the programs, next to what they need
+    masks         ragged rows of every mask rule: errors of our kernels against float32 at the
+                  highest precision, and whether their bits repeat
 
-The model is `2B` of benchmarks/omni.py in bfloat16, with AdamW in float32. Any GPU with 80 GB, jax 0.10 to 0.12, Python
-3.11 to 3.13. On a machine without a network, take the packages along: where there is one,
+The model is `2B` of benchmarks/omni.py in bfloat16, with AdamW in float32. Any GPU with 80 GB, jax
+0.10 to 0.12, Python 3.11 to 3.13. A machine without a network needs the packages brought along.
+Where there is a network,
 
     pip download --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 -d wheels \
         absl-py flax grain jaxtyping jinja2 matplotlib ml-dtypes numba optax orbax-checkpoint pillow pydantic pyyaml \
         rich scipy soundfile soxr tensorboardX threadpoolctl tokenizers
 
-without the wheels of jax, jaxlib and numpy that come along, nor what that machine has; flax must be of jax's age
-(0.12.12 for jax 0.11). On the machine, where jax runs on the GPU,
+then leave out the wheels of jax, jaxlib and numpy that come with them, and those of packages that
+the machine has; flax must be as old as its jax (0.12.12 for jax 0.11). On the machine, where jax
+runs on the GPU,
 
     pip install --no-index --no-deps --target packages wheels/*.whl
     PYTHONPATH=packages:. python -m benchmarks.gpu --json gpu.json
@@ -92,12 +101,12 @@ Row = dict[str, Any]
 GENERATOR: Final = "the sample data of `jaxmllm sample-data`, and made-up rows of equal items"
 PHASES: Final = ("vision", "audio", "language")
 SPANS: Final = (1, 2, 4, 8)
-ITEMS: Final = 4  # of a full row
-# Slots up to which the loops of kernel_jax run, and attention is compared with float32
+ITEMS: Final = 4  # in a full row
+# Rows of at most this many slots also run the loops of kernel_jax, and are compared with float32
 COMPARED: Final = 8192
-# Of a layer: what is slow to compute again, as far as one device has memory for it
+# `remat` keeps what is slow to compute again, as far as one device has memory for it
 KEPT: Final = ("attention", "projections", "mlp")
-RAGGED_RUNS: Final = 13  # documents and padding of a ragged row
+RAGGED_RUNS: Final = 13  # stretches of a ragged row, each a document or padding
 RAGGED_RULES: Final = ("causal", "window", "items", "images")
 RAGGED_SHAPES: Final = (
     Shape(heads=4, key_heads=2, size=128),
@@ -110,12 +119,12 @@ class Sizes:
     """How much is measured."""
 
     model: str
-    slots: tuple[int, ...]  # of the rows of attention
-    shapes: dict[str, Shape]  # of attention
+    slots: tuple[int, ...]  # lengths of the rows in section `attention`
+    shapes: dict[str, Shape]  # heads and blocks in section `attention`
     ragged_slots: int
     span_slots: int
-    rows: dict[str, Any]  # as `phases.<phase>` has them
-    examples: int  # of a step
+    rows: dict[str, Any]  # the config's `phases` section
+    examples: int  # in a step
     steps: int
     repeats: int
 
@@ -152,7 +161,8 @@ SMALL: Final = Sizes(
 
 
 class Bench:
-    """What the sections share; the model's programs are built when the first one asks for them."""
+    """Settings, data and programs that the sections share; each is made when a section first needs
+    it."""
 
     def __init__(
         self,
@@ -170,11 +180,11 @@ class Bench:
 
     @property
     def seconds_left(self) -> float:
-        """Until the whole command shall end."""
+        """Seconds until the deadline of the whole command."""
         return self.deadline - time.perf_counter()
 
     def config(self, exchange: str = "auto") -> Config:
-        """The model, on the sample data and one device."""
+        """The config of the model on the sample data and one device; also written to a file."""
         sizes = self.sizes
         config = omni_config(
             sizes.model,
@@ -196,7 +206,7 @@ class Bench:
 
     @cached_property
     def data(self) -> Path:
-        """A sample, written once."""
+        """Folder of the sample data, written once."""
         folder = self.folder / "sample"
         make_sample(folder, self.seed, train=4 * self.sizes.examples, test=8)
         return folder
@@ -222,11 +232,11 @@ class Bench:
 
     @cached_property
     def peak(self) -> float | None:
-        """FLOP/s of the device."""
+        """Peak FLOP/s of the device; None where it is unknown."""
         return peak_flops(jax.devices()[0], COMPUTE_DTYPE)
 
     def mfu(self, flops: float, seconds: float) -> float | None:
-        """Share of the device's peak, where that is known."""
+        """Share of the device's peak that these FLOPs reach; None where the peak is unknown."""
         return None if self.peak is None else flops / seconds / self.peak
 
 
@@ -234,9 +244,9 @@ class Bench:
 
 
 class Case(NamedTuple):
-    """Kernels on one row, to be measured."""
+    """Kernels to be measured on one row."""
 
-    cells: Row  # what their records begin with
+    cells: Row  # first columns of their records
     mask: Mask
     inputs: attention_gpu.Inputs
     attends: dict[str, attention_gpu.Attend]  # by the kernel's name
@@ -246,7 +256,7 @@ Compiled = dict[str, attention_gpu.Passes | Exception]
 
 
 def compiled(cases: Sequence[Case]) -> list[Compiled]:
-    """The kernels of each case by name, all of them compiled side by side."""
+    """The kernels of each case by name, all compiled concurrently."""
     passes = iter(
         attention_gpu.compile_all(
             [(attend, case.inputs) for case in cases for attend in case.attends.values()]
@@ -256,7 +266,8 @@ def compiled(cases: Sequence[Case]) -> list[Compiled]:
 
 
 def mask_rows(bench: Bench) -> list[Row]:
-    """Largest error and bits of the kernels on ragged rows: documents, padding, windows, images in text."""
+    """Errors of the kernels on ragged rows (documents, padding, windows, images in text), and
+    whether two calls give the same bits."""
     cases: list[Case] = []
     slots = bench.sizes.ragged_slots
     for number, (shape, rule) in enumerate(itertools.product(RAGGED_SHAPES, RAGGED_RULES)):
@@ -286,7 +297,11 @@ def mask_rows(bench: Bench) -> list[Row]:
 
 
 def ragged_mask(random: np.random.Generator, rule: str, slots: int, block: int) -> Mask:
-    """The mask of one row of documents of any length, with padding between and after them."""
+    """The mask of one row of documents of random lengths, with padding between them.
+
+    Args:
+      rule: one of `RAGGED_RULES`.
+    """
     cuts = np.sort(random.choice(np.arange(1, slots), RAGGED_RUNS - 1, replace=False))
     run = np.repeat(np.arange(RAGGED_RUNS), np.diff(np.r_[0, cuts, slots]))
     segments = np.where(run % 5 == 4, 0, run + 1).astype(np.int32)  # every fifth run is padding
@@ -306,9 +321,11 @@ def ragged_mask(random: np.random.Generator, rule: str, slots: int, block: int) 
 
 
 def attention_rows(bench: Bench) -> list[Row]:
-    """Every kernel at every length: a decoder's with one document a row, a tower's with as many images as
-    attention_gpu.py gives it. One length is compiled and measured after the other, while there is time."""
-    stop = bench.deadline - 0.6 * bench.seconds_left  # the sections after this need the most
+    """Records of every kernel at every length: decoder heads on one document per row, tower heads
+    on as many images as attention_gpu.py has. Lengths are compiled and measured one after another,
+    while there is time."""
+    # 40 % of the time at most: the sections after this one need more
+    stop = bench.deadline - 0.6 * bench.seconds_left
     rows: list[Row] = []
     for slots in bench.sizes.slots:
         if time.perf_counter() > stop:
@@ -319,9 +336,9 @@ def attention_rows(bench: Bench) -> list[Row]:
 
 
 def attention_rows_of(bench: Bench, slots: int) -> list[Row]:
-    """The same of one length."""
+    """Records of every kernel at one length."""
     cases: list[Case] = []
-    facts: list[tuple[Shape, int, int]] = []  # of each case, its documents and visible tiles
+    facts: list[tuple[Shape, int, int]] = []  # for each case: shape, documents, visible tiles
     for name, shape in bench.sizes.shapes.items():
         documents = DOCUMENTS[name][0]
         mask, tiles = attention_gpu.equal_documents(slots, documents, shape.block, shape.causal)
@@ -347,7 +364,8 @@ def attention_rows_of(bench: Bench, slots: int) -> list[Row]:
 
 
 def span_rows(bench: Bench) -> list[Row]:
-    """A rank's part of a causal row that 1, 2, 4 and 8 ranks hold: its own queries, keys of all."""
+    """Times of one rank's part of a causal row that 1, 2, 4 and 8 ranks hold: its own queries, and
+    the keys of all ranks."""
     shape, slots = bench.sizes.shapes["decoder"], bench.sizes.span_slots
     cases: list[Case] = []
     for span in SPANS:
@@ -372,12 +390,12 @@ def span_rows(bench: Bench) -> list[Row]:
 
 
 def part_of_row(slots: int, span: int, block: int) -> tuple[Mask, int]:
-    """The mask of the last of `span` parts of a causal row of span * slots, whose blocks are dealt in
-    turn, and its number of visible tiles."""
+    """The mask of the last of `span` parts of a causal row of span * slots, whose blocks are
+    assigned to the parts in turn; and its number of visible tiles."""
     blocks = span * slots // block
     whole = causal_ids(np.ones(span * slots, np.int32))
     tiles = visible_tiles(whole, block)
-    # Block number i goes to part i % span
+    # Block i goes to part i % span; `places[i]` is its position when parts follow one another
     part, place = np.arange(blocks) % span, np.arange(blocks) // span
     places = (part * (blocks // span) + place).astype(np.int32)
     lists = dealt_tiles(tiles, places, span)[-1]
@@ -393,7 +411,8 @@ def part_of_row(slots: int, span: int, block: int) -> tuple[Mask, int]:
 
 
 def program_rows(bench: Bench) -> list[Row]:
-    """Of every phase forward and with its backward pass; then the memory of every program."""
+    """Times of every phase on a full row, forward and with the backward pass; then the memory of
+    every program."""
     rows: list[Row] = []
     programs, config = bench.programs, bench.run.config
     model = programs.functions.model
@@ -437,9 +456,9 @@ def program_rows(bench: Bench) -> list[Row]:
 
 
 def step_rows(bench: Bench) -> list[Row]:
-    """Whole steps, and the share of each phase in one."""
+    """Times of whole steps, then of each phase by itself."""
     run, programs = bench.run, bench.programs
-    bench.__dict__.pop("params", None)  # the state holds its own
+    bench.__dict__.pop("params", None)  # frees their memory: the state has parameters of its own
     state = programs.init(bench.seed)
     times = []
     for number in range(bench.sizes.steps + 1):
@@ -480,7 +499,7 @@ def step_rows(bench: Bench) -> list[Row]:
 
 
 def phase_seconds(programs: PhasedPrograms, phase: str, params: Any, batch: Any) -> list[float]:
-    """Of every microbatch of a batch, as training computes it."""
+    """Seconds of every microbatch of a phase in a batch, forward and backward as in training."""
     took = []
     buffers = programs.buffers(phase)
     for m, rows in enumerate(batch.rows[phase]):
@@ -488,7 +507,8 @@ def phase_seconds(programs: PhasedPrograms, phase: str, params: Any, batch: Any)
         row_class = RowClass(host.capacities[phase][m], host.spans[phase][m])
         jax.block_until_ready((params, rows, buffers))
         began = time.perf_counter()
-        if programs.functions_of(phase).forward:  # other backward programs run forward, too
+        # A phase without a forward program runs forward inside its backward program
+        if programs.functions_of(phase).forward:
             buffers = programs.forward(phase, params, rows, row_class, buffers)
         buffers = jax.block_until_ready(programs.backward(phase, params, rows, row_class, buffers))
         took.append(time.perf_counter() - began)
@@ -496,14 +516,14 @@ def phase_seconds(programs: PhasedPrograms, phase: str, params: Any, batch: Any)
 
 
 def peak_memory() -> float | None:
-    """Most GB that the device has held since this process began, where it says so."""
+    """Most GB that the device has held since this process began; None where it does not say."""
     statistics_ = jax.devices()[0].memory_stats() or {}
     peak = statistics_.get("peak_bytes_in_use")
     return None if peak is None else peak / 1e9
 
 
 def profile_rows(bench: Bench) -> list[Row]:
-    """A trace of one step."""
+    """Write a trace of one step; the record says where it is, and its size."""
     programs = bench.programs
     state = programs.init(bench.seed)
     batch = programs.put(bench.run.batches[0])
@@ -516,16 +536,17 @@ def profile_rows(bench: Bench) -> list[Row]:
 
 
 def calibration_rows(bench: Bench) -> list[Row]:
-    """The coefficients of every phase."""
+    """The calibrated coefficients of every phase."""
     calibration = calibrate.measure(bench.run, min(2, bench.sizes.repeats))
     names = [name.replace(" ", "_") for name in calibrate.COLUMNS]
     return [dict(zip(names, line, strict=True)) for line in calibrate.table(calibration)]
 
 
 def exchange_rows(bench: Bench) -> list[Row]:
-    """Gradients of the tiny model through each exchange, and whether those of several calls are the same in every
-    bit; a loss that differs is a failure."""
-    # In a folder of its own: sizes of `prediction`, which comes later, are chosen from the sample of `bench`
+    """Times of the tiny model's gradients through each exchange, and whether several calls give the
+    same bits. Raises AssertionError if the losses differ."""
+    # A folder of its own keeps the sample of `bench` as it is: `prediction`, which runs later,
+    # chooses its sizes from that sample
     folder = bench.folder / "exchange"
     tiny = Bench(replace(SMALL, examples=32), folder, bench.deadline, bench.seed)
     rows: list[Row] = []
@@ -567,7 +588,8 @@ def exchange_rows(bench: Bench) -> list[Row]:
 
 
 def prediction_rows(bench: Bench) -> list[Row]:
-    """Memory by program, compiled for a chip that is not there, in a process that does not see the GPU."""
+    """Memory of every program, next to what `jaxmllm check` predicts: that compiles for a chip that
+    is not there, in a process that does not see the GPU."""
     config = bench.folder / "predicted.yaml"
     config.write_text(dump_config(bench.run.config), encoding="utf-8")
     chip = "h100" if jax.default_backend() == "gpu" else "cpu"
@@ -610,7 +632,7 @@ def prediction_rows(bench: Bench) -> list[Row]:
 
 # ---------------------------------------------------------------------------- the command
 
-# In this order; how many seconds of the time must be left for one to begin
+# Sections in the order in which they run, each with the seconds that must be left for it to begin
 SECTIONS: Final[dict[str, tuple[Callable[[Bench], list[Row]], float]]] = {
     "attention": (attention_rows, 60),
     "spans": (span_rows, 30),
@@ -625,7 +647,8 @@ SECTIONS: Final[dict[str, tuple[Callable[[Bench], list[Row]], float]]] = {
 
 
 def measure(bench: Bench, sections: Sequence[str]) -> list[Row]:
-    """The records of all sections, each printed when it ends; of one that failed the reason."""
+    """Records of all sections, printed as each section ends; a section that failed has one record
+    with its reason."""
     rows: list[Row] = []
     for name in sections:
         section, least = SECTIONS[name]
@@ -637,7 +660,7 @@ def measure(bench: Bench, sections: Sequence[str]) -> list[Row]:
         else:
             try:
                 found = section(bench)
-            except Exception as error:  # whatever it is, the others shall run
+            except Exception as error:  # of any kind: the other sections must still run
                 found = [{"failed": reason(error)}]
         print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
         show(name, found)
@@ -646,13 +669,13 @@ def measure(bench: Bench, sections: Sequence[str]) -> list[Row]:
 
 
 def reason(error: Exception) -> str:
-    """An error in a line."""
+    """An error in one line of text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
 
 def show(name: str, rows: Sequence[Row]) -> None:
-    """A table for all records with the same columns; a line for what did not run."""
+    """Print a table for all records with the same columns, and a line for each that did not run."""
     tables: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if "failed" in row:

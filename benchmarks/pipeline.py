@@ -1,4 +1,5 @@
-"""What layouts, schedules and deferral make of a pipelined step: modelled, nothing is compiled or run.
+"""What layouts, schedules and deferral gain in a pipelined step: modelled, nothing is compiled or
+run.
 
     python -m benchmarks.pipeline [--model NAME] [--seeds N] [--microbatches M] [--stages S] [--modes ...] [--live L]
                                   [--variants ...] [--rollouts N] [--long N] [--json PATH]
@@ -6,53 +7,64 @@
                                   [--data DIR] [--real-modes ...] [--real-stages 4 8] [--per-replica 8 32 128]
                                   [--real-variants ...]
 
-A vision encoder of 5B and a language model of 8B parameters on 4 pipeline ranks. A batch has M microbatches of 16
-examples and 0 to 48 images each, all numbers equally likely; an image is 576 patches and 144 tokens. Rows have fixed
-shapes: a language row 8,192 tokens, an encoder row 8 images.
+The default model (`vision_language`) has a vision encoder of 5B and a language model of 8B
+parameters, on 4 pipeline ranks. A batch has M microbatches of 16 examples and 0 to 48 images each,
+all numbers equally likely; an image is 576 patches and 144 tokens. Rows have fixed shapes: a
+language row holds 8,192 tokens, an encoder row 8 images.
 
-Or (`--model text_to_video`) the language model and a diffusion transformer of 3.5B that reads its states, trained by
-the loss of what is drawn: microbatches of up to 8 clips and 16 s in all (benchmarks/pipeline_video.py). A language row
-has 1,024 tokens of captions, a row of the generator 9,216 slots.
+`--model text_to_video` has the language model and a diffusion transformer of 3.5B that reads its
+states, trained by the loss of what is drawn: microbatches of up to 8 clips and 16 s in all
+(benchmarks/pipeline_video.py). A language row holds 1,024 tokens of captions, a row of the
+generator 9,216 slots.
 
-Or models of unlike parts with the same text and images (benchmarks/pipeline_batches.py): `6B + 2B + 3B` (vision,
-audio, language; 0 to 24 images and 0 to 6 clips of 10 s per microbatch, 4 clips in an encoder row), `0.3B + 72B`,
-`6B + 72B`.
+Other models have parts of very different sizes, and the same text and images
+(benchmarks/pipeline_batches.py): `6B + 2B + 3B` (vision, audio, language; 0 to 24 images and 0 to 6
+clips of 10 s per microbatch, 4 clips in an encoder row), `0.3B + 72B`, `6B + 72B`.
 
-Rows cost what all their slots cost, and the attention of what is in them: FLOPs by layer, everything recomputed. Every
-line of the table adds to the one before; where it says encoder and language, these are language and generator:
+A row costs the linear FLOPs of all its slots and the attention of what is in it, layer by layer;
+everything is recomputed. Every line of the table adds to the one before. With `text_to_video`, read
+language for encoder, and generator for language:
 
     chain by parameters   encoder, then language, cut into stages of equal parameters; 1F1B
     chain                 cut by cost, aware of what is frozen
     parallel              encoder and language on ranks of their own; greedy schedule
     segments              all on every rank, in the chunks that take least time on another batch
-    + search              the best of greedy, 1F1B and `--rollouts` schedules of sharding/pipeline/schedules/search.py
+    + search              the best of greedy, 1F1B and `--rollouts` schedules of
+                          sharding/pipeline/schedules/search.py
     + split               backward split into input and weight gradients
-    + deferral            examples placed anew: full encoder rows, every microbatch as costly as the others
+    + deferral            examples assigned to microbatches by the planner: full encoder rows, and
+                          microbatches of equal cost
 
     lockstep       PFLOP of a step on the executor: a tick lasts as long as its longest operation
-    asynchronous   the same orders when ranks wait for nothing but what they need
-    efficiency     work of the busiest rank / lockstep, mean and worst of the seeds
-    GB             what waits on a rank, at most: inputs of chunks, tokens, gradients, and what split backwards leave to
-                   their second half; bfloat16, one replica, nothing sharded
-    gain           lockstep of the first line / that of this one; over 1F1B: asynchronous makespan of the first line,
-                   which is what others run, / lockstep of this one
+    asynchronous   PFLOP of the same orders if ranks wait only for what they need
+    efficiency     work of the busiest rank / lockstep: mean, and `worst` of the seeds
+    GB             the most that waits on a rank: inputs of chunks, tokens, gradients, and what
+                   split backwards leave for their second half; bfloat16, one replica, nothing
+                   sharded
+    gain           lockstep of the first line / lockstep of this one
+    over 1F1B      asynchronous makespan of the first line, which is what others run, / lockstep of
+                   this one
     over           lockstep / asynchronous
 
-Of what split backwards leave, a rank has room for 2 chunks of each component. Everything else may wait as it likes, or
-(`--live`) there is room for so many language microbatches and 4 encoder rows of each.
+A rank has room for what 2 split backwards of each component leave. Room for everything else is
+unlimited, or with `--live L` there is room for L language microbatches and 4 encoder rows of each
+(`text_to_video`: 2 language rows for each of L microbatches of the generator).
 
-Modes: `train_all` trains everything, `alignment` the projectors alone, `frozen_encoders` all but the towers,
-`frozen_text` the generator and what it makes of states.
+Modes: `train_all` trains everything, `alignment` the projectors alone, `frozen_encoders` everything
+but the towers, `frozen_text` the generator and its projector of states.
 
-Then search by itself (`--long 0` leaves it out), on the batches of the last line: how much longer greedy and searched
-schedules are than the best that is known, from `--long` rollouts with another seed; how much longer that is than the
-lower bound; and in how much time of one core a search comes within 2 % of it, greedy schedules included.
+The next table is about the search alone (`--long 0` leaves it out), on the batches of the last
+line: how much longer the greedy and the searched schedules are than the best known one, which
+`--long` rollouts with another seed find if the search itself does not; how much longer that one is
+than the lower bound; and how long a search, greedy schedules included, runs on one core until it is
+within 2 % of the best.
 
-Last, microbatches by themselves: by how much their standard deviation falls against random order, on 512 examples of
-log-uniform work, 4 replicas, 32 microbatches.
+The last table is about microbatches alone (family `microbatches`): by how much the standard
+deviation of their work falls against random order, on 512 examples of log-uniform work, 4 replicas,
+32 microbatches.
 
-The family `real` is lengths of real mixtures on rows that are chosen for them: benchmarks/pipeline_real.py says what
-its lines are. The others are the families `layouts` and `microbatches`.
+These tables are the families `layouts` and `microbatches`. The family `real` has lengths of real
+mixtures, on rows chosen for them: benchmarks/pipeline_real.py explains its lines.
 """
 
 from __future__ import annotations
@@ -107,12 +119,12 @@ MODELS: Mapping[str, Chains] = {
     **UNLIKE,
 }
 MODES = tuple(dict.fromkeys(mode for chains in MODELS.values() for mode in chains.modes))
-PENDING = 2  # slots of a rank for what split backwards of a component leave
-LONG = 1000  # rollouts of a search that is taken for the best
-WITHIN = 1.02  # of the best: near it
-SAMPLE_SEED = 2**40  # of the batch on which chunks are tried
+PENDING = 2  # slots on a rank, for each component, for what its split backwards leave
+LONG = 1000  # rollouts of the search whose result counts as the best known
+WITHIN = 1.02  # a schedule is near the best if it is at most this much longer
+SAMPLE_SEED = 2**40  # seed of the batch on which chunks are tried
 FAMILIES = ("layouts", "microbatches", "real")
-UNIT = 10**9  # FLOPs: durations of operations are small enough for 32 bits
+UNIT = 10**9  # FLOPs in one unit of duration, so that durations fit into 32 bits
 GENERATOR = "benchmarks.pipeline.MODELS[model].generate(seed + i, microbatches), i = 0 .. seeds - 1"
 
 
@@ -145,7 +157,11 @@ VARIANTS = (
 def layers_of(
     chains: Chains, trainable: frozenset[str], squares: Mapping[str, int]
 ) -> dict[str, list[Layer]]:
-    """Layers of all chains for rows of some squared lengths, 0 where a chain is left out."""
+    """Layers of all chains, with costs for rows whose items have these sums of squared lengths.
+
+    Args:
+      squares: by chain; 0 for a chain that is left out.
+    """
     return {
         name: [
             Layer(
@@ -169,7 +185,11 @@ def make_ring(
     cut_by: CutBy = "cost",
     chunks: Sequence[int] = (),
 ) -> Ring:
-    """Stages for the average microbatch; of segments, so many chunks per rank of every chain."""
+    """Stages cut for the average microbatch.
+
+    Args:
+      chunks: chunks on each rank, by chain, for the layout of segments.
+    """
     return partition(
         layers_of(chains, trainable, chains.squares),
         stages,
@@ -183,12 +203,12 @@ def make_ring(
 def best_chunks(
     chains: Chains, variant: Variant, mode: str, microbatches: int, stages: int
 ) -> tuple[int, ...]:
-    """Of the chunks that are tried, those with which the shortest schedule of a batch that is not measured takes least
-    time; none where none are tried."""
+    """The tried chunks whose shortest schedule, on a batch that is not measured, takes least time;
+    empty if none are tried."""
     if variant.layout != "segments" or not chains.chunks:
         return ()
     shape = (chains, variant, mode, SAMPLE_SEED, microbatches, stages)
-    blocks = [len(layers) - 2 for layers in chains.layers.values()]
+    blocks = [len(layers) - 2 for layers in chains.layers.values()]  # without stem and head
     fitting = [
         chunks
         for chunks in chains.chunks
@@ -201,7 +221,7 @@ def best_chunks(
         try:
             slots = make_slots(chains, graph)
             cost = lockstep(shortest(graph, fixed_orders(), slots, bound=least))
-        except PipelineError:  # none is shorter
+        except PipelineError:  # no schedule of these chunks is shorter than `least`
             continue
         if least is None or cost < least:
             best, least = chunks, cost
@@ -209,7 +229,7 @@ def best_chunks(
 
 
 def make_workload(chains: Chains, ring: Ring, trainable: frozenset[str], rows: Rows) -> Workload:
-    """What the chunks of a ring do in a batch."""
+    """Work of the chunks of a ring in a batch."""
     known: dict[tuple[str, int], tuple[LayerCost, ...]] = {}
 
     def costs(name: str, squares: int) -> tuple[LayerCost, ...]:
@@ -236,7 +256,7 @@ def make_graph(
     stages: int,
     chunks: Sequence[int] = (),
 ) -> Graph:
-    """Operations of a batch."""
+    """Graph of the operations of a batch."""
     trainable = chains.modes[mode]
     batch = chains.generate(seed, microbatches)
     ring = make_ring(chains, trainable, stages, variant.layout, variant.cut_by, chunks)
@@ -245,7 +265,8 @@ def make_graph(
 
 
 def make_slots(chains: Chains, graph: Graph, live: int | None = None) -> Slots:
-    """Room for `live` microbatches of the reader at a time; none: for whatever waits. Nothing keeps residuals."""
+    """Slots with room for `live` microbatches of the reader at a time; None: for all of a step. No
+    residuals are kept."""
     slots: Slots = {}
     for number, chain in enumerate(graph.ring.chains):
         rows = chains.room if chain.name in chains.read else 1
@@ -262,13 +283,13 @@ def make_schedule(
     live: int | None = None,
     rollouts: int = ROLLOUTS,
 ) -> Schedule:
-    """The schedule that a variant stands for."""
+    """Schedule of a graph by the variant's method."""
     slots = make_slots(chains, graph, live)
     return scheduler_of(variant.schedule).make(graph, slots, rollouts)
 
 
 def waiting_bytes(chains: Chains, schedule: Schedule) -> float:
-    """Bytes of the slots that a schedule needs on every rank."""
+    """Bytes of the slots that a schedule needs on every rank, in bfloat16."""
     width = chains.model.language.width
     total = 0
     for (pool, chain), count in slots_needed([schedule]).items():
@@ -285,7 +306,8 @@ def waiting_bytes(chains: Chains, schedule: Schedule) -> float:
 
 
 def _products(model: ModelConfig, name: str) -> int:
-    """Numbers of a slot that go into the matrix products of a block, and gradients of what comes out of them."""
+    """Numbers that a split backward leaves of one slot in one block: inputs of its matrix products,
+    and gradients of their outputs."""
     if name != LANGUAGE:
         tower = getattr(model, name)
         return int(9 * tower.width + tower.mlp_matrices * tower.mlp_width)
@@ -296,7 +318,7 @@ def _products(model: ModelConfig, name: str) -> int:
 
 
 def efficiency(schedule: Schedule, makespan: int) -> float:
-    """The busiest rank's work over a makespan."""
+    """Work of the busiest rank over a makespan."""
     graph = schedule.graph
     work = [0] * graph.ring.stages
     for rank, duration in zip(graph.stage, durations(schedule), strict=True):
@@ -314,7 +336,7 @@ def measure(
     live: int | None = None,
     rollouts: int = ROLLOUTS,
 ) -> dict[str, Any]:
-    """One record: means over batches."""
+    """Record of one variant: means over the batches of all seeds."""
     chains = MODELS[model]
     chunks = best_chunks(chains, variant, mode, microbatches, stages)
     found = []
@@ -361,7 +383,8 @@ def measure_search(
     rollouts: int = ROLLOUTS,
     long: int = LONG,
 ) -> dict[str, Any]:
-    """One record: how much longer schedules are than the best known, means over batches, and time to come near it."""
+    """Record of the search: how much longer schedules are than the best known one, in the mean over
+    batches, and the time that a search takes to come near it."""
     chains = MODELS[model]
     chunks = best_chunks(chains, VARIANTS[-1], mode, microbatches, stages)
     found = []
@@ -407,7 +430,7 @@ def measure_search(
 
 
 def loads_of(plan: MicrobatchPlan, work: Longs, phase: str, replicas: int) -> Longs:
-    """Work of a phase by replica and microbatch: [replicas, M]."""
+    """Work of a phase on each replica in each microbatch: [replicas, M]."""
     microbatch = plan.language if phase == LANGUAGE else plan.encoder
     cell = plan.replica.astype(np.int64) * plan.microbatches + microbatch
     return sums_by(cell, work, replicas * plan.microbatches).reshape(replicas, plan.microbatches)
@@ -416,8 +439,8 @@ def loads_of(plan: MicrobatchPlan, work: Longs, phase: str, replicas: int) -> Lo
 def measure_microbatches(
     seeds: Sequence[int], examples: int = 512, replicas: int = 4, count: int = 32
 ) -> dict[str, float]:
-    """How much more even microbatches are than in random order: ratios of standard deviations, the least of the seeds
-    and their mean."""
+    """How much more even planned microbatches are than microbatches in random order: ratios of
+    standard deviations, the mean and the least over seeds."""
     falls: dict[str, list[float]] = {"vision": [], "language": []}
     milliseconds = []
     for seed in seeds:
@@ -515,7 +538,7 @@ def main(command: Sequence[str] | None = None) -> int:
 
 
 def _layouts(options: Namespace) -> dict[str, Any]:
-    """Layouts and schedules of drawn microbatches."""
+    """Measure and print the family `layouts`: layouts and schedules on drawn microbatches."""
     seeds = range(options.seed, options.seed + options.seeds)
     shape = (seeds, options.microbatches, options.stages, options.live, options.rollouts)
     modes = options.modes or list(MODELS[options.model].modes)
@@ -535,7 +558,7 @@ def _layouts(options: Namespace) -> dict[str, Any]:
 
 
 def _real(options: Namespace, files: FileLengths | None) -> list[dict[str, Any]]:
-    """Lengths of real mixtures."""
+    """Measure and print the family `real`: lengths of real mixtures."""
     seeds = range(options.seed, options.seed + options.real_seeds)
     mixes = [*options.mixes, *([FILES] if files else [])]
     rows = []
@@ -549,7 +572,7 @@ def _real(options: Namespace, files: FileLengths | None) -> list[dict[str, Any]]
 
 
 def show(mode: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """The table of one mode."""
+    """Print the table of one mode."""
     first = rows[0]
     names = (
         "lockstep",

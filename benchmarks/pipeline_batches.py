@@ -1,9 +1,12 @@
-"""What benchmarks/pipeline.py lays into a pipeline: models of several chains, and batches with rows made in two ways.
+"""The batches and models of benchmarks/pipeline.py: models of several chains, and batches whose
+rows are made in two ways.
 
     examples --drawn_rows---> Rows     microbatches as drawn, each with feeding rows of its own
-             --planned_rows-> Rows     examples placed by the planner, feeding rows filled as microbatches run
+             --planned_rows-> Rows     examples placed by the planner, feeding rows filled in the order
+                                       in which microbatches run
 
-The rows of all chains but the last feed those of the last, their reader, as encoders feed a language model.
+The rows of all chains but the last feed the rows of the last chain, the reader, as encoders feed a
+language model.
 """
 
 from __future__ import annotations
@@ -26,8 +29,13 @@ from jaxmllm.tools.workload import MODEL as WORKLOAD_MODEL
 
 @dataclass(frozen=True)
 class Rows:
-    """What is computed, row by row: squared lengths of every row of the feeding chains, in their order, and of every
-    row of the reader; and the (chain, row) that each of the latter reads."""
+    """The rows of a batch: for every row the sum of the squared lengths of its items.
+
+    Attributes:
+      feeding: sums of the rows of each feeding chain, in the order of the chains.
+      reading: sums of the rows of the reader.
+      inputs: for each row of the reader, the (chain, row) of all feeding rows that it reads.
+    """
 
     feeding: list[list[int]]
     reading: list[int]
@@ -36,15 +44,22 @@ class Rows:
 
 @dataclass(frozen=True)
 class Chains:
-    """A model of chains that feed a last one, what may be trained of it, and its batches.
+    """A model of chains that all feed the last one, what of it may be trained, and its batches.
 
-    layers: of each chain, a stem first; the feeding ones first, their reader last.
-    slots: of a row of each chain; `squares` what its lengths squared come to on average.
-    read: by feeding chain, rows of it in an average microbatch.
-    room: of those of each chain, for every microbatch of the reader that has room.
-    tokens: that a row of each feeding chain delivers at most, as wide as the language model.
-    chunks: per rank of every chain, that are tried where all lie on every rank; none: a formula.
-    generate: batches of a seed and a number of microbatches, of which rows are made.
+    Attributes:
+      layers: layers of each chain, a stem first; feeding chains first, the reader last.
+      modes: the trained components of each mode.
+      slots: slots of a row of each chain.
+      squares: mean sum of squared item lengths in a row of each chain.
+      read: mean number of rows of each feeding chain in a microbatch.
+      room: rows of each feeding chain that have room on a rank, for each microbatch of the reader
+        that has room there.
+      tokens: the most tokens, as wide as the language model, that a row of each feeding chain
+        delivers.
+      generate: makes a batch from a seed and a number of microbatches.
+      drawn_rows, planned_rows: make the rows of a batch.
+      chunks: numbers of chunks on each rank, one for each chain, that are tried where all chains
+        are on every rank. Empty: a formula decides.
     """
 
     model: ModelConfig
@@ -66,13 +81,12 @@ class Chains:
 
 @dataclass(frozen=True)
 class Medium:
-    """Items of one size: slots of the encoder and tokens of each, how many a microbatch has at most where there is no
-    other encoder, and how many a row of the encoder holds."""
+    """Items of one size for an encoder."""
 
-    slots: int
-    tokens: int
-    most: int
-    of_row: int
+    slots: int  # of an item in the encoder
+    tokens: int  # of an item in the language sequence
+    most: int  # items in a microbatch of a model without another encoder
+    of_row: int  # items that a row of the encoder holds
 
 
 MEDIA = {
@@ -81,14 +95,15 @@ MEDIA = {
 }
 FRAME = 2  # tokens around an item
 ROW_TOKENS = 8192
-EXAMPLES = 16  # of a microbatch
-FILL = (0.85, 0.97)  # of a language row, as examples are drawn
-LEAST_TEXT = 16  # tokens of an example
+EXAMPLES = 16  # in a microbatch
+FILL = (0.85, 0.97)  # least and largest share of a language row that drawn examples fill
+LEAST_TEXT = 16  # text tokens of an example
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples in the order drawn: `microbatch`, items of every encoder and text tokens of each."""
+    """Examples in the order drawn: microbatch, number of items of every encoder and text tokens of
+    each, all [B]."""
 
     microbatch: Longs
     items: Mapping[str, Longs]
@@ -96,13 +111,13 @@ class Batch:
 
     @property
     def tokens(self) -> Longs:
-        """Of an example's language sequence."""
+        """Tokens of each example's language sequence, [B]."""
         of_media = [count * (MEDIA[name].tokens + FRAME) for name, count in self.items.items()]
         return np.sum([self.text, *of_media], axis=0)
 
 
 def generate(encoders: Sequence[str], seed: int, microbatches: int) -> Batch:
-    """Microbatches of `EXAMPLES` examples; the items of a microbatch fall to them with random shares."""
+    """Draw microbatches of `EXAMPLES` examples, which share a microbatch's items at random."""
     random = np.random.default_rng(seed)
     totals = {
         name: random.integers(0, MEDIA[name].most // len(encoders) + 1, microbatches)
@@ -128,7 +143,7 @@ def generate(encoders: Sequence[str], seed: int, microbatches: int) -> Batch:
 
 
 def drawn_rows(batch: Batch) -> Rows:
-    """Every microbatch as drawn, with encoder rows of its own."""
+    """Rows of a batch whose microbatches are as drawn, each with encoder rows of its own."""
     count = int(batch.microbatch.max()) + 1
     inputs: list[set[tuple[int, int]]] = [set() for _ in range(count)]
     feeding = []
@@ -144,7 +159,8 @@ def drawn_rows(batch: Batch) -> Rows:
 
 
 def planned_rows(model: ModelConfig, batch: Batch) -> Rows:
-    """Examples placed by `plan_microbatches`; encoder rows are filled in the order in which microbatches run."""
+    """Rows of a batch whose examples are placed by `plan_microbatches`; encoder rows are filled in
+    the order in which microbatches run."""
 
     def load(name: str, slots: Longs, capacity: int | None = None) -> PhaseLoad:
         work = sum(layer.linear(1) for layer in phase_layers(model, name))
@@ -177,7 +193,11 @@ def media_and_text(
     modes: Mapping[str, Sequence[str]],
     chunks: tuple[tuple[int, ...], ...] = (),
 ) -> Chains:
-    """A model with encoders, of which components that begin like these are trained."""
+    """The chains of a model with encoders.
+
+    Args:
+      modes: for each mode, what the names of its trained components begin with.
+    """
     *encoders, _ = make_phases(model)
     media = {name: MEDIA[name] for name in encoders}
     components = [*encoders, *(f"projector.{name}" for name in encoders), LANGUAGE]

@@ -1,32 +1,34 @@
-"""Pipelines on real mixtures: what fixed rows, stages and lockstep cost on ragged lengths. Modelled; part of
-benchmarks/pipeline.py, as its family `real`.
+"""Pipelines on real mixtures: what fixed rows, stages and lockstep cost on ragged lengths.
+Modelled; part of benchmarks/pipeline.py, as its family `real`.
 
-Lengths are those of the generator (jaxmllm/tools/workload.py) in three mixes, or of the files of `--data`; the model is
-8B with 0.6B vision and 0.6B audio, or 72B with 6B or 0.3B vision; 8 replicas. Sizes are chosen from other batches than
-those that are measured, as a run chooses them.
+Lengths are those of the generator (jaxmllm/tools/workload.py) in three mixes, or of the files of
+`--data`. The model is 8B with 0.6B vision and 0.6B audio, or 72B with 6B or 0.3B vision, on 8
+replicas. Sizes are chosen from batches other than the measured ones, as in a run.
 
-In all of them a layer runs forward once more on the way back: others keep the inputs of all layers for that, as stages
-with `remat: full` do with enough `pipeline.kept_residuals`, and with `none` nothing else.
+In all lines a layer runs forward twice, the second time in the backward pass. Others keep the
+inputs of all layers for that, and so do stages with `remat: full` and enough
+`pipeline.kept_residuals`; stages with `remat: none` need no kept residuals for it.
 
-    asynchronous 1F1B   what others run: encoder, then language, in stages of equal parameters; examples dealt by their
-                        tokens in all phases to 4 microbatches per stage. Nothing is padded, and ranks wait for nothing
-                        but what they need.
-    4 per stage         segments on `pipeline.microbatches` = 4 per stage, greedy
+    asynchronous 1F1B   what others run: encoder, then language, in stages of equal parameters;
+                        examples assigned by their tokens in all phases to 4 microbatches per stage.
+                        Nothing is padded, and ranks wait only for what they need.
+    4 per stage         segments with `pipeline.microbatches` = 4 per stage, greedy
     rows of one rank    what `auto` chooses with `phases.*.spans: [1]`
     sizes               what `auto` chooses
-    + search            and searched orders
+    + search            the same sizes, with searched schedules
 
-    lockstep      PFLOP of a step on the executor, padding included; asynchronous: of the same orders when ranks wait
-                  for nothing but what they need
-    efficiency    work of the real slots of the busiest rank (mean of the replicas) over lockstep; of the first line
-                  over its asynchronous makespan
-    over          lockstep / asynchronous of the same graph
+    lockstep      PFLOP of a step on the executor, padding included
+    asynchronous  PFLOP of the same orders if ranks wait only for what they need
+    efficiency    work of the real slots on the busiest rank (mean of the replicas) / lockstep; in
+                  the first line / its asynchronous makespan
+    over          lockstep / asynchronous, of the same graph
     fill          real slots / slots of rows
-    GB            what waits on a rank, bfloat16, nothing sharded
-    gain          asynchronous makespan of the first line / lockstep of this one, and / asynchronous of this one
-    over ideal    lockstep (of the first line asynchronous) over the work of the real slots, as its chunks compute them,
-                  shared evenly by all ranks of all replicas
-    bound         gain of a step that takes no more than that
+    GB            what waits on a rank; bfloat16, nothing sharded
+    gain          asynchronous makespan of the first line / lockstep of this one; the next column,
+                  `asynchronous`, divides by the asynchronous makespan of this one
+    over ideal    lockstep (in the first line asynchronous) / the work of the real slots, as its
+                  chunks compute them, shared evenly by all ranks of all replicas
+    bound         gain of a step that takes no longer than that work
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ from sharding.pipeline.slots import slots_needed
 
 REPLICAS: Final = 8
 SPANS: Final = (1, 2, 4, 8)  # replicas that may hold a row together
-PER_STAGE: Final = 4  # microbatches, where nothing chooses them
+PER_STAGE: Final = 4  # microbatches, unless `auto` chooses them
+# With `none` a layer runs forward twice: in its forward, and when the backward runs its chunk again
 FORWARD_TWICE: Final[Mapping[str, Remat]] = {"vision": "none", "audio": "none", LANGUAGE: "none"}
 SAMPLES: Final = 8  # batches that sizes are chosen from
 PFLOP: Final = 1e15
@@ -88,7 +91,7 @@ MIXES: Final[Mapping[str, Mapping[str, float]]] = {
     "speech": {"text": 0.3, "speech_recognition": 0.4, "spoken_question": 0.3},
 }
 FILES: Final = "files"  # the mix of `--data`
-# Components that begin so are trained.
+# Components whose names begin like this are trained
 MODES: Final[Mapping[str, tuple[str, ...]]] = {
     "train_all": ("",),
     "alignment": ("projector.",),
@@ -98,7 +101,7 @@ MODES: Final[Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Instance:
-    """What is measured: a model, its lengths, and the stages."""
+    """One measured combination: model, mix of lengths, what is trained, stages and batch size."""
 
     profile: str
     mix: str
@@ -122,7 +125,7 @@ class Instance:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Batches to choose sizes from, others to measure, and the largest item by phase."""
+    """Batches to choose sizes from, others to measure, and slots of the largest item by phase."""
 
     samples: list[BatchItems]
     batches: list[BatchItems]
@@ -143,7 +146,7 @@ OTHERS: Final = "asynchronous 1F1B"
 
 
 def generated(instance: Instance, seeds: Sequence[int]) -> Lengths:
-    """Batches of a mix."""
+    """Generated batches of the instance's mix."""
     model = instance.model
     mix = mix_for(model, MIXES[instance.mix])
 
@@ -158,7 +161,7 @@ def generated(instance: Instance, seeds: Sequence[int]) -> Lengths:
 
 
 def from_files(instance: Instance, files: FileLengths, seeds: Sequence[int]) -> Lengths:
-    """Batches of the files of a folder."""
+    """Batches drawn from the examples of a folder."""
     files = replace(files, phases=tuple(make_phases(instance.model)))
     return Lengths(
         [files.draw([1, index], instance.examples) for index in range(SAMPLES)],
@@ -173,7 +176,7 @@ def from_files(instance: Instance, files: FileLengths, seeds: Sequence[int]) -> 
 def sizing_inputs(
     instance: Instance, longest_items: Mapping[str, int], spans: tuple[int, ...]
 ) -> list[SizingInputs]:
-    """What sizes are chosen from besides samples."""
+    """The inputs, other than sampled batches, from which sizes are chosen."""
     return [
         SizingInputs(
             phase=phase,
@@ -191,7 +194,7 @@ def sizing_inputs(
 
 
 def ours(instance: Instance, lengths: Lengths, variant: str, rollouts: int) -> dict[str, Any]:
-    """Figures of one variant of ours, means over batches."""
+    """Figures of one of our variants, means over batches."""
     settings = {"stages": instance.stages, "rollouts": rollouts, **VARIANTS[variant]}
     spans = SPANS if variant in SHARING else (1,)
     if variant == "4 per stage":
@@ -230,6 +233,7 @@ def _figures(
     pipeline: PipelineSpec,
     runs: Sequence[PlannedRun],
 ) -> dict[str, Any]:
+    """Figures of one planned batch."""
     work = np.zeros(instance.stages)
     slots = dict.fromkeys(spec.phases, 0)
     for run in runs:
@@ -274,6 +278,7 @@ def others(instance: Instance, lengths: Lengths) -> dict[str, Any]:
 
 
 def _others(instance: Instance, batch: BatchItems) -> dict[str, Any]:
+    """Figures of asynchronous 1F1B on one batch."""
     count = min(PER_STAGE * instance.stages, instance.per_replica)
     examples = len(batch.examples)
     tokens = sum(sums_by(items.example, items.length, examples) for items in batch.phases.values())
@@ -305,7 +310,7 @@ def _others(instance: Instance, batch: BatchItems) -> dict[str, Any]:
         schedule = one_f_one_b(build_graph(ring, _workload(ring, costs, slots, squares, cells)))
         schedules.append(schedule)
         work += schedule.graph.rank_work / REPLICAS
-    # The replicas meet at the end of a step.
+    # The replicas meet at the end of a step, so the slowest decides.
     slowest = max(schedules, key=asynchronous)
     times = lockstep(slowest), asynchronous(slowest)
     largest = {name: int(of_cells.max()) for name, of_cells in slots.items()}
@@ -327,7 +332,8 @@ def _others(instance: Instance, batch: BatchItems) -> dict[str, Any]:
 
 
 def dealt(tokens: Longs, cells: int) -> Longs:
-    """Cell of each example [B]: the longest first, each to the lightest."""
+    """Cell (replica and microbatch) of each example, [B]: the longest example first, each to the
+    cell with the fewest tokens so far."""
     heap = [(0, number) for number in range(cells)]
     cell = np.zeros(len(tokens), np.int64)
     for example in np.argsort(-tokens, kind="stable").tolist():
@@ -344,7 +350,8 @@ def _workload(
     squares: Mapping[str, Longs],
     cells: Longs,
 ) -> Workload:
-    """Of one replica: a microbatch computes what it holds, and nothing where it holds nothing."""
+    """Work of one replica: a microbatch costs what it holds, and has no encoder row where it has no
+    media."""
     works = []
     inputs: list[list[tuple[int, int]]] = [[] for _ in cells]
     for number, chain in enumerate(ring.chains):
@@ -364,26 +371,33 @@ def _workload(
 
 
 def slot_work(costs: ChainCosts, slots: Any, squares: Any) -> Any:
-    """[4, D, M] FLOPs of M rows, in the order of `ChainCosts.linear`, when slots without data cost nothing.
+    """[4, D, M] FLOPs of M rows, in the order of `ChainCosts.linear`, if slots without data cost
+    nothing.
 
     Args:
-      slots: [M] with data.
-      squares: [1, M] of the lengths of their items.
+      slots: [M] slots with data.
+      squares: [1, M] sums of the squared lengths of their items.
     """
     linear = costs.linear[0][:, :, None].astype(float) * slots / costs.capacity
     return linear + costs.attention[0][:, :, None].astype(float) * squares[0] / costs.capacity**2
 
 
 def rank_work(of_rows: Any, stages: Sequence[int], count: int, last_is_fused: bool) -> Any:
-    """[S] FLOPs of every rank: a chunk's forward pass, and all of its backward pass."""
+    """[S] FLOPs of every rank, forward and backward, from the [4, D, M] FLOPs of rows.
+
+    Args:
+      stages: [D] the rank of each chunk.
+      count: S.
+      last_is_fused: the last chunk has one operation for both passes, so its forward runs once.
+    """
     of_chunks = of_rows.sum(axis=(0, 2))
     if last_is_fused and of_rows[1:, -1].any():
-        of_chunks[-1] -= of_rows[0, -1].sum()  # computed once, in the backward pass
+        of_chunks[-1] -= of_rows[0, -1].sum()  # its backward already counts the forward
     return np.bincount(stages, of_chunks, count)
 
 
 def waiting_gb(model: ModelConfig, schedule: Schedule, capacities: Mapping[str, int]) -> float:
-    """What the slots that a schedule needs hold on a rank; nothing is split backward."""
+    """GB of the slots that a schedule needs on a rank, in bfloat16. No backward is split."""
     total = 0
     for (pool, number), count in slots_needed([schedule]).items():
         name = schedule.graph.ring.chains[number].name
@@ -418,7 +432,7 @@ def instances(
     stages: Sequence[int],
     per_replica: Sequence[int],
 ) -> Iterator[Instance]:
-    """Every combination whose mix the model has encoders for."""
+    """Every combination, except the mix `speech` with models that have no audio encoder."""
     for profile in profiles:
         encoders = PROFILES[profile].encoders
         for mix in mixes:
@@ -437,7 +451,7 @@ def measure_real(
     files: FileLengths | None,
     variants: Sequence[str] = tuple(VARIANTS),
 ) -> list[dict[str, Any]]:
-    """A record for what others run, and for each variant."""
+    """Records of one instance: one for what others run, and one for each of our variants."""
     if instance.mix == FILES:
         assert files is not None
         lengths = from_files(instance, files, seeds)
@@ -467,7 +481,7 @@ def measure_real(
 
 
 def show_real(rows: Sequence[Mapping[str, Any]]) -> None:
-    """The table of one instance."""
+    """Print the table of one instance."""
     first = rows[0]
     columns = ("lockstep", "asynchronous", "over_asynchronous", "efficiency")
     table = [

@@ -1,16 +1,19 @@
-"""What a planned pipeline is worth in seconds: whole training steps in two stages on two processes, on this machine.
+"""What a planned pipeline is worth in seconds: whole training steps in two stages on two processes,
+on this machine.
 
     python -m benchmarks.pipeline_step --config configs/quickstart.yaml [--stages 2] [--steps 20] [key=value ...]
 
-Every process has one CPU device and, where the system lets it, one core of its own: one stage. The plans, the first the
-yardstick, train on the same batches and take turns step by step, so that a slow moment of the machine touches all.
-Rows and tables are on the devices before the clock starts. `by FLOPs` is the ratio of the FLOPs of the schedules,
-tick by tick those of the slowest stage, rows' padding included; `idle` the share of the stages' time that the
-schedule leaves them waiting, also predicted.
+Every process has one CPU device and, if the system allows it, one core of its own: one stage. The
+plans, of which the first is the yardstick, train on the same batches and take turns step by step,
+so that a slow moment of the machine affects all. Rows and tables are on the devices before the
+clock starts. `by FLOPs` is the ratio of the FLOPs of the schedules: the sum over ticks of the FLOPs
+of the slowest stage, padding of rows included. `idle` is the share of the stages' time in which the
+schedule lets them wait, also predicted.
 
-Before any plan runs, another one (`CALIBRATION`) is timed on other batches as `jaxmllm calibrate` does: start of a run,
-a tick besides its operations, a FLOP, and what a step takes besides its gradients. `predicted` are the seconds that
-these make of the plans' FLOPs and ticks, and their ratio.
+Before any plan runs, another one (`CALIBRATION`) is timed on other batches, as `jaxmllm calibrate`
+does: the start of a run, a tick without its operations, a FLOP, and what a step takes in addition
+to its gradients. `predicted [s]` are the seconds that follow from these and from the FLOPs and
+ticks of a plan; `predicted` is their ratio.
 """
 
 from __future__ import annotations
@@ -58,24 +61,24 @@ PLANS: dict[str, dict[str, Any]] = {
     },
 }
 YARDSTICK = "chain 1F1B"
-# None of those that are compared, and no schedule of theirs
+# Differs from all plans that are compared, in its schedule, too
 CALIBRATION: dict[str, Any] = {"layout": "chain", "schedule": "gpipe", "deferral": False}
 CALIBRATED_STEPS = 2
-WARM_UP = 2  # steps, not counted
+WARM_UP = 2  # first steps, not counted
 GENERATOR = "the batches of the run after those that its sizes were chosen from"
 Measured = dict[str, dict[str, list[float]]]
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The programs of a plan, and the steps that they run."""
+    """The programs of a plan, and the filler of the rows that they run."""
 
     programs: StagedPrograms
     filler: StepFiller
 
     @staticmethod
     def make(config: Config, inputs: RunInputs, plan: dict[str, Any]) -> Planned:
-        """As a run with these keys of `pipeline` would have them."""
+        """Build them as a run with the keys `plan` of `pipeline` would."""
         pipeline = config.pipeline.model_copy(update=plan)
         programs, sizes = make_programs(config.model_copy(update={"pipeline": pipeline}), inputs)
         assert sizes is not None, "a pipeline has at least two stages"
@@ -87,19 +90,20 @@ class Planned:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What a step takes: its gradients by their terms, and what else it does, in seconds."""
+    """Calibrated times of a step: the terms of its gradients, and the seconds of all else it
+    does."""
 
     gradients: TickTimes
     rest: float
 
     def seconds(self, statistics_: Mapping[str, float]) -> float:
-        """What a step of these statistics is predicted to take."""
+        """Predicted seconds of a step with these statistics."""
         names = ("cost", "ticks", "runs")
         return self.rest + self.gradients.seconds(*(statistics_[f"pipeline/{n}"] for n in names))
 
 
 def calibrate(config: Config, inputs: RunInputs, repeats: int) -> StepTimes:
-    """Time another plan than those that are compared, on batches of its own."""
+    """Time a plan that is not compared, on batches that no plan is measured on."""
     planned = Planned.make(config, inputs, CALIBRATION)
     programs = planned.programs
     first = len(inputs.samples)
@@ -111,21 +115,23 @@ def calibrate(config: Config, inputs: RunInputs, repeats: int) -> StepTimes:
     state = programs.init(config.run.seed)
     terms = measure_ticks(programs, state.params, steps, repeats, together)
     rests = []
-    for host in [steps[0], *steps * repeats]:  # the first compiles, and does not count
+    for host in [steps[0], *steps * repeats]:  # the first step compiles, and does not count
         batch = programs.put(host)
         jax.block_until_ready(batch.runs)
         gradients = call_seconds(partial(programs.gradients, state.params, batch), together)
         whole = call_seconds(partial(programs.train, state, batch), together)
-        # The step donates it; what makes the next is no part of the next gradients
+        # The step donates its state; wait for the new one, or its making would count as gradients
         state = jax.block_until_ready(programs.init(config.run.seed))
         rests.append(whole - gradients)
     return StepTimes(terms, max(0.0, statistics.median(rests[1:])))
 
 
 def measure(config: Config, plans: Sequence[str], steps: int, repeats: int) -> Measured:
-    """By plan: seconds of every step, those predicted, its predicted cost and idle share, and what planning it took.
+    """For every plan and step: seconds, predicted seconds, predicted cost, idle share and ticks,
+    and milliseconds of planning.
 
-    The predictions are made of a plan that is timed first, in so many rounds.
+    Args:
+      repeats: rounds of the calibration from which seconds are predicted.
     """
     inputs = prepare(config, make_mesh(config.mesh_sizes, spans=mesh_spans(config)))
     times = calibrate(config, inputs, repeats)
@@ -160,7 +166,8 @@ def measure(config: Config, plans: Sequence[str], steps: int, repeats: int) -> M
 
 
 def summarise(measured: Measured) -> list[dict[str, Any]]:
-    """One record a plan: quartiles of its seconds and of the yardstick's over its own, and what was predicted."""
+    """One record per plan: quartiles of its seconds and of the yardstick's seconds over its own,
+    and the predictions."""
     first = next(iter(measured.values()))
     return [
         {

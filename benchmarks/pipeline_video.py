@@ -1,9 +1,11 @@
-"""Text to video in a pipeline: captions go through a language model, and a diffusion transformer reads its states. Part
-of benchmarks/pipeline.py, as its model `text_to_video`.
+"""Text to video in a pipeline: captions go through a language model, and a diffusion transformer
+reads its states. Part of benchmarks/pipeline.py, as its model `text_to_video`.
 
-The decoder of 8B and the transformer of benchmarks/diffusion.py, captions and seconds of clips as there; frames have
-the area of 256 x 256 pixels. Clips are drawn one after another, and a microbatch takes them as long as it has no more
-than 8 of them and 16 s. Only the generator has a loss (`objective.language.weight: 0`), so the decoder has no head.
+The decoder of 8B and the transformer are those of benchmarks/diffusion.py, and so are the captions
+and the seconds of clips; frames have the area of 256 x 256 pixels. Clips are drawn one after
+another, and a microbatch takes them until it would have more than 8 of them, more than 16 s, or
+more slots than a row. Only the generator has a loss (`objective.language.weight: 0`), so the
+decoder has no head.
 """
 
 from __future__ import annotations
@@ -32,17 +34,18 @@ from jaxmllm.balance.costs.flops import Layer, phase_layers
 from jaxmllm.balance.stages.microbatches import PhaseLoad, plan_microbatches
 from jaxmllm.phases import LANGUAGE
 
-MOST_CLIPS = 8  # of a microbatch, as drawn
+MOST_CLIPS = 8  # in a drawn microbatch
 MOST_FRAMES = 16 * FRAME_RATE
-FRAME_SLOTS = (min(CLIP_SIDES) // SIDE) ** 2  # of the frames of a slot
+FRAME_SLOTS = (min(CLIP_SIDES) // SIDE) ** 2  # slots for each `FRAMES` frames
 ROW_TEXT = 1024  # tokens of a row of the decoder
-ROW_SLOTS = MOST_FRAMES // FRAMES * FRAME_SLOTS + ROW_TEXT  # of the generator
-CAPTIONS, CLIPS = 10, 3  # of an average row of the decoder, and of the generator
+ROW_SLOTS = MOST_FRAMES // FRAMES * FRAME_SLOTS + ROW_TEXT  # slots of a row of the generator
+CAPTIONS, CLIPS = 10, 3  # items of an average row of the decoder, and of the generator
 
 
 @dataclass(frozen=True)
 class Clips:
-    """Clips in the order drawn: `microbatch`, slots of latents and tokens of the caption of each."""
+    """Clips in the order drawn: microbatch, slots of latents and caption tokens of each, all
+    [N]."""
 
     microbatch: Longs
     latents: Longs
@@ -50,17 +53,17 @@ class Clips:
 
     @property
     def text(self) -> Longs:
-        """Of a clip's language sequence."""
+        """Tokens of each clip's language sequence, [N]."""
         return self.caption + FRAME_TOKENS
 
     @property
     def slots(self) -> Longs:
-        """That the generator has of a clip: latents and the states that it reads."""
+        """Slots of each clip in the generator, [N]: latents, and the states that it reads."""
         return self.latents + self.caption
 
 
 def generate(seed: int, microbatches: int) -> Clips:
-    """Microbatches that take clips in the order drawn, each until the next clip has no room."""
+    """Draw clips; each microbatch takes them in that order until the next clip has no room."""
     random = np.random.default_rng(seed)
     placed: list[tuple[int, int, int]] = []
     number, clips, frames, slots = 0, 0, 0, 0
@@ -77,13 +80,14 @@ def generate(seed: int, microbatches: int) -> Clips:
 
 
 def drawn_rows(batch: Clips) -> Rows:
-    """Every microbatch as drawn, with rows of the decoder of its own."""
+    """Rows of a batch whose microbatches are as drawn, each with decoder rows of its own."""
     count = int(batch.microbatch.max()) + 1
     return _rows(batch, np.argsort(batch.microbatch, kind="stable"), batch.microbatch, count, True)
 
 
 def planned_rows(batch: Clips) -> Rows:
-    """Clips placed by `plan_microbatches`; rows of the decoder are filled in the order in which microbatches run."""
+    """Rows of a batch whose clips are placed by `plan_microbatches`; decoder rows are filled in the
+    order in which microbatches run."""
     plan = plan_microbatches(
         {LANGUAGE: PhaseLoad(batch.text * _work(LANGUAGE, batch.text), batch.text)},
         PhaseLoad(batch.slots * _work(DIFFUSION, batch.slots), batch.slots, ROW_SLOTS),
@@ -96,14 +100,20 @@ def planned_rows(batch: Clips) -> Rows:
 
 
 def _work(phase: str, lengths: Longs) -> Longs:
-    """FLOPs of a slot of items of some lengths."""
+    """FLOPs of one slot of each item, given the items' lengths: [N]."""
     linear = sum(layer.linear(1) for layer in LAYERS[phase])
     return linear + sum(layer.attention((1, 0)) for layer in LAYERS[phase]) * lengths
 
 
 def _rows(batch: Clips, order: Longs, microbatch: Longs, count: int, apart: bool) -> Rows:
-    """Captions in rows of the decoder, one after another in some order; apart: no row has captions of several
-    microbatches."""
+    """Rows of clips, whose captions fill rows of the decoder one after another.
+
+    Args:
+      order: the order in which captions are taken.
+      microbatch: microbatch of each clip.
+      count: number of microbatches.
+      apart: whether each row has captions of one microbatch only.
+    """
     inputs: list[set[tuple[int, int]]] = [set() for _ in range(count)]
     feeding: list[int] = []
     filled, last = ROW_TEXT, -1
@@ -119,13 +129,15 @@ def _rows(batch: Clips, order: Longs, microbatch: Longs, count: int, apart: bool
 
 
 def _language_layers() -> tuple[Layer, ...]:
-    """Without the head: what follows the blocks is a norm."""
+    """Layers of the decoder, with a last layer that costs nothing: only a norm follows the
+    blocks."""
     *layers, head = phase_layers(MODEL, LANGUAGE)
     return (*layers, replace(head, parameters=0, products=()))
 
 
 def _generator_layers() -> tuple[Layer, ...]:
-    """What makes states and patches into slots of the blocks is one stem."""
+    """Layers of the generator, with the projector of states and the stem of patches merged into one
+    stem."""
     projector, stem, *blocks = phase_layers(MODEL, DIFFUSION)
     products = (*projector.products, *stem.products)
     parameters = projector.parameters + stem.parameters
