@@ -1,23 +1,28 @@
-"""What the programs of omni models send and keep, compiled for H100s that are not there, beside what they must send.
+"""What programs of omni models send and keep, compiled for H100s that are not there, next to what
+they must send.
 
     python -m benchmarks.ahead --json ahead.json                       all of it, a good half hour on two cores
     python -m benchmarks.ahead --model 84B --mesh "data x fsdp" [--only language_loss_and_grad]
         [--reduce-dtype float32 compute] [--reduce microbatch step] [--remat full "[attention, mlp]"]
 
-Models of benchmarks/omni.py in bfloat16, on 64 and on 2,560 devices, with rows of 8,192 tokens, 16,384
-patches and 8,192 frames. Needs no GPU, but `pip install 'jaxmllm[ahead]'`; without it says so in a
-line and exits with 2. What cannot be run or compiled is a line of the JSON's `failed`, and then it exits with 1.
+Models are those of benchmarks/omni.py in bfloat16, on 64 and on 2,560 devices, with rows of 8,192
+tokens, 16,384 patches and 8,192 frames. Needs no GPU, but `pip install 'jaxmllm[ahead]'`; without it
+says so in a line and exits with 2. A setting or program that does not compile becomes a line of the
+JSON's `failed`, and the command exits with 1.
 
-The JSON's `rows` have one record for every program, and every operation and axes of the mesh along which it sends
-something or must:
+The JSON's `rows` have one record for every program, and every operation and axes of the mesh along
+which the program sends something or must:
 
-    bytes             that a device sends in a ring, in all places and trips of loops
-    needed_bytes      likewise what must be sent, by the count of `needed_bytes`; none where the data decide
+    bytes             bytes that a device sends in a ring, summed over all places and trips of loops
+    needed_bytes      bytes that a device must send in a ring, as `needed_bytes` counts them; null
+                      where the data decide
     by_type           `bytes` by element type
-    exact             whether all loops have a known number of trips; others count once
-    temporary_gb      of the program, on one device
+    exact             whether all loops have a known number of trips; a loop with an unknown number
+                      counts once
+    temporary_gb      temporary memory of the program on one device
     resident_gb       what a device holds between programs: state, gradients, pools
-    fallbacks         what did not become what was asked
+    fallbacks         lines on what programs use in place of what was asked: slower attention,
+                      another exchange
 """
 
 from __future__ import annotations
@@ -63,7 +68,8 @@ Kind = tuple[str, tuple[str, ...]]  # operation, axes
 
 CHIP: Final = "h100"
 DEVICES: Final = {"7B": 64, "84B": 2560}
-# By model: mesh, and what else a config says. All axes of 84B hold a factor of 5 in `data`: widths have none.
+# By model and name of a mesh: sections of the config. The factor 5 of the 2,560 devices of 84B is
+# always in `data`, because no width is a multiple of 5.
 MESHES: Final[Mapping[str, Mapping[str, dict[str, Any]]]] = {
     "7B": {
         "fsdp": {"mesh": {"data": 1, "fsdp": 64}},
@@ -101,18 +107,18 @@ GENERATOR: Final = "jaxmllm.tools.workload.generate([seed, i], 2 examples a devi
 
 
 class Setting(NamedTuple):
-    """What is compiled."""
+    """A combination whose programs are compiled."""
 
     model: str
     mesh: str
     remat: str = "full"  # as in YAML
-    reduce_dtype: str = "float32"  # in which gradients travel
-    reduce: str = "microbatch"  # when they do
+    reduce_dtype: str = "float32"  # type in which gradients are sent
+    reduce: str = "microbatch"  # when gradients are sent
 
     def config(self) -> Config:
         sections = dict(MESHES[self.model][self.mesh])
         spans = sections.pop("spans", [1])
-        # Towers take whole images into a rank
+        # Rows of towers hold whole images on one rank; only language rows are shared
         of_phase = {phase: [1] for phase in CAPACITIES} | {LANGUAGE: spans}
         phases = {
             phase: {"capacities": [slots], "spans": of_phase[phase]}
@@ -133,19 +139,20 @@ class Setting(NamedTuple):
 
 
 def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | None:
-    """What a program must send at least, in bytes of one device in a ring, by operation and axes of
+    """Bytes that one device must send at least for a program, in a ring, by operation and axes of
     the mesh. None where the data decide: exchanges of media, and pipelines.
 
-    * Weights are gathered over the axes that split them between uses, in the type of the
-      computation: those of layers once in the forward pass and once in the backward pass, all others
-      (embedding, head, projector) once.
+    * Weights are gathered over the axes that shard them between uses, in the type of the
+      computation: those of layers once in the forward pass and once in the backward pass, all
+      others (embedding, head, projector) once.
     * Gradients leave a backward pass by a reduce-scatter over the same axes, in the type of the
-      computation, for there each rank's own is of that type; adding microbatches in float32 sends
-      nothing. Over replicas they are added once a step, in float32, as shards: in `add_replicas`.
-      With `reduce: step` these sums, in float32, also go to the shards there, and none before.
-    * Rows of several parts gather keys and values of all of their layers, once in each pass, and
-      reduce-scatter their gradients once.
-    * Axes that split layers inside (`tensor`) add activations up twice a layer in each pass, once
+      computation, because each rank's own gradient has that type; adding microbatches in float32
+      sends nothing. Over replicas they are added once per step, in float32, as shards, by
+      `add_replicas`. With `reduce: step` that program also scatters the sums, in float32, to the
+      shards, and no program does so before.
+    * Rows of several parts gather keys and values of all their layers once in each pass, and
+      reduce-scatter the gradients of these once.
+    * Axes that split layers inside (`tensor`) add up activations twice per layer in each pass, once
       after the lookup of tokens and once before the backward pass of the head.
     """
     if not isinstance(programs, PhasedPrograms) or name.function in HOPS:
@@ -155,6 +162,7 @@ def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | N
     needed: dict[Kind, float] = defaultdict(float)
 
     def send(operation: str, layout: Layout, axes: Sequence[str], size: float) -> None:
+        """Count an operation on `size` bytes, unless it has one device along the axes."""
         count = math.prod(layout.mesh.shape[axis] for axis in axes)
         if size and count > 1:
             split = tuple(axis for axis in axes if layout.mesh.shape[axis] > 1)
@@ -192,13 +200,13 @@ def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | N
     layout = settings.layout
     shapes = getattr(model.config, name.subject)
     stride = getattr(shapes, "stem_stride", 1)
-    tokens = name.capacity * name.span / stride  # of the row
+    tokens = name.capacity * name.span / stride  # of the whole row, on all ranks that hold it
     keys_and_values = tokens * model.key_value_bytes(name.subject) / layout.size("kv_heads")
     parts = layout.mesh_axes("sequence")
     send("all-gather", layout, parts, passes * keys_and_values)
     send("reduce-scatter", layout, parts, backward * keys_and_values)
     activations = tokens / layout.parts * shapes.width * jnp.dtype(settings.dtype).itemsize
-    sums = 2 * shapes.layers + (name.subject == LANGUAGE)
+    sums = 2 * shapes.layers + (name.subject == LANGUAGE)  # head, lookup: one sum each
     send("all-reduce", layout, layout.mesh_axes("mlp"), passes * sums * activations)
     return dict(needed)
 
@@ -207,7 +215,8 @@ def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | N
 
 
 def resident_bytes(programs: Programs) -> int:
-    """What a device holds between programs: parameters and moments, gradients, and one pool of each kind."""
+    """Bytes that a device holds between programs: parameters and moments, gradients, and one pool
+    of each kind."""
     pools = getattr(programs, "pools", {})
     gradients = getattr(programs, "accumulators", programs.trained)
     return sum(
@@ -219,7 +228,8 @@ def resident_bytes(programs: Programs) -> int:
 def rows_of(
     facts: Mapping[str, Any], checked: CheckedProgram, needed: dict[Kind, float] | None
 ) -> list[dict[str, Any]]:
-    """One record for every operation and axes of a program, those that send most first."""
+    """The records of a program, one for every operation and axes, in falling order of bytes
+    sent."""
     sent: dict[Kind, dict[str, float]] = {}
     exact: dict[Kind, bool] = {}
     for transfer in checked.transfers:
@@ -249,7 +259,7 @@ def rows_of(
 def measure(
     setting: Setting, chip: Chip, only: Sequence[str] | None, seed: int
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The records of one model on one mesh, each printed when its program is compiled, and a line for each program
+    """The records of one setting, printed as each program is compiled; and a line for each program
     that does not compile."""
     config = setting.config()
     devices = target_mesh(config, chip, DEVICES[setting.model])
@@ -334,7 +344,7 @@ def main(command: Sequence[str] | None = None) -> int:
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table for every setting."""
+    """Print a table for every setting."""
     tables: dict[str, list[list[Any]]] = {}
     for row in rows:
         title = (

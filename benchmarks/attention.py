@@ -3,14 +3,14 @@ its visible tiles.
 
     python -m benchmarks.attention [--json PATH]
 
-Rows are the `packed` ones of benchmarks/context.py: documents of the workload generator, their
+Rows are the `packed` ones of benchmarks/context.py: documents of the workload generator, with
 images and clips seen in both directions; float32, 8 query and 4 key heads of size 64. The dense
 form is jax.nn.dot_product_attention with the whole mask; it is left out where its logits do not
-fit. `of peak` is the rate of floating-point operations in visible tiles as a share of a large
-matrix product's, in the same run; `pairs` the share of visible query-key pairs in those tiles,
-`difference` the largest one from the dense output.
+fit. `of peak` is the rate of floating-point operations in visible tiles, as a share of the rate of
+a large matrix product in the same run. `pairs` is the share of the query-key pairs in these tiles
+that are visible, `difference` the largest difference from the dense output.
 
-The second table holds rows of equal length whose documents are ever longer, and the line that fits
+The second table has rows of equal length with longer and longer documents, and the line that fits
 their cost: seconds = constant + slope * tiles. It is left out where fewer than three lengths of
 documents fit into a row.
 """
@@ -37,10 +37,10 @@ from jaxmllm.tools.output import print_table, write_json
 HEADS = 8
 KEY_HEADS = 4
 SIZE = 64
-DENSE_BYTES = 2**30  # largest array of logits for which the dense form is run
+DENSE_BYTES = 2**30  # the dense form is run if its logits take at most this
 MATMUL = 2048
-FORWARD_FLOPS = 4 * HEADS * SIZE  # of a query-key pair: logits and weighted sum
-BACKWARD_FLOPS = 10 * HEADS * SIZE  # logits again, and four products
+FORWARD_FLOPS = 4 * HEADS * SIZE  # for each query-key pair: logits and weighted sum
+BACKWARD_FLOPS = 10 * HEADS * SIZE  # for each pair: logits again, and four products
 PASSES = {"forward": FORWARD_FLOPS, "training": FORWARD_FLOPS + BACKWARD_FLOPS}
 TIMES = ["x faster", "of peak"]
 COLUMNS = [
@@ -56,20 +56,20 @@ COLUMNS = [
 ]
 SLOPE_SLOTS = 16384
 SLOPE_DOCUMENTS = (512, 1024, 2048, 4096, 8192, 16384)
-LEAST_LENGTHS = 3  # of documents: any line fits two
+LEAST_LENGTHS = 3  # lengths of documents to fit a line to: two always fit one
 GENERATOR = (
     "numpy default_rng([seed, slots]): `packed` rows of benchmarks/context.py, normal q, k, v"
 )
 
 
 def visible_pairs(ids: TokenIds) -> np.ndarray:
-    """[C, C] bool, the mask of a row."""
+    """[C, C] bool: which key (column) each query (row) sees."""
     pairs: np.ndarray = visible(ids.map(lambda column: column[:, None]), ids)
     return pairs
 
 
 def make_mask(ids: TokenIds, block: int) -> tuple[Mask, int, int]:
-    """The mask of one row, and how many tiles it has: visible, and wholly visible."""
+    """The mask of one row, and its numbers of visible tiles and of wholly visible ones."""
     tiles = visible_tiles(ids, block)
     lists = tile_lists(tiles, len(ids.document) // block, len(ids.document) // block)
     mask = Mask(ids, ids, lists.queries, lists.keys)
@@ -85,7 +85,7 @@ def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array
 
 
 def programs(function: Callable[..., jax.Array], *inputs: Any) -> dict[str, Callable[[], Any]]:
-    """The compiled forward pass, and the forward and backward pass for q, k and v."""
+    """Jitted calls of the forward pass, and of the forward and backward pass for q, k and v."""
 
     def loss(*inputs: Any) -> tuple[jax.Array, jax.Array]:
         out = function(*inputs)
@@ -112,11 +112,12 @@ def matmul(random: np.random.Generator) -> Callable[[], Any]:
 
 
 def measure(seed: int, slots: int, blocks: list[int], repeats: int) -> list[dict[str, Any]]:
-    """One record per block size, and one for the dense form where it fits; timed in the same rounds."""
+    """One record per block size, and one for the dense form where it fits, all timed in the same
+    rounds."""
     random = np.random.default_rng([seed, slots])
     ids = packed(random, slots)
     q, k, v = random_inputs(random, slots)
-    forms: dict[int, dict[str, Callable[[], Any]]] = {}
+    forms: dict[int, dict[str, Callable[[], Any]]] = {}  # by block; 0 is the dense form
     tiles: dict[int, int] = {}
     for block in blocks:
         mask, tiles[block], _ = make_mask(ids, block)
@@ -157,8 +158,8 @@ def measure(seed: int, slots: int, blocks: list[int], repeats: int) -> list[dict
 
 
 def measure_slope(seed: int, slots: int, block: int, repeats: int) -> dict[str, Any] | None:
-    """Cost of rows of one length by their visible tiles, and the line through it; None where too few lengths of
-    documents fit."""
+    """Seconds of rows of one length against their visible tiles, and the line fitted to these; None
+    where too few lengths of documents fit."""
     lengths = [length for length in SLOPE_DOCUMENTS if length <= slots]
     if len(lengths) < LEAST_LENGTHS:
         return None

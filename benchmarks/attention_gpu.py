@@ -2,14 +2,15 @@
 
     python -m benchmarks.attention_gpu [--slots 8192 16384 32768 65536] [--room 144] [--json PATH]
 
-One bfloat16 row holds documents of equal length: causal ones under the heads of a decoder (32 of queries and 8 of keys,
-size 128), or images that see themselves in both directions under those of a tower (16, size 64).
-As `packed`, cuDNN is told where they lie (`attention: cudnn`); as `cudnn` it gets each as a row of its own, so that it
-sees the same pairs. `TFLOP/s` counts the tiles that
-hold a visible pair, with two matrix products per tile forward and five backward, whatever else a
-kernel computes. `error` is the norm of the difference from float32 over the norm of what float32
-gives, the largest of dq, dk and dv in `backward`; `same bits` says whether a second call gives the very same numbers.
-Without a GPU it says so and exits with 2.
+One bfloat16 row holds documents of equal length: causal ones with the heads of a decoder (32 of
+queries and 8 of keys, size 128), or images, seen in both directions, with those of a tower (16,
+size 64). The kernel `packed` is cuDNN reading the row with the places of its documents (`attention:
+cudnn`); `cudnn` gets each document as a row of its own, so that it sees the same pairs. `TFLOP/s`
+counts the tiles that hold a visible pair, with two matrix products per tile forward and five
+backward, whatever else a kernel computes. `error` is the norm of the difference from the float32
+result over the norm of that result, in `backward` the largest of dq, dk and dv. `same bits` says
+whether a second call gives exactly the same numbers. Without a GPU the command says so and exits
+with 2.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from jaxmllm.tools.output import print_table, write_json
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the heads that are measured, and of the attention's blocks."""
+    """Heads and attention blocks that are measured."""
 
     heads: int = 32
     key_heads: int = 8
@@ -53,14 +54,14 @@ class Shape:
 SHAPES = {"decoder": Shape(), "tower": Shape(heads=16, key_heads=16, size=64, causal=False)}
 SLOTS = (8192, 16384, 32768, 65536)
 DOCUMENTS = {"decoder": (1, 8), "tower": (8,)}
-CALLS = 5  # one after another per time taken, so that the host's share of a call is hidden
+CALLS = 5  # calls per time taken, one after another, which hides the host's share of a call
 REPEATS = {
     "gpu": 7,
     "packed": 7,
     "cudnn": 7,
     "jax": 1,
-}  # times, of which the median counts; the JAX kernel takes seconds
-FLOPS = {"forward": 4, "backward": 10}  # per visible pair and number of a head
+}  # times of which the median is taken; the JAX kernel takes seconds
+FLOPS = {"forward": 4, "backward": 10}  # per visible pair, for each element of a head
 COLUMNS = ["heads", "slots", "documents", "tiles", "kernel"]
 OF_DIRECTION = ("ms", "TFLOP/s", "error", "same bits")
 COLUMNS += [f"{direction} {column}" for direction in FLOPS for column in OF_DIRECTION]
@@ -73,7 +74,11 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 def equal_documents(
     slots: int, documents: int, block: int, causal: bool = True, room: int = 0
 ) -> tuple[Mask, int]:
-    """The mask of one row of documents, with room for at least so many, and its number of visible tiles."""
+    """The mask of one row of equal documents, and its number of visible tiles.
+
+    Args:
+      room: documents that the mask has room for, if more than there are.
+    """
     segments = np.repeat(np.arange(1, documents + 1, dtype=np.int32), slots // documents)
     ids = causal_ids(segments) if causal else item_ids(segments)
     tiles = visible_tiles(ids, block)
@@ -84,7 +89,7 @@ def equal_documents(
 
 
 def attends(mask: Mask, documents: int) -> dict[str, Attend]:
-    """What is measured, by name."""
+    """The measured kernels by name, for a row of this mask."""
 
     def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         rows = (x.reshape(documents, -1, *x.shape[2:]) for x in (q, k, v))
@@ -102,7 +107,7 @@ def attends(mask: Mask, documents: int) -> dict[str, Attend]:
 
 
 class Passes(NamedTuple):
-    """A kernel, compiled alone for inputs of some shapes."""
+    """A kernel's compiled passes for inputs of some shapes."""
 
     forward: Callable[..., Any]
     vjp: Callable[..., Any]
@@ -111,22 +116,24 @@ class Passes(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one kernel."""
+    """Times and results of one kernel."""
 
     seconds: dict[str, float]  # medians of the forward and the backward pass
-    same_bits: dict[str, bool]  # of two calls
+    same_bits: dict[str, bool]  # whether two calls agree in every bit, by pass
     results: list[np.ndarray]  # out, dq, dk and dv
 
 
 def compile_all(cells: Sequence[tuple[Attend, Inputs]]) -> list[Passes | Exception]:
-    """What each kernel comes to, or why it does not; XLA compiles them side by side."""
+    """The compiled passes of each kernel, or the error that kept it from compiling. All kernels are
+    compiled concurrently."""
 
     def of_cell(cell: tuple[Attend, Inputs]) -> Passes | Exception:
         attend, (*qkv, d_out) = cell
         try:
             forward = jax.jit(attend).lower(*qkv).compile()
             vjp = jax.jit(lambda *qkv: jax.vjp(attend, *qkv)).lower(*qkv).compile()
-            _, pullback = vjp(*qkv)  # another trace of it would be of another type
+            # From a call: tracing the vjp again would give a pullback of another pytree type
+            _, pullback = vjp(*qkv)
             backward = jax.jit(lambda pullback, d_out: pullback(d_out)).lower(pullback, d_out)
             return Passes(forward, vjp, backward.compile())
         except Exception as error:  # a kernel that this machine does not have
@@ -137,7 +144,7 @@ def compile_all(cells: Sequence[tuple[Attend, Inputs]]) -> list[Passes | Excepti
 
 
 def measure(passes: Passes | Exception, inputs: Inputs, repeats: int) -> Measured:
-    """Times and results of both passes; raises what kept them from being compiled."""
+    """Times and results of both passes. Raises the error that kept them from compiling."""
     if isinstance(passes, Exception):
         raise passes
     *qkv, d_out = inputs
@@ -167,11 +174,12 @@ def _median_seconds(call: Callable[[], Any], repeats: int) -> float:
             result = call()
         jax.block_until_ready(result)
         times.append((time.perf_counter() - start) / CALLS)
-    return statistics.median(times[1:])  # the first warms up
+    return statistics.median(times[1:])  # the first one warms up
 
 
 def in_float32(mask: Mask, inputs: Inputs) -> list[np.ndarray]:
-    """Out, dq, dk and dv of the JAX kernel; by default a GPU would round products of float32 to tf32."""
+    """Out, dq, dk and dv of the JAX kernel in float32, at the highest precision: by default a GPU
+    rounds float32 products to tf32."""
     *qkv, d_out = (x.astype(jnp.float32) for x in inputs)
     with jax.default_matmul_precision("highest"):
         out, pullback = jax.vjp(
@@ -192,7 +200,11 @@ def errors(results: list[np.ndarray], wants: list[np.ndarray]) -> dict[str, floa
 def random_inputs(
     seeds: Sequence[int], slots: int, shape: Shape, keys: int | None = None
 ) -> Inputs:
-    """q, k, v and the gradient of the output, in bfloat16; `keys` slots of k and v, if not as many as of q."""
+    """q, k, v and the gradient of the output, in bfloat16.
+
+    Args:
+      keys: slots of k and v; by default as many as those of q.
+    """
     heads = (shape.heads, shape.key_heads, shape.key_heads, shape.heads)
     counts = (slots, keys or slots, keys or slots, slots)
     key = functools.reduce(jax.random.fold_in, seeds, jax.random.key(0))
@@ -211,7 +223,7 @@ def record(
     error: dict[str, float],
     shape: Shape,
 ) -> dict[str, Any]:
-    """One row of the table, whose columns are `COLUMNS`; an error that was not taken is none."""
+    """One row of the table, with the columns `COLUMNS`; an error that was not measured is None."""
     cells: dict[str, Any] = {
         "heads": str(shape),
         "slots": slots,

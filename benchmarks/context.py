@@ -3,29 +3,30 @@ layer.
 
     python -m benchmarks.context [--json PATH]
 
-Four ways to give the blocks of a row to ranks:
+Four ways to assign the blocks of a row to ranks:
 
     contiguous       equal stretches
-    zigzag           of 2 R equal stretches the r-th from either end
-    longest_first    by descending work to the lightest rank, however many blocks it gets
-    equal            as in training (jaxmllm/attention/parts.py): equally many blocks per rank, least work on the
-                     heaviest rank
+    zigzag           the row is cut into 2 R equal stretches; rank r gets the r-th from either end
+    longest_first    blocks by descending work, each to the lightest rank, whatever number it has
+    equal            as in training (jaxmllm/attention/parts.py): equally many blocks per rank,
+                     least work on the heaviest rank
 
-Four kinds of rows, and every image, clip and frame is seen in both directions inside itself:
+Four kinds of rows; every image, clip and frame is seen in both directions inside itself:
 
     prepend          one document: images first (30 to 70 % of the row), then text
     interleave       one document: images, and after each a text
-    video            one document: frames of one size, some words of time before each, and text in the last tenth
-    packed           documents of the workload generator, their images and clips where it puts them
+    video            one document: frames of one size, some words of time before each, and text in
+                     the last tenth
+    packed           documents of the workload generator, with images and clips where it puts them
 
 Sizes of images and texts are those of the workload generator's tasks. Media see what precedes them
-in their document, as in training here; `--isolated` lets each see itself alone, as in other work on
-the subject. Text sees all before it.
+in their document, as in training here; with `--isolated` each sees only itself, as in other work on
+the subject. Text sees everything before it.
 
-`tiles` is max / mean over ranks of the visited tiles of attention, `layer` that of the FLOPs of one
-layer of an 8B model (width 4096, MLP 14336, 32 heads of 128, 8 of them for keys): tiles, and
-products with weights by token. Both are means over seeds. `plan ms` is the median CPU time of one
-core to count tiles, assign blocks, and order tokens.
+`tiles` is max / mean over ranks of the visited tiles of attention. `layer` is max / mean of the
+FLOPs of one layer of an 8B model (width 4096, MLP 14336, 32 heads of 128, 8 of them for keys):
+tiles, and products with weights for each token. Both are means over seeds. `plan ms` is the median
+CPU time on one core to count tiles, assign blocks, and order tokens.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ GENERATOR = (
 )
 EXAMPLES_PER_TOKEN = 1 / 64  # drawn for a packed row, which takes those that fit
 FRAME_TOKENS = (64, 144, 256, 576)
-TIME_WORDS = (2, 8)  # before a frame
+TIME_WORDS = (2, 8)  # least number of words before a frame, and one more than the most
 
 
 # ---------------------------------------------------------------------------- rows
@@ -112,7 +113,7 @@ def video(random: np.random.Generator, tokens: int) -> TokenIds:
 
 
 def packed(random: np.random.Generator, tokens: int) -> TokenIds:
-    """Documents in the order drawn, without those that no longer fit; what is left is padding."""
+    """Documents in the order drawn, without those that no longer fit; the rest is padding."""
     batch = generate(
         random.integers(2**31, size=4).tolist(), max(16, int(tokens * EXAMPLES_PER_TOKEN))
     )
@@ -142,22 +143,24 @@ ROWS: Final[dict[str, Callable[[np.random.Generator, int], TokenIds]]] = {
 
 
 def _document(group: Ints) -> TokenIds:
+    """A row of one document, whose images are the [T] groups above 0."""
     return TokenIds(np.ones_like(group), group, np.arange(len(group), dtype=np.int32))
 
 
 def _numbered(lengths: np.ndarray, tokens: int) -> Ints:
-    """[tokens] pieces of the given lengths, numbered from 1; the last is cut."""
+    """[tokens] the number, from 1, of each token's piece, for pieces of these lengths; the last
+    piece is cut."""
     return np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths.astype(int))[:tokens]
 
 
 def _alternating(lengths: np.ndarray, tokens: int) -> Ints:
-    """[tokens] groups of pieces: text, image, text, image, ... by [n, 2] lengths."""
-    piece = _numbered(lengths.ravel(), tokens)
+    """[tokens] groups of pieces text, image, text, image, ..., from their lengths [n, 2]."""
+    piece = _numbered(lengths.ravel(), tokens)  # odd pieces are text, even ones images
     return np.where(piece % 2, 0, piece // 2).astype(np.int32)
 
 
 def isolated_work(ids: TokenIds, block: int) -> Longs:
-    """As `block_work`, where a token of an image sees its image alone."""
+    """`block_work` if a token of an image sees only its image: [N]."""
     document, group = ids.document, ids.group
     image_start, image_stop = _runs(document, group)
     start = np.where(group > 0, image_start, _runs(document)[0])
@@ -166,7 +169,8 @@ def isolated_work(ids: TokenIds, block: int) -> Longs:
 
 
 def _runs(*columns: Ints) -> tuple[Ints, Ints]:
-    """[T] start and stop of the stretch of tokens, equal in all columns, that each token is in."""
+    """[T] start and stop of each token's run: the neighbouring tokens that are equal to it in all
+    columns."""
     changes = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
     edges = np.flatnonzero(np.concatenate([[True], changes, [True]])).astype(np.int32)
     return np.repeat(edges[:-1], np.diff(edges)), np.repeat(edges[1:], np.diff(edges))
@@ -177,7 +181,7 @@ def _runs(*columns: Ints) -> tuple[Ints, Ints]:
 WorkOf = Callable[[TokenIds, int], Longs]  # as `block_work`: work of each block
 METHODS: Final[
     dict[str, Callable[[Callable[[], Longs], int, int], Ints]]
-] = {  # of work (a thunk), blocks, ranks
+] = {  # called with a function that returns the work of blocks, and the numbers of blocks and ranks
     "contiguous": lambda work, blocks, ranks: contiguous(blocks, ranks),
     "zigzag": lambda work, blocks, ranks: zigzag(blocks, ranks),
     "longest_first": lambda work, blocks, ranks: longest_first(work(), ranks),
@@ -191,16 +195,16 @@ class RowBalance:
 
     tiles: float
     layer: float
-    seconds: float  # to plan it
+    seconds: float  # to plan the row
 
 
 def balance(method: str, ids: TokenIds, ranks: int, work_of: WorkOf) -> RowBalance:
-    """Plan one row, timed, and weigh what each rank got."""
+    """Plan one row, timed, and weigh the work of each rank."""
     block = block_of(len(ids.document), ranks)
     work = partial(work_of, ids, block)
     begin = time.process_time()
     owner = METHODS[method](work, len(ids.document) // block, ranks)
-    np.argsort(owner, kind="stable")  # the order of the blocks on the ranks
+    np.argsort(owner, kind="stable")  # timed, too: the order of the blocks on the ranks
     seconds = time.process_time() - begin
     load = np.bincount(owner, work(), ranks)
     blocks = np.bincount(owner, minlength=ranks)
@@ -208,7 +212,7 @@ def balance(method: str, ids: TokenIds, ranks: int, work_of: WorkOf) -> RowBalan
 
 
 def block_of(tokens: int, ranks: int) -> int:
-    """Tokens of a block of attention in a row that context ranks hold."""
+    """Tokens of an attention block in a row that context ranks hold."""
     return Alignment(128, small=64, smallest=32).attention_block(RowClass(tokens // ranks, ranks))
 
 
@@ -220,7 +224,7 @@ def layer_cost(work: NDArray[Any], blocks: NDArray[Any], block: int) -> NDArray[
       blocks: [R] blocks of query tokens.
     """
     layer = phase_layers(MODEL, "language")[1]
-    # That of a causal sequence counts half of its pairs
+    # `attention` counts a causal sequence, which sees half of the pairs of its square
     pair = 2 * layer.attention(squares=(1, 0))
     return blocks * float(block * layer.linear(1)) + work * (block**2 * pair / TILE)
 
@@ -232,7 +236,7 @@ def _over_mean(load: NDArray[Any]) -> float:
 def measure(
     tokens: int, ranks: Sequence[int], seeds: int, seed: int, work_of: WorkOf
 ) -> list[dict[str, Any]]:
-    """One record for every number of ranks, generator and method."""
+    """One record for every number of ranks, kind of rows and method."""
     rows = {
         name: [make(np.random.default_rng([seed + k, tokens]), tokens) for k in range(seeds)]
         for name, make in ROWS.items()
@@ -256,7 +260,8 @@ def measure(
 
 
 def verdict(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The worst of `equal`, and in how many cells another method has a lighter heaviest rank."""
+    """The worst figures of `equal`, and in how many cells (tokens, ranks, kind of rows) each other
+    method has a lighter heaviest rank."""
     cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for record in records:
         cells.setdefault((record["tokens"], record["ranks"], record["generator"]), {})[

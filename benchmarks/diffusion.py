@@ -1,16 +1,17 @@
-"""What buckets lose, and what plans keep: pictures and clips for a diffusion transformer, counted
-on generated sizes. Nothing is decoded, compiled or run.
+"""What buckets lose and what plans keep: pictures and clips for a diffusion transformer, counted on
+generated sizes. Nothing is decoded, compiled or run.
 
     python -m benchmarks.diffusion --json diffusion.json                 the table of docs/diffusion.md
     python -m benchmarks.diffusion --ranks 8 --items 256 --seeds 1       in seconds
 
 A transformer of 28 layers, width 3584 and MLPs of 10240 reads states of a frozen decoder of 8B
-parameters and draws latents of 8 frames x 16 x 16 pixels a slot. Captions have 16 to 512 tokens,
+parameters and draws latents of 8 frames x 16 x 16 pixels per slot. Captions have 16 to 512 tokens,
 log-normal around a median of 60. Mixes of what is drawn:
 
-    images    sides (roots of the area) from 256 to 1024 pixels, log-uniform; ratios log-normal around 1
-    clips     1 to 16 s of 16 frames per second, log-uniform; sides of 256, 480 and 768 pixels, 6:3:1;
-              16:9, 9:16 and 1:1, 7:2:1
+    images    sides (roots of the area) from 256 to 1024 pixels, log-uniform; ratios log-normal
+              around 1
+    clips     1 to 16 s of 16 frames per second, log-uniform; sides of 256, 480 and 768 pixels,
+              6:3:1; 16:9, 9:16 and 1:1, 7:2:1
     mixed     half of each
 
 Methods:
@@ -19,24 +20,29 @@ Methods:
     balanced_long   the planner, rows of up to 8 ranks: a node
     balanced_across the planner, rows of up to 64 ranks
     packed          rows packed at native size, items where sampling put them (balance.mode none)
-    buckets         batches of one shape in Open-Sora's buckets, texts padded to 512 (diffusion_buckets.py)
+    buckets         batches of one shape in Open-Sora's buckets, texts padded to 512
+                    (diffusion_buckets.py)
     padded_alike    items sorted by length, batches padded to their longest
 
-All may use as many slots of a rank at once: as many as the longest clip with the longest caption. Rows have
-up to four sizes, chosen from 16 batches that are not measured. Batches of the last two methods are also no
-costlier than the longest clip, hold one item at least, and are made of 16 times as many items as the planner's:
-what does not fill a batch, buckets drop. `buckets` deals batches to ranks in any order, `padded_alike` in that of
+All methods may use the same number of slots of a rank at once: those of the longest clip with the
+longest caption. Rows have up to four sizes, chosen from 16 batches that are not measured. A batch
+of the last two methods has one item at least and, with more items, costs no more than a row of that
+many slots; an epoch has 16 times as many items as the planner's batch. Buckets drop the items that
+do not fill a batch. `buckets` gives batches to ranks in any order, `padded_alike` in the order of
 their lengths.
 
     real slots      latents and text tokens / all slots of rows or batches
-    kept pixels     of a frame, by cropping and scaling down; kept frames: by cutting clips. Means over items
-    dropped         of `--items` items, those without a batch
-    synchronised    sum over microbatches of the costliest rank / sum of means: ranks meet at every one
-    over ideal      FLOPs of the slowest rank of every microbatch, padding included / an equal share of
-                    those of what is kept
-    shapes          classes of rows, or shapes of batches that occur in an epoch: a set of programs each
-    plan ms         a whole plan of all phases and routes, on one core, median; `cpu` leaves out what other
-                    processes took
+    kept pixels     share of a frame's pixels left after cropping and scaling down; kept frames:
+                    share left after cutting clips. Means over items
+    dropped         items without a batch, of every `--items` items
+    synchronised    sum over microbatches of the costliest rank / sum of means: ranks meet at every
+                    one
+    over ideal      FLOPs of the slowest rank of every microbatch, padding included / an equal share
+                    of the FLOPs of what is kept
+    shapes          classes of rows, or shapes of batches that occur in an epoch: each needs a set
+                    of programs
+    plan ms         a whole plan of all phases and routes, on one core, median; `cpu` leaves out the
+                    time that other processes took
 """
 
 from __future__ import annotations
@@ -100,14 +106,18 @@ PLANNED: Mapping[str, tuple[Mode, int]] = {  # mode, and most ranks that hold a 
 NODE = 8  # ranks
 ALIGNMENT = Alignment(128, small=64, smallest=32)  # whole attention blocks
 ROW_CLASSES = 4  # items are as short as 272 slots and as long as 74,240
-FRAME_TOKENS = 2  # of an example's text, around the place of what is drawn
-SAMPLED = 16  # batches that sizes are chosen from, and those of a measured epoch of the baselines
-SAMPLE_STREAM, MEASURED_STREAM = 1, 2  # their seeds never meet
+FRAME_TOKENS = 2  # text tokens around the place of a drawn item
+SAMPLED = 16  # batches from which sizes are chosen; and those in an epoch of the baselines
+SAMPLE_STREAM, MEASURED_STREAM = 1, 2  # parts of the seeds, so that the two never share a batch
 GENERATOR = "benchmarks.diffusion.draw([seed, 2, i], items, share of clips), i < seeds"
 
 
 def draw(seed: Sequence[int], items: int, clips: float) -> Media:
-    """Pictures and clips of native size, in any order; sides are whole slots."""
+    """Pictures and clips of native size in random order; sides are whole slots.
+
+    Args:
+      clips: share of clips.
+    """
     random = np.random.default_rng(seed)
     is_clip = random.permutation(items) < round(clips * items)
     side = PICTURE_SIDE.draw(random, items)
@@ -128,14 +138,14 @@ def _whole_slots(pixels: Floats) -> Longs:
 
 
 def longest(clips: float) -> int:
-    """Slots of the largest item that may be drawn."""
+    """Slots of the largest item, text included, of a mix with this share of clips."""
     side = max(CLIP_SIDES) if clips else PICTURE_SIDE.high
     frames = SECONDS.high * FRAME_RATE if clips else FRAMES
     return round((side / SIDE) ** 2 * frames / FRAMES) + MOST_TEXT
 
 
 def batch_of(media: Media) -> BatchItems:
-    """An example for each item: its caption, and what is drawn of that."""
+    """One example for each item: its caption, and the picture or clip to draw."""
     examples = np.arange(len(media))
     example = examples.astype(np.int32)
     zeros = np.zeros_like(example)
@@ -151,8 +161,8 @@ def batch_of(media: Media) -> BatchItems:
 def make_spec(
     samples: Sequence[BatchItems], ranks: int, mode: Mode, widest: int, clips: float
 ) -> PlanSpec:
-    """Sizes as a run on GPUs chooses them, the same ranks in both phases; `widest` ranks may hold a row
-    together."""
+    """Plan inputs with the sizes that a run on GPUs would choose, with the same ranks in both
+    phases; up to `widest` ranks may hold a row together."""
     most = {LANGUAGE: MOST_TEXT + FRAME_TOKENS, DIFFUSION: longest(clips)}
     inputs = [
         SizingInputs(
@@ -177,7 +187,7 @@ def make_spec(
     return choose_sizes(samples, inputs, grids, BalanceConfig(mode=mode), nodes, "ragged")
 
 
-# That a rank holds at one time, whatever the method
+# Slots that a rank may hold at one time, with any method
 MOST_SLOTS = round_up(longest(1.0), ALIGNMENT.slots)
 
 
@@ -196,7 +206,7 @@ def measure_plans(
     batches = [
         batch_of(draw([seed, MEASURED_STREAM, index], items, clips)) for index in range(seeds)
     ]
-    plan_step(batches[0], spec)  # compiles what is not compiled yet
+    plan_step(batches[0], spec)  # lets numba compile before anything is timed
     plans = [plan_step(batch, spec) for batch in batches]
     times = [milliseconds(plan_step, batch, spec) for batch in batches]
 
@@ -217,7 +227,7 @@ def measure_plans(
 
 
 def measure_buckets(clips: float, ranks: int, items: int, seeds: int, seed: int) -> dict[str, Any]:
-    """Figures of Open-Sora's buckets, whose batches come in any order."""
+    """Figures of Open-Sora's buckets, whose batches are taken in random order."""
     kept_pixels = kept_frames = dropped = 0.0
 
     def batch(media: Media, order: np.random.Generator) -> list[Batch]:
@@ -239,7 +249,7 @@ def measure_buckets(clips: float, ranks: int, items: int, seeds: int, seed: int)
 
 
 def measure_padded(clips: float, ranks: int, items: int, seeds: int, seed: int) -> dict[str, Any]:
-    """Figures of batches of like sizes, in the order of these."""
+    """Figures of batches of similar sizes, taken in the order of their sizes."""
 
     def batch(media: Media, order: np.random.Generator) -> list[Batch]:
         del order
@@ -257,8 +267,12 @@ def _measure_epochs(
     seeds: int,
     seed: int,
 ) -> dict[str, Any]:
-    """Means over `seeds` epochs of `SAMPLED` times as many items as the planner's batches have; none
-    where that is too few for a step."""
+    """Mean figures over `seeds` epochs, each of `SAMPLED` times `items` items; a figure is None if
+    no epoch has enough batches for a step.
+
+    Args:
+      batch: makes the batches of an epoch in the order in which ranks take them.
+    """
     epochs = [
         figures(
             batch(
@@ -278,7 +292,7 @@ def _measure_epochs(
 
 
 def _bounds() -> tuple[int, float, ItemCost]:
-    """Of batches: slots, cost, and what cost is."""
+    """Bounds of a batch: the most slots and the largest cost; and the formula of the cost."""
     cost = phase_flops(MODEL, DIFFUSION, TRAINED)
     return MOST_SLOTS, float(cost.of(float(MOST_SLOTS))), cost
 

@@ -1,11 +1,13 @@
-"""Pictures and clips in batches of one shape, as others train on them: the baselines of diffusion.py.
+"""Pictures and clips in batches of one shape, as others train on them: the baselines of
+diffusion.py.
 
     media --bucket_media--> what a bucket keeps of each --batches_of_buckets--> batches of one shape
     media --batches_of_like_sizes--> batches that are padded to their largest item
 
-The buckets are those of Open-Sora 2.0 (arXiv 2503.09642), from github.com/hpcaitech/Open-Sora: areas
-and frame counts are the `bucket_config` of its first stage (pictures) and second stage (clips), and how
-ratios become sizes and items find their bucket is that of its `aspect` and `bucket` modules.
+The buckets are those of Open-Sora 2.0 (arXiv 2503.09642), from github.com/hpcaitech/Open-Sora:
+areas and frame counts are the `bucket_config` of its first stage (pictures) and second stage
+(clips); its `aspect` and `bucket` modules define how ratios become sizes and how an item finds its
+bucket.
 """
 
 from __future__ import annotations
@@ -21,19 +23,19 @@ from jaxmllm.arrays import Longs, ceil_divide
 from jaxmllm.balance.costs.flops import ItemCost
 
 SIDE: int = 16  # pixels of a slot's side
-FRAMES: int = 8  # of a slot
+FRAMES: int = 8  # frames in a slot
 MOST_TEXT: int = 512  # tokens; buckets pad all texts to it
 
 PICTURE_SIDES = (1024, 768, 256)  # roots of the areas of pictures, in pixels
 CLIP_SIDES = (768, 256)
-FRAME_COUNTS = np.arange(5, 130, 4)  # of clips
+FRAME_COUNTS = np.arange(5, 130, 4)  # frames of the buckets of clips
 RATIOS = (2.39, 2.0, 17 / 9, 1.85, 16 / 9, 1.6, 1.5, 4 / 3, 1.0)  # and their inverses
-ENOUGH = 0.8  # of a bucket's area has an item that goes there
+ENOUGH = 0.8  # an item fits a bucket if it has this share of the bucket's area
 
 
 @dataclass(frozen=True)
 class Media:
-    """N pictures (clips of one frame) and clips with their captions: all [N]."""
+    """N pictures (clips of one frame) and clips with their captions; all fields are [N]."""
 
     frames: Longs
     height: Longs  # pixels
@@ -45,7 +47,7 @@ class Media:
 
     @property
     def latents(self) -> Longs:
-        """Slots of each without its text."""
+        """Slots of each item without its text, [N]."""
         sides = ceil_divide(self.height, SIDE) * ceil_divide(self.width, SIDE)
         return ceil_divide(self.frames, FRAMES) * sides
 
@@ -55,7 +57,7 @@ class Media:
 
     @property
     def area(self) -> Longs:
-        """Pixels of a frame."""
+        """Pixels of a frame of each item, [N]."""
         return self.height * self.width
 
     def at(self, numbers: Longs) -> Media:
@@ -72,10 +74,10 @@ class Batch:
     """Items that a rank computes at once, all padded to one shape."""
 
     items: int
-    latents: int  # slots that each is padded to
-    text: int
-    real: int  # slots of all that hold data
-    real_cost: float  # of the items without their padding
+    latents: int  # slots of latents to which each item is padded
+    text: int  # tokens to which each text is padded
+    real: int  # slots that hold data, of all items
+    real_cost: float  # cost of all items without their padding
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -86,7 +88,7 @@ class Batch:
         return self.items * (self.latents + self.text)
 
     def cost(self, of: ItemCost) -> float:
-        """Attention sees the padding, too: it is computed and masked."""
+        """Cost of the batch. Attention counts the padding, too: it is computed and masked."""
         return self.items * float(of.of(float(self.latents + self.text)))
 
 
@@ -95,17 +97,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class Bucketed:
-    """What the buckets keep of media: `kept` has the N items that have a bucket, at its size."""
+    """What the buckets keep of media."""
 
-    kept: Media
-    pixels: float  # kept of each item's frames, summed over all items
-    frames: float  # share of frames kept, summed likewise
+    kept: Media  # the N items that have a bucket, at the size of their bucket
+    pixels: float  # share of a frame's pixels that is kept, summed over the N items
+    frames: float  # share of the frames that is kept, summed over the N items
 
 
 @cache
 def bucket_sizes(side: int) -> tuple[tuple[int, int], ...]:
-    """Heights and widths in pixels of the buckets of an area: for each ratio multiples of `SIDE`
-    whose area is near `side`**2."""
+    """Heights and widths in pixels of the buckets of one area: for each ratio, multiples of `SIDE`
+    with an area near `side`**2."""
     area = side**2
     sizes: dict[tuple[int, int], None] = {}
     for ratio in RATIOS:
@@ -118,9 +120,11 @@ def bucket_sizes(side: int) -> tuple[tuple[int, int], ...]:
 
 
 def bucket_media(media: Media) -> Bucketed:
-    """Put every item into the bucket of the largest area that it nearly has, the most frames that
-    it has, and the nearest ratio. Items are scaled until they cover their bucket, and cropped."""
-    chosen = np.zeros((3, len(media)), np.int64)  # frames, height, width; zeros where there is none
+    """Put every item into the bucket of the largest area of which it has `ENOUGH`, the most frames
+    that it has, and the nearest ratio. Items are scaled until they just cover their bucket, then
+    cropped."""
+    # Frames, height and width of each item's bucket; zeros for items without one
+    chosen = np.zeros((3, len(media)), np.int64)
     for sides, counts, members in (
         (PICTURE_SIDES, np.ones(1, np.int64), media.frames == 1),
         (CLIP_SIDES, FRAME_COUNTS, media.frames > 1),
@@ -151,8 +155,9 @@ def bucket_media(media: Media) -> Bucketed:
 def batches_of_buckets(
     kept: Media, most_slots: int, most_cost: float, cost: ItemCost
 ) -> tuple[list[Batch], int]:
-    """Batches of each bucket, as large as the bounds allow but of one item at least, with texts
-    padded to `MOST_TEXT`; and how many items do not fill a last batch and are dropped."""
+    """Batches of each bucket, as large as the bounds allow but with one item at least, and texts
+    padded to `MOST_TEXT`; and the number of items that are dropped, as they do not fill a last
+    batch."""
     shapes, bucket = np.unique(
         np.stack([kept.frames, kept.height, kept.width], axis=1), axis=0, return_inverse=True
     )
@@ -162,7 +167,7 @@ def batches_of_buckets(
     dropped = 0
     for number in range(len(shapes)):
         members = np.flatnonzero(bucket == number)
-        each = int(latents[members[0]]) + MOST_TEXT
+        each = int(latents[members[0]]) + MOST_TEXT  # slots of an item; all of a bucket are equal
         size = max(1, min(most_slots // each, int(most_cost / cost.of(float(each)))))
         dropped += len(members) % size
         for first in range(0, len(members) - size + 1, size):
@@ -177,14 +182,15 @@ def batches_of_buckets(
 def batches_of_like_sizes(
     media: Media, most_slots: int, most_cost: float, cost: ItemCost
 ) -> list[Batch]:
-    """Items in the order of their slots, cut into batches within the bounds, and each padded to its
-    most latents and longest text."""
+    """Batches of items in the order of their slots, as large as the bounds allow; each is padded to
+    its most latents and its longest text."""
     media = media.at(np.lexsort((media.text, media.slots)))
     latents, text = media.latents, media.text
     real_cost = cost.of(media.slots.astype(float))
     batches: list[Batch] = []
 
     def close(first: int, end: int) -> None:
+        """Add a batch of the items from `first` up to `end`."""
         part = slice(first, end)
         real = int((latents[part] + text[part]).sum())
         longest = int(latents[part].max()), int(text[part].max())
@@ -208,14 +214,14 @@ def batches_of_like_sizes(
 
 
 def steps(batches: Sequence[Batch], ranks: int) -> Iterator[Sequence[Batch]]:
-    """A batch for every rank; what is left over waits for more."""
+    """Steps of one batch for every rank; batches that do not fill a last step are left out."""
     for first in range(0, len(batches) - ranks + 1, ranks):
         yield batches[first : first + ranks]
 
 
 def figures(batches: Sequence[Batch], ranks: int, cost: ItemCost) -> dict[str, float]:
-    """`real_slots`, `synchronised` and `over_ideal` of steps in which each rank computes a batch, if
-    there are enough for one, and `shapes`, of all batches."""
+    """`shapes` of all batches; and `real_slots`, `synchronised` and `over_ideal` of the steps in
+    which each rank computes one batch, if there are enough batches for a step."""
     slots = real = 0
     slowest = mean = ideal = 0.0
     for step in steps(batches, ranks):

@@ -5,12 +5,12 @@ killed.
 
     reference  one process, eight devices, never killed
     run        start --kill -9 at a random instant--> resume on 1, 2, 4 or 8 devices in one or two processes --> ...
-               until its last step is done; then another run begins, until so many kills have been dealt
+               until its last step is done; then another run begins, until all kills are done
 
-A kill strikes the training process, one of two of them, or their launcher; whatever is left must
-then end by itself. Of each run that came to its end, the example ids and the loss of every step are
-compared with the reference, and its metrics must hold each step once. Shared memory and processes
-that outlive a kill are violations, too.
+A kill hits the training process, one of two training processes, or their launcher; everything that
+is left must then end by itself. For each run that reached its end, the example ids and the loss of
+every step are compared with the reference, and its metrics must hold each step once. Shared memory
+and processes that outlive a kill are violations, too.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ GENERATOR = (
     "96 sample examples; instants, victims, devices, processes and workers drawn from the seed"
 )
 MARKER = "JAXMLLM_DRILL"  # environment variable that all processes of a run inherit
-# Of a loss: rounding differs with the number of devices, and training carries it on
+# Relative, of a loss: rounding differs with the number of devices, and later steps inherit it
 TOLERANCE = 2e-4
-END_WITHIN = 180.0  # seconds in which all that a kill has left over must have ended
-START_WITHIN = 600.0  # seconds in which a run must come to its next step, on a busy machine
+END_WITHIN = 180.0  # seconds in which all processes that survive a kill must have ended
+START_WITHIN = 600.0  # seconds in which a run must reach its next step, on a busy machine
 SHARED_MEMORY = Path("/dev/shm")
-GIVE_UP = 5  # violations after which no further kill is dealt: a run that cannot start would be started for ever
-LOG_LINES = 5  # of a run, printed with each violation
+# Violations after which the drill stops: a run that cannot start would be started forever
+GIVE_UP = 5
+LOG_LINES = 5  # last lines of a run's log, printed with each violation
 WHILE_STARTING = 0.3  # share of the kills that strike before the first step
 
 
@@ -67,7 +68,7 @@ class Life:
 
 @dataclass
 class Outcome:
-    """What the drill saw; `violations` has one line for each broken promise."""
+    """Results of the drill; `violations` has one line for each broken promise."""
 
     kills: int = 0
     runs: int = 0
@@ -94,7 +95,7 @@ class Drill:
         self.startup = 0.0  # seconds until the first step of the reference
 
     def run(self, kills: int) -> Outcome:
-        """Deal `kills` kills; each run that they strike is brought to its end and compared."""
+        """Kill runs `kills` times; each of them is resumed to its end and compared."""
         reference = self.folder / "reference"
         began = time.monotonic()
         process = self.start(reference, Life(8, 1, 0))
@@ -111,11 +112,12 @@ class Drill:
         return self.outcome
 
     def continues(self, kills: int) -> bool:
-        """Whether there are kills to deal, and a promise that is not broken yet."""
+        """Whether kills are left to do, and fewer than `GIVE_UP` violations were found."""
         return self.outcome.kills < kills and len(self.outcome.violations) < GIVE_UP
 
     def live_and_die(self, directory: Path) -> bool:
-        """One life and its kill; False where the run came to its end before."""
+        """Start a run and kill it at a random instant. Returns whether steps are left to do: False
+        also if the run ended before the kill."""
         process = self.start(directory, Life.draw(self.random))
         if self.random.random() < WHILE_STARTING:
             time.sleep(self.random.uniform(0, self.startup))
@@ -127,14 +129,14 @@ class Drill:
         candidates = [
             (pid, role) for pid, role in self.members() if role in ("launcher", "trainer")
         ]
-        done = last_step(directory) >= self.steps  # a kill while it exits would strike nothing
+        done = last_step(directory) >= self.steps  # a kill while it exits would test nothing
         if done or process.poll() is not None or not candidates:
             self.finish(process, directory)
             return last_step(directory) < self.steps
         pid, role = candidates[int(self.random.integers(len(candidates)))]
         try:
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has just come to its end
+        except ProcessLookupError:  # it has just ended
             self.finish(process, directory)
             return last_step(directory) < self.steps
         self.outcome.kills += 1
@@ -143,6 +145,7 @@ class Drill:
         return last_step(directory) < self.steps
 
     def start(self, directory: Path, life: Life) -> subprocess.Popen[bytes]:
+        """Start or resume the run of a folder; its output goes to a log next to the folder."""
         command = [sys.executable, "-m", "jaxmllm.train", "--config", str(self.config), "--resume"]
         command += [f"run.directory={directory}", f"data.workers={life.workers}"]
         if life.processes > 1:
@@ -160,7 +163,7 @@ class Drill:
             "JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        environment.pop("NPROC", None)  # the run chooses it by its devices
+        environment.pop("NPROC", None)  # the run sets it from its number of devices
         log = self.folder / f"{directory.name}.log"
         with log.open("ab") as stream:
             stream.write(f"--- {life}\n".encode())
@@ -174,7 +177,7 @@ class Drill:
             )
 
     def finish(self, process: subprocess.Popen[bytes], directory: Path) -> None:
-        """Let a run come to its end."""
+        """Let a run reach its end; an exit code other than 0 is a violation."""
         while last_step(directory) < self.steps and process.poll() is None:
             self.wait_for_step(process, directory, last_step(directory) + 1)
         code = process.wait(START_WITHIN)
@@ -183,6 +186,7 @@ class Drill:
         self.end(process, directory)
 
     def wait_for_step(self, process: subprocess.Popen[bytes], directory: Path, step: int) -> None:
+        """Wait until a run has recorded a step or has ended; kill it if that takes too long."""
         deadline = time.monotonic() + START_WITHIN
         while last_step(directory) < min(step, self.steps) and process.poll() is None:
             if time.monotonic() > deadline:
@@ -193,7 +197,8 @@ class Drill:
             time.sleep(0.02)
 
     def end(self, process: subprocess.Popen[bytes], directory: Path) -> None:
-        """Wait until nothing of the run is left; what stays is a violation and is killed."""
+        """Wait until no process and no shared memory of the run is left. What stays is a violation;
+        processes among it are killed."""
         deadline = time.monotonic() + END_WITHIN
         while self.members() and time.monotonic() < deadline:
             process.poll()
@@ -208,7 +213,7 @@ class Drill:
             self.shared_memory |= blocks
 
     def compare(self, reference: Path, directory: Path) -> None:
-        """A finished run against the one that was never killed."""
+        """Record every difference of a finished run from the reference as a violation."""
         expected = example_ids(reference)
         actual = example_ids(directory)
         for step in sorted(expected.keys() | actual.keys()):
@@ -228,11 +233,12 @@ class Drill:
                 )
 
     def violation(self, directory: Path, what: str) -> None:
+        """Record and print a violation, with the last lines of the run's log."""
         self.outcome.violations.append(f"{directory.name}, kill {self.outcome.kills}: {what}")
         print(self.outcome.violations[-1], self.last_lines(directory), sep="\n", flush=True)
 
     def last_lines(self, directory: Path) -> str:
-        """What the run said last."""
+        """The last lines of a run's log."""
         log = self.folder / f"{directory.name}.log"
         lines = (
             log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
@@ -240,7 +246,7 @@ class Drill:
         return "\n".join(f"    {line}" for line in lines[-LOG_LINES:])
 
     def members(self) -> list[tuple[int, str]]:
-        """Process number and role of all that live with this drill's marker."""
+        """Process number and role of every living process that has this drill's marker."""
         marker = f"{MARKER}={self.marker}".encode()
         members = []
         for entry in Path("/proc").iterdir():
@@ -256,7 +262,7 @@ class Drill:
                 members.append((int(entry.name), "launcher"))
             elif b"jaxmllm.train" in words:
                 members.append((int(entry.name), "trainer"))
-            elif any(words):  # a process that has ended, but was not waited for, has no words
+            elif any(words):  # a zombie has no words
                 members.append((int(entry.name), "worker"))
         return members
 
@@ -302,7 +308,8 @@ def shared_memory() -> list[str]:
 
 
 def records(directory: Path) -> list[dict[str, Any]]:
-    """The step records of a run, in the order written; a line that is being written is left out."""
+    """The step records of a run, in the order written, without a line that is still being
+    written."""
     return [record for record in _lines(directory / "metrics.jsonl") if "loss" in record]
 
 

@@ -1,13 +1,15 @@
-"""A dropless mixture of experts: its cost against one dense MLP of equal FLOPs, and against jax.lax.ragged_dot.
+"""A dropless mixture of experts: its cost against one dense MLP of equal FLOPs, and against
+jax.lax.ragged_dot.
 
     python -m benchmarks.experts [--json PATH]
 
-Tokens of float32 go through `k` of E gated MLPs; routing is `balanced`, each expert chosen equally often by tokens
-spread over the batch, or `all-to-one`, every token with the same k experts. The dense form is one such MLP on
-tokens * k rows that lie in order: no routing, no gathering, no sums by token. `of dense` is its seconds over those of
-the experts; `training` is forward and backward, for tokens, weights and matrices. `MiB` is what the compiled training
-program takes besides its arguments and results. `ragged` are milliseconds of ragged_dot, which computes E dense
-products on CPUs, and is left out where these are too many.
+Float32 tokens go through `k` of E gated MLPs. Routing is `balanced`: each expert is chosen equally
+often, by tokens spread over the batch; or `all-to-one`: every token chooses the same k experts. The
+dense form is one such MLP on tokens * k rows that are stored in order: no routing, no gathering, no
+sums by token. `of dense` is the seconds of the dense form over those of the experts; `training` is
+forward and backward, for tokens, weights and matrices. `MiB` is what the compiled training program
+takes in addition to its arguments and results. `ragged` are milliseconds of ragged_dot, which on
+CPUs computes E dense products and is left out where these are too many.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from sharding.mesh import make_mesh
 from sharding.rules import make_layout
 
 ROUTINGS = ("balanced", "all-to-one")
-RAGGED_FLOPS = 2.5e11  # of a forward pass of all dense products, for which ragged_dot is run
+RAGGED_FLOPS = 2.5e11  # ragged_dot is run if its dense products take at most this, forward
 Form = tuple[str, str]  # kernel and routing
 PASSES = ("forward", "training")
 COLUMNS = [
@@ -41,9 +43,10 @@ GENERATOR = "numpy default_rng([seed, experts, k]): normal tokens and matrices, 
 
 
 def choose(random: np.random.Generator, tokens: int, count: int, k: int, routing: str) -> Any:
-    """Experts of each token: int32 [tokens, k]."""
+    """The experts that each token chooses: int32 [tokens, k]."""
     if routing == "all-to-one":
         return np.tile(np.arange(k, dtype=np.int32), (tokens, 1))
+    # Token number i of a random order takes the k experts from i * k on, so all are chosen equally
     begin = random.permutation(tokens)[:, None] * k
     return ((begin + np.arange(k)) % count).astype(np.int32)
 
@@ -55,7 +58,11 @@ def dense_mlp(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> 
 def programs(
     function: Callable[..., jax.Array], inputs: tuple[Any, ...], wanted: tuple[int, ...]
 ) -> dict[str, Any]:
-    """The forward pass, and forward and backward for the inputs that are wanted, compiled."""
+    """The compiled forward pass, and the compiled forward and backward pass.
+
+    Args:
+      wanted: numbers of the inputs whose gradients are computed.
+    """
 
     def loss(*inputs: Any) -> tuple[jax.Array, jax.Array]:
         out = function(*inputs)
@@ -71,7 +78,7 @@ def programs(
 def measure(
     seed: int, tokens: int, width: int, mlp_width: int, count: int, k: int, repeats: int
 ) -> list[dict[str, Any]]:
-    """One record per routing; all forms timed in the same rounds."""
+    """One record per routing; all forms are timed in the same rounds."""
     random = np.random.default_rng([seed, count, k])
 
     def normal(*shape: int) -> jax.Array:
@@ -89,7 +96,7 @@ def measure(
     given: dict[Form, tuple[Any, ...]] = {("dense", ""): (rows, *one)}
     forms = {("dense", ""): programs(dense_mlp, (rows, *one), (0, 1, 2, 3))}
     for routing in ROUTINGS:
-        # An argument: routing that a compiler knew would be sorted by it
+        # Passed as an argument: the compiler would sort a constant routing at compile time
         chosen = jnp.asarray(choose(random, tokens, count, k, routing))[None]
         for kernel in kernels:
             run = partial(experts, layout=layout, kernel=kernel)

@@ -1,9 +1,10 @@
 """Omni models that the benchmarks compile and run, and whole configs around them.
 
-Each has a vision tower, an audio tower and a decoder. `2B` fits one device of 80 GB with its AdamW state,
-`7B` is of the size of Qwen2.5-Omni, `30B-A3B` has a decoder of the size of Qwen3-30B-A3B, whose MLPs are
-experts, `84B` has a decoder of the size of Qwen2.5-72B, and so has `OrchMLLM-84B`, with towers of other
-widths (arXiv 2503.23830). `tiny` is for trying out the code itself.
+Each model has a vision tower, an audio tower and a decoder. `2B` fits one device of 80 GB with its
+AdamW state, and `7B` is of the size of Qwen2.5-Omni. `30B-A3B` has a decoder of the size of
+Qwen3-30B-A3B, with experts as MLPs. `84B` and `OrchMLLM-84B` have a decoder of the size of
+Qwen2.5-72B; the towers of `OrchMLLM-84B` have other widths (arXiv 2503.23830). `tiny` is for trying
+out the code itself.
 """
 
 from __future__ import annotations
@@ -124,11 +125,12 @@ COMPUTE_DTYPE: Final = "bfloat16"
 
 
 def omni_config(model: str, **sections: Any) -> Config:
-    """A whole config of a model that computes in bfloat16, whose data are lengths that are made up.
+    """A whole config of a model that computes in bfloat16, without real data.
 
     Args:
-      sections: of the config, besides `model` and `components`: `data` may leave out its sources.
-        `remat` is that of the towers and of the decoder, `reduce_dtype` and `reduce` of all components.
+      sections: sections of the config other than `model` and `components`; `data` may leave out its
+        sources. The key `remat` sets that of towers and decoder, `reduce_dtype` and `reduce` those
+        of all components.
 
     Raises:
       ConfigError: the sections do not make a config.

@@ -1,22 +1,28 @@
-"""Training a transformer of Wan 2.1 on CPU beside diffusers, from one folder and on the same clips and captions.
+"""Training a transformer of Wan 2.1 on CPU beside diffusers, from one folder and on the same clips
+and captions.
 
     python -m benchmarks.peer_diffusers --python PATH [--mix clips] [--steps 7] [--items 16] [--threads 1] [--json PATH]
         [key=value ...]
 
-PATH is an interpreter that has torch 2.13 and diffusers 0.42, by default this one; without them says so in a line and
-exits with 2. The model is random, of Wan's form with 6 layers of 256. Latents are noise of the sizes and captions of
-benchmarks/diffusion.py, with sides `--smaller` times smaller; few are of one shape.
+PATH is an interpreter that has torch 2.13 and diffusers 0.42, by default this one; without them
+says so in a line and exits with 2. The model is random, of Wan's form with 6 layers of 256. Latents
+are noise of the sizes and captions of benchmarks/diffusion.py, with sides `--smaller` times
+smaller; few are of one shape.
 
-    by shape   diffusers and fused AdamW: items of one shape are a batch, texts are padded with zeros to 512 states
-    jaxmllm    the programs of a run on one CPU device: plan, packed rows, step. They have been compiled before, in a
-               process of its own, and a step that runs one of them for the first time has run it before
+    by shape   diffusers and fused AdamW: items of one shape are a batch, texts are padded with
+               zeros to 512 states
+    jaxmllm    the programs of a run on one CPU device: plan, packed rows, step. They have been
+               compiled before, in a process of its own, and a step that runs one of them for the
+               first time has run it before
 
-Texts are states of the same frozen decoder of one layer. diffusers is given them, computed before the clock starts;
-jaxmllm, which keeps no states, computes them anew in every step. Both attend to 512 states (`padded_conditions`), both
-train all parameters of the folder in float32, and losses of the first batch, with the same noise and times, must be
-equal to 1e-4, or nothing is measured. Latents are decoded before the clock starts; noise, planning and filling rows are
-timed. Systems take turns on each batch; two steps of each are not counted. `ratio` is the median over steps of the
-seconds of diffusers over ours, of the same batch; tokens are those of the texts and the patches, without padding.
+Texts are states of the same frozen decoder of one layer. diffusers is given them, computed before
+the clock starts; jaxmllm, which keeps no states, computes them anew in every step. Both attend to
+512 states (`padded_conditions`), both train all parameters of the folder in float32, and losses of
+the first batch, with the same noise and times, must be equal to 1e-4, or nothing is measured.
+Latents are decoded before the clock starts; noise, planning and filling rows are timed. Systems
+take turns on each batch; two steps of each are not counted. `ratio` is the median over steps of the
+seconds of diffusers over ours, of the same batch; tokens are those of the texts and the patches,
+without padding.
 """
 
 from __future__ import annotations
@@ -152,7 +158,8 @@ def config_of(folder: Path, place: Path, options: Any) -> Config:
 
 
 class Batches:
-    """What a step's items are for another system: latents, states of texts, noise and times; states are kept."""
+    """What a step's items are for another system: latents, states of texts, noise and times; states
+    are kept."""
 
     def __init__(self, config: Config, own: OwnRun, corpus: KeptCorpus):
         self.corpus = corpus

@@ -1,21 +1,24 @@
-"""Training a thinker of Qwen2.5-Omni on CPU beside transformers, from one folder and on the same examples.
+"""Training a thinker of Qwen2.5-Omni on CPU beside transformers, from one folder and on the same
+examples.
 
     python -m benchmarks.peer_hf --python PATH [--steps 7] [--examples 24] [--micro-batch 4] [--json PATH]
 
-PATH is an interpreter that has torch 2.13 and transformers 5.23, by default this one; without them says so in a line
-and exits with 2. The model is random, about 40 million parameters: text 8 layers of 512, pictures 6 of 320, sounds 6 of
-384, a vocabulary of 4,096. Examples are those of jaxmllm/tools/workload.py, made smaller: pictures and clips are noise.
+PATH is an interpreter that has torch 2.13 and transformers 5.23, by default this one; without them
+says so in a line and exits with 2. The model is random, about 40 million parameters: text 8 layers
+of 512, pictures 6 of 320, sounds 6 of 384, a vocabulary of 4,096. Examples are those of
+jaxmllm/tools/workload.py, made smaller: pictures and clips are noise.
 
     padded     transformers and fused AdamW, each micro-batch padded by what its processor does
     grouped    the same with the examples of a step sorted by length first
-    jaxmllm    the programs of a run on one CPU device: plan, rows, step. They have been compiled before, in a process
-               of its own, and a step that runs one of them for the first time has run it before
+    jaxmllm    the programs of a run on one CPU device: plan, rows, step. They have been compiled
+               before, in a process of its own, and a step that runs one of them for the first time
+               has run it before
 
-Losses before the first step must be equal to 1e-4, or nothing is measured. Media are decoded before the clock starts;
-padding, normalising, planning and filling rows are `host`, and all else is `compute`. Systems take turns on each
-batch, so that a slow moment of the machine touches all; two steps of each are not counted. `tokens/s` are real ones,
-of each phase; `CPU s` mean something on a machine under other load, too; `peak` is the most memory of the process, of
-ours with data.
+Losses before the first step must be equal to 1e-4, or nothing is measured. Media are decoded before
+the clock starts; padding, normalising, planning and filling rows are `host`, and all else is
+`compute`. Systems take turns on each batch, so that a slow moment of the machine touches all; two
+steps of each are not counted. `tokens/s` are real ones, of each phase; `CPU s` mean something on a
+machine under other load, too; `peak` is the most memory of the process, of ours with data.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A whole training step on CPU beside what users of PyTorch run on the same examples: seconds, and where they go.
+"""A whole training step on CPU beside what users of PyTorch run on the same examples: seconds, and
+where they go.
 
     python -m benchmarks.peer_torch [--size 40m | quickstart] [--data FOLDER] [--json PATH] [key=value ...]
 
@@ -6,32 +7,36 @@ Needs `pip install torch transformers`; without them says so in a line and exits
 train.jsonl (as that of configs/real-small.yaml); without it the examples are generated: those of `jaxmllm
 sample-data` for the size `quickstart`, else the sizes of jaxmllm/tools/workload.py, eight times smaller.
 
-    whole      transformers: a SigLIP 2 tower for native resolutions, Whisper's layers behind two strided convolutions,
-               a Llama; SDPA and padding masks. All examples of a step are one batch, padded to its longest item: what
-               a collator does unless told otherwise
+    whole      transformers: a SigLIP 2 tower for native resolutions, Whisper's layers behind two
+               strided convolutions, a Llama; SDPA and padding masks. All examples of a step are one
+               batch, padded to its longest item: what a collator does unless told otherwise
     padded     the same in micro-batches in the order of the data, each padded to its longest item
-    grouped    the same with the step's examples sorted by length first; as one batch it would be `whole`
-    packed     our mathematics from our parameters, over the tokens of a micro-batch end to end, with SDPA
-               segment by segment or with the segments gathered into a padded batch, whichever is faster;
-               the head runs on targets alone
-    ours       the programs of a run on one CPU device: plan, rows, and step. They have been compiled before,
-               in a process of its own, and a step that runs one of them for the first time has run it before
+    grouped    the same with the step's examples sorted by length first; as one batch it would be
+               `whole`
+    packed     our mathematics from our parameters, over the tokens of a micro-batch end to end,
+               with SDPA segment by segment or with the segments gathered into a padded batch,
+               whichever is faster; the head runs on targets alone
+    ours       the programs of a run on one CPU device: plan, rows, and step. They have been
+               compiled before, in a process of its own, and a step that runs one of them for the
+               first time has run it before
 
-A step is forward, backward, clipping and AdamW (PyTorch's fused one) in float32, of the same examples for
-all. Media are decoded before the clock starts; padding, packing, planning and filling rows are timed.
-Micro-batches of PyTorch, but for `whole`, have the number of examples that is fastest on the first
-batch: the best that its users can choose. Ours keeps what costs time to compute again (`remat:
-[attention, projections, mlp]`), and text alone is causal (`bidirectional` empty), so that `packed` has
-the same loss: that is checked, as are numbers of parameters (to 1 %) and of targets.
+A step is forward, backward, clipping and AdamW (PyTorch's fused one) in float32, of the same
+examples for all. Media are decoded before the clock starts; padding, packing, planning and filling
+rows are timed. Micro-batches of PyTorch, but for `whole`, have the number of examples that is
+fastest on the first batch: the best that its users can choose. Ours keeps what costs time to
+compute again (`remat: [attention, projections, mlp]`), and text alone is causal (`bidirectional`
+empty), so that `packed` has the same loss: that is checked, as are numbers of parameters (to 1 %)
+and of targets.
 
-All systems run on the same cores. PyTorch has a process of its own, and waits while ours runs, as ours
-while PyTorch does: steps take turns, so that a slow moment of the machine touches all. `x ours` is the
-median over steps of a peer's seconds over ours, of the same batch.
+All systems run on the same cores. PyTorch has a process of its own, and waits while ours runs, as
+ours while PyTorch does: steps take turns, so that a slow moment of the machine touches all. `x
+ours` is the median over steps of a peer's seconds over ours, of the same batch.
 
-On a machine under other load, PyTorch's two threads wait for each other and its seconds mean nothing: measure with
-`--threads 1`, and compare CPU seconds.
+On a machine under other load, PyTorch's two threads wait for each other and its seconds mean
+nothing: measure with `--threads 1`, and compare CPU seconds.
 
-`parts` are medians of CPU seconds; of ours those of each program by itself, with its results awaited.
+`parts` are medians of CPU seconds; of ours those of each program by itself, with its results
+awaited.
 """
 
 from __future__ import annotations
@@ -206,7 +211,8 @@ class Ours:
         }
 
     def seconds_by_program(self, host: HostStep) -> dict[str, float]:
-        """CPU seconds of the programs of one batch that encode or compute gradients, each awaited."""
+        """CPU seconds of the programs of one batch that encode or compute gradients, each
+        awaited."""
         programs = self.programs
         batch = programs.put(host)
         parts: dict[str, float] = defaultdict(float)
@@ -239,7 +245,8 @@ class Ours:
 
 
 def measure(config: Config, steps: int, sizes: Mapping[str, int], threads: int) -> dict[str, Any]:
-    """What every step took, by system. `sizes` are those of micro-batches, of peers that shall not choose."""
+    """What every step took, by system. `sizes` are those of micro-batches, of peers that shall not
+    choose."""
     from benchmarks.peers.torch_steps import serve
 
     tell("compiles ours")
@@ -332,7 +339,8 @@ def check_parameters(name: str, found: Mapping[str, int], expected: Mapping[str,
 
 
 def check_losses(told: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Raise ValueError unless all learned as many targets with finite losses, and `packed` begins with ours."""
+    """Raise ValueError unless all learned as many targets with finite losses, and `packed` begins
+    with ours."""
     for name, results in told.items():
         for result, ours in zip(results, told["ours"], strict=True):
             if result["targets"] != ours["targets"] or not math.isfinite(result["loss"]):
@@ -479,7 +487,8 @@ def cores() -> list[int]:
 
 
 def add_threads(parser: argparse.ArgumentParser, default: int) -> None:
-    """Add `--threads`, which names no more cores than there are: a table must not say what was not measured."""
+    """Add `--threads`, which names no more cores than there are: a table must not say what was not
+    measured."""
 
     def threads(text: str) -> int:
         count = positive_int(text)

@@ -1,4 +1,4 @@
-"""What the planner predicts, beside what was measured.
+"""The planner's predictions next to what was measured.
 
     python -m benchmarks.planner --json planner.json               published runs and batches, a minute
     python -m benchmarks.planner --kinds configuration             stages of components, seconds
@@ -7,36 +7,44 @@
     python -m benchmarks.planner --kinds optimum                   all layouts of 8 and 16 devices, half an hour
     python -m benchmarks.planner --kinds simulated                 84B on 2,560 devices, minutes
     python -m benchmarks.planner --kinds memory                    compiled for H100s that are not there, an hour
-    python -m benchmarks.planner --rows runs.jsonl                 other runs, predicted by what those say
+    python -m benchmarks.planner --rows runs.jsonl                 other runs, predicted from the published ones
 
-The runs are those of benchmarks/published_runs.jsonl, one JSON object a line with its source. `--rows` takes more of
-the same form: they are predicted, never fitted to. The JSON's `rows`:
+The runs are those of benchmarks/published_runs.jsonl, one JSON object per line with its source.
+`--rows` reads other runs of the same form: they are predicted, never fitted to. The JSON's `rows`:
 
-    kind published         a run, predicted with constants fitted to all and the efficiency of its system on its chip
-    kind unknown_system    likewise, as if nothing were known of the system: constants fitted without it, its efficiency
-                           by others on the chip (`Fit.expected`); `low_s` and `high_s` are the interval that is printed
+    kind published         a run, predicted with constants fitted to all runs, and the efficiency of
+                           its system on its chip
+    kind unknown_system    a run, predicted as if nothing were known of its system: constants are
+                           fitted without that system, and its efficiency is the one that others on
+                           the chip suggest (`Fit.expected`); `low_s` and `high_s` are the interval
+                           that is printed
 
-and of both `system`, `chip`, `model`, `devices`, `mesh`, `measured_s`, `predicted_s`, `error` (predicted over measured,
-less 1), `overlapped_s` and `serial_s` (everything overlaps, nothing does), `efficiency`, `parts` (seconds by what they
-go to), `trend` (ZeRO-3 of 2021, which no constant is fitted to and no bar counts: only that more devices take more
-device-seconds).
+Both have `system`, `chip`, `model`, `devices`, `mesh`, `measured_s`, `predicted_s`, `error`
+(predicted over measured, less 1), `overlapped_s` and `serial_s` (seconds if everything overlaps,
+and if nothing does), `efficiency`, `parts` (seconds by what takes them), `trend` (true for ZeRO-3
+of 2021, to which no constant is fitted and whose errors are not counted: it only has to show that
+more devices take more device-seconds).
 
-Other kinds stand in files of their own, which say how they are made:
+Other kinds are made by files of their own, which explain them:
 
-    kinds memory, collectives      of programs, beside what a compiler for H100s says (planner_ahead.py)
-    kind bmin              how large batches must be (planner_batches.py): `loads`, `samples`, `splits` that 59 batches
-                           ask for, `settled`, `worst_regret`, `enough` (the first from which on regret stays small),
-                           `bad_splits` (time of splits of 8 devices over the best one's)
-    kind configuration     stages of components (planner_configuration.py): `method`, `time` over the best method's
-    kind measured          a step of `setting` here (planner_measured.py): `predicted_s`, `measured_s` (seconds of all
-                           cores), `spread` (between quartiles, as a share), `wall_s`, `calibrates`
-    kind scale             the search of `jaxmllm plan` for 84B (planner_search.py): `devices`, `considered`,
-                           `cpu_seconds`, `peak_rss`
-    kind optimum           the chosen layout beside the best of all (planner_optimum.py): `devices`, `mix`, `layouts`,
-                           `over_best`
-    kind simulated         a step of 84B on 2,560 devices (planner_simulated.py): `mode`, `step_s`, `low_s` and `high_s`
-                           (the interval that is printed), `mfu`, `parts`, `resident_bytes`, `peak_bytes` (but for the
-                           chain)
+    kinds memory, collectives      of programs, next to those of a compiler for H100s
+                                   (planner_ahead.py)
+    kind bmin              how large batches must be (planner_batches.py): `loads`, `samples`,
+                           `splits` (those that 59 batches ask for), `settled`, `worst_regret`,
+                           `enough` (the first size from which on regret stays small), `bad_splits`
+                           (time of splits of 8 devices over that of the best)
+    kind configuration     stages of components (planner_configuration.py): `method`, `time` over
+                           that of the best method
+    kind measured          a step of `setting` on this machine (planner_measured.py): `predicted_s`,
+                           `measured_s` (seconds of all cores), `spread` (between quartiles, as a
+                           share), `wall_s`, `calibrates`
+    kind scale             the search of `jaxmllm plan` for 84B (planner_search.py): `devices`,
+                           `considered`, `cpu_seconds`, `peak_rss`
+    kind optimum           the chosen layout next to the best of all (planner_optimum.py):
+                           `devices`, `mix`, `layouts`, `over_best`
+    kind simulated         a step of 84B on 2,560 devices (planner_simulated.py): `mode`, `step_s`,
+                           `low_s` and `high_s` (the interval that is printed), `mfu`, `parts`; and
+                           except for the chain `resident_bytes`, `peak_bytes`
 """
 
 from __future__ import annotations
@@ -70,7 +78,7 @@ from jaxmllm.tools.arguments import measuring_parser
 from jaxmllm.tools.output import print_table, write_json
 
 RUNS: Final = Path(__file__).with_name("published_runs.jsonl")
-# Its steps took up to three times what its links explain, and the more devices the more
+# Not fitted: its steps took up to three times what its links explain, the more so on more devices
 TREND: Final = ("zero3",)
 PUBLISHED, UNKNOWN_SYSTEM = "published", "unknown_system"
 AXES: Final = ("data", "fsdp", "context", "tensor", "stages", "interleave")
@@ -99,14 +107,14 @@ OTHERS: Final[Mapping[str, Callable[[argparse.Namespace], list[dict[str, Any]]]]
     planner_search.SCALE: lambda options: planner_search.scale_rows(options.seed),
     planner_simulated.SIMULATED: lambda options: planner_simulated.simulated_rows(options.seed),
 }
-SAME: Final = 0.02  # stored constants are those of the fit within this share
+SAME: Final = 0.02  # stored constants may differ from fitted ones by this share
 
 
 def read_runs(path: Path) -> list[Published]:
-    """Runs of a JSONL file.
+    """The runs of a JSONL file.
 
     Raises:
-      TextRunError: a line is no run; the message names file and line.
+      TextRunError: a line is not a run; the message names file and line.
     """
     runs = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -117,13 +125,14 @@ def read_runs(path: Path) -> list[Published]:
             runs[-1].predicted(RATES, efficiency=1.0)
         except KeyError as error:
             raise TextRunError(f"{path}, line {number}: no key {error}") from error
-        except (ValueError, TypeError) as error:  # also of JSON, runs and clusters
+        except (ValueError, TypeError) as error:  # errors of JSON, runs and clusters are among them
             raise TextRunError(f"{path}, line {number}: {error}") from error
     return runs
 
 
 def published_rows(runs: Sequence[Published], known: Fit) -> list[dict[str, Any]]:
-    """Runs by the efficiency of their system on their chip, or of others there where it has no run that counts."""
+    """Rows of runs, predicted with the efficiency of their system on their chip, or with the
+    expected one if that system has no fitted run there."""
     return [
         _row(PUBLISHED, run, known, known.efficiencies.get(run.owner, known.expected(run.chip)))
         for run in runs
@@ -131,7 +140,8 @@ def published_rows(runs: Sequence[Published], known: Fit) -> list[dict[str, Any]
 
 
 def unknown_rows(runs: Sequence[Published], fitted: Sequence[Published]) -> list[dict[str, Any]]:
-    """Runs of every system that shares its chip with another one, predicted without that system's own."""
+    """Rows of the runs of every system that shares its chip with another system, predicted from a
+    fit to `fitted` without that system."""
     rows = []
     for owner in sorted({run.owner for run in runs}):
         others = [run for run in fitted if run.owner != owner]
@@ -150,6 +160,7 @@ def unknown_rows(runs: Sequence[Published], fitted: Sequence[Published]) -> list
 
 
 def _row(kind: str, run: Published, known: Fit, efficiency: float) -> dict[str, Any]:
+    """The row of one run, predicted with the constants of a fit and with an efficiency."""
     step = run.predicted(known.rates, efficiency)
     return {
         "kind": kind,
@@ -173,7 +184,7 @@ def _row(kind: str, run: Published, known: Fit, efficiency: float) -> dict[str, 
 
 
 def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Errors by kind, without those that only count as a trend."""
+    """Statistics of the errors by kind, without runs of which only the trend counts."""
     of_kind: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if not row["trend"]:
@@ -194,7 +205,7 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def show(rows: Sequence[Mapping[str, Any]], errors: Mapping[str, Mapping[str, float]]) -> None:
-    """A table of each kind, and what their errors come to."""
+    """Print a table of each kind, and the statistics of its errors."""
     for kind in dict.fromkeys(row["kind"] for row in rows):
         lines = [
             [
@@ -267,7 +278,7 @@ def main(command: Sequence[str] | None = None) -> int:
 
 
 def _published(file: Path | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows of published runs, or of those of a file, and what was fitted and found on the way."""
+    """Rows of the published runs, or of the runs of a file; and the errors and fitted constants."""
     published = read_runs(RUNS)
     runs = published if file is None else read_runs(file)
     fitted = [run for run in published if run.system not in TREND]

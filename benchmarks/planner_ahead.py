@@ -1,16 +1,20 @@
-"""Predicted bytes of programs, that they take and send, beside those of a compiler for H100s that are not there.
+"""Predicted memory and traffic of programs, next to those of a compiler for H100s that are not
+there.
 
     python -m benchmarks.planner_ahead --json ahead.json [--models 2B 7B] [--compiled earlier.json]
 
-Part of `python -m benchmarks.planner`, and an hour on two cores: `--compiled` reads what an earlier run compiled, and
-compiles only what that lacks. Models of benchmarks/omni.py in bfloat16. Needs no GPU, but `pip install
-'jaxmllm[ahead]'`; without it a line says so. The JSON's `rows`:
+Part of `python -m benchmarks.planner`, and an hour on two cores: `--compiled` reads what an earlier run
+compiled, and compiles only what is missing there. Models are those of benchmarks/omni.py in bfloat16.
+Needs no GPU, but `pip install 'jaxmllm[ahead]'`; without it a line says so. The JSON's `rows`:
 
-    kind memory            a program: `model`, `devices`, `mesh`, `remat`, `capacity`, `frozen`; bytes of its
-                           `arguments` or `temporaries` (`what`), `estimated` and `compiled`, `error` (one over the
-                           other, less 1), and the largest `moment`; no row of temporaries that come to next to nothing
-    kind collectives       an operation of a program along `axes`: `predicted_bytes` and `compiled_bytes`, what a device
-                           sends in a ring in loops of known trips, without index arrays; none where a plan decides
+    kind memory            a program: `model`, `devices`, `mesh`, `remat`, `capacity`, `frozen`;
+                           bytes of its `arguments` or `temporaries` (`what`), `estimated` and
+                           `compiled`, `error` (estimated over compiled, less 1), and the `moment`
+                           of most memory. Programs of no phase, such as `update`, have no row of
+                           temporaries: these take next to nothing
+    kind collectives       an operation of a program along `axes`: `predicted_bytes` and
+                           `compiled_bytes`, which a device sends in a ring, in loops with a known
+                           number of trips, without index arrays; no row where a plan decides
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ MEMORY, COLLECTIVES = "memory", "collectives"
 CHIP: Final = "h100"
 LOSS, VISION, AUDIO = "language_loss_and_grad", "encode_grad vision", "encode_grad audio"
 KEPT: Final = "encode_grad_kept vision"
-SMALL: Final = 1e6  # bytes: sums of single numbers
+SMALL: Final = 1e6  # bytes; operations that send less, such as sums of scalars, have no row
 COLUMNS: Final = [
     "model",
     "mesh",
@@ -73,7 +77,7 @@ class Point(NamedTuple):
     model: str
     mesh: Mapping[str, int]
     remat: str
-    language: int  # capacity, like those of towers
+    language: int  # capacity; `vision` and `audio` are capacities, too
     programs: tuple[str, ...] = (LOSS, VISION)
     vision: int = 16_384
     audio: int = 8_192
@@ -146,16 +150,17 @@ POINTS: Final = (
     Point("84B", {"data": 10, "fsdp": 64, "context": 4}, "full", 16_384, (LOSS,)),
 )
 
-Compiled = dict[str, dict[str, Any]]  # by setting and program: `temporaries`, `arguments`, `sent`
+# By `key_of` setting and program: its `temporaries`, `arguments`, `sent`
+Compiled = dict[str, dict[str, Any]]
 
 
 def key_of(point: Point, program: str) -> str:
-    """What tells a compiled program from all others."""
+    """The key of a compiled program, different for all settings and programs."""
     return json.dumps([point._replace(programs=()), program], sort_keys=True)
 
 
 def stored(path: Path | None) -> Compiled:
-    """What an earlier run compiled."""
+    """Facts of the programs that an earlier run compiled, from its JSON; empty without a file."""
     if path is None:
         return {}
     compiled: Compiled = json.loads(path.read_text(encoding="utf-8"))["compiled"]
@@ -163,7 +168,8 @@ def stored(path: Path | None) -> Compiled:
 
 
 def compiled_file(text: str) -> Compiled:
-    """The value of `--compiled`: what the JSON of an earlier run holds, read before anything is compiled."""
+    """The value of `--compiled`, read from the JSON of an earlier run before anything is
+    compiled."""
     try:
         return stored(Path(text))
     except OSError as error:
@@ -175,7 +181,8 @@ def compiled_file(text: str) -> Compiled:
 
 
 def measure(point: Point, chip: Chip, seed: int, compiled: Compiled) -> Iterator[dict[str, Any]]:
-    """The rows of a point. What is compiled for them is added to `compiled`."""
+    """The rows of a point. Compiles the programs that `compiled` lacks, and adds their facts to
+    it."""
     config = point.config()
     programs = generated_lengths(
         config, target_mesh(config, chip, point.devices), seed, MIX
@@ -193,10 +200,10 @@ def measure(point: Point, chip: Chip, seed: int, compiled: Compiled) -> Iterator
 
 
 def facts_of(checked: CheckedProgram) -> dict[str, Any]:
-    """Of one compiled program, what its rows need."""
+    """The facts of one compiled program that its rows need."""
     sent: dict[str, float] = {}
     for transfer in checked.transfers:
-        if transfer.exact and transfer.dtype != "s32":
+        if transfer.exact and transfer.dtype != "s32":  # s32: index arrays
             kind = " ".join((transfer.operation, *transfer.axes))
             sent[kind] = sent.get(kind, 0.0) + transfer.sent_bytes
     memory = checked.memory
@@ -206,7 +213,8 @@ def facts_of(checked: CheckedProgram) -> dict[str, Any]:
 def rows_of(
     point: Point, programs: Programs, name: ProgramName, facts: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """One row for its memory, and one for each operation and axes along which it sends something or should."""
+    """The rows of a program: its memory, and one row for each operation and axes along which it
+    sends something, or is predicted to."""
     setting = {
         "model": point.model,
         "devices": point.devices,
@@ -253,7 +261,8 @@ def rows_of(
 def ahead_rows(
     seed: int, points: Sequence[Point] = POINTS, compiled: Compiled | None = None
 ) -> list[dict[str, Any]]:
-    """The rows of all points; none, and a line that says why, where nothing can be compiled for the chip."""
+    """The rows of all points; none, and a printed line that says why, if nothing can be compiled
+    for the chip."""
     only_compile()
     rows: list[dict[str, Any]] = []
     compiled = {} if compiled is None else compiled
@@ -276,7 +285,7 @@ def ahead_rows(
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table of each kind, and what the errors come to."""
+    """Print a table of each kind, with the errors."""
 
     def setting(row: Mapping[str, Any]) -> list[Any]:
         mesh = ", ".join(f"{axis} {size}" for axis, size in row["mesh"].items() if size > 1)
@@ -310,6 +319,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _error(row: Mapping[str, Any]) -> float:
+    """Predicted over compiled bytes, less 1; infinite where the compiler sends nothing."""
     compiled: float = row["compiled_bytes"]
     return float(row["predicted_bytes"] / compiled - 1) if compiled else float("inf")
 

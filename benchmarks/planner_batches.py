@@ -1,9 +1,11 @@
-"""How large batches must be for phases to share devices alike, on loads of several kinds.
+"""How large batches must be for all of them to split devices between phases in the same way, on
+loads of several kinds.
 
     rows bmin    of log-normal loads, of the generator's three mixes, and of the files of a folder
 
-Loads are FLOPs of an example in each phase, forward and backward: of the generator's model (8B and two towers of 0.6B,
-jaxmllm/tools/workload.py) where lengths are real or generated. Every batch is drawn anew, of files with repetition.
+A load is the FLOPs of an example in one phase, forward and backward. Where lengths are real or
+generated, the model is the generator's (8B and two towers of 0.6B, jaxmllm/tools/workload.py).
+Every batch is drawn independently, examples of files with replacement.
 """
 
 from __future__ import annotations
@@ -26,24 +28,24 @@ from jaxmllm.tools.workload import MODEL, PHASES, generate
 from sharding.mesh import abstract_mesh
 
 BMIN: Final = "bmin"
-RATIOS: Final = (1.29, 1.135)  # the second one is next to a tie of 8 : 8 and 9 : 7
+RATIOS: Final = (1.29, 1.135)  # the second is near a tie between splits of 8 : 8 and 9 : 7
 SIGMAS: Final = (1.0, 0.7)
 DEVICES: Final = 16
-# As in Entrain's examples (arXiv 2605.27918): one device of 8 for what comes first, or all but one
+# As in Entrain's examples (arXiv 2605.27918): the first phases get one of 8 devices, or all but one
 PRICED: Final = ((1, 7), (4, 4), (7, 1))
-PRICED_ON: Final = 65_536  # examples
+PRICED_ON: Final = 65_536  # examples whose loads price these splits
 CONFIG: Final = Path(__file__).parents[1] / "configs" / "real-small.yaml"
 
 Draw = Callable[[int], Floats]
 
 
 def batch_rows(seed: int, data: Path | None = None) -> list[dict[str, Any]]:
-    """Of every kind of loads, what growing batches say.
+    """The rows of every kind of loads, one for each size of growing batches.
 
     Args:
-      data: a folder of such files as configs/real-small.yaml reads, if any.
+      data: a folder with the files that configs/real-small.yaml reads, or None.
     """
-    files = None if data is None else _files(data, seed)  # first: they may be wrong
+    files = None if data is None else _files(data, seed)  # read first: they may be wrong
     rows: list[dict[str, Any]] = []
     for ratio in RATIOS:
         rows += _rows(f"log-normal, {ratio} : 1", _lognormal(ratio, seed), {"ratio": ratio})
@@ -55,6 +57,7 @@ def batch_rows(seed: int, data: Path | None = None) -> list[dict[str, Any]]:
 
 
 def _rows(loads: str, draw: Draw, told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rows of one kind of loads; `told` are further keys of each row."""
     profiles = smallest_batch(draw, DEVICES)
     prices = bad_splits(draw(PRICED_ON))
     chosen = enough(profiles)
@@ -69,7 +72,8 @@ def _rows(loads: str, draw: Draw, told: Mapping[str, Any]) -> Iterator[dict[str,
 
 
 def bad_splits(loads: Floats) -> dict[str, float]:
-    """Time of splits of 8 devices between all phases but the last one and that, over the best one's."""
+    """Time of the `PRICED` splits of devices between all phases but the last and the last phase,
+    over the time of the best split."""
     two = [float(loads[:-1].sum()), float(loads[-1])]
     best = split_time(two, best_split(two, sum(PRICED[0])))
     return {" : ".join(map(str, split)): split_time(two, split) / best for split in PRICED}
@@ -86,6 +90,7 @@ def _lognormal(ratio: float, seed: int) -> Draw:
 
 
 def _generated(mix: Mapping[str, float], seed: int) -> Draw:
+    """Draws of generated batches, each with a seed of its own; phases without load are left out."""
     numbers = iter(range(1 << 30))
 
     def draw(samples: int) -> Floats:
@@ -96,6 +101,7 @@ def _generated(mix: Mapping[str, float], seed: int) -> Draw:
 
 
 def _files(folder: Path, seed: int) -> Draw:
+    """Draws of batches of a folder's examples, with replacement."""
     config = load_config(CONFIG, [f"data.root={folder}"])
     sizes = config.mesh.model_dump()
     corpus = prepare(config, abstract_mesh(sizes, int(np.prod([*sizes.values()])))).corpus
@@ -105,7 +111,7 @@ def _files(folder: Path, seed: int) -> Draw:
 
 
 def example_loads(items: BatchItems) -> Floats:
-    """FLOPs of every example in each phase, the language model last: [B, phases]."""
+    """FLOPs of every example in each phase, language last: [B, phases]."""
     trained = dict.fromkeys(component_names(PHASES), 1)
     phases = [*(name for name in PHASES if name != LANGUAGE), LANGUAGE]
     loads = np.zeros((len(items.examples), len(phases)))

@@ -1,16 +1,21 @@
-"""What a static configuration of pipeline stages is worth: how many each component has, and where its layers are cut.
+"""What a static configuration of pipeline stages is worth: how many each component has, and where
+its layers are cut.
 
-    rows configuration    `profile`, `mix`, `mode` (what is trained), `stages`, `method`, `time` (of a step over the
-                          best method's), `slowest_over_mean` (of stages), `split` (stages of each component)
+    rows configuration    `profile`, `mix`, `mode` (what is trained), `stages`, `method`, `time` (of
+                          a step, over that of the best method), `slowest_over_mean` (of stages),
+                          `split` (stages of each component)
 
-Components have stages of their own, encoders at the same time (layout `parallel`), cut for the mean microbatch of a
-batch of the generator (jaxmllm/tools/workload.py). A step takes the way of one microbatch through the longer
-encoder and the language model, and then the slowest stage for each of the others. Layers run forward again on the
-way back.
+Components have stages of their own, and encoders run at the same time (layout `parallel`). Stages
+are cut for the mean microbatch of a batch of the generator (jaxmllm/tools/workload.py). The time of
+a step is that of one microbatch on its way through the longer encoder and the language model, and
+then that of the slowest stage for each of the other microbatches. Layers run forward again in the
+backward pass.
 
-    cost          the best split and cuts by what layers cost in these batches, frozen or not: dynamic programming
+    cost          the best split and cuts by what layers cost in these batches, frozen or not:
+                  dynamic programming
     parameters    the same, with stages of equal parameters
-    rounding      stages by the nearest rounding of each component's share of the cost, layers dealt evenly
+    rounding      stages by rounding each component's share of the cost, layers spread evenly over
+                  them
 """
 
 from __future__ import annotations
@@ -35,16 +40,16 @@ from sharding.pipeline.ring import Chain, Ring
 
 CONFIGURATION: Final = "configuration"
 STAGES: Final = (4, 8, 16)
-EXAMPLES: Final = 8  # of a microbatch
+EXAMPLES: Final = 8  # in a microbatch
 MICROBATCHES: Final = 4  # per stage
-BATCHED: Final = 4096  # examples that the mean microbatch is of
+BATCHED: Final = 4096  # examples over which the mean microbatch is taken
 METHODS: Final = ("cost", "parameters", "rounding")
 
 Chains = Mapping[str, Sequence[Layer]]
 
 
 def configuration_rows(seed: int) -> list[dict[str, Any]]:
-    """Of every profile, mix and mode that has more than one component, on every number of stages."""
+    """The rows of every profile, mix and mode, on every number of stages."""
     rows: list[dict[str, Any]] = []
     for instance in instances([*PROFILES], [*MIXES], [*MODES], STAGES, [EXAMPLES]):
         rows += _rows(instance, seed)
@@ -53,6 +58,7 @@ def configuration_rows(seed: int) -> list[dict[str, Any]]:
 
 
 def _rows(instance: Instance, seed: int) -> Iterator[dict[str, Any]]:
+    """One row for each method on one instance."""
     chains = mean_layers(instance, seed)
     microbatches = MICROBATCHES * instance.stages
     times = {}
@@ -95,6 +101,7 @@ def mean_layers(instance: Instance, seed: int) -> dict[str, list[Layer]]:
 
 
 def _mean(of_items: Any, batch: BatchItems) -> int:
+    """The sum of a quantity over a batch's items, scaled to one microbatch."""
     return round(float(of_items.sum()) * EXAMPLES / len(batch.examples))
 
 
@@ -110,8 +117,8 @@ def ring_of(method: str, chains: Chains, stages: int) -> Ring:
 
 
 def _rounded(chains: Chains, stages: int) -> Ring:
-    """Every component has at least one stage and at most one for each layer; what rounding leaves over or lacks is the
-    largest component's."""
+    """Stages by rounding. Every component has at least one stage and at most one for each block;
+    the costliest component takes the stages that rounding leaves over or lacks."""
     costs = {name: sum(cost.total for cost in of) for name, of in layer_costs(chains).items()}
     whole = sum(costs.values())
     counts = {
@@ -132,7 +139,7 @@ def _rounded(chains: Chains, stages: int) -> Ring:
 
 
 def stage_costs(ring: Ring, chains: Chains) -> dict[str, Any]:
-    """Forward and backward of every stage, by component."""
+    """FLOPs of every stage, forward and backward, by component."""
     costs = layer_costs(chains)
     return {
         chain.name: np.array([cost.total for cost in chunk_costs(chain, costs[chain.name])], float)
@@ -141,7 +148,8 @@ def stage_costs(ring: Ring, chains: Chains) -> dict[str, Any]:
 
 
 def step_time(ring: Ring, chains: Chains, microbatches: int) -> float:
-    """One microbatch's way, and the slowest stage for each of the others."""
+    """Time of a step: one microbatch on its way through the costliest encoder and the language
+    model, and the slowest stage for each of the other microbatches."""
     costs = stage_costs(ring, chains)
     before = max((of.sum() for name, of in costs.items() if name != LANGUAGE), default=0.0)
     slowest = max(of.max() for of in costs.values())
@@ -149,7 +157,7 @@ def step_time(ring: Ring, chains: Chains, microbatches: int) -> float:
 
 
 def _show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table of all rows, and one of what they come to for each model."""
+    """Print a table of all rows, and one of the median and worst times of each model."""
     lines: dict[tuple[Any, ...], list[Any]] = {}
     times: dict[str, dict[str, list[float]]] = {}
     for row in rows:

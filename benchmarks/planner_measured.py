@@ -1,12 +1,14 @@
-"""Simulated steps beside measured ones: settings of a small model on eight CPU devices that share this machine's cores.
+"""Simulated steps next to measured ones: settings of a small model on eight CPU devices that share
+this machine's cores.
 
-    rows measured    16 settings and more; `fitted` learns the cluster from three of them
+    rows measured    16 settings and more; the cluster is fitted (`fitted`) to three of them
 
-The model and the data are those of configs/quickstart.yaml, the data made anew from the seed; widths and batch are
-larger, so that computing outweighs dispatch. All settings train on the same batch and take turns step by step; a
-step's seconds are the median over turns of what the process takes of all cores, divided by these: other work on the
-machine then counts little. Three settings calibrate: one on which nothing is split, one that gathers weights, and one
-in pipeline stages. The peak is measured after all steps.
+The model and the data are those of configs/quickstart.yaml, with data generated from the seed;
+widths and batch are larger, so that computing outweighs dispatch. All settings train on the same
+batch and take turns step by step. A step's seconds are the median over turns of the CPU time of the
+process, divided by the number of cores, so that other work on the machine counts little. Three
+settings calibrate: one that splits nothing, one that gathers weights, and one with pipeline stages.
+The peak is measured after all steps.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ ROWS: Final = (512, 512)  # slots: whole attention blocks on each of four device
 
 
 def mesh(**axes: int) -> tuple[str, ...]:
-    """Overrides: other axes of the mesh than one device each."""
+    """Overrides that set the mesh; axes that are not given have one device."""
     sizes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | axes
     return tuple(f"mesh.{axis}={size}" for axis, size in sizes.items())
 
@@ -84,7 +86,7 @@ def remat(kind: str) -> tuple[str, ...]:
 
 
 def rows(*slots: int) -> tuple[str, ...]:
-    """Overrides: slots of the rows of each phase."""
+    """Overrides that set the row capacity of each phase, in the order of `PHASES`."""
     return tuple(
         f"phases.{phase}.capacities=[{capacity}]"
         for phase, capacity in zip(PHASES, slots, strict=True)
@@ -116,7 +118,7 @@ CALIBRATING: Final = ("data 8", "fsdp 8", "2 stages, data 4")
 
 @dataclass
 class Setting:
-    """One of them, ready to run and to be simulated."""
+    """One of `SETTINGS`, ready to run and to be simulated."""
 
     name: str
     programs: Programs
@@ -127,12 +129,13 @@ class Setting:
 
     @classmethod
     def of(cls, name: str, config: Config) -> Setting:
-        """Compile its programs, and plan and transfer the first batch after those that sizes were chosen from."""
+        """Compile its programs; plan and transfer the first batch after those from which sizes were
+        chosen."""
         inputs = prepare(config, make_mesh(config.mesh_sizes, spans=mesh_spans(config)))
         programs, sizes = plan_programs(config, inputs)
         trained = (name for name in programs.jobs if name.function != "evaluate")
         programs.compiled = compile_jobs({name: programs.jobs[name] for name in trained})
-        jax.clear_caches()  # of what was traced: gigabytes over all settings
+        jax.clear_caches()  # traces take gigabytes over all settings
         pipeline = sizes.training if sizes else None
         examples = batch_examples(inputs.order, config.data.batch_size, len(inputs.samples))
         items = inputs.corpus.gather(examples)
@@ -143,7 +146,7 @@ class Setting:
         return cls(name, programs, plan, items, batch, programs.init(config.run.seed))
 
     def step(self) -> tuple[float, float]:
-        """Train on the batch: seconds of the clock, and of all cores of this process."""
+        """Train on the batch; return wall seconds, and CPU seconds of this process on all cores."""
         jax.block_until_ready(self.state)
         began, worked = time.perf_counter(), time.process_time()
         self.state, metrics = self.programs.train(self.state, self.batch)
@@ -160,7 +163,7 @@ class Setting:
 
 
 def force_devices() -> None:
-    """Make JAX see eight CPU devices. Call it before anything asks for devices."""
+    """Make JAX see eight CPU devices. Call this before anything asks for devices."""
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={DEVICES}".strip()
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -170,7 +173,8 @@ def force_devices() -> None:
 def measured_rows(
     turns: int, names: Sequence[str] = tuple(SETTINGS), seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Every setting, predicted and measured on data of a seed, after `force_devices`."""
+    """Measured and predicted rows of every setting, on data of a seed. Call `force_devices`
+    before."""
     with tempfile.TemporaryDirectory() as folder:
         make_data(Path(folder), seed)
         settings = [Setting.of(name, _config(folder, name)) for name in names]
@@ -186,7 +190,12 @@ def measured_rows(
 def rows_of(
     settings: Sequence[Setting], times: Mapping[str, Sequence[tuple[float, float]]]
 ) -> list[dict[str, Any]]:
-    """Predictions of a cluster that is fitted to three of the settings."""
+    """Rows of measured times and of predictions, from a cluster fitted to the `CALIBRATING`
+    settings.
+
+    Args:
+      times: wall and CPU seconds of every counted step, by setting.
+    """
     cores = len(os.sched_getaffinity(0))
     by_name = {name: [worked / cores for _, worked in taken] for name, taken in times.items()}
     medians = {name: statistics.median(taken) for name, taken in by_name.items()}
@@ -221,12 +230,15 @@ def rows_of(
 
 
 def agreement(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """How well predictions order and tell the settings that calibrate nothing.
+    """How well predictions order the settings that do not calibrate, and how large the errors are.
 
     Returns:
-      `tau`: Kendall's, over pairs that differ by more than their spreads. `first`: measured seconds of the setting that
-      is predicted to be fastest, over those of the fastest, less 1. `median`: of the errors' sizes. `range`: slowest
-      over fastest.
+      `pairs`: pairs of settings whose measured times differ by more than the larger spread.
+      `tau`: Kendall's, over these pairs.
+      `first`: measured time of the setting that is predicted to be fastest, over the least measured
+        time, less 1.
+      `median`: median size of the errors.
+      `range`: largest over least measured time.
     """
     others = [row for row in rows if not row["calibrates"]]
     signs = []
@@ -247,7 +259,7 @@ def agreement(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table, and what it comes to."""
+    """Print a table of the rows, and their `agreement`."""
     lines = [
         [
             row["setting"] + (" (calibrates)" if row["calibrates"] else ""),
@@ -265,7 +277,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def make_data(folder: Path, seed: int) -> None:
-    """The examples of the sample data that have no sound."""
+    """Write sample data, and keep only the training examples without sound."""
     make_sample(folder, seed, EXAMPLES, 4)
     file = folder / "train.jsonl"
     records = file.read_text(encoding="utf-8").splitlines(keepends=True)

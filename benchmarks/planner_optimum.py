@@ -1,14 +1,18 @@
-"""What the sieves of `jaxmllm plan` miss: the layout that they choose beside the best of all legal ones.
+"""What the sieves of `jaxmllm plan` miss: the layout that they choose, next to the best of all
+legal layouts.
 
     python -m benchmarks.planner --kinds optimum
 
-An omni model of 2B on 8 and on 16 H100s, 32 generated examples per device, three mixes of tasks; stages and mesh are
-open. Every layout that is legal and fits in closed form is planned and simulated whole, too. The JSON's `rows`:
+An omni model of 2B on 8 and on 16 H100s, with 32 generated examples per device and three mixes of
+tasks; stages and mesh are open. Every layout that is legal and fits in closed form is also planned
+and simulated as a whole step. The JSON's `rows`:
 
-    kind optimum        `devices`, `mix`, `layouts` simulated whole, `over_memory` and `failed` (those that then do not
-                        fit, or whose stages cannot be planned), `best` of them with `best_s`; `chosen` by the command,
-                        `chosen_s` and `over_best` (1 where it is the best; times within 1 % count as equal there, and
-                        fewer axes win), `fastest_over_best` (of the layouts that it planned whole)
+    kind optimum        `devices`, `mix`, `layouts` (simulated whole), `over_memory` and `failed`
+                        (those that then do not fit, or whose stages cannot be planned), `best` of
+                        them with `best_s`; `chosen` by the command, `chosen_s` and `over_best` (1
+                        if it is the best; the command counts times within 1 % as equal and then
+                        prefers fewer axes), `fastest_over_best` (fastest of the layouts that the
+                        command planned whole)
 """
 
 from __future__ import annotations
@@ -54,7 +58,7 @@ def optimum_rows(
     """A row per number of devices and mix.
 
     Args:
-      model: of `omni_config`, whose sections the others are.
+      model: a model of `omni_config`; `sections` are sections for that config.
     """
     rows = []
     for count in devices:
@@ -71,6 +75,7 @@ def optimum_rows(
 
 
 def _compared(planner: Planner, devices: int) -> dict[str, Any]:
+    """Figures of the planner's choice, and of all layouts that its closed form lets through."""
     result = planner.search(devices)
     chosen = result.ranked[0]
     fastest = min(layout.seconds for layout in result.ranked)

@@ -2,12 +2,13 @@
 
     python -m benchmarks.planner --kinds scale
 
-configs/omni-84b.yaml with 32 generated examples per device, on 2,560 and on 512 H100s. Each search runs twice. The
-JSON's `rows`:
+Searches for configs/omni-84b.yaml with 32 generated examples per device, on 2,560 and on 512 H100s.
+Each search runs twice. The JSON's `rows`:
 
-    kind scale          `devices`, `considered` (layouts), `meshes` of them, `rejected` by reason, `planned` whole,
-                        `cpu_seconds` of one search with its start, `peak_rss` in bytes (of the process so far), `same`
-                        (the second search found the same), `chosen` and its `step_s`
+    kind scale          `devices`, `considered` (layouts), `meshes` (of these layouts), `rejected`
+                        (by reason), `planned` (as whole steps), `cpu_seconds` (of one search with
+                        its start), `peak_rss` (bytes, of the process so far), `same` (whether the
+                        second search found the same), `chosen` and its `step_s`
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
-"""A step of the 84B omni model on 2,560 H100s that are not there, in every balance mode and as a chain of stages.
+"""A step of the 84B omni model on 2,560 H100s that are not there, in every balance mode and as a
+chain of stages.
 
-    rows simulated    `mode` none, tokens, language, phases: on the mesh of `MESH`, rows chosen for each mode
-                      `chain`: encoder-first pipeline stages with tensor parallelism, nothing balanced
+    rows simulated    `mode` none, tokens, language, phases: on the mesh of `MESH`, rows chosen for
+                      each mode `chain`: encoder-first pipeline stages with tensor parallelism,
+                      nothing balanced
 
-The model has the sizes of OrchMLLM's largest (arXiv 2503.23830): language 80 x 8,192, vocabulary 152,064, vision 51 x
-4,096, audio 32 x 1,280. Batches are generated, 32 examples per device. Nothing is fitted to what others measured.
+The model has the sizes of OrchMLLM's largest (arXiv 2503.23830): language 80 x 8,192, vocabulary
+152,064, vision 51 x 4,096, audio 32 x 1,280. Batches are generated, 32 examples per device. Nothing
+is fitted to what others measured.
 
-The chain is what Megatron-LM would run: layers cut into stages by their parameters, encoders first, eight devices to
-each layer; examples packed in the order of sampling into microbatches of up to `TOKENS` tokens, whose media are encoded
-in the same microbatch; 1F1B, stages that wait for nothing but what they need, full recomputation, gradients summed over
-replicas once a step.
+The chain is what Megatron-LM would run: layers cut into stages by their parameters, encoders first,
+eight devices to each layer; examples packed in the order of sampling into microbatches of up to
+`TOKENS` tokens, with their media encoded in the same microbatch; 1F1B, stages that wait only for
+what they need, full recomputation, and gradients summed over replicas once per step.
 """
 
 from __future__ import annotations
@@ -53,12 +56,12 @@ MESH: Final = {"data": 40, "fsdp": 64}
 CHIP: Final = "h100"
 TENSOR: Final = 8
 STAGES: Final = 10
-TOKENS: Final = 8192  # of a language microbatch
-TICK: Final = 1e-9  # seconds that durations of operations count
+TOKENS: Final = 8192  # in a language microbatch
+TICK: Final = 1e-9  # seconds; unit of the integer durations of operations
 
 
 def simulated_rows(seed: int) -> list[dict[str, Any]]:
-    """Every mode and the chain."""
+    """The rows of every mode and of the chain."""
     cluster = CLUSTERS[CHIP]
     device = Device(cluster, cluster.efficiency.share)
     rows = []
@@ -107,10 +110,10 @@ def _config(mode: str) -> Config:
 
 
 def chain_row(programs: Programs, lengths: GeneratedLengths, device: Device) -> dict[str, Any]:
-    """The same batch on a chain of stages.
+    """The row of the chain of stages, on the same batch.
 
     Args:
-      programs: of the model on any mesh, for its FLOPs.
+      programs: programs of the model on any mesh, from which the FLOPs for MFU are taken.
     """
     replicas = DEVICES // (TENSOR * STAGES)
     chain = _Chain(lengths, device)
@@ -151,14 +154,14 @@ def chain_row(programs: Programs, lengths: GeneratedLengths, device: Device) -> 
 
 @dataclass(frozen=True)
 class _Part:
-    """What a microbatch holds of a phase."""
+    """The part of a microbatch in one phase."""
 
     slots: int
-    squares: tuple[int, int]
+    squares: tuple[int, int]  # sums of squares, as `layer.attention` takes them
 
 
 class _Chain:
-    """Stages of layers cut by parameters, and microbatches as sampled."""
+    """A chain of stages cut by parameters, with microbatches as sampled."""
 
     def __init__(self, lengths: GeneratedLengths, device: Device):
         self.items = lengths.items
@@ -172,7 +175,7 @@ class _Chain:
         self.ring: Ring = partition(self.nothing, STAGES, "chain", cut_by="parameters")
 
     def seconds(self, replica: int, replicas: int) -> tuple[float, float]:
-        """Of the examples of a replica: until its last stage is done, and what stages work on the average."""
+        """Seconds until a replica's last stage is done, and mean seconds of work of its stages."""
         parts = list(self._microbatches(replica, replicas))
         work = []
         for chain in self.ring.chains:
@@ -190,7 +193,7 @@ class _Chain:
         return asynchronous(schedule) * TICK, float(graph.rank_work.mean()) * TICK
 
     def _microbatches(self, replica: int, replicas: int) -> Iterator[dict[str, _Part]]:
-        """Consecutive examples until their tokens fill a microbatch."""
+        """Microbatches of a replica: consecutive examples, as many as `TOKENS` allow."""
         count = len(self.items.examples) // replicas
         first = replica * count
         tokens = self.items.phases[LANGUAGE].length[first : first + count]
@@ -210,9 +213,10 @@ class _Chain:
         return _Part(int(length.sum()), (int((length**2).sum()), 0))
 
     def _layers(self, phase: str, part: _Part) -> list[Layer]:
-        """With durations of a forward pass in units of `TICK`, for what one of eight devices does."""
+        """Layers of a phase, whose costs are durations of the forward pass on one of the `TENSOR`
+        devices, in units of `TICK`."""
         layers = phase_layers(self.model, phase)
-        # Blocks are one object
+        # All blocks of a phase are one object, so that each kind of layer is timed once
         known = {id(layer): self._layer(phase, layer, part) for layer in layers}
         return [known[id(layer)] for layer in layers]
 
@@ -231,7 +235,8 @@ class _Chain:
                 Group(TENSOR),
                 device.rates.network,
             )
-            # Twice in each of three passes (forward, again, backward), of which the products make four
+            # Activations are summed twice in each of three passes (forward, recomputed, backward);
+            # `linear` is the forward pass, later counted 2 + BACKWARD times
             linear += 2 * summed * 3 / (2 + BACKWARD)
         return Layer(
             component=layer.component,

@@ -2,9 +2,10 @@
 
     runs --fit--> Rates, and one efficiency for each (system, chip)
 
-Least squares of the logarithm of predicted over measured seconds. A few runs fit no model (a system short of memory,
-say), so errors beyond `SPREAD` count by their size and not by their square. What runs cannot tell apart is decided by
-priors: a constant is near what is known of it, and systems on one chip reach similar efficiencies.
+The fit is a least squares of the logarithm of predicted over measured seconds. A few runs fit no
+model (a system short of memory, say), so errors beyond `SPREAD` count by their size instead of
+their square. Priors decide what runs cannot: a constant is near its known value, and systems on one
+chip reach similar efficiencies.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from jaxmllm.cluster.clusters import cluster_of
 from jaxmllm.cluster.device_seconds import Device, Rates
 from jaxmllm.cluster.text_run import TextRun, TextRunError, TextStep, text_step
 
-SPREAD: Final = 0.03  # of predictions around what is measured, in logarithms
-OF_SYSTEMS: Final = 0.07  # of the efficiencies of systems on one chip, likewise
+SPREAD: Final = 0.03  # spread of predictions around measured times, in logarithms
+OF_SYSTEMS: Final = 0.07  # spread of the efficiencies of systems on one chip, in logarithms
 
 
 class Prior(NamedTuple):
@@ -34,7 +35,7 @@ class Prior(NamedTuple):
     spread: float
 
 
-# In the order of `Rates`
+# In the order of the fields of `Rates`, which `_rates` and the residuals rely on
 PRIORS: Final = {
     "attention": Prior(
         0.6, 0.3
@@ -56,7 +57,7 @@ Owner = tuple[str, str]  # system, chip
 
 @dataclass(frozen=True)
 class Published:
-    """A run and how long its step took."""
+    """A published run, and how long its step took."""
 
     system: str
     chip: str
@@ -66,7 +67,7 @@ class Published:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Published:
-        """From a JSON object. Raises `TextRunError`, or KeyError for a key that is missing."""
+        """Read a run from a JSON object. Raises `TextRunError`, or KeyError for a missing key."""
         system, chip, seconds = record["system"], record["chip"], record["seconds"]
         if not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
             raise TextRunError(f"seconds {seconds!r} is no number above 0")
@@ -82,28 +83,30 @@ class Published:
 
 @dataclass(frozen=True)
 class Fit:
-    """What runs say."""
+    """Constants and efficiencies fitted to runs."""
 
     rates: Rates
-    efficiencies: Mapping[Owner, float]  # each the best for its own runs
-    usual: Mapping[Owner, float]  # likewise, drawn to those of other systems on the chip
+    efficiencies: Mapping[Owner, float]  # the best for the owner's own runs
+    usual: Mapping[Owner, float]  # the same, drawn towards other systems on the chip
 
     def expected(self, chip: str) -> float:
-        """The efficiency to expect of a system that is not known: the median of the others on the chip, halfway to that
-        of all systems, for the few of one chip say little. Of a chip without any, that of all systems."""
+        """The efficiency to expect of an unknown system: halfway, in logarithms, between the median
+        of the systems on the chip and that of all systems, because the few on one chip say little.
+        For a chip without systems, the median of all."""
         of_all = statistics.median(self.usual.values())
         others = [share for (_, on), share in self.usual.items() if on == chip]
         return math.sqrt(statistics.median(others) * of_all) if others else of_all
 
 
 def fit(runs: Sequence[Published]) -> Fit:
-    """Constants and efficiencies from runs."""
+    """Fit constants and efficiencies to runs."""
     owners = sorted({run.owner for run in runs})
     chips = sorted({chip for _, chip in owners})
     constants, systems = len(PRIORS), len(owners)
     values = np.log([_shifted(name, prior.value) for name, prior in PRIORS.items()])
     spreads = np.array([prior.spread for prior in PRIORS.values()])
 
+    # x holds logarithms: constants, then efficiencies of owners, then those that chips draw them to
     def residuals(x: Floats) -> Floats:
         rates = _rates(x[:constants])
         own = dict(zip(owners, x[constants : constants + systems], strict=True))
@@ -132,7 +135,7 @@ def fit(runs: Sequence[Published]) -> Fit:
 
 
 def _own_efficiency(runs: Sequence[Published], rates: Rates, start: float) -> float:
-    """The efficiency that explains a system's runs best, each of them counting alike."""
+    """The efficiency that explains a system's runs best, with equal weights and no prior."""
 
     def residuals(x: Floats) -> Floats:
         share = math.exp(x[0])
@@ -144,12 +147,14 @@ def _own_efficiency(runs: Sequence[Published], rates: Rates, start: float) -> fl
 
 
 def _rates(logarithms: Floats) -> Rates:
+    """The constants that fitted logarithms, in the order of `PRIORS`, stand for."""
     numbers = dict(zip(PRIORS, np.exp(logarithms).tolist(), strict=True))
     return Rates(**(numbers | {"overlap": numbers["overlap"] + LEAST_OVERLAP}))
 
 
 def _shifted(name: str, value: float) -> float:
-    """The overlap counts from its least value, where nothing overlaps."""
+    """The value whose logarithm is fitted: overlap counts from its least value, `LEAST_OVERLAP`, at
+    which nothing overlaps."""
     return value - LEAST_OVERLAP if name == "overlap" else value
 
 
@@ -159,5 +164,5 @@ def _bounded(z: Floats) -> Floats:
 
 
 def difference(one: Rates, other: Rates) -> float:
-    """The largest difference of two sets of constants, as a share."""
+    """The largest relative difference between two sets of constants."""
     return max(abs(a / b - 1) for a, b in zip(astuple(one), astuple(other), strict=True))

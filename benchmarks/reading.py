@@ -2,19 +2,22 @@
 
     python -m benchmarks.reading [--gigabytes 2] [--processes 1 2] [--devices 8] [--dtype bfloat16] [--json PATH]
 
-The folder is made: a decoder of the kind of Qwen2.5 in bfloat16, in five files with an index. It is read as a run with
-`mesh.fsdp` over all devices reads it, by one process and by two with half of the devices each. In CPU devices arrays
-lie in the memory of the host; they are not counted as extra.
+The folder is generated: a decoder like that of Qwen2.5 in bfloat16, in five files with an index. It
+is read as by a run with `mesh.fsdp` over all devices, by one process and by two with half of the
+devices each. Arrays of CPU devices are in the memory of the host; they are not counted as extra.
 
-    disk      what the kernel read of the files for a process, over the bytes of all tensors; nothing of them is in
-              memory when reading begins. Pages hold neighbouring rows: processes of one machine share them, and where
-              rows are split, processes of several machines read the whole page
-    asked     what a process asks of the files, in the types that they have, over the bytes of all tensors
-    extra     anonymous memory beyond that before reading and that of the arrays which lie on devices already, at its
-              largest, sampled every few milliseconds; over the bytes of the largest tensor
-    mapped    pages of the files that are mapped, at their most, over the bytes of the largest tensor: the kernel may
-              take them back at any time
-    both      the two together, when that was most
+    disk      bytes that the kernel read from the files for a process, over the bytes of all
+              tensors; none of them are in memory when reading begins. Pages hold neighbouring rows:
+              processes of one machine share them, and where rows are split, processes of several
+              machines each read whole pages
+    asked     bytes that a process asks of the files, in the types stored there, over the bytes of
+              all tensors
+    extra     the most anonymous memory, sampled every few milliseconds, in addition to that before
+              reading and to the arrays that are on devices already; over the bytes of the largest
+              tensor
+    mapped    the most mapped pages of the files, over the bytes of the largest tensor: the kernel
+              may take them back at any time
+    both      the largest sum of the two at one time, over the bytes of the largest tensor
 """
 
 from __future__ import annotations
@@ -68,8 +71,9 @@ COLUMNS = [
 
 
 def sizes_of(gigabytes: float) -> dict[str, int]:
-    """Keys of config.json."""
-    unit = max(1, round(17 * math.sqrt(gigabytes / 2)))  # 1/17 of the sides of a folder of two
+    """The sizes in config.json for a folder of about so many gigabytes."""
+    # Sides of matrices are multiples of `unit`, which is 17 for a folder of two gigabytes
+    unit = max(1, round(17 * math.sqrt(gigabytes / 2)))
     return {
         "vocab_size": 4096 * unit,
         "hidden_size": 128 * unit,
@@ -91,6 +95,7 @@ def make_folder(folder: Path, gigabytes: float, seed: int) -> None:
     total, done, number = sum(math.prod(shape) for _, shape in tensors), 0, 0
     pending: dict[str, Any] = {}
     for place, (key, shape) in enumerate(tensors):
+        # Clearing the top bit of the exponent leaves numbers below 2, none infinite
         bits = random.integers(0, 2**16, shape, np.uint16) & 0xBFFF
         pending[key] = bits.view(ml_dtypes.bfloat16)
         done += math.prod(shape)
@@ -103,7 +108,7 @@ def make_folder(folder: Path, gigabytes: float, seed: int) -> None:
 
 
 def shapes_of(sizes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of the tensors of a folder, by key."""
+    """Shapes of the tensors of a folder, by key."""
     width, mlp = sizes["hidden_size"], sizes["intermediate_size"]
     narrow = width * sizes["num_key_value_heads"] // sizes["num_attention_heads"]
     shapes = {"model.embed_tokens.weight": (sizes["vocab_size"], width)}
@@ -130,7 +135,8 @@ def shapes_of(sizes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 class Memory:
-    """The most memory that a process takes while something runs."""
+    """The most memory that a process takes inside `sampled`, in bytes: `extra`, `mapped`,
+    `both`."""
 
     def __init__(self) -> None:
         self.extra = self.mapped = self.both = 0
@@ -148,6 +154,7 @@ class Memory:
             thread.join()
 
     def _sample(self, anonymous: int, mapped: int) -> None:
+        """Update the maxima until the end; the arguments are the memory before reading."""
         while not self._ends.wait(SAMPLED_EVERY):
             on_devices = device_bytes()
             now = _memory()
@@ -158,14 +165,14 @@ class Memory:
 
 
 def _memory() -> tuple[int, int]:
-    """(anonymous, mapped) bytes of this process."""
+    """Resident bytes of this process, (anonymous, mapped)."""
     resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
     return (resident - shared) * PAGE, shared * PAGE
 
 
 def device_bytes() -> int:
     """Bytes of all buffers on the devices of this process."""
-    buffers = {}
+    buffers = {}  # by address, because several arrays may share a buffer
     for array in jax.live_arrays():
         for shard in array.addressable_shards:
             buffers[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
@@ -174,7 +181,8 @@ def device_bytes() -> int:
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """How many bytes each slice has, in the type of its tensor, that is asked of a folder meanwhile."""
+    """A list that gets the bytes of every slice that is asked of a folder meanwhile, in the type of
+    its tensor."""
     read, asked = Line.read, []
 
     def counting(
@@ -195,15 +203,15 @@ def _from_disk() -> int:
 
 
 def forget(folder: Path) -> None:
-    """Let the kernel drop what it holds of the files."""
+    """Make the kernel drop its cached pages of the files."""
     for path in folder.iterdir():
         with path.open("rb") as stream:
-            os.fsync(stream.fileno())
+            os.fsync(stream.fileno())  # the kernel drops only pages that are written
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measure(folder: Path, dtype: str) -> dict[str, Any]:
-    """What reading takes in this process, on all devices of all processes."""
+    """The record of this process: what reading takes when all processes read onto all devices."""
     opened = ModelFolder.open(folder)
     sizes = [tensor.size for tensor in opened.tensors.values()]
     language = LanguageConfig(**opened.family.section(opened.config))
@@ -235,7 +243,7 @@ def measure(folder: Path, dtype: str) -> dict[str, Any]:
 
 
 def run(folder: Path, processes: int, devices: int, dtype: str) -> list[dict[str, Any]]:
-    """The record of each process, with `devices` among them all. Raises `CalledProcessError`."""
+    """The record of each process, when all share `devices` devices. Raises `CalledProcessError`."""
     own = [sys.executable, "-m", "benchmarks.reading", "--folder", str(folder), "--dtype", dtype]
     with tempfile.TemporaryDirectory() as place:
         forget(folder)

@@ -1,16 +1,16 @@
-"""Bytes of a device that trains the thinkers of Qwen2.5-Omni-7B and Qwen3-Omni-30B-A3B on eight, from shapes and
-shardings: nothing is allocated, and no program compiled.
+"""Bytes of a device that trains the thinkers of Qwen2.5-Omni-7B and Qwen3-Omni-30B-A3B on eight
+devices, from shapes and shardings: nothing is allocated, and no program compiled.
 
     python -m benchmarks.thinker_bytes [--frozen-towers] [--json PATH]
 
-Shapes are those of configs/, everything is trained unless towers are to be frozen, parameters and moments are float32,
-computations bfloat16. Rows, pools and kept residuals are those that `auto` chooses for 64 generated examples and
-80 GiB.
+Shapes are those of configs/. Everything is trained unless towers are frozen; parameters and moments
+are float32, computations bfloat16. Rows, pools and kept residuals are those that `auto` chooses for
+64 generated examples and 80 GiB.
 
-    gradients   in which microbatches add up, in float32
+    gradients   the sums of gradients over microbatches, in float32
     optimizer   two moments, and counts of updates, and of tokens by expert
-    kept        what `encode` leaves of so many microbatches for the backward pass: residuals, or features of a frozen
-                tower
+    kept        what `encode` leaves for the backward pass of as many microbatches as `auto` keeps:
+                residuals, or features of a frozen tower
     pools       tokens of encoders, and their gradients
 """
 
@@ -47,7 +47,7 @@ def thinker(name: str, mesh: str, frozen: bool = False) -> Config:
     """The config of a thinker on a mesh.
 
     Args:
-      frozen: whether its towers are.
+      frozen: whether its towers are frozen.
     """
     sizes = [f"mesh.{axis}={size}" for axis, size in MESHES[mesh].items()]
     freeze = [f"components.{tower}.freeze={str(frozen).lower()}" for tower in TOWERS]
@@ -61,7 +61,9 @@ def programs_of(lengths: GeneratedLengths) -> PhasedPrograms:
 
 
 def kept_bytes(programs: PhasedPrograms) -> int:
-    """Of all microbatches whose residuals stay; of a frozen tower's features, of one."""
+    """Bytes that `encode` leaves for the backward pass: residuals of all microbatches that keep
+    them, or for a phase that keeps none, such as one of a frozen tower, what one microbatch
+    leaves."""
     total = 0
     for phase in programs.functions.model.config.encoders:
         capacity, span = max(programs.spec.phases[phase].classes)
@@ -71,7 +73,7 @@ def kept_bytes(programs: PhasedPrograms) -> int:
 
 
 def bytes_of(programs: PhasedPrograms) -> dict[str, int]:
-    """Of one device, by what they are."""
+    """Bytes of one device by what they hold, with the keys `PARTS`."""
     held = resident(programs)
     return {
         "parameters": held.parameters,

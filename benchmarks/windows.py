@@ -1,11 +1,13 @@
-"""A vision tower that attends in windows, its patches in the order of the image and in that of windows.
+"""A vision tower with windowed attention, its patches in the order of the image and in that of
+windows.
 
     python -m benchmarks.windows [--json PATH]
 
-Rows of images of equal size on one device, windows of 8 x 8 patches in all layers but one of four,
-float32. `pairs`: those that layers with windows compute over those that they see. `tower ms`: its
-forward and backward pass, medians of interleaved rounds. In the order of the image blocks have 128
-patches, the default of phases.vision.block; in that of windows 64, what a run takes.
+Rows of images of equal size on one device, in float32; three of four layers attend inside windows
+of 8 x 8 patches. `pairs` is the number of pairs that layers with windows compute over the number
+that they see. `tower ms` is the forward and backward pass of the tower, the median of interleaved
+rounds. Blocks have 128 patches in the order of the image, the default of phases.vision.block, and
+64 in that of windows, as in a run.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ from sharding.mesh import make_mesh
 
 WINDOW: Final = 8
 BLOCKS: Final = {"image": 128, "windows": 64}
-ALIGNMENT: Final = 128  # of rows
-# (height, width) of an image, images, merge
+ALIGNMENT: Final = 128  # rows are a multiple of this many slots
+# (height, width) of an image in patches, number of images, merge
 ROWS: Final = [((37, 37), 1, 1), ((74, 74), 1, 1), ((74, 74), 1, 2), ((36, 36), 4, 2)]
 GENERATOR: Final = "numpy default_rng(seed): uniform pixels; parameters of jax.random.key(0)"
 COLUMNS: Final = ["patches", "images", "merge", "order", "block", "pairs", "tower ms", "x faster"]
 
 
 def image_row(grid: tuple[int, int], images: int, merge: int, seed: int) -> tuple[Images, Row]:
-    """Images behind one another in a row, as they are filled in, and their modality."""
+    """A row of images one after another, as the filler leaves it; and their modality."""
     modality = Images(patch_size=2, merge=merge, min_pixels=1, max_pixels=10**9)
     size = grid[0] * grid[1]
     slots = -(-images * size // ALIGNMENT) * ALIGNMENT
@@ -59,7 +61,7 @@ def image_row(grid: tuple[int, int], images: int, merge: int, seed: int) -> tupl
 
 
 def tower_config(merge: int) -> ModelConfig:
-    """A small tower with windows, and the smallest decoder."""
+    """A model of a small tower with windows and a tiny decoder."""
     vision = VisionConfig(
         patch_size=2,
         merge=merge,
@@ -75,7 +77,7 @@ def tower_config(merge: int) -> ModelConfig:
 
 
 def in_order_of_windows(modality: Images, row: Row, model: ModelConfig) -> EncoderRows:
-    """The row as a run has it."""
+    """The row as in a run: finishing it sorts the patches by window."""
     finish_encoder_row(
         row,
         AttentionSpec({"vision": BLOCKS["windows"]}, windows=model.windows),
@@ -86,18 +88,19 @@ def in_order_of_windows(modality: Images, row: Row, model: ModelConfig) -> Encod
 
 
 def in_order_of_image(modality: Images, row: Row, model: ModelConfig) -> EncoderRows:
-    """The row with its patches where they were, and lists of tiles for that."""
+    """The row with its patches in the order of the image, and lists of tiles for that order."""
     ids = row["segments"].copy()
     spec = partial(AttentionSpec, {"vision": BLOCKS["image"]})
     finish_encoder_row(row, spec(), "vision", modality.format)
     windows = window_numbers(ids, row["positions"], WINDOW)
+    # Finished once more with windows in place of images, for the tiles of windowed layers alone
     of_windows = dict(row) | {"segments": windows}
     finish_encoder_row(of_windows, spec(), "vision", modality.format)
     return EncoderRows.of(row | {"windows": windows, "window_tiles": of_windows["tiles"]})
 
 
 def pairs_ratio(rows: EncoderRows) -> float:
-    """Pairs that layers with windows compute over those that they see."""
+    """Pairs that layers with windows compute, over the pairs that they see."""
     windows = np.asarray(rows.windows)
     assert rows.window_tiles is not None
     spans = rows.window_tiles.query_spans
@@ -107,7 +110,7 @@ def pairs_ratio(rows: EncoderRows) -> float:
 
 
 def training_pass(model: MLLM, rows: EncoderRows) -> Callable[[], Any]:
-    """Forward and backward of tower and projector."""
+    """A compiled call of the forward and backward pass of tower and projector."""
 
     def loss(params: Any, rows: EncoderRows) -> jax.Array:
         features = model.features(params, "vision", rows)
@@ -122,7 +125,7 @@ def training_pass(model: MLLM, rows: EncoderRows) -> Callable[[], Any]:
 def measure(
     grid: tuple[int, int], images: int, merge: int, seed: int, repeats: int
 ) -> list[dict[str, Any]]:
-    """A record for each order."""
+    """One record for each order of the patches."""
     config = tower_config(merge)
     mesh = make_mesh({"data": 1}, jax.devices()[:1])
     model = build_model(config, 8, ComponentsConfig(), mesh)
