@@ -1,28 +1,27 @@
-"""Training a transformer of Wan 2.1 on CPU beside diffusers, from one folder and on the same clips
+"""Training a transformer of Wan 2.1 on CPU next to diffusers, from one folder and on the same clips
 and captions.
 
     python -m benchmarks.peer_diffusers --python PATH [--mix clips] [--steps 7] [--items 16] [--threads 1] [--json PATH]
         [key=value ...]
 
-PATH is an interpreter that has torch 2.13 and diffusers 0.42, by default this one; without them
-says so in a line and exits with 2. The model is random, of Wan's form with 6 layers of 256. Latents
-are noise of the sizes and captions of benchmarks/diffusion.py, with sides `--smaller` times
-smaller; few are of one shape.
+PATH is an interpreter that has torch 2.13 and diffusers 0.42, by default this one; without them the
+command says so in a line and exits with 2. The model is random, in Wan's form with 6 layers of 256.
+Latents are noise of the sizes of benchmarks/diffusion.py, with sides `--smaller` times smaller, and
+captions have the lengths of that file; few items have the same shape.
 
     by shape   diffusers and fused AdamW: items of one shape are a batch, texts are padded with
                zeros to 512 states
-    jaxmllm    the programs of a run on one CPU device: plan, packed rows, step. They have been
-               compiled before, in a process of its own, and a step that runs one of them for the
-               first time has run it before
+    jaxmllm    the programs of a run on one CPU device: plan, packed rows, step. The programs are
+               compiled beforehand in another process, and each has run once before a timed step
+               needs it
 
-Texts are states of the same frozen decoder of one layer. diffusers is given them, computed before
-the clock starts; jaxmllm, which keeps no states, computes them anew in every step. Both attend to
-512 states (`padded_conditions`), both train all parameters of the folder in float32, and losses of
-the first batch, with the same noise and times, must be equal to 1e-4, or nothing is measured.
-Latents are decoded before the clock starts; noise, planning and filling rows are timed. Systems
-take turns on each batch; two steps of each are not counted. `ratio` is the median over steps of the
-seconds of diffusers over ours, of the same batch; tokens are those of the texts and the patches,
-without padding.
+Texts are states of the same frozen decoder of one layer. diffusers gets them computed before the
+clock starts; jaxmllm, which keeps no states, computes them again in every step. Both attend to 512
+states (`padded_conditions`), and both train all parameters of the folder in float32. Losses of the
+first batch, with the same noise and times, must be equal to 1e-4, or nothing is measured. Latents
+are decoded before the clock starts; noise, planning and filling rows are timed. Systems take turns
+on each batch; two steps of each are not counted. `ratio` is the median over steps of the seconds of
+diffusers over ours, on the same batch; tokens are those of texts and patches, without padding.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ MODULE: Final = "benchmarks.peers.diffusers_wan"
 PEER, OWN = "by shape", "jaxmllm"
 DIFFUSION = "diffusion"
 COMPONENTS: Final = (DIFFUSION, "projector.language")
-WARM_UP: Final = 2  # steps, not counted
-WRITTEN: Final = 256  # items
+WARM_UP: Final = 2  # first steps, not counted
+WRITTEN: Final = 256  # items that are generated
 LEARNING_RATE: Final = 1e-4
 GENERATOR: Final = "benchmarks.diffusion.draw([seed], 256, share of clips), and batches of the run"
 SIZES: Final[Mapping[str, dict[str, int]]] = {  # of the transformer
@@ -80,7 +79,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def wan(size: str) -> dict[str, Any]:
-    """What diffusers calls the shapes of a size."""
+    """The shapes of a size, with the keys of diffusers."""
     shape = SIZES[size]
     return {
         "num_layers": shape["layers"],
@@ -96,7 +95,12 @@ def wan(size: str) -> dict[str, Any]:
 
 
 def write_items(folder: Path, seed: int, clips: float, smaller: float, channels: int) -> None:
-    """Latents of pictures and clips, and a JSONL file of their captions, a letter for a token."""
+    """Write latents of pictures and clips, and a JSONL file of captions with one letter per token.
+
+    Args:
+      clips: share of clips.
+      smaller: how many times smaller sides are than those of benchmarks/diffusion.py.
+    """
     (folder / "latents").mkdir(parents=True)
     media = draw([seed], WRITTEN, clips)
     random = np.random.default_rng([seed, WRITTEN])
@@ -120,7 +124,7 @@ def write_items(folder: Path, seed: int, clips: float, smaller: float, channels:
 
 
 def config_of(folder: Path, place: Path, options: Any) -> Config:
-    """A run of the folder's model on one device; its data are written beside it."""
+    """The config of a run of the folder's model on one device; writes its data into `place`."""
     shape = SIZES[options.size]
     write_items(
         place / "data", options.seed, MIXES[options.mix], options.smaller, shape["channels"]
@@ -158,8 +162,8 @@ def config_of(folder: Path, place: Path, options: Any) -> Config:
 
 
 class Batches:
-    """What a step's items are for another system: latents, states of texts, noise and times; states
-    are kept."""
+    """The items of a step as arrays for another system: latents, noise, states of texts, and times.
+    States are computed once for each item."""
 
     def __init__(self, config: Config, own: OwnRun, corpus: KeptCorpus):
         self.corpus = corpus
@@ -178,7 +182,7 @@ class Batches:
         self.kept: dict[int, NDArray[Any]] = {}
 
     def __call__(self, step: int, numbers: Longs) -> list[Arrays]:
-        """The items of some examples."""
+        """The items of some examples, with the noise and times that our run draws in this step."""
         return [self._item(step, number) for number in numbers.tolist()]
 
     def _item(self, step: int, number: int) -> Arrays:
@@ -202,6 +206,7 @@ class Batches:
         """States of the tokens that the item of an example is drawn from: [L, D]."""
         if number not in self.kept:
             host = self.own.filler(0, np.array([number]))
+            # The example is alone in its step, so just one row has tokens
             (row,) = (row for row in host.rows["language"] if row["segments"].any())
             found = np.asarray(self.hidden(self.own.state.params, LanguageRows.of(row)))
             (span,) = self.corpus.example(number).media
@@ -210,7 +215,7 @@ class Batches:
 
 
 def write_batch(path: Path, items: Sequence[Arrays]) -> None:
-    """Items as arrays, for another process."""
+    """Write items as arrays, for another process."""
     arrays: dict[str, Any] = {"count": np.array(len(items))}
     for i, item in enumerate(items):
         arrays |= {f"{name}_{i}": array for name, array in item.items()}
@@ -218,7 +223,7 @@ def write_batch(path: Path, items: Sequence[Arrays]) -> None:
 
 
 def tokens_of(items: Sequence[Arrays], patch: tuple[int, int]) -> int:
-    """Tokens of texts and patches."""
+    """Number of all tokens: states of texts, and patches."""
     frames, side = patch
     patches = sum(item["latents"][0].size // (frames * side**2) for item in items)
     return patches + sum(len(item["states"]) for item in items)
@@ -228,7 +233,7 @@ def tokens_of(items: Sequence[Arrays], patch: tuple[int, int]) -> int:
 
 
 def measure(options: Any, place: Path) -> dict[str, Any]:
-    """What every step took, by system."""
+    """Measurements of every step, by system, and facts about the systems."""
     folder = place / "wan"
     make_folder(options.python, MODULE, folder, {"model": wan(options.size), "seed": options.seed})
     config = config_of(folder, place, options)
@@ -278,13 +283,13 @@ def measure(options: Any, place: Path) -> dict[str, Any]:
 
 
 def ratio(measured: Mapping[str, Any], clock: str) -> dict[str, float]:
-    """Median and quartiles over steps of the peer's time over ours, of the same batch."""
+    """Median and quartiles over steps of the peer's time over ours, on the same batch."""
     peer, own = ([result[clock] for result in measured["told"][name]] for name in (PEER, OWN))
     return quartiles((np.array(peer) / np.array(own)).tolist())
 
 
 def rows_of(measured: Mapping[str, Any], items: int) -> list[dict[str, Any]]:
-    """A record for every system, medians over the steps."""
+    """One record for every system, with medians over the steps."""
     rows = []
     for name, results in measured["told"].items():
         seconds, cpu = (

@@ -1,24 +1,24 @@
-"""Training a thinker of Qwen2.5-Omni on CPU beside transformers, from one folder and on the same
+"""Training a thinker of Qwen2.5-Omni on CPU next to transformers, from one folder and on the same
 examples.
 
     python -m benchmarks.peer_hf --python PATH [--steps 7] [--examples 24] [--micro-batch 4] [--json PATH]
 
 PATH is an interpreter that has torch 2.13 and transformers 5.23, by default this one; without them
-says so in a line and exits with 2. The model is random, about 40 million parameters: text 8 layers
-of 512, pictures 6 of 320, sounds 6 of 384, a vocabulary of 4,096. Examples are those of
-jaxmllm/tools/workload.py, made smaller: pictures and clips are noise.
+the command says so in a line and exits with 2. The model is random, about 40 million parameters:
+text 8 layers of 512, pictures 6 of 320, sounds 6 of 384, a vocabulary of 4,096. Examples have the
+sizes of jaxmllm/tools/workload.py, made smaller; pictures and clips are noise.
 
-    padded     transformers and fused AdamW, each micro-batch padded by what its processor does
+    padded     transformers and fused AdamW, each micro-batch padded as its processor does
     grouped    the same with the examples of a step sorted by length first
-    jaxmllm    the programs of a run on one CPU device: plan, rows, step. They have been compiled
-               before, in a process of its own, and a step that runs one of them for the first time
-               has run it before
+    jaxmllm    the programs of a run on one CPU device: plan, rows, step. The programs are compiled
+               beforehand in another process, and each has run once before a timed step needs it
 
 Losses before the first step must be equal to 1e-4, or nothing is measured. Media are decoded before
-the clock starts; padding, normalising, planning and filling rows are `host`, and all else is
-`compute`. Systems take turns on each batch, so that a slow moment of the machine touches all; two
-steps of each are not counted. `tokens/s` are real ones, of each phase; `CPU s` mean something on a
-machine under other load, too; `peak` is the most memory of the process, of ours with data.
+the clock starts; padding, normalising, planning and filling rows are `host`, everything else is
+`compute`. Systems take turns on each batch, so that a slow moment of the machine affects all; two
+steps of each are not counted. `tokens/s` counts real tokens, of each phase. `CPU s` has a meaning
+on a machine under other load, too. `peak` is the most memory of the process; ours includes the
+data.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from jaxmllm.training.run import USER_ERRORS
 
 PEERS: Final = ("padded", "grouped")
 MODULE: Final = "benchmarks.peers.hf_thinker"
-WARM_UP: Final = 2  # steps, not counted
-WRITTEN: Final = 512  # examples
+WARM_UP: Final = 2  # first steps, not counted
+WRITTEN: Final = 512  # examples that are generated
 LEARNING_RATE: Final = 1e-4
 GENERATOR: Final = "benchmarks.peers.examples.write_generated, and batches of the run"
 SPECIAL: Final = (
@@ -79,7 +79,11 @@ SIZES: Final[Mapping[str, dict[str, Any]]] = {
 
 
 def thinker(size: str, ids: Mapping[str, int]) -> dict[str, Any]:
-    """What transformers calls the sections of config.json."""
+    """Sections of config.json of a size, with the keys of transformers.
+
+    Args:
+      ids: ids of the special tokens.
+    """
     shapes = SIZES[size]
     width, layers, heads, kv_heads, mlp = shapes["text"]
     pairs = width // heads // 2
@@ -131,7 +135,7 @@ def thinker(size: str, ids: Mapping[str, int]) -> dict[str, Any]:
 
 
 def make_folder(python: str, folder: Path, size: str, seed: int) -> None:
-    """A random model with a tokenizer of bytes, as published folders have them."""
+    """Write a random model with a tokenizer of bytes, in the form of a published folder."""
     folder.mkdir()
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -150,7 +154,8 @@ def make_folder(python: str, folder: Path, size: str, seed: int) -> None:
 
 
 def config_of(folder: Path, place: Path, seed: int, examples: int, smaller: float) -> Config:
-    """A run of the folder's model on one device; generated data are written beside it."""
+    """The config of a run of the folder's model on one device; writes generated data into
+    `place`."""
     model = ModelConfig.model_validate_json(
         json.dumps(resolved({"model": {"from": str(folder)}})["model"])
     )
@@ -181,7 +186,7 @@ def config_of(folder: Path, place: Path, seed: int, examples: int, smaller: floa
 
 
 def write_batch(path: Path, examples: Sequence[Example]) -> None:
-    """Examples as arrays of texts, patches and frames, for another process."""
+    """Write examples as arrays of texts, patches and frames, for another process."""
     arrays: dict[str, Any] = {}
     counts = []
     for i, example in enumerate(examples):
@@ -197,7 +202,7 @@ def write_batch(path: Path, examples: Sequence[Example]) -> None:
 
 
 def tokens_of(examples: Sequence[Example]) -> dict[str, int]:
-    """Real tokens of each phase: of texts with their media, patches, frames."""
+    """Real tokens of each phase: those of texts with their media, patches, frames."""
     found = {"language": sum(len(example.tokens) for example in examples)}
     for phase in ("vision", "audio"):
         items = (item for example in examples for item in example.items if item.phase == phase)
@@ -209,7 +214,7 @@ def tokens_of(examples: Sequence[Example]) -> dict[str, int]:
 
 
 def measure(options: Any, place: Path) -> dict[str, Any]:
-    """What every step took, by system."""
+    """Measurements of every step, by system, and facts about the systems."""
     folder = place / "thinker"
     make_folder(options.python, folder, options.size, options.seed)
     config = config_of(folder, place, options.seed, options.examples, options.smaller)
@@ -272,7 +277,7 @@ def measure(options: Any, place: Path) -> dict[str, Any]:
 
 
 def rows_of(measured: Mapping[str, Any], examples: int) -> list[dict[str, Any]]:
-    """A record for every system, medians over the steps."""
+    """One record for every system, with medians over the steps."""
     own, own_cpu = (
         np.array([result[key] for result in measured["told"]["jaxmllm"]])
         for key in ("seconds", "cpu_seconds")

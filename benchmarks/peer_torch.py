@@ -1,42 +1,42 @@
-"""A whole training step on CPU beside what users of PyTorch run on the same examples: seconds, and
-where they go.
+"""A whole training step on CPU next to the steps that users of PyTorch run on the same examples:
+seconds, and where they go.
 
     python -m benchmarks.peer_torch [--size 40m | quickstart] [--data FOLDER] [--json PATH] [key=value ...]
 
-Needs `pip install torch transformers`; without them says so in a line and exits with 2. FOLDER holds a
-train.jsonl (as that of configs/real-small.yaml); without it the examples are generated: those of `jaxmllm
-sample-data` for the size `quickstart`, else the sizes of jaxmllm/tools/workload.py, eight times smaller.
+Needs `pip install torch transformers`; without them says so in a line and exits with 2. FOLDER holds
+a train.jsonl (like that of configs/real-small.yaml); without it the examples are generated: those of
+`jaxmllm sample-data` for the size `quickstart`, else the sizes of jaxmllm/tools/workload.py, eight
+times smaller.
 
-    whole      transformers: a SigLIP 2 tower for native resolutions, Whisper's layers behind two
+    whole      transformers: a SigLIP 2 tower for native resolutions, Whisper's layers after two
                strided convolutions, a Llama; SDPA and padding masks. All examples of a step are one
-               batch, padded to its longest item: what a collator does unless told otherwise
+               batch, padded to its longest item: the default of a collator
     padded     the same in micro-batches in the order of the data, each padded to its longest item
     grouped    the same with the step's examples sorted by length first; as one batch it would be
                `whole`
     packed     our mathematics from our parameters, over the tokens of a micro-batch end to end,
                with SDPA segment by segment or with the segments gathered into a padded batch,
                whichever is faster; the head runs on targets alone
-    ours       the programs of a run on one CPU device: plan, rows, and step. They have been
-               compiled before, in a process of its own, and a step that runs one of them for the
-               first time has run it before
+    ours       the programs of a run on one CPU device: plan, rows, and step. The programs are
+               compiled beforehand in another process, and each has run once before a timed step
+               needs it
 
-A step is forward, backward, clipping and AdamW (PyTorch's fused one) in float32, of the same
+A step is forward, backward, clipping and AdamW (PyTorch's fused one) in float32, on the same
 examples for all. Media are decoded before the clock starts; padding, packing, planning and filling
-rows are timed. Micro-batches of PyTorch, but for `whole`, have the number of examples that is
-fastest on the first batch: the best that its users can choose. Ours keeps what costs time to
-compute again (`remat: [attention, projections, mlp]`), and text alone is causal (`bidirectional`
-empty), so that `packed` has the same loss: that is checked, as are numbers of parameters (to 1 %)
-and of targets.
+rows are timed. PyTorch's micro-batches, except those of `whole`, have the number of examples that
+is fastest on the first batch: the best choice of its users. Ours keeps what takes long to compute
+again (`remat: [attention, projections, mlp]`), and text alone is causal (`bidirectional` empty), so
+that `packed` has the same loss. That is checked, and so are the numbers of parameters (to 1 %) and
+of targets.
 
-All systems run on the same cores. PyTorch has a process of its own, and waits while ours runs, as
-ours while PyTorch does: steps take turns, so that a slow moment of the machine touches all. `x
-ours` is the median over steps of a peer's seconds over ours, of the same batch.
+All systems run on the same cores. PyTorch has a process of its own; it waits while ours runs, and
+the other way round. Steps take turns, so that a slow moment of the machine affects all. `x ours` is
+the median over steps of a peer's seconds over ours, on the same batch.
 
 On a machine under other load, PyTorch's two threads wait for each other and its seconds mean
 nothing: measure with `--threads 1`, and compare CPU seconds.
 
-`parts` are medians of CPU seconds; of ours those of each program by itself, with its results
-awaited.
+`parts` are medians of CPU seconds. Ours are those of each program by itself, waited for.
 """
 
 from __future__ import annotations
@@ -77,14 +77,15 @@ from jaxmllm.training.optimizer import learning_rate
 from jaxmllm.training.programs.phased import PhasedPrograms
 from jaxmllm.training.run import USER_ERRORS
 
-IN_MICRO_BATCHES: Final = ("padded", "grouped", "packed")  # of a size that is chosen or given
+# Peers whose micro-batches have a size that is chosen or given
+IN_MICRO_BATCHES: Final = ("padded", "grouped", "packed")
 PEERS: Final = ("whole", *IN_MICRO_BATCHES)
 NEEDED: Final = ("torch", "transformers")
-WARM_UP: Final = 1  # steps, not counted
-SMALLER: Final = 8.0  # than the workload generator's examples
-EXAMPLES: Final = 1024  # that are generated
-SAME_PARAMETERS: Final = 0.01
-SAME_LOSS: Final = 1e-3
+WARM_UP: Final = 1  # first steps, not counted
+SMALLER: Final = 8.0  # examples are this many times smaller than the workload generator's
+EXAMPLES: Final = 1024  # generated examples
+SAME_PARAMETERS: Final = 0.01  # largest relative difference of a component's parameters
+SAME_LOSS: Final = 1e-3  # largest relative difference of first losses
 GENERATOR: Final = "batches of the run after those that its sizes were chosen from"
 QUICKSTART: Final = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 
@@ -148,7 +149,7 @@ SIZES: Final[Mapping[str, dict[str, Any]]] = {
 def config_of(
     size: str, data: Path | None, folder: Path, seed: int, overrides: Sequence[str]
 ) -> Config:
-    """The run of a size on one device; generated data are written into the folder."""
+    """The config of a size on one device. Without `data`, examples are generated in the folder."""
     tree = copy.deepcopy(strict_yaml.read_file(QUICKSTART) if size == "quickstart" else SIZES[size])
     tree["run"] = {"directory": str(folder / "run"), "steps": 1000, "seed": seed}
     tree["mesh"] = {"data": 1}
@@ -181,7 +182,7 @@ def config_of(
 
 
 class Ours:
-    """A run on one device, step by step."""
+    """Our run on one device, step by step."""
 
     def __init__(self, programs: PhasedPrograms, corpus: KeptCorpus, seed: int):
         self.programs = programs
@@ -191,7 +192,8 @@ class Ours:
         self.programs_run: set[RowsOf] = set()
 
     def __call__(self, examples: np.ndarray[Any, Any]) -> dict[str, Any]:
-        """Seconds of a step, of its host's part, and the loss."""
+        """Run a step; return its seconds, those of the host's part, the loss, and the filled
+        rows."""
         began, cpu = time.perf_counter(), time.process_time()
         host = self.filler(self.step, examples)
         filled, cpu_filled = time.perf_counter() - began, time.process_time() - cpu
@@ -211,8 +213,8 @@ class Ours:
         }
 
     def seconds_by_program(self, host: HostStep) -> dict[str, float]:
-        """CPU seconds of the programs of one batch that encode or compute gradients, each
-        awaited."""
+        """CPU seconds of the programs that encode or compute gradients, on one batch, each waited
+        for."""
         programs = self.programs
         batch = programs.put(host)
         parts: dict[str, float] = defaultdict(float)
@@ -232,7 +234,7 @@ class Ours:
         return dict(parts)
 
     def padding(self, host: HostStep) -> dict[str, float]:
-        """Slots of the rows over those that hold data, by phase."""
+        """Slots of the rows over slots that hold data, by phase; NaN for a phase without data."""
         found = {}
         for phase, rows in host.rows.items():
             slots = sum(row["segments"].size for row in rows)
@@ -245,8 +247,11 @@ class Ours:
 
 
 def measure(config: Config, steps: int, sizes: Mapping[str, int], threads: int) -> dict[str, Any]:
-    """What every step took, by system. `sizes` are those of micro-batches, of peers that shall not
-    choose."""
+    """Measurements of every step, by system.
+
+    Args:
+      sizes: examples in a micro-batch, for peers that must not choose.
+    """
     from benchmarks.peers.torch_steps import serve
 
     tell("compiles ours")
@@ -308,20 +313,23 @@ def measure(config: Config, steps: int, sizes: Mapping[str, int], threads: int) 
 
 
 def tell(what: str) -> None:
+    """Print progress to stderr, with the time of day."""
     print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
 
 
 def ask(connection: Connection, request: str) -> Any:
-    """What the process of PyTorch answers. Raises `EOFError` when it has ended."""
+    """The answer of PyTorch's process to a request. Raises `EOFError` if that process has ended."""
     connection.send(request)
     return connection.recv()
 
 
 def count(component: Any) -> int:
+    """Number of parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(component))
 
 
 def slots_of(examples: Sequence[Example]) -> dict[str, int]:
+    """Slots of all media of some examples, by phase."""
     slots: dict[str, int] = defaultdict(int)
     for example in examples:
         for item in example.items:
@@ -330,7 +338,8 @@ def slots_of(examples: Sequence[Example]) -> dict[str, int]:
 
 
 def check_parameters(name: str, found: Mapping[str, int], expected: Mapping[str, int]) -> None:
-    """Raise ValueError unless the components are of one size."""
+    """Raise ValueError unless every component has as many parameters as ours, to
+    `SAME_PARAMETERS`."""
     for component, size in expected.items():
         if abs(found.get(component, 0) / size - 1) > SAME_PARAMETERS:
             raise ValueError(
@@ -339,8 +348,8 @@ def check_parameters(name: str, found: Mapping[str, int], expected: Mapping[str,
 
 
 def check_losses(told: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Raise ValueError unless all learned as many targets with finite losses, and `packed` begins
-    with ours."""
+    """Raise ValueError unless all systems had the same targets and finite losses, and `packed` has
+    our loss in the first step."""
     for name, results in told.items():
         for result, ours in zip(results, told["ours"], strict=True):
             if result["targets"] != ours["targets"] or not math.isfinite(result["loss"]):
@@ -356,7 +365,7 @@ def check_losses(told: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
 
 
 def rows_of(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A record for every system."""
+    """One record for every system."""
     told = measured["told"]
     ours = {
         clock: np.array([result[clock] for result in told["ours"]])
@@ -390,7 +399,7 @@ def rows_of(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def median_parts(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Median of every part, of steps that had it."""
+    """Median over steps of every part; a step without a part counts as 0."""
     names = dict.fromkeys(name for of_step in parts for name in of_step)
     return {name: statistics.median(of_step.get(name, 0.0) for of_step in parts) for name in names}
 
@@ -480,15 +489,15 @@ def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
 
 
 def cores() -> list[int]:
-    """Numbers of those that this process may use."""
+    """Numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return [*range(os.cpu_count() or 1)]
 
 
 def add_threads(parser: argparse.ArgumentParser, default: int) -> None:
-    """Add `--threads`, which names no more cores than there are: a table must not say what was not
-    measured."""
+    """Add `--threads`, which rejects more cores than there are: a table must not name a number that
+    was not measured."""
 
     def threads(text: str) -> int:
         count = positive_int(text)
@@ -501,10 +510,11 @@ def add_threads(parser: argparse.ArgumentParser, default: int) -> None:
 
 
 def use_cores(threads: int) -> None:
-    """Keep this process and those that it starts to so many cores, where the system lets it."""
+    """Keep this process and the processes that it starts on this many cores, if the system allows
+    that."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores()[:threads])
-        # The process of PyTorch takes its number from `serve`
+        # Sets the threads of jax; PyTorch gets its number from `serve`
         os.environ["NPROC"] = str(threads)
 
 

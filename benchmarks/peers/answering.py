@@ -1,4 +1,5 @@
-"""A peer's process: makes a folder, or answers a line of JSON for every step. It runs in interpreters without jax.
+"""A peer's process: makes a folder, or answers every step with a line of JSON. Runs in interpreters
+without jax.
 
 python -m benchmarks.peers.PEER make FOLDER SIZES.json
 python -m benchmarks.peers.PEER serve FOLDER SETTINGS.json
@@ -14,12 +15,12 @@ from typing import Any, Protocol
 
 
 class Trainer(Protocol):
-    """Trains a model of torch."""
+    """A torch model in training."""
 
     model: Any
 
     def __call__(self, batch: Any, step: bool, /) -> dict[str, Any]:
-        """The loss of a batch, and what it took; with `step`, parameters are updated, too."""
+        """The loss of a batch and the measured times; with `step`, also update the parameters."""
         ...
 
 
@@ -29,13 +30,13 @@ def answer(
     read: Callable[[Path], Any],
     versions: Mapping[str, str],
 ) -> None:
-    """Do what the command line asks for.
+    """Run the command line of a peer.
 
     Args:
-      make: writes a random model of some sizes as a published folder.
-      begin: a trainer of the model of a folder, by its settings.
-      read: a batch from a file.
-      versions: of the packages that train.
+      make: writes a random model of some sizes in the form of a published folder.
+      begin: makes the trainer of a folder's model from settings.
+      read: reads a batch from a file.
+      versions: versions of the packages that train.
     """
     verb, where, given = sys.argv[1:]
     values = json.loads(Path(given).read_text())
@@ -52,6 +53,6 @@ def answer(
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had."""
+    """The most resident memory that this process has had, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))

@@ -1,11 +1,14 @@
-"""A transformer of Wan 2.1 as users of diffusers train it, for an interpreter that may have nothing else.
+"""A transformer of Wan 2.1 as users of diffusers train it, for an interpreter that may have nothing
+else.
 
-It makes a random model as a published folder, and answers with seconds and the loss of each step (answering.py).
+It makes a random model in the form of a published folder, and answers each step with seconds and
+the loss (answering.py).
 
-A batch is an .npz file (peer_diffusers.py writes it) of latents, of the states of their texts, and of times. Items of
-one shape are a batch of the model, and texts are padded with zeros to the states that it was published with. A step is
-forward, backward, clipping and PyTorch's fused AdamW in float32. Noise is drawn in the step; the loss alone
-(`"step": false`) is that of the batch's own noise.
+A batch is an .npz file (peer_diffusers.py writes it) of latents, noise, states of texts, and times.
+Items of one shape are a batch of the model, and texts are padded with zeros to the number of states
+that the model was published with. A step is forward, backward, clipping and PyTorch's fused AdamW
+in float32. A step draws its noise itself; a request for the loss alone (`"step": false`) uses the
+noise of the file.
 """
 
 from __future__ import annotations
@@ -25,17 +28,17 @@ from safetensors.torch import load_file
 from benchmarks.peers.answering import answer
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-TIMES = 1000  # by which the model counts from 0 to noise
+TIMES = 1000  # the model's time of pure noise; 0 is that of data
 
 Item = dict[str, torch.Tensor]  # latents, noise [C, F, H, W]; states [L, D]; time []
 
 
 def make(folder: Path, sizes: Mapping[str, Any]) -> None:
-    """Write a random model, no parameter of which is zero."""
+    """Write a random model in which no parameter is zero."""
     torch.manual_seed(sizes["seed"])
     model = WanTransformer3DModel(**sizes["model"])
     for parameter in model.parameters():
-        scale = parameter.ndim == 1 and parameter.mean() > 0.5  # of a norm
+        scale = parameter.ndim == 1 and parameter.mean() > 0.5  # scales of norms are near 1
         spread = 0.1 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
         torch.nn.init.normal_(parameter, float(scale), spread)
     model.save_pretrained(folder)
@@ -52,7 +55,7 @@ def read(path: Path) -> list[Item]:
 
 
 def by_shape(items: Sequence[Item]) -> list[list[Item]]:
-    """Items whose latents are of one shape, together."""
+    """Groups of items whose latents have the same shape."""
     groups = defaultdict(list)
     for item in items:
         groups[tuple(item["latents"].shape)].append(item)
@@ -60,7 +63,7 @@ def by_shape(items: Sequence[Item]) -> list[list[Item]]:
 
 
 def padded(states: Sequence[torch.Tensor], length: int) -> torch.Tensor:
-    """States of texts with zeros behind them: [items, length, D]."""
+    """States of texts, followed by zeros: [items, length, D]."""
     return torch.stack(
         [torch.nn.functional.pad(text, (0, 0, 0, length - len(text))) for text in states]
     )
@@ -72,7 +75,7 @@ class Trainer:
     def __init__(self, folder: Path, settings: Mapping[str, Any]):
         torch.set_num_threads(settings["threads"])
         self.settings = settings
-        # `from_pretrained` asks for one more package
+        # `from_pretrained` would need one more package
         self.model = WanTransformer3DModel.from_config(WanTransformer3DModel.load_config(folder))
         self.model.load_state_dict(load_file(folder / WEIGHTS))
         self.model.train()
@@ -85,7 +88,8 @@ class Trainer:
         )
 
     def __call__(self, items: list[Item], step: bool) -> dict[str, Any]:
-        """Seconds of a step and the loss; without `step` the loss alone."""
+        """Train on a batch; return the seconds and the loss. Without `step`, only compute the
+        loss."""
         began, cpu = time.perf_counter(), time.process_time()
         numbers = sum(item["latents"].numel() for item in items)
         loss, texts = 0.0, 0
@@ -105,7 +109,11 @@ class Trainer:
         return found | {"loss": loss, "batches": len(groups), "padded_text": texts}
 
     def _errors(self, group: Sequence[Item], drawn: bool) -> torch.Tensor:
-        """The sum of the squared errors of the velocity, of items of one shape."""
+        """Sum of the squared errors of the velocity, over items of one shape.
+
+        Args:
+          drawn: whether noise is drawn here, instead of that of the items.
+        """
         latents = torch.stack([item["latents"] for item in group])
         noise = torch.stack([item["noise"] for item in group])
         if drawn:

@@ -1,8 +1,8 @@
-"""The examples of a step in memory, for systems that are compared: plain arrays, and a corpus that decodes nothing
-twice.
+"""The examples of a step in memory, for systems that are compared: plain arrays, and a corpus that
+decodes nothing twice.
 
-Media are decoded before anything is timed, in the same slots for all: patches of an image merge-group
-by merge-group, log-mel frames of a clip with its padding to whole tokens.
+Media are decoded before anything is timed, into the same slots for all systems: patches of an image
+merge-group by merge-group, log-mel frames of a clip padded to whole tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Item(NamedTuple):
     """An image or a clip of P slots that becomes T tokens."""
 
     phase: str
-    slot: int  # of its first token, in the example
+    slot: int  # place of the first token in the example
     tokens: int
     real: int  # slots that hold data
     features: NDArray[Any]  # [P, F]
@@ -47,7 +47,7 @@ class Example(NamedTuple):
     """A conversation of L tokens, and its media."""
 
     tokens: Ints  # [L]
-    targets: Ints  # [L], -1: none
+    targets: Ints  # [L], -1 where there is none
     positions: NDArray[np.float32]  # [L, 3]
     items: tuple[Item, ...]
 
@@ -90,7 +90,7 @@ class KeptModality:
 
 
 class KeptCorpus:
-    """A corpus that keeps the examples and media that it has read, as `StepFiller` asks for them."""
+    """A corpus for `StepFiller` that keeps the examples and media that it has read."""
 
     def __init__(self, corpus: Corpus):
         self.corpus = corpus
@@ -118,7 +118,7 @@ class KeptCorpus:
         return self.rendered[i]
 
     def read(self, examples: Longs) -> list[Example]:
-        """The examples of a step, decoded; whoever reads them again gets the same arrays."""
+        """The decoded examples of a step; reading them again gives the same media arrays."""
         return [_in_memory(self.modalities, self.example(number)) for number in examples.tolist()]
 
 
@@ -128,10 +128,12 @@ class KeptCorpus:
 def write_generated(
     folder: Path, seed: int, examples: int, model: ModelConfig, smaller: float
 ) -> Path:
-    """Write conversations and media of the sizes of `jaxmllm.tools.workload`, all of them `smaller` times
-    smaller; returns the JSONL file.
+    """Write conversations and media with the sizes of `jaxmllm.tools.workload`, all of them
+    `smaller` times smaller. Answers have one letter for each token of text; pictures and sounds are
+    noise.
 
-    Answers hold the text, a letter for a token; pictures and sounds are noise.
+    Returns:
+      The JSONL file.
     """
     random = np.random.default_rng([seed, examples])
     batch = generate(seed, examples, model=model)
@@ -172,7 +174,7 @@ def write_generated(
 def _write_picture(
     path: Path, random: np.random.Generator, tokens: int, model: ModelConfig
 ) -> None:
-    """Noise of about as many tokens, in any shape from 1 : 2 to 2 : 1."""
+    """Write a picture of noise with about so many tokens, in any shape from 1 : 2 to 2 : 1."""
     assert model.vision is not None
     unit = model.vision.patch_size * model.vision.merge
     rows = max(1, round((tokens * np.exp(random.uniform(-0.7, 0.7))) ** 0.5))

@@ -1,10 +1,13 @@
-"""A thinker of Qwen2.5-Omni as users of transformers train it, for an interpreter that may have nothing else.
+"""A thinker of Qwen2.5-Omni as users of transformers train it, for an interpreter that may have
+nothing else.
 
-It makes a random model as a published folder, and answers with seconds and the loss of each step (answering.py).
+It makes a random model in the form of a published folder, and answers each step with seconds and
+the loss (answering.py).
 
-A batch is an .npz file of examples whose media are decoded (peer_hf.py writes it). The host's work is the
-processor's: texts of a micro-batch are padded to the longest of them, patches normalised and laid end to end, frames
-of clips padded to the longest. A step is forward, backward, clipping and PyTorch's fused AdamW in float32.
+A batch is an .npz file of examples whose media are decoded (peer_hf.py writes it). The host does
+the work of the processor: it pads the texts of a micro-batch to the longest, normalises patches and
+puts them end to end, and pads the frames of clips to the longest. A step is forward, backward,
+clipping and PyTorch's fused AdamW in float32.
 """
 
 from __future__ import annotations
@@ -23,14 +26,14 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from benchmarks.peers.answering import answer
 
-SCALE = 0.02  # of matrices, as in published configs
+SCALE = 0.02  # standard deviation of matrices, as in published configs
 NO_TARGET = -100
 
 Example = dict[str, Any]  # tokens, targets [L]; images, grids, clips: lists
 
 
 def make(folder: Path, sizes: Mapping[str, Any]) -> None:
-    """Write a random model, and the file that says how its media are read."""
+    """Write a random model, and the configuration of its processor of media."""
     torch.manual_seed(sizes["seed"])
     model = Qwen2_5OmniThinkerForConditionalGeneration(Qwen2_5OmniThinkerConfig(**sizes["model"]))
     for parameter in model.parameters():
@@ -60,7 +63,7 @@ def read(path: Path) -> list[Example]:
 
 
 def collate(examples: Sequence[Example], settings: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """What the processor makes of a micro-batch, media decoded."""
+    """The inputs that the processor would make of a micro-batch, from decoded media."""
     longest = max(len(example["tokens"]) for example in examples)
     shape = (len(examples), longest)
     ids, labels = np.zeros(shape, np.int64), np.full(shape, NO_TARGET, np.int64)
@@ -68,6 +71,7 @@ def collate(examples: Sequence[Example], settings: Mapping[str, Any]) -> dict[st
     for row, example in enumerate(examples):
         length = len(example["tokens"])
         ids[row, :length], mask[row, :length] = example["tokens"], 1
+        # The model shifts labels itself: a target of ours is the label one place later
         following = example["targets"][: length - 1]
         labels[row, 1:length] = np.where(following < 0, NO_TARGET, following)
     made: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "labels": labels}
@@ -99,7 +103,7 @@ class Trainer:
         self.settings = settings
         model = Qwen2_5OmniThinkerForConditionalGeneration
         self.model = model.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-        for parameter in self.model.parameters():  # the reference keeps some positions
+        for parameter in self.model.parameters():  # the reference freezes some positions
             parameter.requires_grad_(True)
         self.model.train()
         self.optimizer = torch.optim.AdamW(
@@ -111,7 +115,8 @@ class Trainer:
         )
 
     def __call__(self, examples: list[Example], step: bool) -> dict[str, Any]:
-        """Seconds of a step, of the processor's work in it, and the loss; without `step` the loss alone."""
+        """Train on a batch; return the seconds, those of the processor's work, and the loss.
+        Without `step`, only compute the loss."""
         began, cpu, host = time.perf_counter(), time.process_time(), 0.0
         if self.settings["grouped"]:
             examples = sorted(examples, key=lambda example: len(example["tokens"]))

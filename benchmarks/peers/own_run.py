@@ -1,5 +1,6 @@
-"""Our system in comparisons with others: the programs of a run on one device, compiled before, and such a run from the
-parameters of a folder."""
+"""Our system in comparisons with others: the programs of a run on one device, compiled beforehand,
+and a run that starts from the parameters of a folder.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +30,14 @@ from sharding.mesh import make_mesh
 
 
 def compiled_programs(config: Config) -> tuple[RunInputs, PhasedPrograms]:
-    """A run's data, and its programs on one device: read from disk if any process has compiled them."""
+    """A run's data and its compiled programs on one device. They are read from disk if some process
+    has compiled them before."""
     inputs, programs = _programs(config)
     return inputs, programs.compile()
 
 
 def _programs(config: Config) -> tuple[RunInputs, PhasedPrograms]:
-    """The same, not compiled yet."""
+    """A run's data and its programs on one device, not compiled yet."""
     keep_programs(config)
     inputs = prepare(config, make_mesh(config.mesh_sizes, jax.devices()[:1]))
     programs = phased_programs(
@@ -50,11 +52,11 @@ def _programs(config: Config) -> tuple[RunInputs, PhasedPrograms]:
 
 
 def compile_alone(config: Config) -> float:
-    """Compile the programs of a run in a process of its own: a compilation leaves memory in pieces, and a run is
-    usually not the first with its programs.
+    """Compile the programs of a run in another process: compiling fragments memory, and most runs
+    find their programs compiled.
 
     Returns:
-      the seconds that it compiles, without those in which it starts and reads the data.
+      Seconds of compiling, without those of starting the process and reading the data.
 
     Raises:
       ValueError: that process failed, and has said why.
@@ -70,7 +72,7 @@ def compile_alone(config: Config) -> float:
 
 
 def _compile(config: Config, seconds: Any) -> None:
-    with suppress(*USER_ERRORS):  # the process that measures meets them, too, and says so
+    with suppress(*USER_ERRORS):  # the measuring process meets them, too, and reports them
         _, programs = _programs(config)
         began = time.perf_counter()
         programs.compile()
@@ -80,8 +82,8 @@ def _compile(config: Config, seconds: Any) -> None:
 def run_before(
     programs: PhasedPrograms, params: Any, host: HostStep, programs_run: set[RowsOf]
 ) -> None:
-    """Run what a step would run for the first time: training does so once, and a first run takes longer. Not for the
-    clock. Rows of the step are added to those of programs that have run."""
+    """Run the programs of a step, untimed, if some would run for the first time: that takes longer,
+    and happens only once in training. Adds the step's rows to `programs_run`."""
     if runs_first(host, programs_run):
         jax.block_until_ready(programs.gradients(params, programs.put(host)))
 
@@ -90,8 +92,9 @@ class OwnRun:
     """A run, step by step.
 
     Args:
-      components: whose parameters are the folder's; all but these begin as the seed says. None: all.
-      phase: whose slots are counted.
+      components: components whose parameters are read from the folder; all others are initialized
+        from the seed. None: all are read.
+      phase: phase whose slots are counted.
     """
 
     def __init__(
@@ -121,7 +124,8 @@ class OwnRun:
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(read))
 
     def loss(self, examples: Any) -> float:
-        """The mean loss of a batch, of which nothing is learned: that of patches where a model draws."""
+        """Mean loss of a batch, without an update: over patches if the model draws, else over
+        tokens."""
         batch = self.programs.put(self.filler(0, examples))
         _, sums, _ = self.programs.gradients(self.state.params, batch)
         drawn = sums.drawn
@@ -130,7 +134,7 @@ class OwnRun:
         return total / targets
 
     def __call__(self, step: int, examples: Any) -> dict[str, Any]:
-        """Seconds of a step, of the host's work in it, and the loss."""
+        """Train on a batch; return the seconds, those of the host's work, and the loss."""
         began, cpu = time.perf_counter(), time.process_time()
         host = self.filler(step, examples)
         filled, cpu_filled = time.perf_counter() - began, time.process_time() - cpu

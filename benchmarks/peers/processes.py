@@ -1,4 +1,5 @@
-"""A system of another interpreter as a process that answers line by line, and what is asked of all systems."""
+"""A system of another interpreter, as a process that answers line by line; and the check that all
+systems must pass."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ ROOT: Final = Path(__file__).parents[2]
 
 
 class Peer:
-    """A process of another interpreter, which trains the model of a folder.
+    """A process of another interpreter that trains the model of a folder.
 
-    Its module (see answering.py) writes a line of JSON when it has begun (`facts`), and one for each that it reads,
-    {"batch": PATH, "step": true}.
+    Its module (see answering.py) writes a line of JSON when it has started (`facts`), and one for
+    each line {"batch": PATH, "step": true} that it reads.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Peer:
         self.facts = self._answer()
 
     def __call__(self, batch: Path, step: bool = True) -> dict[str, Any]:
+        """The answer to a batch; with `step` it is trained on."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"batch": str(batch), "step": step}) + "\n")
         self.process.stdin.flush()
@@ -61,13 +63,13 @@ class Peer:
 
 
 def environment() -> dict[str, str]:
-    """In which another interpreter finds these modules."""
+    """Environment variables with which another interpreter finds these modules."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def make_folder(python: str, module: str, folder: Path, sizes: Mapping[str, Any]) -> None:
-    """Let a peer write a random model of some sizes as a published folder."""
+    """Let a peer write a random model of some sizes in the form of a published folder."""
     path = folder.with_suffix(".json")
     path.write_text(json.dumps(sizes))
     command = [python, "-m", module, "make", str(folder), str(path)]
@@ -75,7 +77,7 @@ def make_folder(python: str, module: str, folder: Path, sizes: Mapping[str, Any]
 
 
 def has_modules(python: str, *names: str) -> bool:
-    """Whether an interpreter has what a peer needs."""
+    """Whether an interpreter can import all of these modules."""
     probe = [python, "-c", f"import {', '.join(names)}"]
     try:
         return not subprocess.run(probe, stderr=subprocess.DEVNULL, check=False).returncode
@@ -84,7 +86,7 @@ def has_modules(python: str, *names: str) -> bool:
 
 
 def check_losses(losses: Mapping[str, float]) -> None:
-    """Raise ValueError unless all are equal before the first step."""
+    """Raise ValueError unless all losses before the first step are equal to `SAME_LOSS`."""
     own = losses["jaxmllm"]
     for name, loss in losses.items():
         if not abs(loss - own) < SAME_LOSS:

@@ -1,12 +1,12 @@
 """A training step as users of PyTorch write it, in two forms, and the process that runs them.
 
-`PaddedModel` is made of transformers' modules: a SigLIP 2 tower for native resolutions, Whisper's layers
-behind two strided convolutions, a Llama; micro-batches are padded to their longest item. `PackedModel`
-computes exactly what ours does, from our parameters, over the tokens of a micro-batch end to end, with
-attention over segments of variable length.
+`PaddedModel` is made of transformers' modules: a SigLIP 2 tower for native resolutions, Whisper's
+layers after two strided convolutions, a Llama; micro-batches are padded to their longest item.
+`PackedModel` computes exactly what ours does, from our parameters, over the tokens of a micro-batch
+end to end, with attention inside segments of variable length.
 
-Letters: B items or examples of a micro-batch, L length of the longest, N tokens end to end, D width,
-H heads, G key-value heads, K head size.
+Letters: B items or examples of a micro-batch, L length of the longest, N tokens end to end, D
+width, H heads, G key-value heads, K head size.
 """
 
 from __future__ import annotations
@@ -32,34 +32,36 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoderLayer
 from benchmarks.peers.examples import Example, Item
 from jaxmllm.config.schema import AudioConfig, LanguageConfig, ModelConfig, OptimizerConfig
 
-# Sides of the learned grid of positions that the vision tower interpolates: few parameters, for ours has none
+# Side of the learned grid of positions that the vision tower interpolates: small, because our tower
+# has no such parameters
 GRID: Final = 2
 LONGEST_CLIP: Final = 1 << 14  # attention tokens
 STRIDE: Final = math.prod(AudioConfig.model_fields["stem_strides"].default)
-# Shares of a step's examples in a micro-batch that are tried
+# Micro-batches of 1/16, 1/8, .. of a step's examples are tried
 SHARES: Final = (16, 8, 4, 2, 1)
 TRIALS: Final = 2
-WORSE: Final = 1.2  # than the best so far: larger ones are not tried
+WORSE: Final = 1.2  # after a size this many times slower than the best so far, none is tried
 
 Seconds = dict[str, float]
 
 
 class Clock:
-    """CPU seconds by what they were spent on."""
+    """CPU seconds of a step by part, summed over its micro-batches."""
 
     def __init__(self) -> None:
         self.seconds: Seconds = defaultdict(float)
         self.reached = 0.0
 
     def notes(self, x: Tensor) -> None:
-        """Note when the backward pass has come as far as x."""
+        """Record the time at which the backward pass reaches x."""
         x.register_hook(self._reach)
 
     def _reach(self, _: Tensor) -> None:
         self.reached = time.process_time()
 
     def backward(self, loss: Tensor) -> None:
-        """From the loss to what is noted is the decoder, what follows are encoders and the embedding."""
+        """Run the backward pass: it counts as the decoder's until it reaches the noted tensor, and
+        then as that of encoders and embedding."""
         began = time.process_time()
         loss.backward()
         self.seconds["language backward"] += self.reached - began
@@ -67,6 +69,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        """Add the seconds inside this context to the part `name`."""
         began = time.process_time()
         yield
         self.seconds[name] += time.process_time() - began
@@ -76,7 +79,7 @@ class Clock:
 
 
 class Projector(nn.Module):
-    """`group` neighbouring features -> one language token."""
+    """MLP that makes one language token of `group` neighbouring features."""
 
     def __init__(self, features: int, group: int, width: int):
         super().__init__()
@@ -90,7 +93,7 @@ class Projector(nn.Module):
 
 
 def of_phase(examples: Sequence[Example], phase: str) -> list[tuple[int, Item]]:
-    """Items of a phase, with the number of their example."""
+    """Items of a phase, each with the number of its example."""
     return [
         (number, item)
         for number, example in enumerate(examples)
@@ -100,7 +103,7 @@ def of_phase(examples: Sequence[Example], phase: str) -> list[tuple[int, Item]]:
 
 
 def group_of(phase: str, model: ModelConfig) -> int:
-    """Features of a tower that become one token."""
+    """Number of a tower's features that become one token."""
     section = getattr(model, phase)
     merge: int = section.merge
     return merge**2 if phase == "vision" else merge
@@ -110,7 +113,7 @@ def group_of(phase: str, model: ModelConfig) -> int:
 
 
 class PaddedAudio(nn.Module):
-    """Two convolutions of stride 2, positions, Whisper's layers."""
+    """Audio tower: two convolutions of stride 2, positions, Whisper's layers."""
 
     def __init__(self, config: AudioConfig):
         super().__init__()
@@ -145,7 +148,8 @@ class PaddedAudio(nn.Module):
 
 
 class PaddedModel(nn.Module):
-    """Micro-batches are padded to their longest item, in the towers and in the decoder."""
+    """A model of transformers' modules; towers and decoder pad a micro-batch to its longest
+    item."""
 
     def __init__(self, config: ModelConfig, vocabulary: int):
         super().__init__()
@@ -234,7 +238,8 @@ class PaddedModel(nn.Module):
 
 
 def padded(arrays: Sequence[NDArray[Any]], longest: int = 0, value: int = 0) -> Tensor:
-    """[L, ...] each -> [B, longest, ...]."""
+    """Stack arrays of [L, ...] into [B, longest, ...], padded with `value`; by default to the
+    longest."""
     longest = longest or max(map(len, arrays))
     dtype = np.int64 if arrays[0].dtype == np.int32 else arrays[0].dtype
     out = np.full((len(arrays), longest, *arrays[0].shape[1:]), value, dtype)
@@ -261,7 +266,7 @@ def parameter(array: NDArray[Any]) -> nn.Parameter:
 
 
 def linear(matrix: NDArray[Any], inputs: int, bias: NDArray[Any] | None = None) -> nn.Linear:
-    """From our [inputs.., outputs..] and a bias [outputs..]."""
+    """A linear layer from our matrix [inputs.., outputs..] and bias [outputs..]."""
     matrix = matrix.reshape(inputs, -1)
     layer = nn.Linear(*matrix.shape, bias=bias is not None)
     layer.weight = parameter(np.ascontiguousarray(matrix.T))
@@ -271,7 +276,12 @@ def linear(matrix: NDArray[Any], inputs: int, bias: NDArray[Any] | None = None) 
 
 
 class Segments:
-    """Lengths of what lies end to end, and how attention goes over it."""
+    """Sequences end to end, and attention inside each of them.
+
+    Args:
+      gathers: whether attention runs once on the sequences gathered into a padded batch, instead of
+        once for each sequence.
+    """
 
     def __init__(self, lengths: Sequence[int], causal: bool, gathers: bool):
         self.lengths = list(lengths)
@@ -285,7 +295,7 @@ class Segments:
             self.table = torch.from_numpy(table)  # [B, L]
             self.places = torch.from_numpy(np.flatnonzero(inside))  # [N] in B * L
             visible = torch.from_numpy(inside)[:, None, None, :]
-            if causal:  # what follows an example is not seen by it
+            if causal:  # padding follows an example, so the causal mask hides it
                 visible = None
             self.visible = visible
 
@@ -309,6 +319,7 @@ class Segments:
 
 
 def grouped(q: Tensor, k: Tensor, heads: int = 1) -> bool:
+    """Whether there are fewer key heads than query heads; `heads` is their dimension."""
     return q.shape[heads] != k.shape[heads]
 
 
@@ -332,7 +343,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [N, H, K]; cos, sin [N, 1, K / 2]."""
+    """Rotate x [N, H, K] by angles with cos, sin [N, 1, K / 2]."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -372,7 +383,7 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """Layers and the norm behind them."""
+    """Layers and a final norm."""
 
     def __init__(self, tree: Mapping[str, Any], epsilon: float):
         super().__init__()
@@ -401,7 +412,7 @@ def frequencies(pairs: int, theta: float) -> NDArray[Any]:
 
 
 class PackedModel(nn.Module):
-    """What our model computes, over the tokens of a micro-batch end to end."""
+    """Our model's computation over the tokens of a micro-batch end to end."""
 
     def __init__(self, config: ModelConfig, params: Mapping[str, Any], gathers: bool):
         super().__init__()
@@ -480,11 +491,12 @@ class PackedModel(nn.Module):
         frames = torch.from_numpy(np.concatenate([item.features for item in items]))
         positions = np.concatenate([item.positions[::STRIDE, 0] for item in items])
         first = torch.from_numpy(positions % (config.chunk_frames // STRIDE) == 0)
+        # After the first convolution each token has two slots; only the first one may begin a chunk
         halves = torch.stack([first, torch.zeros_like(first)], dim=1).flatten()
         x = halved(self.second, halved(self.first, frames, halves), first)
         frequency = frequencies(config.head_size // 2, config.rope_theta)
         angles = torch.from_numpy((positions[:, None] * frequency).astype(np.float32))
-        # Padding inside a clip is seen by none, itself included: it runs through the layers alone
+        # No token sees padding inside a clip, not even padding: it goes through the layers separately
         real = np.concatenate(
             [np.arange(len(i.features) // STRIDE) * STRIDE < i.real for i in items]
         )
@@ -501,7 +513,7 @@ class PackedModel(nn.Module):
 
 
 class Unseen(Segments):
-    """Tokens that see nothing."""
+    """Tokens that see nothing: their attention is zero."""
 
     def __init__(self) -> None:
         pass
@@ -511,7 +523,8 @@ class Unseen(Segments):
 
 
 def halved(project: nn.Linear, x: Tensor, first: Tensor) -> Tensor:
-    """Convolution of width 3 and stride 2; outputs that are `first` see zeros before their two slots."""
+    """Convolution of width 3 and stride 2. Outputs marked in `first` see zeros before their two
+    slots."""
     even, odd = x[0::2], x[1::2]
     before = torch.cat([torch.zeros_like(odd[:1]), odd[:-1]])
     before = torch.where(first[:, None], 0, before)
@@ -519,7 +532,9 @@ def halved(project: nn.Linear, x: Tensor, first: Tensor) -> Tensor:
 
 
 def language_angles(config: LanguageConfig, positions: NDArray[Any]) -> Tensor:
+    """Angles of the decoder's rotary positions, [N, K / 2], from positions [N, 3]."""
     pairs = config.head_size // 2
+    # A pair of dimensions rotates by one of three axes; by default two axes get 3/8 of the pairs each
     spatial = 3 * pairs // 8
     sections = config.rope_sections or (pairs - 2 * spatial, spatial, spatial)
     axis = np.repeat(np.arange(3), sections)
@@ -528,6 +543,7 @@ def language_angles(config: LanguageConfig, positions: NDArray[Any]) -> Tensor:
 
 
 def whole(arrays: Sequence[NDArray[Any]]) -> Tensor:
+    """Arrays end to end as one tensor of int64."""
     return torch.from_numpy(np.concatenate(arrays).astype(np.int64))
 
 
@@ -535,7 +551,11 @@ def whole(arrays: Sequence[NDArray[Any]]) -> Tensor:
 
 
 class Stepper:
-    """A model with its optimizer, and how a step's examples become micro-batches."""
+    """A model with its optimizer, which trains on a step's examples in micro-batches.
+
+    Args:
+      sorts: whether examples are sorted by length first.
+    """
 
     def __init__(
         self, model: nn.Module, sorts: bool, config: OptimizerConfig, rates: Sequence[float]
@@ -544,7 +564,7 @@ class Stepper:
         self.sorts = sorts
         self.config = config
         self.rates = rates  # learning rate of each step
-        self.size = 1  # of a micro-batch, in examples
+        self.size = 1  # examples in a micro-batch
         self.steps = 0
         decayed = [leaf for name, leaf in model.named_parameters() if is_decayed(name, leaf)]
         others = [leaf for name, leaf in model.named_parameters() if not is_decayed(name, leaf)]
@@ -566,7 +586,8 @@ class Stepper:
             yield examples[first : first + self.size]
 
     def __call__(self, examples: Sequence[Example], updates: bool = True) -> dict[str, Any]:
-        """One step: seconds, those of its parts, loss and targets."""
+        """Run one step; return its seconds, those of its parts, loss and number of targets. Without
+        `updates` parameters stay as they are."""
         clock = Clock()
         began, cpu = time.perf_counter(), time.process_time()
         targets = sum(int((example.targets >= 0).sum()) for example in examples)
@@ -593,8 +614,11 @@ class Stepper:
         }
 
     def tune(self, examples: Sequence[Example], size: int | None) -> float:
-        """Choose the size of micro-batches that is fastest on these examples, or take the given one; seconds
-        of a step, the least of a few after one that is not counted."""
+        """Choose the fastest size of micro-batches on these examples, or take the given one.
+
+        Returns:
+          Seconds of a step of that size, the least of `TRIALS` after one that is not counted.
+        """
         sizes = [max(1, len(examples) // share) for share in SHARES] if size is None else [size]
         seconds: dict[int, float] = {}
         for self.size in dict.fromkeys(sizes):
@@ -609,12 +633,12 @@ class Stepper:
 
 
 def is_decayed(name: str, leaf: Tensor) -> bool:
-    """Matrices but embeddings, as ours."""
+    """Whether weight decay applies, as in ours: to all matrices but embeddings."""
     return leaf.ndim > 1 and not name.endswith(("embedding", "embed_tokens.weight"))
 
 
 def parameters_by_component(model: nn.Module, config: ModelConfig) -> dict[str, int]:
-    """Numbers of parameters, by the names of our components."""
+    """Numbers of parameters by component, with our names."""
     counts: dict[str, int] = defaultdict(int)
     own = {"patch": "vision", "first": "audio", "second": "audio"}
     for name, leaf in model.named_parameters():
@@ -637,7 +661,9 @@ def serve(
     threads: int,
     seed: int,
 ) -> None:
-    """Answer "tune" or a peer's name with what was told, until None comes; a list of examples is the next step."""
+    """Answer requests until None comes. A list of examples becomes the next step; "tune" chooses
+    sizes of micro-batches on it, and answers with these and with facts about all peers; a peer's
+    name runs the step, and answers with its measurements."""
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     vocabulary = params["language"]["embedding"].shape[0]
