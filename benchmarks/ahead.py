@@ -6,9 +6,9 @@ they must send.
         [--reduce-dtype float32 compute] [--reduce microbatch step] [--remat full "[attention, mlp]"]
 
 Models are those of benchmarks/omni.py in bfloat16, on 64 and on 2,560 devices, with rows of 8,192
-tokens, 16,384 patches and 8,192 frames. Needs no GPU, but `pip install 'jaxmllm[ahead]'`; without it
-says so in a line and exits with 2. A setting or program that does not compile becomes a line of the
-JSON's `failed`, and the command exits with 1.
+tokens, 16,384 patches and 8,192 frames. Needs no GPU, but `pip install 'jaxmllm[ahead]'`; without
+it says so in a line and exits with 2. A setting or program that does not compile becomes a line of
+the JSON's `failed`, and the command exits with 1.
 
 The JSON's `rows` have one record for every program, and every operation and axes of the mesh along
 which the program sends something or must:
@@ -97,7 +97,7 @@ PER_DEVICE: Final = 2  # examples
 FORWARD: Final = ("encode", "evaluate")
 BOTH_PASSES: Final = ("encode_grad", "language_loss_and_grad")
 BACKWARD: Final = (*BOTH_PASSES, "encode_grad_kept")
-# What a step of these models runs
+# Functions whose programs a step of these models runs
 FUNCTIONS: Final = (
     *(*FORWARD, *BACKWARD, *HOPS),
     *("deliver", "deliver_back", "add_replicas", "update", "gradients"),

@@ -1,4 +1,4 @@
-"""!1Interleaved timing, used by several benchmarks."""
+"""Interleaved timing, used by several benchmarks."""
 
 from __future__ import annotations
 

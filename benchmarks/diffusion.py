@@ -26,7 +26,7 @@ Methods:
 
 All methods may use the same number of slots of a rank at once: those of the longest clip with the
 longest caption. Rows have up to four sizes, chosen from 16 batches that are not measured. A batch
-of the last two methods has one item at least and, with more items, costs no more than a row of that
+of the last two methods has one item at least, and with more it costs no more than one item of that
 many slots; an epoch has 16 times as many items as the planner's batch. Buckets drop the items that
 do not fill a batch. `buckets` gives batches to ranks in any order, `padded_alike` in the order of
 their lengths.
@@ -133,7 +133,7 @@ def draw(seed: Sequence[int], items: int, clips: float) -> Media:
 
 
 def _whole_slots(pixels: Floats) -> Longs:
-    rows: Longs = (pixels / SIDE + 1e-6).astype(np.int64)  # 1024 / 16 may be a little less than 64
+    rows: Longs = (pixels / SIDE + 1e-6).astype(np.int64)  # 1024 / 16 may round to less than 64
     return rows * SIDE
 
 

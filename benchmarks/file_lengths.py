@@ -1,4 +1,4 @@
-"""!1Lengths of the examples of a folder of real files, for benchmarks that plan and run nothing."""
+"""Lengths of the examples of a folder of real files, for benchmarks that plan and run nothing."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ The model is `2B` of benchmarks/omni.py in bfloat16, with AdamW in float32. Any 
 0.10 to 0.12, Python 3.11 to 3.13. A machine without a network needs the packages brought along.
 Where there is a network,
 
-    pip download --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 -d wheels \
-        absl-py flax grain jaxtyping jinja2 matplotlib ml-dtypes numba optax orbax-checkpoint pillow pydantic pyyaml \
+    pip download --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 -d wheels \\
+        absl-py flax grain jaxtyping jinja2 matplotlib ml-dtypes numba optax orbax-checkpoint pillow pydantic pyyaml \\
         rich scipy soundfile soxr tensorboardX threadpoolctl tokenizers
 
 then leave out the wheels of jax, jaxlib and numpy that come with them, and those of packages that
-the machine has; flax must be as old as its jax (0.12.12 for jax 0.11). On the machine, where jax
-runs on the GPU,
+the machine has; flax must be of the same age as jax (0.12.12 for jax 0.11). On the machine, where
+jax runs on the GPU,
 
     pip install --no-index --no-deps --target packages wheels/*.whl
     PYTHONPATH=packages:. python -m benchmarks.gpu --json gpu.json

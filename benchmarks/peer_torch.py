@@ -3,10 +3,10 @@ seconds, and where they go.
 
     python -m benchmarks.peer_torch [--size 40m | quickstart] [--data FOLDER] [--json PATH] [key=value ...]
 
-Needs `pip install torch transformers`; without them says so in a line and exits with 2. FOLDER holds
-a train.jsonl (like that of configs/real-small.yaml); without it the examples are generated: those of
-`jaxmllm sample-data` for the size `quickstart`, else the sizes of jaxmllm/tools/workload.py, eight
-times smaller.
+Needs `pip install torch transformers`; without them says so in a line and exits with 2. FOLDER
+holds a train.jsonl (like that of configs/real-small.yaml); without it the examples are generated:
+those of `jaxmllm sample-data` for the size `quickstart`, else with the sizes of
+jaxmllm/tools/workload.py, eight times smaller.
 
     whole      transformers: a SigLIP 2 tower for native resolutions, Whisper's layers after two
                strided convolutions, a Llama; SDPA and padding masks. All examples of a step are one

@@ -525,7 +525,7 @@ def main(command: Sequence[str] | None = None) -> int:
         options.seed,
         GENERATOR,
         seeds=options.seeds,
-        real_seeds=options.real_seeds,  # of rows of the family `real`, in the place of `seeds`
+        real_seeds=options.real_seeds,  # for rows of the family `real`, instead of `seeds`
         data=options.data and str(options.data),
         microbatches=options.microbatches,
         stages=options.stages,

@@ -11,7 +11,7 @@ of the slowest stage, padding of rows included. `idle` is the share of the stage
 schedule lets them wait, also predicted.
 
 Before any plan runs, another one (`CALIBRATION`) is timed on other batches, as `jaxmllm calibrate`
-does: the start of a run, a tick without its operations, a FLOP, and what a step takes in addition
+does: the start of a run, a tick (without its operations), a FLOP, and what a step takes in addition
 to its gradients. `predicted [s]` are the seconds that follow from these and from the FLOPs and
 ticks of a plan; `predicted` is their ratio.
 """

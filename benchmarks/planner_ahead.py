@@ -3,9 +3,10 @@ there.
 
     python -m benchmarks.planner_ahead --json ahead.json [--models 2B 7B] [--compiled earlier.json]
 
-Part of `python -m benchmarks.planner`, and an hour on two cores: `--compiled` reads what an earlier run
-compiled, and compiles only what is missing there. Models are those of benchmarks/omni.py in bfloat16.
-Needs no GPU, but `pip install 'jaxmllm[ahead]'`; without it a line says so. The JSON's `rows`:
+Part of `python -m benchmarks.planner`, and an hour on two cores: `--compiled` reads what an earlier
+run compiled, and compiles only what is missing there. Models are those of benchmarks/omni.py in
+bfloat16. Needs no GPU, but `pip install 'jaxmllm[ahead]'`; without it a line says so. The JSON's
+`rows`:
 
     kind memory            a program: `model`, `devices`, `mesh`, `remat`, `capacity`, `frozen`;
                            bytes of its `arguments` or `temporaries` (`what`), `estimated` and

@@ -68,7 +68,7 @@ BASE: Final = (
     "data.batch_size=32",
 )
 PHASES: Final = ("vision", "language")
-ROWS: Final = (512, 512)  # slots: whole attention blocks on each of four devices that share a row
+ROWS: Final = (512, 512)  # slots: four devices that share a row each get whole attention blocks
 
 
 def mesh(**axes: int) -> tuple[str, ...]:

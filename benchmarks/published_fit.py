@@ -35,7 +35,7 @@ class Prior(NamedTuple):
     spread: float
 
 
-# In the order of the fields of `Rates`, which `_rates` and the residuals rely on
+# In the order of the fields of `Rates`
 PRIORS: Final = {
     "attention": Prior(
         0.6, 0.3
@@ -147,7 +147,7 @@ def _own_efficiency(runs: Sequence[Published], rates: Rates, start: float) -> fl
 
 
 def _rates(logarithms: Floats) -> Rates:
-    """The constants that fitted logarithms, in the order of `PRIORS`, stand for."""
+    """The constants whose fitted logarithms, in the order of `PRIORS`, are given."""
     numbers = dict(zip(PRIORS, np.exp(logarithms).tolist(), strict=True))
     return Rates(**(numbers | {"overlap": numbers["overlap"] + LEAST_OVERLAP}))
 
@@ -159,7 +159,7 @@ def _shifted(name: str, value: float) -> float:
 
 
 def _bounded(z: Floats) -> Floats:
-    """Residuals whose squares are z^2 where it is small, and 2 |z| where it is large."""
+    """Residuals whose squares are about z^2 where z is small, and 2 |z| where it is large."""
     return np.sign(z) * np.sqrt(2 * (np.sqrt(1 + z * z) - 1))
 
 

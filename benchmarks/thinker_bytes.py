@@ -61,9 +61,8 @@ def programs_of(lengths: GeneratedLengths) -> PhasedPrograms:
 
 
 def kept_bytes(programs: PhasedPrograms) -> int:
-    """Bytes that `encode` leaves for the backward pass: residuals of all microbatches that keep
-    them, or for a phase that keeps none, such as one of a frozen tower, what one microbatch
-    leaves."""
+    """Bytes that `encode` leaves for the backward pass: the residuals of all microbatches that keep
+    them; for a frozen tower, the features of one microbatch."""
     total = 0
     for phase in programs.functions.model.config.encoders:
         capacity, span = max(programs.spec.phases[phase].classes)

@@ -112,7 +112,7 @@ class Trainer:
         """Sum of the squared errors of the velocity, over items of one shape.
 
         Args:
-          drawn: whether noise is drawn here, instead of that of the items.
+          drawn: whether noise is drawn here, instead of taken from the items.
         """
         latents = torch.stack([item["latents"] for item in group])
         noise = torch.stack([item["noise"] for item in group])

@@ -496,7 +496,7 @@ class PackedModel(nn.Module):
         x = halved(self.second, halved(self.first, frames, halves), first)
         frequency = frequencies(config.head_size // 2, config.rope_theta)
         angles = torch.from_numpy((positions[:, None] * frequency).astype(np.float32))
-        # No token sees padding inside a clip, not even padding: it goes through the layers separately
+        # No token sees padding inside a clip, not even padding: it goes through the layers alone
         real = np.concatenate(
             [np.arange(len(i.features) // STRIDE) * STRIDE < i.real for i in items]
         )
@@ -534,7 +534,7 @@ def halved(project: nn.Linear, x: Tensor, first: Tensor) -> Tensor:
 def language_angles(config: LanguageConfig, positions: NDArray[Any]) -> Tensor:
     """Angles of the decoder's rotary positions, [N, K / 2], from positions [N, 3]."""
     pairs = config.head_size // 2
-    # A pair of dimensions rotates by one of three axes; by default two axes get 3/8 of the pairs each
+    # A pair of dimensions rotates by one of three axes; by default two have 3/8 of the pairs each
     spatial = 3 * pairs // 8
     sections = config.rope_sections or (pairs - 2 * spatial, spatial, spatial)
     axis = np.repeat(np.arange(3), sections)
