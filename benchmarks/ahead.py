@@ -116,6 +116,7 @@ class Setting(NamedTuple):
     reduce: str = "microbatch"  # when gradients are sent
 
     def config(self) -> Config:
+        """The config of the setting, with the rows of `CAPACITIES`."""
         sections = dict(MESHES[self.model][self.mesh])
         spans = sections.pop("spans", [1])
         # Rows of towers hold whole images on one rank; only language rows are shared

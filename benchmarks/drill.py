@@ -61,6 +61,7 @@ class Life:
 
     @classmethod
     def draw(cls, random: np.random.Generator) -> Life:
+        """A random life; devices divide evenly among processes."""
         processes = int(random.choice([1, 2]))
         devices = int(random.choice([1, 2, 4, 8] if processes == 1 else [2, 4, 8]))
         return cls(devices, processes, int(random.integers(0, 3)))

@@ -176,7 +176,7 @@ class Bench:
         self.folder = folder
         self.deadline = deadline  # on the clock of `time.perf_counter`
         self.seed = seed
-        self.overrides = overrides  # of the config, key=value
+        self.overrides = overrides  # key=value, of the config
 
     @property
     def seconds_left(self) -> float:

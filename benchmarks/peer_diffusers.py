@@ -186,6 +186,7 @@ class Batches:
         return [self._item(step, number) for number in numbers.tolist()]
 
     def _item(self, step: int, number: int) -> Arrays:
+        """Latents and noise [C, F, H, W], states [L, D] and time [] of the item of one example."""
         (item,) = self.corpus.read(np.array([number]))[0].items
         count, features = item.features.shape
         drawn = self.rule.of(step, self.corpus.id(number), 0, count)

@@ -93,6 +93,7 @@ class Point(NamedTuple):
         return count
 
     def config(self) -> Config:
+        """The config of the point, with rows of one rank."""
         capacities = {"vision": self.vision, "audio": self.audio, LANGUAGE: self.language}
         phases = {
             phase: {"capacities": [slots], "spans": [1]} for phase, slots in capacities.items()

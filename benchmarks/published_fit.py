@@ -108,6 +108,7 @@ def fit(runs: Sequence[Published]) -> Fit:
 
     # x holds logarithms: constants, then efficiencies of owners, then those that chips draw them to
     def residuals(x: Floats) -> Floats:
+        """Errors of the runs, then distances from the priors of constants, then of efficiencies."""
         rates = _rates(x[:constants])
         own = dict(zip(owners, x[constants : constants + systems], strict=True))
         of_chip = dict(zip(chips, x[constants + systems :], strict=True))

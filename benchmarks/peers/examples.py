@@ -53,6 +53,7 @@ class Example(NamedTuple):
 
 
 def _in_memory(modalities: Mapping[str, Modality], rendered: Rendered) -> Example:
+    """A rendered example, with its media decoded."""
     items = []
     for span in rendered.media:
         modality = modalities[span.phase]

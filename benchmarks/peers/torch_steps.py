@@ -324,6 +324,8 @@ def grouped(q: Tensor, k: Tensor, heads: int = 1) -> bool:
 
 
 class Attention(nn.Module):
+    """Attention inside segments, with rotary positions."""
+
     def __init__(self, tree: Mapping[str, Any], width: int):
         super().__init__()
         self.head_size = tree["query"].shape[-1]
@@ -369,6 +371,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """A layer: attention and an MLP, each after a norm and added to its input."""
+
     def __init__(self, tree: Mapping[str, Any], epsilon: float):
         super().__init__()
         width = tree["attention_norm"]["scale"].shape[0]
@@ -474,6 +478,7 @@ class PackedModel(nn.Module):
             return F.cross_entropy(logits, targets[wanted], reduction="sum")
 
     def _vision(self, items: Sequence[Item]) -> Tensor:
+        """Features of images end to end; half of the pairs of dimensions rotate by each axis."""
         config = self.config.vision
         assert config is not None
         pixels = torch.from_numpy(np.concatenate([item.features for item in items]))
@@ -486,6 +491,7 @@ class PackedModel(nn.Module):
         return self.towers["vision"](x, segments, torch.from_numpy(angles.astype(np.float32)))
 
     def _audio(self, items: Sequence[Item]) -> Tensor:
+        """Features of clips end to end: two convolutions, then the tower."""
         config = self.config.audio
         assert config is not None
         frames = torch.from_numpy(np.concatenate([item.features for item in items]))
