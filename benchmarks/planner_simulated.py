@@ -2,8 +2,9 @@
 chain of stages.
 
     rows simulated    `mode` none, tokens, language, phases: on the mesh of `MESH`, rows chosen for
-                      each mode `chain`: encoder-first pipeline stages with tensor parallelism,
-                      nothing balanced
+                      each mode
+                      `chain`: encoder-first pipeline stages with tensor parallelism, and nothing
+                      balanced
 
 The model has the sizes of OrchMLLM's largest (arXiv 2503.23830): language 80 x 8,192, vocabulary
 152,064, vision 51 x 4,096, audio 32 x 1,280. Batches are generated, 32 examples per device. Nothing
