@@ -117,8 +117,8 @@ class Drill:
         return self.outcome.kills < kills and len(self.outcome.violations) < GIVE_UP
 
     def live_and_die(self, directory: Path) -> bool:
-        """Start a run and kill it at a random instant. Returns whether steps are left to do: False
-        also if the run ended before the kill."""
+        """Start or resume a run and kill it at a random instant, unless it ends first. Returns
+        whether steps are left to do."""
         process = self.start(directory, Life.draw(self.random))
         if self.random.random() < WHILE_STARTING:
             time.sleep(self.random.uniform(0, self.startup))
