@@ -1,4 +1,8 @@
-"""Rows against a slow reference that asks, slot by slot, which item the plan put there."""
+"""Rows of the data loader against a slow reference that asks, slot by slot, which item the plan put
+there.
+
+Corpus, modalities and plans are small fakes. Every number in a row tells the item and the slot that
+it came from, so one value in a wrong place fails a comparison."""
 
 from __future__ import annotations
 
@@ -46,7 +50,8 @@ SEGMENTS = 24
 
 @dataclass(frozen=True)
 class FakeModality:
-    """Items of shape (real slots, number, 1); slot s of item k holds k + s / 64, twice."""
+    """A modality whose items have shape (real slots, number, 1). Slot s of item k holds k + s / 64,
+    twice."""
 
     name: str
     format: RowFormat
@@ -81,7 +86,7 @@ class FakeModality:
 
 @dataclass(frozen=True)
 class Recording(FakeModality):
-    """Notes which items are loaded."""
+    """A fake modality that notes which items are loaded."""
 
     loaded: list[str] = dataclasses.field(default_factory=list)
 
@@ -115,13 +120,15 @@ class FakeCorpus:
 
 
 def make_example(number: int, rng: np.random.Generator, broken: bool) -> Rendered:
-    spans, slot = [], int(rng.integers(1, 4))
+    """An example with up to three media items of random sizes, at random places in its text."""
+    media = []
+    slot = int(rng.integers(1, 4))
     for k in range(rng.integers(0, 4)):
         phase = ("vision", "audio")[rng.integers(2)]
         shape = (int(rng.integers(1, 25)), number * 8 + k + 1, 1)
         tokens = -(-shape[0] // MODALITIES[phase].format.slots_per_token)
         name = f"{number}-{k}-{'broken' if broken and rng.random() < 0.5 else 'whole'}"
-        spans.append(MediaSpan(phase, File(Path(name)), shape, slot, tokens))
+        media.append(MediaSpan(phase, File(Path(name)), shape, slot, tokens))
         slot += tokens + int(rng.integers(0, 3))
     length = slot + int(rng.integers(1, 6))
     targets = np.where(rng.random(length) < 0.5, rng.integers(0, 99, length), -1)
@@ -129,23 +136,25 @@ def make_example(number: int, rng: np.random.Generator, broken: bool) -> Rendere
         rng.integers(1, 99, length),
         targets,
         rng.integers(0, 99, (length, 3)).astype(np.int32),
-        tuple(spans),
+        tuple(media),
     )
 
 
 def gather(corpus: FakeCorpus, examples: np.ndarray) -> BatchItems:
-    rows: dict[str, list[tuple[int, ...]]] = {"vision": [], "audio": [], "language": []}
+    """What the planner knows about a batch: lengths, work, examples, tokens and slots of all items,
+    by phase."""
+    records: dict[str, list[tuple[int, ...]]] = {"vision": [], "audio": [], "language": []}
     for index, number in enumerate(examples.tolist()):
         example = corpus.example(number)
-        rows["language"].append(
+        records["language"].append(
             (len(example.tokens), len(example.tokens), index, len(example.tokens), 0)
         )
         for span in example.media:
             length = MODALITIES[span.phase].length(span.shape)
-            rows[span.phase].append((length, span.shape[0], index, span.tokens, span.slot))
+            records[span.phase].append((length, span.shape[0], index, span.tokens, span.slot))
     phases = {}
-    for phase, values in rows.items():
-        table = np.array(values, np.int64).reshape(-1, 5)
+    for phase, phase_records in records.items():
+        table = np.array(phase_records, np.int64).reshape(-1, 5)
         phases[phase] = PhaseItems(
             table[:, 0], table[:, 1], *(table[:, i].astype(np.int32) for i in (2, 3, 4))
         )
@@ -164,34 +173,39 @@ def scatter(
     rng: np.random.Generator,
     spans: tuple[int, ...] = (1,),
 ) -> PhasePlan:
-    """Items in random order, first-fit into rows with random gaps: any legal plan will do here. Whole rows have
-    `capacity` slots, and any of the spans."""
-    used: list[list[int]] = []  # [microbatch][group]
-    count: list[list[int]] = []
-    place = np.zeros((len(lengths), 4), np.int32)
-    span: list[int] = []
+    """A random legal plan: items in random order, first-fit into rows with random gaps.
+
+    Any legal plan will do, because rows must follow whatever the plan says. Whole rows have
+    `capacity` slots. Microbatches take the spans in turn."""
+    used_slots: list[list[int]] = []  # [microbatch][group]
+    segment_counts: list[list[int]] = []
+    placements = np.zeros((len(lengths), 4), np.int32)
+    row_spans: list[int] = []
     for item in rng.permutation(len(lengths)):
         gap = int(rng.integers(0, 2)) * alignment
-        open_rows = [(m, r) for m, groups in enumerate(used) for r in range(len(groups))]
-        fits = [(m, r) for m, r in open_rows if used[m][r] + gap + lengths[item] <= capacity]
-        if not fits:
-            span.append(spans[len(span) % len(spans)])
-            groups = ranks // span[-1]
-            used.append([0] * groups)
-            count.append([0] * groups)
-            fits, gap = [(len(used) - 1, int(rng.integers(groups)))], 0
-        m, r = fits[0]
-        count[m][r] += 1
-        place[item] = m, r * span[m], used[m][r] + gap, count[m][r]
-        used[m][r] += gap + int(lengths[item])
-    zeros = np.zeros(len(used), np.int32)
-    of_rows = np.array(span, np.int32)
+        open_rows = [(m, r) for m, groups in enumerate(used_slots) for r in range(len(groups))]
+        fitting_rows = [
+            (m, r) for m, r in open_rows if used_slots[m][r] + gap + lengths[item] <= capacity
+        ]
+        if not fitting_rows:
+            row_spans.append(spans[len(row_spans) % len(spans)])
+            groups = ranks // row_spans[-1]
+            used_slots.append([0] * groups)
+            segment_counts.append([0] * groups)
+            fitting_rows = [(len(used_slots) - 1, int(rng.integers(groups)))]
+            gap = 0
+        m, r = fitting_rows[0]
+        segment_counts[m][r] += 1
+        placements[item] = m, r * row_spans[m], used_slots[m][r] + gap, segment_counts[m][r]
+        used_slots[m][r] += gap + int(lengths[item])
+    zeros = np.zeros(len(used_slots), np.int32)
+    span_array = np.array(row_spans, np.int32)
     return PhasePlan(
-        (capacity // np.maximum(of_rows, 1)).astype(np.int32),
-        of_rows,
+        (capacity // np.maximum(span_array, 1)).astype(np.int32),
+        span_array,
         zeros,
-        np.arange(len(used), dtype=np.int32),
-        *place.T,
+        np.arange(len(used_slots), dtype=np.int32),
+        *placements.T,
     )
 
 
@@ -202,6 +216,8 @@ def make_plan(
     capacities=CAPACITIES,
     spans: tuple[int, ...] = (1,),
 ) -> StepPlan:
+    """A legal step plan: random rows for each phase, and routes whose tokens arrive in order of
+    media."""
     alignments = {
         "language": 1,
         **{name: modality.format.slots_per_token for name, modality in MODALITIES.items()},
@@ -217,28 +233,34 @@ def make_plan(
         )
         for phase in ranks
     }
-    routes, filled = (
-        {},
-        dict.fromkeys(np.ndindex(phases["language"].microbatches, ranks["language"]), 0),
-    )
+    routes = {}
+    next_arrival = dict.fromkeys(np.ndindex(phases["language"].microbatches, ranks["language"]), 0)
     for encoder in MODALITIES:
         media = items.phases[encoder]
-        pieces = []
+        route_pieces = []
         for n, (example, tokens) in enumerate(zip(media.example, media.tokens, strict=True)):
-            for skipped, amount, pool in owners(phases["language"], example, media.slot[n], tokens):
-                pieces.append((n, skipped, amount, filled[pool]))
-                filled[pool] += amount
-        one = np.ones(4, np.int32)
-        there = np.array([0, 1, 2, 3], np.int32)  # one token from each exchange rank to the next
-        near, far = (there, there + 4) if encoder == "vision" else (there, there)
-        round_ = RouteRound(0, 1, 1, 0, 8, one, near, far, there, (there + 1) % 4, one, one > 0)
-        columns = np.array(pieces, np.int32).reshape(-1, 4).T
+            # The tokens of one media item are cut where their slots pass from one rank to the next.
+            for skipped, tokens_moved, pool in owners(
+                phases["language"], example, media.slot[n], tokens
+            ):
+                route_pieces.append((n, skipped, tokens_moved, next_arrival[pool]))
+                next_arrival[pool] += tokens_moved
+        ones = np.ones(4, np.int32)
+        sender = np.array([0, 1, 2, 3], np.int32)  # one token from each exchange rank to the next
+        start, arrival = (sender, sender + 4) if encoder == "vision" else (sender, sender)
+        round_ = RouteRound(
+            0, 1, 1, 0, 8, ones, start, arrival, sender, (sender + 1) % 4, ones, ones > 0
+        )
+        columns = np.array(route_pieces, np.int32).reshape(-1, 4).T
         routes[encoder] = RoutePlan(*columns, (round_,))
     return StepPlan(phases, routes, {"vision/max_over_mean": 1.5})
 
 
 def owners(language: PhasePlan, item: int, first: int, tokens: int):
-    """(tokens before, tokens, (microbatch, rank that owns them)) of media `first` .. of an example, by rank."""
+    """Yields, per rank, which tokens of one media item it owns: (tokens before, tokens,
+    (microbatch, rank)).
+
+    The media item starts at slot `first` of its example."""
     m = int(language.microbatch[item])
     slots = language.offset[item] + first + np.arange(tokens)
     rank = language.rank[item] + slots // language.capacity[m]
@@ -273,6 +295,8 @@ EVERYWHERE = LocalRanks(
 
 @dataclass(frozen=True)
 class Case:
+    """A batch with its corpus and plan, ready to be filled."""
+
     corpus: FakeCorpus
     examples: np.ndarray
     items: BatchItems
@@ -293,7 +317,7 @@ class Case:
 def make_case(seed: int, batch: int = 12, broken: bool = False) -> Case:
     rng = np.random.default_rng(seed)
     corpus = FakeCorpus({i: make_example(i, rng, broken) for i in range(20)})
-    examples = rng.integers(0, 20, batch)  # an example may come twice in a batch
+    examples = rng.integers(0, 20, batch)  # an example may occur twice in a batch
     items = gather(corpus, examples)
     return Case(corpus, examples, items, make_plan(items, rng))
 
@@ -301,15 +325,16 @@ def make_case(seed: int, batch: int = 12, broken: bool = False) -> Case:
 def item_at(
     plan: PhasePlan, items: PhaseItems, microbatch: int, rank: int, slot: int
 ) -> tuple[int, int] | None:
-    """(item, slot inside it), or None for padding."""
-    found = [
+    """The (item, slot inside the item) at a slot of a row, or None for padding."""
+    matches = [
         (n, slot - int(plan.offset[n]))
         for n in range(len(items.length))
         if (plan.microbatch[n], plan.rank[n]) == (microbatch, rank)
         and plan.offset[n] <= slot < plan.offset[n] + items.length[n]
     ]
-    assert len(found) <= 1
-    return found[0] if found else None
+    # The plan must not put two items into one slot.
+    assert len(matches) <= 1
+    return matches[0] if matches else None
 
 
 def span_of(case: Case, phase: str, item: int) -> MediaSpan:
@@ -326,7 +351,9 @@ def span_of(case: Case, phase: str, item: int) -> MediaSpan:
 @pytest.mark.parametrize("phase", ["vision", "audio"])
 def test_encoder_rows_hold_each_item_where_the_plan_says(seed, phase):
     case = make_case(seed, broken=seed % 2 == 1)
-    modality, plan, items = MODALITIES[phase], case.plan.phases[phase], case.items.phases[phase]
+    modality = MODALITIES[phase]
+    plan = case.plan.phases[phase]
+    items = case.items.phases[phase]
     step = case.fill()
     assert (
         step.capacities[phase] == tuple(plan.capacity)
@@ -338,20 +365,20 @@ def test_encoder_rows_hold_each_item_where_the_plan_says(seed, phase):
             for name in ("features", "segments", "positions", "valid", "failed")
         }
         for r, slot in np.ndindex(row["segments"].shape):
-            found = item_at(plan, items, m, r, slot)
-            if found is None:
+            location = item_at(plan, items, m, r, slot)
+            if location is None:
                 continue
-            item, inside = found
+            item, item_slot = location
             span = span_of(case, phase, item)
             broken = "broken" in span.reference.path.name
-            expected["positions"][r, slot] = inside, span.shape[1]
-            if inside < span.shape[0]:
+            expected["positions"][r, slot] = item_slot, span.shape[1]
+            if item_slot < span.shape[0]:
                 expected["segments"][r, slot] = plan.segment[item]
-                expected["features"][r, slot] = 0 if broken else span.shape[1] + inside / 64
+                expected["features"][r, slot] = 0 if broken else span.shape[1] + item_slot / 64
             expected["valid"][r, slot // modality.format.slots_per_token] = not broken
-            expected["failed"][r] += broken and inside == 0
-        for name, values in expected.items():
-            np.testing.assert_array_equal(row[name], values, err_msg=name)
+            expected["failed"][r] += broken and item_slot == 0
+        for name, array in expected.items():
+            np.testing.assert_array_equal(row[name], array, err_msg=name)
         for r, segments in enumerate(row["segments"]):
             ids = item_ids(segments[:: modality.format.stride])
             check_tiles(row["tiles"], r, tile_map(ids, ATTENTION.blocks[phase]))
@@ -359,6 +386,7 @@ def test_encoder_rows_hold_each_item_where_the_plan_says(seed, phase):
 
 
 def check_tiles(tables, rank, expected):
+    """Compares one rank's tile tables of a row with the tiles of a dense mask."""
     names = {"query_spans": expected.queries.spans, "query_blocks": expected.queries.blocks}
     names |= {"key_spans": expected.keys.spans, "key_blocks": expected.keys.blocks}
     assert tables.keys() == names.keys()
@@ -369,10 +397,11 @@ def check_tiles(tables, rank, expected):
 @pytest.mark.parametrize("seed", range(4))
 def test_language_rows_hold_each_example_where_the_plan_says(seed):
     case = make_case(seed)
-    plan, items = case.plan.phases["language"], case.items.phases["language"]
+    plan = case.plan.phases["language"]
+    items = case.items.phases["language"]
     step = case.fill()
     for m, row in enumerate(step.rows["language"]):
-        fillers = {
+        padding = {
             "tokens": 0,
             "targets": -1,
             "segments": 0,
@@ -381,15 +410,15 @@ def test_language_rows_hold_each_example_where_the_plan_says(seed):
             "sources": -1,
             "groups": 0,
         }
-        expected = {name: np.full_like(row[name], value) for name, value in fillers.items()}
+        expected = {name: np.full_like(row[name], value) for name, value in padding.items()}
         for r, slot in np.ndindex(row["tokens"].shape):
-            found = item_at(plan, items, m, r, slot)
-            if found is None:
+            location = item_at(plan, items, m, r, slot)
+            if location is None:
                 continue
-            item, inside = found
+            item, item_slot = location
             example = case.corpus.example(int(case.examples[item]))
             for name in ("tokens", "targets", "positions"):
-                expected[name][r, slot] = getattr(example, name)[inside]
+                expected[name][r, slot] = getattr(example, name)[item_slot]
             expected["segments"][r, slot] = plan.segment[item]
             expected["sources"][r, plan.segment[item] - 1] = case.examples[item] % 5
         for encoder, route in case.plan.routes.items():
@@ -403,8 +432,8 @@ def test_language_rows_hold_each_example_where_the_plan_says(seed):
                             expected["groups"][plan.rank[index], slot] = (
                                 plan.offset[index] + media.slot[n] + 1
                             )
-        for name, values in expected.items():
-            np.testing.assert_array_equal(row[name], values, err_msg=name)
+        for name, array in expected.items():
+            np.testing.assert_array_equal(row[name], array, err_msg=name)
         for r, segments in enumerate(row["segments"]):
             ids = causal_ids(segments, row["groups"][r])
             check_tiles(row["tiles"], r, tile_map(ids, ATTENTION.blocks["language"]))
@@ -414,17 +443,20 @@ def test_language_rows_hold_each_example_where_the_plan_says(seed):
 def test_every_slot_of_the_batch_is_filled_exactly_once():
     case = make_case(11)
     step = case.fill()
+    # Items carry values of their own, so equal sorted values mean that no slot is lost or doubled.
     for phase, modality in MODALITIES.items():
-        filled = np.concatenate(
+        loaded_values = np.concatenate(
             [row["features"][..., 0][row["segments"] > 0] for row in step.rows[phase]]
         )
-        wanted = [
+        expected_values = [
             span.shape[1] + np.arange(span.shape[0], dtype=np.float32) / 64
             for number in case.examples.tolist()
             for span in case.corpus.example(number).media
             if span.phase == phase
         ]
-        np.testing.assert_array_equal(np.sort(filled), np.sort(np.concatenate(wanted)))
+        np.testing.assert_array_equal(
+            np.sort(loaded_values), np.sort(np.concatenate(expected_values))
+        )
         valid = sum(int(row["valid"].sum()) for row in step.rows[phase])
         assert (
             valid == case.items.phases[phase].tokens.sum() and modality.format.slots_per_token > 1
@@ -453,7 +485,8 @@ def test_items_that_do_not_decode_are_counted_and_named():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_features_that_are_not_finite_are_masked_like_a_broken_body(value):
-    """Whatever a modality lets through: one such number would cost the update of the whole batch."""
+    """A modality may let such a number through, and a single one would spoil the update of the
+    whole batch."""
 
     @dataclass(frozen=True)
     class Overflowing(FakeModality):
@@ -465,7 +498,8 @@ def test_features_that_are_not_finite_are_masked_like_a_broken_body(value):
 
     case = make_case(3, broken=True)
     modalities = {name: Overflowing(name, fake.format) for name, fake in MODALITIES.items()}
-    step, expected = case.fill(modalities=modalities), case.fill()
+    step = case.fill(modalities=modalities)
+    expected = case.fill()
     assert len(step.failures) == len(expected.failures) >= 3
     assert all(
         "broken was loaded as numbers that are not finite" in message for message in step.failures
@@ -485,7 +519,7 @@ def test_features_that_are_not_finite_are_masked_like_a_broken_body(value):
     ],
 )
 def test_whatever_goes_wrong_names_its_item(error, kind, words):
-    """The media may be sound: the run ends, and says with which file."""
+    """The media may be sound, so the run ends with an error that says which file it was."""
 
     @dataclass(frozen=True)
     class Failing(FakeModality):
@@ -503,37 +537,41 @@ def test_whatever_goes_wrong_names_its_item(error, kind, words):
 
 def test_a_subset_of_ranks_gets_its_slice_of_the_full_rows():
     case = make_case(5, broken=True)
-    whole = case.fill()
+    full_step = case.fill()
     local = LocalRanks(
         {"vision": (1, 3), "audio": (2,), "language": (1,)}, {"vision": (2, 0), "audio": (3,)}
     )
-    part = case.fill(local, threads=1)
+    local_step = case.fill(local, threads=1)
     for phase, ranks in local.phases.items():
-        for mine, full in zip(part.rows[phase], whole.rows[phase], strict=True):
-            assert mine.keys() == full.keys()
-            for name in full.keys() - {"tiles"}:
+        for local_tables, full_tables in zip(
+            local_step.rows[phase], full_step.rows[phase], strict=True
+        ):
+            assert local_tables.keys() == full_tables.keys()
+            for name in full_tables.keys() - {"tiles"}:
                 np.testing.assert_array_equal(
-                    mine[name], full[name][list(ranks)], err_msg=f"{phase} {name}"
+                    local_tables[name], full_tables[name][list(ranks)], err_msg=f"{phase} {name}"
                 )
     for phase, ranks in local.exchange.items():
-        planned = case.plan.routes[phase].rounds
-        assert len(part.rounds[phase]) == len(planned) == 1
-        (mine,), full = (
-            part.rounds[phase],
-            route_tables(planned[0], make_spec().routes[phase], range(4)),
+        planned_rounds = case.plan.routes[phase].rounds
+        assert len(local_step.rounds[phase]) == len(planned_rounds) == 1
+        (local_tables,), full_tables = (
+            local_step.rounds[phase],
+            route_tables(planned_rounds[0], make_spec().routes[phase], range(4)),
         )
-        assert (mine.source, mine.target) == (0, 1)
+        assert (local_tables.source, local_tables.target) == (0, 1)
         for name in ("gather_forward", "gather_backward"):
-            np.testing.assert_array_equal(getattr(mine, name), getattr(full, name)[list(ranks)])
-        for own, whole_hop in zip(
-            (*mine.send_forward, *mine.send_backward),
-            (*full.send_forward, *full.send_backward),
+            np.testing.assert_array_equal(
+                getattr(local_tables, name), getattr(full_tables, name)[list(ranks)]
+            )
+        for local_hop, full_hop in zip(
+            (*local_tables.send_forward, *local_tables.send_backward),
+            (*full_tables.send_forward, *full_tables.send_backward),
             strict=True,
         ):
-            assert (own.index >= 0).any()
-            np.testing.assert_array_equal(own.index, whole_hop.index[list(ranks)])
-    assert part.targets == whole.targets and part.capacities == whole.capacities
-    assert set(part.failures) < set(whole.failures)
+            assert (local_hop.index >= 0).any()
+            np.testing.assert_array_equal(local_hop.index, full_hop.index[list(ranks)])
+    assert local_step.targets == full_step.targets and local_step.capacities == full_step.capacities
+    assert set(local_step.failures) < set(full_step.failures)
 
 
 def test_media_of_other_hosts_are_not_decoded():
@@ -543,21 +581,21 @@ def test_media_of_other_hosts_are_not_decoded():
         {"vision": (2,), "audio": (), "language": (0,)}, {"vision": (0,), "audio": (0,)}
     )
     step = case.fill(local, modalities={**MODALITIES, "vision": recording})
-    mine = np.flatnonzero(case.plan.phases["vision"].rank == 2)
-    wanted = [str(span_of(case, "vision", n).reference) for n in mine]
-    assert sorted(recording.loaded) == sorted(wanted) and wanted
+    local_items = np.flatnonzero(case.plan.phases["vision"].rank == 2)
+    expected_references = [str(span_of(case, "vision", n).reference) for n in local_items]
+    assert sorted(recording.loaded) == sorted(expected_references) and expected_references
     assert all(row["features"].shape[0] == 0 for row in step.rows["audio"])
 
 
 @pytest.mark.parametrize("last", [0, 3, None])
 def test_filling_ends_soon_after_it_is_cancelled(last):
-    """Before media are loaded, between them, and after all of them."""
+    """Cancellation is noticed before any media are loaded, between them, and after all of them."""
     case = make_case(6)
     loaded = []
-    count = sum(
+    media_items = sum(
         len(items.length) for name, items in case.items.phases.items() if name != "language"
     )
-    last = count if last is None else last
+    last = media_items if last is None else last
     recording = {name: Recording(name, fake.format, loaded) for name, fake in MODALITIES.items()}
     with pytest.raises(CancelledError):
         case.fill(threads=1, modalities=recording, cancelled=lambda: len(loaded) >= last)
@@ -565,16 +603,18 @@ def test_filling_ends_soon_after_it_is_cancelled(last):
 
 
 FOUR = {"vision": 4, "audio": 4, "language": 4}
-EVEN = {"vision": 64, "audio": 64, "language": 64}  # slots of whole rows
+# Slots of a row, which is the same whatever its span.
+EVEN = {"vision": 64, "audio": 64, "language": 64}
 ALL_FOUR = LocalRanks({phase: (0, 1, 2, 3) for phase in FOUR}, {phase: () for phase in MODALITIES})
 
 
 @dataclass(frozen=True)
 class SharedRows:
-    """The same items in rows that several ranks hold, and in rows of as many slots of one rank each."""
+    """The same items in rows that several ranks share, and in rows of the same slots on one rank
+    each."""
 
     case: Case
-    parts: int  # of a rank's share of a row
+    parts: int  # number of parts that a rank's share of a row is dealt to
 
     def fill(self, local: LocalRanks = ALL_FOUR, whole: bool = False) -> HostStep:
         case = self.case
@@ -590,6 +630,7 @@ class SharedRows:
 
 
 def whole_rows(plan: PhasePlan) -> PhasePlan:
+    """The same plan with each shared row on one rank, which holds all of its slots."""
     ones = np.ones_like(plan.span)
     group = plan.rank // plan.span[plan.microbatch]
     return dataclasses.replace(plan, capacity=plan.capacity * plan.span, span=ones, rank=group)
@@ -598,6 +639,8 @@ def whole_rows(plan: PhasePlan) -> PhasePlan:
 def shared_rows(
     seed: int, spans: tuple[int, ...], parts: int = 1, examples: int = 72
 ) -> SharedRows:
+    """A case with about three times as many examples as usual, in rows of the given spans on four
+    ranks."""
     rng = np.random.default_rng(seed)
     corpus = FakeCorpus({i: make_example(i, rng, True) for i in range(20)})
     examples = rng.integers(0, 20, examples)
@@ -611,34 +654,41 @@ def shared_rows(
     ("spans", "parts"), [((2,), 1), ((4,), 1), ((2,), 2), ((4, 2, 1), 1), ((4, 1), 2)]
 )
 def test_shared_rows_are_whole_ones_whose_slots_are_dealt(spans, parts):
-    made = shared_rows(1, spans, parts)
-    dealt, whole = made.fill(), made.fill(whole=True)
-    assert sorted(dealt.failures) == sorted(whole.failures) != []
+    rows_case = shared_rows(1, spans, parts)
+    dealt_step = rows_case.fill()
+    whole_step = rows_case.fill(whole=True)
+    assert sorted(dealt_step.failures) == sorted(whole_step.failures) != []
     for phase in FOUR:
-        plan = made.case.plan.phases[phase]
-        assert dealt.spans[phase] == tuple(plan.span) and set(plan.span) == set(spans)
-        for row, before, span in zip(
-            dealt.rows[phase], whole.rows[phase], plan.span.tolist(), strict=True
+        plan = rows_case.case.plan.phases[phase]
+        assert dealt_step.spans[phase] == tuple(plan.span) and set(plan.span) == set(spans)
+        for row, whole_row, span in zip(
+            dealt_step.rows[phase], whole_step.rows[phase], plan.span.tolist(), strict=True
         ):
             groups = 4 // span
             assert {len(array) for array in row.values() if not isinstance(array, dict)} == {groups}
             assert row["tiles"]["query_spans"].shape[:2] == (groups, span * parts)
             if phase == "language":
                 assert ("arrived" in row) == (span > 1)
-                np.testing.assert_array_equal(row["sources"], before["sources"][:groups])
+                # Slots of the dealt row are a permutation of the slots of the whole row, and
+                # `order` tells which.
+                np.testing.assert_array_equal(row["sources"], whole_row["sources"][:groups])
                 for group, order in enumerate(row["order"]):
                     assert sorted(order) == list(range(64))
                     for name in ("tokens", "targets", "segments", "positions", "groups"):
-                        np.testing.assert_array_equal(row[name][group], before[name][group][order])
+                        np.testing.assert_array_equal(
+                            row[name][group], whole_row[name][group][order]
+                        )
             else:
                 for name in ("valid", "failed"):
-                    np.testing.assert_array_equal(row[name], before[name][:groups])
+                    np.testing.assert_array_equal(row[name], whole_row[name][:groups])
                 tokens = row["valid"].shape[1]
+                # Attention tokens of encoders are moved as units, and `places` tells where each one
+                # went.
                 for group, places in enumerate(row["places"]):
                     assert sorted(places) == list(range(tokens))
                     for name in ("features", "segments", "positions"):
                         by_token = row[name][group].reshape(tokens, -1)[places]
-                        expected = before[name][group].reshape(tokens, -1)
+                        expected = whole_row[name][group].reshape(tokens, -1)
                         np.testing.assert_array_equal(by_token, expected)
 
 
@@ -652,10 +702,10 @@ def test_a_host_may_hold_no_rank_of_rows_that_others_share():
 
 @pytest.mark.parametrize("spans", [(2,), (4,), (4, 2, 1)])
 def test_media_tokens_of_shared_rows_are_those_of_the_rank_that_owns_their_slot(spans):
-    made = shared_rows(2, spans)
-    case = made.case
+    rows_case = shared_rows(2, spans)
+    case = rows_case.case
     plan = case.plan.phases["language"]
-    rows = made.fill().rows["language"]
+    rows = rows_case.fill().rows["language"]
     expected = [np.full((4 // span, 64), -1) for span in plan.span.tolist()]
     pieces = 0
     for encoder, route in case.plan.routes.items():
@@ -664,12 +714,13 @@ def test_media_tokens_of_shared_rows_are_those_of_the_rank_that_owns_their_slot(
         for n, skipped, tokens, arrival in zip(
             route.item, route.skipped, route.tokens, route.arrival, strict=True
         ):
-            item = media.example[n]
-            m = plan.microbatch[item]
-            first = plan.offset[item] + media.slot[n] + skipped
-            group = plan.rank[item] // plan.span[m]
-            expected[m][group, first : first + tokens] = arrival + np.arange(tokens)
-    assert pieces > 0  # media on both sides of a cut
+            example = media.example[n]
+            m = plan.microbatch[example]
+            first_slot = plan.offset[example] + media.slot[n] + skipped
+            group = plan.rank[example] // plan.span[m]
+            expected[m][group, first_slot : first_slot + tokens] = arrival + np.arange(tokens)
+    # Some media item lies on both sides of a cut, or else the test would not see the cuts.
+    assert pieces > 0
     for row, span, arrived in zip(rows, plan.span.tolist(), expected, strict=True):
         if span > 1:
             np.testing.assert_array_equal(row["arrived"], arrived)
@@ -678,35 +729,39 @@ def test_media_tokens_of_shared_rows_are_those_of_the_rank_that_owns_their_slot(
 
 
 def test_hosts_of_one_group_fill_the_same_whole_row():
-    """And of these only the one with the first rank tells of items that did not load."""
-    made = shared_rows(3, (4, 2, 1))
-    everywhere = made.fill()
+    """Failed media are reported only by the host that has the group's first rank, so none is
+    counted twice."""
+    rows_case = shared_rows(3, (4, 2, 1))
+    full_step = rows_case.fill()
     hosts = [(0,), (1, 2), (3,)]
     failures: list[str] = []
     for ranks in hosts:
         local = LocalRanks({phase: ranks for phase in FOUR}, {phase: () for phase in MODALITIES})
-        step = made.fill(local)
+        step = rows_case.fill(local)
         failures += step.failures
         for phase in FOUR:
-            for row, full, span in zip(
-                step.rows[phase], everywhere.rows[phase], step.spans[phase], strict=True
+            for row, full_row, span in zip(
+                step.rows[phase], full_step.rows[phase], step.spans[phase], strict=True
             ):
                 groups = sorted({rank // span for rank in ranks})
-                assert row.keys() == full.keys()
-                for name in full.keys() - {"tiles"}:
-                    np.testing.assert_array_equal(row[name], full[name][groups], err_msg=name)
-                for name, table in full["tiles"].items():
+                assert row.keys() == full_row.keys()
+                for name in full_row.keys() - {"tiles"}:
+                    np.testing.assert_array_equal(row[name], full_row[name][groups], err_msg=name)
+                for name, table in full_row["tiles"].items():
                     np.testing.assert_array_equal(row["tiles"][name], table[groups])
-    assert sorted(failures) == sorted(everywhere.failures) != []
+    assert sorted(failures) == sorted(full_step.failures) != []
 
 
 def test_an_item_that_reaches_beyond_a_shared_row_is_refused():
-    made = shared_rows(2, (2,))
-    vision = made.case.plan.phases["vision"]
-    late = dataclasses.replace(vision, offset=vision.offset + 60)
-    plan = dataclasses.replace(made.case.plan, phases=made.case.plan.phases | {"vision": late})
+    rows_case = shared_rows(2, (2,))
+    vision = rows_case.case.plan.phases["vision"]
+    # 60 of 64 slots: any item longer than 4 slots now ends beyond its row.
+    shifted_vision = dataclasses.replace(vision, offset=vision.offset + 60)
+    plan = dataclasses.replace(
+        rows_case.case.plan, phases=rows_case.case.plan.phases | {"vision": shifted_vision}
+    )
     with pytest.raises(MisalignmentError, match=r"ends at slot .* of a row of 64"):
-        dataclasses.replace(made, case=dataclasses.replace(made.case, plan=plan)).fill()
+        dataclasses.replace(rows_case, case=dataclasses.replace(rows_case.case, plan=plan)).fill()
 
 
 def test_steps_without_a_modality_have_no_rows_of_it():
@@ -725,7 +780,7 @@ SHORT = File(Path("short"))
 
 
 def with_media(case: Case, change) -> Case:
-    """The same plan over a corpus whose first media item has changed since."""
+    """The same plan over a corpus whose first media item has changed since the plan was made."""
     number, example = next(
         (i, e) for i, e in case.corpus.examples.items() if i in case.examples and e.media
     )
@@ -770,13 +825,19 @@ def test_text_that_differs_from_the_plan_is_refused():
 def test_plans_that_do_not_fit_are_refused():
     case = make_case(2)
     vision = case.plan.phases["vision"]
-    late = dataclasses.replace(vision, offset=vision.offset + 28)
+    shifted_vision = dataclasses.replace(vision, offset=vision.offset + 28)
     with pytest.raises(MisalignmentError, match=r"ends at slot .* of a row of 32"):
         dataclasses.replace(
-            case, plan=dataclasses.replace(case.plan, phases={**case.plan.phases, "vision": late})
+            case,
+            plan=dataclasses.replace(
+                case.plan, phases={**case.plan.phases, "vision": shifted_vision}
+            ),
         ).fill()
-    odd = dataclasses.replace(vision, offset=vision.offset + 1)
+    misaligned_vision = dataclasses.replace(vision, offset=vision.offset + 1)
     with pytest.raises(MisalignmentError, match="cuts a language token of 4"):
         dataclasses.replace(
-            case, plan=dataclasses.replace(case.plan, phases={**case.plan.phases, "vision": odd})
+            case,
+            plan=dataclasses.replace(
+                case.plan, phases={**case.plan.phases, "vision": misaligned_vision}
+            ),
         ).fill()

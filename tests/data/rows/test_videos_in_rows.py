@@ -1,4 +1,7 @@
-"""Videos from records to rows: an item for each group of frames, indexed, cached, planned, loaded, or masked."""
+"""Videos from records to rows, with one item per group of frames.
+
+The items are indexed, cached, planned, loaded, and masked where a file is damaged. Loaded features
+are compared with the patches of the frames, cut as images."""
 
 import json
 from pathlib import Path
@@ -29,9 +32,9 @@ def reader(**videos: object) -> ImagesAndVideos:
 
 @pytest.fixture
 def source(tmp_path) -> SourceConfig:
-    first, *others = map(Image.fromarray, COLORS)
-    first.save(tmp_path / "a.png")
-    first.save(tmp_path / "v.png", save_all=True, append_images=others, duration=500)
+    first_frame, *later_frames = map(Image.fromarray, COLORS)
+    first_frame.save(tmp_path / "a.png")
+    first_frame.save(tmp_path / "v.png", save_all=True, append_images=later_frames, duration=500)
     records = [
         "<video> what",
         "<image> and <video> and <video>",
@@ -55,6 +58,7 @@ def test_a_video_is_an_item_for_each_group_of_frames(source, times, tmp_path):
     modality = reader(times=times)
     corpus = Corpus.open([source], ByteTokenizer(), {"vision": modality})
     items = corpus.gather(np.arange(4)).phases["vision"]
+    # Five frames make three groups of two, the last one padded; an image is one item more.
     assert items.example.tolist() == [0] * 3 + [1] * 7 + [3] * 4
     assert set(items.length.tolist()) == {24} and set(items.tokens.tolist()) == {6}
     cached = Corpus.open([source], ByteTokenizer(), {"vision": modality})
@@ -67,6 +71,7 @@ def test_a_video_is_an_item_for_each_group_of_frames(source, times, tmp_path):
     assert numbers == [0, 1, 2, 0, 1, 2]
     slots = [span.slot for span in spans]
     assert np.array_equal(slots, items.slot[items.example == 1])
+    # Text times put the time of each group between the groups; positions leave no gap.
     gaps = np.diff(slots)[1:3]
     assert (gaps == 6).all() if times == "positions" else (gaps > 6).all()
 
@@ -83,7 +88,9 @@ def test_without_videos_their_records_are_refused(source):
 def filled(
     source: SourceConfig, modality: ImagesAndVideos | None = None
 ) -> tuple[dict[str, np.ndarray], list[str], list[int]]:
-    """The first example's video in one row, the items in another order; messages, and groups that were decoded."""
+    """The first example's video in one row, with its items in another order than in the example.
+
+    Returns the row, the messages about failed items, and the offset of each group."""
     modality = modality or reader()
     corpus = Corpus.open([source], ByteTokenizer(), {"vision": modality})
     examples = np.array([0])
@@ -91,14 +98,15 @@ def filled(
     batch = Batch(
         examples, items, corpus.example, corpus.source_of, corpus.modalities, lambda: False
     )
-    one, none = np.array([96]), np.zeros(3, np.int32)
+    capacity = np.array([96])
+    zeros = np.zeros(3, np.int32)
     plan = PhasePlan(
-        capacity=one,
+        capacity=capacity,
         span=np.array([1]),
         pool=np.array([0]),
         pool_offset=np.array([0]),
-        microbatch=none,
-        rank=none,
+        microbatch=zeros,
+        rank=zeros,
         offset=np.array([48, 0, 24], np.int32),
         segment=np.array([3, 1, 2], np.int32),
     )
@@ -120,8 +128,9 @@ def filled(
 
 def test_groups_lie_where_the_plan_has_them(source):
     row, failures, offsets = filled(source)
-    plain = Images(4, 2, 64, 640)
-    frames = [plain.patches(colors, (1, 4, 6)) for colors in COLORS]
+    images = Images(4, 2, 64, 640)
+    frames = [images.patches(colors, (1, 4, 6)) for colors in COLORS]
+    # Three groups of five frames: the last group repeats the last frame.
     for offset, (first, second) in zip(offsets, ((0, 1), (2, 3), (4, 4)), strict=True):
         features = row["features"][0, offset : offset + 24]
         np.testing.assert_array_equal(features, np.hstack([frames[first], frames[second]]))
@@ -129,12 +138,14 @@ def test_groups_lie_where_the_plan_has_them(source):
 
 
 def test_a_video_that_does_not_decode_is_masked_and_counted(source):
-    """Groups before the damage stay."""
+    """The group before the damage stays valid; the groups from the damage on are masked."""
     path = Path(source.path).parent / "v.png"
     Corpus.open([source], ByteTokenizer(), {"vision": reader()})
     content = bytearray(path.read_bytes())
-    place = [at for at in range(len(content)) if content[at : at + 4] == b"fdAT"][1] + 30
-    content[place : place + 30] = bytes(30)
+    # The second fdAT chunk of an animated PNG belongs to the third frame; the damage lies inside
+    # its body.
+    damage_start = [at for at in range(len(content)) if content[at : at + 4] == b"fdAT"][1] + 30
+    content[damage_start : damage_start + 30] = bytes(30)
     path.write_bytes(content)
     row, failures, offsets = filled(source)
     assert row["failed"].tolist() == [2] and len(failures) == 2
@@ -145,7 +156,7 @@ def test_a_video_that_does_not_decode_is_masked_and_counted(source):
 
 
 def test_files_of_a_folder_are_failed_one_by_one(source):
-    """Hosts begin at other groups: what is sound must be read whatever came before."""
+    """Hosts begin at different groups, so a sound file must be read whatever came before it."""
     folder = Path(source.path).parent / "v.png"
     folder.unlink()
     folder.mkdir()
