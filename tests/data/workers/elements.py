@@ -1,4 +1,5 @@
-"""Cheap elements for tests of the reader; workers import this file, so it imports little."""
+"""Cheap elements for tests of the reader. Data workers import this file, so it imports little
+itself."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Numbers:
-    """Element k: arrays that tell k, and the process that made them. `act` (a method's name) happens at `at`."""
+    """A source whose element k holds arrays that tell k and the process that made them.
+
+    The method named `act` is called while the elements `at` are filled."""
 
     act: str = ""
     at: tuple[int, ...] = ()
-    folder: str = ""  # a file in it for each element that was begun
+    folder: str = ""  # if set, a file is created in it for each element that was begun
     length: int = 1000
     name: str = "element"
     filler: Any = field(init=False)
@@ -36,6 +39,8 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Filler:
+    """Fills the elements of Numbers. The other methods are what `act` may name."""
+
     act: str
     at: tuple[int, ...]
     folder: str
@@ -90,7 +95,7 @@ class Filler:
 
 @dataclass(frozen=True)
 class Imported:
-    """A filler that tells which packages its process has imported after filling."""
+    """A filler that returns the names of the packages that its process has imported after filling."""
 
     filler: Any
 
@@ -100,14 +105,15 @@ class Imported:
 
 
 def children(pid: int | str = "self") -> set[int]:
-    """Processes that a process started and has not collected."""
-    found = set()
+    """The processes that a process started and has not collected."""
+    pids = set()
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        found |= {int(child) for child in path.read_text().split()}
-    return found
+        pids |= {int(child) for child in path.read_text().split()}
+    return pids
 
 
 def alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Values cross from process to process bit by bit, and their memory goes when they do."""
+"""Values cross from process to process bit by bit, and their shared memory is freed with them."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ ARRAYS = {
 @pytest.mark.parametrize("name", ARRAYS)
 def test_every_kind_of_array_comes_back(name):
     array = ARRAYS[name]
-    found = attach(share(array))
-    assert found.dtype == array.dtype and found.shape == array.shape
-    np.testing.assert_array_equal(found, array, strict=True)
+    received = attach(share(array))
+    assert received.dtype == array.dtype and received.shape == array.shape
+    np.testing.assert_array_equal(received, array, strict=True)
 
 
 def test_nested_values_come_back_through_a_socket():
@@ -48,14 +48,14 @@ def test_nested_values_come_back_through_a_socket():
         "rows": [{name: array} for name, array in ARRAYS.items()],
         "counts": (1, 2.5, "x", None),
     }
-    here, there = socket.socketpair()
-    with here, there:
+    sender, receiver = socket.socketpair()
+    with sender, receiver:
         descriptor = share(value)
-        send(here, descriptor)
+        send(sender, descriptor)
         os.close(descriptor)
-        found = attach(receive(there))
-    assert found["counts"] == value["counts"]
-    for row, expected in zip(found["rows"], value["rows"], strict=True):
+        received = attach(receive(receiver))
+    assert received["counts"] == value["counts"]
+    for row, expected in zip(received["rows"], value["rows"], strict=True):
         assert row.keys() == expected.keys()
         jax.tree.map(np.testing.assert_array_equal, row, expected)
 
@@ -63,61 +63,67 @@ def test_nested_values_come_back_through_a_socket():
 def test_systems_without_anonymous_memory_use_files_without_names(monkeypatch, tmp_path):
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    found = attach(share(ARRAYS))
-    jax.tree.map(np.testing.assert_array_equal, found, ARRAYS)
+    received = attach(share(ARRAYS))
+    jax.tree.map(np.testing.assert_array_equal, received, ARRAYS)
     assert not os.listdir(tmp_path)
 
 
 def test_a_closed_socket_is_an_error_and_not_a_wait():
-    here, there = socket.socketpair()
-    with here:
-        there.close()
+    receiver, sender = socket.socketpair()
+    with receiver:
+        sender.close()
         with pytest.raises(EOFError):
-            receive(here)
+            receive(receiver)
 
 
 def test_arrays_are_aligned_and_their_readers_own():
     descriptor = share([np.arange(3, dtype=np.int8), np.arange(5, dtype=np.int8)])
-    one, other = attach(os.dup(descriptor)), attach(descriptor)
-    assert all(array.ctypes.data % ALIGNMENT == 0 for array in (*one, *other))
-    one[1][:] = -1
-    assert other[1].tolist() == [0, 1, 2, 3, 4]
+    arrays = attach(os.dup(descriptor))
+    other_arrays = attach(descriptor)
+    assert all(array.ctypes.data % ALIGNMENT == 0 for array in (*arrays, *other_arrays))
+    # Both readers map the same memory, yet a write of one is private to it.
+    arrays[1][:] = -1
+    assert other_arrays[1].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_memory_and_descriptors_last_as_long_as_the_arrays():
     def held() -> tuple[int, int]:
+        """The numbers of open descriptors and of mapped segments."""
         gc.collect()
         return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count(
             "jaxmllm"
         )
 
-    before = held()
+    held_before = held()
     arrays = attach(share([np.zeros(1 << 20, np.uint8), np.arange(9)]))
-    assert held()[1] > before[1]
-    part = arrays[1][3:]
+    assert held()[1] > held_before[1]
+    # A view keeps the memory alive as long as the array itself would.
+    view = arrays[1][3:]
     del arrays
-    assert part.tolist() == [3, 4, 5, 6, 7, 8] and held()[1] > before[1]
-    del part
-    assert held() == before
+    assert view.tolist() == [3, 4, 5, 6, 7, 8] and held()[1] > held_before[1]
+    del view
+    assert held() == held_before
 
 
 def test_what_cannot_be_sent_leaves_no_memory():
-    before = len(os.listdir("/proc/self/fd"))
+    descriptors_before = len(os.listdir("/proc/self/fd"))
     with pytest.raises((AttributeError, TypeError)):
         share([np.zeros(9), lambda: None])
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) == descriptors_before
 
 
 def test_device_arrays_outlive_the_memory_they_were_put_from():
-    """XLA on CPU reads aligned numpy arrays in place."""
+    """XLA on CPU reads aligned numpy arrays in place, so the memory must stay until the device
+    array goes."""
     expected = [np.full(1 << 16, number, np.float32) for number in range(8)]
     on_device = []
     for array in expected:
-        (found,) = attach(share([array]))
-        on_device.append(jax.device_put(found))
-        del found
+        (received,) = attach(share([array]))
+        on_device.append(jax.device_put(received))
+        del received
     gc.collect()
-    noise = [attach(share(np.full(1 << 18, -1, np.int8))) for _ in range(8)]
-    for array, wanted in zip(on_device, expected, strict=True):
-        np.testing.assert_array_equal(array, wanted)
-    assert len(noise) == 8
+    # New shared memory, which would take the pages of any array that was freed too early.
+    later_shares = [attach(share(np.full(1 << 18, -1, np.int8))) for _ in range(8)]
+    for array, expected_array in zip(on_device, expected, strict=True):
+        np.testing.assert_array_equal(array, expected_array)
+    assert len(later_shares) == 8

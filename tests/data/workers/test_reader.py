@@ -1,4 +1,4 @@
-"""The reader hands out the same elements whatever happens to those who load them, and always ends."""
+"""The reader hands out the same elements whatever happens to its workers, and always ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxmllm.data.workers import reader
 from jaxmllm.data.workers.reader import CLOSE_SECONDS, Interrupted, Loader, LoadError
 from tests.data.workers.elements import Numbers, alive, children
 
-SOON = 20  # seconds: a bound that catches a hang, and nothing else
+SOON = 20  # seconds; a bound that catches a hang and measures nothing
 
 
 def load(source, start, stop, workers, prefetch=2, said=None):
@@ -26,6 +26,7 @@ def load(source, start, stop, workers, prefetch=2, said=None):
 
 
 def assert_elements(found, start, stop):
+    """Checks elements start .. stop of Numbers against their formula, in order."""
     assert [k for k, _, _ in found] == list(range(start, stop))
     for k, values, _ in found:
         np.testing.assert_array_equal(values["sum"], np.full((k % 3, 4), 3 * k + 3))
@@ -42,47 +43,49 @@ def wait_until(condition, what: str) -> None:
 
 @pytest.mark.parametrize("workers, prefetch", [(0, 1), (0, 5), (1, 1), (3, 4)])
 def test_elements_do_not_depend_on_workers(workers, prefetch):
-    before = children()
-    found = load(Numbers(), 5, 25, workers, prefetch)
-    assert_elements(found, 5, 25)
-    makers = {pid for _, _, pid in found}
-    assert (os.getpid() in makers) == (workers == 0) and len(makers) <= max(1, workers)
-    assert children() == before
+    children_before = children()
+    elements = load(Numbers(), 5, 25, workers, prefetch)
+    assert_elements(elements, 5, 25)
+    maker_pids = {pid for _, _, pid in elements}
+    assert (os.getpid() in maker_pids) == (workers == 0) and len(maker_pids) <= max(1, workers)
+    assert children() == children_before
 
 
 def test_a_killed_worker_is_replaced_and_named():
-    said: list[str] = []
+    messages: list[str] = []
     source = Numbers(act="pause", at=(9,))
-    with Loader([source], 2, 2, said.append) as loader:
+    with Loader([source], 2, 2, messages.append) as loader:
         elements = loader.read(source, 0, 20)
-        found = [next(elements)]
-        for pid in (found[0][2], *children()):
+        received = [next(elements)]
+        for pid in (received[0][2], *children()):
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
-        found += list(elements)
-    assert_elements(found, 0, 20)
-    # One that is killed while it starts to wait for an element is not missed until then
-    assert 1 <= len(said) <= 2
+        received += list(elements)
+    assert_elements(received, 0, 20)
+    # A worker killed while it starts to wait for an element is not missed until that element is
+    # due.
+    assert 1 <= len(messages) <= 2
     assert all(
         "was killed by SIGKILL (out of memory?); another one loads it again" in line
-        for line in said
+        for line in messages
     )
-    assert all(line.startswith("element ") and "\n" not in line for line in said)
+    assert all(line.startswith("element ") and "\n" not in line for line in messages)
 
 
 def test_a_worker_that_dies_of_an_element_once_is_told_with_it(tmp_path):
-    said: list[str] = []
-    found = load(Numbers(act="die_once", at=(4,), folder=str(tmp_path)), 0, 8, 2, said=said)
-    assert_elements(found, 0, 8)
-    (line,) = said
+    messages: list[str] = []
+    elements = load(Numbers(act="die_once", at=(4,), folder=str(tmp_path)), 0, 8, 2, said=messages)
+    assert_elements(elements, 0, 8)
+    (line,) = messages
     assert line.startswith("element 5: data worker (process ") and "SIGKILL" in line
 
 
 def test_a_worker_that_dies_every_time_is_one_error(monkeypatch):
     monkeypatch.setattr(reader, "PAUSE_SECONDS", 0.01)
-    said: list[str] = []
-    source, before = Numbers(act="exit", at=(3,)), children()
-    with Loader([source], 2, 4, said.append) as loader:
+    messages: list[str] = []
+    source = Numbers(act="exit", at=(3,))
+    children_before = children()
+    with Loader([source], 2, 4, messages.append) as loader:
         elements = loader.read(source, 0, 8)
         assert_elements([next(elements) for _ in range(3)], 0, 3)
         with pytest.raises(
@@ -90,7 +93,7 @@ def test_a_worker_that_dies_every_time_is_one_error(monkeypatch):
             match=r"^element 4: data worker .* ended with exit code 7, and so did 2 before",
         ):
             next(elements)
-    assert len(said) == 2 and children() == before
+    assert len(messages) == 2 and children() == children_before
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -119,7 +122,7 @@ def test_errors_arrive_as_themselves_when_their_element_is_due(workers, act, kin
             next(elements)
         assert type(caught.value) is kind and "\n" not in str(caught.value)
         if kind is not LoadError and workers:
-            # Where it was raised, for whoever wants a traceback
+            # The traceback of the worker is attached as a note.
             assert "in _reply" in caught.value.__notes__[0]
 
 
@@ -130,16 +133,18 @@ def test_an_error_that_cannot_travel_still_says_what_it_was():
 
 @pytest.mark.parametrize("workers", [0, 2, 4])
 def test_closing_does_not_wait_for_elements(workers, tmp_path, monkeypatch):
-    # A thread that never looks up
+    # Without workers a thread loads, and it never looks up to see that it is cancelled: closing
+    # gives up on it after 0.1 s.
     monkeypatch.setattr(reader, "CLOSE_SECONDS", CLOSE_SECONDS if workers else 0.1)
-    source, before = Numbers(act="sleep", at=tuple(range(1, 20)), folder=str(tmp_path)), children()
+    source = Numbers(act="sleep", at=tuple(range(1, 20)), folder=str(tmp_path))
+    children_before = children()
     loader = Loader([source], workers, 4)
     assert_elements([next(loader.read(source, 0, 20))], 0, 1)
     wait_until(lambda: len(os.listdir(tmp_path)) > workers, "all have begun to load")
     began = time.monotonic()
     loader.close()
     assert time.monotonic() - began < SOON
-    assert children() == before
+    assert children() == children_before
     with pytest.raises(LoadError, match="closed"):
         loader.read(source, 0, 20)
     loader.close()
@@ -155,28 +160,28 @@ def test_a_wait_can_be_interrupted(workers, tmp_path, monkeypatch):
 
 
 def test_closing_at_once_leaves_no_process():
-    before = children()
+    children_before = children()
     Loader([Numbers()], 2, 2).close()
-    assert children() == before
+    assert children() == children_before
 
 
 def test_signals_of_the_group_do_not_end_workers():
-    """From the first instant of a worker, not only once it has set itself up."""
-    said: list[str] = []
-    before = children()
-    with Loader([source := Numbers(act="pause", at=(2, 3))], 2, 2, said.append) as loader:
-        wait_until(lambda: len(children() - before) == 2, "two workers")
-        workers = children() - before
+    """This holds from the first instant of a worker, not only once it has set itself up."""
+    messages: list[str] = []
+    children_before = children()
+    with Loader([source := Numbers(act="pause", at=(2, 3))], 2, 2, messages.append) as loader:
+        wait_until(lambda: len(children() - children_before) == 2, "two workers")
+        workers = children() - children_before
         elements = loader.read(source, 0, 12)
-        found = []
+        received = []
         for _ in range(12):
             for pid in workers:
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                     os.kill(pid, number)
-            found.append(next(elements))
-        assert children() - before == workers
-    assert_elements(found, 0, 12)
-    assert not said
+            received.append(next(elements))
+        assert children() - children_before == workers
+    assert_elements(received, 0, 12)
+    assert not messages
 
 
 PARENT = """
@@ -192,7 +197,7 @@ sys.stdin.readline()
 
 @pytest.mark.parametrize("workers, killed", [(2, True), (2, False), (0, False)])
 def test_workers_end_with_their_parent(workers, killed, tmp_path):
-    """Without a close, in the middle of elements that take for ever."""
+    """Workers end without a close, in the middle of elements that take for ever."""
     command = [sys.executable, "-c", PARENT, str(tmp_path), str(workers)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -215,57 +220,60 @@ def test_no_more_is_begun_than_is_asked_for(workers, prefetch, tmp_path):
     ahead = max(workers, prefetch)
     with Loader([source], workers, prefetch) as loader:
         elements = loader.read(source, 0, 500)
-        for taken in (0, 1, 2, 3):
-            if taken:
+        for reads in (0, 1, 2, 3):
+            if reads:
                 next(elements)
-            wait_until(lambda: len(os.listdir(tmp_path)) >= taken + ahead, "it is loaded ahead")  # noqa: B023
+            wait_until(lambda: len(os.listdir(tmp_path)) >= reads + ahead, "it is loaded ahead")  # noqa: B023
             time.sleep(0.1)
-            assert len(os.listdir(tmp_path)) == taken + ahead
+            assert len(os.listdir(tmp_path)) == reads + ahead
         assert_elements(list(loader.read(source, 490, 500)), 490, 500)
         assert len(os.listdir(tmp_path)) == 3 + ahead + 10
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_readers_of_two_sources_share_the_workers(workers):
-    one, other, before = Numbers(), Numbers(name="held-out element"), children()
-    with Loader([one, other], workers, 3) as loader:
-        steps = loader.read(one, 7, 20)
-        found = [next(steps)]
-        assert_elements(list(loader.read(other, 0, 9)), 0, 9)
-        found.append(next(steps))
-        left_early = loader.read(other, 0, 9)
-        assert_elements([next(left_early)], 0, 1)
-        left_early.close()
-        assert list(left_early) == []
-        assert len(children() - before) == workers
+    numbers = Numbers()
+    held_out = Numbers(name="held-out element")
+    children_before = children()
+    with Loader([numbers, held_out], workers, 3) as loader:
+        elements = loader.read(numbers, 7, 20)
+        received = [next(elements)]
+        assert_elements(list(loader.read(held_out, 0, 9)), 0, 9)
+        received.append(next(elements))
+        abandoned = loader.read(held_out, 0, 9)
+        assert_elements([next(abandoned)], 0, 1)
+        abandoned.close()
+        assert list(abandoned) == []
+        assert len(children() - children_before) == workers
         for pid in (
             "self",
-            *(children() - before),
-        ):  # what has a name in /dev/shm can be left there
+            *(children() - children_before),
+        ):  # Segments with a name in /dev/shm would outlive a killed process.
             assert "/dev/shm" not in Path(f"/proc/{pid}/maps").read_text()
-        assert_elements(found + list(steps), 7, 20)
+        assert_elements(received + list(elements), 7, 20)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_waiting_is_told_of_at_growing_intervals(workers, monkeypatch):
     monkeypatch.setattr(reader, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(reader, "FIRST_NOTICE_SECONDS", 0.1)
-    said: list[str] = []
-    assert_elements(load(Numbers(act="pause", at=(1,)), 1, 2, workers, said=said), 1, 2)
-    where = "data worker (process " if workers else "a thread of this process is loading it"
-    assert 2 <= len(said) <= 6  # 0.1, 0.2, 0.4 s, and some more while the worker starts
+    messages: list[str] = []
+    assert_elements(load(Numbers(act="pause", at=(1,)), 1, 2, workers, said=messages), 1, 2)
+    loader_name = "data worker (process " if workers else "a thread of this process is loading it"
+    # Notices come after 0.1, 0.2 and 0.4 s, and some more while the worker starts.
+    assert 2 <= len(messages) <= 6
     assert (
-        all(line.startswith("element 2: waiting for its data for ") for line in said)
-        and where in said[-1]
+        all(line.startswith("element 2: waiting for its data for ") for line in messages)
+        and loader_name in messages[-1]
     )
 
 
 def test_a_worker_that_cannot_start_is_an_error(monkeypatch):
     monkeypatch.setattr(reader, "PAUSE_SECONDS", 0.01)
-    said: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(LoadError, match="ended with exit code 1, and so did 2 before"):
-        load(Numbers(), 0, 1, 1, said=said)
+        load(Numbers(), 0, 1, 1, said=messages)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(LoadError, match=r"a data worker cannot be started.*lower data.workers"):
         load(Numbers(), 0, 1, 1)
