@@ -1,4 +1,4 @@
-"""How makers of goldens write what the reference computes, and how those of many families take little space."""
+"""How the makers of goldens write what the reference computes, in little space."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def write_numbers(
     loss: np.ndarray,
     gradients: Mapping[str, np.ndarray],
 ) -> None:
-    """What a decoder makes of inputs with their `attention_mask` [B, T]: logits [B, T, V], loss, and its gradients."""
+    """Writes a decoder's inputs with their `attention_mask` [B, T], logits [B, T, V], loss and
+    gradients."""
     valid = inputs["attention_mask"].astype(bool)
     np.savez_compressed(folder / "inputs.npz", **inputs)
     np.savez_compressed(folder / "reference.npz", valid=valid, logits=logits, loss=loss)
@@ -26,20 +27,22 @@ def write_numbers(
 
 
 def compact(folder: Path) -> None:
-    """Write the gradients of all goldens of a folder anew, rounded. Of a variant, which has the name of a family, a
-    hyphen and what is other, those of vectors alone: every layer has some, and the family tells what matrices get."""
+    """Rounds the gradients of all goldens of a folder and writes them anew.
+
+    A variant is named after its family, a hyphen and what differs. It keeps the gradients of
+    vectors alone: every layer has some, and the family's own golden covers the matrices."""
     for file in folder.glob("*/gradients.npz"):
         with np.load(file) as gradients:
-            kept = {
+            rounded_gradients = {
                 key: rounded(gradient)
                 for key, gradient in gradients.items()
                 if "-" not in file.parent.name or gradient.ndim == 1
             }
-        np.savez_compressed(file, **kept)
+        np.savez_compressed(file, **rounded_gradients)
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
-    """Values to 1.6e-5 of the largest one: what is left of their bits takes half the space once compressed."""
+    """Rounds values to 1.6e-5 of the largest one. The bits that remain compress to half the space."""
     largest = float(np.abs(values).max(initial=0.0))
     if largest == 0:
         return values

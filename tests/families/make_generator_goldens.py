@@ -101,7 +101,7 @@ def make(folder: Path, kind: str, sizes: dict[str, Any], seed: int, dtype: str) 
         reference[f"velocity_{i}"] = velocity.detach().float().numpy()
         reference[f"latents_gradient_{i}"] = leaves[0].grad.float().numpy()
         reference[f"states_gradient_{i}"] = leaves[1].grad.float().numpy()
-    gradients = {  # the last layer's conditions are of no use
+    gradients = {  # the conditions of the last layer reach no output and have no gradient
         key: np.zeros(parameter.shape, np.float32)
         if parameter.grad is None
         else parameter.grad.float().numpy()
@@ -113,7 +113,7 @@ def make(folder: Path, kind: str, sizes: dict[str, Any], seed: int, dtype: str) 
 
 
 def _wan(model: Any, latents: Any, states: Any, time: Any) -> Any:
-    """Velocity [channels, frames, height, width]; zeros fill up the text."""
+    """The velocity [channels, frames, height, width] that Wan predicts. Zeros fill up the text."""
     import torch
 
     text = torch.nn.functional.pad(states, (0, 0, 0, PADDED - len(states)))
@@ -121,20 +121,23 @@ def _wan(model: Any, latents: Any, states: Any, time: Any) -> Any:
 
 
 def _qwen_image(model: Any, latents: Any, states: Any, time: Any) -> Any:
-    """The same of a picture, packed outside of the model as in its pipeline: channels first in a patch."""
+    """The velocity that Qwen-Image predicts for a picture.
+
+    The pipeline, not the model, packs latents into patches, with channels first inside a patch."""
     channels, frames, height, width = latents.shape
     side = model.config.patch_size
-    rows, columns = height // side, width // side
-    cut = latents.view(channels, rows, side, columns, side).permute(1, 3, 0, 2, 4)
-    drawn = model(
-        cut.reshape(1, rows * columns, -1),
+    rows = height // side
+    columns = width // side
+    patches = latents.view(channels, rows, side, columns, side).permute(1, 3, 0, 2, 4)
+    output = model(
+        patches.reshape(1, rows * columns, -1),
         states[None],
         timestep=time,
         img_shapes=[[(frames, rows, columns)]],
         return_dict=False,
     )[0]
-    whole = drawn.view(rows, columns, channels, side, side).permute(2, 0, 3, 1, 4)
-    return whole.reshape(latents.shape)
+    velocity = output.view(rows, columns, channels, side, side).permute(2, 0, 3, 1, 4)
+    return velocity.reshape(latents.shape)
 
 
 DRAWN = {"WanTransformer3DModel": _wan, "QwenImageTransformer2DModel": _qwen_image}

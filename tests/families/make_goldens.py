@@ -1,14 +1,16 @@
-"""Makes the goldens of published families, with the reference: random tiny checkpoints and what it computes of them.
+"""Makes the goldens of published families: random tiny checkpoints and what the reference computes
+of them.
 
 python -m tests.families.make_goldens FOLDER        (needs torch 2.13 and transformers 5.23)
 
 FOLDER/NAME/               config.json, safetensors, as the reference writes them
 FOLDER/NAME/inputs.npz     input_ids, attention_mask [B, T]
 FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the next tokens)
-FOLDER/NAME/gradients.npz  of the loss, by key of the tensor; golden_files.py says which, and how exact they stay
+FOLDER/NAME/gradients.npz  gradients of the loss, by key of the tensor; golden_files.py says which
+                           are kept and how exactly
 
-Those of models that read pictures or hear sounds hold more: see make_pictured_goldens.py, make_square_goldens.py,
-make_heard_goldens.py and make_omni_goldens.py.
+The goldens of models that read pictures or hear sounds hold more: see make_pictured_goldens.py,
+make_square_goldens.py, make_heard_goldens.py and make_omni_goldens.py.
 """
 
 from __future__ import annotations
@@ -106,9 +108,9 @@ MODELS: Mapping[str, tuple[str, dict[str, Any], str]] = {
         "bfloat16",
     ),
 }
-# Other kernels ask for sizes that are no test's
+# Other kernels require sizes that no test here has.
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
-LENGTHS = (23, 9, 14)  # of the texts, packed into one row by what is tested
+LENGTHS = (23, 9, 14)  # of the texts, which the tests pack into one row
 
 
 def main(
@@ -117,7 +119,7 @@ def main(
     seed: int = 0,
     **sizes: Any,
 ) -> None:
-    """Write the checkpoints and goldens of these names, those of texts alone with other sizes if given."""
+    """Writes the checkpoints and goldens of these names. `sizes` change those of text models alone."""
     for name in names:
         if name in PICTURED:
             make_pictured(folder / name, *PICTURED[name], seed)
@@ -143,10 +145,10 @@ def make(
     seed: int,
     computed_in: str = "float32",
 ) -> None:
-    """One random checkpoint, split into files of at most 8 kB, and what the reference computes of it.
+    """Makes one random checkpoint, in files of at most 8 kB, and what the reference computes of it.
 
     Args:
-      computed_in: type of its products; norms, positions and routers are float32 there in any case.
+      computed_in: type of the products; norms, positions and routers stay in float32 in any case.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -155,18 +157,20 @@ def make(
     config = AutoConfig.for_model(model_type, **values)
     model = AutoModelForCausalLM.from_config(config, **EAGER)
     for key, parameter in model.named_parameters():
-        if key.endswith(("bias", "norm.weight", "layernorm.weight")):  # which would be all 0, or 1
+        # These would be all 0 or all 1.
+        if key.endswith(("bias", "norm.weight", "layernorm.weight")):
             torch.nn.init.normal_(parameter, parameter[0].item(), 0.2)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size="8KB")
-    # Read anew: `to` has rounded what is computed from the config, too
-    exact = getattr(torch, computed_in)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=exact, **EAGER)
+    # Read the model again: `to` has rounded what is computed from the config, too.
+    compute_dtype = getattr(torch, computed_in)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=compute_dtype, **EAGER)
     random = np.random.default_rng(seed)
     shape = (len(LENGTHS), max(LENGTHS))
     mask = np.arange(shape[1]) < np.array(LENGTHS)[:, None]
     ids = np.where(mask, random.integers(3, values["vocab_size"], shape), 0)
-    # Without the mask: texts do not see the padding behind them. With it, windows of nothing but padding have no
-    # key, and the softmax, float32 in any case, is NaN there of the lowest number of float64.
+    # The mask is left out. Texts do not see the padding behind them, so it changes no real token.
+    # With the mask, windows of nothing but padding have no key, and the softmax, float32 in any
+    # case, is NaN there because the lowest number of float64 is no float32.
     output = model(input_ids=torch.tensor(ids), labels=torch.tensor(np.where(mask, ids, -100)))
     output.loss.backward()
     logits, loss = (value.detach().numpy() for value in (output.logits, output.loss))

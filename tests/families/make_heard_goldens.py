@@ -1,12 +1,15 @@
-"""Makes the goldens of published families that hear sounds: random tiny checkpoints and what the reference makes of
-texts with clips, some of them with pictures, too. make_goldens.py calls it.
+"""Makes the goldens of published families that hear sounds, some of which read pictures, too.
+
+They are random tiny checkpoints and what the reference computes of texts with clips.
+make_goldens.py calls this file.
 
 FOLDER/NAME/inputs.npz     input_ids, attention_mask, labels [B, T], input_features [clips, M, F],
-                           feature_attention_mask [clips, F]; with pictures pixel_values [patches, numbers],
-                           image_grid_thw [pictures, 3]
-FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the next tokens that are learned)
-FOLDER/NAME/gradients.npz  of the loss, by key of the tensor
-FOLDER/NAME/processed.npz  of some: sound_I [N] 16 bits; of the processor mel_I [F, M] and the number tokens_I
+                           feature_attention_mask [clips, F]; with pictures pixel_values
+                           [patches, numbers], image_grid_thw [pictures, 3]
+FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the learned next tokens)
+FOLDER/NAME/gradients.npz  gradients of the loss, by key of the tensor
+FOLDER/NAME/processed.npz  for some: sound_I [N] in 16 bits, and the processor's mel_I [F, M] and
+                           number of tokens, tokens_I
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ VISION = {
 ROTARY = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 1]}
 IN_OMNI = TEXT | {"hidden_size": 24, "rope_parameters": ROTARY}
 HEARING = AUDIO | {"n_window": 10, "output_dim": 24}  # chunks of 20 frames
-# What speaks, and is carried through
+# The talker, which speaks. It is only carried through from file to file.
 TALKER = {
     "vocab_size": 16,
     "embedding_size": 24,
@@ -90,19 +93,19 @@ WAVES = {
         "upsample_kernel_sizes": [4],
     },
 }
-# name -> (model_type, section of text, whether its config.json says that it has one matrix for embedding and head,
-# dtype). The reference never ties those of Qwen2-Audio.
+# name -> (model_type, text section, whether its config.json says that embedding and head are one
+# matrix, dtype). The reference never ties the two matrices of Qwen2-Audio.
 HEARD: Mapping[str, tuple[str, dict[str, Any], bool, str]] = {
     "qwen2_audio": ("qwen2_audio", TEXT, False, "bfloat16"),
     "qwen2_audio-untied": ("qwen2_audio", TEXT | {"rms_norm_eps": 1e-5}, True, "bfloat16"),
     "qwen2_5_omni": ("qwen2_5_omni", IN_OMNI, False, "bfloat16"),
     "qwen2_5_omni-thinker": ("qwen2_5_omni_thinker", IN_OMNI, True, "bfloat16"),
 }
-PROCESSED = ("qwen2_audio", "qwen2_5_omni")  # of which processed.npz is made
+PROCESSED = ("qwen2_audio", "qwen2_5_omni")  # those with a processed.npz
 HEARS, HEARD_ALL, CLIP, SEES, SEEN, PICTURE, VIDEO = range(3, 10)  # tokens
-SAMPLES = {"whole": 16_000, "odd": 7_777, "even": 3_200, "short": 481}  # of clips at 16 kHz
+SAMPLES = {"whole": 16_000, "odd": 7_777, "even": 3_200, "short": 481}  # lengths of clips at 16 kHz
 CELLS = {"tall": (3, 2), "wide": (2, 5)}  # rows and columns of merged cells of pictures
-# Counts of tokens, clips, and pictures where the family sees any
+# Per text: numbers of tokens, clips, and pictures where the family sees any.
 TEXTS = (
     (6, "odd", 4, "short", "tall", 3),
     (9,),
@@ -113,19 +116,19 @@ TEXTS = (
 def make_heard(
     folder: Path, kind: str, text: dict[str, Any], tied: bool, dtype: str, seed: int
 ) -> None:
-    """One random checkpoint, and what the reference computes of it in float32."""
+    """Makes one random checkpoint, and what the reference computes of it in float32."""
     import torch
     from transformers import WhisperFeatureExtractor
 
     torch.manual_seed(seed)
     sees = kind != "qwen2_audio"
-    model, read = _model(kind, text, tied)
+    model, model_class = _model(kind, text, tied)
     for parameter in model.parameters():
-        scale = parameter.ndim == 1 and parameter.mean() > 0.5  # of a norm
-        torch.nn.init.normal_(parameter, float(scale), 0.2)
+        is_scale = parameter.ndim == 1 and parameter.mean() > 0.5  # a norm's scale, whose mean is 1
+        torch.nn.init.normal_(parameter, float(is_scale), 0.2)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size="20KB")
-    model = read.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    # The reference keeps some positions
+    model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    # The reference freezes some position embeddings; the goldens need their gradients, too.
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     extractor = WhisperFeatureExtractor(
@@ -147,7 +150,7 @@ def make_heard(
 
 
 def _model(kind: str, text: dict[str, Any], tied: bool) -> tuple[Any, Any]:
-    """A model, and the class that reads what of it takes these inputs."""
+    """A model, and the class that reads the part of its checkpoint that takes these inputs."""
     import transformers as t
 
     if kind == "qwen2_audio":
@@ -157,8 +160,8 @@ def _model(kind: str, text: dict[str, Any], tied: bool) -> tuple[Any, Any]:
             tie_word_embeddings=tied,
             audio_token_index=CLIP,
         )
-        read = t.Qwen2AudioForConditionalGeneration
-        return read(config), read
+        model_class = t.Qwen2AudioForConditionalGeneration
+        return model_class(config), model_class
     thinker = {
         "text_config": text,
         "vision_config": VISION,
@@ -172,15 +175,15 @@ def _model(kind: str, text: dict[str, Any], tied: bool) -> tuple[Any, Any]:
         "video_token_index": VIDEO,
         "tie_word_embeddings": tied,
     }
-    read = t.Qwen2_5OmniThinkerForConditionalGeneration
+    model_class = t.Qwen2_5OmniThinkerForConditionalGeneration
     if kind == "qwen2_5_omni_thinker":
-        return read(t.Qwen2_5OmniThinkerConfig(**thinker)), read
-    whole = {"thinker_config": thinker, "talker_config": TALKER, "token2wav_config": WAVES}
-    return t.Qwen2_5OmniForConditionalGeneration(t.Qwen2_5OmniConfig(**whole)), read
+        return model_class(t.Qwen2_5OmniThinkerConfig(**thinker)), model_class
+    sections = {"thinker_config": thinker, "talker_config": TALKER, "token2wav_config": WAVES}
+    return t.Qwen2_5OmniForConditionalGeneration(t.Qwen2_5OmniConfig(**sections)), model_class
 
 
 def stored_key(kind: str, key: str) -> str:
-    """The key in files of a parameter by its name in memory."""
+    """The key that files use for the parameter with this name in memory."""
     if kind == "qwen2_audio":
         key = key.replace("model.language_model.", "language_model.model.")
         key = key.replace("lm_head.", "language_model.lm_head.")
@@ -194,25 +197,27 @@ def stored_key(kind: str, key: str) -> str:
 def _texts(
     random: np.random.Generator, vocabulary: int, extractor: Any, folder: Path, sees: bool
 ) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
-    """Texts, in each of which media alternate with tokens, and the clips; nothing is learned of media."""
-    rows, sounds, images = [], [], []
+    """Texts in which media alternate with tokens, and the clips. No token of media is learned."""
+    rows = []
+    sounds = []
+    images = []
     for text in TEXTS:
         ids: list[int] = []
-        for part in text:
-            if isinstance(part, int):
-                ids += random.integers(VIDEO + 1, vocabulary, part).tolist()
-            elif part in SAMPLES:
-                sounds.append(random_sound(random, SAMPLES[part]))
-                ids += [HEARS, *[CLIP] * tokens_of(SAMPLES[part]), HEARD_ALL]
+        for piece in text:
+            if isinstance(piece, int):
+                ids += random.integers(VIDEO + 1, vocabulary, piece).tolist()
+            elif piece in SAMPLES:
+                sounds.append(random_sound(random, SAMPLES[piece]))
+                ids += [HEARS, *[CLIP] * tokens_of(SAMPLES[piece]), HEARD_ALL]
             elif sees:
-                height, width = CELLS[part]
+                height, width = CELLS[piece]
                 images.append(random.integers(0, 256, (8 * height, 8 * width, 3)).astype(np.uint8))
                 ids += [SEES, *[PICTURE] * height * width, SEEN]
         rows.append(ids)
     length = max(map(len, rows))
     ids = np.array([row + [0] * (length - len(row)) for row in rows])
     mask = np.arange(length) < np.array([len(row) for row in rows])[:, None]
-    heard = extractor(
+    extracted = extractor(
         [sound / 32768 for sound in sounds],
         sampling_rate=16_000,
         return_attention_mask=True,
@@ -223,14 +228,14 @@ def _texts(
         "input_ids": ids,
         "attention_mask": mask.astype(np.int64),
         "labels": np.where(mask & ~np.isin(ids, (CLIP, PICTURE)), ids, -100),
-        "input_features": heard["input_features"],
-        "feature_attention_mask": heard["attention_mask"].astype(np.int64),
+        "input_features": extracted["input_features"],
+        "feature_attention_mask": extracted["attention_mask"].astype(np.int64),
     }
     return inputs | _processors(folder, extractor, images), sounds
 
 
 def _processors(folder: Path, extractor: Any, images: list[np.ndarray]) -> dict[str, np.ndarray]:
-    """Write the files that say how media are read; returns the inputs of pictures."""
+    """Writes the files that say how media are read, and returns the inputs for pictures."""
     if not images:
         extractor.save_pretrained(folder)
         return {}
@@ -239,35 +244,39 @@ def _processors(folder: Path, extractor: Any, images: list[np.ndarray]) -> dict[
     processor = Qwen2VLImageProcessorPil(
         patch_size=VISION["patch_size"], min_pixels=8 * 8, max_pixels=8 * 8 * 12
     )
-    if folder.name == "qwen2_5_omni":  # in one file, as published
+    if folder.name == "qwen2_5_omni":  # published in one file
         values = extractor.to_dict() | processor.to_dict()
         (folder / "preprocessor_config.json").write_text(json.dumps(values, indent=2))
     else:
-        parts = {"feature_extractor": extractor.to_dict(), "image_processor": processor.to_dict()}
-        (folder / "processor_config.json").write_text(json.dumps(parts, indent=2))
-    made = processor(images=images, return_tensors="np")
-    return {name: made[name] for name in ("pixel_values", "image_grid_thw")}
+        sections = {
+            "feature_extractor": extractor.to_dict(),
+            "image_processor": processor.to_dict(),
+        }
+        (folder / "processor_config.json").write_text(json.dumps(sections, indent=2))
+    processed = processor(images=images, return_tensors="np")
+    return {name: processed[name] for name in ("pixel_values", "image_grid_thw")}
 
 
 def _processed(extractor: Any, sounds: list[np.ndarray]) -> dict[str, Any]:
-    """What the processor makes of clips, loud to their ends: frames of them and of no silence after them."""
-    found: dict[str, Any] = {}
+    """What the processor makes of clips that are loud to their ends, without the silence after
+    them."""
+    arrays: dict[str, Any] = {}
     for i, sound in enumerate(sounds):
-        heard = extractor(sound / 32768, sampling_rate=16_000, return_attention_mask=True)
-        frames = int(np.sum(heard["attention_mask"][0]))
-        mel = np.asarray(heard["input_features"][0])[:, :frames].T
-        found |= {f"sound_{i}": sound, f"mel_{i}": mel, f"tokens_{i}": tokens_of(len(sound))}
-    return found
+        extracted = extractor(sound / 32768, sampling_rate=16_000, return_attention_mask=True)
+        frames = int(np.sum(extracted["attention_mask"][0]))
+        mel = np.asarray(extracted["input_features"][0])[:, :frames].T
+        arrays |= {f"sound_{i}": sound, f"mel_{i}": mel, f"tokens_{i}": tokens_of(len(sound))}
+    return arrays
 
 
 def tokens_of(samples: int) -> int:
-    """Tokens of a clip, as both families' processors count them."""
+    """The number of tokens of a clip, as the processors of both families count them."""
     frames = -(-samples // 160)
     return ((frames - 1) // 2 + 1 - 2) // 2 + 1
 
 
 def random_sound(random: np.random.Generator, count: int) -> np.ndarray:
-    """Tones with noise, 16 bits."""
+    """Two tones with noise, in 16 bits."""
     times = np.arange(count) / 16_000
     tones = np.sin(2 * np.pi * 440 * times) + np.sin(2 * np.pi * 1_234 * times)
     return (6_000 * tones + 800 * random.standard_normal(count)).astype(np.int16)

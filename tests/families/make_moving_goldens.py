@@ -1,18 +1,23 @@
-"""Makes the goldens of published families that read videos: what the reference makes of texts with videos and pictures,
-of the checkpoints of make_goldens.py.
+"""Makes the goldens of published families that read videos.
 
-python -m tests.families.make_moving_goldens GOLDENS FOLDER [all]  (needs torch 2.13, torchvision, transformers 5.23)
+They are what the reference computes of texts with videos and pictures, with the checkpoints of
+make_goldens.py.
 
-FOLDER/NAME/inputs.npz     input_ids, attention_mask, mm_token_type_ids, labels [B, T], pixel_values and
-                           pixel_values_videos [patches, numbers], image_grid_thw and video_grid_thw [media, 3], and
-                           the seconds from one group of frames to the next [videos], where the family has them
-FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the next tokens that are learned)
-FOLDER/NAME/gradients.npz  of the loss, by key of the tensor: of those that patches, and features of media, meet first,
-                           or with `all` of every tensor
-FOLDER/NAME/processed.npz  of some: bounds [2] of pixels; videos video_I [T, H, W, 3] and, of the processor of videos
-                           after Pillow has resized, pixels_I [patches, numbers], grid_I [3]; sizes [N, 3] (frames,
-                           height, width), and what these become, resized [N, 2]; lengths [M, 2] (frames, per
-                           second), and which frames of each are taken, taken_I [n]
+python -m tests.families.make_moving_goldens GOLDENS FOLDER [all]
+                                            (needs torch 2.13, torchvision, transformers 5.23)
+
+FOLDER/NAME/inputs.npz     input_ids, attention_mask, mm_token_type_ids, labels [B, T], pixel_values
+                           and pixel_values_videos [patches, numbers], image_grid_thw and
+                           video_grid_thw [media, 3], and the seconds from one group of frames to
+                           the next [videos], where the family has them
+FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the learned next tokens)
+FOLDER/NAME/gradients.npz  gradients of the loss, by key of the tensor: of the tensors that patches
+                           and features of media meet first, or with `all` of every tensor
+FOLDER/NAME/processed.npz  for some: bounds [2] of pixels; videos video_I [T, H, W, 3], and what the
+                           video processor makes of them once Pillow has resized them, pixels_I
+                           [patches, numbers], grid_I [3]; sizes [N, 3] (frames, height, width),
+                           and what these become, resized [N, 2]; lengths [M, 2] (frames, frames
+                           per second), and which frames of each are taken, taken_I [n]
 """
 
 from __future__ import annotations
@@ -32,24 +37,24 @@ from tests.families.make_pictured_goldens import as_stored, keys_in_files, plain
 CELLS = {
     "tall": (1, 3, 2),
     "small": (1, 1, 1),
-}  # of pictures: frames, rows and columns of merged cells ...
+}  # of pictures: frames, rows and columns of merged cells
 CLIPS = {
     "quick": (5, 2, 1),
     "slow": (3, 1, 2),
     "still": (1, 2, 2),
-}  # ... of videos groups of frames
-SECONDS = {"quick": 0.3, "slow": 1.7, "still": 1.0}  # from one of these to the next
+}  # of videos: groups of frames, rows and columns
+SECONDS = {"quick": 0.3, "slow": 1.7, "still": 1.0}  # from one group of frames to the next
 TEXTS = ((4, "slow", 3, "tall", 2, "quick", 4), (7,), (2, "still", 5, "small", 3))
 KEPT = ("patch_embed", "pos_embed", "merger.ln_q", "merger.norm", "embed_tokens")
-# name -> tokens that begin and end media, and that stand for pictures and videos; and what the argument of the seconds
-# is called, if there is one
+# name -> (tokens that begin media, end media, stand for pictures and stand for videos; the name of
+# the argument for seconds, if there is one)
 MOVING: Mapping[str, tuple[tuple[int, int, int, int], str | None]] = {
     "qwen2_5_vl": ((3, 4, 5, 6), "second_per_grid_ts"),
     "qwen3_vl": ((3, 4, 5, 6), None),
     "qwen3_vl_moe": ((3, 4, 5, 6), None),
     "qwen2_5_omni": ((SEES, SEEN, PICTURE, VIDEO), "video_second_per_grid"),
 }
-FIRST_WORD = 10  # after all these
+FIRST_WORD = 10  # after all special tokens
 PROCESSED = ("qwen2_5_vl", "qwen3_vl")
 VOCABULARY = 40
 SMALL = {"shortest_edge": 8 * 8 * 3, "longest_edge": 8 * 8 * 40}
@@ -62,14 +67,14 @@ RATES = (1.0, 3.0, 9.97, 10.0, 24.0, 29.97, 30.0)
 
 
 def main(goldens: Path, folder: Path, everything: bool = False) -> None:
-    """Write the files of all families."""
+    """Writes the files of all families."""
     for seed, name in enumerate(MOVING):
         (folder / name).mkdir(parents=True, exist_ok=True)
         make_moving(goldens / name, folder / name, seed, everything)
 
 
 def make_moving(source: Path, folder: Path, seed: int, everything: bool) -> None:
-    """What the reference computes of one checkpoint in float32."""
+    """Computes with the reference, in float32, what one checkpoint makes of the texts."""
     import torch
 
     random = np.random.default_rng(seed)
@@ -81,7 +86,7 @@ def make_moving(source: Path, folder: Path, seed: int, everything: bool) -> None
     gradients = {
         keys(key): as_stored(key, parameter.grad.numpy())
         for key, parameter in model.named_parameters()
-        if parameter.grad is not None and (everything or any(part in key for part in KEPT))
+        if parameter.grad is not None and (everything or any(fragment in key for fragment in KEPT))
     }
     write_numbers(folder, inputs, logits, loss, gradients)
     if source.name in PROCESSED:
@@ -89,37 +94,37 @@ def make_moving(source: Path, folder: Path, seed: int, everything: bool) -> None
 
 
 def _model(source: Path) -> tuple[Any, Callable[[str], str]]:
-    """A checkpoint, and the key in its files of a parameter by its name in memory."""
+    """A checkpoint, and the function from a parameter's name in memory to its key in the files."""
     import torch
     import transformers as t
 
-    exact = {"dtype": torch.float32, "attn_implementation": "eager"}
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
     if source.name == "qwen2_5_omni":
-        thinker = t.Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(source, **exact)
+        thinker = t.Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(source, **options)
         return thinker, partial(stored_key, source.name)
     config = t.AutoConfig.from_pretrained(source)
     config.video_token_id = MOVING[source.name][0][-1]
-    exact |= {"experts_implementation": "eager"}
-    model = t.AutoModelForImageTextToText.from_pretrained(source, config=config, **exact)
+    options |= {"experts_implementation": "eager"}
+    model = t.AutoModelForImageTextToText.from_pretrained(source, config=config, **options)
     stored = keys_in_files(source)
     return model, lambda key: stored[plain_key(key)]
 
 
 def _processor(name: str, **changes: Any) -> Any:
-    """The processor of videos of a family, of patches of four pixels."""
+    """A family's video processor, for patches of four by four pixels."""
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
     kind = Qwen3VLVideoProcessor if name.startswith("qwen3") else Qwen2VLVideoProcessor
-    usual = {"patch_size": 4, "cap_pixels_per_frame": False, "do_sample_frames": False}
-    if kind is Qwen3VLVideoProcessor:  # the goldens have the colors of Qwen2.5-VL
-        usual |= {"image_mean": Qwen2VLVideoProcessor.image_mean}
-        usual |= {"image_std": Qwen2VLVideoProcessor.image_std}
-    return kind(**usual | changes)
+    options = {"patch_size": 4, "cap_pixels_per_frame": False, "do_sample_frames": False}
+    if kind is Qwen3VLVideoProcessor:  # the checkpoints have the colors of Qwen2.5-VL
+        options |= {"image_mean": Qwen2VLVideoProcessor.image_mean}
+        options |= {"image_std": Qwen2VLVideoProcessor.image_std}
+    return kind(**options | changes)
 
 
 def _texts(random: np.random.Generator, name: str) -> dict[str, np.ndarray]:
-    """Texts, in each of which media alternate with tokens; nothing is learned of media."""
+    """Texts in which media alternate with tokens. No token of media is learned."""
     (begin, end, picture, moving), seconds = MOVING[name]
     video = _processor(name)
     cell = video.patch_size * video.merge_size
@@ -128,20 +133,20 @@ def _texts(random: np.random.Generator, name: str) -> dict[str, np.ndarray]:
     steps = []
     for text in TEXTS:
         ids: list[int] = []
-        for part in text:
-            if isinstance(part, int):
-                ids += random.integers(FIRST_WORD, VOCABULARY, part).tolist()
+        for piece in text:
+            if isinstance(piece, int):
+                ids += random.integers(FIRST_WORD, VOCABULARY, piece).tolist()
                 continue
-            token = picture if part in CELLS else moving
-            frames, height, width = (CELLS | CLIPS)[part]
+            token = picture if piece in CELLS else moving
+            frames, height, width = (CELLS | CLIPS)[piece]
             shape = (frames * (2 if token == moving else 1), cell * height, cell * width, 3)
             media[token].append(random.integers(0, 256, shape).astype(np.uint8))
-            # Whose times are written, stand apart
-            apart = frames if token == moving and seconds is None else 1
-            for _ in range(apart):
-                ids += [begin, *[token] * (frames * height * width // apart), end]
+            # Where times are written as text, groups of frames stand apart.
+            runs = frames if token == moving and seconds is None else 1
+            for _ in range(runs):
+                ids += [begin, *[token] * (frames * height * width // runs), end]
             if token == moving:
-                steps.append(SECONDS[part])
+                steps.append(SECONDS[piece])
         rows.append(ids)
     length = max(map(len, rows))
     ids = np.array([row + [0] * (length - len(row)) for row in rows])
@@ -154,61 +159,64 @@ def _texts(random: np.random.Generator, name: str) -> dict[str, np.ndarray]:
     if name != "qwen2_5_omni":  # which knows media by their tokens
         inputs["mm_token_type_ids"] = (ids == picture) + 2 * (ids == moving)
     for token, kind in ((picture, "image"), (moving, "video")):
-        made = [_patches(video, frames) for frames in media[token]]
+        processed = [_patches(video, frames) for frames in media[token]]
         pixels = "pixel_values" if token == picture else "pixel_values_videos"
-        inputs[pixels] = np.concatenate([patches for patches, _ in made])
-        inputs[f"{kind}_grid_thw"] = np.array([grid for _, grid in made])
+        inputs[pixels] = np.concatenate([patches for patches, _ in processed])
+        inputs[f"{kind}_grid_thw"] = np.array([grid for _, grid in processed])
     if seconds is not None:
         inputs[seconds] = np.array(steps, np.float32)
     return inputs
 
 
 def _patches(video: Any, frames: np.ndarray, resize: bool = False) -> tuple[np.ndarray, list[int]]:
-    """Patches and grid of a video, or of a picture, which is one that stands still."""
+    """The patches and the grid of a video. A picture is a video that stands still."""
     import torch
 
     moving = torch.tensor(frames.transpose(0, 3, 1, 2))
-    made = video(videos=[moving], do_resize=resize, return_tensors="np")
-    return made["pixel_values_videos"], made["video_grid_thw"][0].tolist()
+    processed = video(videos=[moving], do_resize=resize, return_tensors="np")
+    return processed["pixel_values_videos"], processed["video_grid_thw"][0].tolist()
 
 
 def _processed(random: np.random.Generator, name: str) -> dict[str, Any]:
-    """Videos that are resized by Pillow, grids of many sizes, and the frames of many lengths that are taken."""
+    """Videos resized by Pillow, the grids of many sizes, and the frames taken of many lengths."""
     from PIL import Image
     from transformers.models.qwen2_vl import video_processing_qwen2_vl as qwen2
     from transformers.models.qwen3_vl import video_processing_qwen3_vl as qwen3
     from transformers.video_utils import VideoMetadata
 
     small = _processor(name, size=SMALL)
-    found: dict[str, Any] = {"bounds": [*SMALL.values()]}
+    arrays: dict[str, Any] = {"bounds": [*SMALL.values()]}
     for number, shape in enumerate(RAGGED):
         video = random.integers(0, 256, (*shape, 3)).astype(np.uint8)
         _, grid = _patches(small, video, resize=True)
-        # By Pillow: the kernel of the processor rounds otherwise
+        # Pillow resizes, because the processor's own kernel rounds differently.
         size = (small.patch_size * grid[2], small.patch_size * grid[1])
         resized = [Image.fromarray(frame).resize(size, Image.Resampling.BICUBIC) for frame in video]
         patches, _ = _patches(small, np.stack(resized))
-        found |= {f"video_{number}": video, f"pixels_{number}": patches, f"grid_{number}": grid}
+        arrays |= {f"video_{number}": video, f"pixels_{number}": patches, f"grid_{number}": grid}
     sides = np.exp(random.uniform(np.log(8), np.log(3000), (300, 2))).round().astype(np.int32)
     sides = sides[sides.max(axis=1) <= 100 * sides.min(axis=1)]
     sizes = np.column_stack([random.integers(2, 99, len(sides)), sides]).astype(np.int32)
-    least, most = 128 * 28 * 28, 768 * 28 * 28
-    found |= {"sizes": sizes, "resized_bounds": [least, most]}
-    found["resized"] = np.array(
+    min_pixels = 128 * 28 * 28
+    max_pixels = 768 * 28 * 28
+    arrays |= {"sizes": sizes, "resized_bounds": [min_pixels, max_pixels]}
+    arrays["resized"] = np.array(
         [
-            qwen3.smart_resize(*size, 2, 32, least, most)
+            qwen3.smart_resize(*size, 2, 32, min_pixels, max_pixels)
             if name == "qwen3_vl"
-            else qwen2.smart_resize(*size[1:], 28, least, most)
+            else qwen2.smart_resize(*size[1:], 28, min_pixels, max_pixels)
             for size in sizes.tolist()
         ],
         np.int32,
     )
     lengths = [(frames, rate) for frames in (2, 3, 4, 5, 7, 11, 60, 97, 301) for rate in RATES]
-    found["lengths"] = np.array(lengths)
+    arrays["lengths"] = np.array(lengths)
     for number, (frames, rate) in enumerate(lengths):
         metadata = VideoMetadata(total_num_frames=frames, fps=rate)
-        found[f"taken_{number}"] = np.asarray(small.sample_frames(metadata, fps=2)).astype(np.int32)
-    return found
+        arrays[f"taken_{number}"] = np.asarray(small.sample_frames(metadata, fps=2)).astype(
+            np.int32
+        )
+    return arrays
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Makes the goldens of published families that read pictures: random tiny checkpoints and what the reference makes of
-texts with pictures. make_goldens.py calls it.
+"""Makes the goldens of published families that read pictures: random tiny checkpoints and what the
+reference computes of texts with pictures. make_goldens.py calls this file.
 
-FOLDER/NAME/inputs.npz     input_ids, attention_mask, mm_token_type_ids, labels [B, T], pixel_values [patches, numbers],
-                           image_grid_thw [pictures, 3]
-FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the next tokens that are learned)
-FOLDER/NAME/gradients.npz  of the loss, by key of the tensor
-FOLDER/NAME/processed.npz  of one: image_I [H, W, 3]; of the processor pixels_I [n, numbers], grid_I [3]; bounds [K, 2]
-                           of pixels, sizes [N, 2], and what these become, resized [K, N, 2]
+FOLDER/NAME/inputs.npz     input_ids, attention_mask, mm_token_type_ids, labels [B, T],
+                           pixel_values [patches, numbers], image_grid_thw [pictures, 3]
+FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the learned next tokens)
+FOLDER/NAME/gradients.npz  gradients of the loss, by key of the tensor
+FOLDER/NAME/processed.npz  for one: image_I [H, W, 3], and the processor's pixels_I [n, numbers] and
+                           grid_I [3]; bounds [K, 2] of pixels, sizes [N, 2], and what these
+                           become, resized [K, N, 2]
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ VISION_3 = {
     "num_position_embeddings": 25,
     "deepstack_visual_indexes": [0, 2],
 }
-# name -> (sizes of text, of vision, whether it has one matrix for embedding and head, dtype, and whether its keys,
-# config.json or tensors are spelled otherwise than the reference writes them)
+# name -> (sizes of text, of vision, whether embedding and head are one matrix, dtype, and whether
+# its keys, config.json or tensors are spelled in another way than the reference writes them)
 PICTURED: Mapping[str, tuple[dict[str, Any], dict[str, Any], bool, str, bool]] = {
     "qwen2_5_vl": (
         TEXT
@@ -98,14 +99,17 @@ PICTURED: Mapping[str, tuple[dict[str, Any], dict[str, Any], bool, str, bool]] =
         True,
     ),
 }
-# Other kernels ask for sizes that are no test's
+# Other kernels require sizes that no test here has.
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
-PROCESSED = "qwen2_5_vl"  # of which processed.npz is made
-BEGIN, END, PICTURE = 3, 4, 5  # tokens
+PROCESSED = "qwen2_5_vl"  # the one with a processed.npz
+BEGIN = 3
+END = 4
+PICTURE = 5  # tokens
 CELLS = {"tall": (3, 2), "small": (1, 1), "wide": (2, 5)}  # rows and columns of merged cells
-TEXTS = ((6, "tall", 4, "small", 3), (9,), (2, "wide", 5))  # counts of tokens, and pictures
+TEXTS = ((6, "tall", 4, "small", 3), (9,), (2, "wide", 5))  # numbers of tokens, and pictures
 ODD = ((37, 53), (200, 31), (9, 12), (70, 64))  # heights and widths that are resized
-# Least and most pixels of pictures: as published, as processors have them by default, and a narrow range
+# Smallest and largest numbers of pixels of a picture: as published, the default of processors, and
+# a narrow range.
 BOUNDS = ((3_136, 12_845_056), (3_136, 1_003_520), (1_568, 3_136))
 
 
@@ -118,7 +122,7 @@ def make_pictured(
     spelled_otherwise: bool,
     seed: int,
 ) -> None:
-    """One random checkpoint, and what the reference computes of it in float32."""
+    """Makes one random checkpoint, and what the reference computes of it in float32."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -129,8 +133,8 @@ def make_pictured(
     config = AutoConfig.for_model(folder.name.partition("-")[0], **sections, **tokens)
     model = AutoModelForImageTextToText.from_config(config)
     for parameter in model.parameters():
-        scale = parameter.ndim == 1 and parameter.mean() > 0.5  # of a norm
-        torch.nn.init.normal_(parameter, float(scale), 0.2)
+        is_scale = parameter.ndim == 1 and parameter.mean() > 0.5  # a norm's scale, whose mean is 1
+        torch.nn.init.normal_(parameter, float(is_scale), 0.2)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size="20KB")
     if spelled_otherwise and "num_experts" in text:
         _transpose_experts(folder)
@@ -148,41 +152,42 @@ def make_pictured(
     logits, loss = (value.detach().numpy() for value in (output.logits, output.loss))
     gradients = {key: parameter.grad.numpy() for key, parameter in model.named_parameters()}
     stored = keys_in_files(folder)
-    of_files = {stored[plain_key(key)]: as_stored(key, g) for key, g in gradients.items()}
-    write_numbers(folder, inputs, logits, loss, of_files)
+    file_gradients = {stored[plain_key(key)]: as_stored(key, g) for key, g in gradients.items()}
+    write_numbers(folder, inputs, logits, loss, file_gradients)
     if folder.name == PROCESSED:
         np.savez_compressed(folder / "processed.npz", **_processed(random, processor))
 
 
 def _processed(random: np.random.Generator, processor: Any) -> dict[str, np.ndarray]:
-    """Pictures that are resized, and grids of many sizes, from icons to posters, thin ones among them."""
+    """Resized pictures, and the grids of many sizes, from icons to posters, thin ones among them."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for i, size in enumerate(ODD):
         image = random.integers(0, 256, (*size, 3)).astype(np.uint8)
-        made = processor(images=image, return_tensors="np")
-        found |= {f"image_{i}": image, f"pixels_{i}": made["pixel_values"]}
-        found[f"grid_{i}"] = made["image_grid_thw"][0]
+        processed = processor(images=image, return_tensors="np")
+        arrays |= {f"image_{i}": image, f"pixels_{i}": processed["pixel_values"]}
+        arrays[f"grid_{i}"] = processed["image_grid_thw"][0]
     sizes = np.exp(random.uniform(np.log(4), np.log(6000), (600, 2))).round().astype(np.int32)
     sizes = sizes[sizes.max(axis=1) <= 200 * sizes.min(axis=1)]
     resized = [[smart_resize(*size, 28, *bounds) for size in sizes.tolist()] for bounds in BOUNDS]
-    return found | {"bounds": BOUNDS, "sizes": sizes, "resized": np.array(resized, np.int32)}
+    return arrays | {"bounds": BOUNDS, "sizes": sizes, "resized": np.array(resized, np.int32)}
 
 
 def _texts_with_pictures(
     random: np.random.Generator, processor: Any, vocabulary: int
 ) -> dict[str, np.ndarray]:
-    """Texts, in each of which pictures alternate with tokens; nothing is learned of a picture."""
+    """Texts in which pictures alternate with tokens. No token of a picture is learned."""
     cell = processor.patch_size * processor.merge_size
-    rows, images = [], []
+    rows = []
+    images = []
     for text in TEXTS:
         ids: list[int] = []
-        for part in text:
-            if isinstance(part, int):
-                ids += random.integers(PICTURE + 3, vocabulary, part).tolist()
+        for piece in text:
+            if isinstance(piece, int):
+                ids += random.integers(PICTURE + 3, vocabulary, piece).tolist()
                 continue
-            height, width = CELLS[part]
+            height, width = CELLS[piece]
             size = height * cell, width * cell, 3
             images.append(random.integers(0, 256, size).astype(np.uint8))
             ids += [BEGIN, *[PICTURE] * height * width, END]
@@ -190,35 +195,36 @@ def _texts_with_pictures(
     length = max(map(len, rows))
     ids = np.array([row + [0] * (length - len(row)) for row in rows])
     mask = np.arange(length) < np.array([len(row) for row in rows])[:, None]
-    made = processor(images=images, return_tensors="np")
+    processed = processor(images=images, return_tensors="np")
     return {
         "input_ids": ids,
         "attention_mask": mask.astype(np.int64),
         "mm_token_type_ids": (ids == PICTURE).astype(np.int64),
         "labels": np.where(mask & (ids != PICTURE), ids, -100),
-        "pixel_values": made["pixel_values"],
-        "image_grid_thw": made["image_grid_thw"],
+        "pixel_values": processed["pixel_values"],
+        "image_grid_thw": processed["image_grid_thw"],
     }
 
 
 def plain_key(key: str) -> str:
-    """A key without what it begins with, in files of one spelling or another."""
+    """A key without its prefix, so that files of one spelling or another have the same keys."""
     key = key.removeprefix("model.")
     return key.removeprefix("language_model.")
 
 
 def as_stored(key: str, values: np.ndarray) -> np.ndarray:
-    """A tensor as files have it."""
+    """A tensor as the files hold it."""
     return values.swapaxes(1, 2) if ".experts." in key else values
 
 
 def keys_in_files(folder: Path) -> dict[str, str]:
+    """The keys of a folder's files, by plain key."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     return {plain_key(key): key for key in index["weight_map"]}
 
 
 def _transpose_experts(folder: Path) -> None:
-    """Tensors of all experts as they are published; the reference reads both."""
+    """Transposes the tensors of experts, as they are published. The reference reads both layouts."""
     from safetensors.torch import load_file, save_file
 
     for path in folder.glob("*.safetensors"):
@@ -230,7 +236,9 @@ def _transpose_experts(folder: Path) -> None:
 
 
 def _spell_otherwise(folder: Path) -> None:
-    """Keys as transformers has them in memory, and a config.json without a part for text, as first published."""
+    """Writes the keys that transformers has in memory, and a config.json without a text section.
+
+    This is how the first checkpoints were published."""
     from safetensors.torch import load_file, save_file
 
     def key_in_memory(key: str) -> str:
@@ -250,8 +258,8 @@ def _spell_otherwise(folder: Path) -> None:
     text = config.pop("text_config")
     rotary = text.pop("rope_parameters")
     config["vision_config"]["model_type"] = config["model_type"]
-    old = {
+    legacy_rotary = {
         "rope_theta": rotary["rope_theta"],
         "rope_scaling": {"type": "mrope", "mrope_section": rotary["mrope_section"]},
     }
-    (folder / "config.json").write_text(json.dumps(text | old | config, indent=2))
+    (folder / "config.json").write_text(json.dumps(text | legacy_rotary | config, indent=2))

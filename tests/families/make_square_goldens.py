@@ -1,11 +1,15 @@
-"""Makes the goldens of published families whose towers see squares of one size: random tiny checkpoints and what the
-reference makes of texts with pictures. make_goldens.py calls it.
+"""Makes the goldens of published families whose towers see squares of one size.
 
-FOLDER/NAME/inputs.npz     input_ids, attention_mask, labels [B, T], pixel_values [squares, 3, S, S]; token_type_ids
-                           [B, T], where the reference asks for them
-FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the next tokens that are learned)
-FOLDER/NAME/gradients.npz  of the loss, by key of the tensor
-FOLDER/NAME/processed.npz  image_I [H, W, 3], and what the processor makes of them: pixels [I, 3, S, S]
+They are random tiny checkpoints and what the reference computes of texts with pictures.
+make_goldens.py calls this file.
+
+FOLDER/NAME/inputs.npz     input_ids, attention_mask, labels [B, T], pixel_values [squares, 3, S,
+S],
+                           and token_type_ids [B, T] where the reference asks for them
+FOLDER/NAME/reference.npz  valid [B, T], logits [B, T, V], loss (mean over the learned next tokens)
+FOLDER/NAME/gradients.npz  gradients of the loss, by key of the tensor
+FOLDER/NAME/processed.npz  image_I [H, W, 3], and what the processor makes of them: pixels
+                           [I, 3, S, S]
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ import numpy as np
 
 from tests.families.golden_files import write_numbers
 
-PICTURE, BEGIN, END = 3, 4, 5  # tokens
+PICTURE = 3
+BEGIN = 4
+END = 5  # tokens
 GEMMA3: dict[str, Any] = {
     "text_config": {
         "vocab_size": 40,
@@ -99,17 +105,19 @@ def _gemma3(config: Any) -> tuple[Any, int]:
     return Gemma3ImageProcessorPil(size={"height": side, "width": side}), config.mm_tokens_per_image
 
 
-# name -> (sections of its config, dtype, what makes its processor and says how many tokens a square has)
+# name -> (sections of its config, dtype, the function that makes its processor and says how many
+# tokens a square has)
 SQUARE: Mapping[str, tuple[dict[str, Any], str, Callable[[Any], tuple[Any, int]]]] = {
     "gemma3-tower": (GEMMA3, "bfloat16", _gemma3),
     "internvl": (INTERNVL, "bfloat16", _internvl),
     "internvl-normed": (NORMED, "bfloat16", _internvl),
 }
-CUT = ("internvl",)  # whose pictures become tiles
-TYPED = ("gemma3",)  # model types that ask for the types of tokens
+CUT = ("internvl",)  # families whose pictures are cut into tiles
+TYPED = ("gemma3",)  # model types that ask for token types
+# Key biases of towers, whose gradient is 0: softmax does not see what all keys share.
 SHARED = re.compile(r".*vision_tower\.encoder\..*k_proj\.bias")
 ODD = ((37, 53), (120, 31), (9, 12))  # heights and widths of pictures
-TEXTS = ((6, "a", 4, "a", 3), (9,), (2, "a", 5))  # counts of tokens, and pictures
+TEXTS = ((6, "a", 4, "a", 3), (9,), (2, "a", 5))  # numbers of tokens, and pictures
 
 
 def make_square(
@@ -119,7 +127,7 @@ def make_square(
     processor_of: Callable[[Any], tuple[Any, int]],
     seed: int,
 ) -> None:
-    """One random checkpoint, and what the reference computes of it in float32."""
+    """Makes one random checkpoint, and what the reference computes of it in float32."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -128,7 +136,7 @@ def make_square(
     eager = {"attn_implementation": "eager"}
     model = AutoModelForImageTextToText.from_config(config, **eager)
     for key, parameter in model.named_parameters():
-        centre = float(parameter.ndim == 1 and parameter.mean() > 0.5)  # of a norm
+        centre = float(parameter.ndim == 1 and parameter.mean() > 0.5)  # 1 for the scale of a norm
         scale = 0.5 if "projector" in key else 0.2
         torch.nn.init.normal_(parameter, centre, scale)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size="20KB")
@@ -137,10 +145,10 @@ def make_square(
     processor.save_pretrained(folder)
     random = np.random.default_rng(seed)
     images = [random.integers(0, 256, (*size, 3)).astype(np.uint8) for size in ODD]
-    cut = {"crop_to_patches": True} if config.model_type in CUT else {}
-    made = processor(images=images, **cut)
-    pixels = np.stack(made["pixel_values"])
-    tiles = made["num_patches"] if cut else [1] * len(images)
+    crop_options = {"crop_to_patches": True} if config.model_type in CUT else {}
+    processed = processor(images=images, **crop_options)
+    pixels = np.stack(processed["pixel_values"])
+    tiles = processed["num_patches"] if crop_options else [1] * len(images)
     vocabulary = config.get_text_config().vocab_size
     inputs = _texts(random, [tokens * count for count in tiles], vocabulary)
     inputs["pixel_values"] = pixels
@@ -153,7 +161,7 @@ def make_square(
     gradients = {
         stored[_plain(key)]: parameter.grad.numpy()
         for key, parameter in model.named_parameters()
-        # No loss reaches a head; and what all keys of a tower share is nothing to softmax
+        # No loss reaches a tower's head, and key biases of the tower have no gradient.
         if parameter.grad is not None and not SHARED.fullmatch(key)
     }
     write_numbers(folder, inputs, logits, loss, gradients)
@@ -164,15 +172,16 @@ def make_square(
 def _texts(
     random: np.random.Generator, tokens: list[int], vocabulary: int
 ) -> dict[str, np.ndarray]:
-    """Texts, in each of which pictures alternate with tokens; nothing is learned of a picture."""
-    rows, remaining = [], iter(tokens)
+    """Texts in which pictures alternate with tokens. No token of a picture is learned."""
+    rows = []
+    picture_tokens = iter(tokens)
     for text in TEXTS:
         ids: list[int] = []
-        for part in text:
-            if isinstance(part, int):
-                ids += random.integers(END + 1, vocabulary, part).tolist()
+        for piece in text:
+            if isinstance(piece, int):
+                ids += random.integers(END + 1, vocabulary, piece).tolist()
             else:
-                ids += [BEGIN, *[PICTURE] * next(remaining), END]
+                ids += [BEGIN, *[PICTURE] * next(picture_tokens), END]
         rows.append(ids)
     length = max(map(len, rows))
     ids = np.array([row + [0] * (length - len(row)) for row in rows])
@@ -185,7 +194,7 @@ def _texts(
 
 
 def _plain(key: str) -> str:
-    """A key without what it begins with, in memory or in files."""
+    """A key without its prefix, so that memory and files have the same keys."""
     key = key.removeprefix("model.").replace("language_model.model.", "language_model.")
     return key.removeprefix("language_model.")
 

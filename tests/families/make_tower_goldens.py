@@ -1,13 +1,15 @@
-"""Makes the goldens of published towers, with the reference: random tiny checkpoints, and what it makes of them.
+"""Makes the goldens of published towers: random tiny checkpoints and what the reference computes.
 
 python -m tests.families.make_tower_goldens FOLDER        (needs torch 2.13 and transformers 5.23)
 
-FOLDER/NAME/               config.json, preprocessor_config.json, safetensors, as the reference writes them
-FOLDER/NAME/inputs.npz     image_I [H, W, 3] of sizes that are not resized, or sound_I [N]; direction_I [n, D]
+FOLDER/NAME/               config.json, preprocessor_config.json, safetensors, as the reference
+                           writes them
+FOLDER/NAME/inputs.npz     image_I [H, W, 3] of sizes that are not resized, or sound_I [N];
+                           direction_I [n, D]
 FOLDER/NAME/reference.npz  features_I [n, D], row by row
-FOLDER/NAME/gradients.npz  of sum(features_I * direction_I), by key of the tensor
-FOLDER/NAME/processed.npz  image_I of other sizes; of the processor pixels_I [n, P * P * 3], grid_I;
-                           or mel_I [n, M] of the sounds above
+FOLDER/NAME/gradients.npz  gradients of sum(features_I * direction_I), by key of the tensor
+FOLDER/NAME/processed.npz  image_I of other sizes, and the processor's pixels_I [n, P * P * 3] and
+                           grid_I; or mel_I [n, M] of the sounds above
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ WHISPER = {
 # name -> (whether the model has a head, dtype)
 ENCODERS = {"whisper": (True, "bfloat16"), "whisper-headless": (False, "bfloat16")}
 SAMPLES = (16_000, 1_600, 7_777)  # of sounds at 16 kHz: a whole chunk, whole frames, and neither
-PATCHES = 16  # of an image, at most
+PATCHES = 16  # at most, of an image
 SQUARES = ((SIDE, SIDE), (SIDE, SIDE))
 ANY_SIZE = ((28, 28), (14, 56), (56, 14))
 ODD = ((37, 53), (120, 31), (9, 12))  # heights and widths that are resized
@@ -71,19 +73,19 @@ COLORS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.25, 0.2]}  # of so
 
 
 def main(folder: Path, names: tuple[str, ...] = (*MODELS, *ENCODERS), seed: int = 0) -> None:
-    """Write the checkpoints and goldens of these names."""
+    """Writes the checkpoints and goldens of these names."""
     for name in names:
         if name in ENCODERS:
             make_encoder(folder / name, *ENCODERS[name], seed)
             continue
-        model_type, whole, changes, dtype = MODELS[name]
-        make(folder / name, model_type, whole, SIZES | changes, dtype, seed)
+        model_type, has_text_tower, changes, dtype = MODELS[name]
+        make(folder / name, model_type, has_text_tower, SIZES | changes, dtype, seed)
 
 
 def make(
     folder: Path, model_type: str, whole: bool, values: dict[str, Any], dtype: str, seed: int
 ) -> None:
-    """One random checkpoint, and what the reference computes of it in float32."""
+    """Makes one random checkpoint, and what the reference computes of it in float32."""
     import torch
     from transformers import AutoConfig, AutoModel
 
@@ -112,7 +114,7 @@ def make(
 
 
 def make_encoder(folder: Path, head: bool, dtype: str, seed: int) -> None:
-    """The same of an audio encoder and the decoder beside it."""
+    """Makes the same for an audio encoder with a decoder beside it."""
     import torch
     from transformers import (
         WhisperConfig,
@@ -130,7 +132,7 @@ def make_encoder(folder: Path, head: bool, dtype: str, seed: int) -> None:
     extractor = WhisperFeatureExtractor(feature_size=WHISPER["num_mel_bins"], chunk_length=1)
     extractor.save_pretrained(folder)
     encoder = model.get_encoder()
-    encoder.embed_positions.requires_grad_(True)  # which the reference keeps
+    encoder.embed_positions.requires_grad_(True)  # the reference freezes these
     random = np.random.default_rng(seed)
     sounds = [_sound(random, count) for count in SAMPLES]
     mels = [
@@ -160,16 +162,17 @@ def _save(
     features: list[Any],
     random: np.random.Generator,
 ) -> None:
-    """Inputs, features, and gradients of these in random directions."""
+    """Saves the inputs, the features, and the gradients of the features in random directions."""
     import torch
 
-    inputs: dict[str, Any] = {f"{kind}_{i}": one for i, one in enumerate(media)}
-    reference, total = {}, torch.zeros(())
-    for i, found in enumerate(features):
-        direction = random.choice(np.float32([-1, 1]), found.shape)
-        total = total + (found * torch.tensor(direction)).sum()
+    inputs: dict[str, Any] = {f"{kind}_{i}": medium for i, medium in enumerate(media)}
+    reference = {}
+    total = torch.zeros(())
+    for i, feature in enumerate(features):
+        direction = random.choice(np.float32([-1, 1]), feature.shape)
+        total = total + (feature * torch.tensor(direction)).sum()
         inputs[f"direction_{i}"] = direction
-        reference[f"features_{i}"] = found.detach().numpy()
+        reference[f"features_{i}"] = feature.detach().numpy()
     total.backward()
     gradients = {
         key: parameter.grad.numpy()
@@ -182,7 +185,7 @@ def _save(
 
 
 def _sound(random: np.random.Generator, count: int) -> np.ndarray:
-    """Tones with noise, 16 bits, loud to the end."""
+    """Two tones with noise, in 16 bits, loud to the end."""
     times = np.arange(count) / 16_000
     tones = np.sin(2 * np.pi * 440 * times) + np.sin(2 * np.pi * 1_234 * times)
     return (6_000 * tones + 800 * random.standard_normal(count)).astype(np.int16)
@@ -199,7 +202,7 @@ def _processor(model_type: str, whole: bool) -> Any:
 
 
 def _picture(random: np.random.Generator, height: int, width: int) -> np.ndarray:
-    """Waves with noise, so that kernels and orders of patches show."""
+    """Waves with noise, which tell kernels and orders of patches apart."""
     rows, columns, colors = np.ogrid[:height, :width, :3]
     waves = np.sin(rows / 5 + colors) + np.cos(columns / 7 - colors)
     noise = random.standard_normal((height, width, 3))
@@ -207,26 +210,26 @@ def _picture(random: np.random.Generator, height: int, width: int) -> np.ndarray
 
 
 def _features(tower: Any, processor: Any, image: np.ndarray) -> Any:
-    """Of one image, [n, D]."""
+    """The features [n, D] of one image, without padding."""
     inputs = processor(images=image, return_tensors="pt")
-    real = (
+    real_patches = (
         inputs["pixel_attention_mask"][0].bool()
         if "pixel_attention_mask" in inputs
         else slice(None)
     )
-    return tower(**inputs).last_hidden_state[0][real]
+    return tower(**inputs).last_hidden_state[0][real_patches]
 
 
 def _patches(processor: Any, image: np.ndarray) -> tuple[np.ndarray, tuple[int, int]]:
-    """What the processor makes of an image, by patch, and the rows and columns of patches."""
+    """What the processor makes of an image, patch by patch, and its rows and columns of patches."""
     inputs = processor(images=image, return_tensors="np")
     pixels = inputs["pixel_values"][0]
     if "spatial_shapes" in inputs:
         grid = tuple(inputs["spatial_shapes"][0].tolist())
         return pixels[: grid[0] * grid[1]], grid
     side = SIDE // PATCH
-    cut = pixels[:, : side * PATCH, : side * PATCH].reshape(3, side, PATCH, side, PATCH)
-    return cut.transpose(1, 3, 2, 4, 0).reshape(side**2, -1), (side, side)
+    patches = pixels[:, : side * PATCH, : side * PATCH].reshape(3, side, PATCH, side, PATCH)
+    return patches.transpose(1, 3, 2, 4, 0).reshape(side**2, -1), (side, side)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""Random folders of all families, of other sizes, choices and spellings than the goldens, and what the reference
-computes of them; needs torch and transformers. By hand, so many folders from a seed on:
+"""Random folders of all families, with other sizes, choices and spellings than the goldens have.
+
+They come with what the reference computes of them, which needs torch and transformers. By hand,
+this makes NUMBER folders from a seed on:
 
 python -m tests.families.redraw FOLDER SEED NUMBER
 """
@@ -31,7 +33,7 @@ FAMILIES = (*TEXT_FAMILIES, *PICTURED_FAMILIES, *SQUARE_FAMILIES, *HEARD_FAMILIE
 
 
 class Draw:
-    """What one folder is drawn from."""
+    """The random choices for one folder."""
 
     def __init__(self, seed: int):
         self.seed = seed
@@ -71,30 +73,30 @@ class Draw:
         return sizes | ({"head_dim": head} if free_width else {})
 
     def rotary(self) -> Sizes:
-        """Of a decoder of text alone."""
+        """The rotary positions of a decoder of text alone."""
         kind = self.one_of("default", "linear", "llama3", "yarn")
-        found = {"rope_type": kind, "rope_theta": self.one_of(777.0, 1e4, 5e5)}
+        parameters = {"rope_type": kind, "rope_theta": self.one_of(777.0, 1e4, 5e5)}
         if kind == "linear":
-            found |= {"factor": self.one_of(1.5, 4.0)}
+            parameters |= {"factor": self.one_of(1.5, 4.0)}
         elif kind == "llama3":
-            found |= {"factor": self.one_of(2.0, 32.0), "low_freq_factor": 1.0}
-            found |= {"high_freq_factor": self.one_of(2.0, 4.0)}
-            found |= {"original_max_position_embeddings": self.one_of(16, 40)}
+            parameters |= {"factor": self.one_of(2.0, 32.0), "low_freq_factor": 1.0}
+            parameters |= {"high_freq_factor": self.one_of(2.0, 4.0)}
+            parameters |= {"original_max_position_embeddings": self.one_of(16, 40)}
         elif kind == "yarn":
-            found |= {"factor": self.one_of(2.0, 4.0)}
-            found |= {"original_max_position_embeddings": self.one_of(16, 32)}
-            more = {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.2}
-            found |= self.one_of({}, more, {"truncate": False})
-        return found
+            parameters |= {"factor": self.one_of(2.0, 4.0)}
+            parameters |= {"original_max_position_embeddings": self.one_of(16, 32)}
+            yarn_details = {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.2}
+            parameters |= self.one_of({}, yarn_details, {"truncate": False})
+        return parameters
 
     def axes(self, head: int, interleaved: bool) -> Sizes:
-        """Rotary positions of three axes."""
+        """Rotary positions with three axes."""
         pairs = head // 2
-        # Axes that take turns have every third pair
+        # Interleaved axes have every third pair.
         side = pairs // 3 if interleaved else self.below(1, (pairs + 1) // 2)
-        found = {"rope_type": "default", "rope_theta": self.one_of(1e4, 1e6)}
-        turns = {"mrope_interleaved": True} if interleaved else {}
-        return found | {"mrope_section": [pairs - 2 * side, side, side]} | turns
+        rotary = {"rope_type": "default", "rope_theta": self.one_of(1e4, 1e6)}
+        interleaving = {"mrope_interleaved": True} if interleaved else {}
+        return rotary | {"mrope_section": [pairs - 2 * side, side, side]} | interleaving
 
     def experts(self) -> Sizes:
         count = self.one_of(3, 5, 8)
@@ -116,7 +118,7 @@ class Draw:
 
 
 def draw(folder: Path, name: str, seed: int) -> None:
-    """Make a folder of a family."""
+    """Makes a folder of a family."""
     kinds: Mapping[tuple[str, ...], Callable[[Path, str, Draw], None]] = {
         TEXT_FAMILIES: _text,
         PICTURED_FAMILIES: _pictured,
@@ -146,37 +148,43 @@ def _text(folder: Path, name: str, drawing: Draw) -> None:
     elif name == "qwen3_moe":
         sizes |= drawing.experts() | {"norm_topk_prob": drawing.flag()}
     elif name == "gemma3_text":
-        whole = drawing.one_of(make_goldens.LINEAR, {"rope_type": "default", "rope_theta": 5e4})
-        narrow = {"rope_type": "default", "rope_theta": drawing.one_of(50.0, 1e4)}
+        # Layers with windows and layers without have rotary parameters of their own.
+        full_rotary = drawing.one_of(
+            make_goldens.LINEAR, {"rope_type": "default", "rope_theta": 5e4}
+        )
+        window_rotary = {"rope_type": "default", "rope_theta": drawing.one_of(50.0, 1e4)}
         sizes |= {"query_pre_attn_scalar": drawing.one_of(5, 10, 16)}
         sizes |= {"sliding_window": drawing.one_of(3, 5, 8)}
         sizes |= {"layer_types": [drawing.one_of(*LAYER_TYPES) for _ in range(layers)]}
-        sizes["rope_parameters"] = dict(zip(LAYER_TYPES, (narrow, whole), strict=True))
-    # In float64: float32 of a folder whose rounding grows is as far from that as ours, the other way
+        sizes["rope_parameters"] = dict(zip(LAYER_TYPES, (window_rotary, full_rotary), strict=True))
+    # In float64: where rounding errors grow, the reference in float32 is as far from the exact
+    # result as our model, in the other direction.
     sizes = make_goldens.SIZES | sizes
     make_goldens.make(folder, name, sizes, drawing.dtype, drawing.seed, computed_in="float64")
 
 
 def _pictured(folder: Path, name: str, drawing: Draw) -> None:
     head = drawing.one_of(6, 8, 10, 12)
-    joined = name == "qwen2_5_vl"
-    text = pictured.TEXT | drawing.text(head, free_width=not joined)
-    text["rope_parameters"] = drawing.axes(head, interleaved=not joined)
+    has_flat_heads = name == "qwen2_5_vl"
+    text = pictured.TEXT | drawing.text(head, free_width=not has_flat_heads)
+    text["rope_parameters"] = drawing.axes(head, interleaved=not has_flat_heads)
     vision = drawing.tower() | {"out_hidden_size": text["hidden_size"]}
     layers = range(vision["depth"])
-    if joined:
+    if has_flat_heads:
         vision = pictured.VISION | vision | {"window_size": drawing.one_of(8, 16, 24)}
         vision["fullatt_block_indexes"] = [layer for layer in layers if drawing.flag()]
     else:
         text["attention_bias"] = drawing.flag()
-        most = min(vision["depth"], text["num_hidden_layers"])
-        tapped = sorted(drawing.random.permutation(layers)[: drawing.below(1, most + 1)].tolist())
-        vision = pictured.VISION_3 | vision | {"deepstack_visual_indexes": tapped}
+        max_taps = min(vision["depth"], text["num_hidden_layers"])
+        tapped_layers = sorted(
+            drawing.random.permutation(layers)[: drawing.below(1, max_taps + 1)].tolist()
+        )
+        vision = pictured.VISION_3 | vision | {"deepstack_visual_indexes": tapped_layers}
         vision["num_position_embeddings"] = drawing.one_of(9, 16, 49)
     if name == "qwen3_vl_moe":
         text |= drawing.experts()
-    otherwise = name == "qwen3_vl_moe" or (joined and drawing.flag())
-    arguments = (text, vision, drawing.tied, drawing.dtype, otherwise, drawing.seed)
+    spelled_otherwise = name == "qwen3_vl_moe" or (has_flat_heads and drawing.flag())
+    arguments = (text, vision, drawing.tied, drawing.dtype, spelled_otherwise, drawing.seed)
     pictured.make_pictured(folder, *arguments)
 
 
@@ -188,8 +196,9 @@ def _square(folder: Path, name: str, drawing: Draw) -> None:
     vision |= {"num_hidden_layers": drawing.below(1, 4), "intermediate_size": drawing.below(6, 30)}
     base, processor = square.SQUARE["gemma3-tower" if name == "gemma3" else name][::2]
     vision = base["vision_config"] | vision
-    own_heads = name == "gemma3" or drawing.flag()  # InternVL: the decoder of Qwen3
-    text = base["text_config"] | drawing.text(free_width=own_heads)
+    # InternVL with free heads has the decoder of Qwen3.
+    free_width = name == "gemma3" or drawing.flag()
+    text = base["text_config"] | drawing.text(free_width=free_width)
     if name == "gemma3":
         text |= {"query_pre_attn_scalar": drawing.one_of(5, 10)}
         text |= {"sliding_window": drawing.one_of(tokens, tokens + 3)}
@@ -197,9 +206,9 @@ def _square(folder: Path, name: str, drawing: Draw) -> None:
         text |= {"layer_types": [drawing.one_of(*LAYER_TYPES) for _ in layers]}
         sections = {"vision_config": vision | {"image_size": side}, "mm_tokens_per_image": tokens}
     else:
-        text["model_type"] = "qwen3" if own_heads else "qwen2"
-        normed = {"attention_bias": False, "use_qk_norm": True, "norm_type": "rms_norm"}
-        vision |= drawing.one_of({}, normed) | {"image_size": [side, side]}
+        text["model_type"] = "qwen3" if free_width else "qwen2"
+        rms_tower = {"attention_bias": False, "use_qk_norm": True, "norm_type": "rms_norm"}
+        vision |= drawing.one_of({}, rms_tower) | {"image_size": [side, side]}
         sections = {"vision_config": vision, "image_seq_length": tokens}
         sections |= {"tie_word_embeddings": drawing.tied}
     sections = base | sections | {"text_config": text}
@@ -209,7 +218,7 @@ def _square(folder: Path, name: str, drawing: Draw) -> None:
 def _heard(folder: Path, name: str, drawing: Draw) -> None:
     head = drawing.one_of(6, 8, 10)
     text = make_heard_goldens.TEXT | drawing.text(head, free_width=False)
-    wide = text["hidden_size"]
+    width = text["hidden_size"]
     heads = drawing.one_of(1, 2, 3)
     audio = make_heard_goldens.AUDIO | {
         "d_model": heads * drawing.one_of(4, 6, 8),
@@ -218,13 +227,13 @@ def _heard(folder: Path, name: str, drawing: Draw) -> None:
         "encoder_ffn_dim": drawing.below(8, 40),
         "num_mel_bins": drawing.one_of(8, 12, 20),
     }
-    vision = make_heard_goldens.VISION | drawing.tower() | {"out_hidden_size": wide}
+    vision = make_heard_goldens.VISION | drawing.tower() | {"out_hidden_size": width}
     vision |= {"fullatt_block_indexes": [drawing.below(0, vision["depth"])]}
     if name != "qwen2_audio":
         text["rope_parameters"] = drawing.axes(head, interleaved=False)
     changed = {
         "AUDIO": audio,
-        "HEARING": audio | {"n_window": drawing.one_of(6, 10, 14), "output_dim": wide},
+        "HEARING": audio | {"n_window": drawing.one_of(6, 10, 14), "output_dim": width},
         "VISION": vision | {"window_size": drawing.one_of(8, 16, 24)},
     }
     with mock.patch.multiple(make_heard_goldens, **changed):
@@ -235,10 +244,10 @@ def _heard(folder: Path, name: str, drawing: Draw) -> None:
 def _omni(folder: Path, name: str, drawing: Draw) -> None:
     head = drawing.one_of(6, 8, 10, 12)
     text = make_omni_goldens.TEXT | drawing.text(head) | drawing.experts()
-    wide = text["hidden_size"]
+    width = text["hidden_size"]
     text |= {"rope_parameters": drawing.axes(head, interleaved=True)}
     text |= {"attention_bias": drawing.flag()}
-    vision = make_omni_goldens.VISION | drawing.tower() | {"out_hidden_size": wide}
+    vision = make_omni_goldens.VISION | drawing.tower() | {"out_hidden_size": width}
     vision |= {"num_position_embeddings": drawing.one_of(9, 25)}
     vision |= {"deepstack_visual_indexes": [drawing.below(0, vision["depth"])]}
     heads = drawing.one_of(1, 2, 4)
@@ -249,31 +258,33 @@ def _omni(folder: Path, name: str, drawing: Draw) -> None:
         "num_mel_bins": drawing.one_of(9, 16),
         "downsample_hidden_size": drawing.one_of(4, 6),
         "n_window_infer": drawing.one_of(100, 200, 400),
-        "output_dim": wide,
+        "output_dim": width,
     }
     arguments = (name, text, vision, audio, drawing.tied, drawing.dtype, drawing.seed)
     make_omni_goldens.make_omni(folder, *arguments)
 
 
 def _spell_as_before(path: Path, drawing: Draw) -> None:
-    """Rotary parameters, layers with windows and types under the keys of transformers 4."""
+    """Writes rotary parameters, window layers and types under the keys of transformers 4."""
 
     def respelled(section: Any) -> Any:
         if not isinstance(section, dict):
             return section
-        found = {key: respelled(value) for key, value in section.items()}
-        rotary = found.get("rope_parameters")
+        new_section = {key: respelled(value) for key, value in section.items()}
+        rotary = new_section.get("rope_parameters")
         if isinstance(rotary, dict) and "rope_theta" in rotary:
-            scaling = {k: v for k, v in found.pop("rope_parameters").items() if k != "rope_theta"}
-            found["rope_theta"] = rotary["rope_theta"]
+            scaling = {
+                k: v for k, v in new_section.pop("rope_parameters").items() if k != "rope_theta"
+            }
+            new_section["rope_theta"] = rotary["rope_theta"]
             if scaling != {"rope_type": "default"}:
                 kind = drawing.one_of("type", "rope_type")
-                found["rope_scaling"] = {kind: scaling.pop("rope_type"), **scaling}
-        if "max_window_layers" in found:
-            found.pop("layer_types", None)
-        if "dtype" in found:
-            found["torch_dtype"] = found.pop("dtype")
-        return found
+                new_section["rope_scaling"] = {kind: scaling.pop("rope_type"), **scaling}
+        if "max_window_layers" in new_section:
+            new_section.pop("layer_types", None)
+        if "dtype" in new_section:
+            new_section["torch_dtype"] = new_section.pop("dtype")
+        return new_section
 
     path.write_text(json.dumps(respelled(json.loads(path.read_text())), indent=2))
 

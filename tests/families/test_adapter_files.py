@@ -1,4 +1,4 @@
-"""Factors of adapters in the tensors of a folder."""
+"""The low-rank factors of adapters as tensors of a folder, in the layout of the reference (PEFT)."""
 
 import json
 
@@ -33,7 +33,8 @@ def test_factors_have_the_axes_of_their_matrix():
 
 def test_modules_have_the_names_of_the_reference_whatever_the_keys_begin_with():
     family = ModelFolder.open(GOLDENS / "gemma3-tower").family
-    path, layer = "layers.mlp.up", "layers.{layer}.mlp.up_proj.weight"
+    path = "layers.mlp.up"
+    layer = "layers.{layer}.mlp.up_proj.weight"
     assert family.lines[path].key == f"language_model.model.{layer}"
     assert family.module_line(path).key == f"model.language_model.{layer}"
     for name, module in (("qwen2_5_omni", "thinker.model"), ("qwen2_5_omni-thinker", "model")):
@@ -59,13 +60,13 @@ def test_what_is_no_matrix_of_each_layer_is_refused(text):
 def test_the_products_of_what_is_written_are_those_of_the_factors(tmp_path):
     folder = ModelFolder.open(GOLDENS / "qwen3")
     rng = np.random.default_rng(0)
-    drawn = {
+    factor_shapes = {
         "layers.attention.out": ((2, 4, 8, 3), (2, 3, 16)),
         "layers.attention.query": ((2, 16, 3), (2, 3, 4, 8)),
     }
     factors = {
         path: tuple(rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in shapes)
-        for path, shapes in drawn.items()
+        for path, shapes in factor_shapes.items()
     }
     adapter = AdapterConfig(rank=3, alpha=1.5)
     write_adapter(folder, adapter, factors, lambda path: factors[path], tmp_path / "out")
@@ -74,11 +75,13 @@ def test_the_products_of_what_is_written_are_those_of_the_factors(tmp_path):
     tensors = WeightFile.open(tmp_path / "out" / "adapter_model.safetensors").tensors
     assert len(tensors) == 2 * 2 * 2 and {tensor.dtype for tensor in tensors.values()} == {"BF16"}
     for path, module in (("out", "o_proj"), ("query", "q_proj")):
-        a, b = (part.astype(np.float32) for part in factors[f"layers.attention.{path}"])
+        a, b = (factor.astype(np.float32) for factor in factors[f"layers.attention.{path}"])
         for layer in range(2):
             key = f"base_model.model.model.layers.{layer}.self_attn.{module}.lora_"
             a_file, b_file = (
                 tensors[f"{key}{name}.weight"].array().astype(np.float32) for name in "AB"
             )
+            # Files hold transposed matrices, so the product of the files is compared with the
+            # product of the factors.
             product = a[layer].reshape(-1, 3) @ b[layer].reshape(3, -1)
             np.testing.assert_allclose((b_file @ a_file).T, product, rtol=1e-5)

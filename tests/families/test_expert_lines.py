@@ -1,4 +1,6 @@
-"""Experts in files: apart or joined, with inputs or outputs first, they are the same parameters, in and out."""
+"""Experts in files are the same parameters whatever their form, when read and when written.
+
+Files hold experts apart or joined, and with inputs or outputs first."""
 
 import json
 import re
@@ -25,41 +27,47 @@ JOINED = re.compile(r"(?P<stem>.*\.mlp\.experts)\.(?P<name>gate_up|down)_proj")
 
 
 def apart(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Matrices [out, in] of single experts, whatever the form; tensors that join them have inputs first."""
-    found = {}
+    """The matrices [out, in] of single experts, whatever the form of `tensors`.
+
+    Tensors that join experts have inputs first."""
+    separate = {}
     for key, tensor in tensors.items():
         joined = JOINED.fullmatch(key)
         if joined is None or "talker" in key:
-            found[key] = tensor
+            separate[key] = tensor
             continue
         names = joined["name"].split("_")
-        for expert, of_expert in enumerate(tensor):
-            for name, matrix in zip(names, np.split(of_expert, len(names), axis=1), strict=True):
-                found[f"{joined['stem']}.{expert}.{name}_proj.weight"] = matrix.T
-    return found
+        for expert, expert_tensor in enumerate(tensor):
+            for name, matrix in zip(
+                names, np.split(expert_tensor, len(names), axis=1), strict=True
+            ):
+                separate[f"{joined['stem']}.{expert}.{name}_proj.weight"] = matrix.T
+    return separate
 
 
 def in_form(tensors: dict[str, np.ndarray], form: str) -> dict[str, np.ndarray]:
+    """The same tensors in another form, from matrices of single experts."""
     if form == "apart":
         return tensors
-    found, experts = {}, {}
+    converted = {}
+    experts = {}
     for key, tensor in tensors.items():
-        own = EXPERT.fullmatch(key)
-        if own is None or "talker" in key:
-            found[key] = tensor
+        entry = EXPERT.fullmatch(key)
+        if entry is None or "talker" in key:
+            converted[key] = tensor
         else:
-            experts.setdefault(own["stem"], {})[own["name"], int(own["expert"])] = tensor
+            experts.setdefault(entry["stem"], {})[entry["name"], int(entry["expert"])] = tensor
     for stem, matrices in experts.items():
         count = 1 + max(expert for _, expert in matrices)
         gate, up, down = (
             np.stack([matrices[name, expert] for expert in range(count)])
             for name in ("gate", "up", "down")
         )
-        turned = {"gate_up": np.concatenate([gate, up], axis=1), "down": down}
-        for name, tensor in turned.items():
-            own = tensor if form == "outputs" else tensor.swapaxes(1, 2)
-            found[f"{stem}.{name}_proj"] = np.ascontiguousarray(own)
-    return found
+        joined = {"gate_up": np.concatenate([gate, up], axis=1), "down": down}
+        for name, tensor in joined.items():
+            entry = tensor if form == "outputs" else tensor.swapaxes(1, 2)
+            converted[f"{stem}.{name}_proj"] = np.ascontiguousarray(entry)
+    return converted
 
 
 def folder_in(form: str, golden: str, place: Path) -> Path:
@@ -69,7 +77,7 @@ def folder_in(form: str, golden: str, place: Path) -> Path:
 
 
 def shapes_by_component(folder: Path) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Of the parameters of a folder's model."""
+    """The shapes of the parameters of a folder's model, by component and path."""
     tree = resolved({"model": {"from": str(folder)}})["model"]
     config = ModelConfig.model_validate_json(json.dumps(tree))
     vocabulary = tree["language"]["vocab_size"]
@@ -84,20 +92,20 @@ def shapes_by_component(folder: Path) -> dict[str, dict[str, tuple[int, ...]]]:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("golden", FAMILIES)
 def test_experts_are_the_same_in_every_form(golden, form, tmp_path):
-    """And what goes beside them fits the folder, too; all of it is written back as it was."""
+    """The components beside the experts fit the folder, too, and all is written back as it was."""
     folder = folder_in(form, golden, tmp_path)
     original = GOLDENS / golden
-    parts = []
+    component_weights = []
     for component, shapes in shapes_by_component(original).items():
         fit, expected = (
             ModelFolder.open(path, component).check(shapes) for path in (folder, original)
         )
 
-        whole = partial(fit.whole, dtype=np.float32)
+        read_whole = partial(fit.whole, dtype=np.float32)
         for path in shapes:
-            np.testing.assert_array_equal(whole(path), expected.whole(path, np.float32))
-        parts.append((fit, whole))
-    write_folder(parts, tmp_path / "out")
+            np.testing.assert_array_equal(read_whole(path), expected.whole(path, np.float32))
+        component_weights.append((fit, read_whole))
+    write_folder(component_weights, tmp_path / "out")
     written = (tmp_path / "out" / "model.safetensors").read_bytes()
     assert written == (folder / "model.safetensors").read_bytes()
     assert any(key.endswith("experts.down_proj") for key in ModelFolder.open(folder).tensors) == (

@@ -1,4 +1,6 @@
-"""Folders of Gemma 3 in old spellings and new ones, alone and beside a vision tower."""
+"""Folders of Gemma 3 in old and new spellings, alone and beside a vision tower.
+
+Pixels are compared with the processed.npz that the reference's processor made."""
 
 import json
 import shutil
@@ -28,7 +30,7 @@ from tests.families.test_model_folder import (
 )
 from tests.support import tiny_config
 
-# As the published 1B model and the text of the 4B model have them
+# The config of the published 1B model, and the text section of the 4B model.
 SMALL = {
     "attn_logit_softcapping": None,
     "head_dim": 256,
@@ -58,7 +60,8 @@ SPARSE = {
 
 
 def config_of(folder: Path, place: Path, images: dict | None = None, **model) -> Config:
-    """A run of a folder's model, with other keys of `model` and `data.images` if given."""
+    """The config of a run with a folder's model, with changed keys of `model` and `data.images` if
+    given."""
     tree = tiny_config(place, data__tokenizer="none.json")
     tree["model"] = {"from": str(folder)} | model
     del tree["data"]["images"], tree["data"]["audio"]
@@ -67,20 +70,22 @@ def config_of(folder: Path, place: Path, images: dict | None = None, **model) ->
 
 
 def check_squares(folder: Path, config: Config, place: Path) -> None:
-    """The pixels of pictures are those of the processor, square for square."""
-    reader, vision = modalities(config.model, config.data)["vision"], config.model.vision
+    """Checks the pixels of pictures against the processor's, square for square."""
+    reader = modalities(config.model, config.data)["vision"]
+    vision = config.model.vision
     assert vision is not None and isinstance(reader, Images)
     processed = np.load(folder / "processed.npz")
-    wanted = processed["pixels"].transpose(0, 2, 3, 1) * vision.pixel_std + vision.pixel_mean
+    expected = processed["pixels"].transpose(0, 2, 3, 1) * vision.pixel_std + vision.pixel_mean
     for i in range(len(processed.files) - 1):
         Image.fromarray(processed[f"image_{i}"]).save(place / f"{i}.png")
         shape = reader.measure(File(place / f"{i}.png"))
-        squares, wanted = np.split(wanted, [shape[0]])
+        squares, expected = np.split(expected, [shape[0]])
+        # The processor's pixels are whole color levels, scaled, up to rounding.
         levels = 255 * squares.reshape(-1, squares.shape[2], 3)
         assert np.abs(levels - levels.round()).max() < 1e-3
         colors = reader.patches(levels.round().astype(np.uint8), shape)
         np.testing.assert_array_equal(reader.load(File(place / f"{i}.png"), shape), colors)
-    assert not len(wanted)
+    assert not len(expected)
 
 
 def language(**values) -> dict:
@@ -94,34 +99,34 @@ def tower(tmp_path) -> Path:
 
 
 def test_a_file_of_the_old_spelling():
-    found = language(**SMALL)
-    assert (found["heads"], found["kv_heads"], found["head_size"]) == (4, 1, 256)
-    assert found["full_layers"] == [5, 11, 17, 23] and found["window"] == 512
-    assert (found["rope_theta"], found["window_rope_theta"]) == (1e6, 1e4)
-    assert found["attention_scale"] == 1 / 16 and found["tie_embeddings"]
+    section = language(**SMALL)
+    assert (section["heads"], section["kv_heads"], section["head_size"]) == (4, 1, 256)
+    assert section["full_layers"] == [5, 11, 17, 23] and section["window"] == 512
+    assert (section["rope_theta"], section["window_rope_theta"]) == (1e6, 1e4)
+    assert section["attention_scale"] == 1 / 16 and section["tie_embeddings"]
 
 
 def test_a_file_that_leaves_out_what_is_usual():
-    found = language(model_type="gemma3", text_config=SPARSE)
-    sizes = (found["vocab_size"], found["heads"], found["kv_heads"], found["head_size"])
+    section = language(model_type="gemma3", text_config=SPARSE)
+    sizes = (section["vocab_size"], section["heads"], section["kv_heads"], section["head_size"])
     assert sizes == (262_208, 8, 4, 256)
-    assert found["rope_scaling"] == {"kind": "linear", "factor": 8.0}
-    assert len(found["full_layers"]) == 5
+    assert section["rope_scaling"] == {"kind": "linear", "factor": 8.0}
+    assert len(section["full_layers"]) == 5
 
 
 def test_both_spellings_are_one():
-    theta = {"full_attention": 1e6, "sliding_attention": 1e4}
-    records = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in theta.items()}
-    every = ["sliding_attention"] * 5 + ["full_attention"]
-    old = {"rope_theta", "rope_local_base_freq", "rope_scaling", "sliding_window_pattern"}
-    kept = {key: value for key, value in SMALL.items() if key not in old}
-    new = kept | {"rope_parameters": records, "layer_types": (every * 5)[:26]}
-    assert language(**new) == language(**SMALL)
+    thetas = {"full_attention": 1e6, "sliding_attention": 1e4}
+    records = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in thetas.items()}
+    layer_cycle = ["sliding_attention"] * 5 + ["full_attention"]
+    old_keys = {"rope_theta", "rope_local_base_freq", "rope_scaling", "sliding_window_pattern"}
+    common = {key: value for key, value in SMALL.items() if key not in old_keys}
+    new_values = common | {"rope_parameters": records, "layer_types": (layer_cycle * 5)[:26]}
+    assert language(**new_values) == language(**SMALL)
 
 
 def test_without_windows_there_is_one_theta():
-    found = language(**SMALL, layer_types=["full_attention"] * 26)
-    assert found["window_rope_theta"] is None and "window" not in found
+    section = language(**SMALL, layer_types=["full_attention"] * 26)
+    assert section["window_rope_theta"] is None and "window" not in section
 
 
 @pytest.mark.parametrize(
@@ -156,7 +161,9 @@ def test_what_is_not_supported_is_told_by_name(values, words):
 
 def test_what_a_folder_with_a_tower_says_stands_in_the_config(tower, tmp_path):
     config = config_of(tower, tmp_path)
-    language, vision, images = config.model.language, config.model.vision, config.data.images
+    language = config.model.language
+    vision = config.model.vision
+    images = config.data.images
     assert vision is not None
     assert language.post_norms and language.media_positions == "line"
     assert "vision" in language.bidirectional
@@ -165,7 +172,7 @@ def test_what_a_folder_with_a_tower_says_stands_in_the_config(tower, tmp_path):
     assert projector.linear and not projector.bias and projector.grouping == "mean"
     assert (projector.norm, projector.norm_epsilon) == ("zero_centred_rms", 1e-6)
     assert (images.resize, images.kernel, images.max_pixels) == ("square", "bilinear", 16**2)
-    # What the run folder keeps is read again, as it says nothing else
+    # The run folder keeps the config with all values filled in. Reading it again changes nothing.
     written = config.model_dump(mode="json", by_alias=True)
     assert parse_config(resolved(written)) == config
 
@@ -175,10 +182,10 @@ def test_a_run_may_leave_the_tower_out_or_take_it_alone(tower, tmp_path):
     (tower / "preprocessor_config.json").rename(tower / "other.json")
     assert config_of(tower, tmp_path, vision=None).model.encoders == (), "nor is its processor read"
     (tower / "other.json").rename(tower / "preprocessor_config.json")
-    alone = tiny_config(tmp_path)
-    alone["model"]["vision"] = {"from": str(tower), "merge": 4}
-    del alone["data"]["images"]
-    vision = parse_config(resolved(alone)).model.vision
+    tower_tree = tiny_config(tmp_path)
+    tower_tree["model"]["vision"] = {"from": str(tower), "merge": 4}
+    del tower_tree["data"]["images"]
+    vision = parse_config(resolved(tower_tree)).model.vision
     assert vision is not None and not vision.projector.linear
 
 
@@ -212,7 +219,7 @@ def test_an_own_head_beside_a_tower_is_refused(tower):
 
 @pytest.mark.parametrize("key", ["lm_head.weight", "language_model.lm_head.weight"])
 def test_a_tied_head_may_have_a_second_tensor(key, tmp_path):
-    """Under either of its keys; it must be the embedding."""
+    """The second tensor may have either key, but must equal the embedding."""
     embedding = "language_model.model.embed_tokens.weight"
     for difference in (0, 1):
         folder = copy_in_one_file(
@@ -230,25 +237,25 @@ def test_a_tied_head_may_have_a_second_tensor(key, tmp_path):
 
 
 def test_keys_of_both_prefixes_are_read(tower):
-    """What is trained changes, and the tower is carried through."""
-    before = ModelFolder.open(tower)
+    """Trained tensors change, and the tower is carried through."""
+    original = ModelFolder.open(tower)
     values = {
         key: np.array(tensor.array())
-        for key, tensor in before.tensors.items()
+        for key, tensor in original.tensors.items()
         if not key.startswith("language_model.")
     }
     renamed = {}
-    for key in before.tensors:
-        ours = key.startswith("language_model.")
+    for key in original.tensors:
+        is_language = key.startswith("language_model.")
         renamed[key] = (
             key.replace("language_model.model.", "model.language_model.")
-            if ours
+            if is_language
             else f"model.{key}"
         )
     index = json.loads((tower / INDEX).read_text())
     index["weight_map"] = {renamed[key]: name for key, name in index["weight_map"].items()}
     (tower / INDEX).write_text(json.dumps(index))
-    for file in before.files:
+    for file in original.files:
 
         def change(header):
             for key in [key for key in header if key in renamed]:

@@ -1,4 +1,7 @@
-"""Published generators against the reference, through reader, rows and model; and written back as they were."""
+"""Published generators against the reference, through reader, rows and model.
+
+The reference is diffusers: its velocities and gradients are in generator_goldens/. Folders are also
+written back as they were."""
 
 from __future__ import annotations
 
@@ -46,11 +49,11 @@ BLOCK = 32
 
 
 def config_of(folder: Path, place: Path, width: int | None = None, **generator) -> Config:
-    """A run with this generator, and a decoder as wide as the states that it reads."""
+    """A run with this generator, and a decoder as wide as the text states that the generator reads."""
     tree = tiny_config(place)
-    said = json.loads((folder / "config.json").read_text())
-    reads = said.get("text_dim", said.get("joint_attention_dim"))
-    language = tree["model"]["language"] | {"width": width or reads}
+    folder_config = json.loads((folder / "config.json").read_text())
+    state_width = folder_config.get("text_dim", folder_config.get("joint_attention_dim"))
+    language = tree["model"]["language"] | {"width": width or state_width}
     generator = {"from": str(folder), "projector": "folder"} | generator
     tree["model"] = {"language": language, "diffusion": generator}
     tree["objective"] = {"language": {"weight": 0.0}}
@@ -59,14 +62,14 @@ def config_of(folder: Path, place: Path, width: int | None = None, **generator) 
 
 
 def relative(found: np.ndarray, wanted: np.ndarray) -> float:
-    """The largest difference, over the largest entry."""
+    """The largest difference, relative to the largest expected entry."""
     return float(np.abs(found - wanted).max(initial=0) / np.abs(wanted).max(initial=ROUNDING))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_velocities_and_gradients_are_the_references(name, tmp_path):
-    """All items lie packed in one row; zeros fill up their texts, and one has none."""
+    """All items lie packed in one row. Zeros fill up their texts, and one item has no text."""
     check_golden(GOLDENS / name, tmp_path)
 
 
@@ -79,10 +82,11 @@ def test_the_mesh_changes_nothing(name, tmp_path):
 @pytest.mark.exhaustive
 @needs("torch", "diffusers")
 def test_generators_that_are_drawn_anew(tmp_path):
-    """Live, from another seed and with other dimensions; the reference reads what is written strictly.
+    """Compares with the reference live, with another seed and other dimensions.
 
-    It computes in float64: gradients of keys' biases are what is left of terms that cancel, and its own float32 is
-    off by more than 1e-4 of them.
+    The reference also reads strictly what is written. It computes in float64: gradients of key
+    biases are what is left of terms that cancel, and its own float32 is off by more than 1e-4 of
+    them.
     """
     import diffusers
     from safetensors.torch import load_file
@@ -98,21 +102,22 @@ def test_generators_that_are_drawn_anew(tmp_path):
         values = load_file(tmp_path / "written" / name / OF_GENERATORS)
         config = reference.load_config(tmp_path / "written" / name)
         reference.from_config(config).load_state_dict(values, strict=True)
-        first = load_file(tmp_path / name / OF_GENERATORS)
-        assert first.keys() == values.keys()
-        assert all((first[key] == values[key]).all() for key in first)
+        original = load_file(tmp_path / name / OF_GENERATORS)
+        assert original.keys() == values.keys()
+        assert all((original[key] == values[key]).all() for key in original)
 
 
 def check_golden(
     folder: Path, place: Path, sizes: Mapping[str, int] | None = None
 ) -> dict[str, float]:
-    """The largest difference of each velocity and gradient, over its largest entry."""
+    """Checks a golden, and returns the relative difference of each velocity and gradient."""
     model = model_of(config_of(folder, place), sizes or {"data": 1, "fsdp": 1})
     inputs, reference, gradients = (
         dict(np.load(folder / f"{file}.npz")) for file in ("inputs", "reference", "gradients")
     )
     packed = Packed.of(model, inputs, range(len(reference) // 3))
-    ranks = model.layout("diffusion").ranks  # each has the same row, and the last one a loss
+    # All ranks have the same row, and only the last one a loss.
+    ranks = model.layout("diffusion").ranks
     rows, states, noisy, direction = packed.on(ranks)
     direction[:-1] = 0
     abstract = model.abstract("float32")
@@ -125,21 +130,25 @@ def check_golden(
     function = jax.jit(jax.value_and_grad(product, argnums=(0, 1, 2), has_aux=True))
     (_, velocity), (d_params, *d_inputs) = jax.device_get(function(params, noisy, states))
     velocity, d_noisy, d_states = (packed.back(leaf[-1]) for leaf in (velocity, *d_inputs))
-    off: dict[str, float] = {}
-    for i, (conditions, of_item) in enumerate(packed.where):
+    differences: dict[str, float] = {}
+    for i, (conditions, patch_slots) in enumerate(packed.where):
         patches = {kind: reference[f"{kind}_{i}"] for kind in ("velocity", "latents_gradient")}
         patches = {kind: patches_in(model, latents) for kind, latents in patches.items()}
-        off[f"velocity {i}"] = relative(velocity[of_item], patches["velocity"])
-        off[f"latents {i}"] = relative(d_noisy[of_item], patches["latents_gradient"])
-        off[f"states {i}"] = relative(d_states[conditions], reference[f"states_gradient_{i}"])
-    found: dict[str, np.ndarray] = {}
+        differences[f"velocity {i}"] = relative(velocity[patch_slots], patches["velocity"])
+        differences[f"latents {i}"] = relative(d_noisy[patch_slots], patches["latents_gradient"])
+        differences[f"states {i}"] = relative(
+            d_states[conditions], reference[f"states_gradient_{i}"]
+        )
+    key_gradients: dict[str, np.ndarray] = {}
     for name in COMPONENTS:
         shapes = {path: leaf.shape for path, leaf in leaves_by_path(params[name])}
-        found |= by_key(ModelFolder.open(folder, name).check(shapes), d_params[name])
-    assert found.keys() == gradients.keys()
-    off |= {key: relative(found[key], wanted) for key, wanted in gradients.items()}
-    assert max(off.values()) <= 1e-4, off
-    return off
+        key_gradients |= by_key(ModelFolder.open(folder, name).check(shapes), d_params[name])
+    assert key_gradients.keys() == gradients.keys()
+    differences |= {
+        key: relative(key_gradients[key], expected) for key, expected in gradients.items()
+    }
+    assert max(differences.values()) <= 1e-4, differences
+    return differences
 
 
 def model_of(config: Config, sizes: Mapping[str, int]) -> MLLM:
@@ -164,7 +173,7 @@ def modality_of(generator: DiffusionConfig) -> GeneratedLatents:
 
 
 def patches_in(model: MLLM, latents: np.ndarray) -> np.ndarray:
-    """[slots, features] of latents [channels, frames, height, width]."""
+    """Latents [channels, frames, height, width] as patches [slots, features]."""
     generator = model.config.diffusion
     frames = np.moveaxis(latents, 0, -1)
     return patches_of(frames, generator.patch_frames, generator.patch_size)
@@ -172,58 +181,65 @@ def patches_in(model: MLLM, latents: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Packed:
-    """Some items of a golden in one row."""
+    """Some items of a golden, packed in one row."""
 
     row: dict[str, Any]
-    states: np.ndarray  # [1, C, D], and patches [1, C, F], in the order of the row
+    states: np.ndarray  # [1, C, D]; patches are [1, C, F]; all in the order of the row
     noisy: np.ndarray
     direction: np.ndarray
-    where: list[tuple[slice, slice]]  # conditions and patches of each item, before slots are dealt
+    # The slots of conditions and of patches, per item, before slots are dealt.
+    where: list[tuple[slice, slice]]
 
     @classmethod
     def of(cls, model: MLLM, inputs: Mapping[str, np.ndarray], items: Iterable[int]) -> Packed:
-        generator, slots = model.config.diffusion, 8 * BLOCK
+        """Packs items behind one another, as the row builder places their conditions and patches."""
+        generator = model.config.diffusion
+        slots = 8 * BLOCK
         row = empty_row(slots, len(inputs) // 4, generator.patch_features)
         if generator.conditioning == "cross":
             row["readers"] = np.zeros((1, slots), np.int32)
         states = np.zeros((1, slots, model.config.language.width), np.float32)
         noisy, direction = np.zeros((2, 1, slots, generator.patch_features), np.float32)
-        where, start = [], 0
-        lies = modality_of(generator)
+        item_slots = []
+        start = 0
+        modality = modality_of(generator)
         for number, i in enumerate(items, 1):
-            given, drawn = inputs[f"states_{i}"], patches_in(model, inputs[f"latents_{i}"])
-            conditions = slice(start, start + len(given))
-            first = start + lies.first_patch(len(given))
-            of_item = slice(first, first + len(drawn))
-            stop = max(conditions.stop, of_item.stop)
+            states_of_item = inputs[f"states_{i}"]
+            patches = patches_in(model, inputs[f"latents_{i}"])
+            conditions = slice(start, start + len(states_of_item))
+            first_patch = start + modality.first_patch(len(states_of_item))
+            patch_slots = slice(first_patch, first_patch + len(patches))
+            stop = max(conditions.stop, patch_slots.stop)
             row["owners"][0, start:stop] = number
-            row["readers" if lies.crossed else "segments"][0, conditions] = number
-            row["segments"][0, of_item] = number
+            row["readers" if modality.crossed else "segments"][0, conditions] = number
+            row["segments"][0, patch_slots] = number
             row["conditions"][0, conditions] = np.arange(conditions.start, conditions.stop)
             _, frames, *sides = inputs[f"latents_{i}"].shape
             grid = (frames // generator.patch_frames, *(n // generator.patch_size for n in sides))
-            row["positions"][0, conditions] = lies.condition_positions(grid, len(given))
-            row["positions"][0, of_item] = lies.positions(grid)
-            row["positions"][0, of_item, 0] += lies.first_time(len(given))
+            row["positions"][0, conditions] = modality.condition_positions(
+                grid, len(states_of_item)
+            )
+            row["positions"][0, patch_slots] = modality.positions(grid)
+            row["positions"][0, patch_slots, 0] += modality.first_time(len(states_of_item))
             row["times"][0, number - 1] = inputs[f"time_{i}"]
-            states[0, conditions], noisy[0, of_item] = given, drawn
-            direction[0, of_item] = patches_in(model, inputs[f"direction_{i}"])
-            where.append((conditions, of_item))
+            states[0, conditions], noisy[0, patch_slots] = states_of_item, patches
+            direction[0, patch_slots] = patches_in(model, inputs[f"direction_{i}"])
+            item_slots.append((conditions, patch_slots))
             start = stop
         parts = {"diffusion": model.layout("diffusion").parts}
         attention = AttentionSpec({"diffusion": BLOCK}, parts, crossed=model.config.crossed)
         finish_generator_row(row, attention, "diffusion")
         order = row["order"][0]
-        return cls(row, states[:, order], noisy[:, order], direction[:, order], where)
+        return cls(row, states[:, order], noisy[:, order], direction[:, order], item_slots)
 
     def on(self, ranks: int) -> tuple[GeneratorRows, np.ndarray, np.ndarray, np.ndarray]:
-        """Rows, states, noisy patches and directions: the same on so many ranks."""
+        """Rows, states, noisy patches and directions, repeated on so many ranks."""
         arrays = self.row, self.states, self.noisy, self.direction
-        row, *others = jax.tree.map(lambda leaf: np.repeat(leaf, ranks, axis=0), arrays)
-        return GeneratorRows.of(row), *others
+        row, *patch_arrays = jax.tree.map(lambda leaf: np.repeat(leaf, ranks, axis=0), arrays)
+        return GeneratorRows.of(row), *patch_arrays
 
     def back(self, dealt: np.ndarray) -> np.ndarray:
-        """Values of slots in packed order."""
+        """Brings values of dealt slots back to packed order."""
         return dealt[np.argsort(self.row["order"][0])]
 
 
@@ -232,9 +248,9 @@ class Packed:
 def test_packed_items_are_as_each_alone_in_double_precision(name, tmp_path):
     folder = GOLDENS / name
     config = config_of(folder, tmp_path)
-    wide = ComponentConfig(compute_dtype="float64")
+    double = ComponentConfig(compute_dtype="float64")
     projectors = ProjectorComponents(language=ProjectorConfig(compute_dtype="float64"))
-    components = ComponentsConfig(diffusion=wide, projector=projectors)
+    components = ComponentsConfig(diffusion=double, projector=projectors)
     model = model_of(config.model_copy(update={"components": components}), {"data": 1, "fsdp": 1})
     inputs = dict(np.load(folder / "inputs.npz"))
     with jax.enable_x64(True):
@@ -244,21 +260,26 @@ def test_packed_items_are_as_each_alone_in_double_precision(name, tmp_path):
         def velocities(items: Iterable[int]) -> list[np.ndarray]:
             packed = Packed.of(model, inputs, items)
             rows, states, noisy, _ = packed.on(1)
-            found = draw(params, rows, *(leaf.astype(np.float64) for leaf in (noisy, states)))
-            return [np.asarray(found)[0, of_item] for _, of_item in packed.where]
+            row_velocity = draw(
+                params, rows, *(leaf.astype(np.float64) for leaf in (noisy, states))
+            )
+            return [np.asarray(row_velocity)[0, patch_slots] for _, patch_slots in packed.where]
 
         draw = jax.jit(
             lambda params, rows, noisy, states: model.draw(params, "diffusion", rows, noisy, states)
         )
-        together = velocities(range(3))
-        for i, velocity in enumerate(together):
-            (alone,) = velocities([i])
-            assert alone.dtype == np.float64
-            np.testing.assert_allclose(velocity, alone, rtol=0, atol=1e-10 * np.abs(alone).max())
+        packed_velocities = velocities(range(3))
+        for i, velocity in enumerate(packed_velocities):
+            (single_velocity,) = velocities([i])
+            assert single_velocity.dtype == np.float64
+            # In float64 packing may only change rounding. A leak between items would be far larger.
+            np.testing.assert_allclose(
+                velocity, single_velocity, rtol=0, atol=1e-10 * np.abs(single_velocity).max()
+            )
 
 
 def empty_row(slots: int, segments: int, features: int) -> dict[str, np.ndarray]:
-    """A row of nothing but padding."""
+    """A row that is all padding."""
     return {
         "features": np.zeros((1, slots, features), np.float32),
         "owners": np.zeros((1, slots), np.int32),
@@ -281,17 +302,17 @@ def test_a_folder_is_written_as_it_was(name, tmp_path):
 
 
 def write_again(folder: Path, out: Path) -> None:
-    """Read the parameters of a folder onto a mesh, and write them into another."""
+    """Reads the parameters of a folder onto a mesh, and writes them into another folder."""
     config = config_of(folder, out.parent)
     mesh = make_mesh({"data": 1, "fsdp": 8})
     abstract = build_model(config.model, 8, config.components, mesh).abstract("float32")
-    parts = []
+    component_weights = []
     for component in COMPONENTS:
         shapes = {path: leaf.shape for path, leaf in leaves_by_path(abstract[component])}
         fit = ModelFolder.open(folder, component).check(shapes)
         params = dict(leaves_by_path(read_folder(str(folder), abstract[component], component)))
-        parts.append((fit, lambda path, params=params: np.asarray(params[path])))
-    assert write_folder(parts, out) == ()
+        component_weights.append((fit, lambda path, params=params: np.asarray(params[path])))
+    assert write_folder(component_weights, out) == ()
 
 
 @pytest.fixture
@@ -337,7 +358,7 @@ def test_a_config_of_two_streams_that_cannot_be(tmp_path, values, words):
 
 
 def test_what_the_folder_says_stands_in_the_config(copy, tmp_path):
-    """But how many zeros pad a text, and a new projector, are the user's choice."""
+    """The number of zeros that pad a text, and a new projector, are still the user's choice."""
     config = config_of(copy, tmp_path, 24, padded_conditions=None, projector="new")
     generator = config.model.diffusion
     assert (generator.patch_features, generator.sections) == (16, (2, 2, 2))
@@ -357,15 +378,15 @@ def test_what_the_folder_says_stands_in_the_config(copy, tmp_path):
 
 
 def test_a_folder_of_several_files(copy, tmp_path):
-    """As large models are published."""
+    """Large models are published as several files with an index."""
     name = "diffusion_pytorch_model"
-    whole = copy / f"{name}.safetensors"
-    part = whole.rename(copy / f"{name}-00001-of-00001.safetensors")
+    single_file = copy / f"{name}.safetensors"
+    shard = single_file.rename(copy / f"{name}-00001-of-00001.safetensors")
     (file,) = ModelFolder.open(GOLDENS / "wan", "diffusion").files
-    index = {"weight_map": dict.fromkeys(file.tensors, part.name)}
+    index = {"weight_map": dict.fromkeys(file.tensors, shard.name)}
     (copy / f"{name}.safetensors.index.json").write_text(json.dumps(index))
     assert ModelFolder.open(copy, "diffusion").tensors.keys() == file.tensors.keys()
-    part.unlink()
+    shard.unlink()
     with pytest.raises(FolderError, match="which is not there; copy the folder again"):
         ModelFolder.open(copy, "diffusion")
     (copy / f"{name}.safetensors.index.json").unlink()

@@ -1,4 +1,6 @@
-"""InternVL: what its folders say, in both spellings; its tiles against the reference's; what is refused."""
+"""InternVL: what its folders say in both spellings, its tiles, and what is refused.
+
+Tiles are compared with the processed.npz that the reference's processor made."""
 
 import json
 import shutil
@@ -18,7 +20,8 @@ from tests.families.test_model_folder import (
     shapes_of,
 )
 
-FOLDER, NORMED = GOLDENS / "internvl", GOLDENS / "internvl-normed"
+FOLDER = GOLDENS / "internvl"
+NORMED = GOLDENS / "internvl-normed"
 
 
 @pytest.fixture
@@ -28,7 +31,9 @@ def copy(tmp_path) -> Path:
 
 def test_what_the_folder_says_stands_in_the_config(tmp_path):
     config = config_of(FOLDER, tmp_path)
-    language, vision, images = config.model.language, config.model.vision, config.data.images
+    language = config.model.language
+    vision = config.model.vision
+    images = config.data.images
     assert vision is not None and vision.class_token and vision.layer_scale and not vision.last_norm
     assert vision.qkv_bias and not vision.qk_norm and vision.gelu == "exact"
     assert (vision.position_grid, vision.merge, vision.projector.norm) == (4, 2, "layer")
@@ -36,22 +41,24 @@ def test_what_the_folder_says_stands_in_the_config(tmp_path):
     assert language.qkv_bias and not language.tie_embeddings
     assert (language.bidirectional, language.media_positions) == ((), "line")
     assert (images.resize, images.min_tiles, images.max_tiles) == ("tiles", 1, 4)
-    normed = config_of(NORMED, tmp_path)
-    assert normed.model.language.qk_norm and normed.model.language.tie_embeddings
-    tower = normed.model.vision
+    normed_config = config_of(NORMED, tmp_path)
+    assert normed_config.model.language.qk_norm and normed_config.model.language.tie_embeddings
+    tower = normed_config.model.vision
     assert tower is not None and tower.qk_norm and not tower.qkv_bias and tower.norm == "rms"
 
 
 def test_pixels_are_the_processors(tmp_path):
-    """Of one tile, of several, and of the whole pictures beside them."""
+    """The squares are single tiles, several tiles, and the whole pictures beside them."""
     check_squares(FOLDER, config_of(FOLDER, tmp_path), tmp_path)
 
 
 def test_colors_that_the_processor_does_not_say_are_those_of_clip(copy, tmp_path):
     path = copy / "preprocessor_config.json"
-    said = json.loads(path.read_text())
+    preprocessor = json.loads(path.read_text())
     path.write_text(
-        json.dumps({key: said[key] for key in said.keys() - {"image_mean", "image_std"}})
+        json.dumps(
+            {key: preprocessor[key] for key in preprocessor.keys() - {"image_mean", "image_std"}}
+        )
     )
     vision = config_of(copy, tmp_path).model.vision
     assert vision is not None
@@ -65,9 +72,9 @@ def test_keys_as_in_memory_are_read(copy):
             return "lm_head.weight"
         return f"model.{key.replace('language_model.model.', 'language_model.')}"
 
-    before = ModelFolder.open(copy)
-    shapes = shapes_of(before)
-    wanted = before.check(shapes).whole("head", np.float32)
+    original = ModelFolder.open(copy)
+    shapes = shapes_of(original)
+    expected = original.check(shapes).whole("head", np.float32)
     index = json.loads((copy / INDEX).read_text())
     index["weight_map"] = {in_memory(key): name for key, name in index["weight_map"].items()}
     (copy / INDEX).write_text(json.dumps(index))
@@ -76,26 +83,26 @@ def test_keys_as_in_memory_are_read(copy):
         for key in [key for key in header if key != "__metadata__"]:
             header[in_memory(key)] = header.pop(key)
 
-    for file in before.files:
+    for file in original.files:
         change_header(file.path, change)
-    found = ModelFolder.open(copy).check(shapes).whole("head", np.float32)
-    np.testing.assert_array_equal(found, wanted)
+    head = ModelFolder.open(copy).check(shapes).whole("head", np.float32)
+    np.testing.assert_array_equal(head, expected)
 
 
 @pytest.mark.parametrize("said", [None, False, True])
 def test_files_of_transformers_4_say_in_the_part_for_text_whether_the_head_is_tied(
     copy, tmp_path, said
 ):
-    whole = json.loads((copy / "config.json").read_text())
-    del whole["tie_word_embeddings"], whole["text_config"]["tie_word_embeddings"]
-    whole["text_config"] |= {} if said is None else {"tie_word_embeddings": said}
-    (copy / "config.json").write_text(json.dumps(whole))
+    folder_config = json.loads((copy / "config.json").read_text())
+    del folder_config["tie_word_embeddings"], folder_config["text_config"]["tie_word_embeddings"]
+    folder_config["text_config"] |= {} if said is None else {"tie_word_embeddings": said}
+    (copy / "config.json").write_text(json.dumps(folder_config))
     assert config_of(copy, tmp_path).model.language.tie_embeddings is (said is not False)
 
 
 @pytest.mark.parametrize("key", ["lm_head.weight", "language_model.lm_head.weight"])
 def test_a_tied_head_may_have_a_second_tensor(key, tmp_path):
-    """Under either of its keys; it must be the embedding."""
+    """The second tensor may have either key, but must equal the embedding."""
     embedding = "language_model.model.embed_tokens.weight"
     for difference in (0, 1):
         folder = copy_in_one_file(
@@ -141,9 +148,9 @@ def test_a_tied_head_may_have_a_second_tensor(key, tmp_path):
     ],
 )
 def test_a_folder_that_cannot_be(copy, tmp_path, part, values, words):
-    whole = json.loads((copy / "config.json").read_text())
-    (whole if part is None else whole[part]).update(values)
-    (copy / "config.json").write_text(json.dumps(whole))
+    folder_config = json.loads((copy / "config.json").read_text())
+    (folder_config if part is None else folder_config[part]).update(values)
+    (copy / "config.json").write_text(json.dumps(folder_config))
     with pytest.raises(FolderError, match=words):
         config_of(copy, tmp_path)
 

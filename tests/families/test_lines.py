@@ -1,4 +1,7 @@
-"""Lines of parameters: any slice is what lies at its place in the whole, and is written back bit for bit."""
+"""Lines, which say how a parameter lies in the tensors of files.
+
+Any slice that is read equals the same slice of the whole parameter, and is written back bit for
+bit. The reference computes every element's place in the files by index arithmetic."""
 
 import math
 
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 from jaxmllm.families.by_type import FAMILIES
 from jaxmllm.families.lines import Line
 
+# A size for every letter of every line. Different sizes tell most swapped axes apart.
 LETTERS = {"layer": 3, "d": 6, "h": 4, "k": 2, "g": 2, "f": 5, "v": 7, "e": 4, "expert": 2}
 LETTERS |= {"c": 3, "p": 2, "q": 4, "r": 3, "s": 2, "t": 3, "m": 5, "i": 2, "j": 2, "n": 3}
 LETTERS |= {"one": 1, "two": 2, "pair": 3}
@@ -26,27 +30,29 @@ LINES = sorted(
 
 
 def whole_of(line: Line, tensors: dict[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """The parameter, element by element: the index of a joined axis counts its last letter fastest."""
-    whole = np.empty(shape)
-    for place in np.ndindex(shape):
-        at = {}
-        for axis, number in zip(line.parameter, place, strict=True):
+    """The whole parameter, element by element. Joined axes count their last letter fastest."""
+    parameter = np.empty(shape)
+    for parameter_index in np.ndindex(shape):
+        letter_index = {}
+        for axis, number in zip(line.parameter, parameter_index, strict=True):
             letters = axis.split()
             sizes = [LETTERS[letter] for letter in letters]
-            at |= dict(zip(letters, np.unravel_index(number, sizes), strict=True))
-        at |= {letter: LETTERS[letter] - 1 - at[letter] for letter in line.backward}
+            letter_index |= dict(zip(letters, np.unravel_index(number, sizes), strict=True))
+        letter_index |= {
+            letter: LETTERS[letter] - 1 - letter_index[letter] for letter in line.backward
+        }
         index = []
         for group in line.tensor:
             number = 0
             for letter in group:
-                number = number * LETTERS[letter] + at[letter]
+                number = number * LETTERS[letter] + letter_index[letter]
             index.append(number)
         axis = line.part_axis
         index[axis] += line.part * math.prod(LETTERS[letter] for letter in line.tensor[axis])
-        whole[place] = tensors[line.key.format(layer=at.get("layer"), expert=at.get("expert"))][
-            tuple(index)
-        ]
-    return whole
+        parameter[parameter_index] = tensors[
+            line.key.format(layer=letter_index.get("layer"), expert=letter_index.get("expert"))
+        ][tuple(index)]
+    return parameter
 
 
 @pytest.mark.parametrize("text", LINES)
@@ -58,30 +64,30 @@ def test_a_slice_is_read_and_written_like_the_whole(text, data):
     random = np.random.default_rng(0)
     tensors = {key: random.standard_normal(line.tensor_shape(shape)) for key in line.keys(shape)}
     bounds = [sorted(data.draw(st.tuples(st.integers(0, n - 1), st.integers(1, n)))) for n in shape]
-    cut = tuple(slice(first, max(first + 1, last)) for first, last in bounds)
-    part = np.empty([piece.stop - piece.start for piece in cut])
-    for key, place, of_tensor in line.pieces(shape, cut):
-        part[place] = line.read(tensors[key], shape, of_tensor)
-    np.testing.assert_array_equal(part, whole_of(line, tensors, shape)[cut])
-    in_bands = np.full_like(part, np.nan)
-    numbers = data.draw(st.integers(1, 100))
-    for key, place, of_tensor in line.pieces(shape, cut):
-        for band, of_band in line.bands(shape, of_tensor, numbers):
-            in_bands[place][band] = line.read(tensors[key], shape, of_band)
-    np.testing.assert_array_equal(in_bands, part)
-    index = tuple(  # what is written has joined axes whole
+    slices = tuple(slice(first, max(first + 1, last)) for first, last in bounds)
+    values = np.empty([piece.stop - piece.start for piece in slices])
+    for key, target, tensor_slice in line.pieces(shape, slices):
+        values[target] = line.read(tensors[key], shape, tensor_slice)
+    np.testing.assert_array_equal(values, whole_of(line, tensors, shape)[slices])
+    banded = np.full_like(values, np.nan)
+    band_numbers = data.draw(st.integers(1, 100))
+    for key, target, tensor_slice in line.pieces(shape, slices):
+        for band, band_slice in line.bands(shape, tensor_slice, band_numbers):
+            banded[target][band] = line.read(tensors[key], shape, band_slice)
+    np.testing.assert_array_equal(banded, values)
+    index = tuple(  # Writing takes joined axes whole.
         slice(0, size) if " " in axis else piece
-        for axis, size, piece in zip(line.parameter, shape, cut, strict=True)
+        for axis, size, piece in zip(line.parameter, shape, slices, strict=True)
     )
-    part = whole_of(line, tensors, shape)[index]
+    values = whole_of(line, tensors, shape)[index]
     written = {key: np.zeros_like(tensor) for key, tensor in tensors.items()}
-    for key, place, of_tensor in line.pieces(shape, index):
-        view = line.view(written[key], shape, of_tensor)
-        view[...] = part[place].reshape(view.shape)
-    outside = np.ones(shape, bool)
-    outside[index] = False
+    for key, target, tensor_slice in line.pieces(shape, index):
+        view = line.view(written[key], shape, tensor_slice)
+        view[...] = values[target].reshape(view.shape)
+    untouched = np.ones(shape, bool)
+    untouched[index] = False
     np.testing.assert_array_equal(
-        whole_of(line, written, shape), np.where(outside, 0, whole_of(line, tensors, shape))
+        whole_of(line, written, shape), np.where(untouched, 0, whole_of(line, tensors, shape))
     )
 
 
@@ -113,12 +119,12 @@ def test_a_line_that_does_more_is_refused(text, words):
     ],
 )
 def test_bands_reach_over_few_numbers(text, shape, step):
-    """Of 20 numbers, whatever part of the first axis is read."""
+    """Bands have at most 20 numbers, whichever part of the first axis is read."""
     line = Line.of(text)
     axes = line.parameter[len(line.stacked) :]
-    everything = {axis: slice(None) for axis in axes}
-    index = tuple((everything | {"v": slice(7, 31)}).values())
-    bands = [of_band[axes.index("v")] for _, of_band in line.bands(shape, index, 20)]
+    full_slices = {axis: slice(None) for axis in axes}
+    index = tuple((full_slices | {"v": slice(7, 31)}).values())
+    bands = [band_slices[axes.index("v")] for _, band_slices in line.bands(shape, index, 20)]
     assert [(band.start, band.stop) for band in bands] == [
         (begin, min(begin + step, 31)) for begin in range(7, 31, step)
     ]

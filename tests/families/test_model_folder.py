@@ -1,4 +1,6 @@
-"""Folders of published models: what is wrong with one is told in a line, and a good one is written back as it was."""
+"""Folders of published models.
+
+A good folder is written back as it was. What is wrong with a bad one is told in one line."""
 
 import errno
 import json
@@ -27,7 +29,7 @@ Turn = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
 
 
 def shapes_of(folder: ModelFolder) -> dict[str, tuple[int, ...]]:
-    """Of the decoder that the config describes."""
+    """The parameter shapes of the decoder that the folder's config describes."""
     language = folder.family.section(folder.config)
     sizes = {
         "v": language["vocab_size"],
@@ -65,13 +67,14 @@ def copy(tmp_path) -> Path:
 
 
 def change_config(folder: Path, **values) -> None:
+    """Changes values of config.json; "absent" removes a key."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | values
     path.write_text(json.dumps({key: value for key, value in config.items() if value != "absent"}))
 
 
 def change_header(path: Path, change) -> None:
-    """Change the JSON of a safetensors file, whose tensors stay where they are."""
+    """Changes the JSON header of a safetensors file, whose tensors stay where they are."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -81,18 +84,18 @@ def change_header(path: Path, change) -> None:
 
 
 def add_tensor(path: Path, key: str, values: np.ndarray) -> None:
-    """Append a tensor to a safetensors file."""
+    """Appends a tensor to a safetensors file."""
     content = path.read_bytes()
     end = len(content) - 8 - int.from_bytes(content[:8], "little")
-    places = [end, end + values.nbytes]
-    entry = {"dtype": "F32", "shape": [*values.shape], "data_offsets": places}
+    offsets = [end, end + values.nbytes]
+    entry = {"dtype": "F32", "shape": [*values.shape], "data_offsets": offsets}
     change_header(path, lambda header: header.update({key: entry}))
     with path.open("ab") as stream:
         stream.write(values.tobytes())
 
 
 def copy_in_one_file(source: Path, folder: Path, turn: Turn) -> Path:
-    """A copy of a folder whose tensors are what `turn` makes of the source's, in one file."""
+    """Copies a folder into one file of weights, with the tensors that `turn` makes of the source's."""
     shutil.copytree(source, folder)
     arrays = {k: np.array(tensor.array()) for k, tensor in ModelFolder.open(source).tensors.items()}
     for path in folder.glob("*.safetensors"):
@@ -155,8 +158,9 @@ def test_old_and_new_spellings_are_one(copy):
         config = FolderConfig.read(copy)
         return family_of(config).section(config)
 
+    # The old spelling leaves out layer_types, and has torch_dtype for dtype.
     change_config(copy, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4})
-    new = language()
+    new_section = language()
     change_config(
         copy,
         rope_parameters="absent",
@@ -166,8 +170,11 @@ def test_old_and_new_spellings_are_one(copy):
         torch_dtype="float32",
         dtype="absent",
     )
-    assert language() == new
-    assert new["rope_scaling"] == {"kind": "linear", "factor": 4.0} and new["rope_theta"] == 5e4
+    assert language() == new_section
+    assert (
+        new_section["rope_scaling"] == {"kind": "linear", "factor": 4.0}
+        and new_section["rope_theta"] == 5e4
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen2_5_vl", "qwen3_vl"])
@@ -180,27 +187,37 @@ def test_an_empty_record_of_rotary_positions_hides_no_other(name):
     text |= {"rope_theta": 5e4, "rope_scaling": scaling}
 
     def read(rope_parameters: object) -> dict:
-        said = text | {"rope_parameters": rope_parameters}
-        return section(config.updated(**said, text_config=said))
+        changed_text = text | {"rope_parameters": rope_parameters}
+        return section(config.updated(**changed_text, text_config=changed_text))
 
-    both = scaling | {"rope_theta": 5e4}
-    for found in (read({}), read(None), read(both), read(both | {"attention_factor": None})):
-        assert found["rope_scaling"] == {"kind": "linear", "factor": 4.0}
-        assert found["rope_theta"] == 5e4 and found.get("rope_sections", [2, 1, 1]) == [2, 1, 1]
+    # The new record is empty, null, or says the same as the old one.
+    combined = scaling | {"rope_theta": 5e4}
+    for language in (
+        read({}),
+        read(None),
+        read(combined),
+        read(combined | {"attention_factor": None}),
+    ):
+        assert language["rope_scaling"] == {"kind": "linear", "factor": 4.0}
+        assert language["rope_theta"] == 5e4 and language.get("rope_sections", [2, 1, 1]) == [
+            2,
+            1,
+            1,
+        ]
     for changed in ({"rope_theta": 1e4}, {"rope_type": "default"}, {"factor": 2.0}):
         with pytest.raises(FolderError, match=r"has rope_scaling .* they differ"):
-            read(both | changed)
+            read(combined | changed)
 
 
 def test_records_that_call_the_usual_frequencies_otherwise_are_equal():
     config = FolderConfig.read(GOLDENS / "qwen2_5_vl")
     sections = {"mrope_section": [2, 1, 1]}
-    said = config.values.get("text_config", config.values) | {
+    text = config.values.get("text_config", config.values) | {
         "rope_scaling": {"type": "mrope"} | sections,
         "rope_parameters": {"rope_type": "default"} | sections,
     }
-    found = family_of(config).section(config.updated(**said, text_config=said))
-    assert found["rope_sections"] == [2, 1, 1] and found.get("rope_scaling") is None
+    language = family_of(config).section(config.updated(**text, text_config=text))
+    assert language["rope_sections"] == [2, 1, 1] and language.get("rope_scaling") is None
 
 
 def test_windows_of_older_files(copy):
@@ -213,7 +230,7 @@ def test_windows_of_older_files(copy):
 
 
 def test_yarn_whose_multipliers_cancel(copy):
-    """With both keys the reference takes their quotient in place of 0.1 ln(factor) + 1."""
+    """With both keys, the reference takes their quotient in place of 0.1 ln(factor) + 1."""
     yarn = {"rope_type": "yarn", "factor": 4.0}
     for keys, factor in (
         ({}, None),
@@ -245,12 +262,12 @@ def test_windows_of_qwen3_moe_are_of_all_layers(tmp_path, keys, window):
 
 @pytest.mark.parametrize(("name", "usual"), [("mistral", 8), ("qwen3_moe", 4), ("llama", 16)])
 def test_key_value_heads_that_a_file_does_not_say(name, usual):
-    """The number of the reference, or that of heads, which null means everywhere."""
+    """The default is the reference's number. Null means the number of heads, whatever the family."""
     config = FolderConfig.read(GOLDENS / name)
     values = {key: value for key, value in config.values.items() if key != "num_key_value_heads"}
     for said, heads in ({}, usual), ({"num_key_value_heads": None}, 16):
-        plain = FolderConfig(config.path, values | said | {"num_attention_heads": 16})
-        assert family_of(config).section(plain)["kv_heads"] == heads
+        config_without = FolderConfig(config.path, values | said | {"num_attention_heads": 16})
+        assert family_of(config).section(config_without)["kv_heads"] == heads
 
 
 @pytest.mark.parametrize("kind", ["llama3", "yarn"])
@@ -258,25 +275,26 @@ def test_scaling_begins_at_all_positions_unless_the_file_says_otherwise(copy, ki
     factors = {"factor": 4.0} | {f"{pace}_freq_factor": 1.0 for pace in ("low", "high")}
     change_config(copy, rope_parameters={"rope_type": kind} | factors, max_position_embeddings=4096)
     config = FolderConfig.read(copy)
-    found = family_of(config).section(config)["rope_scaling"]
-    assert found["original_max_position_embeddings"] == 4096
+    scaling = family_of(config).section(config)["rope_scaling"]
+    assert scaling["original_max_position_embeddings"] == 4096
 
 
 def test_one_file_is_read_before_an_index(copy, tmp_path):
-    """As transformers reads a folder that has both; what is not read is not written."""
-    twice = copy_in_one_file(copy, tmp_path / "one", dict)
-    shutil.copy(twice / "model.safetensors", copy)
+    """Transformers reads such a folder in the same way. What is not read is not written."""
+    single_file = copy_in_one_file(copy, tmp_path / "one", dict)
+    shutil.copy(single_file / "model.safetensors", copy)
     folder = ModelFolder.open(copy)
     assert [file.path.name for file in folder.files] == ["model.safetensors"]
     fit = folder.check(shapes_of(folder))
-    left_out = write_folder([(fit, lambda path: fit.whole(path, np.float32))], tmp_path / "out")
-    assert INDEX in left_out and len(left_out) == 1 + len([*copy.glob("model-*")])
+    skipped = write_folder([(fit, lambda path: fit.whole(path, np.float32))], tmp_path / "out")
+    assert INDEX in skipped and len(skipped) == 1 + len([*copy.glob("model-*")])
     assert [path.name for path in (tmp_path / "out").glob("model*")] == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3_moe-weighted", "gemma3"])
 def test_a_folder_of_the_base_model_is_read(name, tmp_path):
-    """Its keys begin without `model.`; adapters name modules as beside a head."""
+    """Keys of a base model begin without `model.`. Adapters name its modules as if a head lay
+    beside it."""
     folder = ModelFolder.open(GOLDENS / name)
     shapes = shapes_of(folder)
     copied = copy_in_one_file(
@@ -295,32 +313,35 @@ def test_a_folder_of_the_base_model_is_read(name, tmp_path):
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSPC])
 def test_room_is_taken_before_anything_is_written(copy, tmp_path, monkeypatch, code):
-    """A mapped file without it ends the process; file systems that take none ahead are written to as they are."""
+    """Writing to a mapped file without room would end the process.
+
+    File systems that cannot reserve room are written to without a reservation."""
 
     def refuse(*arguments: int) -> None:
         raise OSError(code, os.strerror(code))
 
     folder = ModelFolder.open(copy)
     fit = folder.check(shapes_of(folder))
-    parts = [(fit, lambda path: fit.whole(path, np.float32))]
+    component_weights = [(fit, lambda path: fit.whole(path, np.float32))]
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     if code == errno.ENOSPC:
         with pytest.raises(OSError, match=r"No space left on device: .*out/model"):
-            write_folder(parts, tmp_path / "out")
+            write_folder(component_weights, tmp_path / "out")
         return
-    write_folder(parts, tmp_path / "out")
+    write_folder(component_weights, tmp_path / "out")
     for path in copy.glob("*.safetensors"):
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("equal", [True, False])
 def test_a_second_tensor_of_a_tied_head(copy, tmp_path, equal):
-    """It is compared, and written back; one that differs is refused."""
+    """The second tensor is compared with the embedding and written back; one that differs is
+    refused."""
     folder = ModelFolder.open(copy)
     embedding = folder.tensors["model.embed_tokens.weight"]
-    twin = np.array(embedding.array())
-    twin[3, 4] += not equal
-    add_tensor(embedding.file, "lm_head.weight", twin)
+    second_head = np.array(embedding.array())
+    second_head[3, 4] += not equal
+    add_tensor(embedding.file, "lm_head.weight", second_head)
     index = json.loads((copy / INDEX).read_text())
     index["weight_map"]["lm_head.weight"] = embedding.file.name
     (copy / INDEX).write_text(json.dumps(index))
@@ -342,6 +363,7 @@ def test_a_second_tensor_of_a_tied_head(copy, tmp_path, equal):
 
 
 def refusal(folder: Path) -> str:
+    """The one-line message with which a folder is refused."""
     with pytest.raises(FolderError) as caught:
         opened = ModelFolder.open(folder)
         opened.check(shapes_of(opened))
@@ -440,7 +462,7 @@ def test_a_run_takes_shapes_and_tokenizer(copy, tmp_path):
     tree["model"]["language"] = {"width": 32}
     with pytest.raises(ConfigError, match=r"model\.language\.width is 32, but .* says 16; leave"):
         resolved(tree)
-    tree["model"]["language"] = {"window": 8}  # of which the folder says nothing
+    tree["model"]["language"] = {"window": 8}  # the folder says nothing of a window
     with pytest.raises(ConfigError, match=r"model\.language\.window is 8, but .* says None; lea"):
         resolved(tree)
 
@@ -455,7 +477,8 @@ def test_other_sources_are_left_alone(tmp_path):
 
 
 def test_a_run_takes_the_chat_template(copy, tmp_path):
-    """Together with the tokenizer that it is written for, unless the config names another."""
+    """The template comes with the tokenizer that it was written for, unless the config names
+    another."""
     (copy / "tokenizer.json").write_text("{}")
     tree = tiny_config(tmp_path)
     tree["model"] = {"from": str(copy)}
@@ -464,9 +487,9 @@ def test_a_run_takes_the_chat_template(copy, tmp_path):
         return resolved(tree | {"data": tree["data"] | values})["data"].get("chat_template")
 
     assert template() is None and template(tokenizer=None, chat_template=None) is None
-    written = {"tokenizer_config.json": json.dumps({"eos_token": "<eos>"})}
-    written["processor_config.json"] = json.dumps({"chat_template": "a"})
-    for name, text in written.items():
+    files = {"tokenizer_config.json": json.dumps({"eos_token": "<eos>"})}
+    files["processor_config.json"] = json.dumps({"chat_template": "a"})
+    for name, text in files.items():
         (copy / name).write_text(text)
     assert template() == str(copy / "processor_config.json")
     (copy / "tokenizer_config.json").write_text(json.dumps({"chat_template": "b"}))

@@ -1,4 +1,6 @@
-"""Qwen2.5-Omni's thinker: what its folders say, alone and beside a talker; its clips against the processor's."""
+"""Qwen2.5-Omni's thinker: what its folders say, alone and beside a talker.
+
+Clips are compared with the processed.npz that the reference's processor made."""
 
 import json
 import shutil
@@ -20,7 +22,8 @@ from tests.families.test_qwen2_5_vl import PUBLISHED_TOWER, change
 from tests.families.test_qwen2_audio import check_clips, config_of, reader_of
 
 GOLDENS = Path(__file__).parent / "goldens"
-WHOLE, THINKER = GOLDENS / "qwen2_5_omni", GOLDENS / "qwen2_5_omni-thinker"
+WHOLE = GOLDENS / "qwen2_5_omni"
+THINKER = GOLDENS / "qwen2_5_omni-thinker"
 
 
 @pytest.fixture
@@ -31,7 +34,9 @@ def copy(tmp_path) -> Path:
 @pytest.mark.parametrize("folder", [WHOLE, THINKER], ids=["whole", "thinker"])
 def test_what_the_folder_says_stands_in_the_config(folder, tmp_path):
     config = config_of(folder, tmp_path)
-    language, vision, audio = config.model.language, config.model.vision, config.model.audio
+    language = config.model.language
+    vision = config.model.vision
+    audio = config.model.audio
     assert vision is not None and audio is not None
     assert language.bidirectional == () and language.rope_sections == (1, 1, 1)
     assert language.tie_embeddings == (folder == THINKER), "whatever its part for text says"
@@ -46,7 +51,7 @@ def test_what_the_folder_says_stands_in_the_config(folder, tmp_path):
 
 @pytest.mark.parametrize("folder", [WHOLE, THINKER], ids=["whole", "thinker"])
 def test_videos_are_read_as_the_reference_reads_them(folder, tmp_path):
-    """Bounds of frames are those of its class."""
+    """The bounds of frames are the defaults of its video processor class."""
     videos = config_of(folder, tmp_path, vision={"videos": True}).data.videos
     assert (videos.fps, videos.sampling, videos.bounds) == (2.0, "ends", "frame")
     assert (videos.min_pixels, videos.max_pixels) == (128 * 28 * 28, 768 * 28 * 28)
@@ -54,8 +59,10 @@ def test_videos_are_read_as_the_reference_reads_them(folder, tmp_path):
 
 
 def test_clips_are_the_processors(tmp_path):
-    """Frames hear silence after the clip, and none is kept of it; a clip may have many chunks. An odd last feature is
-    dropped: 49 frames have 25, of which 12 tokens are made."""
+    """Frames hear silence after the clip, and none of the silence is kept. A clip may have many
+    chunks.
+
+    An odd last feature is dropped: 49 frames have 25 features, which make 12 tokens."""
     reader = reader_of(config_of(WHOLE, tmp_path))
     check_clips(reader, WHOLE, tmp_path)
     shapes = [(frames, 1, 1) for frames in (3, 20, 49, 100)]
@@ -64,7 +71,7 @@ def test_clips_are_the_processors(tmp_path):
 
 
 def test_clips_advance_positions_by_their_tokens(tmp_path):
-    """25 a second, all three axes together."""
+    """Positions advance by 25 a second, on all three axes together."""
     reader = reader_of(config_of(WHOLE, tmp_path))
     positions, following = reader.token_positions((100, 1, 1), 7)
     assert positions.tolist() == [[7 + i] * 3 for i in range(25)] and following == 32
@@ -84,7 +91,9 @@ PUBLISHED_THINKER = {
 
 
 def test_the_published_model_has_its_number_of_parameters(copy):
-    """8.93 billion, of a vocabulary of 152,064."""
+    """8.93 billion parameters with a vocabulary of 152,064.
+
+    The audio tower's are counted by hand; the others are those of the models it was built from."""
     (copy / "config.json").write_text(
         json.dumps({"model_type": "qwen2_5_omni", "thinker_config": PUBLISHED_THINKER})
     )
@@ -101,12 +110,12 @@ def test_the_published_model_has_its_number_of_parameters(copy):
         make_mesh({"data": 1}, jax.devices()[:1]),
     )
     sizes = {
-        name: sum(leaf.size for leaf in jax.tree.leaves(part.shapes))
-        for name, part in model.components.items()
+        name: sum(leaf.size for leaf in jax.tree.leaves(component.shapes))
+        for name, component in model.components.items()
     }
-    layer = 4 * 1280**2 + 3 * 1280 + 2 * 1280 * 5120 + 5120 + 1280 + 4 * 1280
-    stem = 3 * 128 * 1280 + 3 * 1280**2 + 2 * 1280
-    assert sizes["audio"] == 32 * layer + stem + 2 * 1280
+    layer_size = 4 * 1280**2 + 3 * 1280 + 2 * 1280 * 5120 + 5120 + 1280 + 4 * 1280
+    stem_size = 3 * 128 * 1280 + 3 * 1280**2 + 2 * 1280
+    assert sizes["audio"] == 32 * layer_size + stem_size + 2 * 1280
     assert sizes["projector.audio"] == 1280 * 3584 + 3584
     assert sizes["vision"] + sizes["projector.vision"] == 676_550_144, "Qwen2.5-VL's"
     assert sizes["language"] == 7_615_616_512, "Qwen2.5-7B's"
@@ -132,17 +141,18 @@ def test_a_folder_that_cannot_be(copy, tmp_path, part, values, words):
 
 @pytest.mark.parametrize("folder", [WHOLE, THINKER], ids=["whole", "thinker"])
 def test_all_tensors_belong_to_one_component_or_are_carried(folder):
-    """The talker, and two embeddings that the reference never uses."""
-    kind = FolderConfig.read(folder).get("model_type")
-    named: list[str] = []
+    """Besides the components, a folder may hold the talker, and an embedding that the reference
+    never uses."""
+    model_type = FolderConfig.read(folder).get("model_type")
+    component_keys: list[str] = []
     tensors = ModelFolder.open(folder).tensors
     for family in QWEN2_5_OMNI:
-        if family.model_type == kind:
+        if family.model_type == model_type:
             lines = ModelFolder.open(folder, family.component).family.lines.values()
             patterns = {line.key.split("{layer}")[0] for line in lines}
-            named += [key for key in tensors if key.startswith(tuple(patterns))]
-    left = tensors.keys() - {*named}
-    unused = {key for key in left if key.endswith("audio_tower.audio_bos_eos_token.weight")}
+            component_keys += [key for key in tensors if key.startswith(tuple(patterns))]
+    other_keys = tensors.keys() - {*component_keys}
+    unused = {key for key in other_keys if key.endswith("audio_tower.audio_bos_eos_token.weight")}
     assert len(unused) == 1
-    assert all(key.startswith(("talker.", "token2wav.")) for key in left - unused)
-    assert (len(left) > 1) == (folder == WHOLE)
+    assert all(key.startswith(("talker.", "token2wav.")) for key in other_keys - unused)
+    assert (len(other_keys) > 1) == (folder == WHOLE)

@@ -1,4 +1,6 @@
-"""Qwen2.5-VL: what its folders say, in all spellings; its pictures against the reference's; what is refused."""
+"""Qwen2.5-VL: what its folders say in all spellings, its pictures, and what is refused.
+
+Pictures are compared with the processed.npz that the reference's processor made."""
 
 import json
 import shutil
@@ -30,12 +32,13 @@ from sharding.mesh import make_mesh
 from tests.support import tiny_config
 
 GOLDENS = Path(__file__).parent / "goldens"
-FOLDER, FLAT = GOLDENS / "qwen2_5_vl", GOLDENS / "qwen2_5_vl-flat"
+FOLDER = GOLDENS / "qwen2_5_vl"
+FLAT = GOLDENS / "qwen2_5_vl-flat"
 SIGLIP = Path(__file__).parent / "tower_goldens" / "siglip2"
 
 
 def config_of(folder: Path, place: Path, **model) -> Config:
-    """A run of a folder's model, with other keys of `model` if given."""
+    """The config of a run with a folder's model, with changed keys of `model` if given."""
     tree = tiny_config(place, data__tokenizer="none.json")
     tree["model"] = {"from": str(folder)} | model
     del tree["data"]["images"], tree["data"]["audio"]
@@ -49,7 +52,7 @@ def reader_of(config: Config) -> Images:
 
 
 def videos_of(config: Config) -> VideoDataConfig:
-    """How they are read, by a reader that there is."""
+    """How videos are read, by a reader that supports them."""
     assert reader_of(config).parts == ("image", "video")
     return config.data.videos
 
@@ -60,18 +63,20 @@ def copy(tmp_path) -> Path:
 
 
 def change(path: Path, part: str | None = None, **values) -> None:
-    """Change values of a JSON object, or of a part of it; None takes a key away."""
-    whole = json.loads(path.read_text())
-    of_part = whole if part is None else whole[part]
-    of_part.update(values)
-    for key in [key for key, value in of_part.items() if value is None]:
-        del of_part[key]
-    path.write_text(json.dumps(whole))
+    """Changes values of a JSON object, or of a section of it. None removes a key."""
+    content = json.loads(path.read_text())
+    section = content if part is None else content[part]
+    section.update(values)
+    for key in [key for key, value in section.items() if value is None]:
+        del section[key]
+    path.write_text(json.dumps(content))
 
 
 def test_what_the_folder_says_stands_in_the_config(tmp_path):
     config = config_of(FOLDER, tmp_path)
-    language, vision, images = config.model.language, config.model.vision, config.data.images
+    language = config.model.language
+    vision = config.model.vision
+    images = config.data.images
     assert vision is not None
     assert language.tie_embeddings and language.rope_sections == (1, 1, 1)
     assert language.rope_theta == 1e6 and language.norm_epsilon == 1e-5 and language.qkv_bias
@@ -80,42 +85,42 @@ def test_what_the_folder_says_stands_in_the_config(tmp_path):
     assert vision.gated_mlp and not vision.patch_bias and vision.merge == 2
     assert (vision.projector.mlp_width, vision.projector.gelu) == (4 * 16, "exact")
     assert (images.resize, images.min_pixels, images.max_pixels) == ("smart", 64, 768)
-    # What the run folder keeps is read again, as it says nothing else
+    # The run folder keeps the config with all values filled in. Reading it again changes nothing.
     written = config.model_dump(mode="json", by_alias=True)
     assert parse_config(resolved(written)) == config
 
 
 def test_videos_are_read_as_the_folder_says(copy, tmp_path):
-    """By the file for pictures, or one of their own."""
+    """Videos are read as the file for pictures says, or a file of their own."""
     assert reader_of(config_of(copy, tmp_path)).parts == ("image",)
-    seen = {"videos": True}
-    videos = videos_of(config_of(copy, tmp_path, vision=seen))
+    with_videos = {"videos": True}
+    videos = videos_of(config_of(copy, tmp_path, vision=with_videos))
     assert (videos.fps, videos.min_pixels, videos.max_pixels) == (None, 64, 768)
     assert (videos.times, videos.positions_per_second) == ("positions", 4.0)
     change(copy / "config.json", "vision_config", tokens_per_second=2)
-    own = json.loads((copy / "preprocessor_config.json").read_text())
-    own |= {"size": {"shortest_edge": 128, "longest_edge": 1024}, "max_frames": 16, "fps": 2}
+    processor = json.loads((copy / "preprocessor_config.json").read_text())
+    processor |= {"size": {"shortest_edge": 128, "longest_edge": 1024}, "max_frames": 16, "fps": 2}
     file = copy / "video_preprocessor_config.json"
-    file.write_text(json.dumps(own | {"do_sample_frames": True, "min_frames": 6}))
-    config = config_of(copy, tmp_path, vision=seen)
+    file.write_text(json.dumps(processor | {"do_sample_frames": True, "min_frames": 6}))
+    config = config_of(copy, tmp_path, vision=with_videos)
     videos = videos_of(config)
     assert (videos.fps, videos.sampling, videos.min_frames) == (2.0, "steps", 6)
     assert (videos.max_frames, videos.min_pixels, videos.max_pixels) == (16, 128, 1024)
     assert videos.positions_per_second == 2.0
-    # What the run folder keeps is read again, and with all frames there is no sampling
+    # The run folder's config is read again without a change. With all frames there is no sampling.
     written = config.model_dump(mode="json", by_alias=True)
     assert parse_config(resolved(written)) == config
     data = {"tokenizer": "none.json", "videos": {"fps": None}}
-    tree = {"model": {"from": str(copy), "vision": seen}, "data": data}
+    tree = {"model": {"from": str(copy), "vision": with_videos}, "data": data}
     assert "min_frames" not in resolved(tree)["data"]["videos"]
     for values, words in (
         ({"image_mean": [0.5, 0.5, 0.5]}, r"has image_mean \[0.5, 0.5, 0.5\]; \[0.48145466"),
         ({"num_frames": 8}, "has num_frames 8; videos are sampled by fps alone"),
         ({"cap_pixels_per_frame": True}, "has cap_pixels_per_frame True; False alone is supp"),
     ):
-        file.write_text(json.dumps(own | values))
+        file.write_text(json.dumps(processor | values))
         with pytest.raises(FolderError, match=words):
-            config_of(copy, tmp_path, vision=seen)
+            config_of(copy, tmp_path, vision=with_videos)
 
 
 def test_configs_of_first_folders_are_flat(tmp_path):
@@ -126,7 +131,8 @@ def test_configs_of_first_folders_are_flat(tmp_path):
 
 
 def test_what_a_config_leaves_out_is_as_the_reference_has_it(copy):
-    """Configs are written without what is as usual: here all shapes of the largest published model are."""
+    """The reference writes configs without default values. Here all shapes are defaults, which are
+    those of the largest published model."""
     (copy / "config.json").write_text(
         json.dumps({"model_type": "qwen2_5_vl", "text_config": {}, "vision_config": {}})
     )
@@ -195,12 +201,12 @@ PUBLISHED_TEXT = {
     ids=["3B", "7B"],
 )
 def test_published_models_have_their_number_of_parameters(copy, sizes, tied, numbers):
-    """As the index of each published folder says: half of its bytes."""
+    """The index of each published folder has twice as many bytes: two per parameter."""
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     shapes = dict(zip((*names, "intermediate_size", "vocab_size"), sizes, strict=True))
     tower = PUBLISHED_TOWER | {"out_hidden_size": sizes[0]}
-    whole = {"model_type": "qwen2_5_vl", "tie_word_embeddings": tied, "vision_config": tower}
-    (copy / "config.json").write_text(json.dumps(PUBLISHED_TEXT | shapes | whole))
+    sections = {"model_type": "qwen2_5_vl", "tie_word_embeddings": tied, "vision_config": tower}
+    (copy / "config.json").write_text(json.dumps(PUBLISHED_TEXT | shapes | sections))
     change(copy / "preprocessor_config.json", patch_size=14)
     tree = resolved({"model": {"from": str(copy)}})["model"]
     model = build_model(
@@ -209,8 +215,8 @@ def test_published_models_have_their_number_of_parameters(copy, sizes, tied, num
         ComponentsConfig(),
         make_mesh({"data": 1}, jax.devices()[:1]),
     )
-    shapes_of = {name: part.shapes for name, part in model.components.items()}
-    assert sum(leaf.size for leaf in jax.tree.leaves(shapes_of)) == numbers
+    all_shapes = {name: component.shapes for name, component in model.components.items()}
+    assert sum(leaf.size for leaf in jax.tree.leaves(all_shapes)) == numbers
 
 
 def test_a_tower_without_windows(copy, tmp_path):
@@ -221,19 +227,19 @@ def test_a_tower_without_windows(copy, tmp_path):
 
 def test_a_run_may_take_another_tower_or_none(tmp_path):
     assert config_of(FOLDER, tmp_path, vision=None).model.vision is None
-    other = config_of(FOLDER, tmp_path, vision={"from": str(SIGLIP), "merge": 2})
-    assert other.model.vision is not None and other.model.vision.norm == "layer"
-    assert other.data.images.resize == "fill"
-    alone = tiny_config(tmp_path)
-    alone["model"]["vision"] = {"from": str(FOLDER), "merge": 1}
-    del alone["data"]["images"]
-    tower = parse_config(resolved(alone)).model.vision
+    siglip_config = config_of(FOLDER, tmp_path, vision={"from": str(SIGLIP), "merge": 2})
+    assert siglip_config.model.vision is not None and siglip_config.model.vision.norm == "layer"
+    assert siglip_config.data.images.resize == "fill"
+    tower_tree = tiny_config(tmp_path)
+    tower_tree["model"]["vision"] = {"from": str(FOLDER), "merge": 1}
+    del tower_tree["data"]["images"]
+    tower = parse_config(resolved(tower_tree)).model.vision
     assert tower is not None and tower.merge == 1 and tower.projector.mlp_width is None
-    alone["model"]["vision"] = {"from": str(FOLDER), "merge": 1, "videos": True}
-    assert videos_of(parse_config(resolved(alone))).positions_per_second == 4.0
-    alone["model"]["vision"] = {"from": str(SIGLIP), "merge": 1, "videos": True}
-    alone["data"]["videos"] = {"fps": 2.0, "min_pixels": 4096, "max_pixels": 4096}
-    videos = videos_of(parse_config(resolved(alone)))
+    tower_tree["model"]["vision"] = {"from": str(FOLDER), "merge": 1, "videos": True}
+    assert videos_of(parse_config(resolved(tower_tree))).positions_per_second == 4.0
+    tower_tree["model"]["vision"] = {"from": str(SIGLIP), "merge": 1, "videos": True}
+    tower_tree["data"]["videos"] = {"fps": 2.0, "min_pixels": 4096, "max_pixels": 4096}
+    videos = videos_of(parse_config(resolved(tower_tree)))
     assert (videos.fps, videos.times) == (2.0, "positions"), "of a tower of pictures: as it says"
 
 
@@ -294,7 +300,8 @@ def test_older_processors_name_bounds_by_themselves(copy, tmp_path):
 
 def test_pixels_are_the_processors(tmp_path):
     config = config_of(FOLDER, tmp_path)
-    reader, vision = reader_of(config), config.model.vision
+    reader = reader_of(config)
+    vision = config.model.vision
     assert vision is not None
     processed = dict(np.load(FOLDER / "processed.npz"))
     for i in range(sum(name.startswith("image") for name in processed)):
@@ -304,14 +311,16 @@ def test_pixels_are_the_processors(tmp_path):
         assert shape == tuple(processed[f"grid_{i}"])
         colors = reader.load(File(path), shape).reshape(-1, 4, 4, 3) / 255
         pixels = (colors - vision.pixel_mean) / vision.pixel_std
-        wanted = processed[f"pixels_{i}"].reshape(-1, 3, 2, 4, 4)  # two frames
+        expected = processed[f"pixels_{i}"].reshape(-1, 3, 2, 4, 4)  # two frames
+        # The reference repeats a picture as two frames, whereas our reader keeps one.
         for frame in (0, 1):
-            of_frame = wanted[:, :, frame].transpose(0, 2, 3, 1)
-            np.testing.assert_allclose(pixels, of_frame, rtol=0, atol=1e-6)
+            frame_pixels = expected[:, :, frame].transpose(0, 2, 3, 1)
+            np.testing.assert_allclose(pixels, frame_pixels, rtol=0, atol=1e-6)
 
 
 def test_grids_are_those_of_the_reference():
-    """Also where sides are near whole cells, and of thin pictures, which may exceed the most pixels."""
+    """The sizes include sides near whole cells, and thin pictures, which may exceed the largest
+    number of pixels."""
     processed = np.load(FOLDER / "processed.npz")
     exceeding = 0
     for bounds, resized in zip(processed["bounds"].tolist(), processed["resized"], strict=True):

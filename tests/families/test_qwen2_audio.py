@@ -1,4 +1,6 @@
-"""Qwen2-Audio: what its folders say; its clips against the reference's processor; what is refused."""
+"""Qwen2-Audio: what its folders say, its clips, and what is refused.
+
+Clips are compared with the processed.npz that the reference's processor made."""
 
 import json
 import shutil
@@ -32,18 +34,19 @@ def reader_of(config: Config) -> Sounds:
 
 
 def check_clips(reader: Sounds, folder: Path, place: Path) -> None:
-    """Frames to the last one, and numbers of tokens, are those of the processor."""
+    """Checks frames to the last one, and numbers of tokens, against the processor's."""
     processed = dict(np.load(folder / "processed.npz"))
     for i in range(sum(name.startswith("sound") for name in processed)):
         path = place / f"{i}.wav"
         soundfile.write(path, processed[f"sound_{i}"], 16_000, subtype="PCM_16")
-        shape, wanted = reader.measure(File(path)), processed[f"mel_{i}"]
-        assert shape == (len(wanted), 1, 1)
+        shape = reader.measure(File(path))
+        expected = processed[f"mel_{i}"]
+        assert shape == (len(expected), 1, 1)
         assert reader.tokens(shape) == processed[f"tokens_{i}"]
         slots = reader.load(File(path), shape)
         assert len(slots) == reader.length(shape)
-        np.testing.assert_allclose(slots[: len(wanted)], wanted, rtol=0, atol=1e-5)
-        assert (reader.real_slots(shape) == (np.arange(len(slots)) < len(wanted))).all()
+        np.testing.assert_allclose(slots[: len(expected)], expected, rtol=0, atol=1e-5)
+        assert (reader.real_slots(shape) == (np.arange(len(slots)) < len(expected))).all()
 
 
 @pytest.fixture
@@ -53,7 +56,9 @@ def copy(tmp_path) -> Path:
 
 def test_what_the_folder_says_stands_in_the_config(tmp_path):
     config = config_of(FOLDER, tmp_path)
-    language, audio, data = config.model.language, config.model.audio, config.data.audio
+    language = config.model.language
+    audio = config.model.audio
+    data = config.data.audio
     assert audio is not None
     assert language.bidirectional == () and language.rope_sections is None and language.qkv_bias
     assert (audio.chunk_frames, audio.stem_strides, audio.pool, audio.merge) == (100, (1, 2), 2, 1)
@@ -65,38 +70,39 @@ def test_what_the_folder_says_stands_in_the_config(tmp_path):
 
 
 def test_keys_as_in_memory_are_read(copy, tmp_path):
-    """All of them are, whatever they begin with; those of other components are carried through."""
+    """All keys are read, whatever they begin with. Tensors of other components are carried through."""
 
     def in_memory(key: str) -> str:
         if key == "language_model.lm_head.weight":
             return "lm_head.weight"
         return f"model.{key.replace('language_model.model.', 'language_model.')}"
 
-    turned = copy_in_one_file(
+    renamed = copy_in_one_file(
         copy,
         tmp_path / "turned",
         lambda arrays: {in_memory(key): array for key, array in arrays.items()},
     )
     shapes = {"embedding": (40, 16), "head": (16, 40), "norm.scale": (16,)}
     for path in shapes:
-        found, wanted = (
+        head_values, expected = (
             Fit(ModelFolder.open(folder), shapes, {}).whole(path, np.float32)
-            for folder in (turned, copy)
+            for folder in (renamed, copy)
         )
-        np.testing.assert_array_equal(found, wanted)
+        np.testing.assert_array_equal(head_values, expected)
     for component in ("audio", "projector.audio"):
-        folder = ModelFolder.open(turned, component)
-        own = {line.key.partition("{layer}")[0] for line in folder.family.lines.values()}
-        assert all(any(key.startswith(part) for key in folder.tensors) for part in own)
-        others = [key for key in folder.tensors if not key.startswith(tuple(own))]
-        assert others and all(
-            any(fnmatchcase(key, pattern) for pattern in folder.family.carried) for key in others
+        folder = ModelFolder.open(renamed, component)
+        prefixes = {line.key.partition("{layer}")[0] for line in folder.family.lines.values()}
+        assert all(any(key.startswith(part) for key in folder.tensors) for part in prefixes)
+        other_keys = [key for key in folder.tensors if not key.startswith(tuple(prefixes))]
+        assert other_keys and all(
+            any(fnmatchcase(key, pattern) for pattern in folder.family.carried)
+            for key in other_keys
         )
 
 
 def test_what_a_config_leaves_out_is_as_the_reference_has_it(copy):
-    whole = {"model_type": "qwen2_audio", "text_config": {}, "audio_config": {}}
-    (copy / "config.json").write_text(json.dumps(whole))
+    folder_config = {"model_type": "qwen2_audio", "text_config": {}, "audio_config": {}}
+    (copy / "config.json").write_text(json.dumps(folder_config))
     config = ModelFolder.open(copy).config
     language, audio = (family.section(config) for family in QWEN2_AUDIO[:2])
     assert (language["width"], language["layers"], language["kv_heads"]) == (4096, 32, 32)
@@ -114,7 +120,8 @@ def test_windows_whose_size_is_null_are_none(size):
 
 
 def test_clips_are_the_processors(tmp_path):
-    """After a clip comes silence, as far as convolutions reach; a clip of one chunk ends with that."""
+    """Silence follows a clip as far as the convolutions reach. A clip of one chunk ends with its
+    chunk."""
     reader = reader_of(config_of(FOLDER, tmp_path))
     check_clips(reader, FOLDER, tmp_path)
     lengths = [reader.length((frames, 1, 1)) for frames in (1, 2, 3, 4, 47, 48, 99, 100)]
@@ -141,12 +148,13 @@ def test_a_clip_without_tokens_and_one_beyond_the_limit(tmp_path):
 
 
 def test_a_run_may_take_the_tower_alone(tmp_path):
-    """Under another decoder, with a fresh projector; or the decoder without it."""
+    """The tower may run under another decoder, with a fresh projector, and the decoder without the
+    tower."""
     assert config_of(FOLDER, tmp_path, audio=None).model.audio is None
-    alone = tiny_config(tmp_path)
-    alone["model"]["audio"] = {"from": str(FOLDER), "merge": 5}
-    del alone["data"]["audio"]
-    audio = parse_config(resolved(alone)).model.audio
+    tower_tree = tiny_config(tmp_path)
+    tower_tree["model"]["audio"] = {"from": str(FOLDER), "merge": 5}
+    del tower_tree["data"]["audio"]
+    audio = parse_config(resolved(tower_tree)).model.audio
     assert audio is not None and audio.merge == 5 and not audio.projector.linear
 
 

@@ -1,4 +1,6 @@
-"""Qwen3-Omni's thinker: what its folder says beside a talker; its clips against the processor's; times of videos."""
+"""Qwen3-Omni's thinker: what its folder says beside a talker, its clips, and the times of videos.
+
+Clips are compared with the processed.npz that the reference's processor made."""
 
 import json
 import shutil
@@ -34,7 +36,9 @@ def copy(tmp_path) -> Path:
 
 def test_what_the_folder_says_stands_in_the_config(tmp_path):
     config = config_of(FOLDER, tmp_path, vision={"videos": True})
-    language, vision, audio = config.model.language, config.model.vision, config.model.audio
+    language = config.model.language
+    vision = config.model.vision
+    audio = config.model.audio
     assert vision is not None and audio is not None and language.experts is not None
     assert language.rope_interleaved and language.rope_sections == (2, 1, 1)
     assert (language.mlp_width, language.experts.count, language.qk_norm) == (8, 8, True)
@@ -52,7 +56,9 @@ def test_what_the_folder_says_stands_in_the_config(tmp_path):
 
 
 def test_clips_are_the_processors(tmp_path):
-    """Of a clip beside a longer one: frames hear silence after it. Four empty slots follow each whole chunk."""
+    """The clip lies beside a longer one, so its frames hear silence after it.
+
+    Four empty slots follow each whole chunk."""
     reader = reader_of(config_of(FOLDER, tmp_path))
     check_clips(reader, FOLDER, tmp_path)
     shapes = [(frames, 1, 1) for frames in (1, 8, 97, 100, 101, 250)]
@@ -64,8 +70,11 @@ def test_clips_are_the_processors(tmp_path):
 @pytest.mark.slow
 @needs("torch", "transformers")
 def test_the_reference_hears_a_last_chunk_as_long_as_its_batch_does():
-    """Its clips of less than a chunk change with those beside them, and no more once one has a whole chunk: here they
-    are always heard so, as the goldens are, whose batches hold whole chunks."""
+    """The reference hears a clip of less than a chunk in another way depending on the clips beside
+    it.
+
+    This no longer changes once one of them has a whole chunk. Our reader always hears clips as if
+    one had, and the goldens are made from batches with whole chunks."""
     import torch
     import transformers
 
@@ -73,7 +82,9 @@ def test_the_reference_hears_a_last_chunk_as_long_as_its_batch_does():
         FOLDER, dtype=torch.float32, attn_implementation="eager"
     ).get_submodule("model.audio_tower")
     random = np.random.default_rng(0)
-    clip, whole, longer = (random.standard_normal((10, frames)) for frames in (50, 100, 230))
+    clip, whole_clip, long_clip = (
+        random.standard_normal((10, frames)) for frames in (50, 100, 230)
+    )
 
     def heard(*clips: np.ndarray) -> np.ndarray:
         features = torch.tensor(np.concatenate(clips, axis=1), dtype=torch.float32)
@@ -81,22 +92,22 @@ def test_the_reference_hears_a_last_chunk_as_long_as_its_batch_does():
         tokens = tower(features, feature_lens=lengths).last_hidden_state
         return tokens[:7].detach().numpy()
 
-    beside_whole = heard(clip, whole)
-    np.testing.assert_allclose(heard(clip, longer), beside_whole, atol=1e-6)
+    beside_whole = heard(clip, whole_clip)
+    np.testing.assert_allclose(heard(clip, long_clip), beside_whole, atol=1e-6)
     assert np.abs(heard(clip) - beside_whole).max() > 1e-3
 
 
 def test_times_of_videos_are_not_rounded(tmp_path):
-    """And what comes after one goes on at the maximum + 1, between whole numbers, too."""
+    """What follows a video goes on at its maximum + 1, which may lie between whole numbers, too."""
     config = config_of(FOLDER, tmp_path, vision={"videos": True})
     reader = modalities(config.model, config.data)["vision"]
     assert isinstance(reader, ImagesAndVideos)
     reader = replace(reader, videos=reader.videos.model_copy(update={"fps": 4.0}))
-    positions, after = reader.token_positions(ClipShape((3, 2, 4), 6, 1.0), 7.5)
+    positions, following = reader.token_positions(ClipShape((3, 2, 4), 6, 1.0), 7.5)
     assert positions.tolist() == [
         [7.5 + 6.5 * group, 7.5, 7.5 + column] for group in range(3) for column in range(2)
     ]
-    assert after == 21.5
+    assert following == 21.5
 
 
 PUBLISHED = {
@@ -115,7 +126,8 @@ PUBLISHED = {
 
 
 def test_the_published_model_has_its_number_of_parameters(copy):
-    """31.7 billion, of a vocabulary of 152,064; keys that are left out are those that the reference means."""
+    """31.7 billion parameters with a vocabulary of 152,064. Keys that are left out mean the
+    reference's defaults."""
     (copy / "config.json").write_text(
         json.dumps({"model_type": "qwen3_omni_moe", "thinker_config": PUBLISHED})
     )
@@ -130,16 +142,16 @@ def test_the_published_model_has_its_number_of_parameters(copy):
         make_mesh({"data": 1}, jax.devices()[:1]),
     )
     sizes = {
-        name: sum(leaf.size for leaf in jax.tree.leaves(part.shapes))
-        for name, part in model.components.items()
+        name: sum(leaf.size for leaf in jax.tree.leaves(component.shapes))
+        for name, component in model.components.items()
     }
-    layer = 4 * (1280**2 + 1280) + 2 * 1280 * 5120 + 5120 + 1280 + 4 * 1280
-    stem = 9 * 480 * (1 + 2 * 480) + 3 * 480 + 480 * 16 * 1280
-    assert sizes["audio"] == 32 * layer + stem + 2 * 1280
+    layer_size = 4 * (1280**2 + 1280) + 2 * 1280 * 5120 + 5120 + 1280 + 4 * 1280
+    stem_size = 9 * 480 * (1 + 2 * 480) + 3 * 480 + 480 * 16 * 1280
+    assert sizes["audio"] == 32 * layer_size + stem_size + 2 * 1280
     assert sizes["projector.audio"] == 1280**2 + 1280 + 1280 * 2048 + 2048
-    attention = 2048 * 128 * (32 + 4 + 4 + 32) + 2 * 128 + 2 * 2048
-    experts = 128 * (3 * 2048 * 768 + 2048)
-    assert sizes["language"] == 48 * (attention + experts) + 2 * 152_064 * 2048 + 2048
+    attention_size = 2048 * 128 * (32 + 4 + 4 + 32) + 2 * 128 + 2 * 2048
+    experts_size = 128 * (3 * 2048 * 768 + 2048)
+    assert sizes["language"] == 48 * (attention_size + experts_size) + 2 * 152_064 * 2048 + 2048
     assert sizes["projector.vision"] == 4 * (4608**2 + 4608 + 4608 * 2048 + 2048) + 3 * 2 * 4608
 
 
@@ -163,20 +175,20 @@ def test_a_folder_that_cannot_be(copy, tmp_path, part, values, words):
 
 
 def test_a_tower_of_it_alone_wants_whole_chunks_of_tokens(tmp_path):
-    """13 of them, which no smaller number divides."""
+    """A chunk has 13 tokens, a prime number, so no merge divides it."""
     with pytest.raises(ConfigError, match=r"chunk_frames \(100\) must be a multiple of 8 \* pool"):
         config_of(FOLDER, tmp_path, audio={"from": str(FOLDER), "merge": 5})
 
 
 def test_all_tensors_belong_to_one_component_or_are_carried():
-    """What speaks."""
-    named: list[str] = []
+    """Besides the components, the folder holds the talker."""
+    component_keys: list[str] = []
     tensors = ModelFolder.open(FOLDER).tensors
-    kind = FolderConfig.read(FOLDER).get("model_type")
+    model_type = FolderConfig.read(FOLDER).get("model_type")
     for family in QWEN3_OMNI_MOE:
-        if family.model_type == kind:
+        if family.model_type == model_type:
             lines = ModelFolder.open(FOLDER, family.component).family.lines.values()
             patterns = {line.key.split("{layer}")[0] for line in lines}
-            named += [key for key in tensors if key.startswith(tuple(patterns))]
-    left = tensors.keys() - {*named}
-    assert left and all(key.startswith(("talker.", "code2wav.")) for key in left)
+            component_keys += [key for key in tensors if key.startswith(tuple(patterns))]
+    other_keys = tensors.keys() - {*component_keys}
+    assert other_keys and all(key.startswith(("talker.", "code2wav.")) for key in other_keys)

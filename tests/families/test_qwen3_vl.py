@@ -1,4 +1,4 @@
-"""Qwen3-VL and Qwen3-VL-MoE: what their folders say; what is refused."""
+"""Qwen3-VL and Qwen3-VL-MoE: what their folders say, and what is refused."""
 
 import json
 import shutil
@@ -22,7 +22,8 @@ from tests.families.test_qwen2_5_vl import change, config_of, videos_of
 from tests.support import tiny_config
 
 GOLDENS = Path(__file__).parent / "goldens"
-FOLDER, MIXTURE = GOLDENS / "qwen3_vl", GOLDENS / "qwen3_vl_moe"
+FOLDER = GOLDENS / "qwen3_vl"
+MIXTURE = GOLDENS / "qwen3_vl_moe"
 
 
 @pytest.fixture
@@ -32,7 +33,9 @@ def copy(tmp_path) -> Path:
 
 def test_what_the_folder_says_stands_in_the_config(tmp_path):
     config = config_of(FOLDER, tmp_path)
-    language, vision, images = config.model.language, config.model.vision, config.data.images
+    language = config.model.language
+    vision = config.model.vision
+    images = config.data.images
     assert vision is not None
     assert language.rope_interleaved and language.rope_sections == (2, 1, 1)
     assert language.tie_embeddings and language.qk_norm and not language.qkv_bias
@@ -42,13 +45,13 @@ def test_what_the_folder_says_stands_in_the_config(tmp_path):
     assert (vision.projector.mlp_width, vision.projector.gelu) == (4 * 16, "exact")
     assert vision.deepstack_layers == (0, 2) and config.model.token_width == 3 * 16
     assert (images.resize, images.min_pixels, images.max_pixels) == ("smart", 64, 768)
-    # What the run folder keeps is read again, as it says nothing else
+    # The run folder keeps the config with all values filled in. Reading it again changes nothing.
     written = config.model_dump(mode="json", by_alias=True)
     assert parse_config(resolved(written)) == config
 
 
 def test_videos_are_read_as_the_folder_says(tmp_path):
-    """By the file for pictures: it says nothing of sampling."""
+    """The file for pictures is read for videos. It says nothing of sampling."""
     videos = videos_of(config_of(FOLDER, tmp_path, vision={"videos": True}))
     assert (videos.fps, videos.sampling, videos.min_frames) == (2.0, "ends", 4)
     assert (videos.bounds, videos.min_pixels, videos.max_pixels) == ("video", 64, 768)
@@ -94,43 +97,45 @@ PUBLISHED_EXPERTS = {
     ids=["8B", "30B-A3B"],
 )
 def test_published_models_have_their_number_of_parameters(copy, sizes, experts, numbers):
-    """As the index of each published folder says: half of its bytes."""
+    """The index of each published folder has twice as many bytes: two per parameter."""
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     text = dict(zip((*names, "intermediate_size"), sizes, strict=True))
-    whole = {
+    folder_config = {
         "model_type": "qwen3_vl_moe" if experts else "qwen3_vl",
         "text_config": PUBLISHED_TEXT | text | experts,
-        "vision_config": {"out_hidden_size": sizes[0]},  # all else as the reference has it
+        # All other values are the reference's defaults.
+        "vision_config": {"out_hidden_size": sizes[0]},
         "tie_word_embeddings": False,
     }
-    (copy / "config.json").write_text(json.dumps(whole))
+    (copy / "config.json").write_text(json.dumps(folder_config))
     change(copy / "preprocessor_config.json", patch_size=16)
     tree = resolved({"model": {"from": str(copy)}})["model"]
     mesh = make_mesh({"data": 1}, jax.devices()[:1])
     config = ModelConfig.model_validate_json(json.dumps(tree))
     model = build_model(config, 151_936, ComponentsConfig(), mesh)
-    shapes = {name: part.shapes for name, part in model.components.items()}
+    shapes = {name: component.shapes for name, component in model.components.items()}
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == numbers
 
 
 def test_experts_are_read_in_both_layouts(tmp_path):
-    """As published, and with inputs and outputs in the order in which transformers 5 writes them."""
+    """The published layout has inputs first; transformers 5 writes outputs first."""
     copy = Path(shutil.copytree(MIXTURE, tmp_path / "copy"))
     for path in copy.glob("*.safetensors"):
         arrays = {key: np.array(t.array()) for key, t in WeightFile.open(path).tensors.items()}
-        turned = {k: np.swapaxes(a, 1, 2) if ".experts." in k else a for k, a in arrays.items()}
-        write_tensors(path, turned)
+        swapped = {k: np.swapaxes(a, 1, 2) if ".experts." in k else a for k, a in arrays.items()}
+        write_tensors(path, swapped)
     shapes = {f"layers.mlp.{name}": (2, 8, 16, 12) for name in ("gate", "up")}
     shapes["layers.mlp.down"] = (2, 8, 12, 16)
     published, written = (ModelFolder.open(folder) for folder in (MIXTURE, copy))
     for path, shape in shapes.items():
-        parts = []
+        parameters = []
         for folder in (published, written):
-            line, part = folder.family.lines[path], np.empty(shape, np.float32)
-            for key, place, index in line.pieces(shape, full_index(shape)):
-                part[place] = line.view(folder.tensors[key].array(), shape, index)
-            parts.append(part)
-        np.testing.assert_array_equal(*parts)
+            line = folder.family.lines[path]
+            values = np.empty(shape, np.float32)
+            for key, target, index in line.pieces(shape, full_index(shape)):
+                values[target] = line.view(folder.tensors[key].array(), shape, index)
+            parameters.append(values)
+        np.testing.assert_array_equal(*parameters)
     key = "model.language_model.layers.0.mlp.experts.gate_up_proj"
     assert published.tensors[key].shape == (8, 16, 24), "in, out"
     assert written.tensors[key].shape == (8, 24, 16)
@@ -190,16 +195,16 @@ def test_experts_that_cannot_be(tmp_path, values, words):
 
 
 def test_deepstack_goes_without_a_generator(tmp_path):
-    drawing = {"width": 32, "layers": 1, "heads": 2, "mlp_width": 32}
+    generator = {"width": 32, "layers": 1, "heads": 2, "mlp_width": 32}
     with pytest.raises(ConfigError, match=r"vision\.deepstack_layers: tokens of a model with mod"):
-        config_of(FOLDER, tmp_path, diffusion=drawing)
+        config_of(FOLDER, tmp_path, diffusion=generator)
 
 
 def test_a_tower_with_another_decoder_has_no_deepstack_unless_asked(tmp_path):
-    for own in ({}, {"deepstack_layers": [1]}):
+    for chosen in ({}, {"deepstack_layers": [1]}):
         tree = tiny_config(tmp_path)
-        tree["model"]["vision"] = {"from": str(FOLDER), "merge": 2} | own
+        tree["model"]["vision"] = {"from": str(FOLDER), "merge": 2} | chosen
         del tree["data"]["images"]
         vision = parse_config(resolved(tree)).model.vision
         assert vision is not None and vision.positions == "rotary_and_resampled"
-        assert [*vision.deepstack_layers] == own.get("deepstack_layers", [])
+        assert [*vision.deepstack_layers] == chosen.get("deepstack_layers", [])

@@ -1,4 +1,7 @@
-"""Folders that are drawn anew, by the reference: numbers, and bytes in and out, with other sizes and spellings."""
+"""Random folders drawn by the reference, with other sizes and spellings than the goldens have.
+
+The model's numbers are compared with the reference's, and folders are written back byte for byte.
+"""
 
 import jax
 import pytest
@@ -25,7 +28,8 @@ def test_folders_of_other_sizes_are_those_of_the_reference(name, seed, tmp_path)
     folder = tmp_path / name
     draw(folder, name, seed)
     check(on_one_device(folder, folder / "inputs.npz"), folder)
-    to_orbax(folder, tmp_path / "run", "float32", jax.devices()[:1])  # no width is chosen for more
+    # One device, because the random widths need not divide among more.
+    to_orbax(folder, tmp_path / "run", "float32", jax.devices()[:1])
     arguments = ["to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--source", str(folder)]
     assert convert(arguments) == 0
     for file in folder.iterdir():

@@ -1,4 +1,7 @@
-"""Published towers against the reference, through reader, rows and model; and written back as they were."""
+"""Published towers against the reference, through reader, rows and model.
+
+The reference is transformers: its features and gradients are in tower_goldens/. Folders are also
+written back as they were."""
 
 import json
 import math
@@ -31,7 +34,8 @@ NAMES = sorted(path.name for path in GOLDENS.iterdir())
 SOUNDS = [name for name in NAMES if name.startswith("whisper")]
 PICTURES = [name for name in NAMES if name not in SOUNDS]
 MESHED = ("siglip", "siglip2", "whisper")
-# Gradients below are noise: all keys have that of a shared bias, which softmax does not see
+# Gradients smaller than this are noise. Those of key biases are nothing but rounding, because
+# softmax does not see a bias that all keys share.
 ROUNDING = 0.1
 
 
@@ -40,7 +44,7 @@ def component_of(folder: Path) -> str:
 
 
 def config_of(folder: Path, place: Path, **tower) -> Config:
-    """A run with this tower alone."""
+    """The config of a run with this tower and no other."""
     tree = tiny_config(place)
     component = component_of(folder)
     language = tree["model"]["language"]
@@ -55,6 +59,7 @@ def reader_of(config: Config):
 
 
 def save(item: np.ndarray, path: Path) -> File:
+    """Writes a picture or a clip to a file."""
     if item.ndim == 1:
         soundfile.write(path.with_suffix(".wav"), item, 16_000, subtype="PCM_16")
         return File(path.with_suffix(".wav"))
@@ -63,14 +68,16 @@ def save(item: np.ndarray, path: Path) -> File:
 
 
 def by_key(fit: Fit, gradients) -> dict[str, np.ndarray]:
-    found = {}
+    """Gradients by the keys and in the shapes of the tensors in files."""
+    key_gradients = {}
     for path, leaf in leaves_by_path(gradients):
-        line, shape = fit.folder.family.lines[path], leaf.shape
-        for key, place, index in line.pieces(shape, tuple(slice(0, n) for n in shape)):
-            found[key] = np.empty(line.tensor_shape(shape), leaf.dtype)
-            view = line.view(found[key], shape, index)
-            view[...] = leaf[place].reshape(view.shape)
-    return found
+        line = fit.folder.family.lines[path]
+        shape = leaf.shape
+        for key, source, index in line.pieces(shape, tuple(slice(0, n) for n in shape)):
+            key_gradients[key] = np.empty(line.tensor_shape(shape), leaf.dtype)
+            view = line.view(key_gradients[key], shape, index)
+            view[...] = leaf[source].reshape(view.shape)
+    return key_gradients
 
 
 @pytest.mark.parametrize(
@@ -91,7 +98,7 @@ def test_the_mesh_changes_nothing(name, tmp_path):
 @pytest.mark.exhaustive
 @needs("torch", "transformers")
 def test_towers_that_are_drawn_anew(tmp_path):
-    """Live, from another seed."""
+    """Compares with the reference live, with another seed."""
     from tests.families.make_tower_goldens import main as make
 
     make(tmp_path, seed=3)
@@ -102,71 +109,93 @@ def test_towers_that_are_drawn_anew(tmp_path):
 def check_golden(
     folder: Path, place: Path, sizes: Mapping[str, int] | None = None
 ) -> tuple[float, float]:
-    """Largest differences of features, and of gradients over the largest entry of each that has one."""
-    config, phase = config_of(folder, place), component_of(folder)
+    """Checks a golden, and returns the largest differences of features and of gradients.
+
+    Differences of a gradient are relative to its largest entry. Gradients that are noise do not
+    count in what is returned."""
+    config = config_of(folder, place)
+    phase = component_of(folder)
     reader = reader_of(config)
-    kind, stride = ("sound" if phase == "audio" else "image"), reader.format.stride
+    kind = "sound" if phase == "audio" else "image"
+    stride = reader.format.stride
     sizes = sizes or {"data": 1, "fsdp": 1}
     mesh = make_mesh(dict(sizes), jax.devices()[: math.prod(sizes.values())])
     model = build_model(config.model, 8, config.components, mesh)
-    ranks = model.layout(phase).ranks  # each has the same row, and the last one a loss
+    ranks = model.layout(phase).ranks  # All ranks have the same row, and only the last one a loss.
     inputs, reference, gradients = (
         dict(np.load(folder / f"{file}.npz")) for file in ("inputs", "reference", "gradients")
     )
-    count = len(reference)
-    media = [save(inputs[f"{kind}_{i}"], place / f"{i}.png") for i in range(count)]
-    shapes = [reader.measure(one) for one in media]
+    items = len(reference)
+    media = [save(inputs[f"{kind}_{i}"], place / f"{i}.png") for i in range(items)]
+    shapes = [reader.measure(item) for item in media]
     positions = [reader.positions(shape)[:, reader.format.axes] for shape in shapes]
     slots = -(-sum(map(reader.length, shapes)) // (32 * stride)) * 32 * stride
     features = np.zeros((ranks, slots, reader.format.features), reader.format.dtype)
-    places = np.zeros((ranks, slots, len(reader.format.axes)), np.int32)
+    token_positions = np.zeros((ranks, slots, len(reader.format.axes)), np.int32)
     segments = np.zeros((ranks, slots), np.int32)
     width = getattr(config.model, phase).width
     direction = np.zeros((ranks, slots // stride, width), np.float32)
-    where, start = [], 0
-    for i, (one, shape, at) in enumerate(zip(media, shapes, positions, strict=True)):
-        here = slice(start, start + reader.length(shape))
-        # Of features: of patches row by row
-        numbers = at[:, 0] * shape[2] + at[:, 1] if phase == "vision" else at[::stride, 0]
-        features[:, here], places[:, here] = reader.load(one, shape), at
-        segments[:, here] = i + 1
-        of_features = slice(here.start // stride, here.stop // stride)
-        direction[-1, of_features] = inputs[f"direction_{i}"][numbers]
-        where.append((of_features, numbers))
-        start = here.stop
-    rows = encoder_rows(features, places, segments, reader.format.slots_per_token, stride, 32)
+    item_features = []
+    start = 0
+    for i, (item, shape, item_positions) in enumerate(zip(media, shapes, positions, strict=True)):
+        item_slots = slice(start, start + reader.length(shape))
+        # Goldens have features row by row, while slots follow the merged cells of the reader.
+        patch_numbers = (
+            item_positions[:, 0] * shape[2] + item_positions[:, 1]
+            if phase == "vision"
+            else item_positions[::stride, 0]
+        )
+        features[:, item_slots], token_positions[:, item_slots] = (
+            reader.load(item, shape),
+            item_positions,
+        )
+        segments[:, item_slots] = i + 1
+        feature_slots = slice(item_slots.start // stride, item_slots.stop // stride)
+        direction[-1, feature_slots] = inputs[f"direction_{i}"][patch_numbers]
+        item_features.append((feature_slots, patch_numbers))
+        start = item_slots.stop
+    rows = encoder_rows(
+        features, token_positions, segments, reader.format.slots_per_token, stride, 32
+    )
     params = {phase: read_folder(str(folder), model.abstract("float32")[phase], phase)}
 
     def product(params):
         features = model.features(params, phase, rows)
         return (features * direction).sum(), features
 
-    (_, found), grads = jax.jit(jax.value_and_grad(product, has_aux=True))(params)
-    worst = 0.0
-    for i, (here, numbers) in enumerate(where):
-        wanted = reference[f"features_{i}"][numbers]
-        worst = max(worst, float(np.abs(np.asarray(found)[:, here] - wanted).max()))
-    assert worst <= 1e-4
+    (_, row_features), grads = jax.jit(jax.value_and_grad(product, has_aux=True))(params)
+    max_difference = 0.0
+    for i, (item_slots, patch_numbers) in enumerate(item_features):
+        expected = reference[f"features_{i}"][patch_numbers]
+        max_difference = max(
+            max_difference, float(np.abs(np.asarray(row_features)[:, item_slots] - expected).max())
+        )
+    assert max_difference <= 1e-4
     opened = ModelFolder.open(folder, phase)
     shapes_of = {path: leaf.shape for path, leaf in leaves_by_path(params[phase])}
     tensors = by_key(opened.check(shapes_of), jax.device_get(grads[phase]))
     assert gradients.keys() <= tensors.keys()
-    # A golden that is as another, under other keys, has no matrices' gradients
+    # A golden that repeats another one under other keys has no gradients of matrices.
     assert all(tensors[key].ndim > 1 for key in tensors.keys() - gradients.keys())
-    off = {
-        key: float(np.abs(tensors[key] - wanted).max() / max(np.abs(wanted).max(), ROUNDING))
-        for key, wanted in gradients.items()
+    relative_differences = {
+        key: float(np.abs(tensors[key] - expected).max() / max(np.abs(expected).max(), ROUNDING))
+        for key, expected in gradients.items()
     }
-    assert max(off.values()) <= 1e-4, off
-    seen = [off[key] for key, wanted in gradients.items() if np.abs(wanted).max() > ROUNDING]
-    return worst, max(seen)
+    assert max(relative_differences.values()) <= 1e-4, relative_differences
+    significant = [
+        relative_differences[key]
+        for key, expected in gradients.items()
+        if np.abs(expected).max() > ROUNDING
+    ]
+    return max_difference, max(significant)
 
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_pixels_are_the_processors(name, tmp_path):
-    """Sizes, kernels and colors of images that are resized."""
+    """The images need resizing, so sizes, kernels and colors are compared."""
     config = config_of(GOLDENS / name, tmp_path, merge=1)
-    reader, vision = reader_of(config), config.model.vision
+    reader = reader_of(config)
+    vision = config.model.vision
     processed = dict(np.load(GOLDENS / name / "processed.npz"))
     for i in range(len(processed) // 3):
         media = save(processed[f"image_{i}"], tmp_path / f"{i}.png")
@@ -174,13 +203,15 @@ def test_pixels_are_the_processors(name, tmp_path):
         assert shape[1:] == tuple(processed[f"grid_{i}"])
         colors = reader.load(media, shape).reshape(-1, 3) / 255
         pixels = (colors - vision.pixel_mean) / vision.pixel_std
-        wanted = processed[f"pixels_{i}"].reshape(-1, 3)
-        np.testing.assert_allclose(pixels, wanted, rtol=0, atol=1e-6)
+        expected = processed[f"pixels_{i}"].reshape(-1, 3)
+        np.testing.assert_allclose(pixels, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", SOUNDS)
 def test_mels_are_the_extractors(name, tmp_path):
-    """On every frame: silence is appended before the ends are mirrored. The decoder hears none of it."""
+    """Mels are compared on every frame: silence is appended before the ends are mirrored.
+
+    The decoder hears none of the silence."""
     config = config_of(GOLDENS / name, tmp_path)
     reader = reader_of(config)
     inputs, processed = (
@@ -219,7 +250,8 @@ def test_what_the_folder_says_stands_in_the_config(tmp_path):
 
 def test_what_a_folder_of_sounds_says(tmp_path):
     config = config_of(GOLDENS / "whisper", tmp_path, merge=5)
-    audio, data = config.model.audio, config.data.audio
+    audio = config.model.audio
+    data = config.data.audio
     assert (audio.chunk_frames, audio.stem_stride, audio.key_bias) == (100, 2, False)
     assert (data.max_seconds, data.window_length, data.hop_length) == (1.0, 400, 160)
     tree = config.model_dump(mode="json", by_alias=True)
@@ -228,7 +260,7 @@ def test_what_a_folder_of_sounds_says(tmp_path):
         ConfigError, match=r"max_seconds \(2\): .* a clip is one chunk of 1 s at mo"
     ):
         parse_config(tree)
-    # Less work for short clips, and not what was published
+    # This takes less work for short clips, but it is not how the model was published.
     assert (
         reader_of(config_of(GOLDENS / "whisper", tmp_path, silence="unseen")).length((7, 1, 1)) == 8
     )
@@ -278,11 +310,11 @@ def test_a_processor_that_cannot_be(copy, tmp_path, values, words):
 
 
 def test_a_processor_may_be_a_part_of_a_file(copy, tmp_path):
-    """As new folders have it; and the config may say otherwise than the processor."""
-    old = copy / "preprocessor_config.json"
-    values = json.loads(old.read_text()) | {"resample": 1}
+    """New folders have the processor in a section of one file. The config may differ from it."""
+    old_file = copy / "preprocessor_config.json"
+    values = json.loads(old_file.read_text()) | {"resample": 1}
     (copy / "processor_config.json").write_text(json.dumps({"image_processor": values}))
-    old.unlink()
+    old_file.unlink()
     tree = tiny_config(tmp_path)
     tree["model"]["vision"] = {"from": str(copy)}
     tree["data"]["images"] = {"min_pixels": 28**2 * 4, "max_pixels": 28**2 * 4}
