@@ -1,4 +1,4 @@
-"""Small tokenizers and templates that do what those of published models do."""
+"""Small tokenizers and templates that behave like those of published models."""
 
 import json
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, proces
 
 from jaxmllm.data.text.template_tokenizer import TemplateTokenizer
 
-# What merges are learned from: line breaks run on over the ends of contents
+# The texts from which merges are learned. Line breaks run on over the ends of contents.
 LEARNED = [
     "Be kind.\n\nWhat is this?\n\n\nA cat.\n",
     "Be kind. What is this? A cat, a red cat.",
@@ -31,13 +31,15 @@ class Dialect:
     template: str
     special: tuple[str, ...]
     names: dict[str, Any]
-    by_bytes: bool = True  # else by characters, as SentencePiece has them
+    by_bytes: bool = True  # else by characters, like SentencePiece
 
     def folder(self, path: Path) -> Path:
-        """Files as a published folder has them."""
+        """Writes the files of a published folder."""
         path.mkdir(parents=True, exist_ok=True)
-        made = byte_tokenizer(self.special) if self.by_bytes else character_tokenizer(self.special)
-        made.save(str(path / "tokenizer.json"))
+        tokenizer = (
+            byte_tokenizer(self.special) if self.by_bytes else character_tokenizer(self.special)
+        )
+        tokenizer.save(str(path / "tokenizer.json"))
         (path / "tokenizer_config.json").write_text(json.dumps(self.names))
         (path / "chat_template.jinja").write_text(self.template)
         return path
@@ -48,39 +50,43 @@ def load(folder: Path, **options: Any) -> TemplateTokenizer:
 
 
 def byte_tokenizer(special: tuple[str, ...]) -> tokenizers.Tokenizer:
-    """Of the kind of Qwen's and Llama's: a pattern, then pairs of bytes."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.normalizer = normalizers.NFC()
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+    """A tokenizer of the kind of Qwen's and Llama's: a pattern splits words, then pairs of bytes
+    merge."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    made.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=320,
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
-    made.train_from_iterator(LEARNED, trainer)
-    made.add_special_tokens(list(special))
-    made.add_tokens([AddedToken(word, normalized=False) for word in ("<think>", "</think>")])
+    tokenizer.train_from_iterator(LEARNED, trainer)
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in ("<think>", "</think>")])
     if "<|begin_of_text|>" in special:
         begin = "<|begin_of_text|>"
-        made.post_processor = processors.TemplateProcessing(
-            single=f"{begin} $A", special_tokens=[(begin, made.token_to_id(begin))]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, tokenizer.token_to_id(begin))]
         )
-    return made
+    return tokenizer
 
 
 def character_tokenizer(special: tuple[str, ...]) -> tokenizers.Tokenizer:
-    """Of the kind of Gemma's and Mistral's: ▁ for a space, before every first word, bytes for what is unknown."""
-    made = tokenizers.Tokenizer(
+    """A tokenizer of the kind of Gemma's and Mistral's.
+
+    It writes ▁ for a space, puts one before the first word, and has bytes for unknown characters.
+    """
+    tokenizer = tokenizers.Tokenizer(
         tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True)
     )
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    made.decoder = decoders.Sequence(
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     trainer = tokenizers.trainers.BpeTrainer(
@@ -88,13 +94,13 @@ def character_tokenizer(special: tuple[str, ...]) -> tokenizers.Tokenizer:
         show_progress=False,
         special_tokens=["<unk>", *special, *(f"<0x{byte:02X}>" for byte in range(256))],
     )
-    made.train_from_iterator(LEARNED, trainer)
-    file = json.loads(made.to_str())
-    # Bytes are words of the model alone
+    tokenizer.train_from_iterator(LEARNED, trainer)
+    file = json.loads(tokenizer.to_str())
+    # Bytes are words of the model, but no added tokens.
     file["added_tokens"] = [t for t in file["added_tokens"] if not t["content"].startswith("<0x")]
-    made = tokenizers.Tokenizer.from_str(json.dumps(file))
-    made.add_tokens([AddedToken("\n" * length, normalized=False) for length in (2, 3, 4)])
-    return made
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(file))
+    tokenizer.add_tokens([AddedToken("\n" * length, normalized=False) for length in (2, 3, 4)])
+    return tokenizer
 
 
 CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
@@ -117,7 +123,7 @@ DEFAULT_SYSTEM = (
 """
     + NO_SYSTEM
 )
-# Contents are texts, or lists of texts and pictures
+# Contents are texts, or lists of texts and pictures.
 PICTURED = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' }}
@@ -135,7 +141,7 @@ PICTURED = """\
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-# And videos
+# Contents may hold videos, too.
 MOVING = PICTURED.replace(
     """            {%- else %}
                 {{- content""",
@@ -172,7 +178,7 @@ MOVING_BESIDE_SOUND = HEARD.replace(
                 {{- content""",
 )
 LINED = PICTURED.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\\n")
-# Reasoning is written after the last question alone
+# Reasoning is written only after the last question.
 REASONING = """\
 {%- set ns = namespace(last=0) %}
 {%- for message in messages %}

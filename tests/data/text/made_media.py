@@ -1,4 +1,6 @@
-"""Pictures and clips of conversations, made anew wherever they are read: the same bytes, and so the same numbers."""
+"""Pictures and clips of conversations, made anew wherever they are read.
+
+They have the same bytes each time, and so the same numbers in goldens and tests."""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import soundfile
 from numpy.typing import NDArray
 from PIL import Image
 
-# Heights and widths in pixels; the last one lets what lies behind it shine through
+# Heights and widths in pixels. The last one is partly transparent.
 PICTURES = {
     "icon.png": (20, 20),
     "photo.png": (3000, 2000),
@@ -17,7 +19,7 @@ PICTURES = {
     "clear.png": (90, 131),
 }
 CLEAR = "clear.png"
-# Seconds, samples per second, and channels
+# Seconds, samples per second, and channels.
 CLIPS = {
     "click.wav": (0.1, 8_000, 1),
     "speech.wav": (2.713, 44_100, 2),
@@ -26,12 +28,12 @@ CLIPS = {
 
 
 def write_media(folder: Path) -> None:
-    """Write all of them."""
+    """Writes all pictures and clips."""
     for number, (name, size) in enumerate(PICTURES.items()):
         colors = _waves(*size, number)
         if name == CLEAR:
-            veil = np.linspace(0, 255, colors[..., :1].size).reshape(*size, 1).astype(np.uint8)
-            colors = np.concatenate([colors, veil], axis=2)
+            alpha = np.linspace(0, 255, colors[..., :1].size).reshape(*size, 1).astype(np.uint8)
+            colors = np.concatenate([colors, alpha], axis=2)
         Image.fromarray(colors).save(folder / name, compress_level=1)
     for number, (name, (seconds, rate, channels)) in enumerate(CLIPS.items()):
         sound = np.stack([_tones(seconds, rate, number + i) for i in range(channels)], axis=1)
@@ -39,7 +41,8 @@ def write_media(folder: Path) -> None:
 
 
 def _waves(height: int, width: int, seed: int) -> NDArray[np.uint8]:
-    """Colors [height, width, 3] with edges and fine lines, so that kernels and orders of patches show."""
+    """Colors [height, width, 3] with edges and fine lines, which tell kernels and orders of patches
+    apart."""
     rows, columns, colors = np.ogrid[:height, :width, :3]
     waves = np.sin(rows / (5 + seed) + colors) + np.cos(columns / 7 - colors)
     edges = ((rows // 11 + columns // 13) % 2) * 60
@@ -47,7 +50,7 @@ def _waves(height: int, width: int, seed: int) -> NDArray[np.uint8]:
 
 
 def _tones(seconds: float, rate: int, seed: int) -> NDArray[np.int16]:
-    """Tones with noise, loud to the end: [samples]."""
+    """Tones [samples] with noise, loud to the end."""
     times = np.arange(round(seconds * rate)) / rate
     noise = np.random.default_rng(seed).standard_normal(len(times))
     tones = np.sin(2 * np.pi * 440 * times) + np.sin(2 * np.pi * 1_234 * times)

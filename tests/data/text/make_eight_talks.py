@@ -1,12 +1,15 @@
-"""Makes what the reference makes of eight conversations with pictures, clips, reasoning and system prompts, in the
-dialects of seven families: ids, spans, positions, pixels and log-mel frames.
+"""Makes what the reference makes of eight conversations in the dialects of seven families.
+
+The conversations have pictures, clips, reasoning and system prompts. The goldens are ids, spans,
+positions, pixels and log-mel frames.
 
 python -m tests.data.text.make_eight_talks FOLDER        (needs torch 2.13 and transformers 5.23)
 
-FOLDER/DIALECT/config.json, tokenizer.json, tokenizer_config.json, chat_template.jinja, preprocessor_config.json
+FOLDER/DIALECT/config.json, tokenizer.json, tokenizer_config.json, chat_template.jinja,
+preprocessor_config.json
 FOLDER/DIALECT/talks.json   records, whose media are those of made_media.py, and the day of making
-FOLDER/DIALECT/talks.npz    ids_I [L], learned_I [L], positions_I [L, 3]; by name of a picture its resized colors,
-                            patch by patch, and by that of a clip its frames [F, M]
+FOLDER/DIALECT/talks.npz    ids_I [L], learned_I [L], positions_I [L, 3]; by name of a picture its
+                            resized colors, patch by patch, and by name of a clip its frames [F, M]
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from tests.data.text.made_media import CLIPS, PICTURES, write_media
 from tests.families.make_square_goldens import GEMMA3
 
 THOUGHT = "<think>\nIs it a cat?\n</think>\n\nA cat."
-# (role, parts): texts, and names of pictures and clips, which are left out where a family has no place for them
+# (role, parts): parts are texts, and names of pictures and clips. Media are left out where a family
+# has no place for them.
 TALKS: tuple[tuple[tuple[str, tuple[str, ...]], ...], ...] = (
     (("system", ("Be kind.",)), ("user", ("What is this?",)), ("assistant", ("A cat.",))),
     (("user", ("photo.png", "What is this?")), ("assistant", ("A cat, a red cat.",))),
@@ -60,11 +64,11 @@ TALKS: tuple[tuple[tuple[str, tuple[str, ...]], ...], ...] = (
         ("assistant", (THOUGHT,)),
     ),
 )
-MELS, CELLS, SIDE = (
-    8,
-    16,
-    32,
-)  # merged cells of a picture at most; pixels along the side of a square
+MELS = 8
+CELLS = 16
+SIDE = (
+    32  # mel bins; largest number of merged cells of a picture; pixels along the side of a square
+)
 RATE = 16_000  # samples per second
 ROTARY = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}
 TEXT: dict[str, Any] = {
@@ -90,7 +94,7 @@ class Reference:
 
     model_type: str
     sections: dict[str, Any]
-    patch: int = 0  # pixels along the side of one; of dialects without pictures 0
+    patch: int = 0  # pixels along the side of a patch; 0 for dialects without pictures
     hears: bool = False
 
 
@@ -130,7 +134,8 @@ REFERENCES = {
         hears=True,
     ),
 }
-# What the assistant says, and the token that ends it; the empty reasoning that a template writes by itself is not said
+# What the assistant says, with the token that ends it. Empty reasoning that a template writes by
+# itself is not said by the assistant.
 SAID = {
     "llama3.1": r"<\|start_header_id\|>assistant<\|end_header_id\|>\n\n(.*?<\|eot_id\|>)",
     "qwen3": r"<\|im_start\|>assistant\n(?:<think>\n\n</think>\s*)?(.*?<\|im_end\|>)",
@@ -158,7 +163,7 @@ TOKENS["qwen3-vl"] = TOKENS["qwen2.5-vl"]
 
 
 def main(folder: Path) -> None:
-    """Write the files of all dialects."""
+    """Writes the files of all dialects."""
     with tempfile.TemporaryDirectory() as media:
         write_media(Path(media))
         for dialect in REFERENCES:
@@ -166,7 +171,7 @@ def main(folder: Path) -> None:
 
 
 def make(folder: Path, dialect: str, media: Path) -> None:
-    """Write the files of one dialect."""
+    """Writes the files of one dialect."""
     import transformers
 
     reference = REFERENCES[dialect]
@@ -188,28 +193,31 @@ def make(folder: Path, dialect: str, media: Path) -> None:
         for processor in processors.values():
             values |= processor.to_dict()
         (folder / "preprocessor_config.json").write_text(json.dumps(values, indent=1) + "\n")
-    seen, heard = _processed(dialect, processors, media)
+    pictures, clips = _processed(dialect, processors, media)
     model = _model(config) if len(tokens) else None
-    records, arrays = [], {name: made.numbers for name, made in (seen | heard).items()}
+    records = []
+    arrays = {name: encoding.numbers for name, encoding in (pictures | clips).items()}
     for number, talk in enumerate(TALKS):
-        messages = messages_of(talk, {*seen, *heard})
+        messages = messages_of(talk, {*pictures, *clips})
         text = tokenizer.apply_chat_template(messages, tokenize=False)
-        own = [part for _, parts in talk for part in parts if part in seen | heard]
-        text = _expanded(text, dialect, iter((seen | heard)[name] for name in own))
-        made = tokenizer(
+        media_names = [piece for _, parts in talk for piece in parts if piece in pictures | clips]
+        text = _expanded(text, dialect, iter((pictures | clips)[name] for name in media_names))
+        encoding = tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, return_tensors="pt"
         )
-        ids = made["input_ids"]
+        ids = encoding["input_ids"]
         positions = np.arange(ids.shape[1])[:, None].repeat(3, 1)
         if model is not None:
-            grids = [seen[name].grid for name in own if name in seen]
-            frames = [heard[name].grid[0] for name in own if name in heard]
+            grids = [pictures[name].grid for name in media_names if name in pictures]
+            frames = [clips[name].grid[0] for name in media_names if name in clips]
             positions = _positions(model, ids, grids, frames, tokens)
         arrays[f"ids_{number}"] = ids[0].numpy().astype(np.int32)
-        arrays[f"learned_{number}"] = _learned(text, dialect, made["offset_mapping"][0].tolist())
+        arrays[f"learned_{number}"] = _learned(
+            text, dialect, encoding["offset_mapping"][0].tolist()
+        )
         arrays[f"positions_{number}"] = positions.astype(np.float32)
         records.append({"messages": messages})
-    talks = {"day": str(date.today()), "records": records}  # the day that a template may print
+    talks = {"day": str(date.today()), "records": records}  # a template may print this day
     (folder / "talks.json").write_text(json.dumps(talks, indent=1) + "\n")
     np.savez_compressed(folder / "talks.npz", **arrays)
 
@@ -224,7 +232,7 @@ class Made:
 
 
 def _pictures(dialect: str, reference: Reference) -> Any:
-    """The processor of pictures."""
+    """The processor of pictures for a dialect."""
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -239,42 +247,47 @@ def _pictures(dialect: str, reference: Reference) -> Any:
 def _processed(
     dialect: str, processors: dict[str, Any], media: Path
 ) -> tuple[dict[str, Made], dict[str, Made]]:
-    """Pictures and clips by name."""
+    """What the reference makes of all pictures and all clips, by name."""
     from PIL import Image
 
-    seen, heard = {}, {}
+    pictures = {}
+    clips = {}
     if "image" in processors:
         processor = processors["image"]
         for name in PICTURES:
-            made = processor(images=[Image.open(media / name)], return_tensors="np")
-            pixels = np.asarray(made["pixel_values"], np.float64)
+            processed = processor(images=[Image.open(media / name)], return_tensors="np")
+            pixels = np.asarray(processed["pixel_values"], np.float64)
             if dialect == "gemma3":
-                grid, tokens = (1, SIDE // 8, SIDE // 8), GEMMA3["mm_tokens_per_image"]
+                grid = (1, SIDE // 8, SIDE // 8)
+                tokens = GEMMA3["mm_tokens_per_image"]
                 patches = pixels[0].transpose(1, 2, 0)
             else:
-                grid = tuple(made["image_grid_thw"][0].tolist())
+                grid = tuple(processed["image_grid_thw"][0].tolist())
                 tokens = int(np.prod(grid)) // processor.merge_size**2
                 side = processor.patch_size
-                twice = pixels.reshape(-1, 3, 2, side, side)
-                assert (twice[:, :, 0] == twice[:, :, 1]).all()
-                patches = twice[:, :, 0].transpose(0, 2, 3, 1)
-            seen[name] = Made(_levels(patches, processor), grid, tokens)
+                frame_pair = pixels.reshape(-1, 3, 2, side, side)
+                # A picture is repeated as two frames. One of them is kept.
+                assert (frame_pair[:, :, 0] == frame_pair[:, :, 1]).all()
+                patches = frame_pair[:, :, 0].transpose(0, 2, 3, 1)
+            pictures[name] = Made(_levels(patches, processor), grid, tokens)
     if "audio" in processors:
         for name in CLIPS:
-            heard[name] = _heard(dialect, processors["audio"], _sound(media / name))
-    return seen, heard
+            clips[name] = _heard(dialect, processors["audio"], _sound(media / name))
+    return pictures, clips
 
 
 def _levels(patches: np.ndarray, processor: Any) -> np.ndarray:
-    """Colors as 8 bits, of which the processor has made these numbers, to 1e-6."""
-    mean, std = np.array(processor.image_mean), np.array(processor.image_std)
+    """The 8-bit colors from which the processor has made these numbers, to 1e-6."""
+    mean = np.array(processor.image_mean)
+    std = np.array(processor.image_std)
     levels = np.rint((patches * std + mean) * 255)
     assert np.abs((levels / 255 - mean) / std - patches).max() < 1e-6
     return levels.astype(np.uint8)
 
 
 def _sound(path: Path) -> np.ndarray:
-    """Samples at the rate of the reference, which leaves their reading to its users: [ceil(seconds * RATE)]."""
+    """Samples [ceil(seconds * RATE)] at the reference's rate. The reference leaves their reading to
+    its users."""
     import soundfile
     import soxr
 
@@ -285,42 +298,46 @@ def _sound(path: Path) -> np.ndarray:
 
 
 def _heard(dialect: str, extractor: Any, sound: np.ndarray) -> Made:
-    """Frames of one clip, beside a longer one where the reference mirrors the end of the longest."""
+    """The frames of one clip.
+
+    A longer clip lies beside it where the reference mirrors the end of the longest one."""
     import transformers.models.qwen2_5_omni.processing_qwen2_5_omni as omni
     import transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe as omni3
 
-    old = dialect == "qwen2.5-omni"
-    module, filled = (
+    pads_to_limit = dialect == "qwen2.5-omni"
+    module, options = (
         (omni, {"padding": "max_length"})
-        if old
+        if pads_to_limit
         else (omni3, {"padding": True, "truncation": False})
     )
-    beside = [] if old else [np.zeros(len(sound) + RATE)]
-    made = extractor(
-        [sound, *beside],
+    longer_clips = [] if pads_to_limit else [np.zeros(len(sound) + RATE)]
+    extracted = extractor(
+        [sound, *longer_clips],
         sampling_rate=RATE,
         return_attention_mask=True,
         return_tensors="np",
-        **filled,
+        **options,
     )
-    frames = int(made["attention_mask"][0].sum())
+    frames = int(extracted["attention_mask"][0].sum())
     tokens = int(module._get_feat_extract_output_lengths(frames))
-    return Made(made["input_features"][0, :, :frames].T, (frames,), tokens)
+    return Made(extracted["input_features"][0, :, :frames].T, (frames,), tokens)
 
 
 def messages_of(talk: Any, known: set[str]) -> list[dict[str, Any]]:
-    """As both sides read them: contents are lists where media are among them, else texts."""
+    """The messages as our reader and the reference read them.
+
+    Contents are lists where they hold media, and texts otherwise."""
     messages = []
     for role, names in talk:
-        parts: list[dict[str, str]] = []
+        items: list[dict[str, str]] = []
         for name in names:
             kind = "image" if name in PICTURES else "audio" if name in CLIPS else "text"
-            if kind == "text" and parts and parts[-1]["type"] == kind:
-                parts[-1][kind] += name
+            if kind == "text" and items and items[-1]["type"] == kind:
+                items[-1][kind] += name
             elif kind == "text" or name in known:
-                parts.append({"type": kind, kind: name})
-        alone = len(parts) == 1 and parts[0]["type"] == "text"
-        messages.append({"role": role, "content": parts[0]["text"] if alone else parts})
+                items.append({"type": kind, kind: name})
+        is_text = len(items) == 1 and items[0]["type"] == "text"
+        messages.append({"role": role, "content": items[0]["text"] if is_text else items})
     return messages
 
 
@@ -336,15 +353,15 @@ def _expanded(text: str, dialect: str, media: Iterator[Made]) -> str:
 
 
 def _learned(text: str, dialect: str, offsets: list[tuple[int, int]]) -> np.ndarray:
-    """Of which tokens a character is learned."""
+    """Per token, whether one of its characters is learned."""
     learned = np.zeros(len(text) + 1, bool)
-    for found in re.finditer(SAID.get(dialect, SAID_IN_CHATML), text, re.DOTALL):
-        learned[found.start(1) : found.end(1)] = True
+    for said in re.finditer(SAID.get(dialect, SAID_IN_CHATML), text, re.DOTALL):
+        learned[said.start(1) : said.end(1)] = True
     return np.array([learned[start : max(end, start + 1)].any() for start, end in offsets])
 
 
 def _model(config: Any) -> Any:
-    """A model that says positions."""
+    """A model of the reference that computes positions."""
     import transformers as t
 
     kinds = {
@@ -359,18 +376,18 @@ def _model(config: Any) -> Any:
 def _positions(
     model: Any, ids: Any, grids: list[Any], frames: list[int], tokens: dict[str, int]
 ) -> np.ndarray:
-    """[L, 3]"""
+    """The positions [L, 3] that the reference computes."""
     import torch
 
     if not grids and not frames:
         return np.arange(ids.shape[1])[:, None].repeat(3, 1)
-    given: dict[str, Any] = {"image_grid_thw": torch.tensor(grids) if grids else None}
+    media: dict[str, Any] = {"image_grid_thw": torch.tensor(grids) if grids else None}
     if "audio_start_token_id" in tokens:
-        given["audio_seqlens"] = torch.tensor(frames) if frames else None
-        given["attention_mask"] = torch.ones_like(ids)
+        media["audio_seqlens"] = torch.tensor(frames) if frames else None
+        media["attention_mask"] = torch.ones_like(ids)
     else:
-        given["mm_token_type_ids"] = (ids == tokens["image_token_id"]).long()
-    positions, _ = model.get_rope_index(ids, **given)
+        media["mm_token_type_ids"] = (ids == tokens["image_token_id"]).long()
+    positions, _ = model.get_rope_index(ids, **media)
     return np.asarray(positions[:, 0].T.numpy())
 
 

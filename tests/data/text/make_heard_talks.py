@@ -1,9 +1,12 @@
-"""Makes ids and positions of conversations with pictures and clips, with the reference's processor and model.
+"""Makes ids and positions of conversations with pictures and clips.
+
+They are made with the reference's processor and model.
 
 python -m tests.data.text.make_heard_talks FOLDER        (needs torch 2.13 and transformers 5.23)
 
 FOLDER/tokenizer.json, tokenizer_config.json, chat_template.jinja, preprocessor_config.json
-FOLDER/talks.json      records; of their media in reading order heights and widths of pictures, samples of clips
+FOLDER/talks.json      records; their media in reading order: heights and widths of pictures,
+                       samples of clips
 FOLDER/talks.npz       ids_I [L], positions_I [L, 3]
 """
 
@@ -19,7 +22,7 @@ import numpy as np
 
 from tests.data.text.dialects import DIALECTS
 
-# (role, parts): texts, sizes of pictures, and samples of clips
+# (role, parts): parts are texts, sizes of pictures, and samples of clips.
 TALKS: tuple[tuple[tuple[str, tuple[Any, ...]], ...], ...] = (
     (("user", (16_000, "What is this?")), ("assistant", ("A cat.",))),
     (
@@ -38,7 +41,7 @@ TALKS: tuple[tuple[tuple[str, tuple[Any, ...]], ...], ...] = (
 
 
 def main(folder: Path) -> None:
-    """Write the files."""
+    """Writes the files."""
     from PIL import Image
     from transformers import (
         PreTrainedTokenizerFast,
@@ -50,7 +53,7 @@ def main(folder: Path) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     class Processor(Qwen2_5OmniProcessor):
-        """Without videos, for which it asks for torchvision."""
+        """The reference's processor without videos, which would require torchvision."""
 
         def __init__(
             self, image_processor: Any, feature_extractor: Any, tokenizer: Any, **more: Any
@@ -82,10 +85,10 @@ def main(folder: Path) -> None:
     template = (folder / "chat_template.jinja").read_text()
     processor = Processor(images, extractor, tokenizer, chat_template=template)
     ids_of = tokenizer.convert_tokens_to_ids
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    small |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 16}
+    text_sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    text_sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 16}
     config = Qwen2_5OmniThinkerConfig(
-        text_config=small,
+        text_config=text_sizes,
         vision_config={"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 16},
         audio_config={"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2},
         image_token_index=ids_of("<|IMAGE|>"),
@@ -95,9 +98,10 @@ def main(folder: Path) -> None:
         audio_start_token_id=ids_of("<|audio_bos|>"),
     )
     model = Qwen2_5OmniThinkerForConditionalGeneration(config).model
-    records, arrays = [], {}
+    records = []
+    arrays = {}
     for number, talk in enumerate(TALKS):
-        media = [part for _, parts in talk for part in parts if not isinstance(part, str)]
+        media = [item for _, parts in talk for item in parts if not isinstance(item, str)]
         messages = _messages(talk)
         text = tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template)
         inputs: dict[str, Any] = {}
@@ -109,26 +113,26 @@ def main(folder: Path) -> None:
             grids = inputs["image_grid_thw"]
             counts["<|IMAGE|>"] = [int(grid.prod()) // images.merge_size**2 for grid in grids]
         if clips := [np.zeros(size, np.float32) for size in media if isinstance(size, int)]:
-            heard, said = processor._process_audio(
+            features, placeholders = processor._process_audio(
                 clips, sampling_rate=16_000, return_attention_mask=True, return_tensors="pt"
             )
-            inputs |= heard
-            counts["<|AUDIO|>"] = [part.count("<|AUDIO|>") for part in said]
+            inputs |= features
+            counts["<|AUDIO|>"] = [item.count("<|AUDIO|>") for item in placeholders]
         for token, numbers in counts.items():
             pieces = text.split(token)
             assert len(pieces) == 1 + len(numbers)
             text = pieces[0] + "".join(
                 token * count + piece for count, piece in zip(numbers, pieces[1:], strict=True)
             )
-        made = tokenizer(text, return_tensors="pt")
+        encoding = tokenizer(text, return_tensors="pt")
         frames = inputs.get("feature_attention_mask")
         positions, _ = model.get_rope_index(
-            made["input_ids"],
+            encoding["input_ids"],
             image_grid_thw=inputs.get("image_grid_thw"),
-            attention_mask=made["attention_mask"],
+            attention_mask=encoding["attention_mask"],
             audio_seqlens=None if frames is None else frames.sum(dim=1),
         )
-        arrays[f"ids_{number}"] = made["input_ids"][0].numpy().astype(np.int32)
+        arrays[f"ids_{number}"] = encoding["input_ids"][0].numpy().astype(np.int32)
         arrays[f"positions_{number}"] = positions[:, 0].T.numpy().astype(np.int32)
         records.append({"record": {"messages": messages}, "media": media})
     (folder / "talks.json").write_text(json.dumps(records, indent=1) + "\n")
@@ -136,7 +140,7 @@ def main(folder: Path) -> None:
 
 
 def _messages(talk: tuple[tuple[str, tuple[Any, ...]], ...]) -> list[dict[str, Any]]:
-    """As both sides read them; media go by number."""
+    """The messages as our reader and the reference read them. Media are named by number."""
     numbers = itertools.count()
 
     def part(of: Any) -> dict[str, str]:

@@ -1,11 +1,15 @@
-"""Makes ids and positions of conversations with pictures and videos, with the reference's processor and model.
+"""Makes ids and positions of conversations with pictures and videos.
 
-python -m tests.data.text.make_moving_talks FOLDER     (needs torch 2.13, torchvision and transformers 5.23)
+They are made with the reference's processor and model.
 
-FOLDER/DIALECT/tokenizer.json, tokenizer_config.json, chat_template.jinja, preprocessor_config.json,
-               video_preprocessor_config.json
-FOLDER/DIALECT/talks.json      records; of their media in reading order heights and widths of pictures, and of videos
-                               frames, frames per second, height and width
+python -m tests.data.text.make_moving_talks FOLDER
+                               (needs torch 2.13, torchvision and transformers 5.23)
+
+FOLDER/DIALECT/tokenizer.json, tokenizer_config.json, chat_template.jinja,
+               preprocessor_config.json, video_preprocessor_config.json
+FOLDER/DIALECT/talks.json      records; their media in reading order: heights and widths of
+pictures;
+                               frames, frames per second, heights and widths of videos
 FOLDER/DIALECT/talks.npz       ids_I [L], positions_I [L, 3]
 """
 
@@ -23,7 +27,7 @@ import numpy as np
 from tests.data.text.dialects import DIALECTS
 
 Talk = tuple[tuple[str, tuple[Any, ...]], ...]
-# (role, parts): texts, sizes of pictures, and frames, rates and sizes of videos
+# (role, parts): parts are texts, sizes of pictures, and frames, rates and sizes of videos.
 TALKS: tuple[Talk, ...] = (
     (("user", ((24, 8.0, 100, 180), "What is this?")), ("assistant", ("A cat.",))),
     (
@@ -39,7 +43,7 @@ TALKS: tuple[Talk, ...] = (
     ),
     (("user", ((31, 3.0, 57, 83),)), ("assistant", ("",))),
 )
-# Dialect -> the reference's names of it, sides of patches, and frames per second that are taken
+# Dialect -> (the reference's names for it, side of a patch, frames per second that are taken)
 REFERENCES = {
     "qwen2.5-vl-moving": ("Qwen2_5_VL", "qwen2_5_vl", 14, 2.0),
     "qwen3-vl-moving": ("Qwen3VL", "qwen3_vl", 16, 2.0),
@@ -47,7 +51,7 @@ REFERENCES = {
 }
 FRAME = "<|vision_start|><|video_pad|><|vision_end|>"
 SIZE = {"shortest_edge": 4096, "longest_edge": 262_144}
-# What the tokens of Qwen2.5-Omni are called
+# The names of Qwen2.5-Omni's tokens.
 NAMES = {
     "image": "<|IMAGE|>",
     "audio": "<|AUDIO|>",
@@ -60,13 +64,13 @@ NAMES = {
 
 
 def main(folder: Path) -> None:
-    """Write the files of all dialects."""
+    """Writes the files of all dialects."""
     for dialect in REFERENCES:
         make(folder / dialect, dialect)
 
 
 def make(folder: Path, dialect: str) -> None:
-    """Write the files of one dialect."""
+    """Writes the files of one dialect."""
     import torch
     import transformers
     from PIL import Image
@@ -74,35 +78,38 @@ def make(folder: Path, dialect: str) -> None:
     from transformers.video_utils import VideoMetadata
 
     prefix, model_type, patch, fps = REFERENCES[dialect]
-    heard, written = "omni" in dialect, "qwen3" in dialect
+    has_audio = "omni" in dialect
+    has_written_times = "qwen3" in dialect
     DIALECTS[dialect].folder(folder)
     images = Qwen2VLImageProcessorPil(patch_size=patch, size=SIZE)
-    kind = "Qwen3VLVideoProcessor" if written else "Qwen2VLVideoProcessor"
+    kind = "Qwen3VLVideoProcessor" if has_written_times else "Qwen2VLVideoProcessor"
     videos = getattr(transformers, kind)(
         patch_size=patch, size=SIZE, do_sample_frames=True, fps=fps, cap_pixels_per_frame=False
     )
     images.save_pretrained(folder)
     videos.save_pretrained(folder)
-    special = {f"{name}_token": token for name, token in NAMES.items()} if heard else {}
+    special = {f"{name}_token": token for name, token in NAMES.items()} if has_audio else {}
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), extra_special_tokens=special
     )
     template = (folder / "chat_template.jinja").read_text()
     parts = {"image_processor": images, "tokenizer": tokenizer, "video_processor": videos}
-    if heard:
+    if has_audio:
         parts["feature_extractor"] = transformers.WhisperFeatureExtractor()
     processor: Any = getattr(transformers, f"{prefix}Processor")(**parts, chat_template=template)
     model = _model(model_type, tokenizer.convert_tokens_to_ids)
-    records, arrays = [], {}
+    records = []
+    arrays = {}
     for number, talk in enumerate(TALKS):
-        media = [part for _, parts in talk for part in parts if not isinstance(part, str)]
+        media = [item for _, parts in talk for item in parts if not isinstance(item, str)]
         messages = _messages(talk)
         text = processor.apply_chat_template(messages, tokenize=False)
-        # As published processors write videos: this version of it leaves a second frame around them
-        text = text.replace(FRAME, "<|video_pad|>") if written else text
+        # Published processors write one frame around videos. This version leaves a second frame
+        # around it, which is removed here.
+        text = text.replace(FRAME, "<|video_pad|>") if has_written_times else text
         clips = [size for size in media if len(size) == 4]
         pictures = [Image.new("RGB", size[::-1]) for size in media if len(size) == 2]
-        made = processor(
+        encoding = processor(
             text=[text],
             images=pictures or None,
             videos=[torch.zeros((size[0], 3, *size[2:]), dtype=torch.uint8) for size in clips],
@@ -115,14 +122,19 @@ def make(folder: Path, dialect: str) -> None:
             },
             return_tensors="pt",
         )
-        ids = made["input_ids"]
-        asked = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "mm_token_type_ids")
-        given = {name: made[name] for name in asked if name in made}
-        if heard:
-            given = {name: value for name, value in given.items() if "thw" in name}
-            given["second_per_grids"] = torch.as_tensor(made["video_second_per_grid"])
-            given["attention_mask"] = made["attention_mask"]
-        positions, _ = model.get_rope_index(ids, **given)
+        ids = encoding["input_ids"]
+        argument_names = (
+            "image_grid_thw",
+            "video_grid_thw",
+            "second_per_grid_ts",
+            "mm_token_type_ids",
+        )
+        arguments = {name: encoding[name] for name in argument_names if name in encoding}
+        if has_audio:
+            arguments = {name: value for name, value in arguments.items() if "thw" in name}
+            arguments["second_per_grids"] = torch.as_tensor(encoding["video_second_per_grid"])
+            arguments["attention_mask"] = encoding["attention_mask"]
+        positions, _ = model.get_rope_index(ids, **arguments)
         arrays[f"ids_{number}"] = ids[0].numpy().astype(np.int32)
         arrays[f"positions_{number}"] = positions[:, 0].T.numpy().astype(np.int32)
         records.append({"record": {"messages": messages}, "media": media})
@@ -131,7 +143,7 @@ def make(folder: Path, dialect: str) -> None:
 
 
 def _model(model_type: str, id_of: Callable[[str], int]) -> Any:
-    """A small model, which says positions."""
+    """A small model of the reference, which computes positions."""
     import transformers
 
     text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -149,14 +161,14 @@ def _model(model_type: str, id_of: Callable[[str], int]) -> Any:
             audio_start_token_id=id_of("<|audio_bos|>"),
         )
         return transformers.Qwen2_5OmniThinkerForConditionalGeneration(config).model
-    moving = {"deepstack_visual_indexes": [0]}
-    vision |= moving if model_type == "qwen3_vl" else {"tokens_per_second": 2}
+    deepstack = {"deepstack_visual_indexes": [0]}
+    vision |= deepstack if model_type == "qwen3_vl" else {"tokens_per_second": 2}
     config = transformers.AutoConfig.for_model(model_type, text_config=text, vision_config=vision)
     return transformers.AutoModel.from_config(config)
 
 
 def _messages(talk: Talk) -> list[dict[str, Any]]:
-    """As both sides read them; media go by number."""
+    """The messages as our reader and the reference read them. Media are named by number."""
     numbers = itertools.count()
 
     def part(of: Any) -> dict[str, str]:

@@ -1,8 +1,11 @@
-"""Makes ids and positions of conversations with pictures, with the reference's processor and model.
+"""Makes ids and positions of conversations with pictures.
+
+They are made with the reference's processor and model.
 
 python -m tests.data.text.make_pictured_talks FOLDER        (needs torch 2.13 and transformers 5.23)
 
-FOLDER/DIALECT/tokenizer.json, tokenizer_config.json, chat_template.jinja, preprocessor_config.json
+FOLDER/DIALECT/tokenizer.json, tokenizer_config.json, chat_template.jinja,
+               preprocessor_config.json
 FOLDER/DIALECT/talks.json      records, and the heights and widths of their pictures
 FOLDER/DIALECT/talks.npz       ids_I [L], positions_I [L, 3]
 """
@@ -19,7 +22,7 @@ import numpy as np
 
 from tests.data.text.dialects import DIALECTS
 
-# (role, parts): texts, and sizes of pictures
+# (role, parts): parts are texts, and sizes of pictures.
 TALKS: tuple[tuple[tuple[str, tuple[Any, ...]], ...], ...] = (
     (("user", ((640, 480), "What is this?")), ("assistant", ("A cat.",))),
     (
@@ -38,7 +41,7 @@ TALKS: tuple[tuple[tuple[str, tuple[Any, ...]], ...], ...] = (
 )
 
 
-# Dialect -> the reference's names of it, and sides of patches
+# Dialect -> (the reference's names for it, side of a patch)
 REFERENCES = {
     "qwen2.5-vl": ("Qwen2_5_VL", "qwen2_5_vl", 14),
     "qwen3-vl": ("Qwen3VL", "qwen3_vl", 16),
@@ -46,13 +49,13 @@ REFERENCES = {
 
 
 def main(folder: Path) -> None:
-    """Write the files of all dialects."""
+    """Writes the files of all dialects."""
     for dialect in REFERENCES:
         make(folder / dialect, dialect)
 
 
 def make(folder: Path, dialect: str) -> None:
-    """Write the files of one dialect."""
+    """Writes the files of one dialect."""
     import torch
     import transformers
     from PIL import Image
@@ -62,7 +65,7 @@ def make(folder: Path, dialect: str) -> None:
     reference: Any = getattr(transformers, f"{prefix}Processor")
 
     class Processor(reference):
-        """Without videos, for which it asks for torchvision."""
+        """The reference's processor without videos, which would require torchvision."""
 
         def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str):
             super().__init__(image_processor, tokenizer, chat_template=chat_template)
@@ -77,24 +80,28 @@ def make(folder: Path, dialect: str) -> None:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     template = (folder / "chat_template.jinja").read_text()
     processor = Processor(images, tokenizer, template)
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    small |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 16}
+    text_sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    text_sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 16}
     vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 16}
     if dialect == "qwen3-vl":
         vision |= {"deepstack_visual_indexes": [0]}
-    config = transformers.AutoConfig.for_model(model_type, text_config=small, vision_config=vision)
+    config = transformers.AutoConfig.for_model(
+        model_type, text_config=text_sizes, vision_config=vision
+    )
     model = transformers.AutoModel.from_config(config)
-    records, arrays = [], {}
+    records = []
+    arrays = {}
     for number, talk in enumerate(TALKS):
-        sizes = [part for _, parts in talk for part in parts if not isinstance(part, str)]
+        sizes = [item for _, parts in talk for item in parts if not isinstance(item, str)]
         pictures = [Image.new("RGB", (width, height)) for height, width in sizes]
         messages = messages_of(talk)
         text = processor.apply_chat_template(messages, tokenize=False)
-        made = processor(text=[text], images=pictures or None, return_tensors="pt")
-        ids = made["input_ids"]
+        encoding = processor(text=[text], images=pictures or None, return_tensors="pt")
+        ids = encoding["input_ids"]
         positions = torch.arange(ids.shape[1])[None, None].expand(3, 1, -1)
         if pictures:
-            types, grids = made["mm_token_type_ids"], made["image_grid_thw"]
+            types = encoding["mm_token_type_ids"]
+            grids = encoding["image_grid_thw"]
             positions, _ = model.get_rope_index(ids, types, image_grid_thw=grids)
         arrays[f"ids_{number}"] = ids[0].numpy().astype(np.int32)
         arrays[f"positions_{number}"] = positions[:, 0].T.numpy().astype(np.int32)
@@ -104,7 +111,7 @@ def make(folder: Path, dialect: str) -> None:
 
 
 def messages_of(talk: tuple[tuple[str, tuple[Any, ...]], ...]) -> list[dict[str, Any]]:
-    """As both sides read them; pictures go by number."""
+    """The messages as our reader and the reference read them. Pictures are named by number."""
     numbers = itertools.count()
 
     def part(of: Any) -> dict[str, str]:

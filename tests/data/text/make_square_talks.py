@@ -1,8 +1,10 @@
-"""Makes ids of conversations with pictures that become squares, one or several, with the reference's processors.
+"""Makes ids of conversations with pictures that become one square or several.
+
+They are made with the reference's processors.
 
 python -m tests.data.text.make_square_talks FOLDER        (needs torch 2.13 and transformers 5.23)
 
-FOLDER/DIALECT/tokenizer.json, tokenizer_config.json, chat_template.jinja, and the files of the processor
+FOLDER/DIALECT/tokenizer.json, tokenizer_config.json, chat_template.jinja, and the processor's files
 FOLDER/DIALECT/talks.json      records, and the heights and widths of their pictures
 FOLDER/DIALECT/talks.npz       ids_I [L]
 """
@@ -20,7 +22,7 @@ import numpy as np
 from tests.data.text.dialects import CONTEXT, DIALECTS, IMAGE
 from tests.data.text.make_pictured_talks import messages_of
 
-# (role, parts): texts, and sizes of pictures; Gemma's roles alternate
+# (role, parts): parts are texts, and sizes of pictures. Gemma's roles must alternate.
 TALKS: tuple[tuple[tuple[str, tuple[Any, ...]], ...], ...] = (
     (("user", ((640, 480), "What is this?")), ("assistant", ("A cat.",))),
     (
@@ -36,12 +38,12 @@ TALKS: tuple[tuple[tuple[str, tuple[Any, ...]], ...], ...] = (
     (("user", ("\n What is this?",)), ("assistant", ("A cat.",))),
     (("user", ((20, 20), (20, 20), "\n")), ("assistant", ("A cat",)), ("user", (" ", (57, 83)))),
 )
-TOKENS = 4  # of a picture
-SIDE = 16  # of the squares
+TOKENS = 4  # per picture
+SIDE = 16  # pixels along the side of a square
 
 
 def main(folder: Path) -> None:
-    """Write the files of all dialects."""
+    """Writes the files of all dialects."""
     for dialect, processor_of in PROCESSORS.items():
         make(folder / dialect, dialect, processor_of)
 
@@ -63,7 +65,7 @@ def _internvl(tokenizer_file: str, template: str) -> Any:
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
     class Processor(InternVLProcessor):
-        """Without videos, for which it asks for torchvision."""
+        """The reference's processor without videos, which would require torchvision."""
 
         def __init__(self, image_processor: Any, tokenizer: Any, **options: Any):
             super().__init__(image_processor, tokenizer, **options)
@@ -83,22 +85,23 @@ PROCESSORS = {"gemma3": _gemma3, "internvl": _internvl}
 
 
 def make(folder: Path, dialect: str, processor_of: Callable[[str, str], Any]) -> None:
-    """Write the files of one dialect."""
+    """Writes the files of one dialect."""
     from PIL import Image
 
     DIALECTS[dialect].folder(folder)
     template = (folder / "chat_template.jinja").read_text()
     processor = processor_of(str(folder / "tokenizer.json"), template)
     processor.image_processor.save_pretrained(folder)
-    records, arrays = [], {}
+    records = []
+    arrays = {}
     for number, talk in enumerate(TALKS):
-        sizes = [part for _, parts in talk for part in parts if not isinstance(part, str)]
+        sizes = [item for _, parts in talk for item in parts if not isinstance(item, str)]
         pictures = [Image.new("RGB", (width, height)) for height, width in sizes]
         messages = messages_of(talk)
         text = processor.apply_chat_template(messages, tokenize=False)
-        # The template has written what begins a text
-        made = processor(text=[text], images=pictures or None, add_special_tokens=False)
-        arrays[f"ids_{number}"] = np.array(made["input_ids"][0], np.int32)
+        # The template has already written the token that begins a text.
+        encoding = processor(text=[text], images=pictures or None, add_special_tokens=False)
+        arrays[f"ids_{number}"] = np.array(encoding["input_ids"][0], np.int32)
         records.append({"record": {"messages": messages}, "sizes": sizes})
     (folder / "talks.json").write_text(json.dumps(records, indent=1) + "\n")
     np.savez_compressed(folder / "talks.npz", **arrays)

@@ -1,4 +1,4 @@
-"""Conversations of the reference, as the tests read them."""
+"""The conversations of the goldens, as the tests read them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxmllm.data.text.conversation import Conversation, parse_conversation
 
 
 def conversation_of(record: dict[str, Any]) -> Conversation:
-    """All of it is learned; media go by number."""
+    """A conversation of which all is learned, and whose media are named by number."""
     return parse_conversation(
         record,
         lambda path: File(Path(path)),

@@ -1,3 +1,5 @@
+"""Records of conversations: contents in both forms, defaults, refusals, videos and documents."""
+
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -41,13 +43,13 @@ def test_content_parts(tmp_path: Path) -> None:
         {"type": "text", "text": "<image>?"},
         {"type": "audio", "audio": "sub/b.flac"},
     ]
-    got = parse(
+    conversation = parse(
         {"id": 7, "source": "cats", "messages": [{"role": "user", "content": content}, ANSWER]},
         tmp_path,
     )
     image = MediaPart("image", File(tmp_path / "a.png", "a.png"))
     sound = MediaPart("audio", File(tmp_path / "sub/b.flac", "sub/b.flac"))
-    assert got == Conversation(
+    assert conversation == Conversation(
         "7",
         "cats",
         (
@@ -55,10 +57,11 @@ def test_content_parts(tmp_path: Path) -> None:
             Turn("assistant", (TextPart("A cat."),)),
         ),
     )
-    assert got.media == (image, sound)
+    assert conversation.media == (image, sound)
 
 
 def test_both_forms_give_the_same_conversation(tmp_path: Path) -> None:
+    """Contents may be lists of parts, or strings with placeholders and lists of paths beside them."""
     parts = [
         {"type": "text", "text": "See "},
         {"type": "image", "image": "a.png"},
@@ -66,12 +69,12 @@ def test_both_forms_give_the_same_conversation(tmp_path: Path) -> None:
         {"type": "text", "text": " hear "},
         {"type": "audio", "audio": "c.wav"},
     ]
-    second = [{"type": "image", "image": "d.png"}]
+    second_parts = [{"type": "image", "image": "d.png"}]
     by_parts = {
         "messages": [
             {"role": "user", "content": parts},
             ANSWER,
-            {"role": "user", "content": second},
+            {"role": "user", "content": second_parts},
             ANSWER,
         ]
     }
@@ -89,8 +92,8 @@ def test_both_forms_give_the_same_conversation(tmp_path: Path) -> None:
 
 
 def test_defaults(tmp_path: Path) -> None:
-    got = parse({"messages": [ANSWER]}, tmp_path)
-    assert (got.id, got.source) == ("s:1", "s")
+    conversation = parse({"messages": [ANSWER]}, tmp_path)
+    assert (conversation.id, conversation.source) == ("s:1", "s")
 
 
 @pytest.mark.parametrize(
@@ -163,7 +166,7 @@ def learn_all(record: object, root: Path) -> Conversation:
 
 
 def test_a_video_is_a_clip_of_frames(tmp_path: Path) -> None:
-    """The same file may be an image, too."""
+    """The same file may also be an image."""
     answer = {"role": "assistant", "content": "<image> moves: <video>"}
     record = {"messages": [answer], "images": ["a.gif"], "videos": ["a.gif"]}
     image, video = parse(record, tmp_path).media
@@ -173,7 +176,7 @@ def test_a_video_is_a_clip_of_frames(tmp_path: Path) -> None:
 
 
 def test_documents(tmp_path: Path) -> None:
-    """Placeholders and parts give the same page, a text is a page, and what is null is not there."""
+    """Placeholders and parts give the same page, a text alone is a page, and null counts as absent."""
     image = MediaPart("image", File(tmp_path / "a.png", "a.png"))
     page = Conversation(
         "s:1",
@@ -183,10 +186,10 @@ def test_documents(tmp_path: Path) -> None:
     )
     words = [{"type": "text", "text": "A cat. "}, {"type": "text", "text": " It sleeps."}]
     parts = [words[0], {"type": "image", "image": "a.png"}, words[1]]
-    written = "A cat. <image> It sleeps."
+    text = "A cat. <image> It sleeps."
     assert learn_all({"content": parts}, tmp_path) == page
     for key in ("text", "content"):
-        assert learn_all({key: written, "images": ["a.png"], "messages": None}, tmp_path) == page
+        assert learn_all({key: text, "images": ["a.png"], "messages": None}, tmp_path) == page
     assert learn_all({"text": "Words."}, tmp_path).turns == (
         Turn("document", (TextPart("Words."),)),
     )
@@ -195,8 +198,14 @@ def test_documents(tmp_path: Path) -> None:
 
 def test_with_targets_all_any_roles_do(tmp_path: Path) -> None:
     messages = [{"role": role, "content": role} for role in ("system", "tool", "user")]
-    got = learn_all({"messages": messages, "text": "what the turns make together"}, tmp_path)
-    assert [turn.role for turn in got.turns] == ["system", "tool", "user"] and got.targets == "all"
+    conversation = learn_all(
+        {"messages": messages, "text": "what the turns make together"}, tmp_path
+    )
+    assert [turn.role for turn in conversation.turns] == [
+        "system",
+        "tool",
+        "user",
+    ] and conversation.targets == "all"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
-"""Eight conversations with pictures, clips, reasoning and system prompts, of made files: what a run reads of them, with
-all that a published folder says, is what the reference makes of them."""
+"""What a run reads of eight conversations is what the reference makes of them.
+
+The conversations have pictures, clips, reasoning and system prompts; the media are made files. The
+run takes all that a published folder says. The goldens come from make_eight_talks.py."""
 
 import json
 from dataclasses import dataclass
@@ -41,6 +43,7 @@ class Reading:
 
 @cache
 def reading(name: str) -> Reading:
+    """The reading of a dialect's folder, made once per process."""
     folder = FOLDER / name
     talks = json.loads((folder / "talks.json").read_text())
     dated = {"chat_date": talks["day"]} if name == "llama3.1" else {}
@@ -56,7 +59,7 @@ def reading(name: str) -> Reading:
 
 
 def _config(folder: Path, **data: str) -> Config:
-    """Of a run that takes from the folder all that it says."""
+    """The config of a run that takes from the folder all that it says."""
     sources = {"sources": [{"name": "a", "path": "a.jsonl"}], "batch_size": 1}
     tree = {
         "run": {"directory": "runs/a", "steps": 1},
@@ -77,58 +80,63 @@ def media(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("number", range(8))
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_spans_and_positions_are_those_of_the_reference(name, number, media):
-    read = reading(name)
+    dialect = reading(name)
     conversation = parse_conversation(
-        read.records[number],
+        dialect.records[number],
         lambda path: File(media / path),
         default_id="x",
         default_source="s",
         targets="assistant",
     )
-    readers = {part: reader for reader in read.modalities.values() for part in reader.parts}
+    readers = {part: reader for reader in dialect.modalities.values() for part in reader.parts}
     shapes = [readers[item.part].measure(item.reference) for item in conversation.media]
-    found = render(conversation, read.tokenizer, read.modalities, shapes)
+    rendered = render(conversation, dialect.tokenizer, dialect.modalities, shapes)
     ids, learned, positions = (
-        read.reference[f"{part}_{number}"] for part in ("ids", "learned", "positions")
+        dialect.reference[f"{part}_{number}"] for part in ("ids", "learned", "positions")
     )
-    np.testing.assert_array_equal(found.tokens, ids)
-    np.testing.assert_array_equal(found.positions, positions)
-    np.testing.assert_array_equal(found.targets, np.append(np.where(learned, ids, -1)[1:], -1))
+    np.testing.assert_array_equal(rendered.tokens, ids)
+    np.testing.assert_array_equal(rendered.positions, positions)
+    np.testing.assert_array_equal(rendered.targets, np.append(np.where(learned, ids, -1)[1:], -1))
     assert learned.any() and not learned.all()
 
 
 @pytest.mark.parametrize("picture", PICTURES)
 @pytest.mark.parametrize("name", PICTURED)
 def test_pixels_are_those_of_the_reference(name, picture, media):
-    """All levels of 8 bits, which the reference has normed to within 1e-6, from icons to posters, thin and clear."""
-    read, file = reading(name), File(media / picture)
-    vision = read.modalities["vision"]
+    """Pixels are compared as 8-bit levels, which make_eight_talks.py recovered to within 1e-6.
+
+    Pictures range from icons to posters, and are also thin or transparent."""
+    dialect = reading(name)
+    file = File(media / picture)
+    vision = dialect.modalities["vision"]
     patches = vision.load(file, vision.measure(file))
-    wanted = read.reference[picture]
-    if name == "gemma3":  # a square, not cut yet
-        pairs = len(wanted) // 16
-        cut = wanted.reshape(pairs, 2, 8, pairs, 2, 8, 3)
-        wanted = cut.transpose(0, 3, 1, 4, 2, 5, 6)
-    np.testing.assert_array_equal(patches.ravel(), wanted.ravel())
+    expected = dialect.reference[picture]
+    if name == "gemma3":  # one square, not yet cut into patches
+        pairs = len(expected) // 16
+        tiles = expected.reshape(pairs, 2, 8, pairs, 2, 8, 3)
+        expected = tiles.transpose(0, 3, 1, 4, 2, 5, 6)
+    np.testing.assert_array_equal(patches.ravel(), expected.ravel())
 
 
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("name", HEARING)
 def test_frames_are_those_of_the_reference(name, clip, media):
-    """All of them, the last ones included, of clips of 0.1 to 31 s at three rates."""
-    read, file = reading(name), File(media / clip)
-    hearing, wanted = read.modalities["audio"], read.reference[clip]
-    shape = hearing.measure(file)
-    assert shape[0] == len(wanted)
-    slots = hearing.load(file, shape)
-    places = hearing.laid_out(np.ones((len(slots), hearing.mel_bins), np.float32), shape)
-    frames = slots[places[:, 0] > 0][: len(wanted)]
-    np.testing.assert_allclose(frames, wanted, rtol=0, atol=1e-5)
+    """All frames of clips of 0.1 to 31 s at three rates are compared, the last ones included."""
+    dialect = reading(name)
+    file = File(media / clip)
+    reader = dialect.modalities["audio"]
+    expected = dialect.reference[clip]
+    shape = reader.measure(file)
+    assert shape[0] == len(expected)
+    slots = reader.load(file, shape)
+    laid_out = reader.laid_out(np.ones((len(slots), reader.mel_bins), np.float32), shape)
+    frames = slots[laid_out[:, 0] > 0][: len(expected)]
+    np.testing.assert_allclose(frames, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_files_are_those_of_the_dialect(name, tmp_path):
-    """What the reference was asked with."""
+    """The reference's files are those that the dialect writes today."""
     DIALECTS[name].folder(tmp_path)
     for file in ("chat_template.jinja", "tokenizer_config.json"):
         assert (tmp_path / file).read_bytes() == (FOLDER / name / file).read_bytes()

@@ -1,4 +1,6 @@
-"""Conversations with pictures and clips: ids and positions are those of the reference, from files alone."""
+"""Conversations with pictures and clips: ids and positions are the reference's.
+
+The goldens come from make_heard_talks.py, so that no model is needed."""
 
 import json
 from pathlib import Path
@@ -27,17 +29,18 @@ def tokenizer():
 
 @pytest.mark.parametrize("number", range(len(TALKS)))
 def test_ids_and_positions_are_those_of_the_reference(tokenizer, number):
-    talk, expected = TALKS[number], np.load(FOLDER / "talks.npz")
+    talk = TALKS[number]
+    expected = np.load(FOLDER / "talks.npz")
     shapes = [
         (-(-media // 160), 1, 1) if isinstance(media, int) else (1, *IMAGES.grid(*media))
         for media in talk["media"]
     ]
     modalities = {"vision": IMAGES, "audio": CLIPS}
-    found = render(conversation_of(talk["record"]), tokenizer, modalities, shapes)
-    np.testing.assert_array_equal(found.tokens, expected[f"ids_{number}"])
-    np.testing.assert_array_equal(found.positions, expected[f"positions_{number}"])
+    rendered = render(conversation_of(talk["record"]), tokenizer, modalities, shapes)
+    np.testing.assert_array_equal(rendered.tokens, expected[f"ids_{number}"])
+    np.testing.assert_array_equal(rendered.positions, expected[f"positions_{number}"])
     pads = [tokenizer.layout.media[part].pad for part in ("image", "audio")]
-    assert not np.isin(found.targets, pads).any(), "nothing is learned of media"
+    assert not np.isin(rendered.targets, pads).any(), "nothing is learned of media"
 
 
 def test_videos_are_refused(tokenizer):
@@ -50,7 +53,7 @@ def test_videos_are_refused(tokenizer):
 
 
 def test_the_files_are_those_of_the_dialect(tmp_path):
-    """What the reference was asked with."""
+    """The reference's files are those that the dialect writes today."""
     DIALECTS["qwen2.5-omni"].folder(tmp_path)
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         assert (tmp_path / name).read_bytes() == (FOLDER / name).read_bytes()

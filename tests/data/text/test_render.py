@@ -38,8 +38,10 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
 def reference(
     talk: Conversation, tokenizer: Tokenizer
 ) -> tuple[list[int], list[int], list[tuple[int, int, int]]]:
-    """Token by token: (id, is it learned, position)."""
-    layout, shapes = tokenizer.layout, iter(SHAPES)
+    """The obvious layout, token by token: ids, targets (-1 where nothing is learned), and
+    positions."""
+    layout = tokenizer.layout
+    shapes = iter(SHAPES)
     rows: list[tuple[int, bool, tuple[int, int, int]]] = []
     at = 0
 
@@ -52,13 +54,15 @@ def reference(
     for turn in talk.turns:
         learned = turn.role == "assistant"
         put(layout.headers[turn.role], False)
-        for part in turn.parts:
-            if isinstance(part, TextPart):
-                put(tokenizer.encode(part.text), learned)
+        for content in turn.parts:
+            if isinstance(content, TextPart):
+                put(tokenizer.encode(content.text), learned)
                 continue
-            frame, (_, height, width) = layout.media[part.part], next(shapes)
+            frame, (_, height, width) = layout.media[content.part], next(shapes)
             put(frame.begin, False)
-            if part.part == "image":
+            # A picture's rows and columns advance from one position, and what follows starts behind
+            # the larger side.
+            if content.part == "image":
                 cells = [
                     (row, column) for row in range(height // 2) for column in range(width // 2)
                 ]
@@ -75,31 +79,41 @@ def reference(
 
 
 def test_render_against_a_loop(tokenizer: Tokenizer) -> None:
-    got = render(TALK, tokenizer, MODALITIES, SHAPES)
+    rendered = render(TALK, tokenizer, MODALITIES, SHAPES)
     tokens, targets, positions = reference(TALK, tokenizer)
-    assert got.tokens.tolist() == tokens
-    assert got.targets.tolist() == targets
-    assert got.positions.tolist() == [list(position) for position in positions]
-    assert got.tokens.dtype == got.targets.dtype == np.int32 and got.positions.dtype == np.float32
-    assert [(span.phase, span.shape, span.tokens) for span in got.media] == [
+    assert rendered.tokens.tolist() == tokens
+    assert rendered.targets.tolist() == targets
+    assert rendered.positions.tolist() == [list(position) for position in positions]
+    assert (
+        rendered.tokens.dtype == rendered.targets.dtype == np.int32
+        and rendered.positions.dtype == np.float32
+    )
+    assert [(span.phase, span.shape, span.tokens) for span in rendered.media] == [
         ("vision", (1, 4, 6), 6),
         ("audio", (20, 1, 1), 3),
         ("vision", (1, 2, 2), 1),
     ]
     pads = {tokenizer.layout.media[part].pad for part in ("image", "audio")}
     assert all(
-        set(got.tokens[span.slot : span.slot + span.tokens].tolist()) <= pads for span in got.media
+        set(rendered.tokens[span.slot : span.slot + span.tokens].tolist()) <= pads
+        for span in rendered.media
     )
-    assert got.media[1] == MediaSpan(
-        "audio", File(Path("/b.wav")), (20, 1, 1), got.media[1].slot, 3
+    assert rendered.media[1] == MediaSpan(
+        "audio", File(Path("/b.wav")), (20, 1, 1), rendered.media[1].slot, 3
     )
 
 
 def test_answers_are_learned_with_their_end_and_without_headers() -> None:
     tokenizer = ByteTokenizer()
-    got = render(TALK, tokenizer, MODALITIES, SHAPES)
+    rendered = render(TALK, tokenizer, MODALITIES, SHAPES)
     end = tokenizer.layout.turn_end
-    assert got.targets[got.targets >= 0].tolist() == [*"Ça va".encode(), end, *b"No", *b"yes", end]
+    assert rendered.targets[rendered.targets >= 0].tolist() == [
+        *"Ça va".encode(),
+        end,
+        *b"No",
+        *b"yes",
+        end,
+    ]
 
 
 def test_media_without_an_encoder() -> None:
@@ -122,12 +136,12 @@ def test_with_targets_all_every_text_and_turn_end_is_learned(tokenizer: Tokenize
         Turn("assistant", (TextPart("Yes"),)),
     )
     talk = Conversation("x", "s", turns, "all")
-    got = render(talk, tokenizer, MODALITIES, [(20, 1, 1)])
+    rendered = render(talk, tokenizer, MODALITIES, [(20, 1, 1)])
     end = tokenizer.layout.turn_end
     texts = [[*tokenizer.encode(text), end] for text in ("Hear ", "a bell", "Yes")]
-    assert got.targets[got.targets >= 0].tolist() == [i for ids in texts for i in ids]
+    assert rendered.targets[rendered.targets >= 0].tolist() == [i for ids in texts for i in ids]
     tokens, _, positions = reference(talk, tokenizer)
-    assert got.tokens.tolist() == tokens and got.positions.tolist() == [
+    assert rendered.tokens.tolist() == tokens and rendered.positions.tolist() == [
         list(position) for position in positions
     ]
 
@@ -136,26 +150,25 @@ def test_a_document_is_its_content_and_an_end(tokenizer: Tokenizer) -> None:
     page = Conversation(
         "x", "s", (Turn(DOCUMENT, (TextPart("A cat."), PICTURE, TextPart("It sleeps."))),), "all"
     )
-    got = render(page, tokenizer, MODALITIES, [(1, 2, 4)])
-    frame, end, encode = (
-        tokenizer.layout.media["image"],
-        tokenizer.layout.turn_end,
-        tokenizer.encode,
-    )
-    before, after = encode("A cat."), encode("It sleeps.")
-    assert got.tokens.tolist() == [
-        *before,
+    rendered = render(page, tokenizer, MODALITIES, [(1, 2, 4)])
+    frame = tokenizer.layout.media["image"]
+    end = tokenizer.layout.turn_end
+    encode = tokenizer.encode
+    text_before = encode("A cat.")
+    text_after = encode("It sleeps.")
+    assert rendered.tokens.tolist() == [
+        *text_before,
         *frame.begin,
         frame.pad,
         frame.pad,
         *frame.end,
-        *after,
+        *text_after,
         end,
     ]
-    # Nothing comes before the first token
-    assert got.targets[got.targets >= 0].tolist() == [*before[1:], *after, end]
-    (span,) = got.media
-    assert (got.targets[span.slot - 1 : span.slot + span.tokens - 1] == -1).all()
+    # The first token has nothing before it that could predict it, so it is not learned.
+    assert rendered.targets[rendered.targets >= 0].tolist() == [*text_before[1:], *text_after, end]
+    (span,) = rendered.media
+    assert (rendered.targets[span.slot - 1 : span.slot + span.tokens - 1] == -1).all()
 
 
 DRAWING = {"vision": MODALITIES["vision"], "diffusion": GeneratedPixels(14, 1, 1, 1 << 20)}
@@ -168,32 +181,38 @@ def drawing(*turns: Turn) -> Rendered:
 
 
 def test_generated_items_read_what_is_said_before_them_and_have_no_tokens() -> None:
-    got = drawing(
+    rendered = drawing(
         Turn("user", (PICTURE, TextPart("in blue"))),
         Turn("assistant", (DRAWN, TextPart("or"), DRAWN, TextPart("!"))),
     )
-    shown, first, second = got.media
-    assert (shown.phase, shown.tokens, shown.conditions) == ("vision", 1, 0)
+    shown_image, first_item, second_item = rendered.media
+    assert (shown_image.phase, shown_image.tokens, shown_image.conditions) == ("vision", 1, 0)
     frame = ByteTokenizer().layout.media["image"]
-    said = got.tokens.tolist()
-    assert first.phase == second.phase == "diffusion" and first.slot == 0
-    assert first.tokens == first.conditions and second.slot == first.tokens
-    assert said[: first.tokens][-len(frame.begin) :] == list(frame.begin)
-    end = second.slot + second.tokens
-    assert said[second.slot : end] == [*frame.end, *b"or", *frame.begin]
-    assert said.count(frame.pad) == 1
-    # That something is drawn is learned, with where it ends
-    learned = got.targets[got.targets >= 0].tolist()
-    drawn = [*frame.begin, *frame.end]
-    assert learned == [*drawn, *b"or", *drawn, *b"!", ByteTokenizer().layout.turn_end]
+    ids = rendered.tokens.tolist()
+    assert first_item.phase == second_item.phase == "diffusion" and first_item.slot == 0
+    assert first_item.tokens == first_item.conditions and second_item.slot == first_item.tokens
+    assert ids[: first_item.tokens][-len(frame.begin) :] == list(frame.begin)
+    end = second_item.slot + second_item.tokens
+    assert ids[second_item.slot : end] == [*frame.end, *b"or", *frame.begin]
+    assert ids.count(frame.pad) == 1
+    # The model learns to begin a drawing, and where it ends.
+    learned = rendered.targets[rendered.targets >= 0].tolist()
+    drawing_frame = [*frame.begin, *frame.end]
+    assert learned == [
+        *drawing_frame,
+        *b"or",
+        *drawing_frame,
+        *b"!",
+        ByteTokenizer().layout.turn_end,
+    ]
 
 
 def test_a_video_is_framed_as_such_and_only_drawn() -> None:
     video = replace(DRAWN, part="video")
-    got = drawing(Turn("user", (TextPart("spin"),)), Turn("assistant", (video,)))
-    (span,) = got.media
+    rendered = drawing(Turn("user", (TextPart("spin"),)), Turn("assistant", (video,)))
+    (span,) = rendered.media
     frame = ByteTokenizer().layout.media["video"]
-    assert (span.phase, got.tokens[span.tokens - 1]) == ("diffusion", frame.begin[0])
+    assert (span.phase, rendered.tokens[span.tokens - 1]) == ("diffusion", frame.begin[0])
     with pytest.raises(
         ConversationError, match="holds a video, but no encoder of the model takes it"
     ):
@@ -201,34 +220,34 @@ def test_a_video_is_framed_as_such_and_only_drawn() -> None:
 
 
 def test_nothing_is_drawn_from_nothing() -> None:
-    twice = Turn("user", (TextPart("two"),)), Turn("assistant", (DRAWN, DRAWN))
-    for turns in ((Turn("assistant", (DRAWN,)),), twice):
+    two_drawings = Turn("user", (TextPart("two"),)), Turn("assistant", (DRAWN, DRAWN))
+    for turns in ((Turn("assistant", (DRAWN,)),), two_drawings):
         with pytest.raises(ConversationError, match="no text or media stand before it") as caught:
             drawing(*turns)
         assert caught.value.reason == "nothing_to_draw"
 
 
 def test_two_answers_without_a_generator_are_seen_or_refused() -> None:
-    twice = Conversation("id", "source", (Turn("assistant", (DRAWN, DRAWN)),))
+    two_answers = Conversation("id", "source", (Turn("assistant", (DRAWN, DRAWN)),))
     shapes = [(1, 4, 4), (1, 2, 2)]
-    seen = render(twice, ByteTokenizer(), MODALITIES, shapes)
-    assert [(span.phase, span.shape) for span in seen.media] == [
+    rendered = render(two_answers, ByteTokenizer(), MODALITIES, shapes)
+    assert [(span.phase, span.shape) for span in rendered.media] == [
         ("vision", shape) for shape in shapes
     ]
     with pytest.raises(ConversationError, match="no encoder of the model takes it") as caught:
-        render(twice, ByteTokenizer(), {"audio": MODALITIES["audio"]}, shapes)
+        render(two_answers, ByteTokenizer(), {"audio": MODALITIES["audio"]}, shapes)
     assert caught.value.reason == "no_encoder"
 
 
 def test_what_nobody_answers_or_no_generator_makes_is_seen() -> None:
     assert [span.phase for span in drawing(Turn("user", (PICTURE,))).media] == ["vision"]
-    seen = render(
+    rendered = render(
         Conversation("id", "source", (Turn("assistant", (DRAWN,)),)),
         ByteTokenizer(),
         MODALITIES,
         [(1, 4, 4)],
     )
-    assert [span.phase for span in seen.media] == ["vision"]
+    assert [span.phase for span in rendered.media] == ["vision"]
     with pytest.raises(
         ConversationError, match=r"no encoder of the model takes it \(encoders: none\)"
     ):

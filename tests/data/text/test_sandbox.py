@@ -1,4 +1,4 @@
-"""Templates from anywhere: what they may do, and how those end that do more."""
+"""Templates from anywhere: what they may do, and how templates end that do more."""
 
 import threading
 import time
@@ -11,10 +11,12 @@ from jinja2.sandbox import SecurityError
 from jaxmllm.data.text.sandbox import CLOSE, OPEN, RaisedError, Sandbox, run
 from jaxmllm.data.text.template_limits import LimitError, Limits
 
+# Small limits, so that the runaway templates below end in no time.
 SMALL = Limits(steps=2000, characters=1 << 16, bits=1 << 10)
 
 
 def written(source: str, marked: bool = False, limits: Limits = SMALL, **values: Any) -> str:
+    """What a template of this source writes."""
     return run(Sandbox({}).from_string(source), values, marked, limits)
 
 
@@ -44,6 +46,7 @@ def test_generation_is_marked_on_demand() -> None:
     assert written(source, marked=True) == f"a{OPEN} b {CLOSE}c"
 
 
+# Each pass lets a string grow by the expression GROWN. 99 passes would exceed any memory.
 GROWS = (
     "{% set ns = namespace(s='aa\n') %}{% for i in range(99) %}{% set ns.s = GROWN %}{% endfor %}"
 )

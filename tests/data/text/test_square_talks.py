@@ -1,4 +1,6 @@
-"""Conversations with pictures that become squares, one or several: ids of the reference, positions in a line."""
+"""Conversations with pictures that become one square or several: the reference's ids, in a line.
+
+The goldens come from make_square_talks.py, so that no model is needed."""
 
 import json
 from pathlib import Path
@@ -15,7 +17,7 @@ from tests.data.text.talks import conversation_of
 FOLDER = Path(__file__).parent / "square_talks"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
 TALKS = {name: json.loads((FOLDER / name / "talks.json").read_text()) for name in NAMES}
-# Of four tokens a square
+# Four tokens per square.
 SQUARES = {"patch_size": 4, "merge": 2, "min_pixels": 16**2, "max_pixels": 16**2, "in_line": True}
 READERS = {
     "gemma3": Images(**SQUARES, resize="square"),
@@ -25,7 +27,7 @@ READERS = {
 
 @pytest.fixture(scope="module", params=NAMES)
 def name(request) -> str:
-    """Of a dialect."""
+    """The name of a dialect."""
     return request.param
 
 
@@ -36,21 +38,22 @@ def tokenizer(name):
 
 @pytest.mark.parametrize("number", range(5))
 def test_ids_are_those_of_the_reference(tokenizer, name, number):
-    """Texts beside pictures are stripped, line breaks around pictures join those of texts."""
-    talk, expected = TALKS[name][number], np.load(FOLDER / name / "talks.npz")
+    """Texts beside pictures are stripped, and line breaks around pictures join those of texts."""
+    talk = TALKS[name][number]
+    expected = np.load(FOLDER / name / "talks.npz")
     images = READERS[name]
     shapes = [images.shape_of(height, width) for height, width in talk["sizes"]]
-    found = render(conversation_of(talk["record"]), tokenizer, {"vision": images}, shapes)
-    np.testing.assert_array_equal(found.tokens, expected[f"ids_{number}"])
-    line = np.arange(len(found.tokens))
-    np.testing.assert_array_equal(found.positions, np.stack([line] * 3, axis=1))
+    rendered = render(conversation_of(talk["record"]), tokenizer, {"vision": images}, shapes)
+    np.testing.assert_array_equal(rendered.tokens, expected[f"ids_{number}"])
+    line = np.arange(len(rendered.tokens))
+    np.testing.assert_array_equal(rendered.positions, np.stack([line] * 3, axis=1))
     pad = tokenizer.layout.media["image"].pad
-    assert (found.tokens == pad).sum() == 4 * sum(tiles for tiles, *_ in shapes)
-    assert pad not in found.targets, "nothing is learned of pictures"
+    assert (rendered.tokens == pad).sum() == 4 * sum(tiles for tiles, *_ in shapes)
+    assert pad not in rendered.targets, "nothing is learned of pictures"
 
 
 def test_the_files_are_those_of_the_dialect(name, tmp_path):
-    """What the reference was asked with."""
+    """The reference's files are those that the dialect writes today."""
     DIALECTS[name].folder(tmp_path)
     for file in ("chat_template.jinja", "tokenizer_config.json"):
         assert (tmp_path / file).read_bytes() == (FOLDER / name / file).read_bytes()

@@ -1,4 +1,6 @@
-"""Chat templates of models: ids and spans against texts written out by hand, encoded by the library itself."""
+"""Chat templates of models: ids and spans of rendered conversations.
+
+The reference is texts written out by hand, encoded by the tokenizers library itself."""
 
 import json
 import pickle
@@ -38,7 +40,7 @@ TODAY = date(2024, 7, 26)
 
 @dataclass
 class Models:
-    """Folders of all dialects, and their tokenizers, made when first asked for."""
+    """The folders of all dialects and their tokenizers, made when first asked for."""
 
     root: Path
     tokenizers: dict[str, TemplateTokenizer] = field(default_factory=dict)
@@ -63,7 +65,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def talk(*turns: tuple[str, ...], targets: Any = "assistant") -> Conversation:
-    """A conversation of (role, content) or (role, content, reasoning)."""
+    """A conversation of (role, content) or (role, content, reasoning) turns."""
     keys = ("role", "content", "reasoning_content")
     messages = [dict(zip(keys, turn, strict=False)) for turn in turns]
 
@@ -76,20 +78,26 @@ def talk(*turns: tuple[str, ...], targets: Any = "assistant") -> Conversation:
 
 
 def by_library(file: Path, parts: list[tuple[str, bool]]) -> tuple[list[int], list[int]]:
-    """Ids of (text, learned) parts as of one text, in which special tokens are spelled, and targets: a token is learned
-    if one of its characters is."""
+    """Ids and targets of (text, learned) parts, which the library encodes as one text.
+
+    Special tokens are spelled in the text. A token is learned if one of its characters is."""
     library = tokenizers.Tokenizer.from_file(str(file))
     encoding = library.encode("".join(text for text, _ in parts), add_special_tokens=False)
-    learned = [here for text, here in parts for _ in text]
-    of_token = [any(learned[start : max(end, start + 1)]) for start, end in encoding.offsets]
+    learned = [is_learned for text, is_learned in parts for _ in text]
+    token_learned = [any(learned[start : max(end, start + 1)]) for start, end in encoding.offsets]
     ids = encoding.ids
-    targets = [i if here else -1 for i, here in zip(ids[1:], of_token[1:], strict=True)]
+    targets = [
+        i if is_learned else -1 for i, is_learned in zip(ids[1:], token_learned[1:], strict=True)
+    ]
     return ids, [*targets, -1]
 
 
-SYSTEM, ASK, ANSWER = ("system", " Be kind.\n"), ("user", "\nWhat is this? "), "A cat.\n\n"
+SYSTEM = ("system", " Be kind.\n")
+ASK = ("user", "\nWhat is this? ")
+ANSWER = "A cat.\n\n"
 TALK = (SYSTEM, ASK, ("assistant", ANSWER), ("user", "1234?"), ("assistant", "\n\nNaïve 猫"))
-N, Y = False, True
+N = False
+Y = True
 CASES: list[tuple[str, tuple[tuple[str, ...], ...], list[tuple[str, bool]]]] = [
     (
         "qwen2.5",
@@ -125,7 +133,7 @@ CASES: list[tuple[str, tuple[tuple[str, ...], ...], list[tuple[str, bool]]]] = [
         ],
     ),
     (
-        "qwen3",  # reasoning inside the content, and an answer without any
+        "qwen3",  # reasoning is inside the content, and the second answer has none
         (ASK, ("assistant", "<think>\nIs it?\n</think>\n\nA cat."), ("user", "2"), ("assistant", "3")),
         [
             ("<|im_start|>user\n\nWhat is this? <|im_end|>\n<|im_start|>assistant\n", N),
@@ -136,7 +144,7 @@ CASES: list[tuple[str, tuple[tuple[str, ...], ...], list[tuple[str, bool]]]] = [
         ],
     ),
     (
-        "qwen2.5",  # which knows no reasoning: it is a part of the answer
+        "qwen2.5",  # this template knows no reasoning, so reasoning is a part of the answer
         (SYSTEM, ASK, ("assistant", "<think>\nIs it?\n</think>\n\nA cat.")),
         [
             ("<|im_start|>system\n Be kind.\n<|im_end|>\n<|im_start|>user\n\nWhat is this? <|im_end|>\n", N),
@@ -207,10 +215,10 @@ def test_ids_and_spans(
     models: Models,
 ) -> None:
     tokens, targets = by_library(models.file(name), parts)
-    got = render(talk(*turns), models.tokenizer(name), {}, [])
-    assert got.tokens.tolist() == tokens
-    assert got.targets.tolist() == targets
-    assert np.array_equal(got.positions, np.arange(len(tokens))[:, None].repeat(3, 1))
+    rendered = render(talk(*turns), models.tokenizer(name), {}, [])
+    assert rendered.tokens.tolist() == tokens
+    assert rendered.targets.tolist() == targets
+    assert np.array_equal(rendered.positions, np.arange(len(tokens))[:, None].repeat(3, 1))
 
 
 def test_with_targets_all_every_content_is_learned(models: Models) -> None:
@@ -224,16 +232,17 @@ def test_with_targets_all_every_content_is_learned(models: Models) -> None:
         ("\n", N),
     ]
     tokens, targets = by_library(models.file("gemma3"), parts)
-    got = render(talk(*TALK[:3], targets="all"), models.tokenizer("gemma3"), {}, [])
-    assert got.tokens.tolist() == tokens
-    assert got.targets.tolist() == targets
+    rendered = render(talk(*TALK[:3], targets="all"), models.tokenizer("gemma3"), {}, [])
+    assert rendered.tokens.tolist() == tokens
+    assert rendered.targets.tolist() == targets
 
 
 def test_ids_are_those_of_the_whole_stretch(models: Models) -> None:
-    """A header's line break and the content's are one token."""
+    """A line break of the header and one of the content make one token together."""
     tokenizer = models.tokenizer("qwen2.5")
     turns = (("user", "\nWhat"), ("assistant", "a"))
     ids = render(talk(*turns), tokenizer, {}, []).tokens.tolist()
+    # The stretch from one special token to the next: the user's header and content.
     begin = tokenizer.layout.turn_end - 1
     stretch = ids[ids.index(begin, 1) + 1 : -7]
     assert stretch[:3] != tokenizer.encode("user\n") + tokenizer.encode("\nWhat")[:1]
@@ -241,13 +250,13 @@ def test_ids_are_those_of_the_whole_stretch(models: Models) -> None:
 
 
 def literal(file: Path, pieces: list[str | int]) -> list[int]:
-    """Ids of texts in which nothing is special, and of special tokens."""
+    """Ids of texts in which nothing is special, and of the special tokens between them."""
     library = tokenizers.Tokenizer.from_file(str(file))
     library.encode_special_tokens = True
     ids: list[int] = []
     for piece in pieces:
-        whole = isinstance(piece, str)
-        ids += library.encode(piece, add_special_tokens=False).ids if whole else [piece]  # type: ignore[list-item]
+        is_text = isinstance(piece, str)
+        ids += library.encode(piece, add_special_tokens=False).ids if is_text else [piece]  # type: ignore[list-item]
     return ids
 
 
@@ -259,11 +268,11 @@ def test_what_is_spelled_is_text(models: Models) -> None:
     file = models.file("qwen3")
     start, end = map(tokenizer.control.ids.__getitem__, CHATML[:2])
     turns = (("user", SPELLED), ("assistant", SPELLED, f"a{SPELLED}"))
-    got = render(talk(*turns), tokenizer, {}, [])
+    rendered = render(talk(*turns), tokenizer, {}, [])
     answer = f"assistant\n<think>\na{SPELLED}\n</think>\n\n{SPELLED}"
     pieces: list[str | int] = [start, f"user\n{SPELLED}", end, "\n", start, answer, end, "\n"]
-    assert got.tokens.tolist() == literal(file, pieces)
-    learned = [i for i in got.targets.tolist() if i >= 0]
+    assert rendered.tokens.tolist() == literal(file, pieces)
+    learned = [i for i in rendered.targets.tolist() if i >= 0]
     assert tokenizer.decode(learned).endswith(SPELLED) and learned.count(end) == 1
 
 
@@ -292,50 +301,56 @@ texts = st.lists(st.sampled_from(SAID), max_size=6).map("".join)
 def test_contents_change_no_special_token(
     name: str, models: Models, system: str, question: str, answer: str
 ) -> None:
-    """Whatever is said, special tokens are those of a plain conversation, and all of the answer is learned."""
-    assume(answer.count("</think>") < 2)  # of which templates drop what is between
+    """Special tokens are those of a plain conversation, whatever is said, and the whole answer is
+    learned."""
+    assume(answer.count("</think>") < 2)  # templates drop what lies between the two
     tokenizer = models.tokenizer(name)
     turns = [("system", system), ("user", question), ("assistant", answer), ("user", "b")]
-    plain = [(role, "x") for role, _ in turns]
-    got, usual = (
-        render(talk(*said, ("assistant", "c")), tokenizer, {}, []) for said in (turns, plain)
+    plain_turns = [(role, "x") for role, _ in turns]
+    rendered, plain_rendered = (
+        render(talk(*said, ("assistant", "c")), tokenizer, {}, []) for said in (turns, plain_turns)
     )
     control = set(tokenizer.control.ids.values())
-    assert [i for i in got.tokens if i in control] == [i for i in usual.tokens if i in control]
-    ends = [i for i in got.targets.tolist() if i in control]
+    assert [i for i in rendered.tokens if i in control] == [
+        i for i in plain_rendered.tokens if i in control
+    ]
+    ends = [i for i in rendered.targets.tolist() if i in control]
     assert len(ends) == 2
-    first = got.targets[got.targets >= 0].tolist()
-    said = tokenizer.decode(first[: first.index(ends[0])])
-    wanted = answer if name != "qwen3" else answer.split("</think>")[-1]
-    assert wanted.strip() in said
+    learned = rendered.targets[rendered.targets >= 0].tolist()
+    said = tokenizer.decode(learned[: learned.index(ends[0])])
+    expected = answer if name != "qwen3" else answer.split("</think>")[-1]
+    assert expected.strip() in said
 
 
 # ---------------------------------------------------------------------------- media and documents
 
 
 def test_a_template_may_be_the_layout(tmp_path: Path) -> None:
-    """ChatML as a template gives what ChatML gives without one, also around media and what is drawn."""
+    """ChatML as a template gives what ChatML gives without one, also around media and drawn items."""
     file = write_tokenizer(tmp_path / "tokenizer.json", [*CHATML, *VISION])
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     template = tmp_path / "template.jinja"
     template.write_text(NO_SYSTEM)
-    drawn = GeneratedPixels(4, 1, 784, 784 * 64)
-    modalities = MODALITIES | {"diffusion": drawn}
-    asked = Turn("user", (TextPart("Look "), PICTURE, TextPart("\n"), SOUND, PICTURE))
-    drawing = replace(PICTURE, answered=True)
-    answers = Turn("assistant", (TextPart("Here:"), drawing, TextPart(SPELLED), drawing))
-    turns = (Turn("system", (TextPart(SPELLED),)), asked, answers, Turn("tool", ()))
+    pixels = GeneratedPixels(4, 1, 784, 784 * 64)
+    modalities = MODALITIES | {"diffusion": pixels}
+    question = Turn("user", (TextPart("Look "), PICTURE, TextPart("\n"), SOUND, PICTURE))
+    drawn_picture = replace(PICTURE, answered=True)
+    answer_turn = Turn(
+        "assistant", (TextPart("Here:"), drawn_picture, TextPart(SPELLED), drawn_picture)
+    )
+    turns = (Turn("system", (TextPart(SPELLED),)), question, answer_turn, Turn("tool", ()))
     shapes = [(1, 4, 6), (20, 1, 1), (1, 2, 2), (1, 8, 8), (1, 8, 4)]
     for targets in ("assistant", "all"):
         conversation = Conversation("x", "s", turns, targets)
-        got, wanted = (
+        rendered, expected = (
             render(conversation, tokenizer, modalities, shapes)
             for tokenizer in (TemplateTokenizer(file, template), FileTokenizer(file))
         )
-        assert_same(got, wanted)
+        assert_same(rendered, expected)
 
 
 def assert_same(got: Rendered, wanted: Rendered) -> None:
+    """Compares two rendered conversations in all that they hold."""
     assert got.tokens.tolist() == wanted.tokens.tolist()
     assert got.targets.tolist() == wanted.targets.tolist()
     assert np.array_equal(got.positions, wanted.positions)
@@ -347,41 +362,48 @@ NEIGHBOURS = (" What", " is\n", PICTURE, " this", "? <end_of_", "turn> ")
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen2.5", "llama3.1"])
 def test_texts_that_follow_one_another(name: str, models: Models) -> None:
-    """Gemma's template strips each, others write them as they are; and two of them spell no control token together."""
+    """Gemma's template strips each text, and others write texts as they are.
+
+    Two texts side by side never spell a control token together."""
     tokenizer = models.tokenizer(name)
-    parts = tuple(TextPart(part) if isinstance(part, str) else part for part in NEIGHBOURS)
-    said = (Turn("user", parts), Turn("assistant", (TextPart("a"), TextPart(" b "))))
-    got = render(Conversation("x", "s", said), tokenizer, MODALITIES, [(1, 2, 2)])
+    parts = tuple(
+        TextPart(content) if isinstance(content, str) else content for content in NEIGHBOURS
+    )
+    turns = (Turn("user", parts), Turn("assistant", (TextPart("a"), TextPart(" b "))))
+    rendered = render(Conversation("x", "s", turns), tokenizer, MODALITIES, [(1, 2, 2)])
     strip = str.strip if name == "gemma3" else str
     cut = NEIGHBOURS.index(PICTURE)
     texts = ("".join(map(strip, NEIGHBOURS[:cut])), "".join(map(strip, NEIGHBOURS[cut + 1 :])))
     joined = (TextPart(texts[0]), PICTURE, TextPart(texts[1]))
     answer = TextPart("".join(map(strip, ("a", " b "))))
-    wanted = render(
+    expected = render(
         Conversation("x", "s", (Turn("user", joined), Turn("assistant", (answer,)))),
         tokenizer,
         MODALITIES,
         [(1, 2, 2)],
     )
-    assert got.tokens.tolist() == wanted.tokens.tolist()
-    assert got.targets.tolist() == wanted.targets.tolist()
+    assert rendered.tokens.tolist() == expected.tokens.tolist()
+    assert rendered.targets.tolist() == expected.targets.tolist()
     end = tokenizer.control.ids.get("<end_of_turn>")
-    assert np.count_nonzero(got.tokens == end) == (2 if name == "gemma3" else 0)
+    assert np.count_nonzero(rendered.tokens == end) == (2 if name == "gemma3" else 0)
 
 
 def test_media_without_a_frame_part_the_text(models: Models) -> None:
     tokenizer = models.tokenizer("llama3.1")
-    said = (
+    turns = (
         Turn("user", (PICTURE, TextPart("What?"))),
         Turn("assistant", (TextPart("\n"), PICTURE)),
     )
-    got = render(Conversation("x", "s", said), tokenizer, MODALITIES, [(1, 4, 4), (1, 2, 2)])
+    rendered = render(Conversation("x", "s", turns), tokenizer, MODALITIES, [(1, 4, 4), (1, 2, 2)])
     end = tokenizer.layout.turn_end
-    assert [span.tokens for span in got.media] == [4, 1]
-    first = got.media[0].slot
+    assert [span.tokens for span in rendered.media] == [4, 1]
+    first_slot = rendered.media[0].slot
     question = literal(models.file("llama3.1"), ["What?", end])
-    assert got.tokens[first : first + 4 + len(question)].tolist() == [end] * 4 + question
-    assert got.targets[got.targets >= 0].tolist() == [end]
+    assert (
+        rendered.tokens[first_slot : first_slot + 4 + len(question)].tolist()
+        == [end] * 4 + question
+    )
+    assert rendered.targets[rendered.targets >= 0].tolist() == [end]
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "qwen2.5"])
@@ -389,12 +411,12 @@ def test_documents_have_the_tokenizers_own_frame(name: str, models: Models) -> N
     tokenizer = models.tokenizer(name)
     text = f"\nA cat.\n\n{SPELLED}"
     page = Conversation("x", "s", (Turn(DOCUMENT, (TextPart(text), PICTURE)),), "all")
-    got = render(page, tokenizer, MODALITIES, [(1, 2, 2)])
+    rendered = render(page, tokenizer, MODALITIES, [(1, 2, 2)])
     begin = [tokenizer.control.ids["<|begin_of_text|>"]] if name == "llama3.1" else []
     words = literal(models.file(name), [*begin, text])
     end = tokenizer.layout.turn_end
-    assert got.tokens[: len(words)].tolist() == words and got.tokens[-1] == end
-    learned = got.targets[got.targets >= 0].tolist()
+    assert rendered.tokens[: len(words)].tolist() == words and rendered.tokens[-1] == end
+    learned = rendered.targets[rendered.targets >= 0].tolist()
     assert learned == [*words[1:], end]
 
 
@@ -514,26 +536,27 @@ def test_files_that_hold_no_template(tmp_path: Path) -> None:
 
 
 def test_dates_and_files_change_the_fingerprint(models: Models, tmp_path: Path) -> None:
-    """Batches are known by it, and a worker process has the same tokenizer."""
+    """A tokenizer's fingerprint names its batches, and a worker process has the same tokenizer."""
     folder = models.folder("llama3.1")
     days = [load(folder, today=date(2024, 7, day)) for day in (25, 26)]
     assert len({tokenizer.fingerprint for tokenizer in days}) == 2
-    said = talk(*TALK)
-    render(said, days[1], {}, [])
+    conversation = talk(*TALK)
+    render(conversation, days[1], {}, [])
     copy = pickle.loads(pickle.dumps(days[1]))
     assert copy.fingerprint == days[1].fingerprint == models.tokenizer("llama3.1").fingerprint
-    assert_same(render(said, copy, {}, []), render(said, days[1], {}, []))
+    assert_same(render(conversation, copy, {}, []), render(conversation, days[1], {}, []))
     assert (
-        render(said, days[0], {}, []).tokens.tolist() != render(said, copy, {}, []).tokens.tolist()
+        render(conversation, days[0], {}, []).tokens.tolist()
+        != render(conversation, copy, {}, []).tokens.tolist()
     )
     with pytest.raises(
         TokenizerError, match=r"data\.chat_date: .* prints no date by strftime_now o"
     ):
         load(models.folder("qwen2.5"), today=TODAY)
-    other = Dialect(
+    other_folder = Dialect(
         DIALECTS["qwen2.5"].template + " ", CHATML + VISION, DIALECTS["qwen2.5"].names
     ).folder(tmp_path)
-    assert load(other).fingerprint != models.tokenizer("qwen2.5").fingerprint
+    assert load(other_folder).fingerprint != models.tokenizer("qwen2.5").fingerprint
 
 
 @pytest.mark.parametrize(
@@ -598,16 +621,17 @@ def test_special_tokens_beyond_the_marks_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DIALECTS)
 def test_against_transformers(name: str, models: Models) -> None:
-    """Ids of random conversations that spell no special token, and the mask of answers where a template says it."""
+    """Ids of random conversations that spell no special token, and the mask of answers where a
+    template says it."""
     transformers = pytest.importorskip("transformers")
     folder = models.folder(name)
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
-    ours = load(folder, today=date.today() if name == "llama3.1" else None)
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
+    tokenizer = load(folder, today=date.today() if name == "llama3.1" else None)
     random = np.random.default_rng(0)
-    said = [word for word in SAID if not {"<", "["} & {*word} or word == "</think>"]
+    vocabulary = [word for word in SAID if not {"<", "["} & {*word} or word == "</think>"]
     for _ in range(100):
-        words = [random.choice([*said, "What is this?", "1234"], 5) for _ in range(7)]
-        texts = iter("".join(some) for some in words)
+        words = [random.choice([*vocabulary, "What is this?", "1234"], 5) for _ in range(7)]
+        texts = iter("".join(pieces) for pieces in words)
         roles = ["user", "assistant"] * int(random.integers(1, 4))
         turns = [(role, next(texts)) for role in roles]
         if name != "generation" and random.random() < 0.5:
@@ -615,25 +639,26 @@ def test_against_transformers(name: str, models: Models) -> None:
         if name == "qwen3" and random.random() < 0.5:
             turns[-1] = (*turns[-1], "Why?\n")
         try:
-            got = render(talk(*turns), ours, {}, [])
+            rendered = render(talk(*turns), tokenizer, {}, [])
+        # Two reasoning ends in one answer make the learned text unclear, which is refused.
         except ConversationError as error:
             assert error.reason == "answers_unclear" and str(turns).count("</think>") > 1
             continue
         keys = ("role", "content", "reasoning_content")
         messages = [dict(zip(keys, turn, strict=False)) for turn in turns]
-        masked = {"return_assistant_tokens_mask": True} if name == "generation" else {}
-        wanted = theirs.apply_chat_template(messages, return_dict=True, **masked)
-        assert got.tokens.tolist() == wanted["input_ids"]
-        if masked:
-            learned = [i >= 0 for i in got.targets.tolist()]
-            assert [False, *learned[:-1]] == [bool(i) for i in wanted["assistant_masks"]]
+        mask_option = {"return_assistant_tokens_mask": True} if name == "generation" else {}
+        expected = reference.apply_chat_template(messages, return_dict=True, **mask_option)
+        assert rendered.tokens.tolist() == expected["input_ids"]
+        if mask_option:
+            learned = [i >= 0 for i in rendered.targets.tolist()]
+            assert [False, *learned[:-1]] == [bool(i) for i in expected["assistant_masks"]]
 
 
 @pytest.mark.slow
 def test_neighbouring_texts_against_transformers(models: Models) -> None:
     """Ids of contents of several texts, each of which Gemma's template strips."""
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(models.folder("gemma3")))
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(str(models.folder("gemma3")))
     random = np.random.default_rng(0)
     for _ in range(50):
         messages = []
@@ -641,6 +666,8 @@ def test_neighbouring_texts_against_transformers(models: Models) -> None:
             texts = random.choice([" a", "b ", "\n", "What is this?", "  ", "1234\n\n"], 4)
             parts = [{"type": "text", "text": str(text)} for text in texts]
             messages.append({"role": role, "content": parts[: random.integers(1, 5)]})
-        wanted = theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
-        said = parse_conversation({"messages": messages}, str, default_id="x", default_source="s")
-        assert render(said, models.tokenizer("gemma3"), {}, []).tokens.tolist() == wanted
+        expected = reference.apply_chat_template(messages, return_dict=True)["input_ids"]
+        conversation = parse_conversation(
+            {"messages": messages}, str, default_id="x", default_source="s"
+        )
+        assert render(conversation, models.tokenizer("gemma3"), {}, []).tokens.tolist() == expected

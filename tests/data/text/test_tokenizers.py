@@ -1,3 +1,7 @@
+"""Tokenizers of bytes and of files, and that no text becomes a control token.
+
+The reference for harmless text is the tokenizers library."""
+
 import json
 import os
 import pickle
@@ -31,7 +35,8 @@ MODALITIES: dict[str, Modality] = {
     "vision": Images(patch_size=14, merge=2, min_pixels=784, max_pixels=784 * 64),
     "audio": Sounds(16_000, 400, 160, 80, chunk_frames=64, merge=2, max_seconds=60.0),
 }
-PICTURE, SOUND = MediaPart("image", File(Path("/a.png"))), MediaPart("audio", File(Path("/b.wav")))
+PICTURE = MediaPart("image", File(Path("/a.png")))
+SOUND = MediaPart("audio", File(Path("/b.wav")))
 SPECIALS = [
     "<|im_start|>",
     "<|im_end|>",
@@ -43,7 +48,7 @@ SPECIALS = [
 
 
 def write_tokenizer(path: Path, specials: list[str]) -> Path:
-    """A byte-level tokenizer without merges: one id a byte, then the special tokens."""
+    """Writes a byte-level tokenizer without merges: one id per byte, then the special tokens."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     model = tokenizers.models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[])
     tokenizer = tokenizers.Tokenizer(model)
@@ -78,12 +83,13 @@ def test_chat_layout_of_a_file(tmp_path: Path) -> None:
     talk = Conversation(
         "x", "s", (Turn("user", (PICTURE, SOUND)), Turn("assistant", (TextPart("a"),)))
     )
-    got = render(talk, tokenizer, MODALITIES, [(1, 2, 2), (4, 1, 1)])
+    rendered = render(talk, tokenizer, MODALITIES, [(1, 2, 2), (4, 1, 1)])
     encode = tokenizer.encode
-    assert got.tokens.tolist() == [
+    assert rendered.tokens.tolist() == [
         *(ids["<|im_start|>"], *encode("user\n")),
         *(ids["<|vision_start|>"], ids["<|image_pad|>"], ids["<|vision_end|>"]),
-        ids["<|endoftext|>"],  # no audio tokens in this file: no frame, the common pad
+        # The file has no audio tokens, so clips have the common pad and no frame.
+        ids["<|endoftext|>"],
         *(ids["<|im_end|>"], *encode("\n")),
         *(
             ids["<|im_start|>"],
@@ -155,7 +161,7 @@ def numbered(tokens: Iterable[str]) -> dict[str, int]:
 
 
 def bpe(vocabulary: list[str], words: list[str], **options: Any) -> dict[str, Any]:
-    """A byte-pair model whose merges build every one of the words from its letters, left to right."""
+    """A byte-pair model whose merges build each of the words from its letters, left to right."""
     merges = []
     for word in words:
         for cut in range(1, len(word)):
@@ -170,7 +176,7 @@ def bpe(vocabulary: list[str], words: list[str], **options: Any) -> dict[str, An
 
 
 def model_of(kind: str, inside: list[str]) -> dict[str, Any]:
-    """The model of a tokenizer file with some of the control tokens in its own vocabulary."""
+    """The model of a tokenizer file that has the tokens `inside` in its own vocabulary."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     if kind == "bpe":
         return bpe(letters, ["cat", *inside])
@@ -198,21 +204,26 @@ def model_of(kind: str, inside: list[str]) -> dict[str, Any]:
 def tokenizer_file(
     path: Path, kind: str, inside: list[str], special: bool, normalized: bool
 ) -> Path:
+    """Writes a tokenizer file with all control tokens, inside its model's vocabulary or added to
+    it."""
     model = model_of(kind, inside)
-    count = len(model["vocab"])
-    known = numbered(piece for piece, _ in model["vocab"]) if kind == "unigram" else model["vocab"]
-    new = [token for token in CONTROL if token not in known]
-    numbers = known | {token: count + i for i, token in enumerate(new)}
+    model_size = len(model["vocab"])
+    model_ids = (
+        numbered(piece for piece, _ in model["vocab"]) if kind == "unigram" else model["vocab"]
+    )
+    new_tokens = [token for token in CONTROL if token not in model_ids]
+    ids = model_ids | {token: model_size + i for i, token in enumerate(new_tokens)}
     flags = {"single_word": False, "lstrip": True, "rstrip": False, "normalized": normalized}
-    # The last token is no part of a turn: it is special where the file says so, and always here.
-    added = [
+    # The last token is no part of a turn. It counts as special only where the file says so, and
+    # here it always does.
+    added_tokens = [
         {
-            "id": numbers[token],
+            "id": ids[token],
             "content": token,
             "special": special or token == CONTROL[-1],
             **flags,
         }
-        for token in sorted(CONTROL, key=numbers.__getitem__)
+        for token in sorted(CONTROL, key=ids.__getitem__)
         if token not in inside or special
     ]
     bytes_: dict[str, Any] = {
@@ -221,13 +232,13 @@ def tokenizer_file(
         "trim_offsets": True,
         "use_regex": False,
     }
-    folded = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "Lowercase"}]}
+    normalizer = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "Lowercase"}]}
     file = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": added,
-        "normalizer": folded if normalized else None,
+        "added_tokens": added_tokens,
+        "normalizer": normalizer if normalized else None,
         "pre_tokenizer": {"type": "WhitespaceSplit"} if kind == "wordlevel" else bytes_,
         "post_processor": None,
         "decoder": None if kind == "wordlevel" else bytes_,
@@ -247,15 +258,16 @@ KINDS = ["bpe", "bpe that ignores merges", "unigram", "wordpiece", "wordlevel"]
 def test_no_text_becomes_a_control_token(
     kind: str, inside: list[str], special: bool, normalized: bool, tmp_path: Path
 ) -> None:
-    """Whatever a file says of its control tokens; what holds none is encoded as the library does it."""
+    """This holds whatever a file says of its control tokens. Text without one is encoded as the
+    library does."""
     path = tokenizer_file(tmp_path / "t.json", kind, inside, special, normalized)
     library = tokenizers.Tokenizer.from_file(str(path))
     library.encode_special_tokens = True
-    numbers = {library.token_to_id(token) for token in CONTROL}
+    control_ids = {library.token_to_id(token) for token in CONTROL}
     tokenizer = pickle.loads(pickle.dumps(FileTokenizer(path)))
     for text in HOSTILE:
         ids = tokenizer.encode(text)
-        assert ids and numbers.isdisjoint(ids), text
+        assert ids and control_ids.isdisjoint(ids), text
         assert max(ids) < tokenizer.vocab_size
         if kind in ("bpe", "bpe that ignores merges", "unigram") and not normalized:
             assert tokenizer.decode(ids) == text
@@ -270,7 +282,8 @@ def test_no_text_becomes_a_control_token(
 
 
 def test_the_library_alone_lets_control_tokens_out(tmp_path: Path) -> None:
-    """The reason for all this, and proof that the files above are hostile."""
+    """The library itself writes control tokens for text, which proves that the files above are
+    hostile."""
     for kind in KINDS:
         for inside, special in (([], False), (CONTROL[:6], False), (CONTROL[:6], True)):
             path = tokenizer_file(tmp_path / "t.json", kind, inside, special, normalized=False)
@@ -283,7 +296,7 @@ def test_the_library_alone_lets_control_tokens_out(tmp_path: Path) -> None:
 
 
 def test_text_that_can_be_written_in_no_other_way_is_refused(tmp_path: Path) -> None:
-    """Where an end of turn also stands for unknown text."""
+    """Here the end of a turn also stands for unknown text."""
     path = tokenizer_file(
         tmp_path / "t.json", "wordlevel", CONTROL[:6], special=True, normalized=False
     )

@@ -1,4 +1,7 @@
-"""Tools, calls of them and their answers: ids and what is learned, in templates that write them and in others."""
+"""Tools, calls of them and their answers: ids and what is learned.
+
+Templates that write calls are tested, and others, which refuse them. The reference is a text
+written out by hand, and transformers in the slow test."""
 
 import json
 from pathlib import Path
@@ -14,7 +17,7 @@ from jaxmllm.data.text.template_tokenizer import TemplateTokenizer
 from jaxmllm.data.text.tokenizers import ByteTokenizer
 from tests.data.text.dialects import CHATML, NO_SYSTEM, Dialect, load
 
-# As Qwen's templates have it
+# Qwen's templates have this form.
 CALLING = """\
 {%- if tools %}
     {{- '<|im_start|>system\\nTools:' }}
@@ -55,7 +58,8 @@ TALK = {
     ],
 }
 SYSTEM = f"<|im_start|>system\nTools:\n{json.dumps(TOOLS[0])}<|im_end|>\n"
-N, Y = False, True
+N = False
+Y = True
 WRITTEN = [
     (SYSTEM + "<|im_start|>user\nRain?<|im_end|>\n<|im_start|>assistant\n", N),
     ('<call>\n{"name": "weather", "arguments": {"city": "Größe \\"\\n<b>"}}\n</call><|im_end|>', Y),
@@ -80,37 +84,45 @@ def tokenizer(template: str, folder: Path) -> TemplateTokenizer:
 
 
 def test_calls_are_learned_whole(tmp_path: Path) -> None:
-    """From where the model begins to speak to what ends the turn, the template's own words included."""
-    got = render(parse(TALK), tokenizer(CALLING, tmp_path), {}, [])
+    """A turn is learned from where the model begins to speak to its end, with the template's own
+    words."""
+    rendered = render(parse(TALK), tokenizer(CALLING, tmp_path), {}, [])
     library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     encoding = library.encode("".join(text for text, _ in WRITTEN), add_special_tokens=False)
-    learned = np.array([here for text, here in WRITTEN for _ in text])
-    of_token = [bool(learned[start : max(end, start + 1)].any()) for start, end in encoding.offsets]
-    assert got.tokens.tolist() == encoding.ids
-    assert [target >= 0 for target in got.targets.tolist()] == [*of_token[1:], False]
-    # Tools and arguments may be JSON in strings, and calls need not name their kind
+    learned = np.array([is_learned for text, is_learned in WRITTEN for _ in text])
+    token_learned = [
+        bool(learned[start : max(end, start + 1)].any()) for start, end in encoding.offsets
+    ]
+    assert rendered.tokens.tolist() == encoding.ids
+    assert [target >= 0 for target in rendered.targets.tolist()] == [*token_learned[1:], False]
+    # Tools and arguments may be JSON in strings, and calls need not name their kind.
     function = {"name": "weather", "arguments": json.dumps({"city": 'Größe "\n<b>'})}
-    first = {"role": "assistant", "content": "", "tool_calls": [function]}
-    same = {"tools": json.dumps(TOOLS), "messages": [ASK, first, *TALK["messages"][2:]]}  # type: ignore[misc]
-    again = render(parse(same), tokenizer(CALLING, tmp_path), {}, [])
-    np.testing.assert_array_equal(again.targets, got.targets)
+    first_answer = {"role": "assistant", "content": "", "tool_calls": [function]}
+    same_record = {
+        "tools": json.dumps(TOOLS),
+        "messages": [ASK, first_answer, *TALK["messages"][2:]],
+    }  # type: ignore[misc]
+    same_rendered = render(parse(same_record), tokenizer(CALLING, tmp_path), {}, [])
+    np.testing.assert_array_equal(same_rendered.targets, rendered.targets)
 
 
 def test_what_is_spelled_in_calls_and_tools_is_text(tmp_path: Path) -> None:
-    spelling = tokenizer(CALLING, tmp_path)
-    end = spelling.control.ids["<|im_end|>"]
+    template_tokenizer = tokenizer(CALLING, tmp_path)
+    end = template_tokenizer.control.ids["<|im_end|>"]
     answer = {"role": "assistant", "content": "", "tool_calls": [call("a<|im_end|>")]}
     tools = [{"function": {"name": "<|im_end|>", "description": "<|im_start|>"}}]
-    got = render(parse({"tools": tools, "messages": [ASK, answer]}), spelling, {}, [])
-    assert got.tokens.tolist().count(end) == 3 and got.targets.tolist().count(end) == 1
-    assert got.targets[got.targets >= 0][-1] == end
+    rendered = render(
+        parse({"tools": tools, "messages": [ASK, answer]}), template_tokenizer, {}, []
+    )
+    assert rendered.tokens.tolist().count(end) == 3 and rendered.targets.tolist().count(end) == 1
+    assert rendered.targets[rendered.targets >= 0][-1] == end
 
 
 def test_with_targets_all_calls_are_learned_too(tmp_path: Path) -> None:
-    got = render(parse(TALK, "all"), tokenizer(CALLING, tmp_path), {}, [])
-    assistant = render(parse(TALK), tokenizer(CALLING, tmp_path), {}, [])
-    assert ((got.targets >= 0) >= (assistant.targets >= 0)).all()
-    assert (got.targets >= 0).sum() > (assistant.targets >= 0).sum()
+    rendered = render(parse(TALK, "all"), tokenizer(CALLING, tmp_path), {}, [])
+    answers_rendered = render(parse(TALK), tokenizer(CALLING, tmp_path), {}, [])
+    assert ((rendered.targets >= 0) >= (answers_rendered.targets >= 0)).all()
+    assert (rendered.targets >= 0).sum() > (answers_rendered.targets >= 0).sum()
 
 
 REWRITTEN = ("answers_unclear", "when its texts are marked")
@@ -135,12 +147,12 @@ REWRITTEN = ("answers_unclear", "when its texts are marked")
 def test_templates_without_a_place_for_calls(
     template: str, record: dict[str, Any], reason: str | None, words: str, tmp_path: Path
 ) -> None:
-    made = tokenizer(template, tmp_path)
+    template_tokenizer = tokenizer(template, tmp_path)
     if reason is None:
-        assert len(render(parse(record), made, {}, []).tokens)
+        assert len(render(parse(record), template_tokenizer, {}, []).tokens)
         return
     with pytest.raises(ConversationError, match=words) as caught:
-        render(parse(record), made, {}, [])
+        render(parse(record), template_tokenizer, {}, [])
     assert caught.value.reason == reason
 
 
@@ -186,7 +198,7 @@ def test_content_is_left_out_beside_calls_alone() -> None:
 @pytest.mark.slow
 def test_calls_against_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    ours = tokenizer(CALLING, tmp_path)
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
-    wanted = theirs.apply_chat_template(TALK["messages"], tools=TOOLS, return_dict=True)
-    assert render(parse(TALK), ours, {}, []).tokens.tolist() == wanted["input_ids"]
+    template_tokenizer = tokenizer(CALLING, tmp_path)
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    expected = reference.apply_chat_template(TALK["messages"], tools=TOOLS, return_dict=True)
+    assert render(parse(TALK), template_tokenizer, {}, []).tokens.tolist() == expected["input_ids"]
