@@ -1,4 +1,4 @@
-"""What is to be drawn: its sizes, and patches put side by side."""
+"""Blanks, the items to be drawn: their sizes, and their patches put side by side."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ LATENTS = GeneratedLatents(
 
 
 def test_a_picture_is_what_its_patches_are_of(tmp_path):
-    """Of a patch of two frames, the second one is a copy."""
+    """The second frame of a patch of two frames is a copy."""
     pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3)).astype(np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
     file = File(tmp_path / "a.png")
@@ -53,7 +53,9 @@ def test_odd_numbers_of_frames_fill_patches():
 
 
 def test_each_lies_twice():
-    blanks, blank = Blanks(PIXELS), Blank(4, 8, 12)
+    """Guided drawing computes each item with its conditions and without, so a blank has two copies."""
+    blanks = Blanks(PIXELS)
+    blank = Blank(4, 8, 12)
     shape = blanks.measure(blank)
     assert blanks.length(shape) == blanks.real(shape) == 2 * PIXELS.length(shape) == 24
     positions = blanks.positions(shape).reshape(2, 12, 3)

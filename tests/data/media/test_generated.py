@@ -1,4 +1,4 @@
-"""Pixels that a model learns to draw: patches of images and of clips, and the frames that these take."""
+"""Pixels that a model learns to draw: patches of images and clips, and the frames that are taken."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ def pixels(**changes: object) -> GeneratedPixels:
 
 
 def animation(path: Path, **options: object) -> File:
-    """Ten frames, each of one gray."""
+    """Writes ten frames, each of a single gray."""
     FRAMES[0].save(path, save_all=True, append_images=FRAMES[1:], **options)
     return File(path)
 
@@ -35,13 +35,13 @@ def folder(path: Path, count: int = 10) -> File:
 
 
 def grays(modality: GeneratedPixels, media: File) -> list[int]:
-    """Of the frames that are taken."""
+    """The grays of the frames that are taken."""
     clip = Clip(media)
     shape = modality.measure(clip)
     assert shape[1:] == (3, 5)
     frames = modality.load(clip, shape).reshape(shape[0], 15, modality.patch_frames, -1)
-    of_frames = frames.astype(int).mean((1, 3)).reshape(-1)
-    return [round(gray) for gray in of_frames]
+    frame_means = frames.astype(int).mean((1, 3)).reshape(-1)
+    return [round(gray) for gray in frame_means]
 
 
 KINDS: dict[str, dict[str, object]] = {
@@ -54,22 +54,24 @@ KINDS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("name", KINDS)
 def test_an_animation_has_the_frames_that_its_times_say(name: str, tmp_path: Path) -> None:
     media = animation(tmp_path / name, **KINDS[name])
-    whole = list(GRAYS)
-    assert grays(pixels(), media) == grays(pixels(fps=10.0), media) == whole
-    assert grays(pixels(fps=5.0), media) == whole[1::2]
-    assert grays(pixels(fps=20.0), media) == [gray for gray in whole for _ in range(2)]
-    assert grays(pixels(max_frames=4, shorten=True), media) == whole[:4]
-    # As an image it is its first frame, repeated where a patch has several
+    all_grays = list(GRAYS)
+    assert grays(pixels(), media) == grays(pixels(fps=10.0), media) == all_grays
+    assert grays(pixels(fps=5.0), media) == all_grays[1::2]
+    assert grays(pixels(fps=20.0), media) == [gray for gray in all_grays for _ in range(2)]
+    assert grays(pixels(max_frames=4, shorten=True), media) == all_grays[:4]
+    # Read as an image, an animation is its first frame, repeated where a patch has several frames.
     shape = pixels(patch_frames=4).measure(media)
     assert shape == (1, 3, 5) and not pixels(patch_frames=4).load(media, shape).any()
-    assert grays(pixels(patch_frames=4), media) == [*whole, whole[-1], whole[-1]]
+    assert grays(pixels(patch_frames=4), media) == [*all_grays, all_grays[-1], all_grays[-1]]
 
 
 def test_frames_are_shown_for_unlike_times(tmp_path: Path) -> None:
     media = animation(tmp_path / "a.png", duration=[100] * 9 + [300])
     assert grays(pixels(fps=10.0), media) == [*GRAYS, GRAYS[-1], GRAYS[-1]]
-    stand_in = animation(tmp_path / "b.png", duration=100, default_image=True)
-    assert grays(pixels(), stand_in) == list(GRAYS)[1:], "the first is shown where nothing moves"
+    default_image = animation(tmp_path / "b.png", duration=100, default_image=True)
+    assert grays(pixels(), default_image) == list(GRAYS)[1:], (
+        "the first is shown where nothing moves"
+    )
     FRAMES[3].save(tmp_path / "still.gif")
     assert grays(pixels(fps=10.0), File(tmp_path / "still.gif")) == [60]
 
@@ -78,7 +80,7 @@ def test_a_folder_has_a_file_for_each_frame(tmp_path: Path) -> None:
     media = folder(tmp_path / "clip", 10)
     (tmp_path / "clip/frame9.png").rename(tmp_path / "clip/frame10.png")
     (tmp_path / "clip/frame0.png").rename(tmp_path / "clip/frame009.png")
-    order = [*GRAYS[1:9], GRAYS[0], GRAYS[9]]  # by numbers, not letters
+    order = [*GRAYS[1:9], GRAYS[0], GRAYS[9]]  # ordered by numbers, not letters
     assert grays(pixels(), media) == order
     assert grays(pixels(fps=5.0, folder_fps=10.0), media) == order[1::2]
 
@@ -102,19 +104,21 @@ def test_patches_are_those_of_a_plain_loop() -> None:
 
 
 def cut(path: Path, keep: float = 0.6) -> File:
+    """Cuts a file short, and keeps this share of it."""
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * keep)])
     return File(path)
 
 
 def unlike(path: Path) -> File:
+    """A folder in which one frame has another size."""
     media = folder(path)
     FRAMES[0].resize((40, 40)).save(path / "frame7.png")
     return media
 
 
 def noisy(path: Path, change: Callable[[bytearray], None]) -> File:
-    """An animation of noise with a change of its bytes."""
+    """An animation of noise whose bytes are changed."""
     random = np.random.default_rng(0)
     frames = [Image.fromarray(random.integers(0, 256, (12, 20, 3), np.uint8)) for _ in range(3)]
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=100)
@@ -125,13 +129,13 @@ def noisy(path: Path, change: Callable[[bytearray], None]) -> File:
 
 
 def damaged_body(content: bytearray) -> None:
-    place = content.index(b"fdAT") + 30
-    content[place : place + 20] = bytes(20)
+    body = content.index(b"fdAT") + 30
+    content[body : body + 20] = bytes(20)
 
 
 def one_frame_less(content: bytearray) -> None:
-    place = content.index(b"acTL") + 4
-    content[place : place + 4] = (2).to_bytes(4, "big")
+    count_start = content.index(b"acTL") + 4
+    content[count_start : count_start + 4] = (2).to_bytes(4, "big")
 
 
 REFUSED: dict[str, tuple[Callable[[Path], File], dict[str, object], str]] = {
@@ -193,19 +197,21 @@ def test_rows_and_columns_are_counted_from_the_middle():
     assert_equal(np.unique(centred[:, 1]), [-2, -1, 0])  # as Qwen-Image counts odd numbers
     assert_equal(np.unique(centred[:, 2]), [-2, -1, 0, 1])
     assert_equal(centred - pixels().positions(shape), np.tile([0, -2, -2], (24, 1)))
-    blanks = Blanks(pixels(centred=True)).positions(shape)  # what is drawn lies as what was learned
+    # Drawn items have the positions of learned ones.
+    blanks = Blanks(pixels(centred=True)).positions(shape)
     assert_equal(blanks, np.tile(centred, (2, 1)))
 
 
 def test_what_an_attention_apart_reads_takes_no_slots_of_its_own():
-    shape, shown = (1, 3, 5), pixels()
-    for modality, copies in ((shown, 1), (Blanks(shown), 2)):
+    shape = (1, 3, 5)
+    in_row = pixels()
+    for modality, copies in ((in_row, 1), (Blanks(in_row), 2)):
         slots = [item_slots(modality, shape, conditions) for conditions in (0, 4, 40)]
         assert slots == [copies * 15 + conditions for conditions in (0, 4, 40)]
         assert item_real(modality, shape, 4) == slots[1]
         assert modality.patch_count(slots[1], 4) == copies * 15
-    apart = pixels(crossed=True)
-    for modality, copies in ((apart, 1), (Blanks(apart), 2)):
+    crossed = pixels(crossed=True)
+    for modality, copies in ((crossed, 1), (Blanks(crossed), 2)):
         assert modality.crossed
         assert [item_slots(modality, shape, n) for n in (0, 4, 40)] == [copies * 15] * 2 + [40]
         assert item_real(modality, shape, 40) == copies * 15
@@ -218,9 +224,9 @@ def test_texts_advance_time_or_stand_behind_pictures_along_all_axes():
     assert in_time.condition_positions(shape, 2).tolist() == [[0, 0, 0], [1, 0, 0]]
     assert in_time.first_time(2) == 2
     for centred, first in ((True, 2), (False, 5)):
-        behind = pixels(centred=centred, diagonal=True)
-        assert behind.positions(shape)[:, 1:].max() == first - 1
-        for modality in (behind, Blanks(behind)):
+        diagonal = pixels(centred=centred, diagonal=True)
+        assert diagonal.positions(shape)[:, 1:].max() == first - 1
+        for modality in (diagonal, Blanks(diagonal)):
             expected = [[first] * 3, [first + 1] * 3]
             assert modality.condition_positions(shape, 2).tolist() == expected
             assert modality.first_time(2) == 0

@@ -1,3 +1,5 @@
+"""Tiles of images with a class token each: lengths, patches, and positions of tokens."""
+
 import numpy as np
 import pytest
 
@@ -12,10 +14,12 @@ TILES = ClassedTiles(
 def test_all_arrays_of_an_item_are_as_long_as_it_is(height: int, width: int, count: int) -> None:
     shape = TILES.shape_of(height, width)
     assert shape == (count, 6, 6)
-    slots, real = TILES.length(shape), TILES.real(shape)
+    slots = TILES.length(shape)
+    real = TILES.real(shape)
     pixels = np.zeros((count * 24, 24, 3), np.uint8)
     for array in (TILES.patches(pixels, shape), TILES.positions(shape), TILES.apart(shape)):
         assert array is not None and len(array) == slots
+    # A tile has 6 x 6 patches and a class token; 2 x 2 patches make one language token.
     assert (TILES.real_slots(shape).sum(), real) == (count * 37, count * 37)
     assert len(TILES.token_positions(shape, 5)[0]) == TILES.tokens(shape) == count * 9
 

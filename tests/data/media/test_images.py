@@ -1,3 +1,7 @@
+"""Images from files: grids of patches, pixels, formats, orientation, and what is refused.
+
+References are plain loops over pixels, and Pillow."""
+
 import struct
 import zlib
 from pathlib import Path
@@ -17,6 +21,7 @@ IMAGES = Images(patch_size=4, merge=2, min_pixels=64, max_pixels=64 * 30)
 
 
 def reason(path: Path, shape: Shape | None = None, images: Images = IMAGES) -> str:
+    """The reason for which an image file is refused, when measured or when loaded."""
     with pytest.raises(MediaError) as caught:
         if shape is None:
             images.measure(File(path))
@@ -31,7 +36,7 @@ def picture(height: int, width: int) -> Image.Image:
 
 
 def flat(image: Image.Image, path: Path) -> list[float]:
-    """Mean colour after loading."""
+    """The mean colour of an image after it is saved and loaded."""
     image.save(path)
     return IMAGES.load(File(path), IMAGES.measure(File(path))).reshape(-1, 3).mean(0).tolist()
 
@@ -43,11 +48,13 @@ def flat(image: Image.Image, path: Path) -> list[float]:
     spare=st.integers(0, 60),
 )
 def test_grid_bounds(height: int, width: int, least: int, spare: int) -> None:
-    most = (least + spare) * 64
-    images = Images(patch_size=4, merge=2, min_pixels=least * 64, max_pixels=most)
+    max_pixels = (least + spare) * 64
+    images = Images(patch_size=4, merge=2, min_pixels=least * 64, max_pixels=max_pixels)
     rows, columns = images.grid(height, width)
     assert rows % 2 == columns % 2 == 0 and rows >= 2 and columns >= 2
-    assert rows * columns * 16 <= most
+    assert rows * columns * 16 <= max_pixels
+    # Where the bounds leave room between them and the image is not thin, the lower bound holds,
+    # too.
     if spare >= least + 2 * least**0.5 + 2 and max(height, width) <= 4 * min(height, width):
         assert rows * columns * 16 >= least * 64
     if height != width:
@@ -73,34 +80,37 @@ def test_grid_is_native_resolution_or_the_same_shape_smaller(height: int, width:
 def test_a_filling_grid_is_the_largest_that_fits(height: int, width: int, cells: int) -> None:
     rows, columns = Images(4, 2, cells * 64, cells * 64, resize="fill").grid(height, width)
     assert rows % 2 == columns % 2 == 0 and rows * columns <= 4 * cells
-    found = rows // 2, columns // 2
+    grid = rows // 2, columns // 2
 
     def at(scale: float) -> tuple[int, int]:
         return -int(-height * scale // 8), -int(-width * scale // 8)
 
-    # A scale that yields the grid lies just below one that is too large
+    # Each scale at which a side reaches another cell is tried. The grid's own scale lies just below
+    # one that is too large.
     scales = np.unique([8 * k / side for side in (height, width) for k in range(1, cells + 2)])
     fitting = [scale for scale in scales if np.prod(at(scale * (1 - 1e-9))) <= cells]
-    if max(fitting) < 90 and found != at(max(fitting) * (1 - 1e-9)):
-        assert found == at(max(fitting) - 2e-5), "within a step of the search"
+    if max(fitting) < 90 and grid != at(max(fitting) * (1 - 1e-9)):
+        assert grid == at(max(fitting) - 2e-5), "within a step of the search"
 
 
 @pytest.mark.parametrize(
     ("size", "grid"),
     [
-        ((70, 126), (4, 8)),  # both sides half-way between cells: to even numbers of them
-        ((10, 900), (2, 28)),  # less than half a cell high: scaled until min_pixels are reached
+        # Both sides lie half-way between cells, and are rounded to even numbers of them.
+        ((70, 126), (4, 8)),
+        ((10, 900), (2, 28)),  # less than half a cell high, so scaled until min_pixels are reached
         ((1400, 1400), (20, 20)),  # scaled down to max_pixels
-        ((20, 3900), (2, 278)),  # one cell high all the same, and so more than max_pixels
+        ((20, 3900), (2, 278)),  # still one cell high, and so more than max_pixels
     ],
 )
 def test_a_smart_grid(size: tuple[int, int], grid: tuple[int, int]) -> None:
-    """By hand; over many sizes the reference is asked in tests/families/test_qwen2_5_vl.py."""
+    """Grids by hand. tests/families/test_qwen2_5_vl.py compares many sizes with the reference."""
     assert Images(14, 2, 2 * 28**2, 100 * 28**2, resize="smart").grid(*size) == grid
 
 
 def test_a_square_grid_is_of_one_size(tmp_path: Path) -> None:
-    """Whatever the image; what is left of whole patches is cut off below and to the right."""
+    """The grid is the same whatever the image. What is left of whole patches is cut off below and
+    right."""
     square = Images(4, 2, 35**2, 35**2, resize="square", kernel="bilinear", with_grids=True)
     image = picture(50, 21)
     image.save(tmp_path / "a.png")
@@ -108,11 +118,11 @@ def test_a_square_grid_is_of_one_size(tmp_path: Path) -> None:
     assert shape == (1, 8, 8) and square.format.axes == (1, 2, 3, 4)
     positions = square.positions(shape)
     assert positions.shape == (64, 5) and (positions[:, 3:] == 8).all()
-    whole = np.asarray(image.resize((35, 35), Image.Resampling.BILINEAR))
-    got = square.load(File(tmp_path / "a.png"), shape).reshape(-1, 4, 4, 3)
-    for patch, (_, row, column, *_) in zip(got, positions, strict=True):
+    resized = np.asarray(image.resize((35, 35), Image.Resampling.BILINEAR))
+    patches = square.load(File(tmp_path / "a.png"), shape).reshape(-1, 4, 4, 3)
+    for patch, (_, row, column, *_) in zip(patches, positions, strict=True):
         np.testing.assert_array_equal(
-            patch, whole[4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
+            patch, resized[4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
         )
 
 
@@ -128,19 +138,21 @@ def test_patches_against_a_loop(tmp_path: Path) -> None:
     image.save(tmp_path / "a.png")
     shape = IMAGES.measure(File(tmp_path / "a.png"))
     assert shape == (1, 4, 6)
-    got, positions = IMAGES.load(File(tmp_path / "a.png"), shape), IMAGES.positions(shape)
-    pixels, slot = np.asarray(image), 0
+    patches = IMAGES.load(File(tmp_path / "a.png"), shape)
+    positions = IMAGES.positions(shape)
+    pixels = np.asarray(image)
+    slot = 0
     for group_row in range(2):
         for group_column in range(3):
             for row in (2 * group_row, 2 * group_row + 1):
                 for column in (2 * group_column, 2 * group_column + 1):
                     patch = pixels[row * 4 : row * 4 + 4, column * 4 : column * 4 + 4]
-                    np.testing.assert_array_equal(got[slot], patch.reshape(-1))
+                    np.testing.assert_array_equal(patches[slot], patch.reshape(-1))
                     assert positions[slot].tolist() == [0, row, column]
                     slot += 1
     assert (
-        got.shape == (24, IMAGES.format.features) == (IMAGES.length(shape), 48)
-        and got.dtype == IMAGES.format.dtype
+        patches.shape == (24, IMAGES.format.features) == (IMAGES.length(shape), 48)
+        and patches.dtype == IMAGES.format.dtype
     )
     assert (
         IMAGES.real(shape) == 24
@@ -166,7 +178,8 @@ def test_formats(name: str, tmp_path: Path) -> None:
 
 
 def test_modes(tmp_path: Path) -> None:
-    size, path = (24, 16), tmp_path / "a.png"
+    size = (24, 16)
+    path = tmp_path / "a.png"
     assert flat(Image.new("L", size, 90), path) == [90, 90, 90]
     assert flat(Image.new("1", size, 1), path) == [255, 255, 255]
     assert flat(Image.new("RGBA", size, (0, 100, 200, 0)), path) == [255, 255, 255]
@@ -176,7 +189,7 @@ def test_modes(tmp_path: Path) -> None:
     assert flat(Image.new("LA", size, (0, 51)), path) == pytest.approx([204, 204, 204], abs=1)
     deep = Image.fromarray(np.full((16, 24), 90 * 257, np.uint16))
     assert flat(deep, path) == [90, 90, 90]
-    deep.info["transparency"] = 90 * 257 + 1  # a value that is not there
+    deep.info["transparency"] = 90 * 257 + 1  # a value that no pixel has
     assert flat(deep, path) == [90, 90, 90]
     deep.info["transparency"] = 90 * 257
     assert flat(deep, path) == [255, 255, 255]
@@ -216,8 +229,8 @@ def test_orientation_is_that_of_pillow(orientation: int, name: str, tmp_path: Pa
         == IMAGES.measure(File(tmp_path / "upright.png"))
         == ((1, 6, 4) if orientation >= 5 else (1, 4, 6))
     )
-    got = IMAGES.load(File(tmp_path / name), shape).astype(int)
-    assert np.abs(got - IMAGES.load(File(tmp_path / "upright.png"), shape)).mean() < 5
+    patches = IMAGES.load(File(tmp_path / name), shape).astype(int)
+    assert np.abs(patches - IMAGES.load(File(tmp_path / "upright.png"), shape)).mean() < 5
 
 
 def test_measure_reads_the_header_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,9 +248,9 @@ def test_a_large_jpeg_is_scaled_down(tmp_path: Path) -> None:
     gradient = np.linspace(0, 255, 1600).astype(np.uint8)
     Image.fromarray(np.broadcast_to(gradient, (1200, 1600)).copy()).save(tmp_path / "a.jpg")
     shape = IMAGES.measure(File(tmp_path / "a.jpg"))
-    got = IMAGES.load(File(tmp_path / "a.jpg"), shape)
+    patches = IMAGES.load(File(tmp_path / "a.jpg"), shape)
     columns = (
-        got.reshape(shape[1] // 2, shape[2] // 2, 2, 2, 4, 4, 3).mean((0, 2, 4, 6)).reshape(-1)
+        patches.reshape(shape[1] // 2, shape[2] // 2, 2, 2, 4, 4, 3).mean((0, 2, 4, 6)).reshape(-1)
     )
     np.testing.assert_allclose(columns, np.linspace(0, 255, len(columns)), atol=6)
 
@@ -249,10 +262,10 @@ def test_missing_file(tmp_path: Path) -> None:
 
 def test_broken_headers(tmp_path: Path) -> None:
     picture(16, 24).save(tmp_path / "a.png")
-    whole = (tmp_path / "a.png").read_bytes()
+    png_bytes = (tmp_path / "a.png").read_bytes()
     for name, content in {
         "empty.png": b"",
-        "cut.png": whole[:20],
+        "cut.png": png_bytes[:20],
         "text.jpg": b"hello",
         "film.gif": b"GIF89a",
     }.items():
@@ -262,8 +275,8 @@ def test_broken_headers(tmp_path: Path) -> None:
 
 def test_a_cut_webp_is_refused_early(tmp_path: Path) -> None:
     picture(160, 160).save(tmp_path / "a.webp")
-    whole = (tmp_path / "a.webp").read_bytes()
-    (tmp_path / "a.webp").write_bytes(whole[: len(whole) // 2])
+    content = (tmp_path / "a.webp").read_bytes()
+    (tmp_path / "a.webp").write_bytes(content[: len(content) // 2])
     assert reason(tmp_path / "a.webp") == "broken_image_header"
 
 
@@ -271,9 +284,9 @@ def test_broken_bodies_are_found_when_loading(tmp_path: Path) -> None:
     image = picture(160, 160)
     for name in ("a.png", "a.jpg"):
         image.save(tmp_path / name)
-        whole = (tmp_path / name).read_bytes()
+        content = (tmp_path / name).read_bytes()
         shape = IMAGES.measure(File(tmp_path / name))
-        (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+        (tmp_path / name).write_bytes(content[: len(content) // 2])
         assert IMAGES.measure(File(tmp_path / name)) == shape
         assert reason(tmp_path / name, shape) == "undecodable_image"
     image.save(tmp_path / "b.png")
@@ -346,7 +359,8 @@ def test_impossible_settings_name_the_key() -> None:
         ValueError, match=r"min_pixels \(64\): with resize \(fill\) every image has"
     ):
         Images(4, 2, 64, 1000, resize="fill")
-    for pixels in (1000, 20**2):  # no square, and one of 5 patches a side
+    # No square, and a square of 5 patches a side, which merges of 2 do not divide.
+    for pixels in (1000, 20**2):
         with pytest.raises(ValueError, match=rf"max_pixels \({pixels}\): with resize \(square\)"):
             Images(4, 2, pixels, pixels, resize="square")
 
@@ -376,19 +390,20 @@ def test_tiff_files_are_measured_by_their_header_and_broken_ones_refused(
         np.abs(difference).max() <= (0 if compression != "jpeg" else 255)
         and np.abs(difference).mean() < 30
     )
-    whole = path.read_bytes()
+    content = path.read_bytes()
     for share in (0.01, 0.3, 0.6, 0.9):
-        path.write_bytes(whole[: int(len(whole) * share)])
+        path.write_bytes(content[: int(len(content) * share)])
         assert reason(path, shape) in ("broken_image_header", "undecodable_image"), share
     if compression in ("tiff_lzw", "tiff_adobe_deflate"):
-        damaged = bytearray(whole)
-        damaged[len(whole) // 2 : len(whole) // 2 + 40] = bytes(40)
+        damaged = bytearray(content)
+        damaged[len(content) // 2 : len(content) // 2 + 40] = bytes(40)
         path.write_bytes(damaged)
         assert reason(path, shape) == "undecodable_image"
 
 
 def test_tiff_pixels_of_every_kind(tmp_path: Path) -> None:
-    size, path = (24, 16), tmp_path / "a.tif"
+    size = (24, 16)
+    path = tmp_path / "a.tif"
     assert flat(Image.new("L", size, 90), path) == [90, 90, 90]
     assert flat(Image.new("1", size, 1), path) == [255, 255, 255]
     assert flat(Image.new("RGBA", size, (0, 100, 200, 51)), path) == pytest.approx(
@@ -410,7 +425,7 @@ def test_of_several_tiff_pages_the_first_is_taken(tmp_path: Path) -> None:
 
 
 def tiff_header(*tags: tuple[int, int]) -> bytes:
-    """A file without pixels: each tag has one 32-bit value."""
+    """A TIFF file without pixels, whose tags have one 32-bit value each."""
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
     return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
 
@@ -431,7 +446,8 @@ def test_tiff_bombs(tmp_path: Path) -> None:
 
 
 def test_tiff_files_inside_another_file(tmp_path: Path) -> None:
-    """Decoders of TIFF read by descriptor where a stream has one: they must not see the file around."""
+    """Decoders of TIFF read by descriptor where a stream has one. They must not see the file
+    around."""
     picture(16, 24).save(tmp_path / "a.tif", compression="tiff_lzw")
     content = (tmp_path / "a.tif").read_bytes()
     (tmp_path / "around").write_bytes(b"x" * 100 + content + b"y" * 100)

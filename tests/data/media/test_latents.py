@@ -1,4 +1,4 @@
-"""Latents from files: every type and order as what was written, and what is refused."""
+"""Latents from files: every type and order is read as it was written, and what is refused."""
 
 import io
 import json
@@ -26,7 +26,7 @@ NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64
 
 
 def tensors(*arrays: NDArray[np.generic]) -> bytes:
-    """A safetensors file by hand."""
+    """Writes a safetensors file by hand."""
     header: dict[str, object] = {"__metadata__": {"made": "by hand"}}
     start = 0
     for number, array in enumerate(arrays):
@@ -47,7 +47,7 @@ def array(values: NDArray[np.generic]) -> bytes:
 
 
 def written(folder: Path, content: bytes) -> File:
-    path = folder / "latents"  # what it holds shows in its first bytes, whatever its ending
+    path = folder / "latents"  # the first bytes tell what a file holds, whatever its ending
     path.write_bytes(content)
     return File(path)
 
@@ -69,26 +69,27 @@ def test_latents_are_loaded_as_they_were_written(name: str, tmp_path: Path) -> N
     media = Clip(written(tmp_path, content))
     shape = MODALITY.measure(media)
     assert shape == (3, 4, 5) and MODALITY.length(shape) == 60
-    got = MODALITY.load(media, shape)
-    assert got.dtype == np.float32 and got.shape == (60, MODALITY.format.features)
+    patches = MODALITY.load(media, shape)
+    assert patches.dtype == np.float32 and patches.shape == (60, MODALITY.format.features)
     mean = np.array(MODALITY.mean, np.float32)
+    # Slots against a loop over patches, normed by hand. Rounding is that of the type of file.
     for slot, (t, y, x) in enumerate(MODALITY.positions(shape) * 2):
         patch = LATENTS[:, t : t + 2, y : y + 2, x : x + 2]
         expected = (np.moveaxis(patch, 0, -1) - mean) / 2
-        np.testing.assert_allclose(got[slot], expected.reshape(-1), atol=2 * rounding)
+        np.testing.assert_allclose(patches[slot], expected.reshape(-1), atol=2 * rounding)
 
 
 def test_an_image_has_one_frame_and_a_long_clip_is_shortened(tmp_path: Path) -> None:
-    of_images = GeneratedLatents(4, 1, 2, (0.0,), (1.0,), 4, shorten=True)
+    image_latents = GeneratedLatents(4, 1, 2, (0.0,), (1.0,), 4, shorten=True)
     for values in (LATENTS[:, 0], LATENTS[:, :1]):
         image = written(tmp_path, array(values))
-        assert of_images.measure(image) == of_images.measure(Clip(image)) == (1, 4, 5)
+        assert image_latents.measure(image) == image_latents.measure(Clip(image)) == (1, 4, 5)
     clip = Clip(written(tmp_path, array(LATENTS)))
-    assert of_images.measure(clip) == (4, 4, 5)
-    first = Clip(written(tmp_path, array(LATENTS[:, :4])))
+    assert image_latents.measure(clip) == (4, 4, 5)
+    short_clip = Clip(written(tmp_path, array(LATENTS[:, :4])))
     np.testing.assert_array_equal(
-        of_images.load(first, (4, 4, 5)),
-        of_images.load(Clip(written(tmp_path, array(LATENTS))), (4, 4, 5)),
+        image_latents.load(short_clip, (4, 4, 5)),
+        image_latents.load(Clip(written(tmp_path, array(LATENTS))), (4, 4, 5)),
     )
 
 

@@ -1,3 +1,7 @@
+"""Sounds from files: log-mel features, formats, rates and lengths, and what is refused.
+
+The reference for features is their definition, computed in float64."""
+
 import io
 import math
 import wave
@@ -26,6 +30,7 @@ SOUNDS = Sounds(
 
 
 def noise(count: int) -> np.ndarray:
+    """Uniform noise in [-0.5, 0.5], the same for the same count."""
     return np.random.default_rng(count).uniform(-0.5, 0.5, count)
 
 
@@ -34,6 +39,7 @@ def tone(hertz: float, seconds: float, rate: int) -> np.ndarray:
 
 
 def reason(path: Path, shape: Shape | None = None) -> str:
+    """The reason for which a sound file is refused, when measured or when loaded."""
     with pytest.raises(MediaError) as caught:
         if shape is None:
             SOUNDS.measure(File(path))
@@ -44,14 +50,17 @@ def reason(path: Path, shape: Shape | None = None) -> str:
 
 
 def mel(hertz: float) -> float:
+    """A frequency on Slaney's mel scale: linear below 1000 Hz, logarithmic above."""
     return 3 * hertz / 200 if hertz < 1000 else 15 + 27 * math.log(hertz / 1000, 6.4)
 
 
 def reference_log_mel(
     samples: np.ndarray, rate: int, window: int, hop: int, bins: int
 ) -> np.ndarray:
-    """In float64, by definition: mirrored ends, one frame after the other, a direct Fourier sum."""
-    half, count = window // 2, len(samples)
+    """Log-mel features in float64, by definition: mirrored ends, frame after frame, a direct
+    Fourier sum."""
+    half = window // 2
+    count = len(samples)
     period = max(1, 2 * (count - 1))
     mirror = [min(i % period, period - i % period) for i in range(-half, count + window)]
     padded = samples.astype(np.float64)[mirror]
@@ -79,9 +88,12 @@ def reference_log_mel(
 @pytest.mark.parametrize("count", [1, 2, 100, 160, 161, 400, 3000])
 def test_log_mel_against_the_definition(count: int) -> None:
     samples = noise(count).astype(np.float32)
-    got = log_mel(samples, 16_000, 400, 160, 40)
-    assert got.shape == (math.ceil(count / 160), 40) and got.dtype == np.float32
-    np.testing.assert_allclose(got, reference_log_mel(samples, 16_000, 400, 160, 40), atol=2e-4)
+    features = log_mel(samples, 16_000, 400, 160, 40)
+    assert features.shape == (math.ceil(count / 160), 40) and features.dtype == np.float32
+    # The features are float32, the reference float64.
+    np.testing.assert_allclose(
+        features, reference_log_mel(samples, 16_000, 400, 160, 40), atol=2e-4
+    )
 
 
 def test_mel_filters_peak_in_order() -> None:
@@ -97,20 +109,21 @@ def test_formats_rates_and_channels(name: str, rate: int, channels: int, tmp_pat
     soundfile.write(tmp_path / name, np.stack([mono] * channels, axis=1), rate)
     shape = SOUNDS.measure(File(tmp_path / name))
     assert shape == (70, 1, 1)
-    got = SOUNDS.load(File(tmp_path / name), shape)
+    features = SOUNDS.load(File(tmp_path / name), shape)
     assert (
-        got.shape == (72, 40) == (SOUNDS.length(shape), SOUNDS.format.features)
-        and got.dtype == SOUNDS.format.dtype
+        features.shape == (72, 40) == (SOUNDS.length(shape), SOUNDS.format.features)
+        and features.dtype == SOUNDS.format.dtype
     )
-    assert not got[70:].any() and np.isfinite(got).all()
+    assert not features[70:].any() and np.isfinite(features).all()
+    # The mel band whose centre is nearest to the tone of 1000 Hz must be the loudest.
     band = int(np.argmin(np.abs(np.linspace(0, mel(8000), 42)[1:-1] - mel(1000))))
-    assert abs(int(np.median(got[5:65].argmax(1))) - band) <= 1
+    assert abs(int(np.median(features[5:65].argmax(1))) - band) <= 1
 
 
 def test_channels_are_averaged(tmp_path: Path) -> None:
-    left = noise(4000)
+    channel = noise(4000)
     soundfile.write(
-        tmp_path / "stereo.wav", np.stack([left, -left], axis=1), 16_000, subtype="FLOAT"
+        tmp_path / "stereo.wav", np.stack([channel, -channel], axis=1), 16_000, subtype="FLOAT"
     )
     soundfile.write(tmp_path / "silence.wav", np.zeros(4000), 16_000, subtype="FLOAT")
     np.testing.assert_array_equal(
@@ -184,13 +197,15 @@ def test_samples_that_are_not_finite(tmp_path: Path) -> None:
             samples = np.tile(np.append(np.zeros((799, len(channels))), [channels], axis=0), (1, 1))
             soundfile.write(tmp_path / "a.wav", samples, 16_000, subtype="FLOAT")
             assert reason(tmp_path / "a.wav", (5, 1, 1)) == "undecodable_audio"
-    # Finite, but not in float32
+    # Finite as a double, but not in float32.
     soundfile.write(tmp_path / "a.wav", np.full(800, 1e300), 16_000, subtype="DOUBLE")
     assert reason(tmp_path / "a.wav", (5, 1, 1)) == "undecodable_audio"
 
 
 def test_samples_out_of_range(tmp_path: Path) -> None:
-    """Up to MAX_PEAK they are taken as they are, beyond it the clip is refused; cancelling channels count, too."""
+    """Samples up to MAX_PEAK are taken as they are, and beyond it the clip is refused.
+
+    Channels that cancel each other out count, too."""
     path = tmp_path / "a.wav"
     for peak in (1e20, 32768.0, 1.01 * MAX_PEAK):
         for samples in (
@@ -209,14 +224,16 @@ def test_samples_out_of_range(tmp_path: Path) -> None:
 @pytest.mark.parametrize("peak", [1e-38, 1e-20, 1.0, 1e4, 1e20, 3e38])
 def test_no_finite_sound_has_features_that_are_not_finite(peak: float) -> None:
     samples = (peak * tone(440, 0.1, 16_000) * 2).astype(np.float32)
-    got = log_mel(samples, 16_000, 400, 160, 40)
-    assert np.isfinite(got).all()
-    reference = (
+    features = log_mel(samples, 16_000, 400, 160, 40)
+    assert np.isfinite(features).all()
+    # A factor on the samples adds its square's logarithm to every decade, and features are decades
+    # / 4.
+    expected = (
         reference_log_mel(tone(440, 0.1, 16_000) * 2, 16_000, 400, 160, 40)
         + 2 * math.log10(peak) / 4
     )
-    if peak >= 1:  # a quieter one meets the floor
-        np.testing.assert_allclose(got, reference, atol=1e-3)
+    if peak >= 1:  # the floor of log-mel features would cut off a quieter sound
+        np.testing.assert_allclose(features, expected, atol=1e-3)
 
 
 def test_sample_rates(tmp_path: Path) -> None:
@@ -246,14 +263,14 @@ def test_decoding_in_blocks_is_decoding_at_once(
         tmp_path / "a.flac", np.stack([tone(440, 1.3, rate), tone(880, 1.3, rate)], axis=1), rate
     )
     shape = SOUNDS.measure(File(tmp_path / "a.flac"))
-    whole = SOUNDS.load(File(tmp_path / "a.flac"), shape)
+    loaded = SOUNDS.load(File(tmp_path / "a.flac"), shape)
     mono = soundfile.read(tmp_path / "a.flac", dtype="float32")[0].mean(axis=1)
-    at_once = log_mel(soxr.resample(mono, rate, 16_000), 16_000, 400, 160, 40)
+    single_pass = log_mel(soxr.resample(mono, rate, 16_000), 16_000, 400, 160, 40)
     monkeypatch.setattr("jaxmllm.data.media.sounds._BLOCK", 1000)
     monkeypatch.setattr("jaxmllm.data.media.sounds._FRAMES", 7)
-    np.testing.assert_allclose(SOUNDS.load(File(tmp_path / "a.flac"), shape), whole, atol=1e-4)
+    np.testing.assert_allclose(SOUNDS.load(File(tmp_path / "a.flac"), shape), loaded, atol=1e-4)
     # The resampler may round the last sample away, which the last frames see.
-    np.testing.assert_allclose(whole[: shape[0] - 3], at_once[: shape[0] - 3], atol=1e-4)
+    np.testing.assert_allclose(loaded[: shape[0] - 3], single_pass[: shape[0] - 3], atol=1e-4)
 
 
 def test_a_changed_file_is_refused(tmp_path: Path) -> None:
@@ -264,7 +281,7 @@ def test_a_changed_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a.wav", "a.flac", "a.ogg", "a.opus", "a.mp3"])
 @pytest.mark.parametrize("rate", [8000, 16_000, 24_000, 48_000])
 def test_the_length_of_the_header_is_that_of_the_body(name: str, rate: int, tmp_path: Path) -> None:
-    """Exactly, whatever the format: loading compares them."""
+    """The lengths agree exactly, whatever the format, because loading compares them."""
     for count in (1, 100, 959, 960, 961, 4096, 5000):
         options = {"format": "OGG", "subtype": "OPUS"} if name == "a.opus" else {}
         soundfile.write(tmp_path / name, noise(count), rate, **options)
@@ -274,41 +291,42 @@ def test_the_length_of_the_header_is_that_of_the_body(name: str, rate: int, tmp_
 
 
 def strip_info_frame(mp3: bytes) -> bytes:
-    """What an encoder writes that does not store the length."""
+    """An MP3 file as encoders write it that do not store the length."""
     return mp3[mp3.index(mp3[:2], 4) :]
 
 
 @pytest.mark.parametrize("rate", [8000, 16_000, 24_000, 44_100])
 @pytest.mark.parametrize("loud_first", [False, True])
 def test_mp3_without_a_stored_length(rate: int, loud_first: bool, tmp_path: Path) -> None:
-    """A changing bit rate defeats libsndfile's guess: it cuts off half of a clip that begins loud."""
+    """A changing bit rate defeats libsndfile's guess, which cuts off half of a clip that begins
+    loud."""
     halves = [np.zeros(rate), noise(rate)]
     buffer = io.BytesIO()
     clip = np.concatenate(halves[::-1] if loud_first else halves)
     soundfile.write(buffer, clip, rate, format="MP3", bitrate_mode="VARIABLE")
     mp3 = buffer.getvalue()
-    bare = strip_info_frame(mp3)
+    without_info = strip_info_frame(mp3)
     (tmp_path / "a.mp3").write_bytes(mp3)
     stored = SOUNDS.load(File(tmp_path / "a.mp3"), SOUNDS.measure(File(tmp_path / "a.mp3")))[:200]
     id3 = b"ID3\x04\x00\x00" + bytes([0, 0, 1, 0]) + bytes(128)
     ape = b"APETAGEX" + (2000).to_bytes(4, "little") + (32).to_bytes(4, "little") + bytes(16)
     for content in (
-        bare,
-        id3 + id3 + bare,
-        bare + b"TAG" + bytes(125),
-        bare + ape + id3 + bytes(10),
+        without_info,
+        id3 + id3 + without_info,
+        without_info + b"TAG" + bytes(125),
+        without_info + ape + id3 + bytes(10),
     ):
         (tmp_path / "a.mp3").write_bytes(content)
         shape = SOUNDS.measure(File(tmp_path / "a.mp3"))
         samples = shape[0] * rate / 100
         assert len(clip) <= samples <= len(clip) + 2 * 1152 + 2 * rate / 100
-        got = SOUNDS.load(File(tmp_path / "a.mp3"), shape)
-        # The whole clip is there, later by what the encoder put in front of it.
-        loud = [
+        loaded = SOUNDS.load(File(tmp_path / "a.mp3"), shape)
+        # The whole clip is there, delayed by what the encoder put in front of it.
+        level_changes = [
             (np.diff(features[:, 10:].mean(axis=1) > 0) != 0).sum()
-            for features in (got[: shape[0]], stored)
+            for features in (loaded[: shape[0]], stored)
         ]
-        assert loud[0] >= 1 and abs(got[: shape[0]].mean() - stored.mean()) < 0.15
+        assert level_changes[0] >= 1 and abs(loaded[: shape[0]].mean() - stored.mean()) < 0.15
     assert DECODER_DELAY == 529
 
 

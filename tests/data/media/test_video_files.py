@@ -1,4 +1,5 @@
-"""MP4 files: the frames, times and sizes of what was written, and what is refused; drawn clips are written."""
+"""MP4 files: frames, times and sizes as they were written, and what is refused. Drawn clips are
+written."""
 
 import importlib.util
 from collections.abc import Callable
@@ -29,7 +30,9 @@ def film(
     sound: bool = False,
     square: bool = True,
 ) -> Clip:
-    """Frames without loss, each shown from a time in quarters of a second on; B frames in between."""
+    """Writes an MP4 file of frames without loss, with B frames in between.
+
+    `times` are in quarters of a second, and each frame is shown from its time on."""
     import av
 
     with av.open(str(path), "w", format="mp4") as container:
@@ -40,17 +43,17 @@ def film(
             stream.set_display_rotation(rotation)
         if not square:
             stream.sample_aspect_ratio = Fraction(4, 3)
-        heard = container.add_stream("aac", rate=8000, layout="mono") if sound else None
+        audio_stream = container.add_stream("aac", rate=8000, layout="mono") if sound else None
         for pixels, time in zip(colors, times, strict=True):
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
             frame.pts, frame.time_base = time, Fraction(1, 4)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
-        if heard is not None:
+        if audio_stream is not None:
             silence = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
             silence.rate = 8000
-            container.mux(heard.encode(silence))
-            container.mux(heard.encode())
+            container.mux(audio_stream.encode(silence))
+            container.mux(audio_stream.encode())
     return Clip(File(path))
 
 
@@ -59,15 +62,17 @@ def drawn(**changes: Any) -> GeneratedPixels:
 
 
 def frames(made: GeneratedPixels, clip: Clip) -> list[int]:
-    """Which frames are taken, by their pixels."""
+    """The numbers of the frames that are taken, told by their pixels."""
     shape = made.measure(clip)
     assert shape[1:] == GRID[1:]
-    plain = Images(4, 1, 1, 4096)
-    known = [plain.patches(pixels, GRID) for pixels in COLORS]
-    loaded = made.load(clip, shape).reshape(shape[0], *known[0].shape)
+    images = Images(4, 1, 1, 4096)
+    known_patches = [images.patches(pixels, GRID) for pixels in COLORS]
+    loaded = made.load(clip, shape).reshape(shape[0], *known_patches[0].shape)
     return [
-        next(number for number, pixels in enumerate(known) if np.array_equal(pixels, taken))
-        for taken in loaded
+        next(
+            number for number, pixels in enumerate(known_patches) if np.array_equal(pixels, patches)
+        )
+        for patches in loaded
     ]
 
 
@@ -81,55 +86,58 @@ def test_a_file_has_the_frames_and_times_that_were_written(tmp_path):
     assert frames(drawn(fps=2.0), clip) == [1, 3, 5, 6]
     uneven = film(tmp_path / "b.mp4", COLORS[:3], [0, 1, 4])
     assert frames(drawn(fps=4.0, max_frames=4, shorten=True), uneven) == [0, 1, 1, 1]
-    whole = (tmp_path / "a.mp4").read_bytes()
-    (tmp_path / "archive").write_bytes(b"before" + whole + b"after")
-    member = Clip(FileRange(tmp_path / "archive", 6, len(whole), "a.mp4"))
+    content = (tmp_path / "a.mp4").read_bytes()
+    (tmp_path / "archive").write_bytes(b"before" + content + b"after")
+    member = Clip(FileRange(tmp_path / "archive", 6, len(content), "a.mp4"))
     assert frames(drawn(), member) == [*range(7)]
 
 
 @needs_av
 def test_groups_of_frames_are_seen_and_each_is_decoded_once(tmp_path, monkeypatch):
-    clip, decoded = film(tmp_path / "a.mp4"), []
-    whole = video_files.VideoFile._decoded
+    clip = film(tmp_path / "a.mp4")
+    decoded = []
+    decode = video_files.VideoFile._decoded
 
     def counted(self):
-        for image in whole(self):
+        for image in decode(self):
             decoded.append(image)
             yield image
 
     monkeypatch.setattr(video_files.VideoFile, "_decoded", counted)
     videos = VideoDataConfig(min_pixels=64, max_pixels=64 * 40)
-    made = ImagesAndVideos(4, 2, 64, 640, resize="smart", patch_frames=2, videos=videos)
-    shape = made.measure(clip)
+    modality = ImagesAndVideos(4, 2, 64, 640, resize="smart", patch_frames=2, videos=videos)
+    shape = modality.measure(clip)
     assert (shape, shape.frames, shape.rate) == ((4, 4, 6), 7, 4.0)
     assert len(decoded) == 1, "of which the size is told"
     decoded.clear()
-    groups = [*made.load_groups(clip, range(4), shape.group)]
+    groups = [*modality.load_groups(clip, range(4), shape.group)]
     assert len(decoded) == 7
-    plain = Images(4, 2, 64, 640)
-    for found, pair in zip(groups, [(0, 1), (2, 3), (4, 5), (6, 6)], strict=True):
-        wanted = [plain.patches(COLORS[frame], GRID) for frame in pair]
-        np.testing.assert_array_equal(found, np.concatenate(wanted, axis=1))
+    images = Images(4, 2, 64, 640)
+    for group, pair in zip(groups, [(0, 1), (2, 3), (4, 5), (6, 6)], strict=True):
+        expected = [images.patches(COLORS[frame], GRID) for frame in pair]
+        np.testing.assert_array_equal(group, np.concatenate(expected, axis=1))
 
 
 @needs_av
 @pytest.mark.parametrize("degrees", [90, 180, 270])
 def test_frames_are_turned_as_the_file_says(tmp_path, degrees):
-    turns = degrees // 90
-    lying = np.ascontiguousarray(np.rot90(COLORS, -turns, axes=(1, 2)))
-    assert frames(drawn(), film(tmp_path / "a.mp4", lying, rotation=degrees)) == [*range(7)]
+    quarter_turns = degrees // 90
+    stored = np.ascontiguousarray(np.rot90(COLORS, -quarter_turns, axes=(1, 2)))
+    assert frames(drawn(), film(tmp_path / "a.mp4", stored, rotation=degrees)) == [*range(7)]
 
 
 @needs_av
 @pytest.mark.parametrize("turns", range(4))
 def test_mirrored_frames_are_mirrored_back(tmp_path, turns):
-    """They are mirrored from left to right, and then turned counter-clockwise."""
-    lying = np.ascontiguousarray(np.rot90(COLORS, -turns, axes=(1, 2))[:, :, ::-1])
-    clip = film(tmp_path / "a.mp4", lying)
+    """Frames are mirrored from left to right, and then turned counter-clockwise."""
+    stored = np.ascontiguousarray(np.rot90(COLORS, -turns, axes=(1, 2))[:, :, ::-1])
+    clip = film(tmp_path / "a.mp4", stored)
+    # The display matrix of an MP4 track: mirror, then rotate. Its numbers are fixed-point, 16.16
+    # and 2.30.
     (a, b), (c, d) = np.diag([-1, 1]) @ np.linalg.matrix_power([[0, -1], [1, 0]], turns)
     matrix = np.array([a, b, 0, c, d, 0, 0, 0, 1 << 14]) << 16
     data = bytearray((tmp_path / "a.mp4").read_bytes())
-    start = data.index(b"tkhd") + 44  # of the matrix in the header of the stream
+    start = data.index(b"tkhd") + 44  # of the matrix in the track header
     data[start : start + 36] = matrix.astype(">i4").tobytes()
     (tmp_path / "a.mp4").write_bytes(data)
     assert frames(drawn(), clip) == [*range(7)]
@@ -139,13 +147,14 @@ def test_mirrored_frames_are_mirrored_back(tmp_path, turns):
 
 
 def cut(path: Path) -> Clip:
+    """A file cut short, without the header at its end."""
     clip = film(path)
     path.write_bytes(path.read_bytes()[:-400])
     return clip
 
 
 def cut_at_its_end(path: Path) -> Clip:
-    """A file whose header is at its beginning, so that it can be read."""
+    """A file cut short whose header is at its beginning, so that it can be opened."""
     import av
 
     film(path)
@@ -164,10 +173,11 @@ def cut_at_its_end(path: Path) -> Clip:
 
 
 def damaged(path: Path) -> Clip:
+    """A file with random bytes inside its frames."""
     clip = film(path)
     data = bytearray(path.read_bytes())
-    middle = data.index(b"mdat") + 2500
-    data[middle : middle + 1500] = np.random.default_rng(0).bytes(1500)
+    damage_start = data.index(b"mdat") + 2500
+    data[damage_start : damage_start + 1500] = np.random.default_rng(0).bytes(1500)
     path.write_bytes(data)
     return clip
 
@@ -205,9 +215,10 @@ REFUSED: dict[Callable[[Path], Clip], str] = {
 @needs_av
 @pytest.mark.parametrize("make", REFUSED)
 def test_what_cannot_be_read_is_refused(make, tmp_path):
-    clip, made = make(tmp_path / "a.mp4"), drawn()
+    clip = make(tmp_path / "a.mp4")
+    modality = drawn()
     with pytest.raises(MediaError) as error:
-        made.load(clip, made.measure(clip))
+        modality.load(clip, modality.measure(clip))
     assert error.value.reason == REFUSED[make] and "\n" not in str(error.value)
     assert str(clip) in str(error.value)
 
@@ -236,7 +247,8 @@ def test_without_av_a_video_file_is_refused_by_name(tmp_path, monkeypatch):
 @needs_av
 @pytest.mark.parametrize("width", [24, 23])
 def test_a_clip_is_written(tmp_path, width):
-    """With loss, of even sides in fewer colors."""
+    """The codec loses some detail. Where both sides are even, it also stores colors for every
+    second pixel alone."""
     import av
 
     pixels = np.full((5, 16, width, 3), 0, np.uint8)
@@ -245,6 +257,6 @@ def test_a_clip_is_written(tmp_path, width):
     with av.open(str(tmp_path / "a.mp4")) as container:
         (stream,) = container.streams
         assert stream.average_rate == Fraction(15, 2)
-        found = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(stream)])
-    assert found.shape == pixels.shape
-    assert np.abs(found.astype(int) - pixels).max() < 6
+        decoded = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(stream)])
+    assert decoded.shape == pixels.shape
+    assert np.abs(decoded.astype(int) - pixels).max() < 6

@@ -1,4 +1,7 @@
-"""Videos that a model sees: which frames are taken, how large, in which groups; pictures stay what they are."""
+"""Videos that a model sees: which frames are taken, how large they are, and in which groups.
+
+The references are the processed.npz of published video processors, and frames cut as pictures.
+Pictures stay what they are."""
 
 import pickle
 from collections.abc import Callable
@@ -31,8 +34,10 @@ def reader(patch: int = 4, **videos: object) -> ImagesAndVideos:
 
 
 def animation(path: Path, colors: np.ndarray = COLORS, milliseconds: int = 250) -> Clip:
-    first, *others = map(Image.fromarray, colors)
-    first.save(path, save_all=True, append_images=others, duration=milliseconds, lossless=True)
+    first_frame, *later_frames = map(Image.fromarray, colors)
+    first_frame.save(
+        path, save_all=True, append_images=later_frames, duration=milliseconds, lossless=True
+    )
     return Clip(File(path))
 
 
@@ -45,6 +50,7 @@ def folder(path: Path, colors: np.ndarray = COLORS) -> Clip:
 
 @pytest.fixture(params=FAMILIES)
 def processed(request) -> tuple[str, dict[str, np.ndarray]]:
+    """The name of a family, and what its reference makes of videos."""
     return request.param, dict(np.load(GOLDENS / request.param / "processed.npz"))
 
 
@@ -56,34 +62,38 @@ def test_the_frames_that_are_taken_are_those_of_the_reference(processed):
     settings = {**FAMILIES[name][0], "fps": 2.0}
     settings |= {"sampling": "ends"} if name == "qwen3_vl" else {}
     for number, (frames, rate) in enumerate(arrays["lengths"].tolist()):
-        taken = reader(**settings).sampled_frames(int(frames), rate)
-        assert [*taken] == arrays[f"taken_{number}"].tolist(), (frames, rate)
+        frames_taken = reader(**settings).sampled_frames(int(frames), rate)
+        assert [*frames_taken] == arrays[f"taken_{number}"].tolist(), (frames, rate)
 
 
 def test_grids_are_those_of_the_reference(processed):
     name, arrays = processed
     settings, patch = FAMILIES[name]
-    least, most = arrays["resized_bounds"].tolist()
-    made = reader(patch, **settings, min_pixels=least, max_pixels=most)
-    grids = [made.frame_images(frames).grid(*size) for frames, *size in arrays["sizes"].tolist()]
+    min_pixels, max_pixels = arrays["resized_bounds"].tolist()
+    modality = reader(patch, **settings, min_pixels=min_pixels, max_pixels=max_pixels)
+    grids = [
+        modality.frame_images(frames).grid(*size) for frames, *size in arrays["sizes"].tolist()
+    ]
     np.testing.assert_array_equal(patch * np.array(grids), arrays["resized"])
 
 
 def test_pixels_are_those_of_the_reference(processed, tmp_path):
-    """Of its processor of videos, for which Pillow had resized the frames: its own kernel rounds otherwise."""
+    """The reference's processor got frames that Pillow had resized, because its own kernel rounds
+    differently."""
     name, arrays = processed
-    least, most = arrays["bounds"].tolist()
-    made = reader(**FAMILIES[name][0], min_pixels=least, max_pixels=most)
-    mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+    min_pixels, max_pixels = arrays["bounds"].tolist()
+    modality = reader(**FAMILIES[name][0], min_pixels=min_pixels, max_pixels=max_pixels)
+    mean = (0.48145466, 0.4578275, 0.40821073)
+    std = (0.26862954, 0.26130258, 0.27577711)
     for number in range(3):
         video = arrays[f"video_{number}"]
         clip = animation(tmp_path / f"{number}.png", video)
-        shape = made.measure(clip)
+        shape = modality.measure(clip)
         assert shape == tuple(arrays[f"grid_{number}"])
-        groups = np.concatenate([*made.load_groups(clip, range(shape[0]), shape.group)])
+        groups = np.concatenate([*modality.load_groups(clip, range(shape[0]), shape.group)])
         pixels = (groups.reshape(-1, 2, 4, 4, 3) / 255 - mean) / std
-        wanted = arrays[f"pixels_{number}"].reshape(-1, 3, 2, 4, 4).transpose(0, 2, 3, 4, 1)
-        np.testing.assert_allclose(pixels, wanted, rtol=0, atol=1e-6, err_msg=str(number))
+        expected = arrays[f"pixels_{number}"].reshape(-1, 3, 2, 4, 4).transpose(0, 2, 3, 4, 1)
+        np.testing.assert_allclose(pixels, expected, rtol=0, atol=1e-6, err_msg=str(number))
 
 
 # ---------------------------------------------------------------------------- files
@@ -91,22 +101,23 @@ def test_pixels_are_those_of_the_reference(processed, tmp_path):
 
 @pytest.mark.parametrize("name", ["a.webp", "a.png", "clip"])
 def test_groups_hold_the_frames_of_a_file(name, tmp_path):
-    """Seven frames are four groups, the last of which has one twice; a group may be asked for alone."""
-    made = reader(folder_fps=4.0)
+    """Seven frames are four groups, and the last group has its frame twice. One group may be asked
+    for alone."""
+    modality = reader(folder_fps=4.0)
     clip = (folder if name == "clip" else animation)(tmp_path / name)
-    shape = made.measure(clip)
+    shape = modality.measure(clip)
     assert isinstance(shape, ClipShape) and shape == (4, 4, 6)
     assert (shape.frames, shape.rate, shape.group) == (7, 4.0, (1, 4, 6))
-    plain = Images(4, 2, 64, 640)
-    frames = [plain.patches(colors, (1, 4, 6)) for colors in COLORS]
+    images = Images(4, 2, 64, 640)
+    frames = [images.patches(colors, (1, 4, 6)) for colors in COLORS]
     pairs = [(0, 1), (2, 3), (4, 5), (6, 6)]
     for numbers in ([0, 1, 2, 3], [3], [0, 2]):
-        for number, found in zip(
-            numbers, made.load_groups(clip, numbers, shape.group), strict=True
+        for number, group in zip(
+            numbers, modality.load_groups(clip, numbers, shape.group), strict=True
         ):
             first, second = pairs[number]
-            np.testing.assert_array_equal(found[:, :48], frames[first])
-            np.testing.assert_array_equal(found[:, 48:], frames[second])
+            np.testing.assert_array_equal(group[:, :48], frames[first])
+            np.testing.assert_array_equal(group[:, 48:], frames[second])
     sampled = reader(folder_fps=4.0, fps=2.0)
     assert [*sampled.sampled_frames(7, 4.0)] == [0, 1, 3, 5]
     first = next(sampled.load_groups(clip, [1], shape.group))
@@ -115,24 +126,26 @@ def test_groups_hold_the_frames_of_a_file(name, tmp_path):
 
 def test_a_picture_is_the_same_in_all_frames(tmp_path):
     Image.fromarray(COLORS[0]).save(tmp_path / "a.png")
-    file, made, plain = File(tmp_path / "a.png"), reader(), Images(4, 2, 64, 640, resize="smart")
-    shape = made.measure(file)
-    assert shape == plain.measure(file) and not isinstance(shape, ClipShape)
-    np.testing.assert_array_equal(made.load(file, shape), np.tile(plain.load(file, shape), 2))
-    assert made.format.features == 2 * plain.format.features
+    file = File(tmp_path / "a.png")
+    modality = reader()
+    images = Images(4, 2, 64, 640, resize="smart")
+    shape = modality.measure(file)
+    assert shape == images.measure(file) and not isinstance(shape, ClipShape)
+    np.testing.assert_array_equal(modality.load(file, shape), np.tile(images.load(file, shape), 2))
+    assert modality.format.features == 2 * images.format.features
 
 
 def test_times_are_positions_or_words():
     shape = ClipShape((3, 4, 8), 6, 5.0)  # a group every 0.4 seconds
-    positions, after = reader(positions_per_second=4.0).token_positions(shape, 10)
+    positions, following = reader(positions_per_second=4.0).token_positions(shape, 10)
     assert positions[:, 0].reshape(3, 8).tolist() == [[10] * 8, [11] * 8, [13] * 8]
-    assert after == 14 and positions[-1].tolist() == [13, 11, 13]
-    line = reader(positions_per_second=25.0, times="line")
-    assert line.token_positions(shape, 10)[1] == 31 and line.captions(shape) == ()
-    written = reader(times="text").captions(shape)
-    assert written == ("<0.1 seconds>", "<0.5 seconds>", "<0.9 seconds>")
-    again = pickle.loads(pickle.dumps(shape))
-    assert again == shape and (again.frames, again.rate) == (6, 5.0)
+    assert following == 14 and positions[-1].tolist() == [13, 11, 13]
+    line_reader = reader(positions_per_second=25.0, times="line")
+    assert line_reader.token_positions(shape, 10)[1] == 31 and line_reader.captions(shape) == ()
+    captions = reader(times="text").captions(shape)
+    assert captions == ("<0.1 seconds>", "<0.5 seconds>", "<0.9 seconds>")
+    unpickled = pickle.loads(pickle.dumps(shape))
+    assert unpickled == shape and (unpickled.frames, unpickled.rate) == (6, 5.0)
 
 
 def cut(path: Path) -> Clip:
@@ -169,25 +182,27 @@ REFUSED: dict[str, tuple[Callable[[Path], Clip], dict[str, object], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_seen_is_refused(name, tmp_path):
     make, settings, reason = REFUSED[name]
-    made, clip = reader(**settings), make(tmp_path)
+    modality = reader(**settings)
+    clip = make(tmp_path)
     with pytest.raises(MediaError) as error:
-        shape = made.measure(clip)
-        [*made.load_groups(clip, range(shape[0]), shape.group)]
+        shape = modality.measure(clip)
+        [*modality.load_groups(clip, range(shape[0]), shape.group)]
     assert error.value.reason == reason and "\n" not in str(error.value)
     assert str(FrameGroup(clip, 3)).endswith("(frames 3)")
 
 
 def test_a_video_that_changed(tmp_path):
-    """It has fewer frames, or larger ones, than when it was indexed."""
-    made, clip = reader(), animation(tmp_path / "a.png")
-    shape = made.measure(clip)
+    """The video has fewer frames, or larger ones, than when it was indexed."""
+    modality = reader()
+    clip = animation(tmp_path / "a.png")
+    shape = modality.measure(clip)
     assert shape[0] == 4
     for colors in (COLORS[:3], np.repeat(COLORS, 2, axis=1)):
         animation(tmp_path / "a.png", colors)
         with pytest.raises(
             MediaError, match=r"as at least 4 groups of \(4, 6\) patches but is"
         ) as e:
-            next(made.load_groups(clip, [3], shape.group))
+            next(modality.load_groups(clip, [3], shape.group))
         assert e.value.reason == "shape_changed"
 
 
@@ -205,5 +220,6 @@ def test_bounds_that_no_frame_has(settings, words):
 
 def test_averages_of_uneven_times(tmp_path):
     clip = animation(tmp_path / "a.png", COLORS[:4], [100, 100, 100, 700])  # type: ignore[arg-type]
+    # Four frames last one second together, whatever the single times.
     shape = reader().measure(clip)
     assert isinstance(shape, ClipShape) and shape.rate == float(4 / Fraction(1))
