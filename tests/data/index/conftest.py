@@ -1,3 +1,5 @@
+"""Media of the tests of length indexes, and a count of what is measured."""
+
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from jaxmllm.data.media.sounds import Sounds
 
 @pytest.fixture
 def media(tmp_path: Path) -> Path:
-    """a.png is 4 x 6 patches, b.png 2 x 2; c.wav has 50 frames."""
+    """The media: a.png has 4 x 6 patches, b.png 2 x 2, and c.wav has 50 frames."""
     Image.new("RGB", (24, 16)).save(tmp_path / "a.png")
     Image.new("RGB", (8, 8)).save(tmp_path / "b.png")
     soundfile.write(tmp_path / "c.wav", np.zeros(8000), 16_000)
@@ -22,7 +24,7 @@ def media(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files whose headers were read."""
+    """The names of the files whose headers were read."""
     names: list[str] = []
     for kind in (Images, Sounds):
 

@@ -1,4 +1,4 @@
-"""Small sources for tests of length indexes: records with images and sounds, and the index of them."""
+"""Small sources for tests of length indexes: records with images and sounds, and their index."""
 
 import json
 from pathlib import Path
@@ -37,6 +37,7 @@ def text(words: str) -> dict[str, str]:
 
 
 def write(path: Path, *records: dict[str, Any] | str) -> SourceConfig:
+    """Writes a JSONL file of records, or of lines as they are."""
     lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     return SourceConfig(name="animals", path=str(path))
@@ -47,6 +48,7 @@ def index_of(source: SourceConfig, cache: Path | None = None) -> LengthIndex:
 
 
 def same(a: LengthIndex, b: LengthIndex) -> bool:
+    """Whether two indexes agree in all columns, their types, and what they know of media."""
     words = ("name", "source", "learned", "phases", "labels", "rejected")
     columns = [name for name in vars(a) if name not in (*words, "media")]
     return (

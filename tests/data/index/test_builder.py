@@ -1,3 +1,5 @@
+"""Length indexes are built from records: columns, refusals by line, and input that would hurt."""
+
 import math
 import os
 from pathlib import Path
@@ -30,7 +32,9 @@ def test_columns(media: Path) -> None:
     assert index.line.tolist() == [1, 3, 4]
     assert index.offset.tolist() == [0, len(lines[0]) + 3, len(lines[0]) + 3 + len(lines[2])]
     assert [index.labels[label] for label in index.label] == ["words", "animals", "animals"]
-    # user header, content, end, assistant header, 3 letters, end; media stand between a begin and an end token
+    # User header, content, end, assistant header, 3 letters, end. Media stand between a begin and
+    # an end token.
+    # 50 frames make 13 attention tokens, and these 7 language tokens.
     tokens = math.ceil(math.ceil(50 / 4) / 2)
     assert index.language_length.tolist() == [
         1 + 3 + 6,
@@ -60,13 +64,13 @@ def test_columns(media: Path) -> None:
 
 
 def test_every_bad_record_is_refused_with_its_line_and_the_others_stay(media: Path) -> None:
-    whole = (media / "a.png").read_bytes()
-    (media / "cut.png").write_bytes(whole[:20])
-    (media / "cut_body.png").write_bytes(whole[:45])
+    png_bytes = (media / "a.png").read_bytes()
+    (media / "cut.png").write_bytes(png_bytes[:20])
+    (media / "cut_body.png").write_bytes(png_bytes[:45])
     soundfile.write(media / "none.wav", np.zeros(0), 16_000)
     soundfile.write(media / "long.wav", np.zeros(16_000 * 6), 16_000)
     os.symlink("/etc/hostname", media / "link.png")
-    bad = {
+    bad_records = {
         "malformed_json": '{"messages": [',
         "unknown_role": {"messages": [{"role": "robot", "content": "hi"}, ANSWER]},
         "placeholder_mismatch": {
@@ -81,12 +85,12 @@ def test_every_bad_record_is_refused_with_its_line_and_the_others_stay(media: Pa
         "no_assistant_turn": {"id": "mute", "messages": []},
         "broken_audio_header": ask(sound("a.png")),
     }
-    good = [ask(image("a.png"), id="first"), ask(image("cut_body.png"), id="last")]
-    source = write(media / "train.jsonl", good[0], *bad.values(), good[1])
+    good_records = [ask(image("a.png"), id="first"), ask(image("cut_body.png"), id="last")]
+    source = write(media / "train.jsonl", good_records[0], *bad_records.values(), good_records[1])
     index = index_of(source)
     assert index.id.tolist() == ["first", "last"]
     assert [(r.reason, r.line) for r in index.rejected] == [
-        (reason, line) for line, reason in enumerate(bad, 2)
+        (reason, line) for line, reason in enumerate(bad_records, 2)
     ]
     assert str(index.rejected[0]).startswith(f"{media / 'train.jsonl'}:2: not valid JSON")
     assert str(media / "absent.png") in index.rejected[3].message
@@ -137,25 +141,25 @@ def test_few_long_lines_are_held_at_a_time(media: Path, monkeypatch: pytest.Monk
 
 
 def test_hostile_records_are_refused_one_by_one(media: Path) -> None:
-    """Each in one printable line, whatever its path or id holds."""
+    """Each refusal is one printable line, whatever the path or id holds."""
     hostile = "\n\x1b[2J\u2028error: all is lost\r"
-    bad = {
+    bad_records = {
         "missing_file": ask(image(f"a{hostile}.png"), id=hostile),
         "invalid_text": ask(text("?"), id="ends in NUL\0"),
         "malformed_json": '{"id": ' + "9" * 10_000 + "}",
         "unknown_role": {"messages": [{"role": hostile, "content": "hi"}, ANSWER]},
     }
     nested = "[" * 200_000 + "]" * 200_000
-    many = {
+    empty_turns = {
         "messages": [*({"role": "user", "content": ""} for _ in range(20_000)), ANSWER],
         "id": "empty turns",
     }
     pictures = ask(*(image("a.png") for _ in range(3000)), id="pictures")
-    source = write(media / "train.jsonl", *bad.values(), nested, many, pictures)
+    source = write(media / "train.jsonl", *bad_records.values(), nested, empty_turns, pictures)
     index = index_of(source)
     assert index.id.tolist() == ["empty turns", "pictures"]
     assert np.diff(index.item_start).tolist() == [0, 3000]
-    assert [r.reason for r in index.rejected] == [*bad, "malformed_json"]
+    assert [r.reason for r in index.rejected] == [*bad_records, "malformed_json"]
     assert all(str(r).isprintable() for r in index.rejected)
     assert same(index_of(source), index)
 
@@ -169,10 +173,10 @@ def test_documents_are_indexed_where_all_text_is_learned(media: Path) -> None:
     page = {"text": "abc <image> d", "images": ["b.png"]}
     source = write(media / "train.jsonl", page, ask(text("hello")))
     assert [r.reason for r in index_of(source).rejected] == ["no_assistant_turn"]
-    everything = source.model_copy(update={"targets": "all"})
-    index = index_of(everything)
+    all_targets = source.model_copy(update={"targets": "all"})
+    index = index_of(all_targets)
     assert index.learned == "all" and not index.rejected
-    # Without the first token, but with every end
+    # All text but the first token, and every end, are learned.
     assert index.targets.tolist() == [4 - 1 + 2 + 1, 5 + 1 + 3 + 1]
-    assert same(index_of(everything), index)  # from the cache
+    assert same(index_of(all_targets), index)  # the second one is read from the cache
     assert len(list(media.glob("*.npz"))) == 2

@@ -1,3 +1,5 @@
+"""The cache of length indexes: when it is used, and when headers are read again."""
+
 import os
 import shutil
 import socket
@@ -20,16 +22,18 @@ from tests.data.index.examples import IMAGES, ask, image, index_of, same, sound,
 
 def test_the_cache_is_used_until_something_changes(media: Path, measured: list[str]) -> None:
     records = [ask(image("a.png"), sound("c.wav")), ask(image("a.png"), image("later.png"))]
-    source, cache = write(media / "train.jsonl", *records), media / "cache"
+    source = write(media / "train.jsonl", *records)
+    cache = media / "cache"
 
     def read_again() -> tuple[LengthIndex, list[str]]:
         measured.clear()
         return index_of(source, cache), sorted(measured)
 
-    first, names = read_again()
-    assert names == ["a.png", "c.wav", "later.png"] and len(first.rejected) == 1
-    again, names = read_again()
-    assert names == [] and same(first, again)
+    first_index, names = read_again()
+    # later.png does not exist yet, so its record is refused.
+    assert names == ["a.png", "c.wav", "later.png"] and len(first_index.rejected) == 1
+    second_index, names = read_again()
+    assert names == [] and same(first_index, second_index)
     os.utime(media / "train.jsonl", ns=(1, 1))  # a fresh copy of the same content
     assert read_again()[1] == []
 
@@ -48,19 +52,19 @@ def test_the_cache_is_used_until_something_changes(media: Path, measured: list[s
 
 
 def test_a_link_that_leads_elsewhere_is_followed_anew(media: Path) -> None:
-    """Also to a copy that has the size and time of what was measured, but lies outside the root."""
+    """The last target is a copy with the size and time of what was measured, but outside the root."""
     root = media / "root"
     for name, size in (("v1", (24, 16)), ("v2", (8, 8))):
         (root / name).mkdir(parents=True)
         Image.new("RGB", size).save(root / name / "a.png")
     shutil.copytree(root / "v2", media / "outside")
     source = write(root / "train.jsonl", ask(image("now/a.png")), ask(text("b")))
-    for target, refused in (("v1", []), ("v2", []), ("../outside", ["path_escapes_root"])):
+    for target, reasons in (("v1", []), ("v2", []), ("../outside", ["path_escapes_root"])):
         (root / "now").unlink(missing_ok=True)
         (root / "now").symlink_to(target)
         index = index_of(source)
-        assert [refusal.reason for refusal in index.rejected] == refused
-        if not refused:
+        assert [refusal.reason for refusal in index.rejected] == reasons
+        if not reasons:
             assert index.shapes(0) == (IMAGES.measure(File(root / target / "a.png")),)
             resolved = index.source.resolve("now/a.png")
             assert index.media.address == (resolved.address,)
@@ -70,25 +74,25 @@ def test_a_link_that_leads_elsewhere_is_followed_anew(media: Path) -> None:
 def test_a_new_format_is_measured_and_a_lost_one_refused(
     media: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without reading the headers of what was understood, when formats are only added."""
+    """When formats are only added, headers that were understood are not read again."""
     Image.new("RGB", (16, 16)).save(media / "new.bmp")
     source = write(
         media / "train.jsonl", ask(image("a.png")), ask(image("new.bmp")), ask(sound("c.wav"))
     )
-    known = Images.formats
-    older = tuple(name for name in known if name != "BMP")
-    for formats, read, usable in (
-        (older, ["a.png", "c.wav", "new.bmp"], 2),
-        (known, ["new.bmp"], 3),
-        (known, [], 3),
-        (older, ["a.png", "new.bmp"], 2),
+    all_formats = Images.formats
+    older_formats = tuple(name for name in all_formats if name != "BMP")
+    for formats, measured_names, usable_count in (
+        (older_formats, ["a.png", "c.wav", "new.bmp"], 2),
+        (all_formats, ["new.bmp"], 3),
+        (all_formats, [], 3),
+        (older_formats, ["a.png", "new.bmp"], 2),
     ):
         measured.clear()
         monkeypatch.setattr(Images, "formats", formats)
         index = index_of(source)
-        assert sorted(measured) == read and len(index) == usable
+        assert sorted(measured) == measured_names and len(index) == usable_count
         assert [refused.reason for refused in index.rejected] == ["broken_image_header"] * (
-            3 - usable
+            3 - usable_count
         )
     assert len(list(media.glob("*.npz"))) == 1
 
@@ -105,12 +109,13 @@ def test_other_settings_have_another_cache(media: Path, measured: list[str]) -> 
 @pytest.mark.parametrize("harm", ["cut", "flip", "empty", "text"])
 def test_a_damaged_cache_is_built_anew(harm: str, media: Path, measured: list[str]) -> None:
     source = write(media / "train.jsonl", *(ask(image("a.png"), id=i) for i in range(50)))
-    first = index_of(source)
+    original = index_of(source)
     (file,) = media.glob("*.index.npz")
     content = bytearray(file.read_bytes())
+    # "flip" keeps this one damaged byte; the other cases replace or cut the content.
     content[len(content) // 3] ^= 0xFF
     file.write_bytes({"cut": content[:-100], "flip": content, "empty": b"", "text": b"hello"}[harm])
-    assert same(index_of(source), first)
+    assert same(index_of(source), original)
     assert measured == ["a.png", "a.png"]
     index_of(source)
     assert measured == ["a.png", "a.png"]
@@ -130,13 +135,14 @@ def test_drafts_of_killed_builds_are_swept(media: Path) -> None:
     index_of(source)
     (file,) = media.glob("*.index.npz")
     file.unlink()
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    here = socket.gethostname()
+    ended_process = subprocess.Popen([sys.executable, "-c", ""])
+    ended_process.wait()
+    host = socket.gethostname()
+    # A draft is swept if its process has ended on this host, or if it is old.
     drafts = {
-        "dead": f"{here}.{ended.pid}.abc",
+        "dead": f"{host}.{ended_process.pid}.abc",
         "old": "elsewhere.1.abc",
-        "of a process": f"{here}.{os.getpid()}.abc",
+        "of a process": f"{host}.{os.getpid()}.abc",
         "of a host": "elsewhere.2.abc",
     }
     for name in drafts.values():
@@ -144,19 +150,19 @@ def test_drafts_of_killed_builds_are_swept(media: Path) -> None:
         (media / f"{file.name}.{name}" / "half").write_bytes(b"x")
     os.utime(media / f"{file.name}.{drafts['old']}", (0, 0))
     index_of(source)
-    left = {path.name.removeprefix(f"{file.name}.") for path in media.glob("*.index.npz.*")}
-    assert left == {drafts["of a process"], drafts["of a host"]}
+    left_drafts = {path.name.removeprefix(f"{file.name}.") for path in media.glob("*.index.npz.*")}
+    assert left_drafts == {drafts["of a process"], drafts["of a host"]}
 
 
 def test_a_cache_that_is_a_pipe_or_has_no_name_is_only_a_warning(
     media: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = write(media / "train.jsonl", ask(image("a.png")))
-    first = index_of(source)
+    original = index_of(source)
     (file,) = media.glob("*.index.npz")
     file.unlink()
     os.mkfifo(file)
-    assert same(index_of(source), first)
+    assert same(index_of(source), original)
     assert len(index_of(source, media / ("x" * 300))) == 1
     assert "data.index_cache" in caplog.text
 
@@ -164,16 +170,17 @@ def test_a_cache_that_is_a_pipe_or_has_no_name_is_only_a_warning(
 def test_a_file_is_measured_as_an_image_and_as_a_clip(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a folder of frames again when one of them changes."""
+    """A folder of frames is measured again when one of them changes."""
     frames = [Image.new("RGB", (8, 12), (40 * i, 0, 0)) for i in range(3)]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
     (tmp_path / "clip").mkdir()
     for number in range(2):
         frames[number].save(tmp_path / f"clip/{number}.png")
-    drawn = [{"type": "image", "image": "a.gif"}, {"type": "video", "video": "a.gif"}]
-    drawn.append({"type": "video", "video": "clip"})
+    drawn_items = [{"type": "image", "image": "a.gif"}, {"type": "video", "video": "a.gif"}]
+    drawn_items.append({"type": "video", "video": "clip"})
     answers = [
-        {"role": "assistant", "content": [{"type": "text", "text": "so"}, item]} for item in drawn
+        {"role": "assistant", "content": [{"type": "text", "text": "so"}, item]}
+        for item in drawn_items
     ]
     source = write(tmp_path / "train.jsonl", {"messages": answers})
     measured: list[str] = []
@@ -189,10 +196,10 @@ def test_a_file_is_measured_as_an_image_and_as_a_clip(
         measured.clear()
         return build_index(source, ByteTokenizer(), {"diffusion": GeneratedPixels(4, 1, 1, 4096)})
 
-    first = index_again()
-    assert first.shapes(0) == ((1, 3, 2), (3, 3, 2), (2, 3, 2))
+    first_index = index_again()
+    assert first_index.shapes(0) == ((1, 3, 2), (3, 3, 2), (2, 3, 2))
     assert sorted(measured) == ["a.gif", "a.gif", "clip"]
-    assert same(first, index_again()) and measured == []
+    assert same(first_index, index_again()) and measured == []
     frames[2].save(tmp_path / "clip/2.png")
     assert index_again().shapes(0)[2] == (3, 3, 2) and measured == ["clip"]
     os.utime(tmp_path / "clip/1.png", ns=(1, 2**62))

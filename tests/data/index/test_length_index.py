@@ -1,3 +1,5 @@
+"""An index without some examples equals the index of a file without their records."""
+
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +18,8 @@ def test_without(media: Path) -> None:
     )
     index = index_of(source)
     assert index.without([]) is index
-    less = index.without([(1, "too_big", "b is too big")])
-    alone = index_of(
+    reduced = index.without([(1, "too_big", "b is too big")])
+    expected = index_of(
         write(media / "less.jsonl", records[0], records[2], ask(sound("c.wav"), id="d"))
     )
     for name in (
@@ -29,8 +31,8 @@ def test_without(media: Path) -> None:
         "item_shape",
         "item_slot",
     ):
-        np.testing.assert_array_equal(getattr(less, name), getattr(alone, name))
-    assert [(r.line, r.reason, r.id) for r in less.rejected] == [
+        np.testing.assert_array_equal(getattr(reduced, name), getattr(expected, name))
+    assert [(r.line, r.reason, r.id) for r in reduced.rejected] == [
         (2, "malformed_json", "animals:2"),
         (3, "too_big", "b"),
     ]
