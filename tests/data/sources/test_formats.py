@@ -1,4 +1,7 @@
-"""A format that a test adds: a tar file whose members are records and media, in one class and one line of the table."""
+"""A format that a test adds: a tar file whose members are records and media.
+
+The format takes one class and one line in the table of sources. The reference is the same data as a
+JSONL file with a folder."""
 
 import io
 import json
@@ -47,7 +50,8 @@ MODALITIES: dict[str, Modality] = {
 
 @dataclass(frozen=True)
 class Tar:
-    """Members `N.json` are the records, in order; the media that they name are members, too."""
+    """A source whose members `N.json` are the records, in order. Media that they name are members,
+    too."""
 
     path: Path
 
@@ -57,7 +61,7 @@ class Tar:
 
     @cached_property
     def members(self) -> dict[str, tuple[int, int]]:
-        """Where the content of each member begins, and its bytes."""
+        """For each member, where its content begins and how many bytes it has."""
         with tarfile.open(self.path) as archive:
             return {member.name: (member.offset_data, member.size) for member in archive}
 
@@ -99,7 +103,9 @@ def tar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The same records and media as a JSONL file with a folder, and as one tar file; the last image is cut."""
+    """The same records and media as a JSONL file with a folder, and as one tar file.
+
+    The last image is cut short, so it fails when loaded."""
     rng = np.random.default_rng(0)
     names = [f"{number}.png" for number in range(4)]
     for number, name in enumerate(names):
@@ -133,6 +139,7 @@ def open_corpus(path: Path) -> Corpus:
 
 
 def make_filler(corpus: Corpus) -> StepFiller:
+    """A filler of rows on two ranks, with capacities that hold all examples."""
     grid = ExchangeGrid(np.array([[0], [1]], np.int32), np.array([[0], [1]], np.int32))
     capacities = {"vision": (128, 4), "audio": (128, 8), "language": (128, 1)}
     kinds = {
@@ -152,18 +159,18 @@ def make_filler(corpus: Corpus) -> StepFiller:
 
 
 def test_a_tar_file_makes_the_same_index_and_rows_as_files(folder: Path, tar: None) -> None:
-    files = open_corpus(folder / "data.jsonl")
-    packed = open_corpus(folder / "data.tar")
-    assert isinstance(packed.indexes[0].source, Tar)
+    file_corpus = open_corpus(folder / "data.jsonl")
+    tar_corpus = open_corpus(folder / "data.tar")
+    assert isinstance(tar_corpus.indexes[0].source, Tar)
     for name in ("id", "language_length", "item_shape", "item_length", "item_slot", "checksum"):
         np.testing.assert_array_equal(
-            getattr(packed.indexes[0], name), getattr(files.indexes[0], name)
+            getattr(tar_corpus.indexes[0], name), getattr(file_corpus.indexes[0], name)
         )
-    (refused,) = packed.rejected
-    assert str(refused).startswith(f"{folder / 'data.tar'}:9: no turn has the role 'assistant'")
-    examples = np.arange(len(files))
-    expected = make_filler(files)(0, examples)
-    step = make_filler(packed)(0, examples)
+    (refusal,) = tar_corpus.rejected
+    assert str(refusal).startswith(f"{folder / 'data.tar'}:9: no turn has the role 'assistant'")
+    examples = np.arange(len(file_corpus))
+    expected = make_filler(file_corpus)(0, examples)
+    step = make_filler(tar_corpus)(0, examples)
     assert len(expected.failures) == 1
     assert step.failures == tuple(
         line.replace(f"{folder}/", f"{folder}/data.tar:") for line in expected.failures
@@ -175,15 +182,18 @@ def test_a_tar_file_makes_the_same_index_and_rows_as_files(folder: Path, tar: No
 
 def test_packed_examples_are_those_alone(folder: Path, tar: None) -> None:
     filler = make_filler(open_corpus(folder / "data.tar"))
-    together = filler(0, np.arange(8))
+    packed_step = filler(0, np.arange(8))
     for phase in MODALITIES:
-        alone = [row for example in range(8) for row in filler(0, np.array([example])).rows[phase]]
+        # Rows are compared as sets of slots, because packing changes where slots lie.
+        single_rows = [
+            row for example in range(8) for row in filler(0, np.array([example])).rows[phase]
+        ]
         slots = [
             np.concatenate([row["features"][row["segments"] > 0] for row in rows])
-            for rows in (alone, together.rows[phase])
+            for rows in (single_rows, packed_step.rows[phase])
         ]
-        first, second = (np.unique(features, axis=0) for features in slots)
-        np.testing.assert_array_equal(first, second)
+        single_features, packed_features = (np.unique(features, axis=0) for features in slots)
+        np.testing.assert_array_equal(single_features, packed_features)
 
 
 def test_worker_processes_read_it(folder: Path, tar: None) -> None:
@@ -198,9 +208,9 @@ def test_worker_processes_read_it(folder: Path, tar: None) -> None:
 def test_its_index_is_cached_until_the_file_changes(
     folder: Path, tar: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = open_corpus(folder / "data.tar")
+    original = open_corpus(folder / "data.tar")
     monkeypatch.setattr(Images, "measure", lambda *_: pytest.fail("measured again"))
-    assert open_corpus(folder / "data.tar").fingerprint() == first.fingerprint()
+    assert open_corpus(folder / "data.tar").fingerprint() == original.fingerprint()
     monkeypatch.undo()
     monkeypatch.setitem(SOURCES, "tar", Tar.of)
     with tarfile.open(folder / "data.tar", "a") as archive:
@@ -208,20 +218,20 @@ def test_its_index_is_cached_until_the_file_changes(
         member = tarfile.TarInfo("more.json")
         member.size = len(record)
         archive.addfile(member, io.BytesIO(record))
-    assert len(open_corpus(folder / "data.tar")) == len(first) + 1
+    assert len(open_corpus(folder / "data.tar")) == len(original) + 1
 
 
 def test_the_format_is_named_by_the_config_or_the_ending(tmp_path: Path, tar: None) -> None:
     config = SourceConfig(name="s", path=str(tmp_path / "a.tar"))
     assert isinstance(open_source(config), Tar)
     assert isinstance(open_source(replace_format(config, "jsonl")), JsonLines)
-    other = SourceConfig(name="s", path=str(tmp_path / "a.txt"))
-    assert isinstance(open_source(other), JsonLines)
-    assert isinstance(open_source(replace_format(other, "tar")), Tar)
+    text_config = SourceConfig(name="s", path=str(tmp_path / "a.txt"))
+    assert isinstance(open_source(text_config), JsonLines)
+    assert isinstance(open_source(replace_format(text_config, "tar")), Tar)
     with pytest.raises(
         DataError, match=r"source 's': data.sources.format is 'zip', but formats are jsonl, tar"
     ):
-        open_source(replace_format(other, "zip"))
+        open_source(replace_format(text_config, "zip"))
 
 
 def replace_format(config: SourceConfig, name: str) -> SourceConfig:

@@ -1,3 +1,6 @@
+"""JSONL sources: paths of media stay below the root, lines have a bound, and other files are
+refused."""
+
 import json
 import os
 import tracemalloc
@@ -14,7 +17,8 @@ from tests.data.index.examples import ask, index_of, text, write
 
 
 def test_media_must_stay_below_the_root(tmp_path: Path) -> None:
-    root, outside = tmp_path / "root", tmp_path / "root-beside"
+    root = tmp_path / "root"
+    outside = tmp_path / "root-beside"
     (root / "sub").mkdir(parents=True)
     outside.mkdir()
     (outside / "a.png").write_bytes(b"")
@@ -73,6 +77,7 @@ def test_a_line_without_end_is_refused_without_being_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jsonl, "MAX_LINE", 10_000)
+    # The line has 50 MB, and at most 10 MB may be held while it is read.
     long = json.dumps({"id": "long", "text": "x" * 50_000_000})
     source = write(
         tmp_path / "train.jsonl", ask(text("a"), id="first"), long, ask(text("b"), id="last")
@@ -95,19 +100,19 @@ def test_a_line_of_just_the_bound_is_read(
     end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = json.dumps(ask(text("a"), id="first"))
-    for bound, read in ((len(record + end), 1), (len(record + end) - 1, 0)):
+    for bound, read_count in ((len(record + end), 1), (len(record + end) - 1, 0)):
         monkeypatch.setattr(jsonl, "MAX_LINE", bound)
         (tmp_path / "train.jsonl").write_text(record + end)
         index = index_of(
             SourceConfig(name="s", path=str(tmp_path / "train.jsonl")), tmp_path / str(bound)
         )
-        assert len(index) == read and len(index.rejected) == 1 - read
+        assert len(index) == read_count and len(index.rejected) == 1 - read_count
 
 
 def test_the_record_after_a_line_of_the_bound_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its newline such a line is one byte too long, and ends with what shows that."""
+    """With its newline such a line is one byte too long, which only its last byte shows."""
     records = [ask(text("a" * n), id=f"{n}") for n in (9, 50, 9)]
     monkeypatch.setattr(jsonl, "MAX_LINE", len(json.dumps(records[1])))
     index = index_of(write(tmp_path / "train.jsonl", *records))
@@ -126,6 +131,6 @@ def test_the_stamp_of_a_folder_sees_its_files_beside_a_link_to_nothing(tmp_path:
         (tmp_path / "clip" / name).write_bytes(b"0")
     os.symlink("user@host.1", tmp_path / "clip" / ".#0.png")
     source = JsonLines(tmp_path / "train.jsonl", tmp_path)
-    before = source.media_stamp("clip")
+    stamp_before = source.media_stamp("clip")
     (tmp_path / "clip" / "1.png").write_bytes(b"longer")
-    assert MISSING != before != source.media_stamp("clip") != MISSING
+    assert MISSING != stamp_before != source.media_stamp("clip") != MISSING

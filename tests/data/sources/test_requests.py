@@ -20,28 +20,29 @@ def requests_of(folder: Path, *entries: Any, seed: int = 0) -> Requests:
 
 
 def records_of(requests: Requests) -> list[dict[str, Any]]:
+    """The records of requests, each read in order and again by its offset."""
     records = list(requests.records())
     assert [requests.record(raw.offset) for raw in records] == [raw.text for raw in records]
     return [json.loads(raw.text) for raw in records]
 
 
 def test_conversations_end_with_the_picture(tmp_path: Path) -> None:
-    begun = {"role": "assistant", "content": "here:"}
+    partial_answer = {"role": "assistant", "content": "here:"}
     requests = requests_of(
         tmp_path,
         {"prompt": "a circle", "size": "4x8"},
-        {"messages": [*ASKED, begun], "size": "4x8", "name": "begun", "seed": 2},
+        {"messages": [*ASKED, partial_answer], "size": "4x8", "name": "begun", "seed": 2},
         {"messages": [{"role": "user", "content": "<image>"}], "images": ["a.png"], "size": "8x4"},
         {"prompt": "a circle", "size": "4x8", "frames": 3},
     )
     picture = {"type": "image", "image": "blank:1x4x8"}
-    first, second, third, clip = records_of(requests)
+    plain_record, begun_record, image_record, clip_record = records_of(requests)
     video = {"type": "video", "video": "blank:3x4x8"}
-    assert clip["messages"][-1]["content"] == [video]
-    assert first["messages"][-1] == {"role": "assistant", "content": [picture]}
-    parts = [{"type": "text", "text": "here:"}, picture]
-    assert second["messages"] == [*ASKED, {"role": "assistant", "content": parts}]
-    assert third["images"] == ["a.png"]
+    assert clip_record["messages"][-1]["content"] == [video]
+    assert plain_record["messages"][-1] == {"role": "assistant", "content": [picture]}
+    answer_parts = [{"type": "text", "text": "here:"}, picture]
+    assert begun_record["messages"] == [*ASKED, {"role": "assistant", "content": answer_parts}]
+    assert image_record["images"] == ["a.png"]
     assert [entry.name for entry in requests.entries] == ["0001", "begun", "0003", "0004"]
     assert [raw.line for raw in requests.records()] == [1, 3, 5, 7]
     assert requests.resolve("blank:1x4x8") == requests.media("blank:1x4x8") == Blank(1, 4, 8)
@@ -50,13 +51,18 @@ def test_conversations_end_with_the_picture(tmp_path: Path) -> None:
 
 def test_noise_is_a_function_of_seed_and_messages(tmp_path: Path) -> None:
     prompt = {"prompt": "a circle", "size": "4x8"}
-    parts = [{"role": "user", "content": [{"type": "text", "text": "a circle"}]}]
-    others = {"messages": parts, "size": "8x8"}, prompt | {"seed": 5}, prompt | {"prompt": "a dot"}
-    ids = [record["id"] for record in records_of(requests_of(tmp_path, prompt, *others))]
+    user_messages = [{"role": "user", "content": [{"type": "text", "text": "a circle"}]}]
+    other_entries = (
+        {"messages": user_messages, "size": "8x8"},
+        prompt | {"seed": 5},
+        prompt | {"prompt": "a dot"},
+    )
+    ids = [record["id"] for record in records_of(requests_of(tmp_path, prompt, *other_entries))]
+    # Words in parts, and the size, leave the noise as it is. Seed and words change it.
     assert ids[0] == ids[1] and len(set(ids)) == 3
-    (alone,) = records_of(Requests.of_prompt("a circle", "4x8", None, 5))
-    (seeded,) = records_of(requests_of(tmp_path, prompt, seed=5))
-    assert alone["id"] == seeded["id"] == ids[2]
+    (prompt_record,) = records_of(Requests.of_prompt("a circle", "4x8", None, 5))
+    (seeded_record,) = records_of(requests_of(tmp_path, prompt, seed=5))
+    assert prompt_record["id"] == seeded_record["id"] == ids[2]
 
 
 @pytest.mark.parametrize(
