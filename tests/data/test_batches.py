@@ -55,7 +55,9 @@ SQUARES = RowFormat(2, np.dtype(np.float32), slots_per_token=4, stride=1, alignm
 
 @dataclass(frozen=True)
 class Squares:
-    """A modality whose item of shape (tokens, number, 1) holds its number in every slot; each seventh is broken."""
+    """A modality whose item of shape (tokens, number, 1) holds its number in every slot.
+
+    Each seventh item is broken."""
 
     name: str = "vision"
     format: RowFormat = SQUARES
@@ -81,7 +83,7 @@ class Squares:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Example i has 6 + i % 9 tokens, and i % 3 media items of one token each."""
+    """A corpus whose example i has 6 + i % 9 tokens, and i % 3 media items of one token each."""
 
     members: tuple[tuple[str, float, np.ndarray], ...]
     modalities: dict[str, Squares] = field(default_factory=lambda: {"vision": Squares()})
@@ -125,6 +127,7 @@ def make_corpus() -> Corpus:
 
 
 def make_filler(corpus: Corpus, ranks: tuple[int, ...] = (0, 1)) -> StepFiller:
+    """A filler of rows on two ranks, of which the host fills `ranks`."""
     grid = ExchangeGrid(np.array([[0], [1]], np.int32), np.array([[0], [1]], np.int32))
     spec = PlanSpec(
         {
@@ -142,6 +145,7 @@ def make_filler(corpus: Corpus, ranks: tuple[int, ...] = (0, 1)) -> StepFiller:
 
 
 def assert_equal_steps(one: HostStep, other: HostStep) -> None:
+    """Compares two steps in all that reaches the device."""
     assert (one.step, one.targets, one.failures) == (other.step, other.targets, other.failures)
     assert (one.capacities, one.pools, one.pool_offsets) == (
         other.capacities,
@@ -151,22 +155,24 @@ def assert_equal_steps(one: HostStep, other: HostStep) -> None:
     np.testing.assert_array_equal(one.examples, other.examples)
     assert one.rows.keys() == other.rows.keys() and one.rounds.keys() == other.rounds.keys()
     for phase in one.rows:
-        for mine, theirs in zip(one.rows[phase], other.rows[phase], strict=True):
-            assert mine.keys() == theirs.keys()
+        for arrays, other_arrays in zip(one.rows[phase], other.rows[phase], strict=True):
+            assert arrays.keys() == other_arrays.keys()
             jax.tree.map(
-                partial(np.testing.assert_array_equal, err_msg=phase, strict=True), mine, theirs
+                partial(np.testing.assert_array_equal, err_msg=phase, strict=True),
+                arrays,
+                other_arrays,
             )
     for phase in one.rounds:
-        for mine, theirs in zip(one.rounds[phase], other.rounds[phase], strict=True):
-            assert (mine.source, mine.target) == (theirs.source, theirs.target)
+        for arrays, other_arrays in zip(one.rounds[phase], other.rounds[phase], strict=True):
+            assert (arrays.source, arrays.target) == (other_arrays.source, other_arrays.target)
             for name in ("gather_forward", "gather_backward"):
-                np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
-            for own, other_hop in zip(
-                (*mine.send_forward, *mine.send_backward),
-                (*theirs.send_forward, *theirs.send_backward),
+                np.testing.assert_array_equal(getattr(arrays, name), getattr(other_arrays, name))
+            for hop, other_hop in zip(
+                (*arrays.send_forward, *arrays.send_backward),
+                (*other_arrays.send_forward, *other_arrays.send_backward),
                 strict=True,
             ):
-                np.testing.assert_array_equal(own.index, other_hop.index)
+                np.testing.assert_array_equal(hop.index, other_hop.index)
 
 
 def read(dataset, start: int, stop: int, workers: int = 0, prefetch: int = 2) -> list[HostStep]:
@@ -176,25 +182,25 @@ def read(dataset, start: int, stop: int, workers: int = 0, prefetch: int = 2) ->
 
 def test_step_k_is_the_same_from_any_start_and_any_number_of_workers():
     reference = steps(make_filler(make_corpus()), batch_size=8, seed=3)
-    again = steps(make_filler(make_corpus()), batch_size=8, seed=3)
+    dataset = steps(make_filler(make_corpus()), batch_size=8, seed=3)
     for start, stop, workers, prefetch in [(0, 5, 0, 3), (2, 6, 2, 1), (4, 5, 0, 1)]:
-        found = read(again, start, stop, workers, prefetch)
-        assert [step.step for step in found] == list(range(start, stop))
-        for step in found:
+        read_steps = read(dataset, start, stop, workers, prefetch)
+        assert [step.step for step in read_steps] == list(range(start, stop))
+        for step in read_steps:
             assert_equal_steps(step, reference[step.step])
-    assert read(again, 4, 4) == []
+    assert read(dataset, 4, 4) == []
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_reaches_the_caller_as_itself(workers):
     filler = make_filler(Corpus((("long", 1.0, np.arange(8)),)))
-    # Examples of up to 14 tokens
-    small = PhaseSpec(decoder_phase(("vision",)), 2, row_classes((8,)), 8, 1, ItemCost(10, 1))
-    broken = replace(
-        filler, spec=replace(filler.spec, phases={**filler.spec.phases, "language": small})
+    # The corpus has examples of up to 14 tokens, and rows are 8 slots long.
+    short_rows = PhaseSpec(decoder_phase(("vision",)), 2, row_classes((8,)), 8, 1, ItemCost(10, 1))
+    short_filler = replace(
+        filler, spec=replace(filler.spec, phases={**filler.spec.phases, "language": short_rows})
     )
     with pytest.raises(ValueError, match="language") as caught:
-        read(steps(broken, 8, seed=0), 0, 2, workers)
+        read(steps(short_filler, 8, seed=0), 0, 2, workers)
     assert "\n" not in str(caught.value)
 
 
@@ -207,14 +213,16 @@ def test_workers_import_neither_jax_nor_grain(pictures):
 
 def test_hosts_plan_alike_and_fill_their_own_rows():
     corpus = make_corpus()
-    whole = steps(make_filler(corpus), 8, seed=1)[9]
+    full_step = steps(make_filler(corpus), 8, seed=1)[9]
     for rank in (0, 1):
-        part = steps(make_filler(corpus, (rank,)), 8, seed=1)[9]
-        np.testing.assert_array_equal(part.examples, whole.examples)
-        assert part.capacities == whole.capacities
-        for phase in whole.rows:
-            for mine, full in zip(part.rows[phase], whole.rows[phase], strict=True):
-                np.testing.assert_array_equal(mine["segments"], full["segments"][rank : rank + 1])
+        local_step = steps(make_filler(corpus, (rank,)), 8, seed=1)[9]
+        np.testing.assert_array_equal(local_step.examples, full_step.examples)
+        assert local_step.capacities == full_step.capacities
+        for phase in full_step.rows:
+            for row, full_row in zip(local_step.rows[phase], full_step.rows[phase], strict=True):
+                np.testing.assert_array_equal(
+                    row["segments"], full_row["segments"][rank : rank + 1]
+                )
 
 
 def test_a_step_holds_its_examples_once_each():
@@ -222,11 +230,12 @@ def test_a_step_holds_its_examples_once_each():
     dataset = steps(make_filler(corpus), 8, seed=1)
     for number in (0, 31):
         step = dataset[number]
+        # Tokens of example i are i + 1, so that they tell which examples a step holds.
         tokens = Counter(
             int(t) - 1 for row in step.rows["language"] for t in row["tokens"].ravel() if t
         )
-        drawn = Counter(step.examples.tolist())
-        assert tokens == Counter({i: count * (6 + i % 9) for i, count in drawn.items()})
+        example_counts = Counter(step.examples.tolist())
+        assert tokens == Counter({i: count * (6 + i % 9) for i, count in example_counts.items()})
         media = [2 * i + k + 1 for i in step.examples.tolist() for k in range(i % 3)]
         features = np.concatenate([row["features"][..., 0].ravel() for row in step.rows["vision"]])
         assert Counter(features[features > 0].astype(int).tolist()) == Counter(
@@ -242,16 +251,16 @@ def test_a_step_holds_its_examples_once_each():
 
 
 def test_each_source_is_a_new_permutation_every_epoch():
-    (_, _, numbers), seen = make_corpus().members[0], []
+    (_, _, numbers), epochs = make_corpus().members[0], []
     order = example_order(make_corpus().members[:1], seed=5)
     for epoch in range(3):
-        drawn = [int(order[i]) for i in range(epoch * 40, epoch * 40 + 40)]
-        assert sorted(drawn) == numbers.tolist()
-        seen.append(tuple(drawn))
-    assert len(set(seen)) == 3 and tuple(numbers) not in seen
-    neighbour = example_order(make_corpus().members[:1], seed=6)
-    # Seeds do not replay one another's epochs
-    assert tuple(int(neighbour[i]) for i in range(40)) not in seen
+        epoch_examples = [int(order[i]) for i in range(epoch * 40, epoch * 40 + 40)]
+        assert sorted(epoch_examples) == numbers.tolist()
+        epochs.append(tuple(epoch_examples))
+    assert len(set(epochs)) == 3 and tuple(numbers) not in epochs
+    other_order = example_order(make_corpus().members[:1], seed=6)
+    # Seeds do not replay each other's epochs.
+    assert tuple(int(other_order[i]) for i in range(40)) not in epochs
 
 
 def test_batches_of_one_example_have_a_length_that_python_can_count():
@@ -266,36 +275,41 @@ def test_batches_of_one_example_have_a_length_that_python_can_count():
 
 def test_mixture_follows_the_weights_and_loses_nothing():
     order = example_order(make_corpus().members, seed=0)
-    drawn = np.array([order[i] for i in range(1600)])
-    assert abs((drawn < 40).mean() - 0.75) < 0.01
-    few = drawn[drawn >= 40]
-    for epoch in range(len(few) // 10):
-        assert sorted(few[10 * epoch : 10 * epoch + 10]) == list(range(40, 50))
+    examples = np.array([order[i] for i in range(1600)])
+    # Weights of 3 to 1 give the first source three quarters of the examples.
+    assert abs((examples < 40).mean() - 0.75) < 0.01
+    few_examples = examples[examples >= 40]
+    for epoch in range(len(few_examples) // 10):
+        assert sorted(few_examples[10 * epoch : 10 * epoch + 10]) == list(range(40, 50))
 
 
 # ---------------------------------------------------------------------------- batch size and weights that change
 
 
 def drawn(history: tuple[Segment, ...], stop: int) -> list[int]:
-    """Examples of all steps up to `stop`, each from the segments that were known when it was done."""
-    corpus, examples = make_corpus(), []
+    """The examples of all steps up to `stop`, each from the segments known when its step was done."""
+    corpus = make_corpus()
+    examples = []
     filler = make_filler(corpus)
     for step in range(stop):
-        known = tuple(segment for segment in history if segment.step <= step)
-        examples += continued_steps(filler, corpus.members, 3, known).examples(step).tolist()
+        known_segments = tuple(segment for segment in history if segment.step <= step)
+        examples += (
+            continued_steps(filler, corpus.members, 3, known_segments).examples(step).tolist()
+        )
     return examples
 
 
 @settings(max_examples=8)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), max_size=3))
 def test_another_batch_size_skips_and_repeats_nothing(changes):
-    history, step = [Segment(0, 8, (3.0, 1.0))], 0
-    for more, size in changes:
-        step += more
+    history = [Segment(0, 8, (3.0, 1.0))]
+    step = 0
+    for interval, size in changes:
+        step += interval
         history.append(Segment(step, size, (3.0, 1.0)))
-    found = drawn(tuple(history), step + 3)
+    examples = drawn(tuple(history), step + 3)
     order = example_order(make_corpus().members, 3)
-    assert found == [order[i] for i in range(len(found))]
+    assert examples == [order[i] for i in range(len(examples))]
 
 
 @settings(max_examples=8)
@@ -305,25 +319,27 @@ def test_another_batch_size_skips_and_repeats_nothing(changes):
     )
 )
 def test_with_other_weights_every_source_goes_on_where_it_stands(changes):
-    history, step = [Segment(0, 8, (3.0, 1.0))], 0
-    for more, size, weight in changes:
-        step += more
+    history = [Segment(0, 8, (3.0, 1.0))]
+    step = 0
+    for interval, size, weight in changes:
+        step += interval
         history.append(Segment(step, size, (weight, 1.0)))
-    found = np.array(drawn(tuple(history), step + 4))
+    examples = np.array(drawn(tuple(history), step + 4))
     for number, (name, _, numbers) in enumerate(make_corpus().members):
-        alone = (("", 1.0, np.zeros(1, np.int64)),) * number + ((name, 1.0, numbers),)
-        # As far as this source is concerned: its seed is that of its number
-        order = example_order(alone, 3)
-        expected = [order[i] for i in range((number + 1) * len(found) + 1)][number :: number + 1]
-        mine = found[np.isin(found, numbers)].tolist()
-        assert mine == expected[: len(mine)]
+        single_members = (("", 1.0, np.zeros(1, np.int64)),) * number + ((name, 1.0, numbers),)
+        # The order of this source alone, at its own number, because its seed depends on the number.
+        order = example_order(single_members, 3)
+        expected = [order[i] for i in range((number + 1) * len(examples) + 1)][number :: number + 1]
+        source_examples = examples[np.isin(examples, numbers)].tolist()
+        assert source_examples == expected[: len(source_examples)]
 
 
 def test_new_weights_are_those_of_the_mixture():
     history = (Segment(0, 8, (3.0, 1.0)), Segment(10, 8, (1.0, 3.0)))
-    found = np.array(drawn(history, 110))
+    examples = np.array(drawn(history, 110))
     assert (
-        abs((found[:80] < 40).mean() - 0.75) < 0.05 and abs((found[80:] < 40).mean() - 0.25) < 0.02
+        abs((examples[:80] < 40).mean() - 0.75) < 0.05
+        and abs((examples[80:] < 40).mean() - 0.25) < 0.02
     )
 
 
@@ -333,14 +349,15 @@ def test_taken_examples_are_those_that_the_mixture_drew(weights):
         (str(n), weight, np.arange(1000 * n, 1000 * n + 1000)) for n, weight in enumerate(weights)
     ]
     order = example_order(members, 0)
-    places = np.array([order[i] // 1000 for i in range(400)])
+    source_numbers = np.array([order[i] // 1000 for i in range(400)])
     for count in (0, 1, 2, 17, 400):
-        expected = [int((places[:count] == n).sum()) for n in range(len(weights))]
+        expected = [int((source_numbers[:count] == n).sum()) for n in range(len(weights))]
         assert taken_examples(weights, count) == expected
 
 
 def test_steps_before_a_segment_are_not_its_own():
-    corpus, history = make_corpus(), (Segment(0, 8, (3.0, 1.0)), Segment(5, 1, (1.0, 1.0)))
+    corpus = make_corpus()
+    history = (Segment(0, 8, (3.0, 1.0)), Segment(5, 1, (1.0, 1.0)))
     steps_ = continued_steps(make_filler(corpus), corpus.members, 3, history)
     with pytest.raises(IndexError):
         steps_.examples(4)
@@ -354,7 +371,8 @@ def test_source_without_examples_is_refused():
 
 def test_examples_of_a_step_are_known_without_loading():
     corpus = make_corpus()
-    order, dataset = example_order(corpus.members, seed=2), steps(make_filler(corpus), 8, seed=2)
+    order = example_order(corpus.members, seed=2)
+    dataset = steps(make_filler(corpus), 8, seed=2)
     for step in (0, 1, 1_000_000):
         np.testing.assert_array_equal(batch_examples(order, 8, step), dataset[step].examples)
     batches = sample_batches(order, corpus, 8, 3)
@@ -365,14 +383,14 @@ def test_examples_of_a_step_are_known_without_loading():
 
 def test_evaluation_visits_every_example_once():
     corpus = make_corpus()
-    found = read(evaluation_steps(make_filler(corpus), 16), 0, 4)
-    assert [len(step.examples) for step in found] == [16, 16, 16, 2]
-    assert np.concatenate([step.examples for step in found]).tolist() == list(range(50))
-    assert sum(step.targets for step in found) == sum(6 + i % 9 for i in range(50))
+    read_steps = read(evaluation_steps(make_filler(corpus), 16), 0, 4)
+    assert [len(step.examples) for step in read_steps] == [16, 16, 16, 2]
+    assert np.concatenate([step.examples for step in read_steps]).tolist() == list(range(50))
+    assert sum(step.targets for step in read_steps) == sum(6 + i % 9 for i in range(50))
     dataset = evaluation_steps(make_filler(corpus), 16, limit=20)
     assert len(dataset) == 2
     limited = np.concatenate([dataset[k].examples for k in range(2)])
-    # Sources keep their shares
+    # Sources keep their shares: 4 of 20 examples, as 10 of 50.
     assert len(set(limited.tolist())) == 20 and (limited >= 40).sum() == 4
 
 
@@ -386,7 +404,7 @@ def test_steps_beyond_a_finite_order_are_refused():
 
 @pytest.fixture
 def pictures(tmp_path):
-    """A corpus of real files: ten examples over six pictures, the body of one of which is cut off."""
+    """A corpus of real files: ten examples over six pictures, one of which is cut in half."""
     rng = np.random.default_rng(0)
     for k in range(6):
         pixels = rng.integers(0, 255, (8 * (k % 3 + 1), 16, 3), dtype=np.uint8)
@@ -417,6 +435,7 @@ def pictures(tmp_path):
 
 
 def fitting_filler(pictures: RealCorpus) -> StepFiller:
+    """The filler of make_filler with rows that hold the pictures and their texts."""
     filler = make_filler(pictures)
     phases = {
         "vision": replace(filler.spec.phases["vision"], classes=row_classes((32,)), max_segments=8),
@@ -428,18 +447,21 @@ def fitting_filler(pictures: RealCorpus) -> StepFiller:
 def test_real_files_reach_the_rows_through_a_worker(pictures):
     (step,) = read(steps(fitting_filler(pictures), 10, seed=0), 0, 1, workers=1)
     assert sorted(step.examples.tolist()) == list(range(10))
-    images, wanted = pictures.modalities["vision"], []
+    images = pictures.modalities["vision"]
+    expected = []
     for number in step.examples.tolist():
         for span in pictures.example(number).media:
             if span.reference.path.name != "5.png":
-                wanted.append(images.load(span.reference, span.shape))
-    filled = []
+                expected.append(images.load(span.reference, span.shape))
+    loaded = []
     for row in step.rows["vision"]:
         tokens = np.repeat(row["valid"], images.format.slots_per_token, axis=1)
-        filled.append(row["features"][tokens])
+        loaded.append(row["features"][tokens])
         assert not row["features"][~tokens].any()
-    wanted, filled = np.concatenate(wanted), np.concatenate(filled)
-    np.testing.assert_array_equal(filled[np.lexsort(filled.T)], wanted[np.lexsort(wanted.T)])
+    expected = np.concatenate(expected)
+    loaded = np.concatenate(loaded)
+    # Rows are sorted on both sides, because packing changes where slots lie.
+    np.testing.assert_array_equal(loaded[np.lexsort(loaded.T)], expected[np.lexsort(expected.T)])
     assert len(step.failures) == 1 and "5.png" in step.failures[0]
     assert sum(int(row["failed"].sum()) for row in step.rows["vision"]) == 1
     targets = np.concatenate([row["targets"][row["targets"] >= 0] for row in step.rows["language"]])

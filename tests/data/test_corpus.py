@@ -1,3 +1,7 @@
+"""A corpus of several sources: numbering, what a batch gathers, changed files, refusals and limits.
+
+The reference for gathered items is each example rendered on its own."""
+
 import json
 import pickle
 from pathlib import Path
@@ -36,6 +40,8 @@ MODALITIES = modalities(MODEL, DATA)
 
 
 def record(words: str, images: int = 0, sounds: int = 0, **keys: Any) -> dict[str, Any]:
+    """A record with pictures before its words and sounds behind them; the answer is the words in
+    capitals."""
     content = "<image>" * images + words + "<audio>" * sounds
     messages = [
         {"role": "user", "content": content},
@@ -130,22 +136,27 @@ def test_gather_agrees_with_rendering_one_by_one(corpus: Corpus) -> None:
     items = corpus.gather(batch)
     rendered = [corpus.example(int(i)) for i in batch]
     assert items.examples.tolist() == batch.tolist()
-    assert items.targets == sum(int((one.targets >= 0).sum()) for one in rendered)
+    assert items.targets == sum(int((example.targets >= 0).sum()) for example in rendered)
     assert list(items.phases) == ["vision", "audio", "language"]
     for phase, modality in MODALITIES.items():
         spans = [
-            (n, span) for n, one in enumerate(rendered) for span in one.media if span.phase == phase
+            (n, span)
+            for n, example in enumerate(rendered)
+            for span in example.media
+            if span.phase == phase
         ]
-        got = items.phases[phase]
-        assert got.example.tolist() == [n for n, _ in spans]
-        assert got.length.tolist() == [modality.length(span.shape) for _, span in spans]
-        assert got.real.tolist() == [modality.real(span.shape) for _, span in spans]
-        assert got.tokens.tolist() == [span.tokens for _, span in spans]
-        assert got.slot.tolist() == [span.slot for _, span in spans]
-        assert (got.length.dtype, got.example.dtype) == (np.int64, np.int32)
+        phase_items = items.phases[phase]
+        assert phase_items.example.tolist() == [n for n, _ in spans]
+        assert phase_items.length.tolist() == [modality.length(span.shape) for _, span in spans]
+        assert phase_items.real.tolist() == [modality.real(span.shape) for _, span in spans]
+        assert phase_items.tokens.tolist() == [span.tokens for _, span in spans]
+        assert phase_items.slot.tolist() == [span.slot for _, span in spans]
+        assert (phase_items.length.dtype, phase_items.example.dtype) == (np.int64, np.int32)
     language = items.phases["language"]
     assert (
-        language.length.tolist() == language.real.tolist() == [len(one.tokens) for one in rendered]
+        language.length.tolist()
+        == language.real.tolist()
+        == [len(example.tokens) for example in rendered]
     )
     assert language.example.tolist() == [0, 1, 2, 3, 4]
 
@@ -168,7 +179,7 @@ def test_example_reads_its_own_line(corpus: Corpus) -> None:
 
 
 def test_what_is_learned_of_an_example_is_up_to_its_source(tmp_path: Path) -> None:
-    """A file of pages and a file of answers in one corpus."""
+    """A file of pages and a file of answers lie in one corpus."""
     write(tmp_path / "pages.jsonl", {"id": "page", "text": "abc"})
     write(tmp_path / "talks.jsonl", record("hi", 0, id="talk"))
     sources = (
@@ -222,11 +233,11 @@ def test_fingerprint_sees_data_and_order(
     def open_again(order: int = 1) -> str:
         return Corpus.open(sources[::order], ByteTokenizer(), MODALITIES).fingerprint()
 
-    before = corpus.fingerprint()
-    assert before == open_again() != open_again(-1)
-    assert before != corpus.refuse({"vision": 23}).fingerprint()
-    Image.new("RGB", (16, 24)).save(tmp_path / "a.png")  # as many patches, in another grid
-    assert before != open_again()
+    fingerprint = corpus.fingerprint()
+    assert fingerprint == open_again() != open_again(-1)
+    assert fingerprint != corpus.refuse({"vision": 23}).fingerprint()
+    Image.new("RGB", (16, 24)).save(tmp_path / "a.png")  # as many patches in another grid
+    assert fingerprint != open_again()
 
 
 def test_rejected_share(corpus: Corpus) -> None:
@@ -276,16 +287,16 @@ def test_nothing_left_is_an_error_whatever_the_share(tmp_path: Path) -> None:
 def test_examples_longer_than_a_row(
     limits: dict[str, int], kept: list[str], words: str | None, corpus: Corpus
 ) -> None:
-    less = corpus.refuse(limits)
-    assert [less.id(i) for i in range(len(less))] == kept
-    assert less.rejected_counts().get("longer_than_row", 0) == 5 - len(kept)
-    assert [list(numbers) for _, _, numbers in less.members] == [
+    reduced = corpus.refuse(limits)
+    assert [reduced.id(i) for i in range(len(reduced))] == kept
+    assert reduced.rejected_counts().get("longer_than_row", 0) == 5 - len(kept)
+    assert [list(numbers) for _, _, numbers in reduced.members] == [
         [i for i, id in enumerate(kept) if id[0] == source] for source in "fs"
     ]
-    for phase, items in less.gather(np.arange(len(less))).phases.items():
+    for phase, items in reduced.gather(np.arange(len(reduced))).phases.items():
         assert (items.length <= limits.get(phase, 10**6)).all()
     if words is not None:
         with pytest.raises(DataError, match=words):
-            less.check_rejected(0.0)
-    assert all(less.example(i).tokens.size for i in range(len(less)))
+            reduced.check_rejected(0.0)
+    assert all(reduced.example(i).tokens.size for i in range(len(reduced)))
     assert len(corpus) == 5

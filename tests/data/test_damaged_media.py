@@ -1,8 +1,8 @@
-"""What becomes of damaged and hostile media: a table of kinds of damage and the reason word that each is refused with.
+"""What becomes of damaged and hostile media.
 
-Sound libraries cut, shorten and skip in silence. Here every kind either is refused when the index is built or masked
-when it is decoded, by name, or loads as a whole with finite features.
-"""
+A table lists kinds of damage, each with the reason word that it is refused with. Sound libraries
+cut, shorten and skip in silence. Here every kind is refused by name when the index is built, or
+masked by name when it is decoded, or loads as a whole with finite features."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ Change = Callable[[bytes], bytes]
 
 
 def clip(kind: str, samples: np.ndarray = NOISE, rate: int = RATE) -> bytes:
+    """The bytes of a sound file of a kind. "bare.mp3" lacks the frame that stores the length."""
     buffer = io.BytesIO()
     options = {
         "opus": {"format": "OGG", "subtype": "OPUS"},
@@ -89,7 +90,7 @@ def twice(content: bytes) -> bytes:
 
 
 def and_(kind: str, rate: int = RATE) -> Change:
-    """Another clip follows."""
+    """Another clip follows in the same file."""
     return lambda content: content + clip(kind, NOISE[:20_000], rate)
 
 
@@ -98,11 +99,11 @@ def then(tail: bytes) -> Change:
 
 
 def put(mark: bytes, offset: int, form: str, value: int) -> Change:
-    """Write a number `offset` bytes after a mark."""
+    """Writes a number `offset` bytes after a mark."""
 
     def change(content: bytes) -> bytes:
-        place = content.index(mark) + offset
-        return content[:place] + struct.pack(form, value) + content[place + struct.calcsize(form) :]
+        start = content.index(mark) + offset
+        return content[:start] + struct.pack(form, value) + content[start + struct.calcsize(form) :]
 
     return change
 
@@ -124,15 +125,19 @@ def mp3_frames(factor: float) -> Change:
 
 
 def without_pages(first: int, last: int) -> Change:
+    """Leaves out some pages of an Ogg file, given like the bounds of a slice."""
+
     def change(content: bytes) -> bytes:
-        begins = [i for i in range(len(content)) if content.startswith(b"OggS", i)] + [len(content)]
-        return content[: begins[first]] + content[begins[last] :]
+        page_starts = [i for i in range(len(content)) if content.startswith(b"OggS", i)] + [
+            len(content)
+        ]
+        return content[: page_starts[first]] + content[page_starts[last] :]
 
     return change
 
 
 def filled(value: float) -> Change:
-    """The last quarter of the samples of a float WAV get a value."""
+    """The last quarter of the samples of a float WAV gets a value."""
     return lambda content: content[:-32_000] + np.full(8000, value, "<f4").tobytes()
 
 
@@ -219,7 +224,8 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "bmp cut in half": ("bmp", half, "undecodable_image"),
 }
 
-# What looks damaged, but is all there: (clip, change, samples of 16 kHz).
+# What looks damaged, but is all there: (clip, change, samples at 16 kHz). The sums for MP3 files
+# are frames of 576 samples, less the decoder's delay of 529.
 WHOLE: dict[str, tuple[str, Change, int]] = {
     "wav that was streamed": ("wav", data_size(0xFFFF_FFFF), 32_000),
     "wav that sox streamed": ("wav", data_size(0x7FFF_F000), 32_000),
@@ -241,7 +247,7 @@ WHOLE: dict[str, tuple[str, Change, int]] = {
 
 
 def with_another(content: bytes) -> bytes:
-    """A JPEG with a second picture, which Pillow calls an MPO."""
+    """A JPEG with a second picture. Pillow calls this an MPO."""
     file = io.BytesIO()
     with Image.open(io.BytesIO(content)) as image:
         image.save(file, "MPO", save_all=True, append_images=[image.copy()])
@@ -249,10 +255,10 @@ def with_another(content: bytes) -> bytes:
 
 
 def make(kind: str, change: Change, folder: Path) -> tuple[Images | Sounds, Path]:
-    of_sound = kind not in ("png", "jpeg", "webp", "gif", "bmp")
+    is_sound = kind not in ("png", "jpeg", "webp", "gif", "bmp")
     path = folder / f"a.{kind}"
-    path.write_bytes(change(clip(kind) if of_sound else picture(kind)))
-    return (SOUNDS if of_sound else IMAGES), path
+    path.write_bytes(change(clip(kind) if is_sound else picture(kind)))
+    return (SOUNDS if is_sound else IMAGES), path
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -278,15 +284,16 @@ def test_whole_media_are_loaded_whole(name: str, tmp_path: Path) -> None:
     features = modality.load(File(path), shape)
     assert shape == (-(-samples // 160), 1, 1) and np.isfinite(features).all()
     sound = features[: shape[0]]
-    # Noise up to the end, but for gaps that MP3 encoders leave between streams
-    loud = sound.max(axis=1) > 0.3
-    assert loud[-30:-8].all() and loud.mean() > 0.95
+    # The clip is noise up to its end, except for gaps that MP3 encoders leave between streams.
+    is_loud = sound.max(axis=1) > 0.3
+    assert is_loud[-30:-8].all() and is_loud.mean() > 0.95
 
 
 # ---------------------------------------------------------------------------- files that ask for memory or never end
 
 
 def chunk(name: bytes, content: bytes) -> bytes:
+    """A PNG chunk: length, name, content and checksum."""
     return (
         struct.pack(">I", len(content))
         + name
@@ -296,7 +303,7 @@ def chunk(name: bytes, content: bytes) -> bytes:
 
 
 def blank_png(width: int, height: int, *before: bytes) -> bytes:
-    """All pixels of a picture of one bit a pixel, in few bytes."""
+    """A PNG of all pixels of a picture with one bit per pixel, in few bytes."""
     packer = zlib.compressobj(9)
     rows = bytes(1 + -(-width // 8)) * 1000
     pixels = b"".join([packer.compress(rows) for _ in range(height // 1000)]) + packer.flush()
@@ -311,7 +318,8 @@ def blank_png(width: int, height: int, *before: bytes) -> bytes:
 
 
 def peak_memory(action: Callable[[], object]) -> int:
-    """Bytes that numpy and Python held at once. What C libraries take on their own is not counted."""
+    """The bytes that numpy and Python held at once. What C libraries take on their own is not
+    counted."""
     tracemalloc.start()
     try:
         action()
@@ -359,10 +367,10 @@ def blank_webp(side: int) -> bytes:
 GIGAPIXELS = {
     "a.png": blank_png(32_000, 32_000),
     "a.gif": blank_gif(32_000, 32_000),
-    "frame.gif": blank_gif(10, 32_000),  # larger than its screen
+    "frame.gif": blank_gif(10, 32_000),  # the frame is larger than its screen
     "a.bmp": blank_bmp(32_000),
     "a.jpg": blank_jpeg(32_000),
-    "a.webp": blank_webp(16_383),  # the most that the format can say
+    "a.webp": blank_webp(16_383),  # the largest that the format can say
 }
 
 
@@ -395,7 +403,10 @@ def test_a_picture_of_too_many_bytes_is_refused_unread(tmp_path: Path) -> None:
 
 def test_memory_goes_with_seconds_not_with_rate_and_channels(tmp_path: Path) -> None:
     path = tmp_path / "a.wav"
-    rate, channels, seconds = 1_000_000, 16, 4
+    # 4 seconds are 128 MB here, and at most 30 MB may be held while they are loaded.
+    rate = 1_000_000
+    channels = 16
+    seconds = 4
     size = 2 * rate * channels * seconds
     form = struct.pack("<HHIIHH", 1, channels, rate, 2 * rate * channels, 2 * channels, 16)
     with path.open("wb") as file:
@@ -437,8 +448,9 @@ print(peak() - before)
 def test_the_largest_pictures_take_the_stated_memory(
     name: str, mode: str, most: int, tmp_path: Path
 ) -> None:
-    """`most`: bytes per source pixel."""
-    width, height = 9000, 9900
+    """`most` is the number of bytes per source pixel."""
+    width = 9000
+    height = 9900
     Image.new(mode, (width, height)).save(
         tmp_path / name, **({"method": 0} if name.endswith("webp") else {})
     )
@@ -455,7 +467,7 @@ def test_an_mp3_of_ten_gigabytes_is_not_read_whole(kind: str, tmp_path: Path) ->
     with path.open("wb") as file:
         file.write(clip(kind))
         file.truncate(10 * 2**30)
-    if kind == "mp3":  # it says where it ends
+    if kind == "mp3":  # this one says where it ends
         assert peak_memory(lambda: SOUNDS.load(File(path), SOUNDS.measure(File(path)))) < 20e6
     else:
         assert peak_memory(lambda: refused(SOUNDS, path)) < 20e6
@@ -486,6 +498,8 @@ def test_a_file_that_becomes_a_pipe_between_two_looks_is_refused(
     os.mkfifo(tmp_path / "a.wav")
     (tmp_path / "b.wav").write_bytes(clip("wav"))
     regular = os.stat(tmp_path / "b.wav")
+    # Every look by path sees the regular file, so that only the opened file can tell that it is a
+    # pipe.
     monkeypatch.setattr(Path, "stat", lambda self: regular)
     assert refused(SOUNDS, tmp_path / "a.wav") == "missing_file"
 
@@ -519,25 +533,27 @@ FORMATS = (
 
 
 def mangle(content: bytes, rng: np.random.Generator) -> bytes:
-    """Flip, overwrite, cut out or repeat a few bytes, more often near the beginning, where headers are."""
+    """Flips, overwrites, cuts out or repeats a few bytes.
+
+    They lie more often near the beginning, where headers are."""
     changed = bytearray(content)
     for _ in range(rng.integers(1, 6)):
-        place = int(len(changed) * rng.random() ** rng.choice([1, 8]))
-        count = int(rng.choice([1, 1, 4, 100]))
+        start = int(len(changed) * rng.random() ** rng.choice([1, 8]))
+        length = int(rng.choice([1, 1, 4, 100]))
         match rng.integers(6):
             case 0:
-                del changed[place:]
+                del changed[start:]
             case 1:
-                del changed[place : place + count]
+                del changed[start : start + length]
             case 2:
-                changed[place:place] = changed[place : place + count]
+                changed[start:start] = changed[start : start + length]
             case 3:
-                changed[place : place + count] = rng.integers(0, 256, count, np.uint8).tobytes()
+                changed[start : start + length] = rng.integers(0, 256, length, np.uint8).tobytes()
             case 4:
-                changed[place : place + count] = bytes([int(rng.choice([0, 255]))]) * count
+                changed[start : start + length] = bytes([int(rng.choice([0, 255]))]) * length
             case _:
-                if place < len(changed):
-                    changed[place] ^= 1 << int(rng.integers(8))
+                if start < len(changed):
+                    changed[start] ^= 1 << int(rng.integers(8))
     return bytes(changed)
 
 
@@ -546,9 +562,9 @@ def mangle(content: bytes, rng: np.random.Generator) -> bytes:
 @pytest.mark.parametrize("rounds", [20, pytest.param(400, marks=pytest.mark.slow)])
 def test_any_bytes_load_whole_or_are_refused(kind: str, rounds: int, tmp_path: Path) -> None:
     rng = np.random.default_rng([rounds, *kind.encode()])
-    of_sound = kind in FORMATS[5:]
-    modality: Images | Sounds = SOUNDS if of_sound else IMAGES
-    content = clip(kind) if of_sound else picture(kind)
+    is_sound = kind in FORMATS[5:]
+    modality: Images | Sounds = SOUNDS if is_sound else IMAGES
+    content = clip(kind) if is_sound else picture(kind)
     path = tmp_path / "a"
     loaded = 0
     for _ in range(rounds):

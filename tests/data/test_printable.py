@@ -1,3 +1,5 @@
+"""Texts in messages: one printable line each, with both ends of long ones."""
+
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from jaxmllm.data.printable import MAX_SHOWN, shown
 )
 def test_a_message_is_one_printable_line(text: str, escaped: str) -> None:
     assert shown(text) == shown(Path(text) if "\0" not in text else text) == escaped
-    # A message may be shown twice: where it is made, and where it is printed
+    # A message may be escaped twice: where it is made, and where it is printed.
     assert shown(escaped) == escaped
     assert len(shown(text).splitlines()) == 1
     shown(text).encode()
