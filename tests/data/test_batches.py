@@ -89,6 +89,7 @@ class Corpus:
     modalities: dict[str, Squares] = field(default_factory=lambda: {"vision": Squares()})
 
     def example(self, i):
+        """Example i, whose tokens and media tell its number."""
         tokens = np.full(6 + i % 9, i + 1, np.int32)
         media = tuple(
             MediaSpan("vision", File(Path(f"{i}-{k}")), (1, 2 * i + k + 1, 1), 1 + k, 1)
@@ -102,18 +103,19 @@ class Corpus:
         return next(n for n, (_, _, examples) in enumerate(self.members) if i in examples)
 
     def gather(self, examples):
+        """The items of a batch, by phase."""
         rendered = [self.example(int(i)) for i in examples]
         lengths = np.array([len(r.tokens) for r in rendered], np.int64)
-        count = np.array([len(r.media) for r in rendered])
+        media_counts = np.array([len(r.media) for r in rendered])
         slot = np.array([span.slot for r in rendered for span in r.media], np.int32)
-        ones = np.ones(count.sum(), np.int64)
+        ones = np.ones(media_counts.sum(), np.int64)
         order = np.arange(len(rendered), dtype=np.int32)
         return BatchItems(
             examples,
             int(lengths.sum()),
             {
                 "vision": PhaseItems(
-                    4 * ones, 4 * ones, np.repeat(order, count), ones.astype(np.int32), slot
+                    4 * ones, 4 * ones, np.repeat(order, media_counts), ones.astype(np.int32), slot
                 ),
                 "language": PhaseItems(
                     lengths, lengths, order, lengths.astype(np.int32), np.zeros_like(order)
@@ -127,7 +129,7 @@ def make_corpus() -> Corpus:
 
 
 def make_filler(corpus: Corpus, ranks: tuple[int, ...] = (0, 1)) -> StepFiller:
-    """A filler of rows on two ranks, of which the host fills `ranks`."""
+    """A filler of rows on two ranks. This host fills only `ranks`."""
     grid = ExchangeGrid(np.array([[0], [1]], np.int32), np.array([[0], [1]], np.int32))
     spec = PlanSpec(
         {
@@ -228,8 +230,8 @@ def test_hosts_plan_alike_and_fill_their_own_rows():
 def test_a_step_holds_its_examples_once_each():
     corpus = make_corpus()
     dataset = steps(make_filler(corpus), 8, seed=1)
-    for number in (0, 31):
-        step = dataset[number]
+    for step_index in (0, 31):
+        step = dataset[step_index]
         # Tokens of example i are i + 1, so that they tell which examples a step holds.
         tokens = Counter(
             int(t) - 1 for row in step.rows["language"] for t in row["tokens"].ravel() if t
@@ -325,11 +327,15 @@ def test_with_other_weights_every_source_goes_on_where_it_stands(changes):
         step += interval
         history.append(Segment(step, size, (weight, 1.0)))
     examples = np.array(drawn(tuple(history), step + 4))
-    for number, (name, _, numbers) in enumerate(make_corpus().members):
-        single_members = (("", 1.0, np.zeros(1, np.int64)),) * number + ((name, 1.0, numbers),)
+    for source_index, (name, _, numbers) in enumerate(make_corpus().members):
+        single_members = (("", 1.0, np.zeros(1, np.int64)),) * source_index + (
+            (name, 1.0, numbers),
+        )
         # The order of this source alone, at its own number, because its seed depends on the number.
         order = example_order(single_members, 3)
-        expected = [order[i] for i in range((number + 1) * len(examples) + 1)][number :: number + 1]
+        expected = [order[i] for i in range((source_index + 1) * len(examples) + 1)][
+            source_index :: source_index + 1
+        ]
         source_examples = examples[np.isin(examples, numbers)].tolist()
         assert source_examples == expected[: len(source_examples)]
 
@@ -404,7 +410,7 @@ def test_steps_beyond_a_finite_order_are_refused():
 
 @pytest.fixture
 def pictures(tmp_path):
-    """A corpus of real files: ten examples over six pictures, one of which is cut in half."""
+    """A corpus of real files: ten examples over six pictures, the last of them cut in half."""
     rng = np.random.default_rng(0)
     for k in range(6):
         pixels = rng.integers(0, 255, (8 * (k % 3 + 1), 16, 3), dtype=np.uint8)
@@ -449,8 +455,8 @@ def test_real_files_reach_the_rows_through_a_worker(pictures):
     assert sorted(step.examples.tolist()) == list(range(10))
     images = pictures.modalities["vision"]
     expected = []
-    for number in step.examples.tolist():
-        for span in pictures.example(number).media:
+    for example in step.examples.tolist():
+        for span in pictures.example(example).media:
             if span.reference.path.name != "5.png":
                 expected.append(images.load(span.reference, span.shape))
     loaded = []
@@ -471,7 +477,7 @@ def test_real_files_reach_the_rows_through_a_worker(pictures):
 def test_batches_of_sources_hold_one_source_each():
     corpus = make_corpus()
     members = (("first", 0.9, np.arange(5)), ("second", 0.1, np.arange(5, 40)))
-    first, second = source_batches(members, corpus, 16)
-    assert len(first.examples) == len(second.examples) == 16
-    assert first.examples.max() < 5 <= second.examples.min()
+    first_batch, second_batch = source_batches(members, corpus, 16)
+    assert len(first_batch.examples) == len(second_batch.examples) == 16
+    assert first_batch.examples.max() < 5 <= second_batch.examples.min()
     assert source_batches(members[:1], corpus, 16) == []

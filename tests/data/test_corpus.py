@@ -62,6 +62,7 @@ def write(path: Path, *records: dict[str, Any] | str) -> None:
 
 @pytest.fixture
 def sources(tmp_path: Path) -> tuple[SourceConfig, ...]:
+    """Two sources: one with images, sounds and a line that is no JSON, and one with an image."""
     Image.new("RGB", (24, 16)).save(tmp_path / "a.png")
     soundfile.write(tmp_path / "c.wav", np.zeros(8000), 16_000)
     write(

@@ -354,6 +354,7 @@ def blank_jpeg(side: int) -> bytes:
 
 
 def blank_webp(side: int) -> bytes:
+    """The header of a lossless WebP file of a square picture."""
     size = (side - 1) | (side - 1) << 14
     return (
         b"RIFF"

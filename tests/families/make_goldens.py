@@ -119,7 +119,7 @@ def main(
     seed: int = 0,
     **sizes: Any,
 ) -> None:
-    """Writes the checkpoints and goldens of these names. `sizes` change those of text models alone."""
+    """Writes the checkpoints and goldens of these names. `sizes` change text models alone."""
     for name in names:
         if name in PICTURED:
             make_pictured(folder / name, *PICTURED[name], seed)
@@ -170,7 +170,7 @@ def make(
     ids = np.where(mask, random.integers(3, values["vocab_size"], shape), 0)
     # The mask is left out. Texts do not see the padding behind them, so it changes no real token.
     # With the mask, windows of nothing but padding have no key, and the softmax, float32 in any
-    # case, is NaN there because the lowest number of float64 is no float32.
+    # case, is NaN there: float32 cannot hold the lowest number of float64.
     output = model(input_ids=torch.tensor(ids), labels=torch.tensor(np.where(mask, ids, -100)))
     output.loss.backward()
     logits, loss = (value.detach().numpy() for value in (output.logits, output.loss))

@@ -34,15 +34,17 @@ from tests.families.golden_files import compact, write_numbers
 from tests.families.make_heard_goldens import PICTURE, SEEN, SEES, VIDEO, stored_key
 from tests.families.make_pictured_goldens import as_stored, keys_in_files, plain_key
 
+# Of pictures: frames, rows and columns of merged cells.
 CELLS = {
     "tall": (1, 3, 2),
     "small": (1, 1, 1),
-}  # of pictures: frames, rows and columns of merged cells
+}
+# Of videos: groups of frames, rows and columns of merged cells.
 CLIPS = {
     "quick": (5, 2, 1),
     "slow": (3, 1, 2),
     "still": (1, 2, 2),
-}  # of videos: groups of frames, rows and columns
+}
 SECONDS = {"quick": 0.3, "slow": 1.7, "still": 1.0}  # from one group of frames to the next
 TEXTS = ((4, "slow", 3, "tall", 2, "quick", 4), (7,), (2, "still", 5, "small", 3))
 KEPT = ("patch_embed", "pos_embed", "merger.ln_q", "merger.norm", "embed_tokens")
@@ -58,11 +60,12 @@ FIRST_WORD = 10  # after all special tokens
 PROCESSED = ("qwen2_5_vl", "qwen3_vl")
 VOCABULARY = 40
 SMALL = {"shortest_edge": 8 * 8 * 3, "longest_edge": 8 * 8 * 40}
+# Frames, heights and widths of videos that are resized.
 RAGGED = (
     (4, 24, 16),
     (5, 29, 41),
     (2, 9, 60),
-)  # frames, heights and widths of videos that are resized
+)
 RATES = (1.0, 3.0, 9.97, 10.0, 24.0, 29.97, 30.0)
 
 
@@ -186,14 +189,14 @@ def _processed(random: np.random.Generator, name: str) -> dict[str, Any]:
 
     small = _processor(name, size=SMALL)
     arrays: dict[str, Any] = {"bounds": [*SMALL.values()]}
-    for number, shape in enumerate(RAGGED):
+    for index, shape in enumerate(RAGGED):
         video = random.integers(0, 256, (*shape, 3)).astype(np.uint8)
         _, grid = _patches(small, video, resize=True)
         # Pillow resizes, because the processor's own kernel rounds differently.
         size = (small.patch_size * grid[2], small.patch_size * grid[1])
         resized = [Image.fromarray(frame).resize(size, Image.Resampling.BICUBIC) for frame in video]
         patches, _ = _patches(small, np.stack(resized))
-        arrays |= {f"video_{number}": video, f"pixels_{number}": patches, f"grid_{number}": grid}
+        arrays |= {f"video_{index}": video, f"pixels_{index}": patches, f"grid_{index}": grid}
     sides = np.exp(random.uniform(np.log(8), np.log(3000), (300, 2))).round().astype(np.int32)
     sides = sides[sides.max(axis=1) <= 100 * sides.min(axis=1)]
     sizes = np.column_stack([random.integers(2, 99, len(sides)), sides]).astype(np.int32)
@@ -211,11 +214,9 @@ def _processed(random: np.random.Generator, name: str) -> dict[str, Any]:
     )
     lengths = [(frames, rate) for frames in (2, 3, 4, 5, 7, 11, 60, 97, 301) for rate in RATES]
     arrays["lengths"] = np.array(lengths)
-    for number, (frames, rate) in enumerate(lengths):
+    for index, (frames, rate) in enumerate(lengths):
         metadata = VideoMetadata(total_num_frames=frames, fps=rate)
-        arrays[f"taken_{number}"] = np.asarray(small.sample_frames(metadata, fps=2)).astype(
-            np.int32
-        )
+        arrays[f"taken_{index}"] = np.asarray(small.sample_frames(metadata, fps=2)).astype(np.int32)
     return arrays
 
 

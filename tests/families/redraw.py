@@ -135,6 +135,7 @@ def draw(folder: Path, name: str, seed: int) -> None:
 
 
 def _text(folder: Path, name: str, drawing: Draw) -> None:
+    """A decoder of text alone, of random sizes."""
     sizes = drawing.text(free_width=name != "qwen2")
     layers = sizes["num_hidden_layers"]
     sizes |= {"tie_word_embeddings": drawing.tied, "rope_parameters": drawing.rotary()}
@@ -164,13 +165,14 @@ def _text(folder: Path, name: str, drawing: Draw) -> None:
 
 
 def _pictured(folder: Path, name: str, drawing: Draw) -> None:
+    """A Qwen-VL model of random sizes."""
     head = drawing.one_of(6, 8, 10, 12)
-    has_flat_heads = name == "qwen2_5_vl"
-    text = pictured.TEXT | drawing.text(head, free_width=not has_flat_heads)
-    text["rope_parameters"] = drawing.axes(head, interleaved=not has_flat_heads)
+    is_qwen2_5_vl = name == "qwen2_5_vl"
+    text = pictured.TEXT | drawing.text(head, free_width=not is_qwen2_5_vl)
+    text["rope_parameters"] = drawing.axes(head, interleaved=not is_qwen2_5_vl)
     vision = drawing.tower() | {"out_hidden_size": text["hidden_size"]}
     layers = range(vision["depth"])
-    if has_flat_heads:
+    if is_qwen2_5_vl:
         vision = pictured.VISION | vision | {"window_size": drawing.one_of(8, 16, 24)}
         vision["fullatt_block_indexes"] = [layer for layer in layers if drawing.flag()]
     else:
@@ -183,12 +185,13 @@ def _pictured(folder: Path, name: str, drawing: Draw) -> None:
         vision["num_position_embeddings"] = drawing.one_of(9, 16, 49)
     if name == "qwen3_vl_moe":
         text |= drawing.experts()
-    spelled_otherwise = name == "qwen3_vl_moe" or (has_flat_heads and drawing.flag())
+    spelled_otherwise = name == "qwen3_vl_moe" or (is_qwen2_5_vl and drawing.flag())
     arguments = (text, vision, drawing.tied, drawing.dtype, spelled_otherwise, drawing.seed)
     pictured.make_pictured(folder, *arguments)
 
 
 def _square(folder: Path, name: str, drawing: Draw) -> None:
+    """A Gemma 3 or an InternVL with a tower of random sizes."""
     side = drawing.one_of(16, 24)
     tokens = (side // 8) ** 2
     heads = drawing.one_of(1, 2, 3)
@@ -216,6 +219,7 @@ def _square(folder: Path, name: str, drawing: Draw) -> None:
 
 
 def _heard(folder: Path, name: str, drawing: Draw) -> None:
+    """A Qwen2-Audio model or a Qwen2.5-Omni thinker of random sizes."""
     head = drawing.one_of(6, 8, 10)
     text = make_heard_goldens.TEXT | drawing.text(head, free_width=False)
     width = text["hidden_size"]
@@ -242,6 +246,7 @@ def _heard(folder: Path, name: str, drawing: Draw) -> None:
 
 
 def _omni(folder: Path, name: str, drawing: Draw) -> None:
+    """A Qwen3-Omni thinker of random sizes."""
     head = drawing.one_of(6, 8, 10, 12)
     text = make_omni_goldens.TEXT | drawing.text(head) | drawing.experts()
     width = text["hidden_size"]

@@ -58,9 +58,9 @@ def in_form(tensors: dict[str, np.ndarray], form: str) -> dict[str, np.ndarray]:
         else:
             experts.setdefault(entry["stem"], {})[entry["name"], int(entry["expert"])] = tensor
     for stem, matrices in experts.items():
-        count = 1 + max(expert for _, expert in matrices)
+        expert_count = 1 + max(expert for _, expert in matrices)
         gate, up, down = (
-            np.stack([matrices[name, expert] for expert in range(count)])
+            np.stack([matrices[name, expert] for expert in range(expert_count)])
             for name in ("gate", "up", "down")
         )
         joined = {"gate_up": np.concatenate([gate, up], axis=1), "down": down}
@@ -106,8 +106,8 @@ def test_experts_are_the_same_in_every_form(golden, form, tmp_path):
             np.testing.assert_array_equal(read_whole(path), expected.whole(path, np.float32))
         component_weights.append((fit, read_whole))
     write_folder(component_weights, tmp_path / "out")
-    written = (tmp_path / "out" / "model.safetensors").read_bytes()
-    assert written == (folder / "model.safetensors").read_bytes()
+    written_bytes = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert written_bytes == (folder / "model.safetensors").read_bytes()
     assert any(key.endswith("experts.down_proj") for key in ModelFolder.open(folder).tensors) == (
         form != "apart"
     )

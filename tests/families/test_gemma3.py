@@ -173,8 +173,8 @@ def test_what_a_folder_with_a_tower_says_stands_in_the_config(tower, tmp_path):
     assert (projector.norm, projector.norm_epsilon) == ("zero_centred_rms", 1e-6)
     assert (images.resize, images.kernel, images.max_pixels) == ("square", "bilinear", 16**2)
     # The run folder keeps the config with all values filled in. Reading it again changes nothing.
-    written = config.model_dump(mode="json", by_alias=True)
-    assert parse_config(resolved(written)) == config
+    dumped = config.model_dump(mode="json", by_alias=True)
+    assert parse_config(resolved(dumped)) == config
 
 
 def test_a_run_may_leave_the_tower_out_or_take_it_alone(tower, tmp_path):
@@ -266,10 +266,10 @@ def test_keys_of_both_prefixes_are_read(tower):
     fit = folder.check(shapes_of(folder))
     zeros = {path: np.zeros(shape, np.float32) for path, shape in fit.shapes.items()}
     write_folder([(fit, zeros.__getitem__)], tower.parent / "out")
-    written = ModelFolder.open(tower.parent / "out").tensors
+    written_tensors = ModelFolder.open(tower.parent / "out").tensors
     for key, value in values.items():
-        np.testing.assert_array_equal(written[f"model.{key}"].array(), value)
-    assert not written["model.language_model.norm.weight"].array().any()
+        np.testing.assert_array_equal(written_tensors[f"model.{key}"].array(), value)
+    assert not written_tensors["model.language_model.norm.weight"].array().any()
 
 
 def test_a_tensor_of_no_part_is_named(tower):

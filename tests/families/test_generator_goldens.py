@@ -157,6 +157,7 @@ def model_of(config: Config, sizes: Mapping[str, int]) -> MLLM:
 
 
 def modality_of(generator: DiffusionConfig) -> GeneratedLatents:
+    """The reader of latents with the sizes and positions of a generator, and without normalization."""
     assert generator.channels is not None
     return GeneratedLatents(
         generator.channels,
@@ -203,16 +204,16 @@ class Packed:
         item_slots = []
         start = 0
         modality = modality_of(generator)
-        for number, i in enumerate(items, 1):
+        for item_number, i in enumerate(items, 1):
             states_of_item = inputs[f"states_{i}"]
             patches = patches_in(model, inputs[f"latents_{i}"])
             conditions = slice(start, start + len(states_of_item))
             first_patch = start + modality.first_patch(len(states_of_item))
             patch_slots = slice(first_patch, first_patch + len(patches))
             stop = max(conditions.stop, patch_slots.stop)
-            row["owners"][0, start:stop] = number
-            row["readers" if modality.crossed else "segments"][0, conditions] = number
-            row["segments"][0, patch_slots] = number
+            row["owners"][0, start:stop] = item_number
+            row["readers" if modality.crossed else "segments"][0, conditions] = item_number
+            row["segments"][0, patch_slots] = item_number
             row["conditions"][0, conditions] = np.arange(conditions.start, conditions.stop)
             _, frames, *sides = inputs[f"latents_{i}"].shape
             grid = (frames // generator.patch_frames, *(n // generator.patch_size for n in sides))
@@ -221,13 +222,13 @@ class Packed:
             )
             row["positions"][0, patch_slots] = modality.positions(grid)
             row["positions"][0, patch_slots, 0] += modality.first_time(len(states_of_item))
-            row["times"][0, number - 1] = inputs[f"time_{i}"]
+            row["times"][0, item_number - 1] = inputs[f"time_{i}"]
             states[0, conditions], noisy[0, patch_slots] = states_of_item, patches
             direction[0, patch_slots] = patches_in(model, inputs[f"direction_{i}"])
             item_slots.append((conditions, patch_slots))
             start = stop
-        parts = {"diffusion": model.layout("diffusion").parts}
-        attention = AttentionSpec({"diffusion": BLOCK}, parts, crossed=model.config.crossed)
+        part_counts = {"diffusion": model.layout("diffusion").parts}
+        attention = AttentionSpec({"diffusion": BLOCK}, part_counts, crossed=model.config.crossed)
         finish_generator_row(row, attention, "diffusion")
         order = row["order"][0]
         return cls(row, states[:, order], noisy[:, order], direction[:, order], item_slots)

@@ -34,19 +34,19 @@ def whole_of(line: Line, tensors: dict[str, np.ndarray], shape: tuple[int, ...])
     parameter = np.empty(shape)
     for parameter_index in np.ndindex(shape):
         letter_index = {}
-        for axis, number in zip(line.parameter, parameter_index, strict=True):
+        for axis, flat_index in zip(line.parameter, parameter_index, strict=True):
             letters = axis.split()
             sizes = [LETTERS[letter] for letter in letters]
-            letter_index |= dict(zip(letters, np.unravel_index(number, sizes), strict=True))
+            letter_index |= dict(zip(letters, np.unravel_index(flat_index, sizes), strict=True))
         letter_index |= {
             letter: LETTERS[letter] - 1 - letter_index[letter] for letter in line.backward
         }
         index = []
         for group in line.tensor:
-            number = 0
+            flat_index = 0
             for letter in group:
-                number = number * LETTERS[letter] + letter_index[letter]
-            index.append(number)
+                flat_index = flat_index * LETTERS[letter] + letter_index[letter]
+            index.append(flat_index)
         axis = line.part_axis
         index[axis] += line.part * math.prod(LETTERS[letter] for letter in line.tensor[axis])
         parameter[parameter_index] = tensors[
@@ -64,7 +64,7 @@ def test_a_slice_is_read_and_written_like_the_whole(text, data):
     random = np.random.default_rng(0)
     tensors = {key: random.standard_normal(line.tensor_shape(shape)) for key in line.keys(shape)}
     bounds = [sorted(data.draw(st.tuples(st.integers(0, n - 1), st.integers(1, n)))) for n in shape]
-    slices = tuple(slice(first, max(first + 1, last)) for first, last in bounds)
+    slices = tuple(slice(begin, max(begin + 1, end)) for begin, end in bounds)
     values = np.empty([piece.stop - piece.start for piece in slices])
     for key, target, tensor_slice in line.pieces(shape, slices):
         values[target] = line.read(tensors[key], shape, tensor_slice)
@@ -80,14 +80,15 @@ def test_a_slice_is_read_and_written_like_the_whole(text, data):
         for axis, size, piece in zip(line.parameter, shape, slices, strict=True)
     )
     values = whole_of(line, tensors, shape)[index]
-    written = {key: np.zeros_like(tensor) for key, tensor in tensors.items()}
+    written_tensors = {key: np.zeros_like(tensor) for key, tensor in tensors.items()}
     for key, target, tensor_slice in line.pieces(shape, index):
-        view = line.view(written[key], shape, tensor_slice)
+        view = line.view(written_tensors[key], shape, tensor_slice)
         view[...] = values[target].reshape(view.shape)
     untouched = np.ones(shape, bool)
     untouched[index] = False
     np.testing.assert_array_equal(
-        whole_of(line, written, shape), np.where(untouched, 0, whole_of(line, tensors, shape))
+        whole_of(line, written_tensors, shape),
+        np.where(untouched, 0, whole_of(line, tensors, shape)),
     )
 
 

@@ -137,9 +137,9 @@ def test_tensors_that_follow_from_the_config_are_carried_through(copy, tmp_path)
     fit = folder.check(shapes_of(folder))
     zeros = {path: np.zeros(shape, np.float32) for path, shape in fit.shapes.items()}
     write_folder([(fit, zeros.__getitem__)], tmp_path / "out")
-    written = ModelFolder.open(tmp_path / "out").tensors
-    np.testing.assert_array_equal(written[key].array(), [0, 1])
-    assert not written["model.embed_tokens.weight"].array().any()
+    written_tensors = ModelFolder.open(tmp_path / "out").tensors
+    np.testing.assert_array_equal(written_tensors[key].array(), [0, 1])
+    assert not written_tensors["model.embed_tokens.weight"].array().any()
 
 
 def test_files_that_may_hold_old_weights_are_left_out(copy, tmp_path):

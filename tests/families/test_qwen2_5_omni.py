@@ -45,8 +45,8 @@ def test_what_the_folder_says_stands_in_the_config(folder, tmp_path):
     assert (audio.silence, audio.pool, audio.merge) == ("masked", 2, 1)
     assert audio.projector.linear and audio.gelu == "exact" and not audio.key_bias
     assert (config.data.images.resize, config.data.audio.max_seconds) == ("smart", 2.0)
-    written = config.model_dump(mode="json", by_alias=True)
-    assert parse_config(resolved(written)) == config
+    dumped = config.model_dump(mode="json", by_alias=True)
+    assert parse_config(resolved(dumped)) == config
 
 
 @pytest.mark.parametrize("folder", [WHOLE, THINKER], ids=["whole", "thinker"])
@@ -71,7 +71,7 @@ def test_clips_are_the_processors(tmp_path):
 
 
 def test_clips_advance_positions_by_their_tokens(tmp_path):
-    """Positions advance by 25 a second, on all three axes together."""
+    """Positions advance by 25 per second, on all three axes together."""
     reader = reader_of(config_of(WHOLE, tmp_path))
     positions, following = reader.token_positions((100, 1, 1), 7)
     assert positions.tolist() == [[7 + i] * 3 for i in range(25)] and following == 32
@@ -93,7 +93,8 @@ PUBLISHED_THINKER = {
 def test_the_published_model_has_its_number_of_parameters(copy):
     """8.93 billion parameters with a vocabulary of 152,064.
 
-    The audio tower's are counted by hand; the others are those of the models it was built from."""
+    The audio tower's are counted by hand. The rest are the numbers of Qwen2.5-VL's tower and of
+    Qwen2.5-7B."""
     (copy / "config.json").write_text(
         json.dumps({"model_type": "qwen2_5_omni", "thinker_config": PUBLISHED_THINKER})
     )

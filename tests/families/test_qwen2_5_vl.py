@@ -86,8 +86,8 @@ def test_what_the_folder_says_stands_in_the_config(tmp_path):
     assert (vision.projector.mlp_width, vision.projector.gelu) == (4 * 16, "exact")
     assert (images.resize, images.min_pixels, images.max_pixels) == ("smart", 64, 768)
     # The run folder keeps the config with all values filled in. Reading it again changes nothing.
-    written = config.model_dump(mode="json", by_alias=True)
-    assert parse_config(resolved(written)) == config
+    dumped = config.model_dump(mode="json", by_alias=True)
+    assert parse_config(resolved(dumped)) == config
 
 
 def test_videos_are_read_as_the_folder_says(copy, tmp_path):
@@ -108,8 +108,8 @@ def test_videos_are_read_as_the_folder_says(copy, tmp_path):
     assert (videos.max_frames, videos.min_pixels, videos.max_pixels) == (16, 128, 1024)
     assert videos.positions_per_second == 2.0
     # The run folder's config is read again without a change. With all frames there is no sampling.
-    written = config.model_dump(mode="json", by_alias=True)
-    assert parse_config(resolved(written)) == config
+    dumped = config.model_dump(mode="json", by_alias=True)
+    assert parse_config(resolved(dumped)) == config
     data = {"tokenizer": "none.json", "videos": {"fps": None}}
     tree = {"model": {"from": str(copy), "vision": with_videos}, "data": data}
     assert "min_frames" not in resolved(tree)["data"]["videos"]
@@ -131,8 +131,8 @@ def test_configs_of_first_folders_are_flat(tmp_path):
 
 
 def test_what_a_config_leaves_out_is_as_the_reference_has_it(copy):
-    """The reference writes configs without default values. Here all shapes are defaults, which are
-    those of the largest published model."""
+    """The reference writes configs without default values. Here all shapes are defaults, and make
+    the largest published model."""
     (copy / "config.json").write_text(
         json.dumps({"model_type": "qwen2_5_vl", "text_config": {}, "vision_config": {}})
     )

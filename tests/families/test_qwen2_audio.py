@@ -65,8 +65,8 @@ def test_what_the_folder_says_stands_in_the_config(tmp_path):
     assert (audio.positions, audio.silence, audio.attention) == ("table", "stem", "clip")
     assert audio.projector.linear and audio.gelu == "exact" and not audio.key_bias
     assert (data.max_seconds, data.window_length, data.hop_length) == (1.0, 400, 160)
-    written = config.model_dump(mode="json", by_alias=True)
-    assert parse_config(resolved(written)) == config
+    dumped = config.model_dump(mode="json", by_alias=True)
+    assert parse_config(resolved(dumped)) == config
 
 
 def test_keys_as_in_memory_are_read(copy, tmp_path):
@@ -92,7 +92,7 @@ def test_keys_as_in_memory_are_read(copy, tmp_path):
     for component in ("audio", "projector.audio"):
         folder = ModelFolder.open(renamed, component)
         prefixes = {line.key.partition("{layer}")[0] for line in folder.family.lines.values()}
-        assert all(any(key.startswith(part) for key in folder.tensors) for part in prefixes)
+        assert all(any(key.startswith(prefix) for key in folder.tensors) for prefix in prefixes)
         other_keys = [key for key in folder.tensors if not key.startswith(tuple(prefixes))]
         assert other_keys and all(
             any(fnmatchcase(key, pattern) for pattern in folder.family.carried)

@@ -51,8 +51,8 @@ def test_what_the_folder_says_stands_in_the_config(tmp_path):
     assert (videos.fps, videos.times, videos.positions_per_second) == (1.0, "fractions", 13.0)
     assert (videos.min_pixels, videos.max_pixels) == (128 * 32 * 32, 768 * 32 * 32)
     assert config.data.audio.max_seconds == 2400, "40 minutes, whatever its chunk_length"
-    written = config.model_dump(mode="json", by_alias=True)
-    assert parse_config(resolved(written)) == config
+    dumped = config.model_dump(mode="json", by_alias=True)
+    assert parse_config(resolved(dumped)) == config
 
 
 def test_clips_are_the_processors(tmp_path):

@@ -46,8 +46,8 @@ def test_what_the_folder_says_stands_in_the_config(tmp_path):
     assert vision.deepstack_layers == (0, 2) and config.model.token_width == 3 * 16
     assert (images.resize, images.min_pixels, images.max_pixels) == ("smart", 64, 768)
     # The run folder keeps the config with all values filled in. Reading it again changes nothing.
-    written = config.model_dump(mode="json", by_alias=True)
-    assert parse_config(resolved(written)) == config
+    dumped = config.model_dump(mode="json", by_alias=True)
+    assert parse_config(resolved(dumped)) == config
 
 
 def test_videos_are_read_as_the_folder_says(tmp_path):
@@ -126,10 +126,10 @@ def test_experts_are_read_in_both_layouts(tmp_path):
         write_tensors(path, swapped)
     shapes = {f"layers.mlp.{name}": (2, 8, 16, 12) for name in ("gate", "up")}
     shapes["layers.mlp.down"] = (2, 8, 12, 16)
-    published, written = (ModelFolder.open(folder) for folder in (MIXTURE, copy))
+    published, swapped_folder = (ModelFolder.open(folder) for folder in (MIXTURE, copy))
     for path, shape in shapes.items():
         parameters = []
-        for folder in (published, written):
+        for folder in (published, swapped_folder):
             line = folder.family.lines[path]
             values = np.empty(shape, np.float32)
             for key, target, index in line.pieces(shape, full_index(shape)):
@@ -138,7 +138,7 @@ def test_experts_are_read_in_both_layouts(tmp_path):
         np.testing.assert_array_equal(*parameters)
     key = "model.language_model.layers.0.mlp.experts.gate_up_proj"
     assert published.tensors[key].shape == (8, 16, 24), "in, out"
-    assert written.tensors[key].shape == (8, 24, 16)
+    assert swapped_folder.tensors[key].shape == (8, 24, 16)
 
 
 @pytest.mark.parametrize(("width", "mlp_width"), [(16, 12), (16, 16), (16, 8)])

@@ -174,8 +174,8 @@ def test_a_file_is_measured_as_an_image_and_as_a_clip(
     frames = [Image.new("RGB", (8, 12), (40 * i, 0, 0)) for i in range(3)]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
     (tmp_path / "clip").mkdir()
-    for number in range(2):
-        frames[number].save(tmp_path / f"clip/{number}.png")
+    for index in range(2):
+        frames[index].save(tmp_path / f"clip/{index}.png")
     drawn_items = [{"type": "image", "image": "a.gif"}, {"type": "video", "video": "a.gif"}]
     drawn_items.append({"type": "video", "video": "clip"})
     answers = [

@@ -48,8 +48,8 @@ def test_odd_numbers_of_frames_fill_patches():
     blank = Blank(5, 4, 8)
     assert Blanks(PIXELS).measure(Clip(blank)) == (3, 1, 2)
     frames = np.random.default_rng(0).normal(size=(6, 4, 8, 3))
-    drawn = Blanks(PIXELS).frames(patches_of(frames, 2, 4), blank)
-    np.testing.assert_array_equal(drawn, frames[:5])
+    drawn_frames = Blanks(PIXELS).frames(patches_of(frames, 2, 4), blank)
+    np.testing.assert_array_equal(drawn_frames, frames[:5])
 
 
 def test_each_lies_twice():

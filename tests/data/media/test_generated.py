@@ -28,8 +28,8 @@ def animation(path: Path, **options: object) -> File:
 
 def folder(path: Path, count: int = 10) -> File:
     path.mkdir()
-    for number, frame in enumerate(FRAMES[:count]):
-        frame.save(path / f"frame{number}.png")
+    for index, frame in enumerate(FRAMES[:count]):
+        frame.save(path / f"frame{index}.png")
     (path / ".hidden").write_text("no frame")
     return File(path)
 
@@ -223,10 +223,10 @@ def test_texts_advance_time_or_stand_behind_pictures_along_all_axes():
     in_time = pixels(centred=True)
     assert in_time.condition_positions(shape, 2).tolist() == [[0, 0, 0], [1, 0, 0]]
     assert in_time.first_time(2) == 2
-    for centred, first in ((True, 2), (False, 5)):
+    for centred, first_position in ((True, 2), (False, 5)):
         diagonal = pixels(centred=centred, diagonal=True)
-        assert diagonal.positions(shape)[:, 1:].max() == first - 1
+        assert diagonal.positions(shape)[:, 1:].max() == first_position - 1
         for modality in (diagonal, Blanks(diagonal)):
-            expected = [[first] * 3, [first + 1] * 3]
+            expected = [[first_position] * 3, [first_position + 1] * 3]
             assert modality.condition_positions(shape, 2).tolist() == expected
             assert modality.first_time(2) == 0

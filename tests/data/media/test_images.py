@@ -359,7 +359,7 @@ def test_impossible_settings_name_the_key() -> None:
         ValueError, match=r"min_pixels \(64\): with resize \(fill\) every image has"
     ):
         Images(4, 2, 64, 1000, resize="fill")
-    # No square, and a square of 5 patches a side, which merges of 2 do not divide.
+    # No square, and a square of 5 patches per side, which merges of 2 do not divide.
     for pixels in (1000, 20**2):
         with pytest.raises(ValueError, match=rf"max_pixels \({pixels}\): with resize \(square\)"):
             Images(4, 2, pixels, pixels, resize="square")

@@ -29,8 +29,8 @@ def tensors(*arrays: NDArray[np.generic]) -> bytes:
     """Writes a safetensors file by hand."""
     header: dict[str, object] = {"__metadata__": {"made": "by hand"}}
     start = 0
-    for number, array in enumerate(arrays):
-        header[f"latents{number}"] = {
+    for index, array in enumerate(arrays):
+        header[f"latents{index}"] = {
             "dtype": NAMES[array.dtype.name],
             "shape": array.shape,
             "data_offsets": [start, start + array.nbytes],
@@ -72,7 +72,8 @@ def test_latents_are_loaded_as_they_were_written(name: str, tmp_path: Path) -> N
     patches = MODALITY.load(media, shape)
     assert patches.dtype == np.float32 and patches.shape == (60, MODALITY.format.features)
     mean = np.array(MODALITY.mean, np.float32)
-    # Slots against a loop over patches, normed by hand. Rounding is that of the type of file.
+    # Slots against a loop over patches, normed by hand. The tolerance is the rounding of the file's
+    # type.
     for slot, (t, y, x) in enumerate(MODALITY.positions(shape) * 2):
         patch = LATENTS[:, t : t + 2, y : y + 2, x : x + 2]
         expected = (np.moveaxis(patch, 0, -1) - mean) / 2

@@ -59,18 +59,18 @@ def reference_log_mel(
 ) -> np.ndarray:
     """Log-mel features in float64, by definition: mirrored ends, frame after frame, a direct
     Fourier sum."""
-    half = window // 2
-    count = len(samples)
-    period = max(1, 2 * (count - 1))
-    mirror = [min(i % period, period - i % period) for i in range(-half, count + window)]
+    half_window = window // 2
+    length = len(samples)
+    period = max(1, 2 * (length - 1))
+    mirror = [min(i % period, period - i % period) for i in range(-half_window, length + window)]
     padded = samples.astype(np.float64)[mirror]
     n = np.arange(window)
     hann = np.sin(np.pi * n / window) ** 2
-    fourier = np.exp(-2j * np.pi * np.outer(np.arange(half + 1), n) / window)
+    fourier = np.exp(-2j * np.pi * np.outer(np.arange(half_window + 1), n) / window)
     edges = np.linspace(0, mel(rate / 2), bins + 2)
     hertz = np.array([m * 200 / 3 if m < 15 else 1000 * 6.4 ** ((m - 15) / 27) for m in edges])
-    filters = np.zeros((half + 1, bins))
-    for k in range(half + 1):
+    filters = np.zeros((half_window + 1, bins))
+    for k in range(half_window + 1):
         f = k * rate / window
         for b in range(bins):
             low, centre, high = hertz[b : b + 3]
@@ -79,7 +79,7 @@ def reference_log_mel(
                 filters[k, b] = height * 2 / (high - low)
     power = [
         np.abs(fourier @ (hann * padded[i * hop : i * hop + window])) ** 2
-        for i in range(math.ceil(count / hop))
+        for i in range(math.ceil(length / hop))
     ]
     decades = np.log10(np.maximum(np.array(power) @ filters, 1e-10))
     return (np.maximum(decades, decades.max() - 8) + 4) / 4
@@ -226,8 +226,7 @@ def test_no_finite_sound_has_features_that_are_not_finite(peak: float) -> None:
     samples = (peak * tone(440, 0.1, 16_000) * 2).astype(np.float32)
     features = log_mel(samples, 16_000, 400, 160, 40)
     assert np.isfinite(features).all()
-    # A factor on the samples adds its square's logarithm to every decade, and features are decades
-    # / 4.
+    # Scaling samples by `peak` adds 2 * log10(peak) decades of power, and features are decades / 4.
     expected = (
         reference_log_mel(tone(440, 0.1, 16_000) * 2, 16_000, 400, 160, 40)
         + 2 * math.log10(peak) / 4
@@ -282,16 +281,16 @@ def test_a_changed_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rate", [8000, 16_000, 24_000, 48_000])
 def test_the_length_of_the_header_is_that_of_the_body(name: str, rate: int, tmp_path: Path) -> None:
     """The lengths agree exactly, whatever the format, because loading compares them."""
-    for count in (1, 100, 959, 960, 961, 4096, 5000):
+    for samples in (1, 100, 959, 960, 961, 4096, 5000):
         options = {"format": "OGG", "subtype": "OPUS"} if name == "a.opus" else {}
-        soundfile.write(tmp_path / name, noise(count), rate, **options)
+        soundfile.write(tmp_path / name, noise(samples), rate, **options)
         shape = SOUNDS.measure(File(tmp_path / name))
-        assert shape == (math.ceil(math.ceil(count * 16_000 / rate) / 160), 1, 1)
+        assert shape == (math.ceil(math.ceil(samples * 16_000 / rate) / 160), 1, 1)
         assert SOUNDS.load(File(tmp_path / name), shape).shape == (SOUNDS.length(shape), 40)
 
 
 def strip_info_frame(mp3: bytes) -> bytes:
-    """An MP3 file as encoders write it that do not store the length."""
+    """The MP3 file of an encoder that does not store the length."""
     return mp3[mp3.index(mp3[:2], 4) :]
 
 

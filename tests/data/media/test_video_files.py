@@ -1,5 +1,7 @@
-"""MP4 files: frames, times and sizes as they were written, and what is refused. Drawn clips are
-written."""
+"""MP4 files, read and written.
+
+Read files have the frames, times and sizes with which they were written, or are refused. Drawn
+clips are written with small losses."""
 
 import importlib.util
 from collections.abc import Callable
@@ -69,9 +71,7 @@ def frames(made: GeneratedPixels, clip: Clip) -> list[int]:
     known_patches = [images.patches(pixels, GRID) for pixels in COLORS]
     loaded = made.load(clip, shape).reshape(shape[0], *known_patches[0].shape)
     return [
-        next(
-            number for number, pixels in enumerate(known_patches) if np.array_equal(pixels, patches)
-        )
+        next(index for index, pixels in enumerate(known_patches) if np.array_equal(pixels, patches))
         for patches in loaded
     ]
 

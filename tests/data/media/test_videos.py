@@ -43,8 +43,8 @@ def animation(path: Path, colors: np.ndarray = COLORS, milliseconds: int = 250) 
 
 def folder(path: Path, colors: np.ndarray = COLORS) -> Clip:
     path.mkdir()
-    for number, frame in enumerate(colors):
-        Image.fromarray(frame).save(path / f"{number}.png")
+    for index, frame in enumerate(colors):
+        Image.fromarray(frame).save(path / f"{index}.png")
     return Clip(File(path))
 
 
@@ -61,9 +61,9 @@ def test_the_frames_that_are_taken_are_those_of_the_reference(processed):
     name, arrays = processed
     settings = {**FAMILIES[name][0], "fps": 2.0}
     settings |= {"sampling": "ends"} if name == "qwen3_vl" else {}
-    for number, (frames, rate) in enumerate(arrays["lengths"].tolist()):
+    for index, (frames, rate) in enumerate(arrays["lengths"].tolist()):
         frames_taken = reader(**settings).sampled_frames(int(frames), rate)
-        assert [*frames_taken] == arrays[f"taken_{number}"].tolist(), (frames, rate)
+        assert [*frames_taken] == arrays[f"taken_{index}"].tolist(), (frames, rate)
 
 
 def test_grids_are_those_of_the_reference(processed):
@@ -85,15 +85,15 @@ def test_pixels_are_those_of_the_reference(processed, tmp_path):
     modality = reader(**FAMILIES[name][0], min_pixels=min_pixels, max_pixels=max_pixels)
     mean = (0.48145466, 0.4578275, 0.40821073)
     std = (0.26862954, 0.26130258, 0.27577711)
-    for number in range(3):
-        video = arrays[f"video_{number}"]
-        clip = animation(tmp_path / f"{number}.png", video)
+    for index in range(3):
+        video = arrays[f"video_{index}"]
+        clip = animation(tmp_path / f"{index}.png", video)
         shape = modality.measure(clip)
-        assert shape == tuple(arrays[f"grid_{number}"])
+        assert shape == tuple(arrays[f"grid_{index}"])
         groups = np.concatenate([*modality.load_groups(clip, range(shape[0]), shape.group)])
         pixels = (groups.reshape(-1, 2, 4, 4, 3) / 255 - mean) / std
-        expected = arrays[f"pixels_{number}"].reshape(-1, 3, 2, 4, 4).transpose(0, 2, 3, 4, 1)
-        np.testing.assert_allclose(pixels, expected, rtol=0, atol=1e-6, err_msg=str(number))
+        expected = arrays[f"pixels_{index}"].reshape(-1, 3, 2, 4, 4).transpose(0, 2, 3, 4, 1)
+        np.testing.assert_allclose(pixels, expected, rtol=0, atol=1e-6, err_msg=str(index))
 
 
 # ---------------------------------------------------------------------------- files
@@ -112,10 +112,10 @@ def test_groups_hold_the_frames_of_a_file(name, tmp_path):
     frames = [images.patches(colors, (1, 4, 6)) for colors in COLORS]
     pairs = [(0, 1), (2, 3), (4, 5), (6, 6)]
     for numbers in ([0, 1, 2, 3], [3], [0, 2]):
-        for number, group in zip(
+        for group_index, group in zip(
             numbers, modality.load_groups(clip, numbers, shape.group), strict=True
         ):
-            first, second = pairs[number]
+            first, second = pairs[group_index]
             np.testing.assert_array_equal(group[:, :48], frames[first])
             np.testing.assert_array_equal(group[:, 48:], frames[second])
     sampled = reader(folder_fps=4.0, fps=2.0)

@@ -109,6 +109,8 @@ MODALITIES = {
 
 @dataclass(frozen=True)
 class FakeCorpus:
+    """A corpus of examples by number, each of source i % 5."""
+
     examples: dict[int, Rendered]
     modalities: Mapping[str, FakeModality] = dataclasses.field(default_factory=lambda: MODALITIES)
 
@@ -144,8 +146,8 @@ def gather(corpus: FakeCorpus, examples: np.ndarray) -> BatchItems:
     """What the planner knows about a batch: lengths, work, examples, tokens and slots of all items,
     by phase."""
     records: dict[str, list[tuple[int, ...]]] = {"vision": [], "audio": [], "language": []}
-    for index, number in enumerate(examples.tolist()):
-        example = corpus.example(number)
+    for index, example_id in enumerate(examples.tolist()):
+        example = corpus.example(example_id)
         records["language"].append(
             (len(example.tokens), len(example.tokens), index, len(example.tokens), 0)
         )
@@ -264,12 +266,13 @@ def owners(language: PhasePlan, item: int, first: int, tokens: int):
     m = int(language.microbatch[item])
     slots = language.offset[item] + first + np.arange(tokens)
     rank = language.rank[item] + slots // language.capacity[m]
-    for number in np.unique(rank):
-        members = np.flatnonzero(rank == number)
-        yield int(members[0]), len(members), (m, int(number))
+    for owner in np.unique(rank):
+        members = np.flatnonzero(rank == owner)
+        yield int(members[0]), len(members), (m, int(owner))
 
 
 def make_spec(ranks=RANKS, capacities=CAPACITIES) -> PlanSpec:
+    """The specification of plans with one class of rows per phase."""
     phases = {
         phase.name: PhaseSpec(
             phase,
@@ -309,6 +312,7 @@ class Case:
         modalities: Mapping[str, FakeModality] = MODALITIES,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> HostStep:
+        """The rows that the given ranks fill for step 7."""
         corpus = dataclasses.replace(self.corpus, modalities=modalities)
         filler = StepFiller(corpus, make_spec(), local, ATTENTION, threads=threads)
         return filler.fill(7, self.examples, self.items, self.plan, cancelled)
@@ -340,8 +344,8 @@ def item_at(
 def span_of(case: Case, phase: str, item: int) -> MediaSpan:
     spans = [
         span
-        for number in case.examples.tolist()
-        for span in case.corpus.example(number).media
+        for example_id in case.examples.tolist()
+        for span in case.corpus.example(example_id).media
         if span.phase == phase
     ]
     return spans[item]
@@ -450,8 +454,8 @@ def test_every_slot_of_the_batch_is_filled_exactly_once():
         )
         expected_values = [
             span.shape[1] + np.arange(span.shape[0], dtype=np.float32) / 64
-            for number in case.examples.tolist()
-            for span in case.corpus.example(number).media
+            for example_id in case.examples.tolist()
+            for span in case.corpus.example(example_id).media
             if span.phase == phase
         ]
         np.testing.assert_array_equal(
@@ -471,8 +475,8 @@ def test_items_that_do_not_decode_are_counted_and_named():
     case = make_case(3, broken=True)
     broken = [
         str(span.reference)
-        for number in case.examples.tolist()
-        for span in case.corpus.example(number).media
+        for example_id in case.examples.tolist()
+        for span in case.corpus.example(example_id).media
         if "broken" in span.reference.path.name
     ]
     step = case.fill()
@@ -617,14 +621,15 @@ class SharedRows:
     parts: int  # number of parts that a rank's share of a row is dealt to
 
     def fill(self, local: LocalRanks = ALL_FOUR, whole: bool = False) -> HostStep:
+        """The rows of shared spans, or with `whole` the same items in rows of one rank each."""
         case = self.case
         plan = case.plan
-        parts = {phase: 1 if whole else self.parts for phase in FOUR}
+        part_counts = {phase: 1 if whole else self.parts for phase in FOUR}
         if whole:
             phases = {name: whole_rows(phase) for name, phase in plan.phases.items()}
             plan = dataclasses.replace(plan, phases=phases)
         blocks = {"vision": 8, "audio": 2, "language": 8}
-        attention = dataclasses.replace(ATTENTION, blocks=blocks, parts=parts)
+        attention = dataclasses.replace(ATTENTION, blocks=blocks, parts=part_counts)
         filler = StepFiller(case.corpus, make_spec(FOUR, EVEN), local, attention)
         return filler.fill(7, case.examples, case.items, plan)
 
@@ -684,10 +689,10 @@ def test_shared_rows_are_whole_ones_whose_slots_are_dealt(spans, parts):
                 tokens = row["valid"].shape[1]
                 # Attention tokens of encoders are moved as units, and `places` tells where each one
                 # went.
-                for group, places in enumerate(row["places"]):
-                    assert sorted(places) == list(range(tokens))
+                for group, token_places in enumerate(row["places"]):
+                    assert sorted(token_places) == list(range(tokens))
                     for name in ("features", "segments", "positions"):
-                        by_token = row[name][group].reshape(tokens, -1)[places]
+                        by_token = row[name][group].reshape(tokens, -1)[token_places]
                         expected = whole_row[name][group].reshape(tokens, -1)
                         np.testing.assert_array_equal(by_token, expected)
 
@@ -696,8 +701,10 @@ def test_a_host_may_hold_no_rank_of_rows_that_others_share():
     nowhere: dict[str, tuple[int, ...]] = dict.fromkeys(FOUR, ())
     local = LocalRanks(nowhere | {"audio": (0, 1)}, ALL_FOUR.exchange)
     step = shared_rows(1, (2,)).fill(local)
-    held = {phase: {len(row["segments"]) for row in rows} for phase, rows in step.rows.items()}
-    assert held == {"vision": {0}, "audio": {1}, "language": {0}}
+    row_counts = {
+        phase: {len(row["segments"]) for row in rows} for phase, rows in step.rows.items()
+    }
+    assert row_counts == {"vision": {0}, "audio": {1}, "language": {0}}
 
 
 @pytest.mark.parametrize("spans", [(2,), (4,), (4, 2, 1)])
@@ -781,11 +788,13 @@ SHORT = File(Path("short"))
 
 def with_media(case: Case, change) -> Case:
     """The same plan over a corpus whose first media item has changed since the plan was made."""
-    number, example = next(
+    example_id, example = next(
         (i, e) for i, e in case.corpus.examples.items() if i in case.examples and e.media
     )
     changed = dataclasses.replace(example, media=change(example.media))
-    return dataclasses.replace(case, corpus=FakeCorpus({**case.corpus.examples, number: changed}))
+    return dataclasses.replace(
+        case, corpus=FakeCorpus({**case.corpus.examples, example_id: changed})
+    )
 
 
 @pytest.mark.parametrize(
@@ -811,14 +820,14 @@ def test_media_that_differ_from_the_plan_are_refused(change, message):
 
 def test_text_that_differs_from_the_plan_is_refused():
     case = make_case(2)
-    number = int(case.examples[0])
-    example = case.corpus.examples[number]
+    example_id = int(case.examples[0])
+    example = case.corpus.examples[example_id]
     longer = dataclasses.replace(example, tokens=np.append(example.tokens, 1))
     with pytest.raises(
         MisalignmentError, match=rf"has {len(longer.tokens)} tokens.*for {len(example.tokens)}"
     ):
         dataclasses.replace(
-            case, corpus=FakeCorpus({**case.corpus.examples, number: longer})
+            case, corpus=FakeCorpus({**case.corpus.examples, example_id: longer})
         ).fill()
 
 

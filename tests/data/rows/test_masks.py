@@ -55,9 +55,9 @@ def dense(row, rank, parts):
     blocks_per_part = len(blocks) // parts
     tiles = set()
     for part in range(parts):
-        for i, (first, partial, full) in enumerate(tables["query_spans"][rank, part].tolist()):
+        for i, (start, partial, full) in enumerate(tables["query_spans"][rank, part].tolist()):
             for t, j in enumerate(
-                tables["query_blocks"][rank, part][first : first + partial + full].tolist()
+                tables["query_blocks"][rank, part][start : start + partial + full].tolist()
             ):
                 tiles.add((blocks[part * blocks_per_part + i], blocks[j], t >= partial))
     return tiles
@@ -65,8 +65,8 @@ def dense(row, rank, parts):
 
 @given(st.lists(segments(), min_size=2, max_size=2), st.sampled_from([1, 2, 4]))
 def test_language_slots_are_dealt_with_all_that_belongs_to_them(ids, parts):
-    before = language_row(ids)
-    row = {name: values.copy() for name, values in before.items()}
+    original = language_row(ids)
+    row = {name: values.copy() for name, values in original.items()}
     finish_language_row(row, AttentionSpec({"language": BLOCK}, {"language": parts}))
     for rank in range(2):
         order = row["order"][rank]
@@ -75,8 +75,10 @@ def test_language_slots_are_dealt_with_all_that_belongs_to_them(ids, parts):
         for part in order.reshape(parts, -1):
             assert (np.diff(part[::BLOCK]) > 0).all()  # and ascend inside each part
         for name in ("tokens", "targets", "segments", "positions", "media", "groups"):
-            np.testing.assert_array_equal(row[name][rank], before[name][rank][order], err_msg=name)
-        mask = causal_ids(before["segments"][rank], before["groups"][rank])
+            np.testing.assert_array_equal(
+                row[name][rank], original[name][rank][order], err_msg=name
+            )
+        mask = causal_ids(original["segments"][rank], original["groups"][rank])
         tiles = visible_tiles(mask, BLOCK)
         assert dense(row, rank, parts) == set(zip(tiles.query, tiles.key, tiles.full, strict=True))
 
@@ -146,8 +148,8 @@ def check_margins(row, segments, size, margin):
             ]
             for slot, value in zip(neighbour_slots, margin_values[:, 0], strict=True):
                 in_row = 0 <= slot < len(segments)
-                number = segments[slot] if name == "segments" and in_row else slot
-                assert value == (number if in_row else 0)
+                expected = segments[slot] if name == "segments" and in_row else slot
+                assert value == (expected if in_row else 0)
 
 
 def image_row(images, merge, slots, start=0):
@@ -156,9 +158,9 @@ def image_row(images, merge, slots, start=0):
     segments = np.zeros((1, slots), np.int32)
     positions = np.zeros((1, slots, 2), np.int32)
     modality = Images(patch_size=2, merge=merge, min_pixels=1, max_pixels=10**6)
-    for number, (height, width) in enumerate(images, 1):
+    for image_id, (height, width) in enumerate(images, 1):
         end = start + height * width
-        segments[0, start:end] = number
+        segments[0, start:end] = image_id
         positions[0, start:end] = modality.positions((1, height, width))[:, 1:]
         start = end
     return {
@@ -192,19 +194,19 @@ def test_windows_move_tokens_inside_their_items_alone(grids, merge, side, parts,
     images = [(height * merge, width * merge) for height, width in grids]
     slot_unit = 36 * parts  # whole language tokens of every merge (1, 4, 9 patches) fill this
     used_slots = start * merge**2 + sum(height * width for height, width in images)
-    before = image_row(images, merge, -(-used_slots // slot_unit) * slot_unit, start * merge**2)
-    row = {name: values.copy() for name, values in before.items()}
+    original = image_row(images, merge, -(-used_slots // slot_unit) * slot_unit, start * merge**2)
+    row = {name: values.copy() for name, values in original.items()}
     in_windows(row, merge, side, block, parts)
     tokens = row["features"].reshape(-1, merge**2).astype(int)
     # The patches of a language token stay together.
     assert (tokens == tokens[:, :1] + np.arange(merge**2)).all()
     np.testing.assert_array_equal(tokens[row["places"][0], 0] // merge**2, np.arange(len(tokens)))
     origin = tokens.reshape(-1)
-    np.testing.assert_array_equal(row["segments"][0], before["segments"][0][origin])
-    np.testing.assert_array_equal(row["positions"][0], before["positions"][0][origin])
+    np.testing.assert_array_equal(row["segments"][0], original["segments"][0][origin])
+    np.testing.assert_array_equal(row["positions"][0], original["positions"][0][origin])
     # A single part keeps items where they are, so that only tokens inside an item move.
     if parts == 1:
-        np.testing.assert_array_equal(row["segments"], before["segments"])
+        np.testing.assert_array_equal(row["segments"], original["segments"])
     real = row["segments"][0] > 0
     keys = np.column_stack([row["segments"][0], row["positions"][0] // side])
     np.testing.assert_array_equal(row["windows"][0] > 0, real)
@@ -227,7 +229,7 @@ def test_windows_compute_little_more_than_they_see(images, merge, most):
     slots = -(-sum(height * width for height, width in images) // 64) * 64
     visible, computed = in_windows(image_row(images, merge, slots), merge, side=8, block=64)
     # Windows of 8 patches are cut off at the lower and right edges of an image.
-    sides = [[min(8, n - first) for first in range(0, n, 8)] for image in images for n in image]
+    sides = [[min(8, n - start) for start in range(0, n, 8)] for image in images for n in image]
     window_sides = zip(sides[::2], sides[1::2], strict=True)
     assert visible == sum(
         (h * w) ** 2 for rows, columns in window_sides for h in rows for w in columns

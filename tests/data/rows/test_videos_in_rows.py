@@ -32,6 +32,8 @@ def reader(**videos: object) -> ImagesAndVideos:
 
 @pytest.fixture
 def source(tmp_path) -> SourceConfig:
+    """A JSONL source of four records: one video, an image and two videos, none, a video and an
+    image."""
     first_frame, *later_frames = map(Image.fromarray, COLORS)
     first_frame.save(tmp_path / "a.png")
     first_frame.save(tmp_path / "v.png", save_all=True, append_images=later_frames, duration=500)
@@ -131,9 +133,9 @@ def test_groups_lie_where_the_plan_has_them(source):
     images = Images(4, 2, 64, 640)
     frames = [images.patches(colors, (1, 4, 6)) for colors in COLORS]
     # Three groups of five frames: the last group repeats the last frame.
-    for offset, (first, second) in zip(offsets, ((0, 1), (2, 3), (4, 4)), strict=True):
+    for offset, (frame, next_frame) in zip(offsets, ((0, 1), (2, 3), (4, 4)), strict=True):
         features = row["features"][0, offset : offset + 24]
-        np.testing.assert_array_equal(features, np.hstack([frames[first], frames[second]]))
+        np.testing.assert_array_equal(features, np.hstack([frames[frame], frames[next_frame]]))
     assert not failures and row["valid"][0, :18].all() and not row["valid"][0, 18:].any()
 
 
@@ -144,7 +146,7 @@ def test_a_video_that_does_not_decode_is_masked_and_counted(source):
     content = bytearray(path.read_bytes())
     # The second fdAT chunk of an animated PNG belongs to the third frame; the damage lies inside
     # its body.
-    damage_start = [at for at in range(len(content)) if content[at : at + 4] == b"fdAT"][1] + 30
+    damage_start = [i for i in range(len(content)) if content[i : i + 4] == b"fdAT"][1] + 30
     content[damage_start : damage_start + 30] = bytes(30)
     path.write_bytes(content)
     row, failures, offsets = filled(source)
@@ -160,8 +162,8 @@ def test_files_of_a_folder_are_failed_one_by_one(source):
     folder = Path(source.path).parent / "v.png"
     folder.unlink()
     folder.mkdir()
-    for number, colors in enumerate(COLORS):
-        Image.fromarray(colors).save(folder / f"{number}.png")
+    for index, colors in enumerate(COLORS):
+        Image.fromarray(colors).save(folder / f"{index}.png")
     damaged = folder / "2.png"
     content = damaged.read_bytes()
     damaged.write_bytes(content[:60] + bytes(20) + content[80:])

@@ -107,25 +107,26 @@ def folder(tmp_path: Path) -> Path:
 
     The last image is cut short, so it fails when loaded."""
     rng = np.random.default_rng(0)
-    names = [f"{number}.png" for number in range(4)]
-    for number, name in enumerate(names):
-        pixels = rng.integers(0, 256, (16 + 8 * number, 24, 3), dtype=np.uint8)
+    names = [f"{index}.png" for index in range(4)]
+    for index, name in enumerate(names):
+        pixels = rng.integers(0, 256, (16 + 8 * index, 24, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / name)
+    # The header still tells the size, so the damage is only found when the image is loaded.
     (tmp_path / "3.png").write_bytes((tmp_path / "3.png").read_bytes()[:-500])
     for name, rate in (("a.wav", 16_000), ("b.flac", 44_100), ("c.ogg", 16_000), ("d.mp3", 16_000)):
         soundfile.write(tmp_path / name, rng.uniform(-0.5, 0.5, rate // 3), rate)
         names.append(name)
     records = []
-    for number, name in enumerate(names):
+    for index, name in enumerate(names):
         kind = "image" if name.endswith(".png") else "audio"
-        content = [{"type": kind, kind: name}, {"type": "text", "text": "?" * number}]
+        content = [{"type": kind, kind: name}, {"type": "text", "text": "?" * index}]
         messages = [{"role": "user", "content": content}, {"role": "assistant", "content": name}]
         records.append(json.dumps({"id": name, "messages": messages}))
     records.append(json.dumps({"id": "bad", "messages": []}))
     (tmp_path / "data.jsonl").write_text("".join(f"{record}\n" for record in records))
     with tarfile.open(tmp_path / "data.tar", "w") as archive:
-        for number, record in enumerate(records):
-            member = tarfile.TarInfo(f"{number}.json")
+        for index, record in enumerate(records):
+            member = tarfile.TarInfo(f"{index}.json")
             member.size = len(record)
             archive.addfile(member, io.BytesIO(record.encode()))
         for name in names:
@@ -166,6 +167,7 @@ def test_a_tar_file_makes_the_same_index_and_rows_as_files(folder: Path, tar: No
         np.testing.assert_array_equal(
             getattr(tar_corpus.indexes[0], name), getattr(file_corpus.indexes[0], name)
         )
+    # Line 9 is the record without an assistant turn.
     (refusal,) = tar_corpus.rejected
     assert str(refusal).startswith(f"{folder / 'data.tar'}:9: no turn has the role 'assistant'")
     examples = np.arange(len(file_corpus))
@@ -200,8 +202,8 @@ def test_worker_processes_read_it(folder: Path, tar: None) -> None:
     filler = make_filler(open_corpus(folder / "data.tar"))
     batches = evaluation_steps(filler, 4)
     with Loader([batches], workers=1, prefetch=1) as loader:
-        for number, step in enumerate(loader.read(batches, 0, 2)):
-            for phase, rows in batches[number].rows.items():
+        for index, step in enumerate(loader.read(batches, 0, 2)):
+            for phase, rows in batches[index].rows.items():
                 jax.tree.map(np.testing.assert_array_equal, step.rows[phase], rows)
 
 

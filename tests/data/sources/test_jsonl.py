@@ -30,6 +30,7 @@ def test_media_must_stay_below_the_root(tmp_path: Path) -> None:
             source.resolve(name)
         return caught.value.reason
 
+    # Paths that leave the root, an absolute one even into it, and the root itself.
     escapes = (
         "../root-beside/a.png",
         "sub/../../x.png",
@@ -49,6 +50,7 @@ def test_a_step_up_from_a_link_is_one_from_where_it_leads(tmp_path: Path) -> Non
     (tmp_path / "far/away").mkdir(parents=True)
     os.symlink("far/away", tmp_path / "link")
     source = JsonLines(tmp_path / "train.jsonl", tmp_path)
+    # The step up begins at far/away, where the link leads, and not at the link.
     assert source.resolve("link/../a.png").path == tmp_path / "far/a.png"
     assert source.resolve("./link//a.png").path == tmp_path / "link/a.png"
 
@@ -129,6 +131,7 @@ def test_the_stamp_of_a_folder_sees_its_files_beside_a_link_to_nothing(tmp_path:
     (tmp_path / "clip").mkdir()
     for name in ("0.png", "1.png"):
         (tmp_path / "clip" / name).write_bytes(b"0")
+    # A dangling link, such as the lock of an editor, must not hide changes of other files.
     os.symlink("user@host.1", tmp_path / "clip" / ".#0.png")
     source = JsonLines(tmp_path / "train.jsonl", tmp_path)
     stamp_before = source.media_stamp("clip")

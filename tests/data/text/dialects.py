@@ -1,4 +1,4 @@
-"""Small tokenizers and templates that behave like those of published models."""
+"""Small tokenizers and templates that behave like the ones of published models."""
 
 import json
 from dataclasses import dataclass

@@ -29,14 +29,14 @@ CLIPS = {
 
 def write_media(folder: Path) -> None:
     """Writes all pictures and clips."""
-    for number, (name, size) in enumerate(PICTURES.items()):
-        colors = _waves(*size, number)
+    for index, (name, size) in enumerate(PICTURES.items()):
+        colors = _waves(*size, index)
         if name == CLEAR:
             alpha = np.linspace(0, 255, colors[..., :1].size).reshape(*size, 1).astype(np.uint8)
             colors = np.concatenate([colors, alpha], axis=2)
         Image.fromarray(colors).save(folder / name, compress_level=1)
-    for number, (name, (seconds, rate, channels)) in enumerate(CLIPS.items()):
-        sound = np.stack([_tones(seconds, rate, number + i) for i in range(channels)], axis=1)
+    for index, (name, (seconds, rate, channels)) in enumerate(CLIPS.items()):
+        sound = np.stack([_tones(seconds, rate, index + i) for i in range(channels)], axis=1)
         soundfile.write(folder / name, sound, rate, "PCM_16")
 
 

@@ -7,7 +7,7 @@ python -m tests.data.text.make_eight_talks FOLDER        (needs torch 2.13 and t
 
 FOLDER/DIALECT/config.json, tokenizer.json, tokenizer_config.json, chat_template.jinja,
 preprocessor_config.json
-FOLDER/DIALECT/talks.json   records, whose media are those of made_media.py, and the day of making
+FOLDER/DIALECT/talks.json   records, with media of made_media.py, and the day of making
 FOLDER/DIALECT/talks.npz    ids_I [L], learned_I [L], positions_I [L, 3]; by name of a picture its
                             resized colors, patch by patch, and by name of a clip its frames [F, M]
 """
@@ -64,11 +64,10 @@ TALKS: tuple[tuple[tuple[str, tuple[str, ...]], ...], ...] = (
         ("assistant", (THOUGHT,)),
     ),
 )
+# Mel bins, the largest number of merged cells of a picture, and pixels along the side of a square.
 MELS = 8
 CELLS = 16
-SIDE = (
-    32  # mel bins; largest number of merged cells of a picture; pixels along the side of a square
-)
+SIDE = 32
 RATE = 16_000  # samples per second
 ROTARY = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}
 TEXT: dict[str, Any] = {
@@ -196,26 +195,24 @@ def make(folder: Path, dialect: str, media: Path) -> None:
     pictures, clips = _processed(dialect, processors, media)
     model = _model(config) if len(tokens) else None
     records = []
-    arrays = {name: encoding.numbers for name, encoding in (pictures | clips).items()}
-    for number, talk in enumerate(TALKS):
+    arrays = {name: output.numbers for name, output in (pictures | clips).items()}
+    for index, talk in enumerate(TALKS):
         messages = messages_of(talk, {*pictures, *clips})
         text = tokenizer.apply_chat_template(messages, tokenize=False)
         media_names = [piece for _, parts in talk for piece in parts if piece in pictures | clips]
         text = _expanded(text, dialect, iter((pictures | clips)[name] for name in media_names))
-        encoding = tokenizer(
+        output = tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, return_tensors="pt"
         )
-        ids = encoding["input_ids"]
+        ids = output["input_ids"]
         positions = np.arange(ids.shape[1])[:, None].repeat(3, 1)
         if model is not None:
             grids = [pictures[name].grid for name in media_names if name in pictures]
             frames = [clips[name].grid[0] for name in media_names if name in clips]
             positions = _positions(model, ids, grids, frames, tokens)
-        arrays[f"ids_{number}"] = ids[0].numpy().astype(np.int32)
-        arrays[f"learned_{number}"] = _learned(
-            text, dialect, encoding["offset_mapping"][0].tolist()
-        )
-        arrays[f"positions_{number}"] = positions.astype(np.float32)
+        arrays[f"ids_{index}"] = ids[0].numpy().astype(np.int32)
+        arrays[f"learned_{index}"] = _learned(text, dialect, output["offset_mapping"][0].tolist())
+        arrays[f"positions_{index}"] = positions.astype(np.float32)
         records.append({"messages": messages})
     talks = {"day": str(date.today()), "records": records}  # a template may print this day
     (folder / "talks.json").write_text(json.dumps(talks, indent=1) + "\n")

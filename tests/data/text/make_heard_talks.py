@@ -100,7 +100,7 @@ def main(folder: Path) -> None:
     model = Qwen2_5OmniThinkerForConditionalGeneration(config).model
     records = []
     arrays = {}
-    for number, talk in enumerate(TALKS):
+    for index, talk in enumerate(TALKS):
         media = [item for _, parts in talk for item in parts if not isinstance(item, str)]
         messages = _messages(talk)
         text = tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template)
@@ -122,7 +122,7 @@ def main(folder: Path) -> None:
             pieces = text.split(token)
             assert len(pieces) == 1 + len(numbers)
             text = pieces[0] + "".join(
-                token * count + piece for count, piece in zip(numbers, pieces[1:], strict=True)
+                token * length + piece for length, piece in zip(numbers, pieces[1:], strict=True)
             )
         encoding = tokenizer(text, return_tensors="pt")
         frames = inputs.get("feature_attention_mask")
@@ -132,8 +132,8 @@ def main(folder: Path) -> None:
             attention_mask=encoding["attention_mask"],
             audio_seqlens=None if frames is None else frames.sum(dim=1),
         )
-        arrays[f"ids_{number}"] = encoding["input_ids"][0].numpy().astype(np.int32)
-        arrays[f"positions_{number}"] = positions[:, 0].T.numpy().astype(np.int32)
+        arrays[f"ids_{index}"] = encoding["input_ids"][0].numpy().astype(np.int32)
+        arrays[f"positions_{index}"] = positions[:, 0].T.numpy().astype(np.int32)
         records.append({"record": {"messages": messages}, "media": media})
     (folder / "talks.json").write_text(json.dumps(records, indent=1) + "\n")
     np.savez_compressed(folder / "talks.npz", **arrays)

@@ -8,8 +8,8 @@ python -m tests.data.text.make_moving_talks FOLDER
 FOLDER/DIALECT/tokenizer.json, tokenizer_config.json, chat_template.jinja,
                preprocessor_config.json, video_preprocessor_config.json
 FOLDER/DIALECT/talks.json      records; their media in reading order: heights and widths of
-pictures;
-                               frames, frames per second, heights and widths of videos
+                               pictures; frames, frames per second, heights and widths of
+                               videos
 FOLDER/DIALECT/talks.npz       ids_I [L], positions_I [L, 3]
 """
 
@@ -100,7 +100,7 @@ def make(folder: Path, dialect: str) -> None:
     model = _model(model_type, tokenizer.convert_tokens_to_ids)
     records = []
     arrays = {}
-    for number, talk in enumerate(TALKS):
+    for index, talk in enumerate(TALKS):
         media = [item for _, parts in talk for item in parts if not isinstance(item, str)]
         messages = _messages(talk)
         text = processor.apply_chat_template(messages, tokenize=False)
@@ -135,8 +135,8 @@ def make(folder: Path, dialect: str) -> None:
             arguments["second_per_grids"] = torch.as_tensor(encoding["video_second_per_grid"])
             arguments["attention_mask"] = encoding["attention_mask"]
         positions, _ = model.get_rope_index(ids, **arguments)
-        arrays[f"ids_{number}"] = ids[0].numpy().astype(np.int32)
-        arrays[f"positions_{number}"] = positions[:, 0].T.numpy().astype(np.int32)
+        arrays[f"ids_{index}"] = ids[0].numpy().astype(np.int32)
+        arrays[f"positions_{index}"] = positions[:, 0].T.numpy().astype(np.int32)
         records.append({"record": {"messages": messages}, "media": media})
     (folder / "talks.json").write_text(json.dumps(records, indent=1) + "\n")
     np.savez_compressed(folder / "talks.npz", **arrays)

@@ -91,7 +91,7 @@ def make(folder: Path, dialect: str) -> None:
     model = transformers.AutoModel.from_config(config)
     records = []
     arrays = {}
-    for number, talk in enumerate(TALKS):
+    for index, talk in enumerate(TALKS):
         sizes = [item for _, parts in talk for item in parts if not isinstance(item, str)]
         pictures = [Image.new("RGB", (width, height)) for height, width in sizes]
         messages = messages_of(talk)
@@ -103,8 +103,8 @@ def make(folder: Path, dialect: str) -> None:
             types = encoding["mm_token_type_ids"]
             grids = encoding["image_grid_thw"]
             positions, _ = model.get_rope_index(ids, types, image_grid_thw=grids)
-        arrays[f"ids_{number}"] = ids[0].numpy().astype(np.int32)
-        arrays[f"positions_{number}"] = positions[:, 0].T.numpy().astype(np.int32)
+        arrays[f"ids_{index}"] = ids[0].numpy().astype(np.int32)
+        arrays[f"positions_{index}"] = positions[:, 0].T.numpy().astype(np.int32)
         records.append({"record": {"messages": messages}, "sizes": sizes})
     (folder / "talks.json").write_text(json.dumps(records, indent=1) + "\n")
     np.savez_compressed(folder / "talks.npz", **arrays)

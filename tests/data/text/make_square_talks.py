@@ -49,6 +49,7 @@ def main(folder: Path) -> None:
 
 
 def _gemma3(tokenizer_file: str, template: str) -> Any:
+    """The reference's processor of Gemma 3, of squares with TOKENS tokens."""
     from transformers import Gemma3Processor, PreTrainedTokenizerFast
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
@@ -61,6 +62,7 @@ def _gemma3(tokenizer_file: str, template: str) -> Any:
 
 
 def _internvl(tokenizer_file: str, template: str) -> Any:
+    """The reference's processor of InternVL, of squares with TOKENS tokens."""
     from transformers import InternVLProcessor, PreTrainedTokenizerFast
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
@@ -94,14 +96,14 @@ def make(folder: Path, dialect: str, processor_of: Callable[[str, str], Any]) ->
     processor.image_processor.save_pretrained(folder)
     records = []
     arrays = {}
-    for number, talk in enumerate(TALKS):
+    for index, talk in enumerate(TALKS):
         sizes = [item for _, parts in talk for item in parts if not isinstance(item, str)]
         pictures = [Image.new("RGB", (width, height)) for height, width in sizes]
         messages = messages_of(talk)
         text = processor.apply_chat_template(messages, tokenize=False)
         # The template has already written the token that begins a text.
         encoding = processor(text=[text], images=pictures or None, add_special_tokens=False)
-        arrays[f"ids_{number}"] = np.array(encoding["input_ids"][0], np.int32)
+        arrays[f"ids_{index}"] = np.array(encoding["input_ids"][0], np.int32)
         records.append({"record": {"messages": messages}, "sizes": sizes})
     (folder / "talks.json").write_text(json.dumps(records, indent=1) + "\n")
     np.savez_compressed(folder / "talks.npz", **arrays)

@@ -43,13 +43,13 @@ def test_content_parts(tmp_path: Path) -> None:
         {"type": "text", "text": "<image>?"},
         {"type": "audio", "audio": "sub/b.flac"},
     ]
-    conversation = parse(
+    talk = parse(
         {"id": 7, "source": "cats", "messages": [{"role": "user", "content": content}, ANSWER]},
         tmp_path,
     )
     image = MediaPart("image", File(tmp_path / "a.png", "a.png"))
     sound = MediaPart("audio", File(tmp_path / "sub/b.flac", "sub/b.flac"))
-    assert conversation == Conversation(
+    assert talk == Conversation(
         "7",
         "cats",
         (
@@ -57,12 +57,12 @@ def test_content_parts(tmp_path: Path) -> None:
             Turn("assistant", (TextPart("A cat."),)),
         ),
     )
-    assert conversation.media == (image, sound)
+    assert talk.media == (image, sound)
 
 
 def test_both_forms_give_the_same_conversation(tmp_path: Path) -> None:
     """Contents may be lists of parts, or strings with placeholders and lists of paths beside them."""
-    parts = [
+    content_parts = [
         {"type": "text", "text": "See "},
         {"type": "image", "image": "a.png"},
         {"type": "image", "image": "b.png"},
@@ -72,7 +72,7 @@ def test_both_forms_give_the_same_conversation(tmp_path: Path) -> None:
     second_parts = [{"type": "image", "image": "d.png"}]
     by_parts = {
         "messages": [
-            {"role": "user", "content": parts},
+            {"role": "user", "content": content_parts},
             ANSWER,
             {"role": "user", "content": second_parts},
             ANSWER,
@@ -92,8 +92,8 @@ def test_both_forms_give_the_same_conversation(tmp_path: Path) -> None:
 
 
 def test_defaults(tmp_path: Path) -> None:
-    conversation = parse({"messages": [ANSWER]}, tmp_path)
-    assert (conversation.id, conversation.source) == ("s:1", "s")
+    talk = parse({"messages": [ANSWER]}, tmp_path)
+    assert (talk.id, talk.source) == ("s:1", "s")
 
 
 @pytest.mark.parametrize(
@@ -185,27 +185,27 @@ def test_documents(tmp_path: Path) -> None:
         "all",
     )
     words = [{"type": "text", "text": "A cat. "}, {"type": "text", "text": " It sleeps."}]
-    parts = [words[0], {"type": "image", "image": "a.png"}, words[1]]
+    content_parts = [words[0], {"type": "image", "image": "a.png"}, words[1]]
     text = "A cat. <image> It sleeps."
-    assert learn_all({"content": parts}, tmp_path) == page
+    assert learn_all({"content": content_parts}, tmp_path) == page
     for key in ("text", "content"):
         assert learn_all({key: text, "images": ["a.png"], "messages": None}, tmp_path) == page
     assert learn_all({"text": "Words."}, tmp_path).turns == (
         Turn("document", (TextPart("Words."),)),
     )
-    assert learn_all({"content": parts[1:2]}, tmp_path).turns == (Turn("document", (image,)),)
+    assert learn_all({"content": content_parts[1:2]}, tmp_path).turns == (
+        Turn("document", (image,)),
+    )
 
 
 def test_with_targets_all_any_roles_do(tmp_path: Path) -> None:
     messages = [{"role": role, "content": role} for role in ("system", "tool", "user")]
-    conversation = learn_all(
-        {"messages": messages, "text": "what the turns make together"}, tmp_path
-    )
-    assert [turn.role for turn in conversation.turns] == [
+    talk = learn_all({"messages": messages, "text": "what the turns make together"}, tmp_path)
+    assert [turn.role for turn in talk.turns] == [
         "system",
         "tool",
         "user",
-    ] and conversation.targets == "all"
+    ] and talk.targets == "all"
 
 
 @pytest.mark.parametrize(
@@ -228,6 +228,7 @@ def test_refused_documents(record: object, reason: str, tmp_path: Path) -> None:
 
 
 def test_messages_are_one_printable_line(tmp_path: Path) -> None:
+    # Line breaks, terminal commands and a right-to-left override could forge other messages.
     hostile = "a\n\x1b[31m\u202e\u2028error: b"
     for record in (
         picture(f"../{hostile}"),
@@ -235,6 +236,7 @@ def test_messages_are_one_printable_line(tmp_path: Path) -> None:
         {hostile: 1},
     ):
         assert str(refusal(record, tmp_path)).isprintable()
+    # A long value is shortened in the message.
     assert (
         len(str(refusal({"messages": [{"role": "x" * 100_000, "content": ""}]}, tmp_path))) < 3000
     )
@@ -252,6 +254,7 @@ def picture(path: str) -> dict[str, object]:
     return {"messages": [{"role": "user", "content": [{"type": "image", "image": path}]}, ANSWER]}
 
 
+# Cut JSON, bytes that are no UTF-8, too deep nesting, and a number of too many digits.
 @pytest.mark.parametrize(
     "line", [b'{"a": ', b"\xff\xfe", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"]
 )

@@ -44,6 +44,7 @@ def tokenizer(name):
 
 @pytest.fixture(scope="module")
 def reader(name) -> ImagesAndVideos:
+    """The reader of pictures and videos, as the family's files and TIMES describe it."""
     values = json.loads((FOLDER / name / "preprocessor_config.json").read_text())
     bounds = values["size"]["shortest_edge"], values["size"]["longest_edge"]
     videos = {"fps": 2.0, "min_pixels": bounds[0], "max_pixels": bounds[1]} | TIMES[name]

@@ -59,11 +59,11 @@ def test_ids_and_spans(name, number):
     rendered = render(talk(*turns), tokenizer_of(name), {}, [])
     assert rendered.tokens.tolist() == expected
     learned = reference.decode(rendered.targets[rendered.targets >= 0].tolist())
-    answers = [answers.strip() for role, answers in turns if role == "assistant"]
+    spoken = [spoken.strip() for role, spoken in turns if role == "assistant"]
     if name == "qwen3":  # the template drops the reasoning of earlier answers
-        answers = [text.split("</think>")[-1].strip() for text in answers[:-1]] + answers[-1:]
+        spoken = [text.split("</think>")[-1].strip() for text in spoken[:-1]] + spoken[-1:]
     learned_answers = [answer.strip() for answer in learned.split(ENDS[name])]
-    assert learned_answers == [*answers, ""]
+    assert learned_answers == [*spoken, ""]
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "gemma3"])

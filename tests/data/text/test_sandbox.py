@@ -1,4 +1,4 @@
-"""Templates from anywhere: what they may do, and how templates end that do more."""
+"""Templates from anywhere: what they may do, and how a template that does more is ended."""
 
 import threading
 import time
@@ -94,6 +94,7 @@ def test_nothing_large_is_made(source: str, words: str) -> None:
     start = time.monotonic()
     with pytest.raises(LimitError, match=words):
         written(source)
+    # Refusal takes no time. The bound only catches a template that is really run.
     assert time.monotonic() - start < 30
 
 
@@ -134,6 +135,7 @@ def test_nothing_is_left_to_chance_or_the_disk() -> None:
 
 
 def test_each_thread_has_its_own_limits() -> None:
+    # 1500 passes are within a thread's limit of 2000, but four threads make 6000 together.
     source = Sandbox({}).from_string("{% for i in range(1500) %}{{ i % 2 }}{% endfor %}")
     texts: list[str] = []
     threads = [

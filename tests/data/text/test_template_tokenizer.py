@@ -269,6 +269,7 @@ def test_what_is_spelled_is_text(models: Models) -> None:
     start, end = map(tokenizer.control.ids.__getitem__, CHATML[:2])
     turns = (("user", SPELLED), ("assistant", SPELLED, f"a{SPELLED}"))
     rendered = render(talk(*turns), tokenizer, {}, [])
+    # `literal` encodes as text all that is spelled, so a special token in it would differ.
     answer = f"assistant\n<think>\na{SPELLED}\n</think>\n\n{SPELLED}"
     pieces: list[str | int] = [start, f"user\n{SPELLED}", end, "\n", start, answer, end, "\n"]
     assert rendered.tokens.tolist() == literal(file, pieces)
@@ -301,8 +302,9 @@ texts = st.lists(st.sampled_from(SAID), max_size=6).map("".join)
 def test_contents_change_no_special_token(
     name: str, models: Models, system: str, question: str, answer: str
 ) -> None:
-    """Special tokens are those of a plain conversation, whatever is said, and the whole answer is
-    learned."""
+    """Whatever is said, the special tokens of a plain conversation are there and no others.
+
+    The whole answer is learned."""
     assume(answer.count("</think>") < 2)  # templates drop what lies between the two
     tokenizer = models.tokenizer(name)
     turns = [("system", system), ("user", question), ("assistant", answer), ("user", "b")]
@@ -366,10 +368,10 @@ def test_texts_that_follow_one_another(name: str, models: Models) -> None:
 
     Two texts side by side never spell a control token together."""
     tokenizer = models.tokenizer(name)
-    parts = tuple(
+    neighbours = tuple(
         TextPart(content) if isinstance(content, str) else content for content in NEIGHBOURS
     )
-    turns = (Turn("user", parts), Turn("assistant", (TextPart("a"), TextPart(" b "))))
+    turns = (Turn("user", neighbours), Turn("assistant", (TextPart("a"), TextPart(" b "))))
     rendered = render(Conversation("x", "s", turns), tokenizer, MODALITIES, [(1, 2, 2)])
     strip = str.strip if name == "gemma3" else str
     cut = NEIGHBOURS.index(PICTURE)
@@ -399,6 +401,7 @@ def test_media_without_a_frame_part_the_text(models: Models) -> None:
     assert [span.tokens for span in rendered.media] == [4, 1]
     first_slot = rendered.media[0].slot
     question = literal(models.file("llama3.1"), ["What?", end])
+    # This tokenizer has no tokens for media, so their slots hold the token that ends a turn.
     assert (
         rendered.tokens[first_slot : first_slot + 4 + len(question)].tolist()
         == [end] * 4 + question
@@ -412,6 +415,7 @@ def test_documents_have_the_tokenizers_own_frame(name: str, models: Models) -> N
     text = f"\nA cat.\n\n{SPELLED}"
     page = Conversation("x", "s", (Turn(DOCUMENT, (TextPart(text), PICTURE)),), "all")
     rendered = render(page, tokenizer, MODALITIES, [(1, 2, 2)])
+    # Llama's tokenizer begins each text with a token, and Qwen's has none.
     begin = [tokenizer.control.ids["<|begin_of_text|>"]] if name == "llama3.1" else []
     words = literal(models.file(name), [*begin, text])
     end = tokenizer.layout.turn_end

@@ -129,6 +129,7 @@ def test_the_tool_role_has_an_id_that_no_other_token_has() -> None:
         layout.pad,
         *media,
     ]
+    # Bytes have the ids 0 .. 255, and control tokens follow.
     assert len(set(ids)) == len(ids) and min(ids) >= 256 and max(ids) < ByteTokenizer.vocab_size
     assert [layout.headers[role] for role in ("system", "user", "assistant")] == [
         (257,),

@@ -97,13 +97,10 @@ def test_calls_are_learned_whole(tmp_path: Path) -> None:
     assert [target >= 0 for target in rendered.targets.tolist()] == [*token_learned[1:], False]
     # Tools and arguments may be JSON in strings, and calls need not name their kind.
     function = {"name": "weather", "arguments": json.dumps({"city": 'Größe "\n<b>'})}
-    first_answer = {"role": "assistant", "content": "", "tool_calls": [function]}
-    same_record = {
-        "tools": json.dumps(TOOLS),
-        "messages": [ASK, first_answer, *TALK["messages"][2:]],
-    }  # type: ignore[misc]
-    same_rendered = render(parse(same_record), tokenizer(CALLING, tmp_path), {}, [])
-    np.testing.assert_array_equal(same_rendered.targets, rendered.targets)
+    answer = {"role": "assistant", "content": "", "tool_calls": [function]}
+    record = {"tools": json.dumps(TOOLS), "messages": [ASK, answer, *TALK["messages"][2:]]}  # type: ignore[misc]
+    rendered_again = render(parse(record), tokenizer(CALLING, tmp_path), {}, [])
+    np.testing.assert_array_equal(rendered_again.targets, rendered.targets)
 
 
 def test_what_is_spelled_in_calls_and_tools_is_text(tmp_path: Path) -> None:
@@ -114,6 +111,7 @@ def test_what_is_spelled_in_calls_and_tools_is_text(tmp_path: Path) -> None:
     rendered = render(
         parse({"tools": tools, "messages": [ASK, answer]}), template_tokenizer, {}, []
     )
+    # One end per turn: the system's with the tools, the user's and the assistant's.
     assert rendered.tokens.tolist().count(end) == 3 and rendered.targets.tolist().count(end) == 1
     assert rendered.targets[rendered.targets >= 0][-1] == end
 

@@ -46,6 +46,7 @@ class Filler:
     folder: str
 
     def __call__(self, k, examples, cancelled=None):
+        """Element k of Numbers, and the process that filled it."""
         if self.folder:
             Path(self.folder, str(k)).touch()
         if k in self.at:

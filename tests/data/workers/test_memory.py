@@ -115,7 +115,7 @@ def test_what_cannot_be_sent_leaves_no_memory():
 def test_device_arrays_outlive_the_memory_they_were_put_from():
     """XLA on CPU reads aligned numpy arrays in place, so the memory must stay until the device
     array goes."""
-    expected = [np.full(1 << 16, number, np.float32) for number in range(8)]
+    expected = [np.full(1 << 16, value, np.float32) for value in range(8)]
     on_device = []
     for array in expected:
         (received,) = attach(share([array]))

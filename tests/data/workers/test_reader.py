@@ -176,8 +176,8 @@ def test_signals_of_the_group_do_not_end_workers():
         received = []
         for _ in range(12):
             for pid in workers:
-                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-                    os.kill(pid, number)
+                for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+                    os.kill(pid, signal_number)
             received.append(next(elements))
         assert children() - children_before == workers
     assert_elements(received, 0, 12)
@@ -245,10 +245,11 @@ def test_readers_of_two_sources_share_the_workers(workers):
         abandoned.close()
         assert list(abandoned) == []
         assert len(children() - children_before) == workers
+        # Segments with a name in /dev/shm would outlive a killed process.
         for pid in (
             "self",
             *(children() - children_before),
-        ):  # Segments with a name in /dev/shm would outlive a killed process.
+        ):
             assert "/dev/shm" not in Path(f"/proc/{pid}/maps").read_text()
         assert_elements(received + list(elements), 7, 20)
 
