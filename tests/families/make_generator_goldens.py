@@ -1,11 +1,14 @@
-"""Makes the goldens of published generators, with the reference: random tiny checkpoints, and what it makes of them.
+"""Makes the goldens of published generators: random tiny checkpoints and what the reference
+computes of them.
 
 python -m tests.families.make_generator_goldens FOLDER        (needs torch 2.13 and diffusers 0.42)
 
 FOLDER/NAME/               config.json, safetensors, as the reference writes them
-FOLDER/NAME/inputs.npz     latents_I and direction_I [channels, frames, height, width], states_I [n, D], time_I
+FOLDER/NAME/inputs.npz     latents_I and direction_I [channels, frames, height, width],
+                           states_I [n, D], time_I
 FOLDER/NAME/reference.npz  velocity_I, and the gradients latents_gradient_I and states_gradient_I
 FOLDER/NAME/gradients.npz  by key of the tensor
+
 Gradients are of the sum of velocity_I * direction_I. The reference draws one item at a time.
 """
 
@@ -18,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-PADDED = 512  # states of a text, which zeros fill up
-TIMES = 1000  # Wan counts them in thousandths
+PADDED = 512  # states of a text, once zeros have filled it up
+TIMES = 1000  # Wan's times are thousandths
 WAN = {
     "num_attention_heads": 2,
     "attention_head_dim": 12,
@@ -52,7 +55,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {  # name -> class, sizes
         | {"num_layers": 3, "in_channels": 36, "out_channels": 4, "patch_size": 3},
     ),
 }
-# (frames, height, width) of latents, states of the text, where Wan has an item without any
+# (frames, height, width) of latents, and the states of the text. Wan has an item without text.
 ITEMS = {
     "WanTransformer3DModel": (((4, 6, 8), 7), ((2, 4, 10), 19), ((2, 8, 4), 0)),
     "QwenImageTransformer2DModel": (((1, 6, 12), 7), ((1, 18, 6), 19), ((1, 6, 6), 1)),
@@ -65,20 +68,22 @@ def main(
     seed: int = 0,
     dtype: str = "float32",
 ) -> None:
-    """Write the checkpoints and goldens of these names."""
+    """Writes the checkpoints and goldens of these names."""
     for name in names:
         make(folder / name, *MODELS[name], seed, dtype)
 
 
 def make(folder: Path, kind: str, sizes: dict[str, Any], seed: int, dtype: str) -> None:
-    """One random checkpoint, and what the reference computes of it in `dtype`, kept in float32."""
+    """Makes one random checkpoint, and what the reference computes of it in `dtype`, stored as
+    float32."""
     import diffusers
     import torch
 
     torch.manual_seed(seed)
     model = getattr(diffusers, kind)(**sizes)
     for parameter in model.parameters():
-        mean = 1.0 if parameter.ndim == 1 and parameter.mean() > 0.5 else 0.0  # scales of norms
+        # 1 for the scales of norms.
+        mean = 1.0 if parameter.ndim == 1 and parameter.mean() > 0.5 else 0.0
         spread = 0.2 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
         torch.nn.init.normal_(parameter, mean, spread)
     model.save_pretrained(folder)

@@ -29,7 +29,7 @@ AUDIO = {
     "encoder_attention_heads": 2,
     "encoder_ffn_dim": 24,
     "num_mel_bins": 12,
-    "max_source_positions": 50,  # chunks of a second
+    "max_source_positions": 50,  # chunks of one second
 }
 TEXT: dict[str, Any] = {
     "vocab_size": 40,

@@ -159,7 +159,7 @@ def _texts(random: np.random.Generator, name: str) -> dict[str, np.ndarray]:
         "attention_mask": mask.astype(np.int64),
         "labels": np.where(mask & ~np.isin(ids, (picture, moving)), ids, -100),
     }
-    if name != "qwen2_5_omni":  # which knows media by their tokens
+    if name != "qwen2_5_omni":  # Qwen2.5-Omni tells media by their tokens
         inputs["mm_token_type_ids"] = (ids == picture) + 2 * (ids == moving)
     for token, kind in ((picture, "image"), (moving, "video")):
         processed = [_patches(video, frames) for frames in media[token]]

@@ -67,7 +67,7 @@ AUDIO = {
     "num_mel_bins": 10,
     "downsample_hidden_size": 8,
     "output_dim": 16,
-    "n_window_infer": 200,  # two chunks of a second
+    "n_window_infer": 200,  # two chunks of one second
 }
 # The talker, which speaks. It is only carried through from file to file.
 TALKER_TEXT = {

@@ -54,7 +54,7 @@ WHISPER = {
     "decoder_attention_heads": 2,
     "decoder_ffn_dim": 24,
     "num_mel_bins": 12,
-    "max_source_positions": 50,  # chunks of a second
+    "max_source_positions": 50,  # chunks of one second
     "max_target_positions": 8,
     "vocab_size": 16,
     "pad_token_id": 0,
@@ -69,7 +69,8 @@ PATCHES = 16  # at most, of an image
 SQUARES = ((SIDE, SIDE), (SIDE, SIDE))
 ANY_SIZE = ((28, 28), (14, 56), (56, 14))
 ODD = ((37, 53), (120, 31), (9, 12))  # heights and widths that are resized
-COLORS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.25, 0.2]}  # of some processors
+# Of the processors beside a tower alone.
+COLORS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.25, 0.2]}
 
 
 def main(folder: Path, names: tuple[str, ...] = (*MODELS, *ENCODERS), seed: int = 0) -> None:
@@ -150,7 +151,8 @@ def _randomize(model: Any) -> None:
     import torch
 
     for parameter in model.parameters():
-        mean = 1.0 if parameter.ndim == 1 and parameter.mean() > 0.5 else 0.0  # scales of norms
+        # 1 for the scales of norms.
+        mean = 1.0 if parameter.ndim == 1 and parameter.mean() > 0.5 else 0.0
         torch.nn.init.normal_(parameter, mean, 0.2)
 
 

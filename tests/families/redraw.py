@@ -51,11 +51,11 @@ class Draw:
         return int(self.random.integers(low, high))
 
     def text(self, head: int | None = None, free_width: bool = True) -> Sizes:
-        """Sizes of a decoder.
+        """The sizes of a decoder.
 
         Args:
-          head: size of a head; if not given, a random one.
-          free_width: whether the width is not that of all heads together.
+          head: size of a head; a random one if not given.
+          free_width: whether the width may differ from the width of all heads together.
         """
         kv_heads = self.one_of(1, 2, 3)
         heads = kv_heads * self.one_of(1, 2, 3)

@@ -1,4 +1,4 @@
-"""The low-rank factors of adapters as tensors of a folder, in the layout of the reference (PEFT)."""
+"""The low-rank factors of adapters as tensors of a folder, in the layout of PEFT."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Pixels that a model learns to draw: patches of images and clips, and the frames that are taken."""
+"""Pixels that a model learns to draw: patches of images and clips, and which frames are taken."""
 
 from collections.abc import Callable
 from pathlib import Path
