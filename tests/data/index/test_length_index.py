@@ -30,6 +30,9 @@ def test_without(media: Path) -> None:
         "item_phase",
         "item_shape",
         "item_slot",
+        "item_length",
+        "item_real",
+        "item_tokens",
     ):
         np.testing.assert_array_equal(getattr(reduced, name), getattr(expected, name))
     assert [(r.line, r.reason, r.id) for r in reduced.rejected] == [
