@@ -82,10 +82,12 @@ def parse(command: str, monkeypatch: pytest.MonkeyPatch) -> Parsed:
         word for word in shlex.split(command, comments=True) if not re.match(r"^[A-Z_]+=", word)
     ]
     if words[0].endswith("python"):
-        module, arguments = words[2], words[3:]
+        module = words[2]
+        arguments = words[3:]
         assert module in MODULES or module.startswith("benchmarks."), f"{module} is no command"
     else:
-        module, arguments = "jaxmllm", words[1:]
+        module = "jaxmllm"
+        arguments = words[1:]
     if module == "jaxmllm":
         verb, *arguments = arguments
         if verb == "--help":

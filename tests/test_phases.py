@@ -128,7 +128,8 @@ def test_a_third_encoder_and_a_phase_with_a_loss_of_its_own_are_sized_placed_and
     validate(plan, batch, spec)
     for name in PHASES:
         assert plan.statistics[f"{name}/tokens"] == batch.phases[name].real.sum()
-    sequences, generated = batch.phases[LANGUAGE], batch.phases["generator"]
+    sequences = batch.phases[LANGUAGE]
+    generated = batch.phases["generator"]
     if mode == "phases":
         assert plan.statistics["generator/gap_to_floor"] < 1.25, "balanced on its own"
     else:

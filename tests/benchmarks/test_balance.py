@@ -89,13 +89,16 @@ def test_json_has_a_record_for_every_phase_and_step(report):
 
 
 def test_figures_are_those_of_a_loop_over_rows():
-    ranks, examples = 4, 32
+    ranks = 4
+    examples = 32
     spec = make_spec(ranks, [generate([0, 1, i], examples) for i in range(2)], "none")
     batch = generate([0, 2, 0], examples)
     plan = plan_step(batch, spec)
     bare = padded = 0.0
     for name in PHASES:
-        phase, rows, items = spec.phases[name], plan.phases[name], batch.phases[name]
+        phase = spec.phases[name]
+        rows = plan.phases[name]
+        items = batch.phases[name]
         costs = phase.cost.of(items.length.astype(float))
         row_costs = np.zeros((rows.microbatches, ranks))
         slots = 0
@@ -110,7 +113,8 @@ def test_figures_are_those_of_a_loop_over_rows():
             bare += row_costs[microbatch].max()
             padded += max(times)
         figures = phase_figures(rows, items, phase)
-        mean, top = costs.sum() / ranks, row_costs.sum(axis=0).max()
+        mean = costs.sum() / ranks
+        top = row_costs.sum(axis=0).max()
         assert figures["gap_to_floor"] == pytest.approx(top / max(mean, costs.max()), rel=1e-6)
         assert figures["max_over_mean"] == pytest.approx(top / mean, rel=1e-6)
         assert figures["synchronised"] == pytest.approx(
@@ -124,7 +128,8 @@ def test_figures_are_those_of_a_loop_over_rows():
 
 def test_figures_of_shared_rows_are_those_of_the_plan():
     """What the planner says of its own plan (statistics.py, against loops in its tests)."""
-    ranks, examples = 8, 16
+    ranks = 8
+    examples = 16
     spec = make_spec(ranks, [generate([0, 1, i], examples) for i in range(4)], spans=(1, 2, 4, 8))
     batch = generate([0, 2, 1], examples)
     plan = plan_step(batch, spec)

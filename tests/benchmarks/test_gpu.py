@@ -51,7 +51,8 @@ def test_what_fails_is_named_and_the_next_section_runs(bench, capsys, monkeypatc
 
 @pytest.mark.parametrize("span", [1, 2, 4])
 def test_the_part_of_a_row_sees_what_the_row_says(span):
-    slots, block = 32, 8
+    slots = 32
+    block = 8
     mask, tiles = gpu.part_of_row(slots, span, block)
     assert mask.queries.document.shape == (1, slots)
     assert mask.keys.document.shape == (1, span * slots)
@@ -60,7 +61,8 @@ def test_the_part_of_a_row_sees_what_the_row_says(span):
     shape = Shape(heads=2, key_heads=1, size=16, block=block)
     q, k, v, _ = random_inputs((0,), slots, shape, keys=span * slots)
     got = attention(q, k, v, mask, kernel="jax")
-    queries, keys = mask.queries.at((0, slice(None), None)), mask.keys.at((0, None))
+    queries = mask.queries.at((0, slice(None), None))
+    keys = mask.keys.at((0, None))
     seen = visible(queries, keys)
     assert seen.sum() > slots * (slots + 1) // 2 or span == 1
     want = jax.nn.dot_product_attention(q, k, v, mask=seen[None, None])

@@ -62,7 +62,8 @@ def test_other_losses_end_it():
 
 def test_batches_hold_what_another_process_needs(tmp_path):
     line = np.arange(5, dtype=np.int32)
-    shape, features = (1, 2, 2), np.ones((4, 3), np.uint8)
+    shape = (1, 2, 2)
+    features = np.ones((4, 3), np.uint8)
     picture = Item("vision", 1, 1, 4, features, np.zeros((4, 2), np.int32), shape)
     frames = np.ones((8, 2), np.float32)
     clip = Item("audio", 2, 1, 5, frames, np.zeros((8, 2), np.int32), (5, 1, 1))

@@ -14,7 +14,8 @@ from benchmarks.pipeline_batches import MEDIA, UNLIKE
 from benchmarks.pipeline_video import MOST_CLIPS, MOST_FRAMES, ROW_SLOTS, ROW_TEXT
 from jaxmllm.arrays import sums_by
 
-VISION_LANGUAGE, TEXT_TO_VIDEO = MODELS["vision_language"], MODELS["text_to_video"]
+VISION_LANGUAGE = MODELS["vision_language"]
+TEXT_TO_VIDEO = MODELS["text_to_video"]
 MODES = tuple(VISION_LANGUAGE.modes)
 
 
@@ -73,7 +74,8 @@ def test_figures_are_those_of_a_loop_over_ticks(report):
     chunks = best_chunks(VISION_LANGUAGE, variant, "train_all", 6, 4)
     graph = make_graph(VISION_LANGUAGE, variant, "train_all", 0, 6, 4, chunks)
     schedule = pipeline.make_schedule(VISION_LANGUAGE, variant, graph)
-    total, work = 0, [0] * 4
+    total = 0
+    work = [0] * 4
     for row in schedule.ticks.tolist():
         total += max(graph.duration[n] for n in row if n >= 0)
         for rank, n in enumerate(row):
@@ -93,7 +95,8 @@ def test_both_ways_to_make_rows_compute_every_item_where_it_is_read(model, seed)
     chains = MODELS[model]
     batch = chains.generate(seed, 8)
     assert np.bincount(batch.microbatch, batch.tokens, 8).max() <= 8192
-    drawn, planned = chains.drawn_rows(batch), chains.planned_rows(batch)
+    drawn = chains.drawn_rows(batch)
+    planned = chains.planned_rows(batch)
     for chain, (name, counts) in enumerate(batch.items.items()):
         medium = MEDIA[name]
         per_microbatch = np.bincount(batch.microbatch, counts, 8)
@@ -193,7 +196,8 @@ def test_clips_are_drawn_within_their_bounds_and_all_are_computed(seed):
         )
         assert set().union(*rows.inputs) == {(0, row) for row in range(len(rows.feeding[0]))}
     planned = len(TEXT_TO_VIDEO.planned_rows(batch).feeding[0])
-    least, most = batch.text.sum() / ROW_TEXT, batch.text.sum() / (ROW_TEXT - longest)
+    least = batch.text.sum() / ROW_TEXT
+    most = batch.text.sum() / (ROW_TEXT - longest)
     assert least <= planned <= most + 1 < len(TEXT_TO_VIDEO.drawn_rows(batch).feeding[0])
 
 

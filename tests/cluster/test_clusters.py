@@ -41,7 +41,8 @@ def test_a_file_says_what_differs(tmp_path):
 def test_a_file_says_what_differs_in_nested_keys(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("like: a100\nefficiency: {share: 0.5}\nin_node: {hop_seconds: 1e-3}\n")
-    cluster, usual = cluster_of(str(file)), cluster_of("a100")
+    cluster = cluster_of(str(file))
+    usual = cluster_of("a100")
     assert cluster.efficiency == usual.efficiency.model_copy(update={"share": 0.5})
     assert cluster.in_node == usual.in_node.model_copy(update={"hop_seconds": 1e-3})
 
@@ -63,7 +64,8 @@ def test_a_file_is_named_from_the_folder_of_the_one_that_names_it(tmp_path):
 
 
 def test_a_file_that_is_like_itself_is_named(tmp_path):
-    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first = tmp_path / "first.yaml"
+    second = tmp_path / "second.yaml"
     first.write_text(f"like: {second}\n")
     second.write_text(f"like: {first}\n")
     with pytest.raises(ClusterError, match=r"first.yaml: like: it would take from itself"):

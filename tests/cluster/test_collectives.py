@@ -8,7 +8,8 @@ from jaxmllm.cluster.clusters import CLUSTERS
 from jaxmllm.cluster.collectives import SENT, Group, collective_seconds
 
 H100 = CLUSTERS["h100"]
-NEAR, FAR = H100.in_node, H100.between_nodes
+NEAR = H100.in_node
+FAR = H100.between_nodes
 BYTES = 1e9
 
 

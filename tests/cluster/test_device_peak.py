@@ -15,7 +15,8 @@ LOSS = "language_loss_and_grad"
 
 
 def test_a_step_takes_what_its_largest_program_does():
-    first, second = ProgramName("encode", "vision", 1024), ProgramName(LOSS, "language", 1024)
+    first = ProgramName("encode", "vision", 1024)
+    second = ProgramName(LOSS, "language", 1024)
     estimates = {first: Temporaries({"layer": 5}), second: Temporaries({"head": 7, "layer": 6})}
     peak = step_peak({"state": 100}, estimates)
     assert (peak.bytes, peak.program, peak.moment) == (107, second, "head")

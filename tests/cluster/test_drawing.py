@@ -34,7 +34,9 @@ from jaxmllm.setup.spans import spans_of_phases
 from jaxmllm.training.programs.base import ProgramName
 from sharding.mesh import abstract_mesh
 
-DRAW, STATES, LOSS = "draw_loss_and_grad", "language_states", "language_loss_and_grad"
+DRAW = "draw_loss_and_grad"
+STATES = "language_states"
+LOSS = "language_loss_and_grad"
 LOSS_KEPT = f"{LOSS}_kept"
 POOL = 4096  # slots
 CROSS = (("conditioning", "cross"),)

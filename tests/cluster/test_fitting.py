@@ -7,7 +7,8 @@ import pytest
 from jaxmllm.cluster.clusters import CLUSTERS
 from jaxmllm.cluster.fitting import CALIBRATED, MeasuredStep, fitted
 
-CPU, H100 = CLUSTERS["cpu"], CLUSTERS["h100"]
+CPU = CLUSTERS["cpu"]
+H100 = CLUSTERS["h100"]
 
 
 def step(flops, moved, hops):

@@ -36,7 +36,8 @@ def test_devices_that_share_experts_gather_their_tokens():
     shared = mixture({"data": 2, "fsdp": 4, "tensor": 2})
     assert (shared.token_axes, shared.other_axes) == (("fsdp",), ("tensor",))
     assert (shared.all_tokens, shared.held) == (4096, 4)
-    tokens, weights = 4096 * 256 * 2, 4096 * 2 * 4
+    tokens = 4096 * 256 * 2
+    weights = 4096 * 2 * 4
     assert shared.forward == ((tokens, weights), 4096 * 2 * 4, (tokens,))
     assert shared.backward == ((tokens, tokens, weights), 4096 * 2 * 4, (tokens, weights))
 
@@ -51,7 +52,8 @@ def test_blocks_read_the_matrices_of_their_experts():
     """2,048 pairs are 128 of each of 16 experts; and so has a block."""
     alone = mixture({"fsdp": 1})
     assert alone.block_rows == 128
-    blocks, numbers = 2048 / 128 + 16 / 2, 3 * 256 * 128
+    blocks = 2048 / 128 + 16 / 2
+    numbers = 3 * 256 * 128
     assert alone.block_traffic(1, 0, True) == blocks * numbers * 2 + 2048 * 256 * (2 + 8)
     backward = alone.block_traffic(0, 1, True)
     assert backward == blocks * numbers * (2 + 8) + 2048 * 256 * (4 + 8)

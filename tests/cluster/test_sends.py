@@ -93,7 +93,8 @@ def test_gradients_stay_whole_where_a_step_defers_them():
         experts={"count": 8, "per_token": 2},
         layout={"embed": ["data", "fsdp"]},
     )
-    model, trained = programs.functions.model, programs.trained["language"]
+    model = programs.functions.model
+    trained = programs.trained["language"]
     alone, whole = (one.components["language"] for one in (model.by_device("language"), model))
     axes_of_leaves = jax.tree.leaves(alone.axes_of(trained))
     gathered = [

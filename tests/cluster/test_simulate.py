@@ -69,7 +69,8 @@ def test_one_device_computes_its_rows_and_the_run_counts_its_data(alone):
     )
     step = alone.on(ideal)
     spec = alone.programs.spec.phases["language"]
-    plan, items = alone.plan.phases["language"], alone.lengths.items.phases["language"]
+    plan = alone.plan.phases["language"]
+    items = alone.lengths.items.phases["language"]
     # remat full: two layers of products forward once more
     layer = 64 * (2 * 64 + 2 * 32 + 3 * 128)
     slots = float(plan.capacity.sum())
@@ -213,7 +214,8 @@ def with_frozen(*frozen):
 def test_freezing_never_costs_time_or_bytes(frozen, cluster, efficiency):
     """One component more, whatever else is frozen and whatever it runs on."""
     *others, _ = ordered = sorted(frozen)
-    less, more = with_frozen(*ordered), with_frozen(*others)
+    less = with_frozen(*ordered)
+    more = with_frozen(*others)
     device = Device(cluster, efficiency)
     assert less.on(device).seconds <= more.on(device).seconds * (1 + 1e-9)
     assert programs_peak(less.programs).bytes <= programs_peak(more.programs).bytes

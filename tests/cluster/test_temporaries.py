@@ -18,7 +18,8 @@ from jaxmllm.tools.generated_lengths import generated_lengths
 from jaxmllm.training.programs.base import ProgramName
 from sharding.mesh import abstract_mesh, make_mesh
 
-LOSS, GRAD = "language_loss_and_grad", "encode_grad"
+LOSS = "language_loss_and_grad"
+GRAD = "encode_grad"
 FSDP = (("data", 1), ("fsdp", 64))
 DATA = (("data", 8), ("fsdp", 1))
 TENSOR = (("data", 1), ("fsdp", 16), ("tensor", 4))

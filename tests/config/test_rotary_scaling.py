@@ -9,7 +9,8 @@ from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ConfigError, RotaryScaling
 from tests.support import tiny_config
 
-PAIRS, THETA = 16, 10_000.0
+PAIRS = 16
+THETA = 10_000.0
 FREQUENCIES = THETA ** (-np.arange(PAIRS) / PAIRS)
 
 

@@ -435,7 +435,8 @@ def trained_state(components: list[str], step: int) -> dict[str, Any]:
 def test_optimizer_states_begin_at_zero_and_others_stay(
     tmp_path: Path, before: list[str], after: list[str]
 ) -> None:
-    saved, target = trained_state(before, 5), trained_state(after, 0)
+    saved = trained_state(before, 5)
+    target = trained_state(after, 0)
     lines: list[str] = []
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(5, saved)
@@ -447,7 +448,8 @@ def test_optimizer_states_begin_at_zero_and_others_stay(
             name, jax.tree.map(jnp.zeros_like, target["optimizer"][name])
         )
         assert_same(restored["optimizer"][name], expected)
-    begun, ended = sorted({*after} - {*before}), sorted({*before} - {*after})
+    begun = sorted({*after} - {*before})
+    ended = sorted({*before} - {*after})
     told = [f"optimizer state of {name}: begins at zero from step 5" for name in begun]
     told += [
         f"optimizer state of {name}: dropped from step 5, the components are frozen"

@@ -120,7 +120,8 @@ def test_all_learn_what_each_one_tells_and_one_alone_reads_it_from_each() -> Non
 
 def test_whoever_is_early_waits_and_learns_of_a_peer_that_has_ended() -> None:
     board = MemoryBoard()
-    early, late = hosts_on(board, 0, 2), hosts_on(board, 1, 2)
+    early = hosts_on(board, 0, 2)
+    late = hosts_on(board, 1, 2)
     assert on_threads(
         lambda: early.meet("training"), lambda: (time.sleep(0.3), late.meet("training"))
     ) == ["", ""]
@@ -160,7 +161,8 @@ def beat_together(watchdogs: list[Watchdog], clock: Clock, seconds: float) -> li
 
 @pytest.mark.parametrize("silent", [0, 2])
 def test_a_silent_process_ends_the_others(silent: int) -> None:
-    board, clock = MemoryBoard(), Clock()
+    board = MemoryBoard()
+    clock = Clock()
     watchdogs = [
         Watchdog(hosts_on(board, process), exit=print, clock=clock) for process in range(3)
     ]
@@ -174,7 +176,8 @@ def test_a_silent_process_ends_the_others(silent: int) -> None:
 
 
 def test_a_process_that_was_stopped_itself_blames_nobody() -> None:
-    board, clock = MemoryBoard(), Clock()
+    board = MemoryBoard()
+    clock = Clock()
     watchdogs = [
         Watchdog(hosts_on(board, process), exit=print, clock=clock) for process in range(3)
     ]
@@ -185,7 +188,8 @@ def test_a_process_that_was_stopped_itself_blames_nobody() -> None:
 
 
 def test_plans_are_compared_however_far_apart_the_processes_are() -> None:
-    board, clock = MemoryBoard(), Clock()
+    board = MemoryBoard()
+    clock = Clock()
     processes = [hosts_on(board, process) for process in range(3)]
     watchdog = Watchdog(processes[0], exit=print, clock=clock)
     for hosts in processes:
@@ -245,7 +249,8 @@ def test_the_board_keeps_values_and_misses_who_leaves_without_goodbye(
 
 
 def test_the_boards_answers_are_those_of_a_plain_dictionary() -> None:
-    server, board = BoardServer(), MemoryBoard()
+    server = BoardServer()
+    board = MemoryBoard()
     keys = ["b", "a/0", "a/1", "a/10", "a/1/0", "a/1/1", "a/10/0", "ab/0", "plan/3/0", "plan/3/1"]
     prefixes = [*keys, "", "a", "a/", "a/1/", "a/10/", "plan/", "absent/"]
     for key in keys:

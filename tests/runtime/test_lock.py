@@ -181,7 +181,8 @@ def test_a_holder_whose_folder_is_removed_learns_it_and_makes_no_other(tmp_path:
 @pytest.mark.parametrize("alive", [False, True])
 def test_a_copy_of_a_held_folder_is_held_by_nobody(tmp_path: Path, alive: bool) -> None:
     """Unless its heart beats: a file system need not give a folder the same number twice."""
-    held, copy = tmp_path / "held", tmp_path / "copy"
+    held = tmp_path / "held"
+    copy = tmp_path / "copy"
     held.mkdir()
     with RunLock(held):
         shutil.copytree(held, copy)

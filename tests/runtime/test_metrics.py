@@ -132,7 +132,8 @@ def events(file: Path) -> list[Any]:
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c
 
-    data, found = file.read_bytes(), []
+    data = file.read_bytes()
+    found = []
     while data:
         size = int.from_bytes(data[:8], "little")
         body = data[12 : 12 + size]

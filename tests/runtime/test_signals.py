@@ -108,7 +108,9 @@ class MemoryBoard:
 
 @pytest.mark.parametrize("notified", [[1], [0, 2]])
 def test_processes_at_different_steps_stop_after_the_same_one(notified: list[int]) -> None:
-    board, asked, stopped = MemoryBoard(), threading.Event(), {}
+    board = MemoryBoard()
+    asked = threading.Event()
+    stopped = {}
     # Process 0 is the slowest: it holds the others back by at most three steps, as a queue of dispatched steps would.
     reached = threading.Condition()
     done = [0, 0, 0]

@@ -233,7 +233,8 @@ def test_attention_that_is_kept_runs_forward_once(data):
 
     # The forward pass has one. The backward pass, which XLA may write down more than once, has two for gradients
     # and one more where it computes attention again.
-    full, kept = kernels("full"), kernels(["attention"])
+    full = kernels("full")
+    kept = kernels(["attention"])
     assert (kept - 1) * 3 == (full - 1) * 2 > 0
 
 

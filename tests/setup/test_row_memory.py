@@ -168,7 +168,8 @@ AUTO = {f"phases__{phase}__kept_residuals": "auto" for phase in ("vision", "audi
 
 def test_residuals_are_kept_as_memory_allows(tmp_path):
     # One layer's input of 16 floats for each slot, of the memory that rows do not take, twice what is counted of them
-    size, running = 16 * 4 << 20, 4 * (16 + 16 * 16 + 6 * 32) << 20
+    size = 16 * 4 << 20
+    running = 4 * (16 + 16 * 16 + 6 * 32) << 20
     room = row_memory.PLANNED_MEMORY - 2 * running
     only = AUTO | {"phases__audio__kept_residuals": 0}
     found = kept(tmp_path, **only)

@@ -149,7 +149,8 @@ def test_times_are_shifted_by_the_size_of_what_is_drawn(alone):
 def test_one_step_goes_where_the_loss_is_zero(alone):
     """The loss of training, from the same noise at time 1, is the distance of a step's picture from the true one: of
     the half that sees the prompt, and of the other. Blank patches are of a black picture, -1."""
-    programs, params = alone.drawing.programs, alone.params
+    programs = alone.drawing.programs
+    params = alone.params
     batch = programs.put(alone.drawing._filler(0, np.arange(1)))
     pools, _, _ = programs._encode(params, batch, programs._zeros("failed"), backward=False)
     states, _ = programs._states(params, batch, pools, backward=False)
@@ -160,7 +161,8 @@ def test_one_step_goes_where_the_loss_is_zero(alone):
     functions = GeneratorFunctions(programs.functions, "diffusion")
     now = rows._replace(times=np.ones_like(rows.times))
     sums = jax.jit(functions.evaluate)(params, now, pool, np.int32(0), sums)
-    loss, patches = sums.loss, sums.patches
+    loss = sums.loss
+    patches = sums.patches
     np.testing.assert_array_equal(sums.loss_by_time[:, -1], loss[:, 0])
     assert not sums.patches_by_time[:, :-1].any()
     drawn = [alone.values(1, guidance)["alone"] for guidance in (1.0, 0.0)]
@@ -204,7 +206,8 @@ def test_what_is_pooled_of_a_prompt_does_not_move_the_half_without_it(tmp_path, 
     params = perturbed(functions.step.model.init(0, "float32"))
     batch = drawing.programs.put(drawing._filler(0, np.arange(2)))
     (rows,) = batch.rows["diffusion"]
-    noisy, pool = np.asarray(functions.first_patches(rows)), drawing.programs.pools["diffusion"]
+    noisy = np.asarray(functions.first_patches(rows))
+    pool = drawing.programs.pools["diffusion"]
     draw_step = jax.jit(functions.draw_step)
 
     def drawn(seed: int, guidance: float) -> np.ndarray:
@@ -222,9 +225,11 @@ def test_without_guidance_patches_lie_once_and_take_the_same_step(tmp_path):
     shallow = run_config(tmp_path, model__vision=None, model__diffusion__layers=1)
     write_config(tmp_path, parse_config(shallow))
     (tmp_path / "asked.jsonl").write_text(json.dumps(ALONE))
-    config, requests = drawing_config(tmp_path), Requests.of_file(tmp_path / "asked.jsonl", 0)
+    config = drawing_config(tmp_path)
+    requests = Requests.of_file(tmp_path / "asked.jsonl", 0)
     mesh = make_mesh(config.mesh_sizes, jax.devices()[:1], spans=mesh_spans(config))
-    drawn, params = [], None
+    drawn = []
+    params = None
     for guided in (True, False):
         drawing = plan_drawing(config, requests, mesh, guided)
         functions = GeneratorFunctions(drawing.programs.functions, "diffusion")
@@ -234,7 +239,8 @@ def test_without_guidance_patches_lie_once_and_take_the_same_step(tmp_path):
         states = np.random.default_rng(0).normal(size=(1, 64, width)).astype(np.float32)
         prompt = TokenPool(states, np.ones((1, 64), np.int32))
         params = params or perturbed(functions.step.model.init(0, "float32"))
-        noisy, numbers = functions.first_patches(rows), np.float32([1.0, 0.5, 1.0])
+        noisy = functions.first_patches(rows)
+        numbers = np.float32([1.0, 0.5, 1.0])
         after = jax.jit(functions.draw_step)(params, rows, prompt, np.int32(0), noisy, *numbers)
         (one,) = drawing._of_row(host, np.asarray(after))
         drawn.append((one.frames, (host["patches"] >= 0).sum()))

@@ -69,7 +69,8 @@ def test_the_exchange_is_told_by_mode(compared, balance):
 def test_what_is_drawn_adds_up_to_the_batch(compared, balance):
     for views in balance.views.values():
         for phase, view in views.items():
-            items, spec = compared.items.phases[phase], compared.after.phases[phase]
+            items = compared.items.phases[phase]
+            spec = compared.after.phases[phase]
             assert view.real.sum() == items.real.sum()
             assert (view.real <= view.capacity[:, None]).all()
             length = items.length.astype(float)

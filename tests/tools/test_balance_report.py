@@ -28,10 +28,8 @@ def rows_of(page, number):
 
 
 def test_both_files_are_written_and_the_page_holds_the_picture(folder):
-    picture, page = (
-        (folder / "balance.png").read_bytes(),
-        (folder / "balance.html").read_text(encoding="utf-8"),
-    )
+    picture = (folder / "balance.png").read_bytes()
+    page = (folder / "balance.html").read_text(encoding="utf-8")
     assert np.asarray(Image.open(io.BytesIO(picture)).convert("RGB")).std() > 10
     assert base64.b64encode(picture).decode() in page
     assert "http" not in re.sub(r"base64,[^\"]*", "", page)  # nothing is loaded from elsewhere

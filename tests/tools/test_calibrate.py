@@ -63,7 +63,8 @@ def test_rows_are_filled_in_every_way():
 
 
 def test_rows_of_several_ranks_are_filled_as_wholes():
-    alone, shared = fills(RowClass(4096), 8, 64), fills(RowClass(1024, 4), 8, 64)
+    alone = fills(RowClass(4096), 8, 64)
+    shared = fills(RowClass(1024, 4), 8, 64)
     assert [fill.length for fill in shared] == [fill.length for fill in alone]
     for whole, part in zip(alone, shared, strict=True):
         assert (part.capacity, part.span) == (1024, 4)
@@ -182,7 +183,8 @@ def test_the_file_must_know_only_the_phases_of_the_model(tmp_path):
 
 def test_another_device_or_model_is_said(tmp_path):
     measured = load_calibration(written(tmp_path / "file.json"), ("language",))
-    same, other = {"language": ItemCost(1, 1)}, {"language": ItemCost(1, 2)}
+    same = {"language": ItemCost(1, 1)}
+    other = {"language": ItemCost(1, 2)}
     assert measured.differences("some", same) == measured.differences(None, same) == []
     assert (
         "'some'" in measured.differences("TPU", same)[0]
@@ -252,7 +254,8 @@ def test_the_command_measures_every_phase(command):
 @pytest.mark.slow
 def test_a_calibration_changes_costs_and_leaves_flops_alone(command, caplog):
     path, calibration = command
-    inputs, specs = None, []
+    inputs = None
+    specs = []
     for overrides in ([], [f"balance.calibration={calibration}"]):
         config = load_config(path, overrides)
         inputs = prepare(config, make_mesh(config.mesh.model_dump(), spans=mesh_spans(config)))
@@ -275,7 +278,8 @@ def test_a_calibration_changes_costs_and_leaves_flops_alone(command, caplog):
 def test_models_that_draw_are_measured_and_balanced_by_it(tmp_path):
     make_pictures(tmp_path)
     tree = drawing_config(tmp_path, mesh={"data": 4, "fsdp": 2})
-    config, out = tmp_path / "config.yaml", tmp_path / "calibration.json"
+    config = tmp_path / "config.yaml"
+    out = tmp_path / "calibration.json"
     config.write_text(yaml.safe_dump(tree))
     assert calibrate.main(["--config", str(config), "--out", str(out), "--repeats", "1"]) == 0
     measured = load_calibration(out, ("vision", "language", "diffusion")).phases
@@ -349,6 +353,7 @@ def test_loss_and_gradients_do_not_notice(data, tmp_path):
         name: replace(phase, classes=compiled[name][0], max_segments=compiled[name][1])
         for name, phase in chosen.items()
     }
-    by_flops, by_time = setup.step(range(16)), setup.step(range(16), phases=phases)
+    by_flops = setup.step(range(16))
+    by_time = setup.step(range(16), phases=phases)
     assert by_flops.digest != by_time.digest
     assert_same(setup.gradients(by_time), setup.gradients(by_flops), 1e-5)

@@ -148,7 +148,8 @@ def test_parts_of_other_folders_are_known_through_runs(
 ):
     """Of a run, of one that goes on from its checkpoint, and of a checkpoint of that."""
     component, folder = named
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     said = model | {"from": str(model["from"]), component: model[component] | {"from": str(folder)}}
     said = begun_run(first, said, **data)
     section = {k: v for k, v in said[component].items() if k not in ("from", "projector")}
@@ -167,7 +168,8 @@ def test_parts_of_other_folders_are_known_through_runs(
 def test_components_that_cannot_be_written(tmp_path, capsys):
     folder = GOLDENS / QUICK
     assert main(["to-orbax", str(folder), str(tmp_path / "run")]) == 0
-    projector, vision = ["--component", "projector.vision"], ["--component", "vision"]
+    projector = ["--component", "projector.vision"]
+    vision = ["--component", "vision"]
     for words, said in (
         ([*projector, "--source", str(folder)], "--source: a projector has no published folder"),
         (projector, "has no projector.vision; it has language"),
@@ -247,7 +249,8 @@ def test_squares_that_are_none(tmp_path, capsys):
 def test_clips_that_are_none(tmp_path, capsys):
     folder = GOLDENS / "qwen2_audio"
     inputs = dict(np.load(folder / "inputs.npz"))
-    features, mask = inputs["input_features"], inputs["feature_attention_mask"]
+    features = inputs["input_features"]
+    mask = inputs["feature_attention_mask"]
     for changes, words in (
         ({"feature_attention_mask": None}, "has clips, but not feature_attention_mask"),
         ({"feature_attention_mask": mask[:, 1:]}, "feature_attention_mask [clips, frames] (got"),
@@ -276,7 +279,8 @@ def test_what_is_compared_has_one_shape_and_keeps_nan(tmp_path):
         loss_and_gradients=lambda: (0.0, iter([("key", np.zeros((2, 3)))])),
         logits=lambda: iter([(0, np.zeros((3, 10)))]),
     )
-    logits, gradient = np.zeros((1, 4, 10)), np.zeros((2, 3))
+    logits = np.zeros((1, 4, 10))
+    gradient = np.zeros((2, 3))
     path = tmp_path / "wanted.npz"
 
     def found(*kinds: str, **arrays: Any) -> dict[str, Any]:
@@ -364,7 +368,8 @@ def adapted_run(source: Path, run: Path, **changed: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["qwen2", "qwen2_5_vl"])
 def test_adapters_are_merged_or_written_alone(name, tmp_path, capsys):
     """What is written alone, B A of each layer, is what the merged folder has more than the first one."""
-    source, run = GOLDENS / name, tmp_path / "run"
+    source = GOLDENS / name
+    run = tmp_path / "run"
     adapted_run(source, run)
     assert main(["to-hf", str(run), str(tmp_path / "merged")]) == 0
     assert ": language + adapter.language of" in capsys.readouterr().out
@@ -379,7 +384,8 @@ def test_adapters_are_merged_or_written_alone(name, tmp_path, capsys):
         module = key.removesuffix(".weight")
         if name == "qwen2_5_vl":  # whose modules are named otherwise in memory
             module = module.replace("model.", "model.language_model.", 1)
-        first, last = before[key].array(), after[key].array()
+        first = before[key].array()
+        last = after[key].array()
         if not re.fullmatch(config["target_modules"], module):
             np.testing.assert_array_equal(first, last)
             continue
@@ -391,7 +397,8 @@ def test_adapters_are_merged_or_written_alone(name, tmp_path, capsys):
 
 
 def test_adapters_that_cannot_be_written(tmp_path, capsys):
-    source, run = GOLDENS / "qwen2", tmp_path / "run"
+    source = GOLDENS / "qwen2"
+    run = tmp_path / "run"
     adapted_run(source, run, embedding=0.5)
     assert main(["to-hf", str(run), str(tmp_path / "out"), "--adapters"]) == 2
     assert "language.embedding of" in (error := capsys.readouterr().err)
@@ -432,7 +439,8 @@ def in_float32(source: Path, folder: Path) -> Path:
 @pytest.mark.parametrize(("name", "kind"), slow_cases(ADAPTED, always=(QUICK,)))
 def test_merged_and_unmerged_logits_are_those_of_peft(name, kind, tmp_path):
     """Of the same parameters: adapters beside their matrices, a merged folder, and, where it is there, peft."""
-    source, run = in_float32(GOLDENS / name, tmp_path / "source"), tmp_path / "run"
+    source = in_float32(GOLDENS / name, tmp_path / "source")
+    run = tmp_path / "run"
     inputs = source / "inputs.npz"
     params = adapted_run(source, run)
     unmerged = on_one_device(
@@ -556,7 +564,8 @@ MESHES = {  # folder, mesh, and `phases.audio`: a part of a row holds whole chun
     slow_cases(MESHES, always=("windows-split", "pictures-split", "deepstack-split")),
 )
 def test_the_mesh_changes_nothing(name, mesh, audio):
-    folder, phases = GOLDENS / name, {"audio": audio}
+    folder = GOLDENS / name
+    phases = {"audio": audio}
     check(PreparedRun.of(folder, folder / "inputs.npz", mesh=mesh, phases=phases), folder)
 
 
@@ -604,7 +613,8 @@ def test_the_reference_loads_what_is_written(name, kind, tmp_path):
     from tests.families.make_goldens import main as make
 
     make(tmp_path, (name,), seed=3, num_hidden_layers=3, hidden_size=32)
-    folder, inputs = tmp_path / name, tmp_path / name / "inputs.npz"
+    folder = tmp_path / name
+    inputs = tmp_path / name / "inputs.npz"
     run = on_one_device(folder, inputs)
     check(run, folder)
     with Checkpoints(tmp_path / "run" / "checkpoints", 1) as checkpoints:

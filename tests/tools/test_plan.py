@@ -424,7 +424,8 @@ def test_a_run_is_predicted_at_the_efficiency_that_it_shows(out, tmp_path, capsy
 def test_a_run_whose_batch_size_changed_is_predicted_from_then_on(out, tmp_path, capsys):
     """At the efficiency of a cluster of its own file, whose fitted record stands alone."""
     config = load_config(out / "plan.yaml", ["data.batch_size=8"])
-    folder, changed = tmp_path / "run", 2
+    folder = tmp_path / "run"
+    changed = 2
     folder.mkdir()
     (folder / "config.yaml").write_text(dump_config(config))
     history = [replace(segment_of(config), batch_size=16), segment_of(config, changed)]

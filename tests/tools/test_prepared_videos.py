@@ -60,8 +60,10 @@ def check(found: dict[str, Any]) -> None:
 def test_videos_that_are_none(tmp_path, capsys):
     folder = FAMILIES / "goldens" / QUICK
     inputs = dict(np.load(FAMILIES / "moving_goldens" / QUICK / "inputs.npz"))
-    pixels, grids = inputs["pixel_values_videos"], inputs["video_grid_thw"]
-    types, seconds = inputs["mm_token_type_ids"], inputs["second_per_grid_ts"]
+    pixels = inputs["pixel_values_videos"]
+    grids = inputs["video_grid_thw"]
+    types = inputs["mm_token_type_ids"]
+    seconds = inputs["second_per_grid_ts"]
     for changes, words in (
         ({"video_grid_thw": None}, "second_per_grid_ts: there are no videos whose times are pos"),
         (

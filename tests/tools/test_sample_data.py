@@ -10,7 +10,8 @@ from PIL import Image
 from jaxmllm.tools.sample_data import KINDS, OPPOSITES, answer_of, main, make_sample
 from jaxmllm.tools.sample_media import COLOURS, SOUNDS
 
-TRAIN, TEST = 480, 160
+TRAIN = 480
+TEST = 160
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,11 @@ def test_kinds_have_exactly_their_modalities(sample):
 def test_spreads_hold_for_the_files_that_are_asked_about(sample, split):
     out, summary = sample
     records = read(out, split)
-    areas, seconds, kinds, rates, channels = [], [], set(), set(), set()
+    areas = []
+    seconds = []
+    kinds = set()
+    rates = set()
+    channels = set()
     for path in {path for record in records for path in media_of(record, "image")}:
         with Image.open(out / path) as image:
             areas.append(image.width * image.height)
@@ -161,7 +166,8 @@ def test_chance_is_the_share_of_the_commonest_answer_and_low(sample):
 
 def test_splits_share_no_file_and_no_text_question(sample):
     out, _ = sample
-    train, test = read(out, "train"), read(out, "test")
+    train = read(out, "train")
+    test = read(out, "test")
     files = [
         {(out / p).read_bytes() for r in part for k in ("image", "audio") for p in media_of(r, k)}
         for part in (train, test)

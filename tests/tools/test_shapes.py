@@ -78,7 +78,8 @@ def test_few_clips_have_all_colours_with_all_motions(shapes):
 def test_edits_change_the_colour_alone_and_train_on_nothing_unseen(shapes):
     for split in ("train", "test"):
         for record in read(shapes / f"edits-{split}.jsonl"):
-            before, after = scene_of(shown(record)), scene_of(answered(record))
+            before = scene_of(shown(record))
+            after = scene_of(answered(record))
             assert before.colour != after.colour and after == replace(before, colour=after.colour)
             assert after.colour in record["messages"][0]["content"][1]["text"].split()
             assert split == "test" or not (before.unseen or after.unseen)

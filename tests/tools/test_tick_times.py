@@ -28,7 +28,9 @@ def tiny_vision(folder):
 
 def test_terms_are_those_that_made_the_times():
     known = TickTimes(start=0.1, tick=2e-3, flop=1e-12)
-    timed, costs, runs = [], [], []
+    timed = []
+    costs = []
+    runs = []
     for cost, ticks, pauses, count in ((3e11, 40, 40, 1), (5e11, 30, 20, 2)):
         planned = known.seconds(cost, ticks, count)
         paused = known.seconds(cost, ticks + pauses, count)
@@ -74,7 +76,8 @@ def test_stages_are_calibrated_by_their_ticks(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("stages", [1, 2])
 def test_two_processes_calibrate_together(tmp_path, stages):
     """A stage each, or half of the ranks: both time the same programs, and one of them says what they take."""
-    config, written = tiny_vision(tmp_path), tmp_path / "calibration.json"
+    config = tiny_vision(tmp_path)
+    written = tmp_path / "calibration.json"
     launcher = [sys.executable, "-m", "launch.local", "--processes", "2", "--devices", "1", "--"]
     command = [sys.executable, "-m", "jaxmllm", "calibrate", "--config", str(config)]
     layout = [f"pipeline.stages={stages}", "pipeline.layout=chain"] if stages > 1 else []

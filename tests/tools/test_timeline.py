@@ -52,7 +52,8 @@ def schedule():
 def test_bars_stand_where_operations_run(schedule):
     shown = of_schedules([schedule], "title", 10**15 // PFLOP)
     graph = schedule.graph
-    expected, start = set(), 0
+    expected = set()
+    start = 0
     for row in schedule.ticks.tolist():
         for rank, n in enumerate(row):
             if n >= 0:
@@ -74,7 +75,8 @@ def test_a_saved_table_shows_the_same_operations(schedule, tmp_path):
     path = tmp_path / "table.npz"
     table = make_table(schedule, spec)
     save_tables(path, spec, [table.rows[: table.count]], [table.wire_active[: table.count]])
-    shown, drawn = of_table(path), of_schedules([schedule], "")
+    shown = of_table(path)
+    drawn = of_schedules([schedule], "")
     assert len(shown.ticks) == len(schedule.ticks) + 1
 
     def operations(one) -> list:

@@ -18,7 +18,9 @@ from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.tools.waste import main
 from sharding.mesh import abstract_mesh
 
-RANKS, STEPS, BATCH = 4, 3, 16
+RANKS = 4
+STEPS = 3
+BATCH = 16
 CONFIG = """
 run: {{directory: {data}/run, steps: 4, seed: 5}}
 model:
@@ -217,7 +219,8 @@ def test_plans_are_measured_as_by_a_loop_over_rows(measured, drawn, phase, metho
     by_span = {}
     for items, balanced, packed in batches:
         plan = (balanced if mode == "phases" else packed).phases[phase]
-        length, real = items.phases[phase].length.tolist(), items.phases[phase].real.tolist()
+        length = items.phases[phase].length.tolist()
+        real = items.phases[phase].real.tolist()
         extra = extras(items, phase)
         item_cost = [cost(spec, *one) for one in zip(length, extra, strict=True)]
         row_cost = np.zeros((len(plan.capacity), RANKS))

@@ -28,7 +28,9 @@ def alone(task, examples=1500, seed=3):
 
 
 def test_one_seed_makes_one_batch():
-    one, again, other = generate([5, 1], 200), generate([5, 1], 200), generate([5, 2], 200)
+    one = generate([5, 1], 200)
+    again = generate([5, 1], 200)
+    other = generate([5, 2], 200)
     for phase in one.phases:
         for field in ("length", "real", "example", "tokens", "slot"):
             np.testing.assert_array_equal(
@@ -182,7 +184,8 @@ def test_models_that_draw_get_pictures_and_clips(conditioning, patch_frames):
     assert drawn_alone.keys() == mix.keys() - DEFAULT_MIX.keys()
     batch = generate(0, 4000, mix, drawing)
     assert list(batch.phases) == ["vision", "diffusion", "language"]
-    items, language = batch.phases["diffusion"], batch.phases["language"]
+    items = batch.phases["diffusion"]
+    language = batch.phases["language"]
     share = sum(drawn_alone.values()) / sum(mix.values())
     assert len(items.length) / 4000 == pytest.approx(share, abs=0.03)
     assert len(np.unique(items.example)) == len(items.example)

@@ -51,7 +51,8 @@ def of_kind(kind):
 
 
 def test_first_runs_of_programs_do_not_count_in_any_comparison():
-    own, ours = of_kind(OwnRun), of_kind(peer_torch.Ours)
+    own = of_kind(OwnRun)
+    ours = of_kind(peer_torch.Ours)
     for slots in (64, 128, 64):
         assert own(0, slots)["seconds"] < FIRST_RUN
         assert ours(slots)["seconds"] < FIRST_RUN

@@ -134,7 +134,8 @@ def test_rows_whose_residuals_have_no_room_are_planned_half_as_large(monkeypatch
     towers = {"vision": {"remat": "none"}}
     made = planner(1, cluster, 16, mesh={"data": 1}, components=towers)
     (estimate,) = made.estimates(1).estimates
-    first, taken = made.whole._planned(estimate), made.whole.planned(estimate)
+    first = made.whole._planned(estimate)
+    taken = made.whole.planned(estimate)
     slots = [max(one.spec.phases["vision"].capacities) for one in (first, taken)]
     residuals = [one.config.phases.vision.kept_residuals for one in (first, taken)]
     assert (slots[1] <= slots[0] / 2) == halved and residuals == [0, int(halved)]
