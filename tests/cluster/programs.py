@@ -1,4 +1,4 @@
-"""A tiny omni model on CPU devices, for what is predicted of its programs."""
+"""A tiny omni model on CPU devices, whose programs are both predicted and compiled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxmllm.tools.generated_lengths import generated_lengths
 from sharding.mesh import make_mesh
 
 CLOSE = 0.02
-SMALL = 1000  # bytes: sums of single numbers
+SMALL = 1000  # bytes: sums of single numbers are smaller
 
 
 def tiny(**sections):
@@ -37,42 +37,50 @@ def tiny_lengths(
     layout=None,
     **sections,
 ):
-    """A tiny omni model that computes in float32, for XLA sends nothing else on CPU, and batches for it.
+    """Generated batches for a tiny omni model that computes in float32.
 
-    `kept`: what else is said of phases, by phase. `experts`, `layout`: of the decoder.
+    XLA on CPU sends no other dtype, so that bfloat16 would be sent as float32.
+
+    Args:
+      kept: further keys of phases, by phase.
+      experts: `model.language.experts`.
+      layout: the layout of the decoder.
     """
     phases = {
-        phase: {"capacities": of_phase, "spans": [1]} | (kept or {}).get(phase, {})
-        for phase, of_phase in capacities.items()
+        phase: {"capacities": slots, "spans": [1]} | (kept or {}).get(phase, {})
+        for phase, slots in capacities.items()
     }
     tree = config_tree(omni_config("tiny", phases=phases, data={"batch_size": 16}, **sections))
-    of_projectors = tree["components"]["projector"]
-    for component in (*tree["components"].values(), *of_projectors.values()):
+    projectors = tree["components"]["projector"]
+    for component in (*tree["components"].values(), *projectors.values()):
         if "compute_dtype" in component:
             component["compute_dtype"] = "float32"
     tree["model"]["adapters"] = adapters or {}
     tree["model"]["language"]["experts"] = experts
     tree["components"]["language"]["layout"] = layout or {}
     for component in frozen:
-        *of_projector, name = component.split(".")
-        (of_projectors if of_projector else tree["components"])[name]["freeze"] = True
+        *prefix, name = component.split(".")
+        (projectors if prefix else tree["components"])[name]["freeze"] = True
     config = parse_config(tree)
     mesh = make_mesh(config.mesh_sizes, jax.devices()[:devices])
     return generated_lengths(config, mesh, 0, MIX)
 
 
 def compiled_bytes(config, programs, name):
-    """Of loops whose trips are known, index arrays left out."""
-    sent: dict = {}
+    """Bytes that the compiled program sends, by operation and axes.
+
+    Index arrays, and loops whose number of trips is not known, are left out.
+    """
+    totals: dict = {}
     for transfer in check_job(config, programs, name, programs.jobs[name], CHIPS["cpu"]).transfers:
         if transfer.exact and transfer.dtype != "s32":
             key = (transfer.operation, transfer.axes)
-            sent[key] = sent.get(key, 0) + transfer.sent_bytes
-    return {key: total for key, total in sent.items() if total > SMALL}
+            totals[key] = totals.get(key, 0) + transfer.sent_bytes
+    return {key: total for key, total in totals.items() if total > SMALL}
 
 
 def assert_agrees(config, programs, name):
-    """What a program is predicted to send is what its compiled text says."""
+    """Assert that a program is predicted to send what its compiled text says."""
     sends = program_sends(programs, name)
     assert sends is not None
     expected = ring_bytes(send for send in sends if not send.by_data)

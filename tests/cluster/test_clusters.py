@@ -1,4 +1,4 @@
-"""Clusters by name and from files, and what is said of one that is not known."""
+"""Clusters by name and from files, and the errors of files that describe none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_records_are_complete(name):
     assert cluster.name == name and cluster.source
     assert cluster.peak() == (table_flops(cluster.device_kind, "bfloat16") or cluster.peak_flops)
     assert cluster.budget == 0.9 * cluster.memory
-    # Nothing is faster between nodes than in one, and nothing moves faster than memory
+    # Links between nodes are no faster than those within one, and memory is faster than either
     assert cluster.between_nodes.bytes_per_second <= cluster.in_node.bytes_per_second
     assert cluster.in_node.rate("all-gather") < cluster.memory_bandwidth
 
@@ -42,9 +42,9 @@ def test_a_file_says_what_differs_in_nested_keys(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("like: a100\nefficiency: {share: 0.5}\nin_node: {hop_seconds: 1e-3}\n")
     cluster = cluster_of(str(file))
-    usual = cluster_of("a100")
-    assert cluster.efficiency == usual.efficiency.model_copy(update={"share": 0.5})
-    assert cluster.in_node == usual.in_node.model_copy(update={"hop_seconds": 1e-3})
+    original = cluster_of("a100")
+    assert cluster.efficiency == original.efficiency.model_copy(update={"share": 0.5})
+    assert cluster.in_node == original.in_node.model_copy(update={"hop_seconds": 1e-3})
 
 
 def test_a_peak_that_a_file_names_takes_the_place_of_the_tables(tmp_path):
@@ -64,12 +64,12 @@ def test_a_file_is_named_from_the_folder_of_the_one_that_names_it(tmp_path):
 
 
 def test_a_file_that_is_like_itself_is_named(tmp_path):
-    first = tmp_path / "first.yaml"
-    second = tmp_path / "second.yaml"
-    first.write_text(f"like: {second}\n")
-    second.write_text(f"like: {first}\n")
+    first_file = tmp_path / "first.yaml"
+    second_file = tmp_path / "second.yaml"
+    first_file.write_text(f"like: {second_file}\n")
+    second_file.write_text(f"like: {first_file}\n")
     with pytest.raises(ClusterError, match=r"first.yaml: like: it would take from itself"):
-        cluster_of(str(first))
+        cluster_of(str(first_file))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Seconds of collectives against counts by hand."""
+"""Predicted seconds of collectives against counts by hand: bytes per link and hops."""
 
 from __future__ import annotations
 
@@ -18,22 +18,26 @@ def seconds(operation, group, size=BYTES, **more):
 
 
 def test_a_ring_in_a_node():
+    # Of N devices each sends (N - 1) / N of the array around the ring; 360 GB/s is the rate of a
+    # gather within an H100 node, 480 the one of a sum
     hops = 7 * NEAR.hop_seconds
     assert seconds("all-gather", Group(8)) == pytest.approx(7 / 8 * BYTES / 360e9 + hops)
     reduced = seconds("all-reduce", Group(8))
-    assert reduced == pytest.approx(2 * 7 / 8 * BYTES / 480e9 + 12 * NEAR.hop_seconds)  # a tree
+    # A sum goes up and down a tree
+    assert reduced == pytest.approx(2 * 7 / 8 * BYTES / 480e9 + 12 * NEAR.hop_seconds)
 
 
 def test_what_leaves_a_node_is_spread_over_its_adapters():
     hops = 63 * FAR.hop_seconds
-    # Eight of each node: 400 GB/s leave it, more than the 360 of a ring inside
+    # Eight devices per node: their adapters carry 400 GB/s, so the 360 of the ring inside are
+    # slower
     assert seconds("all-gather", Group(64)) == pytest.approx(63 / 64 * BYTES / 360e9 + hops)
-    # One of each node: its own adapter
+    # One device per node has one adapter
     assert seconds("all-gather", Group(64, 8)) == pytest.approx(63 / 64 * BYTES / 50e9 + hops)
-    # Two of each
+    # Two devices per node have two adapters
     assert seconds("all-gather", Group(64, 4)) == pytest.approx(63 / 64 * BYTES / 100e9 + hops)
-    half = seconds("all-gather", Group(64, 8), network=0.5)
-    assert half == pytest.approx(63 / 64 * BYTES / 25e9 + hops)
+    throttled = seconds("all-gather", Group(64, 8), network=0.5)
+    assert throttled == pytest.approx(63 / 64 * BYTES / 25e9 + hops)
 
 
 def test_an_exchange_sends_to_each_device_on_its_own():
@@ -66,6 +70,7 @@ def test_one_device_sends_nothing_and_more_bytes_take_longer(cluster, operation)
 def test_devices_that_share_cores_copy_one_after_another_and_meet_once():
     cpu = CLUSTERS["cpu"]
     link = cpu.in_node
-    together = collective_seconds(cpu, "all-gather", BYTES, Group(4), sharing=8)
+    gathering = collective_seconds(cpu, "all-gather", BYTES, Group(4), sharing=8)
+    # Eight devices copy three quarters of the array each, one after another, and pay one hop
     copied = 8 * 3 / 4 * BYTES / link.bytes_per_second
-    assert together == pytest.approx(copied + link.hop_seconds)
+    assert gathering == pytest.approx(copied + link.hop_seconds)

@@ -1,4 +1,4 @@
-"""The most that a device holds in a step, beside what its programs' shapes say."""
+"""The most that a device holds in a step, against bytes counted from its programs' arrays."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ LOSS = "language_loss_and_grad"
 
 
 def test_a_step_takes_what_its_largest_program_does():
-    first = ProgramName("encode", "vision", 1024)
-    second = ProgramName(LOSS, "language", 1024)
-    estimates = {first: Temporaries({"layer": 5}), second: Temporaries({"head": 7, "layer": 6})}
+    encode = ProgramName("encode", "vision", 1024)
+    loss = ProgramName(LOSS, "language", 1024)
+    estimates = {encode: Temporaries({"layer": 5}), loss: Temporaries({"head": 7, "layer": 6})}
     peak = step_peak({"state": 100}, estimates)
-    assert (peak.bytes, peak.program, peak.moment) == (107, second, "head")
-    assert step_peak({"state": 100}, estimates | {first: 9}).moment == "compiled"
+    assert (peak.bytes, peak.program, peak.moment) == (107, loss, "head")
+    assert step_peak({"state": 100}, estimates | {encode: 9}).moment == "compiled"
 
 
 def test_the_peak_of_programs_holds_the_state_and_grows_with_what_compilers_tell():
@@ -34,7 +34,8 @@ def test_the_peak_of_programs_holds_the_state_and_grows_with_what_compilers_tell
     assert compiled.bytes >= held + 10 * estimated.bytes
 
 
-# That later versions of jax keep, of the tiny model; 0.10 keeps what is predicted
+# Relative tolerance: jax 0.10 keeps the predicted residuals of the tiny model, while later versions
+# keep fewer
 LESS = 0.05 if jax.__version_info__ < (0, 12) else 0.16
 
 
@@ -42,24 +43,27 @@ LESS = 0.05 if jax.__version_info__ < (0, 12) else 0.16
 def test_what_encoders_leave_is_what_their_programs_give(frozen):
     kept = {"vision": {"kept_residuals": 2}, "audio": {"kept_residuals": 1}}
     _, programs = tiny(mesh={"data": 2, "fsdp": 4}, frozen=frozen, kept=kept)
-    left = {}
+    residuals = {}
     for name, job in programs.jobs.items():
         if name.function == "encode":
-            given = device_bytes([job.arguments[index] for index in job.donated])
-            left[name.subject] = device_bytes(job.result) - given
+            donated = device_bytes([job.arguments[index] for index in job.donated])
+            residuals[name.subject] = device_bytes(job.result) - donated
             assert residual_bytes(programs.functions.model, name) == pytest.approx(
-                left[name.subject], rel=LESS
+                residuals[name.subject], rel=LESS
             )
-    numbers = {"vision": 3, "audio": 3} if frozen else {"vision": 2, "audio": 1}
+    kept_microbatches = {"vision": 3, "audio": 3} if frozen else {"vision": 2, "audio": 1}
     peak = programs_peak(programs, microbatches={"vision": 3, "audio": 3})
+    # Of three microbatches, frozen encoders keep what they give, others as many residuals as
+    # configured
     assert peak.parts["kept for backward"] == pytest.approx(
-        sum(numbers[phase] * size for phase, size in left.items()), rel=LESS
+        sum(kept_microbatches[phase] * size for phase, size in residuals.items()), rel=LESS
     )
 
 
 def test_gradients_of_replicas_lie_beside_their_sums():
     _, programs = tiny(mesh={"data": 8, "fsdp": 1})
     job = programs.jobs[ProgramName("add_replicas")]
+    # Without temporaries, the program that holds most is the sum, by its result
     reduced = programs_peak(programs, dict.fromkeys(programs.jobs, 0))
     assert reduced.program == ProgramName("add_replicas")
     assert reduced.parts["program"] == device_bytes(job.result)

@@ -1,5 +1,7 @@
-"""What programs of a generator hold, send and take, beside what XLA said of those that it compiled for H100s (jax
-0.10.2)."""
+"""What programs of a diffusion generator hold, send and take.
+
+The reference is what XLA reported for the same programs compiled for H100s (jax 0.10.2).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ DRAW = "draw_loss_and_grad"
 STATES = "language_states"
 LOSS = "language_loss_and_grad"
 LOSS_KEPT = f"{LOSS}_kept"
-POOL = 4096  # slots
+POOL = 4096  # slots of a route's pools
 CROSS = (("conditioning", "cross"),)
 STREAMS = (("streams", 2),)
 FSDP = (("data", 1), ("fsdp", 64))
@@ -58,7 +60,7 @@ def drawing(
     mesh, language="2B", shapes="usual", slots=8192, remat="full", frozen=(), choices=(),
     segments=32, keeps=0,
 ):  # fmt: skip
-    """The config and programs of a decoder and a generator, with rows that are given.
+    """The config and programs of a decoder and a generator, with given row sizes.
 
     Args:
       keeps: microbatches of the decoder whose residuals stay.
@@ -86,15 +88,17 @@ def drawing(
     )
     sizes = config.mesh_sizes
     devices = abstract_mesh(sizes, math.prod(sizes.values()))
-    words = config.model.language.vocab_size
-    composed = build_model(config.model, words, config.components, devices)
+    vocab_size = config.model.language.vocab_size
+    composed = build_model(config.model, vocab_size, config.components, devices)
     spans = spans_of_phases(config, composed)
     formats = row_formats(modalities(config.model, config.data))
     longest = dict.fromkeys(composed.phases, 512)
     inputs = sizing_inputs(config, composed, formats, longest, spans)
     specs = {
-        one.name: phase_spec(one, (RowClass(one.config.capacities[0]),), max_segments=segments)
-        for one in inputs
+        sizing.name: phase_spec(
+            sizing, (RowClass(sizing.config.capacities[0]),), max_segments=segments
+        )
+        for sizing in inputs
     }
     backend = exchange_backend(config, composed)
     routes = {
@@ -106,7 +110,7 @@ def drawing(
 
 
 def program_of(programs, function):
-    """Of the generator, where both phases have one of this name."""
+    """The program of a function; the generator's where both phases have one of that name."""
     names = [name for name in programs.jobs if name.function == function]
     return next((name for name in names if name.subject == "diffusion"), names[0])
 
@@ -257,7 +261,7 @@ def test_estimates_are_what_was_compiled(function, mesh, sections, compiled_gb):
                 "all-to-all fsdp": 5.90,
             },
         ),
-        # No layer runs forward, so that its weights are gathered once
+        # Layers do not run forward again, so their weights are gathered once
         (
             LOSS_KEPT,
             FSDP,
@@ -305,8 +309,12 @@ def test_estimates_are_what_was_compiled(function, mesh, sections, compiled_gb):
     ids=str,
 )
 def test_programs_send_what_was_compiled(function, mesh, sections, compiled_mb):
-    """But for index arrays, and for less than a megabyte. What was compiled has a branch for each share of a row that
-    conditions may take, of which a device runs one, and a head that runs as often as data say."""
+    """Index arrays and totals below a megabyte are left out.
+
+    The compiled text has a branch for each share of a row that conditions may take, of which a
+    device runs one, so predicted sends that depend on the data count once per branch. The head runs
+    as often as the data require, and its sends are left out.
+    """
     _, programs = drawing(mesh, **sections)
     sends = program_sends(programs, program_of(programs, function))
     branches = len(SHARES) if function == DRAW else 0
@@ -322,13 +330,13 @@ def test_programs_send_what_was_compiled(function, mesh, sections, compiled_mb):
 
 
 def test_freezing_takes_and_sends_less():
-    whole, frozen = (drawing(FSDP, frozen=components)[1] for components in ((), ("diffusion",)))
+    trained, frozen = (drawing(FSDP, frozen=components)[1] for components in ((), ("diffusion",)))
     sent = [
         sum(send.ring_bytes for send in program_sends(programs, program_of(programs, DRAW)))
-        for programs in (whole, frozen)
+        for programs in (trained, frozen)
     ]
     assert sent[0] > sent[1] > 0
-    assert programs_peak(whole).bytes > programs_peak(frozen).bytes
+    assert programs_peak(trained).bytes > programs_peak(frozen).bytes
 
 
 def test_the_largest_program_may_be_the_generator():
@@ -366,20 +374,23 @@ def test_conditions_take_the_smallest_share_that_holds_them():
             totals = [
                 sum(
                     tokens
-                    for tokens, place, rank in zip(
+                    for tokens, item_microbatch, item_rank in zip(
                         items.tokens, plan.microbatch, plan.rank, strict=True
                     )
-                    if (place, rank) == (microbatch, number)
+                    if (item_microbatch, item_rank) == (microbatch, rank)
                 )
-                for number in range(4)
+                for rank in range(4)
             ]
-            shares = [1 / n for n in (1, 2, 4, 8, 16) if capacity / n >= max(totals)]
-            expected.append(min(shares, default=1))
-        for own_weights in (shapes, DiffusionConfig(**SHAPES["tiny"], conditioning="cross")):
-            found = Drawing(own_weights).shares(plan, SimpleNamespace(ranks=4), items)
-            assert found.tolist() == expected
-        one = dataclasses.replace(Drawing(shapes), shapes=DiffusionConfig(**SHAPES["tiny"]))
-        assert not one.shares(plan, SimpleNamespace(ranks=4), items).any()
+            # The reference: the smallest share of a row that holds the conditions of the fullest
+            # rank
+            fitting = [1 / n for n in (1, 2, 4, 8, 16) if capacity / n >= max(totals)]
+            expected.append(min(fitting, default=1))
+        for weights in (shapes, DiffusionConfig(**SHAPES["tiny"], conditioning="cross")):
+            shares = Drawing(weights).shares(plan, SimpleNamespace(ranks=4), items)
+            assert shares.tolist() == expected
+        joint = dataclasses.replace(Drawing(shapes), shapes=DiffusionConfig(**SHAPES["tiny"]))
+        # A joint stream has its conditions in the row, and reserves no share
+        assert not joint.shares(plan, SimpleNamespace(ranks=4), items).any()
 
 
 def test_a_second_stream_more_segments_and_text_take_longer():
@@ -390,54 +401,57 @@ def test_a_second_stream_more_segments_and_text_take_longer():
         ((function, passes),) = phase._calls(0)
         return phase._call(function, passes, 8192, 1, (0.0, 0.0), beside).seconds
 
-    usual = seconds(drawing(FSDP)[1])
-    assert seconds(drawing(FSDP, segments=256)[1]) > usual
+    baseline = seconds(drawing(FSDP)[1])
+    assert seconds(drawing(FSDP, segments=256)[1]) > baseline
     crossed = drawing(FSDP, choices=CROSS)[1]
-    two = drawing(FSDP, choices=STREAMS)[1]
-    for programs in (crossed, two):
-        assert seconds(programs, 1.0) > seconds(programs, 0.5) > seconds(programs, 0.125) > usual
-    whole, some = (seconds(programs, 1.0) - seconds(programs) for programs in (two, crossed))
-    assert some < whole / 3, "keys and values are two of twelve matrices"
+    two_streams = drawing(FSDP, choices=STREAMS)[1]
+    for programs in (crossed, two_streams):
+        assert seconds(programs, 1.0) > seconds(programs, 0.5) > seconds(programs, 0.125) > baseline
+    stream_extra, cross_extra = (
+        seconds(programs, 1.0) - seconds(programs) for programs in (two_streams, crossed)
+    )
+    assert cross_extra < stream_extra / 3, "keys and values are two of twelve matrices"
 
 
 def test_the_decoder_runs_for_states_and_again_with_its_backward_pass():
     device = Device(CLUSTERS["h100"], 0.5)
     phase = PhaseSeconds(drawing(FSDP)[1], "language", device)
-    (states, forward), (loss, both) = phase._calls(0)
+    (states, forward), (loss, forward_backward) = phase._calls(0)
     assert (states, loss) == (STATES, LOSS)
-    first, second = (
+    states_call, loss_call = (
         phase._call(name, passes, 8192, 1, (0.0, 0.0), 0.0)
-        for name, passes in ((states, forward), (loss, both))
+        for name, passes in ((states, forward), (loss, forward_backward))
     )
-    # No logits of states: layers once, against three times and once more with all that they keep made again
-    assert 0 < first.flops < second.flops / 3
-    assert first.seconds < second.seconds / 3
+    # States run the layers once, without logits. The loss runs them forward, again for remat, and
+    # backward, which costs two forward passes.
+    assert 0 < states_call.flops < loss_call.flops / 3
+    assert states_call.seconds < loss_call.seconds / 3
 
 
 def test_a_decoder_that_keeps_residuals_runs_forward_once():
     device = Device(CLUSTERS["h100"], 0.5)
     phase = PhaseSeconds(drawing(FSDP, keeps=2)[1], "language", device)
-    calls = [phase._calls(number) for number in range(3)]
+    calls = [phase._calls(microbatch) for microbatch in range(3)]
     assert calls[0] == calls[1]
     flops = [
-        [phase._call(*call, 8192, 1, (0.0, 0.0), 0.0).flops for call in of_microbatch]
-        for of_microbatch in calls[1:]
+        [phase._call(*call, 8192, 1, (0.0, 0.0), 0.0).flops for call in passes]
+        for passes in calls[1:]
     ]
-    (states, kept), (again_states, again) = flops
+    (states, kept_loss), (last_states, recomputed_loss) = flops
     assert calls[2][1][0] == LOSS and calls[1][1][0] == LOSS_KEPT
-    assert states == again_states
-    # Logits are made in either
-    assert kept + states == pytest.approx(again)
+    assert states == last_states
+    # Both programs of the loss compute the logits
+    assert kept_loss + states == pytest.approx(recomputed_loss)
 
 
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
 def test_what_a_decoder_leaves_is_what_its_program_gives(remat):
-    """Of `none` a little less is kept than is counted."""
+    """With remat `none`, the program keeps a little less than is counted, hence the 3 %."""
     _, programs = drawing(FSDP, remat=remat, keeps=2)
     name = program_of(programs, STATES)
     job = programs.jobs[name]
-    left = device_bytes(job.result) - device_bytes([job.arguments[n] for n in job.donated])
+    residuals = device_bytes(job.result) - device_bytes([job.arguments[n] for n in job.donated])
     counted = residual_bytes(programs.functions.model, name)
-    assert counted == pytest.approx(left, rel=0.03)
+    assert counted == pytest.approx(residuals, rel=0.03)
     parts = programs_peak(programs).parts
     assert parts["kept for backward"] == 2 * counted

@@ -1,4 +1,4 @@
-"""A cluster's record from measured steps, against one that is known."""
+"""A cluster's record fitted to measured steps, against the known record that made the times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ H100 = CLUSTERS["h100"]
 
 
 def step(flops, moved, hops):
-    """What a step of so many FLOPs, bytes and hops is predicted to take."""
+    """A predictor of the seconds of a step with so many FLOPs, moved bytes and hops."""
 
     def predicted(cluster):
         link = cluster.in_node
@@ -22,6 +22,7 @@ def step(flops, moved, hops):
     return predicted
 
 
+# FLOPs alone, with many bytes, and with many hops
 STEPS = [step(2e11, 0, 0), step(2e11, 8e9, 10), step(2e11, 1e8, 4000)]
 
 
@@ -33,20 +34,20 @@ def test_three_steps_tell_efficiency_links_and_hops():
             "efficiency": CPU.efficiency.model_copy(update={"share": 0.3}),
         }
     )
-    found = fitted(CPU, [MeasuredStep(one(true), one) for one in STEPS])
-    assert found.efficiency.share == pytest.approx(0.3, rel=0.02)
-    assert found.in_node.bytes_per_second == pytest.approx(3e9, rel=0.05)
-    assert found.in_node.hop_seconds == pytest.approx(2e-4, rel=0.05)
-    assert found.efficiency.uncertainty == CALIBRATED
-    assert found.source.startswith("fitted to 3 measured steps")
+    fit = fitted(CPU, [MeasuredStep(predict(true), predict) for predict in STEPS])
+    assert fit.efficiency.share == pytest.approx(0.3, rel=0.02)
+    assert fit.in_node.bytes_per_second == pytest.approx(3e9, rel=0.05)
+    assert fit.in_node.hop_seconds == pytest.approx(2e-4, rel=0.05)
+    assert fit.efficiency.uncertainty == CALIBRATED
+    assert fit.source.startswith("fitted to 3 measured steps")
 
 
 def test_one_step_moves_the_efficiency_and_leaves_links():
-    one = step(1e15, 1e9, 10)
-    found = fitted(H100, [MeasuredStep(one(H100) * 1.2, one)])
-    assert one(found) == pytest.approx(one(H100) * 1.2, rel=0.01)
-    assert found.efficiency.share == pytest.approx(H100.efficiency.share / 1.2, rel=0.01)
-    assert found.in_node.bytes_per_second == pytest.approx(H100.in_node.bytes_per_second, rel=0.01)
+    predict = step(1e15, 1e9, 10)
+    fit = fitted(H100, [MeasuredStep(predict(H100) * 1.2, predict)])
+    assert predict(fit) == pytest.approx(predict(H100) * 1.2, rel=0.01)
+    assert fit.efficiency.share == pytest.approx(H100.efficiency.share / 1.2, rel=0.01)
+    assert fit.in_node.bytes_per_second == pytest.approx(H100.in_node.bytes_per_second, rel=0.01)
 
 
 def test_a_step_in_stages_tells_what_a_tick_takes_besides():
@@ -54,20 +55,21 @@ def test_a_step_in_stages_tells_what_a_tick_takes_besides():
         return STEPS[0](cluster) / 2 + 12 * cluster.tick_seconds
 
     true = CPU.model_copy(update={"tick_seconds": 0.05})
-    steps = [MeasuredStep(one(true), one) for one in STEPS]
+    steps = [MeasuredStep(predict(true), predict) for predict in STEPS]
     steps.append(MeasuredStep(staged(true), staged, ticks=12))
-    found = fitted(CPU, steps)
-    assert found.tick_seconds == pytest.approx(0.05, rel=0.05)
-    assert found.efficiency.share == pytest.approx(CPU.efficiency.share, rel=0.02)
+    fit = fitted(CPU, steps)
+    assert fit.tick_seconds == pytest.approx(0.05, rel=0.05)
+    assert fit.efficiency.share == pytest.approx(CPU.efficiency.share, rel=0.02)
     assert fitted(CPU, steps[:3]).tick_seconds == 0
 
 
 def test_no_more_than_the_peak_is_reached():
-    one = step(1e15, 0, 0)
-    assert fitted(H100, [MeasuredStep(one(H100) / 4, one)]).efficiency.share <= 1
+    """A step that was measured at four times the predicted speed must not give a share above 1."""
+    predict = step(1e15, 0, 0)
+    assert fitted(H100, [MeasuredStep(predict(H100) / 4, predict)]).efficiency.share <= 1
 
 
 @pytest.mark.parametrize("seconds", [[], [0.0], [1.0, -1.0]])
 def test_steps_that_say_nothing(seconds):
     with pytest.raises(ValueError, match="one measured step or more"):
-        fitted(H100, [MeasuredStep(one, STEPS[0]) for one in seconds])
+        fitted(H100, [MeasuredStep(measured, STEPS[0]) for measured in seconds])

@@ -1,4 +1,4 @@
-"""Bytes by shapes and shardings are those of the compiler."""
+"""Bytes counted from shapes and shardings, against what the compiler reports."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def test_arguments_are_those_of_the_compiled_programs(mesh):
             assert compiled is not None
             expected = program_bytes(job)
             assert expected.arguments == compiled.arguments, name
+            # The compiler counts a table of one pointer per output
             pointers = 8 * len(jax.tree.leaves(job.result))
             assert expected.outputs + pointers == compiled.outputs, name
 
@@ -36,16 +37,16 @@ def test_what_lies_between_programs_is_the_state_and_what_it_adds_up_in():
     update = program_bytes(programs.jobs[ProgramName("update")])
     state = held.parameters + held.optimizer
     trained = device_bytes(programs.trained)
-    # Besides a few numbers, of which it does not read all
+    # The remainder is a few scalars, some of which the update does not read
     assert 0 < update.arguments - state - trained < 32
     assert update.aliased == state
-    assert held.gradients == trained  # of a device's own replica, in float32
+    assert held.gradients == trained  # of the device's replica, in float32
     assert held.optimizer > 2 * held.parameters > 0 and held.total > state
 
 
 def test_frozen_components_have_neither_gradients_nor_moments():
-    _, whole = tiny(mesh={"data": 2, "fsdp": 4})
+    _, trained = tiny(mesh={"data": 2, "fsdp": 4})
     _, frozen = tiny(mesh={"data": 2, "fsdp": 4}, frozen=("vision", "language"))
-    assert resident(frozen).parameters == resident(whole).parameters
-    assert resident(frozen).gradients < resident(whole).gradients
-    assert resident(frozen).optimizer < resident(whole).optimizer
+    assert resident(frozen).parameters == resident(trained).parameters
+    assert resident(frozen).gradients < resident(trained).gradients
+    assert resident(frozen).optimizer < resident(trained).optimizer

@@ -1,4 +1,4 @@
-"""What experts send, compute and hold, by hand."""
+"""What layers of experts send, compute and hold, against counts by hand."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ DEVICE = Device(CLUSTERS["h100"], 0.8)
 
 
 def mixture(sizes, tokens=1024.0, **layout):
+    """16 experts of 256 x 128, two per token, on a mesh of the given sizes."""
     devices = 1
     for size in sizes.values():
         devices *= size
@@ -43,34 +44,35 @@ def test_devices_that_share_experts_gather_their_tokens():
 
 
 def test_experts_that_every_device_has_send_nothing():
-    alone = mixture({"data": 2, "fsdp": 4}, experts=[])
-    assert alone.token_axes == alone.other_axes == ()
-    assert (alone.all_tokens, alone.held) == (1024, 16)
+    replicated = mixture({"data": 2, "fsdp": 4}, experts=[])
+    assert replicated.token_axes == replicated.other_axes == ()
+    assert (replicated.all_tokens, replicated.held) == (1024, 16)
 
 
 def test_blocks_read_the_matrices_of_their_experts():
-    """2,048 pairs are 128 of each of 16 experts; and so has a block."""
-    alone = mixture({"fsdp": 1})
-    assert alone.block_rows == 128
+    """2,048 pairs of token and expert are 128 per expert, which is also the size of a block."""
+    single = mixture({"fsdp": 1})
+    assert single.block_rows == 128
+    # Each expert adds half a block on average, since its last block is partly filled
     blocks = 2048 / 128 + 16 / 2
     numbers = 3 * 256 * 128
-    assert alone.block_traffic(1, 0, True) == blocks * numbers * 2 + 2048 * 256 * (2 + 8)
-    backward = alone.block_traffic(0, 1, True)
+    assert single.block_traffic(1, 0, True) == blocks * numbers * 2 + 2048 * 256 * (2 + 8)
+    backward = single.block_traffic(0, 1, True)
     assert backward == blocks * numbers * (2 + 8) + 2048 * 256 * (4 + 8)
-    assert alone.block_traffic(0, 1, False) == backward - blocks * numbers * 8
+    assert single.block_traffic(0, 1, False) == backward - blocks * numbers * 8
 
 
 def test_products_of_blocks_are_slower_than_others():
-    alone = mixture({"fsdp": 1}, tokens=8192.0)
-    rates = [alone.product_rate(DEVICE, 8192, 256, share) for share in (1, 0.5, 0)]
+    single = mixture({"fsdp": 1}, tokens=8192.0)
+    rates = [single.product_rate(DEVICE, 8192, 256, share) for share in (1, 0.5, 0)]
     assert rates == sorted(rates)
     assert rates[2] == DEVICE.product_rate(8192, 256)
-    assert rates[0] == DEVICE.product_rate(alone.block_rows, 128)
+    assert rates[0] == DEVICE.product_rate(single.block_rows, 128)
 
 
 def test_more_tokens_and_trained_experts_hold_more():
-    few = mixture({"fsdp": 4})
-    many = replace(few, tokens=2048.0)
-    assert many.held_forward() == 2 * few.held_forward()
-    gradients = 4 * 4 * 3 * 256 * 128  # of four own experts in float32
-    assert few.held_backward(True) - few.held_backward(False) == pytest.approx(gradients)
+    base = mixture({"fsdp": 4})
+    doubled = replace(base, tokens=2048.0)
+    assert doubled.held_forward() == 2 * base.held_forward()
+    gradients = 4 * 4 * 3 * 256 * 128  # float32 gradients of the four experts of a device
+    assert base.held_backward(True) - base.held_backward(False) == pytest.approx(gradients)

@@ -1,4 +1,4 @@
-"""What programs send, by shapes and shardings, beside what their compiled text says."""
+"""What programs send, predicted from shapes and shardings, against their compiled text."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_experts_send_what_is_predicted(mesh, remat):
 
 
 def test_gradients_stay_whole_where_a_step_defers_them():
-    """Not those of experts, whose width is split over one more axis here."""
+    """Gradients of experts are the exception: their width is split over one more axis here."""
     _, programs = tiny(
         mesh={"data": 2, "fsdp": 4},
         reduce="step",
@@ -95,11 +95,13 @@ def test_gradients_stay_whole_where_a_step_defers_them():
     )
     model = programs.functions.model
     trained = programs.trained["language"]
-    alone, whole = (one.components["language"] for one in (model.by_device("language"), model))
-    axes_of_leaves = jax.tree.leaves(alone.axes_of(trained))
+    by_device, sharded = (
+        variant.components["language"] for variant in (model.by_device("language"), model)
+    )
+    axes_of_leaves = jax.tree.leaves(by_device.axes_of(trained))
     gathered = [
-        (alone.defers(axes), _stays_whole(whole, leaf))
-        for axes, leaf in zip(axes_of_leaves, leaves(trained, whole), strict=True)
+        (by_device.defers(axes), _stays_whole(sharded, leaf))
+        for axes, leaf in zip(axes_of_leaves, leaves(trained, sharded), strict=True)
         if leaf.gathered
     ]
     assert {*gathered} == {(True, True), (False, False)}
@@ -122,7 +124,7 @@ def test_freezing_sends_less_and_one_device_nothing():
             for send in program_sends(programs, name) or []
         )
 
-    whole, frozen, alone = (
+    trained, frozen, one_device = (
         total(tiny(**sections)[1])
         for sections in (
             {"mesh": {"data": 2, "fsdp": 4}},
@@ -130,7 +132,7 @@ def test_freezing_sends_less_and_one_device_nothing():
             {"mesh": {"data": 1}, "devices": 1},
         )
     )
-    assert whole > frozen > alone == 0
+    assert trained > frozen > one_device == 0
 
 
 def test_what_the_routes_decide_is_not_known():
@@ -142,15 +144,19 @@ def test_what_the_routes_decide_is_not_known():
 @pytest.mark.slow
 def test_gradients_of_what_reads_the_same_are_added_before_they_are_reduced_but_for_cpus():
     lengths = tiny_lengths(mesh={"data": 2, "fsdp": 2, "tensor": 2})
-    elsewhere = generated_lengths(
+    abstract = generated_lengths(
         lengths.config, abstract_mesh(lengths.config.mesh_sizes, 8), 0, MIX
     )
     name = ProgramName("language_loss_and_grad", "language", 4096)
-    here, there = (
-        ring_bytes(send for send in program_sends(one.programs(), name) or [] if not send.by_data)[
-            "all-reduce", ("tensor",)
-        ]
-        for one in (lengths, elsewhere)
+    cpu_bytes, abstract_bytes = (
+        ring_bytes(
+            send for send in program_sends(source.programs(), name) or [] if not send.by_data
+        )["all-reduce", ("tensor",)]
+        for source in (lengths, abstract)
     )
-    # Of two layers: two sums forward, one again, of five products' inputs or of two; and the lookup
-    assert there / here == pytest.approx((2 * (2 + 1 + 2) + 1) / (2 * (2 + 1 + 5) + 1))
+    # Sums over tensor of two layers and the lookup. A layer has two forward and one in
+    # recomputation. Backward, products with one input share a sum, which leaves two, but on CPU all
+    # five are summed.
+    assert abstract_bytes / cpu_bytes == pytest.approx(
+        (2 * (2 + 1 + 2) + 1) / (2 * (2 + 1 + 5) + 1)
+    )

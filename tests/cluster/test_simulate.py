@@ -1,4 +1,4 @@
-"""A simulated step: its parts, its ends, and what must hold whatever the constants."""
+"""A simulated step: its parts against sums by hand, bounds, and what holds for any constants."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ def test_one_device_sends_nothing(alone):
 
 
 def test_one_device_computes_its_rows_and_the_run_counts_its_data(alone):
-    """Against sums over the plan by hand: at rates without loss, compute is FLOPs over the peak."""
+    """Against sums over the plan by hand: at rates without loss, compute is FLOPs over the peak.
+
+    What remains is memory traffic of weights, gradients and copied layer inputs.
+    """
     ideal = Device(
         DEVICE.cluster, 1.0, replace(RATES, half_side=1e-9, attention=1.0, traffic=1e-12)
     )
@@ -71,24 +74,25 @@ def test_one_device_computes_its_rows_and_the_run_counts_its_data(alone):
     spec = alone.programs.spec.phases["language"]
     plan = alone.plan.phases["language"]
     items = alone.lengths.items.phases["language"]
-    # remat full: two layers of products forward once more
+    # Full remat runs the products of both layers forward once more
     layer = 64 * (2 * 64 + 2 * 32 + 3 * 128)
     slots = float(plan.capacity.sum())
     products = (spec.flops.linear + 2 * 2 * layer) * slots
-    # Scores forward, forward again with the layer, and backward two and a half times
+    # Attention scores: forward, forward again with the layer, and two and a half times as much
+    # backward
     pairs = 2 * (2 * 64) * (1 + 1 + 2.5) * float((items.length.astype(float) ** 2).sum())
     accumulated = step.parts["language/compute"] - (products + pairs) / ideal.peak
     numbers = 2 * layer + 2 * 512 * 64 + 5 * 64
     moved = plan.microbatches * 8 * numbers
-    # What layers start from in the backward pass, in float32, is copied once: read and written
+    # Inputs of layers are kept in float32 for the backward pass: a copy reads and writes them
     moved += 2 * slots * 2 * 64 * 4
     assert accumulated == pytest.approx(moved / DEVICE.cluster.memory_bandwidth, rel=1e-3)
 
     flops = sum(
-        of_phase.flops.total(
+        phase.flops.total(
             alone.lengths.items.phases[name].real, alone.lengths.items.phases[name].extra
         )
-        for name, of_phase in alone.programs.spec.phases.items()
+        for name, phase in alone.programs.spec.phases.items()
     )
     model = alone.programs.functions.model
     head = head_flops(resolved_shapes(alone.lengths.config, model), model.trainable.shares)
@@ -97,13 +101,13 @@ def test_one_device_computes_its_rows_and_the_run_counts_its_data(alone):
 
 
 def test_mfu_is_what_a_run_of_the_same_seconds_logs(alone):
-    """In float32, which takes the time of plain units here, over what tensor cores could do."""
+    """float32 takes the time of plain units here, and its MFU counts what tensor cores could do."""
     plain = alone.on(replace(DEVICE, dtype="float32"))
-    said = alone.on(replace(DEVICE, dtype="float32", said_peak=1e12))
-    assert said.parts == plain.parts
+    configured = alone.on(replace(DEVICE, dtype="float32", said_peak=1e12))
+    assert configured.parts == plain.parts
     for share in ("mfu", "hfu"):
-        over = getattr(plain, share) / getattr(said, share)
-        assert over == pytest.approx(1e12 / 494.5e12)
+        ratio = getattr(plain, share) / getattr(configured, share)
+        assert ratio == pytest.approx(1e12 / 494.5e12)
 
 
 @given(
@@ -114,7 +118,7 @@ def test_mfu_is_what_a_run_of_the_same_seconds_logs(alone):
 )
 def test_better_hardware_is_never_slower(sharded, factors, efficiency):
     cluster = DEVICE.cluster.model_copy(update={"device_kind": "", "peak_flops": DEVICE.peak})
-    before = sharded.on(Device(cluster, 0.8)).seconds
+    baseline = sharded.on(Device(cluster, 0.8)).seconds
     links = factors.pop("links")
     better = {key: getattr(cluster, key) * factor for key, factor in factors.items()}
     for name in ("in_node", "between_nodes"):
@@ -125,7 +129,7 @@ def test_better_hardware_is_never_slower(sharded, factors, efficiency):
         }
         better[name] = link.model_copy(update=rates)
     faster = Device(cluster.model_copy(update=better), efficiency)
-    assert sharded.on(faster).seconds <= before * (1 + 1e-9)
+    assert sharded.on(faster).seconds <= baseline * (1 + 1e-9)
 
 
 @given(
@@ -135,12 +139,13 @@ def test_better_hardware_is_never_slower(sharded, factors, efficiency):
     of_rank=st.integers(1, 4),
 )
 def test_batches_of_equal_examples_make_all_balance_modes_equal(sharded, chosen, of_rank):
-    """Each with one item of a phase, like any that there is, and equally many on every rank."""
+    """Each example has one item per phase, equal in all examples, and each rank has as many
+    examples."""
     examples = np.arange(8 * of_rank)
     phases = {}
     for name, items in sharded.lengths.items.phases.items():
-        one = items.at(np.full(len(examples), chosen[name] % len(items.length)))
-        phases[name] = replace(one, example=examples.astype(np.int32))
+        chosen_items = items.at(np.full(len(examples), chosen[name] % len(items.length)))
+        phases[name] = replace(chosen_items, example=examples.astype(np.int32))
     items = BatchItems(examples, int(phases["language"].length.sum()), phases)
     spec = sharded.programs.spec
     roomy = {
@@ -162,12 +167,12 @@ def test_a_step_without_balancing_takes_longer(sharded):
 
 def test_an_exchange_takes_what_its_hops_send(sharded):
     owner = "vision"
-    (one,) = sharded.plan.routes[owner].rounds
-    rounds = (replace(one, first_leg=1, second_leg=1),)
+    (round_,) = sharded.plan.routes[owner].rounds
+    rounds = (replace(round_, first_leg=1, second_leg=1),)
     routes = sharded.plan.routes | {owner: replace(sharded.plan.routes[owner], rounds=rounds)}
     statistics = sharded.plan.statistics | {f"route/{owner}/slots_moved": 8000}
     step = sharded.on(DEVICE, replace(sharded.plan, routes=routes, statistics=statistics))
-    # Tokens of 64 numbers in float32, 1,000 of each rank; two hops there and two back
+    # Each of 8 ranks sends 1,000 tokens of 64 float32 numbers, in two hops forward and two backward
     link = DEVICE.cluster.in_node
     sent = 1000 * 64 * 4 / link.bytes_per_second
     assert step.parts["exchange"] == pytest.approx(2 * sent + 4 * link.hop_seconds)
@@ -182,7 +187,8 @@ def test_experts_wait_for_the_tokens_of_all_that_share_them(sharded):
     assert step.low * (1 - 1e-9) <= step.seconds <= step.high * (1 + 1e-9)
     assert 0 < step.mfu < step.hfu < 1
     waited = step.parts["language/inside"] - sharded.on(DEVICE).parts["language/inside"]
-    # Of two layers: tokens of a row of 4,096 on each of 4 devices, gathered thrice and scattered twice, and weights
+    # A layer gathers the 4,096 tokens of a row from 4 devices three times and scatters them twice;
+    # the routing weights, two per token, are sent three times
     rows = mixed.plan.phases["language"].microbatches
     link = DEVICE.cluster.in_node
     tokens, weights = (4 * 4096 * numbers * 4 * 3 / 4 for numbers in (64, 2))
@@ -212,14 +218,14 @@ def with_frozen(*frozen):
     efficiency=st.floats(0.2, 1),
 )
 def test_freezing_never_costs_time_or_bytes(frozen, cluster, efficiency):
-    """One component more, whatever else is frozen and whatever it runs on."""
-    *others, _ = ordered = sorted(frozen)
-    less = with_frozen(*ordered)
-    more = with_frozen(*others)
+    """Freezing one more component, whatever else is frozen and on any cluster."""
+    *fewer, _ = ordered = sorted(frozen)
+    more_frozen = with_frozen(*ordered)
+    less_frozen = with_frozen(*fewer)
     device = Device(cluster, efficiency)
-    assert less.on(device).seconds <= more.on(device).seconds * (1 + 1e-9)
-    assert programs_peak(less.programs).bytes <= programs_peak(more.programs).bytes
-    assert resident(less.programs).total <= resident(more.programs).total
+    assert more_frozen.on(device).seconds <= less_frozen.on(device).seconds * (1 + 1e-9)
+    assert programs_peak(more_frozen.programs).bytes <= programs_peak(less_frozen.programs).bytes
+    assert resident(more_frozen.programs).total <= resident(less_frozen.programs).total
 
 
 @pytest.mark.slow

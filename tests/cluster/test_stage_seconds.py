@@ -1,4 +1,4 @@
-"""Steps in pipeline stages: against the cost of their schedule, and what must hold of their parts."""
+"""Steps in pipeline stages: against the cost of their schedule, and properties of their parts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_ticks_take_what_the_schedule_costs(staged):
 
 
 def test_ticks_take_what_the_config_says_besides():
-    """A config that `jaxmllm calibrate` has told what a tick takes."""
+    """With `pipeline.flops_per_tick`, which `jaxmllm calibrate` measures."""
     slow = Staged({"flops_per_tick": 3e8}, mesh={"data": 4})
     check_ticks(slow)
     ticks = slow.plan.statistics["pipeline/ticks"]
@@ -69,8 +69,8 @@ def test_ticks_take_what_the_cluster_says_where_the_config_does_not(staged):
     ticks = staged.plan.statistics["pipeline/ticks"]
     assert staged.on(slow).parts["ticks"] == pytest.approx(2e-3 * ticks)
     assert staged.on(slow).seconds > staged.on(DEVICE).seconds
-    told = Staged({"flops_per_tick": 3e8}, mesh={"data": 4})
-    assert told.on(slow).parts["ticks"] == told.on(DEVICE).parts["ticks"]
+    configured = Staged({"flops_per_tick": 3e8}, mesh={"data": 4})
+    assert configured.on(slow).parts["ticks"] == configured.on(DEVICE).parts["ticks"]
 
 
 def test_rows_of_several_classes_take_what_the_schedule_costs():
@@ -81,7 +81,10 @@ def test_rows_of_several_classes_take_what_the_schedule_costs():
 
 
 def check_ticks(staged):
-    """At rates without loss and links that take no time, ticks are the schedule's FLOPs over the peak."""
+    """Assert that ticks take the schedule's FLOPs over the peak.
+
+    Rates have no loss here, and links and memory take no time.
+    """
     cluster = DEVICE.cluster
     link = cluster.in_node.model_copy(
         update={"bytes_per_second": 1e30, "reduced_per_second": 1e30, "hop_seconds": 0}
@@ -98,7 +101,7 @@ def check_ticks(staged):
 
 
 def test_experts_in_stages_are_waited_for():
-    """Of the layers of both stages, tokens that go to experts and back."""
+    """In layers of both stages, tokens go to their experts and back."""
     mixed = Staged(mesh={"fsdp": 4, "data": 1}, experts={"count": 8, "per_token": 2})
     step = mixed.on(DEVICE)
     assert step.low * (1 - 1e-9) <= step.seconds <= step.high * (1 + 1e-9)
@@ -112,24 +115,28 @@ def test_stages_that_share_cores_leave_them_to_each_other(staged):
 
 
 def test_gradients_are_sent_as_programs_of_phases_send_them():
-    """In bfloat16, of a decoder of which an adapter is trained, and of a tower."""
+    """In bfloat16, for a decoder with a trained adapter, and for towers."""
     staged, phased = (_bfloat16(stages) for stages in (2, 1))
     network = Network(staged.mesh, DEVICE)
     checked = 0
-    for number, chain in enumerate(staged.sizes.training.tables.ring.chains):
+    for chain_index, chain in enumerate(staged.sizes.training.tables.ring.chains):
         phase = chain.name
-        operations = _Operations(staged, number, DEVICE, network)
+        operations = _Operations(staged, chain_index, DEVICE, network)
         sent = sum(
             send.array_bytes * send.times * leaf.stacked
-            for component, held in operations.leaves.items()
-            for leaf in held
+            for component, parameters in operations.leaves.items()
+            for leaf in parameters
             for send in [operations._send(component, leaf, WEIGHT)]
             if send.devices > 1 and "embedding" not in leaf.path
         )
         backward = phased.functions_of(phase).backward
         name = ProgramName(backward, phase, CAPACITIES[phase][0])
         sends = program_sends(phased, name)
-        expected = sum(one.array_bytes * one.times for one in sends if one.operation == SCATTER)
+        expected = sum(
+            program_send.array_bytes * program_send.times
+            for program_send in sends
+            if program_send.operation == SCATTER
+        )
         assert sent == pytest.approx(expected) and sent > 0
         traffic = operations._traffic(operations.classes[0])
         assert (traffic[WEIGHT] > traffic[FORWARD]) == (phase != "language")
@@ -138,7 +145,8 @@ def test_gradients_are_sent_as_programs_of_phases_send_them():
 
 
 def _bfloat16(stages):
-    phases = {phase: {"capacities": of, "spans": [1]} for phase, of in CAPACITIES.items()}
+    """Programs in bfloat16 of a frozen decoder with an adapter, on four devices per stage."""
+    phases = {phase: {"capacities": slots, "spans": [1]} for phase, slots in CAPACITIES.items()}
     sections = {"mesh": {"data": 1, "fsdp": 4}, "pipeline": {"stages": stages}}
     tree = config_tree(omni_config("tiny", phases=phases, data={"batch_size": 16}, **sections))
     tree["model"]["adapters"] = {"language": {"rank": 4, "alpha": 4.0}}
@@ -153,5 +161,5 @@ def _bfloat16(stages):
 def test_layers_that_are_split_are_gathered_or_waited_for(mesh, staged):
     parts = Staged(mesh=mesh).on(DEVICE).parts
     assert parts["language/weights"] > 0 if "fsdp" in mesh else parts["language/inside"] > 0
-    before = staged.on(DEVICE).parts
-    assert before["language/inside"] == before["language/weights"] == 0
+    unsplit_parts = staged.on(DEVICE).parts
+    assert unsplit_parts["language/inside"] == unsplit_parts["language/weights"] == 0

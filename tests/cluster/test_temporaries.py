@@ -1,4 +1,7 @@
-"""Temporary bytes by moments, beside what XLA said of programs that it compiled for H100s (jax 0.10.2)."""
+"""Temporary bytes of programs by moment.
+
+The reference is what XLA reported for the same programs compiled for H100s (jax 0.10.2).
+"""
 
 from __future__ import annotations
 
@@ -91,8 +94,8 @@ def test_freezing_takes_less_and_longer_rows_more():
     for phase, program in (("language", LOSS), ("vision", GRAD)):
         frozen = model_of("7B", FSDP, frozen=(phase,))
         sizes = [
-            program_temporaries(of, ProgramName(program, phase, capacity)).total
-            for of, capacity in ((frozen, 16384), (model, 16384), (model, 24576))
+            program_temporaries(variant, ProgramName(program, phase, capacity)).total
+            for variant, capacity in ((frozen, 16384), (model, 16384), (model, 24576))
         ]
         assert 0 < sizes[0] < sizes[1] < sizes[2]
 
@@ -101,17 +104,18 @@ def test_other_rows_of_a_program_take_what_that_program_does():
     model = model_of("7B", FSDP)
     for phase, program in (("language", LOSS), ("vision", GRAD), ("vision", "encode")):
         short, long = (ProgramName(program, phase, capacity) for capacity in (2048, 24576))
-        other = PhaseProgram(model, short)
-        assert other.temporaries() == program_temporaries(model, short)
-        assert other.with_rows(24576).temporaries() == program_temporaries(model, long)
+        program_of_rows = PhaseProgram(model, short)
+        assert program_of_rows.temporaries() == program_temporaries(model, short)
+        assert program_of_rows.with_rows(24576).temporaries() == program_temporaries(model, long)
 
 
 def test_a_moment_is_named():
-    short, long = (
+    """A short row peaks in the head, a long one in the backward pass of a layer."""
+    short_row, long_row = (
         program_temporaries(model_of("7B", FSDP), ProgramName(LOSS, "language", capacity))
         for capacity in (2048, 24576)
     )
-    assert (short.moment, long.moment) == ("head", "layer backward")
+    assert (short_row.moment, long_row.moment) == ("head", "layer backward")
     assert program_temporaries(model_of("7B", FSDP), ProgramName("update")).total == 0
 
 

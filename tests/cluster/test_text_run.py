@@ -1,4 +1,4 @@
-"""A step in closed form: against counts by hand, and properties that hold whatever the constants."""
+"""A text model's step in closed form: against counts by hand, and what holds for any constants."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ AXES = st.sampled_from([1, 2, 4])
 
 @st.composite
 def runs(draw):
+    """Runs on any mesh of axes up to 4, with all that a run may choose."""
     axes = {name: draw(AXES) for name in ("data", "fsdp", "context", "tensor", "stages")}
     devices = 1
     for size in axes.values():
@@ -65,7 +66,7 @@ def test_one_device_computes_the_flops_of_the_model_and_sends_nothing():
     layer = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
     products = 6 * tokens * (32 * layer + 4096 * 128256)
     assert step.products == pytest.approx(products / 989.5e12)
-    # Forward once and, without stored scores, two and a half times backward
+    # Scores are not stored, so backward takes two and a half times as much as forward
     assert step.attention == pytest.approx(3.5 * 2 * 4096 * 8192 * tokens * 32 / 989.5e12)
     sent = (step.tensor, step.context, step.weights, step.bubble, step.replicas, step.straggling)
     assert sent == pytest.approx((0,) * 6, abs=1e-12)
@@ -113,7 +114,7 @@ def test_pipelines_wait_less_with_more_microbatches_and_chunks():
         return step.bubble / step.seconds
 
     assert idle(batch=4) > idle(batch=16) > idle(batch=16, interleave=4) > 0
-    # Three of four stages wait for the first microbatch's way through
+    # With four microbatches on four stages, 3 of 7 ticks of a stage are idle
     assert idle(batch=4) == pytest.approx(3 / 7, abs=0.03)
 
 
