@@ -139,8 +139,7 @@ def test_better_hardware_is_never_slower(sharded, factors, efficiency):
     of_rank=st.integers(1, 4),
 )
 def test_batches_of_equal_examples_make_all_balance_modes_equal(sharded, chosen, of_rank):
-    """Each example has one item per phase, equal in all examples, and each rank has as many
-    examples."""
+    """All examples are equal, with one item per phase, and each rank has as many."""
     examples = np.arange(8 * of_rank)
     phases = {}
     for name, items in sharded.lengths.items.phases.items():

@@ -25,6 +25,8 @@ optimizer: {{learning_rate: 1e-3}}
 
 @pytest.fixture(scope="session")
 def balance_config(tmp_path_factory):
+    """The file of a small config with sample data, whose encoder also splits its rows over
+    tensor."""
     data = tmp_path_factory.mktemp("sample")
     make_sample(data, seed=1, train=64, test=4)
     path = data / "config.yaml"
@@ -34,6 +36,7 @@ def balance_config(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def compared():
+    """A generated batch of 8 examples on each of 4 ranks, without and with balancing."""
     return balance_comparison.compare_generated(4, 8, seed=1, before="none")
 
 

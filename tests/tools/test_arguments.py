@@ -1,4 +1,4 @@
-"""What commands refuse before they begin."""
+"""Types of command-line arguments: what they accept, and what they refuse before work begins."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""What is compared: generated lengths take the model, layouts and rows of a config."""
+"""Comparisons on generated lengths take the model, layouts and rows from a config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of the report, where batches are not like most."""
+"""The picture of the balance report with an empty phase, with shared rows, and with many ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_phase_without_items_is_left_out_of_the_picture(balance):
 
 
 def test_a_shared_row_is_one_wide_column(balance):
-    """64 ranks hold a row each, then four of them one together."""
+    """64 ranks hold a row each in one microbatch, and groups of four share rows in the other."""
     ranks = 64
     rows = np.full((2, ranks), 500.0)
     view = dataclasses.replace(
@@ -39,11 +39,11 @@ def test_a_shared_row_is_one_wide_column(balance):
         capacity=np.array([1000, 1000]),
         span=np.array([1, 4]),
     )
-    of_mode = {"language": view}
-    figure = drawing.draw({"tokens": of_mode, "phases": of_mode}, "shared")
-    of_rows = [axes for axes in figure.axes if any("1 shared" in t.get_text() for t in axes.texts)]
-    assert len(of_rows) == 2
-    for axes in of_rows:
+    phases = {"language": view}
+    figure = drawing.draw({"tokens": phases, "phases": phases}, "shared")
+    row_axes = [axes for axes in figure.axes if any("1 shared" in t.get_text() for t in axes.texts)]
+    assert len(row_axes) == 2
+    for axes in row_axes:
         wide = [bar for bar in axes.patches if isinstance(bar, Rectangle)]
         assert len(wide) == 2 * ranks / 4, "data and padding of each shared row"
         assert all(3 < bar.get_width() < 4 for bar in wide)

@@ -1,4 +1,4 @@
-"""The figures of the report are those of the plans that it draws."""
+"""Figures of the balance report, against statistics of the plans that it draws."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_the_table_has_the_statistics_of_the_plans(compared, balance):
         spec.mode: plan_step(compared.items, spec).statistics
         for spec in (compared.before, compared.after)
     }
-    by_mode = {
+    phase_plans = {
         spec.mode: plan_step(compared.items, spec).phases
         for spec in (compared.before, compared.after)
     }
@@ -27,43 +27,51 @@ def test_the_table_has_the_statistics_of_the_plans(compared, balance):
     for phase, mode, over, gap, ratio, synchronised, rows, real, idle, spans, gathered in table[
         :-2
     ]:
-        said = {name.removeprefix(f"{phase}/"): value for name, value in plans[mode].items()}
-        assert float(over) == pytest.approx(said["over_ideal"], abs=6e-4)
-        assert float(ratio) == pytest.approx(said["max_over_mean"], abs=6e-4)
-        assert float(gap) == pytest.approx(said["gap_to_floor"], abs=6e-4)
-        assert float(synchronised) == pytest.approx(said["synchronised"], abs=6e-4)
-        assert int(rows) == said["microbatches"]
-        counts = Counter(by_mode[mode][phase].span.tolist())
+        statistics_of_phase = {
+            name.removeprefix(f"{phase}/"): value for name, value in plans[mode].items()
+        }
+        # Tolerances are half of the last digit that the table shows, and a little more
+        assert float(over) == pytest.approx(statistics_of_phase["over_ideal"], abs=6e-4)
+        assert float(ratio) == pytest.approx(statistics_of_phase["max_over_mean"], abs=6e-4)
+        assert float(gap) == pytest.approx(statistics_of_phase["gap_to_floor"], abs=6e-4)
+        assert float(synchronised) == pytest.approx(statistics_of_phase["synchronised"], abs=6e-4)
+        assert int(rows) == statistics_of_phase["microbatches"]
+        counts = Counter(phase_plans[mode][phase].span.tolist())
         assert spans == ", ".join(f"{counts[span]} of {span}" for span in (4, 2, 1) if counts[span])
         slot_bytes = compared.key_value_bytes[phase]
-        assert float(gathered) == pytest.approx(said["gathered_slots"] * slot_bytes / 1e6, abs=0.06)
+        assert float(gathered) == pytest.approx(
+            statistics_of_phase["gathered_slots"] * slot_bytes / 1e6, abs=0.06
+        )
         assert float(real.removesuffix(" %")) == pytest.approx(
-            100 * said["real_token_fraction"], abs=0.06
+            100 * statistics_of_phase["real_token_fraction"], abs=0.06
         )
         assert float(idle.removesuffix(" %")) == pytest.approx(
-            100 * (1 - 1 / said["synchronised"]), abs=0.06
+            100 * (1 - 1 / statistics_of_phase["synchronised"]), abs=0.06
         )
     for row, statistics in zip(table[-2:], plans.values(), strict=True):
         assert float(row[2]) == pytest.approx(statistics["step/over_ideal"], abs=6e-4)
-        of_phases = [float(cells[-1]) for cells in table[:-2] if cells[1] == row[1]]
-        assert float(row[-1]) == pytest.approx(sum(of_phases), abs=0.2)
+        gathered_megabytes = [float(cells[-1]) for cells in table[:-2] if cells[1] == row[1]]
+        assert float(row[-1]) == pytest.approx(sum(gathered_megabytes), abs=0.2)
 
 
 def test_the_exchange_is_told_by_mode(compared, balance):
-    """Four ranks are one node: no token changes node, and what stays with its example changes no rank."""
-    shown = figures.route_table(balance.routes)
+    """All four ranks are in one node, so no token changes node.
+
+    Without balancing, items stay with their example and change no rank.
+    """
+    table = figures.route_table(balance.routes)
     tokens = sum(int(compared.items.phases[phase].tokens.sum()) for phase in ("vision", "audio"))
-    assert [row[0] for row in shown] == ["none", "phases"]
+    assert [row[0] for row in table] == ["none", "phases"]
     assert all(
         float(row[1]) == pytest.approx(tokens * compared.token_bytes / 1e6, abs=0.06)
-        for row in shown
+        for row in table
     )
     moved = plan_step(compared.items, compared.after).statistics["route/vision/moved_tokens"]
-    assert shown[0][2] == "-" and float(shown[1][2].removesuffix(" %")) == pytest.approx(
+    assert table[0][2] == "-" and float(table[1][2].removesuffix(" %")) == pytest.approx(
         100 * moved / tokens, abs=0.06
     )
-    assert [row[3:5] for row in shown] == [["-", "-"]] * 2
-    assert float(shown[1][5]) >= 1
+    assert [row[3:5] for row in table] == [["-", "-"]] * 2
+    assert float(table[1][5]) >= 1
 
 
 def test_what_is_drawn_adds_up_to_the_batch(compared, balance):

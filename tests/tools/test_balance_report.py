@@ -1,4 +1,4 @@
-"""The report: both files, and what its command accepts."""
+"""The balance report: the files that it writes, and what its command accepts."""
 
 from __future__ import annotations
 
@@ -63,9 +63,13 @@ def test_commands_that_make_no_sense_are_refused(command, capsys):
 
 
 def test_batches_that_are_too_large_are_told_before_they_are_made(balance_config, capsys):
-    """Of the ranks and examples that are used, whoever names them."""
-    of_config = ["--config", str(balance_config), "--per-rank", "1048576"]
-    for command in (["--generated", "--ranks", "1048576"], of_config, [*of_config, "--generated"]):
+    """Whether the command or the config names the ranks and examples."""
+    config_words = ["--config", str(balance_config), "--per-rank", "1048576"]
+    for command in (
+        ["--generated", "--ranks", "1048576"],
+        config_words,
+        [*config_words, "--generated"],
+    ):
         assert report.main(command) == 1
         assert "a batch has at most 1048576; lower one of them" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Calibration: the fit against known coefficients, the file against damage, and what it may change in a run."""
+"""Calibration: its fit to known coefficients, checks of its file, and its effect on a run."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ ROWS = [fill for capacity in (4096, 512) for fill in fills(RowClass(capacity), 8
 
 
 def close(found: Coefficients, tolerance: float) -> bool:
+    """Whether all coefficients are those of `KNOWN`, up to a relative tolerance."""
     names = ("row", "slot", "linear", "quadratic")
     return all(
         getattr(found, name) == pytest.approx(getattr(KNOWN, name), rel=tolerance) for name in names
@@ -63,57 +64,69 @@ def test_rows_are_filled_in_every_way():
 
 
 def test_rows_of_several_ranks_are_filled_as_wholes():
-    alone = fills(RowClass(4096), 8, 64)
+    single = fills(RowClass(4096), 8, 64)
     shared = fills(RowClass(1024, 4), 8, 64)
-    assert [fill.length for fill in shared] == [fill.length for fill in alone]
-    for whole, part in zip(alone, shared, strict=True):
-        assert (part.capacity, part.span) == (1024, 4)
-        assert part.used(FLOPS) == tuple(amount / 4 for amount in whole.used(FLOPS))
+    assert [fill.length for fill in shared] == [fill.length for fill in single]
+    for single_fill, shared_fill in zip(single, shared, strict=True):
+        assert (shared_fill.capacity, shared_fill.span) == (1024, 4)
+        assert shared_fill.used(FLOPS) == tuple(flops / 4 for flops in single_fill.used(FLOPS))
 
 
 def test_the_fit_recovers_known_coefficients():
-    found = fit({fill: KNOWN.seconds(fill, FLOPS) for fill in ROWS}, FLOPS)
-    assert close(found, 1e-4) and found.residual < 1e-5
+    coefficients = fit({fill: KNOWN.seconds(fill, FLOPS) for fill in ROWS}, FLOPS)
+    assert close(coefficients, 1e-4) and coefficients.residual < 1e-5
 
 
 def test_the_fit_bears_noise():
     noise = np.random.default_rng(0).normal(1, 0.02, len(ROWS))
-    found = fit(
+    coefficients = fit(
         {
             fill: KNOWN.seconds(fill, FLOPS) * factor
             for fill, factor in zip(ROWS, noise, strict=True)
         },
         FLOPS,
     )
-    assert close(found, 0.15) and 0.01 < found.residual < 0.03
+    assert close(coefficients, 0.15) and 0.01 < coefficients.residual < 0.03
 
 
 def test_with_one_capacity_the_row_is_told_by_its_slots():
-    found = fit({fill: KNOWN.seconds(fill, FLOPS) for fill in ROWS if fill.capacity == 512}, FLOPS)
-    assert found.row == 0 and found.slot * 512 == pytest.approx(
+    coefficients = fit(
+        {fill: KNOWN.seconds(fill, FLOPS) for fill in ROWS if fill.capacity == 512}, FLOPS
+    )
+    # Rows of one size cannot separate the cost per row from the cost per slot: the slots take both
+    assert coefficients.row == 0 and coefficients.slot * 512 == pytest.approx(
         KNOWN.row + KNOWN.slot * 512, rel=1e-4
     )
-    assert found.linear == pytest.approx(KNOWN.linear, rel=1e-4)
+    assert coefficients.linear == pytest.approx(KNOWN.linear, rel=1e-4)
 
 
 def test_no_coefficient_is_negative():
-    """Rows that get faster the more they hold: noise, which must not make items a gain."""
-    found = fit(
+    """Rows that get faster the more they hold are noise, and must not make items a gain."""
+    coefficients = fit(
         {fill: 1e-3 * (2 - fill.items * fill.length / fill.capacity) for fill in ROWS}, FLOPS
     )
-    assert found.linear == found.quadratic == 0 and found.row > 0 and found.residual > 0.1
+    assert (
+        coefficients.linear == coefficients.quadratic == 0
+        and coefficients.row > 0
+        and coefficients.residual > 0.1
+    )
 
 
 def test_the_planner_gets_whole_femtoseconds():
-    given = Coefficients(row=1.5e-3, slot=2.5e-9, linear=1.1e-9, quadratic=1.7e-14, residual=0)
-    assert given.time(FLOPS) == PhaseTime(ItemCost(3_600_000, 17), row=1_500_000_000_000)
+    coefficients = Coefficients(
+        row=1.5e-3, slot=2.5e-9, linear=1.1e-9, quadratic=1.7e-14, residual=0
+    )
+    assert coefficients.time(FLOPS) == PhaseTime(ItemCost(3_600_000, 17), row=1_500_000_000_000)
 
 
 # ---------------------------------------------------------------------------- the file
 
 
 def content(**changes) -> dict:
-    """A calibration of the tiny model; `changes` by dotted key ("." written "__"), None removes."""
+    """A calibration of the tiny model, with changes by key.
+
+    Levels of a key are separated by "__", and None removes the key.
+    """
     coefficients = {"row": 1e-3, "slot": 1e-9, "linear": 1e-9, "quadratic": 1e-9, "residual": 0.01}
     phase = {
         "dtype": "float32",
@@ -122,21 +135,21 @@ def content(**changes) -> dict:
         "forward": coefficients,
         "training": coefficients,
     }
-    tree = {
+    calibration = {
         **dict.fromkeys(("package", "jax", "jaxlib", "platform", "device", "date"), "some"),
         "mesh": {"data": 2},
         "phases": {name: json.loads(json.dumps(phase)) for name in ("vision", "audio", "language")},
     }
     for key, value in changes.items():
-        *parents, last = key.split("__")
-        node = tree
+        *parents, leaf = key.split("__")
+        section = calibration
         for name in parents:
-            node = node[name]
+            section = section[name]
         if value is None:
-            del node[last]
+            del section[leaf]
         else:
-            node[last] = value
-    return tree
+            section[leaf] = value
+    return calibration
 
 
 def written(path, **changes):
@@ -183,20 +196,20 @@ def test_the_file_must_know_only_the_phases_of_the_model(tmp_path):
 
 def test_another_device_or_model_is_said(tmp_path):
     measured = load_calibration(written(tmp_path / "file.json"), ("language",))
-    same = {"language": ItemCost(1, 1)}
-    other = {"language": ItemCost(1, 2)}
-    assert measured.differences("some", same) == measured.differences(None, same) == []
+    same_flops = {"language": ItemCost(1, 1)}
+    other_flops = {"language": ItemCost(1, 2)}
+    assert measured.differences("some", same_flops) == measured.differences(None, same_flops) == []
     assert (
-        "'some'" in measured.differences("TPU", same)[0]
-        and "'TPU'" in measured.differences("TPU", same)[0]
+        "'some'" in measured.differences("TPU", same_flops)[0]
+        and "'TPU'" in measured.differences("TPU", same_flops)[0]
     )
-    assert "language" in measured.differences("some", other)[0]
-    (dtype,) = measured.differences("some", same, {"language": "bfloat16"})
+    assert "language" in measured.differences("some", other_flops)[0]
+    (dtype,) = measured.differences("some", same_flops, {"language": "bfloat16"})
     assert dtype == "was measured in float32, but phase language computes in bfloat16"
-    (mesh,) = measured.differences("some", same, mesh=measured.mesh | {"tensor": 4})
+    (mesh,) = measured.differences("some", same_flops, mesh=measured.mesh | {"tensor": 4})
     assert mesh == "was measured with rows split by nothing, but this run's are by {'tensor': 4}"
     more_rows = measured.mesh | {"data": 64, "stage": 2}
-    assert not measured.differences("some", same, {"language": "float32"}, more_rows)
+    assert not measured.differences("some", same_flops, {"language": "float32"}, more_rows)
 
 
 # ---------------------------------------------------------------------------- in a run
@@ -210,7 +223,7 @@ def data(tmp_path_factory):
 
 
 def silent(data, **changes) -> dict:
-    """tiny_config without sounds, which is sooner compiled."""
+    """`tiny_config` without audio, which compiles sooner."""
     tree = tiny_config(data, data__max_rejected=1.0, **changes)
     del tree["model"]["audio"], tree["phases"]["audio"]
     return tree
@@ -218,7 +231,7 @@ def silent(data, **changes) -> dict:
 
 @pytest.fixture(scope="module")
 def command(data, tmp_path_factory):
-    """A config file, and the calibration that the command made of it."""
+    """A config file, and the calibration that `jaxmllm calibrate` made from it."""
     folder = tmp_path_factory.mktemp("calibration")
     tree = silent(
         data,
@@ -229,7 +242,7 @@ def command(data, tmp_path_factory):
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     out = folder / "made" / "calibration.json"
     arguments = ["--config", str(folder / "config.yaml"), "--out", str(out), "--repeats", "1"]
-    # What it replaces is not read
+    # A calibration that the command replaces is not read, so it may be absent
     assert calibrate.main([*arguments, "balance.calibration=absent.json"]) == 0
     return folder / "config.yaml", out
 
@@ -253,6 +266,7 @@ def test_the_command_measures_every_phase(command):
 
 @pytest.mark.slow
 def test_a_calibration_changes_costs_and_leaves_flops_alone(command, caplog):
+    """FLOPs remain what MFU counts, whatever the planner balances by."""
     path, calibration = command
     inputs = None
     specs = []
@@ -261,7 +275,7 @@ def test_a_calibration_changes_costs_and_leaves_flops_alone(command, caplog):
         inputs = prepare(config, make_mesh(config.mesh.model_dump(), spans=mesh_spans(config)))
         with caplog.at_level(logging.WARNING):
             specs.append(plan_spec(config, inputs))
-    assert not caplog.records  # same device, same model
+    assert not caplog.records  # the device and the model are those of the calibration
     plain, calibrated = specs
     items = inputs.corpus.gather(np.arange(16))
     statistics = [plan_step(items, spec).statistics for spec in specs]
@@ -284,15 +298,16 @@ def test_models_that_draw_are_measured_and_balanced_by_it(tmp_path):
     assert calibrate.main(["--config", str(config), "--out", str(out), "--repeats", "1"]) == 0
     measured = load_calibration(out, ("vision", "language", "diffusion")).phases
     for phase in measured.values():
-        half = Fill(phase.capacities[0], 1, phase.capacities[0] // 2)
+        half_row = Fill(phase.capacities[0], 1, phase.capacities[0] // 2)
         forward, training = (
-            fitted.seconds(half, phase.flops) for fitted in (phase.forward, phase.training)
+            coefficients.seconds(half_row, phase.flops)
+            for coefficients in (phase.forward, phase.training)
         )
         assert 0 < forward < training < 10
     calibrated = parse_config(tree | {"balance": {"calibration": str(out)}})
     inputs = prepare(calibrated, make_mesh(calibrated.mesh.model_dump()))
-    chosen = plan_spec(calibrated, inputs).phases
-    assert {name: phase.cost for name, phase in chosen.items()} == {
+    specs = plan_spec(calibrated, inputs).phases
+    assert {name: phase.cost for name, phase in specs.items()} == {
         name: phase.time.item for name, phase in measured.items()
     }
 
@@ -300,21 +315,21 @@ def test_models_that_draw_are_measured_and_balanced_by_it(tmp_path):
 @pytest.mark.slow
 def test_a_poor_fit_is_said(command, capsys):
     measured = load_calibration(command[1], ("vision", "language"))
-    for residual, said in ((0.01, False), (0.5, True)):
+    for residual, warned in ((0.01, False), (0.5, True)):
         phase = measured.phases["vision"]
         phase = phase.model_copy(
             update={"training": phase.training.model_copy(update={"residual": residual})}
         )
         calibrate.show(measured.model_copy(update={"phases": {"vision": phase}}), "title")
-        assert ("fit of vision is poor" in capsys.readouterr().out) == said
+        assert ("fit of vision is poor" in capsys.readouterr().out) == warned
 
 
 @pytest.mark.slow
 def test_another_device_warns_where_there_is_one(command, tmp_path, caplog):
-    tree = json.loads(command[1].read_text())
-    other = tmp_path / "other.json"
-    other.write_text(json.dumps(tree | {"device": "TPU v9"}))
-    config = load_config(command[0], [f"balance.calibration={other}"])
+    calibration = json.loads(command[1].read_text())
+    foreign = tmp_path / "other.json"
+    foreign.write_text(json.dumps(calibration | {"device": "TPU v9"}))
+    config = load_config(command[0], [f"balance.calibration={foreign}"])
     for mesh, warnings in (
         (make_mesh({"data": 8, "fsdp": 1, "tensor": 1}, spans=(2,)), 1),
         (abstract_mesh({"data": 8}, 8, spans=(2,)), 0),
@@ -337,21 +352,23 @@ def test_user_errors_are_told_in_one_line(command, capsys):
 
 @pytest.mark.slow
 def test_loss_and_gradients_do_not_notice(data, tmp_path):
-    """The same programs on plans by FLOPs and by a calibration for which only attention counts."""
+    """Run the same programs on plans by FLOPs and by a calibration that counts attention alone."""
     setup = assemble(silent(data, mesh={"data": 2}), 2)
-    only = dict.fromkeys(Coefficients.model_fields, 0.0) | {"quadratic": 1e-9}
+    quadratic_alone = dict.fromkeys(Coefficients.model_fields, 0.0) | {"quadratic": 1e-9}
     path = written(
-        tmp_path / "file.json", **{f"phases__{name}__training": only for name in setup.spec.phases}
+        tmp_path / "file.json",
+        **{f"phases__{name}__training": quadratic_alone for name in setup.spec.phases},
     )
     config = parse_config(silent(data, mesh={"data": 2}, balance={"calibration": str(path)}))
     inputs = prepare(config, make_mesh(config.mesh.model_dump(), jax.devices()[:2]))
-    chosen = plan_spec(config, inputs).phases
-    compiled = {
+    calibrated_phases = plan_spec(config, inputs).phases
+    compiled_sizes = {
         name: (phase.classes, phase.max_segments) for name, phase in setup.spec.phases.items()
     }
+    # Keep the compiled sizes, so that both plans run on the same programs
     phases = {
-        name: replace(phase, classes=compiled[name][0], max_segments=compiled[name][1])
-        for name, phase in chosen.items()
+        name: replace(phase, classes=compiled_sizes[name][0], max_segments=compiled_sizes[name][1])
+        for name, phase in calibrated_phases.items()
     }
     by_flops = setup.step(range(16))
     by_time = setup.step(range(16), phases=phases)

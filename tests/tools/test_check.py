@@ -1,4 +1,4 @@
-"""What `check` prints and refuses, and what it says of programs whose collectives follow from the parameters."""
+"""What `jaxmllm check` prints and refuses, and collectives that follow from the parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config_file(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def same_environment(monkeypatch):
-    """`main` hides GPUs from its process and takes no cache, which later tests may want."""
+    """Undo what `main` sets for its process: hidden GPUs and no compilation cache."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     cached = jax.config.jax_enable_compilation_cache
     yield
@@ -36,6 +36,7 @@ def same_environment(monkeypatch):
 
 
 def check(config_file, *arguments, chip="cpu", devices=8):
+    """Run the command on the config, and return its exit code."""
     counted = [] if devices is None else ["--devices", str(devices)]
     return main(["--config", str(config_file), "--chip", chip, *counted, *arguments])
 
@@ -48,15 +49,16 @@ def test_tables_and_records_of_two_programs(config_file, capsys):
     assert "memory of one device" in out and "collectives of one device" in out
     record = json.loads(path.read_text())
     assert record["chip"] == "cpu" and record["devices"] == 8
-    kept = {row["program"]: row for row in record["rows"] if "memory" in row}
-    assert kept.keys() == {"totals", "hop vision"}
-    for row in kept.values():
+    memory_rows = {row["program"]: row for row in record["rows"] if "memory" in row}
+    assert memory_rows.keys() == {"totals", "hop vision"}
+    for row in memory_rows.values():
         memory = row["memory"]
-        parts = ("arguments", "outputs", "temporaries", "code")
-        assert memory["needed"] == sum(memory[part] for part in parts) - memory["aliased"]
+        keys = ("arguments", "outputs", "temporaries", "code")
+        assert memory["needed"] == sum(memory[key] for key in keys) - memory["aliased"]
         assert row["fallbacks"] == []
     (summed,) = (row for row in record["rows"] if row.get("operation") == "all-reduce")
-    # Four sums in float32 for each of the sample's four sources
+    # Four float32 sums for each of the four sources of the sample; a ring of 8 devices sends 2 * 7
+    # / 8 of them
     assert (summed["axes"], summed["dtype"], summed["trips"]) == (["data", "fsdp"], "f32", 1)
     assert summed["bytes"] * summed["count"] == summed["total_bytes"] == 4 * 4 * 4
     assert summed["sent_bytes"] == pytest.approx(2 * 7 / 8 * 64)
@@ -93,6 +95,7 @@ def test_mistakes_are_one_line(config_file, capsys, arguments, chip, devices, co
 
 
 def test_programs_that_do_not_compile_and_fallbacks_are_named(config_file, capsys, monkeypatch):
+    """The compiler is a stand-in that fails for one program and falls back in the other."""
     path = config_file.with_name("failed.json")
     check_job = ahead.check_job
 

@@ -1,4 +1,7 @@
-"""What cannot be drawn is one line that names the option, the line or the key; tests/setup/test_sampling.py draws."""
+"""Requests that cannot be drawn give one line that names the option, the line or the key.
+
+Drawing itself is tested in tests/setup/test_sampling.py.
+"""
 
 import json
 from pathlib import Path
@@ -31,6 +34,8 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def refusal(tmp_path, capsys):
+    """A function that runs the command, and returns its one line of error."""
+
     def refuse(run: Path, *arguments: Any, out: Path = tmp_path / "out") -> str:
         options = ["--run", run, *arguments, "--out", out]
         assert draw.main([*map(str, options)]) == 1
@@ -42,6 +47,7 @@ def refusal(tmp_path, capsys):
 
 
 def asked(size: str = "8x8", prompt: str = "a circle", guidance: int = 1) -> list[Any]:
+    """Options of a request for one picture."""
     return ["--prompt", prompt, "--size", size, "--guidance", guidance]
 
 
@@ -75,8 +81,12 @@ def test_what_cannot_be_drawn_is_one_line(run, refusal, arguments, words):
 
 def test_lines_of_a_file_are_named(run, refusal, tmp_path):
     path = tmp_path / "asked.jsonl"
-    shown = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
-    entries = [{"prompt": "a", "size": "8x8"}, {"messages": shown, "size": "8x8"}, {"prompt": "b"}]
+    user_message = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
+    entries = [
+        {"prompt": "a", "size": "8x8"},
+        {"messages": user_message, "size": "8x8"},
+        {"prompt": "b"},
+    ]
     path.write_text("\n".join(map(json.dumps, entries)))
     error = refusal(run, "--jsonl", path, "--guidance", 1)
     assert f"{path}:2: holds an image, but no encoder of the model takes it" in error
@@ -106,31 +116,32 @@ def test_latents_are_written_as_arrays(tmp_path, is_clip):
 
 
 def test_a_clip_has_all_its_frames_though_they_are_equal(tmp_path):
+    """Writers of PNG merge equal frames unless told not to."""
     frames = np.random.default_rng(0).uniform(-1, 1, (2, 8, 4, 3))[[0, 0, 1, 1, 1]]
-    drawn = Drawn("red-circle-moves-up-0", True, False, frames[:2])
-    draw.Writer(tmp_path, 4)(drawn)
+    still = Drawn("red-circle-moves-up-0", True, False, frames[:2])
+    draw.Writer(tmp_path, 4)(still)
     assert judge(tmp_path)["clips"]["motion"] == 0
-    drawn = drawn._replace(frames=frames)
-    draw.Writer(tmp_path, 4)(drawn)
-    with Image.open(tmp_path / f"{drawn.name}.png") as clip:
-        found = [(np.asarray(f), f.info["duration"]) for f in ImageSequence.Iterator(clip)]
-    np.testing.assert_array_equal([pixels for pixels, _ in found], drawn.pixels)
-    assert {duration for _, duration in found} == {250}
+    still = still._replace(frames=frames)
+    draw.Writer(tmp_path, 4)(still)
+    with Image.open(tmp_path / f"{still.name}.png") as clip:
+        decoded = [(np.asarray(f), f.info["duration"]) for f in ImageSequence.Iterator(clip)]
+    np.testing.assert_array_equal([pixels for pixels, _ in decoded], still.pixels)
+    assert {duration for _, duration in decoded} == {250}
 
 
 @pytest.mark.parametrize("clips", ["png", "mp4"])
 def test_clips_are_written_as_asked_for(tmp_path, monkeypatch, clips):
-    """A picture is a PNG file in any case."""
+    """A picture is a PNG file whatever clips are."""
     videos = []
     monkeypatch.setattr(draw, "write_video", lambda *arguments: videos.append(arguments))
     write = draw.Writer(tmp_path, 4, clips)
     frames = np.linspace(-1, 1, 3 * 8 * 4 * 3).reshape(3, 8, 4, 3)
     write(Drawn("still", False, False, frames[:1]))
     write(Drawn("moving", True, False, frames))
-    found = {path.name: Image.open(path) for path in sorted(tmp_path.iterdir())}
-    assert found["still.png"].size == (4, 8)
+    images = {path.name: Image.open(path) for path in sorted(tmp_path.iterdir())}
+    assert images["still.png"].size == (4, 8)
     if clips == "png":
-        moving: Any = found["moving.png"]
+        moving: Any = images["moving.png"]
         assert (moving.n_frames, moving.info["duration"], videos) == (3, 250, [])
     else:
         ((path, pixels, fps),) = videos

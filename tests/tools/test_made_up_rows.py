@@ -1,4 +1,4 @@
-"""Made-up rows: what attention sees of them is what costs count of their items."""
+"""Made-up rows for calibration: what attention sees, against the FLOPs counted for their items."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -30,8 +30,10 @@ def made_up(tree: dict[str, Any], phase: str) -> tuple[Row, Fill, PhaseSpec]:
     inputs = prepare(config, abstract_mesh(config.mesh_sizes, 1))
     plan = plan_spec(config, inputs)
     attention = attention_spec(config, inputs.model, inputs.corpus.formats, plan)
-    alone = dict.fromkeys(plan.phases, (0,))
-    programs = SimpleNamespace(spec=plan, attention=attention, local_share=LocalRanks(alone, alone))
+    one_rank = dict.fromkeys(plan.phases, (0,))
+    programs = SimpleNamespace(
+        spec=plan, attention=attention, local_share=LocalRanks(one_rank, one_rank)
+    )
     run: Any = SimpleNamespace(config=config, programs=programs, corpus=inputs.corpus)
     spec = plan.phases[phase]
     fill = Fill(spec.classes[0].capacity, items=2, length=64)
@@ -57,7 +59,7 @@ def data(tmp_path_factory):
             SQUARES,
             "segments",
         ),
-        # 30 frames take 32 slots
+        # Chunks of 30 frames are padded to 32 slots
         (
             "audio",
             {"attention": "chunk", "stem_channels": 4, "chunk_frames": 30, "merge": 2},
@@ -77,6 +79,7 @@ def test_attention_sees_what_costs_count(
     _, slots_that_see_one_another = np.unique(row[seen][row["segments"] > 0], return_counts=True)
     full, windowed = spec.flops.squares(fill.length)
     counted = windowed if seen == "windows" or section.get("attention") else full
+    # Attention within groups of n slots takes n ** 2 scores each
     assert (slots_that_see_one_another**2).sum() == fill.items * counted
 
 

@@ -33,10 +33,10 @@ def test_a_page_holds_its_picture(tmp_path):
         picture="a square",
         body="<p>end</p>",
     )
-    told = write_picture(tmp_path / "new", "drawing", new_figure(1.0, head=0.2), page)
+    line = write_picture(tmp_path / "new", "drawing", new_figure(1.0, head=0.2), page)
     text = (tmp_path / "new" / "drawing.html").read_text()
     assert (
-        told == f"wrote {tmp_path / 'new' / 'drawing.png'} and {tmp_path / 'new' / 'drawing.html'}"
+        line == f"wrote {tmp_path / 'new' / 'drawing.png'} and {tmp_path / 'new' / 'drawing.html'}"
     )
     assert (
         "<title>a &amp; b</title>" in text

@@ -1,4 +1,4 @@
-"""The command `plan`: what it plans is what a run does, and what it cannot plan is one line."""
+"""The command `plan`: its plans against what runs do, and the errors of what cannot be planned."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def config_file(tmp_path_factory):
     return path
 
 
-# Rows that are given need not be chosen, which takes longest
+# Given rows need not be sized, which is what takes longest
 SMALL = [
     f"phases.{phase}={{block: 64, capacities: [{slots}], spans: [1]}}"
     for phase, slots in (("vision", 16384), ("audio", 16384), ("language", 12288))
@@ -77,12 +77,14 @@ FEW = [
 
 
 def plan(config_file, *words, devices=8, cluster="cpu"):
+    """Run the command on a config, and return its exit code."""
     command = ["--config", str(config_file), "--devices", str(devices), "--cluster", cluster]
     return main([*command, *words])
 
 
 @pytest.fixture(scope="module")
 def out(config_file):
+    """The folder of a plan on 8 devices with fsdp 2, made by the command."""
     folder = config_file.with_name("plan")
     assert plan(config_file, "--out", str(folder), "mesh={fsdp: 2, context: 1}") == 0
     return folder
@@ -97,18 +99,18 @@ def test_a_run_of_the_plan_has_the_rows_that_were_planned(out):
 
 
 def test_rows_that_ranks_share_hold_what_a_run_of_the_plan_does(config_file, tmp_path):
-    """A bound of a rank's row is no bound of items that several ranks hold together."""
+    """A row that several ranks hold together takes items that no row of one rank could hold."""
     rows = "phases.language={block: 32, max_capacity: 128, row_classes: 1}"
     words = ["mesh={fsdp: 1, tensor: 1}", "pipeline.stages=1", *SMALL[:2], rows]
     assert plan(config_file, "--out", str(tmp_path), *words, devices=2) == 0
     assert_planned_as_run(tmp_path, 2)
-    # Of one rank, in two parts, no other one could share them
+    # With context 2, one rank holds each row in two parts, and no other rank could share it
     (reason,) = json.loads((tmp_path / "plan.json").read_text())["rejected"]
     assert "examples are refused" in reason
 
 
 def test_what_compilers_say_takes_the_place_of_estimates(config_file, tmp_path, monkeypatch):
-    """The compiler is a stand-in, which says that layouts of fsdp 1 take too much."""
+    """The compiler is a stand-in that says that layouts with fsdp 1 take too much."""
     budget = CLUSTERS["cpu"].budget
 
     def told(config, programs, chip):
@@ -123,15 +125,15 @@ def test_what_compilers_say_takes_the_place_of_estimates(config_file, tmp_path, 
     words = ["--generated", "--check", "1", "--json", str(record), *SMALL]
     assert plan(config_file, *words, "mesh={context: 1, tensor: 1, data: -1}") == 0
     plans = json.loads(record.read_text())
-    first, *others = plans["layouts"]
+    chosen, *unchecked = plans["layouts"]
     assert plans["checked"]["not_checked"] is None
-    assert first["mesh"]["fsdp"] > 1 and first["peak_moment"] == "compiled"
-    assert 1 << 20 <= first["peak_parts"]["program"] < budget
+    assert chosen["mesh"]["fsdp"] > 1 and chosen["peak_moment"] == "compiled"
+    assert 1 << 20 <= chosen["peak_parts"]["program"] < budget
     struck = plans["struck_out"]
     assert plans["checked"]["compiled"] == 1 + len(struck)
-    assert all(one["why_not"].startswith("over memory by") for one in struck)
-    assert all(one["mesh"]["fsdp"] == 1 for one in struck)
-    assert all(one["peak_moment"] != "compiled" for one in others)
+    assert all(layout["why_not"].startswith("over memory by") for layout in struck)
+    assert all(layout["mesh"]["fsdp"] == 1 for layout in struck)
+    assert all(layout["peak_moment"] != "compiled" for layout in unchecked)
 
 
 @pytest.mark.slow
@@ -140,8 +142,8 @@ def test_programs_of_a_planned_layout_compile(config_file, tmp_path, monkeypatch
     record = tmp_path / "plan.json"
     words = ["--generated", "--check", "1", "--json", str(record), *SMALL, "mesh={data: 2}"]
     assert plan(config_file, *words, devices=2) == 0
-    first = json.loads(record.read_text())["layouts"][0]
-    assert first["peak_moment"] == "compiled" and first["peak_parts"]["program"] > 1 << 20
+    layout = json.loads(record.read_text())["layouts"][0]
+    assert layout["peak_moment"] == "compiled" and layout["peak_parts"]["program"] > 1 << 20
 
 
 def test_layouts_in_stages_are_left_to_the_other_command():
@@ -181,26 +183,26 @@ def test_without_the_plugins_wheels_the_plan_goes_on(
 
 
 def test_every_layout_says_why_it_lost(out):
-    first, *others = json.loads((out / "plan.json").read_text())["layouts"]
-    assert first["why_not"] is None and others and all(one["why_not"] for one in others)
-    for one in (first, *others):
-        assert sum(one["parts"].values()) == pytest.approx(one["step_s"])
+    chosen, *losers = json.loads((out / "plan.json").read_text())["layouts"]
+    assert chosen["why_not"] is None and losers and all(layout["why_not"] for layout in losers)
+    for layout in (chosen, *losers):
+        assert sum(layout["parts"].values()) == pytest.approx(layout["step_s"])
 
 
 def test_the_layouts_are_drawn(out):
     with Image.open(out / "plan.png") as image:
-        drawn = image.size
+        size = image.size
         assert len(image.getcolors()) > 8
     page = (out / "plan.html").read_text()
     layouts = json.loads((out / "plan.json").read_text())["layouts"]
-    assert drawn[0] > 1000 and page.count("<tr>") == 2 * (1 + len(layouts))
-    reasons = {one["why_not"] for one in layouts[1:]}
+    assert size[0] > 1000 and page.count("<tr>") == 2 * (1 + len(layouts))
+    reasons = {layout["why_not"] for layout in layouts[1:]}
     assert "Chosen: <b>" in page and all(html.escape(reason) in page for reason in reasons)
 
 
 def test_a_layout_that_takes_as_long_lost_by_its_axes():
-    chosen, other = (SimpleNamespace(seconds=seconds) for seconds in (1, 1 + EQUAL / 2))
-    assert why_lost(other, chosen) == "as fast, with no fewer axes"
+    chosen, runner_up = (SimpleNamespace(seconds=seconds) for seconds in (1, 1 + EQUAL / 2))
+    assert why_lost(runner_up, chosen) == "as fast, with no fewer axes"
 
 
 def test_experts_are_planned_where_the_axis_divides_them(config_file, tmp_path):
@@ -209,15 +211,15 @@ def test_experts_are_planned_where_the_axis_divides_them(config_file, tmp_path):
     words = ["--generated", "--json", str(record), *SMALL, experts, "mesh={context: 1, tensor: 1}"]
     assert plan(config_file, *words, "pipeline.stages=1", cluster="h100") == 0
     plans = json.loads(record.read_text())
-    assert {one["mesh"]["fsdp"] for one in plans["layouts"]} <= {1, 2, 4}
+    assert {layout["mesh"]["fsdp"] for layout in plans["layouts"]} <= {1, 2, 4}
     assert any("experts" in reason for reason in plans["rejected"])
-    for one in plans["layouts"]:
-        assert sum(one["parts"].values()) == pytest.approx(one["step_s"])
-        assert (one["parts"]["language/inside"] > 0) == (one["mesh"]["fsdp"] > 1)
+    for layout in plans["layouts"]:
+        assert sum(layout["parts"].values()) == pytest.approx(layout["step_s"])
+        assert (layout["parts"]["language/inside"] > 0) == (layout["mesh"]["fsdp"] > 1)
 
 
 def test_stems_of_convolutions_along_time_and_mels_are_planned(config_file, tmp_path):
-    """Their rows are taken in pieces of eight frames, and what they yield counts."""
+    """More channels of the stem take more bytes and more time."""
     peaks = []
     for channels in (8, 64):
         record = tmp_path / f"{channels}.json"
@@ -242,7 +244,7 @@ def drawing_file(tmp_path_factory):
 
 
 def assert_planned_as_run(folder, devices):
-    """The plan's steps are those that a run of its config makes."""
+    """Assert that the steps of the plan are those that a run of its config makes."""
     config = load_config(folder / "plan.yaml")
     record = json.loads((folder / "plan.json").read_text())
     mesh = make_mesh(config.mesh_sizes, jax.devices()[:devices], mesh_spans(config))
@@ -275,8 +277,11 @@ def test_a_model_that_draws_is_planned_in_stages(drawing_file, tmp_path):
 
 @pytest.mark.slow
 def test_a_plan_is_a_run(config_file, tmp_path, capsys):
-    """Trained unedited, it logs rows, capacities and real tokens that were planned; fitted, it takes what was
-    measured."""
+    """Trained without edits, the plan's config logs the rows, capacities and real tokens that were
+    planned.
+
+    Fitted to the run, the prediction is what was measured.
+    """
     folder = tmp_path / "plan"
     run = f"run.directory={tmp_path / 'run'}"
     words = ["--out", str(folder), "run.steps=10", run, "mesh={context: 1, tensor: 1}"]
@@ -285,22 +290,24 @@ def test_a_plan_is_a_run(config_file, tmp_path, capsys):
     assert train(["--config", str(folder / "plan.yaml")]) == 0
     logged = {record["step"]: record for record in read_metrics(tmp_path / "run")}
     assert len(planned) == 5
-    for number, predicted in enumerate(planned, 1):
-        # Capacities of microbatches are logged as how many rows there are of each
+    for step_number, predicted in enumerate(planned, 1):
+        # A run logs how many rows have each capacity, where the plan lists capacities by microbatch
         for phase in ("vision", "audio", "language"):
             capacities = predicted.pop(f"{phase}/capacities")
             rows = {name for name in predicted if name.startswith(f"{phase}/rows_of_")}
             assert {str(slots) for slots in capacities} <= {
-                name.split("_of_")[1].partition("x")[0] for name in rows if logged[number][name]
+                name.split("_of_")[1].partition("x")[0]
+                for name in rows
+                if logged[step_number][name]
             }
-        assert predicted.items() <= logged[number].items()
+        assert predicted.items() <= logged[step_number].items()
         assert any(name.endswith("/real_token_fraction") for name in predicted)
     capsys.readouterr()
     fitted = tmp_path / "fitted"
     words = ["--from-run", str(tmp_path / "run"), "--cluster", "cpu", "--out", str(fitted)]
     assert main(words) == 0
-    told = capsys.readouterr().out
-    assert "are exactly those planned" in told
+    printed = capsys.readouterr().out
+    assert "are exactly those planned" in printed
     *_, step = json.loads((fitted / "plan.json").read_text())["run"]
     assert step["predicted_s"] == pytest.approx(step["measured_s"], rel=0.05)
 
@@ -333,7 +340,8 @@ def test_what_cannot_be_planned_is_one_line(config_file, capsys, words, code, sa
 
 
 def test_where_nothing_fits_the_line_says_what_would_do(config_file, tmp_path, capsys):
-    """What is closest, what it lacks, and how many devices would do; state alone is 0.7 MB."""
+    """The line names the closest layout, what it lacks, and how
+    many devices would do; state alone is 0.7 MB."""
     cluster = tmp_path / "small.yaml"
     cluster.write_text("like: h100\nmemory: 4.0e+6\n")
     words = ["--generated", "mesh={data: 1, context: 1, tensor: 1}", "pipeline.stages=1", *SMALL]
@@ -369,13 +377,13 @@ def test_a_calibration_of_something_else_is_named(config_file, tmp_path, capsys)
     path.write_text(json.dumps(record))
     assert plan(config_file, "--generated", f"balance.calibration={path}", cluster="h100") == 1
     error = capsys.readouterr().err
-    for part in (
+    for words in (
         "on 'other'",
         "another model",
         "on 4 devices, but there are 8",
         "balance.calibration=null",
     ):
-        assert part in error
+        assert words in error
 
 
 def test_batches_without_some_media_are_noted(config_file, capsys):
@@ -387,33 +395,35 @@ def test_batches_without_some_media_are_noted(config_file, capsys):
 
 
 def test_a_run_is_predicted_at_the_efficiency_that_it_shows(out, tmp_path, capsys):
+    """The run is written by hand: the planned steps, with seconds that rise by 0.01 per step."""
     config = load_config(out / "plan.yaml")
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yaml").write_text(dump_config(config))
     steps = json.loads((out / "plan.json").read_text())["steps"]
     records = [
-        {"step": number, "step_seconds": 0.5 + 0.01 * number} | planned
-        for number, planned in enumerate(steps, 1)
+        {"step": step_number, "step_seconds": 0.5 + 0.01 * step_number} | planned
+        for step_number, planned in enumerate(steps, 1)
     ]
     lines = [json.dumps(record) + "\n" for record in records]
     (folder / "metrics.jsonl").write_text("".join(lines))
     fitted = tmp_path / "fitted"
     assert main(["--from-run", str(folder), "--cluster", "cpu", "--out", str(fitted)]) == 0
-    *parts, step = json.loads((fitted / "plan.json").read_text())["run"]
+    *phase_lines, step = json.loads((fitted / "plan.json").read_text())["run"]
+    # The median of the two steps after warm-up, which take 0.54 and 0.55 seconds
     assert step["measured_s"] == pytest.approx(0.545)
     assert step["predicted_s"] == pytest.approx(0.545, rel=0.05)
-    for line in parts[:3]:
+    for line in phase_lines[:3]:
         assert line["planned_rows"] == line["logged_rows"]
         assert line["planned_real_token_fraction"] == line["logged_real_token_fraction"]
     cluster = cluster_of(str(fitted / "cluster.yaml"))
     assert cluster.efficiency.share < 0.5 and cluster.memory == CLUSTERS["cpu"].memory
-    told = capsys.readouterr().out
-    assert "predicted with an efficiency of 0.5" in told
-    assert "all 2 steps are exactly those planned" in told
+    printed = capsys.readouterr().out
+    assert "predicted with an efficiency of 0.5" in printed
+    assert "all 2 steps are exactly those planned" in printed
     assert any("/rows_of_" in name for name in steps[0])
     records[4]["language/rows"] += 1
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(logged) + "\n" for logged in records))
     assert main(["--from-run", str(folder), "--cluster", "cpu"]) == 0
     assert "of 2 steps, other than planned: language/rows in 1" in capsys.readouterr().out
     (folder / "metrics.jsonl").write_text("".join(lines[:2]))
@@ -422,34 +432,40 @@ def test_a_run_is_predicted_at_the_efficiency_that_it_shows(out, tmp_path, capsy
 
 
 def test_a_run_whose_batch_size_changed_is_predicted_from_then_on(out, tmp_path, capsys):
-    """At the efficiency of a cluster of its own file, whose fitted record stands alone."""
+    """The cluster comes from a file, and the fitted record stands without that file."""
     config = load_config(out / "plan.yaml", ["data.batch_size=8"])
     folder = tmp_path / "run"
-    changed = 2
+    first_step = 2
     folder.mkdir()
     (folder / "config.yaml").write_text(dump_config(config))
-    history = [replace(segment_of(config), batch_size=16), segment_of(config, changed)]
+    history = [replace(segment_of(config), batch_size=16), segment_of(config, first_step)]
     write_history(folder, history)
     inputs = prepare(config, make_mesh(config.mesh_sizes, spans=mesh_spans(config)))
     spec = plan_spec(config, inputs)
     records = [{"step": 1, "step_seconds": 100.0}, {"step": 2, "step_seconds": 100.0}]
-    for step in range(changed, changed + 5):
+    for step in range(first_step, first_step + 5):
         examples = continued_examples(inputs.corpus.members, config.run.seed, history, step)
         planned = plan_record(plan_step(inputs.corpus.gather(examples), spec))
         records.append({"step": step + 1, "step_seconds": 0.5} | planned)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(logged) + "\n" for logged in records))
     cluster = tmp_path / "mine.yaml"
     cluster.write_text("like: cpu\nmemory: 16e9\n")
     fitted = tmp_path / "fitted"
     words = ["--from-run", str(folder), "--cluster", str(cluster), "--out", str(fitted)]
     assert main(words) == 0
-    told = capsys.readouterr().out
-    assert "all 2 steps are exactly those planned" in told
-    assert "a step took 0.5 s, the median of 2;" in told
+    printed = capsys.readouterr().out
+    assert "all 2 steps are exactly those planned" in printed
+    assert "a step took 0.5 s, the median of 2;" in printed
     cluster.unlink()
-    known = cluster_of(str(fitted / "cluster.yaml"))
-    assert known.memory == 16e9 and known.efficiency.share < 0.5 and known.name == "cluster"
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records[:5]))
+    fitted_cluster = cluster_of(str(fitted / "cluster.yaml"))
+    assert (
+        fitted_cluster.memory == 16e9
+        and fitted_cluster.efficiency.share < 0.5
+        and fitted_cluster.name == "cluster"
+    )
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(logged) + "\n" for logged in records[:5])
+    )
     assert main(words[:2]) == 1
     assert "3 steps are logged from step 3 on" in capsys.readouterr().err
 
@@ -485,7 +501,7 @@ def test_stages_are_simulated_under_the_mode_that_they_have(config_file, tmp_pat
     words = ["--generated", "--simulate", "--json", str(record), *STAGED]
     assert plan(config_file, *words, "mesh={data: 2}", devices=4, cluster="h100") == 0
     modes = json.loads(record.read_text())["modes"]
-    assert [(one["mode"], one["stages"]) for one in modes] == [("phases", 2)]
+    assert [(mode["mode"], mode["stages"]) for mode in modes] == [("phases", 2)]
 
 
 @pytest.mark.slow
@@ -493,9 +509,11 @@ def test_every_balance_mode_is_simulated(config_file, tmp_path):
     record = tmp_path / "modes.json"
     words = ["--generated", "--simulate", "--json", str(record), "mesh={data: 8}"]
     assert plan(config_file, *words, cluster="h100") == 0
-    modes = {one["mode"]: one for one in json.loads(record.read_text())["modes"]}
+    modes = {mode["mode"]: mode for mode in json.loads(record.read_text())["modes"]}
     assert [*modes] == ["none", "tokens", "language", "phases"]
-    assert all(one["step_s"] == pytest.approx(sum(one["parts"].values())) for one in modes.values())
+    assert all(
+        mode["step_s"] == pytest.approx(sum(mode["parts"].values())) for mode in modes.values()
+    )
     assert modes["phases"]["step_s"] <= modes["none"]["step_s"]
 
 
@@ -504,13 +522,13 @@ def test_modes_that_rows_of_several_ranks_leave_out_are_lines(config_file, tmp_p
     rows = [word.replace("spans: [1]", "spans: [2]") for word in SMALL]
     words = ["--generated", "--simulate", "--json", str(record), *rows, "mesh={data: 2}"]
     assert plan(config_file, *words, devices=2, cluster="h100") == 0
-    own, *others = json.loads(record.read_text())["modes"]
-    assert own["mode"] == "phases" and own["step_s"] > 0
-    assert [one["mode"] for one in others] == ["none", "tokens", "language"]
-    told = capsys.readouterr().out
-    for one in others:
-        assert "every row lies on one rank; leave spans out" in one["why_not"]
-        assert f"balance.mode {one['mode']} is not simulated: {one['why_not']}" in told
+    simulated, *refused = json.loads(record.read_text())["modes"]
+    assert simulated["mode"] == "phases" and simulated["step_s"] > 0
+    assert [mode["mode"] for mode in refused] == ["none", "tokens", "language"]
+    printed = capsys.readouterr().out
+    for mode in refused:
+        assert "every row lies on one rank; leave spans out" in mode["why_not"]
+        assert f"balance.mode {mode['mode']} is not simulated: {mode['why_not']}" in printed
     assert plan(config_file, *words, "balance.mode=none", devices=2, cluster="h100") == 1
     assert "every row lies on one rank" in capsys.readouterr().err
 
@@ -527,18 +545,18 @@ def test_batches_are_profiled(config_file, capsys):
 
 @pytest.mark.slow
 def test_numbers_of_devices_are_compared(config_file, tmp_path, capsys):
-    """The cheapest and the fastest; a number that has no layout is a line that says why."""
+    """The cheapest and the fastest are named, and why a number has no layout."""
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text("like: cpu\nprice_per_hour: 2.0\n")
     words = [*SMALL, "--out", str(tmp_path / "plan"), "mesh={fsdp: 2, context: 1, tensor: 1}"]
     assert plan(config_file, *words, devices="4,3,2", cluster=str(cluster)) == 0
     counts = json.loads((tmp_path / "plan" / "plan.json").read_text())["counts"]
-    two, three, four = counts
-    assert three.keys() == {"devices", "why_not"} and "mesh" in three["why_not"]
-    for count in (two, four):
-        hours = 1000 * count["step_s"] * count["devices"] / 3600
-        assert count["device_hours"] == pytest.approx(hours)
-        assert count["price"] == pytest.approx(2 * hours)
+    two_devices, three_devices, four_devices = counts
+    assert three_devices.keys() == {"devices", "why_not"} and "mesh" in three_devices["why_not"]
+    for compared in (two_devices, four_devices):
+        hours = 1000 * compared["step_s"] * compared["devices"] / 3600
+        assert compared["device_hours"] == pytest.approx(hours)
+        assert compared["price"] == pytest.approx(2 * hours)
     assert "cheapest" in capsys.readouterr().out
     for name in ("counts.png", "counts.html"):
         assert (tmp_path / "plan" / name).stat().st_size

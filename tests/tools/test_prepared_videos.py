@@ -1,4 +1,4 @@
-"""Texts with videos that another program prepared: equal to the reference; what is no video is refused."""
+"""Texts with videos, prepared by another program: equal to the reference, or refused."""
 
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ ROWS = {"block": 32, "row_classes": 1, "spans": [1]}
 
 
 def differences_of(name: str, devices: int, **sections: Any) -> dict[str, Any]:
+    """Differences of logits, loss and gradients to the reference, on so many devices."""
     folder = FAMILIES / "moving_goldens" / name
     run = PreparedRun.of(
         FAMILIES / "goldens" / name,
@@ -38,7 +39,7 @@ def differences_of(name: str, devices: int, **sections: Any) -> dict[str, Any]:
     ],
 )
 def test_logits_and_gradients_are_those_of_the_reference(name):
-    """Three texts with videos and pictures, packed in one row here and padded there."""
+    """Three texts with videos and pictures share one row here, and are padded in the reference."""
     check(differences_of(name, 1))
 
 
@@ -48,7 +49,7 @@ def test_logits_and_gradients_are_those_of_the_reference(name):
     "mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "fsdp": 2, "data": 2}]
 )
 def test_a_mesh_changes_nothing(mesh):
-    """Where groups of frames of a video are encoded on devices of their own."""
+    """Groups of frames of a video are encoded on different devices."""
     check(differences_of("qwen3_vl", 8, mesh=mesh))
 
 

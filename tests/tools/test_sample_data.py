@@ -1,3 +1,5 @@
+"""Sample data: reproducible by seed, with answers that follow from the media alone."""
+
 import json
 from collections import Counter
 from pathlib import Path
@@ -44,7 +46,7 @@ def colour_in(path: Path) -> str:
 
 
 def sound_in(path: Path) -> str:
-    """Name a clip by its peaks, its spectrum's flatness, its bandwidth and its pitch, in this order."""
+    """The kind of a clip, told by its peaks, flatness, bandwidth and pitch, in this order."""
     samples, rate = soundfile.read(path, always_2d=True)
     wave = samples.mean(axis=1)
     if np.mean(wave**4) / np.mean(wave**2) ** 2 > 6:
@@ -76,9 +78,12 @@ def test_two_runs_give_the_same_bytes_and_another_seed_does_not(sample, tmp_path
 
 
 def test_answers_follow_from_the_media_alone(sample):
+    """Against labels that are measured in the files: mean colours and spectra."""
     out, _ = sample
-    opposite = {left: right for pair in OPPOSITES.items() for left, right in (pair, pair[::-1])}
-    seen = Counter()
+    opposite = {
+        label: antonym for pair in OPPOSITES.items() for label, antonym in (pair, pair[::-1])
+    }
+    counts = Counter()
     for record in read(out, "train") + read(out, "test"):
         images = {colour_in(out / path) for path in media_of(record, "image")}
         clips = {sound_in(out / path) for path in media_of(record, "audio")}
@@ -93,13 +98,13 @@ def test_answers_follow_from_the_media_alone(sample):
                 words = question_of(record).translate(str.maketrans(".,?:", "    ")).split()
                 expected = [(opposite[word],) for word in words if word in opposite]
         assert [tuple(answer_of(record).split())] == expected, record
-        seen[record["source"]] += 1
-    assert seen == dict.fromkeys(KINDS, (TRAIN + TEST) // 4)
+        counts[record["source"]] += 1
+    assert counts == dict.fromkeys(KINDS, (TRAIN + TEST) // 4)
 
 
 def test_kinds_have_exactly_their_modalities(sample):
     out, summary = sample
-    wanted = {
+    modalities = {
         "picture": (True, False),
         "sound": (False, True),
         "both": (True, True),
@@ -107,7 +112,7 @@ def test_kinds_have_exactly_their_modalities(sample):
     }
     records = read(out, "train")
     for record in records:
-        assert (bool(media_of(record, "image")), bool(media_of(record, "audio"))) == wanted[
+        assert (bool(media_of(record, "image")), bool(media_of(record, "audio"))) == modalities[
             record["source"]
         ]
     assert (
@@ -169,11 +174,18 @@ def test_splits_share_no_file_and_no_text_question(sample):
     train = read(out, "train")
     test = read(out, "test")
     files = [
-        {(out / p).read_bytes() for r in part for k in ("image", "audio") for p in media_of(r, k)}
-        for part in (train, test)
+        {
+            (out / p).read_bytes()
+            for r in records
+            for k in ("image", "audio")
+            for p in media_of(r, k)
+        }
+        for records in (train, test)
     ]
     assert files[0] and files[1] and files[0].isdisjoint(files[1])
-    texts = [{question_of(r) for r in part if r["source"] == "text"} for part in (train, test)]
+    texts = [
+        {question_of(r) for r in records if r["source"] == "text"} for records in (train, test)
+    ]
     assert texts[0] and texts[1] and texts[0].isdisjoint(texts[1])
     assert {answer_of(r) for r in test if r["source"] != "both"} == {
         answer_of(r) for r in train if r["source"] != "both"

@@ -1,4 +1,4 @@
-"""Pictures and clips of coloured shapes: what is made of them, and that the judge tells right from wrong."""
+"""Data sets of coloured shapes, and the judge that tells right drawings from wrong ones."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from jaxmllm.tools.shapes_scenes import CLIP_SCENES, MOTIONS, PLACES, SCENES, SH
 
 ROOT = Path(__file__).parents[2]
 RED_CIRCLE = Scene("red", "circle", "top-left")
+# Numbers of training and test records of the fixture, by kind
 KINDS = {"pictures": (120, 72), "clips": (30, 24), "edits": (60, 36), "questions": (60, 72)}
 
 
@@ -37,19 +38,20 @@ def read(path: Path) -> list[dict]:
 
 def answered(record: dict) -> Path:
     """The picture or clip of an answer."""
-    (part,) = record["messages"][1]["content"]
-    return Path(part[part["type"]])
+    (answer,) = record["messages"][1]["content"]
+    return Path(answer[answer["type"]])
 
 
 def shown(record: dict) -> Path:
+    """The picture of a question."""
     return Path(record["messages"][0]["content"][0]["image"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_there_are_as_many_of_a_kind_as_is_said(kind, shapes):
-    for split, count in zip(("train", "test"), KINDS[kind], strict=True):
+    for split, size in zip(("train", "test"), KINDS[kind], strict=True):
         records = read(shapes / f"{kind}-{split}.jsonl")
-        assert len(records) == len({record["id"] for record in records}) == count
+        assert len(records) == len({record["id"] for record in records}) == size
 
 
 @pytest.mark.parametrize(
@@ -63,8 +65,8 @@ def test_training_lacks_two_combinations_of_every_colour(kind, scenes, where, tm
     unseen = set(scenes) - trained
     assert unseen == {scene for scene in scenes if scene.unseen}
     names = PLACES if where == "place" else MOTIONS
-    for part, values in (("colour", COLOURS), ("shape", SHAPES), (where, names)):
-        assert Counter(getattr(scene, part) for scene in unseen) == dict.fromkeys(
+    for attribute, values in (("colour", COLOURS), ("shape", SHAPES), (where, names)):
+        assert Counter(getattr(scene, attribute) for scene in unseen) == dict.fromkeys(
             values, 12 // len(values)
         )
 
@@ -78,31 +80,33 @@ def test_few_clips_have_all_colours_with_all_motions(shapes):
 def test_edits_change_the_colour_alone_and_train_on_nothing_unseen(shapes):
     for split in ("train", "test"):
         for record in read(shapes / f"edits-{split}.jsonl"):
-            before = scene_of(shown(record))
-            after = scene_of(answered(record))
-            assert before.colour != after.colour and after == replace(before, colour=after.colour)
-            assert after.colour in record["messages"][0]["content"][1]["text"].split()
-            assert split == "test" or not (before.unseen or after.unseen)
+            original = scene_of(shown(record))
+            edited = scene_of(answered(record))
+            assert original.colour != edited.colour and edited == replace(
+                original, colour=edited.colour
+            )
+            assert edited.colour in record["messages"][0]["content"][1]["text"].split()
+            assert split == "test" or not (original.unseen or edited.unseen)
             pixels = [np.asarray(Image.open(shapes / path(record))) for path in (shown, answered)]
             colours = [look(picture)["colour"] for picture in pixels]
-            assert colours == [before.colour, after.colour]
+            assert colours == [original.colour, edited.colour]
             changed = (pixels[0] != pixels[1]).any(axis=2).mean()
             assert pixels[0].shape == pixels[1].shape and 0 < changed < 0.25
 
 
 def test_answers_are_what_the_shown_picture_has(shapes):
-    """To train, all that there is to ask, in any order; held out, one of it."""
-    for split, count in (("train", 3), ("test", 1)):
-        asked = Counter()
+    """Training asks for colour, shape and place in any order, held-out records for one of them."""
+    for split, questions in (("train", 3), ("test", 1)):
+        orders = Counter()
         for record in read(shapes / f"questions-{split}.jsonl"):
             scene = scene_of(shown(record))
-            place = scene.place.replace("-", " ")
-            aspects = {scene.colour: "colour", scene.shape: "shape", place: "place"}
+            position = scene.place.replace("-", " ")
+            aspects = {scene.colour: "colour", scene.shape: "shape", position: "place"}
             answers = record["messages"][1::2]
             order = tuple(aspects[answer["content"]] for answer in answers)
-            assert len(set(order)) == count
-            asked[order] += 1
-        assert len(asked) == (6 if count == 3 else 3)
+            assert len(set(order)) == questions
+            orders[order] += 1
+        assert len(orders) == (6 if questions == 3 else 3)
 
 
 def test_what_is_to_be_drawn_is_what_is_held_out(shapes):
@@ -110,15 +114,15 @@ def test_what_is_to_be_drawn_is_what_is_held_out(shapes):
         record for kind in ("pictures", "clips") for record in read(shapes / f"{kind}-test.jsonl")
     ]
     for file, records in (("draw", held_out), ("edit", read(shapes / "edits-test.jsonl"))):
-        for record, asked in zip(records, read(shapes / f"{file}.jsonl"), strict=True):
+        for record, request in zip(records, read(shapes / f"{file}.jsonl"), strict=True):
             path = shapes / answered(record)
-            assert asked["messages"] == record["messages"][:1]
-            assert asked["name"] == path.stem
+            assert request["messages"] == record["messages"][:1]
+            assert request["name"] == path.stem
             with Image.open(path) as image:
                 frames = getattr(image, "n_frames", 1)
-                assert asked["size"] == f"{image.height}x{image.width}"
+                assert request["size"] == f"{image.height}x{image.width}"
                 assert 24 <= min(image.size) <= max(image.size) <= (64 if frames == 1 else 40)
-            assert asked.get("frames", 1) == frames and (frames == 1 or 4 <= frames <= 12)
+            assert request.get("frames", 1) == frames and (frames == 1 or 4 <= frames <= 12)
 
 
 def test_the_tokenizer_knows_every_word(shapes):
@@ -144,9 +148,9 @@ def test_equal_seeds_give_equal_bytes_and_others_do_not(shapes, tmp_path):
 @pytest.mark.parametrize("kind", ["pictures", "clips"])
 def test_the_judge_is_right_about_real_files(kind, shapes):
     for split, files in zip(("train", "test"), KINDS[kind], strict=True):
-        found = judge(shapes / "media" / f"{kind}-{split}")
-        scores = found.pop(kind)
-        assert [*found.values()] == [None] and scores.pop("files") == files
+        verdict = judge(shapes / "media" / f"{kind}-{split}")
+        scores = verdict.pop(kind)
+        assert [*verdict.values()] == [None] and scores.pop("files") == files
         assert (scores.pop("unseen_all") is None) == (split == "train")
         assert scores.pop("motion" if kind == "pictures" else "place") is None
         assert min(scores.values()) >= 0.99, scores
@@ -154,22 +158,22 @@ def test_the_judge_is_right_about_real_files(kind, shapes):
 
 @pytest.mark.parametrize(("kind", "where"), [("pictures", "place"), ("clips", "motion")])
 def test_the_judge_sees_what_is_wrong(kind, where, shapes, tmp_path):
-    """Every file under the name of another one."""
+    """Each file is judged under the name of another, so it is right only by coincidence."""
     paths = sorted((shapes / "media" / f"{kind}-test").glob("*.png"))
     pairs = list(zip(paths, paths[1:] + paths[:1], strict=True))
-    for path, other in pairs:
-        shutil.copy(path, tmp_path / other.name)
+    for path, renamed in pairs:
+        shutil.copy(path, tmp_path / renamed.name)
     expected = {
-        part: np.mean(
+        attribute: np.mean(
             [
-                getattr(scene_of(path), part) == getattr(scene_of(other), part)
-                for path, other in pairs
+                getattr(scene_of(path), attribute) == getattr(scene_of(renamed), attribute)
+                for path, renamed in pairs
             ]
         )
-        for part in ("colour", "shape", where)
+        for attribute in ("colour", "shape", where)
     }
-    nothing = {"motion" if where == "place" else "place": None, "all": 0, "unseen_all": 0}
-    assert judge(tmp_path)[kind] == {"files": len(paths), **expected, **nothing}
+    impossible = {"motion" if where == "place" else "place": None, "all": 0, "unseen_all": 0}
+    assert judge(tmp_path)[kind] == {"files": len(paths), **expected, **impossible}
 
 
 def test_a_clip_that_stands_still_or_goes_astray_has_no_motion(shapes):
@@ -188,13 +192,16 @@ def test_the_judge_sees_nothing_in_grounds_noise_and_other_outlines():
     noise = random.integers(0, 256, (40, 40, 3)).astype(np.uint8)
     assert look(noise)["shape"] is None
     assert look(np.full((24, 32, 3), 230, np.uint8)) == dict.fromkeys(("colour", "shape", "place"))
+    # Two figures that differ from the ground in opposite directions
     opposite = np.full((24, 24, 3), 128, np.uint8)
     opposite[6:10, 6:10], opposite[12:16, 12:16] = 28, 228
     assert look(opposite) == dict.fromkeys(("colour", "shape", "place"))
     (picture,) = Figure.of(random, RED_CIRCLE, 40, 40).frames()
     assert look(picture) == {"colour": "red", "shape": "circle", "place": "top-left"}
-    two = np.maximum(0, np.minimum(picture, picture[::-1, ::-1]))
-    assert look(two)["shape"] is None
+    # The picture, and a copy turned by 180 degrees
+    two_circles = np.maximum(0, np.minimum(picture, picture[::-1, ::-1]))
+    assert look(two_circles)["shape"] is None
+    # A colour that is not in the palette
     cyan = picture.copy()
     cyan[(picture[..., 1] < 100)] = (0, 220, 220)
     assert look(cyan)["colour"] is None

@@ -1,4 +1,4 @@
-"""The timeline: bars stand where the schedule's operations do, and both files are written."""
+"""The timeline of a pipeline: its bars against the schedule's operations, and its files."""
 
 from __future__ import annotations
 
@@ -38,36 +38,37 @@ PFLOP = 10**6  # in units of the durations, 10**9 FLOPs
 
 @pytest.fixture(scope="module")
 def schedule():
-    """Two ranks with a chunk of both components each, three rows of the encoder, two of language."""
+    """Two ranks with a chunk of each component; the encoder has three rows, the decoder two."""
     ring = Ring(2, (Chain("vision", (0, 1), (1, 1)), Chain("language", (0, 1), (2, 2))))
 
     def work(forward: int, count: int) -> ChainWork:
-        each = np.full((2, count), forward * PFLOP, np.int64)
-        return ChainWork(each, each, each, each)
+        durations = np.full((2, count), forward * PFLOP, np.int64)
+        return ChainWork(durations, durations, durations, durations)
 
     workload = Workload((work(1, 3), work(2, 2)), (((0, 0), (0, 1)), ((0, 1), (0, 2))))
     return greedy(build_graph(ring, workload, split=True))
 
 
 def test_bars_stand_where_operations_run(schedule):
-    shown = of_schedules([schedule], "title", 10**15 // PFLOP)
+    drawing = of_schedules([schedule], "title", 10**15 // PFLOP)
     graph = schedule.graph
+    # The reference: in lockstep, a tick lasts as long as its longest operation
     expected = set()
     start = 0
     for row in schedule.ticks.tolist():
-        for rank, n in enumerate(row):
-            if n >= 0:
-                name = graph.ring.chains[graph.chain[n]].name
-                key = (graph.kind[n], graph.depth[n], graph.microbatch[n])
-                expected.add((rank, start, graph.duration[n] // PFLOP, name, *key))
-        start += max(graph.duration[n] for n in row if n >= 0) // PFLOP
-    found = {
+        for rank, node in enumerate(row):
+            if node >= 0:
+                name = graph.ring.chains[graph.chain[node]].name
+                key = (graph.kind[node], graph.depth[node], graph.microbatch[node])
+                expected.add((rank, start, graph.duration[node] // PFLOP, name, *key))
+        start += max(graph.duration[node] for node in row if node >= 0) // PFLOP
+    bars = {
         (b.rank, b.start, b.length, b.component, int(b.kind), b.chunk, b.microbatch)
-        for b in shown.bars
+        for b in drawing.bars
     }
-    assert found == expected and len(shown.bars) == graph.size
-    assert shown.ticks[-1] == start == lockstep(schedule) // PFLOP
-    assert shown.busy() == pytest.approx([work / PFLOP / start for work in graph.rank_work])
+    assert bars == expected and len(drawing.bars) == graph.size
+    assert drawing.ticks[-1] == start == lockstep(schedule) // PFLOP
+    assert drawing.busy() == pytest.approx([work / PFLOP / start for work in graph.rank_work])
 
 
 def test_a_saved_table_shows_the_same_operations(schedule, tmp_path):
@@ -75,9 +76,9 @@ def test_a_saved_table_shows_the_same_operations(schedule, tmp_path):
     path = tmp_path / "table.npz"
     table = make_table(schedule, spec)
     save_tables(path, spec, [table.rows[: table.count]], [table.wire_active[: table.count]])
-    shown = of_table(path)
-    drawn = of_schedules([schedule], "")
-    assert len(shown.ticks) == len(schedule.ticks) + 1
+    saved = of_table(path)
+    planned = of_schedules([schedule], "")
+    assert len(saved.ticks) == len(schedule.ticks) + 1
 
     def operations(one) -> list:
         return sorted(
@@ -85,7 +86,7 @@ def test_a_saved_table_shows_the_same_operations(schedule, tmp_path):
             for b in one.bars
         )
 
-    assert operations(shown) == operations(drawn)
+    assert operations(saved) == operations(planned)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def config(tmp_path_factory):
 
 
 def test_a_step_of_a_config_is_planned_as_the_run_plans_it(config, tmp_path, capsys):
-    """Drawn, and saved table for table; other steps and settings have other tables."""
+    """Saved tables are compared, and other steps and settings must give other tables."""
 
     def saved(name: str, *changes: str) -> np.ndarray:
         command = [
@@ -145,10 +146,13 @@ def test_a_step_of_a_config_is_planned_as_the_run_plans_it(config, tmp_path, cap
     sizes = pipeline_sizes(settings, inputs)
     items = inputs.corpus.gather(np.array([inputs.order[i] for i in range(16, 32)]))
     plan = plan_pipeline(items, sizes.spec, sizes.training)
-    second = saved("second.npz", "--step", "2")
-    np.testing.assert_array_equal(second, np.concatenate([run.table for run in plan.runs]))
-    others = [saved("first.npz"), saved("gpipe.npz", "--step", "2", "pipeline.schedule=gpipe")]
-    assert not any(np.array_equal(second, other) for other in others)
+    second_step = saved("second.npz", "--step", "2")
+    np.testing.assert_array_equal(second_step, np.concatenate([run.table for run in plan.runs]))
+    other_tables = [
+        saved("first.npz"),
+        saved("gpipe.npz", "--step", "2", "pipeline.schedule=gpipe"),
+    ]
+    assert not any(np.array_equal(second_step, table) for table in other_tables)
 
 
 def test_a_step_of_a_run_is_planned_with_the_batch_size_that_it_had(config, tmp_path, capsys):
@@ -156,8 +160,8 @@ def test_a_step_of_a_run_is_planned_with_the_batch_size_that_it_had(config, tmp_
     folder = tmp_path / "run"
     folder.mkdir()
     write_config(folder, settings)
-    begun = segment_of(settings)
-    write_history(folder, [begun, dataclasses.replace(begun, step=1, batch_size=8)])
+    segment = segment_of(settings)
+    write_history(folder, [segment, dataclasses.replace(segment, step=1, batch_size=8)])
     saved = tmp_path / "third.npz"
     command = ["--run", str(folder), "--step", "3", "--save", str(saved), "--out", str(tmp_path)]
     assert timeline.main(command) == 0

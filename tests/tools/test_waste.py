@@ -1,4 +1,4 @@
-"""What `waste` counts, against loops over items, on a tiny sample."""
+"""What `jaxmllm waste` counts on a tiny sample, against loops over items."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ def config_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(config_file):
+    """The record that the command writes, which must compile nothing."""
     path = config_file.with_name("waste.json")
     compilations = CompilationCounter()
     assert (
@@ -80,12 +81,13 @@ def report(config_file):
 
 @pytest.fixture(scope="module")
 def measured(report):
+    """Records by phase and method."""
     return {(record["phase"], record["method"]): record for record in report["results"]}
 
 
 @pytest.fixture(scope="module")
 def drawn(config_file):
-    """(items, plan with balance.mode phases, with none) of every step, and the specs of the phases by mode."""
+    """Items of every step with their plans in modes `phases` and `none`, and the specs by mode."""
     config = load_config(config_file)
     sizes = {"data": RANKS, "fsdp": 1, "tensor": 1}
     inputs = prepare(config, abstract_mesh(sizes, RANKS, spans=mesh_spans(config)))
@@ -119,8 +121,8 @@ def test_json_names_its_data_and_has_every_phase_and_method(report):
         "padded, balanced",
         "padded, one shape",
     ]
-    found = [(record["phase"], record["method"]) for record in report["results"]]
-    assert found == [(phase, method) for phase in (*PHASES, "all") for method in methods]
+    pairs = [(record["phase"], record["method"]) for record in report["results"]]
+    assert pairs == [(phase, method) for phase in (*PHASES, "all") for method in methods]
     assert all(record.keys() == {"phase", "method"} | FIGURES for record in report["results"])
 
 
@@ -135,20 +137,23 @@ def own_ranks(items, phase):
 
 
 def extras(items, phase):
-    """Of each item of a phase, added to its squared length: what media see of one another in both directions."""
-    of_phase = items.phases[phase]
-    added = np.broadcast_to(of_phase.extra[0], of_phase.length.shape).tolist()
+    """What is added to the squared length of each item: media see one another in both
+    directions."""
+    phase_items = items.phases[phase]
+    added = np.broadcast_to(phase_items.extra[0], phase_items.length.shape).tolist()
     assert any(added) == (phase == "language")
     return added
 
 
 def cost(spec, length, extra=0):
+    """The planner's cost of an item."""
     return spec.cost.linear * length + spec.cost.quadratic * (length**2 + extra)
 
 
 def ideal_share(spec, items, phase):
-    both = zip(items.phases[phase].real.tolist(), extras(items, phase), strict=True)
-    return sum(cost(spec, *one) for one in both) / RANKS
+    """The cost of a rank if all ranks had equal loads."""
+    lengths_and_extras = zip(items.phases[phase].real.tolist(), extras(items, phase), strict=True)
+    return sum(cost(spec, *length_and_extra) for length_and_extra in lengths_and_extras) / RANKS
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -161,16 +166,19 @@ def test_padding_is_that_of_a_loop_over_ranks(measured, drawn, phase, method):
         shapes = [(len(lengths), max(lengths, default=0)) for lengths in own_ranks(items, phase)]
         if method == "padded, one shape":
             shapes = [
-                (max(count for count, _ in shapes), max(longest for _, longest in shapes))
+                (
+                    max(items_of_rank for items_of_rank, _ in shapes),
+                    max(longest for _, longest in shapes),
+                )
             ] * RANKS
-        costs = [count * cost(spec, longest) for count, longest in shapes]
+        costs = [items_of_rank * cost(spec, longest) for items_of_rank, longest in shapes]
         owners = items.phases[phase].example.tolist()
         for example, extra in zip(owners, extras(items, phase), strict=True):
             costs[example * RANKS // BATCH] += spec.cost.quadratic * extra
         share = ideal_share(spec, items, phase)
         tokens += sum(items.phases[phase].real.tolist())
-        slots += sum(count * longest for count, longest in shapes)
-        rows += sum(count for count, _ in shapes)
+        slots += sum(items_of_rank * longest for items_of_rank, longest in shapes)
+        rows += sum(items_of_rank for items_of_rank, _ in shapes)
         slowest += max(costs)
         ideal += share
         weighted += share * max(costs) / (sum(costs) / RANKS)
@@ -183,7 +191,10 @@ def test_padding_is_that_of_a_loop_over_ranks(measured, drawn, phase, method):
 
 
 def least_padded(costs, ranks):
-    """Cost of the costliest rank when `ranks` share descending costs best, each padding its own to its costliest."""
+    """The least cost of the costliest rank when each pads its items to its longest.
+
+    Costs come in descending order, and ranks take them in runs; every cut is tried.
+    """
     if not costs or not ranks:
         return 0 if not costs else float("inf")
     cuts = range(1, len(costs) + 1)
@@ -194,18 +205,18 @@ def least_padded(costs, ranks):
 def test_padding_is_balanced_as_well_as_it_can_be(measured, drawn, phase):
     batches, specs = drawn
     spec = specs["phases"].phases[phase]
-    slowest = ideal = more = 0
+    slowest = ideal = extra_cost = 0
     for items, _, _ in batches:
         costs = sorted(
             (cost(spec, length) for length in items.phases[phase].length.tolist()), reverse=True
         )
         slowest += least_padded(costs, RANKS)
-        more += spec.cost.quadratic * sum(extras(items, phase))
+        extra_cost += spec.cost.quadratic * sum(extras(items, phase))
         ideal += ideal_share(spec, items, phase)
     record = measured[phase, "padded, balanced"]
-    # Lengths are what is balanced; what media see besides lies somewhere
+    # Lengths alone are balanced, so the extra cost of media may fall on any rank
     assert slowest / ideal * (1 - 1e-9) <= record["over_ideal"]
-    assert record["over_ideal"] <= (slowest + more) / ideal * (1 + 1e-9)
+    assert record["over_ideal"] <= (slowest + extra_cost) / ideal * (1 + 1e-9)
     assert record["over_ideal"] <= measured[phase, "padded"]["over_ideal"]
 
 
@@ -222,19 +233,22 @@ def test_plans_are_measured_as_by_a_loop_over_rows(measured, drawn, phase, metho
         length = items.phases[phase].length.tolist()
         real = items.phases[phase].real.tolist()
         extra = extras(items, phase)
-        item_cost = [cost(spec, *one) for one in zip(length, extra, strict=True)]
+        item_cost = [
+            cost(spec, *length_and_extra) for length_and_extra in zip(length, extra, strict=True)
+        ]
         row_cost = np.zeros((len(plan.capacity), RANKS))
         row_time = np.zeros((len(plan.capacity), RANKS))
         shapes = zip(plan.capacity.tolist(), plan.span.tolist(), strict=True)
         for microbatch, (capacity, span) in enumerate(shapes):
             for rank in range(0, RANKS, span):
                 group = slice(rank, rank + span)
-                here = np.flatnonzero(
+                members = np.flatnonzero(
                     (plan.microbatch == microbatch) & (plan.rank == rank)
                 ).tolist()
-                costs = (cost(spec, length[n], extra[n]) for n in here)
+                costs = (cost(spec, length[n], extra[n]) for n in members)
+                # A shared row costs each of its ranks an equal part, rounded up
                 row_cost[microbatch, group] = -(-sum(costs) // span)
-                squares = sum(length[n] ** 2 + extra[n] for n in here)
+                squares = sum(length[n] ** 2 + extra[n] for n in members)
                 attention = spec.cost.quadratic * squares / span
                 row_time[microbatch, group] = spec.cost.linear * capacity + attention
                 slots += capacity * span
@@ -253,8 +267,8 @@ def test_plans_are_measured_as_by_a_loop_over_rows(measured, drawn, phase, metho
     assert record["real_token_fraction"] == pytest.approx(tokens / slots)
     assert record["rows"] == pytest.approx(rows / STEPS)
     assert record["rows_by_span"] == pytest.approx(by_span)
-    # One layer of keys and values as wide as the tower, or of two heads of 8; 2 bytes each, a token of sound
-    # for 4 frames
+    # Keys and values of one layer, of 2 bytes per number: as wide as the tower, or two heads of 8.
+    # A token of sound stands for 4 frames.
     numbers = {"vision": 16, "audio": 16 / 4, "language": 2 * 8}[phase]
     assert record["gathered_bytes"] == pytest.approx(2 * 2 * numbers * gathered / STEPS)
     assert record["over_ideal"] == pytest.approx(slowest / ideal)
@@ -289,12 +303,13 @@ def test_user_errors_are_told_in_one_line(config_file, capsys):
 
 
 def test_what_only_shared_rows_hold_leaves_the_other_plans_out(config_file, tmp_path, capsys):
-    """Rows of 160 tokens on two ranks hold the longest text, and on one they do not."""
+    """Rows of 160 tokens hold the longest text on two ranks, but not on one."""
     path = tmp_path / "waste.json"
     command = ["--config", str(config_file), "--ranks", str(RANKS), "--steps", "1"]
     assert main([*command, "--json", str(path), "phases.language.max_capacity=160"]) == 0
     results = {
-        (each["phase"], each["method"]): each for each in json.loads(path.read_text())["results"]
+        (record["phase"], record["method"]): record
+        for record in json.loads(path.read_text())["results"]
     }
     assert results["language", "balanced"]["rows_by_span"].keys() == {"2"}
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The generator: seeded, in true units, correlated as it says."""
+"""Generated lengths: reproducible by seed, in the units of training, correlated as described."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from jaxmllm.tools.workload import (
 
 
 def alone(task, examples=1500, seed=3):
+    """A batch of examples of one task."""
     return generate(seed, examples, {task: 1.0})
 
 
 def test_one_seed_makes_one_batch():
-    one = generate([5, 1], 200)
-    again = generate([5, 1], 200)
-    other = generate([5, 2], 200)
-    for phase in one.phases:
+    batch = generate([5, 1], 200)
+    repeated = generate([5, 1], 200)
+    other_seed = generate([5, 2], 200)
+    for phase in batch.phases:
         for field in ("length", "real", "example", "tokens", "slot"):
             np.testing.assert_array_equal(
-                getattr(one.phases[phase], field), getattr(again.phases[phase], field)
+                getattr(batch.phases[phase], field), getattr(repeated.phases[phase], field)
             )
-    assert not np.array_equal(one.phases["language"].length, other.phases["language"].length)
+    assert not np.array_equal(batch.phases["language"].length, other_seed.phases["language"].length)
 
 
 def test_clips_whose_silence_is_heard_take_whole_chunks():
     audio = MODEL.audio.model_copy(update={"silence": "heard", "chunk_frames": 3000})
     model = MODEL.model_copy(update={"audio": audio})
-    clips, heard = (generate(0, 1000, model=of).phases["audio"] for of in (MODEL, model))
+    clips, heard = (generate(0, 1000, model=variant).phases["audio"] for variant in (MODEL, model))
     np.testing.assert_array_equal(heard.length, -(-clips.real // 3000) * 3000)
     np.testing.assert_array_equal(heard.real, heard.length)
     np.testing.assert_array_equal(heard.tokens * 8, heard.length)
@@ -110,6 +111,7 @@ def test_distributions_are_what_they_say():
     random = np.random.default_rng(0)
     normal = LogNormal(100, 0.5, 50, 300).draw(random, 20_000)
     assert normal.min() >= 50 and normal.max() <= 300
+    # The reference: truncate by rejection
     inside = np.exp(np.random.default_rng(1).normal(np.log(100), 0.5, 100_000))
     inside = inside[(inside >= 50) & (inside <= 300)]
     np.testing.assert_allclose(
@@ -131,18 +133,20 @@ def test_the_mix_is_drawn_by_weight():
 
 def test_description_is_that_of_plain_sums():
     batch = generate(2, 300)
-    said = describe(batch)
+    description = describe(batch)
     vision = batch.phases["vision"]
-    assert said["vision/items"] == len(vision.length)
-    assert said["vision/cv"] == pytest.approx(np.std(vision.length) / np.mean(vision.length))
-    assert said["vision/max_over_mean"] == pytest.approx(
+    assert description["vision/items"] == len(vision.length)
+    assert description["vision/cv"] == pytest.approx(np.std(vision.length) / np.mean(vision.length))
+    assert description["vision/max_over_mean"] == pytest.approx(
         np.max(vision.length) / np.mean(vision.length)
     )
     audio = batch.phases["audio"]
-    assert said["audio/inner_padding"] == pytest.approx(1 - audio.real.sum() / audio.length.sum())
-    of_example = [vision.length[vision.example == example].sum() for example in range(300)]
-    expected = np.corrcoef(of_example, batch.phases["language"].length)[0, 1]
-    assert said["correlation/vision,language"] == pytest.approx(expected)
+    assert description["audio/inner_padding"] == pytest.approx(
+        1 - audio.real.sum() / audio.length.sum()
+    )
+    slots_of_example = [vision.length[vision.example == example].sum() for example in range(300)]
+    expected = np.corrcoef(slots_of_example, batch.phases["language"].length)[0, 1]
+    assert description["correlation/vision,language"] == pytest.approx(expected)
 
 
 def test_nothing_is_longer_than_promised():
@@ -170,7 +174,7 @@ DIFFUSION = {"width": 64, "layers": 1, "heads": 2, "mlp_width": 128, "patch_size
 @pytest.mark.parametrize("conditioning", ["joint", "cross"])
 @pytest.mark.parametrize("patch_frames", [1, 8])
 def test_models_that_draw_get_pictures_and_clips(conditioning, patch_frames):
-    """Each behind its caption, all of whose tokens it is read from."""
+    """Each drawn item follows its caption, and is conditioned on all of the caption's tokens."""
     generator = {"conditioning": conditioning, "patch_frames": patch_frames}
     drawing = ModelConfig(
         language=MODEL.language,
@@ -197,8 +201,8 @@ def test_models_that_draw_get_pictures_and_clips(conditioning, patch_frames):
     else:
         np.testing.assert_array_equal(items.length, items.real)
         assert (items.length > items.tokens).all() and items.extra_squares is None
-    for phase, of_phase in batch.phases.items():
-        assert of_phase.length.max() <= longest(phase, mix, drawing)
+    for phase, phase_items in batch.phases.items():
+        assert phase_items.length.max() <= longest(phase, mix, drawing)
     assert items.length.max() > longest("diffusion", mix, drawing) / 2
     with pytest.raises(ValueError, match="draw_picture"):
         generate(0, 20, mix, MODEL)
