@@ -1,5 +1,7 @@
-"""The programs of a run compiled for other devices: what they send follows from the parameters, and what fell back is
-named."""
+"""Programs of a run, compiled ahead of time for other devices.
+
+What they send must follow from the parameters, and operations that fell back are named.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def data(tmp_path_factory):
 
 
 def checked(data, chip, functions, **changes):
-    """The config, the programs, and by function what became of its programs."""
+    """The programs for 8 devices of a chip, and the checks of those of some functions."""
     config = parse_config(tiny_config(data, **{"mesh": {"data": 2, "fsdp": 4}} | changes))
     programs, _ = plan_programs(config, prepare(config, target_mesh(config, CHIPS[chip], 8)))
     assert not programs.compiled
@@ -49,7 +51,7 @@ def checked(data, chip, functions, **changes):
 
 
 def sharded_bytes(tree):
-    """Bytes of the whole arrays of a tree that are split over devices."""
+    """Bytes of all whole arrays in a tree that are split over devices."""
     return sum(
         leaf.size * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -58,6 +60,7 @@ def sharded_bytes(tree):
 
 
 def total_bytes(operation, program, **facts):
+    """Bytes that a program sends by an operation, of transfers with certain attributes."""
     return sum(
         transfer.total_bytes
         for transfer in program.transfers
@@ -77,7 +80,7 @@ def test_evaluation_gathers_every_sharded_weight_once(data):
     assert gathered(program, axes=("fsdp",), trips=LAYERS) == sharded_bytes(layers)
     assert gathered(program, axes=("fsdp",)) == sharded_bytes(programs.params["language"])
     assert gathered(program) == gathered(program, axes=("fsdp",), dtype="f32", exact=True)
-    # No loss leaves its rank before the end
+    # Losses are summed over ranks at the end of an evaluation, in another program
     assert {transfer.operation for transfer in program.transfers} == {"all-gather"}
 
 
@@ -89,11 +92,11 @@ BACKWARD = {"language_loss_and_grad", "encode_grad"}
 @pytest.mark.parametrize("chip", ["cpu", pytest.param("h100", marks=NEEDS_WHEELS)])
 def test_a_microbatch_gathers_what_it_computes_with_and_adds_gradients_within_shards(data, chip):
     programs, results = checked(data, chip, BACKWARD | {"add_replicas"}, **BFLOAT16)
-    once = results.pop(("add_replicas", "")).transfers
-    assert {(transfer.operation, transfer.dtype, transfer.trips) for transfer in once} == {
+    replica_sums = results.pop(("add_replicas", "")).transfers
+    assert {(transfer.operation, transfer.dtype, transfer.trips) for transfer in replica_sums} == {
         ("all-reduce", "f32", 1)
     }
-    assert all("data" in transfer.axes for transfer in once)
+    assert all("data" in transfer.axes for transfer in replica_sums)
     for program in results.values():
         assert {transfer.operation for transfer in program.transfers} <= {
             "all-gather",
@@ -105,11 +108,11 @@ def test_a_microbatch_gathers_what_it_computes_with_and_adds_gradients_within_sh
     program = results["language_loss_and_grad", "language"]
     params = programs.params["language"]
     layers, head = map(sharded_bytes, (params["layers"], params["head"]))
-    # The embedding stays where it lies; layers are gathered again for the backward pass
+    # The embedding stays in its shards; layers are gathered again for the backward pass
     assert reduced(program) == layers + head
     (dtype,) = {transfer.dtype for transfer in program.transfers} - {"s32", "f32"} or {"f32"}
     assert gathered(program, dtype=dtype) == (2 * layers + head) * (0.5 if dtype == "bf16" else 1)
-    assert (dtype == "bf16") == (chip != "cpu")  # where XLA sends no bfloat16, whatever it is asked
+    assert (dtype == "bf16") == (chip != "cpu")  # XLA for CPUs sends no bfloat16
 
 
 @pytest.mark.slow
@@ -125,22 +128,26 @@ def test_with_reduce_step_no_microbatch_reduces_a_gradient(data, chip, tied):
         **step,
         model__language__tie_embeddings=tied,
     )
-    once = results.pop(("add_replicas", ""))
+    step_sums = results.pop(("add_replicas", ""))
     for program in results.values():
         assert {transfer.operation for transfer in program.transfers} <= {
             "all-gather",
             "all-to-all",
         }
-    # Each parameter that is gathered goes to its shards once, whole and in float32, then over replicas as a shard
+    # Gradients of gathered parameters are reduced once per step in float32: to
+    # shards, then over replicas
     split = sum(sharded_bytes(programs.trained[name]) for name in programs.trained)
     split -= 0 if tied else sharded_bytes(programs.trained["language"]["embedding"])
-    assert reduced(once) == reduced(once, dtype="f32", axes=("fsdp",), trips=1) == split
-    assert {transfer.operation for transfer in once.transfers} == {"reduce-scatter", "all-reduce"}
-    assert all("data" in t.axes for t in once.transfers if t.operation == "all-reduce")
+    assert reduced(step_sums) == reduced(step_sums, dtype="f32", axes=("fsdp",), trips=1) == split
+    assert {transfer.operation for transfer in step_sums.transfers} == {
+        "reduce-scatter",
+        "all-reduce",
+    }
+    assert all("data" in t.axes for t in step_sums.transfers if t.operation == "all-reduce")
 
 
 def test_weights_are_asked_for_in_the_type_of_the_computation(data):
-    """As above, before the compiler for CPUs makes float32 of it."""
+    """In the text before compilation: the compiler for CPUs turns bfloat16 into float32."""
     config = parse_config(tiny_config(data, mesh={"data": 2, "fsdp": 4}, **BFLOAT16))
     programs, _ = plan_programs(config, prepare(config, target_mesh(config, CHIPS["cpu"], 8)))
     for name, job in programs.jobs.items():
@@ -159,7 +166,9 @@ def test_memory_of_arguments_and_outputs_is_that_of_the_shards(data):
         for leaf in jax.tree.leaves(programs.trained)
     ]
     assert gradients.arguments == gradients.aliased == 0
-    assert sum(shards) <= gradients.outputs <= sum(shards) + 64 * len(shards)  # and pointers
+    assert (
+        sum(shards) <= gradients.outputs <= sum(shards) + 64 * len(shards)
+    )  # and a table of pointers
 
 
 def test_collectives_that_agree_are_one_record():
@@ -171,10 +180,10 @@ def test_collectives_that_agree_are_one_record():
         return Collective("all-reduce", dtype, 80, groups, trips, True, scope)
 
     sent = [collective("a"), collective("b"), collective("a", "bf16"), collective("a", trips=1)]
-    first, *others = transfers([*sent, collective("c", groups=((0, 2), (1, 3)))], mesh)
-    assert (first.axes, first.count, first.scopes) == (("data", "fsdp"), 2, ("a", "b"))
-    assert first.total_bytes == 80 * 3 * 2 and first.sent_bytes == 2 * 480 * 7 / 8
-    assert [(record.dtype, record.trips, record.axes) for record in others] == [
+    merged, *records = transfers([*sent, collective("c", groups=((0, 2), (1, 3)))], mesh)
+    assert (merged.axes, merged.count, merged.scopes) == (("data", "fsdp"), 2, ("a", "b"))
+    assert merged.total_bytes == 80 * 3 * 2 and merged.sent_bytes == 2 * 480 * 7 / 8
+    assert [(record.dtype, record.trips, record.axes) for record in records] == [
         ("bf16", 3, ("data", "fsdp")),
         ("f32", 3, ("data.1",)),
         ("f32", 1, ("data", "fsdp")),
@@ -182,7 +191,7 @@ def test_collectives_that_agree_are_one_record():
     assert whole_axes(("data", "fsdp.1"), mesh) == ("data", "fsdp")
 
 
-# Which the kernel for GPUs takes
+# Heads that the GPU kernel takes: it needs at least 16 numbers
 WIDE_HEADS = {"model__language__head_size": 16, "model__language__rope_sections": [4, 2, 2]}
 
 
@@ -195,14 +204,14 @@ def test_gpus_run_the_kernel_and_the_ragged_exchange_or_say_why_not(data):
     assert {transfer.operation for transfer in results["hop", "vision"].transfers} == {
         "ragged-all-to-all"
     }
-    # Heads of the towers have 8 numbers
+    # Heads of the towers have 8 numbers, fewer than the kernel takes
     (line,) = results["encode", "vision"].fallbacks
     assert "attention of vision is the loop" in line and "heads of 16 numbers" in line
 
 
 @NEEDS_WHEELS
 def test_gpus_call_cudnn_where_it_was_asked_for(data):
-    """Without cuDNN here, the compiler does not ask it whether it has such a kernel."""
+    """cuDNN is not installed here, so the compiler does not ask it whether it has such a kernel."""
     changes = {
         f"components__{name}__attention": "cudnn" for name in ("vision", "audio", "language")
     }
@@ -231,11 +240,11 @@ def test_attention_that_is_kept_runs_forward_once(data):
         _, results = checked(data, "h100", {"language_loss_and_grad"}, **changes)
         return results["language_loss_and_grad", "language"].custom_calls["__gpu$xla.gpu.triton"]
 
-    # The forward pass has one. The backward pass, which XLA may write down more than once, has two for gradients
-    # and one more where it computes attention again.
-    full = kernels("full")
-    kept = kernels(["attention"])
-    assert (kept - 1) * 3 == (full - 1) * 2 > 0
+    # The forward pass has one kernel. The backward pass has two for gradients, and a third to
+    # compute attention again; XLA may copy the backward pass, so only the ratio is known.
+    recomputed = kernels("full")
+    remembered = kernels(["attention"])
+    assert (remembered - 1) * 3 == (recomputed - 1) * 2 > 0
 
 
 @NEEDS_WHEELS
@@ -250,7 +259,7 @@ def test_tpus_gather_as_much_and_their_layers_are_counted(data):
     programs, results = checked(data, "v5p", {"evaluate", "hop"})
     layers = programs.params["language"]["layers"]
     gathers = gathered(results["evaluate", "language"], axes=("fsdp",), trips=LAYERS, exact=True)
-    # The compiler gathers in bfloat16 what its matrix units read so
+    # The TPU compiler may gather in bfloat16 what its matrix units read in bfloat16
     assert sharded_bytes(layers) / 2 <= gathers <= sharded_bytes(layers)
     hop = results["hop", "vision"]
     assert {transfer.operation for transfer in hop.transfers} == {"ragged-all-to-all"}
@@ -282,7 +291,7 @@ def test_shared_rows_and_stages_compile_for_gpus(data, changes, functions):
         sent = results["gradients", ""].transfers
         wires = [transfer for transfer in sent if transfer.operation == "collective-permute"]
         assert wires and {transfer.axes for transfer in wires} == {("stage",)}
-        assert not any(transfer.exact for transfer in wires)  # a schedule is data
+        assert not any(transfer.exact for transfer in wires)  # the schedule is data
     else:
         spans = {row_class.span for row_class in programs.spec.phases["language"].classes}
         assert spans <= {1, 2}
@@ -299,6 +308,6 @@ def test_the_programs_of_a_step_are_compiled_and_failures_named(monkeypatch):
     monkeypatch.setattr(ahead, "check_job", check)
     names = [ProgramName(function) for function in ("zero", "evaluate", "update", "to_saved")]
     programs = SimpleNamespace(jobs=dict.fromkeys(names))
-    found = ahead.compiled_memory(None, programs, CHIPS["cpu"])
+    compiled = ahead.compiled_memory(None, programs, CHIPS["cpu"])
     failed = ahead.FailedProgram(names[2], "RESOURCE_EXHAUSTED: 3 TB")
-    assert found == {names[1]: memory, names[2]: failed}
+    assert compiled == {names[1]: memory, names[2]: failed}

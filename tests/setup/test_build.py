@@ -1,4 +1,4 @@
-"""What a run says before it compiles anything."""
+"""Warnings and errors of a run before it compiles anything."""
 
 import logging
 
@@ -25,7 +25,10 @@ from tests.support import tiny_config
 
 @pytest.mark.parametrize("platform", ["gpu", "cpu"])
 def test_auto_that_comes_to_the_loop_on_a_gpu_is_a_warning(tmp_path, monkeypatch, caplog, platform):
-    """Heads of the towers have 8 numbers, those of the language model 16; audio asks for the loop."""
+    """Heads have 8 numbers in towers, too few for the kernel, and 16 in the decoder.
+
+    Audio asks for the loop, and so is not warned of.
+    """
     make_sample(tmp_path, seed=1, train=32, test=8)
     config = parse_config(
         tiny_config(
@@ -118,6 +121,7 @@ def test_moments_that_rounding_keeps_are_a_warning(tmp_path, caplog, dtype, beta
 
 
 def test_large_grids_that_differ_in_the_middle_are_told_apart():
+    # Larger than numpy prints in full, so that text with an ellipsis would not tell them apart
     ranks = np.arange(2560, dtype=np.int32)
     swapped = ranks.copy()
     swapped[[1000, 1001]] = swapped[[1001, 1000]]

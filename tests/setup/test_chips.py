@@ -1,4 +1,4 @@
-"""Chips that are not there: what is said where one cannot be compiled for, and how many devices hosts have."""
+"""Chips that are not attached: how to install their compilers, and the shapes of their hosts."""
 
 from __future__ import annotations
 
@@ -98,11 +98,14 @@ def test_slices_that_are_not_built_are_refused(count):
 
 @pytest.mark.skipif(not WHEELS, reason="needs jaxmllm[ahead]")
 def test_memory_has_no_limit(monkeypatch, capfd):
-    """Near that of a device XLA computes again what it could keep, and says so only where this is in vain."""
+    """Near the limit of a device, XLA recomputes what it could keep, and
+    complains only if that fails."""
 
     def products(x):
-        kept = [jnp.sin(row)[:, None] * jnp.cos(row) for row in x]  # 16 of 4 MB
-        for array in [*kept, *kept]:
+        products_of_rows = [
+            jnp.sin(row)[:, None] * jnp.cos(row) for row in x
+        ]  # 16 matrices of 4 MB
+        for array in [*products_of_rows, *products_of_rows]:
             x = x @ array
         return x
 

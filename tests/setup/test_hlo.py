@@ -1,4 +1,4 @@
-"""The reader of HLO text: by hand on small texts, and on a compiled program whose collectives are known."""
+"""The reader of HLO text: on short texts by hand, and on a compiled program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADD = """\
   ROOT %sum = f32[] add(%a, %b)
 }
 """
-# A loop of 5 around a loop of 3, each with a collective; a third loop ends by the data
+# A loop of 5 around a loop of 3, each with a collective, and a loop whose end depends on the data
 LOOPS = (
     """\
 HloModule jit_loops, is_scheduled=true
@@ -65,7 +65,7 @@ backend_config={"known_trip_count":{"n":"5"}}
 }
 """
 )
-# What GPUs have: an asynchronous computation, a fused call, two types in one collective
+# As for GPUs: an asynchronous computation, a call, and two dtypes in one collective
 ASYNCHRONOUS = (
     """\
 HloModule jit_async, num_partitions=4
@@ -116,9 +116,17 @@ BYTES = 8 * 16 * 4
 
 
 def facts(text, devices=4):
+    """What is known of each collective in a text, as tuples."""
     return [
-        (one.operation, one.dtype, one.bytes, one.groups, one.trips, one.exact)
-        for one in collectives(parse(text), devices)
+        (
+            collective.operation,
+            collective.dtype,
+            collective.bytes,
+            collective.groups,
+            collective.trips,
+            collective.exact,
+        )
+        for collective in collectives(parse(text), devices)
     ]
 
 
@@ -129,14 +137,16 @@ def test_loops_multiply_and_those_that_end_by_the_data_are_marked():
         ("all-gather", "bf16", 4 * BYTES // 2, ((0, 1, 2, 3),), 5, True),
         ("all-reduce", "f32", BYTES, pairs, 1, False),
     ]
-    first, second, _ = collectives(parse(LOOPS), 4)
-    assert first.scope == "jit(f)/while/body/psum" and second.scope == ""
-    assert first.total_bytes == 15 * BYTES
-    assert first.sent_bytes == 15 * BYTES  # twice the half
-    assert second.sent_bytes == 5 * 4 * BYTES / 2 * 3 / 4
+    reduction, gathering, _ = collectives(parse(LOOPS), 4)
+    assert reduction.scope == "jit(f)/while/body/psum" and gathering.scope == ""
+    assert reduction.total_bytes == 15 * BYTES
+    assert (
+        reduction.sent_bytes == 15 * BYTES
+    )  # an all-reduce over two devices sends half of the array twice
+    assert gathering.sent_bytes == 5 * 4 * BYTES / 2 * 3 / 4
 
 
-# What TPUs have: a loop from 1 to 8 whose condition must be read
+# As for TPUs: a loop from 1 to 8 without a trip count, so its condition must be read
 COUNTED = (
     """\
 HloModule jit_counted
@@ -181,7 +191,7 @@ ENTRY %main (y: f32[8,16], m: s32[]) -> f32[8,16] {
     [
         (("", ""), (7, True)),
         (("constant(8)", "constant(1)"), (0, True)),
-        # Where it begins, ends or goes is data
+        # Begin, end or increment depend on the data
         (("tuple(%y, %copy.1, %m)", "tuple(%y, %m, %m)"), (1, False)),
         (("compare(%i.1, %eight)", "compare(%i.1, %n.1)"), (1, False)),
         (("add(%i, %one)", "add(%i, %n)"), (1, False)),
@@ -211,8 +221,8 @@ def test_asynchronous_called_and_mixed_collectives_count_once():
 
 
 def test_collectives_of_single_devices_are_left_out():
-    alone = LOOPS.replace("{{0,1},{2,3}}", "{{0},{1},{2},{3}}")
-    assert [operation for operation, *_ in facts(alone)] == ["all-gather"]
+    single_devices = LOOPS.replace("{{0,1},{2,3}}", "{{0},{1},{2},{3}}")
+    assert [operation for operation, *_ in facts(single_devices)] == ["all-gather"]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +231,7 @@ def test_collectives_of_single_devices_are_left_out():
         ("replica_groups={{0,2},{1,3}}, to_apply=%add", ((0, 2), (1, 3))),
         ("replica_groups={}, dimensions={0}", (tuple(range(8)),)),
         ("replica_groups=[2,4]<=[8], x=1", ((0, 1, 2, 3), (4, 5, 6, 7))),
-        # Numbers 0 to 7 as [2, 2, 2], the last dimension first
+        # Device numbers 0 to 7 in shape [2, 2, 2], transposed to have the last dimension first
         (
             "replica_groups=[4,2]<=[2,2,2]T(2,0,1), dimensions={0}",
             ((0, 2), (4, 6), (1, 3), (5, 7)),
@@ -290,7 +300,7 @@ def test_axes_of_a_mesh():
 
 
 def test_a_compiled_program_of_known_collectives():
-    """A loop of 7 layers, whose weights are split over `fsdp` and whose sums over `tensor`."""
+    """Seven layers in a loop, with weights split over `fsdp`, and sums over `tensor`."""
     mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2}, jax.devices()[:8])
 
     def layers(x, weights):
@@ -316,8 +326,13 @@ def test_a_compiled_program_of_known_collectives():
     )
     text = jax.jit(mapped).lower(*arguments).compile().as_text()
     sent = {
-        (one.operation, mesh_axes(one, mesh.shape)): (one.dtype, one.bytes, one.trips, one.exact)
-        for one in collectives(parse(text), 8)
+        (collective.operation, mesh_axes(collective, mesh.shape)): (
+            collective.dtype,
+            collective.bytes,
+            collective.trips,
+            collective.exact,
+        )
+        for collective in collectives(parse(text), 8)
     }
     assert sent == {
         ("all-gather", ("fsdp",)): ("f32", 16 * 16 * 4, 7, True),

@@ -1,4 +1,4 @@
-"""The mesh of commands that plan steps without running them."""
+"""The mesh of commands that plan steps without running them: by the config, or for `--ranks`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Data and model of a run, before anything is compiled."""
+"""The data and the model of a run, before anything is compiled."""
 
 import json
 import os
@@ -51,6 +51,8 @@ def test_a_vocabulary_holds_all_tokens(tmp_path):
 
 
 def test_hosts_tell_records_and_media_of_equal_lengths_apart(tmp_path: Path) -> None:
+    """Facts depend on what files hold, not on when they were written."""
+
     def facts(answer: str = "yes", mode: str = "L", seconds: int = 1) -> dict[str, str]:
         user = {"role": "user", "content": [{"type": "image", "image": "a.bmp"}]}
         record = {"messages": [user, {"role": "assistant", "content": answer}]}
@@ -61,10 +63,10 @@ def test_hosts_tell_records_and_media_of_equal_lengths_apart(tmp_path: Path) -> 
         images = {"vision": Images(8, 1, 64, 4096)}
         return data_facts(Corpus.open([source], ByteTokenizer(), images, progress=False), None)
 
-    here = facts()
-    assert facts(seconds=2) == here, "a copy"
-    for there in (facts(answer="no!"), facts(mode="RGB")):
-        differing = {key for key in here if there[key] != here[key]}
+    original = facts()
+    assert facts(seconds=2) == original, "a copy"
+    for changed in (facts(answer="no!"), facts(mode="RGB")):
+        differing = {key for key in original if changed[key] != original[key]}
         assert differing == {"data of source 's'"}, "lengths are the same"
 
 

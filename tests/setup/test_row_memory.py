@@ -1,4 +1,4 @@
-"""How many slots of a row fit a device, by estimate."""
+"""How many slots of a row fit a device, by an estimate of bytes."""
 
 import jax
 import pytest
@@ -14,6 +14,7 @@ PHASES = ("vision", "audio", "language")
 
 
 def slots(tmp_path, mesh=None, **changes):
+    """Slots that fit per phase, on 8 devices."""
     tree = tiny_config(tmp_path, **changes) | {"mesh": mesh or {"data": 8}}
     config = parse_config(tree)
     model = build_model(config.model, 320, config.components, abstract_mesh(config.mesh_sizes, 8))
@@ -21,27 +22,32 @@ def slots(tmp_path, mesh=None, **changes):
 
 
 def test_slots_fit_what_layers_keep_of_them(tmp_path):
-    found = slots(tmp_path)
-    assert all(number & (number - 1) == 0 for number in found), "powers of two"
-    bytes_of_slot = 4 * (16 + 16 * 16 + 6 * 32)  # one layer's input, and one at work
+    fitting = slots(tmp_path)
+    assert all(size & (size - 1) == 0 for size in fitting), "powers of two"
+    bytes_of_slot = 4 * (
+        16 + 16 * 16 + 6 * 32
+    )  # the input of one layer, and a layer at work, in float32
     assert (
-        bytes_of_slot * found[0]
+        bytes_of_slot * fitting[0]
         <= row_memory.PLANNED_MEMORY / 2
-        < 2 * bytes_of_slot * found[0] * 1.01
+        < 2 * bytes_of_slot * fitting[0] * 1.01
     )
 
 
 def test_keeping_more_or_more_layers_leaves_less(tmp_path):
-    usual = slots(tmp_path)[2]
-    assert slots(tmp_path, components__language__remat="none")[2] < usual
+    default_slots = slots(tmp_path)[2]
+    assert slots(tmp_path, components__language__remat="none")[2] < default_slots
     for remat in ("dots", ["attention"], ["projections", "mlp"]):
         language = {"model__language__layers": 200, "components__language__remat": remat}
         assert slots(tmp_path, **language)[2] < slots(tmp_path, model__language__layers=200)[2]
-    assert slots(tmp_path, model__language__layers=40)[2] < usual
-    assert slots(tmp_path, {"data": 2, "context": 4})[2] == 4 * usual
+    assert slots(tmp_path, model__language__layers=40)[2] < default_slots
+    assert slots(tmp_path, {"data": 2, "context": 4})[2] == 4 * default_slots
 
 
 def test_norms_and_activations_that_keep_more(tmp_path):
+    """Counted in numbers per slot and layer: norms keep the width, 32, and activations 48
+    numbers."""
+
     def kept(remat, **choices):
         changes = {f"model__language__{key}": value for key, value in choices.items()}
         config = tiny_config(tmp_path, components__language__remat=remat, **changes)
@@ -81,12 +87,12 @@ def test_stages_hold_the_layers_of_one_and_what_waits_between_them(tmp_path):
     deep = {"model__language__layers": 400}
     staged = deep | {"pipeline__stages": 4, "mesh": {"data": 2}}
     assert slots(tmp_path, **staged)[2] > slots(tmp_path, **deep)[2]
-    none = {"components__language__remat": "none"}
-    of_stages = ({"pipeline__kept_residuals": 8}, {"pipeline__microbatches_in_flight": 1000})
-    for less in (none, *of_stages):
-        assert slots(tmp_path, **staged | less)[2] < slots(tmp_path, **staged)[2]
-    for alike in of_stages:  # where there are none
-        assert slots(tmp_path, **deep | alike)[2] == slots(tmp_path, **deep)[2]
+    no_remat = {"components__language__remat": "none"}
+    stage_settings = ({"pipeline__kept_residuals": 8}, {"pipeline__microbatches_in_flight": 1000})
+    for settings in (no_remat, *stage_settings):
+        assert slots(tmp_path, **staged | settings)[2] < slots(tmp_path, **staged)[2]
+    for settings_of_stages in stage_settings:  # without stages, these settings change nothing
+        assert slots(tmp_path, **deep | settings_of_stages)[2] == slots(tmp_path, **deep)[2]
 
 
 def test_a_state_that_hardly_fits_leaves_a_tenth(tmp_path, monkeypatch):
@@ -96,7 +102,8 @@ def test_a_state_that_hardly_fits_leaves_a_tenth(tmp_path, monkeypatch):
 
 
 def test_forwards_of_a_pipeline_keep_what_a_share_of_memory_holds(tmp_path, monkeypatch):
-    """By what `remat` keeps of the layers of a chunk, down to a power of two."""
+    """Kept microbatches follow from what `remat` keeps of a chunk, rounded down to a power of
+    two."""
 
     def kept(capacity=4096, layers=2, **changes):
         tree = tiny_config(tmp_path, pipeline__stages=2, mesh={"data": 2}, **changes)
@@ -107,15 +114,15 @@ def test_forwards_of_a_pipeline_keep_what_a_share_of_memory_holds(tmp_path, monk
         return row_memory.kept_forwards(config, model, "language", capacity, layers)
 
     monkeypatch.setattr(row_memory, "PLANNED_MEMORY", 1 << 30)
-    whole = kept()
-    assert whole.bit_count() == 1 and kept(capacity=2 * 4096) == whole // 2
-    assert kept(layers=8) < whole and kept(components__language__remat="none") < whole
+    default_kept = kept()
+    assert default_kept.bit_count() == 1 and kept(capacity=2 * 4096) == default_kept // 2
+    assert kept(layers=8) < default_kept and kept(components__language__remat="none") < default_kept
     assert kept(capacity=1 << 40) == 0
 
 
 def test_averages_and_gradients_that_stay_whole_are_counted(tmp_path):
-    """Averages in float32. Of gradients the sums in float32, and beside them those of one layer in the type of the
-    computation."""
+    """Averages are float32. Deferred gradients are summed in float32, beside those of one layer in
+    the dtype of the computation."""
 
     def state(mesh, **changes):
         config = parse_config(tiny_config(tmp_path, **changes) | {"mesh": mesh})
@@ -125,38 +132,43 @@ def test_averages_and_gradients_that_stay_whole_are_counted(tmp_path):
         return row_memory.state_bytes(config, model), model
 
     averaged = {"components__language__ema": 0.9}
-    usual, model = state({"data": 8})
+    sharded_bytes, model = state({"data": 8})
     decoder = sum(leaf.size for leaf in jax.tree.leaves(model.components["language"].shapes))
-    assert state({"data": 8}, **averaged)[0] == usual + 4 * decoder
+    assert state({"data": 8}, **averaged)[0] == sharded_bytes + 4 * decoder
     step = {"components__language__reduce": "step"}
     bfloat16 = {"components__language__compute_dtype": "bfloat16"}
     assert state({"data": 8}, **step)[0] == state({"data": 8})[0]
-    for mesh, devices, parts in (
+    for mesh, devices, tensor_shards in (
         ({"fsdp": 8}, 8, 1),
         ({"data": 2, "fsdp": 2, "tensor": 2}, 2, 2),
     ):
-        usual, model = state({"data": 1} | mesh)
+        sharded_bytes, model = state({"data": 1} | mesh)
         params = model.components["language"].shapes
-        split = [  # by the devices that split them
+        trees = [  # layers with their MLP, and the head
             {"layers": params["layers"]["attention"], "mlp": params["layers"]["mlp"]},
             params["head"],
         ]
-        layers, head = (sum(leaf.size for leaf in jax.tree.leaves(tree)) / parts for tree in split)
-        more = 4 * (layers + head) * (1 - 1 / devices)
+        layers, head = (
+            sum(leaf.size for leaf in jax.tree.leaves(tree)) / tensor_shards for tree in trees
+        )
+        gathered_bytes = 4 * (layers + head) * (1 - 1 / devices)
         layer = layers / model.config.language.layers
-        assert state({"data": 1} | mesh, **step)[0] == usual + more + 4 * (layer + head)
+        assert state({"data": 1} | mesh, **step)[0] == sharded_bytes + gathered_bytes + 4 * (
+            layer + head
+        )
         narrow = state({"data": 1} | mesh, **step, **bfloat16)[0]
-        assert narrow == usual + more + 2 * layer + 4 * head
+        assert narrow == sharded_bytes + gathered_bytes + 2 * layer + 4 * head
 
 
 @pytest.mark.parametrize("shards", [1, 8])
 def test_sharded_states_leave_more(tmp_path, monkeypatch, shards):
     monkeypatch.setattr(row_memory, "PLANNED_MEMORY", 1 << 19)
-    whole = slots(tmp_path, {"data": 8})[2]
-    assert (slots(tmp_path, {"data": 8 // shards, "fsdp": shards})[2] > whole) == (shards > 1)
+    replicated = slots(tmp_path, {"data": 8})[2]
+    assert (slots(tmp_path, {"data": 8 // shards, "fsdp": shards})[2] > replicated) == (shards > 1)
 
 
 def kept(tmp_path, capacity=1 << 20, others=1, **changes):
+    """Microbatches of each phase whose residuals are kept, for rows of given sizes."""
     config = parse_config(tiny_config(tmp_path, mesh={"data": 8}, **changes))
     model = build_model(config.model, 320, config.components, abstract_mesh(config.mesh_sizes, 8))
     capacities = dict.fromkeys(PHASES, others) | {"vision": capacity}
@@ -167,26 +179,30 @@ AUTO = {f"phases__{phase}__kept_residuals": "auto" for phase in ("vision", "audi
 
 
 def test_residuals_are_kept_as_memory_allows(tmp_path):
-    # One layer's input of 16 floats for each slot, of the memory that rows do not take, twice what is counted of them
+    # Residuals are one layer's input, 16 floats per slot. They share what rows leave, for which
+    # twice their counted bytes are reserved.
     size = 16 * 4 << 20
     running = 4 * (16 + 16 * 16 + 6 * 32) << 20
     room = row_memory.PLANNED_MEMORY - 2 * running
-    only = AUTO | {"phases__audio__kept_residuals": 0}
-    found = kept(tmp_path, **only)
-    assert found["audio"] == 0
-    assert found["vision"] <= room / size < 2 * found["vision"] * 1.01
-    assert kept(tmp_path, components__vision__remat="none", **only)["vision"] < found["vision"]
+    vision_alone = AUTO | {"phases__audio__kept_residuals": 0}
+    kept_numbers = kept(tmp_path, **vision_alone)
+    assert kept_numbers["audio"] == 0
+    assert kept_numbers["vision"] <= room / size < 2 * kept_numbers["vision"] * 1.01
+    assert (
+        kept(tmp_path, components__vision__remat="none", **vision_alone)["vision"]
+        < kept_numbers["vision"]
+    )
     assert kept(tmp_path, 1 << 40, **AUTO)["vision"] == 0
-    asked = {"phases__vision__kept_residuals": 5, "phases__audio__kept_residuals": 0}
-    assert kept(tmp_path, **asked) == {"vision": 5, "audio": 0}
+    configured = {"phases__vision__kept_residuals": 5, "phases__audio__kept_residuals": 0}
+    assert kept(tmp_path, **configured) == {"vision": 5, "audio": 0}
     assert kept(tmp_path) == {"vision": 0, "audio": 0}
 
 
 def test_phases_share_what_large_rows_leave_for_residuals(tmp_path):
-    alike = kept(tmp_path, 1 << 20, others=1 << 20, **AUTO)
-    assert alike["vision"] / 2 <= alike["audio"] <= 8 * alike["vision"]
-    asked = AUTO | {"phases__audio__kept_residuals": alike["audio"]}
-    assert kept(tmp_path, 1 << 20, others=1 << 20, **asked)["vision"] >= alike["vision"]
-    # Rows as large as may be: what is left for residuals is a share of its own
-    large = kept(tmp_path, 1 << 20, others=1 << 26, **AUTO)
-    assert 0 < large["vision"] < alike["vision"]
+    equal_rows = kept(tmp_path, 1 << 20, others=1 << 20, **AUTO)
+    assert equal_rows["vision"] / 2 <= equal_rows["audio"] <= 8 * equal_rows["vision"]
+    audio_fixed = AUTO | {"phases__audio__kept_residuals": equal_rows["audio"]}
+    assert kept(tmp_path, 1 << 20, others=1 << 20, **audio_fixed)["vision"] >= equal_rows["vision"]
+    # Rows of the largest size leave nothing, so residuals have a reserved share
+    large_rows = kept(tmp_path, 1 << 20, others=1 << 26, **AUTO)
+    assert 0 < large_rows["vision"] < equal_rows["vision"]

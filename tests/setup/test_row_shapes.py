@@ -1,4 +1,4 @@
-"""Rows hold whole blocks, whole tokens and, in parts, whole chunks."""
+"""The alignment of rows: whole blocks, whole tokens, and whole chunks in each part of a row."""
 
 import pytest
 
@@ -14,16 +14,16 @@ from tests.support import tiny_config
     [
         ("language", 128, 4096, 1, 1, 128),
         ("language", 128, 512, 1, 1, 64),
-        ("language", 128, 4096, 1, 4, 128),  # eight blocks each
-        ("language", 128, 2048, 1, 4, 64),  # four
-        ("language", 128, 512, 4, 1, 64),  # four ranks share rows
+        ("language", 128, 4096, 1, 4, 128),  # eight blocks per part
+        ("language", 128, 2048, 1, 4, 64),  # four blocks of 128 per part are too few
+        ("language", 128, 512, 4, 1, 64),  # rows shared by four ranks
         ("language", 128, 192, 4, 1, 32),
         ("language", 128, 4096, 4, 1, 128),
         ("language", 128, 1024, 2, 4, 64),
         ("language", 256, 4096, 1, 8, 64),
         ("language", 32, 256, 1, 4, 32),
-        ("language", 96, 768, 1, 4, 96),  # 64 does not divide it
-        ("audio", 128, 4 * 2048, 1, 4, 64),  # frames, four to a slot of attention
+        ("language", 96, 768, 1, 4, 96),  # 64 does not divide 96
+        ("audio", 128, 4 * 2048, 1, 4, 64),  # capacities in frames, of which attention joins four
         ("audio", 128, 4 * 224, 8, 1, 32),
         ("audio", 128, 4 * 4096, 1, 4, 128),
     ],
@@ -47,7 +47,7 @@ def test_towers_with_windows_get_blocks_that_hold_few_of_them(tmp_path, block, e
 
 
 def test_rows_of_frames_hold_whole_blocks_and_whole_tokens(tmp_path):
-    """Tokens are of 8 frames, of which 4 make one of attention."""
+    """A token is 8 frames, and attention joins 4 frames into one of its slots."""
 
     def of(block, parts):
         config = parse_config(tiny_config(tmp_path, phases__audio__block=block))
@@ -62,5 +62,5 @@ def test_rows_of_frames_hold_whole_blocks_and_whole_tokens(tmp_path):
     assert [of(block, 1).unit(1023) for block in (32, 96, 128)] == [128, 384, 128]
     assert [of(block, 2).unit(2048) for block in (32, 96, 128)] == [256, 768, 512]
     assert [of(block, 2).unit(2047) for block in (32, 96, 128)] == [256, 768, 256]
-    # Two blocks, which hold a token, in each part
+    # Each of two parts needs two blocks of 4 frames to hold a whole token
     assert of(1, 2).slots == of(1, 2).unit(100) == 16

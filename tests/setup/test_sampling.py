@@ -1,4 +1,4 @@
-"""Drawing with a run: the same pictures and clips whatever else is drawn, on any devices, by any programs."""
+"""Drawing with a run: results do not depend on the other requests, the devices or the programs."""
 
 import dataclasses
 import json
@@ -45,7 +45,8 @@ TWENTY = [
 
 
 def saved_run(folder: Path, tree: dict[str, Any]) -> Path:
-    """A run folder whose weights are the averages."""
+    """A run folder whose checkpoint holds spoiled weights beside the
+    averages, which drawing must use."""
     write_config(folder, parse_config(tree))
     planned = planned_drawing(folder, [ALONE], 1)
     model = planned.programs.functions.model
@@ -75,6 +76,7 @@ def run(tmp_path_factory) -> Path:
 
 
 def planned_drawing(run: Path, entries: Sequence[Any], devices: int, *overrides: str) -> Drawing:
+    """Plan to draw requests with a run on some devices."""
     path = run / "asked.jsonl"
     path.write_text("\n".join(map(json.dumps, entries)))
     config = drawing_config(run, overrides)
@@ -88,11 +90,15 @@ class Compiled:
     params: Any
 
     def values(self, steps: int = 4, guidance: float = 2.5) -> dict[str, np.ndarray]:
-        drawn = self.drawing.drawn(self.params, steps, guidance)
-        return {one.name: one.frames[0] if not one.is_clip else one.frames for one in drawn}
+        pictures = self.drawing.drawn(self.params, steps, guidance)
+        return {
+            picture.name: picture.frames[0] if not picture.is_clip else picture.frames
+            for picture in pictures
+        }
 
 
 def compiled(run: Path, entries: Sequence[Any], devices: int, *overrides: str) -> Compiled:
+    """Plan, load the parameters and compile."""
     drawing = planned_drawing(run, entries, devices, *overrides)
     params, _ = saved_parameters(run, drawing.programs.params, lambda line: None)
     drawing.programs.compile()
@@ -113,22 +119,26 @@ def test_what_was_measured_of_training_does_not_count(tmp_path):
 
 @pytest.mark.slow
 def test_steps_and_guidance_compile_nothing(alone):
-    before = alone.values()["alone"]
+    picture = alone.values()["alone"]
     counter = CompilationCounter()
-    few = alone.values(3, 2.5)["alone"]
-    free, plain, strong = (alone.values(1, guidance)["alone"] for guidance in (0.0, 1.0, 2.5))
+    fewer_steps = alone.values(3, 2.5)["alone"]
+    unguided, plain, strong = (alone.values(1, guidance)["alone"] for guidance in (0.0, 1.0, 2.5))
     assert counter.count == 0
-    assert before.shape == (20, 24, 3) and np.abs(before - few).max() > 1e-2
-    # Of a single step, guidance is linear
-    np.testing.assert_allclose(strong - free, 2.5 * (plain - free), atol=1e-5)
-    assert np.abs(plain - free).max() > 1e-3, "what is drawn depends on the prompt"
+    assert picture.shape == (20, 24, 3) and np.abs(picture - fewer_steps).max() > 1e-2
+    # Within a single step, guidance is linear
+    np.testing.assert_allclose(strong - unguided, 2.5 * (plain - unguided), atol=1e-5)
+    assert np.abs(plain - unguided).max() > 1e-3, "what is drawn depends on the prompt"
 
 
 @pytest.mark.slow
 def test_times_are_shifted_by_the_size_of_what_is_drawn(alone):
-    """A picture of 30 patches, by a shift that is twice its own for four times as many: by data alone."""
+    """The shift is an argument, so programs are not compiled again.
+
+    A picture of 30 patches has half the shift of 120 patches, since shifts
+    grow with the root of the size.
+    """
     config = alone.drawing.config
-    whole = alone.values()["alone"]
+    picture = alone.values()["alone"]
     counter = CompilationCounter()
 
     def drawn_with(**objective: Any) -> np.ndarray:
@@ -140,15 +150,19 @@ def test_times_are_shifted_by_the_size_of_what_is_drawn(alone):
 
     assert config.objective.diffusion.shift == 4.0
     by_size = drawn_with(shift=8.0, shift_patches=120)
-    np.testing.assert_allclose(by_size, whole, atol=1e-6)
-    assert np.abs(drawn_with(shift_patches=120) - whole).max() > 1e-3
+    np.testing.assert_allclose(by_size, picture, atol=1e-6)
+    assert np.abs(drawn_with(shift_patches=120) - picture).max() > 1e-3
     assert counter.count == 0
 
 
 @pytest.mark.slow
 def test_one_step_goes_where_the_loss_is_zero(alone):
-    """The loss of training, from the same noise at time 1, is the distance of a step's picture from the true one: of
-    the half that sees the prompt, and of the other. Blank patches are of a black picture, -1."""
+    """From the same noise at time 1, the training loss is the distance between the picture of one
+    step and the true one.
+
+    This holds for the half with the prompt and for the half without. Blank patches are
+    those of a black picture, -1.
+    """
     programs = alone.drawing.programs
     params = alone.params
     batch = programs.put(alone.drawing._filler(0, np.arange(1)))
@@ -156,18 +170,18 @@ def test_one_step_goes_where_the_loss_is_zero(alone):
     states, _ = programs._states(params, batch, pools, backward=False)
     (pool,) = states["diffusion"]
     (rows,) = batch.rows["diffusion"]
-    of_sources, of_times = (np.zeros((1, groups), np.float32) for groups in (1, TIME_BANDS))
-    sums = FlowSums(of_sources, of_sources, of_times, of_times)
+    source_sums, time_sums = (np.zeros((1, groups), np.float32) for groups in (1, TIME_BANDS))
+    sums = FlowSums(source_sums, source_sums, time_sums, time_sums)
     functions = GeneratorFunctions(programs.functions, "diffusion")
-    now = rows._replace(times=np.ones_like(rows.times))
-    sums = jax.jit(functions.evaluate)(params, now, pool, np.int32(0), sums)
+    rows_at_one = rows._replace(times=np.ones_like(rows.times))
+    sums = jax.jit(functions.evaluate)(params, rows_at_one, pool, np.int32(0), sums)
     loss = sums.loss
     patches = sums.patches
     np.testing.assert_array_equal(sums.loss_by_time[:, -1], loss[:, 0])
     assert not sums.patches_by_time[:, :-1].any()
-    drawn = [alone.values(1, guidance)["alone"] for guidance in (1.0, 0.0)]
+    pictures = [alone.values(1, guidance)["alone"] for guidance in (1.0, 0.0)]
     assert patches.sum() == 2 * 30
-    expected = sum(30 * np.mean((values + 1) ** 2) for values in drawn)
+    expected = sum(30 * np.mean((values + 1) ** 2) for values in pictures)
     np.testing.assert_allclose(loss.sum(), expected, rtol=1e-5)
 
 
@@ -187,16 +201,16 @@ MESHES = {  # devices, overrides
 )
 def test_a_picture_is_the_same_whatever_is_drawn_with_it(run, alone, mesh):
     devices, overrides = MESHES[mesh]
-    others = TWENTY if mesh == "data4" else OTHERS
-    together = compiled(run, [*others, ALONE], devices, *overrides).values()
-    assert len(together) == len(others) + 1 and together["clip"].shape == (3, 8, 4, 3)
-    np.testing.assert_allclose(together["alone"], alone.values()["alone"], atol=1e-4)
-    assert not np.allclose(together["0005"][:4, :8], together["0006"][:4, :8])
+    entries = TWENTY if mesh == "data4" else OTHERS
+    pictures = compiled(run, [*entries, ALONE], devices, *overrides).values()
+    assert len(pictures) == len(entries) + 1 and pictures["clip"].shape == (3, 8, 4, 3)
+    np.testing.assert_allclose(pictures["alone"], alone.values()["alone"], atol=1e-4)
+    assert not np.allclose(pictures["0005"][:4, :8], pictures["0006"][:4, :8])
 
 
 @pytest.mark.parametrize("conditioning", [pytest.param("joint", marks=EXHAUSTIVE), "cross"])
 def test_what_is_pooled_of_a_prompt_does_not_move_the_half_without_it(tmp_path, conditioning):
-    """One step, with other states in the place of the prompt's: with guidance 0 to the same patches."""
+    """With guidance 0, a step must not depend on the states of the prompt."""
     changes = {"conditioning": conditioning, "pooled_conditions": True}
     changes = {f"model__diffusion__{key}": value for key, value in changes.items()}
     tree = run_config(tmp_path, model__vision=None, data__batch_size=2, **changes)
@@ -214,8 +228,8 @@ def test_what_is_pooled_of_a_prompt_does_not_move_the_half_without_it(tmp_path, 
         states = np.random.default_rng(seed).normal(1, 1, pool.tokens.shape).astype(np.float32)
         prompt = TokenPool(states, np.ones(pool.valid.shape, np.int32))
         times = np.float32([1.0, 0.5])
-        after = draw_step(params, rows, prompt, np.int32(0), noisy, *times, np.float32(guidance))
-        return np.asarray(after)[np.asarray(rows.patches) >= 0]
+        stepped = draw_step(params, rows, prompt, np.int32(0), noisy, *times, np.float32(guidance))
+        return np.asarray(stepped)[np.asarray(rows.patches) >= 0]
 
     np.testing.assert_allclose(drawn(0, 0.0), drawn(1, 0.0), atol=1e-6)
     assert np.abs(drawn(0, 1.0) - drawn(1, 1.0)).max() > 1e-3
@@ -228,7 +242,7 @@ def test_without_guidance_patches_lie_once_and_take_the_same_step(tmp_path):
     config = drawing_config(tmp_path)
     requests = Requests.of_file(tmp_path / "asked.jsonl", 0)
     mesh = make_mesh(config.mesh_sizes, jax.devices()[:1], spans=mesh_spans(config))
-    drawn = []
+    steps = []
     params = None
     for guided in (True, False):
         drawing = plan_drawing(config, requests, mesh, guided)
@@ -240,13 +254,15 @@ def test_without_guidance_patches_lie_once_and_take_the_same_step(tmp_path):
         prompt = TokenPool(states, np.ones((1, 64), np.int32))
         params = params or perturbed(functions.step.model.init(0, "float32"))
         noisy = functions.first_patches(rows)
-        numbers = np.float32([1.0, 0.5, 1.0])
-        after = jax.jit(functions.draw_step)(params, rows, prompt, np.int32(0), noisy, *numbers)
-        (one,) = drawing._of_row(host, np.asarray(after))
-        drawn.append((one.frames, (host["patches"] >= 0).sum()))
-    (twice, twice_patches), (once, patches) = drawn
-    assert (twice_patches, patches) == (60, 30)
-    np.testing.assert_allclose(once, twice, atol=1e-5)
+        times_and_guidance = np.float32([1.0, 0.5, 1.0])
+        stepped = jax.jit(functions.draw_step)(
+            params, rows, prompt, np.int32(0), noisy, *times_and_guidance
+        )
+        (picture,) = drawing._of_row(host, np.asarray(stepped))
+        steps.append((picture.frames, (host["patches"] >= 0).sum()))
+    (doubled, doubled_patches), (single, single_patches) = steps
+    assert (doubled_patches, single_patches) == (60, 30)
+    np.testing.assert_allclose(single, doubled, atol=1e-5)
 
 
 READ_APART = {"conditioning": "cross", "pooled_conditions": True, "padded_conditions": 40}
@@ -260,27 +276,27 @@ def test_weights_of_conditions_draw_a_picture_whatever_is_drawn_with_it(tmp_path
     make_pictures(tmp_path)
     changes = {f"model__diffusion__{key}": value for key, value in generator.items()}
     run = saved_run(tmp_path / "run", run_config(tmp_path, **changes))
-    alone = compiled(run, [ALONE], 1).values()["alone"]
-    asked = [entry for entry in OTHERS if "messages" not in entry]
-    together = compiled(run, [*asked, ALONE], 4, *MESHES["context2"][1], "mesh.fsdp=2")
-    np.testing.assert_allclose(together.values()["alone"], alone, atol=1e-4)
+    picture = compiled(run, [ALONE], 1).values()["alone"]
+    entries = [entry for entry in OTHERS if "messages" not in entry]
+    batch = compiled(run, [*entries, ALONE], 4, *MESHES["context2"][1], "mesh.fsdp=2")
+    np.testing.assert_allclose(batch.values()["alone"], picture, atol=1e-4)
     counter = CompilationCounter()
-    free, seen = (together.values(1, guidance)["alone"] for guidance in (0.0, 1.0))
+    unprompted, prompted = (batch.values(1, guidance)["alone"] for guidance in (0.0, 1.0))
     assert counter.count == 0
-    assert np.abs(seen - free).max() > 1e-3, "what is drawn depends on the prompt"
+    assert np.abs(prompted - unprompted).max() > 1e-3, "what is drawn depends on the prompt"
 
 
 @pytest.mark.slow
 def test_the_command_writes_them(run, alone, tmp_path, capsys):
-    asked = tmp_path / "asked.jsonl"
-    asked.write_text("\n".join(map(json.dumps, [ALONE, OTHERS[2]])))
+    requests = tmp_path / "asked.jsonl"
+    requests.write_text("\n".join(map(json.dumps, [ALONE, OTHERS[2]])))
     options = ["--steps", "4", "--out", str(tmp_path / "new"), "--fps", "4", "mesh.data=8"]
-    assert draw.main(["--run", str(run), "--jsonl", str(asked), *options]) == 0
+    assert draw.main(["--run", str(run), "--jsonl", str(requests), *options]) == 0
     assert "checkpoints/1, averaged: diffusion" in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"alone.png", "clip.png"}
     values = np.clip((alone.values()["alone"] + 1) * 127.5, 0, 255)
-    drawn = np.asarray(Image.open(tmp_path / "new" / "alone.png"), np.float32)
-    assert np.abs(drawn - values).max() < 1
+    pixels = np.asarray(Image.open(tmp_path / "new" / "alone.png"), np.float32)
+    assert np.abs(pixels - values).max() < 1
     with Image.open(tmp_path / "new" / "clip.png") as clip:
         assert (clip.n_frames, clip.size, clip.info["duration"]) == (3, (4, 8), 250)
 
@@ -288,7 +304,7 @@ def test_the_command_writes_them(run, alone, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_latents_are_drawn_with_their_mean_and_deviation(tmp_path):
-    drawn = {}
+    clips = {}
     for name, mean in (("plain", 0.0), ("moved", 3.0)):
         folder = tmp_path / name
         folder.mkdir()
@@ -297,6 +313,6 @@ def test_latents_are_drawn_with_their_mean_and_deviation(tmp_path):
             folder, run={"directory": str(folder), "steps": 1}, data__latents=latents
         )
         clip = {"prompt": "a clip", "size": "4x6", "frames": 3, "name": "clip"}
-        drawn[name] = compiled(saved_run(folder, tree), [clip], 1).values()["clip"]
-    assert drawn["plain"].shape == (3, 4, 6, 5)
-    np.testing.assert_allclose(drawn["moved"], 2 * drawn["plain"] + 3, atol=1e-5)
+        clips[name] = compiled(saved_run(folder, tree), [clip], 1).values()["clip"]
+    assert clips["plain"].shape == (3, 4, 6, 5)
+    np.testing.assert_allclose(clips["moved"], 2 * clips["plain"] + 3, atol=1e-5)

@@ -1,5 +1,4 @@
-"""What the planner is told besides lengths: costs, how far measured times are those of the run, and which examples a
-pipeline must hold by themselves."""
+"""What the planner gets besides lengths: costs, measured times, and the largest examples."""
 
 import json
 import logging
@@ -23,6 +22,7 @@ from tests.training.drawing import drawing_config
 
 
 def made(tree):
+    """The config and the model of a tree, on 8 devices."""
     config = parse_config(tree)
     mesh = abstract_mesh(config.mesh_sizes, 8)
     return config, build_model(config.model, 320, config.components, mesh)
@@ -61,7 +61,7 @@ def test_a_calibration_of_another_mesh_or_type_is_said(tmp_path, caplog, changes
 
 
 class Lengths:
-    """Examples of a corpus, (text tokens, slots of each image), of which no more is asked."""
+    """A stand-in for a corpus, whose examples are (text tokens, slots of each image)."""
 
     def __init__(self, examples):
         self.examples = examples
@@ -73,14 +73,15 @@ class Lengths:
         return int(self.gather(np.arange(len(self))).phases[phase].length.max())
 
     def gather(self, numbers):
-        items = batch([self.examples[number] for number in numbers])
+        items = batch([self.examples[index] for index in numbers])
         items.examples[:] = numbers
         return items
 
 
 def test_the_examples_that_need_most_rows_are_among_the_largest():
-    """They have fewer slots than many others: 12 images of a row each, or 48 that lie in rows of their size."""
-    usual = [(5, [32] * 26)] * LARGEST_EXAMPLES
-    corpus = Lengths([(5, [128]), (5, [68] * 12), *usual, (5, [16] * 48), (5, [64] * 12)])
-    found = largest_examples(corpus, "vision").examples.tolist()
-    assert {1, LARGEST_EXAMPLES + 2} <= set(found) and found == sorted(set(found))
+    """They have fewer slots than typical examples, but 12 images that fill a
+    row each, or 48 of one size."""
+    typical = [(5, [32] * 26)] * LARGEST_EXAMPLES
+    corpus = Lengths([(5, [128]), (5, [68] * 12), *typical, (5, [16] * 48), (5, [64] * 12)])
+    chosen = largest_examples(corpus, "vision").examples.tolist()
+    assert {1, LARGEST_EXAMPLES + 2} <= set(chosen) and chosen == sorted(set(chosen))

@@ -1,4 +1,4 @@
-"""How many ranks may hold a row together: what `auto` allows, and what is refused, by name."""
+"""How many ranks may hold a row together: what `auto` allows, and what is refused."""
 
 import math
 
@@ -13,6 +13,7 @@ from tests.support import ENCODER_LAYOUT, tiny_config
 
 
 def on_mesh(tmp_path, mesh=None, devices=8, **changes):
+    """The config and the model on a mesh."""
     tree = tiny_config(tmp_path, **changes)
     tree["mesh"] = mesh or {"data": 4, "fsdp": 2}
     config = parse_config(tree)
@@ -85,15 +86,17 @@ def test_ranks_are_those_of_the_phase(tmp_path):
 
 
 def test_auto_is_one_rank_where_capacities_are_given_or_rows_stay_where_they_are(tmp_path):
-    one = dict.fromkeys(("vision", "audio", "language"), (1,))
-    given = {f"phases__{phase}__capacities": [4096] for phase in ("vision", "audio", "language")}
-    assert spans(tmp_path, **AUTO, **given) == one
-    assert spans(tmp_path, **AUTO, balance__mode="language") == one
+    one_rank = dict.fromkeys(("vision", "audio", "language"), (1,))
+    capacities = {
+        f"phases__{phase}__capacities": [4096] for phase in ("vision", "audio", "language")
+    }
+    assert spans(tmp_path, **AUTO, **capacities) == one_rank
+    assert spans(tmp_path, **AUTO, balance__mode="language") == one_rank
     assert mesh_spans(parse_config(tiny_config(tmp_path, **AUTO, balance__mode="none"))) == (1,)
 
 
 def test_auto_takes_blocks_that_hold_no_whole_tokens(tmp_path):
-    """Tokens of language are 8 frames of sound, a block of one token of attention 4."""
+    """A token of language is 8 frames of audio, but a block of one slot of attention is 4."""
     assert spans(tmp_path, **AUTO, phases__audio__block=1)["audio"] == (1, 2, 4, 8)
 
 
