@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, readable on any mesh, refused when they do not fit."""
+"""Checkpoints: complete or absent, readable on any mesh, and refused when they do not fit."""
 
 import errno
 import logging
@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def host_params(width: int = 16) -> dict[str, Any]:
+    """Parameters in numpy, in bfloat16 and float32."""
     rng = np.random.default_rng(0)
     return {
         "language": {
@@ -39,7 +40,7 @@ def host_params(width: int = 16) -> dict[str, Any]:
 
 
 def make_state(shape: tuple[int, int], params: dict[str, Any], step: int = 0) -> dict[str, Any]:
-    """A state on a mesh of `shape`: matrices sharded over both axes, vectors and scalars replicated."""
+    """A state on a mesh: matrices are sharded over both axes, vectors and scalars replicated."""
     devices = np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape)
     mesh = jax.sharding.Mesh(devices, ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
@@ -59,6 +60,7 @@ def make_state(shape: tuple[int, int], params: dict[str, Any], step: int = 0) ->
 
 
 def abstract(state: Any) -> Any:
+    """The shapes, dtypes and shardings of a state."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
     )
@@ -66,9 +68,9 @@ def abstract(state: Any) -> Any:
 
 def assert_same(restored: Any, expected: Any) -> None:
     assert jax.tree.structure(restored) == jax.tree.structure(expected)
-    for left, right in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
-        assert left.dtype == right.dtype
-        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+    for actual, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
+        assert actual.dtype == wanted.dtype
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(wanted))
 
 
 @pytest.mark.parametrize("shape", [(8, 1), (2, 4), (1, 1)])
@@ -83,8 +85,10 @@ def test_restores_on_another_mesh(tmp_path: Path, shape: tuple[int, int]) -> Non
         assert checkpoints.latest_step == 7
         restored = checkpoints.restore(abstract(target))
     assert_same(restored, saved)
-    for left, right in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
-        assert left.sharding.is_equivalent_to(right.sharding, left.ndim)
+    for restored_leaf, target_leaf in zip(
+        jax.tree.leaves(restored), jax.tree.leaves(target), strict=True
+    ):
+        assert restored_leaf.sharding.is_equivalent_to(target_leaf.sharding, restored_leaf.ndim)
 
 
 @pytest.mark.parametrize("spans", [((1, 2, 4), ()), ((), (1, 2, 4))])
@@ -211,7 +215,7 @@ def test_missing_and_damaged_checkpoints(tmp_path: Path) -> None:
 
 
 def three_checkpoints(folder: Path) -> tuple[Any, Any]:
-    """A state's shapes, and its arrays; saved as steps 1, 2 and 3."""
+    """Save a state as steps 1, 2 and 3; return its shapes and its arrays."""
     state = {"params": make_state((4, 2), host_params())["params"], "step": jnp.int32(0)}
     with Checkpoints(folder, keep=3) as checkpoints:
         for step in (1, 2, 3):
@@ -220,7 +224,8 @@ def three_checkpoints(folder: Path) -> tuple[Any, Any]:
 
 
 def files_of(location: Path) -> list[Path]:
-    # Which orbax adds at the very end, and nothing reads
+    """Files of a checkpoint that are read."""
+    # Orbax adds these at the very end, and nothing reads them
     stamps = ("_CHECKPOINT_METADATA", "commit_success.txt")
     return [
         path for path in sorted(location.rglob("*")) if path.is_file() and path.name not in stamps
@@ -228,12 +233,14 @@ def files_of(location: Path) -> list[Path]:
 
 
 def flip(path: Path, bit: int) -> None:
+    """Flip one bit of a file."""
     content = bytearray(path.read_bytes())
     content[bit // 8] ^= 1 << bit % 8
     path.write_bytes(bytes(content))
 
 
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    """Four random bits per file."""
     three_checkpoints(tmp_path)
     rng = np.random.default_rng(0)
     location = tmp_path / "3"
@@ -244,7 +251,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
             flip(path, bit)
             try:
                 check_files(location)
-                # what is left is a flip that changes nothing: a blank of the list of checksums
+                # A flip can be harmless only in the white space of the list of checksums
                 assert path.name == "checksums.json"
             except DamagedError as error:
                 assert "\n" not in str(error)
@@ -284,12 +291,12 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     (line,) = lines
     assert line.startswith(f"checkpoint {tmp_path / '3'} is damaged: ") and "\n" not in line
     assert line.endswith("put aside as 3.damaged, continuing from checkpoint 2")
-    said = {
+    reasons = {
         "flipped": largest.name,
         "truncated": f"{largest.name} has",
         "no checksums": "checksums.json is missing",
     }
-    assert said.get(damage, "missing") in line
+    assert reasons.get(damage, "missing") in line
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "2", "3", "3.damaged"]
     assert "Traceback" not in "".join(capfd.readouterr())
 
@@ -377,7 +384,7 @@ def test_a_save_that_fails_in_the_background_floods_no_log(
     monkeypatch.setattr(checkpoint_files, "_checksum", full)
     checkpoints = Checkpoints(tmp_path / "run", keep=1)
     checkpoints.save(1, {"w": jnp.ones((4, 4))})
-    checkpoints._writer._async_manager._thread.join(60)  # before anybody waits for it
+    checkpoints._writer._async_manager._thread.join(60)  # it fails before anyone waits for it
     assert caplog.records == []
     with pytest.raises(CheckpointError, match="No space left on device"):
         checkpoints.wait()
@@ -387,7 +394,7 @@ def test_a_save_that_fails_in_the_background_floods_no_log(
 
 
 def test_a_save_that_takes_too_long_is_no_full_disk(tmp_path: Path, monkeypatch: Any) -> None:
-    """The limit grows with the bytes that a slow disk must take."""
+    """The time limit grows with the bytes to write, for slow disks."""
     checkpoints = Checkpoints(tmp_path, 1, expected_bytes=5 * 10**12)
     manager = checkpoints._writer._async_manager
     assert manager._timeout_secs == 1200 + 100_000
@@ -417,6 +424,7 @@ def test_room_for_a_checkpoint_is_asked_for(tmp_path: Path) -> None:
 
 
 def trained_state(components: list[str], step: int) -> dict[str, Any]:
+    """A state with optimizer states of some components."""
     params = make_state(
         (4, 2), {"a": {"w": np.ones((8, 8), "f4")}, "b.c": {"w": np.full((8, 4), 2, "f4")}}
     )["params"]
@@ -448,18 +456,20 @@ def test_optimizer_states_begin_at_zero_and_others_stay(
             name, jax.tree.map(jnp.zeros_like, target["optimizer"][name])
         )
         assert_same(restored["optimizer"][name], expected)
-    begun = sorted({*after} - {*before})
-    ended = sorted({*before} - {*after})
-    told = [f"optimizer state of {name}: begins at zero from step 5" for name in begun]
-    told += [
-        f"optimizer state of {name}: dropped from step 5, the components are frozen"
-        for name in ended
+    begin_training = sorted({*after} - {*before})
+    frozen = sorted({*before} - {*after})
+    expected_lines = [
+        f"optimizer state of {name}: begins at zero from step 5" for name in begin_training
     ]
-    assert lines == told
+    expected_lines += [
+        f"optimizer state of {name}: dropped from step 5, the components are frozen"
+        for name in frozen
+    ]
+    assert lines == expected_lines
 
 
 def test_averages_begin_at_the_parameters_and_others_stay(tmp_path: Path) -> None:
-    """A state without any is written as if there were no such field."""
+    """A state without averages is written as if there were no such field."""
 
     class State(NamedTuple):
         params: Any
@@ -467,15 +477,15 @@ def test_averages_begin_at_the_parameters_and_others_stay(tmp_path: Path) -> Non
 
     params = trained_state([], 0)["params"]
     moved = jax.tree.map(lambda leaf: leaf + 1, params)
-    first = {"a": moved["a"]}
-    cases = [  # saved, what a state with the shapes of the second one is restored to
+    average_of_a = {"a": moved["a"]}
+    cases = [  # saved averages, averages of the state to restore, and restored averages
         (None, moved, params),
-        (first, moved, first | {"b.c": params["b.c"]}),
+        (average_of_a, moved, average_of_a | {"b.c": params["b.c"]}),
         (moved, None, None),
     ]
     lines: list[str] = []
-    for number, (saved, target, expected) in enumerate(cases):
-        with Checkpoints(tmp_path / str(number), keep=1) as checkpoints:
+    for case, (saved, target, expected) in enumerate(cases):
+        with Checkpoints(tmp_path / str(case), keep=1) as checkpoints:
             checkpoints.save(5, State(params, saved))
             restored = checkpoints.restore(abstract(State(params, target)), say=lines.append)
         assert_same(restored, State(params, expected))

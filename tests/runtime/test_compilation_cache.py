@@ -1,4 +1,4 @@
-"""Where programs are kept, and that a second process reads what a first one wrote."""
+"""The cache of compiled programs: its place, and that a second process reads it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ SETTINGS = (
 
 @pytest.fixture(autouse=True)
 def settings():
-    """JAX's own at the start of a process, and as they were afterwards."""
-    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    """Start with JAX's defaults of a new process, and put the original settings back."""
+    original = {name: getattr(jax.config, name) for name in SETTINGS}
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", None)
     yield
-    for name, value in before.items():
+    for name, value in original.items():
         jax.config.update(name, value)
 
 
@@ -43,6 +43,7 @@ def config_of(tmp_path, **changes):
 
 
 def kept(config):
+    """The folder of the cache for a config, or a false value where programs are not kept."""
     keep_programs(config)
     return jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
 
@@ -51,8 +52,8 @@ def test_programs_are_kept_where_they_shall_be(tmp_path):
     config = config_of(tmp_path)
     assert kept(config) == str(tmp_path / "runs" / FOLDER)
     assert describe(config) == f"compiled programs: kept in {tmp_path / 'runs' / FOLDER}"
-    there = config_of(tmp_path, run__compilation_cache="/somewhere")
-    assert kept(there) == "/somewhere"
+    elsewhere = config_of(tmp_path, run__compilation_cache="/somewhere")
+    assert kept(elsewhere) == "/somewhere"
 
 
 def test_what_the_environment_says_stands_unless_the_config_names_another(tmp_path):
@@ -96,7 +97,7 @@ class Start(NamedTuple):
 
 
 def start(folder, step, *options):
-    """Train a tiny model on the sample data of a folder, or compile alone, in a process of its own."""
+    """Train a tiny model on sample data, or only compile it, in a process of its own."""
     code = (
         "import sys; from jaxmllm.train import main; import jax; events = []\n"
         "jax.monitoring.register_event_listener(lambda event, **_: events.append(event))\n"
@@ -110,7 +111,7 @@ def start(folder, step, *options):
     environment = {
         name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name
     }
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, "--config", str(path), *options],
         env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -120,26 +121,27 @@ def start(folder, step, *options):
     metrics = run / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     losses = [json.loads(line).get("loss") for line in lines]
-    _, read, _, compiled = done.stdout.splitlines()[-1].split()
+    _, read, _, compiled = process.stdout.splitlines()[-1].split()
     return Start(losses, int(read), int(compiled))
 
 
 @pytest.mark.slow
 def test_a_second_start_reads_what_the_first_compiled(tmp_path):
     make_sample(tmp_path / "sample", seed=1, train=64, test=8)
-    first = start(tmp_path, "first")
-    again = start(tmp_path, "second")
-    assert first.losses == again.losses and len(first.losses) >= 4
-    assert first.compiled > 10 and again.read >= first.compiled and again.compiled == 0
+    cold = start(tmp_path, "first")
+    warm = start(tmp_path, "second")
+    assert cold.losses == warm.losses and len(cold.losses) >= 4
+    assert cold.compiled > 10 and warm.read >= cold.compiled and warm.compiled == 0
 
 
 @pytest.mark.slow
 def test_a_run_reads_what_was_compiled_alone(tmp_path):
+    """With `--compile-only`, which writes no run folder."""
     make_sample(tmp_path / "sample", seed=1, train=64, test=8)
-    alone = start(tmp_path, "alone", "--compile-only")
-    assert not alone.losses and alone.compiled > 10
+    compile_only = start(tmp_path, "alone", "--compile-only")
+    assert not compile_only.losses and compile_only.compiled > 10
     assert not (tmp_path / "runs/alone").exists()
     run = start(tmp_path, "run")
-    assert run.read >= alone.compiled
-    # Small ones that a run meets only as it trains
-    assert len(run.losses) >= 4 and run.compiled < alone.compiled
+    assert run.read >= compile_only.compiled
+    # Only small programs that a run meets while it trains are compiled
+    assert len(run.losses) >= 4 and run.compiled < compile_only.compiled

@@ -1,4 +1,4 @@
-"""The count of compilations."""
+"""The count of compilations: one per shape, including those ahead of time."""
 
 import jax
 import jax.numpy as jnp

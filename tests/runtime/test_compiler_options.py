@@ -1,4 +1,4 @@
-"""What programs are compiled with: the platform's options, but for those that the environment names."""
+"""Compiler options: the platform's own, except for options that the environment sets."""
 
 from __future__ import annotations
 

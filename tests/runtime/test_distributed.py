@@ -1,4 +1,4 @@
-"""Joining processes: the variables, and a real run of two processes over gloo."""
+"""Joining processes: the environment variables, and a real run of two processes over gloo."""
 
 import os
 import signal
@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def variables(coordinator: str = "", processes: str = "", process_id: str = "") -> dict[str, str]:
+    """The variables of a launch; empty ones are left out."""
     values = {
         "JAXMLLM_COORDINATOR": coordinator,
         "JAXMLLM_PROCESSES": processes,
@@ -89,10 +90,10 @@ def test_how_processes_join(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_in_use_is_one_line() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         with pytest.raises(
             LaunchError,
             match=rf"cannot listen on port {port} of 127.0.0.1 .*: Address already in use",
@@ -213,10 +214,11 @@ def free_port() -> int:
 
 
 def test_two_processes_resume_stop_together_and_save(tmp_path: Path) -> None:
-    """A checkpoint of this process continues in two, a signal to one of them stops both, and comes back here."""
-    first = {"w": jnp.arange(24.0, dtype=jnp.bfloat16).reshape(8, 3), "step": jnp.int32(5)}
+    """Two processes continue from a checkpoint of this process; a signal to one stops both, and
+    this process reads their checkpoint."""
+    saved = {"w": jnp.arange(24.0, dtype=jnp.bfloat16).reshape(8, 3), "step": jnp.int32(5)}
     with Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(5, first)
+        checkpoints.save(5, saved)
     coordinator = f"127.0.0.1:{free_port()}"
     processes = []
     for index in range(2):
@@ -247,9 +249,9 @@ def test_two_processes_resume_stop_together_and_save(tmp_path: Path) -> None:
 
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         assert checkpoints.steps == [step]
-        last = checkpoints.restore(first)
-    assert int(last["step"]) == step
-    expected = np.asarray(first["w"])
+        restored = checkpoints.restore(saved)
+    assert int(restored["step"]) == step
+    expected = np.asarray(saved["w"])
     for _ in range(step - 5):
         expected = expected + jnp.bfloat16(1)
-    np.testing.assert_array_equal(np.asarray(last["w"]), expected)
+    np.testing.assert_array_equal(np.asarray(restored["w"]), expected)

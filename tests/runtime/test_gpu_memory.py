@@ -1,4 +1,4 @@
-"""How much of a GPU's memory a run takes."""
+"""The share of a GPU's memory that JAX may take."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Processes that differ, or die: all the others end with a line that names them."""
+"""Processes that differ or die: all others end with a line that names them."""
 
 import json
 import socket
@@ -27,7 +27,7 @@ def hosts_on(
 
 
 def on_threads(*calls: Callable[[], None]) -> list[str]:
-    """The errors of some calls that run at the same time; "" for none."""
+    """Errors of calls that run at the same time, with "" for none."""
     errors = [""] * len(calls)
 
     def call(number: int) -> None:
@@ -54,12 +54,12 @@ def test_equal_facts_pass_and_different_ones_name_process_key_and_both_values() 
         == [""] * 3
     )
 
-    other = facts | {"run.seed": "7", "jax's version": "1"}
-    told = [facts, facts, other]
+    different_facts = facts | {"run.seed": "7", "jax's version": "1"}
+    facts_of_processes = [facts, facts, different_facts]
     errors = on_threads(
         *(
             lambda h=h, f=f: h.compare("config", f, "Advice")
-            for h, f in zip(processes, told, strict=True)
+            for h, f in zip(processes, facts_of_processes, strict=True)
         )
     )
     assert (
@@ -75,9 +75,9 @@ def test_equal_facts_pass_and_different_ones_name_process_key_and_both_values() 
 def test_a_process_that_does_not_answer_is_named() -> None:
     board = MemoryBoard()
     present = [hosts_on(board, process, start=0.3) for process in (0, 2)]
-    late = "process 1 (host-b) has not told its config within 0 s: see its log; if it only needs longer, raise "
+    text = "process 1 (host-b) has not told its config within 0 s: see its log; if it only needs longer, raise "
     errors = on_threads(*(lambda h=h: h.compare("config", {}, "") for h in present))
-    assert errors[0] == f"{late}distributed.start_timeout"
+    assert errors[0] == f"{text}distributed.start_timeout"
     assert "process 0 (host-a) has not told" in errors[1]
     errors = on_threads(*(lambda h=h: h.meet("training") for h in present))
     assert ["process 1 (host-b) has not come to training" in error for error in errors] == [
@@ -87,6 +87,9 @@ def test_a_process_that_does_not_answer_is_named() -> None:
 
 
 def test_all_learn_what_each_one_tells_and_one_alone_reads_it_from_each() -> None:
+    """Process 0 collects the texts, so reads of the others grow with
+    processes, not with their square."""
+
     class Counted(MemoryBoard):
         read = 0
 
@@ -96,37 +99,39 @@ def test_all_learn_what_each_one_tells_and_one_alone_reads_it_from_each() -> Non
                 self.read += len(values)
             return values
 
-    count = 40
+    processes = 40
     board = Counted()
-    names = tuple(f"host-{process}" for process in range(count))
-    told: dict[int, list[str]] = {}
+    names = tuple(f"host-{process}" for process in range(processes))
+    answers: dict[int, list[str]] = {}
 
     def tell(process: int) -> None:
         hosts = Hosts(process, names, board, 20.0, 20.0)
-        told[process] = hosts.tell_all(f"{process}")
+        answers[process] = hosts.tell_all(f"{process}")
 
     threads = [
         threading.Thread(target=tell, args=(process,), name=f"{process}")
-        for process in reversed(range(count))
+        for process in reversed(range(processes))
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    texts = [f"{process}" for process in range(count)]
-    assert told == {process: texts for process in range(count)}
-    assert board.read == count - 1
+    texts = [f"{process}" for process in range(processes)]
+    assert answers == {process: texts for process in range(processes)}
+    assert board.read == processes - 1
 
 
 def test_whoever_is_early_waits_and_learns_of_a_peer_that_has_ended() -> None:
     board = MemoryBoard()
-    early = hosts_on(board, 0, 2)
-    late = hosts_on(board, 1, 2)
+    waiting = hosts_on(board, 0, 2)
+    late_host = hosts_on(board, 1, 2)
     assert on_threads(
-        lambda: early.meet("training"), lambda: (time.sleep(0.3), late.meet("training"))
+        lambda: waiting.meet("training"), lambda: (time.sleep(0.3), late_host.meet("training"))
     ) == ["", ""]
-    late.end("process 1 (host-b) failed: no space left")
-    assert on_threads(lambda: early.meet("the end")) == ["process 1 (host-b) failed: no space left"]
+    late_host.end("process 1 (host-b) failed: no space left")
+    assert on_threads(lambda: waiting.meet("the end")) == [
+        "process 1 (host-b) failed: no space left"
+    ]
 
 
 def test_a_process_that_was_told_of_more_is_named_however_late_one_looks() -> None:
@@ -139,7 +144,7 @@ def test_a_process_that_was_told_of_more_is_named_however_late_one_looks() -> No
 
 
 class Clock:
-    """Seconds that pass when told."""
+    """Seconds that pass only when a test says so."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -149,7 +154,7 @@ class Clock:
 
 
 def beat_together(watchdogs: list[Watchdog], clock: Clock, seconds: float) -> list[str | None]:
-    """What each watchdog says when its process and all others live for some seconds."""
+    """Let some seconds pass, in which all of these watchdogs beat; return their last lines."""
     lines: list[str | None] = []
     for _ in range(int(seconds / BEAT_SECONDS)):
         clock.now += BEAT_SECONDS
@@ -167,12 +172,12 @@ def test_a_silent_process_ends_the_others(silent: int) -> None:
         Watchdog(hosts_on(board, process), exit=print, clock=clock) for process in range(3)
     ]
     assert beat_together(watchdogs, clock, 30) == [None] * 3
-    rest = [watchdog for process, watchdog in enumerate(watchdogs) if process != silent]
-    assert beat_together(rest, clock, 8) == [None] * 2
-    lines = beat_together(rest, clock, 5)
+    living = [watchdog for process, watchdog in enumerate(watchdogs) if process != silent]
+    assert beat_together(living, clock, 8) == [None] * 2
+    lines = beat_together(living, clock, 5)
     assert lines[0] is not None
     assert f"process {silent} ({NAMES[silent]}) has given no sign of life for 10 s" in lines[0]
-    assert beat_together(rest, clock, 1) == [lines[0]] * 2, "the others are told"
+    assert beat_together(living, clock, 1) == [lines[0]] * 2, "the others are told"
 
 
 def test_a_process_that_was_stopped_itself_blames_nobody() -> None:
@@ -222,30 +227,30 @@ def coordinator() -> Iterator[tuple[str, int]]:
 def test_the_board_keeps_values_and_misses_who_leaves_without_goodbye(
     coordinator: tuple[str, int],
 ) -> None:
-    first, second = (RemoteBoard(coordinator, process, 5.0) for process in range(2))
-    first.key_value_set("a/0", "x")
-    second.key_value_set("a/1", json.dumps({"text": "ä\n"}))
-    assert sorted(first.key_value_dir_get("a/")) == [
+    board, peer_board = (RemoteBoard(coordinator, process, 5.0) for process in range(2))
+    board.key_value_set("a/0", "x")
+    peer_board.key_value_set("a/1", json.dumps({"text": "ä\n"}))
+    assert sorted(board.key_value_dir_get("a/")) == [
         ("a/0", "x"),
         ("a/1", json.dumps({"text": "ä\n"})),
     ]
-    first.key_value_delete("a/0")
-    assert [key for key, _ in second.key_value_dir_get("a/")] == ["a/1"]
+    board.key_value_delete("a/0")
+    assert [key for key, _ in peer_board.key_value_dir_get("a/")] == ["a/1"]
     with pytest.raises(HostsError, match="process number 1 is taken by another process"):
         RemoteBoard(coordinator, 1, 5.0).key_value_set("a/2", "")
 
-    second.close()  # a broken connection, made anew
-    second.key_value_set("a/1", "again", True)
+    peer_board.close()  # a broken connection, which the next call makes anew
+    peer_board.key_value_set("a/1", "again", True)
     time.sleep(RECONNECT_SECONDS + 0.5)
-    assert first.key_value_dir_get("ended/") == []
-    second.close()
+    assert board.key_value_dir_get("ended/") == []
+    peer_board.close()
     with pytest.raises(
         HostsError, match=rf"process 1 \({socket.gethostname()}\) was killed or crashed"
     ):
-        gather(first, "never", 2, 3 * RECONNECT_SECONDS, lambda missing: f"too late: {missing}")
-    second.key_value_set("b", "")
-    second.leave()
-    second.close()
+        gather(board, "never", 2, 3 * RECONNECT_SECONDS, lambda missing: f"too late: {missing}")
+    peer_board.key_value_set("b", "")
+    peer_board.leave()
+    peer_board.close()
 
 
 def test_the_boards_answers_are_those_of_a_plain_dictionary() -> None:
@@ -259,13 +264,15 @@ def test_the_boards_answers_are_those_of_a_plain_dictionary() -> None:
         assert server.answer("set", key, "again") == f"{key} is set"
     for deleted in ("absent", "plan/3/1", "a/1", "plan/3/0"):
         for prefix in prefixes:
-            found = server.answer("list", prefix)
-            assert sorted(found) == sorted(board.key_value_dir_get(prefix))
+            entries = server.answer("list", prefix)
+            assert sorted(entries) == sorted(board.key_value_dir_get(prefix))
         board.key_value_delete(deleted)
         server.answer("delete", deleted)
 
 
 def test_looking_for_few_keys_takes_no_longer_where_there_are_many_others() -> None:
+    """A scan of all keys would take 1,000 times as long; 20 times leaves room for noise."""
+
     def seconds(others: int) -> float:
         server = BoardServer()
         for meeting in range(10):

@@ -1,4 +1,4 @@
-"""One run, one folder: who holds it, and when a holder counts as dead."""
+"""One run per folder: who holds it, and when a holder counts as dead."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def write(folder: Path, holder: Holder) -> None:
 
 @pytest.fixture
 def elsewhere() -> Holder:
-    """A holder on another machine, of which only the heart can be heard."""
+    """A holder on another machine, known to live only by its heart beats."""
     return replace(Holder.here(), host="far-away", token="theirs")
 
 
@@ -74,7 +74,7 @@ def test_a_killed_holder_gives_way_at_once(tmp_path: Path) -> None:
             RunLock(tmp_path),
         ):
             pass
-        # Not waited for: as long as nobody does, it is a zombie
+        # WNOWAIT leaves the killed process a zombie, which still has its number
         process.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         lines: list[str] = []
@@ -157,7 +157,7 @@ def test_the_heart_beats_and_a_holder_that_lost_the_folder_learns_it(
         else:
             raise AssertionError("no heart beat")
         write(tmp_path, elsewhere)
-        if not lost.wait(10):  # a beat may have been written over it
+        if not lost.wait(10):  # a beat may have overwritten the lock
             write(tmp_path, elsewhere)
             assert lost.wait(10)
     assert "was taken over by process" in lines[0]
@@ -180,12 +180,12 @@ def test_a_holder_whose_folder_is_removed_learns_it_and_makes_no_other(tmp_path:
 
 @pytest.mark.parametrize("alive", [False, True])
 def test_a_copy_of_a_held_folder_is_held_by_nobody(tmp_path: Path, alive: bool) -> None:
-    """Unless its heart beats: a file system need not give a folder the same number twice."""
-    held = tmp_path / "held"
+    """Unless its heart beats, since a file system may give a folder the same number twice."""
+    original = tmp_path / "held"
     copy = tmp_path / "copy"
-    held.mkdir()
-    with RunLock(held):
-        shutil.copytree(held, copy)
+    original.mkdir()
+    with RunLock(original):
+        shutil.copytree(original, copy)
         lines: list[str] = []
         if alive:
             holder = Holder(**json.loads((copy / "run.lock").read_text()))

@@ -1,4 +1,4 @@
-"""Metric records and the summary."""
+"""Records of metrics, their copies for TensorBoard and W&B, and the summary."""
 
 import errno
 import json
@@ -19,6 +19,8 @@ from jaxmllm.runtime.metrics import MetricsWriter, read_metrics
 
 
 def strict_json(text: str) -> Any:
+    """Parse JSON without the NaN and infinities that Python accepts."""
+
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")
 
@@ -100,9 +102,10 @@ def test_a_damaged_file_of_records_is_put_aside_and_said(tmp_path: Path, capsys)
         writer.resume_from(2)
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == content
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
-        "metrics.jsonl: 2 lines are no records and are left out" in said and said.count("\n") == 1
+        "metrics.jsonl: 2 lines are no records and are left out" in printed
+        and printed.count("\n") == 1
     )
 
 
@@ -128,19 +131,19 @@ def test_other_processes_write_nothing(tmp_path: Path) -> None:
 
 
 def events(file: Path) -> list[Any]:
-    """The events of a file of records: length, its checksum, an Event, its checksum."""
+    """Events of a TensorBoard file, where lengths and events have checksums."""
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c
 
     data = file.read_bytes()
-    found = []
+    records = []
     while data:
         size = int.from_bytes(data[:8], "little")
         body = data[12 : 12 + size]
         assert masked_crc32c(body) == int.from_bytes(data[12 + size : 16 + size], "little")
-        found.append(Event.FromString(body))
+        records.append(Event.FromString(body))
         data = data[16 + size :]
-    return found
+    return records
 
 
 def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
@@ -158,9 +161,9 @@ def test_a_full_disk_under_the_event_file_is_an_error_and_no_hang(
         return os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb")
 
     monkeypatch.setattr("tensorboardX.record_writer.open_file", full_disk)
-    with pytest.raises(ValueError, match="of the run"), MetricsWriter(tmp_path) as ended:
-        ended.write(1, {"loss": 1.0})
-        raise ValueError("of the run")  # which that of the disk does not hide
+    with pytest.raises(ValueError, match="of the run"), MetricsWriter(tmp_path) as failing_writer:
+        failing_writer.write(1, {"loss": 1.0})
+        raise ValueError("of the run")  # the error of the disk must not hide this one
     errors: list[OSError] = []
 
     def write() -> None:
@@ -186,8 +189,10 @@ def test_what_an_event_file_shows_ends_where_a_resumed_run_begins(tmp_path: Path
         writer.resume_from(3)
         writer.write(4, {"loss": 1.0})
     (file,) = (tmp_path / "tensorboard").iterdir()
-    purged = [event.step for event in events(file) if event.session_log.status == SessionLog.START]
-    assert purged == [4]
+    first_steps = [
+        event.step for event in events(file) if event.session_log.status == SessionLog.START
+    ]
+    assert first_steps == [4]
 
 
 def test_wandb_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

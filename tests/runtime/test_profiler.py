@@ -1,4 +1,4 @@
-"""The profile window."""
+"""The window of steps that is profiled."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The progress of a run: a bar on a terminal, few plain lines elsewhere."""
+"""The progress of a run: a bar on a terminal, and a few plain lines elsewhere."""
 
 import io
 

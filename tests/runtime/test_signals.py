@@ -1,4 +1,4 @@
-"""Stopping: one signal asks, two end the process; several processes stop at the same place."""
+"""Stopping: one signal asks, two end the process, and several processes stop at the same step."""
 
 import os
 import signal
@@ -42,8 +42,8 @@ def waiting(*arguments: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_in_training_asks_and_handlers_are_put_back(number: signal.Signals) -> None:
-    seen: list[int] = []
-    before = signal.signal(number, lambda *_: seen.append(number))
+    received: list[int] = []
+    original_handler = signal.signal(number, lambda *_: received.append(number))
     try:
         with StopSignals() as stop:
             stop.begin_training()
@@ -54,11 +54,11 @@ def test_a_signal_in_training_asks_and_handlers_are_put_back(number: signal.Sign
             time.sleep(0.05)
         with StopSignals() as stop:
             assert not stop.requested
-        assert seen == []
+        assert received == []
         os.kill(os.getpid(), number)
-        assert seen == [number], "the handler is put back"
+        assert received == [number], "the handler is put back"
     finally:
-        signal.signal(number, before)
+        signal.signal(number, original_handler)
 
 
 def test_a_signal_that_the_main_thread_cannot_see_asks_all_the_same() -> None:
@@ -109,30 +109,31 @@ class MemoryBoard:
 @pytest.mark.parametrize("notified", [[1], [0, 2]])
 def test_processes_at_different_steps_stop_after_the_same_one(notified: list[int]) -> None:
     board = MemoryBoard()
-    asked = threading.Event()
+    notice = threading.Event()
     stopped = {}
-    # Process 0 is the slowest: it holds the others back by at most three steps, as a queue of dispatched steps would.
+    # Process 0 is the slowest. Others are at most three steps ahead, as with a
+    # queue of dispatched steps.
     reached = threading.Condition()
-    done = [0, 0, 0]
+    steps_done = [0, 0, 0]
 
     def train(process: int) -> None:
         agreement = Agreement(
-            board, "stop", process, 3, lambda: process in notified and asked.is_set(), 0.002
+            board, "stop", process, 3, lambda: process in notified and notice.is_set(), 0.002
         )
         agreement.start()
         for step in range(1, 2000):
             with reached:
-                reached.wait_for(lambda step=step: step - min(done) <= 3, timeout=20)
-                done[process] = step
+                reached.wait_for(lambda step=step: step - min(steps_done) <= 3, timeout=20)
+                steps_done[process] = step
                 reached.notify_all()
             time.sleep(0.002 if process == 0 else 0.0)
             if step == 20 and process == 1:
-                asked.set()
+                notice.set()
             if agreement.should_stop():
                 stopped[process] = step
                 break
         with reached:
-            done[process] = 10**6
+            steps_done[process] = 10**6
             reached.notify_all()
         agreement.close()
 
@@ -147,23 +148,25 @@ def test_processes_at_different_steps_stop_after_the_same_one(notified: list[int
 
 def test_a_process_that_ends_first_is_not_waited_for() -> None:
     board = MemoryBoard()
-    early = Agreement(board, "stop", 0, 2, lambda: False, 0.002)
-    early.start()
-    assert not early.should_stop() and not early.should_stop()
-    early.close()
-    late = Agreement(board, "stop", 1, 2, lambda: True, 0.002)
-    late.start()
-    assert not late.should_stop()
-    late._thread.join(5)
-    assert not late.should_stop()  # the second call, which the other process had made
-    assert late.should_stop() and late.should_stop()
-    late.close()
+    early_process = Agreement(board, "stop", 0, 2, lambda: False, 0.002)
+    early_process.start()
+    assert not early_process.should_stop() and not early_process.should_stop()
+    early_process.close()
+    late_process = Agreement(board, "stop", 1, 2, lambda: True, 0.002)
+    late_process.start()
+    assert not late_process.should_stop()
+    late_process._thread.join(5)
+    assert (
+        not late_process.should_stop()
+    )  # the early process made two calls, so this one stops after its second
+    assert late_process.should_stop() and late_process.should_stop()
+    late_process.close()
 
 
 def test_a_silent_process_is_named() -> None:
-    lone = Agreement(MemoryBoard(), "stop", 1, 2, lambda: True, 0.002, patience_seconds=0.05)
-    lone.start()
-    lone._thread.join(5)
+    agreement = Agreement(MemoryBoard(), "stop", 1, 2, lambda: True, 0.002, patience_seconds=0.05)
+    agreement.start()
+    agreement._thread.join(5)
     with pytest.raises(RuntimeError, match=r"only processes \[1\] of 2 answered"):
-        lone.should_stop()
-    lone.close()
+        agreement.should_stop()
+    agreement.close()
