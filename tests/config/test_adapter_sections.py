@@ -1,3 +1,5 @@
+"""Sections of adapters that no model can have are refused by the name of the key."""
+
 import pytest
 
 from tests.config.test_schema import MINIMAL, refusal

@@ -1,4 +1,4 @@
-"""Overrides on the command line: anywhere, with and without --set, the last one of a key last."""
+"""Overrides on the command line: in any place, with and without --set, and in order."""
 
 import argparse
 

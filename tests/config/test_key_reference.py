@@ -1,4 +1,4 @@
-"""docs/config.md is what the schema says, in words and YAML."""
+"""docs/config.md against the reference of keys that is generated from the schema."""
 
 from pathlib import Path
 

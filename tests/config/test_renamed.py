@@ -1,4 +1,4 @@
-"""Old names of keys are refused wherever they are written, by an error that names the new ones."""
+"""Old names of keys are refused wherever they are written, by an error that names the new one."""
 
 import pytest
 
@@ -16,10 +16,12 @@ def tree(tmp_path):
 
 def test_only_new_names_are_keys(tree):
     keys = {key for key, _ in dotted_values(tree)}
-    for old, new in RENAMED.items():
-        assert any(key == new or key.startswith(f"{new}.") for key in keys), f"{new} is no key"
-        assert not any(key == old or key.startswith(f"{old}.") for key in keys), (
-            f"{old} is still a key"
+    for old_name, new_name in RENAMED.items():
+        assert any(key == new_name or key.startswith(f"{new_name}.") for key in keys), (
+            f"{new_name} is no key"
+        )
+        assert not any(key == old_name or key.startswith(f"{old_name}.") for key in keys), (
+            f"{old_name} is still a key"
         )
     assert renamed_keys(tree) == []
 

@@ -1,4 +1,4 @@
-"""Scaled rotary frequencies, against the formulas of their papers, pair by pair."""
+"""Scaled rotary frequencies, pair by pair, against the formulas of the papers."""
 
 import math
 
@@ -27,18 +27,18 @@ def test_llama3_slows_long_waves_alone():
         low_freq_factor=1.0,
         high_freq_factor=4.0,
     )
-    want = []
+    expected = []
     for frequency in FREQUENCIES:
         wavelength = 2 * math.pi / frequency
         if wavelength > 512 / 1.0:
-            want.append(frequency / 8)
+            expected.append(frequency / 8)
         elif wavelength < 512 / 4.0:
-            want.append(frequency)
+            expected.append(frequency)
         else:
             smooth = (512 / wavelength - 1.0) / (4.0 - 1.0)
-            want.append((1 - smooth) * frequency / 8 + smooth * frequency)
-    assert len({*np.round(want / FREQUENCIES, 6)}) > 2, "all three cases occur"
-    np.testing.assert_allclose(scaling.scaled(FREQUENCIES, THETA), want, rtol=1e-13)
+            expected.append((1 - smooth) * frequency / 8 + smooth * frequency)
+    assert len({*np.round(expected / FREQUENCIES, 6)}) > 2, "all three cases occur"
+    np.testing.assert_allclose(scaling.scaled(FREQUENCIES, THETA), expected, rtol=1e-13)
 
 
 @pytest.mark.parametrize("truncate", [True, False])
@@ -46,16 +46,18 @@ def test_yarn_slows_along_a_ramp(truncate):
     scaling = RotaryScaling(
         kind="yarn", factor=4.0, original_max_position_embeddings=4096, truncate=truncate
     )
+    # The ramp goes from the pair that turns 32 times in the original length
+    # to the one that turns once
     ends = [
         2 * PAIRS * math.log(4096 / (turns * 2 * math.pi)) / (2 * math.log(THETA))
         for turns in (32, 1)
     ]
     low, high = (math.floor(ends[0]), math.ceil(ends[1])) if truncate else ends
-    want = []
+    expected = []
     for pair, frequency in enumerate(FREQUENCIES):
         ramp = min(max((pair - low) / (high - low), 0), 1)
-        want.append(frequency / 4 * ramp + frequency * (1 - ramp))
-    np.testing.assert_allclose(scaling.scaled(FREQUENCIES, THETA), want, rtol=1e-13)
+        expected.append(frequency / 4 * ramp + frequency * (1 - ramp))
+    np.testing.assert_allclose(scaling.scaled(FREQUENCIES, THETA), expected, rtol=1e-13)
     assert scaling.multiplier == pytest.approx(0.1 * math.log(4) + 1)
 
 

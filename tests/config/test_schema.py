@@ -1,3 +1,5 @@
+"""Configs: overrides, YAML, and errors that name the key, the rule and the value."""
+
 import os
 import re
 from pathlib import Path
@@ -36,6 +38,7 @@ def path(tmp_path):
 
 
 def refusal(path: Path, *overrides: str) -> str:
+    """The one error of loading a file with overrides."""
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
     assert ": : " not in str(caught.value), (
@@ -54,7 +57,7 @@ def test_every_config_of_the_repository_is_valid_and_says_how_to_run_it(config):
 
 
 def test_sections_have_one_place_to_be_imported_from():
-    """schema.py names them all; which file of config/ they stand in is nobody else's business."""
+    """All sections are imported from schema.py, whichever file of config/ defines them."""
     folders = ("jaxmllm", "sharding", "launch", "benchmarks", "tests")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     for file in (file for file in files if "config" not in file.parts):
@@ -218,13 +221,13 @@ def test_all_problems_are_reported_at_once_with_the_file(path):
     path.write_text(MINIMAL.replace("batch_size: 8", "batch: 8"))
     message = refusal(path, "run.steps=x", "model.vision.heads=-1")
     assert message.startswith(f"{path}: ")
-    for part in (
+    for problem in (
         "missing key 'data.batch_size'",
         "unknown key 'data.batch'; did you mean 'data.batch_size'?",
         "run.steps: must be a valid integer",
         "model.vision.heads: must be greater than 0",
     ):
-        assert part in message
+        assert problem in message
 
 
 def test_overrides_reach_scalars_lists_sections_and_absent_sections(path):
@@ -303,9 +306,9 @@ def test_a_model_that_draws_has_what_its_losses_need(path):
     )
     assert load_config(path, [DRAWS, "pipeline.stages=2"]).pipeline.stages == 2
     assert "nothing to keep" in refusal(path, DRAWS, "phases.diffusion.kept_residuals=1")
-    kept = "phases.language.kept_residuals=1"
-    assert load_config(path, [DRAWS, kept]).phases.language.kept_residuals == 1
-    assert "pipeline.kept_residuals says" in refusal(path, DRAWS, kept, "pipeline.stages=2")
+    keeps_one = "phases.language.kept_residuals=1"
+    assert load_config(path, [DRAWS, keeps_one]).phases.language.kept_residuals == 1
+    assert "pipeline.kept_residuals says" in refusal(path, DRAWS, keeps_one, "pipeline.stages=2")
     assert "at least 8 numbers in a head" in refusal(path, DRAWS, "model.diffusion.heads=8")
     frozen = "components.diffusion={freeze: true, ema: 0.9}"
     assert "components.diffusion: ema (0.9): the component is frozen" in refusal(
@@ -313,7 +316,7 @@ def test_a_model_that_draws_has_what_its_losses_need(path):
     )
     no_loss = "objective={language: {weight: 0}, diffusion: {weight: 0}}"
     assert "objective.diffusion.weight: must be greater than 0" in refusal(path, DRAWS, no_loss)
-    for said, *keys in (
+    for problem, *keys in (
         ("rope_sections (4, 2, 1) must add up to half of width / heads", "rope_sections=[4, 2, 1]"),
         ("and be at least 0", "rope_sections=[-1, 2, 7]"),
         ("padded_conditions (512): with conditioning: joint", "padded_conditions=512"),
@@ -328,14 +331,14 @@ def test_a_model_that_draws_has_what_its_losses_need(path):
         ("qk_norm_over (heads): without", "qk_norm=false", "qk_norm_over=heads"),
         ("projector (folder): without from", "projector=folder"),
     ):
-        assert said in refusal(path, DRAWS, *(f"model.diffusion.{key}" for key in keys))
+        assert problem in refusal(path, DRAWS, *(f"model.diffusion.{key}" for key in keys))
 
 
 def test_latents_and_pixels_have_sections_of_their_own(path):
     latents = (DRAWS, "model.diffusion.channels=4", "model.diffusion.patch_size=2")
     config = load_config(path, [*latents, "data.latents.mean=[1, 2, 3, 4]"])
     assert config.model.diffusion.patch_features == 16
-    for said, keys in {
+    for problem, keys in {
         "the model draws no latents; set model.diffusion.channels": (DRAWS, "data.latents.std=[2]"),
         "data.generated: it is about pixels": (*latents, "data.generated.max_pixels=4096"),
         "data.latents.mean: 3 numbers, but one": (*latents, "data.latents.mean=[1, 2, 3]"),
@@ -347,58 +350,66 @@ def test_latents_and_pixels_have_sections_of_their_own(path):
         ),
         "folder_fps (8): without fps": (DRAWS, "data.generated.folder_fps=8"),
     }.items():
-        assert said in refusal(path, *keys)
+        assert problem in refusal(path, *keys)
 
 
 def test_videos_are_seen_where_the_tower_says_so(path):
-    seen = ("model.vision.videos=true", "model.vision.patch_frames=2")
-    assert load_config(path, [*seen, "data.videos.fps=2"]).data.videos.min_frames == 4
-    for said, keys in {
+    with_videos = ("model.vision.videos=true", "model.vision.patch_frames=2")
+    assert load_config(path, [*with_videos, "data.videos.fps=2"]).data.videos.min_frames == 4
+    for problem, keys in {
         "data.videos: no videos are read; leave it out, or set model.vision": (
             "data.videos.fps=2",
         ),
         "min_frames (9) is more than max_frames (8)": (
-            *seen,
+            *with_videos,
             "data.videos={fps: 2, min_frames: 9, max_frames: 8}",
         ),
-        "sampling (ends): without fps all frames": (*seen, "data.videos.sampling=ends"),
+        "sampling (ends): without fps all frames": (*with_videos, "data.videos.sampling=ends"),
         "positions_per_second (4): with times (text)": (
-            *seen,
+            *with_videos,
             "data.videos={times: text, positions_per_second: 4}",
         ),
-        "data.videos.max_frames (1) is less than one patch": (*seen, "data.videos.max_frames=1"),
+        "data.videos.max_frames (1) is less than one patch": (
+            *with_videos,
+            "data.videos.max_frames=1",
+        ),
         "model.vision.class_token: tiles of images have one": (
-            *seen,
+            *with_videos,
             "model.vision.class_token=true",
             "model.vision.positions=table",
             "model.vision.position_grid=4",
             "data.images={resize: square, min_pixels: 3136, max_pixels: 3136}",
         ),
         "model.language.media_positions (line): groups of frames": (
-            *seen,
+            *with_videos,
             "model.language.media_positions=line",
         ),
         "data.videos.bounds (video): with data.images.resize (area)": (
-            *seen,
+            *with_videos,
             "data.videos.bounds=video",
         ),
         "data.videos.max_pixels (602112): with model.vision.positions (table)": (
-            *seen,
+            *with_videos,
             "model.vision.positions=table",
             "model.vision.position_grid=4",
             "data.images={resize: square, min_pixels: 3136, max_pixels: 3136}",
         ),
     }.items():
-        assert said in refusal(path, *keys)
+        assert problem in refusal(path, *keys)
 
 
 MIXTURE = "model.language.experts={count: 4, per_token: 2}"
 
 
 def test_experts_and_what_they_do_without(path):
-    for more in ([], [DRAWS], [DRAWS, "pipeline.stages=2"], [DRAWS, "objective.language.weight=0"]):
-        config = load_config(path, [MIXTURE, "objective.experts.balance=0.1", *more])
-        assert config.model.language.experts and bool(config.model.generators) == bool(more)
+    for overrides in (
+        [],
+        [DRAWS],
+        [DRAWS, "pipeline.stages=2"],
+        [DRAWS, "objective.language.weight=0"],
+    ):
+        config = load_config(path, [MIXTURE, "objective.experts.balance=0.1", *overrides])
+        assert config.model.language.experts and bool(config.model.generators) == bool(overrides)
     for changes, words in (
         ((MIXTURE, "model.language.experts.per_token=5"), "more than all experts, count (4)"),
         (
@@ -424,27 +435,32 @@ YARN = "model.language.rope_scaling={kind: yarn, factor: 4, original_max_positio
 def test_positions_of_windows(path):
     local = "model.language.window_rope_theta=100"
     windows = (local, "model.language.window=8")
-    even = "model.language.rope_scaling.attention_factor=1.0"
-    assert load_config(path, [*windows, YARN, even]).model.language.window_rope_theta == 100
+    without_multiplier = "model.language.rope_scaling.attention_factor=1.0"
+    assert (
+        load_config(path, [*windows, YARN, without_multiplier]).model.language.window_rope_theta
+        == 100
+    )
     assert "window_rope_theta (100): no layer attends in windows" in refusal(path, local)
     assert "rope_scaling (kind 'yarn') also multiplies" in refusal(path, *windows, YARN)
 
 
 def test_yarn_needs_a_base_of_frequencies(path):
-    one = "model.language.rope_theta=1"
-    assert "rope_theta (1): with rope_scaling of kind 'yarn' it must be" in refusal(path, one, YARN)
-    assert load_config(path, [one]).model.language.rope_theta == 1
+    base_of_one = "model.language.rope_theta=1"
+    assert "rope_theta (1): with rope_scaling of kind 'yarn' it must be" in refusal(
+        path, base_of_one, YARN
+    )
+    assert load_config(path, [base_of_one]).model.language.rope_theta == 1
 
 
 def test_a_frozen_decoder_that_nothing_trains_through_has_no_loss(path):
     frozen = [
         f"components.{name}.freeze=true" for name in ("language", "vision", "projector.vision")
     ]
-    said = "the loss of text trains nothing; set it to 0"
-    assert said in refusal(path, DRAWS, *frozen)
+    problem = "the loss of text trains nothing; set it to 0"
+    assert problem in refusal(path, DRAWS, *frozen)
     adapter = "{rank: 2, alpha: 2.0}"
     adapted = ("components.diffusion.freeze=true", f"model.adapters.diffusion={adapter}")
-    assert said in refusal(path, DRAWS, *frozen, *adapted)
+    assert problem in refusal(path, DRAWS, *frozen, *adapted)
     load_config(path, [DRAWS, *frozen, f"model.adapters.language={adapter}"])
     load_config(path, [DRAWS, *frozen[:2]])
     load_config(path, [DRAWS, *frozen, "objective.language.weight=0.0"])
@@ -452,16 +468,18 @@ def test_a_frozen_decoder_that_nothing_trains_through_has_no_loss(path):
 
 def test_with_stages_media_run_where_their_texts_are_read(path):
     for key, value in (("mode", "tokens"), ("pool_slots", "64"), ("exchange", "ragged")):
-        given = f"balance.{key}={value}"
-        load_config(path, [given])
+        override = f"balance.{key}={value}"
+        load_config(path, [override])
         words = f"balance.{key} ({value}): with pipeline.stages (4)"
-        assert words in refusal(path, given, "pipeline.stages=4")
+        assert words in refusal(path, override, "pipeline.stages=4")
 
 
 def test_residuals_are_kept_where_there_is_something_to_keep(path):
-    kept = "phases.vision.kept_residuals=2"
-    assert load_config(path, [kept]).phases.vision.kept_residuals == 2
-    assert "pipeline.kept_residuals says what is kept" in refusal(path, kept, "pipeline.stages=4")
+    keeps_two = "phases.vision.kept_residuals=2"
+    assert load_config(path, [keeps_two]).phases.vision.kept_residuals == 2
+    assert "pipeline.kept_residuals says what is kept" in refusal(
+        path, keeps_two, "pipeline.stages=4"
+    )
     assert "nothing to keep" in refusal(path, "phases.language.kept_residuals=1")
 
 
@@ -501,9 +519,9 @@ def test_the_dumped_config_reads_back_equal(config, tmp_path):
     resolved = load_config(
         config, ["components.vision.layout.batch=[data, fsdp]", "phases.audio.capacities=[256]"]
     )
-    again = tmp_path / "config.yaml"
-    again.write_text(dump_config(resolved))
-    assert load_config(again) == resolved
+    dumped = tmp_path / "config.yaml"
+    dumped.write_text(dump_config(resolved))
+    assert load_config(dumped) == resolved
 
 
 @given(
@@ -622,6 +640,7 @@ def test_values_that_no_run_can_have_are_refused_in_one_line(path, override, mes
     assert "\n" not in refused
 
 
+# Aliases of aliases: ten levels of ten make ten billion values of a few hundred bytes
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
 for before, name in zip("abcdefghi", "bcdefghij", strict=True):
     BOMB += f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n"
@@ -673,6 +692,7 @@ def test_aliases_and_merged_keys_are_read(path):
 
 
 def test_an_override_changes_nothing_else_that_an_alias_names(path):
+    """An alias names the same mapping twice, so an override must not change it in place."""
     path.write_text(MINIMAL + "components: {vision: &tower {freeze: true}, audio: *tower}\n")
     components = load_config(path, ["components.vision.freeze=false"]).components
     assert (components.vision.freeze, components.audio.freeze) == (False, True)
@@ -730,5 +750,5 @@ CUDNN = "components.{}.attention=cudnn", "components.{}.compute_dtype=bfloat16"
     ],
 )
 def test_what_cudnn_cannot_see_is_refused(path, phase, changes, message):
-    given = (change.format(phase) for change in CUDNN)
-    assert f"components.{phase}.attention (cudnn): {message}" in refusal(path, *given, *changes)
+    cudnn = (change.format(phase) for change in CUDNN)
+    assert f"components.{phase}.attention (cudnn): {message}" in refusal(path, *cudnn, *changes)

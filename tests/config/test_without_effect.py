@@ -1,4 +1,4 @@
-"""Keys that change nothing because of another key's value."""
+"""Keys that have no effect because of another key's value."""
 
 import pytest
 
@@ -138,6 +138,6 @@ def test_none_where_the_other_key_asks_for_them(tmp_path):
     assert not keys(tmp_path, balance__pair_slots=64)
     assert not keys(tmp_path, model__vision__window=4, phases__vision__block=32)
     adapted = {"model__adapters": {"audio": {"rank": 2, "alpha": 2.0}}}
-    added = {"components__audio__freeze": True, "components__audio__reduce": "step"}
-    assert not keys(tmp_path, **adapted, **added, phases__audio__kept_residuals=2)
+    frozen_with_step = {"components__audio__freeze": True, "components__audio__reduce": "step"}
+    assert not keys(tmp_path, **adapted, **frozen_with_step, phases__audio__kept_residuals=2)
     assert not keys(tmp_path, pipeline__stages=2, pipeline__schedule="search", pipeline__rollouts=8)
