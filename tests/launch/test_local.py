@@ -1,3 +1,5 @@
+"""The launcher of processes on one machine: their environment, output, signals and ends."""
+
 import json
 import os
 import signal
@@ -21,10 +23,12 @@ NAMES = (
 
 
 def python(code: str, *arguments: object) -> list[str]:
+    """The command that runs some Python code."""
     return [sys.executable, "-c", code, *map(str, arguments)]
 
 
 def wait_for(path: Path) -> str:
+    """The text of a file, once it is written."""
     deadline = time.monotonic() + 45
     while not (path.exists() and path.read_text()):
         assert time.monotonic() < deadline, f"{path} was never written"
@@ -55,15 +59,15 @@ def test_every_process_is_told_who_it_is_and_its_lines_carry_its_number(capfd):
     code = f"import json, os; print(json.dumps([os.environ[n] for n in {NAMES!r}])); print('no newline', end='')"
     assert main(["--processes", "2", "--devices", "3", "--", *python(code)]) == 0
     lines = capfd.readouterr().out.splitlines()
-    told = {line[:3]: json.loads(line[4:]) for line in lines if "no newline" not in line}
-    assert sorted(told) == ["[0]", "[1]"]
-    for process, (coordinator, processes, number, platform, flags) in enumerate(
-        told[key] for key in sorted(told)
+    variables = {line[:3]: json.loads(line[4:]) for line in lines if "no newline" not in line}
+    assert sorted(variables) == ["[0]", "[1]"]
+    for process, (coordinator, processes, process_id, platform, flags) in enumerate(
+        variables[key] for key in sorted(variables)
     ):
-        assert (processes, number, platform) == ("2", str(process), "cpu")
+        assert (processes, process_id, platform) == ("2", str(process), "cpu")
         assert "--xla_force_host_platform_device_count=3" in flags.split()
         assert coordinator.startswith("127.0.0.1:") and int(coordinator.split(":")[1]) > 0
-    assert told["[0]"][0] == told["[1]"][0]
+    assert variables["[0]"][0] == variables["[1]"][0]
     assert sorted(line for line in lines if "no newline" in line) == [
         "[0] no newline",
         "[1] no newline",
@@ -154,7 +158,7 @@ def test_signals_reach_every_process_which_may_end_well(tmp_path, number):
 
 
 def test_a_killed_launcher_leaves_nothing_behind(tmp_path):
-    """Its processes are killed, and what they have started in their groups."""
+    """Its processes are killed, and so are processes that they started."""
     code = (
         "import os, pathlib, subprocess, sys, time\n"
         "mine = pathlib.Path(sys.argv[1]) / os.environ['JAXMLLM_PROCESS_ID']\n"

@@ -1,3 +1,5 @@
+"""Templates for Slurm and Kubernetes: what they tell processes, and when a job is queued again."""
+
 import json
 import os
 import subprocess
@@ -12,6 +14,7 @@ VARIABLES = ("JAXMLLM_COORDINATOR", "JAXMLLM_PROCESSES", "JAXMLLM_PROCESS_ID")
 
 
 def script(path: Path, text: str) -> None:
+    """Write an executable file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
@@ -19,7 +22,8 @@ def script(path: Path, text: str) -> None:
 
 @pytest.fixture
 def cluster(tmp_path):
-    """A folder with commands that stand in for Slurm's: two nodes, one task on each, run one after the other."""
+    """A folder with stand-ins for Slurm's commands: two nodes with one
+    task each, which run in turn."""
     script(tmp_path / "bin/scontrol", "#!/bin/sh\nprintf 'node-a\\nnode-b\\n'\n")
     tasks = 'while [ "${1#--}" != "$1" ]; do shift; done\nfor SLURM_PROCID in 0 1; do export SLURM_PROCID; "$@"; done\n'
     script(tmp_path / "bin/srun", f"#!/bin/sh\n{tasks}")
@@ -43,13 +47,13 @@ def cluster(tmp_path):
 
 def test_slurm_tells_every_process_who_it_is_and_keeps_arguments_whole(cluster):
     arguments = ["configs/my.yaml", "--set", "data.sources=[{name: a b, path: c}]"]
-    done = subprocess.run(
+    job = subprocess.run(
         ["bash", LAUNCH / "slurm.sh", *arguments], env=cluster, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
-    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert job.returncode == 0, job.stderr
+    commands = [json.loads(line) for line in job.stdout.splitlines()]
     command = ["-m", "jaxmllm", "train", "--resume=auto", "--config", *arguments]
-    assert told == [["node-a:25123", "2", str(process), *command] for process in range(2)]
+    assert commands == [["node-a:25123", "2", str(process), *command] for process in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -57,27 +61,26 @@ def test_slurm_tells_every_process_who_it_is_and_keeps_arguments_whole(cluster):
     [("USR1", 0, True), ("USR1", 1, False), ("TERM", 0, False), (None, 0, False)],
 )
 def test_slurm_requeues_what_ran_out_of_time(cluster, tmp_path, signal, code, requeued):
-    """A stand-in for srun signals the script, gets TERM if that passes it on, and ends with a code."""
-    tell = f"kill -{signal} $PPID\n" if signal else ""
-    passed_on = "while ! [ -e term ]; do sleep 0.05; done\n" if signal == "USR1" else ""
+    """A stand-in for srun signals the script, waits for TERM if that is
+    passed on, and exits with a code."""
+    send = f"kill -{signal} $PPID\n" if signal else ""
+    wait_for_term = "while ! [ -e term ]; do sleep 0.05; done\n" if signal == "USR1" else ""
     script(
         tmp_path / "bin/srun",
-        f"#!/bin/bash\ntrap 'touch term' TERM\n{tell}{passed_on}exit {code}\n",
+        f"#!/bin/bash\ntrap 'touch term' TERM\n{send}{wait_for_term}exit {code}\n",
     )
     script(tmp_path / "bin/scontrol", f'#!/bin/sh\necho node-a; echo "$@" >> {tmp_path}/scontrol\n')
-    done = subprocess.run(
+    job = subprocess.run(
         ["bash", LAUNCH / "slurm.sh", "my.yaml"], env=cluster, capture_output=True, timeout=60
     )
-    assert done.returncode == code, done.stderr
+    assert job.returncode == code, job.stderr
     assert ("requeue 45123" in (tmp_path / "scontrol").read_text().splitlines()) == requeued
 
 
 def test_slurm_asks_for_a_config(cluster):
-    done = subprocess.run(
-        ["bash", LAUNCH / "slurm.sh"], env=cluster, capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert "usage: sbatch" in done.stderr
+    job = subprocess.run(["bash", LAUNCH / "slurm.sh"], env=cluster, capture_output=True, text=True)
+    assert job.returncode == 2
+    assert "usage: sbatch" in job.stderr
 
 
 def test_kubernetes_numbers_and_names_agree():
