@@ -1,4 +1,4 @@
-"""What programs must send is counted by hand for a tiny model, and set beside what they send."""
+"""What compiled programs must send at least, against counts by hand for a tiny model."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from jaxmllm.training.programs.base import ProgramName
 from sharding.mesh import abstract_mesh, make_mesh
 
 SLOTS = 4096
-# Numbers of the tiny decoder's two layers: queries and outputs, keys and values, the MLP
+# Parameters of the tiny decoder's two layers: queries and outputs, keys and values, the MLP
 LAYERS = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
 TABLES = 2 * 512 * 64  # embedding and head
 NORMS = 5 * 64
 TYPE = 2  # bytes of a number in bfloat16
-# Of a tower's two layers: attention, MLP
+# Parameters of a tower's two layers: attention, MLP
 TOWER = 2 * (4 * 64 * 64 + 2 * 64 * 128)
 
 
 def tiny_programs(**sections):
+    """Programs of the tiny model on 8 devices, for rows of given sizes."""
     phases = {name: {"capacities": [16384], "spans": [1]} for name in ("vision", "audio")}
     phases["language"] = {"capacities": [SLOTS], "spans": sections.pop("spans", [1])}
     config = omni_config("tiny", phases=phases, data={"batch_size": 16}, **sections)
@@ -37,33 +38,35 @@ def tiny_programs(**sections):
 
 
 def needed(programs, function, subject="language", capacity=SLOTS, span=1):
+    """Bytes that a program must send, by operation and axes."""
     return ahead.needed_bytes(programs, ProgramName(function, subject, capacity, span))
 
 
 def test_weights_are_gathered_once_a_pass_and_gradients_scattered_once():
     programs = tiny_programs(mesh={"data": 2, "fsdp": 4})
+    # In a ring of four, a device sends three quarters of each array
     forward = TYPE * (LAYERS + TABLES) * 3 / 4
     assert needed(programs, "evaluate") == {("all-gather", ("fsdp",)): forward}
     assert needed(programs, "language_loss_and_grad") == {
         ("all-gather", ("fsdp",)): forward + TYPE * LAYERS * 3 / 4,
         ("reduce-scatter", ("fsdp",)): forward,
     }
-    # Replicas are added once a step: shards, and what is not split at all
-    once_a_step = needed(programs, "add_replicas", "")
-    assert once_a_step.keys() == {("all-reduce", ("data",)), ("all-reduce", ("data", "fsdp"))}
+    # Replicas are added once per step: as shards, and whole where a gradient is not split
+    replica_sums = needed(programs, "add_replicas", "")
+    assert replica_sums.keys() == {("all-reduce", ("data",)), ("all-reduce", ("data", "fsdp"))}
     sharded = sum(
         leaf.size
         for leaf in jax.tree.leaves(programs.trained)
         if leaf.sharding.shard_shape(leaf.shape) != leaf.shape
     )
-    assert once_a_step["all-reduce", ("data",)] == 2 / 2 * 4 * sharded / 4
-    of_tower = needed(programs, "encode_grad", "vision", 16384)["all-gather", ("fsdp",)]
-    once = needed(programs, "encode", "vision", 16384)["all-gather", ("fsdp",)]
-    assert of_tower - once == pytest.approx(TYPE * TOWER * 3 / 4)
+    assert replica_sums["all-reduce", ("data",)] == 2 / 2 * 4 * sharded / 4
+    backward = needed(programs, "encode_grad", "vision", 16384)["all-gather", ("fsdp",)]
+    forward_of_tower = needed(programs, "encode", "vision", 16384)["all-gather", ("fsdp",)]
+    assert backward - forward_of_tower == pytest.approx(TYPE * TOWER * 3 / 4)
 
 
 def test_gradients_reduced_once_a_step_leave_no_microbatch():
-    usual, once = (
+    by_microbatch, by_step = (
         tiny_programs(mesh={"data": 2, "fsdp": 4}, reduce=reduce)
         for reduce in ("microbatch", "step")
     )
@@ -72,23 +75,23 @@ def test_gradients_reduced_once_a_step_leave_no_microbatch():
         ("language_loss_and_grad", "language", SLOTS),
         ("encode_grad", "vision", 16384),
     ):
-        of_usual = needed(usual, function, subject, capacity)
-        assert of_usual.pop(scatter) > 0
-        assert needed(once, function, subject, capacity) == of_usual
-    end = needed(once, "add_replicas", "")
+        sent = needed(by_microbatch, function, subject, capacity)
+        assert sent.pop(scatter) > 0
+        assert needed(by_step, function, subject, capacity) == sent
+    replica_sums = needed(by_step, "add_replicas", "")
     sharded = sum(
         leaf.size
-        for leaf in jax.tree.leaves(once.trained)
+        for leaf in jax.tree.leaves(by_step.trained)
         if leaf.sharding.shard_shape(leaf.shape) != leaf.shape
     )
-    assert end.pop(scatter) == 4 * sharded * 3 / 4
-    assert end == needed(usual, "add_replicas", "")
-    assert ahead.resident_bytes(once) > ahead.resident_bytes(usual)
+    assert replica_sums.pop(scatter) == 4 * sharded * 3 / 4
+    assert replica_sums == needed(by_microbatch, "add_replicas", "")
+    assert ahead.resident_bytes(by_step) > ahead.resident_bytes(by_microbatch)
 
 
 def test_tensor_adds_activations_and_parts_gather_keys_and_values():
     tensor = needed(tiny_programs(mesh={"data": 4, "tensor": 2}), "language_loss_and_grad")
-    # Twice a layer and once for the tables, in two passes, in a ring of two
+    # Two sums per layer and one for the tables, in two passes; a ring of two sends each array once
     assert tensor == {("all-reduce", ("tensor",)): 2 * (2 * 2 + 1) * SLOTS * 64 * TYPE}
 
     context = needed(tiny_programs(mesh={"data": 4, "context": 2}), "language_loss_and_grad")
@@ -97,10 +100,10 @@ def test_tensor_adds_activations_and_parts_gather_keys_and_values():
         ("all-gather", ("context",)): 2 * keys_and_values,
         ("reduce-scatter", ("context",)): keys_and_values,
     }
-    shared = tiny_programs(mesh={"data": 8}, spans=[1, 2])
-    of_span = needed(shared, "evaluate", span=2)
-    assert list(of_span.values()) == [2 * keys_and_values]  # of a row that is twice as long
-    assert not needed(shared, "evaluate")
+    programs = tiny_programs(mesh={"data": 8}, spans=[1, 2])
+    shared_row = needed(programs, "evaluate", span=2)
+    assert list(shared_row.values()) == [2 * keys_and_values]  # the row is twice as long
+    assert not needed(programs, "evaluate")
 
 
 def test_what_the_data_decide_has_no_least():
@@ -124,14 +127,14 @@ def test_rows_set_what_is_sent_beside_what_must_be():
         {},
         ("no kernel",),
     )
-    must = {("all-gather", ("fsdp",)): 4.0, ("all-reduce", ("data",)): 1.0}
-    first, second = ahead.rows_of({"model": "tiny"}, program, must)
-    assert (first["program"], first["model"]) == ("evaluate language 4096", "tiny")
-    assert (first["bytes"], first["needed_bytes"], first["exact"]) == (8.0, 4.0, False)
-    assert first["by_type"] == {"f32": 6.0, "bf16": 2.0} and first["temporary_gb"] == 5
-    assert first["fallbacks"] == ["no kernel"]
-    assert (second["operation"], second["axes"]) == ("all-reduce", ["data"])
-    assert (second["bytes"], second["needed_bytes"], second["exact"]) == (0, 1.0, True)
+    needed_sends = {("all-gather", ("fsdp",)): 4.0, ("all-reduce", ("data",)): 1.0}
+    gathering, reduction = ahead.rows_of({"model": "tiny"}, program, needed_sends)
+    assert (gathering["program"], gathering["model"]) == ("evaluate language 4096", "tiny")
+    assert (gathering["bytes"], gathering["needed_bytes"], gathering["exact"]) == (8.0, 4.0, False)
+    assert gathering["by_type"] == {"f32": 6.0, "bf16": 2.0} and gathering["temporary_gb"] == 5
+    assert gathering["fallbacks"] == ["no kernel"]
+    assert (reduction["operation"], reduction["axes"]) == ("all-reduce", ["data"])
+    assert (reduction["bytes"], reduction["needed_bytes"], reduction["exact"]) == (0, 1.0, True)
     assert all(row["needed_bytes"] is None for row in ahead.rows_of({}, program, None))
 
 

@@ -1,3 +1,5 @@
+"""The attention benchmark: its records against the dense form, and its refusals."""
+
 import json
 
 import pytest
@@ -25,7 +27,7 @@ def test_the_slope_belongs_to_the_tiles():
 
 @pytest.mark.parametrize("slots", [256, 768, 1024])
 def test_without_three_lengths_there_is_no_line(slots, tmp_path, monkeypatch):
-    """One length has no R^2, and any line fits two."""
+    """A single length has no R^2, and a line fits any two exactly."""
     monkeypatch.setattr(attention, "measure", lambda *_: [])
     path = tmp_path / "attention.json"
     main(["--slots", str(slots), "--json", str(path)])

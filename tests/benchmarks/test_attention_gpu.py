@@ -1,3 +1,5 @@
+"""The benchmark of GPU attention: its counts, and its measurements by interpreted kernels."""
+
 import pytest
 
 from benchmarks import attention_gpu
@@ -16,7 +18,7 @@ def test_counts_visible_tiles(documents, tiles):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_measures_and_compares_what_cudnn_sees_too(causal, monkeypatch):
-    """Small, interpreted, with the dense form of XLA in place of cuDNN's."""
+    """At small sizes, interpreted, with XLA's dense form in place of cuDNN's."""
     dense = attention_gpu.jax.nn.dot_product_attention
     monkeypatch.setattr(
         attention_gpu.jax.nn,

@@ -1,4 +1,4 @@
-"""The balance benchmark: shape of its JSON, and its figures against loops over items."""
+"""The balance benchmark: the form of its JSON, and its figures against loops over items."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def test_json_has_a_record_for_every_phase_and_step(report):
     assert (report["benchmark"], report["seed"]) == ("balance", 7)
     assert all(row["batches"] == 1 for row in report["rows"])
     assert "workload.generate([seed, 2, i]" in report["generator"]
-    found = [
+    keys = [
         (row["ranks"], row["per_rank"], str(row["spans"]), row["phase"]) for row in report["rows"]
     ]
-    assert found == [
+    assert keys == [
         (ranks, per, spans, phase)
         for ranks, per in ((4, 8), (16, 2))
         for spans in ("[1]", "auto")
@@ -105,9 +105,9 @@ def test_figures_are_those_of_a_loop_over_rows():
         for microbatch in range(rows.microbatches):
             times = []
             for rank in range(ranks):
-                here = (rows.microbatch == microbatch) & (rows.rank == rank)
-                row_costs[microbatch, rank] = costs[here].sum()
-                attention = phase.cost.quadratic * (items.length[here].astype(float) ** 2).sum()
+                members = (rows.microbatch == microbatch) & (rows.rank == rank)
+                row_costs[microbatch, rank] = costs[members].sum()
+                attention = phase.cost.quadratic * (items.length[members].astype(float) ** 2).sum()
                 times.append(phase.cost.linear * float(rows.capacity[microbatch]) + attention)
                 slots += int(rows.capacity[microbatch])
             bare += row_costs[microbatch].max()
@@ -127,7 +127,7 @@ def test_figures_are_those_of_a_loop_over_rows():
 
 
 def test_figures_of_shared_rows_are_those_of_the_plan():
-    """What the planner says of its own plan (statistics.py, against loops in its tests)."""
+    """The reference is the plan's own statistics, which are tested against loops elsewhere."""
     ranks = 8
     examples = 16
     spec = make_spec(ranks, [generate([0, 1, i], examples) for i in range(4)], spans=(1, 2, 4, 8))
@@ -136,8 +136,8 @@ def test_figures_of_shared_rows_are_those_of_the_plan():
     assert any(plan.statistics[f"{name}/shared_rows"] for name in PHASES)
     for name in PHASES:
         figures = phase_figures(plan.phases[name], batch.phases[name], spec.phases[name])
-        same = ("over_ideal", "gap_to_floor", "max_over_mean", "synchronised", "shared_rows")
-        for figure in (*same, "real_token_fraction"):
+        names = ("over_ideal", "gap_to_floor", "max_over_mean", "synchronised", "shared_rows")
+        for figure in (*names, "real_token_fraction"):
             assert figures[figure] == pytest.approx(plan.statistics[f"{name}/{figure}"], rel=1e-6)
         gathered = plan.statistics[f"{name}/gathered_slots"] * gathered_bytes(MODEL, name)
         assert figures["gathered_bytes"] == pytest.approx(gathered)

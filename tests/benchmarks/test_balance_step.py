@@ -1,4 +1,4 @@
-"""What a step's programs take by phase."""
+"""The time and FLOPs of a step's programs, by phase."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from jaxmllm.training.programs.base import ProgramName
 
 ENCODE = ProgramName("encode", "vision", 256, 4)
 DECODE = ProgramName("language_loss_and_grad", "language", 512)
-ZERO = ProgramName("zero", "language")  # no rows: not of the phase that it makes zeros for
+ZERO = ProgramName("zero", "language")  # has no rows, so it does not count for the phase
 
 
 def host(spans):
-    """A step of one microbatch of vision rows, with these spans of tiles, and none of language."""
+    """A step with one microbatch of vision rows, of these spans of tiles, and without language."""
     rows = {"vision": [{"tiles": {"query_spans": np.array(spans)}}], "language": []}
     return SimpleNamespace(rows=rows, statistics={"vision/slots": 2048, "language/slots": 0})
 
@@ -48,7 +48,9 @@ def test_rows_are_told_by_phase_microbatch_and_class():
 
 
 def test_pairs_are_those_of_the_blocks_of_each_class():
-    tiles = [{"tiles": {"query_spans": np.array([[[0, count, 0]]])}} for count in (3, 5)]
+    tiles = [
+        {"tiles": {"query_spans": np.array([[[0, tiles_of_row, 0]]])}} for tiles_of_row in (3, 5)
+    ]
     step = SimpleNamespace(
         rows={"vision": tiles}, capacities={"vision": (64, 2048)}, spans={"vision": (4, 1)}
     )
@@ -69,17 +71,17 @@ def test_items_lie_end_to_end_or_by_blocks(monkeypatch):
 
 def test_every_program_counts_once():
     seconds = {ENCODE: 3.0, ENCODE._replace(function="encode_grad"): 4.0, DECODE: 5.0, ZERO: 0.5}
-    found = phase_amounts(host([[[[0, 2, 1], [3, 0, 4]]]]), seconds)
-    assert found["vision"] == (7.0, 1, 2048, 7)
-    assert found["language"] == (5.0, 0, 0, 0)
-    assert found[REST] == (0.5, None, None, None)
-    assert sum(amounts.seconds for amounts in found.values()) == sum(seconds.values())
+    amounts_of_phases = phase_amounts(host([[[[0, 2, 1], [3, 0, 4]]]]), seconds)
+    assert amounts_of_phases["vision"] == (7.0, 1, 2048, 7)
+    assert amounts_of_phases["language"] == (5.0, 0, 0, 0)
+    assert amounts_of_phases[REST] == (0.5, None, None, None)
+    assert sum(amounts.seconds for amounts in amounts_of_phases.values()) == sum(seconds.values())
 
 
 def test_means_are_those_of_every_amount():
     steps = [
-        phase_amounts(host([[[[0, tiles, 0]]]]), {ENCODE: took, ZERO: 1.0})
-        for tiles, took in ((2, 1.0), (4, 2.0))
+        phase_amounts(host([[[[0, tiles, 0]]]]), {ENCODE: seconds, ZERO: 1.0})
+        for tiles, seconds in ((2, 1.0), (4, 2.0))
     ]
     means = mean_amounts(steps)
     assert means["vision"] == (1.5, 1, 2048, 3) and means[REST] == (1.0, None, None, None)
@@ -127,16 +129,16 @@ def planned(phase, ranks, lengths):
 
 @pytest.mark.parametrize("padded", [1, 2])
 def test_computed_flops_are_those_of_tiles_and_slots(padded):
-    plan, *rest = planned(encoder_phase("vision"), 2, [40, 24, 30])
+    plan, *items_and_spec = planned(encoder_phase("vision"), 2, [40, 24, 30])
     slots = 2 * 64 * plan.microbatches
     pairs = padded * (40**2 + 24**2 + 30**2)
-    assert computed_flops(plan, *rest, pairs) == pytest.approx(100 * slots + 3 * pairs)
+    assert computed_flops(plan, *items_and_spec, pairs) == pytest.approx(100 * slots + 3 * pairs)
 
 
 def test_of_text_half_of_a_square_is_seen():
-    plan, *rest = planned(decoder_phase(), 1, [64])
-    # Its one tile is computed whole
-    assert computed_flops(plan, *rest, 64**2) == pytest.approx(100 * 64 + 3 * 2 * 64**2)
+    plan, *items_and_spec = planned(decoder_phase(), 1, [64])
+    # A row of one tile computes it whole, the masked half included
+    assert computed_flops(plan, *items_and_spec, 64**2) == pytest.approx(100 * 64 + 3 * 2 * 64**2)
 
 
 def test_a_phase_without_items_computes_nothing():

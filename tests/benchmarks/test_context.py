@@ -1,4 +1,4 @@
-"""The context benchmark: shape of its JSON, its rows, and its figures against plain loops."""
+"""The context benchmark: its JSON, its rows, and its figures against plain loops."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def report(request, tmp_path_factory):
 
 def test_json_has_a_row_for_every_cell_and_method(report):
     assert (report["benchmark"], report["seed"], report["seeds"]) == ("context", 3, 2)
-    found = [
+    keys = [
         (row["tokens"], row["ranks"], row["generator"], row["method"]) for row in report["rows"]
     ]
-    assert found == [
+    assert keys == [
         (t, r, g, m) for t in (2048, 4096) for r in (2, 4) for g in ROWS for m in METHODS
     ]
     for row in report["rows"]:
@@ -53,7 +53,7 @@ def test_json_has_a_row_for_every_cell_and_method(report):
             "plan_ms",
         }
         assert min(row["layer"], row["tiles"]) >= 1 and row["plan_ms"] > 0
-        if row["method"] != "longest_first":  # its token counts differ, too
+        if row["method"] != "longest_first":  # ranks have unequal numbers of tokens
             assert row["layer"] <= row["tiles"] + 1e-12
 
 
@@ -96,26 +96,29 @@ def test_isolated_images_see_themselves_alone(generator):
     ids = ROWS[generator](np.random.default_rng(6), 1024 if generator != "packed" else 2048)
     block = 64
     tokens = len(ids.document)
-    seen = (ids.document[:, None] == ids.document) & (ids.document > 0)
+    # The reference: the dense mask, in which an image sees itself alone and text what is before it
+    visible = (ids.document[:, None] == ids.document) & (ids.document > 0)
     text = (ids.group == 0)[:, None] & (np.arange(tokens)[:, None] >= np.arange(tokens))
-    seen &= text | (ids.group > 0)[:, None] & (ids.group[:, None] == ids.group)
+    visible &= text | (ids.group > 0)[:, None] & (ids.group[:, None] == ids.group)
     tiles = (tokens // block, block)
-    met = seen.reshape(tiles + tiles).any(axis=(1, 3))
-    ahead = np.triu(seen, 1).reshape(tiles + tiles).any(axis=(1, 3))
-    expected = 2 * met.sum(axis=1) - (met & ~ahead).diagonal()
+    visible_tiles = visible.reshape(tiles + tiles).any(axis=(1, 3))
+    tiles_ahead = np.triu(visible, 1).reshape(tiles + tiles).any(axis=(1, 3))
+    # Work is counted in half tiles: a causal tile on the diagonal is one,
+    # any other visible tile two
+    expected = 2 * visible_tiles.sum(axis=1) - (visible_tiles & ~tiles_ahead).diagonal()
     np.testing.assert_array_equal(isolated_work(ids, block), expected)
 
 
 def test_layer_cost_is_that_of_its_matrices():
-    """A causal document of 16 blocks of 128 on two ranks, by hand."""
+    """By hand, for a causal document of 16 blocks of 128 on two ranks."""
     tokens = np.arange(2048, dtype=np.int32)
     ids = TokenIds(np.ones_like(tokens), np.zeros_like(tokens), tokens)
-    found = balance("contiguous", ids, 2, block_work)
+    imbalance = balance("contiguous", ids, 2, block_work)
     tiles = [sum(i + 0.5 for i in range(8)), sum(i + 0.5 for i in range(8, 16))]
     matrices = 2 * (4096 * (32 + 8 + 8) * 128 + 32 * 128 * 4096 + 3 * 4096 * 14336)
-    costs = [1024 * matrices + count * 128**2 * 4 * 32 * 128 for count in tiles]
-    assert found.tiles == pytest.approx(max(tiles) * 2 / sum(tiles))
-    assert found.layer == pytest.approx(max(costs) * 2 / sum(costs))
+    costs = [1024 * matrices + tiles_of_rank * 128**2 * 4 * 32 * 128 for tiles_of_rank in tiles]
+    assert imbalance.tiles == pytest.approx(max(tiles) * 2 / sum(tiles))
+    assert imbalance.layer == pytest.approx(max(costs) * 2 / sum(costs))
 
 
 def test_a_length_that_ranks_cannot_share_is_one_line(capsys):

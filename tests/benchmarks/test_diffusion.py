@@ -1,4 +1,4 @@
-"""The benchmark of buckets and plans: its JSON, and its baselines against loops over items."""
+"""The benchmark of buckets against plans: its JSON, and its baselines against loops over items."""
 
 from __future__ import annotations
 
@@ -61,22 +61,22 @@ def test_drawn_media_are_whole_slots_within_the_bounds(mix):
 
 
 def test_bucket_sizes_are_the_published_ones():
-    """Of 256px: what Open-Sora 2.0 makes of 16:9, 1:1 and 9:16."""
+    """At 256 pixels, Open-Sora 2.0 has these sizes for 16:9, 1:1 and 9:16."""
     sizes = bucket_sizes(256)
     assert {(256, 256), (336, 192), (192, 336)} <= set(sizes)
     assert all(abs(height * width / 256**2 - 1) < 0.07 for height, width in sizes)
 
 
 def test_buckets_cut_frames_crop_ratios_and_scale_down():
-    one = np.ones(1, np.int64)
-    clip = bucket_media(Media(131 * one, 480 * one, 480 * one, 60 * one))
+    ones = np.ones(1, np.int64)
+    clip = bucket_media(Media(131 * ones, 480 * ones, 480 * ones, 60 * ones))
     assert (clip.kept.frames[0], clip.kept.height[0], clip.kept.width[0]) == (129, 256, 256)
     assert clip.frames == 129 / 131 and clip.pixels == (256 / 480) ** 2
-    wide = bucket_media(Media(one, 256 * one, 264 * one, 60 * one))
+    wide = bucket_media(Media(ones, 256 * ones, 264 * ones, 60 * ones))
     assert wide.kept.width[0] == 256 and wide.pixels == pytest.approx(256 / 264)
     for too_small in (
-        Media(one, 128 * one, 128 * one, one),
-        Media(4 * one, 256 * one, 256 * one, one),
+        Media(ones, 128 * ones, 128 * ones, ones),
+        Media(4 * ones, 256 * ones, 256 * ones, ones),
     ):
         assert not len(bucket_media(too_small).kept)
 
@@ -88,9 +88,9 @@ def test_batches_hold_every_item_once_within_the_bounds():
     alike = batches_of_like_sizes(media, bound, most_cost, COST)
     assert sum(batch.items for batch in alike) == len(media)
     assert sum(batch.real for batch in alike) == media.slots.sum()
-    kept = bucket_media(media).kept
-    buckets, dropped = batches_of_buckets(kept, bound, most_cost, COST)
-    assert sum(batch.items for batch in buckets) + dropped == len(kept)
+    bucketed = bucket_media(media).kept
+    buckets, dropped = batches_of_buckets(bucketed, bound, most_cost, COST)
+    assert sum(batch.items for batch in buckets) + dropped == len(bucketed)
     assert {batch.text for batch in buckets} == {MOST_TEXT}
     for batch in alike + buckets:
         assert batch.slots <= bound or batch.items == 1
@@ -102,11 +102,13 @@ def test_figures_are_those_of_the_slowest_rank_of_each_step():
     media = draw([0, 2], 64, 0.5)
     batches = batches_of_like_sizes(media, 80_000, 1e19, COST)[:4]
     costs = [batch.cost(COST) for batch in batches]
-    found = figures(batches, ranks=2, cost=COST)
+    measured = figures(batches, ranks=2, cost=COST)
     slowest = max(costs[:2]) + max(costs[2:])
-    assert found["synchronised"] == pytest.approx(slowest / (sum(costs) / 2))
-    assert found["over_ideal"] == pytest.approx(slowest / (sum(b.real_cost for b in batches) / 2))
-    assert found["real_slots"] == sum(b.real for b in batches) / sum(b.slots for b in batches)
+    assert measured["synchronised"] == pytest.approx(slowest / (sum(costs) / 2))
+    assert measured["over_ideal"] == pytest.approx(
+        slowest / (sum(b.real_cost for b in batches) / 2)
+    )
+    assert measured["real_slots"] == sum(b.real for b in batches) / sum(b.slots for b in batches)
     planned = {"balanced", "balanced_long", "balanced_across", "packed"}
     assert set(METHODS) == planned | {"buckets", "padded_alike"}
 

@@ -1,4 +1,4 @@
-"""A short drill: whatever is killed, the run that is resumed is the one that was never killed."""
+"""A short drill: whatever is killed, the resumed run is equal to one that was never killed."""
 
 import subprocess
 
@@ -17,7 +17,7 @@ def test_no_promise_is_broken(tmp_path, kills):
 
 
 def test_a_run_that_went_elsewhere_is_noticed(tmp_path):
-    """What the comparison is worth: other examples, another loss, a step twice and a step that is missing are told."""
+    """The comparison tells of other examples, another loss, and a repeated or missing step."""
     drill = Drill(tmp_path, steps=3, seed=0)
     write(tmp_path / "reference", [(1, 2.0), (2, 1.5), (3, 1.0)])
     write(tmp_path / "same", [(1, 2.0), (2, 1.5), (3, 1.0 + 1e-6)])
@@ -25,13 +25,13 @@ def test_a_run_that_went_elsewhere_is_noticed(tmp_path):
     assert not drill.outcome.violations
     write(tmp_path / "other", [(1, 2.0), (1, 2.0), (2, 1.6)], ids="b")
     drill.compare(tmp_path / "reference", tmp_path / "other")
-    told = "\n".join(drill.outcome.violations)
-    assert "step 1 took other examples" in told and "steps [1, 1, 2]" in told
-    assert "step 2: loss 1.6 instead of 1.5" in told and "step 3: loss nan" in told
+    violations = "\n".join(drill.outcome.violations)
+    assert "step 1 took other examples" in violations and "steps [1, 1, 2]" in violations
+    assert "step 2: loss 1.6 instead of 1.5" in violations and "step 3: loss nan" in violations
 
 
 def test_no_kill_is_dealt_to_a_run_that_is_done(tmp_path, monkeypatch):
-    """Its process may still be there, as long as it takes to exit."""
+    """The process of a finished run may still be there until it has exited."""
     drill = Drill(tmp_path, steps=3, seed=0)
     write(tmp_path / "run", [(1, 2.0), (2, 1.5), (3, 1.0)])
     process = subprocess.Popen(["sleep", "1"])
@@ -52,6 +52,7 @@ def test_a_folder_with_runs_of_another_drill_is_refused(tmp_path, capsys):
 
 
 def write(folder, losses, ids="a"):
+    """Write the metrics and the examples of a run, whose last record is cut short by a kill."""
     folder.mkdir()
     metrics = [f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in losses]
     (folder / "metrics.jsonl").write_text("".join(metrics) + '{"step": 9, "lo')
@@ -60,14 +61,14 @@ def write(folder, losses, ids="a"):
 
 
 def test_lives_follow_from_the_seed():
-    first, second = (
+    lives, repeated = (
         [Life.draw(random) for _ in range(50)] for random in map(np.random.default_rng, (3, 3))
     )
-    assert first == second
-    assert {life.devices for life in first} == {1, 2, 4, 8} and {
-        life.processes for life in first
+    assert lives == repeated
+    assert {life.devices for life in lives} == {1, 2, 4, 8} and {
+        life.processes for life in lives
     } == {1, 2}
-    assert all(life.devices % life.processes == 0 for life in first)
+    assert all(life.devices % life.processes == 0 for life in lives)
 
 
 @pytest.mark.parametrize("arguments", [["--kills", "0"], ["--steps", "1"]])

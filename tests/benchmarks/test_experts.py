@@ -1,3 +1,5 @@
+"""The benchmark of experts: its routings and its records."""
+
 import json
 
 import numpy as np
@@ -8,10 +10,10 @@ from benchmarks.experts import ROUTINGS, choose, main, measure
 
 def test_routings_are_what_they_are_called():
     random = np.random.default_rng(0)
-    balanced, one = (choose(random, 64, 8, 2, routing) for routing in ROUTINGS)
+    balanced, concentrated = (choose(random, 64, 8, 2, routing) for routing in ROUTINGS)
     assert (np.bincount(balanced.ravel()) == 16).all()
     assert (balanced[:, 0] != balanced[:, 1]).all()
-    assert np.bincount(one.ravel()).tolist() == [64, 64]
+    assert np.bincount(concentrated.ravel()).tolist() == [64, 64]
 
 
 @pytest.mark.slow
@@ -33,8 +35,8 @@ def test_no_repeats_are_refused(monkeypatch, capsys):
 def test_json_has_the_sizes(tmp_path, monkeypatch):
     path = tmp_path / "experts.json"
     sizes = {"tokens": 16, "width": 8, "mlp_width": 4, "repeats": 1}
-    given = [f"--{name.replace('_', '-')}={size}" for name, size in sizes.items()]
-    monkeypatch.setattr("sys.argv", ["experts", *given, "--json", str(path)])
+    options = [f"--{name.replace('_', '-')}={size}" for name, size in sizes.items()]
+    monkeypatch.setattr("sys.argv", ["experts", *options, "--json", str(path)])
     monkeypatch.setattr("benchmarks.experts.measure", lambda *arguments: [{"experts": 8}])
     main()
     assert sizes.items() <= json.loads(path.read_text()).items()

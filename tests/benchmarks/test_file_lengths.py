@@ -1,4 +1,4 @@
-"""Lengths of the examples of a folder, as benchmarks draw them."""
+"""Lengths of examples in a folder, as benchmarks draw them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def folder(tmp_path_factory):
 
 
 def test_examples_come_in_the_order_drawn(folder):
-    """From a folder that needs no held-out examples."""
+    """The folder needs no held-out examples."""
     files = FileLengths.of(folder, tuple(PHASES))
     batch = files.draw([0, 1], 16)
-    drawn = np.random.default_rng([0, 1]).integers(0, 64, 16)
-    assert batch.examples.tolist() == drawn.tolist() != sorted(drawn.tolist())
-    for number, example in enumerate(drawn.tolist()):
-        alone = files.corpus.gather(np.array([example]))
+    expected = np.random.default_rng([0, 1]).integers(0, 64, 16)
+    assert batch.examples.tolist() == expected.tolist() != sorted(expected.tolist())
+    for position, example in enumerate(expected.tolist()):
+        single = files.corpus.gather(np.array([example]))
         for phase, items in batch.phases.items():
-            here = items.length[items.example == number]
-            assert here.tolist() == alone.phases[phase].length.tolist()
+            lengths = items.length[items.example == position]
+            assert lengths.tolist() == single.phases[phase].length.tolist()
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_examples_come_in_the_order_drawn(folder):
     ],
 )
 def test_a_folder_without_examples_is_one_line(command, tmp_path, monkeypatch, capsys):
-    """Said before anything is measured."""
+    """The error comes before anything is measured."""
     main, arguments = command
     monkeypatch.setattr(pipeline, "measure", None)
     assert main([*arguments, "--data", str(tmp_path)]) == 1

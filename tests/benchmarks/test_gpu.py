@@ -1,4 +1,5 @@
-"""Every section with tiny sizes; what cannot run is named, and the others do."""
+"""Sections of the GPU benchmark at tiny sizes; a section that fails is named, and the others
+run."""
 
 from __future__ import annotations
 
@@ -42,10 +43,10 @@ def test_what_fails_is_named_and_the_next_section_runs(bench, capsys, monkeypatc
 
     sections = {"a": (broken, 0), "b": (late, 10_000), "c": (lambda _: [{"ms": 1.0}], 0)}
     monkeypatch.setattr(gpu, "SECTIONS", sections)
-    first, second, third = gpu.measure(bench, list(sections))
-    assert first == {"section": "a", "failed": "ValueError: no such thing"}
-    assert second["section"] == "b" and second["failed"].endswith("it needs 10000")
-    assert third == {"section": "c", "ms": 1.0}
+    failed, skipped, measured = gpu.measure(bench, list(sections))
+    assert failed == {"section": "a", "failed": "ValueError: no such thing"}
+    assert skipped["section"] == "b" and skipped["failed"].endswith("it needs 10000")
+    assert measured == {"section": "c", "ms": 1.0}
     assert "could not run a: ValueError: no such thing\n" in capsys.readouterr().out
 
 
@@ -56,23 +57,23 @@ def test_the_part_of_a_row_sees_what_the_row_says(span):
     mask, tiles = gpu.part_of_row(slots, span, block)
     assert mask.queries.document.shape == (1, slots)
     assert mask.keys.document.shape == (1, span * slots)
-    # Blocks are dealt in turn: every number of keys before a block of the last part, its own included
-    assert tiles == sum(span * (place + 1) for place in range(slots // block))
+    # Ranks take blocks in turn, so block n of the last rank sees `span` * (n + 1) blocks of keys
+    assert tiles == sum(span * (position + 1) for position in range(slots // block))
     shape = Shape(heads=2, key_heads=1, size=16, block=block)
     q, k, v, _ = random_inputs((0,), slots, shape, keys=span * slots)
-    got = attention(q, k, v, mask, kernel="jax")
+    actual = attention(q, k, v, mask, kernel="jax")
     queries = mask.queries.at((0, slice(None), None))
     keys = mask.keys.at((0, None))
-    seen = visible(queries, keys)
-    assert seen.sum() > slots * (slots + 1) // 2 or span == 1
-    want = jax.nn.dot_product_attention(q, k, v, mask=seen[None, None])
-    np.testing.assert_allclose(np.float32(got), np.float32(want), atol=0.03)
+    visible_pairs = visible(queries, keys)
+    assert visible_pairs.sum() > slots * (slots + 1) // 2 or span == 1
+    expected = jax.nn.dot_product_attention(q, k, v, mask=visible_pairs[None, None])
+    np.testing.assert_allclose(np.float32(actual), np.float32(expected), atol=0.03)
 
 
 @pytest.mark.slow
 def test_kernels_agree_on_ragged_rows(bench):
     rows = gpu.mask_rows(bench)
-    # Images within text are not among cuDNN's rules
+    # cuDNN has no mask for images within text
     assert [row["kernel"] for row in rows] == 2 * (3 * ["gpu", "packed"] + ["gpu"])
     for row in rows:
         assert row["forward error"] < 0.02 and row["backward error"] < 0.02, row
@@ -90,18 +91,18 @@ def test_attention_is_measured_and_cudnn_is_missing(bench):
 
 
 def test_the_exchange_leaves_the_sample_as_it_is(bench, monkeypatch):
-    """`prediction` comes after it and chooses sizes from the sample anew."""
+    """The section `prediction` comes after it, and chooses sizes from the sample again."""
 
     def refuse(*_):
         raise ValueError("no programs here")
 
     monkeypatch.setattr(gpu, "prepare", refuse)
     file = bench.data / "train.jsonl"
-    before = file.read_text()
+    sample = file.read_text()
     assert [row["failed"] for row in gpu.exchange_rows(bench)] == 2 * [
         "ValueError: no programs here"
     ]
-    assert file.read_text() == before
+    assert file.read_text() == sample
 
 
 def test_programs_that_are_not_predicted_are_named(bench, monkeypatch):
@@ -116,9 +117,9 @@ def test_programs_that_are_not_predicted_are_named(bench, monkeypatch):
     bench.programs = SimpleNamespace(compiled=dict.fromkeys([*names, ProgramName("zero", "")]))
     monkeypatch.setattr(gpu.subprocess, "run", check)
     monkeypatch.setattr(gpu, "memory_of", lambda _: SimpleNamespace(**needed))
-    first, second = gpu.prediction_rows(bench)
-    assert first["predicted_gb"] == 2.0
-    assert second["program"] == "evaluate language 1024" and "no such program" in second["failed"]
+    predicted, missing = gpu.prediction_rows(bench)
+    assert predicted["predicted_gb"] == 2.0
+    assert missing["program"] == "evaluate language 1024" and "no such program" in missing["failed"]
 
 
 def test_of_several_devices_one_must_be_chosen(capsys):
@@ -137,7 +138,7 @@ def test_the_command_runs_every_section(tmp_path):
     subprocess.run(command, cwd=ROOT, env=os.environ | one_device, check=True)
     rows = json.loads(path.read_text())["rows"]
     assert list(dict.fromkeys(row["section"] for row in rows)) == sections
-    # XLA's CPU backend has no ragged exchange for one device, or has it: then the losses agree
+    # The ragged exchange may fail: not every XLA for CPUs has it. Where it runs, losses agree.
     assert not [row for row in rows if "failed" in row and row["section"] != "exchange"]
     timed = {row["phase"]: row for row in rows if row["section"] == "step"}
     assert timed.keys() == {"step", "vision", "audio", "language"}

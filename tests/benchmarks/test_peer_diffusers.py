@@ -1,4 +1,7 @@
-"""What peer_diffusers writes for the other system and of both; where torch is installed, one run of a tiny model."""
+"""The comparison with diffusers: the files and records that it writes.
+
+Where torch is installed, a tiny model runs in both systems.
+"""
 
 import json
 from argparse import Namespace
@@ -14,6 +17,7 @@ from tests.support import needs
 
 
 def told(seconds, **others):
+    """Records of steps that took these seconds."""
     common = {"loss": 2.0, "peak_bytes": 7} | others
     return [{"seconds": took, "cpu_seconds": 2 * took, **common} for took in seconds]
 
@@ -41,25 +45,25 @@ def test_without_torch_it_says_so(monkeypatch, capsys):
     ["--smaller 0", "--smaller nan", "--items 0", "--threads 4096"],
 )
 def test_bad_arguments_are_refused_at_once(arguments, monkeypatch, capsys):
-    """Before it asks for the other system."""
+    """Before it looks for the other system."""
     monkeypatch.setattr(peer_diffusers, "has_modules", None)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         peer_diffusers.main(arguments.split())
-    assert ended.value.code == 2
+    assert exit_info.value.code == 2
     assert arguments.split()[0] in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_ratios_are_over_the_same_batch():
     ratio = peer_diffusers.ratio(MEASURED, "seconds")
     assert list(ratio.values()) == [1, 1, 3], "the median of each batch's ratio, and its quartiles"
-    peer, own = peer_diffusers.rows_of(MEASURED, items=6)
-    assert own["tokens_per_second"] == 20 and own["tokens_per_cpu_second"] == 10
-    assert own["items_per_second"] == 2 and peer["items_per_second"] == 1.5
-    assert (peer["batches"], own["slots"], own["compile_seconds"]) == (4, 40, 9)
+    peer_row, own_row = peer_diffusers.rows_of(MEASURED, items=6)
+    assert own_row["tokens_per_second"] == 20 and own_row["tokens_per_cpu_second"] == 10
+    assert own_row["items_per_second"] == 2 and peer_row["items_per_second"] == 1.5
+    assert (peer_row["batches"], own_row["slots"], own_row["compile_seconds"]) == (4, 40, 9)
 
 
 def test_latents_and_captions_are_of_the_workloads_sizes(tmp_path):
-    """Half of them pictures; the patches of each are counted by the reader of a run."""
+    """Half of the items are pictures, whose patches are counted by the reader that runs use."""
     peer_diffusers.write_items(tmp_path, 0, clips=0.5, smaller=8.0, channels=4)
     lines = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     reader = GeneratedLatents(4, 1, 2, (0.0,), (1.0,), max_frames=128, shorten=False)
@@ -86,7 +90,7 @@ def test_batches_hold_what_another_process_needs(tmp_path):
 
 
 def test_the_run_has_the_folders_keys(tmp_path, monkeypatch):
-    """Texts are padded as the family says, and the decoder is frozen and small."""
+    """Texts are padded as in the family, and the decoder is frozen and small."""
     folder = tmp_path / "wan"
     folder.mkdir()
     kind = {"_class_name": "WanTransformer3DModel", "qk_norm": "rms_norm_across_heads"}
@@ -116,6 +120,6 @@ def test_a_tiny_model_begins_with_the_same_loss(tmp_path):
     path = tmp_path / "found.json"
     arguments = ["--size", "tiny", "--steps", "1", "--items", "4", "--smaller", "16"]
     assert peer_diffusers.main([*arguments, "--json", str(path)]) == 0
-    found = json.loads(path.read_text())
-    assert [row["system"] for row in found["rows"]] == [PEER, OWN]
-    assert found["first_losses"][OWN] == pytest.approx(found["first_losses"][PEER], abs=1e-4)
+    record = json.loads(path.read_text())
+    assert [row["system"] for row in record["rows"]] == [PEER, OWN]
+    assert record["first_losses"][OWN] == pytest.approx(record["first_losses"][PEER], abs=1e-4)

@@ -1,4 +1,7 @@
-"""The records that peer_hf writes and its check; where torch is installed, one run of a tiny model."""
+"""The comparison with transformers: its records and its check of losses.
+
+Where torch is installed, a tiny model runs in both systems.
+"""
 
 import json
 import sys
@@ -12,6 +15,7 @@ from tests.support import needs
 
 
 def told(seconds, loss=2.0):
+    """Records of steps that took these seconds."""
     common = {"host": 0.5, "loss": loss, "targets": 10, "slots": 30, "peak_bytes": 7}
     return [{"seconds": took, "cpu_seconds": 2 * took, **common} for took in seconds]
 
@@ -30,11 +34,11 @@ def test_without_torch_it_says_so(monkeypatch, capsys):
     ["--smaller 0", "--smaller nan", "--steps 0", "--micro-batch -1", "--threads 4096"],
 )
 def test_bad_arguments_are_refused_at_once(arguments, monkeypatch, capsys):
-    """Before it asks for the other system."""
+    """Before it looks for the other system."""
     monkeypatch.setattr(peer_hf, "has_modules", None)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         peer_hf.main(arguments.split())
-    assert ended.value.code == 2
+    assert exit_info.value.code == 2
     assert arguments.split()[0] in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -45,12 +49,16 @@ def test_ratios_are_over_the_same_batch():
         "compile_seconds": 5.0,
         "parameters": {"padded": 8, "jaxmllm": 8},
     }
-    padded, own = peer_hf.rows_of(measured, examples=6)
-    assert padded["over_jaxmllm"] == pytest.approx(2.5 / 1.5)
-    assert own["over_jaxmllm"] == own["cpu_over_jaxmllm"] == 1
-    assert own["compute_seconds"] == 2 and own["examples_per_compute_second"] == 3
-    assert own["tokens_per_second"] == {"language": 8, "vision": 16, "audio": 0}
-    assert own["padding"] == 1.5 and own["compile_seconds"] == 5 and not padded["compile_seconds"]
+    padded_row, own_row = peer_hf.rows_of(measured, examples=6)
+    assert padded_row["over_jaxmllm"] == pytest.approx(2.5 / 1.5)
+    assert own_row["over_jaxmllm"] == own_row["cpu_over_jaxmllm"] == 1
+    assert own_row["compute_seconds"] == 2 and own_row["examples_per_compute_second"] == 3
+    assert own_row["tokens_per_second"] == {"language": 8, "vision": 16, "audio": 0}
+    assert (
+        own_row["padding"] == 1.5
+        and own_row["compile_seconds"] == 5
+        and not padded_row["compile_seconds"]
+    )
 
 
 def test_other_losses_end_it():
@@ -82,5 +90,5 @@ def test_a_tiny_model_begins_with_the_same_loss(tmp_path):
     path = tmp_path / "found.json"
     arguments = ["--size", "tiny", "--steps", "1", "--examples", "8", "--smaller", "32"]
     assert peer_hf.main([*arguments, "--json", str(path)]) == 0
-    found = json.loads(path.read_text())
-    assert [row["system"] for row in found["rows"]] == ["padded", "grouped", "jaxmllm"]
+    record = json.loads(path.read_text())
+    assert [row["system"] for row in record["rows"]] == ["padded", "grouped", "jaxmllm"]

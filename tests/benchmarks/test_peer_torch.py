@@ -1,4 +1,7 @@
-"""The records that peer_torch writes, its checks, and where torch is installed, one run of a tiny model."""
+"""The comparison with torch: its records and its checks of losses and parameters.
+
+Where torch is installed, a tiny model runs in both systems.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,16 @@ from tests.support import needs
 
 
 def told(losses, seconds, targets=10):
+    """Records of steps with these losses and seconds."""
     return [
         {
             "loss": loss,
-            "seconds": took,
-            "cpu_seconds": took,
+            "seconds": step_seconds,
+            "cpu_seconds": step_seconds,
             "targets": targets,
-            "parts": {"update": took / 4},
+            "parts": {"update": step_seconds / 4},
         }
-        for loss, took in zip(losses, seconds, strict=True)
+        for loss, step_seconds in zip(losses, seconds, strict=True)
     ]
 
 
@@ -41,11 +45,11 @@ def test_without_torch_it_says_so(monkeypatch, capsys):
     ["--micro-batch 1 -1 1", "--micro-batch 1 1 0", "--steps 0", "--threads 4096"],
 )
 def test_bad_arguments_are_refused_at_once(arguments, monkeypatch, capsys):
-    """Before it asks for the other system."""
+    """Before it looks for the other system."""
     monkeypatch.setattr(importlib.util, "find_spec", None)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         peer_torch.main(arguments.split())
-    assert ended.value.code == 2
+    assert exit_info.value.code == 2
     assert arguments.split()[0] in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -66,10 +70,10 @@ def test_ratios_are_over_the_same_batch():
         "settings": {"packed": {"micro_batch": 4, "parameters": {"language": 7}}},
         "parameters": {"language": 7},
     }
-    packed, ours = peer_torch.rows_of(measured)
-    assert packed["over_ours"]["median"] == 2 and ours["over_ours"]["median"] == 1
-    assert packed["seconds"]["median"] == 3 and packed["micro_batch"] == 4
-    assert ours["parts"] == {
+    packed_row, own_row = peer_torch.rows_of(measured)
+    assert packed_row["over_ours"]["median"] == 2 and own_row["over_ours"]["median"] == 1
+    assert packed_row["seconds"]["median"] == 3 and packed_row["micro_batch"] == 4
+    assert own_row["parts"] == {
         "update": 0.5,
         "language forward and backward": 0.5,
         "rest": pytest.approx(1.0),
@@ -77,15 +81,15 @@ def test_ratios_are_over_the_same_batch():
 
 
 def test_systems_that_compute_something_else_are_named():
-    same = {"packed": told([2.0, 1.5], [1, 1]), "ours": told([2.0, 1.6], [1, 1])}
-    peer_torch.check_losses(same)
-    for wrong in (
+    agreeing = {"packed": told([2.0, 1.5], [1, 1]), "ours": told([2.0, 1.6], [1, 1])}
+    peer_torch.check_losses(agreeing)
+    for deviating in (
         told([2.1, 1.5], [1, 1]),
         told([2.0, np.nan], [1, 1]),
         told([2.0, 1.5], [1, 1], 9),
     ):
         with pytest.raises(ValueError, match="packed"):
-            peer_torch.check_losses(same | {"packed": wrong})
+            peer_torch.check_losses(agreeing | {"packed": deviating})
     peer_torch.check_parameters("padded", {"audio": 1005}, {"audio": 1000})
     with pytest.raises(ValueError, match="audio"):
         peer_torch.check_parameters("padded", {"audio": 1020}, {"audio": 1000})
@@ -102,19 +106,21 @@ def test_generated_examples_are_read_as_they_were_drawn(tmp_path):
     items = corpus.gather(numbers)
     assert [len(example.tokens) for example in examples] == items.phases["language"].length.tolist()
     for phase in config.model.encoders:
-        found = [i for example in examples for i in example.items if i.phase == phase]
-        assert [len(item.features) for item in found] == items.phases[phase].length.tolist()
-        assert len(set(map(len, (item.features for item in found)))) > 3
-    again = corpus.read(numbers[:1])[0]
+        phase_items = [i for example in examples for i in example.items if i.phase == phase]
+        assert [len(read_item.features) for read_item in phase_items] == items.phases[
+            phase
+        ].length.tolist()
+        assert len(set(map(len, (read_item.features for read_item in phase_items)))) > 3
+    reread = corpus.read(numbers[:1])[0]
     assert all(
-        first.features is second.features
-        for first, second in zip(examples[0].items, again.items, strict=True)
+        item.features is reread_item.features
+        for item, reread_item in zip(examples[0].items, reread.items, strict=True)
     )
 
 
 @needs("torch", "transformers")
 def test_a_given_micro_batch_is_timed_like_those_that_are_tried(monkeypatch):
-    """The first step of a process is slow: of two forms, it would count against the one that comes first."""
+    """The slow first step of a process must not count against the form that is timed first."""
     from benchmarks.peers.torch_steps import Stepper
 
     seconds = iter([9.0, 2.0, 3.0])
@@ -134,6 +140,6 @@ def test_packed_peer_has_our_loss(tmp_path, monkeypatch):
     assert peer_torch.main(["--size", "tiny", "--steps", "1", "--json", str(path), *overrides]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert [row["system"] for row in rows] == [*peer_torch.PEERS, "ours"]
-    packed, ours = rows[-2:]
-    assert packed["loss"] == pytest.approx(ours["loss"], rel=peer_torch.SAME_LOSS)
+    packed_row, own_row = rows[-2:]
+    assert packed_row["loss"] == pytest.approx(own_row["loss"], rel=peer_torch.SAME_LOSS)
     assert all(row["seconds"]["median"] > 0 for row in rows)

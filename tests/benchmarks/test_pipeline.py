@@ -1,4 +1,4 @@
-"""The pipeline benchmark: shape of its JSON, its batches, and its figures against loops over operations."""
+"""The pipeline benchmark: its JSON, its batches, and its figures against loops over operations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def report(tmp_path_factory):
     path = tmp_path_factory.mktemp("pipeline") / "pipeline.json"
     small = {"--seeds": 1, "--microbatches": 6, "--rollouts": 20, "--long": 60}
     families = ["--families", "layouts", "microbatches"]
-    pairs = [str(part) for pair in [*small.items(), ("--json", path)] for part in pair]
+    pairs = [str(word) for pair in [*small.items(), ("--json", path)] for word in pair]
     assert main([*families, *pairs]) == 0
     return json.loads(path.read_text())
 
@@ -36,8 +36,8 @@ def test_json_has_a_record_for_every_mode_and_variant(report):
         6,
         1,
     )
-    found = [(row["mode"], row["variant"]) for row in report["rows"]]
-    assert found == [
+    keys = [(row["mode"], row["variant"]) for row in report["rows"]]
+    assert keys == [
         (mode, variant.name) for mode in ("train_all", "alignment") for variant in VARIANTS
     ]
     for row in report["rows"]:
@@ -52,7 +52,7 @@ def test_json_has_a_record_for_every_mode_and_variant(report):
 
 
 def test_everything_we_do_together_is_worth_it(report):
-    """On six microbatches; the pipeline's ends weigh more on them than on sixteen."""
+    """On six microbatches, of which filling and draining take more than of sixteen."""
     for mode in MODES:
         rows = {row["variant"]: row["lockstep"] for row in report["rows"] if row["mode"] == mode}
         assert rows["+ search"] <= rows["segments"]
@@ -80,13 +80,13 @@ def test_figures_are_those_of_a_loop_over_ticks(report):
         total += max(graph.duration[n] for n in row if n >= 0)
         for rank, n in enumerate(row):
             work[rank] += graph.duration[n] if n >= 0 else 0
-    (found,) = (
+    (record,) = (
         row
         for row in report["rows"]
         if (row["mode"], row["variant"]) == ("train_all", variant.name)
     )
-    assert found["lockstep"] == pytest.approx(total / 1e6)
-    assert found["efficiency"] == pytest.approx(max(work) / total)
+    assert record["lockstep"] == pytest.approx(total / 1e6)
+    assert record["efficiency"] == pytest.approx(max(work) / total)
 
 
 @pytest.mark.parametrize("model", ["vision_language", "6B + 2B + 3B"])
@@ -95,21 +95,21 @@ def test_both_ways_to_make_rows_compute_every_item_where_it_is_read(model, seed)
     chains = MODELS[model]
     batch = chains.generate(seed, 8)
     assert np.bincount(batch.microbatch, batch.tokens, 8).max() <= 8192
-    drawn = chains.drawn_rows(batch)
-    planned = chains.planned_rows(batch)
+    drawn_rows = chains.drawn_rows(batch)
+    planned_rows = chains.planned_rows(batch)
     for chain, (name, counts) in enumerate(batch.items.items()):
         medium = MEDIA[name]
         per_microbatch = np.bincount(batch.microbatch, counts, 8)
         assert per_microbatch.max() <= medium.most
-        for rows in (drawn, planned):
-            held = np.array(rows.feeding[chain]) // medium.slots**2
-            assert held.sum() == counts.sum() and held.max() <= medium.of_row
-            read = {row for each in rows.inputs for of, row in each if of == chain}
-            assert read == set(range(len(held)))
-        assert [sum(of == chain for of, _ in each) for each in drawn.inputs] == [
+        for rows in (drawn_rows, planned_rows):
+            items_of_row = np.array(rows.feeding[chain]) // medium.slots**2
+            assert items_of_row.sum() == counts.sum() and items_of_row.max() <= medium.of_row
+            rows_read = {row for inputs in rows.inputs for source, row in inputs if source == chain}
+            assert rows_read == set(range(len(items_of_row)))
+        assert [sum(source == chain for source, _ in inputs) for inputs in drawn_rows.inputs] == [
             -(-int(n) // medium.of_row) for n in per_microbatch
         ]
-        assert len(planned.feeding[chain]) == -(-int(counts.sum()) // medium.of_row), (
+        assert len(planned_rows.feeding[chain]) == -(-int(counts.sum()) // medium.of_row), (
             "no row is half empty but the last"
         )
 
@@ -123,7 +123,7 @@ def test_both_ways_to_make_rows_compute_every_item_where_it_is_read(model, seed)
     ],
 )
 def test_stages_of_unlike_parts_pay_and_ticks_cost_little(model, chunks):
-    """By greedy schedules of segments, on eight stages, in the better of these chunks."""
+    """Greedy schedules of segments on eight stages, in the better of the given chunks."""
     chains = replace(UNLIKE[model], chunks=chunks)
     mode = next(iter(chains.modes))
     best = best_chunks(chains, VARIANTS[3], mode, 16, 8)
@@ -131,9 +131,9 @@ def test_stages_of_unlike_parts_pay_and_ticks_cost_little(model, chunks):
         pipeline.make_schedule(chains, variant, make_graph(chains, variant, mode, 0, 16, 8, tried))
         for variant, tried in ((VARIANTS[0], ()), (VARIANTS[3], best))
     ]
-    others, ours = map(pipeline.asynchronous, schedules)
-    assert pipeline.lockstep(schedules[1]) <= 1.08 * ours
-    assert pipeline.lockstep(schedules[1]) < others
+    chain_seconds, segment_seconds = map(pipeline.asynchronous, schedules)
+    assert pipeline.lockstep(schedules[1]) <= 1.08 * segment_seconds
+    assert pipeline.lockstep(schedules[1]) < chain_seconds
 
 
 def test_frozen_towers_have_no_backward():
@@ -196,9 +196,9 @@ def test_clips_are_drawn_within_their_bounds_and_all_are_computed(seed):
         )
         assert set().union(*rows.inputs) == {(0, row) for row in range(len(rows.feeding[0]))}
     planned = len(TEXT_TO_VIDEO.planned_rows(batch).feeding[0])
-    least = batch.text.sum() / ROW_TEXT
-    most = batch.text.sum() / (ROW_TEXT - longest)
-    assert least <= planned <= most + 1 < len(TEXT_TO_VIDEO.drawn_rows(batch).feeding[0])
+    fewest_rows = batch.text.sum() / ROW_TEXT
+    most_rows = batch.text.sum() / (ROW_TEXT - longest)
+    assert fewest_rows <= planned <= most_rows + 1 < len(TEXT_TO_VIDEO.drawn_rows(batch).feeding[0])
 
 
 def test_a_frozen_text_model_runs_forward_alone_and_before_what_reads_it():
@@ -210,20 +210,20 @@ def test_a_frozen_text_model_runs_forward_alone_and_before_what_reads_it():
         schedule = pipeline.make_schedule(TEXT_TO_VIDEO, VARIANTS[3], graph)
         tick = {int(n): t for t, row in enumerate(schedule.ticks) for n in row if n >= 0}
         for reader, inputs in enumerate(graph.workload.inputs):
-            (first,) = (n for n, key in enumerate(operations) if key == (1, 0, reader, 0))
+            (reading,) = (n for n, key in enumerate(operations) if key == (1, 0, reader, 0))
             for _, row in inputs:
-                (last,) = (n for n, key in enumerate(operations) if key == (0, 3, row, 0))
-                assert tick[last] < tick[first]
+                (producing,) = (n for n, key in enumerate(operations) if key == (0, 3, row, 0))
+                assert tick[producing] < tick[reading]
 
 
 def test_stages_of_text_to_video_pay():
-    """On four microbatches, where the pipeline's ends weigh most."""
-    few = replace(TEXT_TO_VIDEO, chunks=((1, 2), (1, 7)))
-    chunks = best_chunks(few, VARIANTS[3], "train_all", 4, 4)
+    """On four microbatches, where filling and draining weigh most."""
+    chains = replace(TEXT_TO_VIDEO, chunks=((1, 2), (1, 7)))
+    chunks = best_chunks(chains, VARIANTS[3], "train_all", 4, 4)
     assert chunks == (1, 7)
     makespans = []
-    for variant, tried in ((VARIANTS[0], ()), (VARIANTS[3], chunks)):
-        graph = make_graph(TEXT_TO_VIDEO, variant, "train_all", 0, 4, 4, tried)
+    for variant, chunks_of_variant in ((VARIANTS[0], ()), (VARIANTS[3], chunks)):
+        graph = make_graph(TEXT_TO_VIDEO, variant, "train_all", 0, 4, 4, chunks_of_variant)
         schedule = pipeline.make_schedule(TEXT_TO_VIDEO, variant, graph)
         makespans.append(pipeline.lockstep(schedule))
     assert makespans[0] > 1.5 * makespans[1]

@@ -41,27 +41,31 @@ def test_a_row_for_every_variant(rows):
 
 
 def test_chosen_sizes_are_fuller_and_faster(rows):
-    found = {row["variant"]: row for row in rows}
-    assert found["sizes"]["lockstep"] < 0.6 * found["4 per stage"]["lockstep"]
-    assert found["sizes"]["fill"]["language"] > 3 * found["4 per stage"]["fill"]["language"]
-    # Clips, too, though they are a small part of the work
-    assert min(found["sizes"]["fill"].values()) > 0.8
+    by_variant = {row["variant"]: row for row in rows}
+    assert by_variant["sizes"]["lockstep"] < 0.6 * by_variant["4 per stage"]["lockstep"]
+    assert (
+        by_variant["sizes"]["fill"]["language"] > 3 * by_variant["4 per stage"]["fill"]["language"]
+    )
+    # Rows of audio are full as well, although they are a small part of the work
+    assert min(by_variant["sizes"]["fill"].values()) > 0.8
 
 
 def test_efficiency_counts_the_work_of_real_slots():
-    """All ranks of a chain of others together do what the formula of the lengths says, recomputation included; the
-    busiest at least a mean rank's part."""
+    """The ranks of the chain do the FLOPs of the formula for the lengths, recomputation included.
+
+    The busiest rank does at least the mean.
+    """
     instance = Instance("8B", "all", "train_all", 4, 8)
     lengths = generated(instance, [0])
-    found = others(instance, lengths)
+    figures = others(instance, lengths)
     flops = sum(
         phase_flops(instance.model, name, instance.trained).total(items.length)
         for name, items in lengths.batches[0].phases.items()
     )
-    # Forward and backward are three forward passes; a fourth computes the layers again.
+    # A forward and a backward pass cost three forward passes, and recomputation a fourth
     mean_rank = 4 / 3 * flops / 8 / 4
-    assert 0.9 * mean_rank < found["ideal"] * 1e15 < 1.1 * mean_rank
-    busiest = found["efficiency"] * found["asynchronous"] * 1e15
+    assert 0.9 * mean_rank < figures["ideal"] * 1e15 < 1.1 * mean_rank
+    busiest = figures["efficiency"] * figures["asynchronous"] * 1e15
     assert 0.9 * mean_rank < busiest < 3 * mean_rank
 
 
@@ -72,5 +76,5 @@ def test_dealt_evenly():
 
 
 def test_mixes_that_need_an_encoder_are_left_out():
-    found = [*instances(["72B"], ["all", "speech"], ["train_all"], [4], [8])]
-    assert [instance.mix for instance in found] == ["all"]
+    legal = [*instances(["72B"], ["all", "speech"], ["train_all"], [4], [8])]
+    assert [instance.mix for instance in legal] == ["all"]

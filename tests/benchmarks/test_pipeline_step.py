@@ -1,4 +1,7 @@
-"""The record that pipeline_step writes; what it times is tested in training/programs/test_staged.py."""
+"""The records of the benchmark of pipeline steps.
+
+The programs that it times are tested in training/programs/test_staged.py.
+"""
 
 import pytest
 
@@ -26,19 +29,24 @@ def test_ratios_are_over_the_same_batch():
             "plan_ms": [3, 3, 3],
         },
     }
-    first, second = summarise(measured)
-    assert (first["plan"], second["plan"]) == ("chain 1F1B", "segments")
-    assert first["ratio"]["median"] == 1 and second["ratio"]["median"] == 2
-    assert second["ratio"]["three_quarters"] == pytest.approx(2.5)
-    assert first["predicted_seconds"] == 3 and second["predicted_ratio"] == 3
-    assert second["ratio_by_flops"] == 2 and second["idle_share"] == pytest.approx(0.1)
-    assert first["ticks"] == 5 and first["plan_ms"] == 2
+    chain, segments = summarise(measured)
+    assert (chain["plan"], segments["plan"]) == ("chain 1F1B", "segments")
+    assert chain["ratio"]["median"] == 1 and segments["ratio"]["median"] == 2
+    assert segments["ratio"]["three_quarters"] == pytest.approx(2.5)
+    assert chain["predicted_seconds"] == 3 and segments["predicted_ratio"] == 3
+    assert segments["ratio_by_flops"] == 2 and segments["idle_share"] == pytest.approx(0.1)
+    assert chain["ticks"] == 5 and chain["plan_ms"] == 2
 
 
 def test_a_step_is_predicted_by_its_terms():
     times = StepTimes(TickTimes(start=0.5, tick=0.01, flop=1e-9), rest=0.25)
-    told = {"pipeline/cost": 2e9, "pipeline/ticks": 30.0, "pipeline/runs": 2.0, "plan_ms": 7.0}
-    assert times.seconds(told) == pytest.approx(0.25 + 2 * 0.5 + 30 * 0.01 + 2)
+    statistics = {
+        "pipeline/cost": 2e9,
+        "pipeline/ticks": 30.0,
+        "pipeline/runs": 2.0,
+        "plan_ms": 7.0,
+    }
+    assert times.seconds(statistics) == pytest.approx(0.25 + 2 * 0.5 + 30 * 0.01 + 2)
 
 
 def test_plans_are_settings_of_a_pipeline():

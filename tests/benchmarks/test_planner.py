@@ -1,4 +1,5 @@
-"""The planner's predictions of published runs stay within their bars, and what is stored is what is fitted."""
+"""The planner's predictions: published runs stay within their bounds, and stored
+constants are those of the fit."""
 
 from __future__ import annotations
 
@@ -56,12 +57,12 @@ def test_sharding_over_more_devices_takes_more_device_seconds(published):
 def test_batches_settle_where_loads_are_no_tie(monkeypatch):
     monkeypatch.setattr(planner_batches, "MIXES", {})
     rows = planner_batches.batch_rows(0)
-    far, near = (
+    settling, tied = (
         [row for row in rows if row.get("ratio") == ratio] for ratio in planner_batches.RATIOS
     )
-    assert far[-1]["settled"] and 512 <= far[-1]["samples"] <= 4096
-    assert near[-1]["samples"] == 65_536 and not any(row["settled"] for row in near)
-    assert all(row["worst_regret"] <= 0.05 for row in near if row["samples"] >= 1024)
+    assert settling[-1]["settled"] and 512 <= settling[-1]["samples"] <= 4096
+    assert tied[-1]["samples"] == 65_536 and not any(row["settled"] for row in tied)
+    assert all(row["worst_regret"] <= 0.05 for row in tied if row["samples"] >= 1024)
 
 
 def test_other_loads_are_asked_alike(monkeypatch):
@@ -69,10 +70,10 @@ def test_other_loads_are_asked_alike(monkeypatch):
     monkeypatch.setattr(planner_batches, "PRICED_ON", 2048)
     rows = planner_batches.batch_rows(0)
     assert {row["mix"] for row in rows} == {"all", "images", "speech"}
-    last = {row["mix"]: row for row in rows}
-    assert all(row["settled"] or row["samples"] == 65_536 for row in last.values())
-    # Speech asks for little of its tower, pictures for more than one device of eight
-    assert last["speech"]["bad_splits"]["1 : 7"] == 1 < last["images"]["bad_splits"]["1 : 7"]
+    largest = {row["mix"]: row for row in rows}
+    assert all(row["settled"] or row["samples"] == 65_536 for row in largest.values())
+    # Speech loads its tower little, while pictures load theirs with more than one device of eight
+    assert largest["speech"]["bad_splits"]["1 : 7"] == 1 < largest["images"]["bad_splits"]["1 : 7"]
     assert all(price >= 1 for row in rows for price in row["bad_splits"].values())
 
 
@@ -87,6 +88,7 @@ def test_files_that_are_not_there_are_refused_before_other_loads(tmp_path, monke
 
 
 def measured(seconds, predicted, spread=0.0, calibrates=False):
+    """A row of a measured step."""
     return {
         "kind": "measured",
         "measured_s": seconds,
@@ -99,20 +101,20 @@ def measured(seconds, predicted, spread=0.0, calibrates=False):
 
 def test_agreement_of_predictions():
     rows = [
-        measured(9.0, 1.0, calibrates=True),  # does not count
+        measured(9.0, 1.0, calibrates=True),  # calibrating rows do not count
         measured(1.0, 1.1),
         measured(2.0, 1.0, spread=0.1),
-        measured(2.1, 3.0, spread=0.1),  # too close to the last one to say which is first
+        measured(2.1, 3.0, spread=0.1),  # too close to the row before to order them
         measured(4.0, 4.0),
     ]
-    found = planner_measured.agreement(rows)
-    assert found["pairs"] == 5 and found["tau"] == pytest.approx((4 - 1) / 5)
-    assert found["first"] == 1.0 and found["range"] == 4.0
-    assert found["median"] == pytest.approx((0.1 + 3 / 2.1 - 1) / 2)
+    agreement = planner_measured.agreement(rows)
+    assert agreement["pairs"] == 5 and agreement["tau"] == pytest.approx((4 - 1) / 5)
+    assert agreement["first"] == 1.0 and agreement["range"] == 4.0
+    assert agreement["median"] == pytest.approx((0.1 + 3 / 2.1 - 1) / 2)
 
 
 def test_measured_steps_are_predicted_by_three_of_them():
-    """Settings whose steps take what a known cluster says are predicted as that one says."""
+    """A fit to three settings recovers the cluster that made the times, and predicts the fourth."""
 
     class Known:
         def __init__(self, name, flops, moved, hops, ticks=0):
@@ -126,7 +128,7 @@ def test_measured_steps_are_predicted_by_three_of_them():
                 link.hop_seconds,
                 cluster.tick_seconds,
             )
-            return sum(amount * rate for amount, rate in zip(self.work, rates, strict=True))
+            return sum(quantity * rate for quantity, rate in zip(self.work, rates, strict=True))
 
     cpu = cluster_of("cpu")
     slow = cpu.efficiency.model_copy(update={"share": 0.1})
@@ -136,8 +138,10 @@ def test_measured_steps_are_predicted_by_three_of_them():
     settings = [Known(name, *work) for name, work in zip(names, works, strict=True)]
     cores = len(os.sched_getaffinity(0))
     times = {
-        one.name: [(1.0, cores * one.predicted(true) * noise) for noise in (0.99, 1.0, 1.01)]
-        for one in settings
+        setting.name: [
+            (1.0, cores * setting.predicted(true) * noise) for noise in (0.99, 1.0, 1.01)
+        ]
+        for setting in settings
     }
     rows = planner_measured.rows_of(settings, times)
     assert [row["calibrates"] for row in rows] == [True, True, True, False]
@@ -160,7 +164,7 @@ def test_steps_are_measured_on_data_of_the_seed(monkeypatch):
 
 
 def test_settings_are_configs(tmp_path):
-    """At least 16 of them, with every axis, and none that a config refuses."""
+    """There are at least 16, they cover every axis, and no config refuses them."""
     configs = {
         name: planner_measured._config(str(tmp_path), name) for name in planner_measured.SETTINGS
     }
@@ -175,7 +179,7 @@ def test_settings_are_configs(tmp_path):
 
 
 def test_a_chain_of_stages_computes_all_of_a_batch(monkeypatch):
-    """Against the FLOPs of its layers, at rates without loss and links that take no time."""
+    """Against the FLOPs of its layers: rates have no loss, and links take no time."""
     lengths = tiny_lengths(mesh={"data": 8})
     monkeypatch.setattr(planner_simulated, "STAGES", 2)
     monkeypatch.setattr(planner_simulated, "TENSOR", 2)
@@ -187,12 +191,13 @@ def test_a_chain_of_stages_computes_all_of_a_batch(monkeypatch):
     )
     device = Device(cluster, 1.0, replace(RATES, half_side=1e-9, attention=1.0))
     chain = planner_simulated._Chain(lengths, device)
-    assert sum(sum(of.layers) for of in chain.ring.chains) == 6
+    assert sum(sum(part.layers) for part in chain.ring.chains) == 6
     makespan, mean = chain.seconds(0, 1)
     flops = 0.0
     for phase, items in lengths.items.phases.items():
         for layer in phase_layers(lengths.config.model, phase):
-            # Forward twice, for it is made again, and backward; attention goes back two and a half times
+            # Forward, again for remat, and backward: twice for products, two and
+            # a half times for attention
             flops += 4 * layer.linear(int(items.length.sum()))
             flops += 4.5 * layer.attention((int((items.length**2).sum()), 0))
     assert mean * 2 * 2 * 1e9 == pytest.approx(flops, rel=0.1)
@@ -219,7 +224,7 @@ def test_other_runs_are_predicted_and_not_fitted_to(tmp_path, capsys, published)
     assert rows[0]["predicted_s"] == pytest.approx(
         planner.published_rows(planner.read_runs(file), published[1])[0]["predicted_s"]
     )
-    assert 5 < rows[0]["predicted_s"] < 9  # whatever the record says it took
+    assert 5 < rows[0]["predicted_s"] < 9  # the record says 1.0, which is not fitted to
 
 
 @pytest.mark.parametrize(
@@ -247,7 +252,8 @@ def test_a_bad_row_is_one_line(tmp_path, capsys, change, message):
 
 
 def test_rows_of_other_systems_chips_and_shapes_are_predicted(tmp_path, capsys):
-    """Keys of each head of its own, plain MLPs, context, stages that layers do not fill evenly, a chip of no run."""
+    """One key head per head, plain MLPs, context, stages that layers do not fill
+    evenly, and a chip without runs."""
     record = json.loads(planner.RUNS.read_text().splitlines()[0])
     del record["kv_heads"], record["interleave"]
     changes = [
@@ -310,13 +316,13 @@ def test_what_stages_cost_is_told_by_model(capsys):
     times = {"cost": (1.0, 1.0, 1.0), "parameters": (1.5, 1.25, 1.0), "rounding": (1.0, 1.0, 1.1)}
     planner_configuration._show(
         [
-            setting | {"stages": 4 + number, "method": method, "time": times[method][number]}
-            for number in range(3)
+            setting | {"stages": 4 + index, "method": method, "time": times[method][index]}
+            for index in range(3)
             for method in times
         ]
     )
-    last = [line for line in capsys.readouterr().out.splitlines() if "8B" in line][-1]
-    assert all(cell in last for cell in ("1.000 (1.00)", "1.250 (1.50)", "1.000 (1.10)"))
+    printed_row = [line for line in capsys.readouterr().out.splitlines() if "8B" in line][-1]
+    assert all(cell in printed_row for cell in ("1.000 (1.00)", "1.250 (1.50)", "1.000 (1.10)"))
 
 
 def test_stages_by_cost_are_never_slower(monkeypatch):
@@ -331,7 +337,7 @@ def test_stages_by_cost_are_never_slower(monkeypatch):
         method: [row["time"] for row in rows if row["method"] == method]
         for method in planner_configuration.METHODS
     }
-    # The slowest stage decides; of equally slow ones, others may have a shorter way through
+    # The slowest stage decides; among equally slow splits, another may take slightly less in all
     assert max(times["cost"]) < 1.001
     assert max(times["parameters"]) > 1.2 and max(times["rounding"]) > 1.2
     assert all(sum(row["split"].values()) == row["stages"] for row in rows)

@@ -1,4 +1,4 @@
-"""Rows of compiled programs beside their predictions, and what is said where nothing can be compiled."""
+"""Predictions beside compiled programs, and what is said where nothing can be compiled."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_what_was_compiled_before_is_read(tmp_path):
     facts = {key_of(POINT, "update"): {"temporaries": 1, "arguments": 2, "sent": {}}}
     path.write_text(json.dumps({"compiled": facts}))
     assert stored(path) == facts and stored(None) == {}
-    # Which programs of a point are compiled does not matter
+    # The key of a point does not depend on which of its programs are compiled
     assert key_of(POINT._replace(programs=()), "update") in facts
 
 
@@ -77,11 +77,11 @@ def test_what_is_no_earlier_run_is_refused_before_anything_is_compiled(
     command, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(planner_ahead, "ahead_rows", None)
-    other = tmp_path / "other.json"
-    other.write_text("{}")
+    unrelated = tmp_path / "other.json"
+    unrelated.write_text("{}")
     for path, message in (
         (tmp_path / "none.json", "No such file"),
-        (other, "is no JSON of `python -m benchmarks.planner_ahead`"),
+        (unrelated, "is no JSON of `python -m benchmarks.planner_ahead`"),
     ):
         with pytest.raises(SystemExit):
             command(["--compiled", str(path)])

@@ -1,3 +1,5 @@
+"""The benchmark of reading folders: processes read their shares, and no more."""
+
 import pytest
 
 from benchmarks.reading import FILES, main, make_folder, measure, run
@@ -13,25 +15,27 @@ def test_a_made_folder_is_one_of_a_model(tmp_path):
 
 
 def test_bytes_are_those_of_the_files_types(tmp_path):
-    """Also where parameters have another type."""
+    """Even if parameters have another dtype."""
     make_folder(tmp_path / "folder", 0.0001, seed=0)
     tensors = ModelFolder.open(tmp_path / "folder").tensors
     for file in {tensor.file for tensor in tensors.values()}:
-        of_file = {key: tensor for key, tensor in tensors.items() if tensor.file == file}
-        write_tensors(file, {key: of.array().astype("float32") for key, of in of_file.items()})
+        tensors_of_file = {key: tensor for key, tensor in tensors.items() if tensor.file == file}
+        write_tensors(
+            file, {key: stored.array().astype("float32") for key, stored in tensors_of_file.items()}
+        )
     assert measure(tmp_path / "folder", "bfloat16")["asked"] == pytest.approx(1, abs=0.01)
 
 
 @pytest.mark.slow
 def test_processes_read_their_shares(tmp_path):
-    """All of it once, and half of it each."""
+    """One process reads everything once, and each of two reads half."""
     make_folder(tmp_path / "folder", 0.002, seed=0)
-    (alone,) = run(tmp_path / "folder", 1, 8, "bfloat16")
-    assert alone["asked"] == pytest.approx(1, abs=0.01)
-    halves = run(tmp_path / "folder", 2, 8, "bfloat16")
-    assert [half["devices"] for half in halves] == [4, 4]
-    for half in halves:
-        assert half["asked"] == pytest.approx(0.5, abs=0.01)
+    (single,) = run(tmp_path / "folder", 1, 8, "bfloat16")
+    assert single["asked"] == pytest.approx(1, abs=0.01)
+    processes = run(tmp_path / "folder", 2, 8, "bfloat16")
+    assert [process["devices"] for process in processes] == [4, 4]
+    for process in processes:
+        assert process["asked"] == pytest.approx(0.5, abs=0.01)
 
 
 @pytest.mark.parametrize("sizes", ["--processes 3", "--processes 2 --devices 1"])

@@ -1,4 +1,4 @@
-"""The table of bytes against shapes, counted here from them alone."""
+"""The table of bytes on a device, against counts from shapes and shardings alone."""
 
 import jax
 import pytest
@@ -10,7 +10,7 @@ from jaxmllm.training.programs.base import ProgramName
 from tests.support import slow_cases
 
 CASES = {f"{model}, {mesh}": (model, mesh) for model in MODELS for mesh in MESHES}
-# Of a vocabulary of 152,064, talkers left out
+# Parameters with a vocabulary of 152,064 and without talkers
 NUMBERS = {"qwen2.5-omni-7b": 8_931_806_720, "qwen3-omni-30b-a3b": 31_719_205_488}
 
 
@@ -30,24 +30,24 @@ def shard_numbers(leaf: jax.ShapeDtypeStruct) -> int:
 def test_sums_are_those_of_the_shapes(name, mesh):
     config = thinker(name, mesh)
     programs = programs_of(generated_lengths(config, planning_mesh(config), 0))
-    found = bytes_of(programs)
-    assert found.keys() == {*PARTS}
+    counted = bytes_of(programs)
+    assert counted.keys() == {*PARTS}
     leaves = jax.tree.leaves(programs.params)
     assert sum(leaf.size for leaf in leaves) == NUMBERS[name]
     parameters = sum(map(shard_numbers, leaves))
-    assert found["parameters"] == found["gradients"] == 4 * parameters
+    assert counted["parameters"] == counted["gradients"] == 4 * parameters
     language = config.model.language
     by_expert = 0 if language.experts is None else 4 * language.layers * language.experts.count
-    counts = found["optimizer"] - 2 * found["parameters"] - by_expert
-    assert 0 <= counts < 100, "two moments, counts of tokens by expert, and of updates"
+    counters = counted["optimizer"] - 2 * counted["parameters"] - by_expert
+    assert 0 <= counters < 100, "two moments, counts of tokens by expert, and of updates"
     # Nearly all is split over all devices
     assert NUMBERS[name] / 8 <= parameters < 1.01 * NUMBERS[name] / 8
-    kept = 0
+    kept_bytes = 0
     for phase in config.model.encoders:
         capacity, span = max(programs.spec.phases[phase].classes)
         _, leaves, _ = programs.jobs[ProgramName("encode", phase, capacity, span)].result
-        of_microbatch = sum(
+        residual_bytes = sum(
             shard_numbers(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(leaves)
         )
-        kept += max(programs.kept_residuals[phase], 1) * of_microbatch
-    assert found["kept"] == kept
+        kept_bytes += max(programs.kept_residuals[phase], 1) * residual_bytes
+    assert counted["kept"] == kept_bytes

@@ -1,3 +1,5 @@
+"""The benchmark of the order of patches in towers with windows."""
+
 import pytest
 
 from benchmarks.windows import main, measure

@@ -1,4 +1,4 @@
-"""What of our programs stands on the clock in comparisons, and what does not."""
+"""What the clock of comparisons counts of our programs: neither first runs nor preparation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIRST_RUN = 0.2  # seconds
 
 
 class Programs:
-    """Those of rows of two sizes, each of which takes long when it runs first."""
+    """Programs of rows of two sizes, each of which is slow when it first runs."""
 
     def __init__(self):
         self.run = set()
@@ -36,6 +36,7 @@ class Programs:
 
 
 def fill(_, slots):
+    """A row of one segment, with as many slots as asked for."""
     rows = {"language": [{"segments": np.ones(slots)}]}
     return SimpleNamespace(
         rows=rows, capacities={"language": [slots]}, spans={"language": [1]}, targets=3
@@ -43,7 +44,7 @@ def fill(_, slots):
 
 
 def of_kind(kind):
-    """A run of such programs; its parts are made here."""
+    """A run of such programs, without the preparation of a real one."""
     run = object.__new__(kind)
     run.programs, run.filler, run.programs_run = Programs(), fill, set()
     run.state, run.step, run.phase = SimpleNamespace(params=None), 0, "language"
@@ -51,12 +52,12 @@ def of_kind(kind):
 
 
 def test_first_runs_of_programs_do_not_count_in_any_comparison():
-    own = of_kind(OwnRun)
-    ours = of_kind(peer_torch.Ours)
+    own_run_ = of_kind(OwnRun)
+    torch_run = of_kind(peer_torch.Ours)
     for slots in (64, 128, 64):
-        assert own(0, slots)["seconds"] < FIRST_RUN
-        assert ours(slots)["seconds"] < FIRST_RUN
-    assert own.programs.run == {64, 128}
+        assert own_run_(0, slots)["seconds"] < FIRST_RUN
+        assert torch_run(slots)["seconds"] < FIRST_RUN
+    assert own_run_.programs.run == {64, 128}
 
 
 def test_seconds_of_compilation_are_those_alone(monkeypatch):
