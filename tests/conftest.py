@@ -1,5 +1,4 @@
-"""Eight forced CPU devices for every test, set before anything imports jax, and no more compiled programs than a
-process can hold."""
+"""Eight CPU devices, forced before any test imports jax, and a bound on compiled programs."""
 
 import gc
 import os
@@ -10,8 +9,8 @@ from hypothesis import settings
 
 FLAG = "--xla_force_host_platform_device_count"
 QUICK = "--xla_backend_optimization_level=0"  # the tests compile far more than they compute
-# Eight devices share few cores: on a busy machine one comes more than 40 s late to a collective, for
-# which XLA would end the process.
+# Eight devices share few cores. On a busy machine, one of them may come to a collective more than
+# 40 s late, after which XLA would end the process.
 PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
 kept = [
     flag
@@ -26,18 +25,19 @@ import jax  # noqa: E402
 from jaxmllm.runtime.distributed import reserve_cpu_threads  # noqa: E402
 
 reserve_cpu_threads()
-# A run tells JAX to keep programs on disk, for the rest of its process: a pipeline of a later test must
-# not read them (jaxmllm/runtime/compilation_cache.py). Processes of their own keep theirs.
+# A run makes JAX keep programs on disk for the rest of the process, and a pipeline of
+# a later test must not read them (jaxmllm/runtime/compilation_cache.py). Processes
+# that tests start have a cache.
 jax.config.update("jax_enable_compilation_cache", False)
 
-# Compilation makes first examples slow, and a red build must be red again for whoever repeats it.
+# No deadline, since compilation makes first examples slow; derandomized, so that failures repeat
 settings.register_profile(
     "jaxmllm", deadline=None, derandomize=True, max_examples=40, database=None
 )
 settings.load_profile("jaxmllm")
 
 MAPPINGS = Path("/proc/self/maps")
-MANY_MAPPINGS = 24_000  # Linux allows a process 65,530, and XLA crashes on the next
+MANY_MAPPINGS = 24_000  # Linux allows 65,530 per process, and XLA crashes beyond
 LAST_FILE = pytest.StashKey[Path]()
 
 
@@ -47,22 +47,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(trylast=True)  # after those that -m and -k leave out
+@pytest.hookimpl(trylast=True)  # after -m and -k have chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if share := config.getoption("--share"):
-        first, step = map(int, share.split("/"))
-        share_items = items[first - 1 :: step]
+        start, step = map(int, share.split("/"))
+        share_items = items[start - 1 :: step]
         config.hook.pytest_deselected(items=[item for item in items if item not in share_items])
         items[:] = share_items
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Forget compiled programs that no test holds any more, for each one maps many pieces of memory on CPU."""
+    """Forget compiled programs that no test holds any more, since each maps memory many times."""
     first_of_file = item.session.stash.get(LAST_FILE, None) != item.path
     item.session.stash[LAST_FILE] = item.path
     if (first_of_file or item.get_closest_marker("slow")) and MAPPINGS.exists():
         with MAPPINGS.open("rb") as mappings:
-            many = sum(1 for _ in mappings) > MANY_MAPPINGS
-        if many:
+            crowded = sum(1 for _ in mappings) > MANY_MAPPINGS
+        if crowded:
             jax.clear_caches()
             gc.collect()

@@ -1,6 +1,7 @@
-"""A tiny set-up of three modalities for tests of whole steps: config, corpus, programs on any mesh, single steps.
+"""A tiny setup of three modalities for tests of whole steps: its config, corpus and programs.
 
-tiny_config(data) --assemble(config, devices)--> Setup --.step(examples)--> HostStep --.gradients--> Result
+tiny_config(data) --assemble(config, devices)--> Setup --.step(examples)-->
+HostStep --.gradients--> Result
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from jaxmllm.setup.spans import mesh_spans
 from jaxmllm.training.programs.base import Programs
 from sharding.mesh import make_mesh
 
-# Encoders are data-parallel over tensor, too
+# Encoders are data-parallel over tensor as well
 ENCODER_LAYOUT = {"batch": ["data", "fsdp", "tensor"]}
 
-# What a decoder may have instead of what is usual, as changes of `tiny_config`
+# Choices of a decoder other than the defaults, as changes of `tiny_config`
 DECODER_CHOICES = {
     "model__language__activation": "gelu_tanh",
     "model__language__attention_scale": 0.3,
@@ -49,7 +50,7 @@ DECODER_CHOICES = {
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
-    """Skips a test where a package is not installed."""
+    """Skip a test where a package is not installed."""
     missing = any(importlib.util.find_spec(package) is None for package in packages)
     return pytest.mark.skipif(missing, reason=f"needs {' and '.join(packages)}")
 
@@ -90,7 +91,7 @@ def tiny_config(data: Path, **changes: Any) -> dict[str, Any]:
         },
         "mesh": {"data": -1},
         "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
-        # One class of rows, of one rank each: few programs to compile
+        # One class of rows, each on one rank, so that few programs are compiled
         "phases": {
             name: {"block": 32, "spans": [1], "row_classes": 1, "kept_residuals": 0}
             for name in ("vision", "audio", "language")
@@ -98,11 +99,11 @@ def tiny_config(data: Path, **changes: Any) -> dict[str, Any]:
         "logging": {"tensorboard": False},
     }
     for key, value in changes.items():
-        *parents, last = key.split("__")
-        node = tree
+        *parents, leaf = key.split("__")
+        section = tree
         for name in parents:
-            node = node.setdefault(name, {})
-        node[last] = value
+            section = section.setdefault(name, {})
+        section[leaf] = value
     return tree
 
 
@@ -155,7 +156,8 @@ class Setup:
         return self.programs.init(self.config.run.seed).params
 
     def step(self, examples: Sequence[int], corpus: Corpus | None = None, **spec: Any) -> HostStep:
-        """The rows of these examples on all ranks; `spec` replaces fields of the plan's spec, such as mode."""
+        """The rows of these examples on all ranks; `spec` replaces fields of
+        the plan's spec, such as mode."""
         local = LocalRanks(
             phases={phase: tuple(range(rows.ranks)) for phase, rows in self.spec.phases.items()},
             exchange={
@@ -190,7 +192,8 @@ class Setup:
 
 
 def assemble(tree: dict[str, Any], devices: int) -> Setup:
-    """Build a config's programs over the first `devices` devices, as `build_run` does over all of them."""
+    """Build a config's programs over the first `devices` devices, as
+    `build_run` does over all of them."""
     config = parse_config(tree)
     inputs = prepare(
         config, make_mesh(config.mesh_sizes, jax.devices()[:devices], spans=mesh_spans(config))
@@ -211,18 +214,21 @@ def without_targets(step: HostStep, sources: Sequence[int], keep: bool = False) 
 
 
 def scaled(grads: Any, factor: float) -> Any:
+    """A tree times a factor."""
     return jax.tree.map(lambda g: g * factor, grads)
 
 
 def added(trees: Sequence[Any]) -> Any:
+    """The sum of trees."""
     return jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *trees)
 
 
 def assert_close(actual: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
     """Every entry of every leaf differs by at most `tolerance` of the leaf's largest entry.
 
-    A component's norm would hide all leaves but its largest, and those of a tower differ by factors of ten thousand.
-    Leaves that are zero must be zero exactly; not all leaves of a component may be.
+    A component's norm would hide all leaves but the largest: leaves of a tower differ by
+    factors of ten thousand. Leaves that are zero must be zero exactly, but not all
+    leaves of a component may be zero.
     """
     assert actual.keys() == expected.keys()
     for name, tree in expected.items():
@@ -257,4 +263,5 @@ def slow_cases(cases: Mapping[str, Sequence[Any]], always: Collection[str]) -> l
 
 
 def train_command(config: Path, *arguments: str) -> list[str]:
+    """The command that trains a config in a process of its own."""
     return [sys.executable, "-m", "jaxmllm.train", "--config", str(config), *arguments]

@@ -1,4 +1,5 @@
-"""The rooms of docs/ARCHITECTURE.md: which may import which, files of one name, and names of files in texts."""
+"""The rooms of docs/ARCHITECTURE.md: which may import which, unique file
+names, and files that texts name."""
 
 import ast
 import io
@@ -11,10 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# At the bottom: what rooms tell one another in
+# At the bottom: the records in which rooms exchange data
 RECORDS = {"config", "phases", "trainable", "arrays", "row_format"}
-ARROWS = {  # from the top of the house to the bottom: a room imports only rooms that stand below it
-    "jaxmllm/__main__.py": set(),  # imports the verb that is called, by its name
+ARROWS = {  # from top to bottom: a room imports only rooms below it
+    "jaxmllm/__main__.py": set(),  # imports the module of a verb by name
     "jaxmllm/tools": RECORDS
     | {
         "families",
@@ -56,7 +57,7 @@ ARROWS = {  # from the top of the house to the bottom: a room imports only rooms
     "jaxmllm/compiled.py": set(),
     "sharding": set(),
 }
-PLANNER = {  # the same inside jaxmllm/balance, which has rooms of its own
+PLANNER = {  # the same for the rooms inside jaxmllm/balance
     "stages": {"sizes", "statistics", "rows", "records", "costs"},
     "sizes": {"step_plan", "statistics", "exchange", "rows", "records", "costs"},
     "validate_plan": {"exchange", "records"},
@@ -67,7 +68,7 @@ PLANNER = {  # the same inside jaxmllm/balance, which has rooms of its own
     "records": {"costs"},
     "costs": set(),
 }
-DATA = {  # and inside jaxmllm/data
+DATA = {  # and for the rooms inside jaxmllm/data
     "corpus": {"index", "sources", "text", "media", "printable"},
     "index": {"sources", "text", "media", "printable"},
     "batches": {"rows", "sources"},
@@ -91,20 +92,21 @@ OF_USERS = {"configs/my.yaml", "configs/x.yaml"}
 
 
 def files(room: str) -> list[Path]:
+    """The Python files of a room, or the one file that it is."""
     path = ROOT / room
     return [path] if path.suffix else sorted(path.rglob("*.py"))
 
 
 def imports(nodes) -> set[str]:
     """Dotted names that some nodes import."""
-    found = set()
+    names = set()
     for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "imports name the whole path"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
 def room_of(name: str) -> str:
@@ -155,7 +157,7 @@ def test_every_room_has_its_arrows():
 
 @pytest.mark.parametrize("part", ["jaxmllm/models", "jaxmllm/balance", "sharding"])
 def test_no_room_but_its_own_knows_a_family(part):
-    """What families differ in is data: choices in the config, lines in jaxmllm/families."""
+    """Differences between families are data: choices in the config, lines in jaxmllm/families."""
     for file in sorted((ROOT / part).rglob("*.py")):
         words = FAMILY.findall(file.read_text(encoding="utf-8"))
         assert not words, f"{file} names {words}"
@@ -163,7 +165,7 @@ def test_no_room_but_its_own_knows_a_family(part):
 
 @pytest.mark.parametrize("part", ["jaxmllm/balance", "jaxmllm/data"])
 def test_worker_processes_stay_light(part):
-    """What they import of ours never imports jax at module level."""
+    """Modules that worker processes import never import jax at module level."""
     for file in sorted((ROOT / part).rglob("*.py")):
         names = imports(ast.parse(file.read_text(encoding="utf-8")).body)
         heavy = {name for name in names if name.split(".")[0] in ("jax", "flax")}
@@ -171,9 +173,10 @@ def test_worker_processes_stay_light(part):
 
 
 def texts() -> Iterator[tuple[Path, str]]:
-    """What people read: documents, scripts and configs whole, of code the docstrings and comments.
+    """Texts that people read: whole documents, scripts and configs, and
+    docstrings and comments of code.
 
-    But for the changelog, which tells of old names.
+    The changelog is left out, since it tells of old names.
     """
     for file in all_files():
         if file.name == "CHANGELOG.md":
@@ -189,6 +192,7 @@ def texts() -> Iterator[tuple[Path, str]]:
 
 
 def all_files() -> list[Path]:
+    """All files that people write."""
     folders = (*OURS, "docs", "configs")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     return sorted(

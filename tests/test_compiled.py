@@ -1,4 +1,4 @@
-"""Loops are compiled wherever the package is installed."""
+"""Loops are compiled by numba, with or without a folder to keep the result in."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ def test_a_callback_is_a_function_of_c(monkeypatch):
     def doubled(number):
         return 2 * number
 
-    kept = len(module._callbacks)
+    callbacks = len(module._callbacks)
     for _ in range(2):
         address = compiled_callback(types.intp(types.intp), doubled)
         assert ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_ssize_t)(address)(21) == 42
-        # Again where nothing can be kept
+        # The second round has no folder to keep the result in
         monkeypatch.setattr(module, "cfunc", no_directory(module.cfunc))
-    assert len(module._callbacks) == kept + 2
+    assert len(module._callbacks) == callbacks + 2
 
 
 def no_directory(compiler):
+    """A compiler that finds no folder for its cache, as in an installation that is read-only."""
+
     def refuses_to_keep(*arguments, cache=False, **options):
         if cache:
             raise RuntimeError("cannot cache function: no locator available")
@@ -56,6 +58,6 @@ def test_a_leaf_leaves_the_references_to_its_arrays_alone():
         return leaf(numbers) + leaf(numbers[:2])
 
     numbers = np.arange(5)
-    before = sys.getrefcount(numbers)
+    references = sys.getrefcount(numbers)
     assert add_up_twice(numbers) == 11
-    assert sys.getrefcount(numbers) == before
+    assert sys.getrefcount(numbers) == references

@@ -1,4 +1,6 @@
-"""What README, docs, configs and launch files tell users to type: every command parses, every option and key is known.
+"""Documented commands parse, and documented options and keys are known.
+
+This covers what README, docs, configs and launch files tell users to type.
 
 text --commands--> words --parse--> options of the command's own parser --overrides--> load_config
      --code spans--> `--option`, `section.key` --------------------------------------> known to a parser, the schema
@@ -38,7 +40,7 @@ SPAN = re.compile(r"`([^`\n]+)`")
 COMMAND = re.compile(
     r"^(?:[A-Z_]+=\S+ )*(?:jaxmllm \S|\S*python -m (?:jaxmllm \S|jaxmllm\.|benchmarks\.|launch\.))"
 )
-# That `python -m` may name; and all of benchmarks/
+# Modules that `python -m` may name, besides all of benchmarks/
 MODULES = {"jaxmllm", "jaxmllm.train", "launch.local"}
 KEY = re.compile(rf"^({'|'.join(Config.model_fields)})(\.[a-z_0-9.<>*]+)(=\S*)?$")
 OTHER_PROGRAMS = {"--nodes"}  # options of programs that are not ours
@@ -46,7 +48,8 @@ FILE = re.compile(r"\.(py|jsonl?|npz|png|html|yaml|lock)$")  # `data.json` is a 
 
 
 class Parsed(Exception):
-    """Raised by a parser in place of returning, so that a command stops where its arguments are read."""
+    """Raised by a parser instead of returning, so that a command stops once its arguments are
+    read."""
 
     def __init__(self, parser: argparse.ArgumentParser, options: argparse.Namespace):
         self.parser = parser
@@ -77,7 +80,7 @@ def commands(file: Path) -> list[str]:
 
 
 def parse(command: str, monkeypatch: pytest.MonkeyPatch) -> Parsed:
-    """Hand a command's words to its own parser; several processes run a command after `--`, which is parsed as well."""
+    """Hand the words of a command to its own parser, and return what it raised."""
     words = [
         word for word in shlex.split(command, comments=True) if not re.match(r"^[A-Z_]+=", word)
     ]
@@ -106,10 +109,11 @@ def test_documented_commands_parse(file, stop_at_parser, monkeypatch):
     for command in commands(file):
         try:
             parsed = parse(command, monkeypatch)
+            # `launch.local` runs a command after `--`, which is parsed as well
             if inner := getattr(parsed.options, "command", None):
                 parsed = parse(shlex.join(inner[inner[0] == "--" :]), monkeypatch)
-        except SystemExit as ended:
-            assert not ended.code, f"{file.name}: {command}"  # 0: --help
+        except SystemExit as exited:
+            assert not exited.code, f"{file.name}: {command}"  # 0: --help
             continue
         config = getattr(parsed.options, "config", None)
         overrides = [*getattr(parsed.options, "set", []), *getattr(parsed.options, "overrides", [])]
@@ -120,19 +124,25 @@ def test_documented_commands_parse(file, stop_at_parser, monkeypatch):
 
 
 def test_commands_are_found():
-    """Had the search a fault, there would be nothing to be wrong."""
-    found = {file.relative_to(ROOT).as_posix(): len(commands(file)) for file in FILES}
+    """If the search for commands were broken, the other tests would pass with nothing to check."""
+    counts = {file.relative_to(ROOT).as_posix(): len(commands(file)) for file in FILES}
     assert (
-        found["README.md"] >= 5
-        and found["docs/balancing.md"] >= 5
-        and found["configs/quickstart.yaml"]
+        counts["README.md"] >= 5
+        and counts["docs/balancing.md"] >= 5
+        and counts["configs/quickstart.yaml"]
     )
-    assert sum(found.values()) > 25
+    assert sum(counts.values()) > 25
 
 
 def test_every_command_that_reads_a_config_takes_the_same_overrides(stop_at_parser):
-    others = ("sample-data", "shapes", "convert", "draw")  # the last one reads that of a run folder
-    modules = [verb.module for name, verb in VERBS.items() if name not in others]
+    # `draw` reads the config of a run folder
+    without_config = (
+        "sample-data",
+        "shapes",
+        "convert",
+        "draw",
+    )
+    modules = [verb.module for name, verb in VERBS.items() if name not in without_config]
     for module in [*modules, "benchmarks.balance_step", "benchmarks.pipeline_step"]:
         with pytest.raises(Parsed) as parsed:
             importlib.import_module(module).main(
@@ -170,10 +180,10 @@ def test_documented_options_are_known(stop_at_parser, monkeypatch):
         for file in (ROOT / "benchmarks").glob("[!_]*.py")
         if file.stem != "common"
     }
-    taken = re.compile(r'add_argument\(\s*"(--[a-z-]+)')
+    option_pattern = re.compile(r'add_argument\(\s*"(--[a-z-]+)')
     for module in [*modules, "jaxmllm.config.command_line", "jaxmllm.tools.output"]:
         known |= set(
-            taken.findall(
+            option_pattern.findall(
                 Path(importlib.import_module(module).__file__).read_text(encoding="utf-8")
             )
         )
@@ -196,6 +206,7 @@ def is_key(section: type[BaseModel], names: list[str]) -> bool:
 
 
 def sections(annotation: typing.Any) -> Iterator[type[BaseModel]]:
+    """Sections in the annotation of a field, inside unions and lists as well."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     elif isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:

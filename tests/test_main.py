@@ -1,4 +1,5 @@
-"""The commands: each verb is listed and answers `--help`, a wrong one names the nearest, nothing heavy is loaded."""
+"""The commands: verbs are listed and answer `--help`, which loads nothing heavy; a
+wrong one names the nearest."""
 
 import subprocess
 import sys
@@ -29,9 +30,9 @@ def test_no_verb_at_all_shows_the_help(capsys):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_tells_its_options(verb, capsys):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main([verb, "--help"])
-    assert ended.value.code == 0
+    assert exit_info.value.code == 0
     assert f"usage: jaxmllm {verb} " in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""The phases of a model; and phases that no model has yet, which planning and sizing take as they take the others."""
+"""The phases of a model, and planning and sizing of phases that no model has yet."""
 
 from typing import get_args
 
@@ -59,8 +59,10 @@ def test_a_model_has_its_encoders_and_then_the_decoder_that_reads_them():
         "projector.audio",
         "language",
     )
-    alone = ModelConfig(language=DECODER)
-    assert make_phases(alone) == {LANGUAGE: Phase(LANGUAGE, (LANGUAGE,), reads=(), has_loss=True)}
+    text_alone = ModelConfig(language=DECODER)
+    assert make_phases(text_alone) == {
+        LANGUAGE: Phase(LANGUAGE, (LANGUAGE,), reads=(), has_loss=True)
+    }
 
 
 def test_a_generator_comes_last_and_reads_the_decoder():
@@ -74,7 +76,8 @@ def test_a_generator_comes_last_and_reads_the_decoder():
 
 
 def made_up_batch(seed: int, examples: int = 32) -> BatchItems:
-    """Media of three kinds, a sequence per example that holds them all, and pictures to generate for some examples."""
+    """Media of three kinds, one sequence per example that holds them,
+    and pictures for some examples."""
     random = np.random.default_rng(seed)
     text = random.integers(1, 40, examples)
     phases = {}
@@ -91,6 +94,7 @@ def made_up_batch(seed: int, examples: int = 32) -> BatchItems:
 
 
 def items_of(length, example, tokens=0, slot=0) -> PhaseItems:
+    """Items of one phase without padding."""
     zero = np.zeros_like(example)
     return PhaseItems(
         length, length, *((zero + column).astype(np.int32) for column in (example, tokens, slot))
@@ -103,7 +107,8 @@ def items_of(length, example, tokens=0, slot=0) -> PhaseItems:
 def test_a_third_encoder_and_a_phase_with_a_loss_of_its_own_are_sized_placed_and_balanced(
     mode, nodes
 ):
-    """The third encoder's tokens are routed as those of the others. What the generator reads has no route yet."""
+    """Tokens of the third encoder have a route, as those of the others; what the
+    generator reads has none yet."""
     samples = [made_up_batch(seed) for seed in range(4)]
     inputs = [
         SizingInputs(

@@ -11,9 +11,9 @@ CONFIG = ["--config", "x.yaml"]
 
 @pytest.mark.parametrize("resume", [[], ["--resume"], ["--resume=auto"]], ids=str)
 def test_overrides_and_flags_stand_in_any_order(resume):
-    """Every order of a flag, --config and two overrides, the second with and without --set."""
-    for second in (["b=2"], ["--set", "b=2"]):
-        for order in itertools.permutations([CONFIG, ["a=1"], second, resume]):
+    """Every order of a flag, --config and two overrides, the second one with and without --set."""
+    for second_override in (["b=2"], ["--set", "b=2"]):
+        for order in itertools.permutations([CONFIG, ["a=1"], second_override, resume]):
             options = parse_arguments([word for words in order for word in words])
             assert sorted(options.overrides) == ["a=1", "b=2"], order
             assert options.config == "x.yaml"
@@ -43,14 +43,14 @@ def test_set_takes_several_and_several_times():
     ],
 )
 def test_what_cannot_be_read_ends_with_status_2(capsys, arguments, message):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         parse_arguments([*CONFIG, *arguments])
-    assert ended.value.code == 2
+    assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_compiling_alone_does_not_resume(capsys):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         parse_arguments(["--config", "x.yaml", "--compile-only", "--resume"])
-    assert ended.value.code == 2
+    assert exit_info.value.code == 2
     assert "--compile-only trains nothing" in capsys.readouterr().err

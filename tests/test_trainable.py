@@ -1,4 +1,4 @@
-"""The mask of trained parameters: patterns choose paths, and what is split joins again."""
+"""The mask of trained parameters: patterns choose paths, and split trees join again."""
 
 from fractions import Fraction
 
@@ -19,6 +19,7 @@ PARAMS = {
 
 
 def paths(tree, prefix=""):
+    """Dotted paths of the leaves of a tree."""
     for key, value in tree.items():
         yield from paths(value, f"{prefix}{key}.") if isinstance(value, dict) else [prefix + key]
 
@@ -40,17 +41,20 @@ def paths(tree, prefix=""):
 def test_patterns_choose_parameters_by_path(patterns, trained, shares):
     mask = Trainable.of(PARAMS, patterns)
     assert mask.paths == trained and mask.shares == shares and mask.components == shares.keys()
-    left, right = mask.split(PARAMS)
-    assert set(paths(left)) == trained and set(paths(right)) == set(paths(PARAMS)) - trained
-    assert join(left, right) == PARAMS
-    part = {"tower": PARAMS["tower"]}
-    assert join(*mask.split(part)) == part
+    trained_part, frozen_part = mask.split(PARAMS)
+    assert (
+        set(paths(trained_part)) == trained
+        and set(paths(frozen_part)) == set(paths(PARAMS)) - trained
+    )
+    assert join(trained_part, frozen_part) == PARAMS
+    tower = {"tower": PARAMS["tower"]}
+    assert join(*mask.split(tower)) == tower
 
 
 def test_whole_components_are_not_copied():
-    left, right = Trainable.of(PARAMS, {"tower": EVERYTHING}).split(PARAMS)
-    assert left["tower"]["norm"]["scale"] is PARAMS["tower"]["norm"]["scale"]
-    assert left.keys() == {"tower"} and right.keys() == {"projector.tower"}
+    trained_part, frozen_part = Trainable.of(PARAMS, {"tower": EVERYTHING}).split(PARAMS)
+    assert trained_part["tower"]["norm"]["scale"] is PARAMS["tower"]["norm"]["scale"]
+    assert trained_part.keys() == {"tower"} and frozen_part.keys() == {"projector.tower"}
 
 
 def test_a_pattern_without_a_parameter_is_refused_by_its_key():

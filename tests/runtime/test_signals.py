@@ -156,9 +156,8 @@ def test_a_process_that_ends_first_is_not_waited_for() -> None:
     late_process.start()
     assert not late_process.should_stop()
     late_process._thread.join(5)
-    assert (
-        not late_process.should_stop()
-    )  # the early process made two calls, so this one stops after its second
+    # The early process made two calls, so this one goes on until its second
+    assert not late_process.should_stop()
     assert late_process.should_stop() and late_process.should_stop()
     late_process.close()
 

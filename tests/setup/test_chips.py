@@ -102,9 +102,8 @@ def test_memory_has_no_limit(monkeypatch, capfd):
     complains only if that fails."""
 
     def products(x):
-        products_of_rows = [
-            jnp.sin(row)[:, None] * jnp.cos(row) for row in x
-        ]  # 16 matrices of 4 MB
+        # 16 matrices of 4 MB each
+        products_of_rows = [jnp.sin(row)[:, None] * jnp.cos(row) for row in x]
         for array in [*products_of_rows, *products_of_rows]:
             x = x @ array
         return x

@@ -140,9 +140,8 @@ def test_loops_multiply_and_those_that_end_by_the_data_are_marked():
     reduction, gathering, _ = collectives(parse(LOOPS), 4)
     assert reduction.scope == "jit(f)/while/body/psum" and gathering.scope == ""
     assert reduction.total_bytes == 15 * BYTES
-    assert (
-        reduction.sent_bytes == 15 * BYTES
-    )  # an all-reduce over two devices sends half of the array twice
+    # An all-reduce over two devices sends half of the array, twice
+    assert reduction.sent_bytes == 15 * BYTES
     assert gathering.sent_bytes == 5 * 4 * BYTES / 2 * 3 / 4
 
 

@@ -24,9 +24,8 @@ def slots(tmp_path, mesh=None, **changes):
 def test_slots_fit_what_layers_keep_of_them(tmp_path):
     fitting = slots(tmp_path)
     assert all(size & (size - 1) == 0 for size in fitting), "powers of two"
-    bytes_of_slot = 4 * (
-        16 + 16 * 16 + 6 * 32
-    )  # the input of one layer, and a layer at work, in float32
+    # Per slot, the input of one layer and a layer at work, in float32
+    bytes_of_slot = 4 * (16 + 16 * 16 + 6 * 32)
     assert (
         bytes_of_slot * fitting[0]
         <= row_memory.PLANNED_MEMORY / 2
@@ -45,8 +44,7 @@ def test_keeping_more_or_more_layers_leaves_less(tmp_path):
 
 
 def test_norms_and_activations_that_keep_more(tmp_path):
-    """Counted in numbers per slot and layer: norms keep the width, 32, and activations 48
-    numbers."""
+    """In numbers per slot and layer: norms keep the width, 32, and activations 48."""
 
     def kept(remat, **choices):
         changes = {f"model__language__{key}": value for key, value in choices.items()}
@@ -102,8 +100,7 @@ def test_a_state_that_hardly_fits_leaves_a_tenth(tmp_path, monkeypatch):
 
 
 def test_forwards_of_a_pipeline_keep_what_a_share_of_memory_holds(tmp_path, monkeypatch):
-    """Kept microbatches follow from what `remat` keeps of a chunk, rounded down to a power of
-    two."""
+    """By what `remat` keeps of the layers of a chunk, rounded down to a power of two."""
 
     def kept(capacity=4096, layers=2, **changes):
         tree = tiny_config(tmp_path, pipeline__stages=2, mesh={"data": 2}, **changes)
