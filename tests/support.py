@@ -202,7 +202,7 @@ def assemble(tree: dict[str, Any], devices: int) -> Setup:
 
 
 def without_targets(step: HostStep, sources: Sequence[int], keep: bool = False) -> HostStep:
-    """The step with the targets of these sources masked, or (keep) of all others."""
+    """The step with the targets of these sources masked or, with `keep`, of all others."""
     rows = []
     for row in step.rows[LANGUAGE]:
         padding = np.full((len(row["sources"]), 1), -1)  # segment 0
@@ -244,7 +244,7 @@ def assert_close(actual: dict[str, Any], expected: dict[str, Any], tolerance: fl
 
 
 def assert_same(actual: Result, expected: Result, tolerance: float) -> None:
-    """Losses by source and gradients agree."""
+    """Assert that gradients, and targets and losses by source, agree."""
     np.testing.assert_array_equal(actual.targets, expected.targets)
     np.testing.assert_allclose(actual.loss, expected.loss, rtol=tolerance)
     assert_close(actual.grads, expected.grads, tolerance)
@@ -254,7 +254,7 @@ EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
 
 
 def slow_cases(cases: Mapping[str, Sequence[Any]], always: Collection[str]) -> list[Any]:
-    """Parameters of a slow test by name; those not in `always` are exhaustive, too."""
+    """Parameters of a slow test, by name; cases that are not in `always` are also exhaustive."""
     assert cases.keys() >= set(always)
     return [
         pytest.param(*case, id=name, marks=pytest.mark.slow if name in always else EXHAUSTIVE)

@@ -98,7 +98,7 @@ def files(room: str) -> list[Path]:
 
 
 def imports(nodes) -> set[str]:
-    """Dotted names that some nodes import."""
+    """Dotted names that nodes of a syntax tree import."""
     names = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -159,8 +159,8 @@ def test_every_room_has_its_arrows():
 def test_no_room_but_its_own_knows_a_family(part):
     """Differences between families are data: choices in the config, lines in jaxmllm/families."""
     for file in sorted((ROOT / part).rglob("*.py")):
-        words = FAMILY.findall(file.read_text(encoding="utf-8"))
-        assert not words, f"{file} names {words}"
+        families = FAMILY.findall(file.read_text(encoding="utf-8"))
+        assert not families, f"{file} names {families}"
 
 
 @pytest.mark.parametrize("part", ["jaxmllm/balance", "jaxmllm/data"])
@@ -168,8 +168,8 @@ def test_worker_processes_stay_light(part):
     """Modules that worker processes import never import jax at module level."""
     for file in sorted((ROOT / part).rglob("*.py")):
         names = imports(ast.parse(file.read_text(encoding="utf-8")).body)
-        heavy = {name for name in names if name.split(".")[0] in ("jax", "flax")}
-        assert not heavy, f"{file} imports {heavy}"
+        heavy_imports = {name for name in names if name.split(".")[0] in ("jax", "flax")}
+        assert not heavy_imports, f"{file} imports {heavy_imports}"
 
 
 def texts() -> Iterator[tuple[Path, str]]:

@@ -14,8 +14,8 @@ from jaxmllm.compiled import compiled, compiled_callback, compiled_leaf, compile
 
 def add_up(numbers) -> int:
     total = 0
-    for number in numbers:
-        total += number
+    for value in numbers:
+        total += value
     return total
 
 

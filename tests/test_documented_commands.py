@@ -58,6 +58,7 @@ class Parsed(Exception):
 
 @pytest.fixture
 def stop_at_parser(monkeypatch):
+    """Make parsers raise what they parsed, so that no command runs."""
     for name in ("parse_args", "parse_intermixed_args"):
         method = getattr(argparse.ArgumentParser, name)
 

@@ -29,14 +29,14 @@ def test_measures_and_compares_what_cudnn_sees_too(causal, monkeypatch):
     shape = attention_gpu.Shape(heads=2, key_heads=1, size=16, block=16, causal=causal)
     inputs = attention_gpu.random_inputs((0,), 64, shape)
     mask, tiles = attention_gpu.equal_documents(64, 2, shape.block, causal)
-    wants = attention_gpu.in_float32(mask, inputs)
+    expected = attention_gpu.in_float32(mask, inputs)
     attends = attention_gpu.attends(mask, 2)
     names = ("gpu", "packed", "cudnn")
     compiled = attention_gpu.compile_all([(attends[name], inputs) for name in names])
     for name, passes in zip(names, compiled, strict=True):
         measured = attention_gpu.measure(passes, inputs, 1)
         assert measured.same_bits == {"forward": True, "backward": True}
-        error = attention_gpu.errors(measured.results, wants)
+        error = attention_gpu.errors(measured.results, expected)
         assert all(0 < x < 0.02 for x in error.values()), (name, error)
         row = attention_gpu.record(name, 64, 2, tiles, measured, error, shape)
         assert sorted(row) == sorted(attention_gpu.COLUMNS)

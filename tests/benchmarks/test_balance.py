@@ -28,6 +28,7 @@ PHASES = ("vision", "audio", "language")
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
+    """The JSON of a small run of the benchmark: 4 ranks with 8 examples each, and 16 with 2."""
     path = tmp_path_factory.mktemp("balance") / "balance.json"
     assert (
         main(
@@ -94,7 +95,7 @@ def test_figures_are_those_of_a_loop_over_rows():
     spec = make_spec(ranks, [generate([0, 1, i], examples) for i in range(2)], "none")
     batch = generate([0, 2, 0], examples)
     plan = plan_step(batch, spec)
-    bare = padded = 0.0
+    unpadded = padded = 0.0
     for name in PHASES:
         phase = spec.phases[name]
         rows = plan.phases[name]
@@ -110,7 +111,7 @@ def test_figures_are_those_of_a_loop_over_rows():
                 attention = phase.cost.quadratic * (items.length[members].astype(float) ** 2).sum()
                 times.append(phase.cost.linear * float(rows.capacity[microbatch]) + attention)
                 slots += int(rows.capacity[microbatch])
-            bare += row_costs[microbatch].max()
+            unpadded += row_costs[microbatch].max()
             padded += max(times)
         figures = phase_figures(rows, items, phase)
         mean = costs.sum() / ranks
@@ -122,7 +123,7 @@ def test_figures_are_those_of_a_loop_over_rows():
         )
         assert figures["real_token_fraction"] == pytest.approx(items.real.sum() / slots)
     assert step_proxy(plan, batch, spec) == pytest.approx(
-        {"step_proxy": bare, "step_proxy_padded": padded}
+        {"step_proxy": unpadded, "step_proxy_padded": padded}
     )
 
 

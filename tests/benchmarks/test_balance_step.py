@@ -119,7 +119,7 @@ COST = ItemCost(linear=100, quadratic=3)
 
 
 def planned(phase, ranks, lengths):
-    """Items in rows of 64 slots: the plan, the items, the phase."""
+    """The plan of items in rows of 64 slots, the items and the spec of the phase."""
     spec = PhaseSpec(phase, ranks, (RowClass(64),), 4, 1, COST)
     length = np.array(lengths, np.int64)
     zeros = np.zeros(len(length), np.int32)

@@ -14,6 +14,7 @@ from jaxmllm.attention.parts import block_work
 
 @pytest.fixture(scope="module", params=[False, True], ids=["rule", "isolated"])
 def report(request, tmp_path_factory):
+    """The JSON of a small run of the benchmark, with and without isolated images."""
     path = tmp_path_factory.mktemp("context") / "context.json"
     command = [
         "--tokens",
@@ -78,10 +79,10 @@ def test_rows_are_what_they_are_called(generator):
         for column in (ids.document, ids.group, ids.position)
     )
     assert (ids.group > 0).any() and (ids.group[ids.document > 0] == 0).any()
-    real = ids.document > 0
-    assert real.mean() > 0.8
+    is_real = ids.document > 0
+    assert is_real.mean() > 0.8
     if generator == "packed":
-        assert len(np.unique(ids.document[real])) > 3
+        assert len(np.unique(ids.document[is_real])) > 3
     else:
         assert (ids.document == 1).all()
     if generator == "prepend":
@@ -98,8 +99,8 @@ def test_isolated_images_see_themselves_alone(generator):
     tokens = len(ids.document)
     # The reference: the dense mask, in which an image sees itself alone and text what is before it
     visible = (ids.document[:, None] == ids.document) & (ids.document > 0)
-    text = (ids.group == 0)[:, None] & (np.arange(tokens)[:, None] >= np.arange(tokens))
-    visible &= text | (ids.group > 0)[:, None] & (ids.group[:, None] == ids.group)
+    text_pairs = (ids.group == 0)[:, None] & (np.arange(tokens)[:, None] >= np.arange(tokens))
+    visible &= text_pairs | (ids.group > 0)[:, None] & (ids.group[:, None] == ids.group)
     tiles = (tokens // block, block)
     visible_tiles = visible.reshape(tiles + tiles).any(axis=(1, 3))
     tiles_ahead = np.triu(visible, 1).reshape(tiles + tiles).any(axis=(1, 3))

@@ -47,8 +47,8 @@ def test_buckets_may_have_too_few_items_for_a_step(tmp_path):
     path = tmp_path / "diffusion.json"
     arguments = "--ranks 64 --items 64 --seeds 1 --mixes clips --methods buckets padded_alike"
     assert main([*arguments.split(), "--json", str(path)]) == 0
-    buckets, alike = json.loads(path.read_text())["rows"]
-    assert buckets["over_ideal"] is buckets["real_slots"] is None and alike["over_ideal"] > 1
+    buckets, like_sizes = json.loads(path.read_text())["rows"]
+    assert buckets["over_ideal"] is buckets["real_slots"] is None and like_sizes["over_ideal"] > 1
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -72,8 +72,8 @@ def test_buckets_cut_frames_crop_ratios_and_scale_down():
     clip = bucket_media(Media(131 * ones, 480 * ones, 480 * ones, 60 * ones))
     assert (clip.kept.frames[0], clip.kept.height[0], clip.kept.width[0]) == (129, 256, 256)
     assert clip.frames == 129 / 131 and clip.pixels == (256 / 480) ** 2
-    wide = bucket_media(Media(ones, 256 * ones, 264 * ones, 60 * ones))
-    assert wide.kept.width[0] == 256 and wide.pixels == pytest.approx(256 / 264)
+    wide_picture = bucket_media(Media(ones, 256 * ones, 264 * ones, 60 * ones))
+    assert wide_picture.kept.width[0] == 256 and wide_picture.pixels == pytest.approx(256 / 264)
     for too_small in (
         Media(ones, 128 * ones, 128 * ones, ones),
         Media(4 * ones, 256 * ones, 256 * ones, ones),
@@ -85,14 +85,14 @@ def test_batches_hold_every_item_once_within_the_bounds():
     media = draw([0, 1], 300, 0.5)
     bound = longest(0.5)
     most_cost = float(COST.of(float(bound)))
-    alike = batches_of_like_sizes(media, bound, most_cost, COST)
-    assert sum(batch.items for batch in alike) == len(media)
-    assert sum(batch.real for batch in alike) == media.slots.sum()
+    like_sizes = batches_of_like_sizes(media, bound, most_cost, COST)
+    assert sum(batch.items for batch in like_sizes) == len(media)
+    assert sum(batch.real for batch in like_sizes) == media.slots.sum()
     bucketed = bucket_media(media).kept
     buckets, dropped = batches_of_buckets(bucketed, bound, most_cost, COST)
     assert sum(batch.items for batch in buckets) + dropped == len(bucketed)
     assert {batch.text for batch in buckets} == {MOST_TEXT}
-    for batch in alike + buckets:
+    for batch in like_sizes + buckets:
         assert batch.slots <= bound or batch.items == 1
         assert batch.cost(COST) <= 1.001 * most_cost or batch.items == 1
         assert batch.real <= batch.slots and batch.real_cost <= batch.cost(COST)

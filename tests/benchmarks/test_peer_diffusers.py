@@ -19,7 +19,10 @@ from tests.support import needs
 def told(seconds, **others):
     """Records of steps that took these seconds."""
     common = {"loss": 2.0, "peak_bytes": 7} | others
-    return [{"seconds": took, "cpu_seconds": 2 * took, **common} for took in seconds]
+    return [
+        {"seconds": step_seconds, "cpu_seconds": 2 * step_seconds, **common}
+        for step_seconds in seconds
+    ]
 
 
 MEASURED = {

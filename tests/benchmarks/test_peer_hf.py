@@ -17,7 +17,10 @@ from tests.support import needs
 def told(seconds, loss=2.0):
     """Records of steps that took these seconds."""
     common = {"host": 0.5, "loss": loss, "targets": 10, "slots": 30, "peak_bytes": 7}
-    return [{"seconds": took, "cpu_seconds": 2 * took, **common} for took in seconds]
+    return [
+        {"seconds": step_seconds, "cpu_seconds": 2 * step_seconds, **common}
+        for step_seconds in seconds
+    ]
 
 
 def test_without_torch_it_says_so(monkeypatch, capsys):

@@ -101,9 +101,9 @@ def test_generated_examples_are_read_as_they_were_drawn(tmp_path):
     inputs = prepare(config, make_mesh(config.mesh_sizes, jax.devices()[:1]))
     assert len(inputs.corpus) == peer_torch.EXAMPLES and not inputs.corpus.rejected
     corpus = KeptCorpus(inputs.corpus)
-    numbers = np.arange(64)
-    examples = corpus.read(numbers)
-    items = corpus.gather(numbers)
+    indices = np.arange(64)
+    examples = corpus.read(indices)
+    items = corpus.gather(indices)
     assert [len(example.tokens) for example in examples] == items.phases["language"].length.tolist()
     for phase in config.model.encoders:
         phase_items = [i for example in examples for i in example.items if i.phase == phase]
@@ -111,7 +111,7 @@ def test_generated_examples_are_read_as_they_were_drawn(tmp_path):
             phase
         ].length.tolist()
         assert len(set(map(len, (read_item.features for read_item in phase_items)))) > 3
-    reread = corpus.read(numbers[:1])[0]
+    reread = corpus.read(indices[:1])[0]
     assert all(
         item.features is reread_item.features
         for item, reread_item in zip(examples[0].items, reread.items, strict=True)

@@ -21,10 +21,11 @@ MODES = tuple(VISION_LANGUAGE.modes)
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
+    """The JSON of a small run of the benchmark."""
     path = tmp_path_factory.mktemp("pipeline") / "pipeline.json"
-    small = {"--seeds": 1, "--microbatches": 6, "--rollouts": 20, "--long": 60}
+    sizes = {"--seeds": 1, "--microbatches": 6, "--rollouts": 20, "--long": 60}
     families = ["--families", "layouts", "microbatches"]
-    pairs = [str(word) for pair in [*small.items(), ("--json", path)] for word in pair]
+    pairs = [str(word) for pair in [*sizes.items(), ("--json", path)] for word in pair]
     assert main([*families, *pairs]) == 0
     return json.loads(path.read_text())
 
@@ -74,10 +75,10 @@ def test_figures_are_those_of_a_loop_over_ticks(report):
     chunks = best_chunks(VISION_LANGUAGE, variant, "train_all", 6, 4)
     graph = make_graph(VISION_LANGUAGE, variant, "train_all", 0, 6, 4, chunks)
     schedule = pipeline.make_schedule(VISION_LANGUAGE, variant, graph)
-    total = 0
+    lockstep_total = 0
     work = [0] * 4
     for row in schedule.ticks.tolist():
-        total += max(graph.duration[n] for n in row if n >= 0)
+        lockstep_total += max(graph.duration[n] for n in row if n >= 0)
         for rank, n in enumerate(row):
             work[rank] += graph.duration[n] if n >= 0 else 0
     (record,) = (
@@ -85,8 +86,8 @@ def test_figures_are_those_of_a_loop_over_ticks(report):
         for row in report["rows"]
         if (row["mode"], row["variant"]) == ("train_all", variant.name)
     )
-    assert record["lockstep"] == pytest.approx(total / 1e6)
-    assert record["efficiency"] == pytest.approx(max(work) / total)
+    assert record["lockstep"] == pytest.approx(lockstep_total / 1e6)
+    assert record["efficiency"] == pytest.approx(max(work) / lockstep_total)
 
 
 @pytest.mark.parametrize("model", ["vision_language", "6B + 2B + 3B"])
@@ -128,8 +129,10 @@ def test_stages_of_unlike_parts_pay_and_ticks_cost_little(model, chunks):
     mode = next(iter(chains.modes))
     best = best_chunks(chains, VARIANTS[3], mode, 16, 8)
     schedules = [
-        pipeline.make_schedule(chains, variant, make_graph(chains, variant, mode, 0, 16, 8, tried))
-        for variant, tried in ((VARIANTS[0], ()), (VARIANTS[3], best))
+        pipeline.make_schedule(
+            chains, variant, make_graph(chains, variant, mode, 0, 16, 8, variant_chunks)
+        )
+        for variant, variant_chunks in ((VARIANTS[0], ()), (VARIANTS[3], best))
     ]
     chain_seconds, segment_seconds = map(pipeline.asynchronous, schedules)
     assert pipeline.lockstep(schedules[1]) <= 1.08 * segment_seconds
@@ -222,8 +225,8 @@ def test_stages_of_text_to_video_pay():
     chunks = best_chunks(chains, VARIANTS[3], "train_all", 4, 4)
     assert chunks == (1, 7)
     makespans = []
-    for variant, chunks_of_variant in ((VARIANTS[0], ()), (VARIANTS[3], chunks)):
-        graph = make_graph(TEXT_TO_VIDEO, variant, "train_all", 0, 4, 4, chunks_of_variant)
+    for variant, variant_chunks in ((VARIANTS[0], ()), (VARIANTS[3], chunks)):
+        graph = make_graph(TEXT_TO_VIDEO, variant, "train_all", 0, 4, 4, variant_chunks)
         schedule = pipeline.make_schedule(TEXT_TO_VIDEO, variant, graph)
         makespans.append(pipeline.lockstep(schedule))
     assert makespans[0] > 1.5 * makespans[1]

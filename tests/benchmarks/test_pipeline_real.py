@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     path = tmp_path_factory.mktemp("real") / "pipeline.json"
-    small = ["--real-seeds", "1", "--per-replica", "8", "--rollouts", "4"]
-    assert main(["--families", "real", *small, "--json", str(path)]) == 0
+    sizes = ["--real-seeds", "1", "--per-replica", "8", "--rollouts", "4"]
+    assert main(["--families", "real", *sizes, "--json", str(path)]) == 0
     return json.loads(path.read_text())["rows"]
 
 

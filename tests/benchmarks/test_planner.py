@@ -35,21 +35,21 @@ def published():
 
 
 def test_published_runs_are_predicted(published):
-    runs, known = published
-    errors = planner.summary(planner.published_rows(runs, known))["published"]
+    runs, fitted = published
+    errors = planner.summary(planner.published_rows(runs, fitted))["published"]
     assert errors["median"] <= 0.05 and errors["p90"] <= 0.16 and errors["worst"] <= 0.22
 
 
 def test_stored_constants_are_those_of_the_fit(published):
-    _, known = published
-    assert difference(known.rates, RATES) <= planner.SAME
+    _, fitted = published
+    assert difference(fitted.rates, RATES) <= planner.SAME
     for chip in ("h100", "a100", "a100-40", "h100-500w"):
-        assert cluster_of(chip).efficiency.share == pytest.approx(known.expected(chip), abs=0.01)
+        assert cluster_of(chip).efficiency.share == pytest.approx(fitted.expected(chip), abs=0.01)
 
 
 def test_sharding_over_more_devices_takes_more_device_seconds(published):
-    runs, known = published
-    rows = [row for row in planner.published_rows(runs, known) if row["trend"]]
+    runs, fitted = published
+    rows = [row for row in planner.published_rows(runs, fitted) if row["trend"]]
     small, large = (row for row in rows if row["model"] == "gpt-175")
     assert large["devices"] * large["predicted_s"] > small["devices"] * small["predicted_s"]
 
@@ -107,16 +107,18 @@ def test_agreement_of_predictions():
         measured(2.1, 3.0, spread=0.1),  # too close to the row before to order them
         measured(4.0, 4.0),
     ]
-    agreement = planner_measured.agreement(rows)
-    assert agreement["pairs"] == 5 and agreement["tau"] == pytest.approx((4 - 1) / 5)
-    assert agreement["first"] == 1.0 and agreement["range"] == 4.0
-    assert agreement["median"] == pytest.approx((0.1 + 3 / 2.1 - 1) / 2)
+    figures = planner_measured.agreement(rows)
+    assert figures["pairs"] == 5 and figures["tau"] == pytest.approx((4 - 1) / 5)
+    assert figures["first"] == 1.0 and figures["range"] == 4.0
+    assert figures["median"] == pytest.approx((0.1 + 3 / 2.1 - 1) / 2)
 
 
 def test_measured_steps_are_predicted_by_three_of_them():
     """A fit to three settings recovers the cluster that made the times, and predicts the fourth."""
 
     class Known:
+        """A setting whose steps take what a cluster predicts for its work."""
+
         def __init__(self, name, flops, moved, hops, ticks=0):
             self.name, self.work, self.ticks = name, (flops, moved, hops, ticks), ticks
 
@@ -131,22 +133,22 @@ def test_measured_steps_are_predicted_by_three_of_them():
             return sum(quantity * rate for quantity, rate in zip(self.work, rates, strict=True))
 
     cpu = cluster_of("cpu")
-    slow = cpu.efficiency.model_copy(update={"share": 0.1})
-    true = cpu.model_copy(update={"efficiency": slow, "tick_seconds": 0.2})
+    slow_efficiency = cpu.efficiency.model_copy(update={"share": 0.1})
+    true_cluster = cpu.model_copy(update={"efficiency": slow_efficiency, "tick_seconds": 0.2})
     works = [(2e11, 0, 0), (2e11, 4e9, 10), (2e11, 0, 0, 11), (4e11, 1e9, 10, 8)]
     names = [*planner_measured.CALIBRATING, "data 4, fsdp 2"]
     settings = [Known(name, *work) for name, work in zip(names, works, strict=True)]
     cores = len(os.sched_getaffinity(0))
     times = {
         setting.name: [
-            (1.0, cores * setting.predicted(true) * noise) for noise in (0.99, 1.0, 1.01)
+            (1.0, cores * setting.predicted(true_cluster) * noise) for noise in (0.99, 1.0, 1.01)
         ]
         for setting in settings
     }
     rows = planner_measured.rows_of(settings, times)
     assert [row["calibrates"] for row in rows] == [True, True, True, False]
     assert all(abs(row["error"]) < 0.03 for row in rows)
-    assert rows[-1]["measured_s"] == pytest.approx(settings[-1].predicted(true))
+    assert rows[-1]["measured_s"] == pytest.approx(settings[-1].predicted(true_cluster))
     assert rows[-1]["spread"] == pytest.approx(0.02)
 
 

@@ -40,12 +40,12 @@ def test_rows_set_predictions_beside_what_was_compiled():
         "arguments": 5,
         "sent": {"all-gather fsdp": 2e6, "all-to-all fsdp": 3.0},
     }
-    arguments, memory, *sent = rows_of(POINT, programs, names[0], facts)
+    arguments, memory, *sends = rows_of(POINT, programs, names[0], facts)
     assert (arguments["what"], memory["what"]) == ("arguments", "temporaries")
     assert memory["kind"] == "memory" and memory["compiled"] == 10**9 and memory["moment"]
     assert memory["error"] == memory["estimated"] / 10**9 - 1
-    assert [(row["operation"], row["axes"]) for row in sent] == [("all-gather", ["fsdp"])]
-    assert sent[0]["compiled_bytes"] == 2e6 and sent[0]["predicted_bytes"] > 0
+    assert [(row["operation"], row["axes"]) for row in sends] == [("all-gather", ["fsdp"])]
+    assert sends[0]["compiled_bytes"] == 2e6 and sends[0]["predicted_bytes"] > 0
 
 
 def test_what_was_compiled_before_is_read(tmp_path):

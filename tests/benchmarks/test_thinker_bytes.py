@@ -15,13 +15,13 @@ NUMBERS = {"qwen2.5-omni-7b": 8_931_806_720, "qwen3-omni-30b-a3b": 31_719_205_48
 
 
 def shard_numbers(leaf: jax.ShapeDtypeStruct) -> int:
-    """Numbers of a leaf that one device holds, by the mesh axes of its spec."""
-    split = 1
+    """How many numbers of a leaf one device holds, by the mesh axes of its spec."""
+    shards = 1
     for axes in leaf.sharding.spec:
         for axis in (axes,) if isinstance(axes, str) else axes or ():
-            split *= leaf.sharding.mesh.shape[axis]
-    assert leaf.size % split == 0
-    return leaf.size // split
+            shards *= leaf.sharding.mesh.shape[axis]
+    assert leaf.size % shards == 0
+    return leaf.size // shards
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_sums_are_those_of_the_shapes(name, mesh):
     by_expert = 0 if language.experts is None else 4 * language.layers * language.experts.count
     counters = counted["optimizer"] - 2 * counted["parameters"] - by_expert
     assert 0 <= counters < 100, "two moments, counts of tokens by expert, and of updates"
-    # Nearly all is split over all devices
+    # Nearly all parameters are split over all eight devices
     assert NUMBERS[name] / 8 <= parameters < 1.01 * NUMBERS[name] / 8
     kept_bytes = 0
     for phase in config.model.encoders:

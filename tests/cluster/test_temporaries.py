@@ -31,6 +31,7 @@ CONTEXT = (("data", 1), ("fsdp", 16), ("context", 4))
 
 @cache
 def model_of(name, mesh, remat="full", frozen=(), choices=(), audio=()):
+    """A published model on an abstract mesh, with changes to its decoder and its audio tower."""
     tree = config_tree(omni_config(name, mesh=dict(mesh), data={"batch_size": 128}, remat=remat))
     tree["model"]["language"] |= dict(choices)
     tree["model"]["audio"] |= dict(audio)

@@ -316,7 +316,7 @@ def test_a_model_that_draws_has_what_its_losses_need(path):
     )
     no_loss = "objective={language: {weight: 0}, diffusion: {weight: 0}}"
     assert "objective.diffusion.weight: must be greater than 0" in refusal(path, DRAWS, no_loss)
-    for problem, *keys in (
+    for message, *keys in (
         ("rope_sections (4, 2, 1) must add up to half of width / heads", "rope_sections=[4, 2, 1]"),
         ("and be at least 0", "rope_sections=[-1, 2, 7]"),
         ("padded_conditions (512): with conditioning: joint", "padded_conditions=512"),
@@ -331,14 +331,14 @@ def test_a_model_that_draws_has_what_its_losses_need(path):
         ("qk_norm_over (heads): without", "qk_norm=false", "qk_norm_over=heads"),
         ("projector (folder): without from", "projector=folder"),
     ):
-        assert problem in refusal(path, DRAWS, *(f"model.diffusion.{key}" for key in keys))
+        assert message in refusal(path, DRAWS, *(f"model.diffusion.{key}" for key in keys))
 
 
 def test_latents_and_pixels_have_sections_of_their_own(path):
     latents = (DRAWS, "model.diffusion.channels=4", "model.diffusion.patch_size=2")
     config = load_config(path, [*latents, "data.latents.mean=[1, 2, 3, 4]"])
     assert config.model.diffusion.patch_features == 16
-    for problem, keys in {
+    for message, keys in {
         "the model draws no latents; set model.diffusion.channels": (DRAWS, "data.latents.std=[2]"),
         "data.generated: it is about pixels": (*latents, "data.generated.max_pixels=4096"),
         "data.latents.mean: 3 numbers, but one": (*latents, "data.latents.mean=[1, 2, 3]"),
@@ -350,13 +350,13 @@ def test_latents_and_pixels_have_sections_of_their_own(path):
         ),
         "folder_fps (8): without fps": (DRAWS, "data.generated.folder_fps=8"),
     }.items():
-        assert problem in refusal(path, *keys)
+        assert message in refusal(path, *keys)
 
 
 def test_videos_are_seen_where_the_tower_says_so(path):
     with_videos = ("model.vision.videos=true", "model.vision.patch_frames=2")
     assert load_config(path, [*with_videos, "data.videos.fps=2"]).data.videos.min_frames == 4
-    for problem, keys in {
+    for message, keys in {
         "data.videos: no videos are read; leave it out, or set model.vision": (
             "data.videos.fps=2",
         ),
@@ -395,7 +395,7 @@ def test_videos_are_seen_where_the_tower_says_so(path):
             "data.images={resize: square, min_pixels: 3136, max_pixels: 3136}",
         ),
     }.items():
-        assert problem in refusal(path, *keys)
+        assert message in refusal(path, *keys)
 
 
 MIXTURE = "model.language.experts={count: 4, per_token: 2}"
@@ -410,7 +410,7 @@ def test_experts_and_what_they_do_without(path):
     ):
         config = load_config(path, [MIXTURE, "objective.experts.balance=0.1", *overrides])
         assert config.model.language.experts and bool(config.model.generators) == bool(overrides)
-    for changes, words in (
+    for changes, message in (
         ((MIXTURE, "model.language.experts.per_token=5"), "more than all experts, count (4)"),
         (
             (MIXTURE, DRAWS, "pipeline.stages=2", "objective.language.weight=0"),
@@ -426,7 +426,7 @@ def test_experts_and_what_they_do_without(path):
         ),
         ((MIXTURE, "model.language.post_norms=true"), "post_norms (True): a decoder with experts"),
     ):
-        assert words in refusal(path, *changes)
+        assert message in refusal(path, *changes)
 
 
 YARN = "model.language.rope_scaling={kind: yarn, factor: 4, original_max_position_embeddings: 64}"
@@ -456,11 +456,11 @@ def test_a_frozen_decoder_that_nothing_trains_through_has_no_loss(path):
     frozen = [
         f"components.{name}.freeze=true" for name in ("language", "vision", "projector.vision")
     ]
-    problem = "the loss of text trains nothing; set it to 0"
-    assert problem in refusal(path, DRAWS, *frozen)
+    message = "the loss of text trains nothing; set it to 0"
+    assert message in refusal(path, DRAWS, *frozen)
     adapter = "{rank: 2, alpha: 2.0}"
     adapted = ("components.diffusion.freeze=true", f"model.adapters.diffusion={adapter}")
-    assert problem in refusal(path, DRAWS, *frozen, *adapted)
+    assert message in refusal(path, DRAWS, *frozen, *adapted)
     load_config(path, [DRAWS, *frozen, f"model.adapters.language={adapter}"])
     load_config(path, [DRAWS, *frozen[:2]])
     load_config(path, [DRAWS, *frozen, "objective.language.weight=0.0"])
@@ -469,9 +469,10 @@ def test_a_frozen_decoder_that_nothing_trains_through_has_no_loss(path):
 def test_with_stages_media_run_where_their_texts_are_read(path):
     for key, value in (("mode", "tokens"), ("pool_slots", "64"), ("exchange", "ragged")):
         override = f"balance.{key}={value}"
+        # Alone, the key is fine
         load_config(path, [override])
-        words = f"balance.{key} ({value}): with pipeline.stages (4)"
-        assert words in refusal(path, override, "pipeline.stages=4")
+        message = f"balance.{key} ({value}): with pipeline.stages (4)"
+        assert message in refusal(path, override, "pipeline.stages=4")
 
 
 def test_residuals_are_kept_where_there_is_something_to_keep(path):

@@ -116,15 +116,15 @@ def test_each_reason(tmp_path, changes, reason, names):
 
 
 def test_text_alone_exchanges_nothing(tmp_path):
-    named = keys(tmp_path, model__audio=None, model__vision=None, balance__pool_slots=512)
-    assert named["a model of text alone exchanges no tokens"] == ["balance.pool_slots"]
+    by_reason = keys(tmp_path, model__audio=None, model__vision=None, balance__pool_slots=512)
+    assert by_reason["a model of text alone exchanges no tokens"] == ["balance.pool_slots"]
 
 
 def test_stages_of_text_alone_defer_nothing_and_read_no_encoder_rows(tmp_path):
     changes = {"pipeline__deferral": False, "pipeline__encoder_rows_per_microbatch": 3}
-    text = {"model__audio": None, "model__vision": None}
-    named = keys(tmp_path, pipeline__stages=2, **text, **changes)
-    assert named["there is no encoder"] == [
+    text_alone = {"model__audio": None, "model__vision": None}
+    by_reason = keys(tmp_path, pipeline__stages=2, **text_alone, **changes)
+    assert by_reason["there is no encoder"] == [
         "pipeline.deferral",
         "pipeline.encoder_rows_per_microbatch",
     ]

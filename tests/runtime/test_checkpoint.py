@@ -121,6 +121,7 @@ def test_a_saved_state_may_be_donated(tmp_path: Path) -> None:
     expected = jax.tree.map(np.array, state)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(0, state)
+        # Updates write into the donated buffers, which the save must have copied
         for _ in range(5):
             state = update(state)
         restored = checkpoints.restore(abstract(state))
@@ -177,11 +178,11 @@ def test_a_killed_save_leaves_the_last_complete_one(tmp_path: Path) -> None:
 def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(5, make_state((8, 1), host_params()))
-        wide = host_params(width=32)
-        del wide["projector"]
-        wide["language"]["scale"] = wide["language"]["scale"].astype(jnp.bfloat16)
+        wide_params = host_params(width=32)
+        del wide_params["projector"]
+        wide_params["language"]["scale"] = wide_params["language"]["scale"].astype(jnp.bfloat16)
         with pytest.raises(CheckpointError) as caught:
-            checkpoints.restore(abstract(make_state((8, 1), wide)))
+            checkpoints.restore(abstract(make_state((8, 1), wide_params)))
     text = str(caught.value)
     assert (
         f"checkpoint {tmp_path / '5'} does not fit the model of this config (9 arrays differ)"
@@ -432,8 +433,8 @@ def trained_state(components: list[str], step: int) -> dict[str, Any]:
     for name in components:
         moments = optax.scale_by_adam()
         _, state = moments.update(params[name], moments.init(params[name]))
-        everywhere = NamedSharding(params[name]["w"].sharding.mesh, P())
-        optimizer[name] = state._replace(count=jax.device_put(state.count, everywhere))
+        replicated = NamedSharding(params[name]["w"].sharding.mesh, P())
+        optimizer[name] = state._replace(count=jax.device_put(state.count, replicated))
     return {"params": params, "optimizer": optimizer, "step": jnp.int32(step)}
 
 
@@ -476,12 +477,12 @@ def test_averages_begin_at_the_parameters_and_others_stay(tmp_path: Path) -> Non
         averages: Any = None
 
     params = trained_state([], 0)["params"]
-    moved = jax.tree.map(lambda leaf: leaf + 1, params)
-    average_of_a = {"a": moved["a"]}
+    moved_params = jax.tree.map(lambda leaf: leaf + 1, params)
+    average_of_a = {"a": moved_params["a"]}
     cases = [  # saved averages, averages of the state to restore, and restored averages
-        (None, moved, params),
-        (average_of_a, moved, average_of_a | {"b.c": params["b.c"]}),
-        (moved, None, None),
+        (None, moved_params, params),
+        (average_of_a, moved_params, average_of_a | {"b.c": params["b.c"]}),
+        (moved_params, None, None),
     ]
     lines: list[str] = []
     for case, (saved, target, expected) in enumerate(cases):

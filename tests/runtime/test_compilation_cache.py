@@ -52,8 +52,8 @@ def test_programs_are_kept_where_they_shall_be(tmp_path):
     config = config_of(tmp_path)
     assert kept(config) == str(tmp_path / "runs" / FOLDER)
     assert describe(config) == f"compiled programs: kept in {tmp_path / 'runs' / FOLDER}"
-    elsewhere = config_of(tmp_path, run__compilation_cache="/somewhere")
-    assert kept(elsewhere) == "/somewhere"
+    configured = config_of(tmp_path, run__compilation_cache="/somewhere")
+    assert kept(configured) == "/somewhere"
 
 
 def test_what_the_environment_says_stands_unless_the_config_names_another(tmp_path):

@@ -149,6 +149,8 @@ def test_the_coordinator_listens_where_asked_alone_and_ends_with_its_process(
             + Path(f"/proc/{child.pid}/net/tcp6").read_text()
         )
         inodes = {os.readlink(link) for link in Path(f"/proc/{child.pid}/fd").iterdir()}
+        # Sockets in state 0A (listening) that belong to the coordinator, with
+        # their addresses in hexadecimal
         listening = [
             line.split()[1].split(":")[0]
             for line in sockets.splitlines()
@@ -251,6 +253,7 @@ def test_two_processes_resume_stop_together_and_save(tmp_path: Path) -> None:
         assert checkpoints.steps == [step]
         restored = checkpoints.restore(saved)
     assert int(restored["step"]) == step
+    # Each step adds one in bfloat16, with its rounding
     expected = np.asarray(saved["w"])
     for _ in range(step - 5):
         expected = expected + jnp.bfloat16(1)

@@ -123,21 +123,21 @@ def test_all_learn_what_each_one_tells_and_one_alone_reads_it_from_each() -> Non
 
 def test_whoever_is_early_waits_and_learns_of_a_peer_that_has_ended() -> None:
     board = MemoryBoard()
-    waiting = hosts_on(board, 0, 2)
+    early_host = hosts_on(board, 0, 2)
     late_host = hosts_on(board, 1, 2)
     assert on_threads(
-        lambda: waiting.meet("training"), lambda: (time.sleep(0.3), late_host.meet("training"))
+        lambda: early_host.meet("training"), lambda: (time.sleep(0.3), late_host.meet("training"))
     ) == ["", ""]
     late_host.end("process 1 (host-b) failed: no space left")
-    assert on_threads(lambda: waiting.meet("the end")) == [
+    assert on_threads(lambda: early_host.meet("the end")) == [
         "process 1 (host-b) failed: no space left"
     ]
 
 
 def test_a_process_that_was_told_of_more_is_named_however_late_one_looks() -> None:
     board = MemoryBoard()
-    for process, told in enumerate((2, 2, 3)):
-        board.key_value_set(f"here/{process}", json.dumps([NAMES[process], told]))
+    for process, process_count in enumerate((2, 2, 3)):
+        board.key_value_set(f"here/{process}", json.dumps([NAMES[process], process_count]))
     limits = DistributedConfig(start_timeout=0.3)
     with pytest.raises(HostsError, match=r"process 2 \(host-c\) was told JAXMLLM_PROCESSES=3"):
         _meet(board, 0, 2, "host-a", "host-a:1", limits)

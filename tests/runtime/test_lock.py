@@ -122,6 +122,7 @@ def test_a_holder_elsewhere_whose_heart_beats_keeps_the_folder(
     tmp_path: Path, elsewhere: Holder
 ) -> None:
     write(tmp_path, elsewhere)
+    # A heart beat while the lock is waited for
     timer = threading.Timer(0.5, write, (tmp_path, replace(elsewhere, beat=1)))
     timer.start()
     with pytest.raises(CheckpointError, match="is held by process"):

@@ -118,6 +118,7 @@ def test_files_of_records_are_not_held_in_memory(tmp_path: Path) -> None:
     MetricsWriter(tmp_path, tensorboard=False).resume_from(32)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
+    # Reading whole files would take `size` at least
     assert peak < size / 4
     assert (tmp_path / "examples.jsonl").stat().st_size == pytest.approx(size / 2, rel=1e-2)
 

@@ -110,10 +110,10 @@ class MemoryBoard:
 def test_processes_at_different_steps_stop_after_the_same_one(notified: list[int]) -> None:
     board = MemoryBoard()
     notice = threading.Event()
-    stopped = {}
+    stop_steps = {}
     # Process 0 is the slowest. Others are at most three steps ahead, as with a
     # queue of dispatched steps.
-    reached = threading.Condition()
+    progress = threading.Condition()
     steps_done = [0, 0, 0]
 
     def train(process: int) -> None:
@@ -122,19 +122,19 @@ def test_processes_at_different_steps_stop_after_the_same_one(notified: list[int
         )
         agreement.start()
         for step in range(1, 2000):
-            with reached:
-                reached.wait_for(lambda step=step: step - min(steps_done) <= 3, timeout=20)
+            with progress:
+                progress.wait_for(lambda step=step: step - min(steps_done) <= 3, timeout=20)
                 steps_done[process] = step
-                reached.notify_all()
+                progress.notify_all()
             time.sleep(0.002 if process == 0 else 0.0)
             if step == 20 and process == 1:
                 notice.set()
             if agreement.should_stop():
-                stopped[process] = step
+                stop_steps[process] = step
                 break
-        with reached:
+        with progress:
             steps_done[process] = 10**6
-            reached.notify_all()
+            progress.notify_all()
         agreement.close()
 
     threads = [threading.Thread(target=train, args=(process,)) for process in range(3)]
@@ -142,8 +142,8 @@ def test_processes_at_different_steps_stop_after_the_same_one(notified: list[int
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert set(stopped) == {0, 1, 2}
-    assert len(set(stopped.values())) == 1 and 20 <= stopped[0] < 1999
+    assert set(stop_steps) == {0, 1, 2}
+    assert len(set(stop_steps.values())) == 1 and 20 <= stop_steps[0] < 1999
 
 
 def test_a_process_that_ends_first_is_not_waited_for() -> None:

@@ -136,9 +136,13 @@ def test_with_reduce_step_no_microbatch_reduces_a_gradient(data, chip, tied):
         }
     # Gradients of gathered parameters are reduced once per step in float32: to
     # shards, then over replicas
-    split = sum(sharded_bytes(programs.trained[name]) for name in programs.trained)
-    split -= 0 if tied else sharded_bytes(programs.trained["language"]["embedding"])
-    assert reduced(step_sums) == reduced(step_sums, dtype="f32", axes=("fsdp",), trips=1) == split
+    split_bytes = sum(sharded_bytes(programs.trained[name]) for name in programs.trained)
+    split_bytes -= 0 if tied else sharded_bytes(programs.trained["language"]["embedding"])
+    assert (
+        reduced(step_sums)
+        == reduced(step_sums, dtype="f32", axes=("fsdp",), trips=1)
+        == split_bytes
+    )
     assert {transfer.operation for transfer in step_sums.transfers} == {
         "reduce-scatter",
         "all-reduce",
@@ -152,10 +156,10 @@ def test_weights_are_asked_for_in_the_type_of_the_computation(data):
     programs, _ = plan_programs(config, prepare(config, target_mesh(config, CHIPS["cpu"], 8)))
     for name, job in programs.jobs.items():
         if name.function in BACKWARD:
-            sent = re.findall(
+            dtypes = re.findall(
                 r"stablehlo\.all_gather.*-> tensor<[\dx]*x(\w+)>", job.lower().as_text()
             )
-            assert len(sent) > 10 and set(sent) <= {"bf16", "i32"}, name
+            assert len(dtypes) > 10 and set(dtypes) <= {"bf16", "i32"}, name
 
 
 def test_memory_of_arguments_and_outputs_is_that_of_the_shards(data):
@@ -173,13 +177,13 @@ def test_memory_of_arguments_and_outputs_is_that_of_the_shards(data):
 def test_collectives_that_agree_are_one_record():
     mesh = make_mesh({"data": 4, "fsdp": 2}, jax.devices()[:8], spans=(1, 2))
     assert tuple(mesh.shape) == ("data", "data.1", "fsdp", "fsdp.1")
-    everyone = (tuple(range(8)),)
+    all_devices = (tuple(range(8)),)
 
-    def collective(scope, dtype="f32", trips=3, groups=everyone):
+    def collective(scope, dtype="f32", trips=3, groups=all_devices):
         return Collective("all-reduce", dtype, 80, groups, trips, True, scope)
 
-    sent = [collective("a"), collective("b"), collective("a", "bf16"), collective("a", trips=1)]
-    merged, *records = transfers([*sent, collective("c", groups=((0, 2), (1, 3)))], mesh)
+    agreeing = [collective("a"), collective("b"), collective("a", "bf16"), collective("a", trips=1)]
+    merged, *records = transfers([*agreeing, collective("c", groups=((0, 2), (1, 3)))], mesh)
     assert (merged.axes, merged.count, merged.scopes) == (("data", "fsdp"), 2, ("a", "b"))
     assert merged.total_bytes == 80 * 3 * 2 and merged.sent_bytes == 2 * 480 * 7 / 8
     assert [(record.dtype, record.trips, record.axes) for record in records] == [
@@ -279,16 +283,18 @@ def test_tpus_gather_as_much_and_their_layers_are_counted(data):
     ids=["spans", "stages"],
 )
 def test_shared_rows_and_stages_compile_for_gpus(data, changes, functions):
-    wide = {"model__language__head_size": 16, "model__language__rope_sections": [4, 2, 2]}
+    wide_heads = {"model__language__head_size": 16, "model__language__rope_sections": [4, 2, 2]}
     towers = {f"model__{tower}__heads": 1 for tower in ("vision", "audio")}
-    programs, results = checked(data, "h100", functions, **wide, **towers, **changes)
+    programs, results = checked(data, "h100", functions, **wide_heads, **towers, **changes)
     assert {function for function, _ in results} == functions
     assert not any(program.fallbacks for program in results.values())
     for (function, _), program in results.items():
         assert bool(program.custom_calls) == (function != "hop_back")
     if "pipeline" in changes:
-        sent = results["gradients", ""].transfers
-        wires = [transfer for transfer in sent if transfer.operation == "collective-permute"]
+        transfers_of_step = results["gradients", ""].transfers
+        wires = [
+            transfer for transfer in transfers_of_step if transfer.operation == "collective-permute"
+        ]
         assert wires and {transfer.axes for transfer in wires} == {("stage",)}
         assert not any(transfer.exact for transfer in wires)  # the schedule is data
     else:

@@ -38,9 +38,9 @@ def test_a_compiler_of_another_version_is_refused(monkeypatch, same):
     if same:
         assert chip_devices(CHIPS["h100"], 8) == []
         return
-    with pytest.raises(ChipError, match=r"jax-cuda12-pjrt of .* not 0\.9\.7: ") as refused:
+    with pytest.raises(ChipError, match=r"jax-cuda12-pjrt of .* not 0\.9\.7: ") as caught:
         chip_devices(CHIPS["h100"], 8)
-    message = str(refused.value)
+    message = str(caught.value)
     assert message.endswith("pip install 'jaxmllm[ahead]'") and "\n" not in message
 
 
@@ -52,11 +52,9 @@ def test_a_compiler_that_jax_cannot_ask_says_what_to_install(monkeypatch, error)
     monkeypatch.setattr(chips, "_check_version", lambda chip: None)
     monkeypatch.setattr(chips, "_installed", lambda package: True)
     monkeypatch.setattr(chips.topologies, "get_topology_desc", refuse)
-    with pytest.raises(
-        ChipError, match="not implemented for cuda; install its compiler"
-    ) as refused:
+    with pytest.raises(ChipError, match="not implemented for cuda; install its compiler") as caught:
         chip_devices(CHIPS["h100"], 8)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_unknown_chips_name_the_known_ones():

@@ -206,12 +206,12 @@ def test_loops_are_counted_by_their_condition_where_the_compiler_does_not(change
 
 
 def test_asynchronous_called_and_mixed_collectives_count_once():
-    everyone = ((0, 1, 2, 3),)
+    all_devices = ((0, 1, 2, 3),)
     assert facts(ASYNCHRONOUS) == [
-        ("reduce-scatter", "f32", BYTES, everyone, 1, True),
+        ("reduce-scatter", "f32", BYTES, all_devices, 1, True),
         ("collective-permute", "f32", BYTES, ((0, 2), (2, 0)), 1, True),
-        ("all-to-all", "f32", BYTES, everyone, 1, False),
-        ("ragged-all-to-all", "f32", BYTES, everyone, 1, True),
+        ("all-to-all", "f32", BYTES, all_devices, 1, False),
+        ("ragged-all-to-all", "f32", BYTES, all_devices, 1, True),
         ("all-reduce", "f32", BYTES, ((0, 2), (1, 3)), 1, True),
         ("all-reduce", "bf16", 8, ((0, 2), (1, 3)), 1, True),
     ]

@@ -24,10 +24,12 @@ from tests.support import tiny_config
 
 
 def test_paths_of_a_source_stand_under_the_root_of_the_data():
-    plain = SourceConfig(name="a", path="train.jsonl")
+    without_media = SourceConfig(name="a", path="train.jsonl")
     with_media = SourceConfig(name="a", path="sub/train.jsonl", root="/media", weight=2.0)
     assert under_root(None, with_media) == with_media
-    assert under_root("/data", plain) == plain.model_copy(update={"path": "/data/train.jsonl"})
+    assert under_root("/data", without_media) == without_media.model_copy(
+        update={"path": "/data/train.jsonl"}
+    )
     assert under_root("/data", with_media).path == "/data/sub/train.jsonl"
     assert under_root("/data", with_media).root == "/media", "an absolute path stays as it is"
     assert under_root("/data", with_media).weight == 2.0
@@ -54,6 +56,7 @@ def test_hosts_tell_records_and_media_of_equal_lengths_apart(tmp_path: Path) -> 
     """Facts depend on what files hold, not on when they were written."""
 
     def facts(answer: str = "yes", mode: str = "L", seconds: int = 1) -> dict[str, str]:
+        """Facts that hosts compare, for one record with one picture."""
         user = {"role": "user", "content": [{"type": "image", "image": "a.bmp"}]}
         record = {"messages": [user, {"role": "assistant", "content": answer}]}
         (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")

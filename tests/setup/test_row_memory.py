@@ -76,27 +76,33 @@ def test_layers_that_scale_what_they_add_keep_that(tmp_path, remat, widths):
 
 def test_experts_hold_tokens_of_all_devices_that_share_them(tmp_path):
     experts = {"model__language__experts": {"count": 8, "per_token": 2}}
-    wide = {"model__language__mlp_width": 4096}
-    assert slots(tmp_path, **wide, **experts)[2] > slots(tmp_path, **wide)[2]
+    wide_mlp = {"model__language__mlp_width": 4096}
+    assert slots(tmp_path, **wide_mlp, **experts)[2] > slots(tmp_path, **wide_mlp)[2]
     assert slots(tmp_path, {"fsdp": 8, "data": 1}, **experts)[2] < slots(tmp_path, **experts)[2]
 
 
 def test_stages_hold_the_layers_of_one_and_what_waits_between_them(tmp_path):
-    deep = {"model__language__layers": 400}
-    staged = deep | {"pipeline__stages": 4, "mesh": {"data": 2}}
-    assert slots(tmp_path, **staged)[2] > slots(tmp_path, **deep)[2]
+    many_layers = {"model__language__layers": 400}
+    staged = many_layers | {"pipeline__stages": 4, "mesh": {"data": 2}}
+    assert slots(tmp_path, **staged)[2] > slots(tmp_path, **many_layers)[2]
     no_remat = {"components__language__remat": "none"}
     stage_settings = ({"pipeline__kept_residuals": 8}, {"pipeline__microbatches_in_flight": 1000})
     for settings in (no_remat, *stage_settings):
         assert slots(tmp_path, **staged | settings)[2] < slots(tmp_path, **staged)[2]
     for settings_of_stages in stage_settings:  # without stages, these settings change nothing
-        assert slots(tmp_path, **deep | settings_of_stages)[2] == slots(tmp_path, **deep)[2]
+        assert (
+            slots(tmp_path, **many_layers | settings_of_stages)[2]
+            == slots(tmp_path, **many_layers)[2]
+        )
 
 
 def test_a_state_that_hardly_fits_leaves_a_tenth(tmp_path, monkeypatch):
-    roomy = slots(tmp_path)
+    default_slots = slots(tmp_path)
     monkeypatch.setattr(row_memory, "PLANNED_MEMORY", 1 << 16)
-    assert all(0 < little < much for little, much in zip(slots(tmp_path), roomy, strict=True))
+    assert all(
+        0 < reduced < default
+        for reduced, default in zip(slots(tmp_path), default_slots, strict=True)
+    )
 
 
 def test_forwards_of_a_pipeline_keep_what_a_share_of_memory_holds(tmp_path, monkeypatch):
@@ -153,8 +159,8 @@ def test_averages_and_gradients_that_stay_whole_are_counted(tmp_path):
         assert state({"data": 1} | mesh, **step)[0] == sharded_bytes + gathered_bytes + 4 * (
             layer + head
         )
-        narrow = state({"data": 1} | mesh, **step, **bfloat16)[0]
-        assert narrow == sharded_bytes + gathered_bytes + 2 * layer + 4 * head
+        bfloat16_bytes = state({"data": 1} | mesh, **step, **bfloat16)[0]
+        assert bfloat16_bytes == sharded_bytes + gathered_bytes + 2 * layer + 4 * head
 
 
 @pytest.mark.parametrize("shards", [1, 8])

@@ -86,6 +86,8 @@ def planned_drawing(run: Path, entries: Sequence[Any], devices: int, *overrides:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
+    """Compiled programs to draw with, and their parameters."""
+
     drawing: Drawing
     params: Any
 
@@ -122,12 +124,14 @@ def test_steps_and_guidance_compile_nothing(alone):
     picture = alone.values()["alone"]
     counter = CompilationCounter()
     fewer_steps = alone.values(3, 2.5)["alone"]
-    unguided, plain, strong = (alone.values(1, guidance)["alone"] for guidance in (0.0, 1.0, 2.5))
+    unguided, prompted, guided = (
+        alone.values(1, guidance)["alone"] for guidance in (0.0, 1.0, 2.5)
+    )
     assert counter.count == 0
     assert picture.shape == (20, 24, 3) and np.abs(picture - fewer_steps).max() > 1e-2
     # Within a single step, guidance is linear
-    np.testing.assert_allclose(strong - unguided, 2.5 * (plain - unguided), atol=1e-5)
-    assert np.abs(plain - unguided).max() > 1e-3, "what is drawn depends on the prompt"
+    np.testing.assert_allclose(guided - unguided, 2.5 * (prompted - unguided), atol=1e-5)
+    assert np.abs(prompted - unguided).max() > 1e-3, "what is drawn depends on the prompt"
 
 
 @pytest.mark.slow
@@ -185,7 +189,7 @@ def test_one_step_goes_where_the_loss_is_zero(alone):
     np.testing.assert_allclose(loss.sum(), expected, rtol=1e-5)
 
 
-MESHES = {  # devices, overrides
+MESHES = {  # devices, and overrides of the run's config
     "data4": (4, ()),
     "context2": (2, ("mesh.data=1", "mesh.context=2")),
     "spans": (4, ("phases.diffusion.spans=[4]", "phases.diffusion.capacities=[32]")),

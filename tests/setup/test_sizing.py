@@ -29,13 +29,13 @@ def made(tree):
 
 
 def test_a_decoder_without_a_loss_has_no_head(tmp_path):
-    loud, silent = (
+    with_loss, without_loss = (
         model_flops(*made(drawing_config(tmp_path, objective__language={"weight": weight})))
         for weight in (1.0, 0.0)
     )
     width = 32
-    assert loud["language"].linear - silent["language"].linear == 3 * 2 * width * 320
-    assert loud | {"language": None} == silent | {"language": None}
+    assert with_loss["language"].linear - without_loss["language"].linear == 3 * 2 * width * 320
+    assert with_loss | {"language": None} == without_loss | {"language": None}
 
 
 @pytest.mark.parametrize(

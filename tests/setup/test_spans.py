@@ -34,12 +34,12 @@ AUTO = {f"phases__{phase}__spans": "auto" for phase in ("vision", "audio", "lang
 
 
 def test_auto_takes_what_ranks_and_nodes_allow(tmp_path):
-    everywhere = dict.fromkeys(("vision", "audio", "language"), (1, 2, 4, 8))
-    assert spans(tmp_path, **AUTO) == everywhere
+    all_spans = dict.fromkeys(("vision", "audio", "language"), (1, 2, 4, 8))
+    assert spans(tmp_path, **AUTO) == all_spans
     on_nodes = spans(tmp_path, **AUTO, balance__ranks_per_node=4)
     assert set(on_nodes.values()) == {(1, 2, 4)}
     across = spans(tmp_path, **AUTO, balance={"ranks_per_node": 4, "spans_cross_nodes": True})
-    assert across == everywhere
+    assert across == all_spans
     for cross, widest in ((False, ()), (True, (16, 32, 64))):
         balance = {"ranks_per_node": 8, "spans_cross_nodes": cross}
         cluster = spans(tmp_path, {"data": 128}, 128, **AUTO, balance=balance)
@@ -59,8 +59,8 @@ def test_auto_takes_what_ranks_and_nodes_allow(tmp_path):
         assert set(allowed.values()) == {expected}
     on_nodes = spans(tmp_path, {"data": 12}, 12, **AUTO, balance__ranks_per_node=6)
     assert set(on_nodes.values()) == {(1, 2)}
-    longer = spans(tmp_path, {"data": 16}, 16, **AUTO | {"phases__vision__spans": [1, 16]})
-    assert longer == {"vision": (1, 16), "audio": (1, 2, 4, 8), "language": (1, 2, 4, 8)}
+    configured = spans(tmp_path, {"data": 16}, 16, **AUTO | {"phases__vision__spans": [1, 16]})
+    assert configured == {"vision": (1, 16), "audio": (1, 2, 4, 8), "language": (1, 2, 4, 8)}
     assert set(spans(tmp_path, {"data": 1}, 1, **AUTO).values()) == {(1,)}
 
 

@@ -44,9 +44,9 @@ def test_a_shared_row_is_one_wide_column(balance):
     row_axes = [axes for axes in figure.axes if any("1 shared" in t.get_text() for t in axes.texts)]
     assert len(row_axes) == 2
     for axes in row_axes:
-        wide = [bar for bar in axes.patches if isinstance(bar, Rectangle)]
-        assert len(wide) == 2 * ranks / 4, "data and padding of each shared row"
-        assert all(3 < bar.get_width() < 4 for bar in wide)
+        bars = [bar for bar in axes.patches if isinstance(bar, Rectangle)]
+        assert len(bars) == 2 * ranks / 4, "data and padding of each shared row"
+        assert all(3 < bar.get_width() < 4 for bar in bars)
 
 
 @pytest.mark.slow

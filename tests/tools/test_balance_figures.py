@@ -24,29 +24,37 @@ def test_the_table_has_the_statistics_of_the_plans(compared, balance):
         [p, m] for p in ("vision", "audio", "language") for m in plans
     ]
     assert any(" of 4" in row[-2] for row in table), "some rows are shared"
-    for phase, mode, over, gap, ratio, synchronised, rows, real, idle, spans, gathered in table[
-        :-2
-    ]:
-        statistics_of_phase = {
-            name.removeprefix(f"{phase}/"): value for name, value in plans[mode].items()
-        }
+    for (
+        phase,
+        mode,
+        over_ideal,
+        gap_to_floor,
+        max_over_mean,
+        synchronised,
+        rows,
+        real_share,
+        idle_share,
+        spans,
+        gathered,
+    ) in table[:-2]:
+        expected = {name.removeprefix(f"{phase}/"): value for name, value in plans[mode].items()}
         # Tolerances are half of the last digit that the table shows, and a little more
-        assert float(over) == pytest.approx(statistics_of_phase["over_ideal"], abs=6e-4)
-        assert float(ratio) == pytest.approx(statistics_of_phase["max_over_mean"], abs=6e-4)
-        assert float(gap) == pytest.approx(statistics_of_phase["gap_to_floor"], abs=6e-4)
-        assert float(synchronised) == pytest.approx(statistics_of_phase["synchronised"], abs=6e-4)
-        assert int(rows) == statistics_of_phase["microbatches"]
+        assert float(over_ideal) == pytest.approx(expected["over_ideal"], abs=6e-4)
+        assert float(max_over_mean) == pytest.approx(expected["max_over_mean"], abs=6e-4)
+        assert float(gap_to_floor) == pytest.approx(expected["gap_to_floor"], abs=6e-4)
+        assert float(synchronised) == pytest.approx(expected["synchronised"], abs=6e-4)
+        assert int(rows) == expected["microbatches"]
         counts = Counter(phase_plans[mode][phase].span.tolist())
         assert spans == ", ".join(f"{counts[span]} of {span}" for span in (4, 2, 1) if counts[span])
         slot_bytes = compared.key_value_bytes[phase]
         assert float(gathered) == pytest.approx(
-            statistics_of_phase["gathered_slots"] * slot_bytes / 1e6, abs=0.06
+            expected["gathered_slots"] * slot_bytes / 1e6, abs=0.06
         )
-        assert float(real.removesuffix(" %")) == pytest.approx(
-            100 * statistics_of_phase["real_token_fraction"], abs=0.06
+        assert float(real_share.removesuffix(" %")) == pytest.approx(
+            100 * expected["real_token_fraction"], abs=0.06
         )
-        assert float(idle.removesuffix(" %")) == pytest.approx(
-            100 * (1 - 1 / statistics_of_phase["synchronised"]), abs=0.06
+        assert float(idle_share.removesuffix(" %")) == pytest.approx(
+            100 * (1 - 1 / expected["synchronised"]), abs=0.06
         )
     for row, statistics in zip(table[-2:], plans.values(), strict=True):
         assert float(row[2]) == pytest.approx(statistics["step/over_ideal"], abs=6e-4)
@@ -66,9 +74,9 @@ def test_the_exchange_is_told_by_mode(compared, balance):
         float(row[1]) == pytest.approx(tokens * compared.token_bytes / 1e6, abs=0.06)
         for row in table
     )
-    moved = plan_step(compared.items, compared.after).statistics["route/vision/moved_tokens"]
+    moved_tokens = plan_step(compared.items, compared.after).statistics["route/vision/moved_tokens"]
     assert table[0][2] == "-" and float(table[1][2].removesuffix(" %")) == pytest.approx(
-        100 * moved / tokens, abs=0.06
+        100 * moved_tokens / tokens, abs=0.06
     )
     assert [row[3:5] for row in table] == [["-", "-"]] * 2
     assert float(table[1][5]) >= 1

@@ -29,6 +29,7 @@ from tests.training.drawing import drawing_config, make_pictures
 
 KNOWN = Coefficients(row=2e-3, slot=3e-6, linear=5e-7, quadratic=2e-9, residual=0)
 FLOPS = ItemCost(1000, 3)
+# Rows of two capacities, which are needed to tell the cost per row from the cost per slot
 ROWS = [fill for capacity in (4096, 512) for fill in fills(RowClass(capacity), 8, 64)]
 
 
@@ -253,10 +254,10 @@ def test_the_command_measures_every_phase(command):
     assert (measured.platform, measured.device) == ("cpu", jax.devices()[0].device_kind)
     assert measured.mesh["data"] == 4 and measured.jax == jax.__version__
     for phase in measured.phases.values():
-        full = Fill(phase.capacities[0], 1, phase.capacities[0])
+        full_row = Fill(phase.capacities[0], 1, phase.capacities[0])
         assert (
-            phase.forward.seconds(full, phase.flops) > 0
-            and 0 < phase.training.seconds(full, phase.flops) < 10
+            phase.forward.seconds(full_row, phase.flops) > 0
+            and 0 < phase.training.seconds(full_row, phase.flops) < 10
         )
     lines = calibrate.table(measured)
     assert [line[:2] for line in lines] == [
@@ -276,15 +277,18 @@ def test_a_calibration_changes_costs_and_leaves_flops_alone(command, caplog):
         with caplog.at_level(logging.WARNING):
             specs.append(plan_spec(config, inputs))
     assert not caplog.records  # the device and the model are those of the calibration
-    plain, calibrated = specs
+    uncalibrated, calibrated = specs
     items = inputs.corpus.gather(np.arange(16))
     statistics = [plan_step(items, spec).statistics for spec in specs]
-    for name, measured in load_calibration(calibration, plain.phases).phases.items():
+    for name, measured in load_calibration(calibration, uncalibrated.phases).phases.items():
         cost = measured.time
         phase = calibrated.phases[name]
         assert phase.cost == cost.item
-        assert phase.cost != plain.phases[name].cost
-        assert phase.flops == plain.phases[name].flops and plain.phases[name].model_flops is None
+        assert phase.cost != uncalibrated.phases[name].cost
+        assert (
+            phase.flops == uncalibrated.phases[name].flops
+            and uncalibrated.phases[name].model_flops is None
+        )
         assert statistics[0][f"{name}/flops"] == statistics[1][f"{name}/flops"] > 0
 
 

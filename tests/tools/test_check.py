@@ -37,16 +37,16 @@ def same_environment(monkeypatch):
 
 def check(config_file, *arguments, chip="cpu", devices=8):
     """Run the command on the config, and return its exit code."""
-    counted = [] if devices is None else ["--devices", str(devices)]
-    return main(["--config", str(config_file), "--chip", chip, *counted, *arguments])
+    device_options = [] if devices is None else ["--devices", str(devices)]
+    return main(["--config", str(config_file), "--chip", chip, *device_options, *arguments])
 
 
 def test_tables_and_records_of_two_programs(config_file, capsys):
     path = config_file.with_name("check.json")
     arguments = ("--only", "totals,hop", "--json", str(path))
     assert check(config_file, *arguments, devices=None) == 0
-    out = " ".join(capsys.readouterr().out.split())  # titles wrap
-    assert "memory of one device" in out and "collectives of one device" in out
+    printed = " ".join(capsys.readouterr().out.split())  # titles wrap
+    assert "memory of one device" in printed and "collectives of one device" in printed
     record = json.loads(path.read_text())
     assert record["chip"] == "cpu" and record["devices"] == 8
     memory_rows = {row["program"]: row for row in record["rows"] if "memory" in row}
@@ -62,19 +62,19 @@ def test_tables_and_records_of_two_programs(config_file, capsys):
     assert (summed["axes"], summed["dtype"], summed["trips"]) == (["data", "fsdp"], "f32", 1)
     assert summed["bytes"] * summed["count"] == summed["total_bytes"] == 4 * 4 * 4
     assert summed["sent_bytes"] == pytest.approx(2 * 7 / 8 * 64)
-    exchanged = [row for row in record["rows"] if row.get("operation") == "all-to-all"]
-    assert exchanged and all(row["program"] == "hop vision" for row in exchanged)
+    exchanges = [row for row in record["rows"] if row.get("operation") == "all-to-all"]
+    assert exchanges and all(row["program"] == "hop vision" for row in exchanges)
 
 
 def test_generated_lengths_take_the_place_of_data(config_file, capsys):
-    nowhere = "data.sources=[{name: sample, path: /nowhere.jsonl}]"
-    changed = ("phases.language.max_capacity=16384", "data.batch_size=64")
-    assert check(config_file, "--generated", "--only", "totals", nowhere, *changed) == 0
+    absent_source = "data.sources=[{name: sample, path: /nowhere.jsonl}]"
+    overrides = ("phases.language.max_capacity=16384", "data.batch_size=64")
+    assert check(config_file, "--generated", "--only", "totals", absent_source, *overrides) == 0
     assert "totals" in capsys.readouterr().out
-    assert check(config_file, "--only", "totals", nowhere) == 1
+    assert check(config_file, "--only", "totals", absent_source) == 1
     assert "/nowhere.jsonl" in capsys.readouterr().err
-    staged = ("pipeline.stages=2", "pipeline.layout=chain", "mesh.data=1", *changed)
-    assert check(config_file, "--generated", "--only", "totals", nowhere, *staged) == 0
+    staged = ("pipeline.stages=2", "pipeline.layout=chain", "mesh.data=1", *overrides)
+    assert check(config_file, "--generated", "--only", "totals", absent_source, *staged) == 0
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ MARKS = {
     "internvl": pytest.mark.slow,
     "qwen3_omni_moe": pytest.mark.slow,
 }
-BY_COMMAND = "llama"  # compared by `jaxmllm convert verify` itself
+BY_COMMAND = "llama"  # compared in the test of `jaxmllm convert verify`
 ROWS = {"block": 32, "row_classes": 1, "spans": [1]}
 
 
@@ -201,7 +201,7 @@ IDS = {"input_ids": np.ones((1, 3), int)}
 
 def test_inputs_that_are_none(tmp_path, capsys):
     folder = GOLDENS / QUICK
-    for arrays, words in (
+    for arrays, message in (
         ({"pixel_values": np.zeros(3)}, "holds pixel_values; it must hold input_ids"),
         ({"pixel_values_videos": np.zeros(3)}, "holds pixel_values_videos; it must hold input"),
         ({"input_ids": np.zeros(3, int)}, "of one shape [texts, tokens]"),
@@ -214,7 +214,7 @@ def test_inputs_that_are_none(tmp_path, capsys):
     ):
         np.savez(tmp_path / "inputs.npz", **arrays)
         assert main(["verify", str(folder), str(tmp_path / "inputs.npz")]) == 2
-        assert words in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     (tmp_path / "inputs.npz").write_text("none")
     assert main(["verify", str(folder), str(tmp_path / "inputs.npz")]) == 2
     assert "is no .npz file" in capsys.readouterr().err
@@ -225,7 +225,7 @@ def test_pictures_that_are_none(tmp_path, capsys):
     inputs = dict(np.load(folder / "inputs.npz"))
     names = ("image_grid_thw", "mm_token_type_ids", "pixel_values")
     grids, types, pixels = (inputs[name] for name in names)
-    for changes, words in (
+    for changes, message in (
         ({"mm_token_type_ids": None}, "has media, but not mm_token_type_ids; without it the ref"),
         ({"pixel_values": None}, "has pictures, but not pixel_values"),
         ({"mm_token_type_ids": types[:, 1:]}, "must be of the shape of input_ids, [3, 24] (got"),
@@ -244,21 +244,21 @@ def test_pictures_that_are_none(tmp_path, capsys):
         arrays = {name: value for name, value in (inputs | changes).items() if value is not None}
         np.savez(tmp_path / "inputs.npz", **arrays)
         assert main(["verify", str(folder), str(tmp_path / "inputs.npz")]) == 2
-        assert words in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_squares_that_are_none(tmp_path, capsys):
     folder = GOLDENS / "gemma3-tower"
     inputs = dict(np.load(folder / "inputs.npz"))
     pixels = inputs["pixel_values"]
-    for changes, words in (
+    for changes, message in (
         ({"pixel_values": pixels[:, :, 1:]}, "pixel_values must be [pictures, 3, 16, 16] (got [3"),
         ({"pixel_values": pixels[1:]}, "the pictures of pixel_values have [4, 4] tokens, and mm_"),
         ({"image_grid_thw": np.ones((3, 3))}, "has image_grid_thw, and pictures of this model ar"),
     ):
         np.savez(tmp_path / "inputs.npz", **inputs | changes)
         assert main(["verify", str(folder), str(tmp_path / "inputs.npz")]) == 2
-        assert words in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_clips_that_are_none(tmp_path, capsys):
@@ -266,7 +266,7 @@ def test_clips_that_are_none(tmp_path, capsys):
     inputs = dict(np.load(folder / "inputs.npz"))
     features = inputs["input_features"]
     mask = inputs["feature_attention_mask"]
-    for changes, words in (
+    for changes, message in (
         ({"feature_attention_mask": None}, "has clips, but not feature_attention_mask"),
         ({"feature_attention_mask": mask[:, 1:]}, "feature_attention_mask [clips, frames] (got"),
         ({"input_features": features[:, 1:]}, "have 11 mel bins, and the tower 12"),
@@ -281,7 +281,7 @@ def test_clips_that_are_none(tmp_path, capsys):
         arrays = {name: value for name, value in (inputs | changes).items() if value is not None}
         np.savez(tmp_path / "inputs.npz", **arrays)
         assert main(["verify", str(folder), str(tmp_path / "inputs.npz")]) == 2
-        assert words in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_what_is_compared_has_one_shape_and_keeps_nan(tmp_path):
@@ -304,10 +304,11 @@ def test_what_is_compared_has_one_shape_and_keeps_nan(tmp_path):
 
     assert found("reference", logits=logits + 2, loss=1.0)["logits"] == 2
     assert found("gradients", key=gradient + 2)["gradients"] == {"key": 1}
+    # A difference that is NaN must not pass as small
     logits[0, 1, 2] = gradient[1, 1] = np.nan
     assert np.isnan(found("reference", logits=logits)["logits"])
     assert np.isnan(found("gradients", key=gradient)["gradients"]["key"])
-    for kind, arrays, words in (
+    for kind, arrays, message in (
         ("reference", {"loss": 1.0}, "holds loss; it must hold logits"),
         ("reference", {"logits": logits[:, :2]}, "logits must be numbers of shape [1, 3, 10] (got"),
         ("reference", {"logits": logits[..., :9]}, "of shape [1, 4, 10] (got float64 [1, 4, 9])"),
@@ -317,7 +318,7 @@ def test_what_is_compared_has_one_shape_and_keeps_nan(tmp_path):
         ("reference", {"logits": logits, "loss": [1]}, "loss must be numbers of shape [] (got"),
         ("gradients", {"key": gradient[:1, :1]}, "key must be numbers of shape [2, 3] (got float6"),
     ):
-        with pytest.raises(ConfigError, match=re.escape(words)):
+        with pytest.raises(ConfigError, match=re.escape(message)):
             found(kind, **arrays)
 
 
@@ -452,8 +453,10 @@ def in_float32(source: Path, folder: Path) -> Path:
     shutil.copytree(source, folder)
     for path in folder.glob("*.safetensors"):
         tensors = WeightFile.open(path).tensors
-        wide = {key: tensor.array().astype(np.float32) for key, tensor in tensors.items()}
-        write_tensors(path, wide)
+        float32_tensors = {
+            key: tensor.array().astype(np.float32) for key, tensor in tensors.items()
+        }
+        write_tensors(path, float32_tensors)
     return folder
 
 
@@ -482,6 +485,7 @@ def test_merged_and_unmerged_logits_are_those_of_peft(name, kind, tmp_path):
     assert (
         max(np.abs(a - b).max() for a, b in zip(unmerged_logits, base_logits, strict=True)) > 1e-1
     )
+    # What follows needs peft, which not every environment has
     if importlib.util.find_spec("peft") is None:
         return
     out = tmp_path / "alone"

@@ -53,9 +53,9 @@ def asked(size: str = "8x8", prompt: str = "a circle", guidance: int = 1) -> lis
 
 def test_folders_that_hold_no_run_that_draws(run, refusal, tmp_path):
     assert "holds no run: there is no config.yaml" in refusal(tmp_path / "absent", *asked())
-    silent = tmp_path / "silent"
-    write_config(silent, parse_config(tiny_config(silent, **TEXT_ALONE)))
-    assert "draws nothing: it has no model.diffusion" in refusal(silent, *asked())
+    silent_run = tmp_path / "silent"
+    write_config(silent_run, parse_config(tiny_config(silent_run, **TEXT_ALONE)))
+    assert "draws nothing: it has no model.diffusion" in refusal(silent_run, *asked())
     assert f"{run} holds no checkpoint" in refusal(run, *asked())
 
 

@@ -78,9 +78,9 @@ def test_attention_sees_what_costs_count(
     row, fill, spec = made_up(tree, phase)
     _, slots_that_see_one_another = np.unique(row[seen][row["segments"] > 0], return_counts=True)
     full, windowed = spec.flops.squares(fill.length)
-    counted = windowed if seen == "windows" or section.get("attention") else full
+    expected_squares = windowed if seen == "windows" or section.get("attention") else full
     # Attention within groups of n slots takes n ** 2 scores each
-    assert (slots_that_see_one_another**2).sum() == fill.items * counted
+    assert (slots_that_see_one_another**2).sum() == fill.items * expected_squares
 
 
 @pytest.mark.parametrize("conditioning", ["joint", "cross"])
@@ -88,11 +88,11 @@ def test_generated_items_are_drawn_from_nothing(tmp_path: Any, conditioning: str
     make_pictures(tmp_path)
     tree = drawing_config(tmp_path, mesh={"data": 1}, model__diffusion__conditioning=conditioning)
     row, fill, spec = made_up(tree, "diffusion")
-    numbers, patches = np.unique(row["owners"], return_counts=True)
-    assert numbers.tolist() == [0, 1, 2] and patches[1:].tolist() == [fill.length] * fill.items
+    owners, patches = np.unique(row["owners"], return_counts=True)
+    assert owners.tolist() == [0, 1, 2] and patches[1:].tolist() == [fill.length] * fill.items
     assert (row["owners"] > 0).tolist() == (row["patches"] >= 0).tolist()
     assert (row["segments"] == row["owners"]).all() and (row["conditions"] == -1).all()
     full, _ = spec.flops.squares(fill.length)
     assert (patches[1:] ** 2).sum() == fill.items * full
-    text, _, _ = made_up(tree, LANGUAGE)
-    assert (text["states"] == -1).all()
+    text_row, _, _ = made_up(tree, LANGUAGE)
+    assert (text_row["states"] == -1).all()

@@ -70,6 +70,7 @@ SMALL = [
 ]
 
 
+# The same for the model that draws, whose items are small
 FEW = [
     f"phases.{phase}={{block: 32, capacities: [{slots}], spans: [1]}}"
     for phase, slots in (("vision", 128), ("language", 256), ("diffusion", 256))
@@ -101,8 +102,8 @@ def test_a_run_of_the_plan_has_the_rows_that_were_planned(out):
 def test_rows_that_ranks_share_hold_what_a_run_of_the_plan_does(config_file, tmp_path):
     """A row that several ranks hold together takes items that no row of one rank could hold."""
     rows = "phases.language={block: 32, max_capacity: 128, row_classes: 1}"
-    words = ["mesh={fsdp: 1, tensor: 1}", "pipeline.stages=1", *SMALL[:2], rows]
-    assert plan(config_file, "--out", str(tmp_path), *words, devices=2) == 0
+    arguments = ["mesh={fsdp: 1, tensor: 1}", "pipeline.stages=1", *SMALL[:2], rows]
+    assert plan(config_file, "--out", str(tmp_path), *arguments, devices=2) == 0
     assert_planned_as_run(tmp_path, 2)
     # With context 2, one rank holds each row in two parts, and no other rank could share it
     (reason,) = json.loads((tmp_path / "plan.json").read_text())["rejected"]
@@ -122,8 +123,8 @@ def test_what_compilers_say_takes_the_place_of_estimates(config_file, tmp_path, 
     monkeypatch.setattr("jaxmllm.tools.plan_check.compiled_memory", told)
     monkeypatch.setattr("jaxmllm.tools.plan_layout.only_compile", lambda: None)
     record = tmp_path / "plan.json"
-    words = ["--generated", "--check", "1", "--json", str(record), *SMALL]
-    assert plan(config_file, *words, "mesh={context: 1, tensor: 1, data: -1}") == 0
+    arguments = ["--generated", "--check", "1", "--json", str(record), *SMALL]
+    assert plan(config_file, *arguments, "mesh={context: 1, tensor: 1, data: -1}") == 0
     plans = json.loads(record.read_text())
     chosen, *unchecked = plans["layouts"]
     assert plans["checked"]["not_checked"] is None
@@ -140,8 +141,8 @@ def test_what_compilers_say_takes_the_place_of_estimates(config_file, tmp_path, 
 def test_programs_of_a_planned_layout_compile(config_file, tmp_path, monkeypatch):
     monkeypatch.setattr("jaxmllm.tools.plan_layout.only_compile", lambda: None)
     record = tmp_path / "plan.json"
-    words = ["--generated", "--check", "1", "--json", str(record), *SMALL, "mesh={data: 2}"]
-    assert plan(config_file, *words, devices=2) == 0
+    arguments = ["--generated", "--check", "1", "--json", str(record), *SMALL, "mesh={data: 2}"]
+    assert plan(config_file, *arguments, devices=2) == 0
     layout = json.loads(record.read_text())["layouts"][0]
     assert layout["peak_moment"] == "compiled" and layout["peak_parts"]["program"] > 1 << 20
 
@@ -157,8 +158,8 @@ def test_layouts_in_stages_are_left_to_the_other_command():
 def test_without_a_compiler_the_plan_goes_on(config_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("jaxmllm.tools.plan_layout.only_compile", lambda: None)
     record = tmp_path / "plan.json"
-    words = ["--generated", "--check", "2", "--json", str(record), *SMALL, "mesh={data: 8}"]
-    assert plan(config_file, *words, cluster="a100") == 0
+    arguments = ["--generated", "--check", "2", "--json", str(record), *SMALL, "mesh={data: 8}"]
+    assert plan(config_file, *arguments, cluster="a100") == 0
     assert "not checked by a compiler" in capsys.readouterr().out
     assert "NVIDIA A100" in json.loads(record.read_text())["checked"]["not_checked"]
 
@@ -170,12 +171,13 @@ def test_without_a_compiler_the_plan_goes_on(config_file, tmp_path, monkeypatch,
 def test_without_the_plugins_wheels_the_plan_goes_on(
     config_file, tmp_path, monkeypatch, capsys, installed, says
 ):
+    """Both without the wheels and with wheels of another version."""
     monkeypatch.setattr("jaxmllm.tools.plan_layout.only_compile", lambda: None)
     monkeypatch.setattr(chips, "_installed", lambda package: installed)
     monkeypatch.setattr(chips, "_version", lambda wheel: "0.9.7")
     record = tmp_path / "plan.json"
-    words = ["--generated", "--check", "1", "--json", str(record), *SMALL, "mesh={data: 8}"]
-    assert plan(config_file, *words, cluster="h100") == 0
+    arguments = ["--generated", "--check", "1", "--json", str(record), *SMALL, "mesh={data: 8}"]
+    assert plan(config_file, *arguments, cluster="h100") == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if says in line]
     assert line.startswith("not checked by a compiler, bytes of all layouts are estimates: ")
     plans = json.loads(record.read_text())
@@ -208,8 +210,15 @@ def test_a_layout_that_takes_as_long_lost_by_its_axes():
 def test_experts_are_planned_where_the_axis_divides_them(config_file, tmp_path):
     record = tmp_path / "plan.json"
     experts = "model.language.experts={count: 4, per_token: 2}"
-    words = ["--generated", "--json", str(record), *SMALL, experts, "mesh={context: 1, tensor: 1}"]
-    assert plan(config_file, *words, "pipeline.stages=1", cluster="h100") == 0
+    arguments = [
+        "--generated",
+        "--json",
+        str(record),
+        *SMALL,
+        experts,
+        "mesh={context: 1, tensor: 1}",
+    ]
+    assert plan(config_file, *arguments, "pipeline.stages=1", cluster="h100") == 0
     plans = json.loads(record.read_text())
     assert {layout["mesh"]["fsdp"] for layout in plans["layouts"]} <= {1, 2, 4}
     assert any("experts" in reason for reason in plans["rejected"])
@@ -224,8 +233,8 @@ def test_stems_of_convolutions_along_time_and_mels_are_planned(config_file, tmp_
     for channels in (8, 64):
         record = tmp_path / f"{channels}.json"
         stem = f"model.audio.stem_channels={channels}"
-        words = ["--generated", "--json", str(record), *SMALL, stem, "mesh={data: 8}"]
-        assert plan(config_file, *words, cluster="h100") == 0
+        arguments = ["--generated", "--json", str(record), *SMALL, stem, "mesh={data: 8}"]
+        assert plan(config_file, *arguments, cluster="h100") == 0
         (layout,) = json.loads(record.read_text())["layouts"]
         assert sum(layout["parts"].values()) == pytest.approx(layout["step_s"])
         peaks.append((layout["peak_bytes"], layout["parts"]["audio/compute"]))
@@ -234,6 +243,7 @@ def test_stems_of_convolutions_along_time_and_mels_are_planned(config_file, tmp_
 
 @pytest.fixture(scope="module")
 def drawing_file(tmp_path_factory):
+    """The config of a model that draws, without a mesh, which is left for the plan."""
     folder = tmp_path_factory.mktemp("drawing")
     make_pictures(folder)
     config = drawing_config(folder)
@@ -257,8 +267,8 @@ def assert_planned_as_run(folder, devices):
 
 
 def test_a_model_that_draws_is_planned(drawing_file, tmp_path):
-    words = ["--out", str(tmp_path), "mesh={fsdp: 2, context: 1, tensor: 1}", *FEW]
-    assert plan(drawing_file, *words, devices=4) == 0
+    arguments = ["--out", str(tmp_path), "mesh={fsdp: 2, context: 1, tensor: 1}", *FEW]
+    assert plan(drawing_file, *arguments, devices=4) == 0
     layouts = json.loads((tmp_path / "plan.json").read_text())["layouts"]
     for layout in layouts:
         assert sum(layout["parts"].values()) == pytest.approx(layout["step_s"])
@@ -268,8 +278,8 @@ def test_a_model_that_draws_is_planned(drawing_file, tmp_path):
 
 @pytest.mark.slow
 def test_a_model_that_draws_is_planned_in_stages(drawing_file, tmp_path):
-    words = ["--out", str(tmp_path), "mesh={data: 2}", "pipeline.stages=2", *FEW]
-    assert plan(drawing_file, *words, devices=4) == 0
+    arguments = ["--out", str(tmp_path), "mesh={data: 2}", "pipeline.stages=2", *FEW]
+    assert plan(drawing_file, *arguments, devices=4) == 0
     (layout,) = json.loads((tmp_path / "plan.json").read_text())["layouts"]
     assert layout["stages"] == 2 and layout["parts"]["diffusion/compute"] > 0
     assert sum(layout["parts"].values()) == pytest.approx(layout["step_s"])
@@ -284,8 +294,8 @@ def test_a_plan_is_a_run(config_file, tmp_path, capsys):
     """
     folder = tmp_path / "plan"
     run = f"run.directory={tmp_path / 'run'}"
-    words = ["--out", str(folder), "run.steps=10", run, "mesh={context: 1, tensor: 1}"]
-    assert plan(config_file, *words) == 0
+    arguments = ["--out", str(folder), "run.steps=10", run, "mesh={context: 1, tensor: 1}"]
+    assert plan(config_file, *arguments) == 0
     planned = json.loads((folder / "plan.json").read_text())["steps"]
     assert train(["--config", str(folder / "plan.yaml")]) == 0
     logged = {record["step"]: record for record in read_metrics(tmp_path / "run")}
@@ -304,8 +314,8 @@ def test_a_plan_is_a_run(config_file, tmp_path, capsys):
         assert any(name.endswith("/real_token_fraction") for name in predicted)
     capsys.readouterr()
     fitted = tmp_path / "fitted"
-    words = ["--from-run", str(tmp_path / "run"), "--cluster", "cpu", "--out", str(fitted)]
-    assert main(words) == 0
+    arguments = ["--from-run", str(tmp_path / "run"), "--cluster", "cpu", "--out", str(fitted)]
+    assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "are exactly those planned" in printed
     *_, step = json.loads((fitted / "plan.json").read_text())["run"]
@@ -340,12 +350,16 @@ def test_what_cannot_be_planned_is_one_line(config_file, capsys, words, code, sa
 
 
 def test_where_nothing_fits_the_line_says_what_would_do(config_file, tmp_path, capsys):
-    """The line names the closest layout, what it lacks, and how
-    many devices would do; state alone is 0.7 MB."""
+    """The closest layout, what it lacks, and how many devices would do; state alone is 0.7 MB."""
     cluster = tmp_path / "small.yaml"
     cluster.write_text("like: h100\nmemory: 4.0e+6\n")
-    words = ["--generated", "mesh={data: 1, context: 1, tensor: 1}", "pipeline.stages=1", *SMALL]
-    assert plan(config_file, *words, devices=2, cluster=str(cluster)) == 1
+    arguments = [
+        "--generated",
+        "mesh={data: 1, context: 1, tensor: 1}",
+        "pipeline.stages=1",
+        *SMALL,
+    ]
+    assert plan(config_file, *arguments, devices=2, cluster=str(cluster)) == 1
     (error,) = capsys.readouterr().err.strip().splitlines()
     assert error.startswith("error: nothing fits 2 devices") and "GB in" in error
 
@@ -377,13 +391,13 @@ def test_a_calibration_of_something_else_is_named(config_file, tmp_path, capsys)
     path.write_text(json.dumps(record))
     assert plan(config_file, "--generated", f"balance.calibration={path}", cluster="h100") == 1
     error = capsys.readouterr().err
-    for words in (
+    for message in (
         "on 'other'",
         "another model",
         "on 4 devices, but there are 8",
         "balance.calibration=null",
     ):
-        assert words in error
+        assert message in error
 
 
 def test_batches_without_some_media_are_noted(config_file, capsys):
@@ -422,10 +436,12 @@ def test_a_run_is_predicted_at_the_efficiency_that_it_shows(out, tmp_path, capsy
     assert "predicted with an efficiency of 0.5" in printed
     assert "all 2 steps are exactly those planned" in printed
     assert any("/rows_of_" in name for name in steps[0])
+    # Logged rows that differ from the planned ones are told
     records[4]["language/rows"] += 1
     (folder / "metrics.jsonl").write_text("".join(json.dumps(logged) + "\n" for logged in records))
     assert main(["--from-run", str(folder), "--cluster", "cpu"]) == 0
     assert "of 2 steps, other than planned: language/rows in 1" in capsys.readouterr().out
+    # Two steps are all warm-up, and leave nothing to fit to
     (folder / "metrics.jsonl").write_text("".join(lines[:2]))
     assert main(["--from-run", str(folder), "--cluster", "cpu"]) == 1
     assert "let it run longer" in capsys.readouterr().err
@@ -451,11 +467,12 @@ def test_a_run_whose_batch_size_changed_is_predicted_from_then_on(out, tmp_path,
     cluster = tmp_path / "mine.yaml"
     cluster.write_text("like: cpu\nmemory: 16e9\n")
     fitted = tmp_path / "fitted"
-    words = ["--from-run", str(folder), "--cluster", str(cluster), "--out", str(fitted)]
-    assert main(words) == 0
+    arguments = ["--from-run", str(folder), "--cluster", str(cluster), "--out", str(fitted)]
+    assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "all 2 steps are exactly those planned" in printed
     assert "a step took 0.5 s, the median of 2;" in printed
+    # The fitted record must not refer to the file that it began from
     cluster.unlink()
     fitted_cluster = cluster_of(str(fitted / "cluster.yaml"))
     assert (
@@ -466,7 +483,7 @@ def test_a_run_whose_batch_size_changed_is_predicted_from_then_on(out, tmp_path,
     (folder / "metrics.jsonl").write_text(
         "".join(json.dumps(logged) + "\n" for logged in records[:5])
     )
-    assert main(words[:2]) == 1
+    assert main(arguments[:2]) == 1
     assert "3 steps are logged from step 3 on" in capsys.readouterr().err
 
 
@@ -498,8 +515,8 @@ def test_a_run_in_stages_has_the_rows_that_were_planned(config_file, tmp_path):
 @pytest.mark.exhaustive
 def test_stages_are_simulated_under_the_mode_that_they_have(config_file, tmp_path):
     record = tmp_path / "modes.json"
-    words = ["--generated", "--simulate", "--json", str(record), *STAGED]
-    assert plan(config_file, *words, "mesh={data: 2}", devices=4, cluster="h100") == 0
+    arguments = ["--generated", "--simulate", "--json", str(record), *STAGED]
+    assert plan(config_file, *arguments, "mesh={data: 2}", devices=4, cluster="h100") == 0
     modes = json.loads(record.read_text())["modes"]
     assert [(mode["mode"], mode["stages"]) for mode in modes] == [("phases", 2)]
 
@@ -507,8 +524,8 @@ def test_stages_are_simulated_under_the_mode_that_they_have(config_file, tmp_pat
 @pytest.mark.slow
 def test_every_balance_mode_is_simulated(config_file, tmp_path):
     record = tmp_path / "modes.json"
-    words = ["--generated", "--simulate", "--json", str(record), "mesh={data: 8}"]
-    assert plan(config_file, *words, cluster="h100") == 0
+    arguments = ["--generated", "--simulate", "--json", str(record), "mesh={data: 8}"]
+    assert plan(config_file, *arguments, cluster="h100") == 0
     modes = {mode["mode"]: mode for mode in json.loads(record.read_text())["modes"]}
     assert [*modes] == ["none", "tokens", "language", "phases"]
     assert all(
@@ -520,8 +537,8 @@ def test_every_balance_mode_is_simulated(config_file, tmp_path):
 def test_modes_that_rows_of_several_ranks_leave_out_are_lines(config_file, tmp_path, capsys):
     record = tmp_path / "modes.json"
     rows = [word.replace("spans: [1]", "spans: [2]") for word in SMALL]
-    words = ["--generated", "--simulate", "--json", str(record), *rows, "mesh={data: 2}"]
-    assert plan(config_file, *words, devices=2, cluster="h100") == 0
+    arguments = ["--generated", "--simulate", "--json", str(record), *rows, "mesh={data: 2}"]
+    assert plan(config_file, *arguments, devices=2, cluster="h100") == 0
     simulated, *refused = json.loads(record.read_text())["modes"]
     assert simulated["mode"] == "phases" and simulated["step_s"] > 0
     assert [mode["mode"] for mode in refused] == ["none", "tokens", "language"]
@@ -529,7 +546,8 @@ def test_modes_that_rows_of_several_ranks_leave_out_are_lines(config_file, tmp_p
     for mode in refused:
         assert "every row lies on one rank; leave spans out" in mode["why_not"]
         assert f"balance.mode {mode['mode']} is not simulated: {mode['why_not']}" in printed
-    assert plan(config_file, *words, "balance.mode=none", devices=2, cluster="h100") == 1
+    # As the mode of the config, it is an error
+    assert plan(config_file, *arguments, "balance.mode=none", devices=2, cluster="h100") == 1
     assert "every row lies on one rank" in capsys.readouterr().err
 
 
@@ -548,8 +566,8 @@ def test_numbers_of_devices_are_compared(config_file, tmp_path, capsys):
     """The cheapest and the fastest are named, and why a number has no layout."""
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text("like: cpu\nprice_per_hour: 2.0\n")
-    words = [*SMALL, "--out", str(tmp_path / "plan"), "mesh={fsdp: 2, context: 1, tensor: 1}"]
-    assert plan(config_file, *words, devices="4,3,2", cluster=str(cluster)) == 0
+    arguments = [*SMALL, "--out", str(tmp_path / "plan"), "mesh={fsdp: 2, context: 1, tensor: 1}"]
+    assert plan(config_file, *arguments, devices="4,3,2", cluster=str(cluster)) == 0
     counts = json.loads((tmp_path / "plan" / "plan.json").read_text())["counts"]
     two_devices, three_devices, four_devices = counts
     assert three_devices.keys() == {"devices", "why_not"} and "mesh" in three_devices["why_not"]

@@ -54,6 +54,7 @@ def test_a_mesh_changes_nothing(mesh):
 
 
 def check(found: dict[str, Any]) -> None:
+    """Assert that logits, loss and gradients agree with the reference."""
     assert found["logits"] < 1e-4 and found["loss_difference"] < 1e-4
     assert found["gradients"] and max(found["gradients"].values()) < 1e-4
 
@@ -65,7 +66,7 @@ def test_videos_that_are_none(tmp_path, capsys):
     grids = inputs["video_grid_thw"]
     types = inputs["mm_token_type_ids"]
     seconds = inputs["second_per_grid_ts"]
-    for changes, words in (
+    for changes, message in (
         ({"video_grid_thw": None}, "second_per_grid_ts: there are no videos whose times are pos"),
         (
             {"video_grid_thw": None, "second_per_grid_ts": None},
@@ -82,4 +83,4 @@ def test_videos_that_are_none(tmp_path, capsys):
         arrays = {name: value for name, value in (inputs | changes).items() if value is not None}
         np.savez(tmp_path / "inputs.npz", **arrays)
         assert main(["verify", str(folder), str(tmp_path / "inputs.npz")]) == 2
-        assert words in capsys.readouterr().err
+        assert message in capsys.readouterr().err

@@ -49,14 +49,17 @@ def sound_in(path: Path) -> str:
     """The kind of a clip, told by its peaks, flatness, bandwidth and pitch, in this order."""
     samples, rate = soundfile.read(path, always_2d=True)
     wave = samples.mean(axis=1)
+    # Kurtosis: clicks are rare and loud
     if np.mean(wave**4) / np.mean(wave**2) ** 2 > 6:
         return "clicks"
     power = np.abs(np.fft.rfft(wave * np.hanning(len(wave)))) ** 2 + 1e-12
     frequency = np.fft.rfftfreq(len(wave), 1 / rate)
+    # Spectral flatness: near 1 for white noise, near 0 for tones
     if np.exp(np.mean(np.log(power))) / np.mean(power) > 0.2:
         return "noise"
     share = power / power.sum()
     pitch = float((share * frequency).sum())
+    # Bandwidth: a siren sweeps, other tones do not
     if np.sqrt((share * (frequency - pitch) ** 2).sum()) > 250:
         return "siren"
     peak = frequency[power.argmax()]
@@ -80,7 +83,7 @@ def test_two_runs_give_the_same_bytes_and_another_seed_does_not(sample, tmp_path
 def test_answers_follow_from_the_media_alone(sample):
     """Against labels that are measured in the files: mean colours and spectra."""
     out, _ = sample
-    opposite = {
+    antonyms = {
         label: antonym for pair in OPPOSITES.items() for label, antonym in (pair, pair[::-1])
     }
     counts = Counter()
@@ -96,7 +99,7 @@ def test_answers_follow_from_the_media_alone(sample):
                 expected = [(*images, *clips)]
             case _:
                 words = question_of(record).translate(str.maketrans(".,?:", "    ")).split()
-                expected = [(opposite[word],) for word in words if word in opposite]
+                expected = [(antonyms[word],) for word in words if word in antonyms]
         assert [tuple(answer_of(record).split())] == expected, record
         counts[record["source"]] += 1
     assert counts == dict.fromkeys(KINDS, (TRAIN + TEST) // 4)

@@ -60,8 +60,10 @@ def test_there_are_as_many_of_a_kind_as_is_said(kind, shapes):
 def test_training_lacks_two_combinations_of_every_colour(kind, scenes, where, tmp_path):
     make_shapes(tmp_path, train=288, test=216)
     trained = {scene_of(answered(record)) for record in read(tmp_path / f"{kind}-train.jsonl")}
-    tested = Counter(scene_of(answered(record)) for record in read(tmp_path / f"{kind}-test.jsonl"))
-    assert set(tested) == set(scenes) and len(set(tested.values())) == 1
+    test_scenes = Counter(
+        scene_of(answered(record)) for record in read(tmp_path / f"{kind}-test.jsonl")
+    )
+    assert set(test_scenes) == set(scenes) and len(set(test_scenes.values())) == 1
     unseen = set(scenes) - trained
     assert unseen == {scene for scene in scenes if scene.unseen}
     names = PLACES if where == "place" else MOTIONS
@@ -72,9 +74,9 @@ def test_training_lacks_two_combinations_of_every_colour(kind, scenes, where, tm
 
 
 def test_few_clips_have_all_colours_with_all_motions(shapes):
-    tested = [scene_of(answered(record)) for record in read(shapes / "clips-test.jsonl")]
-    assert len({(scene.colour, scene.motion) for scene in tested}) == 24
-    assert set(Counter(scene.shape for scene in tested).values()) == {8}
+    test_scenes = [scene_of(answered(record)) for record in read(shapes / "clips-test.jsonl")]
+    assert len({(scene.colour, scene.motion) for scene in test_scenes}) == 24
+    assert set(Counter(scene.shape for scene in test_scenes).values()) == {8}
 
 
 def test_edits_change_the_colour_alone_and_train_on_nothing_unseen(shapes):
@@ -90,8 +92,8 @@ def test_edits_change_the_colour_alone_and_train_on_nothing_unseen(shapes):
             pixels = [np.asarray(Image.open(shapes / path(record))) for path in (shown, answered)]
             colours = [look(picture)["colour"] for picture in pixels]
             assert colours == [original.colour, edited.colour]
-            changed = (pixels[0] != pixels[1]).any(axis=2).mean()
-            assert pixels[0].shape == pixels[1].shape and 0 < changed < 0.25
+            changed_share = (pixels[0] != pixels[1]).any(axis=2).mean()
+            assert pixels[0].shape == pixels[1].shape and 0 < changed_share < 0.25
 
 
 def test_answers_are_what_the_shown_picture_has(shapes):
@@ -209,7 +211,7 @@ def test_the_judge_sees_nothing_in_grounds_noise_and_other_outlines():
 
 def test_the_command_writes_what_the_judge_says(shapes, tmp_path, capsys):
     path = tmp_path / "scores.json"
-    words = [
+    arguments = [
         "--judge",
         str(shapes / "media/pictures-test"),
         "--json",
@@ -217,7 +219,7 @@ def test_the_command_writes_what_the_judge_says(shapes, tmp_path, capsys):
         "--seconds-training",
         "60",
     ]
-    assert main([*words, "--seconds-sampling", "7.5"]) == 0
+    assert main([*arguments, "--seconds-sampling", "7.5"]) == 0
     assert "unseen_all 1.000" in capsys.readouterr().out
     written = json.loads(path.read_text())
     assert (written["seconds_training"], written["seconds_sampling"]) == (60, 7.5)

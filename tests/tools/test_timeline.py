@@ -128,6 +128,7 @@ def test_a_step_of_a_config_is_planned_as_the_run_plans_it(config, tmp_path, cap
     """Saved tables are compared, and other steps and settings must give other tables."""
 
     def saved(name: str, *changes: str) -> np.ndarray:
+        """The table that the command saves."""
         command = [
             "--config",
             str(config),
@@ -144,6 +145,7 @@ def test_a_step_of_a_config_is_planned_as_the_run_plans_it(config, tmp_path, cap
     settings = load_config(str(config), [])
     inputs = prepare(settings, staged_mesh(settings))
     sizes = pipeline_sizes(settings, inputs)
+    # Step 2 takes the second batch of 16
     items = inputs.corpus.gather(np.array([inputs.order[i] for i in range(16, 32)]))
     plan = plan_pipeline(items, sizes.spec, sizes.training)
     second_step = saved("second.npz", "--step", "2")
@@ -170,6 +172,7 @@ def test_a_step_of_a_run_is_planned_with_the_batch_size_that_it_had(config, tmp_
     settings = load_config(str(config), ["data.batch_size=8"])
     inputs = prepare(settings, staged_mesh(settings))
     sizes = pipeline_sizes(settings, inputs)
+    # After a step of 16 examples, steps of 8 follow: step 3 takes examples 24 to 31
     items = inputs.corpus.gather(np.array([inputs.order[i] for i in range(24, 32)]))
     plan = plan_pipeline(items, sizes.spec, sizes.training)
     expected = np.concatenate([run.table for run in plan.runs])
@@ -193,7 +196,7 @@ def test_an_open_axis_is_planned_for_as_many_devices_as_are_told(config, tmp_pat
 
 
 def test_configs_that_have_no_schedule_to_draw(config, capsys):
-    for change, words in (
+    for change, message in (
         ("pipeline.stages=1", "pipeline.stages (1): there is no schedule without stages"),
         (
             "pipeline.schedule=zigzag",
@@ -201,7 +204,7 @@ def test_configs_that_have_no_schedule_to_draw(config, capsys):
         ),
     ):
         assert timeline.main(["--config", str(config), change]) == 1
-        assert words in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert timeline.main(["--config", str(config), "--step", "0"]) == 1
     assert "--step 0" in capsys.readouterr().err
     for command in (

@@ -75,6 +75,7 @@ def report(config_file):
         )
         == 0
     )
+    # Figures are counted from plans alone
     assert compilations.count == 0
     return json.loads(path.read_text())
 
@@ -129,6 +130,7 @@ def test_json_names_its_data_and_has_every_phase_and_method(report):
 def own_ranks(items, phase):
     """Lengths of the items of a phase by the rank where sampling put their example."""
     lengths = [[] for _ in range(RANKS)]
+    # Sampling deals examples to ranks in runs of BATCH / RANKS
     for length, example in zip(
         items.phases[phase].length.tolist(), items.phases[phase].example.tolist(), strict=True
     ):
@@ -269,8 +271,8 @@ def test_plans_are_measured_as_by_a_loop_over_rows(measured, drawn, phase, metho
     assert record["rows_by_span"] == pytest.approx(by_span)
     # Keys and values of one layer, of 2 bytes per number: as wide as the tower, or two heads of 8.
     # A token of sound stands for 4 frames.
-    numbers = {"vision": 16, "audio": 16 / 4, "language": 2 * 8}[phase]
-    assert record["gathered_bytes"] == pytest.approx(2 * 2 * numbers * gathered / STEPS)
+    numbers_of_slot = {"vision": 16, "audio": 16 / 4, "language": 2 * 8}[phase]
+    assert record["gathered_bytes"] == pytest.approx(2 * 2 * numbers_of_slot * gathered / STEPS)
     assert record["over_ideal"] == pytest.approx(slowest / ideal)
     assert record["max_over_mean"] == pytest.approx(weighted / ideal)
     assert record["synchronised"] == pytest.approx(waiting / ideal)

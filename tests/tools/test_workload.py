@@ -69,7 +69,7 @@ def test_units_are_those_of_training():
 def test_media_stand_inside_their_sequence_one_after_another():
     batch = generate(1, 500)
     end_of_last = {}
-    text = batch.phases["language"].length.copy()
+    text_tokens = batch.phases["language"].length.copy()
     for phase in ("vision", "audio"):
         items = batch.phases[phase]
         assert (np.diff(items.example) >= 0).all()
@@ -77,8 +77,8 @@ def test_media_stand_inside_their_sequence_one_after_another():
             assert slot >= end_of_last.get(example, 0) + 1  # a frame token before ...
             end_of_last[example] = slot + tokens + 1  # ... and one behind
             assert end_of_last[example] <= batch.phases["language"].length[example]
-            text[example] -= tokens + 2
-    assert (text > 0).all() and batch.targets == text.sum()
+            text_tokens[example] -= tokens + 2
+    assert (text_tokens > 0).all() and batch.targets == text_tokens.sum()
 
 
 @pytest.mark.parametrize(
@@ -162,10 +162,10 @@ def test_models_get_the_tasks_and_units_that_they_can_take():
     assert list(generate(0, 20, mix, without_audio).phases) == ["vision", "language"]
     with pytest.raises(ValueError, match="spoken_question"):
         generate(0, 20, DEFAULT_MIX, without_audio)
-    coarse = MODEL.model_copy(
+    coarse_model = MODEL.model_copy(
         update={"audio": MODEL.audio.model_copy(update={"chunk_frames": 400, "merge": 100})}
     )
-    assert (generate(0, 50, DEFAULT_MIX, coarse).phases["audio"].length % 400 == 0).all()
+    assert (generate(0, 50, DEFAULT_MIX, coarse_model).phases["audio"].length % 400 == 0).all()
 
 
 DIFFUSION = {"width": 64, "layers": 1, "heads": 2, "mlp_width": 128, "patch_size": 16}

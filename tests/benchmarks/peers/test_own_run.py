@@ -76,4 +76,4 @@ def test_seconds_of_compilation_are_those_alone(monkeypatch):
         raise PipelineError("too many stages")
 
     monkeypatch.setattr(own_run, "_programs", refuse)
-    own_run._compile(None, SimpleNamespace())  # the process that measures says why
+    own_run._compile(None, SimpleNamespace())  # the process that measures reports the reason

@@ -109,15 +109,15 @@ def test_the_first_bytes_are_those_of_planned_layouts(searched):
 
 def test_shared_rows_are_priced_by_the_links_of_the_cluster():
     """The plan names the price, so that a run of it, which knows no links, has the same rows."""
-    slow = H100.in_node.model_copy(update={"bytes_per_second": 20e9})
-    priced = {}
-    for name, cluster in (("slow", H100.model_copy(update={"in_node": slow})), ("h100", H100)):
+    slow_link = H100.in_node.model_copy(update={"bytes_per_second": 20e9})
+    gather_costs = {}
+    for name, cluster in (("slow", H100.model_copy(update={"in_node": slow_link})), ("h100", H100)):
         searcher = planner(2, cluster, mesh={"data": 2})
         balance = chosen_config(searcher.search(2).ranked[0]).balance
         assert balance.flops_per_gathered_byte == {"h100": 1000.0, "slow": 18000.0}[name]
-        priced[name] = {sizing.name: sizing.gather_cost for sizing in searcher.inputs}
-    for phase, cost in priced["slow"].items():
-        assert cost == pytest.approx(18 * priced["h100"][phase], rel=1e-2)
+        gather_costs[name] = {sizing.name: sizing.gather_cost for sizing in searcher.inputs}
+    for phase, cost in gather_costs["slow"].items():
+        assert cost == pytest.approx(18 * gather_costs["h100"][phase], rel=1e-2)
     unpriced = [
         planner(2, balance={"flops_per_gathered_byte": 4000.0}),
         planner(2, balance={"mode": "none"}),
@@ -190,12 +190,12 @@ def test_better_hardware_never_makes_the_best_plan_slower(searched, better):
     """Within 1 %: the sizes of rows are chosen for the hardware, from a few candidates."""
 
     def fastest(**changes):
-        cluster = H100.model_copy(update=plain | changes)
+        cluster = H100.model_copy(update=peak_by_number | changes)
         return min(
             plan.seconds for plan in planner(4, cluster, mesh={"context": 1}).search(4).ranked
         )
 
-    plain = {"device_kind": "", "peak_flops": H100.peak()}
+    peak_by_number = {"device_kind": "", "peak_flops": H100.peak()}
     link = H100.in_node
     rates = {key: 2 * getattr(link, key) for key in ("bytes_per_second", "reduced_per_second")}
     changes = {
@@ -245,8 +245,8 @@ def test_stages_are_open_and_what_refuses_them_is_counted():
     refused = planner(4, balance={"mode": "none"}).estimates(4)
     assert {estimate.choice.stages for estimate in refused.estimates} == {1}
     # Two devices per stage form four meshes, and one device per stage forms one
-    (counted,) = (count for why, count in refused.rejected.items() if "balance.mode" in why)
-    assert counted == 5
+    (refused_meshes,) = (count for why, count in refused.rejected.items() if "balance.mode" in why)
+    assert refused_meshes == 5
     assert planner(8).legal.of(MeshChoice(1, 1, 1, 1, stages=8), result) is None
     assert result.rejected[FEWER_LAYERS] == 1
 
@@ -264,9 +264,9 @@ def test_beside_others_only_stages_that_may_be_faster_are_planned(monkeypatch):
 
     def estimates(devices):
         result = type(searcher).estimates(searcher, devices)
-        faster = {2: 0.5, 4: 1.5}
+        seconds_of_stages = {2: 0.5, 4: 1.5}
         result.estimates = [
-            replace(estimated, seconds=faster.get(estimated.choice.stages, 0.9))
+            replace(estimated, seconds=seconds_of_stages.get(estimated.choice.stages, 0.9))
             for estimated in result.estimates
         ]
         return result
@@ -325,17 +325,17 @@ def test_of_equal_times_the_mesh_of_fewer_axes_is_preferred():
 
 def test_where_nothing_fits_the_closest_is_named_and_what_would_do():
     # The state is 0.5M parameters of 16 bytes each: it fits on 8 devices, but not on one
-    small = H100.model_copy(update={"memory": 4e7, "taken_share": 1.0})
+    small_cluster = H100.model_copy(update={"memory": 4e7, "taken_share": 1.0})
     with pytest.raises(
         ConfigError, match=r"nothing fits 1 devices .* over by .* GB in \w+; \d+ devices would do"
     ):
-        planner(1, small).search(1)
+        planner(1, small_cluster).search(1)
 
 
 def test_of_more_devices_the_first_layout_that_fits_answers(monkeypatch):
     """Layouts after it are not looked at, and none is estimated in closed form."""
-    small = H100.model_copy(update={"memory": 4e7, "taken_share": 1.0})
-    searcher = planner(1, small)
+    small_cluster = H100.model_copy(update={"memory": 4e7, "taken_share": 1.0})
+    searcher = planner(1, small_cluster)
     result = searcher.estimates(1)
     considered = []
     legal_of = searcher.legal.of
@@ -361,10 +361,10 @@ def test_of_more_devices_the_first_layout_that_fits_answers(monkeypatch):
 )
 def test_where_fixed_axes_leave_no_room_the_line_says_so(mesh, says):
     """More replicas do not help, since each holds as many bytes."""
-    small = H100.model_copy(update={"memory": 4e7, "taken_share": 1.0})
+    small_cluster = H100.model_copy(update={"memory": 4e7, "taken_share": 1.0})
     mesh = {"context": 1, "tensor": 1} | mesh
     with pytest.raises(ConfigError, match=says):
-        planner(4, small, mesh=mesh, pipeline={"stages": 1}).search(4)
+        planner(4, small_cluster, mesh=mesh, pipeline={"stages": 1}).search(4)
 
 
 def test_what_no_memory_would_hold_has_no_number_of_devices():
