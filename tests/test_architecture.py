@@ -1,5 +1,7 @@
-"""The rooms of docs/ARCHITECTURE.md: which may import which, unique file
-names, and files that texts name."""
+"""The rooms of docs/ARCHITECTURE.md: which may import which.
+
+File names must also be unique, and files that texts name must exist.
+"""
 
 import ast
 import io

@@ -48,8 +48,7 @@ FILE = re.compile(r"\.(py|jsonl?|npz|png|html|yaml|lock)$")  # `data.json` is a 
 
 
 class Parsed(Exception):
-    """Raised by a parser instead of returning, so that a command stops once its arguments are
-    read."""
+    """Raised by a parser instead of returning, so that a command stops after its arguments."""
 
     def __init__(self, parser: argparse.ArgumentParser, options: argparse.Namespace):
         self.parser = parser

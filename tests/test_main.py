@@ -1,5 +1,4 @@
-"""The commands: verbs are listed and answer `--help`, which loads nothing heavy; a
-wrong one names the nearest."""
+"""The commands: verbs are listed and answer `--help`, and a wrong verb names the nearest one."""
 
 import subprocess
 import sys

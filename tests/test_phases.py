@@ -76,8 +76,7 @@ def test_a_generator_comes_last_and_reads_the_decoder():
 
 
 def made_up_batch(seed: int, examples: int = 32) -> BatchItems:
-    """Media of three kinds, one sequence per example that holds them,
-    and pictures for some examples."""
+    """Media of three kinds, a sequence per example that holds them, and pictures for some."""
     random = np.random.default_rng(seed)
     text = random.integers(1, 40, examples)
     phases = {}
@@ -107,8 +106,7 @@ def items_of(length, example, tokens=0, slot=0) -> PhaseItems:
 def test_a_third_encoder_and_a_phase_with_a_loss_of_its_own_are_sized_placed_and_balanced(
     mode, nodes
 ):
-    """Tokens of the third encoder have a route, as those of the others; what the
-    generator reads has none yet."""
+    """Tokens of the third encoder have a route like the others; the generator has none yet."""
     samples = [made_up_batch(seed) for seed in range(4)]
     inputs = [
         SizingInputs(

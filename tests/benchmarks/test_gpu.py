@@ -1,5 +1,4 @@
-"""Sections of the GPU benchmark at tiny sizes; a section that fails is named, and the others
-run."""
+"""Sections of the GPU benchmark at tiny sizes; failures are named, and other sections run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The planner's predictions: published runs stay within their bounds, and stored
-constants are those of the fit."""
+"""The planner's predictions of published runs, within their bounds, and its stored constants."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ def test_other_loads_are_asked_alike(monkeypatch):
     assert {row["mix"] for row in rows} == {"all", "images", "speech"}
     largest = {row["mix"]: row for row in rows}
     assert all(row["settled"] or row["samples"] == 65_536 for row in largest.values())
-    # Speech loads its tower little, while pictures load theirs with more than one device of eight
+    # One device of eight is enough for the speech tower, but too few for pictures
     assert largest["speech"]["bad_splits"]["1 : 7"] == 1 < largest["images"]["bad_splits"]["1 : 7"]
     assert all(price >= 1 for row in rows for price in row["bad_splits"].values())
 
@@ -254,8 +253,8 @@ def test_a_bad_row_is_one_line(tmp_path, capsys, change, message):
 
 
 def test_rows_of_other_systems_chips_and_shapes_are_predicted(tmp_path, capsys):
-    """One key head per head, plain MLPs, context, stages that layers do not fill
-    evenly, and a chip without runs."""
+    """Rows without grouped heads, with plain MLPs, context and uneven
+    stages, and on a chip without runs."""
     record = json.loads(planner.RUNS.read_text().splitlines()[0])
     del record["kv_heads"], record["interleave"]
     changes = [

@@ -641,7 +641,7 @@ def test_values_that_no_run_can_have_are_refused_in_one_line(path, override, mes
     assert "\n" not in refused
 
 
-# Aliases of aliases: ten levels of ten make ten billion values of a few hundred bytes
+# Aliases of aliases: ten levels of ten make ten billion values out of a few hundred bytes
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
 for before, name in zip("abcdefghi", "bcdefghij", strict=True):
     BOMB += f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n"

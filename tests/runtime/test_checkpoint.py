@@ -68,9 +68,11 @@ def abstract(state: Any) -> Any:
 
 def assert_same(restored: Any, expected: Any) -> None:
     assert jax.tree.structure(restored) == jax.tree.structure(expected)
-    for actual, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
-        assert actual.dtype == wanted.dtype
-        np.testing.assert_array_equal(np.asarray(actual), np.asarray(wanted))
+    for restored_leaf, expected_leaf in zip(
+        jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True
+    ):
+        assert restored_leaf.dtype == expected_leaf.dtype
+        np.testing.assert_array_equal(np.asarray(restored_leaf), np.asarray(expected_leaf))
 
 
 @pytest.mark.parametrize("shape", [(8, 1), (2, 4), (1, 1)])

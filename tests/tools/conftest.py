@@ -25,8 +25,7 @@ optimizer: {{learning_rate: 1e-3}}
 
 @pytest.fixture(scope="session")
 def balance_config(tmp_path_factory):
-    """The file of a small config with sample data, whose encoder also splits its rows over
-    tensor."""
+    """The file of a small config with data, whose encoder also splits its rows over tensor."""
     data = tmp_path_factory.mktemp("sample")
     make_sample(data, seed=1, train=64, test=4)
     path = data / "config.yaml"

@@ -139,8 +139,7 @@ def own_ranks(items, phase):
 
 
 def extras(items, phase):
-    """What is added to the squared length of each item: media see one another in both
-    directions."""
+    """What is added to each item's squared length: media see one another in both directions."""
     phase_items = items.phases[phase]
     added = np.broadcast_to(phase_items.extra[0], phase_items.length.shape).tolist()
     assert any(added) == (phase == "language")
