@@ -143,10 +143,11 @@ def test_every_mesh_has_the_devices_and_splits_the_model(model):
     for mesh in ahead.MESHES[model]:
         config = ahead.Setting(model, mesh).config()
         shape = abstract_mesh(config.mesh_sizes, ahead.DEVICES[model], mesh_spans(config))
+        assert shape.size == ahead.DEVICES[model]
         built = build_model(config.model, 152_064, config.components, shape)
         leaves = jax.tree.leaves(built.abstract("float32"))
         billions = sum(leaf.size for leaf in leaves) / 1e9
-    assert billions == pytest.approx({"7B": 8.93, "84B": 84.3}[model], rel=0.01)
+        assert billions == pytest.approx({"7B": 8.93, "84B": 84.3}[model], rel=0.01)
     assert MODELS[model].keys() == ahead.CAPACITIES.keys()
 
 

@@ -199,7 +199,7 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert "set run.directory to a new folder" in text
 
 
-def test_missing_and_damaged_checkpoints(tmp_path: Path) -> None:
+def test_missing_checkpoints_are_named(tmp_path: Path) -> None:
     state = {"w": jnp.ones((4, 4))}
     with Checkpoints(tmp_path, keep=3) as checkpoints:
         with pytest.raises(
