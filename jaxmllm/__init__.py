@@ -1,1 +1,1 @@
-"""jaxmllm: training of multimodal large language models on JAX, planned on the host, compiled once."""
+"""Training of multimodal large language models on JAX, planned on the host, compiled once."""

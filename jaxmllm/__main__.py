@@ -13,7 +13,7 @@ USAGE = "usage: jaxmllm VERB [options]        (also: python -m jaxmllm VERB)"
 
 @dataclass(frozen=True)
 class Verb:
-    """A command: `main(arguments)` of a module, imported only when run, which may take seconds."""
+    """A command: `main(arguments)` of a module, imported only to run it: that may take seconds."""
 
     module: str
     summary: str

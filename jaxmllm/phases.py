@@ -27,7 +27,7 @@ LANGUAGE: Final = "language"
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase: the components it runs, the phases whose tokens it reads, and whether it has a loss.
+    """One phase: the components it runs, the phases whose tokens it reads, whether it has a loss.
 
     A phase without a loss (an encoder) writes tokens that another phase reads, and gets its
     gradients from there. A phase that reads the decoder is a generator.

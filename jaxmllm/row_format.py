@@ -22,8 +22,8 @@ class RowFormat:
         are multiples of it.
       axes: P position axes that rows hold, of (time, height, width) as 0, 1, 2: those of the
         tower's rotary positions; 3 and 4, if rows also hold each image's height and width.
-      margin: slots before and after each block of attention that the tower also reads, needed where
-        several devices hold a row and its blocks are therefore not neighbours.
+      margin: slots before and after each attention block that the tower also reads, needed where
+        several devices hold a row, so that its blocks are not neighbours.
     """
 
     features: int

@@ -71,8 +71,7 @@ class Trainable:
         return frozenset(self.shares)
 
     def split(self, params: Params) -> tuple[Params, Params]:
-        """Split parameters, of all components or of some, into (trained, frozen), without
-        overlap."""
+        """Split parameters of all or some components into (trained, frozen), without overlap."""
         trained = _chosen(params, lambda path: path in self.paths)
         frozen = _chosen(params, lambda path: path not in self.paths)
         return trained, frozen

@@ -78,7 +78,8 @@ def run_local(command: Sequence[str], processes: int, devices: int) -> int:
                     stderr=subprocess.STDOUT,
                     text=True,
                     errors="replace",
-                    # A session of its own: a terminal's Ctrl-C reaches the children once, through the launcher.
+                    # A session of its own, so that a terminal's Ctrl-C reaches the child only once,
+                    # through the launcher.
                     start_new_session=True,
                 )
                 children.append(child)

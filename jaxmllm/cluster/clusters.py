@@ -138,7 +138,8 @@ def _torus(bytes_per_second: float) -> Link:
     )
 
 
-# Fitted to published runs of several systems on the chip, as `python -m benchmarks.planner` prints
+# Fitted by `python -m benchmarks.planner`, which prints them, to published runs of several systems
+# on the chip
 ON_H100: Final = Efficiency(share=0.83, uncertainty=0.25)
 ON_A100: Final = Efficiency(share=0.82, uncertainty=0.25)
 # For chips without a published run that we know of: the median over systems on all chips
@@ -274,7 +275,7 @@ def cluster_of(name_or_file: str) -> Cluster:
 
 
 def _found(name_or_file: str, readers: tuple[Path, ...]) -> Cluster:
-    """`cluster_of` for a name that the last of `readers`, resolved paths, has in `like`."""
+    """`cluster_of`, for a name in `like` of the last of `readers` (resolved paths), if any."""
     if name_or_file.endswith(SUFFIXES):
         return _from_file(Path(name_or_file), readers)
     if name_or_file not in CLUSTERS:
@@ -287,6 +288,7 @@ def _found(name_or_file: str, readers: tuple[Path, ...]) -> Cluster:
 
 
 def _from_file(path: Path, readers: tuple[Path, ...]) -> Cluster:
+    """The record of a YAML file, completed from the record or file in its `like`."""
     readers = (*readers, path.resolve())
     if readers[-1] in readers[:-1]:
         raise ClusterError(

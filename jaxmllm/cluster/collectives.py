@@ -54,8 +54,8 @@ def collective_seconds(
 
     Args:
       operation: as XLA names it, a key of `SENT`.
-      array_bytes: of the whole array: once gathered, or before it is reduced or scattered; else of
-        what one device sends in an exchange or to its neighbour.
+      array_bytes: of the whole array, once it is gathered or before it is reduced or scattered; of
+        one device's array, with its own share, in an exchange; of what it sends to its neighbour.
       network: share of the network's line rate that is reached.
       sharing: devices that share cores, in this group and others that send at the same time.
     """

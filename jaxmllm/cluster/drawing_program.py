@@ -1,6 +1,7 @@
 """The programs of a generator: what they hold in addition to what the programs of any tower hold.
 
-Vectors of the time modulate every slot in float32, and their gradients need the modulated values.
+Vectors of the time modulate every slot in float32, and their gradients need the values that they
+modulate.
 With two streams, conditions run through their own once more in the backward pass, and nothing of
 them is kept (models/streams.py).
 """

@@ -114,12 +114,12 @@ class Mixture:
         return 2.0 * self.per_token * MATRICES * self.width * self.mlp_width
 
     def product_rate(self, device: Device, tokens: float, width: float, share: float) -> float:
-        """FLOP/s of all products of a layer.
+        """FLOP/s of the products of layers with these experts.
 
         Args:
           tokens: of the device's rows.
-          width: of the matrices of other products than those of experts.
-          share: of the layer's products, FLOPs of experts.
+          width: of the matrices of all other products.
+          share: of the FLOPs of all products, those of the experts' products.
         """
         inner = self.mlp_width / devices_along(self.layout, self.layout.split_axes("mlp"))
         blocks = device.product_rate(min(self.block_rows, self._pairs_per_expert), inner)
@@ -129,7 +129,7 @@ class Mixture:
     def _pairs_per_expert(self) -> float:
         return max(self.all_tokens * self.per_token / self.count, 1.0)
 
-    # ------------------------------------------------------------------ what moves through memory
+    # ------------------------------------------------------------------ what memory moves and holds
 
     def block_traffic(self, forward: float, backward: float, trained: bool) -> float:
         """Bytes that the blocks of a layer move in so many passes: the matrices of their experts,

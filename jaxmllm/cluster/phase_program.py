@@ -170,7 +170,7 @@ class PhaseProgram:
 
     @property
     def mixture(self) -> Mixture | None:
-        """The experts of a layer; none where there are none."""
+        """The experts of a layer; none where its MLP has none."""
         return mixture_of(self.model, self.phase, self.tokens)
 
     @property
@@ -283,7 +283,7 @@ class PhaseProgram:
         )
 
     def _head_gradient(self) -> float:
-        """Bytes of the head's whole gradient, in float32; 0 where it is frozen."""
+        """Bytes of the head's whole gradient, in float32; 0 where only layers are trained."""
         trained = any(weight.trained and not weight.layers for weight in self.weights)
         return SUM_BYTES * trained * self._table()
 

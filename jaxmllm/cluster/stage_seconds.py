@@ -150,7 +150,7 @@ def _together(device: Device, compute: Floats, sent: Floats) -> Floats:
 
 
 def _slowest(device: Device, seconds: Floats) -> Floats:
-    """Seconds until the slowest stage is done, in every tick, [T]."""
+    """Seconds of every tick, [T], in which all stages wait for the slowest."""
     return np.array([device.slowest(tick.tolist()) for tick in seconds])
 
 
@@ -273,7 +273,7 @@ class _Operations:
         return flops / self.shapes.layers / (self.device.wide_peak * self.device.efficiency)
 
     def _mixture(self, row_class: RowClass) -> Mixture | None:
-        """The experts of a layer; none where there are none."""
+        """The experts of a layer; none where its MLP has none."""
         tokens = self._tokens(row_class)
         return mixture_of(self.model.spanned(self.phase, row_class.span), self.phase, tokens)
 

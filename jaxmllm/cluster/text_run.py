@@ -252,6 +252,7 @@ def text_step(run: TextRun, device: Device) -> TextStep:
 
 
 def _layer_seconds(run: TextRun, device: Device) -> _Layer:
+    """Seconds of one layer of a run for one microbatch."""
     layer = run.layer
     slots = run.slots
     again, attention_again = run.recomputed

@@ -21,8 +21,8 @@ class AdapterConfig(Section):
 
     Every matrix W that one of `parameters` matches has an A [inputs, rank], random at first, and a
     B [rank, outputs], zero at first. `parameters` are patterns of paths inside the component, in
-    which `*` stands for any characters. Only matrices of its layers can have adapters; these
-    matrices stay frozen.
+    which `*` stands for any characters. Only matrices of the component's layers can have adapters.
+    The adapted matrices stay frozen.
     """
 
     rank: PositiveInt
@@ -38,7 +38,7 @@ class AdapterConfig(Section):
 
     @property
     def scale(self) -> float:
-        """Factor of the product of A and B."""
+        """Factor by which the product of A and B is multiplied."""
         return self.alpha / self.rank
 
     def adapted(self, matrices: Matrices) -> dict[str, tuple[int, int]]:

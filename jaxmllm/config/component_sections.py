@@ -74,8 +74,8 @@ class ComponentConfig(TrainingConfig):
     # Type in which gradients are added over devices into their shards: at least float32, or
     # compute_dtype, which sends half as much if it is bfloat16, but rounds every sum
     reduce_dtype: Literal["float32", "compute"] = "float32"
-    # When that happens: in every microbatch, or once in a step; every device then holds whole,
-    # unsharded sums of its own until the end of the step
+    # When that happens: in every microbatch, or only once at the end of a step, until when every
+    # device holds whole, unsharded sums of its own
     reduce: Literal["microbatch", "step"] = "microbatch"
     remat: Remat = "full"
     attention: Kernel = "auto"  # kernel of attention; auto: the platform's own if it has one
@@ -93,7 +93,7 @@ class ComponentConfig(TrainingConfig):
 
 
 class ProjectorConfig(ComponentConfig):
-    """How a projector trains and runs. By default its backward pass recomputes nothing."""
+    """How a projector trains and runs. By default, its backward pass computes nothing again."""
 
     remat: Remat = "none"
 
@@ -129,7 +129,7 @@ class AdapterComponents(Section):
 
 
 class ComponentsConfig(Section):
-    """Settings of each component. Parameters, metrics and checkpoints use the same names."""
+    """Settings by component. Parameters, metrics and checkpoints have the same tree of names."""
 
     vision: ComponentConfig = ComponentConfig()
     audio: ComponentConfig = ComponentConfig()
@@ -139,7 +139,11 @@ class ComponentsConfig(Section):
     adapter: AdapterComponents = AdapterComponents()
 
     def of(self, name: str) -> ComponentConfig:
-        """Settings of a component by its name: "vision", "projector.vision", "adapter.vision", ..."""
+        """Settings of the component with this name: "vision", "projector.vision", ...
+
+        Those of an adapter are the settings of the component that it adapts, except for the keys of
+        `TrainingConfig`.
+        """
         settings = attrgetter(name)(self)
         if not name.startswith(ADAPTER):
             component: ComponentConfig = settings

@@ -25,8 +25,8 @@ class SourceConfig(Section):
     # A name in data/sources/formats.py; none: told by the file's ending, jsonl for unknown endings
     format: str | None = None
     root: str | None = None  # folder of relative media paths; none: the folder of the file
-    # Of examples; their number is in proportion to it. Its ratio to the smallest weight is rounded
-    # down to hundredths
+    # Of examples; each source gives examples in proportion to its weight, whose ratio to the
+    # smallest weight is rounded down to hundredths
     weight: PositiveFloat = 1.0
     # Which text is learned: the assistant's, or all. Only with `all` may an example have no text of
     # the assistant
@@ -62,7 +62,8 @@ class ImageDataConfig(Section):
                  there are several, one more shows the whole image (arXiv 2404.16821)
 
     With the last three, an image or tile always has about max_pixels, and min_pixels must equal it.
-    A merged cell is the square of patches that becomes one language token.
+    A merged cell is the square of patches that becomes one language token or, in pictures that are
+    drawn, one patch.
     """
 
     # The upper bound is the most pixels that a file may have
@@ -73,8 +74,7 @@ class ImageDataConfig(Section):
 
 
 class ShownImagesConfig(ImageDataConfig):
-    """Images that encoders see. With `resize: tiles`, each becomes `min_tiles` to
-    `max_tiles` tiles."""
+    """Images for encoders. With `resize: tiles`, each becomes `min_tiles` to `max_tiles` tiles."""
 
     min_tiles: PositiveInt = 1
     max_tiles: PositiveInt = 12
@@ -96,8 +96,7 @@ class ShownImagesConfig(ImageDataConfig):
 
 
 class ClipBounds(Section):
-    """How long clips may be. Those with more than `max_frames` are refused, or cut with
-    `shorten`."""
+    """How long clips may be: those of more than `max_frames` are refused, or cut with `shorten`."""
 
     max_frames: PositiveInt = 128
     shorten: bool = False
@@ -143,7 +142,7 @@ class VideoDataConfig(Section):
         steps   from the first frame on in even steps, a whole number of patches (arXiv 2502.13923)
         ends    evenly from the first frame to the last (arXiv 2511.21631)
 
-    Frames of an animation have their own times, and a folder has `folder_fps` frames per second.
+    The frames of an animation have times of their own; a folder has `folder_fps` frames per second.
     `min_pixels` and `max_pixels` bound the area of each frame, or of all frames together with
     `bounds: video`; all else is as in `data.images`. `sound` says whether video files with sound
     are refused, or read without it.
@@ -226,7 +225,7 @@ class DataConfig(Section):
     tokenizer: str | None = None  # a tokenizers JSON file; none: bytes
     # How turns are laid out: `chatml`, or a file with a Jinja template
     chat_template: str = Field(CHATML, min_length=1)
-    # The date that the template prints as today's; none: the template is given no date
+    # The date that the template prints as today's; none: the template gets no date or clock
     chat_date: date | None = None
     images: ShownImagesConfig = ShownImagesConfig()
     audio: AudioDataConfig = AudioDataConfig()

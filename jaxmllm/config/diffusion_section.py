@@ -19,14 +19,14 @@ EDGE_WAVES = 8  # wavelengths that encode the distance of a patch from an edge
 
 
 class DiffusionConfig(Layered):
-    """A diffusion transformer that draws images and clips at native size, patch by patch: as
-    pixels, or as latents with `channels` channels.
+    """A diffusion transformer that draws images and clips of frames at native size, patch by patch:
+    as pixels, or as latents with `channels` channels.
 
     An image is drawn from states of the decoder, its conditions. With `conditioning: joint`,
     conditions and patches form one sequence. They share all weights (arXiv 2503.21758), or with
     `streams: 2` have separate weights in the layers and meet in attention only (arXiv 2403.03206).
-    With `cross`, layers read the conditions in an attention of its own, between that of the patches
-    and the MLP (arXiv 2310.00426), and do not change them.
+    With `cross`, layers do not change the conditions, but read them by a second attention, between
+    that of the patches and the MLP (arXiv 2310.00426).
 
     `modulation`: each layer computes scales, shifts and gates from the time with its own weights
     (`layer`, arXiv 2212.09748), or all layers share one result, to which each adds its own vector
@@ -41,7 +41,8 @@ class DiffusionConfig(Layered):
 
     With `condition_positions: time`, conditions advance along time, in row and column 0, and the
     patches begin at the time after them. With `diagonal`, conditions advance along all axes at
-    once, from the first number after the patches' rows and columns on (arXiv 2508.02324).
+    once, from the first number that follows all rows and columns of the patches
+    (arXiv 2508.02324).
 
     With `padded_conditions`, an item has at least that many conditions, as if its text had been
     padded: missing ones are zeros.

@@ -10,8 +10,7 @@ from jaxmllm.config.section import Section
 
 Gelu = Literal["tanh", "exact"]  # tanh: the approximation by tanh
 Activation = Literal["silu", "gelu_tanh"]  # of a gated MLP
-# The bound is above that of any model. It is needed because one record for each layer is made
-# before anything else could refuse a huge number.
+# The bound, which no model reaches, refuses huge numbers before one record is made for each layer
 LayerCount = Annotated[int, Field(ge=1, le=10_000)]
 
 

@@ -101,8 +101,8 @@ class LanguageConfig(LayerWindows):
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """The matrices of every layer that can have adapters, which those of experts cannot: see
-        adapter_sections.py."""
+        """The matrices of every layer that can have adapters (see adapter_sections.py). Those of
+        experts cannot."""
         heads, kv_heads = (count * self.head_size for count in (self.heads, self.kv_heads))
         attention = attention_matrices(self.width, heads, kv_heads)
         if self.experts is not None:
@@ -174,8 +174,8 @@ class LanguageConfig(LayerWindows):
 
 
 class ModelConfig(Section):
-    """The components of the model: a decoder, any of the encoders, and a generator that reads the
-    decoder's states.
+    """The components of the model: a decoder, any of the encoders, and optionally a generator that
+    reads the decoder's states.
 
     With `from`, parameters come from a run folder (its latest checkpoint), a checkpoint, or the
     folder of a published model, component by component. Optimizer states and the step count are not
@@ -219,8 +219,8 @@ class ModelConfig(Section):
 
     @property
     def tower_sources(self) -> dict[str, str]:
-        """Folders of published models, by component: of encoders, generators and the projector of
-        states that are read from one."""
+        """Folder of the published model that a component is read from, by component: encoders,
+        generators, and the projector of the decoder's states."""
         sources = {name: getattr(self, name).from_ for name in (*self.encoders, *self.generators)}
         if self.diffusion is not None and self.diffusion.projector == "folder":
             sources[f"{PROJECTOR}language"] = self.diffusion.from_
@@ -244,7 +244,8 @@ class ModelConfig(Section):
 
     @property
     def crossed(self) -> dict[str, int]:
-        """Fewest conditions of an item, by phase whose layers have a separate attention to them."""
+        """Least number of conditions of an item, for each phase that reads them by a second
+        attention."""
         sections = {phase: getattr(self, phase) for phase in self.generators}
         return {
             phase: section.padded_conditions or 0
@@ -254,7 +255,7 @@ class ModelConfig(Section):
 
     @property
     def windows(self) -> dict[str, LayerWindows]:
-        """Sections of the phases that have layers with attention in windows, by phase."""
+        """Sections of the phases whose layers attend in windows, by phase."""
         sections = {phase: getattr(self, phase) for phase in self.phases}
         return {
             phase: section

@@ -23,13 +23,13 @@ MOST_ROW_CLASSES: Final = 6  # of a phase; each is one more set of programs to c
 
 
 class PhaseConfig(Section):
-    """Row shapes of one phase: `capacities`, the slots (patches, frames, tokens) of a row on one rank,
-    and `spans`, how many neighbouring ranks may hold a row together. Each pair of the two is a row
-    class, with one set of programs.
+    """Row shapes of one phase: `capacities`, the slots (patches, frames, tokens) of a row on one
+    rank, and `spans`, how many neighbouring ranks may hold a row together. Each pair of the two is
+    a row class, with one set of programs.
 
-    `auto` capacities are chosen from the lengths of the data, up to `row_classes` of them, none above
-    `max_capacity`, each with the span that suits it. Capacities given by hand are combined with
-    every span given; `auto` spans are then 1.
+    `auto` capacities are chosen from the lengths of the data, up to `row_classes` of them, none
+    above `max_capacity`, each with the span that suits it. Capacities given by hand are combined
+    with every span given; `auto` spans are then 1.
     """
 
     capacities: tuple[PositiveInt, ...] | Auto = "auto"
@@ -40,8 +40,8 @@ class PhaseConfig(Section):
     row_classes: Annotated[int, Field(ge=1, le=MOST_ROW_CLASSES)] | Auto = "auto"
     max_capacity: Slots | Auto = "auto"  # auto: an estimate of what memory allows
     max_segments: Slots | Auto = "auto"  # most items in a row
-    # Tokens of an attention block. Capacities are multiples of it, or of 64 or 32 tokens in row
-    # classes of few blocks, which then have blocks of this size
+    # Tokens of an attention block, of which capacities are multiples. Row classes that would have
+    # few blocks have smaller ones, of 64 or 32 tokens, and capacities that are multiples of these
     block: PositiveInt = 128
     # For encoders, and for a decoder that a generator reads: microbatches per step whose backward
     # pass starts from kept residuals of the forward pass instead of running it again; auto: an
@@ -101,8 +101,8 @@ class BalanceConfig(Section):
     # Whether ranks of several nodes may hold a row together; its keys and values then cross nodes
     spans_cross_nodes: bool = False
     # FLOPs that a device could compute while it receives one byte of another rank's keys and
-    # values: the price of shared rows when capacities and spans are `auto`; auto: by the platform
-    # (costs/gather.py)
+    # values: the price of shared rows when capacities are `auto`, and in the costs of pipeline
+    # stages; auto: by the platform (costs/gather.py)
     flops_per_gathered_byte: PositiveFloat | Auto = "auto"
     check_every: PositiveInt = 100  # steps between checks that all processes made the same plan
     # File that the command `calibrate` has written; none: items are balanced by FLOPs
@@ -139,7 +139,7 @@ class PipelineConfig(Section):
     layout: Literal["auto", "chain", "segments", "parallel"] = "auto"
     # A name in sharding/pipeline/schedules/by_name.py; auto: the fastest, as predicted
     schedule: str = "greedy"
-    rollouts: PositiveInt = 64  # greedy schedules that `search` tries
+    rollouts: PositiveInt = 64  # greedy schedules that `schedule: search` tries
     # Input and weight gradients as separate operations; auto: if that is predicted to be faster
     split_backward: bool | Auto = False
     # Time of a tick beyond its operations, as FLOPs that the devices of a stage could do in it

@@ -102,7 +102,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             raise ConfigError(f"{where}: {path} is a list; give the whole list as its value")
         if not isinstance(child, dict):
             raise ConfigError(f"{where}: {path} is a value, not a section")
-        # A copy, because with YAML's aliases other keys may hold the same object
+        # A copy, because with YAML's aliases other keys may hold the same dict
         node[name] = dict(child)
         node = node[name]
     try:

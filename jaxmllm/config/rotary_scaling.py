@@ -1,4 +1,5 @@
-"""Rotary frequencies for texts longer than a decoder was first trained on: `model.language.rope_scaling`."""
+"""Section `model.language.rope_scaling`: rotary frequencies for texts longer than those that a
+decoder was first trained on."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ class RotaryScaling(Section):
 
     @property
     def multiplier(self) -> float:
-        """Factor of rotated queries and keys."""
+        """Factor by which rotated queries and keys are multiplied."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -94,7 +95,7 @@ class RotaryScaling(Section):
             turns = positions * frequencies / (2 * math.pi)
             return np.clip((turns - low) / (high - low), 0, 1)
         pairs = len(frequencies)
-        # Numbers of the pairs (not whole) that make beta_fast and beta_slow turns
+        # The pairs that make beta_fast and beta_slow turns, as numbers that need not be whole
         ramp_start, ramp_end = (
             pairs * math.log(positions / (turns * 2 * math.pi)) / math.log(theta)
             for turns in (self.beta_fast, self.beta_slow)

@@ -42,10 +42,10 @@ class DiffusionObjectiveConfig(Section):
     squared error of the velocity, noise - image, whether the model predicts the velocity or the
     image (`sample`).
 
-    `times` t are drawn uniformly, or as the logistic function of a normal number
-    (arXiv 2403.03206), and then moved towards noise: t -> shift * t / (1 + (shift - 1) * t). With
-    `shift_patches`, `shift` holds for an item of that many patches and grows with the square root
-    of their number (arXiv 2403.03206), because the same noise hides less of a larger picture.
+    `times` says how t is drawn: uniformly, or as the logistic function of a normal number
+    (arXiv 2403.03206). Every t is then moved towards noise: t -> shift * t / (1 + (shift - 1) * t).
+    With `shift_patches`, `shift` holds for an item of that many patches and grows with the square
+    root of their number (arXiv 2403.03206), because the same noise hides less of a larger picture.
     """
 
     weight: PositiveFloat = 1.0
@@ -59,13 +59,13 @@ class DiffusionObjectiveConfig(Section):
 
 
 class ExpertsObjectiveConfig(Section):
-    """Weights of the terms that a mixture of experts adds to the loss; each is a mean over layers
-    and tokens.
+    """Weights of the terms that a mixture of experts adds to the loss; each term is a mean over
+    layers and tokens.
 
-    `balance`: the number of experts times a sum over experts of a product: the expert's share of
-    all choices in the last step's whole batch (arXiv 2501.11873), times the probability that the
-    router gives it now. It is 1 where all experts are chosen equally, and linear in the tokens, so
-    it does not depend on the plan. `router_z`: the square of the logarithm of the router's softmax
+    `balance`: the number of experts times the sum, over experts, of an expert's share of all
+    choices in the last step's whole batch (arXiv 2501.11873) times the probability that the router
+    gives it now. The term is 1 where all experts are equal, and linear in the tokens, so it does
+    not depend on the plan. `router_z`: the square of the logarithm of the router's softmax
     denominator (arXiv 2202.08906).
     """
 

@@ -6,8 +6,8 @@
     phases, balance, mesh, pipeline      plan_sections.py
     run, optimizer, evaluation, ...      run_sections.py
 
-Only the code that *builds* a run (setup/) reads the whole `Config`; everything below it receives the
-section it needs.
+Only the code that *builds* a run (setup/) reads the whole `Config`; everything below it receives
+the section it needs.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Config(Section):
         return self
 
     def _check_staged_balance(self) -> None:
-        """Refuse keys that a pipeline does not use: stages have microbatches of their own
+        """Refuse keys that a pipeline does not use: its stages have microbatches of their own
         (docs/pipelines.md), and no exchange."""
         usual = BalanceConfig()
         for key in ("mode", "pool_slots", "pair_slots", "exchange"):

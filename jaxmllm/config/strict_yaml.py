@@ -48,7 +48,10 @@ def read_file(path: Path) -> Any:
 
 
 def read_text(text: str) -> Any:
-    """The value of a YAML text: nested dicts, lists, text, numbers, booleans, None. Raises `YamlError`."""
+    """The value of a YAML text: nested dicts, lists, text, numbers, booleans, None.
+
+    Raises `YamlError`.
+    """
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
@@ -106,6 +109,7 @@ def _check(root: yaml.Node) -> None:
 
 
 def _children(node: yaml.Node) -> list[yaml.Node]:
+    """The nodes directly in a node. Raises `yaml.MarkedYAMLError` if the node itself is refused."""
     if node.tag not in KINDS:
         raise _error(
             node,

@@ -97,7 +97,7 @@ class TowerConfig(Layered):
 
 class ProjectorShapes(Section):
     """Shapes of a projector, which makes one language token of several features: two matrices with
-    a GELU between them, or one matrix with `linear`.
+    a GELU between them or, with `linear`, one matrix.
 
     The features of a token are concatenated or averaged first (`grouping`), and the result is
     normed with `norm`.
@@ -138,7 +138,7 @@ class ProjectorShapes(Section):
 
 
 class VisionConfig(LayerWindows, TowerConfig):
-    """Vision transformer at native resolution; `merge` x `merge` patches are a language token.
+    """Vision transformer at native resolution; `merge` x `merge` patches become one language token.
 
     With `window`, layers attend inside windows of `window` x `window` patches, except
     `full_layers`, which see the whole image. With `gated_mlp`, MLPs are SwiGLU (arXiv 2002.05202)
@@ -151,7 +151,8 @@ class VisionConfig(LayerWindows, TowerConfig):
 
     The output of each of the `deepstack_layers` goes through its own projector, which norms the
     concatenated patches of a token (arXiv 2406.04334). The results are added to the hidden states
-    of that token in the decoder: the first one after the first layer, and so on.
+    of that token in the decoder: the first one after the first layer, the second one after the
+    second, and so on.
 
     With `class_token`, every image, or every tile of one, has one more token, with a learned
     embedding and position. It takes part in attention and yields no feature (arXiv 2010.11929).
@@ -289,8 +290,8 @@ class AudioConfig(TowerConfig):
     `silence` says how the tower treats the rest:
 
         unseen    its frames are zeros, and attention does not see it
-        cut       like unseen, but the last frames hear silence after the clip's end, where with
-                  unseen they hear the end mirrored
+        cut       like unseen, but the clip's last frames hear silence after its end; with unseen
+                  they hear the end mirrored
         masked    like cut, and also set to zero after the first convolution
         stem      its frames are silence, which the convolutions hear and attention does not see
         heard     its frames are silence, which the whole tower hears like the clip

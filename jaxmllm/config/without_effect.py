@@ -26,7 +26,7 @@ SECTIONS = {
 
 
 def keys_without_effect(config: Config) -> dict[str, list[str]]:
-    """Keys that are set but have no effect, by the reason why."""
+    """Keys that are set but have no effect, by the reason."""
     keys: dict[str, list[str]] = {}
     for reason, path, of_section in _unread(config):
         said = [f"{path}.{key}" for key in _set_keys(config, path) if key in of_section]

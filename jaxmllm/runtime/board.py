@@ -126,10 +126,10 @@ def by_process(entries: Sequence[tuple[str, str]]) -> dict[int, str]:
 def gather(
     board: Board, prefix: str, processes: int, seconds: float, say: Callable[[list[int]], str]
 ) -> dict[int, str]:
-    """Wait for the values of all processes below `prefix`, and return them by process.
+    """Wait until all processes have set a value below `prefix`; return the values by process.
 
-    Raises `HostsError` with the line of a process as soon as one has ended, or, after `seconds`,
-    with the line that `say` returns for the missing processes.
+    Raises `HostsError` as soon as a process has ended, with the line that it left, and after
+    `seconds`, with the line that `say` returns for the missing processes.
     """
     deadline = time.monotonic() + seconds
     while True:

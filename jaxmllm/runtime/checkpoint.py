@@ -6,8 +6,8 @@ Arrays are stored whole, whatever their sharding, so the devices, mesh and proce
 checkpoint need not be those that wrote it. A checkpoint is written under a temporary name and
 renamed when its last byte is on disk: a process killed at any time leaves complete checkpoints
 behind, and a draft that is removed when the run is resumed. The last file written before the
-renaming is `checksums.json`, with size and CRC-32 of every other file; a checkpoint is read only
-after all files were found to match it. All processes must call every function here.
+renaming is `checksums.json`, with size and CRC-32 of the other files; a checkpoint is read only
+after these were found to match it. All processes must call every function here.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | Path, keep: int, expected_bytes: int = 0) -> None:
-        """Open a folder of checkpoints; `expected_bytes` of one extend the time limit of a save."""
+        """Open a folder of checkpoints. The more `expected_bytes` one has, the longer a save may
+        take before it is an error."""
         write_small_arrays_whole()
         self.directory = Path(directory).absolute()
         self.keep = keep

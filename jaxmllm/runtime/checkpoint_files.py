@@ -78,12 +78,12 @@ class SealedHandler(ocp.StandardCheckpointHandler):
 @ocp.args.register_with_handler(SealedHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class SealedSave(ocp.args.StandardSave):
-    """Save arguments that make orbax use `SealedHandler`."""
+    """Arguments of a save that make orbax use `SealedHandler`."""
 
 
 def write_small_arrays_whole() -> None:
     """Make one process write each small array. By default replicas share the writing of an array by
-    slicing it, which compiles a program for each shape and device: only large arrays gain."""
+    slicing it, which compiles a program for each shape and device: worth it for large arrays."""
     handler = ocp.type_handlers.ArrayHandler(
         min_slice_bytes_for_replica_parallel=REPLICA_SLICE_BYTES
     )

@@ -3,7 +3,8 @@
 config --keep_programs--> JAX's settings, before anything is compiled --describe--> a line for the log
 
 JAX finds programs by their text, the compiler's version and options, and the devices; it compiles
-those that it does not find. Only the first process writes, and all read, so hosts share a folder.
+those that it does not find. Only the first process writes, but all read: give several hosts a
+folder that they share.
 """
 
 from __future__ import annotations

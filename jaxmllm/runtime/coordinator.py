@@ -32,8 +32,8 @@ class BoardServer:
     """The board: keys and values, and which processes are connected."""
 
     def __init__(self) -> None:
-        # Keys and values, by the part of the key before its last "/", so that a look is quick:
-        # thousands of processes look for a few keys every second
+        # Keys and values, by the part of a key before its last "/": thousands of processes look for
+        # a few keys every second, so a look must be quick
         self.folders: dict[str, dict[str, str]] = {}
         self.hosts: dict[int, str] = {}  # of processes that have said hello and not yet bye
         self.connections: dict[int, int] = {}  # number of open connections by process
@@ -130,7 +130,7 @@ def start_jax_service(host: str | None, processes: int, heartbeat_seconds: int) 
 
 async def keep(host: str | None, port: int, processes: int, heartbeat_seconds: int) -> None:
     """Serve until process 0, which holds the other end of this process's stdin, is gone, and then
-    until the others have read of it."""
+    until the others have left too, but at most for `LINGER_SECONDS`."""
     board = BoardServer()
     try:
         server = await asyncio.start_server(board.serve, host, port, limit=LINE_BYTES)

@@ -1,4 +1,4 @@
-"""Join the processes of one run, as environment variables describe them that launchers set.
+"""Join the processes of one run, which launchers describe in environment variables.
 
 process 0 starts the coordinator --> all meet at its board, compare config and versions --> jax.distributed
 """
@@ -32,7 +32,8 @@ COORDINATOR = "JAXMLLM_COORDINATOR"  # host:port of process 0, or "auto"
 PROCESSES = "JAXMLLM_PROCESSES"
 PROCESS_ID = "JAXMLLM_PROCESS_ID"
 BIND = "JAXMLLM_BIND"  # address that process 0 listens on
-STOPPED_CODE = "JAXMLLM_STOPPED_CODE"  # exit code after a signal; 0 tells some schedulers that the run is complete
+# Exit code after a signal; 0 tells some schedulers that the run is complete
+STOPPED_CODE = "JAXMLLM_STOPPED_CODE"
 AUTO = "auto"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -92,7 +93,7 @@ def initialize_distributed(
     limits: DistributedConfig | None = None,
     facts: Mapping[str, str] | None = None,
 ) -> None:
-    """Join the run that the environment describes; without its variables this is a run of one process.
+    """Join the run that the environment describes; without its variables, a run of one process.
 
     A process takes the devices visible to it (CUDA_VISIBLE_DEVICES, JAX_LOCAL_DEVICE_IDS). The
     coordinator `auto` leaves everything to JAX's own detection, which is meant for TPU pods. Call

@@ -61,8 +61,7 @@ def table_flops(device_kind: str, dtype: str) -> float | None:
 
 
 def operand_dtype(device_kind: str, dtype: str) -> str:
-    """Type in which XLA computes products of `dtype`, by which peaks are listed; see
-    `peak_flops`."""
+    """Type in which XLA computes products of `dtype`; peaks are listed by it (see `peak_flops`)."""
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if dtype != "float32" or precision in ("float32", "highest"):
         return dtype

@@ -2,7 +2,7 @@
 
     before a program is compiled   compare(facts) on the board: config, seed, versions, data, plan
     before the first collective    meet(): waits for late processes, up to distributed.start_timeout
-    every check_every steps        post_plan(digest): the watchdog compares, and nothing waits
+    every check_every steps        post_plan(digest): a watchdog compares, and nothing waits
     always                         a sign of life every second; the watchdog ends a process whose
                                    peer is dead or silent
 
@@ -157,7 +157,7 @@ def digest_of(record: object) -> str:
 
 
 def digest_of_bytes(pieces: Iterable[bytes]) -> str:
-    """Sixteen hexadecimal digits that are equal for equal bytes, however they are cut into pieces."""
+    """Sixteen hexadecimal digits that are equal for equal bytes, however these are cut."""
     digest = hashlib.blake2b(digest_size=8)
     for piece in pieces:
         digest.update(piece)
@@ -232,6 +232,7 @@ class Watchdog:
         return self._silent() or (self._different_plan() if hosts.process == 0 else None)
 
     def _silent(self) -> str | None:
+        """Line about a watched process that has been silent for too long; None if none has."""
         hosts = self._hosts
         now = self._clock()
         gap = now - self._last_beat
@@ -254,6 +255,10 @@ class Watchdog:
         return None
 
     def _different_plan(self) -> str | None:
+        """Line about a process whose plan of a step differs from process 0's; None if none does.
+
+        Plans that all processes have posted are deleted.
+        """
         hosts = self._hosts
         by_step: dict[int, dict[int, str]] = {}
         for key, digest in hosts.board.key_value_dir_get("plan/"):
@@ -292,7 +297,7 @@ def leave_at_once(line: str, code: int) -> NoReturn:
     os._exit(code)
 
 
-# ---------------------------------------------------------------------------- the processes of this run
+# ---------------------------------------------------------------------------- this run
 
 _current: Hosts | None = None
 _watchdog: Watchdog | None = None
@@ -313,7 +318,7 @@ def current() -> Hosts | None:
 
 
 def compare(what: str, facts: Callable[[], Mapping[str, str]], advice: str) -> None:
-    """`Hosts.compare` of the result of `facts`, which is called only if there are several
+    """`Hosts.compare` with the result of `facts`, which is called only if there are several
     processes."""
     if _current is not None:
         _current.compare(what, facts(), advice)

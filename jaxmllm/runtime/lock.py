@@ -60,8 +60,8 @@ class Holder:
 
 
 class RunLock:
-    """Context manager that holds a run folder for this process, or raises `CheckpointError` that
-    names the holder.
+    """Context manager that holds a run folder for this process. Raises `CheckpointError`, which
+    names the holder, if another process holds it.
 
     The thread that keeps the lock alive calls `lost` with one line if the folder was removed or
     moved away, or if another process has taken it over because this one was stopped for so long
@@ -157,6 +157,7 @@ class RunLock:
             return Holder("unknown", 0, "", "an unknown time", text)
 
     def _dead(self, holder: Holder) -> bool:
+        """Whether the lock of `holder` may be taken over; may wait for a sign of life."""
         if holder.host == self._holder.host:
             if _start_of(holder.pid) != holder.process:
                 return True
@@ -188,11 +189,12 @@ class RunLock:
             self._say(f"{self.path.parent}: the lock of {holder} was stale and is taken over")
 
     def _keep(self) -> None:
+        """Write a beat every few seconds, until `__exit__` or the folder is lost."""
         missing = False
         while not self._closed.wait(self._beat):
             try:
                 holder = self._read()
-                if holder is None and missing:  # once may be a `_remove` that puts it back
+                if holder is None and missing:  # a `_remove` may take it for a moment
                     self._lost(
                         f"{self.path} was removed, or its folder, under the run that holds it"
                     )

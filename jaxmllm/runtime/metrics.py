@@ -36,7 +36,7 @@ Scalar = float | int | str | bool | None
 
 
 class MetricsWriter:
-    """Writes metric records of a run folder; on processes other than the main one every call does nothing.
+    """Writes metric records of a run folder. On processes other than the main one, it does nothing.
 
     A resumed run calls `resume_from` before its first write. Numbers may be scalars of Python,
     numpy or JAX (reading the latter waits for the device). JSON has no NaN and no infinity: these
@@ -67,8 +67,8 @@ class MetricsWriter:
     def resume_from(self, step: int) -> None:
         """Drop the records of steps after `step`, and a last line cut short by a kill, so that the
         files stay one continuous history. Each file is replaced atomically. Other lines that are
-        not records are dropped too; the old file is then kept next to the new one, and a
-        line on stdout says so."""
+        not records are dropped too; the old file is then kept next to the new one, and a line on
+        stdout says so."""
         if self._stream is not None:
             raise RuntimeError("resume_from must be called before the first write")
         self._resumed_from = step
@@ -215,7 +215,7 @@ def imported_wandb(project: str) -> Any:
 
 
 class WandbSink:
-    """A Weights & Biases run; its id is kept in the run folder, so that a resumed run continues it."""
+    """A Weights & Biases run. Its id is kept in the run folder, so a resumed run continues it."""
 
     def __init__(self, directory: Path, project: str) -> None:
         wandb = imported_wandb(project)
@@ -248,7 +248,7 @@ def read_summary(run_directory: str | Path) -> dict[str, Any] | None:
 
 
 def _trim(path: Path, step: int) -> None:
-    """Keep only records up to `step` in a file of one per line, which may exceed the memory."""
+    """Keep only records up to `step` in a file of one per line, which may be larger than memory."""
 
     def kept_lines() -> Iterator[str]:
         damaged = 0

@@ -44,7 +44,7 @@ class ProgressBar:
             self._bar.start()
 
     def update(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Show that `step` steps are done, with a few named numbers, e.g. {"loss": 2.1, "examples/s": 31.0}."""
+        """Show that `step` steps are done, and a few numbers by name: {"loss": 2.1, ...}."""
         text = "  ".join(
             f"{name} {'none' if value is None else f'{value:.4g}'}"
             for name, value in values.items()

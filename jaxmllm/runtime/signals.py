@@ -1,5 +1,5 @@
-"""Stop a run cleanly: one SIGTERM or SIGINT saves a checkpoint and ends the run, a second one ends
-it at once.
+"""Stop a run cleanly: the first SIGTERM or SIGINT saves a checkpoint and ends the run, a second one
+ends it at once.
 
     signal --C handler--> pipe --thread--> before training: one line, exit 128 + n
                                            in training:     `requested`, and `should_stop` returns True soon

@@ -64,7 +64,7 @@ class StepTimes:
         self._previous: float | None = None
 
     def seconds(self, began: float, completed: float) -> float:
-        """Seconds of the next step, whose programs were started at `began` and done at `completed`."""
+        """Seconds of the next step, whose programs began at `began` and ended at `completed`."""
         start = began if self._previous is None else self._previous
         self._previous = completed
         return max(completed - start, 1e-9)

@@ -31,7 +31,7 @@ RAGGED = "ragged-all-to-all"
 HOPS = ("hop", "hop_back")
 # Functions that run once per run, or cost next to nothing
 OUTSIDE_STEPS = ("zero", "totals", "init", "stage_params", "to_saved", "from_saved", "add")
-PRODUCTS = "__cublas"  # begins the targets that XLA calls for products of matrices
+PRODUCTS = "__cublas"  # prefix of the targets that XLA calls for products of matrices
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Chip:
     platform: str  # of JAX: cuda, tpu, cpu
     device_kind: str = ""  # as JAX names it
     devices_per_host: int = 0  # 0: all devices are on this host
-    packages: tuple[str, ...] = ()  # of which one holds the compiler
+    packages: tuple[str, ...] = ()  # any one of them holds the compiler
     target: str = ""  # text that describes a GPU to its compiler
     dimensions: int = 0  # of a TPU's torus
     compiler_options: Mapping[str, str | bool] = field(default_factory=dict)
@@ -209,7 +209,7 @@ def _cpu_devices(count: int) -> Sequence[jax.Device]:
 
 
 def _gpu_topology(chip: Chip, count: int) -> str:
-    """SLICES x HOSTS x DEVICES per host; there is one slice, as all hosts are in one network."""
+    """SLICES x HOSTS x DEVICES per host: one slice, because all hosts are in one network."""
     if count <= chip.devices_per_host:
         return f"1x1x{count}"
     hosts, remainder = divmod(count, chip.devices_per_host)

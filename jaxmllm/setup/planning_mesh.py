@@ -16,9 +16,8 @@ def planning_mesh(config: Config, ranks: int | None = None) -> AbstractMesh:
     """The config's mesh without devices; -1 takes as many as this machine has.
 
     Args:
-      ranks: data ranks, in place of the config's. The model is sharded over their largest divisor
-        that also divides the config's `fsdp`; with -1, over the factor of them that its `data`
-        leaves.
+      ranks: data ranks, in place of the config's. The model is sharded over gcd(ranks, fsdp) of
+        them or, where `fsdp` is -1, over ranks / gcd(ranks, data).
 
     Raises:
       ConfigError: an axis is left open, or the config has a pipeline, whose rows such commands do

@@ -1,8 +1,6 @@
-"""What rows of a phase must look like: their alignment, their attention blocks, and the largest
-one.
+"""What rows of a phase must look like: their alignment, attention blocks, and largest size.
 
-Rows consist of whole attention blocks and whole language tokens, so that no row ends inside of
-either.
+Rows consist of whole attention blocks and whole language tokens: no row ends inside of one.
 """
 
 from __future__ import annotations

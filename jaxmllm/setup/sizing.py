@@ -138,7 +138,7 @@ def sizing_inputs(
     longest: Mapping[str, int],
     spans: Spans,
 ) -> list[SizingInputs]:
-    """Inputs to the rows of every phase other than the sampled lengths.
+    """Everything that decides the rows of every phase, except for the sampled lengths.
 
     Args:
       formats: by encoder phase.

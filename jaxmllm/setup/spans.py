@@ -23,7 +23,7 @@ from sharding.rules import Layout
 # Spans that `auto` tries, up to a node of 12 ranks. Of those with an odd factor, a mesh allows only
 # products of its innermost axes.
 AUTO_SPANS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
-# Spans that axes are then cut for, before they are cut by each of `ODD_FACTORS` that is left
+# Spans that axes are then cut for; after that, each of `ODD_FACTORS` that is left cuts them
 AUTO_CUT = (1, 2, 4, 8)
 ACROSS_NODES = (16, 32, 64)  # added to both where groups may cross nodes
 

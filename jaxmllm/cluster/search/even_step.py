@@ -2,7 +2,7 @@
 many there are.
 
 Only sums of the batch's lengths count, so no rank waits for a slower one and rows have no padding.
-The times rank layouts, whose steps are then planned (sieves.py).
+Layouts are ranked by this time before steps are planned for them (sieves.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NO_LENGTH = np.zeros(1, np.int64)
 
 @dataclass(frozen=True)
 class PhaseLoad:
-    """The items of a phase in a batch, summed: the mean over batches."""
+    """Sums over a phase's items in a batch, as means over batches."""
 
     slots: float
     squares: Floats  # sums of `ItemCost.squares` over the items, by kind of layer

@@ -83,6 +83,7 @@ def _legal_devices(planner: Planner, devices: int) -> list[int]:
 
 
 def _is_legal(planner: Planner, devices: int) -> bool:
+    """Whether the model can be laid out on some mesh of so many devices."""
     try:
         choices = mesh_choices(planner.config, devices)
     except ConfigError:

@@ -83,7 +83,7 @@ def _sizes(spec: PhaseSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _least_span(inputs: SizingInputs) -> int:
-    """The fewest ranks that hold a row for the longest item; else the most that are allowed."""
+    """The fewest ranks that can hold the longest item in a row; the most allowed if none can."""
     largest = inputs.largest_capacity
     holding = (span for span in inputs.spans if smallest_capacity(inputs, span) <= largest)
     return next(holding, max(inputs.spans))

@@ -187,8 +187,7 @@ def _with_one_class(config: PhaseConfig) -> PhaseConfig:
 def _of_all_ranks(
     sizes: PipelineSizes, inputs: Sequence[SizingInputs], examples: int
 ) -> PipelineSizes:
-    """The sizes of a part of the batch as those of the whole batch, of `examples` examples:
-    replicas have equal parts of it."""
+    """Sizes for the whole batch of `examples` examples, from those for one of its equal parts."""
     phases = {
         sizing.name: replace(sizes.spec.phases[sizing.name], ranks=sizing.ranks)
         for sizing in inputs

@@ -41,9 +41,9 @@ class WholePlans:
         self._known_stage_rows: dict[str, PlanSpec] = {}
 
     def planned(self, estimate: Estimate) -> PlannedLayout:
-        """A layout with its sizes chosen, and its steps planned and simulated. Where memory has
-        room for the residuals of none of a phase's rows, rows of half the size are planned as well,
-        and the faster layout is taken.
+        """A layout with its sizes chosen, and its steps planned and simulated. Where memory has no
+        room to keep residuals of a phase, rows of half the size are planned as well, and the faster
+        layout is taken.
 
         Raises:
           PipelineError: its layers cannot be cut into so many stages.
@@ -80,6 +80,7 @@ class WholePlans:
         return halves
 
     def _planned(self, estimate: Estimate) -> PlannedLayout:
+        """A layout with its sizes chosen for rows that fit, and its steps planned and simulated."""
         sampled = self._request.lengths(estimate.config, estimate.model, estimate.layout.spans)
         inputs = self._inputs(estimate, sampled)
         if estimate.choice.stages > 1:
