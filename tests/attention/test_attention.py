@@ -80,7 +80,8 @@ def check(mask, inputs, dtype=np.float32, tolerance=2e-6):
     q, k, v, d_out = (x.astype(dtype) for x in inputs)
     visible = visible_pairs(mask.queries, mask.keys)
     expected = reference(q, k, v, visible, d_out)
-    blind, unseen = ~visible.any(axis=2), ~visible.any(axis=1)
+    blind = ~visible.any(axis=2)
+    unseen = ~visible.any(axis=1)
     for kernel in KERNELS if dtype == np.float32 else ("jax",):
         results = tiled_vjp(q, k, v, mask, d_out, kernel)
         for name, got, want in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
@@ -121,7 +122,8 @@ def test_bfloat16_sums_are_kept_in_float32():
     """A mean over 4,096 equal values: a bfloat16 sum of ones would stop growing at 256."""
     slots = 4096
     mask = packed([[1] * slots], False, block=256)
-    q, v = jnp.zeros((1, slots, 1, 8), jnp.bfloat16), jnp.ones((1, slots, 1, 8), jnp.bfloat16)
+    q = jnp.zeros((1, slots, 1, 8), jnp.bfloat16)
+    v = jnp.ones((1, slots, 1, 8), jnp.bfloat16)
     out, _, _, dv = tiled_vjp(q, q, v, mask, jnp.ones_like(v))
     np.testing.assert_array_equal(np.asarray(out, np.float32), 1)
     np.testing.assert_array_equal(np.asarray(dv, np.float32), 1)
@@ -149,7 +151,8 @@ def test_large_logits_do_not_overflow(kernel):
 def packed_rows(draw):
     """Documents of text, images and clips end to end, some split into windows, with padding anywhere."""
     ids = np.zeros((2, SLOTS), np.int32)
-    at, document = 0, 0
+    at = 0
+    document = 0
     while at < SLOTS:
         document += 1
         window = draw(st.sampled_from([0, 0, 3]))
@@ -201,7 +204,8 @@ def test_a_part_of_the_row_gets_its_own_queries(ids, places, parts):
     order = np.argsort(places)
     slots = (order[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
     moved = ids.at(slots)
-    inputs, own = random_inputs(1), SLOTS // parts
+    inputs = random_inputs(1)
+    own = SLOTS // parts
     whole = tiled_vjp(
         *(x.astype(np.float32) for x in inputs[:3]), mask_of([ids]), inputs[3].astype(np.float32)
     )
@@ -333,7 +337,8 @@ def test_works_in_a_rematerialised_scan_inside_shard_map(kernel):
     mesh = jax.make_mesh(
         (2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
     )
-    rows, heads = PartitionSpec("data"), PartitionSpec("data", None, "tensor")
+    rows = PartitionSpec("data")
+    heads = PartitionSpec("data", None, "tensor")
     q, k, v, _ = (x.astype(np.float32) for x in random_inputs(2))
     mask = packed([RAGGED, HOLED], True)
 

@@ -70,7 +70,8 @@ def test_runs_are_the_rule_of_the_ids(rows, rule):
 
 def cudnn(q, k, v, lengths, offsets, scale, causal, window):
     """What cuDNN says of its packed layout, sequence by sequence: outputs, and sums [M, H, T] of each one's own."""
-    heads, group = q.shape[2], q.shape[2] // k.shape[2]
+    heads = q.shape[2]
+    group = q.shape[2] // k.shape[2]
     (of_queries, of_keys), strides = offsets, (q[0, 0].size, k[0, 0].size)
     flat_q, flat_k, flat_v = (
         np.asarray(x, np.float64).reshape(-1, *x.shape[2:]) for x in (q, k, v)
@@ -79,8 +80,10 @@ def cudnn(q, k, v, lengths, offsets, scale, causal, window):
     sums = np.full((lengths.size, heads, len(flat_q)), np.nan)
     for number, length in enumerate(lengths):
         assert of_queries[number] % strides[0] == 0 and of_keys[number] % strides[1] == 0
-        first, first_key = of_queries[number] // strides[0], of_keys[number] // strides[1]
-        at, of_key = slice(first, first + length), slice(first_key, first_key + length)
+        first = of_queries[number] // strides[0]
+        first_key = of_keys[number] // strides[1]
+        at = slice(first, first + length)
+        of_key = slice(first_key, first_key + length)
         keys, values = (np.repeat(x[of_key], group, axis=1) for x in (flat_k, flat_v))
         logits = scale * np.einsum("qhk,phk->hqp", flat_q[at], keys)
         behind = np.arange(length)[:, None] - np.arange(length)

@@ -57,7 +57,8 @@ def check(mask, inputs, dtype=np.float32, tolerance=2e-6):
     q, k, v, d_out = (jnp.asarray(x, dtype) for x in inputs)
     results = vjp(q, k, v, mask, d_out)
     visible = visible_pairs(mask.queries, mask.keys)
-    blind, unseen = ~visible.any(axis=2), ~visible.any(axis=1)
+    blind = ~visible.any(axis=2)
+    unseen = ~visible.any(axis=1)
     for name, got, want in zip(
         ("out", "dq", "dk", "dv"), results, reference(q, k, v, visible, d_out), strict=True
     ):
@@ -241,7 +242,8 @@ def sharded_gradients(kernel):
     mesh = jax.make_mesh(
         (2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
     )
-    rows, heads = PartitionSpec("data"), PartitionSpec("data", None, "tensor")
+    rows = PartitionSpec("data")
+    heads = PartitionSpec("data", None, "tensor")
     run = jax.shard_map(
         partial(layers, kernel),
         mesh=mesh,

@@ -68,7 +68,9 @@ def packed_ids(draw):
             st.tuples(st.integers(0, 3), st.booleans(), st.integers(1, 12)), min_size=1, max_size=12
         )
     )
-    document, group, current = [], [], 1
+    document = []
+    group = []
+    current = 1
     for number, (kind, image, length) in enumerate(pieces):
         current += kind == 0
         document += [0 if kind == 1 else current] * length
@@ -82,7 +84,8 @@ def packed_ids(draw):
 @st.composite
 def any_ids(draw):
     """Documents and groups in pieces, repeated positions, in any order; the block size."""
-    block, blocks = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 8))
+    block = draw(st.sampled_from([1, 2, 4]))
+    blocks = draw(st.integers(1, 8))
     seed = draw(st.integers(0, 2**32 - 1))
     random = np.random.default_rng(seed)
     columns = [

@@ -8,7 +8,10 @@ from jaxmllm.attention.attention import attention_and_logsumexp, with_repeated_k
 from jaxmllm.attention.mask import Mask, TileLists, TokenIds, item_ids
 from jaxmllm.attention.tiles import crossed_tiles, tile_lists
 
-BLOCK, SLOTS, HEADS, SIZE = 4, 16, 2, 4
+BLOCK = 4
+SLOTS = 16
+HEADS = 2
+SIZE = 4
 # Queries of three items, the second without keys of its own; keys of the first and third
 QUERIES = np.array([0, 0, 1, 1, 1, 2, 2, 0, 0, 0, 0, 3, 3, 3, 0, 0], np.int32)
 KEYS = np.array([1, 1, 0, 0, 0, 0, 0, 3, 3, 3, 3, 0, 0, 0, 0, 0], np.int32)

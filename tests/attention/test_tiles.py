@@ -35,7 +35,8 @@ def listed(lists, swap=False):
 @st.composite
 def packed_rows(draw):
     """Regular rows: documents of text and groups, with padding between and inside them."""
-    document, group = [], []
+    document = []
+    group = []
     for number in range(1, draw(st.integers(1, 4)) + 1):
         for part in range(1, draw(st.integers(1, 4)) + 1):
             length = draw(st.integers(0, 9))

@@ -75,7 +75,8 @@ def spec_for(
 ) -> PlanSpec:
     """A spec whose largest rows just hold the largest items; `pool` tokens beyond the least a pool must hold, and
     `node` ranks of each phase in a node (none: not known)."""
-    phases, routes = {}, {}
+    phases = {}
+    routes = {}
     language_ranks = next(iter(grids.values()))[0] * next(iter(grids.values()))[2]
     ranks = {name: shape[0] * shape[1] for name, shape in grids.items()} | {
         "language": language_ranks

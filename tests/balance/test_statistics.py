@@ -19,7 +19,8 @@ def test_statistics_against_plain_loops(make):
     spec = make.spec(batch, {"vision": (4, 1, 1), "audio": (4, 1, 1)}, classes=2)
     plan = plan_step(batch, spec)
     for name, phase in spec.phases.items():
-        rows, items = plan.phases[name], batch.phases[name]
+        rows = plan.phases[name]
+        items = batch.phases[name]
         load = np.zeros((rows.microbatches, phase.ranks))
         for item, length in enumerate(items.length):
             load[rows.microbatch[item], rows.rank[item]] += (
@@ -67,7 +68,8 @@ def test_statistics_of_shared_rows_against_plain_loops(make):
     of_ranks = np.zeros(ranks)
     parts = []
     for microbatch in range(plan.microbatches):
-        span, capacity = int(plan.span[microbatch]), int(plan.capacity[microbatch])
+        span = int(plan.span[microbatch])
+        capacity = int(plan.capacity[microbatch])
         loads = np.zeros(ranks)
         attention = np.zeros(ranks)
         for item in np.flatnonzero(plan.microbatch == microbatch):

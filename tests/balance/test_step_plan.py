@@ -83,7 +83,8 @@ def arrays(plan: StepPlan) -> list[np.ndarray]:
 def test_plans_repeat_exactly_and_are_integers(make):
     batch = make.batch(7, 32)
     spec = make.spec(batch, {"vision": (4, 1, 1), "audio": (4, 1, 1)}, classes=2)
-    one, other = arrays(plan_step(batch, spec)), arrays(plan_step(batch, spec))
+    one = arrays(plan_step(batch, spec))
+    other = arrays(plan_step(batch, spec))
     assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
     assert {a.dtype for a in one} == {np.dtype(np.int32), np.dtype(np.bool_)}
 

@@ -23,7 +23,8 @@ def test_validation_finds_what_is_wrong(make):
     batch = make.batch(13, 24)
     spec = make.spec(batch, {"vision": (2, 1, 1), "audio": (2, 1, 1)}, pool=2048)
     plan = plan_step(batch, spec)
-    vision, route = plan.phases["vision"], plan.routes["vision"]
+    vision = plan.phases["vision"]
+    route = plan.routes["vision"]
     validate(plan, batch, spec)
 
     def fails(broken: StepPlan, message: str) -> None:
@@ -67,7 +68,8 @@ def test_validation_finds_what_is_wrong_in_shared_rows(make):
         name: make.scattered(3, batch.phases[name], phase) for name, phase in spec.phases.items()
     }
     plan = StepPlan(*plan_routes(plans, batch, spec))
-    vision, route = plan.phases["vision"], plan.routes["vision"]
+    vision = plan.phases["vision"]
+    route = plan.routes["vision"]
     validate(plan, batch, spec)
     assert len(route.item) > len(batch.phases["vision"].length)  # some lie across a cut
     shared = vision.span[vision.microbatch] > 1

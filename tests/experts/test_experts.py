@@ -12,7 +12,11 @@ from sharding.mesh import make_mesh
 from sharding.rules import make_layout
 from tests.support import slow_cases
 
-ROWS, SLOTS, WIDTH, MLP_WIDTH, COUNT = 8, 12, 6, 10, 8
+ROWS = 8
+SLOTS = 12
+WIDTH = 6
+MLP_WIDTH = 10
+COUNT = 8
 
 
 def inputs(k: int, routing: str = "random", count: int = COUNT, dtype=np.float64, seed: int = 0):
@@ -110,7 +114,8 @@ def test_blocks_hold_every_pair_of_own_experts_once(routing):
     blocks = jax.device_get(list_blocks(jnp.array(own), 4, 8))
     held = []
     for block in range(int(blocks.number)):
-        begin, end = blocks.begin[block], blocks.end[block]
+        begin = blocks.begin[block]
+        end = blocks.end[block]
         assert 0 < end - begin <= 8
         pairs = blocks.pairs[begin:end]
         assert (own.reshape(-1)[pairs] == blocks.expert[block]).all()

@@ -45,7 +45,8 @@ def test_every_matrix_of_a_layer_can_have_an_adapter():
         others = ("bias", "scale", "modulation.weight")  # of norms, and of the time
         assert {*matrices} == {path for path in in_layers if not path.endswith(others)}
         for path, (inputs, outputs) in matrices.items():
-            a, b = factors[f"{path}.a"].shape, factors[f"{path}.b"].shape
+            a = factors[f"{path}.a"].shape
+            b = factors[f"{path}.b"].shape
             assert a[-1] == b[1] == 2
             assert (math.prod(a[1:-1]), math.prod(b[2:])) == (inputs, outputs)
             assert (*a[:-1], *b[2:]) == own[path].shape
@@ -59,7 +60,8 @@ def hidden_states(model):
 def test_a_new_adapter_changes_nothing_and_begins_by_seed():
     adapted = build(TEXT, ONE, language=FROZEN)
     plain = build(ModelConfig(language=LANGUAGE), ONE)
-    params, other = adapted.init(3, "float32"), adapted.init(4, "float32")["adapter.language"]
+    params = adapted.init(3, "float32")
+    other = adapted.init(4, "float32")["adapter.language"]
     states, rows = hidden_states(adapted)
     expected, _ = hidden_states(plain)
     base = plain.init(3, "float32")
@@ -100,7 +102,8 @@ def test_states_and_gradients_are_those_of_the_sum(remat, mesh):
     model = build(TEXT, mesh, language=ComponentConfig(freeze=True, **settings))
     plain = build(ModelConfig(language=LANGUAGE), ONE, language=ComponentConfig(**settings))
     params = randomized(model, np.float64)
-    rows, media = make_rows(0), np.zeros((4, 64, LANGUAGE.width))
+    rows = make_rows(0)
+    media = np.zeros((4, 64, LANGUAGE.width))
     weights = np.random.default_rng(1).standard_normal((4, 64, LANGUAGE.width))
 
     def loss(model, trained, frozen):
@@ -120,9 +123,11 @@ def test_states_and_gradients_are_those_of_the_sum(remat, mesh):
     found = dict(leaves_by_path(gradients["adapter.language"]))
     assert len(found) == 2 * 7
     for path in LANGUAGE.matrices:
-        a, b = factors[f"{path}.a"], factors[f"{path}.b"]
+        a = factors[f"{path}.a"]
+        b = factors[f"{path}.b"]
         flat = np.asarray(of_matrix[path]).reshape(2, math.prod(a.shape[1:-1]), -1)
-        a_flat, b_flat = a.reshape(2, -1, 3), b.reshape(2, 3, -1)
+        a_flat = a.reshape(2, -1, 3)
+        b_flat = b.reshape(2, 3, -1)
         wanted_a = ADAPTER.scale * np.einsum("lio,lro->lir", flat, b_flat)
         wanted_b = ADAPTER.scale * np.einsum("lio,lir->lro", flat, a_flat)
         for name, wanted in (("a", wanted_a), ("b", wanted_b)):
@@ -148,7 +153,8 @@ def test_no_gradient_of_an_adapted_matrix_is_computed(remat):
         model = build(config, mesh=ONE, language=settings)
         params = model.abstract("float32")
         trained, frozen = model.trainable.split(params)
-        rows, media = make_rows(0), np.zeros((4, 64, LANGUAGE.width), np.float32)
+        rows = make_rows(0)
+        media = np.zeros((4, 64, LANGUAGE.width), np.float32)
 
         def loss(trained, frozen):
             return model.hidden(join(trained, frozen), rows, media)[0].sum()

@@ -32,7 +32,13 @@ from sharding.mesh import make_mesh
 from sharding.rules import make_layout
 from tests.support import EXHAUSTIVE
 
-SLOTS, BLOCK, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, LAYERS = 64, 32, 16, 4, 2, 4, 2
+SLOTS = 64
+BLOCK = 32
+WIDTH = 16
+HEADS = 4
+KV_HEADS = 2
+HEAD_SIZE = 4
+LAYERS = 2
 MLP_WIDTH = 24
 EVERYTHING = ("attention", "projections", "mlp")  # that has a name
 MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
@@ -110,8 +116,10 @@ def test_text_gets_one_dimensional_rotary_positions_exactly():
 
 def test_sections_turn_with_their_own_axis():
     positions = np.random.default_rng(0).integers(0, 100, (2, 5, 3))
-    sections, theta = (2, 3, 3), 500.0
-    want, axis_of = np.empty((2, 5, 8)), [0] * 2 + [1] * 3 + [2] * 3
+    sections = (2, 3, 3)
+    theta = 500.0
+    want = np.empty((2, 5, 8))
+    axis_of = [0] * 2 + [1] * 3 + [2] * 3
     for r, c, pair in np.ndindex(want.shape):
         want[r, c, pair] = positions[r, c, axis_of[pair]] * theta ** (-2 * pair / 16)
     with jax.enable_x64(True):
@@ -146,7 +154,8 @@ def test_angles_of_a_bfloat16_computation_are_float32():
 
 def test_rotate_turns_pairs_as_complex_numbers():
     rng = np.random.default_rng(0)
-    x, angles = rng.standard_normal((2, 5, 3, 8)), rng.standard_normal((2, 5, 4)) * 50
+    x = rng.standard_normal((2, 5, 3, 8))
+    angles = rng.standard_normal((2, 5, 4)) * 50
     turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angles)[:, :, None]
     with jax.enable_x64(True):
         got = rotate(jnp.asarray(x), Rotation.of(jnp.asarray(angles)))
@@ -227,7 +236,8 @@ def test_gradients_of_biases_and_scales_are_those_of_the_plain_form(dtype, toler
 def test_sums_over_slots_are_left_to_the_weights_half_of_a_backward_pass():
     graph, mlp = filled(lambda rngs: MLP(rngs, WIDTH, 24))
     layout = make_layout(ONE)
-    x, dy = jnp.asarray(inputs()), jnp.asarray(inputs(1))
+    x = jnp.asarray(inputs())
+    dy = jnp.asarray(inputs(1))
 
     def layer(params, x, _):
         return nnx.merge(graph, params.trained)(x, layout)
@@ -304,7 +314,8 @@ def test_no_gradient_of_a_matrix_is_a_product_of_two_transposed_factors(width, o
 
 
 def test_a_frozen_matrix_keeps_no_input():
-    x, matrix = jnp.ones((1, SLOTS, WIDTH)), jnp.ones((WIDTH, 24))
+    x = jnp.ones((1, SLOTS, WIDTH))
+    matrix = jnp.ones((WIDTH, 24))
     kept = jax.tree.leaves(jax.vjp(lambda x: times_matrix(1, x, matrix), x)[1])
     assert [leaf.shape for leaf in kept] == [matrix.shape]
 
@@ -457,7 +468,8 @@ def test_layers_of_a_stack_start_differently(stack):
 
 def test_a_stack_is_its_layers_in_turn(stack):
     graph, parameters = stack
-    rows, x = context(make_layout(MESH)), jnp.asarray(inputs())
+    rows = context(make_layout(MESH))
+    x = jnp.asarray(inputs())
     one = jax.jit(lambda p, x: nnx.merge(graph, p)(x, rows))
     got = jax.jit(lambda p, x: run_stack(nnx.merge(graph, p), x, rows, "none"))(parameters, x)
     for i in range(LAYERS):
@@ -559,7 +571,8 @@ def is_slot_dots(eqn):
 
 # Of a layer: four products of attention with weights and two in its loop; three or two of the MLP, for the last of
 # which no gradient asks unless a norm follows
-ATTENTION, LOOP = 4, 2
+ATTENTION = 4
+LOOP = 2
 
 
 @pytest.mark.parametrize(
@@ -589,5 +602,6 @@ def test_only_what_is_not_kept_is_computed_again(make, mlp, asked, remat, again)
     stack = nnx.eval_shape(lambda: stacked(make, LAYERS, nnx.Rngs(0)))
     gradient = jax.grad(partial(loss_of, nnx.graphdef(stack), remat), argnums=(0, 1))
     jaxpr = jax.make_jaxpr(gradient)(nnx.state(stack), inputs()).jaxpr
-    forward, backward = ATTENTION + LOOP + mlp, 2 * (ATTENTION + mlp) + 5
+    forward = ATTENTION + LOOP + mlp
+    backward = 2 * (ATTENTION + mlp) + 5
     assert products(jaxpr) == forward + backward + again(asked)

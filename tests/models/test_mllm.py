@@ -22,7 +22,9 @@ from sharding.mesh import MeshError, make_mesh
 from tests.support import EXHAUSTIVE
 
 MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-VOCABULARY, SLOTS, BLOCK = 40, 64, 32
+VOCABULARY = 40
+SLOTS = 64
+BLOCK = 32
 LANGUAGE = LanguageConfig(width=16, layers=2, heads=4, kv_heads=2, head_size=8, mlp_width=24)
 VISION = VisionConfig(width=8, layers=1, heads=2, mlp_width=12, patch_size=2)
 AUDIO = AudioConfig(width=8, layers=1, heads=2, mlp_width=12, mel_bins=5, chunk_frames=16, merge=4)
@@ -64,10 +66,15 @@ def test_any_subset_of_encoders(towers, names):
 
 def test_parameter_counts():
     params = build().abstract("float32")
-    d, heads, key_heads, size, hidden = 16, 4, 2, 8, 24
+    d = 16
+    heads = 4
+    key_heads = 2
+    size = 8
+    hidden = 24
     layer = 2 * d * heads * size + 2 * d * key_heads * size + 3 * d * hidden + 2 * d
     assert count(params["language"]) == 2 * VOCABULARY * d + 2 * layer + d
-    w, hidden = 8, 12
+    w = 8
+    hidden = 12
     layer = 4 * w * w + 4 * w + 2 * w * hidden + hidden + w + 2 * w
     assert count(params["vision"]) == 12 * w + w + layer + w
     assert count(params["audio"]) == 3 * 5 * w + w + 3 * w * w + w + layer + w
@@ -107,7 +114,8 @@ def test_a_projector_computes_again_what_it_is_told_to(remat):
     def gradient(remat):
         model = build(projector=ProjectorComponents(vision=ProjectorConfig(remat=remat)))
         params = model.init(0, "float32")
-        features, places = jnp.ones((4, 16, 8)), jnp.tile(jnp.arange(4), (4, 1))
+        features = jnp.ones((4, 16, 8))
+        places = jnp.tile(jnp.arange(4), (4, 1))
 
         def loss(params):
             return jnp.square(model.project(params, "vision", features, places)).sum()
@@ -265,10 +273,8 @@ def make_rows(seed):
 @pytest.fixture(scope="module")
 def hidden():
     """`hidden(dtype)` computes states, and gradients of their weighted sum, in that dtype."""
-    programs, weights = (
-        {},
-        np.random.default_rng(0).standard_normal((4, SLOTS, 16)).astype(np.float32),
-    )
+    programs = {}
+    weights = np.random.default_rng(0).standard_normal((4, SLOTS, 16)).astype(np.float32)
 
     def program(dtype):
         model = build(ModelConfig(language=LANGUAGE), language=ComponentConfig(compute_dtype=dtype))

@@ -39,7 +39,8 @@ def test_each_slot_goes_through_the_weights_of_its_stream():
 
         return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
 
-    found, expected = sums(streams), sums(chosen)
+    found = sums(streams)
+    expected = sums(chosen)
     for counts, share in (((0, 0), 0), ((4, 3), 0), ((9, 1), 2), ((32, 0), 3), ((33, 64), 4)):
         is_condition = np.zeros((2, SLOTS), bool)
         for row, count in zip(is_condition, counts, strict=True):

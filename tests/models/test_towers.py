@@ -27,7 +27,9 @@ from jaxmllm.row_format import RowFormat
 from sharding.mesh import make_mesh
 
 MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-VOCABULARY, SLOTS, BLOCK = 40, 64, 32
+VOCABULARY = 40
+SLOTS = 64
+BLOCK = 32
 VISION = VisionConfig(width=16, layers=2, heads=2, mlp_width=24, patch_size=2, rope_theta=50.0)
 AUDIO = AudioConfig(
     width=16, layers=2, heads=2, mlp_width=24, mel_bins=5, chunk_frames=16, rope_theta=70.0
@@ -70,7 +72,8 @@ def turn(x, angles):
 def attend(q, k, v, visible):
     out = np.zeros_like(q)
     for i, head in np.ndindex(q.shape[:2]):
-        seen, key_head = np.flatnonzero(visible[i]), head // (q.shape[1] // k.shape[1])
+        seen = np.flatnonzero(visible[i])
+        key_head = head // (q.shape[1] // k.shape[1])
         if len(seen):
             logits = k[seen, key_head] @ q[i, head] / np.sqrt(q.shape[-1])
             weights = np.exp(logits - logits.max())
@@ -79,7 +82,8 @@ def attend(q, k, v, visible):
 
 
 def layer(x, p, angles, visible):
-    y, own = rms_norm(x, p["attention_norm"]["scale"]), p["attention"]
+    y = rms_norm(x, p["attention_norm"]["scale"])
+    own = p["attention"]
 
     def heads(name):
         projected = np.einsum("nd,dhk->nhk", y, own[name]) + own.get(f"{name}_bias", 0)
@@ -404,7 +408,8 @@ def test_aligned_resampling_is_linear_from_corner_to_corner(places, side):
 
 def audio_rows(clips, slots=128, chunk=None):
     """Rows of `clips` [(row, start, stop, frames [real, F])], chunks of which see themselves alone if given."""
-    features, segments = np.zeros((8, slots, AUDIO.mel_bins)), np.zeros((8, slots), np.int32)
+    features = np.zeros((8, slots, AUDIO.mel_bins))
+    segments = np.zeros((8, slots), np.int32)
     positions = np.zeros((8, slots, 2), np.int32)
     for number, (row, start, stop, frames) in enumerate(clips, 1):
         features[row, start : start + len(frames)] = frames
@@ -449,7 +454,8 @@ def test_audio_tower_and_projector(encoders, config):
     ]
     rows = audio_rows(clips, chunk=config.chunk_frames if config.attention == "chunk" else None)
     features, tokens = encode(encoders, "audio", rows)
-    params, slots = encoders[1], 4 * config.pool
+    params = encoders[1]
+    slots = 4 * config.pool
     projector = params["projector.audio"]
     for row, start, stop, frames in clips:
         want = audio_tower(params["audio"], config, rows.features[row, start:stop], len(frames))
@@ -478,7 +484,8 @@ def test_a_stem_of_stride_one_keeps_clips_apart():
     rng = np.random.default_rng(5)
     places = [(0, 12, 10), (12, 28, 16), (28, 52, 21)]  # of frames: begin, end, real
     clips = [rng.standard_normal((real, config.mel_bins)) for *_, real in places]
-    features, segments = np.zeros((8, 64, config.mel_bins)), np.zeros((8, 64), np.int32)
+    features = np.zeros((8, 64, config.mel_bins))
+    segments = np.zeros((8, 64), np.int32)
     positions = np.zeros((8, 64, 2), np.int32)
     for row in range(4):
         for number, ((begin, end, real), clip) in enumerate(zip(places, clips, strict=True), 1):
@@ -508,11 +515,14 @@ STEMS = {
 @pytest.mark.parametrize("config", STEMS.values(), ids=list(STEMS))
 def test_a_stem_reads_over_the_edges_of_blocks(config):
     """Clips begin, end and have chunks anywhere in blocks of four tokens of attention, which lie apart."""
-    stride, chunk = config.stem_stride, config.chunk_slots
-    slots, block = 32 * stride, 4
+    stride = config.stem_stride
+    chunk = config.chunk_slots
+    slots = 32 * stride
+    block = 4
     rng = np.random.default_rng(7)
     features = rng.standard_normal((8, slots, config.mel_bins))
-    segments, positions = np.zeros((8, slots), np.int32), np.zeros((8, slots, 2), np.int32)
+    segments = np.zeros((8, slots), np.int32)
+    positions = np.zeros((8, slots, 2), np.int32)
     for row in range(8):
         start = 0
         for number in range(1, 6):

@@ -12,7 +12,10 @@ from jaxmllm.models.rows import LanguageRows
 from sharding.mesh import make_mesh
 from tests.support import EXHAUSTIVE
 
-BLOCK, SLOTS, VOCABULARY, WINDOW = 8, 64, 40, 6
+BLOCK = 8
+SLOTS = 64
+VOCABULARY = 40
+WINDOW = 6
 SPANS = [(0, 0, 30), (0, 30, 33), (0, 33, 62), (1, 0, 64)]  # row, start, stop
 IMAGES = [(0, 5, 20), (0, 40, 44), (1, 50, 60)]  # one is wider than the window
 DECODER = LanguageConfig(
@@ -63,7 +66,8 @@ def norm(x, scale):
 def turned(x, positions):
     """[n, heads, 8] with pairs (i, i + 4) turned by the positions of axes 0, 0, 1, 2."""
     angles = positions[:, [0, 0, 1, 2]] * 10_000.0 ** (-np.arange(4) / 4)
-    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    cos = jnp.cos(angles)[:, None]
+    sin = jnp.sin(angles)[:, None]
     return jnp.concatenate(
         [x[..., :4] * cos - x[..., 4:] * sin, x[..., 4:] * cos + x[..., :4] * sin], -1
     )
@@ -74,11 +78,9 @@ def layer(x, p, positions, pairs):
     q, k, v = (
         jnp.einsum("nd,dhk->nhk", y, p["attention"][name]) for name in ("query", "key", "value")
     )
-    q, k, v = (
-        turned(q, positions),
-        jnp.repeat(turned(k, positions), 2, axis=1),
-        jnp.repeat(v, 2, axis=1),
-    )
+    q = turned(q, positions)
+    k = jnp.repeat(turned(k, positions), 2, axis=1)
+    v = jnp.repeat(v, 2, axis=1)
     logits = jnp.where(pairs, jnp.einsum("qhk,phk->hqp", q, k) / np.sqrt(8), -jnp.inf)
     x = x + jnp.einsum("hqp,phk,hkd->qd", jax.nn.softmax(logits), v, p["attention"]["out"])
     y = norm(x, p["mlp_norm"]["scale"])
@@ -117,7 +119,8 @@ def test_values_and_gradients_are_those_of_each_example_alone(full_layers):
             return jnp.sum(jnp.where(batch.segments[..., None] > 0, hidden * weights, 0)), hidden
 
         def alone(params):
-            total, parts = 0.0, []
+            total = 0.0
+            parts = []
             for row, start, stop in SPANS:
                 here = (row, slice(start, stop))
                 one = (column[here] for column in (batch.tokens, batch.positions, batch.groups))

@@ -16,8 +16,11 @@ from sharding.mesh import make_mesh
 from sharding.rules import make_layout
 
 MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-WIDTH, ENCODER_SLOTS, LANGUAGE_SLOTS = 3, 10, 14
-HOPS, PAIRS = 3, 20
+WIDTH = 3
+ENCODER_SLOTS = 10
+LANGUAGE_SLOTS = 14
+HOPS = 3
+PAIRS = 20
 BUFFER = {shared: HOPS * shared * PAIRS for shared in (1, 2, 4)}
 GEOMETRIES = {  # encoder batch axes, language batch axes, (A, E, L)
     "shared": (["data", "fsdp"], ["data", "fsdp"], (4, 1, 1)),
@@ -66,7 +69,8 @@ class Case:
 
     @cached_property
     def transposed(self):
-        hop, deliver = self.exchange.hop_back, self.exchange.deliver_back
+        hop = self.exchange.hop_back
+        deliver = self.exchange.deliver_back
         return jax.jit(
             functools.partial(self._run, hop, deliver, self.send_backward, self.gather_backward)
         )
@@ -123,7 +127,8 @@ def make_case(name, seed=0):
 
     for number, (encoder_rank, slot, language_rank, arrival) in enumerate(moves):
         (a, e), (b, n) = encoder_place[encoder_rank], language_place[language_rank]
-        sender, receiver = at(a, e, n), at(b, e, n)
+        sender = at(a, e, n)
+        receiver = at(b, e, n)
         thirds = [c for c in range(shared) if c not in (a, b)]
         if a == b:
             pick[receiver, arrival], back[sender, slot] = buffer + slot, buffer + arrival
@@ -209,7 +214,8 @@ def test_lowers_for_gpus_from_a_machine_without_one(name, ragged):
     case = make_case(name)
     hop_on_device = RAGGED.hop_on_device if ragged else PADDED.hop_on_device
     exchange = Exchange(MESH, case.exchange.encoder, case.exchange.language, hop_on_device)
-    shared, ranks = case.pairs, len(case.gather_forward)
+    shared = case.pairs
+    ranks = len(case.gather_forward)
     for hop, deliver, layout, other, slots, arrivals in (
         (
             exchange.hop,

@@ -14,7 +14,9 @@ from sharding.mesh import make_mesh
 from sharding.parameters import Deferred
 from sharding.rules import make_layout
 
-LAYERS, SLOTS, WIDTH = 3, 4, 8
+LAYERS = 3
+SLOTS = 4
+WIDTH = 8
 run_layers = partial(
     layer_loop.run_layers,
     make_layout(make_mesh({"data": 1, "fsdp": 1, "context": 1, "tensor": 1}, jax.devices()[:1])),
@@ -170,7 +172,8 @@ def test_the_gradient_that_a_deferred_parameter_stands_for_is_added():
 
 def test_sums_take_no_room_of_their_own():
     """Beside its arguments and results the program has less than the gradients of all layers."""
-    width, layers = 64, 32
+    width = 64
+    layers = 32
     weights = jnp.zeros((layers, width, width))
 
     def layer(weights, x, own, of_all):
@@ -190,7 +193,8 @@ def test_sums_take_no_room_of_their_own():
 
 
 def test_what_all_layers_read_is_not_kept_for_each():
-    slots, layers = 1 << 16, 16
+    slots = 1 << 16
+    layers = 16
     read = jnp.ones(slots)
 
     def objective(read, weights):

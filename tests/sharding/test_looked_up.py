@@ -38,7 +38,8 @@ def test_a_sum_of_many_entries_is_as_near_as_float32_allows():
 @pytest.mark.parametrize("platform", ["cuda", "cpu"])
 def test_on_gpus_every_place_is_written_once(platform):
     layout = Layout(make_mesh({"data": 1}, jax.devices()[:1]), ())
-    table, rows = jnp.ones((11, 4)), jnp.zeros((1, 8), jnp.int32)
+    table = jnp.ones((11, 4))
+    rows = jnp.zeros((1, 8), jnp.int32)
 
     def loss(table):
         return looked_up(layout, table, (None, None), rows, jnp.float32).sum()

@@ -51,7 +51,8 @@ def test_sizes_that_do_not_fit_the_devices_are_refused(sizes, message):
 
 def test_an_abstract_mesh_is_the_same_mesh_without_devices():
     sizes = {"data": -1, "fsdp": 2, "tensor": 1}
-    abstract, real = abstract_mesh(sizes, 8), make_mesh(sizes)
+    abstract = abstract_mesh(sizes, 8)
+    real = make_mesh(sizes)
     assert abstract.shape == real.shape
     assert abstract.axis_types == real.axis_types
     assert abstract_mesh(sizes, 4096).shape == {"data": 2048, "fsdp": 2, "tensor": 1}

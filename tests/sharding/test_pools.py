@@ -69,7 +69,8 @@ def test_a_shared_row_reads_the_pools_of_its_ranks(sizes):
     layout = layouts(sizes)
     index, pool, d_rows = rows_and_pool(3, ranks=layout.ranks)
     take, put = (jax.jit(function, static_argnums=0) for function in (take_rows, put_rows))
-    want, d_want = take(layout, pool, index), put(layout, d_rows, index, pool)
+    want = take(layout, pool, index)
+    d_want = put(layout, d_rows, index, pool)
     for span in (2, 4):
         spanned = layout.spanned(span)
         shared = index.reshape(layout.groups // span, -1)

@@ -110,7 +110,8 @@ def shard_shape(x):
 
 def test_local_runs_on_each_devices_own_part():
     layout = make_layout(MESH)
-    rows, table = jnp.arange(4.0 * 6).reshape(4, 6), jnp.arange(6.0)
+    rows = jnp.arange(4.0 * 6).reshape(4, 6)
+    table = jnp.arange(6.0)
 
     def own(row, part):
         assert row.shape == (1, 6) and part.shape == (3,)
@@ -124,7 +125,8 @@ def test_local_runs_on_each_devices_own_part():
 
 def test_layouts_are_values():
     """Layouts are static arguments of compiled functions: equal ones must not compile anew."""
-    one, two = make_layout(MESH), make_layout(make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
+    one = make_layout(MESH)
+    two = make_layout(make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
     assert isinstance(one, Layout) and one == two and hash(one) == hash(two)
     assert one != make_layout(MESH, {"batch": ["data"]})
 

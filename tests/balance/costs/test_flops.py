@@ -112,7 +112,8 @@ def test_a_window_counts_the_pairs_that_it_leaves(n, trainable, passes):
 def test_experts_cost_what_a_token_chooses_and_hold_all():
     experts = ExpertsConfig(count=6, per_token=2)
     model = MODEL.model_copy(update={"language": LANGUAGE.model_copy(update={"experts": experts})})
-    mlp, router = 3 * product(1, 64, 96), product(1, 64, 6)
+    mlp = 3 * product(1, 64, 96)
+    router = product(1, 64, 6)
     more = (
         phase_flops(model, "language", NOTHING).linear
         - phase_flops(MODEL, "language", NOTHING).linear
@@ -137,7 +138,8 @@ def test_measured_times_keep_the_shares_of_the_layers():
 def test_vision_by_freezing(n):
     patches = product(n, 14 * 14 * 3, 32)
     blocks, attention = tower_forward(n, 32, 4, 128, 2)
-    first, second = product(n // 4, 4 * 32, 64), product(n // 4, 64, 64)
+    first = product(n // 4, 4 * 32, 64)
+    second = product(n // 4, 64, 64)
 
     def measured(*trained: str) -> int:
         return cost(phase_flops(MODEL, "vision", dict.fromkeys(trained, 1)), n)
@@ -204,7 +206,8 @@ def test_deepstack_adds_projectors_side_by_side():
     """Their gradients go into the tower only where that is trained."""
     tapped = VISION.model_copy(update={"deepstack_layers": (0, 1)})
     model = MODEL.model_copy(update={"vision": tapped})
-    first, second = product(4, 4 * 32, 64), product(4, 64, 64)
+    first = product(4, 4 * 32, 64)
+    second = product(4, 64, 64)
     for trained, passes in ((NOTHING, (1, 1)), ({"projector.vision": 1}, (2, 3)), (ALL, (3, 3))):
         more, plain = (phase_flops(of, "vision", trained) for of in (model, MODEL))
         added = 2 * (passes[0] * first + passes[1] * second)
@@ -248,7 +251,8 @@ def test_layers_tell_what_of_them_is_trained():
     embedding, block, *_, head = phase_layers(
         MODEL.model_copy(update={"adapters": adapters}), "language"
     )
-    own, low = product(1, 1, block.parameters - 4 * (64 + 32)), 2 * 4 * (64 + 32)
+    own = product(1, 1, block.parameters - 4 * (64 + 32))
+    low = 2 * 4 * (64 + 32)
     assert block.linear(1) == own + low
     assert not embedding.is_trained({"adapter.language": 1})
     assert not head.is_trained({"adapter.language": 1})
@@ -274,7 +278,8 @@ def test_a_windowed_layer_pays_for_its_window():
 
 @pytest.mark.parametrize("n", [64, 320])
 def test_audio_attends_over_a_quarter_of_the_frames(n):
-    mels, halves = product(n // 2, 3 * 40, 48), product(n // 4, 3 * 48, 48)
+    mels = product(n // 2, 3 * 40, 48)
+    halves = product(n // 4, 3 * 48, 48)
     blocks, attention = tower_forward(n // 4, 48, 4, 80, 5)
     projector = product(n // 8, 2 * 48, 64) + product(n // 8, 64, 64)
     assert (
@@ -331,7 +336,8 @@ WINDOWED = WORKLOAD.model_copy(
 def test_the_forward_pass_is_that_of_all_layers(model, phase):
     items = np.array([640, 256, 1280])
     flops = phase_flops(model, phase, NOTHING)
-    slots, squares = int(items.sum()), [int(kind.sum()) for kind in flops.squares(items)]
+    slots = int(items.sum())
+    squares = [int(kind.sum()) for kind in flops.squares(items)]
     layers = phase_layers(model, phase)
     forward = sum(layer.linear(slots) + layer.attention(squares) for layer in layers)
     assert forward == pytest.approx(flops.total(items), rel=1e-9)

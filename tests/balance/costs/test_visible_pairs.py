@@ -109,7 +109,8 @@ def test_a_model_says_what_counts():
     model = ModelConfig.model_validate(tree)
     pairs = VisiblePairs.of_model(model)
     assert pairs == VisiblePairs(8, None, ("vision",))
-    owner, tokens = np.array([0, 0, 2], np.int32), np.array([3, 4, 5], np.int32)
+    owner = np.array([0, 0, 2], np.int32)
+    tokens = np.array([3, 4, 5], np.int32)
     extra = pairs.of_sequences(3, [("vision", owner, tokens), ("audio", owner, tokens)])
     assert extra.tolist() == [[25, 25], [0, 0], [25, 25]]
     flops = phase_flops(model, "vision", NOTHING)
@@ -123,14 +124,17 @@ def test_a_model_says_what_counts():
     model = ModelConfig.model_validate(tree)
     assert VisiblePairs.of_model(model).chunk == 96
     flops = phase_flops(model, "audio", NOTHING)
-    per_pair, stride = 4 * model.audio.width, model.audio.stem_stride
-    layers, clips = model.audio.layers, np.array([[200, 1, 1]], np.int32)
+    per_pair = 4 * model.audio.width
+    stride = model.audio.stem_stride
+    layers = model.audio.layers
+    clips = np.array([[200, 1, 1]], np.int32)
     extra = VisiblePairs.of_model(model).of_items("audio", clips).T
     seen = layers * (2 * 96**2 + 8**2) / stride**2
     assert flops.attention(np.array([200]), extra) == pytest.approx(per_pair * seen)
     tree["audio"] |= {"stem_channels": 2, "chunk_frames": 99, "window_chunks": 2}
     model = ModelConfig.model_validate(tree | {"audio": tree["audio"] | {"merge": 1}})
-    pairs, clips = VisiblePairs.of_model(model), np.array([[250, 1, 1]], np.int32)
+    pairs = VisiblePairs.of_model(model)
+    clips = np.array([[250, 1, 1]], np.int32)
     slots = 2 * 104 + 52
     extra = pairs.of_items("audio", clips).T
     assert extra.tolist() == [[0], [208**2 + 52**2 - slots * 208]], "two chunks see each other"

@@ -47,8 +47,10 @@ def check(pair: LayoutPair, backend: str) -> tuple[int, int]:
     exchange = Exchange(pair.mesh, pair.encoder, pair.language, BACKENDS[backend].hop_on_device)
     made, wanted, crossing = numbered_tokens(plan, batch, route, pair)
     local = local_ranks(exchange.tables, route.grid.ranks)
-    hop, hop_back = jax.jit(exchange.hop), jax.jit(exchange.hop_back)
-    deliver, deliver_back = jax.jit(exchange.deliver), jax.jit(exchange.deliver_back)
+    hop = jax.jit(exchange.hop)
+    hop_back = jax.jit(exchange.hop_back)
+    deliver = jax.jit(exchange.deliver)
+    deliver_back = jax.jit(exchange.deliver_back)
 
     def whole(array, sharding):
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
@@ -66,18 +68,18 @@ def check(pair: LayoutPair, backend: str) -> tuple[int, int]:
             buffer = move(source, buffer, np.int32(number), *(table(array) for array in hop.arrays))
         return finish(source, buffer, target, table(gather))
 
-    there, back = exchange.language.rows, exchange.encoder.rows
+    there = exchange.language.rows
+    back = exchange.encoder.rows
     arrived = {pool: whole(np.zeros_like(tokens), there) for pool, tokens in wanted.items()}
     returned = {pool: whole(np.zeros_like(tokens), back) for pool, tokens in made.items()}
     count = 0
     for round_ in plan.routes["vision"].rounds:
         tables = route_tables(round_, route, local)
-        out, into = whole(made[round_.source], back), whole(wanted[round_.target], there)
+        out = whole(made[round_.source], back)
+        into = whole(wanted[round_.target], there)
         slots, slots_back = backend_of(route).buffer_slots(route)
-        forward, backward = (
-            (tables.send_forward, tables.gather_forward),
-            (tables.send_backward, tables.gather_backward),
-        )
+        forward = (tables.send_forward, tables.gather_forward)
+        backward = (tables.send_backward, tables.gather_backward)
         arrived[round_.target] = run(hop, deliver, *forward, out, arrived[round_.target], slots)
         returned[round_.source] = run(
             hop_back, deliver_back, *backward, into, returned[round_.source], slots_back
@@ -104,14 +106,14 @@ def numbered_tokens(plan: StepPlan, batch, route: RouteSpec, pair: LayoutPair):
     wanted: dict[int, np.ndarray] = {}
     crossing = label = 0
     for phase, per_token in ENCODERS.items():
-        encoder, items = plan.phases[phase], batch.phases[phase]
+        encoder = plan.phases[phase]
+        items = batch.phases[phase]
         for item, example in enumerate(items.example.tolist()):
-            m, home, tokens = (
-                encoder.microbatch[item],
-                language.microbatch[example],
-                int(items.tokens[item]),
-            )
-            source, goal = int(encoder.rank[item]), int(language.rank[example])
+            m = encoder.microbatch[item]
+            home = language.microbatch[example]
+            tokens = int(items.tokens[item])
+            source = int(encoder.rank[item])
+            goal = int(language.rank[example])
             values = np.arange(label + 1, label + 1 + tokens)[:, None] * np.array(
                 [1.0, 0.5], np.float32
             )
@@ -124,10 +126,8 @@ def numbered_tokens(plan: StepPlan, batch, route: RouteSpec, pair: LayoutPair):
                 int(language.pool[home]),
                 np.zeros((pair.language.ranks, route.language_pool, 2), np.float32),
             )
-            first, arrival = (
-                encoder.pool_offset[m] + encoder.offset[item] // per_token,
-                plan.routes[phase].arrival[item],
-            )
+            first = encoder.pool_offset[m] + encoder.offset[item] // per_token
+            arrival = plan.routes[phase].arrival[item]
             out[source, first : first + tokens] = into[goal, arrival : arrival + tokens] = values
             crossing += tokens * (process[pair.encoder][source] != process[pair.language][goal])
     return made, wanted, crossing

@@ -40,8 +40,10 @@ class Gathered(Backend):
 
     def tables(self, round_, route, local, ranks):
         stretch, step = tokens_of(np.arange(len(round_.tokens)), round_.tokens)
-        sender, receiver = round_.sender[stretch].astype(int), round_.receiver[stretch].astype(int)
-        start, arrival = round_.start[stretch] + step, round_.arrival[stretch] + step
+        sender = round_.sender[stretch].astype(int)
+        receiver = round_.receiver[stretch].astype(int)
+        start = round_.start[stretch] + step
+        arrival = round_.arrival[stretch] + step
         moves, (forward_slots, backward_slots) = sender != receiver, self.buffer_slots(route)
         arrives = sender // route.grid.groups * route.encoder_pool + start
         returns = receiver // route.grid.groups * route.language_pool + arrival

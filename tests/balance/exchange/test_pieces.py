@@ -51,10 +51,12 @@ def test_tokens_are_counted_on_the_ranks_that_own_them(make, seed, spans, grid):
     leaving: dict[tuple[int, int], int] = {}
     exchange_grid = make.grid(grid)
     for phase in grids:
-        items, plan = batch.phases[phase], plans[phase]
+        items = batch.phases[phase]
+        plan = plans[phase]
         per_token = spec.phases[phase].slots_per_token
         for item, example in enumerate(items.example.tolist()):
-            m, n = plan.microbatch[item], language.microbatch[example]
+            m = plan.microbatch[item]
+            n = language.microbatch[example]
             for token in range(items.tokens[item]):
                 slot = plan.offset[item] + token * per_token
                 source = int(plan.rank[item] + slot // plan.capacity[m])

@@ -75,7 +75,8 @@ def test_rows_only_change_ranks(make, seed, grid, examples, node, exact):
 @pytest.mark.parametrize("exact", [128, 1])
 def test_fewer_tokens_leave_their_node(make, exact, monkeypatch):
     monkeypatch.setattr(row_ranks, "PLACEMENT_SEARCH", exact_up_to(exact))
-    far, near = 0, 0
+    far = 0
+    near = 0
     for seed in range(3):
         batch = make.batch(seed, 128)
         spec = make.spec(batch, {"vision": (16, 1, 1), "audio": (16, 1, 1)}, node=4)
@@ -133,7 +134,9 @@ def test_shared_rows_change_groups_and_swap_items_with_rows_of_their_span(
 @pytest.mark.parametrize("span", [2, 4])
 def test_shared_rows_run_near_the_ranks_that_read_them(make, span):
     """Most of the tokens stay in their node that can with any permutations of groups, which may load ranks unevenly."""
-    stays, left, best = 0, 0, 0
+    stays = 0
+    left = 0
+    best = 0
     for seed in range(6):
         batch = make.batch(seed, 40, longest=128)
         grids = {"vision": (8, 1, 1), "audio": (8, 1, 1)}
@@ -229,10 +232,12 @@ def test_rank_totals_hardly_grow(make):
         batch = make.batch(seed, 64)
         spec = make.spec(batch, {"vision": (8, 1, 1), "audio": (8, 1, 1)}, classes=2, node=2)
         free = make.spec(batch, {"vision": (8, 1, 1), "audio": (8, 1, 1)}, classes=2)
-        placed, left = plan_step(batch, spec).statistics, plan_step(batch, free).statistics
+        placed = plan_step(batch, spec).statistics
+        left = plan_step(batch, free).statistics
         for phase in ("vision", "audio", "language"):
             # Rounding of costs
-            gap, allowed = placed[f"{phase}/gap_to_floor"], 1 + 1 / PLACEMENT_SEARCH.margin + 1e-3
+            gap = placed[f"{phase}/gap_to_floor"]
+            allowed = 1 + 1 / PLACEMENT_SEARCH.margin + 1e-3
             assert gap <= max(left[f"{phase}/gap_to_floor"], allowed)
             waits = max(left[f"{phase}/synchronised"], 1 + 1 / PLACEMENT_SEARCH.margin)
             assert placed[f"{phase}/synchronised"] <= waits + 1e-3

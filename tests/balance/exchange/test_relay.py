@@ -18,7 +18,8 @@ def random_traffic(seed: int, peers: int, groups: int, items: int, largest: int)
         sender // groups + random.integers(1, peers, items)
     ) % peers * groups + sender % groups
     order = np.lexsort((receiver, sender))
-    sender, receiver = sender[order], receiver[order]
+    sender = sender[order]
+    receiver = receiver[order]
     return sender, receiver, random.integers(1, largest + 1, items)
 
 
@@ -65,7 +66,9 @@ def test_every_token_gets_there_and_no_slot_carries_two(
         way = token_paths(round_, **sizes, local=np.arange(peers * groups))
         for n, token in enumerate(way.start.tolist()):
             got.append(token)
-            s, relay, r = int(way.sender[n]), int(way.relay[n]), int(way.receiver[n])
+            s = int(way.sender[n])
+            relay = int(way.relay[n])
+            r = int(way.receiver[n])
             assert (s, r) == (sender[owner[token]], receiver[owner[token]])
             assert s % groups == relay % groups == r % groups and relay != s
             legs = [(s, relay, int(way.send_slot[n]))]
@@ -87,7 +90,8 @@ def test_every_token_gets_there_and_no_slot_carries_two(
 )
 def test_the_most_tokens_of_one_color_are_counted_exactly(seed, colors, items, largest):
     random = np.random.default_rng(seed)
-    group, color = random.integers(0, 3, items), random.integers(0, colors, items)
+    group = random.integers(0, 3, items)
+    color = random.integers(0, colors, items)
     tokens = random.integers(1, largest + 1, items)
     counts = np.zeros((3, colors), np.int64)
     for item in range(items):
@@ -132,7 +136,8 @@ def test_hops_are_what_the_busiest_ranks_need():
         sender, receiver, tokens * 64, peers=32, groups=1, pair_slots=1, max_hops=1000
     )
     (hops,) = stretches.hops
-    out, into = np.bincount(sender) * 64, np.bincount(receiver) * 64
+    out = np.bincount(sender) * 64
+    into = np.bincount(receiver) * 64
     assert stretches.direct_tokens == 0 and not stretches.direct.any()
     assert hops[0] == -(-out.max() // 32)
     assert -(-into.max() // 32) <= hops[1] <= 1.15 * into.max() / 32

@@ -41,7 +41,8 @@ def run(source, hops, gather, held_by, target, kept_by, spec, buffer_slots):
             for b in range(shape[0]):
                 y = int(np.ravel_multi_index((b, e, n), shape))
                 if hop.sizes is None:
-                    first, chunk = (number * shape[0] + a) * spec.pair_slots, hop.index[x, b]
+                    first = (number * shape[0] + a) * spec.pair_slots
+                    chunk = hop.index[x, b]
                 else:
                     begin, amount, first, _ = hop.sizes[x, :, b]
                     assert amount == hop.sizes[y, 3, a]
@@ -163,10 +164,12 @@ def run_all_rounds(plan, batch, spec):
             (language.pool.max() + 1, route.grid.language.size, route.language_pool), np.int64
         )
         for phase in phases:
-            encoder, items = plan.phases[phase], batch.phases[phase]
+            encoder = plan.phases[phase]
+            items = batch.phases[phase]
             slot_of = arrivals(plan.routes[phase])
             for item in range(len(items.length)):
-                m, home = encoder.microbatch[item], items.example[item]
+                m = encoder.microbatch[item]
+                home = items.example[item]
                 n = language.microbatch[home]
                 tokens_of_rank = encoder.capacity[m] // PER_TOKEN[phase]
                 for token in range(items.tokens[item]):
@@ -186,15 +189,15 @@ def run_all_rounds(plan, batch, spec):
                     taken.add((*goal, slot))
                     wanted[(*goal, slot)] = label
 
-        arrived, returned = np.zeros_like(wanted), np.zeros_like(made)
+        arrived = np.zeros_like(wanted)
+        returned = np.zeros_like(made)
         for round_ in plan.routes[owner].rounds:
             tables = route_tables(round_, route, range(len(on)))
             assert len(tables.send_forward) == len(tables.send_backward) == round_.hops <= hops
-            out, into = (made[round_.source], encoder_rank), (wanted[round_.target], language_rank)
-            there, back = (
-                (arrived[round_.target], language_rank),
-                (returned[round_.source], encoder_rank),
-            )
+            out = (made[round_.source], encoder_rank)
+            into = (wanted[round_.target], language_rank)
+            there = (arrived[round_.target], language_rank)
+            back = (returned[round_.source], encoder_rank)
             run(
                 out[0],
                 tables.send_forward,
@@ -230,10 +233,8 @@ def test_a_host_makes_the_tables_of_its_own_ranks(make, backend):
         assert len(whole.send_forward) == len(part.send_forward) > 0
         for name in ("gather_forward", "gather_backward"):
             np.testing.assert_array_equal(getattr(part, name), getattr(whole, name)[[6, 1]])
-        mine, full = (
-            (*part.send_forward, *part.send_backward),
-            (*whole.send_forward, *whole.send_backward),
-        )
+        mine = (*part.send_forward, *part.send_backward)
+        full = (*whole.send_forward, *whole.send_backward)
         for own_hop, whole_hop in zip(mine, full, strict=True):
             for own, everyone in zip(own_hop.arrays, whole_hop.arrays, strict=True):
                 np.testing.assert_array_equal(own, everyone[[6, 1]])
@@ -245,14 +246,16 @@ def test_statistics_of_an_exchange_against_plain_loops(make, backend):
     grids = {"vision": (4, 1, 1), "audio": (4, 1, 1)}
     spec = make.spec(batch, grids, pool=1 << 14, pair=9, backend=backend, node=2)
     plan = plan_step(batch, spec)
-    language, total, moved, between = plan.phases["language"], 0, 0, 0
+    language = plan.phases["language"]
+    total = 0
+    moved = 0
+    between = 0
     for phase in grids:
-        grid, items = spec.routes[phase].grid, batch.phases[phase]
+        grid = spec.routes[phase].grid
+        items = batch.phases[phase]
         for item, tokens in enumerate(items.tokens.tolist()):
-            source, goal = (
-                int(plan.phases[phase].rank[item]),
-                int(language.rank[items.example[item]]),
-            )
+            source = int(plan.phases[phase].rank[item])
+            goal = int(language.rank[items.example[item]])
             total += tokens
             moved += tokens * bool(
                 np.argwhere(grid.encoder == source)[0, 0]

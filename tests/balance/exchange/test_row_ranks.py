@@ -13,8 +13,10 @@ from jaxmllm.balance.exchange.row_ranks import PLACEMENT_SEARCH, Places, best_ra
 
 def test_the_exact_match_is_the_best_of_all_permutations(make):
     random = np.random.default_rng(1)
-    row, goal = random.integers(0, 5, 30), random.integers(0, 5, 30)
-    tokens, node = random.integers(1, 100, 30), np.array([0, 0, 1, 1, 1], np.int32)
+    row = random.integers(0, 5, 30)
+    goal = random.integers(0, 5, 30)
+    tokens = random.integers(1, 100, 30)
+    node = np.array([0, 0, 1, 1, 1], np.int32)
     grid = make.grid((5, 1, 1))
 
     def gain(ranks):
@@ -33,7 +35,8 @@ def test_the_greedy_match_uses_every_rank_once_and_nodes_first(make, monkeypatch
         row_ranks, "PLACEMENT_SEARCH", dataclasses.replace(PLACEMENT_SEARCH, exact_ranks=1)
     )
     random = np.random.default_rng(2)
-    grid, node = make.grid((12, 1, 1)), np.repeat(np.arange(3, dtype=np.int32), 4)
+    grid = make.grid((12, 1, 1))
+    node = np.repeat(np.arange(3, dtype=np.int32), 4)
     goal = random.permutation(12)
     places = Places.of_groups(1, goal, grid, node, node)
     ranks = best_ranks(np.arange(12), random.integers(1, 100, 12), places)

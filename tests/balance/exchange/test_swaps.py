@@ -23,7 +23,8 @@ from jaxmllm.phases import encoder_phase
 
 def destinations_of(tokens, wanted, ranks, node):
     """Ranks on their own devices, `node` of them in a node."""
-    nodes, ranks = np.arange(ranks) // node, np.arange(ranks)
+    nodes = np.arange(ranks) // node
+    ranks = np.arange(ranks)
     return Destinations(nodes, ranks, nodes[wanted], wanted, tokens)
 
 
@@ -63,7 +64,8 @@ def test_swaps_keep_all_bounds_and_never_lose(seed, ranks, microbatches, items, 
     row = random.integers(0, rows, items)
     length = random.integers(1, 1 + kinds, items)
     cost = 3 * length + length**2
-    room, costs = random.integers(0, 1 + spare, rows), random.integers(0, 1 + 10 * spare, rows)
+    room = random.integers(0, 1 + spare, rows)
+    costs = random.integers(0, 1 + 10 * spare, rows)
     wanted = random.integers(0, ranks, items)
     destinations = destinations_of(4 * length, wanted, ranks, 2)
     segments = random.integers(0, 3, rows)
@@ -81,7 +83,8 @@ def test_swaps_keep_all_bounds_and_never_lose(seed, ranks, microbatches, items, 
 
 
 def test_two_items_of_one_length_are_swapped():
-    length, nothing = np.array([5, 7, 5]), np.zeros(2, np.int64)
+    length = np.array([5, 7, 5])
+    nothing = np.zeros(2, np.int64)
     destinations = destinations_of(length, np.array([1, 0, 0]), 2, 1)
     new = swapped(np.array([0, 0, 1]), length, length, (nothing, nothing, nothing), destinations)
     assert new.tolist() == [1, 0, 0]
@@ -89,7 +92,8 @@ def test_two_items_of_one_length_are_swapped():
 
 @pytest.mark.parametrize("segments", [0, 1])
 def test_an_item_is_swapped_for_two(segments):
-    length, nothing = np.array([9, 4, 5]), np.zeros(2, np.int64)
+    length = np.array([9, 4, 5])
+    nothing = np.zeros(2, np.int64)
     destinations = destinations_of(length, np.array([1, 0, 0]), 2, 1)
     new = swapped(
         np.array([0, 1, 1]), length, length, (nothing, nothing, nothing + segments), destinations
@@ -99,19 +103,19 @@ def test_an_item_is_swapped_for_two(segments):
 
 def test_an_item_moves_with_a_companion_of_its_row():
     """No partner of item 0 alone leaves both rows within their room."""
-    length, nothing = np.array([9, 3, 7, 5]), np.zeros(4, np.int64)
+    length = np.array([9, 3, 7, 5])
+    nothing = np.zeros(4, np.int64)
     destinations = destinations_of(length, np.array([1, 2, 0, 0]), 4, 1)
     new = swapped(np.array([0, 0, 1, 1]), length, length, (nothing, nothing, nothing), destinations)
     assert new.tolist() == [1, 1, 0, 0]
 
 
 def test_no_swap_beyond_the_room_of_a_row():
-    length, row = np.array([5, 6]), np.array([0, 1])
-    destinations, nothing, much = (
-        destinations_of(length, np.array([1, 0]), 2, 1),
-        np.zeros(2, np.int64),
-        np.full(2, 9),
-    )
+    length = np.array([5, 6])
+    row = np.array([0, 1])
+    destinations = destinations_of(length, np.array([1, 0]), 2, 1)
+    nothing = np.zeros(2, np.int64)
+    much = np.full(2, 9)
     kept = swapped(row, length, length, (nothing, much, nothing), destinations)
     assert kept.tolist() == [0, 1]
     moved = swapped(row, length, length, (np.array([1, 0]), much, nothing), destinations)
@@ -120,7 +124,8 @@ def test_no_swap_beyond_the_room_of_a_row():
 
 def test_rows_that_all_ranks_share_are_left_alone():
     """Item 0 fills such a row; only the others are swapped, one of which is as long and wants the same rank."""
-    length, wanted = np.array([20, 5, 5, 5]), np.array([1, 1, 0, 0])
+    length = np.array([20, 5, 5, 5])
+    wanted = np.array([1, 1, 0, 0])
     column = functools.partial(np.array, dtype=np.int32)
     plan = PhasePlan(
         capacity=column([10, 5, 5]),
@@ -182,7 +187,8 @@ def test_costliest_rows_and_ranks_stay_within_their_margin(make, seed, grid, exa
     )
     after = place_items(batch, spec.phases, grids, "phases", spec.nodes)
     for name in grids:
-        phase, ranks = spec.phases[name], spec.phases[name].ranks
+        phase = spec.phases[name]
+        ranks = spec.phases[name].ranks
         cost = item_costs(phase, batch.phases[name])
         loads = []
         for plan in (before[name], after[name]):

@@ -137,7 +137,8 @@ def test_groups_take_the_heaviest_row_where_their_ranks_have_least():
 def test_order_of_items_does_not_change_the_cost(lengths, capacities, ranks, random):
     spec = spec_of(ranks, capacities)
     shuffled = random.sample(lengths, len(lengths))
-    one, other = assign(spec, items_of(lengths)), assign(spec, items_of(shuffled))
+    one = assign(spec, items_of(lengths))
+    other = assign(spec, items_of(shuffled))
     assert one.capacity.tolist() == other.capacity.tolist()
     assert waits(one, items_of(lengths), spec) == waits(other, items_of(shuffled), spec)
 
@@ -145,7 +146,8 @@ def test_order_of_items_does_not_change_the_cost(lengths, capacities, ranks, ran
 def test_rows_against_the_searched_optimum():
     """Slots are never below the optimum, nearly always at it, and never above best-fit's bound."""
     random = np.random.default_rng(0)
-    optimal, cases = 0, 150
+    optimal = 0
+    cases = 150
     for _ in range(cases):
         lengths = tuple(
             sorted(random.integers(4, 32, random.integers(1, 9)).tolist(), reverse=True)
@@ -161,7 +163,8 @@ def test_rows_against_the_searched_optimum():
 
 def test_classes_against_the_searched_optimum():
     random = np.random.default_rng(1)
-    optimal, cases = 0, 100
+    optimal = 0
+    cases = 100
     for _ in range(cases):
         lengths = tuple(
             sorted(random.integers(2, 32, random.integers(1, 8)).tolist(), reverse=True)
@@ -179,7 +182,9 @@ def test_classes_against_the_searched_optimum():
 
 def test_synchronised_cost_against_the_searched_optimum():
     """One microbatch of roomy rows: the longest-first bound holds, and on average the gap is far smaller."""
-    random, gaps, ranks = np.random.default_rng(2), [], 3
+    random = np.random.default_rng(2)
+    gaps = []
+    ranks = 3
     for _ in range(30):
         lengths = random.integers(1, 21, 7)
         spec = spec_of(ranks, (160,))

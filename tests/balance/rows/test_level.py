@@ -32,12 +32,11 @@ def state_of(items, slack: int, max_segments: int = 60) -> tuple[RowState, np.nd
 
 
 def state_with(row_of, length, capacity, max_segments: int, cost=None, most_cost=0) -> RowState:
-    row_of, length = np.array(row_of, np.int64), np.array(length, np.int64)
+    row_of = np.array(row_of, np.int64)
+    length = np.array(length, np.int64)
     cost = length if cost is None else cost
-    amounts, most = (
-        (length, np.ones_like(length), cost),
-        (np.array(capacity), max_segments, most_cost),
-    )
+    amounts = (length, np.ones_like(length), cost)
+    most = (np.array(capacity), max_segments, most_cost)
     return RowState.from_limits(row_of, amounts, most, len(capacity))
 
 
@@ -184,8 +183,10 @@ def test_a_search_continues_where_a_sweep_finds_nothing():
 )
 def test_balancing_ranks_keeps_slots_and_costs(items, slack, spare_cost, ranks, random):
     row_of, length = np.array(items, np.int64).T
-    cost, weight = length**2, np.array([random.randrange(50) for _ in items], np.int64)
-    capacity, allowed = sums_by(row_of, length, 12) + slack, sums_by(row_of, cost, 12) + spare_cost
+    cost = length**2
+    weight = np.array([random.randrange(50) for _ in items], np.int64)
+    capacity = sums_by(row_of, length, 12) + slack
+    allowed = sums_by(row_of, cost, 12) + spare_cost
     amounts = length, np.ones_like(length), cost, weight
     state = RowState.from_limits(row_of, amounts, (capacity, 60, allowed, 0), 12)
 

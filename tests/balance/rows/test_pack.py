@@ -19,12 +19,10 @@ def long(values) -> np.ndarray:
 
 def plain_fill(order, lengths, costs, capacities, max_segments, choose):
     """Row of each item when `choose(row's room, load, capacity, row)` is least among the rows with room."""
-    room, load, count, row_of = (
-        list(capacities),
-        [0] * len(capacities),
-        [0] * len(capacities),
-        [-1] * len(lengths),
-    )
+    room = list(capacities)
+    load = [0] * len(capacities)
+    count = [0] * len(capacities)
+    row_of = [-1] * len(lengths)
     for item in order:
         fitting = [
             r for r in range(len(room)) if room[r] >= lengths[item] and count[r] < max_segments
@@ -84,7 +82,8 @@ def test_filling_never_exceeds_segments(lengths, capacities, max_segments):
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=30))
 def test_rows_are_laid_out_without_gaps(items):
-    rows, lengths = long([row for row, _ in items]), long([length for _, length in items])
+    rows = long([row for row, _ in items])
+    lengths = long([length for _, length in items])
     offset, segment = lay_out(rows, lengths)
     for item, row in enumerate(rows):
         earlier = [other for other in range(item) if rows[other] == row]
@@ -104,7 +103,8 @@ def touched(offset, length, block):
     st.integers(0, 60),
 )
 def test_items_lie_apart_in_their_rows_whatever_the_blocks(items, blocks, spare):
-    rows, lengths = long([row for row, _ in items]), long([length for _, length in items])
+    rows = long([row for row, _ in items])
+    lengths = long([length for _, length in items])
     slots = sums_by(rows, lengths, int(rows.max()) + 1) + spare
     offset, segment = lay_out(rows, lengths, slots, long(blocks))
     for row in np.unique(rows):

@@ -55,7 +55,8 @@ def test_measured_times_take_the_place_of_flops_and_weigh_rows(make):
     def microbatches(spec):
         return sum(plan_step(batch, spec).statistics["vision/microbatches"] for batch in samples)
 
-    plain, timed = choose_sizes(samples, inputs, grids_of(make, 2), BalanceConfig()), chosen(0)
+    plain = choose_sizes(samples, inputs, grids_of(make, 2), BalanceConfig())
+    timed = chosen(0)
     for (
         name,
         phase,
@@ -147,7 +148,8 @@ def test_a_handful_of_examples_gain_by_more_than_three_classes():
         slots = sum(int(assign(spec, items).capacity.sum()) for items in fresh)
         return slots / sum(int(items.length.sum()) for items in fresh) - 1
 
-    three, auto = spec_of(4, 3), spec_of(4, "auto")
+    three = spec_of(4, 3)
+    auto = spec_of(4, "auto")
     assert (len(three.classes), len(auto.classes)) == (3, 6)
     assert waste(auto, 4) < 0.6 * waste(three, 4)
     assert spec_of(32, "auto") == spec_of(32, 3)
@@ -184,7 +186,8 @@ def test_a_set_with_one_class_moved_or_one_more_holds_all_items():
     inputs = shared_rows(row_classes=3)
     candidates = _Candidates(_Judge(inputs, loads_of(samples, inputs, {}, [None] * 6)), 8)
     classes = max(candidates.best(), key=len)
-    moved, more = candidates.with_one_moved(classes), candidates.with_one_more(classes)
+    moved = candidates.with_one_moved(classes)
+    more = candidates.with_one_more(classes)
     assert moved and more
     assert all(len(of_set) == 3 and len({*of_set} - {*classes}) == 1 for of_set in moved)
     assert all(len(of_set) == 4 and {*of_set} > {*classes} for of_set in more)

@@ -11,10 +11,8 @@ from tests.balance.sizes.sample_inputs import grids_of, inputs_of
 
 def test_two_samples_tell_how_far_loads_stray(make):
     """Rows chosen from two batches are nearly as full in fresh ones as rows chosen from sixteen."""
-    inputs, fresh = (
-        inputs_of(8, vision=PhaseConfig(row_classes=3)),
-        [make.batch(500 + k, 64) for k in range(16)],
-    )
+    inputs = inputs_of(8, vision=PhaseConfig(row_classes=3))
+    fresh = [make.batch(500 + k, 64) for k in range(16)]
     fill = []
     for count in (2, 16):
         samples = [make.batch(k, 64) for k in range(count)]

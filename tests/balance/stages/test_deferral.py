@@ -51,7 +51,8 @@ def test_deferral_is_the_best_of_all_pairings_and_subsets(examples, capacity, li
     found = defer(group, work, slots, 5, capacity, limit)
     loads = np.bincount(group, work, minlength=5)
     by_load = sorted(range(5), key=lambda number: (-loads[number], number))
-    heavy, light = sorted(by_load[:2]), sorted(by_load[2:])
+    heavy = sorted(by_load[:2])
+    light = sorted(by_load[2:])
 
     def best(i: int, j: int) -> int:
         mine = np.flatnonzero(group == i)

@@ -93,8 +93,10 @@ def test_states_lie_where_conditions_look_for_them(made, drawn):
     items = drawn_batch(1, drawn=drawn, sees=sees)
     plan = plan_pipeline(items, made.spec, made.training)
     (run,) = plan_runs(items, made.spec, made.training)
-    where, language = plan.phases["diffusion"], plan.phases[LANGUAGE]
-    text, pictures = items.phases[LANGUAGE], items.phases["diffusion"]
+    where = plan.phases["diffusion"]
+    language = plan.phases[LANGUAGE]
+    text = items.phases[LANGUAGE]
+    pictures = items.phases["diffusion"]
     per_row = made.spec.phases[LANGUAGE].row_tokens
     ranks = made.spec.phases[LANGUAGE].ranks
     held = np.full((language.microbatches, ranks, per_row, 2), -1)

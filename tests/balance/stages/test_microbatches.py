@@ -62,7 +62,8 @@ def check(plan, phases: dict[str, PhaseLoad], replicas: int) -> None:
 
 
 def test_the_spread_over_microbatches_falls_as_far_as_it_should():
-    falls, seconds = [], []
+    falls = []
+    seconds = []
     for seed in range(10):
         work = ragged(seed)
         began = time.process_time()
@@ -159,7 +160,8 @@ def test_text_alone_needs_no_encoder():
 
 def test_few_images_take_few_encoder_rows():
     """Two images and their short texts among long texts: both in microbatches that no text could fill better."""
-    vision, language = np.zeros(32, np.int64), np.full(32, 100)
+    vision = np.zeros(32, np.int64)
+    language = np.full(32, 100)
     vision[[4, 9]] = 50, 60
     plan = plan_microbatches({"vision": load(vision)}, load(language), 1, 8)
     assert set(plan.encoder[[4, 9]]) == {0}

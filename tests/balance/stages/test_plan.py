@@ -25,7 +25,8 @@ from sharding.pipeline.graph import Kind, Pool
 from sharding.pipeline.schedules.by_name import SCHEDULES
 from tests.sharding.pipeline.schedules.toy import TOY
 
-PER_TOKEN, LONGEST = 4, {"vision": 64, "language": 96}
+PER_TOKEN = 4
+LONGEST = {"vision": 64, "language": 96}
 MODEL = ModelConfig(
     language=LanguageConfig(
         vocab_size=64,
@@ -153,11 +154,13 @@ CASES = {
 )
 @settings(max_examples=60, deadline=None)
 def test_every_item_has_a_place_and_every_run_a_table(case, examples):
-    made, items = CASES[case], batch(examples)
+    made = CASES[case]
+    items = batch(examples)
     for pipeline in (made.training, made.evaluation):
         plan = plan_pipeline(items, made.spec, pipeline)
         for name, spec in made.spec.phases.items():
-            where, length = plan.phases[name], items.phases[name].length
+            where = plan.phases[name]
+            length = items.phases[name].length
             taken = np.zeros((where.microbatches, spec.ranks, spec.longest_row), np.int32)
             for m, rank, offset, size in zip(
                 where.microbatch, where.rank, where.offset, length, strict=True
@@ -191,15 +194,15 @@ def test_every_item_has_a_place_and_every_run_a_table(case, examples):
 @pytest.mark.parametrize("seed", range(4))
 def test_tokens_lie_where_microbatches_look_for_them(case, seed):
     """What the ranks of a group read for a microbatch, end to end and token by token, against what arrival says."""
-    made, items = CASES[case], random_batch(seed)
-    pipeline, vision, ranks = (
-        made.training,
-        items.phases["vision"],
-        made.spec.phases["vision"].ranks,
-    )
+    made = CASES[case]
+    items = random_batch(seed)
+    pipeline = made.training
+    vision = items.phases["vision"]
+    ranks = made.spec.phases["vision"].ranks
     (run,) = plan_runs(items, made.spec, pipeline)
     plan = plan_pipeline(items, made.spec, pipeline)
-    where, language = plan.phases["vision"], plan.phases["language"]
+    where = plan.phases["vision"]
+    language = plan.phases["language"]
     per_row = made.spec.phases["vision"].row_tokens
     held = np.full((where.microbatches, ranks, per_row, 2), -1)
     for n, tokens in enumerate(vision.tokens.tolist()):
@@ -245,7 +248,8 @@ def test_equal_batches_have_equal_plans_and_other_batches_others():
 
 
 def test_what_a_run_does_not_hold_goes_into_another():
-    made, items = CASES["segments"], random_batch(3)
+    made = CASES["segments"]
+    items = random_batch(3)
     whole = plan_pipeline(items, made.spec, made.training)
     most = {name: (place.microbatches - 1,) for name, place in whole.phases.items()}
     small = dataclasses.replace(made.training, rows=most)
@@ -317,7 +321,8 @@ def test_what_is_trained_after_its_layers_alone_keeps_no_residuals():
     made = sizes(
         layout="chain", kept_residuals=2, trained=dict.fromkeys(("projector.vision", "language"), 1)
     )
-    ring, slots = made.training.tables.ring, made.training.tables.slots
+    ring = made.training.tables.ring
+    slots = made.training.tables.slots
     assert [chain.head_only for chain in ring.chains] == [True, False]
     assert (Pool.RESIDUAL, 0) not in slots and slots[Pool.RESIDUAL, 1] == 2
     assert plan_pipeline(random_batch(1), made.spec, made.training).runs

@@ -7,7 +7,8 @@ from jaxmllm.balance.stages.run_rows import pack_rows, rows_in_turn
 
 
 def test_rows_hold_items_side_by_side():
-    microbatch, slots = np.array([0, 1, 0, 0, 1, 0]), np.array([5, 7, 4, 6, 3, 5])
+    microbatch = np.array([0, 1, 0, 0, 1, 0])
+    slots = np.array([5, 7, 4, 6, 3, 5])
     row, offset = pack_rows(microbatch, slots, 10)
     assert {number: row[microbatch == number].max() + 1 for number in (0, 1)} == {0: 2, 1: 1}
     used = {
@@ -55,7 +56,8 @@ def test_rows_that_take_items_for_longer_are_fewer():
 
 def test_rows_begun_for_short_items_are_small():
     """Those of one capacity are numbered together, and long rows take short items where there is room."""
-    microbatch, replica = np.zeros(6, np.int64), np.array([0, 0, 0, 0, 1, 1])
+    microbatch = np.zeros(6, np.int64)
+    replica = np.array([0, 0, 0, 0, 1, 1])
     slots = np.array([9, 3, 3, 3, 2, 1])
     row, count = rows_in_turn(microbatch, replica, slots, (12, 6), 2)
     assert row.tolist() == [0, 0, 1, 1, 1, 1] and count == 2

@@ -63,7 +63,8 @@ def cost(made, batches) -> float:
 def test_rows_are_full_and_steps_shorter_than_with_a_number_of_microbatches_for_each_stage():
     """The longest example takes a quarter of what a replica holds: 16 microbatches of its size are mostly empty."""
     batches = [random_batch(100 + seed, 24) for seed in range(4)]
-    automatic, by_number = chosen(24), chosen(24, microbatches=16)
+    automatic = chosen(24)
+    by_number = chosen(24, microbatches=16)
     assert np.mean([fill(automatic, batch)["language"] for batch in batches]) > 0.7
     assert np.mean([fill(by_number, batch)["language"] for batch in batches]) < 0.4
     assert cost(automatic, batches) < 0.7 * cost(by_number, batches)
@@ -89,7 +90,8 @@ def test_where_the_longest_example_is_rare_rows_have_several_classes():
         ]
         return choose_pipeline(samples, inputs, config, MODEL, TRAINED, 24)
 
-    one, several = chosen_with(1), chosen_with(2)
+    one = chosen_with(1)
+    several = chosen_with(2)
     largest, smaller = several.spec.phases["language"].capacities
     assert largest >= 4 * LONGEST["language"] > smaller
     assert len(one.spec.phases["language"].capacities) == 1
@@ -125,7 +127,8 @@ def test_of_capacities_that_take_as_long_media_have_the_fullest():
 
 def test_layout_and_chunks_are_no_worse_than_any_single_one():
     """On the samples that they are chosen on, and by the same schedules."""
-    made, tried = chosen(microbatches=8), trials(microbatches=8)
+    made = chosen(microbatches=8)
+    tried = trials(microbatches=8)
     capacities = {name: phase.capacities for name, phase in made.spec.phases.items()}
     ring = made.training.tables.ring
     counts = {chain.name: chain.chunks_per_rank for chain in ring.chains}
@@ -139,7 +142,8 @@ def test_layout_and_chunks_are_no_worse_than_any_single_one():
 
 
 def test_a_bound_ends_a_trial_and_changes_no_figure():
-    tried, cut = trials(), Cut("segments")
+    tried = trials()
+    cut = Cut("segments")
     capacities = {name: (tried.least(name),) for name in tried.inputs}
     found = tried.predicted(capacities, cut)
     assert found is not None

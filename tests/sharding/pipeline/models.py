@@ -22,7 +22,8 @@ from sharding.pipeline.table import Table, make_table
 from sharding.pipeline.table_spec import TableSpec
 from sharding.pipeline.validator import validate
 
-REPLICAS, VOCABULARY = 2, 11
+REPLICAS = 2
+VOCABULARY = 11
 PATCHES, TEXT = (4, 2), (8, 5)  # of a row, by its class
 WIDTHS = {"vision": 8, "audio": 12, "language": 16}
 SLOTS = PATCHES[0] // 2  # tokens of an encoder row of the first class on a replica
@@ -30,7 +31,8 @@ SLOTS = PATCHES[0] // 2  # tokens of an encoder row of the first class on a repl
 
 def layer(params: Params, x, row):
     """Mixes positions too, and divides by something of the row, so that no microbatch passes for another."""
-    weights, frozen = params.trained | params.frozen, params.frozen
+    weights = params.trained | params.frozen
+    frozen = params.frozen
     mixed = jnp.cumsum(x, axis=-2) / jnp.arange(1.0, x.shape[-2] + 1)[:, None]
     hidden = jax.nn.silu(mixed @ weights["up"]) * frozen["scale"] / row["level"][..., None]
     return x + hidden @ weights["down"]
@@ -100,14 +102,17 @@ def parameters(
     def matrix(*shape: int):
         return jax.random.normal(next(keys), shape) / shape[-2] ** 0.5
 
-    layers, outer = [], []
+    layers = []
+    outer = []
     for chain, of in zip(ring.chains, trained, strict=True):
-        count, width = sum(chain.layers), WIDTHS[chain.name]
+        count = sum(chain.layers)
+        width = WIDTHS[chain.name]
         weights = {"up": matrix(count, width, 2 * width), "down": matrix(count, 2 * width, width)}
         scale = {"scale": 1 + 0.1 * matrix(count, 1, 2 * width)[:, 0]}
         layers.append(Params(weights, scale) if of.layers else Params({}, weights | scale))
         if chain == ring.reader:
-            first, last = {"embed": matrix(VOCABULARY, width)}, {"head": matrix(width, VOCABULARY)}
+            first = {"embed": matrix(VOCABULARY, width)}
+            last = {"head": matrix(width, VOCABULARY)}
         else:
             first = {"stem": matrix(5, width)}
             last = {"project": matrix(2 * width, WIDTHS["language"])}
@@ -192,7 +197,8 @@ def unpipelined(ring: Ring, workload: Workload, fan: tuple[int, ...], layers, ou
             [through(c, m, ()) for m in range(workload.chains[c].shape[1])]
             for c in range(len(parts) - 1)
         ]
-        loss, sums = 0.0, {"right": 0.0}
+        loss = 0.0
+        sums = {"right": 0.0}
         for m, inputs in enumerate(workload.inputs):
             media = []
             for c, places in enumerate(fan):
@@ -202,7 +208,8 @@ def unpipelined(ring: Ring, workload: Workload, fan: tuple[int, ...], layers, ou
                     jnp.stack(of) if of else jnp.zeros((0, REPLICAS, SLOTS, WIDTHS["language"]))
                 )
             more, parts_ = through(len(parts) - 1, m, tuple(media))
-            loss, sums = loss + more, jax.tree.map(jnp.add, sums, parts_)
+            loss = loss + more
+            sums = jax.tree.map(jnp.add, sums, parts_)
         return loss, sums
 
     trained = [[p.trained for p in layers], [p.trained for p in outer]]
@@ -242,7 +249,8 @@ def ring_of(
     layout: str, stages: int, encoders: tuple[str, ...] = ("vision",), heads: tuple[bool, ...] = ()
 ) -> Ring:
     """Layouts as cuts.py lays them, with uneven layer counts."""
-    count, names = len(encoders), (*encoders, "language")
+    count = len(encoders)
+    names = (*encoders, "language")
     heads = heads or (False,) * len(names)
     if layout == "segments":
         places = [
@@ -334,7 +342,8 @@ class Program:
 
     def check(self, schedule: Schedule, seed: int = 0) -> None:
         """Run a schedule on rows of a seed; loss, sums and every gradient must be those of the plain step."""
-        workload, ring = schedule.graph.workload, self.spec.ring
+        workload = schedule.graph.workload
+        ring = self.spec.ring
         table = make_table(schedule, self.spec)
         validate(table, schedule.graph)
         batch = rows(ring, workload, self.sizes, self.spec.rows_read, seed)

@@ -43,7 +43,8 @@ def test_what_waits_for_what():
             }
             expected |= {(f"forward {of}", f"backward {of}") for of in (first, second)}
     for sub, m in ((0, 0), (1, 0), (1, 1)):
-        tower, text = f"of vision chunk 1, microbatch {sub}", f"of language chunk 0, microbatch {m}"
+        tower = f"of vision chunk 1, microbatch {sub}"
+        text = f"of language chunk 0, microbatch {m}"
         expected |= {
             (f"forward {tower}", f"forward {text}"),
             (f"backward {text}", f"backward {tower}"),

@@ -84,10 +84,8 @@ def test_a_model_that_learns_nothing_has_no_backward_pass():
 
 @pytest.mark.parametrize("trainable", [False, True])
 def test_attention_costs_two_and_a_half_forward_passes_on_the_way_back(trainable):
-    before, layer = (
-        Layer("language", 1, trainable=True),
-        Layer("language", 10, attention=4, trainable=trainable),
-    )
+    before = Layer("language", 1, trainable=True)
+    layer = Layer("language", 10, attention=4, trainable=trainable)
     _, cost = layer_costs({"language": [before, layer]})["language"]
     assert (cost.forward, cost.input_grad, cost.recompute) == (14, 10 + 10, 14)
     assert cost.weight_grad == (10 if trainable else 0)

@@ -48,7 +48,8 @@ def test_a_good_table_is_good():
 FORWARD, BACK, WEIGHT = (
     action_of(1, kind) for kind in (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 )
-TOWER, TOWER_BACK = action_of(0, Kind.FORWARD), action_of(0, Kind.INPUT_GRADIENT)
+TOWER = action_of(0, Kind.FORWARD)
+TOWER_BACK = action_of(0, Kind.INPUT_GRADIENT)
 IS_FIRST = "grad_is_first.0.0"
 WRONG = {
     "operation left out": ({"action": WEIGHT}, "action", 0, "leaves out weight gradient"),

@@ -123,15 +123,18 @@ def test_layers_computed_again_one_by_one(policy):
 @given(st.data())
 def test_any_legal_order(data):
     """Orders drawn at random, whatever a scheduler would make of them."""
-    of, seed = segments(), data.draw(st.integers(0, 100))
+    of = segments()
+    seed = data.draw(st.integers(0, 100))
     work = workload_of(
         of.spec.ring, data.draw(st.integers(1, 6)), seed=seed, most=data.draw(st.integers(0, 2))
     )
     graph = build_graph(
         of.spec.ring, work, split=data.draw(st.booleans()), fused=data.draw(st.booleans())
     )
-    random, waits = np.random.default_rng(seed), list(graph.waits)
-    ready, orders = [n for n in range(graph.size) if not waits[n]], [[] for _ in range(4)]
+    random = np.random.default_rng(seed)
+    waits = list(graph.waits)
+    ready = [n for n in range(graph.size) if not waits[n]]
+    orders = [[] for _ in range(4)]
     while ready:
         n = ready.pop(random.integers(len(ready)))
         orders[graph.stage[n]].append(n)
@@ -265,7 +268,8 @@ def tensor_parallel(params: Params, x, row):
 
 @pytest.mark.parametrize("replicas", [(), ("data",)], ids=["data automatic", "data summed once"])
 def test_data_and_tensor_axes_inside_of_stages(replicas):
-    ring, trained = ring_of("segments", 2), (ALL, ALL)
+    ring = ring_of("segments", 2)
+    trained = (ALL, ALL)
     plain = program(ring, trained, SIZES)
     mesh = make_mesh({"stage": 2, "data": 2, "tensor": 2})
     lies = None if replicas else P("data")
@@ -318,7 +322,8 @@ def test_pauses_change_no_result():
         of.outer,
         rows(of.spec.ring, graph.workload, SIZES, of.spec.rows_read),
     )
-    planned, wires = table.rows[: table.count], table.wire_active[: table.count]
+    planned = table.rows[: table.count]
+    wires = table.wire_active[: table.count]
     pauses = min(table.count, of.spec.ticks - table.count)
     assert pauses > 4
     longer = padded_table(of.spec, *with_pauses(of.spec, planned, wires, pauses))

@@ -15,7 +15,8 @@ from tests.sharding.pipeline.models import ring_of, workload_of
 
 def test_greedy_keeps_its_slots():
     """What is legal in given slots, or an error that names them; never a table that does not fit."""
-    ring, fitted = ring_of("segments", 4, ("vision", "audio")), 0
+    ring = ring_of("segments", 4, ("vision", "audio"))
+    fitted = 0
     for seed in range(12):
         graph = build_graph(ring, workload_of(ring, 6, seed=seed), split=bool(seed % 2))
         slots = {

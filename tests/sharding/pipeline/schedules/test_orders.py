@@ -73,7 +73,8 @@ def test_costs_that_can_be_told_by_hand(stages, microbatches):
 
 def test_interleaving_shortens_the_bubble():
     """With v chunks a rank the bubble is 1 / v of what it was."""
-    whole, cut = plain(4, 8, 1, 2, 2), plain(4, 8, 2, 1, 1)
+    whole = plain(4, 8, 1, 2, 2)
+    cut = plain(4, 8, 2, 1, 1)
     assert max(whole.rank_work) == max(cut.rank_work) == 32
     assert asynchronous(one_f_one_b(whole)) - 32 == 2 * (asynchronous(interleaved(cut)) - 32)
 
@@ -101,7 +102,8 @@ def test_gpipe_does_not_go_back_among_forwards():
     graph = build_graph(ring, Workload((ChainWork(whole, whole, whole, whole),), ((),) * 12))
     kinds = [{graph.kind[n] for n in row if n >= 0} for row in gpipe(graph).ticks.tolist()]
     assert all(len(of_tick) == 1 for of_tick in kinds)
-    forward, backward = 12 + 3 - 1, 12 + 4 - 1
+    forward = 12 + 3 - 1
+    backward = 12 + 4 - 1
     assert lockstep(gpipe(graph)) == forward * 1 + backward * 3
 
 

@@ -24,7 +24,8 @@ def test_a_tick_costs_its_longest_operation():
 def test_asynchronous_makespan_by_recursion(seed):
     ring = ring_of("segments", 4)
     schedule = greedy(build_graph(ring, workload_of(ring, 6, seed=seed)))
-    graph, before = schedule.graph, [[] for _ in range(schedule.graph.size)]
+    graph = schedule.graph
+    before = [[] for _ in range(schedule.graph.size)]
     for n in range(graph.size):
         for after in [op for op, _ in graph.successors[n]] + [op for *_, op in graph.returns[n]]:
             before[after].append(n)

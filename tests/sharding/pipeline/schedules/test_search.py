@@ -33,7 +33,8 @@ def tiny_graph(seed: int, split: bool = False) -> Graph:
     """An encoder on the first of two ranks, language on both, two microbatches that read a row each and cost alike."""
     random = np.random.default_rng(seed)
     ring = Ring(2, (Chain("vision", (0,), (1,)), Chain("language", (0, 1), (1, 1))))
-    vision, language = make_work(random, 1, 2, 5), make_work(random, 2, 2, 5)
+    vision = make_work(random, 1, 2, 5)
+    language = make_work(random, 2, 2, 5)
     for work in (vision, language):
         for costs in (work.forward, work.input_gradient, work.weight_gradient):
             costs[:, 1] = costs[:, 0]
