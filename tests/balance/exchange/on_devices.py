@@ -16,11 +16,13 @@ from sharding.mesh import make_mesh
 from sharding.rules import make_layout
 from tests.balance.conftest import ENCODERS, random_batch, spec_for
 
-# Of encoder and language
+# Mesh axes over which the batch is split: (encoder, language).
 LAYOUTS = ((["data", "fsdp"], ["data", "fsdp"]), (["data", "fsdp"], ["data"]))
 
 
 def layout_pairs():
+    """Pairs of layouts on four devices: the first with equal ranks of encoder and language, the
+    second with two encoder ranks per language rank."""
     mesh = make_mesh({"data": 2, "fsdp": 2}, jax.devices()[:4])
     for encoder, language in LAYOUTS:
         yield LayoutPair(
@@ -29,7 +31,8 @@ def layout_pairs():
 
 
 def plan_on(pair: LayoutPair, backend: str) -> tuple[StepPlan, BatchItems, PlanSpec]:
-    """A random batch, planned for a pair of layouts in a few rounds."""
+    """A random batch and its plan for a pair of layouts, with sizes so small that it takes several
+    rounds."""
     batch = random_batch(5, 24)
     grid = ExchangeGrid(*pair.grid())
     shapes = dict.fromkeys(ENCODERS, grid.shape)
@@ -40,12 +43,12 @@ def plan_on(pair: LayoutPair, backend: str) -> tuple[StepPlan, BatchItems, PlanS
 
 
 def check(pair: LayoutPair, backend: str) -> tuple[int, int]:
-    """Run the rounds of a random batch both ways on numbered tokens; the number of hops, and of tokens that cross from
-    process to process."""
+    """Run the rounds of a random batch in both directions on numbered tokens, and compare every
+    pool. Returns the number of hops, and of tokens that cross from one process to another."""
     plan, batch, spec = plan_on(pair, backend)
     route = spec.routes["vision"]
     exchange = Exchange(pair.mesh, pair.encoder, pair.language, BACKENDS[backend].hop_on_device)
-    made, wanted, crossing = numbered_tokens(plan, batch, route, pair)
+    encoder_pools, language_pools, crossing_tokens = numbered_tokens(plan, batch, route, pair)
     local = local_ranks(exchange.tables, route.grid.ranks)
     hop = jax.jit(exchange.hop)
     hop_back = jax.jit(exchange.hop_back)
@@ -64,37 +67,55 @@ def check(pair: LayoutPair, backend: str) -> tuple[int, int]:
         buffer = whole(
             np.zeros((route.grid.ranks, slots, source.shape[2]), np.float32), exchange.tables
         )
-        for number, hop in enumerate(hops):
-            buffer = move(source, buffer, np.int32(number), *(table(array) for array in hop.arrays))
+        for hop_index, hop in enumerate(hops):
+            buffer = move(
+                source, buffer, np.int32(hop_index), *(table(array) for array in hop.arrays)
+            )
         return finish(source, buffer, target, table(gather))
 
-    there = exchange.language.rows
-    back = exchange.encoder.rows
-    arrived = {pool: whole(np.zeros_like(tokens), there) for pool, tokens in wanted.items()}
-    returned = {pool: whole(np.zeros_like(tokens), back) for pool, tokens in made.items()}
-    count = 0
+    language_sharding = exchange.language.rows
+    encoder_sharding = exchange.encoder.rows
+    received_tokens = {
+        pool: whole(np.zeros_like(tokens), language_sharding)
+        for pool, tokens in language_pools.items()
+    }
+    received_gradients = {
+        pool: whole(np.zeros_like(tokens), encoder_sharding)
+        for pool, tokens in encoder_pools.items()
+    }
+    hop_count = 0
     for round_ in plan.routes["vision"].rounds:
         tables = route_tables(round_, route, local)
-        out = whole(made[round_.source], back)
-        into = whole(wanted[round_.target], there)
+        encoder_source = whole(encoder_pools[round_.source], encoder_sharding)
+        language_source = whole(language_pools[round_.target], language_sharding)
         slots, slots_back = backend_of(route).buffer_slots(route)
         forward = (tables.send_forward, tables.gather_forward)
         backward = (tables.send_backward, tables.gather_backward)
-        arrived[round_.target] = run(hop, deliver, *forward, out, arrived[round_.target], slots)
-        returned[round_.source] = run(
-            hop_back, deliver_back, *backward, into, returned[round_.source], slots_back
+        received_tokens[round_.target] = run(
+            hop, deliver, *forward, encoder_source, received_tokens[round_.target], slots
         )
-        count += round_.hops
-    for found, expected in ((arrived, wanted), (returned, made)):
-        for pool, array in found.items():
+        received_gradients[round_.source] = run(
+            hop_back,
+            deliver_back,
+            *backward,
+            language_source,
+            received_gradients[round_.source],
+            slots_back,
+        )
+        hop_count += round_.hops
+    for received, expected in (
+        (received_tokens, language_pools),
+        (received_gradients, encoder_pools),
+    ):
+        for pool, array in received.items():
             for shard in array.addressable_shards:
                 np.testing.assert_array_equal(shard.data, expected[pool][shard.index])
-    return count, crossing
+    return hop_count, crossing_tokens
 
 
 def numbered_tokens(plan: StepPlan, batch, route: RouteSpec, pair: LayoutPair):
-    """Encoder pools [R, W, 2] and the language pools that they shall become, by pool number, and how many tokens
-    change their process on the way."""
+    """Encoder pools [R, W, 2] and the language pools that the exchange must turn them into, each by
+    pool number, and how many tokens change their process on the way."""
     language = plan.phases["language"]
     process = {
         layout: [device.process_index for device in layout.mesh.devices.flat][
@@ -102,32 +123,37 @@ def numbered_tokens(plan: StepPlan, batch, route: RouteSpec, pair: LayoutPair):
         ]
         for layout in (pair.encoder, pair.language)
     }
-    made: dict[int, np.ndarray] = {}
-    wanted: dict[int, np.ndarray] = {}
-    crossing = label = 0
+    encoder_pools: dict[int, np.ndarray] = {}
+    language_pools: dict[int, np.ndarray] = {}
+    crossing_tokens = label = 0
     for phase, per_token in ENCODERS.items():
         encoder = plan.phases[phase]
         items = batch.phases[phase]
         for item, example in enumerate(items.example.tolist()):
-            m = encoder.microbatch[item]
-            home = language.microbatch[example]
+            microbatch = encoder.microbatch[item]
+            language_microbatch = language.microbatch[example]
             tokens = int(items.tokens[item])
             source = int(encoder.rank[item])
-            goal = int(language.rank[example])
+            target = int(language.rank[example])
+            # Two features per token: its number, and half of it.
             values = np.arange(label + 1, label + 1 + tokens)[:, None] * np.array(
                 [1.0, 0.5], np.float32
             )
             label += tokens
-            out = made.setdefault(
-                int(encoder.pool[m]),
+            encoder_pool = encoder_pools.setdefault(
+                int(encoder.pool[microbatch]),
                 np.zeros((pair.encoder.ranks, route.encoder_pool, 2), np.float32),
             )
-            into = wanted.setdefault(
-                int(language.pool[home]),
+            language_pool = language_pools.setdefault(
+                int(language.pool[language_microbatch]),
                 np.zeros((pair.language.ranks, route.language_pool, 2), np.float32),
             )
-            first = encoder.pool_offset[m] + encoder.offset[item] // per_token
+            start = encoder.pool_offset[microbatch] + encoder.offset[item] // per_token
             arrival = plan.routes[phase].arrival[item]
-            out[source, first : first + tokens] = into[goal, arrival : arrival + tokens] = values
-            crossing += tokens * (process[pair.encoder][source] != process[pair.language][goal])
-    return made, wanted, crossing
+            encoder_pool[source, start : start + tokens] = language_pool[
+                target, arrival : arrival + tokens
+            ] = values
+            crossing_tokens += tokens * (
+                process[pair.encoder][source] != process[pair.language][target]
+            )
+    return encoder_pools, language_pools, crossing_tokens

@@ -1,4 +1,5 @@
-"""A backend is one object: a third way to exchange tokens, named in the table alone, delivers what the others do."""
+"""A backend is one object: a third way to exchange tokens, known by its entry in the table alone,
+delivers the same tokens as the others."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from tests.support import assemble, assert_same, tiny_config
 
 
 class Gathered(Backend):
-    """Every rank receives the whole pools of its peers, and takes from them what it needs."""
+    """A backend in which every rank receives the whole pools of its peers and picks the tokens that
+    it needs."""
 
     ragged = False
 
@@ -45,6 +47,7 @@ class Gathered(Backend):
         start = round_.start[stretch] + step
         arrival = round_.arrival[stretch] + step
         moves, (forward_slots, backward_slots) = sender != receiver, self.buffer_slots(route)
+        # The buffer holds the pools of all peers one after another.
         arrives = sender // route.grid.groups * route.encoder_pool + start
         returns = receiver // route.grid.groups * route.language_pool + arrival
         gathers = [
@@ -56,6 +59,7 @@ class Gathered(Backend):
             local[receiver],
             True,
             arrival,
+            # Tokens that stay on their rank are read from its own pool, which follows the buffer.
             np.where(moves, arrives, forward_slots + start),
         )
         fill(
@@ -140,6 +144,8 @@ def test_every_backend_delivers_all_tokens_and_gradients(make, gathered, grid):
 
 
 def test_a_wrong_table_of_any_backend_is_found(make, gathered, monkeypatch):
+    """A backend that gathers nothing must not pass validation."""
+
     class Forgetful(Gathered):
         def tables(self, *arguments, **local):
             tables = super().tables(*arguments, **local)
@@ -155,6 +161,7 @@ def test_a_wrong_table_of_any_backend_is_found(make, gathered, monkeypatch):
 
 
 def test_backends_for_cpus_deliver_on_devices(gathered):
+    """The exchange as XLA runs it, on real arrays."""
     for pair in layout_pairs():
         for name in (name for name, backend in BACKENDS.items() if backend.available("cpu")):
             hops, _ = check(pair, name)
@@ -162,6 +169,7 @@ def test_backends_for_cpus_deliver_on_devices(gathered):
 
 
 def test_auto_takes_the_first_backend_that_the_platform_has(gathered):
+    """`ragged` precedes the others, but has no implementation for CPUs."""
     assert (backend_for("gpu"), backend_for("tpu"), backend_for("cpu")) == (
         "ragged",
         "ragged",
@@ -171,7 +179,7 @@ def test_auto_takes_the_first_backend_that_the_platform_has(gathered):
 
 @pytest.mark.slow
 def test_a_run_exchanges_by_the_backend_that_its_config_names(tmp_path, gathered):
-    """Sizes, tables, programs and gradients of a whole step."""
+    """Sizes, tables, programs and gradients of a whole step agree between two backends."""
     make_sample(tmp_path, train=96, test=24)
     results = []
     for backend in ("padded", "gathered"):
@@ -182,6 +190,8 @@ def test_a_run_exchanges_by_the_backend_that_its_config_names(tmp_path, gathered
 
 
 def test_where_nothing_can_move_buffers_have_a_slot_for_each_hop(make):
+    """A grid with one peer moves nothing, so buffers must not grow with the pools of 9000
+    tokens."""
     nothing = np.zeros(0, np.int64)
     for shape in ((1, 1, 1), (1, 2, 2)):
         grid = make.grid(shape)

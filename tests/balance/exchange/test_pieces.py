@@ -1,4 +1,4 @@
-"""Cutting items where a rank's share of a row ends, against the owner of every single token."""
+"""Items are cut where one rank's share of a row ends: against the owner of every single token."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ STRETCHES = st.lists(
 
 @given(STRETCHES)
 def test_parts_are_all_places_in_order_and_none_holds_a_multiple_inside(stretches):
+    """A stretch of consecutive places is cut at every multiple of its size; the owner of a place is
+    the quotient."""
     start, amount, size = np.array(stretches, np.int64).reshape(-1, 3).T
-    stretch, skipped, places = cut(start, amount, size)
-    assert np.array_equal(np.unique(stretch), np.arange(len(start)))  # also those of no places
-    for number, (first, count, multiple) in enumerate(stretches):
-        parts = np.flatnonzero(stretch == number)
-        owners = (first + np.arange(count)) // multiple
-        assert len(parts) == max(len(set(owners)), 1)
+    stretch, skipped, piece_lengths = cut(start, amount, size)
+    # A stretch of no places has one empty piece.
+    assert np.array_equal(np.unique(stretch), np.arange(len(start)))
+    for index, (first_place, place_count, multiple) in enumerate(stretches):
+        pieces = np.flatnonzero(stretch == index)
+        owners = (first_place + np.arange(place_count)) // multiple
+        assert len(pieces) == max(len(set(owners)), 1)
         cuts = np.flatnonzero(np.diff(owners)) + 1
-        assert skipped[parts].tolist() == [0, *cuts]
-        assert places[parts].tolist() == np.diff([0, *cuts, count]).tolist()
+        assert skipped[pieces].tolist() == [0, *cuts]
+        assert piece_lengths[pieces].tolist() == np.diff([0, *cuts, place_count]).tolist()
 
 
 @given(
@@ -39,6 +42,8 @@ def test_parts_are_all_places_in_order_and_none_holds_a_multiple_inside(stretche
     grid=st.sampled_from([(8, 1, 1), (4, 2, 1), (4, 1, 2)]),
 )
 def test_tokens_are_counted_on_the_ranks_that_own_them(make, seed, spans, grid):
+    """`media_tokens` and `moving_tokens` against a loop over tokens that divides each slot by its
+    rank's share of the row."""
     batch = make.batch(seed, 6, longest=128, text=5)
     grids = {"vision": grid, "audio": grid}
     spec = make.with_spans(make.spec(batch, grids), spans)
@@ -55,16 +60,18 @@ def test_tokens_are_counted_on_the_ranks_that_own_them(make, seed, spans, grid):
         plan = plans[phase]
         per_token = spec.phases[phase].slots_per_token
         for item, example in enumerate(items.example.tolist()):
-            m = plan.microbatch[item]
-            n = language.microbatch[example]
+            microbatch = plan.microbatch[item]
+            language_microbatch = language.microbatch[example]
             for token in range(items.tokens[item]):
                 slot = plan.offset[item] + token * per_token
-                source = int(plan.rank[item] + slot // plan.capacity[m])
+                source = int(plan.rank[item] + slot // plan.capacity[microbatch])
                 slot = language.offset[example] + items.slot[item] + token
-                goal = int(language.rank[example] + slot // language.capacity[n])
-                arriving[n, goal] += 1
+                target = int(
+                    language.rank[example] + slot // language.capacity[language_microbatch]
+                )
+                arriving[language_microbatch, target] += 1
                 sender, receiver = exchange_ranks(
-                    exchange_grid, np.array([source]), np.array([goal])
+                    exchange_grid, np.array([source]), np.array([target])
                 )
                 if sender != receiver:
                     pair = int(sender[0]), int(receiver[0])
@@ -75,6 +82,7 @@ def test_tokens_are_counted_on_the_ranks_that_own_them(make, seed, spans, grid):
     encoders = {phase: plans[phase] for phase in grids}
     moves = moving_tokens(encoders, language, batch, exchange_grid, slots_per_token)
     pairs = list(zip(*(column.tolist() for column in moves[:2]), strict=True))
+    # A pair of exchange ranks may have several entries, in order; summed, they equal the loop's.
     assert pairs == sorted(pairs) and (moves[2] > 0).all()
     moved: dict[tuple[int, int], int] = {}
     for pair, tokens in zip(pairs, moves[2].tolist(), strict=True):

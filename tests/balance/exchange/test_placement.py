@@ -1,4 +1,5 @@
-"""Node-wise placement: rows only change ranks inside their microbatch, and tokens come nearer."""
+"""Placement by nodes: rows only change ranks within their microbatch, items only swap with similar
+ones, and tokens have shorter ways."""
 
 from __future__ import annotations
 
@@ -22,11 +23,14 @@ from jaxmllm.balance.validate_plan import validate
 
 
 def exact_up_to(ranks):
+    """Limits of the search that match rows and ranks exactly up to `ranks` ranks, and greedily
+    beyond."""
     return replace(PLACEMENT_SEARCH, exact_ranks=ranks)
 
 
 def far_tokens(plans, items, phase, node):
-    """Tokens that leave their node, item by item; `node` ranks make one."""
+    """Tokens that leave their node, counted item by item, with `node` consecutive ranks per
+    node."""
     language = plans["language"].rank
     pairs = zip(
         plans[phase].rank, items.phases[phase].example, items.phases[phase].tokens, strict=True
@@ -57,6 +61,8 @@ def contents(plan):
     exact=st.booleans(),
 )
 def test_rows_only_change_ranks(make, seed, grid, examples, node, exact):
+    """Every microbatch keeps its rows with the same items, and the same input gives the same
+    ranks."""
     batch = make.batch(seed, examples)
     spec = make.spec(batch, {"vision": grid, "audio": grid}, classes=2, node=node)
     grids = {name: route.grid for name, route in spec.routes.items()}
@@ -74,18 +80,19 @@ def test_rows_only_change_ranks(make, seed, grid, examples, node, exact):
 
 @pytest.mark.parametrize("exact", [128, 1])
 def test_fewer_tokens_leave_their_node(make, exact, monkeypatch):
+    """On 16 ranks in 4 nodes, over three batches, exactly matched and greedily."""
     monkeypatch.setattr(row_ranks, "PLACEMENT_SEARCH", exact_up_to(exact))
-    far = 0
-    near = 0
+    tokens_before = 0
+    tokens_after = 0
     for seed in range(3):
         batch = make.batch(seed, 128)
         spec = make.spec(batch, {"vision": (16, 1, 1), "audio": (16, 1, 1)}, node=4)
         grids = {name: route.grid for name, route in spec.routes.items()}
         plans = place_items(batch, spec.phases, grids, "phases")
         placed = place_items(batch, spec.phases, grids, "phases", spec.nodes)
-        far += sum(far_tokens(plans, batch, phase, 4) for phase in grids)
-        near += sum(far_tokens(placed, batch, phase, 4) for phase in grids)
-    assert near < 0.75 * far
+        tokens_before += sum(far_tokens(plans, batch, phase, 4) for phase in grids)
+        tokens_after += sum(far_tokens(placed, batch, phase, 4) for phase in grids)
+    assert tokens_after < 0.75 * tokens_before
 
 
 @settings(max_examples=40, deadline=None)
@@ -100,7 +107,8 @@ def test_fewer_tokens_leave_their_node(make, exact, monkeypatch):
 def test_shared_rows_change_groups_and_swap_items_with_rows_of_their_span(
     make, seed, grid, spans, examples, node, exact
 ):
-    """No row overflows, and no rank is loaded beyond what it may be."""
+    """No row overflows, and no rank is loaded beyond its former load or the margin over the
+    floor."""
     batch = make.batch(seed, examples, longest=128)
     spec = make.spec(batch, {"vision": grid, "audio": grid}, node=node)
     spec = make.with_spans(spec, spans)
@@ -116,27 +124,30 @@ def test_shared_rows_change_groups_and_swap_items_with_rows_of_their_span(
         assert contents(matched[phase]) == contents(plans[phase])
         span = matched[phase].span[matched[phase].microbatch]
         assert (matched[phase].rank % span == 0).all()
-        moved = placed[phase]
-        np.testing.assert_array_equal(moved.span[moved.microbatch], span)
-        assert (moved.rank % span == 0).all()
+        swapped = placed[phase]
+        np.testing.assert_array_equal(swapped.span[swapped.microbatch], span)
+        assert (swapped.rank % span == 0).all()
         cost = item_costs(spec.phases[phase], batch.phases[phase])
         ranks = spec.phases[phase].ranks
-        before, after = (
-            part_costs(plan, cost, ranks).sum(axis=0) for plan in (plans[phase], moved)
+        loads_before, loads_after = (
+            part_costs(plan, cost, ranks).sum(axis=0) for plan in (plans[phase], swapped)
         )
-        floor = max(before.sum() / ranks, (cost / span).max(initial=0))
-        allowed = floor * (1 + 1 / PLACEMENT_SEARCH.margin) + moved.microbatches
-        assert after.max() <= max(before.max() + moved.microbatches, allowed)
+        # No plan can load its busiest rank less than the mean, or than one rank's part of the
+        # costliest item. The number of microbatches bounds the rounding of costs.
+        floor = max(loads_before.sum() / ranks, (cost / span).max(initial=0))
+        allowed = floor * (1 + 1 / PLACEMENT_SEARCH.margin) + swapped.microbatches
+        assert loads_after.max() <= max(loads_before.max() + swapped.microbatches, allowed)
     phases, routes = plan_routes(placed, batch, spec)
     validate(StepPlan(phases, routes), batch, spec)
 
 
 @pytest.mark.parametrize("span", [2, 4])
 def test_shared_rows_run_near_the_ranks_that_read_them(make, span):
-    """Most of the tokens stay in their node that can with any permutations of groups, which may load ranks unevenly."""
-    stays = 0
-    left = 0
-    best = 0
+    """Against the best of all permutations of groups, which may load ranks unevenly: three quarters
+    of the tokens that could stay in their node do stay."""
+    near_tokens = 0
+    near_tokens_before = 0
+    best_near_tokens = 0
     for seed in range(6):
         batch = make.batch(seed, 40, longest=128)
         grids = {"vision": (8, 1, 1), "audio": (8, 1, 1)}
@@ -154,28 +165,29 @@ def test_shared_rows_run_near_the_ranks_that_read_them(make, span):
         )
         for phase in grids:
             items = batch.phases[phase]
-            goal = plans["language"].rank[items.example] // 4
-            stays += int(items.tokens[placed[phase].rank // 4 == goal].sum())
-            left += int(items.tokens[plans[phase].rank // 4 == goal].sum())
+            target_node = plans["language"].rank[items.example] // 4
+            near_tokens += int(items.tokens[placed[phase].rank // 4 == target_node].sum())
+            near_tokens_before += int(items.tokens[plans[phase].rank // 4 == target_node].sum())
             for microbatch in range(plans[phase].microbatches):
                 members = plans[phase].microbatch == microbatch
                 group = plans[phase].rank[members] // span
-                best += max(
-                    int(items.tokens[members][node[group] == goal[members]].sum())
+                best_near_tokens += max(
+                    int(items.tokens[members][node[group] == target_node[members]].sum())
                     for node in permuted_nodes(8 // span)
                 )
-    assert stays > 0.75 * best and stays > 1.2 * left
+    assert near_tokens > 0.75 * best_near_tokens and near_tokens > 1.2 * near_tokens_before
 
 
 @pytest.mark.parametrize("spans", [(8,), (4, 1), (1, 2, 4, 8)])
 def test_few_tokens_of_shared_rows_leave_their_node(make, spans):
-    """As many items as ranks take: rows of groups swap items just as those of ranks do."""
+    """With three items per rank, rows that groups of ranks share swap items just as rows of single
+    ranks do."""
     batch = make.batch(2, 96, longest=256)
     grids = {"vision": (32, 1, 1), "audio": (32, 1, 1)}
     spec = make.with_spans(make.spec(batch, grids, node=8, pool=4000), spans)
     placed = plan_step(batch, spec)
     validate(placed, batch, spec)
-    left = plan_step(batch, replace(spec, nodes={}))
+    unplaced = plan_step(batch, replace(spec, nodes={}))
     assert any((plan.span > 1).any() for plan in placed.phases.values())
 
     def between_nodes(plan):
@@ -185,23 +197,24 @@ def test_few_tokens_of_shared_rows_leave_their_node(make, spans):
             for round_ in route.rounds
         )
 
-    # Rows this small can hardly swap without attending more
-    assert between_nodes(placed) < 0.7 * between_nodes(left)
+    # The bound is loose: rows this small can hardly swap without a higher cost of attention.
+    assert between_nodes(placed) < 0.7 * between_nodes(unplaced)
 
 
 def permuted_nodes(groups):
-    """Node, of two, that each group's row might run on."""
-    half = np.arange(groups) * 2 // groups
-    return [np.array(order) for order in set(itertools.permutations(half.tolist()))]
+    """Every assignment of groups to two nodes: the node that each group's row might run on."""
+    nodes = np.arange(groups) * 2 // groups
+    return [np.array(order) for order in set(itertools.permutations(nodes.tolist()))]
 
 
 def test_language_ranks_take_in_media_more_evenly(make):
+    """Placement levels the media tokens that each rank receives over all microbatches."""
     unevenness = np.zeros(2)
     for seed in range(5):
         batch = make.batch(seed, 128)
         spec = make.spec(batch, {"vision": (16, 1, 1), "audio": (16, 1, 1)}, node=4)
         grids = {name: route.grid for name, route in spec.routes.items()}
-        dealt, placed = (
+        media_unplaced, media_placed = (
             media_tokens(
                 batch,
                 place_items(batch, spec.phases, grids, "phases", nodes)["language"],
@@ -210,8 +223,8 @@ def test_language_ranks_take_in_media_more_evenly(make):
             )
             for nodes in (None, spec.nodes)
         )
-        assert placed.sum() == dealt.sum()
-        unevenness += [each.sum(axis=0).std() for each in (dealt, placed)]
+        assert media_placed.sum() == media_unplaced.sum()
+        unevenness += [media.sum(axis=0).std() for media in (media_unplaced, media_placed)]
     assert unevenness[1] < 0.85 * unevenness[0]
 
 
@@ -228,16 +241,17 @@ def test_text_alone_stays_where_it_is(make):
 
 
 def test_rank_totals_hardly_grow(make):
+    """Loads may exceed those of a plan without nodes by the margin of the search alone."""
     for seed in range(5):
         batch = make.batch(seed, 64)
         spec = make.spec(batch, {"vision": (8, 1, 1), "audio": (8, 1, 1)}, classes=2, node=2)
-        free = make.spec(batch, {"vision": (8, 1, 1), "audio": (8, 1, 1)}, classes=2)
+        spec_without_nodes = make.spec(batch, {"vision": (8, 1, 1), "audio": (8, 1, 1)}, classes=2)
         placed = plan_step(batch, spec).statistics
-        left = plan_step(batch, free).statistics
+        unplaced = plan_step(batch, spec_without_nodes).statistics
         for phase in ("vision", "audio", "language"):
-            # Rounding of costs
+            # 1e-3 allows for the rounding of costs to integers.
             gap = placed[f"{phase}/gap_to_floor"]
             allowed = 1 + 1 / PLACEMENT_SEARCH.margin + 1e-3
-            assert gap <= max(left[f"{phase}/gap_to_floor"], allowed)
-            waits = max(left[f"{phase}/synchronised"], 1 + 1 / PLACEMENT_SEARCH.margin)
-            assert placed[f"{phase}/synchronised"] <= waits + 1e-3
+            assert gap <= max(unplaced[f"{phase}/gap_to_floor"], allowed)
+            allowed_waits = max(unplaced[f"{phase}/synchronised"], 1 + 1 / PLACEMENT_SEARCH.margin)
+            assert placed[f"{phase}/synchronised"] <= allowed_waits + 1e-3

@@ -1,4 +1,5 @@
-"""Routes, executed token by token in plain loops: every token arrives, and the transposed direction is the inverse."""
+"""Routes, executed token by token in plain loops: every token arrives, and the transposed direction
+is the inverse."""
 
 from __future__ import annotations
 
@@ -25,8 +26,12 @@ PER_TOKEN = {"vision": 4, "audio": 8}
 
 
 def run(source, hops, gather, held_by, target, kept_by, spec, buffer_slots):
-    """A round in one direction, token by token: pools [ranks, W] of labels (0: nothing) and the exchange ranks that
-    hold them. What two exchange ranks of one rank deliver must not meet in one slot."""
+    """Execute one round in one direction, token by token.
+
+    Pools are arrays [ranks, W] of labels, where 0 marks an empty slot. `held_by` and `kept_by` map
+    an exchange rank to the rank that holds its pool: several exchange ranks may share one rank, and
+    what they deliver there must not meet in one slot.
+    """
     shape = spec.grid.shape
     buffer = np.zeros((len(held_by), buffer_slots), np.int64)
 
@@ -34,23 +39,27 @@ def run(source, hops, gather, held_by, target, kept_by, spec, buffer_slots):
         slots = source.shape[1]
         return source[held_by[x], slot] if slot < slots else buffer[x, slot - slots]
 
-    for number, hop in enumerate(hops):
-        arrived = []
+    for hop_index, hop in enumerate(hops):
+        deliveries = []
         for x in range(len(held_by)):
+            # Ranks exchange only along the first axis of the grid, with the peers that share their
+            # encoder and language coordinates.
             a, e, n = np.unravel_index(x, shape)
             for b in range(shape[0]):
                 y = int(np.ravel_multi_index((b, e, n), shape))
+                # A padded hop sends one chunk of `pair_slots` to each peer; a ragged hop lists the
+                # bounds of its chunks.
                 if hop.sizes is None:
-                    first = (number * shape[0] + a) * spec.pair_slots
+                    buffer_start = (hop_index * shape[0] + a) * spec.pair_slots
                     chunk = hop.index[x, b]
                 else:
-                    begin, amount, first, _ = hop.sizes[x, :, b]
-                    assert amount == hop.sizes[y, 3, a]
-                    chunk = hop.index[x, begin : begin + amount]
-                arrived += [
-                    (y, first + c, at(x, slot)) for c, slot in enumerate(chunk) if slot >= 0
+                    chunk_start, chunk_size, buffer_start, _ = hop.sizes[x, :, b]
+                    assert chunk_size == hop.sizes[y, 3, a]
+                    chunk = hop.index[x, chunk_start : chunk_start + chunk_size]
+                deliveries += [
+                    (y, buffer_start + c, at(x, slot)) for c, slot in enumerate(chunk) if slot >= 0
                 ]
-        for y, slot, label in arrived:
+        for y, slot, label in deliveries:
             assert buffer[y, slot] == 0, "a slot is received twice"
             buffer[y, slot] = label
     for y, slot in zip(*np.nonzero(gather >= 0), strict=True):
@@ -63,7 +72,7 @@ def run(source, hops, gather, held_by, target, kept_by, spec, buffer_slots):
 
 
 def arrivals(route):
-    """Language pool slot of every (item, token)."""
+    """Language pool slot of every (item, token), as the route records it."""
     pieces = zip(route.item, route.skipped, route.tokens, route.arrival, strict=True)
     return {
         (int(item), int(skipped) + token): int(arrival) + token
@@ -89,7 +98,7 @@ def arrivals(route):
 def test_every_token_arrives_and_every_gradient_returns(
     make, grid, same, seed, examples, media, pool, pair, hops, backend, node, mode
 ):
-    """With equal grids both encoders share pools and exchange."""
+    """Both encoders share pools and exchange where their grids are equal."""
     batch = make.batch(seed, examples, media, longest=128, text=5)
     grids = {"vision": grid, "audio": grid if same else (grid[0], 1, grid[2])}
     spec = make.spec(
@@ -125,8 +134,8 @@ def test_every_token_arrives_and_every_gradient_returns(
 def test_tokens_of_shared_rows_leave_and_reach_the_ranks_that_own_them(
     make, grid, same, spans, seed, examples, pool, pair, hops, backend, placed
 ):
-    """Rows of every span, alone and mixed, in any legal plan: items lie on both sides of a cut, and some groups hold
-    nothing."""
+    """Rows of every span, alone and mixed, in any legal plan: some items lie on both sides of a cut
+    between ranks, and some groups of ranks hold nothing."""
     batch = make.batch(seed, examples, longest=128, text=5)
     grids = {"vision": grid, "audio": grid if same else (grid[0], 1, grid[2])}
     sizes = {"pool": pool, "pair": pair, "hops": hops, "backend": backend, "node": 2}
@@ -144,23 +153,32 @@ def test_tokens_of_shared_rows_leave_and_reach_the_ranks_that_own_them(
 
 
 def run_all_rounds(plan, batch, spec):
-    """Every token in plain loops, as the records say."""
+    """Number every token of a batch, run the rounds of its plan in plain loops, and compare both
+    directions.
+
+    The expected pools follow from the records of the plan alone: an encoder writes a token where
+    the item's offset puts it, and the language phase reads it where its route says that it arrives.
+    """
     language = plan.phases["language"]
     owner_of = shared_exchange(spec.routes)
     hops = spec.routes["vision"].hops
-    taken: set[tuple[int, int, int]] = set()
+    filled_slots: set[tuple[int, int, int]] = set()
     label = 0
     for owner in dict.fromkeys(owner_of.values()):
         route = spec.routes[owner]
         shape = route.grid.shape
         forward_slots, backward_slots = backend_of(route).buffer_slots(route)
-        on = [np.unravel_index(x, shape) for x in range(int(np.prod(shape)))]
-        encoder_rank = [route.grid.encoder[a, e] for a, e, _ in on]
-        language_rank = [route.grid.language[a, n] for a, _, n in on]
+        coordinates = [np.unravel_index(x, shape) for x in range(int(np.prod(shape)))]
+        encoder_rank = [route.grid.encoder[a, e] for a, e, _ in coordinates]
+        language_rank = [
+            route.grid.language[a, language_microbatch] for a, _, language_microbatch in coordinates
+        ]
         phases = [phase for phase in spec.routes if owner_of[phase] == owner]
-        pools = max(plan.phases[phase].pool.max(initial=-1) for phase in phases) + 1
-        made = np.zeros((pools, route.grid.encoder.size, route.encoder_pool), np.int64)
-        wanted = np.zeros(
+        pool_count = max(plan.phases[phase].pool.max(initial=-1) for phase in phases) + 1
+        encoder_pools = np.zeros(
+            (pool_count, route.grid.encoder.size, route.encoder_pool), np.int64
+        )
+        language_pools = np.zeros(
             (language.pool.max() + 1, route.grid.language.size, route.language_pool), np.int64
         )
         for phase in phases:
@@ -168,56 +186,62 @@ def run_all_rounds(plan, batch, spec):
             items = batch.phases[phase]
             slot_of = arrivals(plan.routes[phase])
             for item in range(len(items.length)):
-                m = encoder.microbatch[item]
-                home = items.example[item]
-                n = language.microbatch[home]
-                tokens_of_rank = encoder.capacity[m] // PER_TOKEN[phase]
+                microbatch = encoder.microbatch[item]
+                example = items.example[item]
+                language_microbatch = language.microbatch[example]
+                tokens_of_rank = encoder.capacity[microbatch] // PER_TOKEN[phase]
                 for token in range(items.tokens[item]):
                     label += 1
-                    place = encoder.offset[item] // PER_TOKEN[phase] + token
-                    rank = encoder.rank[item] + place // tokens_of_rank
-                    written = encoder.pool_offset[m] + place % tokens_of_rank
-                    assert made[encoder.pool[m], rank, written] == 0
-                    made[encoder.pool[m], rank, written] = label
-                    read = language.offset[home] + items.slot[item] + token
-                    goal = (
-                        int(language.pool[n]),
-                        int(language.rank[home] + read // language.capacity[n]),
+                    position = encoder.offset[item] // PER_TOKEN[phase] + token
+                    rank = encoder.rank[item] + position // tokens_of_rank
+                    pool_slot = encoder.pool_offset[microbatch] + position % tokens_of_rank
+                    assert encoder_pools[encoder.pool[microbatch], rank, pool_slot] == 0
+                    encoder_pools[encoder.pool[microbatch], rank, pool_slot] = label
+                    sequence_slot = language.offset[example] + items.slot[item] + token
+                    target = (
+                        int(language.pool[language_microbatch]),
+                        int(
+                            language.rank[example]
+                            + sequence_slot // language.capacity[language_microbatch]
+                        ),
                     )
+                    # The arrival is free to be any slot of the pool that the token's language
+                    # microbatch reads, but no two tokens may share it.
                     slot = slot_of[item, token]
-                    assert (*goal, slot) not in taken
-                    taken.add((*goal, slot))
-                    wanted[(*goal, slot)] = label
+                    assert (*target, slot) not in filled_slots
+                    filled_slots.add((*target, slot))
+                    language_pools[(*target, slot)] = label
 
-        arrived = np.zeros_like(wanted)
-        returned = np.zeros_like(made)
+        delivered_tokens = np.zeros_like(language_pools)
+        delivered_gradients = np.zeros_like(encoder_pools)
         for round_ in plan.routes[owner].rounds:
-            tables = route_tables(round_, route, range(len(on)))
+            tables = route_tables(round_, route, range(len(coordinates)))
             assert len(tables.send_forward) == len(tables.send_backward) == round_.hops <= hops
-            out = (made[round_.source], encoder_rank)
-            into = (wanted[round_.target], language_rank)
-            there = (arrived[round_.target], language_rank)
-            back = (returned[round_.source], encoder_rank)
+            encoder_source = (encoder_pools[round_.source], encoder_rank)
+            language_source = (language_pools[round_.target], language_rank)
+            language_target = (delivered_tokens[round_.target], language_rank)
+            encoder_target = (delivered_gradients[round_.source], encoder_rank)
             run(
-                out[0],
+                encoder_source[0],
                 tables.send_forward,
                 tables.gather_forward,
-                out[1],
-                *there,
+                encoder_source[1],
+                *language_target,
                 route,
                 forward_slots,
             )
             run(
-                into[0],
+                language_source[0],
                 tables.send_backward,
                 tables.gather_backward,
-                into[1],
-                *back,
+                language_source[1],
+                *encoder_target,
                 route,
                 backward_slots,
             )
-        assert np.array_equal(arrived, wanted)
-        assert np.array_equal(returned, made)
+        assert np.array_equal(delivered_tokens, language_pools)
+        assert np.array_equal(delivered_gradients, encoder_pools)
+    # Phases that share an exchange have their rounds in the route of its owner.
     assert not any(plan.routes[phase].rounds for phase, owner in owner_of.items() if phase != owner)
 
 
@@ -228,16 +252,19 @@ def test_a_host_makes_the_tables_of_its_own_ranks(make, backend):
     spec = make.spec(batch, grids, pool=4096, pair=5, hops=40, backend=backend)
     plan = plan_step(batch, spec)
     for round_ in plan.routes["vision"].rounds:
-        whole = route_tables(round_, spec.routes["vision"], range(8))
-        part = route_tables(round_, spec.routes["vision"], (6, 1))
-        assert len(whole.send_forward) == len(part.send_forward) > 0
+        all_tables = route_tables(round_, spec.routes["vision"], range(8))
+        # Two ranks, out of order: a host's local ranks need not be sorted.
+        local_tables = route_tables(round_, spec.routes["vision"], (6, 1))
+        assert len(all_tables.send_forward) == len(local_tables.send_forward) > 0
         for name in ("gather_forward", "gather_backward"):
-            np.testing.assert_array_equal(getattr(part, name), getattr(whole, name)[[6, 1]])
-        mine = (*part.send_forward, *part.send_backward)
-        full = (*whole.send_forward, *whole.send_backward)
-        for own_hop, whole_hop in zip(mine, full, strict=True):
-            for own, everyone in zip(own_hop.arrays, whole_hop.arrays, strict=True):
-                np.testing.assert_array_equal(own, everyone[[6, 1]])
+            np.testing.assert_array_equal(
+                getattr(local_tables, name), getattr(all_tables, name)[[6, 1]]
+            )
+        local_hops = (*local_tables.send_forward, *local_tables.send_backward)
+        all_hops = (*all_tables.send_forward, *all_tables.send_backward)
+        for local_hop, full_hop in zip(local_hops, all_hops, strict=True):
+            for local_array, full_array in zip(local_hop.arrays, full_hop.arrays, strict=True):
+                np.testing.assert_array_equal(local_array, full_array[[6, 1]])
 
 
 @pytest.mark.parametrize("backend", OF_PLAIN_LOOPS)
@@ -247,36 +274,46 @@ def test_statistics_of_an_exchange_against_plain_loops(make, backend):
     spec = make.spec(batch, grids, pool=1 << 14, pair=9, backend=backend, node=2)
     plan = plan_step(batch, spec)
     language = plan.phases["language"]
-    total = 0
-    moved = 0
-    between = 0
+    total_tokens = 0
+    moved_tokens = 0
+    node_tokens = 0
     for phase in grids:
         grid = spec.routes[phase].grid
         items = batch.phases[phase]
         for item, tokens in enumerate(items.tokens.tolist()):
             source = int(plan.phases[phase].rank[item])
-            goal = int(language.rank[items.example[item]])
-            total += tokens
-            moved += tokens * bool(
+            target = int(language.rank[items.example[item]])
+            total_tokens += tokens
+            moved_tokens += tokens * bool(
                 np.argwhere(grid.encoder == source)[0, 0]
-                != np.argwhere(grid.language == goal)[0, 0]
+                != np.argwhere(grid.language == target)[0, 0]
             )
-            between += tokens * (source // 2 != goal // 2)
-    found = {
+            node_tokens += tokens * (source // 2 != target // 2)
+    statistics = {
         key.removeprefix("route/vision/"): value
         for key, value in plan.statistics.items()
         if "route/" in key
     }
-    assert (found["tokens"], found["moved_tokens"], found["node_tokens"]) == (total, moved, between)
-    assert found["node_tokens_over_arbitrary"] == pytest.approx(between / (total / 2))
+    assert (statistics["tokens"], statistics["moved_tokens"], statistics["node_tokens"]) == (
+        total_tokens,
+        moved_tokens,
+        node_tokens,
+    )
+    # With two nodes, half of the tokens would leave their node under an arbitrary placement.
+    assert statistics["node_tokens_over_arbitrary"] == pytest.approx(
+        node_tokens / (total_tokens / 2)
+    )
     hops = sum(round_.hops for round_ in plan.routes["vision"].rounds)
-    slots = hops * 4 * 3 * 9 if backend == "padded" else moved
-    assert (found["hops"], found["slots_moved"]) == (hops, slots)
-    assert found["slots_over_moved"] == pytest.approx(slots / moved)
-    assert found["slots_over_tokens"] == pytest.approx(slots / total)
+    # A padded hop moves 9 slots between each of the 4 ranks and its 3 peers; a ragged one moves the
+    # tokens alone.
+    slots_moved = hops * 4 * 3 * 9 if backend == "padded" else moved_tokens
+    assert (statistics["hops"], statistics["slots_moved"]) == (hops, slots_moved)
+    assert statistics["slots_over_moved"] == pytest.approx(slots_moved / moved_tokens)
+    assert statistics["slots_over_tokens"] == pytest.approx(slots_moved / total_tokens)
 
 
 def test_roomy_sizes_need_one_round_and_tiny_ones_many(make):
+    """The rounds of both encoders are in the route of vision, which owns their shared exchange."""
     batch = make.batch(3, 40, text=5)
     grids = {"vision": (4, 1, 1), "audio": (4, 1, 1)}
     roomy = plan_step(batch, make.spec(batch, grids, pool=1 << 14, pair=1 << 7))
@@ -306,7 +343,8 @@ def test_pool_below_one_row_is_an_error(make):
 
 
 def test_media_stay_at_home_without_balancing(make):
-    """Encoder ranks beyond the language ranks take turns; fewer of them cover several language ranks."""
+    """The encoder ranks of a block take turns where they outnumber its language ranks; where they
+    are fewer, each serves several language ranks."""
     batch = make.batch(5, 24)
     for shape in ((4, 2, 1), (4, 1, 2), (2, 2, 2), (8, 1, 1)):
         spec = make.spec(batch, {"vision": shape, "audio": shape}, mode="none")
@@ -315,12 +353,12 @@ def test_media_stay_at_home_without_balancing(make):
         ranks = shape[0] * shape[2]
         assert plans["language"].rank.tolist() == [p * ranks // 24 for p in range(24)]
         grid = grids["vision"]
-        dealt: dict[int, list[int]] = {}
+        ranks_of_block: dict[int, list[int]] = {}
         for item, example in enumerate(batch.phases["vision"].example):
             block = int(np.argwhere(grid.language == plans["language"].rank[example])[0, 0])
             assert plans["vision"].rank[item] in grid.encoder[block]
-            dealt.setdefault(block, []).append(int(plans["vision"].rank[item]))
-        for block, order in dealt.items():
-            assert order == [
-                int(grid.encoder[block, turn % shape[1]]) for turn in range(len(order))
+            ranks_of_block.setdefault(block, []).append(int(plans["vision"].rank[item]))
+        for block, encoder_ranks in ranks_of_block.items():
+            assert encoder_ranks == [
+                int(grid.encoder[block, index % shape[1]]) for index in range(len(encoder_ranks))
             ]
