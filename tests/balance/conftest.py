@@ -1,4 +1,4 @@
-"""Random global batches and specs that several of the tests plan."""
+"""Random global batches and specs that several of the tests of balance plan."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ ENCODERS = {"vision": 4, "audio": 8}  # slots per language token
 def random_batch(
     seed: int, examples: int, media: int = 3, longest: int = 512, text: int = 100
 ) -> BatchItems:
-    """Log-normal lengths: up to `media` items of each encoder an example (half of the examples have none), no media
-    longer than `longest` slots. An example's language sequence interleaves text and media tokens."""
+    """Examples with log-normal lengths, whose language sequences interleave text and media tokens.
+
+    Half of the examples have no items of an encoder, the others up to `media`; no media item is
+    longer than `longest` slots.
+    """
     random = np.random.default_rng(seed)
     columns = {name: [] for name in (*ENCODERS, "language")}
     for example in range(examples):
@@ -48,12 +51,13 @@ def random_batch(
     for name, rows in columns.items():
         length, real, example, tokens, slot = np.array(rows, np.int64).reshape(-1, 5).T
         phases[name] = PhaseItems(
-            length, real, *(part.astype(np.int32) for part in (example, tokens, slot))
+            length, real, *(column.astype(np.int32) for column in (example, tokens, slot))
         )
     return BatchItems(np.arange(examples) + 1000, int(phases["language"].length.sum()), phases)
 
 
 def grid_of(shape: tuple[int, int, int]) -> ExchangeGrid:
+    """The exchange grid of `shape` = (peers, encoder ranks per peer, language ranks per peer)."""
     a, e, n = shape
     return ExchangeGrid(
         np.arange(a * e, dtype=np.int32).reshape(a, e),
@@ -73,15 +77,16 @@ def spec_for(
     backend: str = "padded",
     node: int | None = None,
 ) -> PlanSpec:
-    """A spec whose largest rows just hold the largest items; `pool` tokens beyond the least a pool must hold, and
-    `node` ranks of each phase in a node (none: not known)."""
+    """A spec whose largest rows just hold the largest items. Pools hold `pool` tokens more than the
+    least that is legal, and `node` ranks of each phase make one node (None: nodes are not
+    known)."""
     phases = {}
     routes = {}
     language_ranks = next(iter(grids.values()))[0] * next(iter(grids.values()))[2]
     ranks = {name: shape[0] * shape[1] for name, shape in grids.items()} | {
         "language": language_ranks
     }
-    for name, count in ranks.items():
+    for name, rank_count in ranks.items():
         phase = encoder_phase(name) if name in grids else decoder_phase(tuple(grids))
         alignment = 2 * ENCODERS.get(name, 4)
         largest = round_up(int(batch.phases[name].length.max(initial=1)), alignment)
@@ -89,7 +94,7 @@ def spec_for(
         capacities = tuple(sorted({max(alignment, capacity) for capacity in smaller}, reverse=True))
         phases[name] = PhaseSpec(
             phase,
-            count,
+            rank_count,
             row_classes(capacities),
             max_segments,
             ENCODERS.get(name, 1),
@@ -100,7 +105,7 @@ def spec_for(
     for name, shape in grids.items():
         routes[name] = RouteSpec(grid_of(shape), encoder, language, pair, hops, backend)
     nodes = (
-        {name: np.arange(count, dtype=np.int32) // node for name, count in ranks.items()}
+        {name: np.arange(rank_count, dtype=np.int32) // node for name, rank_count in ranks.items()}
         if node
         else {}
     )
@@ -108,19 +113,20 @@ def spec_for(
 
 
 def with_spans(spec: PlanSpec, spans: tuple[int, ...]) -> PlanSpec:
-    """The spec with rows of these spans, of those that divide a phase's ranks (if none does: of one rank each).
+    """The spec with rows of those `spans` that divide a phase's ranks, or of span 1 if none does.
 
-    Each has two classes. A row of the larger one just holds the largest item, so that a rank's part of a shared row
-    does not."""
+    Each span has two classes. A row of the larger one just holds the largest item, so one rank's
+    part of a shared row does not.
+    """
     phases = {}
     for name, phase in spec.phases.items():
         alignment = 2 * ENCODERS.get(name, 4)
         classes = {
             RowClass(
-                round_up(max(1, ceil_divide(phase.longest_row // part, span)), alignment), span
+                round_up(max(1, ceil_divide(phase.longest_row // divisor, span)), alignment), span
             )
             for span in [span for span in spans if phase.ranks % span == 0] or [1]
-            for part in (1, 3)
+            for divisor in (1, 3)
         }
         ordered = sorted(classes, key=lambda row_class: (-row_class.slots, row_class))
         phases[name] = replace(phase, classes=tuple(ordered))

@@ -12,7 +12,8 @@ from jaxmllm.tools.workload import MODEL
 
 
 def test_bytes_of_a_slot_are_those_of_its_keys_and_values():
-    """36 layers of 8 heads of 128; 32 layers of width 1280, in audio once for every stride of the stem."""
+    """Keys and values of two bytes: 36 language layers of 8 heads of 128, 32 layers of width 1280
+    in each tower. Audio has one token per stride of its stem."""
     assert gathered_bytes(MODEL, "language") == 2 * 2 * 36 * 8 * 128
     assert gathered_bytes(MODEL, "vision") == 2 * 2 * 32 * 1280
     assert gathered_bytes(MODEL, "audio") == 2 * 2 * 32 * 1280 / MODEL.audio.stem_stride

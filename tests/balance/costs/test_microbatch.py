@@ -1,4 +1,4 @@
-"""The price of a microbatch, and what it does to the choice of rows."""
+"""The price of a microbatch: the start of every layer, and the traffic of its weights."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def test_every_layer_starts_once():
 @pytest.mark.parametrize(("platform", "of_eight"), [("cpu", 1), ("gpu", 8)])
 def test_a_device_reads_its_weights_and_adds_to_their_gradients_once(platform, of_eight):
     start = microbatch_cost(MODEL, "vision", platform, 0, 1)
-    whole = WEIGHT_SLOTS[platform] * SLOT
-    assert microbatch_cost(MODEL, "vision", platform, SLOT, 1) == start + whole
-    assert microbatch_cost(MODEL, "vision", platform, SLOT, 8) == start + whole // of_eight
+    weights = WEIGHT_SLOTS[platform] * SLOT
+    assert microbatch_cost(MODEL, "vision", platform, SLOT, 1) == start + weights
+    assert microbatch_cost(MODEL, "vision", platform, SLOT, 8) == start + weights // of_eight
 
 
 def test_platforms_that_are_not_known_count_as_gpus():

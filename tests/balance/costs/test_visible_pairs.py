@@ -1,4 +1,5 @@
-"""What lengths do not tell of attention, against counting the pairs of the mask."""
+"""The pairs of tokens that attend to each other beyond what lengths tell: against counting them in
+the mask."""
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tests.balance.costs.test_flops import MODEL, NOTHING
 
 
 def counted(ids: TokenIds) -> int:
+    """Pairs that the dense mask shows."""
     return int(visible(ids.map(lambda column: column[:, None]), ids).sum())
 
 
@@ -22,7 +24,8 @@ def counted(ids: TokenIds) -> int:
     st.integers(1, 20),
 )
 def test_a_sequence_counts_the_pairs_that_its_masks_show(parts, window):
-    """Twice the pairs, less half of the diagonal twice, which counts fully where media are seen in both directions."""
+    """`squares` is twice the number of pairs without the diagonal, which causal attention counts
+    half. Inside of images, which are seen in both directions, it counts fully."""
     tokens = [size for _, size in parts]
     groups = np.repeat([n * media for n, (media, _) in enumerate(parts, 1)], tokens).astype(
         np.int32
@@ -36,13 +39,14 @@ def test_a_sequence_counts_the_pairs_that_its_masks_show(parts, window):
     ]
     extra = pairs.of_sequences(1, media[: 1 + bool(len(images))])[0]
     squares = ItemCost(0, 1, 1, window).squares(len(groups), extra)
-    near = np.minimum(len(groups), window) - np.minimum(images, window).sum()
+    window_diagonal = np.minimum(len(groups), window) - np.minimum(images, window).sum()
     assert 2 * counted(ids) == squares[0] + len(groups) - images.sum()
-    assert 2 * counted(ids.within(window)) == squares[1] + near
+    assert 2 * counted(ids.within(window)) == squares[1] + window_diagonal
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(1, 9))
 def test_an_image_counts_the_pairs_in_its_windows(height, width, side):
+    """Windows of `side` x `side` patches, cut off at the edges of the image."""
     rows, columns = np.divmod(np.arange(height * width), width)
     windows = 1 + rows // side * (width // side + 1) + columns // side
     shapes = np.array([[1, height, width]], np.int32)
@@ -52,7 +56,8 @@ def test_an_image_counts_the_pairs_in_its_windows(height, width, side):
 
 
 def test_patches_see_an_item_and_conditions_apart():
-    """Which lie in the same slots, of which there are as many as there are of either."""
+    """Patches and the tokens of their condition share slots, so an item has as many slots as the
+    more numerous of them."""
     shapes = np.array([[2, 4, 5], [1, 6, 7], [1, 2, 3]], np.int32)
     tokens = np.array([3, 0, 9], np.int32)
     extra = VisiblePairs(crossed=("diffusion",)).of_items("diffusion", shapes, tokens)
@@ -70,7 +75,8 @@ def test_a_clip_counts_the_pairs_in_its_chunks(frames, chunk):
 
 
 def test_an_attention_apart_costs_queries_and_sends_as_much_as_the_first():
-    """Of products with the weights of patches, and of keys and values; its pairs are among those of an item's slots."""
+    """Cross-attention adds two products per layer with the weights of patches, and keys and values
+    of its own. Its pairs are already among those of the item's slots."""
     drawing = {"width": 16, "layers": 3, "heads": 2, "mlp_width": 24}
     tree = MODEL.model_dump(by_alias=True) | {"diffusion": drawing}
     joint = ModelConfig.model_validate(tree)
@@ -78,6 +84,7 @@ def test_an_attention_apart_costs_queries_and_sends_as_much_as_the_first():
     assert VisiblePairs.of_model(joint).crossed == ()
     assert VisiblePairs.of_model(cross).crossed == ("diffusion",)
     costs = [phase_flops(model, "diffusion", NOTHING) for model in (joint, cross)]
+    # 3 layers, 2 more matrices of 16 x 16 (queries and output), 2 FLOPs per parameter.
     assert costs[1].linear - costs[0].linear == 3 * 2 * 2 * 16**2
     assert costs[1].quadratic == costs[0].quadratic
     sent = [gathered_bytes(model, "diffusion") for model in (joint, cross)]
@@ -85,24 +92,26 @@ def test_an_attention_apart_costs_queries_and_sends_as_much_as_the_first():
 
 
 def test_of_two_streams_a_slot_runs_one():
-    drawing = {"width": 16, "layers": 3, "heads": 2, "mlp_width": 24}
+    """A second stream doubles the weights of attention and MLP, but a slot passes through one
+    stream."""
+    diffusion = {"width": 16, "layers": 3, "heads": 2, "mlp_width": 24}
     tree = MODEL.model_dump(by_alias=True)
     models = [
-        ModelConfig.model_validate(tree | {"diffusion": drawing | {"streams": streams}})
+        ModelConfig.model_validate(tree | {"diffusion": diffusion | {"streams": streams}})
         for streams in (1, 2)
     ]
-    one, two = (phase_flops(model, "diffusion", NOTHING) for model in models)
-    assert one == two
-    one, two = (
+    single, double = (phase_flops(model, "diffusion", NOTHING) for model in models)
+    assert single == double
+    single, double = (
         sum(layer.parameters for layer in phase_layers(model, "diffusion")) for model in models
     )
-    assert two - one == 3 * (4 * 16**2 + 2 * 16 * 24)
+    assert double - single == 3 * (4 * 16**2 + 2 * 16 * 24)
     adapted = [len(model.diffusion.matrices) for model in models]
     assert adapted == [6, 12]
 
 
 def test_a_model_says_what_counts():
-    """Causal media, or none of a tower's windows, leave the lengths alone."""
+    """Causal media, and towers without windows, add no pairs to what lengths tell."""
     tree = MODEL.model_dump(by_alias=True)
     tree["vision"] |= {"window": 8, "full_layers": (1,)}
     tree["language"]["bidirectional"] = ("vision",)
@@ -115,10 +124,14 @@ def test_a_model_says_what_counts():
     assert extra.tolist() == [[25, 25], [0, 0], [25, 25]]
     flops = phase_flops(model, "vision", NOTHING)
     per_pair = 4 * model.vision.width
-    seen = 16 * 64**2 + 8 * 40**2 + 25**2  # of 37 x 37 patches
+    seen_pairs = (
+        16 * 64**2 + 8 * 40**2 + 25**2
+    )  # windows of 8 x 8 in 37 x 37 patches: 16 whole ones, 8 at two edges, one corner
     shapes = np.array([[1, 37, 37]], np.int32)
     extra = pairs.of_items("vision", shapes).T
-    assert flops.attention(np.array([1369]), extra) == pytest.approx(per_pair * (1369**2 + seen))
+    assert flops.attention(np.array([1369]), extra) == pytest.approx(
+        per_pair * (1369**2 + seen_pairs)
+    )
     assert VisiblePairs().of_items("vision", shapes) is pairs.of_items("audio", shapes) is None
     tree["audio"] |= {"attention": "chunk", "chunk_frames": 96}
     model = ModelConfig.model_validate(tree)
@@ -129,8 +142,8 @@ def test_a_model_says_what_counts():
     layers = model.audio.layers
     clips = np.array([[200, 1, 1]], np.int32)
     extra = VisiblePairs.of_model(model).of_items("audio", clips).T
-    seen = layers * (2 * 96**2 + 8**2) / stride**2
-    assert flops.attention(np.array([200]), extra) == pytest.approx(per_pair * seen)
+    seen_pairs = layers * (2 * 96**2 + 8**2) / stride**2
+    assert flops.attention(np.array([200]), extra) == pytest.approx(per_pair * seen_pairs)
     tree["audio"] |= {"stem_channels": 2, "chunk_frames": 99, "window_chunks": 2}
     model = ModelConfig.model_validate(tree | {"audio": tree["audio"] | {"merge": 1}})
     pairs = VisiblePairs.of_model(model)

@@ -1,4 +1,5 @@
-"""Placement of one phase: against searched optima on small cases, and properties on random ones."""
+"""Placement of one phase: against searched optima on small cases, and its properties on random
+ones."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def with_classes(spec: PhaseSpec, classes: tuple[RowClass, ...]) -> PhaseSpec:
 
 
 def check_rows(plan: PhasePlan, lengths, spec: PhaseSpec) -> None:
-    """Every row, slot by slot."""
+    """Check a plan row by row and slot by slot: no overlap, no overflow, classes and segments as
+    the spec allows."""
     slots = plan.capacity * plan.span
     used: dict[tuple[int, int], list[int]] = {}
     segments: dict[tuple[int, int], list[int]] = {}
@@ -71,13 +73,15 @@ def check_rows(plan: PhasePlan, lengths, spec: PhaseSpec) -> None:
 
 
 def waits(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> int:
+    """Cost that all ranks together wait for: the costliest row of each microbatch, summed."""
     cost = np.zeros((plan.microbatches, spec.ranks), np.int64)
     np.add.at(cost, (plan.microbatch, plan.rank), item_costs(spec, items))
     return int(cost.max(axis=1, initial=0).sum())
 
 
 def fits(lengths: tuple[int, ...], rooms: tuple[int, ...]) -> bool:
-    """Whether items can be packed into bins at all: exhaustive, longest first."""
+    """Whether items can be packed into bins at all: an exhaustive search, best given the longest
+    items first."""
     if not lengths:
         return True
     return any(
@@ -109,19 +113,21 @@ def test_every_item_lies_in_one_row_that_ranks_may_share(lengths, classes, ranks
 
 
 def test_one_item_takes_an_equal_part_of_every_rank_that_shares_its_row():
-    """Alone it would make three of four ranks wait; four smaller rows wait for nobody."""
+    """In a row of one rank the item of 64 slots would make the other three ranks wait; in a row of
+    all four nobody waits."""
     lengths = [64, 16, 16, 16, 16, 4, 4, 4, 4]
-    alone = assign(spec_of(4, (64, 16)), items_of(lengths))
+    unshared = assign(spec_of(4, (64, 16)), items_of(lengths))
     shared = with_classes(spec_of(4, (64,)), (RowClass(16, 4), RowClass(16), RowClass(4)))
     plan = assign(shared, items_of(lengths))
     check_rows(plan, lengths, shared)
-    assert int(alone.capacity.sum()) == 64
+    assert int(unshared.capacity.sum()) == 64
     assert plan.capacity.tolist() == [16, 16, 4] and plan.span.tolist() == [4, 1, 1]
     assert plan.rank[0] == 0 and sorted(plan.rank[1:5].tolist()) == [0, 1, 2, 3]
 
 
 def test_groups_take_the_heaviest_row_where_their_ranks_have_least():
-    """Two rows of two ranks each, one heavy; the light ranks get the heavy rows of span 1."""
+    """Of two rows of two ranks each, one is heavier; the ranks of the lighter one get the heavy
+    rows of span 1."""
     spec = with_classes(spec_of(4, (32,), 1, quadratic=0), (RowClass(16, 2), RowClass(8)))
     plan = assign(spec, items_of([32, 20, 8, 8, 2, 2]))
     assert plan.span.tolist() == [2, 1]
@@ -137,16 +143,17 @@ def test_groups_take_the_heaviest_row_where_their_ranks_have_least():
 def test_order_of_items_does_not_change_the_cost(lengths, capacities, ranks, random):
     spec = spec_of(ranks, capacities)
     shuffled = random.sample(lengths, len(lengths))
-    one = assign(spec, items_of(lengths))
-    other = assign(spec, items_of(shuffled))
-    assert one.capacity.tolist() == other.capacity.tolist()
-    assert waits(one, items_of(lengths), spec) == waits(other, items_of(shuffled), spec)
+    plan = assign(spec, items_of(lengths))
+    shuffled_plan = assign(spec, items_of(shuffled))
+    assert plan.capacity.tolist() == shuffled_plan.capacity.tolist()
+    assert waits(plan, items_of(lengths), spec) == waits(shuffled_plan, items_of(shuffled), spec)
 
 
 def test_rows_against_the_searched_optimum():
-    """Slots are never below the optimum, nearly always at it, and never above best-fit's bound."""
+    """The number of rows is never below the optimum, nearly always at it, and never above the bound
+    of best-fit decreasing, 11/9 of the optimum."""
     random = np.random.default_rng(0)
-    optimal = 0
+    optimal_cases = 0
     cases = 150
     for _ in range(cases):
         lengths = tuple(
@@ -154,34 +161,36 @@ def test_rows_against_the_searched_optimum():
         )
         ranks = int(random.integers(1, 3))
         optimum = next(n for n in itertools.count(1) if fits(lengths, (32,) * (n * ranks)))
-        found = assign(spec_of(ranks, (32,)), items_of(lengths)).microbatches
-        bins = next(n for n in itertools.count(1) if fits(lengths, (32,) * n))
-        assert optimum <= found <= -(-(11 * bins + 6) // (9 * ranks))
-        optimal += found == optimum
-    assert optimal >= 0.97 * cases
+        microbatches = assign(spec_of(ranks, (32,)), items_of(lengths)).microbatches
+        optimal_bins = next(n for n in itertools.count(1) if fits(lengths, (32,) * n))
+        assert optimum <= microbatches <= -(-(11 * optimal_bins + 6) // (9 * ranks))
+        optimal_cases += microbatches == optimum
+    assert optimal_cases >= 0.97 * cases
 
 
 def test_classes_against_the_searched_optimum():
+    """Rows of 32 and of 8 slots on one rank: the fewest slots of all numbers of both."""
     random = np.random.default_rng(1)
-    optimal = 0
+    optimal_cases = 0
     cases = 100
     for _ in range(cases):
         lengths = tuple(
             sorted(random.integers(2, 32, random.integers(1, 8)).tolist(), reverse=True)
         )
-        slots, _ = min(
+        optimal_slots, _ = min(
             (32 * large + 8 * small, (large, small))
             for large, small in itertools.product(range(len(lengths) + 1), range(4))
             if fits(lengths, (32,) * large + (8,) * small)
         )
-        found = int(assign(spec_of(1, (32, 8)), items_of(lengths)).capacity.sum())
-        assert found >= slots
-        optimal += found == slots
-    assert optimal >= 0.95 * cases
+        plan_slots = int(assign(spec_of(1, (32, 8)), items_of(lengths)).capacity.sum())
+        assert plan_slots >= optimal_slots
+        optimal_cases += plan_slots == optimal_slots
+    assert optimal_cases >= 0.95 * cases
 
 
 def test_synchronised_cost_against_the_searched_optimum():
-    """One microbatch of roomy rows: the longest-first bound holds, and on average the gap is far smaller."""
+    """One microbatch of roomy rows: the worst case keeps the bound of longest-first, 4/3, and the
+    mean is far better."""
     random = np.random.default_rng(2)
     gaps = []
     ranks = 3
@@ -200,7 +209,8 @@ def test_synchronised_cost_against_the_searched_optimum():
 
 
 def test_rows_of_similar_cost_share_a_microbatch():
-    """Four large and four small items, one per row: mixed microbatches would wait for a large one four times."""
+    """Four large and four small items, one per row: if both kinds shared microbatches, each of them
+    would wait for a large item."""
     spec = spec_of(4, (32,), max_segments=1)
     lengths = [30, 2, 30, 2, 30, 2, 30, 2]
     plan = assign(spec, items_of(lengths))
@@ -209,7 +219,8 @@ def test_rows_of_similar_cost_share_a_microbatch():
 
 
 def test_ranks_share_the_totals():
-    """Where microbatches are uneven, the rank that ran the heaviest row gets the lightest next."""
+    """Where the rows of a microbatch differ, the rank that ran the heaviest row gets the lightest
+    of the next microbatch."""
     spec = spec_of(2, (32,), max_segments=1)
     plan = assign(spec, items_of([30, 20, 19, 10]))
     totals = np.bincount(plan.rank, weights=[30, 20, 19, 10])
@@ -255,17 +266,20 @@ def test_in_place_keeps_ranks_and_order(lengths, capacities, ranks, data):
         assert plan.microbatches == max(
             (
                 assign_in_place(
-                    spec_of(1, capacities, 5), items_of(own), np.zeros(len(own), np.int64)
+                    spec_of(1, capacities, 5),
+                    items_of(rank_lengths),
+                    np.zeros(len(rank_lengths), np.int64),
                 ).microbatches
             )
-            for own in (
-                [n for n, r in zip(lengths, rank, strict=True) if r == number]
-                for number in range(ranks)
+            for rank_lengths in (
+                [n for n, r in zip(lengths, rank, strict=True) if r == rank_number]
+                for rank_number in range(ranks)
             )
         )
 
 
 def test_costs_are_exact_until_they_would_overflow():
+    """Costs beyond what integers hold are scaled down together, so their ratios remain."""
     spec = spec_of(1, (64,), quadratic=3)
     assert item_costs(spec, items_of([2, 10])).tolist() == [5 * 2 + 3 * 4, 5 * 10 + 3 * 100]
     large = PhaseSpec(

@@ -1,4 +1,5 @@
-"""Swapping items between rows: sums stay true, capacities hold, and nothing gets slower."""
+"""Swapping items between rows: the running sums stay true, capacities hold, and no step takes
+longer."""
 
 from __future__ import annotations
 
@@ -25,32 +26,36 @@ ITEMS = st.lists(st.tuples(st.integers(0, 11), st.integers(1, 30)), min_size=1, 
 
 
 def state_of(items, slack: int, max_segments: int = 60) -> tuple[RowState, np.ndarray]:
-    """Twelve rows, each with `slack` slots more than it uses, or fewer."""
+    """Twelve rows, each with `slack` slots more than its items use (fewer if negative), but room
+    for the longest item."""
     row_of, length = np.array(items, np.int64).T
     capacity = np.maximum(sums_by(row_of, length, 12) + slack, length.max())
     return state_with(row_of, length, capacity, max_segments, 3 * length + length**2), capacity
 
 
 def state_with(row_of, length, capacity, max_segments: int, cost=None, most_cost=0) -> RowState:
+    """A row state of given capacities, where the cost of an item is its length unless told
+    otherwise."""
     row_of = np.array(row_of, np.int64)
     length = np.array(length, np.int64)
     cost = length if cost is None else cost
     amounts = (length, np.ones_like(length), cost)
-    most = (np.array(capacity), max_segments, most_cost)
-    return RowState.from_limits(row_of, amounts, most, len(capacity))
+    limits = (np.array(capacity), max_segments, most_cost)
+    return RowState.from_limits(row_of, amounts, limits, len(capacity))
 
 
 def check(state: RowState, capacity: np.ndarray, max_segments: int = 60) -> None:
-    most = np.stack([capacity, np.full(12, max_segments), np.zeros(12, np.int64)])
-    for limit, amount, left in zip(most, state.amounts, state.remaining, strict=True):
-        assert left.tolist() == (limit - sums_by(state.row_of, amount[:-1], 12)).tolist()
+    """What each row has left is its limit minus the sum over its items, computed anew."""
+    limits = np.stack([capacity, np.full(12, max_segments), np.zeros(12, np.int64)])
+    for limit, amount, remaining in zip(limits, state.amounts, state.remaining, strict=True):
+        assert remaining.tolist() == (limit - sums_by(state.row_of, amount[:-1], 12)).tolist()
     assert (state.remaining[SEGMENTS] >= 0).all()
 
 
 @settings(max_examples=200, deadline=None)
 @given(ITEMS, st.integers(0, 20), st.sampled_from([1, 2, 3, 4, 6, 12]))
 def test_balancing_rows_never_makes_ranks_wait_longer(items, slack, ranks):
-    state, capacity = state_of(items, slack, most := 60)
+    state, capacity = state_of(items, slack, max_segments := 60)
     classes = (
         [np.arange(12)] if ranks == 12 else [np.arange(0, 12 - ranks), np.arange(12 - ranks, 12)]
     )
@@ -63,7 +68,7 @@ def test_balancing_rows_never_makes_ranks_wait_longer(items, slack, ranks):
 
     before = waits()
     balance_rows(state, RowsByClass(classes, [1] * len(classes), ranks))
-    check(state, capacity, most)
+    check(state, capacity, max_segments)
     assert (state.remaining[SLOTS] >= 0).all()
     assert waits() <= before
 
@@ -71,6 +76,8 @@ def test_balancing_rows_never_makes_ranks_wait_longer(items, slack, ranks):
 @settings(max_examples=200, deadline=None)
 @given(ITEMS, st.integers(0, 20))
 def test_balancing_attention_leaves_slots_and_the_costliest_row(items, slack):
+    """Attention is levelled within capacities, and the costliest row grows by at most 1/128 over
+    the mean."""
     row_of, length = np.array(items, np.int64).T
     capacity = np.maximum(sums_by(row_of, length, 12) + slack, length.max())
     attention = length**2
@@ -116,10 +123,10 @@ def test_rows_of_several_spans_swap_within_their_class(items, slack, spans):
         ]
 
     before = waits()
-    of_class = state.row_of < 4
+    in_first_class = state.row_of < 4
     balance_rows(state, RowsByClass(classes, spans, 4))
     check(state, capacity)
-    assert ((state.row_of < 4) == of_class).all()
+    assert ((state.row_of < 4) == in_first_class).all()
     assert (state.remaining[SLOTS] >= 0).all()
     assert sum(waits()) <= sum(before)
 
@@ -127,6 +134,8 @@ def test_rows_of_several_spans_swap_within_their_class(items, slack, spans):
 @settings(max_examples=200, deadline=None)
 @given(ITEMS, st.integers(-20, 5), st.sampled_from([8, 60]), st.booleans())
 def test_fixing_overflow_tells_the_truth(items, slack, max_segments, search):
+    """The returned flag says whether every row fits now, and no row overflows by more than the
+    worst did before."""
     if np.bincount([row for row, _ in items]).max() > max_segments:
         return
     state, capacity = state_of(items, slack, max_segments)
@@ -137,13 +146,15 @@ def test_fixing_overflow_tells_the_truth(items, slack, max_segments, search):
 
 
 def test_an_overflow_that_one_swap_cures():
+    """Rows of 11 and 7 slots, each with room for 10."""
     state = state_with([0, 0, 1, 1], [6, 5, 4, 3], [10, 10], 2)
     assert fix_overflow(state)
     assert state.remaining[SLOTS].min() >= 0 and state.remaining[SEGMENTS].tolist() == [0, 0]
 
 
 def test_an_overflow_that_only_two_against_two_cure():
-    """The only way is both against both: rows of 5 + 3 and 1 + 8."""
+    """Rows of 9 and 8 slots with room for 8 and 9: the only way is to exchange both items for
+    both."""
     state = state_with([0, 0, 1, 1], [1, 8, 5, 3], [8, 9], 2)
     assert fix_overflow(state)
     assert state.remaining[SLOTS].tolist() == [0, 0]
@@ -151,7 +162,8 @@ def test_an_overflow_that_only_two_against_two_cure():
 
 @pytest.mark.parametrize("search", [False, True])
 def test_no_row_passes_items_in_two_swaps_at_once(search):
-    """What it has left would then be another number than what its items leave."""
+    """If a row took part in two swaps at once, its recorded remainder would differ from what its
+    items leave."""
     random = np.random.default_rng(0)
     for _ in range(400):
         rows = int(random.integers(3, 9))
@@ -160,12 +172,13 @@ def test_no_row_passes_items_in_two_swaps_at_once(search):
         row_of = random.integers(0, rows, len(length))
         state = state_with(row_of.tolist(), length.tolist(), capacity.tolist(), 100)
         fix_overflow(state, search)
-        left = capacity - np.bincount(state.row_of, weights=length, minlength=rows).astype(int)
-        assert state.remaining[SLOTS].tolist() == left.tolist()
+        expected = capacity - np.bincount(state.row_of, weights=length, minlength=rows).astype(int)
+        assert state.remaining[SLOTS].tolist() == expected.tolist()
 
 
 def test_a_search_continues_where_a_sweep_finds_nothing():
-    """Row 0 first meets row 3, which has most room but no item to give for the 6; then row 2, which has."""
+    """Row 0 first meets row 3, which has the most room but no item to give for the 6; the search
+    then tries row 2, which has one."""
     items = [(0, 6), (0, 6), (1, 9), (2, 5), (2, 4), (3, 7)]
     row_of, length = zip(*items, strict=True)
     arguments = row_of, length, [11, 9, 10, 9], 2
@@ -195,14 +208,17 @@ def test_balancing_ranks_keeps_slots_and_costs(items, slack, spare_cost, ranks, 
 
     before = unevenness()
     balance_ranks(state, ranks)
-    for limit, amount, left in zip((capacity, 60, allowed), amounts, state.remaining, strict=False):
-        assert left.tolist() == (limit - sums_by(state.row_of, amount, 12)).tolist()
-        assert (left >= 0).all()
+    for limit, amount, remaining in zip(
+        (capacity, 60, allowed), amounts, state.remaining, strict=False
+    ):
+        assert remaining.tolist() == (limit - sums_by(state.row_of, amount, 12)).tolist()
+        assert (remaining >= 0).all()
     assert unevenness() <= before
 
 
 def test_full_rows_trade_cost_without_slots():
-    """No single swap fits, but 8 against 5 and, for the slots, 5 against 2 does: both rows become 8 5 5 2."""
+    """No single swap fits. 8 against 5 and, to even out the slots, 5 against 2 does: both rows
+    become 8 5 5 2."""
     length = np.array([8, 8, 2, 2, 5, 5, 5, 5])
     state = state_with(np.repeat([0, 1], 4), length, [20, 20], 10, length**2)
     balance_rows(state, RowsByClass([np.arange(2)], [1], 2))

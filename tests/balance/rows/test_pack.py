@@ -1,4 +1,5 @@
-"""The fillers against the plain double loops they speed up, and against the optimum where it can be searched."""
+"""The fillers against the plain double loops that they speed up, and items within rows against the
+fewest blocks that they can touch."""
 
 from __future__ import annotations
 
@@ -18,23 +19,24 @@ def long(values) -> np.ndarray:
 
 
 def plain_fill(order, lengths, costs, capacities, max_segments, choose):
-    """Row of each item when `choose(row's room, load, capacity, row)` is least among the rows with room."""
+    """Row of each item, in `order`: the row with the least `choose(room, load, capacity, row)` of
+    those with room. None where an item fits no row."""
     room = list(capacities)
     load = [0] * len(capacities)
-    count = [0] * len(capacities)
+    segments = [0] * len(capacities)
     row_of = [-1] * len(lengths)
     for item in order:
         fitting = [
-            r for r in range(len(room)) if room[r] >= lengths[item] and count[r] < max_segments
+            r for r in range(len(room)) if room[r] >= lengths[item] and segments[r] < max_segments
         ]
         if not fitting:
             return None
         row = min(fitting, key=lambda r: choose(room[r], load[r], capacities[r], r))
-        row_of[item], room[row], load[row], count[row] = (
+        row_of[item], room[row], load[row], segments[row] = (
             row,
             room[row] - lengths[item],
             load[row] + costs[item],
-            count[row] + 1,
+            segments[row] + 1,
         )
     return row_of
 
@@ -49,16 +51,20 @@ def test_fillers_equal_the_plain_loops(lengths, capacities, max_segments):
     costs = [7 * n + n * n for n in lengths]
     descending = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
     arguments = (lengths, costs, capacities, max_segments)
-    tight = plain_fill(descending, *arguments, lambda room, load, capacity, row: (room, row))
-    first = plain_fill(range(len(lengths)), *arguments, lambda room, load, capacity, row: row)
-    assert same(best_fit(long(lengths), long(capacities), max_segments), tight)
-    assert same(first_fit(long(lengths), long(capacities), max_segments), first)
+    best_fit_rows = plain_fill(
+        descending, *arguments, lambda room, load, capacity, row: (room, row)
+    )
+    first_fit_rows = plain_fill(
+        range(len(lengths)), *arguments, lambda room, load, capacity, row: row
+    )
+    assert same(best_fit(long(lengths), long(capacities), max_segments), best_fit_rows)
+    assert same(first_fit(long(lengths), long(capacities), max_segments), first_fit_rows)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 12))
 def test_items_go_to_the_lightest_row(costs, rows):
-    """Where rows are of one size and have room for all."""
+    """Where all rows have one size and room for everything, this is the longest-first rule."""
     capacity = np.full(rows, max(sum(costs), 1))
     row_of = fill_by_cost(long(costs), long(costs), capacity, max(len(costs), 1))
     load = [0] * rows
@@ -86,13 +92,13 @@ def test_rows_are_laid_out_without_gaps(items):
     lengths = long([length for _, length in items])
     offset, segment = lay_out(rows, lengths)
     for item, row in enumerate(rows):
-        earlier = [other for other in range(item) if rows[other] == row]
-        assert offset[item] == sum(lengths[other] for other in earlier)
-        assert segment[item] == len(earlier) + 1
+        earlier_items = [earlier for earlier in range(item) if rows[earlier] == row]
+        assert offset[item] == sum(lengths[earlier] for earlier in earlier_items)
+        assert segment[item] == len(earlier_items) + 1
 
 
 def touched(offset, length, block):
-    """Blocks that hold a slot of an item."""
+    """Number of blocks that hold a slot of each item."""
     return (offset + length - 1) // block - offset // block + 1
 
 
@@ -103,14 +109,15 @@ def touched(offset, length, block):
     st.integers(0, 60),
 )
 def test_items_lie_apart_in_their_rows_whatever_the_blocks(items, blocks, spare):
+    """Items never overlap, and a row is laid out as it would be without the others."""
     rows = long([row for row, _ in items])
     lengths = long([length for _, length in items])
     slots = sums_by(rows, lengths, int(rows.max()) + 1) + spare
     offset, segment = lay_out(rows, lengths, slots, long(blocks))
     for row in np.unique(rows):
         of_row = np.flatnonzero(rows == row)
-        alone = long(np.zeros(len(of_row))), lengths[of_row], slots[row : row + 1]
-        assert offset[of_row].tolist() == lay_out(*alone, long([blocks[row]]))[0].tolist()
+        single_row = long(np.zeros(len(of_row))), lengths[of_row], slots[row : row + 1]
+        assert offset[of_row].tolist() == lay_out(*single_row, long([blocks[row]]))[0].tolist()
         of_row = of_row[np.argsort(offset[of_row])]
         end = offset[of_row] + lengths[of_row]
         assert offset[of_row[0]] >= 0 and end[-1] <= slots[row]
@@ -129,7 +136,8 @@ def test_items_touch_as_few_blocks_as_by_themselves_where_a_row_has_room(lengths
 
 
 def test_what_is_left_over_shares_blocks():
-    """Without a slot to spare, too: 5 and 3 end at edges, where 5, 4 and 3 in turn touch one block more."""
+    """Without a slot to spare, 5 and 3 end at edges of blocks and only two items share one; in the
+    order 5, 4, 3 they touch one block more."""
     lengths = long([5, 4, 3])
     offset, segment = lay_out(np.zeros(3, np.int64), lengths, long([12]), long([4]))
     assert touched(offset, lengths, 4).tolist() == [2, 1, 1]

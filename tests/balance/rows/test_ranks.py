@@ -1,4 +1,5 @@
-"""Items to ranks: against the optimum of all placements on small cases, and properties on random ones."""
+"""Items to ranks: against the optimum over all placements on small cases, and properties on random
+ones."""
 
 from __future__ import annotations
 
@@ -24,15 +25,18 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def slowest(lengths, rank, cost) -> int:
+    """Cost of the busiest rank."""
     return max(
-        cost([n for n, r in zip(lengths, rank, strict=True) if r == number]) for number in set(rank)
+        cost([n for n, r in zip(lengths, rank, strict=True) if r == rank_number])
+        for rank_number in set(rank)
     )
 
 
 def run(kind: str, lengths, ranks: int) -> tuple[list[int], int]:
-    place, cost = KINDS[kind]
-    rank = place(np.array(lengths, np.int64), ranks).tolist()
-    assert len(rank) == len(lengths) and all(0 <= number < ranks for number in rank)
+    """The rank of each item and the cost of the busiest rank."""
+    assign_ranks, cost = KINDS[kind]
+    rank = assign_ranks(np.array(lengths, np.int64), ranks).tolist()
+    assert len(rank) == len(lengths) and all(0 <= rank_number < ranks for rank_number in rank)
     return rank, slowest(lengths, rank, cost) if lengths else 0
 
 
@@ -40,18 +44,19 @@ def run(kind: str, lengths, ranks: int) -> tuple[list[int], int]:
 @settings(max_examples=60, deadline=None)
 @given(lengths=SMALL, ranks=st.integers(1, 3))
 def test_against_the_optimum(kind, lengths, ranks):
-    """Padded is optimal; sums keep the bound of longest-first."""
+    """Padded placement is optimal; placement by sums keeps the bound of longest-first, 4/3 - 1/(3
+    ranks)."""
     cost = KINDS[kind][1]
     optimum = min(
         slowest(lengths, choice, cost)
         for choice in itertools.product(range(ranks), repeat=len(lengths))
     )
-    _, found = run(kind, lengths, ranks)
-    assert found >= optimum
+    _, slowest_cost = run(kind, lengths, ranks)
+    assert slowest_cost >= optimum
     if kind == "padded":
-        assert found == optimum
+        assert slowest_cost == optimum
     else:
-        assert 3 * ranks * found <= (4 * ranks - 1) * optimum
+        assert 3 * ranks * slowest_cost <= (4 * ranks - 1) * optimum
 
 
 @kinds
@@ -84,7 +89,8 @@ def test_edge_cases(kind):
 @pytest.mark.parametrize("linear, quadratic", [(1, 0), (7, 2)])
 @pytest.mark.parametrize("ranks", [8, 64, 500])
 def test_many_items_reach_the_floor(ranks, linear, quadratic):
-    """32 log-normal items per rank: at most one percent above the mean, or on the largest item."""
+    """32 log-normal items per rank: the busiest rank is within one percent of the mean, or of the
+    largest item."""
     lengths = np.random.default_rng(ranks).lognormal(6, 1, 32 * ranks).astype(np.int64)
     costs = linear * lengths + quadratic * lengths**2
     load = np.bincount(packed(costs, ranks), weights=costs, minlength=ranks)
@@ -92,7 +98,8 @@ def test_many_items_reach_the_floor(ranks, linear, quadratic):
 
 
 def test_swaps_improve_on_longest_first():
-    """Two ranks, 3 3 2 2 2: longest-first puts 7 on one, a swap of 3 against 2 makes it 6."""
+    """3 3 2 2 2 on two ranks: longest-first gives one of them 7; a swap of 3 against 2 makes both
+    6."""
     assert np.bincount(packed(np.array([3, 3, 2, 2, 2]), 2), weights=[3, 3, 2, 2, 2]).tolist() == [
         6,
         6,
