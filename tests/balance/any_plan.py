@@ -41,9 +41,8 @@ def scattered(
     random = np.random.default_rng(seed)
     rows: list[dict[int, tuple[int, int]]] = []  # per microbatch: first rank -> (slots, items)
     classes: list[RowClass] = []
-    placements = np.zeros(
-        (len(items.length), 4), np.int64
-    )  # columns: microbatch, rank, offset, segment
+    # Columns: microbatch, rank, offset, segment.
+    placements = np.zeros((len(items.length), 4), np.int64)
     for item in random.permutation(len(items.length)).tolist():
         length = int(items.length[item])
         gap = int(random.integers(0, 3)) * alignment

@@ -1,4 +1,4 @@
-"""What a plan says that it wastes, against plain loops."""
+"""What a plan says that it wastes: every statistic against plain loops."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_statistics_against_plain_loops(make):
 
 
 def test_statistics_of_shared_rows_against_plain_loops(make):
-    """A shared row costs each of its ranks an equal part; padding counts in `over_ideal`."""
+    """A shared row costs each of its ranks an equal part, and `over_ideal` counts padding as
+    well."""
     ranks = 8
     batch = make.batch(5, 24)
     spec = make.spec(batch, {"vision": (ranks, 1, 1), "audio": (ranks, 1, 1)}).phases["vision"]
@@ -65,8 +66,8 @@ def test_statistics_of_shared_rows_against_plain_loops(make):
     statistics = phase_statistics(plan, items, spec)
     cost = spec.cost
     slowest = synchronised = shared_rows = gathered = 0
-    of_ranks = np.zeros(ranks)
-    parts = []
+    rank_loads = np.zeros(ranks)
+    item_shares = []
     for microbatch in range(plan.microbatches):
         span = int(plan.span[microbatch])
         capacity = int(plan.capacity[microbatch])
@@ -77,8 +78,8 @@ def test_statistics_of_shared_rows_against_plain_loops(make):
             held_by = slice(plan.rank[item], plan.rank[item] + span)
             loads[held_by] += (cost.linear * length + cost.quadratic * length**2) / span
             attention[held_by] += cost.quadratic * length**2 / span
-            parts.append((cost.linear * length + cost.quadratic * length**2) / span)
-        of_ranks += loads
+            item_shares.append((cost.linear * length + cost.quadratic * length**2) / span)
+        rank_loads += loads
         synchronised += loads.max()
         slowest += cost.linear * capacity + attention.max()
         shared_rows += ranks // span if span > 1 else 0
@@ -90,21 +91,24 @@ def test_statistics_of_shared_rows_against_plain_loops(make):
     attention = sum(cost.quadratic * int(length) ** 2 for length in items.length)
     assert all_flops(plan, items, spec) == pytest.approx(cost.linear * slots + attention)
     assert statistics["vision/shared_rows"] == shared_rows
-    of_classes = {name: rows for name, rows in statistics.items() if "/rows_of_" in name}
+    rows_by_class = {name: rows for name, rows in statistics.items() if "/rows_of_" in name}
     classes = {f"{shared.capacity}x4", "48x2", "64"}
-    assert of_classes.keys() == {f"vision/rows_of_{name}" for name in classes}
-    assert of_classes["vision/rows_of_64"] == ranks * int((plan.span == 1).sum())
-    assert sum(of_classes.values()) == statistics["vision/rows"]
+    assert rows_by_class.keys() == {f"vision/rows_of_{name}" for name in classes}
+    assert rows_by_class["vision/rows_of_64"] == ranks * int((plan.span == 1).sum())
+    assert sum(rows_by_class.values()) == statistics["vision/rows"]
     assert statistics["vision/gathered_slots"] == gathered
-    assert statistics["vision/synchronised"] == pytest.approx(synchronised / of_ranks.mean(), 1e-4)
-    assert statistics["vision/max_over_mean"] == pytest.approx(
-        of_ranks.max() / of_ranks.mean(), 1e-4
+    assert statistics["vision/synchronised"] == pytest.approx(
+        synchronised / rank_loads.mean(), 1e-4
     )
-    floor = max(of_ranks.mean(), *parts)
-    assert statistics["vision/gap_to_floor"] == pytest.approx(of_ranks.max() / floor, 1e-4)
+    assert statistics["vision/max_over_mean"] == pytest.approx(
+        rank_loads.max() / rank_loads.mean(), 1e-4
+    )
+    floor = max(rank_loads.mean(), *item_shares)
+    assert statistics["vision/gap_to_floor"] == pytest.approx(rank_loads.max() / floor, 1e-4)
 
 
 def test_the_step_is_the_sum_of_its_phases(make):
+    """Each phase counts by its share of the ideal time; FLOPs are spread over 4 ranks."""
     batch = make.batch(4, 20)
     spec = make.spec(batch, {"vision": (4, 1, 1), "audio": (4, 1, 1)}, classes=2)
     plan = plan_step(batch, spec)
@@ -114,7 +118,7 @@ def test_the_step_is_the_sum_of_its_phases(make):
 
 
 def test_flops_of_a_large_model_are_not_scaled(make):
-    """Costs are scaled to fit integers; what MFU is computed from must not be."""
+    """Costs are scaled to fit integers, but the FLOPs from which MFU is computed must not be."""
     batch = make.batch(2, 16)
     spec = make.spec(batch, {"vision": (2, 1, 1), "audio": (2, 1, 1)})
     large = dataclasses.replace(spec.phases["language"], cost=ItemCost(5 * 10**14, 10**11))
@@ -128,7 +132,7 @@ def test_flops_of_a_large_model_are_not_scaled(make):
 
 
 def test_gap_and_idle_share_of_a_giant(make):
-    """One item dwarfs the rest: the floor is that item, and three of four ranks wait for it."""
+    """One item dwarfs all others: it is the floor, and three of four ranks wait for it."""
     batch = make.batch(3, 12, media=0)
     length = batch.phases["language"].length.copy()
     length[4] = 100_000

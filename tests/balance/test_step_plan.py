@@ -1,4 +1,5 @@
-"""Whole plans: valid on random batches, the same on every host, and honest about what they waste."""
+"""Whole plans: valid on random batches, the same on every host, and honest about what they
+waste."""
 
 from __future__ import annotations
 
@@ -67,6 +68,7 @@ def test_plans_are_valid(
 
 
 def arrays(plan: StepPlan) -> list[np.ndarray]:
+    """All arrays of a plan's records."""
     records = [
         *plan.phases.values(),
         *plan.routes.values(),
@@ -81,15 +83,18 @@ def arrays(plan: StepPlan) -> list[np.ndarray]:
 
 
 def test_plans_repeat_exactly_and_are_integers(make):
+    """Every host plans by itself, so plans must not depend on floating-point rounding."""
     batch = make.batch(7, 32)
     spec = make.spec(batch, {"vision": (4, 1, 1), "audio": (4, 1, 1)}, classes=2)
-    one = arrays(plan_step(batch, spec))
-    other = arrays(plan_step(batch, spec))
-    assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
-    assert {a.dtype for a in one} == {np.dtype(np.int32), np.dtype(np.bool_)}
+    planned = arrays(plan_step(batch, spec))
+    replanned = arrays(plan_step(batch, spec))
+    assert all(np.array_equal(a, b) for a, b in zip(planned, replanned, strict=True))
+    assert {a.dtype for a in planned} == {np.dtype(np.int32), np.dtype(np.bool_)}
 
 
 def test_balancing_beats_leaving_examples_where_they_are(make):
+    """`synchronised` is the cost that all ranks wait for over the mean cost; the mean of five
+    batches must fall by a quarter in every phase."""
     waste = {}
     for mode in ("none", "phases"):
         totals = np.zeros(3)
@@ -107,7 +112,8 @@ def test_balancing_beats_leaving_examples_where_they_are(make):
 
 
 def test_example_ranks_of_every_mode(make):
-    """Contiguous blocks; nearly equal totals of tokens; the ranks of the balanced language phase."""
+    """`none` leaves contiguous blocks; `tokens` levels totals of tokens; `language` and `phases`
+    take the ranks of the balanced language phase."""
     batch = make.batch(5, 64)
     grids = {"vision": (4, 2, 1), "audio": (4, 1, 1)}
     plans = {
@@ -130,12 +136,16 @@ def test_example_ranks_of_every_mode(make):
         block = [
             int(np.flatnonzero((grid.language == rank).any(axis=1))[0]) for rank in language_rank
         ]
-        on = plans[mode]["vision"].rank
-        assert all(rank in grid.encoder[number] for rank, number in zip(on, block, strict=True))
+        vision_ranks = plans[mode]["vision"].rank
+        assert all(
+            rank in grid.encoder[block_number]
+            for rank, block_number in zip(vision_ranks, block, strict=True)
+        )
 
 
 def test_tokens_count_what_is_drawn():
-    """A large and a small picture in turn, drawn from equal texts: each rank draws half of the large ones."""
+    """Large and small pictures in turn, drawn from equal texts: each rank draws half of the large
+    ones."""
     slots = np.array([4096, 64] * 4)
     numbers = np.arange(8, dtype=np.int32)
     text = PhaseItems(np.full(8, 60), np.full(8, 60), numbers, 0 * numbers, 0 * numbers)
@@ -148,12 +158,18 @@ def test_tokens_count_what_is_drawn():
         name: PhaseSpec(phase, 2, row_classes((8320,)), 64, 1, ItemCost(1, 1))
         for name, (phase, _) in phases.items()
     }
-    items = BatchItems(numbers.astype(np.int64), 1, {name: of for name, (_, of) in phases.items()})
+    items = BatchItems(
+        numbers.astype(np.int64),
+        1,
+        {name: phase_items for name, (_, phase_items) in phases.items()},
+    )
     rank = place_items(items, specs, {}, "tokens")["diffusion"].rank
     assert np.bincount(rank, weights=slots).tolist() == [8320, 8320]
 
 
 def test_digests_tell_plans_apart(make):
+    """Hosts compare digests to be sure that they have the same plan, so each part of it must
+    count."""
     batch = make.batch(3, 24)
     spec = make.spec(batch, {"vision": (4, 1, 1), "audio": (4, 1, 1)}, 1, "phases", 64, 0)
     plan = plan_step(batch, spec)
@@ -166,8 +182,10 @@ def test_digests_tell_plans_apart(make):
     assert digest(plan) != plan.digest(examples[::-1]), "other examples of the same lengths"
     moved = plan.phases["vision"].rank.copy()
     moved[0] = (moved[0] + 1) % 4
-    other = plan.phases | {"vision": dataclasses.replace(plan.phases["vision"], rank=moved)}
-    assert digest(plan) != digest(dataclasses.replace(plan, phases=other))
+    changed_records = plan.phases | {
+        "vision": dataclasses.replace(plan.phases["vision"], rank=moved)
+    }
+    assert digest(plan) != digest(dataclasses.replace(plan, phases=changed_records))
     route = plan.routes["vision"]
     assert len(route.rounds)
     for changed in (
@@ -181,8 +199,8 @@ def test_digests_tell_plans_apart(make):
             *route.rounds[1:],
         ),
     ):
-        other = plan.routes | {"vision": dataclasses.replace(route, rounds=changed)}
-        assert digest(plan) != digest(dataclasses.replace(plan, routes=other))
+        changed_records = plan.routes | {"vision": dataclasses.replace(route, rounds=changed)}
+        assert digest(plan) != digest(dataclasses.replace(plan, routes=changed_records))
 
 
 KEPT = {  # digests of plans and tables without a generator
@@ -194,9 +212,9 @@ KEPT = {  # digests of plans and tables without a generator
 
 @pytest.mark.parametrize("mode, backend", KEPT)
 def test_plans_and_tables_without_a_generator_keep_their_digests(make, mode, backend):
-    """A run that began with an earlier version goes on with the plans that it had.
+    """A run that began with an earlier version goes on with the same plans.
 
-    Whoever changes on purpose how plans are made stores the digests that the message has.
+    Whoever changes on purpose how plans are made stores the digests that the failure prints.
     """
     batch = make.batch(11, 48)
     grids = {"vision": (4, 2, 1), "audio": (4, 1, 1)}
@@ -207,19 +225,23 @@ def test_plans_and_tables_without_a_generator_keep_their_digests(make, mode, bac
 
 
 def tables(plan: StepPlan, spec: PlanSpec) -> list[np.ndarray]:
-    """Of all rounds and ranks."""
-    made = [
+    """Index tables of all rounds, for all ranks."""
+    all_tables = [
         route_tables(round_, spec.routes[phase], range(spec.routes[phase].grid.ranks))
         for phase, route in plan.routes.items()
         for round_ in route.rounds
     ]
     return [
         np.asarray(leaf)
-        for of_round in made
-        for hops in (of_round.send_forward, of_round.send_backward)
+        for of_one_round in all_tables
+        for hops in (of_one_round.send_forward, of_one_round.send_backward)
         for hop in hops
         for leaf in (hop.index, *(() if hop.sizes is None else (hop.sizes,)))
-    ] + [leaf for of_round in made for leaf in (of_round.gather_forward, of_round.gather_backward)]
+    ] + [
+        leaf
+        for of_one_round in all_tables
+        for leaf in (of_one_round.gather_forward, of_one_round.gather_backward)
+    ]
 
 
 def _digest(values: list[np.ndarray]) -> str:

@@ -1,4 +1,4 @@
-"""Validation finds plans that are wrong."""
+"""Validation finds plans that are wrong: a valid plan is spoiled in one column at a time."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from jaxmllm.balance.validate_plan import validate
 
 
 def corrupted(plan: StepPlan, phase: str, **changes) -> StepPlan:
+    """The plan with some columns of one phase replaced."""
     return dataclasses.replace(
         plan, phases=plan.phases | {phase: dataclasses.replace(plan.phases[phase], **changes)}
     )
@@ -47,10 +48,10 @@ def test_validation_finds_what_is_wrong(make):
             dataclasses.replace(plan, routes=plan.routes | {"vision": broken}),
             "every (token|gradient)|beyond its",
         )
-    late = dataclasses.replace(
+    late_first_leg = dataclasses.replace(
         round_, second_leg=round_.second_leg - 1, first_leg=round_.first_leg + 1
     )
-    for spoiled in (dataclasses.replace(round_, first_leg=round_.first_leg - 1), late):
+    for spoiled in (dataclasses.replace(round_, first_leg=round_.first_leg - 1), late_first_leg):
         broken = dataclasses.replace(route, rounds=(spoiled, *route.rounds[1:]))
         fails(
             dataclasses.replace(plan, routes=plan.routes | {"vision": broken}),
@@ -71,7 +72,8 @@ def test_validation_finds_what_is_wrong_in_shared_rows(make):
     vision = plan.phases["vision"]
     route = plan.routes["vision"]
     validate(plan, batch, spec)
-    assert len(route.item) > len(batch.phases["vision"].length)  # some lie across a cut
+    # Some items lie on both sides of a cut between ranks.
+    assert len(route.item) > len(batch.phases["vision"].length)
     shared = vision.span[vision.microbatch] > 1
 
     def fails(broken: StepPlan, message: str) -> None:
@@ -84,16 +86,17 @@ def test_validation_finds_what_is_wrong_in_shared_rows(make):
 
     fails(corrupted(plan, "vision", rank=vision.rank + shared), "first rank of a group")
     fails(corrupted(plan, "vision", span=np.ones_like(vision.span)), "of no class")
-    turned = {name: getattr(vision, name)[::-1] for name in ("capacity", "span")}
-    fails(corrupted(plan, "vision", **turned), "ordered by class")
+    reversed_classes = {name: getattr(vision, name)[::-1] for name in ("capacity", "span")}
+    fails(corrupted(plan, "vision", **reversed_classes), "ordered by class")
     moved = vision.offset + (vision.span * vision.capacity)[vision.microbatch] * shared
     fails(corrupted(plan, "vision", offset=moved), "beyond its row")
     fails(rerouted(skipped=np.zeros_like(route.skipped)), "not its tokens in order")
     columns = ("item", "skipped", "tokens", "arrival")
     fails(rerouted(**{name: getattr(route, name)[::-1] for name in columns}), "in order")
-    whole = RoutePlan.of_whole_items(batch.phases["vision"].tokens, vision.rank)
+    whole_items = RoutePlan.of_whole_items(batch.phases["vision"].tokens, vision.rank)
     fails(
-        dataclasses.replace(plan, routes=plan.routes | {"vision": whole}), "read by several ranks"
+        dataclasses.replace(plan, routes=plan.routes | {"vision": whole_items}),
+        "read by several ranks",
     )
     language = plan.phases["language"]
     span = language.span[language.microbatch]

@@ -242,9 +242,9 @@ def test_deepstack_adds_projectors_side_by_side():
 
 def test_a_part_of_a_component_costs_its_share_of_weight_gradients():
     """The rest of the backward pass costs as much as if the whole component were trained."""
-    third = {"vision": Fraction(1, 3)}
+    one_third = {"vision": Fraction(1, 3)}
     trained, partly_trained, frozen = (
-        phase_flops(MODEL, "vision", shares) for shares in ({"vision": 1}, third, {"vision": 0})
+        phase_flops(MODEL, "vision", shares) for shares in ({"vision": 1}, one_third, {"vision": 0})
     )
     assert partly_trained.quadratic == trained.quadratic == frozen.quadratic
     assert partly_trained.linear - frozen.linear == pytest.approx(
@@ -261,7 +261,9 @@ def test_adapters_add_two_thin_products_to_each_matrix():
     }
     adapted = MODEL.model_copy(update={"adapters": AdaptersConfig(**adapters)})
     n = 160
-    adapter = sum(product(n, width, 4) + product(n, 4, out) for width, out in ((64, 32), (96, 64)))
+    adapter = sum(
+        product(n, inner, 4) + product(n, 4, columns) for inner, columns in ((64, 32), (96, 64))
+    )
     matrices, attention = language_forward(n)
     frozen = phase_flops(adapted, "language", NOTHING)
     assert cost(frozen, n) == matrices + attention + 3 * adapter
@@ -269,9 +271,9 @@ def test_adapters_add_two_thin_products_to_each_matrix():
     # precede them in the count.
     trained = phase_flops(adapted, "language", {"adapter.language": 1})
     assert cost(trained, n) == 2 * matrices + 3 * attention + (2 + 3 + 3) * adapter
-    both = {"adapter.language": 1, "projector.vision": 1}
+    trained_components = {"adapter.language": 1, "projector.vision": 1}
     assert (
-        cost(phase_flops(adapted, "language", both), n)
+        cost(phase_flops(adapted, "language", trained_components), n)
         == 2 * matrices + 3 * attention + 9 * adapter
     )
     per_token = product(n // 4, 48, 2) + product(n // 4, 2, 48)

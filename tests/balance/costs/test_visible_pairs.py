@@ -84,7 +84,7 @@ def test_an_attention_apart_costs_queries_and_sends_as_much_as_the_first():
     assert VisiblePairs.of_model(joint).crossed == ()
     assert VisiblePairs.of_model(cross).crossed == ("diffusion",)
     costs = [phase_flops(model, "diffusion", NOTHING) for model in (joint, cross)]
-    # 3 layers, 2 more matrices of 16 x 16 (queries and output), 2 FLOPs per parameter.
+    # 3 layers, 2 more matrices of 16 x 16, 2 FLOPs per parameter.
     assert costs[1].linear - costs[0].linear == 3 * 2 * 2 * 16**2
     assert costs[1].quadratic == costs[0].quadratic
     sent = [gathered_bytes(model, "diffusion") for model in (joint, cross)]
@@ -124,9 +124,8 @@ def test_a_model_says_what_counts():
     assert extra.tolist() == [[25, 25], [0, 0], [25, 25]]
     flops = phase_flops(model, "vision", NOTHING)
     per_pair = 4 * model.vision.width
-    seen_pairs = (
-        16 * 64**2 + 8 * 40**2 + 25**2
-    )  # windows of 8 x 8 in 37 x 37 patches: 16 whole ones, 8 at two edges, one corner
+    # Windows of 8 x 8 in 37 x 37 patches: 16 whole ones, 8 at two edges, one in the corner.
+    seen_pairs = 16 * 64**2 + 8 * 40**2 + 25**2
     shapes = np.array([[1, 37, 37]], np.int32)
     extra = pairs.of_items("vision", shapes).T
     assert flops.attention(np.array([1369]), extra) == pytest.approx(

@@ -33,12 +33,10 @@ class Gathered(Backend):
         return True
 
     def spread(self, sender, receiver, tokens, route):
-        nothing = np.zeros_like(tokens)
+        zeros = np.zeros_like(tokens)
         ordinal = running_sums(sender * route.grid.ranks + receiver, tokens)
         hops = [(int(len(tokens) > 0), 0)]
-        return Stretches(
-            nothing, np.arange(len(tokens)), nothing, tokens, tokens > 0, ordinal, hops, 0
-        )
+        return Stretches(zeros, np.arange(len(tokens)), zeros, tokens, tokens > 0, ordinal, hops, 0)
 
     def tables(self, round_, route, local, ranks):
         stretch, step = tokens_of(np.arange(len(round_.tokens)), round_.tokens)
@@ -192,10 +190,10 @@ def test_a_run_exchanges_by_the_backend_that_its_config_names(tmp_path, gathered
 def test_where_nothing_can_move_buffers_have_a_slot_for_each_hop(make):
     """A grid with one peer moves nothing, so buffers must not grow with the pools of 9000
     tokens."""
-    nothing = np.zeros(0, np.int64)
+    zeros = np.zeros(0, np.int64)
     for shape in ((1, 1, 1), (1, 2, 2)):
         grid = make.grid(shape)
-        slots = choose_pair_slots([(nothing, nothing, nothing)], grid, longest=9000)
+        slots = choose_pair_slots([(zeros, zeros, zeros)], grid, longest=9000)
         route = RouteSpec(grid, encoder_pool=9000, language_pool=9000, pair_slots=slots)
         assert PADDED.buffer_slots(route) == (route.hops, route.hops)
         assert RAGGED.buffer_slots(route) == (1, 1)

@@ -70,11 +70,11 @@ def test_rows_only_change_ranks(make, seed, grid, examples, node, exact):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_ranks, "PLACEMENT_SEARCH", exact_up_to(128 if exact else 1))
         placed = place_rows(plans, batch, spec.phases, grids, spec.nodes)
-        again = place_rows(plans, batch, spec.phases, grids, spec.nodes)
+        repeated = place_rows(plans, batch, spec.phases, grids, spec.nodes)
     assert placed["language"] is plans["language"]
     for phase in grids:
         assert contents(placed[phase]) == contents(plans[phase])
-        np.testing.assert_array_equal(placed[phase].rank, again[phase].rank)
+        np.testing.assert_array_equal(placed[phase].rank, repeated[phase].rank)
         assert placed[phase].rank.dtype == np.int32
 
 
@@ -233,8 +233,8 @@ def test_text_alone_stays_where_it_is(make):
     spec = make.spec(batch, {"vision": (8, 1, 1)}, node=2)
     plans = place_items(batch, spec.phases, {}, "phases")
     placed = place_items(batch, spec.phases, {}, "phases", spec.nodes)
-    again = place_items_near(plans, batch, spec.phases, {}, spec.nodes)
-    assert again["language"] is plans["language"]
+    repeated = place_items_near(plans, batch, spec.phases, {}, spec.nodes)
+    assert repeated["language"] is plans["language"]
     for column in ("microbatch", "rank", "offset", "segment"):
         expected = getattr(plans["language"], column)
         assert np.array_equal(getattr(placed["language"], column), expected)

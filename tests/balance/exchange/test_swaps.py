@@ -68,8 +68,8 @@ def test_swaps_keep_all_bounds_and_never_lose(seed, ranks, microbatches, items, 
     cost = 3 * length + length**2
     spare_slots = random.integers(0, 1 + spare, rows)
     spare_costs = random.integers(0, 1 + 10 * spare, rows)
-    wanted = random.integers(0, ranks, items)
-    destinations = destinations_of(4 * length, wanted, ranks, 2)
+    target = random.integers(0, ranks, items)
+    destinations = destinations_of(4 * length, target, ranks, 2)
     spare_segments = random.integers(0, 3, rows)
     new_row = swapped(row, length, cost, (spare_slots, spare_costs, spare_segments), destinations)
 
@@ -82,8 +82,8 @@ def test_swaps_keep_all_bounds_and_never_lose(seed, ranks, microbatches, items, 
     assert (sums(new_row, length) - sums(row, length) <= spare_slots).all()
     assert (sums(new_row, cost) - sums(row, cost) <= spare_costs).all()
     assert slow_benefit(new_row, destinations) >= slow_benefit(row, destinations)
-    again = swapped(row, length, cost, (spare_slots, spare_costs, spare_segments), destinations)
-    np.testing.assert_array_equal(new_row, again)
+    repeated = swapped(row, length, cost, (spare_slots, spare_costs, spare_segments), destinations)
+    np.testing.assert_array_equal(new_row, repeated)
 
 
 def test_two_items_of_one_length_are_swapped():
@@ -137,7 +137,7 @@ def test_rows_that_all_ranks_share_are_left_alone():
     """Item 0 fills such a row and stays in it. The other three are equally long and swap so that
     item 1 comes to the rank that it wants."""
     length = np.array([20, 5, 5, 5])
-    wanted = np.array([1, 1, 0, 0])
+    target = np.array([1, 1, 0, 0])
     column = functools.partial(np.array, dtype=np.int32)
     plan = PhasePlan(
         capacity=column([10, 5, 5]),
@@ -153,7 +153,7 @@ def test_rows_that_all_ranks_share_are_left_alone():
     spec = PhaseSpec(encoder_phase("vision"), 2, classes, 4, 1, ItemCost(1, 0))
     zeros = np.zeros(4, np.int32)
     items = PhaseItems(length, length, zeros, zeros, zeros)
-    swapped_plan = swap_items(plan, items, spec, destinations_of(length, wanted, 2, 1), 1)
+    swapped_plan = swap_items(plan, items, spec, destinations_of(length, target, 2, 1), 1)
     assert (swapped_plan.microbatch[0], swapped_plan.rank[0]) == (0, 0)
     assert swapped_plan.rank[1] == 1 and (swapped_plan.microbatch[1:] > 0).all()
     assert 0 in swapped_plan.rank[2:] and sorted(

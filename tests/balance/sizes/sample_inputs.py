@@ -14,6 +14,8 @@ PHASES = encoder_phase("vision"), encoder_phase("audio"), decoder_phase(("vision
 
 
 def inputs_of(ranks: int, **configs: PhaseConfig) -> list[SizingInputs]:
+    """Sizing inputs of every phase on `ranks` ranks, with configs by phase name where they differ
+    from the default."""
     return [
         SizingInputs(
             phase,
@@ -29,4 +31,5 @@ def inputs_of(ranks: int, **configs: PhaseConfig) -> list[SizingInputs]:
 
 
 def grids_of(make, ranks: int):
+    """Exchange grids in which every rank is a peer, for both encoders."""
     return {name: make.grid((ranks, 1, 1)) for name in ("vision", "audio")}

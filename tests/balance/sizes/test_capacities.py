@@ -1,4 +1,5 @@
-"""Row capacities: no worse than what a plain search finds, and clear errors for wrong ones."""
+"""Row capacities: no worse than what a plain search finds, and with clear errors where the config
+is wrong."""
 
 from __future__ import annotations
 
@@ -41,14 +42,15 @@ from tests.balance.sizes.sample_inputs import (
 
 @pytest.mark.slow
 def test_measured_times_take_the_place_of_flops_and_weigh_rows(make):
+    """A price per row makes rows fewer."""
     samples = [make.batch(k, 120) for k in range(2)]
     config = PhaseConfig(max_capacity=8192)
     inputs = inputs_of(2, vision=config, audio=config, language=config)
 
     def chosen(row):
         timed = [
-            dataclasses.replace(of_phase, time=PhaseTime(ItemCost(1000, 3), row))
-            for of_phase in inputs
+            dataclasses.replace(phase_inputs, time=PhaseTime(ItemCost(1000, 3), row))
+            for phase_inputs in inputs
         ]
         return choose_sizes(samples, timed, grids_of(make, 2), BalanceConfig())
 
@@ -57,16 +59,15 @@ def test_measured_times_take_the_place_of_flops_and_weigh_rows(make):
 
     plain = choose_sizes(samples, inputs, grids_of(make, 2), BalanceConfig())
     timed = chosen(0)
-    for (
-        name,
-        phase,
-    ) in plain.phases.items():  # the same figures, and a row that is not told: the same sizes
+    # Measured times that equal the FLOPs, and a price of zero per row, must not change the sizes.
+    for name, phase in plain.phases.items():
         assert timed.phases[name] == dataclasses.replace(phase, model_flops=ItemCost(1000, 3))
     assert microbatches(chosen(10**9)) < microbatches(chosen(1))
 
 
 def test_one_class_is_as_good_as_a_search_over_all_multiples(make):
-    """Every legal capacity is tried; the chosen one may be at most 2 % worse by the stated objective."""
+    """Every legal capacity is tried; the chosen one may be at most 2 % worse by the objective of
+    the search."""
     samples = [make.batch(k, 24) for k in range(8)]
     config = PhaseConfig(row_classes=1, max_capacity=2048, max_segments=1000)
     inputs = inputs_of(2, vision=config)
@@ -89,6 +90,7 @@ def test_one_class_is_as_good_as_a_search_over_all_multiples(make):
 
 
 def test_more_classes_waste_less(make):
+    """The fill of audio rows grows with the number of classes, up to chance of one percent."""
     samples = [make.batch(k, 64) for k in range(16)]
     fill = []
     for classes in (1, 2, 3):
@@ -102,7 +104,7 @@ def test_more_classes_waste_less(make):
 
 
 def with_longest(batch, phase: str, length: int):
-    """The batch with one item of a phase made as long as that."""
+    """The batch with the first item of a phase made `length` slots long."""
     items = batch.phases[phase]
     lengths = items.length.copy()
     lengths[0] = length
@@ -111,6 +113,7 @@ def with_longest(batch, phase: str, length: int):
 
 
 def statistics_of(plan, batch, spec):
+    """Statistics of all phases of a plan."""
     statistics = {}
     for name, phase in spec.phases.items():
         statistics |= phase_statistics(plan[name], batch.phases[name], phase)
@@ -131,13 +134,15 @@ def test_rows_that_ranks_share_are_chosen_where_one_item_would_bound_the_step():
                 for plan, batch in zip(plans, fresh, strict=True)
             ]
         )
+    # Without sharing, the longest item alone bounds the step at over 1.5 times the ideal.
     assert over_ideal[1,] > 1.5
     assert over_ideal[1, 2, 4] < 1.25
 
 
 @pytest.mark.slow
 def test_a_handful_of_examples_gain_by_more_than_three_classes():
-    """Where a step gains: clips are a hundredth of it."""
+    """`auto` takes more classes only where the step gains by them: not with 32 examples, nor for
+    audio clips, which are a hundredth of a step."""
 
     def spec_of(examples: int, row_classes: int | Literal["auto"], phase="language") -> PhaseSpec:
         samples = [generate([0, n], examples) for n in range(64)]
@@ -148,10 +153,10 @@ def test_a_handful_of_examples_gain_by_more_than_three_classes():
         slots = sum(int(assign(spec, items).capacity.sum()) for items in fresh)
         return slots / sum(int(items.length.sum()) for items in fresh) - 1
 
-    three = spec_of(4, 3)
-    auto = spec_of(4, "auto")
-    assert (len(three.classes), len(auto.classes)) == (3, 6)
-    assert waste(auto, 4) < 0.6 * waste(three, 4)
+    three_classes = spec_of(4, 3)
+    auto_classes = spec_of(4, "auto")
+    assert (len(three_classes.classes), len(auto_classes.classes)) == (3, 6)
+    assert waste(auto_classes, 4) < 0.6 * waste(three_classes, 4)
     assert spec_of(32, "auto") == spec_of(32, 3)
     assert spec_of(4, "auto", "audio") == spec_of(4, 3, "audio")
 
@@ -159,14 +164,21 @@ def test_a_handful_of_examples_gain_by_more_than_three_classes():
 @pytest.mark.parametrize(
     ("costs", "classes"),
     [
-        ((100.0, 99.8, 98.5, 98.4), 5),  # two that save what two should
+        (
+            (100.0, 99.8, 98.5, 98.4),
+            5,
+        ),  # the fourth saves too little, but together with the fifth enough
         ((100.0, 99.8, 99.6, 97.0), 3),
         ((100.0, 99.0, 98.0, 97.0), 6),
     ],
 )
 def test_more_classes_have_to_save_enough_of_a_step(costs, classes):
-    """Half a percent for each; costs are those of sets of three classes and of more."""
-    sets = [tuple(RowClass(64 * n, 1) for n in range(count, 0, -1)) for count in (3, 4, 5, 6)]
+    """Each further class must save half a percent. `costs` are those of sets of three classes and
+    more."""
+    sets = [
+        tuple(RowClass(64 * n, 1) for n in range(class_count, 0, -1))
+        for class_count in (3, 4, 5, 6)
+    ]
     expected = dict(zip(sets, costs, strict=True))
     judge = SimpleNamespace(
         least=1.0,
@@ -174,7 +186,7 @@ def test_more_classes_have_to_save_enough_of_a_step(costs, classes):
         best=lambda sets: min(sets, key=expected.__getitem__),
     )
     candidates = SimpleNamespace(
-        bound=0.0,  # nothing that a search from scratch would find
+        bound=0.0,  # a search from scratch finds nothing better
         with_one_moved=lambda classes: [],
         with_one_more=lambda classes: [s for s in sets if len(s) == len(classes) + 1],
     )
@@ -187,19 +199,20 @@ def test_a_set_with_one_class_moved_or_one_more_holds_all_items():
     candidates = _Candidates(_Judge(inputs, loads_of(samples, inputs, {}, [None] * 6)), 8)
     classes = max(candidates.best(), key=len)
     moved = candidates.with_one_moved(classes)
-    more = candidates.with_one_more(classes)
-    assert moved and more
-    assert all(len(of_set) == 3 and len({*of_set} - {*classes}) == 1 for of_set in moved)
-    assert all(len(of_set) == 4 and {*of_set} > {*classes} for of_set in more)
-    for of_set in moved + more:
-        slots = [row_class.slots for row_class in of_set]
+    enlarged = candidates.with_one_more(classes)
+    assert moved and enlarged
+    assert all(len(row_set) == 3 and len({*row_set} - {*classes}) == 1 for row_set in moved)
+    assert all(len(row_set) == 4 and {*row_set} > {*classes} for row_set in enlarged)
+    for row_set in moved + enlarged:
+        slots = [row_class.slots for row_class in row_set]
         assert slots == sorted({*slots}, reverse=True)
         assert slots[0] >= inputs.longest
-        assert max(row_class.capacity for row_class in of_set) <= inputs.largest_capacity
+        assert max(row_class.capacity for row_class in row_set) <= inputs.largest_capacity
 
 
 def test_a_first_class_is_fitted_to_those_after_it():
-    """A fifth of the texts have ten times the tokens of the others, and a rank of its own takes eight."""
+    """A fifth of the texts have ten times the tokens of the others, and the only rank takes eight
+    texts."""
 
     def batch(seed: int) -> BatchItems:
         random = np.random.default_rng(seed)
@@ -216,27 +229,30 @@ def test_a_first_class_is_fitted_to_those_after_it():
     rows = spec.phases["language"]
     fresh = [batch(n).phases["language"] for n in range(100, 200)]
     slots = sum(int(assign(rows, items).capacity.sum()) for items in fresh)
-    assert slots < 1.07 * sum(int(items.length.sum()) for items in fresh)  # 1.075 without
+    assert slots < 1.07 * sum(int(items.length.sum()) for items in fresh)  # 1.075 without the fit
 
 
 SHORT = {"vision": 64, "audio": 64}
 
 
 def test_rows_that_save_nothing_are_not_shared(make):
-    """Many short items balance without, and gathering takes a little: span 1 wins."""
+    """Many short items balance well in rows of one rank, and gathering costs a little, so span 1
+    wins."""
     samples = [make.batch(k, 128, longest=64) for k in range(6)]
     inputs = [
         dataclasses.replace(
-            of_phase, spans=(1, 2, 4), longest=SHORT.get(of_phase.name, LONGEST[of_phase.name])
+            phase_inputs,
+            spans=(1, 2, 4),
+            longest=SHORT.get(phase_inputs.name, LONGEST[phase_inputs.name]),
         )
-        for of_phase in inputs_of(4, vision=PhaseConfig(row_classes=2))
+        for phase_inputs in inputs_of(4, vision=PhaseConfig(row_classes=2))
     ]
     spec = choose_sizes(samples, inputs, grids_of(make, 4), BalanceConfig())
     assert all(row_class.span == 1 for row_class in spec.phases["vision"].classes)
 
 
 def shared_rows(row_classes: int) -> SizingInputs:
-    """Of texts of up to 10,256 tokens on 8 ranks, any number of which may hold a row together."""
+    """Inputs of texts of up to 10,256 tokens on 8 ranks, any number of which may share a row."""
     return SizingInputs(
         *(decoder_phase(), 8, Alignment(128), 1, 10_256, ItemCost(1000, 1)),
         *(PhaseConfig(row_classes=row_classes), None, (1, 2, 4, 8)),
@@ -244,6 +260,7 @@ def shared_rows(row_classes: int) -> SizingInputs:
 
 
 def test_a_high_price_of_gathering_keeps_rows_apart():
+    """`gathered` counts the slots that ranks receive from the others of their row."""
     samples = [generate([0, n], 24) for n in range(6)]
 
     def gathered(cost: int) -> int:
@@ -271,17 +288,18 @@ def test_a_high_price_of_microbatches_makes_fewer_of_them():
 
 
 def texts(tokens: np.ndarray) -> BatchItems:
-    """A batch of texts of these lengths."""
-    count = len(tokens)
+    """A batch of texts of the given lengths."""
+    examples = len(tokens)
     items = PhaseItems(
-        *(tokens, tokens, np.arange(count, dtype=np.int32)),
-        *(np.zeros(count, np.int32), np.zeros(count, np.int32)),
+        *(tokens, tokens, np.arange(examples, dtype=np.int32)),
+        *(np.zeros(examples, np.int32), np.zeros(examples, np.int32)),
     )
-    return BatchItems(np.arange(count), count, {"language": items})
+    return BatchItems(np.arange(examples), examples, {"language": items})
 
 
 def test_spans_leave_the_rows_that_are_best_without_them():
-    """Items of one length fill rows of one rank best, of the same capacities as where nothing else is allowed."""
+    """Items of one length fill rows of one rank best, so allowing wider spans must not change the
+    classes."""
     samples = [texts(np.full(96, 2000))] * 8
     chosen = [
         choose_sizes(
@@ -303,6 +321,8 @@ def test_spans_leave_the_rows_that_are_best_without_them():
 
 
 def test_given_capacities_have_every_span():
+    """Each capacity of the config becomes one class per allowed span, since the config says nothing
+    of spans."""
     config = PhaseConfig(capacities=(128, 512))
     inputs = SizingInputs(
         *(decoder_phase(), 8, Alignment(128), 1, 4000, ItemCost(1000, 1), config, None, (1, 8))
@@ -317,7 +337,8 @@ def test_given_capacities_have_every_span():
 
 @pytest.mark.parametrize("spans", [(1,), (1, 8), (8,)])
 def test_classes_have_whole_blocks_of_their_span(spans):
-    """Texts of 1,000 tokens, of which 8 ranks have a few each."""
+    """Texts of 1,000 tokens, of which each of 8 ranks has a few: blocks of 64 for shared rows, of
+    128 otherwise."""
     samples = [texts(np.full(8, 1000))] * 4
     inputs = SizingInputs(
         *(decoder_phase(), 64, Alignment(128, small=64), 1, 1000, ItemCost(1000, 1)),
@@ -329,7 +350,7 @@ def test_classes_have_whole_blocks_of_their_span(spans):
 
 
 def test_no_class_is_over_the_largest_capacity():
-    """Where ranks share the longest rows, those of fewer ranks are not larger, either."""
+    """Where ranks share the longest rows, rows of fewer ranks must not be larger, either."""
     samples = [generate([2, n], 64) for n in range(4)]
     inputs = SizingInputs(
         *(decoder_phase(), 8, Alignment(128), 1, 20_000, ItemCost(1000, 1)),
@@ -347,7 +368,13 @@ def test_no_class_is_over_the_largest_capacity():
     [
         (20_000, (1,), None, "auto", 80_000),  # four of the longest items, in whole blocks
         (20_100, (1,), None, "auto", 80_384),
-        (20_000, (1, 2, 8), None, "auto", 32_768),  # four parts of one are less than what is usual
+        (
+            20_000,
+            (1, 2, 8),
+            None,
+            "auto",
+            32_768,
+        ),  # four eighths of the longest are less than the usual minimum
         (100_000, (1, 2, 8), None, "auto", 49_920),
         (500, (1,), None, "auto", 32_768),
         (20_000, (1,), 1 << 15, "auto", 1 << 15),  # what memory holds, if that is less
@@ -365,7 +392,8 @@ def test_the_largest_capacity_follows_lengths_and_memory(longest, spans, fitting
 
 
 def test_a_class_may_hold_most_loads_in_one_row():
-    """Loads of 32 batches of pictures on 8 ranks: what holds the most of 80 % of them is no part of the largest."""
+    """Made-up loads of 32 batches of pictures on 8 ranks: one that most batches stay below is a
+    candidate, although it is no simple part of the largest."""
     inputs = SizingInputs(
         *(decoder_phase(), 8, Alignment(64), 1, 1020, ItemCost(1000, 1)), PhaseConfig()
     )
@@ -377,7 +405,8 @@ def test_a_class_may_hold_most_loads_in_one_row():
 
 
 def test_a_class_lies_between_the_load_and_the_longest_item():
-    """One rare item of ten times the load of a rank; without it rows are as small as the load."""
+    """One rare item has ten times the load of a rank; the steps without it keep rows about as small
+    as their load."""
     samples = [generate([0, n], 64) for n in range(16)]
     samples[3] = with_longest(samples[3], "language", 60_000)
     inputs = SizingInputs(
@@ -408,18 +437,18 @@ def test_what_memory_does_not_hold_is_said_as_such():
     st.sampled_from([((16, 2), (12, 2), (20, 1)), ((8, 8), (32, 1), (4, 2)), ((40, 2), (9, 1))]),
 )
 def test_the_bound_is_the_first_set_that_meets_the_needs(lengths, classes):
-    """`_fewest_slots` against `row_counts`, which lists sets by their slots."""
+    """`_fewest_slots` against `row_counts`, which lists sets by their number of slots."""
     ranks = 8
     classes = tuple(RowClass(*row_class) for row_class in classes)
     length = np.minimum(np.array(lengths, np.int64), classes[0].slots)
     spec = PhaseSpec(decoder_phase(), ranks, classes, len(length), 1, ItemCost(1, 0))
     needs = row_needs(spec, length, np.zeros(len(length), np.int64), 1)
-    first = next(row_counts(classes, ranks, needs))
+    first_set = next(row_counts(classes, ranks, needs))
     capacity = np.array([row_class.capacity for row_class in classes])
     rows = np.array([ranks // row_class.span for row_class in classes])
     order = np.array(by_capacity(classes))
-    found = _fewest_slots(capacity, rows, order, needs.slots[None], needs.rows[None])[0]
-    assert found @ capacity == first @ capacity and found.sum() == first.sum()
+    fewest = _fewest_slots(capacity, rows, order, needs.slots[None], needs.rows[None])[0]
+    assert fewest @ capacity == first_set @ capacity and fewest.sum() == first_set.sum()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Sizes chosen from samples plan any batch, and those of the config are kept."""
+"""Sizes chosen from samples can plan any batch, and sizes that the config gives are kept."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ MODES = get_args(Mode)
 
 
 def long_enough(batches):
+    """The batches, after a check that no item exceeds the longest length of the sizing inputs."""
     assert all(
         batch.phases[name].length.max(initial=0) <= LONGEST[name]
         for batch in batches
@@ -40,18 +41,19 @@ def test_chosen_sizes_plan_any_batch(make, seed, ranks, classes, mode, media):
     config = PhaseConfig(row_classes=classes, max_capacity=2048)
     inputs = inputs_of(ranks, vision=config, audio=config, language=config)
     spec = choose_sizes(samples, inputs, grids_of(make, ranks), BalanceConfig(mode=mode))
-    for of_phase in inputs:
-        phase = spec.phases[of_phase.name]
+    for phase_inputs in inputs:
+        phase = spec.phases[phase_inputs.name]
         assert 1 <= len(phase.capacities) <= classes
         assert list(phase.capacities) == sorted(set(phase.capacities), reverse=True)
         assert all(capacity % ALIGNMENT == 0 for capacity in phase.capacities)
-        assert of_phase.longest <= phase.capacities[0] <= 2048
+        assert phase_inputs.longest <= phase.capacities[0] <= 2048
     assert spec == choose_sizes(samples, inputs, spec_grids(spec), BalanceConfig(mode=mode))
-    for batch in [*samples, make.batch(seed + 77, 12)]:  # also one that was not seen, with media
+    for batch in [*samples, make.batch(seed + 77, 12)]:  # the last was not sampled, and has media
         validate(plan_step(batch, spec), batch, spec)
 
 
 def test_remembered_rows_are_those_chosen_anew(make):
+    """One `PhaseRows` over several numbers of ranks chooses what a fresh search chooses."""
     samples = long_enough([make.batch(k, 4) for k in range(2)])
     remembered = PhaseRows(samples)
     configs = dict.fromkeys(PER_TOKEN, PhaseConfig(row_classes=1, max_capacity=2048))
@@ -60,9 +62,9 @@ def test_remembered_rows_are_those_chosen_anew(make):
         chosen = choose_sizes(samples, *args)
         assert choose_sizes(samples, *args, rows=remembered) == chosen
         assert remembered.chosen(*args) == chosen.phases
-        classes = {name: one.classes for name, one in chosen.phases.items()}
+        classes = {name: phase.classes for name, phase in chosen.phases.items()}
         unlimited = remembered.chosen(*args, segments=False)
-        assert {name: one.classes for name, one in unlimited.items()} == classes
+        assert {name: phase.classes for name, phase in unlimited.items()} == classes
 
 
 def spec_grids(spec):
@@ -70,6 +72,8 @@ def spec_grids(spec):
 
 
 def test_time(make):
+    """Choosing sizes happens at the start of every run, so a search that explodes would be noticed
+    here."""
     samples = [make.batch(k, 64) for k in range(16)]
     configs = dict.fromkeys(PER_TOKEN, PhaseConfig(row_classes=3))
     began = time.process_time()
@@ -78,6 +82,7 @@ def test_time(make):
 
 
 def test_explicit_sizes_are_kept(make):
+    """Capacities are sorted, largest first; all else is as the config says."""
     samples = [make.batch(0, 16)]
     inputs = inputs_of(2, vision=PhaseConfig(capacities=(64, 1024), max_segments=9))
     spec = choose_sizes(

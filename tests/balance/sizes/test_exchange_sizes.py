@@ -1,4 +1,4 @@
-"""Pools and pair slots: enough for nearly every step."""
+"""Pools and pair slots chosen from samples: large enough for nearly every step."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.balance.sizes.sample_inputs import grids_of, inputs_of
 
 
 def test_nearly_every_step_needs_one_pool_and_one_round(make):
+    """Every sampled batch, and nearly every fresh one."""
     samples = [make.batch(k, 64) for k in range(16)]
     spec = choose_sizes(samples, inputs_of(8), grids_of(make, 8), BalanceConfig())
     fresh = [plan_step(make.batch(1000 + k, 64), spec) for k in range(16)]
@@ -22,7 +23,8 @@ def test_nearly_every_step_needs_one_pool_and_one_round(make):
 
 @pytest.mark.slow
 def test_batches_of_another_source_do_not_collapse():
-    """Samples without pictures, then batches of pictures alone."""
+    """Samples without pictures, then batches of pictures alone: with one batch of each source
+    beside the samples, an exchange takes far fewer hops."""
     ranks = 8
     usual = {"speech_recognition": 1.0}
     sources = [{"captioning": 1.0}, {"multi_image": 1.0}]
@@ -36,9 +38,11 @@ def test_batches_of_another_source_do_not_collapse():
         return float(np.mean(hops)), max(map(len, routes))
 
     samples = batches(1, usual, 8)
-    others = [batches(2 + number, mix, 1)[0] for number, mix in enumerate(sources)]
+    source_batches = [
+        batches(2 + stream_offset, mix, 1)[0] for stream_offset, mix in enumerate(sources)
+    ]
     blind = make_spec(ranks, samples)
-    spec = make_spec(ranks, samples, others=others)
+    spec = make_spec(ranks, samples, others=source_batches)
     assert spec.phases["language"].classes == blind.phases["language"].classes
     assert hops_and_rounds(spec, usual)[1] == 1
     for mix in sources:

@@ -1,4 +1,5 @@
-"""Rows consist of whole blocks, and blocks of attention are smaller where devices hold few of a row."""
+"""Rows consist of whole blocks of attention, and blocks are smaller where devices hold few of a
+row."""
 
 import pytest
 
@@ -80,7 +81,7 @@ def test_rows_of_few_small_blocks_come_in_the_smallest():
     rounded = [alignment.round_up(slots) for slots in (1, 130, 230, 256, 257, 1000, 1030)]
     assert rounded == [32, 160, 256, 256, 320, 1024, 1152]
     assert [alignment.unit(slots) for slots in (1, 255, 256, 2048)] == [32, 32, 64, 64]
-    for slots in range(1, 1300):  # each can be shared out, and is the next
+    for slots in range(1, 1300):  # each capacity can be shared by 8 ranks, and is the next one
         capacity = alignment.round_up(slots)
         alignment.attention_block(RowClass(capacity, 8))
         assert alignment.round_down(capacity) == capacity >= slots

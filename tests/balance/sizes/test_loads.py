@@ -1,4 +1,4 @@
-"""Batches drawn again from few samples stand for many."""
+"""Few samples, from which further batches are drawn, stand for many."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def test_two_samples_tell_how_far_loads_stray(make):
     inputs = inputs_of(8, vision=PhaseConfig(row_classes=3))
     fresh = [make.batch(500 + k, 64) for k in range(16)]
     fill = []
-    for count in (2, 16):
-        samples = [make.batch(k, 64) for k in range(count)]
+    for sample_count in (2, 16):
+        samples = [make.batch(k, 64) for k in range(sample_count)]
         spec = choose_sizes(samples, inputs, grids_of(make, 8), BalanceConfig()).phases["vision"]
         slots = sum(int(assign(spec, batch.phases["vision"]).capacity.sum()) for batch in fresh)
         fill.append(sum(batch.phases["vision"].length.sum() for batch in fresh) / slots / 8)
@@ -23,7 +23,8 @@ def test_two_samples_tell_how_far_loads_stray(make):
 
 
 def test_plans_are_made_of_some_samples(make):
-    """Their lengths alone are cheap: as many batches as there are tell of these."""
+    """Lengths are cheap, so all batches tell of loads; plans are expensive, so fewer are made the
+    more items a batch has."""
     assert [len(to_plan([make.batch(0, size)] * 128)) for size in (1, 64, 128, 300)] == [
         32,
         32,

@@ -1,4 +1,4 @@
-"""What a backward operation computes again, by `remat`."""
+"""What a backward operation computes again under each setting of `remat`, and what it costs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sharding.pipeline.ring import Chain, Ring
 from tests.balance.stages.test_plan import MODEL, TRAINED
 
 SLOTS = 64
-FEATURES = 16 * 16  # of one item's squares, a quarter of a row
+FEATURES = 16 * 16  # squared length of one item that fills a quarter of a row
 KINDS = (FEATURES, 0)
-# Shares of a layer's products and of its attention
+# Shares that are computed again: (matrix products, attention) of a layer.
 AGAIN = {
     "none": (0, 0),
     "dots": (0, 1),
@@ -27,7 +27,7 @@ AGAIN = {
 
 
 def language_costs(remat, layers):
-    """Of the decoder's chunks, in a row of `SLOTS`."""
+    """Costs of the decoder's chunks in a row of `SLOTS`, with `layers` layers per chunk."""
     costs = ChainLayers(MODEL, TRAINED, {"language": (SLOTS,)}, {"language": remat})
     ring = Ring(1, (Chain("language", (0,) * len(layers), layers),))
     return costs.costs(ring)["language"].linear[0]
@@ -47,16 +47,19 @@ def test_layers_compute_again_what_remat_does_not_keep(remat):
 
 
 def test_what_is_kept_costs_no_backward_pass():
-    """Columns: forward, input gradient, weight gradient, recomputation."""
-    count = len(phase_layers(MODEL, "language")) - 2
-    full, none = (language_costs(remat, (count,))[:, 0] for remat in ("full", "none"))
-    assert full[0] == none[0] and full[3] == none[3]
+    """Columns of the costs: forward, input gradient, weight gradient, recomputation."""
+    layer_count = len(phase_layers(MODEL, "language")) - 2
+    full_costs, none_costs = (
+        language_costs(remat, (layer_count,))[:, 0] for remat in ("full", "none")
+    )
+    assert full_costs[0] == none_costs[0] and full_costs[3] == none_costs[3]
     head = phase_layers(MODEL, "language")[-1].linear(SLOTS)
-    assert full[1:3].sum() - none[1:3].sum() == full[0] - head
+    assert full_costs[1:3].sum() - none_costs[1:3].sum() == full_costs[0] - head
 
 
 def test_a_frozen_language_model_returns_gradients_to_trained_encoders():
-    """For every row class: columns as above, and every chunk takes part."""
+    """In every row class every chunk computes input gradients and no weight gradients, in
+    proportion to the slots."""
     slots = {"vision": (SLOTS,), "language": (2 * SLOTS, SLOTS)}
     chains = [Chain(name, (0,), (len(phase_layers(MODEL, name)) - 2,)) for name in slots]
     ring = Ring(1, tuple(chains))
@@ -66,13 +69,13 @@ def test_a_frozen_language_model_returns_gradients_to_trained_encoders():
 
 
 def test_attention_of_long_rows_is_exact():
-    """Against Python's integers, of which each is much more than 2**63 before it is divided."""
+    """Against Python's integers: each product is far beyond 2**63 before it is divided."""
     attention = np.array([[[(1 << 57) + 12_345]] * 4])
     costs = ChainCosts((1 << 10,), np.zeros((1, 4, 1), np.int64), attention)
     squares = np.array([[1 << 20, 3 << 17, 7 << 20]])
     work = costs.work(squares, np.zeros(3, np.int64))
     exact = [
-        int(attention.max()) * (part * ATTENTION_PARTS >> 20) // ATTENTION_PARTS
-        for part in squares[0].tolist()
+        int(attention.max()) * (square * ATTENTION_PARTS >> 20) // ATTENTION_PARTS
+        for square in squares[0].tolist()
     ]
     assert work.input_gradient.tolist() == work.forward.tolist() == [exact]

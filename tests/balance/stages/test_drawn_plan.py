@@ -1,4 +1,5 @@
-"""Plans of pipelined steps of models that draw: every state arrives where its condition looks for it."""
+"""Plans of pipelined steps of models that draw: every state of the language model arrives where the
+generator's condition looks for it."""
 
 import dataclasses
 
@@ -22,33 +23,40 @@ LONGEST = {"vision": 64, LANGUAGE: 96, "diffusion": 128}
 
 
 def drawn_batch(seed: int, count: int = 24, drawn: int = 3, sees: bool = True) -> BatchItems:
-    """Examples of which some show pictures, and all draw fewer than so many, each from the text before it."""
+    """Examples of which some show pictures, and all draw fewer than `drawn` pictures, each from the
+    text before it."""
     random = np.random.default_rng(seed)
-    shown, made, text = [], [], []  # (example, tokens, slot, slots)
+    # Items as (example, tokens, slot in the sequence, slots in their own phase).
+    shown_images = []
+    drawn_images = []
+    texts = []
     for example in range(count):
         length = 0
         for slots in PER_TOKEN * random.integers(1, 8, random.integers(0, 3) if sees else 0):
-            shown.append((example, slots // PER_TOKEN, length, slots))
+            shown_images.append((example, slots // PER_TOKEN, length, slots))
             length += int(slots) // PER_TOKEN
         for _ in range(random.integers(0, drawn)):
-            read = int(random.integers(1, 20))
-            made.append((example, read, length, read + int(random.integers(1, 60))))
-            length += read + 2
-        text.append((example, 0, 0, length + int(random.integers(1, 10))))
+            condition = int(random.integers(1, 20))
+            drawn_images.append(
+                (example, condition, length, condition + int(random.integers(1, 60)))
+            )
+            length += condition + 2
+        texts.append((example, 0, 0, length + int(random.integers(1, 10))))
 
     def items(found: list[tuple[int, int, int, int]]) -> PhaseItems:
         example, tokens, slot, slots = np.array(found, np.int64).reshape(-1, 4).T
-        small = (column.astype(np.int32) for column in (example, tokens, slot))
-        return PhaseItems(slots, slots, *small)
+        int32_columns = (column.astype(np.int32) for column in (example, tokens, slot))
+        return PhaseItems(slots, slots, *int32_columns)
 
-    phases = {"vision": items(shown)} if sees else {}
-    phases |= {LANGUAGE: items(text), "diffusion": items(made)}
+    phases = {"vision": items(shown_images)} if sees else {}
+    phases |= {LANGUAGE: items(texts), "diffusion": items(drawn_images)}
     return BatchItems(np.arange(count), 1, phases)
 
 
 def sizes(
     model=DRAWS, replicas: int = 2, learns_text: bool = True, spans=None, capacities=None, **config
 ):
+    """Sizes of a pipeline of a model that draws, chosen from four random batches."""
     trained = dict.fromkeys((LANGUAGE, "projector.language", "diffusion"), 1)
     inputs = [
         SizingInputs(
@@ -88,59 +96,65 @@ def made(request):
 
 @pytest.mark.parametrize("drawn", [1, 3])
 def test_states_lie_where_conditions_look_for_them(made, drawn):
-    """Whatever is drawn, or nothing: slots of the language rows that a row of the generator reads, end to end."""
+    """Whatever is drawn, or nothing: the language rows that a row of the generator reads, slot by
+    slot, against what its route says. Every slot is labelled by (example, token)."""
     sees = "vision" in made.spec.phases
     items = drawn_batch(1, drawn=drawn, sees=sees)
     plan = plan_pipeline(items, made.spec, made.training)
     (run,) = plan_runs(items, made.spec, made.training)
-    where = plan.phases["diffusion"]
+    diffusion_plan = plan.phases["diffusion"]
     language = plan.phases[LANGUAGE]
-    text = items.phases[LANGUAGE]
+    texts = items.phases[LANGUAGE]
     pictures = items.phases["diffusion"]
     per_row = made.spec.phases[LANGUAGE].row_tokens
     ranks = made.spec.phases[LANGUAGE].ranks
-    held = np.full((language.microbatches, ranks, per_row, 2), -1)
-    for example, length in enumerate(text.length.tolist()):
-        own = int(language.capacity[language.microbatch[example]])
+    held_tokens = np.full((language.microbatches, ranks, per_row, 2), -1)
+    for example, length in enumerate(texts.length.tolist()):
+        capacity = int(language.capacity[language.microbatch[example]])
         for token in range(length):
-            member, slot = divmod(int(language.offset[example]) + token, own)
-            held[language.microbatch[example], language.rank[example] + member, slot] = (
+            member, slot = divmod(int(language.offset[example]) + token, capacity)
+            held_tokens[language.microbatch[example], language.rank[example] + member, slot] = (
                 example,
                 token,
             )
-    room = made.training.rows_read[LANGUAGE] * per_row
+    pool_slots = made.training.rows_read[LANGUAGE] * per_row
     widest = max(phase.widest for phase in made.spec.phases.values())
     route = plan.routes["diffusion"]
     for n, tokens in enumerate(pictures.tokens.tolist()):
-        first = where.rank[n] // widest * widest
-        pools = np.full((widest, room, 2), -1)
-        read = run.rows.inputs["diffusion"][where.microbatch[n]]
-        for place, (_, row) in enumerate(read):
-            pools[:, place * per_row : (place + 1) * per_row] = held[row, first : first + widest]
-        found = pools.reshape(-1, 2)[route.arrivals(n)].tolist()
+        first_rank = diffusion_plan.rank[n] // widest * widest
+        pools = np.full((widest, pool_slots, 2), -1)
+        rows_read = run.rows.inputs["diffusion"][diffusion_plan.microbatch[n]]
+        for position, (_, row) in enumerate(rows_read):
+            pools[:, position * per_row : (position + 1) * per_row] = held_tokens[
+                row, first_rank : first_rank + widest
+            ]
+        tokens_read = pools.reshape(-1, 2)[route.arrivals(n)].tolist()
         slot = int(pictures.slot[n])
-        assert found == [[pictures.example[n], slot + token] for token in range(tokens)]
+        assert tokens_read == [[pictures.example[n], slot + token] for token in range(tokens)]
 
 
 def test_rows_hold_no_more_items_than_segments(made):
+    """Rows of the generator are limited to two items, and there are rows enough for all."""
     sees = "vision" in made.spec.phases
     items = drawn_batch(3, sees=sees)
-    most = 2
-    tight = dataclasses.replace(made.spec.phases["diffusion"], max_segments=most)
+    max_segments = 2
+    tight = dataclasses.replace(made.spec.phases["diffusion"], max_segments=max_segments)
     spec = dataclasses.replace(made.spec, phases=made.spec.phases | {"diffusion": tight})
     roomy = {name: tuple(4 * n for n in rows) for name, rows in made.training.rows.items()}
     runs = plan_runs(items, spec, dataclasses.replace(made.training, rows=roomy))
-    assert max(int(run.rows.phases["diffusion"].segment.max()) for run in runs) == most
+    assert max(int(run.rows.phases["diffusion"].segment.max()) for run in runs) == max_segments
 
 
 def test_without_a_loss_of_text_the_decoder_has_no_head():
-    with_loss, without = (sizes(BLIND, learns_text=learns) for learns in (True, False))
+    """The forward cost per slot falls by exactly the product with the vocabulary."""
+    with_loss, without_loss = (sizes(BLIND, learns_text=learns) for learns in (True, False))
     head = 2 * DRAWS.language.vocab_size * DRAWS.language.width
     forward = [
-        made.training.costs[LANGUAGE].linear[0, 0].sum() / made.spec.phases[LANGUAGE].capacities[0]
-        for made in (with_loss, without)
+        chosen.training.costs[LANGUAGE].linear[0, 0].sum()
+        / chosen.spec.phases[LANGUAGE].capacities[0]
+        for chosen in (with_loss, without_loss)
     ]
     assert forward[0] - forward[1] == head
-    assert not without.training.tables.ring.has_loss(0) and with_loss.training.tables.ring.has_loss(
+    assert not without_loss.training.tables.ring.has_loss(
         0
-    )
+    ) and with_loss.training.tables.ring.has_loss(0)

@@ -1,4 +1,5 @@
-"""Sizes of a pipeline that are tried on samples: full rows, chunks that pay, the same on every host."""
+"""Sizes of a pipeline that are tried on samples: full rows, as many chunks as pay, and the same
+choice on every host."""
 
 from __future__ import annotations
 
@@ -39,6 +40,7 @@ def chosen(examples: int = 96, keeps: Keeps = keeps_none, **config):
 
 
 def trials(examples: int = 96, **config) -> Trials:
+    """The trials that `chosen` runs, for their predictions."""
     return Trials(
         [random_batch(seed, examples) for seed in range(6)],
         sizing(2, DEEP),
@@ -49,11 +51,13 @@ def trials(examples: int = 96, **config) -> Trials:
 
 
 def fill(made, batch: BatchItems) -> dict[str, float]:
+    """Share of real tokens in the slots of each phase, in the plan of one batch."""
     statistics = plan_pipeline(batch, made.spec, made.training).statistics
     return {name: statistics[f"{name}/real_token_fraction"] for name in made.spec.phases}
 
 
 def cost(made, batches) -> float:
+    """Cost of the plans of all batches, in the unit of the pipeline's statistics."""
     return sum(
         plan_pipeline(batch, made.spec, made.training).statistics["pipeline/cost"]
         for batch in batches
@@ -61,7 +65,8 @@ def cost(made, batches) -> float:
 
 
 def test_rows_are_full_and_steps_shorter_than_with_a_number_of_microbatches_for_each_stage():
-    """The longest example takes a quarter of what a replica holds: 16 microbatches of its size are mostly empty."""
+    """The longest example is a quarter of what a replica holds, so 16 microbatches that could each
+    hold it are mostly empty."""
     batches = [random_batch(100 + seed, 24) for seed in range(4)]
     automatic = chosen(24)
     by_number = chosen(24, microbatches=16)
@@ -73,39 +78,44 @@ def test_rows_are_full_and_steps_shorter_than_with_a_number_of_microbatches_for_
 def test_rows_hold_the_longest_item_whatever_is_tried():
     tried = trials()
     for name, inputs in tried.inputs.items():
-        found = tried.candidates(name, 8)
-        assert found == sorted(set(found)) and found[0] >= inputs.longest
-        assert all(capacity % inputs.alignment.slots == 0 for capacity in found)
+        capacities = tried.candidates(name, 8)
+        assert capacities == sorted(set(capacities)) and capacities[0] >= inputs.longest
+        assert all(capacity % inputs.alignment.slots == 0 for capacity in capacities)
 
 
 def test_where_the_longest_example_is_rare_rows_have_several_classes():
-    """It is four times as long as the longest of any sample."""
+    """The longest item of the data is four times as long as the longest of any sample."""
     samples = [random_batch(seed) for seed in range(4)]
     config = PipelineConfig(stages=2, layout="chain")
 
     def chosen_with(row_classes: int):
         inputs = [
-            replace(of, longest=4 * of.longest, config=PhaseConfig(row_classes=row_classes))
-            for of in sizing(2)
+            replace(
+                phase_inputs,
+                longest=4 * phase_inputs.longest,
+                config=PhaseConfig(row_classes=row_classes),
+            )
+            for phase_inputs in sizing(2)
         ]
         return choose_pipeline(samples, inputs, config, MODEL, TRAINED, 24)
 
-    one = chosen_with(1)
-    several = chosen_with(2)
-    largest, smaller = several.spec.phases["language"].capacities
+    one_class = chosen_with(1)
+    two_classes = chosen_with(2)
+    largest, smaller = two_classes.spec.phases["language"].capacities
     assert largest >= 4 * LONGEST["language"] > smaller
-    assert len(one.spec.phases["language"].capacities) == 1
+    assert len(one_class.spec.phases["language"].capacities) == 1
     batches = [random_batch(100 + seed) for seed in range(3)]
-    assert cost(several, batches) < 0.9 * cost(one, batches)
+    assert cost(two_classes, batches) < 0.9 * cost(one_class, batches)
 
 
 def test_of_capacities_that_take_as_long_media_have_the_fullest():
-    """Less than a thousandth of the time is chance. Language rows decide which examples run together."""
+    """Differences below a thousandth of the time are chance: media then take the fullest rows.
+    Language rows take the fastest, because they decide which examples run together."""
     costs = {4: 100_000, 3: 100_090, 2: 100_050, 1: 100_200}
 
     def predicted(capacities, cut, bound=math.inf):
-        of_rows = costs[capacities["vision"][0]] + costs[capacities["language"][0]]
-        return of_rows if of_rows < bound else None
+        total = costs[capacities["vision"][0]] + costs[capacities["language"][0]]
+        return total if total < bound else None
 
     tried = SimpleNamespace(
         inputs=dict.fromkeys(("vision", "language"), SimpleNamespace(row_classes=1)),
@@ -126,44 +136,48 @@ def test_of_capacities_that_take_as_long_media_have_the_fullest():
 
 
 def test_layout_and_chunks_are_no_worse_than_any_single_one():
-    """On the samples that they are chosen on, and by the same schedules."""
-    made = chosen(microbatches=8)
+    """Compared on the samples that they are chosen on, and by the same schedules."""
+    selected = chosen(microbatches=8)
     tried = trials(microbatches=8)
-    capacities = {name: phase.capacities for name, phase in made.spec.phases.items()}
-    ring = made.training.tables.ring
+    capacities = {name: phase.capacities for name, phase in selected.spec.phases.items()}
+    ring = selected.training.tables.ring
     counts = {chain.name: chain.chunks_per_rank for chain in ring.chains}
-    cut = Cut(made.training.config.layout, tuple(sorted(counts.items())))
-    others = [Cut("chain"), Cut("parallel"), Cut("segments").with_chunks("language", 1)]
-    best = tried.predicted(capacities, cut)
-    assert best is not None
-    for other in others:
-        found = tried.predicted(capacities, other)
-        assert found is None or best <= found
+    cut = Cut(selected.training.config.layout, tuple(sorted(counts.items())))
+    alternatives = [Cut("chain"), Cut("parallel"), Cut("segments").with_chunks("language", 1)]
+    chosen_cost = tried.predicted(capacities, cut)
+    assert chosen_cost is not None
+    for alternative in alternatives:
+        alternative_cost = tried.predicted(capacities, alternative)
+        assert alternative_cost is None or chosen_cost <= alternative_cost
 
 
 def test_a_bound_ends_a_trial_and_changes_no_figure():
+    """A trial stops when it exceeds the best cost so far; below that bound the prediction is the
+    full one."""
     tried = trials()
     cut = Cut("segments")
     capacities = {name: (tried.least(name),) for name in tried.inputs}
-    found = tried.predicted(capacities, cut)
-    assert found is not None
-    assert tried.predicted(capacities, cut, INT64_MAX) == found
-    assert tried.predicted(capacities, cut, found // 2) is None
+    predicted_cost = tried.predicted(capacities, cut)
+    assert predicted_cost is not None
+    assert tried.predicted(capacities, cut, INT64_MAX) == predicted_cost
+    assert tried.predicted(capacities, cut, predicted_cost // 2) is None
 
 
 def test_what_a_tick_takes_besides_makes_chunks_fewer():
-    without = chosen(microbatches=8).training
-    linear = max(int(costs.linear.max()) for costs in without.costs.values())
+    """The fixed price of a tick is eight times the costliest operation, so more ticks of smaller
+    chunks do not pay."""
+    free = chosen(microbatches=8).training
+    linear = max(int(costs.linear.max()) for costs in free.costs.values())
     costly = chosen(microbatches=8, flops_per_tick=8.0 * linear).training
     chunks = [
-        sum(chain.depth for chain in pipeline.tables.ring.chains) for pipeline in (without, costly)
+        sum(chain.depth for chain in pipeline.tables.ring.chains) for pipeline in (free, costly)
     ]
     assert chunks[1] < chunks[0]
 
 
 @pytest.mark.parametrize("split", [False, "auto"])
 def test_the_automatic_schedule_is_no_worse_than_greedy(split):
-    """But for the hundredth that a costlier one must gain."""
+    """Within the margin by which a costlier schedule must win."""
     auto = chosen(microbatches=8, layout="segments", schedule="auto", split_backward=split)
     greedy = chosen(microbatches=8, layout="segments")
     pipeline = auto.training
@@ -173,34 +187,36 @@ def test_the_automatic_schedule_is_no_worse_than_greedy(split):
     capacities = {name: phase.capacities for name, phase in auto.spec.phases.items()}
     runs = [run for run, *_ in tried.runs(capacities)[:3]]
     costs = [
-        sum(lockstep(schedule_of(graph_of(run, each), each)) for run in runs)
-        for each in (pipeline, replace(greedy.training, tables=pipeline.tables))
+        sum(lockstep(schedule_of(graph_of(run, pipeline_sizes), pipeline_sizes)) for run in runs)
+        for pipeline_sizes in (pipeline, replace(greedy.training, tables=pipeline.tables))
     ]
     assert costs[0] <= 1.03 * costs[1]
 
 
 def test_every_host_chooses_the_same():
-    first, second = (sizes(stages=2) for _ in range(2))
-    assert repr(first.spec) == repr(second.spec)
-    assert repr(first.training.tables) == repr(second.training.tables)
+    first_host, second_host = (sizes(stages=2) for _ in range(2))
+    assert repr(first_host.spec) == repr(second_host.spec)
+    assert repr(first_host.training.tables) == repr(second_host.training.tables)
 
 
 def test_more_stages_than_any_layout_has_layers_for():
-    """No other layout is advised."""
+    """The error advises fewer stages, and no other layout."""
     with pytest.raises(PipelineError, match=r"stages = 40, but .* 32 in all; use fewer stages$"):
         chosen(24, stages=40)
 
 
 def test_many_replicas_are_tried_on_some():
+    """Trials of very large batches run on some replicas with the same load per rank."""
     tried = trials(examples=6144)
-    few = tried.with_some()
-    assert few.inputs["language"].ranks < tried.inputs["language"].ranks
-    ratio = few.load("language") / tried.load("language")
+    on_some = tried.with_some()
+    assert on_some.inputs["language"].ranks < tried.inputs["language"].ranks
+    ratio = on_some.load("language") / tried.load("language")
     assert 0.9 < ratio < 1.1
 
 
 def test_forwards_keep_what_memory_holds_and_no_more_than_wait():
-    """With `auto`. Steps become shorter, for backward operations do not run their chunks again."""
+    """With `auto`, forward operations keep as many residuals as memory holds. Steps become shorter,
+    because backward operations do not run those chunks again."""
     asked = set()
 
     def keeps(few: int) -> Keeps:
@@ -211,22 +227,27 @@ def test_forwards_keep_what_memory_holds_and_no_more_than_wait():
         return count
 
     settings = {"layout": "segments", "microbatches": 8}
-    none, some, all_ = (chosen(keeps=keeps(few), **settings) for few in (0, 2, 10**6))
-    chains = some.training.tables.ring.chains
-    capacities = {name: rows.capacities[0] for name, rows in some.spec.phases.items()}
-    assert {(one.name, capacities[one.name], max(one.layers)) for one in chains} <= asked
+    no_residuals, two_residuals, all_residuals = (
+        chosen(keeps=keeps(few), **settings) for few in (0, 2, 10**6)
+    )
+    chains = two_residuals.training.tables.ring.chains
+    capacities = {name: rows.capacities[0] for name, rows in two_residuals.spec.phases.items()}
+    assert {
+        (kept_chain.name, capacities[kept_chain.name], max(kept_chain.layers))
+        for kept_chain in chains
+    } <= asked
     slots = [
         {
             chain: n
-            for (pool, chain), n in made.training.tables.slots.items()
+            for (pool, chain), n in selected.training.tables.slots.items()
             if pool == Pool.RESIDUAL
         }
-        for made in (none, some, all_)
+        for selected in (no_residuals, two_residuals, all_residuals)
     ]
     assert slots[0] == {} and slots[1] == {0: 2, 1: 2}
     assert all(2 < n < 200 for n in slots[2].values())
     batches = [random_batch(100 + seed, 96) for seed in range(3)]
-    costs = [cost(made, batches) for made in (none, some, all_)]
+    costs = [cost(selected, batches) for selected in (no_residuals, two_residuals, all_residuals)]
     assert costs[0] > costs[1] > costs[2]
-    given = chosen(keeps=keeps(10**6), kept_residuals=3, **settings)
-    assert given.training.tables.slots[Pool.RESIDUAL, 1] == 3
+    configured = chosen(keeps=keeps(10**6), kept_residuals=3, **settings)
+    assert configured.training.tables.slots[Pool.RESIDUAL, 1] == 3
