@@ -1,4 +1,5 @@
-"""Small towers and a language model for the executor, their batches, and the same step without a pipeline."""
+"""Small towers and a language model for the executor, their batches, and the same step without a
+pipeline."""
 
 from __future__ import annotations
 
@@ -24,13 +25,14 @@ from sharding.pipeline.validator import validate
 
 REPLICAS = 2
 VOCABULARY = 11
-PATCHES, TEXT = (4, 2), (8, 5)  # of a row, by its class
+PATCHES, TEXT = (4, 2), (8, 5)  # positions of a row, by its class
 WIDTHS = {"vision": 8, "audio": 12, "language": 16}
 SLOTS = PATCHES[0] // 2  # tokens of an encoder row of the first class on a replica
 
 
 def layer(params: Params, x, row):
-    """Mixes positions too, and divides by something of the row, so that no microbatch passes for another."""
+    """A layer that mixes positions as well, and divides by a value of the row, so that no
+    microbatch can pass for another."""
     weights = params.trained | params.frozen
     frozen = params.frozen
     mixed = jnp.cumsum(x, axis=-2) / jnp.arange(1.0, x.shape[-2] + 1)[:, None]
@@ -39,6 +41,8 @@ def layer(params: Params, x, row):
 
 
 def encoder() -> Component:
+    """An encoder: patches times a stem, layers, and a projection of pairs of positions."""
+
     def first(outer: Params, row, media):
         return row["patches"] @ (outer.trained | outer.frozen)["stem"]
 
@@ -50,15 +54,18 @@ def encoder() -> Component:
 
 
 def language() -> Component:
+    """A language model whose rows replace some embeddings by tokens of encoders, and which sums a
+    loss and the number of right predictions."""
+
     def first(outer: Params, row, media):
         x = jnp.take((outer.trained | outer.frozen)["embed"], row["ids"], axis=0)
-        for number, tokens in enumerate(media):
+        for encoder_index, tokens in enumerate(media):
             if not tokens.shape[0]:
                 continue
             flat = jnp.moveaxis(tokens, 0, 1).reshape(tokens.shape[1], -1, tokens.shape[-1])
-            index = row["media"][number]
-            found = jnp.take_along_axis(flat, jnp.maximum(index, 0)[..., None], axis=1)
-            x = jnp.where((index >= 0)[..., None], found, x)
+            index = row["media"][encoder_index]
+            received = jnp.take_along_axis(flat, jnp.maximum(index, 0)[..., None], axis=1)
+            x = jnp.where((index >= 0)[..., None], received, x)
         return x
 
     def last(outer: Params, x, row):
@@ -72,16 +79,20 @@ def language() -> Component:
 
 
 def components(ring: Ring, policy: Callable[..., bool] | None = None) -> tuple[Component, ...]:
-    """With a policy, layers keep for their backward pass what it says; else everything."""
-    parts = (*(encoder() for _ in ring.encoders), language())
+    """The components of a ring. With a policy, layers keep for their backward pass only what it
+    names; without, everything."""
+    plain = (*(encoder() for _ in ring.encoders), language())
     if policy is None:
-        return parts
-    return tuple(replace(part, layer=jax.checkpoint(part.layer, policy=policy)) for part in parts)
+        return plain
+    return tuple(
+        replace(component, layer=jax.checkpoint(component.layer, policy=policy))
+        for component in plain
+    )
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What is trained of a component, by part."""
+    """Which parts of a component are trained."""
 
     first: bool = True
     layers: bool = True
@@ -96,7 +107,8 @@ HEAD = Trained(False, False, True)
 def parameters(
     ring: Ring, trained: tuple[Trained, ...], seed: int = 0
 ) -> tuple[tuple[Params, ...], tuple[Params, ...]]:
-    """Layers [layers of the whole component, ...] and parameters outside of them, by component."""
+    """Stacked layers [layers of the whole component, ...] and the parameters outside of them, each
+    by component."""
     keys = iter(jax.random.split(jax.random.key(seed), 100))
 
     def matrix(*shape: int):
@@ -104,22 +116,27 @@ def parameters(
 
     layers = []
     outer = []
-    for chain, of in zip(ring.chains, trained, strict=True):
-        count = sum(chain.layers)
+    for chain, parts_trained in zip(ring.chains, trained, strict=True):
+        layer_count = sum(chain.layers)
         width = WIDTHS[chain.name]
-        weights = {"up": matrix(count, width, 2 * width), "down": matrix(count, 2 * width, width)}
-        scale = {"scale": 1 + 0.1 * matrix(count, 1, 2 * width)[:, 0]}
-        layers.append(Params(weights, scale) if of.layers else Params({}, weights | scale))
+        weights = {
+            "up": matrix(layer_count, width, 2 * width),
+            "down": matrix(layer_count, 2 * width, width),
+        }
+        scale = {"scale": 1 + 0.1 * matrix(layer_count, 1, 2 * width)[:, 0]}
+        layers.append(
+            Params(weights, scale) if parts_trained.layers else Params({}, weights | scale)
+        )
         if chain == ring.reader:
-            first = {"embed": matrix(VOCABULARY, width)}
-            last = {"head": matrix(width, VOCABULARY)}
+            first_weights = {"embed": matrix(VOCABULARY, width)}
+            last_weights = {"head": matrix(width, VOCABULARY)}
         else:
-            first = {"stem": matrix(5, width)}
-            last = {"project": matrix(2 * width, WIDTHS["language"])}
-        parts = [(first, of.first), (last, of.last)]
+            first_weights = {"stem": matrix(5, width)}
+            last_weights = {"project": matrix(2 * width, WIDTHS["language"])}
+        ends = [(first_weights, parts_trained.first), (last_weights, parts_trained.last)]
         merged = [
-            {k: v for part, yes in parts if yes == side for k, v in part.items()}
-            for side in (True, False)
+            {k: v for end, is_trained in ends if is_trained == wanted for k, v in end.items()}
+            for wanted in (True, False)
         ]
         outer.append(Params(*merged))
     return tuple(layers), tuple(outer)
@@ -128,12 +145,12 @@ def parameters(
 def rows(
     ring: Ring, workload: Workload, sizes: tuple[int, ...], fan: tuple[int, ...], seed: int = 0
 ):
-    """Rows of all components by class, padded to `sizes` microbatches of each; every consumed token replaces one of
-    the text."""
+    """Rows of all components by class, padded to `sizes` microbatches each. Every encoder token
+    that a microbatch reads replaces one position of its text."""
     random = np.random.default_rng(seed)
-    found = []
+    encoder_rows = []
     for work, size in zip(workload.chains, sizes[:-1], strict=False):
-        found.append(
+        encoder_rows.append(
             tuple(
                 {
                     "patches": random.normal(size=(size, REPLICAS, patches, 5)).astype(np.float32),
@@ -147,69 +164,82 @@ def rows(
         [np.full((sizes[-1], REPLICAS, text), -1, np.int32) for _ in ring.encoders]
         for text in texts
     ]
-    for m, inputs in enumerate(workload.inputs):
-        row_class, row = workload.chains[-1].rows[m]
-        places = [0] * len(ring.encoders)
-        for encoder_, sub in inputs:
-            users = [other for other, of in enumerate(workload.inputs) if (encoder_, sub) in of]
-            # Deferral: each takes some tokens
-            tokens = PATCHES[workload.chains[encoder_].rows[sub][0]] // 2
-            half = range(tokens) if len(users) == 1 else [users.index(m) % tokens]
+    for microbatch, inputs in enumerate(workload.inputs):
+        row_class, row = workload.chains[-1].rows[microbatch]
+        next_place = [0] * len(ring.encoders)
+        for encoder_, row_read in inputs:
+            readers = [
+                reader
+                for reader, read in enumerate(workload.inputs)
+                if (encoder_, row_read) in read
+            ]
+            # With deferral two microbatches read one encoder row, and each takes some of its tokens.
+            tokens = PATCHES[workload.chains[encoder_].rows[row_read][0]] // 2
+            taken_tokens = (
+                range(tokens) if len(readers) == 1 else [readers.index(microbatch) % tokens]
+            )
             for replica in range(REPLICAS):
-                for token in half:
-                    at = random.integers(TEXT[row_class])
-                    media[row_class][encoder_][row, replica, at] = places[encoder_] * SLOTS + token
-            places[encoder_] += 1
+                for token in taken_tokens:
+                    position = random.integers(TEXT[row_class])
+                    media[row_class][encoder_][row, replica, position] = (
+                        next_place[encoder_] * SLOTS + token
+                    )
+            next_place[encoder_] += 1
     rows_of_text = tuple(
         {
             "ids": random.integers(0, VOCABULARY, (sizes[-1], REPLICAS, text)).astype(np.int32),
             "targets": random.integers(0, VOCABULARY, (sizes[-1], REPLICAS, text)).astype(np.int32),
             "level": random.uniform(1, 2, (sizes[-1], REPLICAS, 1)).astype(np.float32),
-            "media": tuple(of_class),
+            "media": tuple(media_of_class),
         }
-        for text, of_class in zip(texts, media, strict=True)
+        for text, media_of_class in zip(texts, media, strict=True)
     )
-    return (*found, rows_of_text)
+    return (*encoder_rows, rows_of_text)
 
 
 def classes_of(work: ChainWork) -> int:
-    """As many classes as rows are given: one where none is said."""
+    """Number of row classes of a chain's work: one where no class is given."""
     return 1 if work.row_class is None else len(TEXT)
 
 
 def unpipelined(ring: Ring, workload: Workload, fan: tuple[int, ...], layers, outer, rows):
-    """(loss, sums) and gradients of everything trained, microbatch by microbatch in plain Python."""
-    parts = components(ring)
+    """(loss, sums) and the gradients of everything trained, microbatch by microbatch in plain
+    Python."""
+    model = components(ring)
 
     def run(trained):
         weights = [Params(t, p.frozen) for t, p in zip(trained[0], layers, strict=True)]
         outers = [Params(t, p.frozen) for t, p in zip(trained[1], outer, strict=True)]
 
         def through(c: int, m: int, media):
-            row_class, number = workload.chains[c].rows[m]
-            row = jax.tree.map(lambda leaf: leaf[number], rows[c][row_class])
-            x = parts[c].first(outers[c], row, media)
-            for number in range(sum(ring.chains[c].layers)):
-                x = parts[c].layer(jax.tree.map(lambda leaf, n=number: leaf[n], weights[c]), x, row)
-            return parts[c].last(outers[c], x, row)
+            row_class, index = workload.chains[c].rows[m]
+            row = jax.tree.map(lambda leaf: leaf[index], rows[c][row_class])
+            x = model[c].first(outers[c], row, media)
+            for index in range(sum(ring.chains[c].layers)):
+                x = model[c].layer(jax.tree.map(lambda leaf, n=index: leaf[n], weights[c]), x, row)
+            return model[c].last(outers[c], x, row)
 
         tokens = [
             [through(c, m, ()) for m in range(workload.chains[c].shape[1])]
-            for c in range(len(parts) - 1)
+            for c in range(len(model) - 1)
         ]
         loss = 0.0
         sums = {"right": 0.0}
         for m, inputs in enumerate(workload.inputs):
             media = []
-            for c, places in enumerate(fan):
-                of = [padded(tokens[c][sub]) for e, sub in inputs if e == c]
-                of += [jnp.zeros((REPLICAS, SLOTS, WIDTHS["language"]))] * (places - len(of))
-                media.append(
-                    jnp.stack(of) if of else jnp.zeros((0, REPLICAS, SLOTS, WIDTHS["language"]))
+            for c, read_count in enumerate(fan):
+                tokens_read = [padded(tokens[c][sub]) for e, sub in inputs if e == c]
+                tokens_read += [jnp.zeros((REPLICAS, SLOTS, WIDTHS["language"]))] * (
+                    read_count - len(tokens_read)
                 )
-            more, parts_ = through(len(parts) - 1, m, tuple(media))
-            loss = loss + more
-            sums = jax.tree.map(jnp.add, sums, parts_)
+                media.append(
+                    jnp.stack(tokens_read)
+                    if tokens_read
+                    else jnp.zeros((0, REPLICAS, SLOTS, WIDTHS["language"]))
+                )
+            row_loss, row_sums = through(len(model) - 1, m, tuple(media))
+            loss = loss + row_loss
+            sums = jax.tree.map(jnp.add, sums, row_sums)
         return loss, sums
 
     trained = [[p.trained for p in layers], [p.trained for p in outer]]
@@ -217,12 +247,13 @@ def unpipelined(ring: Ring, workload: Workload, fan: tuple[int, ...], layers, ou
 
 
 def padded(tokens):
-    """Tokens of a row of any class as many as those of the first."""
+    """Tokens of a row of any class, padded to as many as a row of the first class has."""
     return jnp.pad(tokens, ((0, 0), (0, SLOTS - tokens.shape[1]), (0, 0)))
 
 
 def stacked(ring: Ring, c: int, tree):
-    """Leaves [layers, ...] of a whole component as [S, K, L, ...], zeros where a chunk has fewer layers."""
+    """Leaves [layers, ...] of a whole component as [S, K, L, ...], with zeros where a chunk has
+    fewer layers than the largest."""
     chain = ring.chains[c]
     starts = np.cumsum([0, *chain.layers])
 
@@ -231,15 +262,22 @@ def stacked(ring: Ring, c: int, tree):
             (ring.stages, chain.chunks_per_rank, max(1, *chain.layers), *leaf.shape[1:]), leaf.dtype
         )
         for depth, stage in enumerate(chain.stages):
-            count = chain.layers[depth]
-            out[stage, chain.local(depth), :count] = leaf[starts[depth] : starts[depth] + count]
+            layer_count = chain.layers[depth]
+            out[stage, chain.local(depth), :layer_count] = leaf[
+                starts[depth] : starts[depth] + layer_count
+            ]
         return out
 
     return jax.tree.map(stack, tree)
 
 
 def inputs(ring: Ring, layers, outer, rows) -> Inputs:
-    return Inputs(tuple(stacked(ring, c, of) for c, of in enumerate(layers)), outer, rows)
+    """Inputs of the executor from parameters and rows of the plain step."""
+    return Inputs(
+        tuple(stacked(ring, c, component_layers) for c, component_layers in enumerate(layers)),
+        outer,
+        rows,
+    )
 
 
 # ---------------------------------------------------------------------------- rings and workloads
@@ -248,25 +286,28 @@ def inputs(ring: Ring, layers, outer, rows) -> Inputs:
 def ring_of(
     layout: str, stages: int, encoders: tuple[str, ...] = ("vision",), heads: tuple[bool, ...] = ()
 ) -> Ring:
-    """Layouts as cuts.py lays them, with uneven layer counts."""
-    count = len(encoders)
+    """A ring laid out as cuts.py lays it, with one or two layers per chunk in turn."""
+    encoder_count = len(encoders)
     names = (*encoders, "language")
     heads = heads or (False,) * len(names)
     if layout == "segments":
-        places = [
+        stages_of_chains = [
             tuple(range(stages)) * (1 if name != "language" else 2 if stages < 8 else 1)
             for name in names
         ]
-    elif (
-        layout == "chain"
-    ):  # the last encoder shares a rank with the language model where there are few
-        cut = max(1, stages // 2)
-        places = [tuple(range(cut))] * count + [tuple(range(min(cut, stages - 1), stages))]
+    elif layout == "chain":
+        # The last encoder shares a rank with the language model where there are few ranks.
+        first_language_rank = max(1, stages // 2)
+        stages_of_chains = [tuple(range(first_language_rank))] * encoder_count + [
+            tuple(range(min(first_language_rank, stages - 1), stages))
+        ]
     else:
-        places = [(rank,) for rank in range(count)] + [tuple(range(count, stages))]
+        stages_of_chains = [(rank,) for rank in range(encoder_count)] + [
+            tuple(range(encoder_count, stages))
+        ]
     chains = [
-        Chain(name, of, tuple(1 + depth % 2 for depth in range(len(of))), head)
-        for name, of, head in zip(names, places, heads, strict=True)
+        Chain(name, chain_stages, tuple(1 + depth % 2 for depth in range(len(chain_stages))), head)
+        for name, chain_stages, head in zip(names, stages_of_chains, heads, strict=True)
     ]
     return Ring(stages, tuple(chains))
 
@@ -280,33 +321,41 @@ def workload_of(
     defer: bool = True,
     classes: bool = False,
 ) -> Workload:
-    """Random numbers of encoder rows, none for some microbatches; with deferral some feed the next one too.
-    `most` of an encoder for one microbatch; `classes`: rows of two, at random."""
+    """A workload with random numbers of encoder rows, none for some microbatches.
+
+    `most` is the largest number of rows of each encoder that one microbatch reads anew. With
+    `defer` some rows feed the next microbatch as well; with `classes` every row is of one of two
+    classes, at random.
+    """
     most = most if isinstance(most, tuple) else (most,) * len(ring.encoders)
     random = np.random.default_rng(seed)
     trained = trained or (ALL,) * len(ring.chains)
     inputs: list[list[tuple[int, int]]] = [[] for _ in range(microbatches)]
     counts = []
     for encoder_ in range(len(ring.encoders)):
-        number = 0
+        row_number = 0
         for m in range(microbatches):
             for _ in range(random.integers(0, most[encoder_] + 1)):
-                inputs[m].append((encoder_, number))
+                inputs[m].append((encoder_, row_number))
                 if defer and m + 1 < microbatches and random.random() < 0.4:
-                    inputs[m + 1].append((encoder_, number))
-                number += 1
-        counts.append(number)
-    up = any(of != NONE for of in trained[:-1])
+                    inputs[m + 1].append((encoder_, row_number))
+                row_number += 1
+        counts.append(row_number)
+    up = any(parts_trained != NONE for parts_trained in trained[:-1])
     works = []
-    for chain, of, count in zip(ring.chains, trained, (*counts, microbatches), strict=True):
-        shape = (chain.depth, count)
+    for chain, parts_trained, row_count in zip(
+        ring.chains, trained, (*counts, microbatches), strict=True
+    ):
+        shape = (chain.depth, row_count)
         forward = random.integers(1, 4, (chain.depth, 1)) + np.zeros(shape, np.int64)
+        # The language model has input gradients where an encoder is trained, even if it is frozen
+        # itself.
         above = up and chain == ring.reader
-        back = np.zeros(shape, np.int64) + int(of.layers or of.first or above)
-        weight = back * int(of.layers)
-        if of.last:
+        back = np.zeros(shape, np.int64) + int(parts_trained.layers or parts_trained.first or above)
+        weight = back * int(parts_trained.layers)
+        if parts_trained.last:
             weight[-1] = 1
-        row_class = random.integers(0, len(TEXT), count) if classes else None
+        row_class = random.integers(0, len(TEXT), row_count) if classes else None
         works.append(
             ChainWork(forward, forward * (back > 0), forward * back, weight * forward, row_class)
         )
@@ -314,7 +363,8 @@ def workload_of(
 
 
 def padded_table_of(graph: Graph) -> Table:
-    """A greedy table with two slots for residuals of language, and three idle ticks at its end."""
+    """A greedy table with two slots for residuals of the language model, and three idle ticks at
+    its end."""
     schedule = greedy(graph)
     slots = slots_needed([schedule]) | {(Pool.RESIDUAL, 1): 2}
     schedule = keep_residuals(schedule, slots)
@@ -330,7 +380,8 @@ def padded_table_of(graph: Graph) -> Table:
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled executor with what it needs to run a schedule and to compare it with the plain step."""
+    """A compiled executor with what it needs to run a schedule and to compare it with the plain
+    step."""
 
     spec: TableSpec
     trained: tuple[Trained, ...]
@@ -341,7 +392,8 @@ class Program:
     put: Callable[[Inputs], Inputs] = lambda inputs: inputs
 
     def check(self, schedule: Schedule, seed: int = 0) -> None:
-        """Run a schedule on rows of a seed; loss, sums and every gradient must be those of the plain step."""
+        """Run a schedule on the rows of a seed: loss, sums and every gradient must equal those of
+        the plain step."""
         workload = schedule.graph.workload
         ring = self.spec.ring
         table = make_table(schedule, self.spec)
@@ -350,14 +402,17 @@ class Program:
         (loss, sums), (layers, outer) = unpipelined(
             ring, workload, self.spec.rows_read, self.layers, self.outer, batch
         )
-        found = self.run(
+        outputs = self.run(
             TableArrays.of(table), self.put(inputs(ring, self.layers, self.outer, batch))
         )
-        np.testing.assert_allclose(found.loss, loss, rtol=1e-5)
-        np.testing.assert_allclose(found.sums[-1]["right"], sums["right"])
-        expected = tuple(stacked(ring, c, of) for c, of in enumerate(layers)), tuple(outer)
+        np.testing.assert_allclose(outputs.loss, loss, rtol=1e-5)
+        np.testing.assert_allclose(outputs.sums[-1]["right"], sums["right"])
+        expected = (
+            tuple(stacked(ring, c, component_layers) for c, component_layers in enumerate(layers)),
+            tuple(outer),
+        )
         for got, want in zip(
-            jax.tree.leaves((found.layers, found.outer)), jax.tree.leaves(expected), strict=True
+            jax.tree.leaves((outputs.layers, outputs.outer)), jax.tree.leaves(expected), strict=True
         ):
             np.testing.assert_allclose(
                 got, want, rtol=1e-5, atol=1e-5 * float(np.abs(want).max() + 1e-3)
@@ -375,23 +430,25 @@ def program(
     policy: Callable[..., bool] | None = None,
     classes: bool = False,
 ) -> Program:
-    """An executor on the first devices, with as many slots in every pool but the optional ones, which have 2.
-    `classes`: for rows of two of them."""
-    places = {
+    """An executor on the first devices, with `slots` slots in every pool; of the optional `pools`,
+    residuals have 2. With `classes`, it has rows of two classes."""
+    counts = {
         (pool, c): slots for pool in Pool for c in range(len(ring.chains)) if pool < Pool.RESIDUAL
     }
-    for c, of in enumerate(trained[:-1]):
-        if of == NONE:
-            del places[Pool.TOKEN_GRADIENT, c]
-    del places[Pool.TOKENS, len(ring.chains) - 1], places[Pool.TOKEN_GRADIENT, len(ring.chains) - 1]
-    places |= {
+    for c, member in enumerate(trained[:-1]):
+        if member == NONE:
+            del counts[Pool.TOKEN_GRADIENT, c]
+    del counts[Pool.TOKENS, len(ring.chains) - 1], counts[Pool.TOKEN_GRADIENT, len(ring.chains) - 1]
+    counts |= {
         (pool, c): slots if pool == Pool.PENDING else 2
         for pool in pools
         for c in range(len(ring.chains))
     }
     row_classes = (len(TEXT),) * len(ring.chains) if classes else ()
-    spec = TableSpec(ring, places, ticks, (fan,) * len(ring.encoders), row_classes)
+    spec = TableSpec(ring, counts, ticks, (fan,) * len(ring.encoders), row_classes)
     mesh = make_mesh({"stage": ring.stages}, jax.devices()[: ring.stages])
-    parts = tuple((of,) * spec.classes(c) for c, of in enumerate(components(ring, policy)))
-    run = jax.jit(make_executor(spec, parts, mesh))
+    component_classes = tuple(
+        (member,) * spec.classes(c) for c, member in enumerate(components(ring, policy))
+    )
+    run = jax.jit(make_executor(spec, component_classes, mesh))
     return Program(spec, trained, sizes, run, *parameters(ring, trained))

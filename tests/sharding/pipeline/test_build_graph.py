@@ -1,4 +1,5 @@
-"""The operations of a batch: which there are, what they wait for, and what cannot be."""
+"""The graph of a batch: which operations there are, what they wait for, and which workloads are
+refused."""
 
 import dataclasses
 
@@ -14,8 +15,9 @@ from tests.sharding.pipeline.models import ALL, HEAD, NONE, ring_of, workload_of
 def work(
     depths: int, microbatches: int, forward: int = 2, back: int = 2, weight: int = 3
 ) -> ChainWork:
-    whole = np.ones((depths, microbatches), np.int64)
-    return ChainWork(whole * forward, whole * forward, whole * back, whole * weight)
+    """Work of a chain whose operations of one kind all take equally long."""
+    ones = np.ones((depths, microbatches), np.int64)
+    return ChainWork(ones * forward, ones * forward, ones * back, ones * weight)
 
 
 RING = Ring(2, (Chain("vision", (0, 1), (1, 1)), Chain("language", (0, 1), (1, 1))))
@@ -23,25 +25,30 @@ DEFERRED = Workload((work(2, 2), work(2, 2)), (((0, 0), (0, 1)), ((0, 1),)))
 
 
 def edges(graph):
-    """Every (before, after) by name."""
-    found = set()
+    """Every pair (operation, one that waits for it), by name."""
+    pairs = set()
     for n in range(graph.size):
-        for after in [op for op, _ in graph.successors[n]] + [op for *_, op in graph.returns[n]]:
-            found.add((graph.name(n), graph.name(after)))
-    return found
+        for successor in [op for op, _ in graph.successors[n]] + [
+            op for *_, op in graph.returns[n]
+        ]:
+            pairs.add((graph.name(n), graph.name(successor)))
+    return pairs
 
 
 def test_what_waits_for_what():
-    found = edges(build_graph(RING, DEFERRED, fused=False))
+    """All edges of a workload whose second encoder row is read by both language microbatches."""
+    waits = edges(build_graph(RING, DEFERRED, fused=False))
     expected = set()
     for m in (0, 1):
         for chain in ("vision", "language"):
-            first, second = (f"of {chain} chunk {d}, microbatch {m}" for d in (0, 1))
+            first_chunk, second_chunk = (f"of {chain} chunk {d}, microbatch {m}" for d in (0, 1))
             expected |= {
-                (f"forward {first}", f"forward {second}"),
-                (f"backward {second}", f"backward {first}"),
+                (f"forward {first_chunk}", f"forward {second_chunk}"),
+                (f"backward {second_chunk}", f"backward {first_chunk}"),
             }
-            expected |= {(f"forward {of}", f"backward {of}") for of in (first, second)}
+            expected |= {
+                (f"forward {chunk}", f"backward {chunk}") for chunk in (first_chunk, second_chunk)
+            }
     for sub, m in ((0, 0), (1, 0), (1, 1)):
         tower = f"of vision chunk 1, microbatch {sub}"
         text = f"of language chunk 0, microbatch {m}"
@@ -49,27 +56,31 @@ def test_what_waits_for_what():
             (f"forward {tower}", f"forward {text}"),
             (f"backward {text}", f"backward {tower}"),
         }
-    assert found == expected
+    assert waits == expected
 
 
 def test_the_last_language_forward_is_part_of_its_backward():
-    whole, fused = (build_graph(RING, DEFERRED, fused=fused) for fused in (False, True))
-    assert whole.size - fused.size == 2
+    separate, fused = (build_graph(RING, DEFERRED, fused=fused) for fused in (False, True))
+    assert separate.size - fused.size == 2
     n = fused.number[Kind.BACKWARD, 1, 1, 0]
     assert fused.duration[n] == 2 + 2 + 3
-    before = fused.number[Kind.FORWARD, 1, 0, 0]
-    assert (n, 1) in fused.successors[before]
+    predecessor = fused.number[Kind.FORWARD, 1, 0, 0]
+    assert (n, 1) in fused.successors[predecessor]
 
 
 def test_split_backwards():
+    """A weight gradient waits for its input gradient alone, and nothing waits for it."""
     graph = build_graph(RING, DEFERRED, split=True, fused=False)
     for chain in (0, 1):
-        first, second = (
+        input_gradient, weight_gradient = (
             graph.number[kind, chain, 1, 0] for kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
         )
-        assert (graph.duration[first], graph.duration[second]) == (2 + 2, 3)
-        assert graph.successors[first][0] == (second, 1) or (second, 1) in graph.successors[first]
-        assert not graph.successors[second]
+        assert (graph.duration[input_gradient], graph.duration[weight_gradient]) == (2 + 2, 3)
+        assert (
+            graph.successors[input_gradient][0] == (weight_gradient, 1)
+            or (weight_gradient, 1) in graph.successors[input_gradient]
+        )
+        assert not graph.successors[weight_gradient]
     assert Kind.BACKWARD not in graph.kind
     assert graph.rank_work.sum() == build_graph(RING, DEFERRED, fused=False).rank_work.sum()
 
@@ -84,13 +95,13 @@ def test_split_backwards():
     ],
 )
 def test_frozen_chunks_have_no_backward(trained, backward):
-    ring = ring_of("chain", 4, heads=tuple(of == HEAD for of in trained))
+    ring = ring_of("chain", 4, heads=tuple(parts_trained == HEAD for parts_trained in trained))
     graph = build_graph(ring, workload_of(ring, 3, trained))
-    found: dict[int, set[int]] = {}
+    backward_depths: dict[int, set[int]] = {}
     for kind, chain, depth in zip(graph.kind, graph.chain, graph.depth, strict=True):
         if kind == Kind.BACKWARD:
-            found.setdefault(chain, set()).add(depth)
-    assert found == backward
+            backward_depths.setdefault(chain, set()).add(depth)
+    assert backward_depths == backward
 
 
 def test_tokens_travel_as_far_as_they_must():
@@ -100,8 +111,8 @@ def test_tokens_travel_as_far_as_they_must():
     for encoder, hops in ((0, 2), (1, 1)):
         n = graph.number[Kind.FORWARD, encoder, 0, 0]
         assert {ticks for _, ticks in graph.successors[n] if graph.chain[_] == 2} == {hops}
-    far = [buffer for buffer in graph.buffers if buffer.hops == 2]
-    assert {(buffer.pool, buffer.rank) for buffer in far} == {
+    two_hop_buffers = [buffer for buffer in graph.buffers if buffer.hops == 2]
+    assert {(buffer.pool, buffer.rank) for buffer in two_hop_buffers} == {
         (Pool.TOKENS, 2),
         (Pool.TOKEN_GRADIENT, 0),
     }
@@ -134,7 +145,10 @@ def test_workloads_that_cannot_be(workload, message):
 
 def test_gradients_need_something_to_come_from():
     first_only = ChainWork(
-        *(np.array(of, np.int64) for of in ([[1], [1]], [[1], [1]], [[1], [0]], [[0], [0]]))
+        *(
+            np.array(durations, np.int64)
+            for durations in ([[1], [1]], [[1], [1]], [[1], [0]], [[0], [0]])
+        )
     )
     with pytest.raises(
         PipelineError, match="chunk 0 of vision has a backward for microbatch 0, but chunk 1"

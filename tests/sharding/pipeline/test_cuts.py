@@ -1,4 +1,4 @@
-"""Partition: the freezing table, cuts against brute force, layouts and their errors."""
+"""Partition into stages: costs under freezing, cuts against brute force, layouts, and errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from sharding.pipeline.ring import Chain, PipelineError
 
 
 def model(vision: bool, projector: bool, language: bool, **shape) -> dict[str, list[Layer]]:
-    """Three tower layers, a projector of one, and embedding, two blocks and a head; every forward pass costs 10."""
+    """Three tower layers and a projector; an embedding, two blocks and a head. Every forward pass
+    costs 10."""
 
     def run(component: str, count: int, trainable: bool) -> list[Layer]:
         return [Layer(component, 10, trainable=trainable, **shape) for _ in range(count)]
@@ -41,7 +42,8 @@ def model(vision: bool, projector: bool, language: bool, **shape) -> dict[str, l
     ids=["alignment", "encoder frozen", "language frozen", "all trained"],
 )
 def test_backward_passes_by_what_is_frozen(trained, encoder, projector, language):
-    """In forward passes, beside recomputation; of the tower a layer that has another before it."""
+    """Costs of backward passes in units of a forward pass, without recomputation. Of the tower,
+    layers count that have another before them."""
 
     def gradients(cost: LayerCost) -> int:
         return cost.input_grad + cost.weight_grad
@@ -52,29 +54,37 @@ def test_backward_passes_by_what_is_frozen(trained, encoder, projector, language
     assert {gradients(cost) for cost in costs["language"]} == {10 * language}
     for chain in costs.values():
         assert all(cost.recompute == (10 if gradients(cost) else 0) for cost in chain)
-    again = layer_costs(model(*trained, linear_again=1, attention_again=1))
+    recomputed = layer_costs(model(*trained, linear_again=1, attention_again=1))
     for name, chain in costs.items():
-        for cost, twice in zip(chain, again[name], strict=True):
-            assert gradients(twice) == gradients(cost) + (10 if gradients(cost) else 0)
-            assert (twice.input_grad > 0) == (cost.input_grad > 0)
+        for cost, recomputed_cost in zip(chain, recomputed[name], strict=True):
+            assert gradients(recomputed_cost) == gradients(cost) + (10 if gradients(cost) else 0)
+            assert (recomputed_cost.input_grad > 0) == (cost.input_grad > 0)
 
 
 def test_a_chunk_that_keeps_inputs_alone_does_not_run_its_last_layer_again():
-    """But the one that ends with a projector or head, which reads what that layer yields."""
+    """Except for the chunk that ends with a projector or head, which reads what the last layer
+    yields."""
     ends = Layer("language", 1)
-    full = Layer("language", 10, attention=4, linear_again=1, attention_again=1)
-    some = replace(full, linear_again=Fraction(1, 2), attention_again=0)
+    recomputed = Layer("language", 10, attention=4, linear_again=1, attention_again=1)
+    half_recomputed = replace(recomputed, linear_again=Fraction(1, 2), attention_again=0)
     chain = Chain("language", (0, 1, 2), (2, 1, 1))
-    for layer, expected in ((full, [1 + 14, 0, 14 + 1]), (some, [1 + 28, 14, 14 + 1])):
+    for layer, expected in (
+        (recomputed, [1 + 14, 0, 14 + 1]),
+        (half_recomputed, [1 + 28, 14, 14 + 1]),
+    ):
         costs = layer_costs({"language": [ends, layer, layer, layer, layer, ends]})["language"]
         assert [chunk.recompute for chunk in chunk_costs(chain, costs)] == expected
     assert costs[2].input_grad + costs[2].weight_grad == 10 + 10 + 5 * 2 + 5
 
 
 def test_the_first_trained_layer_has_no_input_gradient():
-    first, second = layer_costs(model(True, True, True))["vision"][:2]
-    assert (first.input_grad, first.weight_grad, first.recompute) == (0, 10, 10)
-    assert (second.input_grad, second.weight_grad, second.recompute) == (10, 10, 10)
+    first_layer, second_layer = layer_costs(model(True, True, True))["vision"][:2]
+    assert (first_layer.input_grad, first_layer.weight_grad, first_layer.recompute) == (0, 10, 10)
+    assert (second_layer.input_grad, second_layer.weight_grad, second_layer.recompute) == (
+        10,
+        10,
+        10,
+    )
 
 
 def test_a_model_that_learns_nothing_has_no_backward_pass():
@@ -84,13 +94,15 @@ def test_a_model_that_learns_nothing_has_no_backward_pass():
 
 @pytest.mark.parametrize("trainable", [False, True])
 def test_attention_costs_two_and_a_half_forward_passes_on_the_way_back(trainable):
-    before = Layer("language", 1, trainable=True)
+    """4 units of attention cost 10 on the way back, whether or not the layer's weights are
+    trained."""
+    trained_before = Layer("language", 1, trainable=True)
     layer = Layer("language", 10, attention=4, trainable=trainable)
-    _, cost = layer_costs({"language": [before, layer]})["language"]
+    _, cost = layer_costs({"language": [trained_before, layer]})["language"]
     assert (cost.forward, cost.input_grad, cost.recompute) == (14, 10 + 10, 14)
     assert cost.weight_grad == (10 if trainable else 0)
-    (alone,) = layer_costs({"language": [layer]})["language"]
-    assert (alone.input_grad, alone.weight_grad) == (0, 20 if trainable else 0)
+    (first_cost,) = layer_costs({"language": [layer]})["language"]
+    assert (first_cost.input_grad, first_cost.weight_grad) == (0, 20 if trainable else 0)
 
 
 def test_one_trained_encoder_sends_gradients_through_language_but_not_through_the_other():
@@ -111,8 +123,11 @@ def test_one_trained_encoder_sends_gradients_through_language_but_not_through_th
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.data())
 def test_cuts_are_the_best_of_all(costs, data):
+    """The smallest maximum, then the smallest sum of squares, of all cuts into as many stages."""
     stages = data.draw(st.integers(1, len(costs)))
-    every = [(0, *inner, len(costs)) for inner in combinations(range(1, len(costs)), stages - 1)]
+    candidates = [
+        (0, *inner, len(costs)) for inner in combinations(range(1, len(costs)), stages - 1)
+    ]
 
     def loads(bounds):
         return [sum(costs[a:b]) for a, b in pairwise(bounds)]
@@ -120,8 +135,8 @@ def test_cuts_are_the_best_of_all(costs, data):
     def worth(bounds):
         return max(loads(bounds)), sum(load**2 for load in loads(bounds))
 
-    best = [bounds for bounds in every if worth(bounds) == min(map(worth, every))]
-    # Of equal ones the stages that have one layer more are the first, or with rounds the last
+    best = [bounds for bounds in candidates if worth(bounds) == min(map(worth, candidates))]
+    # Among equal cuts the longer stages are the first ones, or with rounds the last ones.
     assert cut(costs, stages) == max(best, key=lambda bounds: bounds[::-1])
     assert cut_in_rounds(costs, stages, 1) == min(best, key=lambda bounds: bounds[::-1])
 
@@ -129,23 +144,27 @@ def test_cuts_are_the_best_of_all(costs, data):
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
 def test_cuts_in_rounds_are_the_best_of_all(costs, data):
-    """Least is the sum over rounds of what the costliest chunk of each costs."""
+    """Ranks run in lockstep, so the sum over rounds of the costliest chunk of each must be
+    least."""
     stages = data.draw(st.integers(1, len(costs)))
     rounds = data.draw(st.integers(1, len(costs) // stages))
     chunks = stages * rounds
-    every = [(0, *inner, len(costs)) for inner in combinations(range(1, len(costs)), chunks - 1)]
+    candidates = [
+        (0, *inner, len(costs)) for inner in combinations(range(1, len(costs)), chunks - 1)
+    ]
 
     def worth(bounds):
         loads = [sum(costs[a:b]) for a, b in pairwise(bounds)]
-        limits = [max(loads[first : first + stages]) for first in range(0, chunks, stages)]
-        return sum(limits), sum(each**2 for each in limits)
+        limits = [max(loads[start : start + stages]) for start in range(0, chunks, stages)]
+        return sum(limits), sum(limit**2 for limit in limits)
 
-    found = cut_in_rounds(costs, stages, rounds)
-    assert found in every and worth(found) == min(map(worth, every))
+    chosen = cut_in_rounds(costs, stages, rounds)
+    assert chosen in candidates and worth(chosen) == min(map(worth, candidates))
 
 
 def test_what_does_not_divide_evenly_makes_one_round_larger():
-    """80 blocks and a head on 16 stages, three chunks each: none has more than six units."""
+    """80 blocks and a head on 16 stages in three rounds: the longest chunks of the rounds have six
+    units together."""
     bounds = cut_in_rounds([10] * 80 + [14], 16, 3)
     sizes = [stop - start for start, stop in pairwise(bounds)]
     assert sum(max(sizes[first : first + 16]) for first in (0, 16, 32)) == 6 and sum(sizes) == 81
@@ -154,7 +173,7 @@ def test_what_does_not_divide_evenly_makes_one_round_larger():
 
 @st.composite
 def partly_frozen(draw):
-    """Two chains of layers, of each a stem, blocks and what comes after, any of them frozen."""
+    """Two chains of a stem, blocks, and a projector or head, any of which may be frozen."""
     chains = {}
     for name in ("vision", "language"):
         layers = draw(
@@ -167,8 +186,8 @@ def partly_frozen(draw):
 @settings(max_examples=300, deadline=None)
 @given(partly_frozen(), st.sampled_from(["chain", "parallel"]), st.integers(2, 4))
 def test_stages_are_the_best_of_all_whatever_is_frozen(layers, layout, stages):
-    """Against every way to cut the blocks: a stem goes with the first one, a projector with the last, and the head is
-    a unit of its own."""
+    """Against every way to cut the blocks: a stem goes with the first block, a projector with the
+    last, and the head is a unit by itself."""
     costs = layer_costs(layers)
     units = {}
     for name, chain in costs.items():
@@ -178,16 +197,16 @@ def test_stages_are_the_best_of_all_whatever_is_frozen(layers, layout, stages):
         units[name][-1] += 0 if name == "language" else last
     if stages > min(len(layers[name]) - 2 for name in layers):
         return
-    found = partition(layers, stages, layout)
+    ring = partition(layers, stages, layout)
     ranks = [0] * stages
-    for chain in found.chains:
+    for chain in ring.chains:
         for rank, cost in zip(chain.stages, chunk_costs(chain, costs[chain.name]), strict=True):
             ranks[rank] += cost.total
 
     def slowest(loads, count):
         inner = combinations(range(1, len(loads)), count - 1)
-        every = ((0, *between, len(loads)) for between in inner)
-        return min(max(sum(loads[a:b]) for a, b in pairwise(bounds)) for bounds in every)
+        candidates = ((0, *between, len(loads)) for between in inner)
+        return min(max(sum(loads[a:b]) for a, b in pairwise(bounds)) for bounds in candidates)
 
     if layout == "chain":
         best = slowest(units["vision"] + units["language"], stages)
@@ -198,11 +217,12 @@ def test_stages_are_the_best_of_all_whatever_is_frozen(layers, layout, stages):
             for split in splits
             if all(count <= len(layers[name]) - 2 for name, count in zip(units, split, strict=True))
         )
-    # What is kept between passes spares a chunk its last layer again; nothing is kept here
+    # No layer here keeps its input alone, so no chunk is spared the recomputation of its last layer.
     assert max(ranks) == best
 
 
 def test_cuts_of_costs_whose_squares_no_word_holds():
+    """Squares of 10**15 exceed 64 bits."""
     assert cut([10**15, 10**15, 3 * 10**15, 10**15], 3) == (0, 2, 3, 4)
 
 
@@ -210,17 +230,18 @@ def test_cuts_of_costs_whose_squares_no_word_holds():
 
 
 def chains(**costs: list[int]) -> dict[str, list[Layer]]:
-    """Chains with nothing trained whose blocks cost what is given, and stem and head nothing."""
+    """Frozen chains whose blocks have the given costs, and whose stem and head cost nothing."""
     return {
         name: [
-            Layer(name, cost, parameters=min(cost, 1), trainable=False) for cost in [0, *each, 0]
+            Layer(name, cost, parameters=min(cost, 1), trainable=False)
+            for cost in [0, *block_costs, 0]
         ]
-        for name, each in costs.items()
+        for name, block_costs in costs.items()
     }
 
 
 def loads(found, layers: dict[str, list[Layer]]) -> tuple[int, ...]:
-    """Cost of each rank, after every block was found in one chunk."""
+    """Cost of each rank, after a check that every block lies in one chunk."""
     assert [chain.name for chain in found.chains] == list(layers)
     for chain in found.chains:
         assert sum(chain.layers) == len(layers[chain.name]) - 2
@@ -229,7 +250,9 @@ def loads(found, layers: dict[str, list[Layer]]) -> tuple[int, ...]:
     for chain in found.chains:
         for rank, cost in zip(chain.stages, chunk_costs(chain, costs[chain.name]), strict=True):
             ranks[rank] += cost.total
-    assert sum(ranks) == sum(layer.linear for each in layers.values() for layer in each)
+    assert sum(ranks) == sum(
+        layer.linear for chain_layers in layers.values() for layer in chain_layers
+    )
     return tuple(ranks)
 
 
@@ -238,10 +261,11 @@ def chain_of(found, name: str):
 
 
 def test_a_chain_runs_over_the_ranks_once():
+    """Vision and language share the middle rank."""
     layers = chains(vision=[2] * 3, language=[3] * 3)
-    found = partition(layers, 3, "chain")
-    assert loads(found, layers) == (4, 5, 6)
-    vision, language = found.chains
+    ring = partition(layers, 3, "chain")
+    assert loads(ring, layers) == (4, 5, 6)
+    vision, language = ring.chains
     assert (vision.stages, vision.layers) == ((0, 1), (2, 1))
     assert (language.stages, language.layers) == ((1, 2), (1, 2))
 
@@ -253,20 +277,21 @@ def test_cuts_by_parameters_ignore_cost():
 
 
 def test_segments_lay_every_chain_over_all_ranks():
+    """The language model has two chunks per rank where it costs about twice as much as vision."""
     layers = chains(vision=[2] * 4, language=[2] * 9)
-    found = partition(layers, 2, "segments")
-    loads(found, layers)
-    assert (chain_of(found, "vision").stages, chain_of(found, "vision").layers) == ((0, 1), (2, 2))
-    assert chain_of(found, "language").stages == (0, 1, 0, 1), "T = 8 and 18: two chunks a rank"
+    ring = partition(layers, 2, "segments")
+    loads(ring, layers)
+    assert (chain_of(ring, "vision").stages, chain_of(ring, "vision").layers) == ((0, 1), (2, 2))
+    assert chain_of(ring, "language").stages == (0, 1, 0, 1), "T = 8 and 18: two chunks a rank"
     assert chain_of(partition(layers, 2, "segments", chunks={"language": 1}), "language").depth == 2
-    few = partition(chains(vision=[1] * 2, language=[9] * 2), 2, "segments")
-    assert chain_of(few, "language").depth == 2, "no more layers"
+    small_ring = partition(chains(vision=[1] * 2, language=[9] * 2), 2, "segments")
+    assert chain_of(small_ring, "language").depth == 2, "no more layers"
 
 
 def test_rows_of_a_microbatch_count_in_cuts_but_not_in_chunks_a_rank():
     layers = chains(vision=[2] * 4, language=[4] * 6)
-    found = partition(layers, 2, "segments", rows={"vision": 5})
-    assert [chain.depth for chain in found.chains] == [2, 6], "a row of language is three of vision"
+    ring = partition(layers, 2, "segments", rows={"vision": 5})
+    assert [chain.depth for chain in ring.chains] == [2, 6], "a row of language is three of vision"
     assert [
         chain.depth for chain in partition(layers, 4, "parallel", rows={"vision": 6}).chains
     ] == [2, 2]
@@ -283,11 +308,11 @@ def test_a_tiny_encoder_does_not_cut_the_others_to_pieces():
 
 def test_parallel_gives_each_chain_the_ranks_it_needs():
     layers = chains(vision=[3] * 4, audio=[1] * 3, language=[4] * 9)
-    found = partition(layers, 6, "parallel")
-    assert [chain.stages for chain in found.chains] == [(0, 1), (2,), (3, 4, 5)], (
+    ring = partition(layers, 6, "parallel")
+    assert [chain.stages for chain in ring.chains] == [(0, 1), (2,), (3, 4, 5)], (
         "a fourth would not hasten language"
     )
-    assert max(loads(found, layers)) == 12
+    assert max(loads(ring, layers)) == 12
 
 
 @settings(max_examples=80, deadline=None)
@@ -303,10 +328,10 @@ def test_no_split_of_ranks_beats_the_one_chosen(vision, audio, language, stages)
         return
 
     def slowest(layers, count):
-        every = (
+        candidates = (
             (0, *inner, len(layers)) for inner in combinations(range(1, len(layers)), count - 1)
         )
-        return min(max(sum(layers[a:b]) for a, b in pairwise(bounds)) for bounds in every)
+        return min(max(sum(layers[a:b]) for a, b in pairwise(bounds)) for bounds in candidates)
 
     splits = [
         (a, b, c)
@@ -317,8 +342,8 @@ def test_no_split_of_ranks_beats_the_one_chosen(vision, audio, language, stages)
     ]
     best = min(max(map(slowest, costs, split)) for split in splits)
     layers = chains(vision=vision, audio=audio, language=language)
-    found = partition(layers, stages, "parallel")
-    assert max(loads(found, layers)) == best
+    ring = partition(layers, stages, "parallel")
+    assert max(loads(ring, layers)) == best
 
 
 def test_stems_and_projectors_stay_with_a_block_and_heads_may_stand_alone():
@@ -326,9 +351,9 @@ def test_stems_and_projectors_stay_with_a_block_and_heads_may_stand_alone():
         "vision": [Layer("vision", cost, trainable=False) for cost in (5, 1, 1, 5)],
         "language": [Layer("language", cost, trainable=False) for cost in (5, 1, 1, 9)],
     }
-    found = partition(layers, 2, "segments")
-    assert [chain.layers for chain in found.chains] == [(1, 1), (2, 0)]
-    assert loads(found, layers) == (6 + 7, 6 + 9)
+    ring = partition(layers, 2, "segments")
+    assert [chain.layers for chain in ring.chains] == [(1, 1), (2, 0)]
+    assert loads(ring, layers) == (6 + 7, 6 + 9)
 
 
 @pytest.mark.parametrize(
@@ -348,20 +373,21 @@ def test_a_model_without_encoders():
 
 
 def test_work_of_a_chain_is_that_of_its_layers_in_every_microbatch():
+    """Three microbatches, of which the second trains the projector and language model alone."""
     layers = [model(True, True, True), model(False, True, True), model(True, True, True)]
     layout = partition(layers[0], 2, "chain")
-    costs = [layer_costs(each)["vision"] for each in layers]
+    costs = [layer_costs(per_microbatch)["vision"] for per_microbatch in layers]
     chain = chain_of(layout, "vision")
     work = chain_work(chain, costs)
     assert work.shape == (chain.depth, 3)
     assert work.forward.sum(axis=0).tolist() == [40, 40, 40], "stem, two blocks, projector"
-    for microbatch, each in enumerate(costs):
-        for depth, cost in enumerate(chunk_costs(chain, each)):
-            found = [
-                part[depth, microbatch]
-                for part in (work.forward, work.input_gradient, work.weight_gradient)
+    for microbatch, per_microbatch in enumerate(costs):
+        for depth, cost in enumerate(chunk_costs(chain, per_microbatch)):
+            chunk_work = [
+                times[depth, microbatch]
+                for times in (work.forward, work.input_gradient, work.weight_gradient)
             ]
-            assert found == [cost.forward, cost.input_grad, cost.weight_grad]
+            assert chunk_work == [cost.forward, cost.input_grad, cost.weight_grad]
             assert work.recompute[depth, microbatch] == cost.recompute
     with pytest.raises(PipelineError, match="vision has 2 layers in its chunks, but costs of 3"):
         chain_work(chain, [costs[0][:3]])

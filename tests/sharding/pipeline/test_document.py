@@ -1,4 +1,4 @@
-"""The drawn example of docs/pipelines.md is what the code makes of it."""
+"""The drawn example of docs/pipelines.md is exactly what the code makes of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ LETTER = {Kind.FORWARD: "F", Kind.BACKWARD: "B"}
 
 
 def example():
-    """Two ranks, an encoder on the first, the language model on both; two microbatches with a row of images each."""
+    """Two ranks, with the encoder on the first and the language model on both, and two microbatches
+    with one row of images each."""
     ring = Ring(2, (Chain("vision", (0,), (2,)), Chain("language", (0, 1), (2, 2))))
     work = [ChainWork(*[np.ones((depth, 2), np.int64)] * 4) for depth in (1, 2)]
     graph = build_graph(ring, Workload(tuple(work), (((0, 0),), ((0, 1),))))
@@ -40,6 +41,8 @@ def example():
 
 
 def drawing() -> list[str]:
+    """The lines of the drawing: the schedule of both ranks, then the columns of their table that
+    are used."""
     schedule, table = example()
     graph = schedule.graph
     lines = ["tick    " + "".join(f"{tick:<8}" for tick in range(table.count))]

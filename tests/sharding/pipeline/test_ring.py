@@ -1,4 +1,4 @@
-"""Rings that cannot be."""
+"""Rings that cannot exist are refused."""
 
 import pytest
 

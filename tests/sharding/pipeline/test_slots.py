@@ -1,4 +1,4 @@
-"""Slots are given out like registers: never more than what lives at once."""
+"""Slots are assigned like registers: never more of them than values that live at once."""
 
 import numpy as np
 import pytest
@@ -19,9 +19,11 @@ RING = ring_of("segments", 4)
 
 @given(st.integers(0, 1000), st.booleans())
 def test_no_more_slots_than_values_that_live_at_once(seed, split):
+    """An input lives from the tick after its producer to the backward that reads it last. One slot
+    fewer makes no table."""
     graph = build_graph(RING, workload_of(RING, 5, seed=seed), split=split)
     schedule = interleaved(graph)
-    when = {int(n): t for t, row in enumerate(schedule.ticks) for n in row if n >= 0}
+    tick_of = {int(n): t for t, row in enumerate(schedule.ticks) for n in row if n >= 0}
     needed = slots_needed([schedule])
     for c, depths in ((0, 4), (1, 8)):
         for rank in range(4):
@@ -29,9 +31,9 @@ def test_no_more_slots_than_values_that_live_at_once(seed, split):
             for d in range(1, depths):
                 for m in range(graph.workload.chains[c].shape[1]):
                     if RING.chains[c].stages[d] == rank:
-                        first = graph.number[Kind.FORWARD, c, d - 1, m]
+                        producer = graph.number[Kind.FORWARD, c, d - 1, m]
                         kind = Kind.INPUT_GRADIENT if split else Kind.BACKWARD
-                        live[when[first] + 1 : when[graph.number[kind, c, d, m]] + 1] += 1
+                        live[tick_of[producer] + 1 : tick_of[graph.number[kind, c, d, m]] + 1] += 1
             assert live.max() <= needed[Pool.INPUT, c]
     with pytest.raises(PipelineError, match=r"needs more than .* input slots of language"):
         slots = needed | {(Pool.INPUT, 1): needed[Pool.INPUT, 1] - 1}

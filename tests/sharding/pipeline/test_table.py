@@ -30,8 +30,8 @@ def test_tables_that_do_not_fit():
         make_table(schedule, TableSpec(RING, slots, 7, (4,)))
     with pytest.raises(PipelineError, match="rows of vision, tables have room for 0"):
         make_table(schedule, TableSpec(RING, slots, 500, (0,)))
-    several = greedy(build_graph(RING, workload_of(RING, 6, seed=1, classes=True)))
+    two_classes = greedy(build_graph(RING, workload_of(RING, 6, seed=1, classes=True)))
     with pytest.raises(PipelineError, match="row of vision of class 1, the tables have 1 classes"):
-        make_table(several, TableSpec(RING, slots, 500, (4,)))
+        make_table(two_classes, TableSpec(RING, slots, 500, (4,)))
     with pytest.raises(PipelineError, match="another ring"):
         make_table(schedule, TableSpec(ring_of("chain", 4), slots, 500, (4,)))

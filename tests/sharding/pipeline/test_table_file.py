@@ -1,4 +1,5 @@
-"""Tables as files: what was saved is read again, and what is no table is refused."""
+"""Tables as files: saved tables are read back unchanged, and files that hold no table are
+refused."""
 
 import json
 
@@ -24,13 +25,13 @@ def path(tmp_path):
 
 
 def test_what_is_saved_is_read_again(path):
-    found = load_tables(path)
-    assert found.components == ("vision", "language")
-    assert found.columns == TABLE.spec.columns
-    assert found.wires == tuple(wire.name for wire in TABLE.spec.wires)
+    tables = load_tables(path)
+    assert tables.components == ("vision", "language")
+    assert tables.columns == TABLE.spec.columns
+    assert tables.wires == tuple(wire.name for wire in TABLE.spec.wires)
     for run, ticks in enumerate(RUNS):
-        np.testing.assert_array_equal(found.rows[run], TABLE.rows[:ticks])
-        np.testing.assert_array_equal(found.wire_active[run], TABLE.wire_active[:ticks])
+        np.testing.assert_array_equal(tables.rows[run], TABLE.rows[:ticks])
+        np.testing.assert_array_equal(tables.wire_active[run], TABLE.wire_active[:ticks])
 
 
 def test_a_file_that_holds_no_tables(tmp_path):

@@ -1,4 +1,5 @@
-"""A chain names its reader: encoders feed a language model, which feeds a generator and may have a loss itself."""
+"""Chains of three levels, each of which names its reader: encoders feed a language model, which
+feeds a generator and may have a loss itself."""
 
 import dataclasses
 
@@ -16,8 +17,8 @@ from sharding.pipeline.table_spec import TableSpec, action_of
 from sharding.pipeline.validator import validate
 
 VISION, LANGUAGE, DIFFUSION = range(3)
-# Rows 0 to 2 of vision, 0 to 3 of language, 0 to 2 of diffusion; nothing reads row 2 of language, which
-# alone reads row 2 of vision
+# Vision has rows 0 to 2, language 0 to 3, diffusion 0 to 2. Nothing reads row 2 of language, and only
+# that row reads row 2 of vision. READ is by language row, INPUTS by diffusion row: (chain, row) each.
 READ = {LANGUAGE: (((0, 0),), ((0, 0), (0, 1)), ((0, 2),), ())}
 INPUTS = (((1, 0),), ((1, 0), (1, 1)), ((1, 3),))
 PLACES = {
@@ -41,18 +42,19 @@ def ring_of(layout: str, has_loss: bool) -> Ring:
 
 def workload_of(ring: Ring) -> Workload:
     def work(depth: int, rows: int) -> ChainWork:
-        whole = np.ones((depth, rows), np.int64)
-        return ChainWork(2 * whole, 2 * whole, 2 * whole, 3 * whole)
+        ones = np.ones((depth, rows), np.int64)
+        return ChainWork(2 * ones, 2 * ones, 2 * ones, 3 * ones)
 
     works = (work(chain.depth, rows) for chain, rows in zip(ring.chains, (3, 4, 3), strict=True))
     return Workload(tuple(works), INPUTS, READ)
 
 
 def table_of(graph: Graph, schedule: str) -> Table:
+    """The table of a named schedule, with as many slots as it needs."""
     slots = dict.fromkeys(((pool, c) for pool, c in slots_of_all(graph)), graph.size)
-    made = scheduler_of(schedule).make(graph, slots, 4)
-    spec = TableSpec(graph.ring, slots_needed([made]), len(made.ticks), (2, 2))
-    return make_table(made, spec)
+    ordered = scheduler_of(schedule).make(graph, slots, 4)
+    spec = TableSpec(graph.ring, slots_needed([ordered]), len(ordered.ticks), (2, 2))
+    return make_table(ordered, spec)
 
 
 def slots_of_all(graph: Graph):
@@ -75,7 +77,8 @@ def test_every_schedule_is_proven(layout, schedule, split, has_loss):
     graph = build_graph(ring, workload_of(ring), split=split)
     table = table_of(graph, schedule)
     validate(table, graph)
-    # Losses count once: of each row of the generator, and of the language model where it has one
+    # Each loss counts once: that of every generator row, and of every language row where the language
+    # model has a loss.
     column = table.spec.columns
     counts = table.rows[table.rows[..., column["count_loss"]] == 1]
     chains = (counts[:, column["action"]] - 1) // len(Kind)
@@ -83,10 +86,13 @@ def test_every_schedule_is_proven(layout, schedule, split, has_loss):
 
 
 def backwards(graph: Graph, chain: int) -> set[int]:
+    """Rows of a chain that have a backward operation."""
     return {m for kind, c, _, m in graph.number if c == chain and kind == Kind.BACKWARD}
 
 
 def test_what_no_gradient_reaches_has_no_backward():
+    """Without a loss of its own, language row 2 has no gradient, and neither has the vision row
+    that it alone reads."""
     for has_loss, language, vision in ((True, {0, 1, 2, 3}, {0, 1, 2}), (False, {0, 1, 3}, {0, 1})):
         ring = ring_of("chain", has_loss)
         graph = build_graph(ring, workload_of(ring))
@@ -103,25 +109,25 @@ def test_a_row_that_nothing_reads_is_a_group_of_its_own():
         for (kind, c, d, m), n in graph.number.items()
         if kind == Kind.FORWARD and d == 0
     }
-    # Generator rows 0 and 1, then the row of language alone, then generator row 2
+    # Generator rows 0 and 1, then the language row that nothing reads, then generator row 2.
     assert [forward[DIFFUSION, m] for m in range(3)] == [0, 1, 3]
     assert [forward[LANGUAGE, m] for m in range(4)] == [0, 1, 2, 3]
     assert [forward[VISION, m] for m in range(3)] == [0, 1, 2]
-    held = graph.group[graph.number[Kind.BACKWARD, LANGUAGE, 0, 0]]
-    assert held == 1, "its states are read twice"
+    state_group = graph.group[graph.number[Kind.BACKWARD, LANGUAGE, 0, 0]]
+    assert state_group == 1, "its states are read twice"
 
 
 def test_a_wrong_gradient_is_named():
-    """Of a row that nothing reads, whose backward pass has nothing to read either."""
+    """The table lets the backward operation of a row that nothing reads look for a gradient."""
     ring = ring_of("chain", True)
     graph = build_graph(ring, workload_of(ring))
     table = table_of(graph, "greedy")
     columns = table.spec.columns
-    last = ring.chains[LANGUAGE].depth - 1
-    chunk = ring.chains[LANGUAGE].local(last)
-    wanted = {"action": action_of(LANGUAGE, Kind.BACKWARD), "chunk": chunk, "microbatch": 2}
+    last_depth = ring.chains[LANGUAGE].depth - 1
+    chunk = ring.chains[LANGUAGE].local(last_depth)
+    cells = {"action": action_of(LANGUAGE, Kind.BACKWARD), "chunk": chunk, "microbatch": 2}
     match = np.ones(table.rows.shape[:2], bool)
-    for name, value in (wanted | {"last": 1}).items():
+    for name, value in (cells | {"last": 1}).items():
         match &= table.rows[..., columns[name]] == value
     tick, rank = np.argwhere(match)[0]
     rows = table.rows.copy()
@@ -137,6 +143,8 @@ def test_a_reader_comes_after_those_that_it_reads():
 
 
 def test_gradients_flow_to_whatever_is_trained_above():
+    """A chain has a backward pass if it or any chain that feeds it is trained."""
+
     def layers(trainable: bool) -> list[Layer]:
         return [Layer("any", 1, trainable=trainable) for _ in range(3)]
 

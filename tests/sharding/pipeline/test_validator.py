@@ -1,4 +1,5 @@
-"""The validator names whatever is wrong with a table."""
+"""The validator names whatever is wrong with a table: a valid table is changed in one cell at a
+time."""
 
 import dataclasses
 
@@ -23,13 +24,15 @@ TABLE = padded_table_of(GRAPH)
 
 
 def changed(table: Table, tick: int, rank: int, column: str, value: int) -> Table:
+    """The table with one cell replaced."""
     rows = table.rows.copy()
     rows[tick, rank, table.spec.columns[column]] = value
     return dataclasses.replace(table, rows=rows)
 
 
 def find(table: Table, wanted: dict[str, int | None]) -> tuple[int, int]:
-    """Tick and rank of the first row with some values by column; None stands for any slot."""
+    """Tick and rank of the first row whose columns have the wanted values, where None stands for
+    any slot."""
     match = np.ones(table.rows.shape[:2], bool)
     match[table.count :] = False
     for column, value in wanted.items():
@@ -44,7 +47,7 @@ def test_a_good_table_is_good():
     assert (TABLE.rows[TABLE.count :, :, 0] == 0).all()
 
 
-# What is changed in the first row that has certain values, to what, and what the validator says.
+# Each case: values that find a row, the column that is changed there, its new value, and the message.
 FORWARD, BACK, WEIGHT = (
     action_of(1, kind) for kind in (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 )
@@ -204,20 +207,21 @@ def test_a_table_cut_short():
 
 
 def test_a_table_of_another_batch():
-    other = build_graph(RING, workload_of(RING, 6, seed=2), split=True)
+    other_graph = build_graph(RING, workload_of(RING, 6, seed=2), split=True)
     with pytest.raises(PipelineError):
-        validate(TABLE, other)
+        validate(TABLE, other_graph)
     with pytest.raises(PipelineError, match="another ring"):
         validate(TABLE, build_graph(ring_of("chain", 4), workload_of(ring_of("chain", 4), 2)))
 
 
 @given(st.integers(0, 10_000))
 def test_ticks_change_places_only_if_nothing_waits(seed):
-    """Two ticks exchanged: accepted only when no operation or edge of them depends on another in between."""
+    """With two ticks exchanged, the table may be accepted only if no operation then runs before one
+    that it waits for."""
     random = np.random.default_rng(seed)
-    first, second = sorted(random.choice(TABLE.count, 2, replace=False).tolist())
+    earlier, later = sorted(random.choice(TABLE.count, 2, replace=False).tolist())
     order = np.arange(TABLE.spec.ticks)
-    order[[first, second]] = second, first
+    order[[earlier, later]] = later, earlier
     swapped = dataclasses.replace(
         TABLE, rows=TABLE.rows[order], wire_active=TABLE.wire_active[order]
     )
@@ -234,13 +238,15 @@ def test_ticks_change_places_only_if_nothing_waits(seed):
                     if (chain.stages[d], chain.local(d)) == (rank, row["chunk"])
                 )
                 tick[GRAPH.number[kind, c, depth, row["microbatch"]]] = t
-    late = any(
-        tick[n] + ticks > tick[after]
+    too_late = any(
+        tick[n] + ticks > tick[successor]
         for n in range(GRAPH.size)
-        for after, ticks in GRAPH.successors[n]
-    ) or any(tick[n] >= tick[after] for n in range(GRAPH.size) for *_, after in GRAPH.returns[n])
+        for successor, ticks in GRAPH.successors[n]
+    ) or any(
+        tick[n] >= tick[successor] for n in range(GRAPH.size) for *_, successor in GRAPH.returns[n]
+    )
     try:
         validate(swapped, GRAPH)
     except PipelineError:
         return
-    assert not late
+    assert not too_late

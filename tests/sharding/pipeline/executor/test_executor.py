@@ -1,4 +1,5 @@
-"""The executor against the same step without a pipeline: every schedule, layout, freezing and mesh."""
+"""The executor against the same step without a pipeline: every schedule, layout, choice of frozen
+parts, and mesh."""
 
 import dataclasses
 import functools
@@ -44,47 +45,58 @@ SIZES = (20, 6)
 
 @functools.cache
 def segments() -> Program:
-    """One program for many tests: 4 stages, every component on all of them, residuals kept and backwards split."""
+    """One program for many tests: 4 stages, every component on all of them, residuals kept and
+    backward operations split."""
     ring = ring_of("segments", 4)
     return program(ring, (ALL, ALL), SIZES, slots=24, pools=(Pool.RESIDUAL, Pool.PENDING))
 
 
 @functools.cache
 def three() -> Program:
+    """Vision and audio on rank 0, language on rank 1."""
     return program(ring_of("chain", 2, ("vision", "audio")), (ALL,) * 3, (16, 16, 6))
 
 
 @functools.cache
 def parallel() -> Program:
-    """Vision on rank 0, audio on rank 1, language on ranks 2 and 3: tokens of vision take two hops."""
+    """Vision on rank 0, audio on rank 1, language on ranks 2 and 3, so that tokens of vision take
+    two hops."""
     return program(ring_of("parallel", 4, ("vision", "audio")), (ALL,) * 3, (16, 16, 6))
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("planner", [gpipe, interleaved, greedy])
 def test_schedules(planner, fused):
-    of = segments()
-    of.check(
-        planner(build_graph(of.spec.ring, workload_of(of.spec.ring, 6, seed=1), fused=fused)),
+    pipeline = segments()
+    pipeline.check(
+        planner(
+            build_graph(pipeline.spec.ring, workload_of(pipeline.spec.ring, 6, seed=1), fused=fused)
+        ),
         seed=1,
     )
 
 
 @pytest.mark.parametrize("planner", [gpipe, interleaved, greedy])
 def test_backwards_split_in_two(planner):
-    of = segments()
-    graph = build_graph(of.spec.ring, workload_of(of.spec.ring, 6, seed=2), split=True)
+    pipeline = segments()
+    graph = build_graph(pipeline.spec.ring, workload_of(pipeline.spec.ring, 6, seed=2), split=True)
     assert Kind.WEIGHT_GRADIENT in graph.kind
-    of.check(planner(graph), seed=2)
+    pipeline.check(planner(graph), seed=2)
 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_residuals_kept(split):
-    of = segments()
-    schedule = greedy(build_graph(of.spec.ring, workload_of(of.spec.ring, 6, seed=3), split=split))
-    kept = keep_residuals(schedule, of.spec.slots)
-    assert 0 < len(kept.keepers) < sum(kind == Kind.FORWARD for kind in kept.graph.kind)
-    of.check(kept, seed=3)
+    pipeline = segments()
+    schedule = greedy(
+        build_graph(pipeline.spec.ring, workload_of(pipeline.spec.ring, 6, seed=3), split=split)
+    )
+    with_residuals = keep_residuals(schedule, pipeline.spec.slots)
+    assert (
+        0
+        < len(with_residuals.keepers)
+        < sum(kind == Kind.FORWARD for kind in with_residuals.graph.kind)
+    )
+    pipeline.check(with_residuals, seed=3)
 
 
 POLICIES = {
@@ -101,9 +113,10 @@ POLICIES = {
     ],
 )
 def test_layers_computed_again_one_by_one(policy):
-    """Whole chunks and parts of them, residuals kept and not, and backwards in two halves."""
+    """Whole chunks and parts of them, residuals kept and not, and backward operations whole and in
+    two halves."""
     ring = ring_of("chain", 3)
-    of = program(
+    pipeline = program(
         ring,
         (ALL, ALL),
         SIZES,
@@ -113,54 +126,66 @@ def test_layers_computed_again_one_by_one(policy):
     )
     for seed, split in ((11, False), (12, True)):
         schedule = greedy(build_graph(ring, workload_of(ring, 5, seed=seed), split=split))
-        of.check(schedule, seed)
-        kept = keep_residuals(schedule, of.spec.slots)
-        assert kept.keepers
-        of.check(kept, seed)
+        pipeline.check(schedule, seed)
+        with_residuals = keep_residuals(schedule, pipeline.spec.slots)
+        assert with_residuals.keepers
+        pipeline.check(with_residuals, seed)
 
 
 @settings(max_examples=15)
 @given(st.data())
 def test_any_legal_order(data):
-    """Orders drawn at random, whatever a scheduler would make of them."""
-    of = segments()
+    """Orders drawn at random from all legal ones, whether or not a scheduler would make them."""
+    pipeline = segments()
     seed = data.draw(st.integers(0, 100))
     work = workload_of(
-        of.spec.ring, data.draw(st.integers(1, 6)), seed=seed, most=data.draw(st.integers(0, 2))
+        pipeline.spec.ring,
+        data.draw(st.integers(1, 6)),
+        seed=seed,
+        most=data.draw(st.integers(0, 2)),
     )
     graph = build_graph(
-        of.spec.ring, work, split=data.draw(st.booleans()), fused=data.draw(st.booleans())
+        pipeline.spec.ring, work, split=data.draw(st.booleans()), fused=data.draw(st.booleans())
     )
     random = np.random.default_rng(seed)
     waits = list(graph.waits)
+    # Operations run in a random order that respects the graph: one becomes ready with the last that
+    # it waits for.
     ready = [n for n in range(graph.size) if not waits[n]]
     orders = [[] for _ in range(4)]
     while ready:
         n = ready.pop(random.integers(len(ready)))
         orders[graph.stage[n]].append(n)
-        for after in [op for op, _ in graph.successors[n]] + [op for *_, op in graph.returns[n]]:
-            waits[after] -= 1
-            if not waits[after]:
-                ready.append(after)
+        for successor in [op for op, _ in graph.successors[n]] + [
+            op for *_, op in graph.returns[n]
+        ]:
+            waits[successor] -= 1
+            if not waits[successor]:
+                ready.append(successor)
     schedule = follow(graph, orders)
     if data.draw(st.booleans()):
-        schedule = keep_residuals(schedule, of.spec.slots)
-    of.check(schedule, seed)
+        schedule = keep_residuals(schedule, pipeline.spec.slots)
+    pipeline.check(schedule, seed)
 
 
 def test_one_compilation():
-    """Twenty batches with schedules of their own, on one program."""
-    of = segments()
+    """Twenty batches with a schedule each run on one program."""
+    pipeline = segments()
     for seed in range(20):
         graph = build_graph(
-            of.spec.ring, workload_of(of.spec.ring, 1 + seed % 6, seed=seed), split=bool(seed % 3)
+            pipeline.spec.ring,
+            workload_of(pipeline.spec.ring, 1 + seed % 6, seed=seed),
+            split=bool(seed % 3),
         )
-        table = make_table((gpipe, interleaved, greedy)[seed % 3](graph), of.spec)
-        batch = rows(of.spec.ring, graph.workload, SIZES, of.spec.rows_read, seed)
+        table = make_table((gpipe, interleaved, greedy)[seed % 3](graph), pipeline.spec)
+        batch = rows(pipeline.spec.ring, graph.workload, SIZES, pipeline.spec.rows_read, seed)
         assert np.isfinite(
-            of.run(TableArrays.of(table), inputs(of.spec.ring, of.layers, of.outer, batch)).loss
+            pipeline.run(
+                TableArrays.of(table),
+                inputs(pipeline.spec.ring, pipeline.layers, pipeline.outer, batch),
+            ).loss
         )
-    assert of.run._cache_size() == 1
+    assert pipeline.run._cache_size() == 1
 
 
 @pytest.mark.parametrize(
@@ -168,10 +193,14 @@ def test_one_compilation():
 )
 @pytest.mark.parametrize("layout", [three, parallel])
 def test_three_components(layout, most):
-    of = layout()
+    pipeline = layout()
     for planner in (one_f_one_b, gpipe, greedy):
-        of.check(
-            planner(build_graph(of.spec.ring, workload_of(of.spec.ring, 6, (ALL,) * 3, 4, most))),
+        pipeline.check(
+            planner(
+                build_graph(
+                    pipeline.spec.ring, workload_of(pipeline.spec.ring, 6, (ALL,) * 3, 4, most)
+                )
+            ),
             seed=4,
         )
 
@@ -179,10 +208,10 @@ def test_three_components(layout, most):
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", ["all", pytest.param("inputs", marks=pytest.mark.exhaustive)])
 def test_rows_of_several_classes_in_a_step(keep):
-    """Any mix of them, in one program: whole and split backwards, residuals kept and not, rows that two microbatches
-    read."""
+    """Rows of two classes in any mix, in one program: whole and split backward operations,
+    residuals kept and not, and rows that two microbatches read."""
     ring = ring_of("parallel" if keep == "all" else "segments", 2)
-    of = program(
+    pipeline = program(
         ring,
         (ALL, ALL),
         SIZES,
@@ -194,30 +223,42 @@ def test_rows_of_several_classes_in_a_step(keep):
     for seed in range(4 if keep == "all" else 2):
         work = workload_of(ring, 3 + seed, seed=20 + seed, classes=True)
         schedule = greedy(build_graph(ring, work, split=seed % 2 > 0))
-        of.check(keep_residuals(schedule, of.spec.slots) if seed % 3 else schedule, seed)
-    assert of.run._cache_size() == 1
+        pipeline.check(
+            keep_residuals(schedule, pipeline.spec.slots) if seed % 3 else schedule, seed
+        )
+    assert pipeline.run._cache_size() == 1
 
 
 def test_eight_stages():
-    of = program(ring_of("segments", 8), (ALL, ALL), (12, 5))
-    of.check(greedy(build_graph(of.spec.ring, workload_of(of.spec.ring, 5, seed=5))))
-    of.check(
-        interleaved(build_graph(of.spec.ring, workload_of(of.spec.ring, 5, seed=6), fused=False))
+    pipeline = program(ring_of("segments", 8), (ALL, ALL), (12, 5))
+    pipeline.check(
+        greedy(build_graph(pipeline.spec.ring, workload_of(pipeline.spec.ring, 5, seed=5)))
+    )
+    pipeline.check(
+        interleaved(
+            build_graph(pipeline.spec.ring, workload_of(pipeline.spec.ring, 5, seed=6), fused=False)
+        )
     )
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_language_alone(stages):
-    of = program(ring_of("segments", stages, ()), (ALL,), (6,))
-    of.check(greedy(build_graph(of.spec.ring, workload_of(of.spec.ring, 6, (ALL,)))))
-    of.check(
-        interleaved(build_graph(of.spec.ring, workload_of(of.spec.ring, 4, (ALL,)), fused=False))
+    pipeline = program(ring_of("segments", stages, ()), (ALL,), (6,))
+    pipeline.check(
+        greedy(build_graph(pipeline.spec.ring, workload_of(pipeline.spec.ring, 6, (ALL,))))
+    )
+    pipeline.check(
+        interleaved(
+            build_graph(pipeline.spec.ring, workload_of(pipeline.spec.ring, 4, (ALL,)), fused=False)
+        )
     )
 
 
 def test_one_stage_holds_all():
-    of = program(ring_of("segments", 1, ("vision", "audio")), (ALL,) * 3, (12, 12, 4))
-    of.check(greedy(build_graph(of.spec.ring, workload_of(of.spec.ring, 4, (ALL,) * 3))))
+    pipeline = program(ring_of("segments", 1, ("vision", "audio")), (ALL,) * 3, (12, 12, 4))
+    pipeline.check(
+        greedy(build_graph(pipeline.spec.ring, workload_of(pipeline.spec.ring, 4, (ALL,) * 3)))
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,7 +289,8 @@ def test_freezing(trained, layout):
 
 
 def tensor_parallel(params: Params, x, row):
-    """models.layer with its hidden units spread over `tensor`, written for one device."""
+    """models.layer with its hidden units spread over `tensor`, written as one device of that axis
+    computes it."""
     weights = params.trained | params.frozen
 
     def local(up, down, scale, x, level):
@@ -272,74 +314,87 @@ def test_data_and_tensor_axes_inside_of_stages(replicas):
     trained = (ALL, ALL)
     plain = program(ring, trained, SIZES)
     mesh = make_mesh({"stage": 2, "data": 2, "tensor": 2})
-    lies = None if replicas else P("data")
-    parts = [dataclasses.replace(of, activation=lies, tokens=lies) for of in components(ring)]
+    # With `data` automatic, activations are constrained to it; as a manual axis it is summed by the
+    # executor.
+    row_spec = None if replicas else P("data")
+    members = [
+        dataclasses.replace(of, activation=row_spec, tokens=row_spec) for of in components(ring)
+    ]
     if replicas:
-        parts = [dataclasses.replace(of, layer=tensor_parallel) for of in parts]
+        members = [dataclasses.replace(of, layer=tensor_parallel) for of in members]
 
     def put(found: Inputs) -> Inputs:
-        layer = {"up": P("stage", None, None, None, "tensor")}
-        other = P("stage", None, None, "tensor")
+        spec_by_name = {"up": P("stage", None, None, None, "tensor")}
+        default_spec = P("stage", None, None, "tensor")
 
         def placed(path, leaf):
-            return jax.device_put(leaf, NamedSharding(mesh, layer.get(path[-1].key, other)))
+            return jax.device_put(
+                leaf, NamedSharding(mesh, spec_by_name.get(path[-1].key, default_spec))
+            )
 
-        split = NamedSharding(mesh, P(None, "data"))
+        row_sharding = NamedSharding(mesh, P(None, "data"))
         layers = jax.tree_util.tree_map_with_path(placed, found.layers)
-        return found._replace(layers=layers, rows=jax.device_put(found.rows, split))
+        return found._replace(layers=layers, rows=jax.device_put(found.rows, row_sharding))
 
-    parts = tuple((of,) for of in parts)
-    run = jax.jit(make_executor(plain.spec, parts, mesh, manual=ManualAxes(replicas)))
+    members = tuple((of,) for of in members)
+    run = jax.jit(make_executor(plain.spec, members, mesh, manual=ManualAxes(replicas)))
     of = dataclasses.replace(plain, run=run, put=put)
     of.check(greedy(build_graph(ring, workload_of(ring, 6, seed=9))), seed=9)
     of.check(interleaved(build_graph(ring, workload_of(ring, 6, seed=10))), seed=10)
 
 
 def test_memory_does_not_grow_with_microbatches_and_is_not_copied():
+    """Temporary memory is that of the slots, whether a step has 8 microbatches or 64."""
     ring = Ring(2, (Chain("vision", (0,), (2,)), Chain("language", (1,), (3,))))
-    found = set()
+    temporary_sizes = set()
     for microbatches in (8, 64):
-        of = program(ring, (ALL, ALL), (2 * microbatches, microbatches), slots=4)
+        pipeline = program(ring, (ALL, ALL), (2 * microbatches, microbatches), slots=4)
         graph = build_graph(ring, workload_of(ring, microbatches, defer=False))
-        table = make_table(greedy(graph, of.spec.slots), of.spec)
-        batch = rows(ring, graph.workload, of.sizes, of.spec.rows_read)
-        arrays = inputs(ring, of.layers, of.outer, batch)
-        compiled = of.run.lower(TableArrays.of(table), arrays).compile()
-        found.add(compiled.memory_analysis().temp_size_in_bytes)
-    assert len(found) == 1
+        table = make_table(greedy(graph, pipeline.spec.slots), pipeline.spec)
+        batch = rows(ring, graph.workload, pipeline.sizes, pipeline.spec.rows_read)
+        arrays = inputs(ring, pipeline.layers, pipeline.outer, batch)
+        compiled = pipeline.run.lower(TableArrays.of(table), arrays).compile()
+        temporary_sizes.add(compiled.memory_analysis().temp_size_in_bytes)
+    assert len(temporary_sizes) == 1
     # Nor are gradients copied from tick to tick: XLA does that to whatever passes through a switch.
     copied = re.findall(r"= f32\[([\d,]+)\]\S* copy\((?!.*wrapped_broadcast)", compiled.as_text())
     assert copied and not {"3,16,32", "3,32,16", "11,16", "16,11"} & set(copied)
 
 
 def test_pauses_change_no_result():
-    of = segments()
-    graph = build_graph(of.spec.ring, workload_of(of.spec.ring, 3, seed=1))
-    table = make_table(greedy(graph, of.spec.slots), of.spec)
+    """Idle ticks between those of a schedule leave every output as it was, bit for bit."""
+    pipeline = segments()
+    graph = build_graph(pipeline.spec.ring, workload_of(pipeline.spec.ring, 3, seed=1))
+    table = make_table(greedy(graph, pipeline.spec.slots), pipeline.spec)
     arrays = inputs(
-        of.spec.ring,
-        of.layers,
-        of.outer,
-        rows(of.spec.ring, graph.workload, SIZES, of.spec.rows_read),
+        pipeline.spec.ring,
+        pipeline.layers,
+        pipeline.outer,
+        rows(pipeline.spec.ring, graph.workload, SIZES, pipeline.spec.rows_read),
     )
     planned = table.rows[: table.count]
     wires = table.wire_active[: table.count]
-    pauses = min(table.count, of.spec.ticks - table.count)
+    pauses = min(table.count, pipeline.spec.ticks - table.count)
     assert pauses > 4
-    longer = padded_table(of.spec, *with_pauses(of.spec, planned, wires, pauses))
-    assert longer.count == table.count + pauses
-    found, expected = (of.run(TableArrays.of(each), arrays) for each in (longer, table))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    paused_table = padded_table(pipeline.spec, *with_pauses(pipeline.spec, planned, wires, pauses))
+    assert paused_table.count == table.count + pauses
+    outputs, expected = (
+        pipeline.run(TableArrays.of(variant), arrays) for variant in (paused_table, table)
+    )
+    jax.tree.map(np.testing.assert_array_equal, outputs, expected)
 
 
 def test_idle_table_computes_nothing():
-    of = segments()
-    graph = build_graph(of.spec.ring, workload_of(of.spec.ring, 1, seed=1, most=0))
-    table = make_table(greedy(graph), of.spec)
-    batch = rows(of.spec.ring, graph.workload, SIZES, of.spec.rows_read)
+    """With zero ticks to run, loss and gradients stay zero."""
+    pipeline = segments()
+    graph = build_graph(pipeline.spec.ring, workload_of(pipeline.spec.ring, 1, seed=1, most=0))
+    table = make_table(greedy(graph), pipeline.spec)
+    batch = rows(pipeline.spec.ring, graph.workload, SIZES, pipeline.spec.rows_read)
     arrays = TableArrays.of(table)._replace(ticks=jnp.asarray(0, jnp.int32))
-    found = of.run(arrays, inputs(of.spec.ring, of.layers, of.outer, batch))
-    assert not any(leaf.any() for leaf in jax.tree.leaves(found))
+    outputs = pipeline.run(
+        arrays, inputs(pipeline.spec.ring, pipeline.layers, pipeline.outer, batch)
+    )
+    assert not any(leaf.any() for leaf in jax.tree.leaves(outputs))
 
 
 def test_meshes_and_components_that_do_not_fit():

@@ -1,4 +1,5 @@
-"""The table of schedules: every name makes a proven schedule, and another one takes part everywhere once it is in."""
+"""The table of schedules: every name makes a proven schedule, and a new entry takes part
+everywhere."""
 
 import pytest
 
@@ -30,13 +31,16 @@ def test_a_wrong_name_is_told_the_names():
 
 
 def test_another_schedule_is_an_entry(monkeypatch):
-    """A different order, proven as the others are, and compared with them by a search."""
+    """A schedule of a different order is proven as the others are, and a search compares with
+    it."""
     monkeypatch.setitem(SCHEDULES, "toy", TOY)
     schedule = scheduler_of("toy").make(GRAPH, None, 0)
     prove(schedule)
-    others = [scheduler_of(name).make(GRAPH, None, 4) for name in SCHEDULES if name != "toy"]
-    assert all(schedule.orders != other.orders for other in others)
-    assert lockstep(schedule) > max(map(lockstep, others)), "nothing overlaps"
+    other_schedules = [
+        scheduler_of(name).make(GRAPH, None, 4) for name in SCHEDULES if name != "toy"
+    ]
+    assert all(schedule.orders != compared.orders for compared in other_schedules)
+    assert lockstep(schedule) > max(map(lockstep, other_schedules)), "nothing overlaps"
     slots = slots_needed([schedule])
     assert len(fixed_orders()) == 4
     assert search(GRAPH, fixed_orders(), slots, rollouts=0).baseline <= lockstep(schedule)

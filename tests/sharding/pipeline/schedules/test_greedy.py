@@ -1,4 +1,4 @@
-"""The greedy scheduler keeps its slots."""
+"""The greedy scheduler never uses more slots than it is given."""
 
 import pytest
 
@@ -14,27 +14,29 @@ from tests.sharding.pipeline.models import ring_of, workload_of
 
 
 def test_greedy_keeps_its_slots():
-    """What is legal in given slots, or an error that names them; never a table that does not fit."""
+    """With about a third of the slots that it would use, it makes a legal schedule or an error that
+    names the slots; never a table that does not fit."""
     ring = ring_of("segments", 4, ("vision", "audio"))
-    fitted = 0
+    fitting = 0
     for seed in range(12):
         graph = build_graph(ring, workload_of(ring, 6, seed=seed), split=bool(seed % 2))
         slots = {
-            place: 1 + (count + seed % 3) // 3
-            for place, count in slots_needed([greedy(graph)]).items()
+            pool_key: 1 + (slot_count + seed % 3) // 3
+            for pool_key, slot_count in slots_needed([greedy(graph)]).items()
         }
         try:
             schedule = greedy(graph, slots)
         except PipelineError as error:
             assert "slot for" in str(error) and "raise the slots" in str(error)
             continue
-        fitted += 1
+        fitting += 1
         fan = tuple(
-            max(sum(of == e for of, _ in inputs) for inputs in graph.workload.inputs)
-            for e in (0, 1)
+            max(sum(source == encoder for source, _ in inputs) for inputs in graph.workload.inputs)
+            for encoder in (0, 1)
         )
         validate(make_table(schedule, TableSpec(ring, slots, len(schedule.ticks), fan)), graph)
-    assert fitted > 3
+    # Otherwise hardly any schedule would have been validated.
+    assert fitting > 3
 
 
 def test_no_schedule_without_slots():

@@ -1,4 +1,5 @@
-"""Schedules: legal whatever the layout, of the costs that can be told by hand, within their slots."""
+"""Fixed orders: legal in every layout, of costs that can be told by hand, and within their
+slots."""
 
 import numpy as np
 import pytest
@@ -19,19 +20,23 @@ from tests.sharding.pipeline.models import ring_of, workload_of
 
 
 def plain(stages: int, microbatches: int, chunks: int = 1, forward: int = 1, backward: int = 3):
-    """A language model alone; every forward takes as long as any other, and so does every backward."""
-    whole = np.ones((stages * chunks, microbatches), np.int64)
-    works = ChainWork(whole * forward, whole * 0, whole * 0, whole * backward)
+    """A language model alone, where all forward operations take equally long, and all backward
+    operations do."""
+    ones = np.ones((stages * chunks, microbatches), np.int64)
+    works = ChainWork(ones * forward, ones * 0, ones * 0, ones * backward)
     ring = Ring(stages, (Chain("language", tuple(range(stages)) * chunks, (1,) * stages * chunks),))
     return build_graph(ring, Workload((works,), ((),) * microbatches), fused=False)
 
 
 def prove(schedule: Schedule) -> None:
-    """The validator accepts a table with just the slots needed."""
+    """The validator accepts a table with exactly the slots that the schedule needs."""
     ring = schedule.graph.ring
     fan = tuple(
         max(
-            [sum(of == encoder for of, _ in inputs) for inputs in schedule.graph.workload.inputs],
+            [
+                sum(source == encoder for source, _ in inputs)
+                for inputs in schedule.graph.workload.inputs
+            ],
             default=0,
         )
         for encoder in range(len(ring.encoders))
@@ -62,24 +67,29 @@ def test_every_schedule_is_legal(layout, stages, encoders, microbatches, seed, s
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 5), (4, 4), (4, 9)])
 def test_costs_that_can_be_told_by_hand(stages, microbatches):
+    """A pipeline of S stages runs M microbatches in M + S - 1 ticks per direction."""
     graph = plain(stages, microbatches)
-    filled = microbatches + stages - 1
-    assert lockstep(gpipe(graph)) == filled * 1 + filled * 3
-    assert asynchronous(gpipe(graph)) == filled * 4
-    assert asynchronous(one_f_one_b(graph)) == filled * 4
-    assert len(one_f_one_b(graph).ticks) == 2 * filled
-    assert max(graph.rank_work) / lockstep(gpipe(graph)) == pytest.approx(microbatches / filled)
+    ticks = microbatches + stages - 1
+    assert lockstep(gpipe(graph)) == ticks * 1 + ticks * 3
+    assert asynchronous(gpipe(graph)) == ticks * 4
+    assert asynchronous(one_f_one_b(graph)) == ticks * 4
+    assert len(one_f_one_b(graph).ticks) == 2 * ticks
+    assert max(graph.rank_work) / lockstep(gpipe(graph)) == pytest.approx(microbatches / ticks)
 
 
 def test_interleaving_shortens_the_bubble():
-    """With v chunks a rank the bubble is 1 / v of what it was."""
-    whole = plain(4, 8, 1, 2, 2)
-    cut = plain(4, 8, 2, 1, 1)
-    assert max(whole.rank_work) == max(cut.rank_work) == 32
-    assert asynchronous(one_f_one_b(whole)) - 32 == 2 * (asynchronous(interleaved(cut)) - 32)
+    """With v chunks per rank the bubble is 1 / v as long; here v = 2, and chunks take half the
+    time."""
+    one_chunk = plain(4, 8, 1, 2, 2)
+    two_chunks = plain(4, 8, 2, 1, 1)
+    assert max(one_chunk.rank_work) == max(two_chunks.rank_work) == 32
+    assert asynchronous(one_f_one_b(one_chunk)) - 32 == 2 * (
+        asynchronous(interleaved(two_chunks)) - 32
+    )
 
 
 def test_one_f_one_b_holds_few_microbatches():
+    """A rank holds as many microbatches as there are stages from it to the end; GPipe holds all."""
     graph = plain(4, 12)
     for rank, order in enumerate(one_f_one_b(graph).orders):
         live = np.cumsum([1 if graph.kind[n] == Kind.FORWARD else -1 for n in order])
@@ -95,11 +105,11 @@ def test_gpipe_goes_back_last():
 
 
 def test_gpipe_does_not_go_back_among_forwards():
-    """The last chunk's backward is its forward, too, but waits for the forwards of other ranks, whose ticks it
-    would make longer; at most one tick is lost."""
+    """The backward of the last chunk includes its forward, but it waits until the forwards of the
+    other ranks are done: it would make their ticks longer. At most one tick is lost."""
     ring = Ring(4, (Chain("language", (0, 1, 2, 3), (1, 1, 1, 1)),))
-    whole = np.ones((4, 12), np.int64)
-    graph = build_graph(ring, Workload((ChainWork(whole, whole, whole, whole),), ((),) * 12))
+    ones = np.ones((4, 12), np.int64)
+    graph = build_graph(ring, Workload((ChainWork(ones, ones, ones, ones),), ((),) * 12))
     kinds = [{graph.kind[n] for n in row if n >= 0} for row in gpipe(graph).ticks.tolist()]
     assert all(len(of_tick) == 1 for of_tick in kinds)
     forward = 12 + 3 - 1
@@ -116,16 +126,16 @@ def test_one_f_one_b_does_not_go_round_the_ring():
 def test_kept_residuals_save_the_recompute():
     ring = ring_of("segments", 4)
     schedule = greedy(build_graph(ring, workload_of(ring, 6, seed=2)))
-    kept = keep_residuals(schedule, {(Pool.RESIDUAL, 0): 1, (Pool.RESIDUAL, 1): 3})
-    prove(kept)
-    needed = slots_needed([kept])
+    with_residuals = keep_residuals(schedule, {(Pool.RESIDUAL, 0): 1, (Pool.RESIDUAL, 1): 3})
+    prove(with_residuals)
+    needed = slots_needed([with_residuals])
     assert 0 < needed[Pool.RESIDUAL, 0] <= 1 and 0 < needed[Pool.RESIDUAL, 1] <= 3
-    saved = sum(schedule.graph.duration) - sum(durations(kept))
+    saved = sum(schedule.graph.duration) - sum(durations(with_residuals))
     works = schedule.graph.workload.chains
     graph = schedule.graph
     expected = sum(
         int(works[graph.chain[n]].recompute[graph.depth[n], graph.microbatch[n]])
-        for n in kept.keepers
+        for n in with_residuals.keepers
     )
     assert saved == expected > 0
-    assert lockstep(kept) <= lockstep(schedule)
+    assert lockstep(with_residuals) <= lockstep(schedule)

@@ -1,4 +1,4 @@
-"""What schedules cost."""
+"""What schedules cost, in lockstep and asynchronously, and where idle time comes from."""
 
 import functools
 import itertools
@@ -22,26 +22,33 @@ def test_a_tick_costs_its_longest_operation():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_asynchronous_makespan_by_recursion(seed):
+    """An operation ends its own duration after the last that it waits for: in the graph, or before
+    it on its rank."""
     ring = ring_of("segments", 4)
     schedule = greedy(build_graph(ring, workload_of(ring, 6, seed=seed)))
     graph = schedule.graph
-    before = [[] for _ in range(schedule.graph.size)]
+    predecessors = [[] for _ in range(schedule.graph.size)]
     for n in range(graph.size):
-        for after in [op for op, _ in graph.successors[n]] + [op for *_, op in graph.returns[n]]:
-            before[after].append(n)
+        for successor in [op for op, _ in graph.successors[n]] + [
+            op for *_, op in graph.returns[n]
+        ]:
+            predecessors[successor].append(n)
     for order in schedule.orders:
-        for n, after in itertools.pairwise(order):
-            before[after].append(n)
+        for n, successor in itertools.pairwise(order):
+            predecessors[successor].append(n)
 
     @functools.cache
     def end(n: int) -> int:
-        return graph.duration[n] + max((end(other) for other in before[n]), default=0)
+        return graph.duration[n] + max(
+            (end(predecessor) for predecessor in predecessors[n]), default=0
+        )
 
     assert asynchronous(schedule) == max(end(n) for n in range(graph.size))
 
 
 def test_what_is_not_work_has_a_cause():
-    """One microbatch on two ranks: the busiest waits for the other, and ticks hold no two operations."""
+    """One microbatch on two ranks: the busier one waits for the other, and no tick holds two
+    operations."""
     graph = plain(2, 1)
     schedule = gpipe(graph)
     idle = idle_by_cause(schedule)

@@ -1,4 +1,4 @@
-"""Orders that cannot be followed."""
+"""Orders that cannot be followed are refused."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A schedule that the house does not have: one microbatch at a time, through everything and back."""
+"""A schedule outside of the table: one microbatch at a time, through everything and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from sharding.pipeline.schedules.ticks import follow
 
 
 def one_at_a_time(graph: Graph) -> Schedule:
-    """Nothing overlaps: all forwards of a language microbatch, then all its backwards, then the next microbatch."""
+    """Nothing overlaps: all forward operations of a language microbatch, then all its backward
+    operations, then the next microbatch."""
 
     def key(n: int) -> tuple[int, ...]:
         backward = graph.kind[n] != Kind.FORWARD
