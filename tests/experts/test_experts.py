@@ -1,4 +1,5 @@
-"""A mixture of experts equals a dense loop over all of them, on one device and on many, whatever is chosen."""
+"""A mixture of experts equals a dense loop over all experts, on one device and on many, whatever is
+chosen."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ COUNT = 8
 
 
 def inputs(k: int, routing: str = "random", count: int = COUNT, dtype=np.float64, seed: int = 0):
-    """x, chosen, weights, matrices; some slots hold no token."""
+    """(x, chosen, weights, matrices). A fifth of the slots hold no token: their choice is `count`,
+    which is no expert. With routing "one", every token chooses the first k experts."""
     random = np.random.default_rng(seed)
     x = random.standard_normal((ROWS, SLOTS, WIDTH)).astype(dtype)
     scores = random.standard_normal((ROWS, SLOTS, count))
@@ -37,7 +39,7 @@ def inputs(k: int, routing: str = "random", count: int = COUNT, dtype=np.float64
 
 
 def dense(x, chosen, weights, matrices):
-    """Every expert on every token."""
+    """The reference: every expert on every token, weighted by zero where it is not chosen."""
     total = 0
     for expert in range(len(matrices.gate)):
         gate, up, down = (matrix[expert] for matrix in matrices)
@@ -51,7 +53,8 @@ def layout_of(devices: int = 1, overrides=None, **mesh: int):
 
 
 def gradients(function, x, chosen, weights, matrices):
-    """Of a sum that is not linear in the result, by x, weights and matrices; and the result."""
+    """Gradients by x, weights and matrices of a sum that is not linear in the result, and the
+    result."""
 
     def objective(x, weights, matrices):
         out = function(x, chosen, weights, matrices)
@@ -62,8 +65,10 @@ def gradients(function, x, chosen, weights, matrices):
 
 
 def assert_equal(found, expected, tolerance):
-    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(one, other, atol=tolerance * np.abs(other).max(), rtol=0)
+    for leaf, expected_leaf in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(
+            leaf, expected_leaf, atol=tolerance * np.abs(expected_leaf).max(), rtol=0
+        )
 
 
 @pytest.mark.parametrize("kernel", ["jax", "ragged_dot"])
@@ -72,9 +77,9 @@ def test_results_and_gradients_are_those_of_a_dense_loop(kernel, k, routing):
     with jax.enable_x64(True):
         given = inputs(k, routing)
         layout = layout_of()
-        found = gradients(lambda *given: experts(*given, layout, kernel), *given)
-        assert_equal(found, gradients(dense, *given), 1e-10)
-        assert not np.any(found[1][given[1][..., 0] == COUNT])
+        results = gradients(lambda *given: experts(*given, layout, kernel), *given)
+        assert_equal(results, gradients(dense, *given), 1e-10)
+        assert not np.any(results[1][given[1][..., 0] == COUNT])
 
 
 MESHES = {  # sizes, overrides of the layout
@@ -91,17 +96,18 @@ MESHES = {  # sizes, overrides of the layout
 def test_every_mesh_computes_the_same(mesh, overrides):
     given = inputs(2, dtype=np.float32)
     layout = layout_of(8, overrides, **{"data": -1} | mesh)
-    found = gradients(lambda *given: experts(*given, layout), *given)
-    assert_equal(found, gradients(dense, *given), 1e-5)
+    results = gradients(lambda *given: experts(*given, layout), *given)
+    assert_equal(results, gradients(dense, *given), 1e-5)
 
 
 def test_frozen_matrices_cost_no_gradients():
-    """Products of a block: 3 forward; backward 3 that give the gradient of x, 2 made again, 3 of the matrices."""
+    """Matrix products of a block: 3 forward; backward 3 for the gradient of x and 2 computed again,
+    and 3 for the matrices where they are trained."""
     x, chosen, weights, matrices = inputs(2, dtype=np.float32)
     layout = layout_of()
     objective = lambda x, matrices: experts(x, chosen, weights, matrices, layout).sum()  # noqa: E731
-    frozen, whole = (jax.grad(objective, argnums) for argnums in (0, (0, 1)))
-    products = [str(jax.make_jaxpr(f)(x, matrices)).count("dot_general") for f in (frozen, whole)]
+    frozen, trained = (jax.grad(objective, argnums) for argnums in (0, (0, 1)))
+    products = [str(jax.make_jaxpr(f)(x, matrices)).count("dot_general") for f in (frozen, trained)]
     assert products == [8, 11]
     expected = jax.grad(lambda x: dense(x, chosen, weights, matrices).sum())(x)
     assert_equal(jax.jit(frozen)(x, matrices), expected, 1e-5)
@@ -109,18 +115,22 @@ def test_frozen_matrices_cost_no_gradients():
 
 @pytest.mark.parametrize("routing", ["random", "one"])
 def test_blocks_hold_every_pair_of_own_experts_once(routing):
+    """Blocks of at most 8 pairs (token, expert), each of one expert."""
     _, chosen, _, _ = inputs(3, routing)
-    own = chosen.reshape(-1, 3) - 2  # of experts 2 .. 5
-    blocks = jax.device_get(list_blocks(jnp.array(own), 4, 8))
-    held = []
+    shifted = chosen.reshape(-1, 3) - 2  # this device holds experts 2 to 5
+    blocks = jax.device_get(list_blocks(jnp.array(shifted), 4, 8))
+    pairs_held = []
     for block in range(int(blocks.number)):
         begin = blocks.begin[block]
         end = blocks.end[block]
         assert 0 < end - begin <= 8
         pairs = blocks.pairs[begin:end]
-        assert (own.reshape(-1)[pairs] == blocks.expert[block]).all()
-        held += [*pairs]
-    assert sorted(held) == np.flatnonzero((own.reshape(-1) >= 0) & (own.reshape(-1) < 4)).tolist()
+        assert (shifted.reshape(-1)[pairs] == blocks.expert[block]).all()
+        pairs_held += [*pairs]
+    assert (
+        sorted(pairs_held)
+        == np.flatnonzero((shifted.reshape(-1) >= 0) & (shifted.reshape(-1) < 4)).tolist()
+    )
 
 
 def test_one_compilation_serves_every_routing():
@@ -129,8 +139,8 @@ def test_one_compilation_serves_every_routing():
     given = [inputs(2, routing, seed=seed) for seed in range(10) for routing in ("random", "one")]
     run(*given[0])
     counter = CompilationCounter()
-    for each in given:
-        assert np.isfinite(run(*each)).all()
+    for arguments in given:
+        assert np.isfinite(run(*arguments)).all()
     assert counter.names == []
     counter.close()
 
@@ -148,12 +158,12 @@ def test_shapes_that_do_not_fit_are_told():
 def test_bfloat16_is_added_in_float32(kernel):
     given = inputs(3, dtype=np.float32)
     x, chosen, weights, matrices = given
-    low = x.astype(jnp.bfloat16), chosen, weights, jax.tree.map(jnp.bfloat16, matrices)
+    narrow = x.astype(jnp.bfloat16), chosen, weights, jax.tree.map(jnp.bfloat16, matrices)
     layout = layout_of()
-    found = gradients(lambda *given: experts(*given, layout, kernel), *low)
-    assert [leaf.dtype.name for leaf in jax.tree.leaves(found[0])] == [
+    results = gradients(lambda *given: experts(*given, layout, kernel), *narrow)
+    assert [leaf.dtype.name for leaf in jax.tree.leaves(results[0])] == [
         "bfloat16",
         "float32",
         *["bfloat16"] * 3,
     ]
-    assert_equal(jax.tree.map(np.float32, found), gradients(dense, *given), 0.03)
+    assert_equal(jax.tree.map(np.float32, results), gradients(dense, *given), 0.03)

@@ -1,4 +1,5 @@
-"""Functions by platform: all of them where it is not known, one where it is."""
+"""Functions by platform: all of them are traced where the platform is not known, one where it
+is."""
 
 from types import SimpleNamespace
 
@@ -12,16 +13,18 @@ from sharding.mesh import make_mesh
 
 @jax.jit
 def doubled_on_cpu(x):
-    """Cached by JAX, as functions of its own are."""
+    """Jitted, so that JAX caches its traces."""
     return by_platform(x, cpu=lambda x: x * 2, cuda=jnp.sin, default=jnp.cos)
 
 
 def mesh_of(platform, **client):
+    """A stand-in for a mesh of one device, with the attributes that tell its platform."""
     device = SimpleNamespace(platform=platform, client=SimpleNamespace(**client))
     return SimpleNamespace(devices=SimpleNamespace(flat=[device]))
 
 
 def text(function, platform):
+    """The program that is lowered for a platform."""
     return function.trace(jnp.ones(2)).lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -54,6 +57,8 @@ def test_a_gpu_that_may_be_either_kind_is_not_known():
 
 
 def test_what_was_traced_for_one_platform_is_not_found_for_another():
+    """The cache must not return the trace for CUDA where the platform is the CPU, or is not
+    known."""
     with traced_for(mesh_of("gpu", _raw_platform="cuda")):
         jax.make_jaxpr(doubled_on_cpu)(jnp.ones(3))
     with traced_for(make_mesh({"data": 8})):

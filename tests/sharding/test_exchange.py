@@ -1,4 +1,5 @@
-"""The exchange against plain loops over tokens, on every geometry of encoder and language ranks."""
+"""The exchange on devices against plain loops over tokens, on every geometry of encoder and
+language ranks."""
 
 import functools
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ GEOMETRIES = {  # encoder batch axes, language batch axes, (A, E, L)
 
 @dataclass(frozen=True)
 class Case:
-    """Random moves (encoder rank, slot) -> (language rank, slot), each slot at most once, and their tables."""
+    """Random moves (encoder rank, slot) -> (language rank, slot), each slot at most once, and the
+    tables that make them."""
 
     exchange: Exchange
     moves: list[tuple[int, int, int, int]]
@@ -77,14 +79,17 @@ class Case:
 
     def _run(self, hop, deliver, hops, gather, source, target):
         buffer = self.buffers(source)
-        for number, index in enumerate(hops):
-            buffer = hop(source, buffer, number, index)
+        for hop_index, index in enumerate(hops):
+            buffer = hop(source, buffer, hop_index, index)
         return deliver(source, buffer, target, gather)
 
 
 def make_case(name, seed=0):
-    """The tables as balance/records.py documents them, filled one token at a time. Tokens that change their exchange
-    rank go straight in a random hop or, every other one, by a random third in two hops."""
+    """Tables as balance/records.py documents them, filled one token at a time.
+
+    Tokens that change their exchange rank go straight in a random hop, or, every other one, in two
+    hops by a random third rank.
+    """
     encoder_axes, language_axes, (shared, encoder_only, language_only) = GEOMETRIES[name]
     layouts = (
         make_layout(MESH, {"batch": encoder_axes}),
@@ -103,14 +108,14 @@ def make_case(name, seed=0):
     targets = rng.permutation(
         [(r, s) for r in range(language_grid.size) for s in range(LANGUAGE_SLOTS)]
     )
-    count = 4 * min(len(sources), len(targets)) // 5
-    moves = np.concatenate([sources[:count], targets[:count]], axis=1).tolist()
+    move_count = 4 * min(len(sources), len(targets)) // 5
+    moves = np.concatenate([sources[:move_count], targets[:move_count]], axis=1).tolist()
 
     ranks = shared * encoder_only * language_only
     buffer = BUFFER[shared]
     send, place = np.full((2, HOPS, ranks, shared, PAIRS), -1, np.int32)
-    pick = np.full((ranks, LANGUAGE_SLOTS), -1, np.int32)
-    back = np.full((ranks, ENCODER_SLOTS), -1, np.int32)
+    gather = np.full((ranks, LANGUAGE_SLOTS), -1, np.int32)
+    gather_back = np.full((ranks, ENCODER_SLOTS), -1, np.int32)
     used = np.zeros((HOPS, ranks, shared), int)
     encoder_place = {int(rank): place for place, rank in np.ndenumerate(encoder_grid)}
     language_place = {int(rank): place for place, rank in np.ndenumerate(language_grid)}
@@ -125,29 +130,29 @@ def make_case(name, seed=0):
     def received(hop, block, slot):
         return (hop * shared + block) * PAIRS + slot
 
-    for number, (encoder_rank, slot, language_rank, arrival) in enumerate(moves):
+    for move_index, (encoder_rank, slot, language_rank, arrival) in enumerate(moves):
         (a, e), (b, n) = encoder_place[encoder_rank], language_place[language_rank]
         sender = at(a, e, n)
         receiver = at(b, e, n)
-        thirds = [c for c in range(shared) if c not in (a, b)]
+        relays = [c for c in range(shared) if c not in (a, b)]
         if a == b:
-            pick[receiver, arrival], back[sender, slot] = buffer + slot, buffer + arrival
-        elif number % 2 or not thirds:
+            gather[receiver, arrival], gather_back[sender, slot] = buffer + slot, buffer + arrival
+        elif move_index % 2 or not relays:
             h, s = chunk_slot(int(rng.integers(HOPS)), sender, b)
-            send[h, sender, b, s], pick[receiver, arrival] = slot, received(h, a, s)
+            send[h, sender, b, s], gather[receiver, arrival] = slot, received(h, a, s)
             t = HOPS - 1 - h
-            place[t, receiver, a, s], back[sender, slot] = arrival, received(t, b, s)
+            place[t, receiver, a, s], gather_back[sender, slot] = arrival, received(t, b, s)
         else:
-            c = int(rng.choice(thirds))
+            c = int(rng.choice(relays))
             h, s = chunk_slot(0, sender, c)
             k, u = chunk_slot(int(rng.integers(1, HOPS)), at(c, e, n), b)
             send[h, sender, c, s] = slot
             send[k, at(c, e, n), b, u] = ENCODER_SLOTS + received(h, a, s)
-            pick[receiver, arrival] = received(k, c, u)
+            gather[receiver, arrival] = received(k, c, u)
             place[HOPS - 1 - k, receiver, c, u] = arrival
             place[HOPS - 1 - h, at(c, e, n), a, s] = LANGUAGE_SLOTS + received(HOPS - 1 - k, b, u)
-            back[sender, slot] = received(HOPS - 1 - h, c, s)
-    return Case(exchange, moves, send, pick, place, back)
+            gather_back[sender, slot] = received(HOPS - 1 - h, c, s)
+    return Case(exchange, moves, send, gather, place, gather_back)
 
 
 @pytest.fixture(scope="module", params=GEOMETRIES)
@@ -170,8 +175,8 @@ def test_forward_brings_every_token_to_its_slot(case):
     encoder, language = pools(case, 1)
     want = [x.copy() for x in language]
     for rank, slot, target, arrival in case.moves:
-        for into, values in zip(want, encoder, strict=True):
-            into[target, arrival] += values[rank, slot]
+        for pool, values in zip(want, encoder, strict=True):
+            pool[target, arrival] += values[rank, slot]
     for got, expected in zip(case.forward(encoder, language), want, strict=True):
         np.testing.assert_array_equal(got, expected)
 
@@ -185,6 +190,7 @@ def test_transposed_brings_every_gradient_back(case):
 
 
 def test_transposed_is_the_derivative_of_forward(case):
+    """Against jax.vjp, which derives the transposed direction from the forward tables."""
     (encoder, _), (language, _) = pools(case, 3)
 
     @jax.jit
@@ -198,6 +204,7 @@ def test_transposed_is_the_derivative_of_forward(case):
 
 
 def test_garbage_in_unused_slots_stays_there():
+    """NaN in slots that no token uses must not reach any pool."""
     case = make_case("both_have_own")
     (encoder, _), (language, _) = pools(case, 4)
     used = {(rank, slot) for rank, slot, _, _ in case.moves}
@@ -210,13 +217,13 @@ def test_garbage_in_unused_slots_stays_there():
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("name", ["shared", "both_have_own"])
 def test_lowers_for_gpus_from_a_machine_without_one(name, ragged):
-    """Both backends, both directions; shapes alone, for nothing is run."""
+    """Both backends in both directions, with shapes alone, since nothing runs."""
     case = make_case(name)
     hop_on_device = RAGGED.hop_on_device if ragged else PADDED.hop_on_device
     exchange = Exchange(MESH, case.exchange.encoder, case.exchange.language, hop_on_device)
     shared = case.pairs
     ranks = len(case.gather_forward)
-    for hop, deliver, layout, other, slots, arrivals in (
+    for hop, deliver, layout, target_layout, slots, arrivals in (
         (
             exchange.hop,
             exchange.deliver,
@@ -238,7 +245,7 @@ def test_lowers_for_gpus_from_a_machine_without_one(name, ragged):
             (layout.ranks, slots, WIDTH), np.float32, sharding=layout.rows
         )
         target = jax.ShapeDtypeStruct(
-            (other.ranks, arrivals, WIDTH), np.float32, sharding=other.rows
+            (target_layout.ranks, arrivals, WIDTH), np.float32, sharding=target_layout.rows
         )
 
         def table(*shape, dtype=np.int32):

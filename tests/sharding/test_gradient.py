@@ -1,4 +1,4 @@
-"""Backward passes taken apart give what jax.vjp gives."""
+"""Backward passes that are split into parts give the gradients of jax.vjp."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from sharding.gradient import KeptForward, LayerGradient, Params, used_leaves
 
 
 def gated(params: Params, x, row):
-    """Two matrix products into a gate, one out of it; scales are frozen."""
+    """Two matrix products into a gate and one out of it."""
     weights = params.trained | params.frozen
     hidden = (
         jax.nn.silu(x @ weights["gate"]) * (x @ weights["up"]) * weights["scale"] / row["level"]
@@ -18,7 +18,7 @@ def gated(params: Params, x, row):
 
 
 def activated(params: Params, x, row):
-    """Of the gate's matrix its exponential is read, which depends on no x."""
+    """A layer that reads the exponential of a matrix, which depends on no input."""
     weights = params.trained | params.frozen
     return x + (x @ jnp.exp(weights["gate"]) * weights["scale"] / row["level"]) @ weights["down"]
 
@@ -35,6 +35,8 @@ SHAPES = {"gate": (8, 16), "up": (8, 16), "down": (16, 8), "scale": (16,)}
 
 
 def arrays(frozen: tuple[str, ...] = ("scale",)):
+    """Parameters, an input, a row and a cotangent; `frozen` names the parameters without
+    gradients."""
     random = np.random.default_rng(0)
     draw = {
         name: jnp.asarray(random.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()
@@ -56,16 +58,23 @@ def test_every_way_gives_the_gradients_of_vjp(layer, frozen):
             lambda trained, x: layer(Params(trained, params.frozen), x, row), params.trained, x
         )
         gradient = LayerGradient(layer, params, x, row)
-        found, residuals = gradient.forward(params, x, row)
+        result, residuals = gradient.forward(params, x, row)
         split = gradient.split()
         dx, pending = split.input_gradient(params, row, residuals, dy)
         parted = split.weight_gradient(params, row, pending), dx
-        return (y, vjp(dy)), (found, gradient.backward(params, row, residuals, dy)), (found, parted)
+        # The reference, the backward pass as a whole, and the one in two halves.
+        return (
+            (y, vjp(dy)),
+            (result, gradient.backward(params, row, residuals, dy)),
+            (result, parted),
+        )
 
-    expected, *others = run(params, x, row, dy)
-    for found in others:
-        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    expected, *variants = run(params, x, row, dy)
+    for result in variants:
+        for leaf, expected_leaf in zip(
+            jax.tree.leaves(result), jax.tree.leaves(expected), strict=True
+        ):
+            np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-5, atol=1e-5)
 
 
 def test_residuals_hold_no_parameters():
@@ -92,13 +101,13 @@ def test_residuals_of_a_checkpointed_layer_are_its_input_and_what_its_policy_kee
 
 
 def products(function, *args) -> int:
-    """Matrix products of a compiled function."""
+    """Number of matrix products in a compiled function."""
     return jax.jit(function).lower(*args).compile().as_text().count(" dot(")
 
 
 @pytest.mark.parametrize("layer", ["plain", "jitted"])
 def test_the_halves_share_no_matrix_product(layer):
-    """Three products forward; three of input gradients, three of weight gradients, none computed twice."""
+    """Three products of input gradients and three of weight gradients; none is computed twice."""
     params, x, row, dy = arrays()
     gradient = LayerGradient(PLAIN[layer], params, x, row)
     residuals = gradient.forward(params, x, row)[1]
@@ -110,12 +119,12 @@ def test_the_halves_share_no_matrix_product(layer):
 
 
 def test_used_leaves():
+    """Leaves of a dictionary are sorted: down, gate, scale, up. The function reads two of them."""
     params, x, *_ = arrays()
 
     def function(tree, x):
         return jax.jit(lambda tree: x @ tree["gate"] * tree["scale"])(tree)
 
-    # Leaves of a dictionary are sorted: down, gate, scale, up.
     assert used_leaves(function, params.trained | params.frozen, x) == [False, True, True, False]
 
 
@@ -141,18 +150,19 @@ def test_a_backward_pass_goes_on_from_what_the_forward_pass_kept(layer):
         lambda trained: function(Params(trained, params.frozen), row), params.trained
     )
     y, residuals = forward(params, row)
-    found = backward(params, row, residuals, dy)
-    for one, other in zip(
-        jax.tree.leaves((y, found)), jax.tree.leaves((expected, *vjp(dy))), strict=True
+    gradients = backward(params, row, residuals, dy)
+    for leaf, expected_leaf in zip(
+        jax.tree.leaves((y, gradients)), jax.tree.leaves((expected, *vjp(dy))), strict=True
     ):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-5, atol=1e-5)
     assert bool(residuals) == (layer is not PLAIN["recomputed"])
     zeros = backward(params, row, jax.tree.map(jnp.zeros_like, residuals), dy)
-    assert np.allclose(zeros["down"], found["down"]) == (not residuals), "what is kept is read"
+    assert np.allclose(zeros["down"], gradients["down"]) == (not residuals), "what is kept is read"
 
 
 def test_only_what_depends_on_both_parameters_and_row_is_kept():
-    """Of tanh(sin(x) @ exp(w)): neither sin(x) nor exp(w), for either is there again at once."""
+    """Of tanh(sin(x) @ exp(w)), neither sin(x) nor exp(w) is kept, because either can be computed
+    anew from an argument."""
     params = Params({"w": jnp.ones((8, 16))}, {})
     kept = KeptForward(
         lambda params, x: jnp.tanh(jnp.sin(x) @ jnp.exp(params.trained["w"])),
@@ -164,7 +174,7 @@ def test_only_what_depends_on_both_parameters_and_row_is_kept():
 
 
 def test_a_remembered_function_goes_back_from_its_residuals_inside_of_others():
-    """As the decoder inside of a loss, whose head may be its own embedding."""
+    """As in a loss around the decoder, whose head may be the decoder's own embedding."""
     params, x, row, dy = arrays()
 
     def function(params, row):
@@ -186,7 +196,9 @@ def test_a_remembered_function_goes_back_from_its_residuals_inside_of_others():
         return jax.value_and_grad(lambda trained: loss(remembered, trained))(params.trained)
 
     value, gradients = found(params, row, residuals, y)
-    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    for leaf, expected_leaf in zip(
+        jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-5, atol=1e-5)
     twice, _ = found(params, row, residuals, 2 * y)
     assert float(twice - value) == pytest.approx(float(jnp.sum(y * dy)), rel=1e-4), "y is read"

@@ -1,4 +1,4 @@
-"""The loop over layers is that of jax.lax.scan, and its gradients are added to sums in place."""
+"""The loop over layers equals jax.lax.scan, and its gradients are added to sums in place."""
 
 from functools import partial
 from typing import NamedTuple
@@ -31,7 +31,7 @@ CHECKPOINTED = {
 
 
 def gated(parameters, x, own, of_all):
-    """A layer that counts, and whose own number scales what it adds."""
+    """A layer that counts itself, and whose own number scales what it adds to its input."""
     hidden = jnp.tanh(x["slots"] @ parameters["up"] + of_all["shift"]) * of_all["level"]
     added = (own * parameters["scale"]) * (hidden @ parameters["down"]) / of_all["again"]
     out = {"mean": hidden.mean(), "positive": (hidden > 0).sum(dtype=jnp.int32)}
@@ -39,10 +39,12 @@ def gated(parameters, x, own, of_all):
 
 
 class Inputs(NamedTuple):
+    """Parameters of all layers, the input of the first, and what all layers read."""
+
     parameters: dict
     x: dict
-    read: dict  # by all layers, with gradients
-    known: dict  # without
+    read: dict  # by all layers; it has gradients
+    known: dict  # by all layers; it has none
 
 
 def inputs(dtype=jnp.float32):
@@ -63,6 +65,8 @@ def inputs(dtype=jnp.float32):
 
 
 def scanned(layer, parameters, x, of_layers, of_all):
+    """The reference: the same loop by jax.lax.scan."""
+
     def step(x, of_layer):
         return layer(of_layer[0], x, of_layer[1], of_all)
 
@@ -70,21 +74,23 @@ def scanned(layer, parameters, x, of_layers, of_all):
 
 
 def loss(loop, layer, trained, x, read, frozen, known):
+    """A loss of the last output and of one of the values that layers yield; the other one, of
+    integers, is returned."""
     x, outs = loop(layer, trained | frozen, x, np.arange(LAYERS), read | known)
     weights = jnp.arange(x["slots"].size).reshape(x["slots"].shape)
     return (weights * x["slots"]).sum() + (outs["mean"] ** 2).sum(), outs["positive"]
 
 
 def gradients(loop, given, parameters=None):
-    """Those of parameters alone."""
+    """Gradients of the parameters alone."""
     trained = given.parameters if parameters is None else parameters
     function = jax.grad(loss, argnums=2, has_aux=True)
     return function(loop, gated, trained, given.x, given.read, {}, given.known)[0]
 
 
 def assert_close(found, expected, tolerance=1e-5):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+    for leaf, expected_leaf in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, expected_leaf, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -92,20 +98,21 @@ def assert_close(found, expected, tolerance=1e-5):
 )
 @pytest.mark.parametrize("checkpointed", CHECKPOINTED.values(), ids=CHECKPOINTED)
 def test_it_is_the_loop_of_scan(checkpointed, frozen):
-    given = inputs()
-    trained, still = (
-        {name: leaf for name, leaf in given.parameters.items() if (name in frozen) == part}
-        for part in (False, True)
+    """Values and gradients, whatever is frozen, and whichever inputs have gradients."""
+    sample = inputs()
+    trained, frozen_parameters = (
+        {name: leaf for name, leaf in sample.parameters.items() if (name in frozen) == is_frozen}
+        for is_frozen in (False, True)
     )
-    arguments = trained, given.x, given.read, still, given.known
+    arguments = trained, sample.x, sample.read, frozen_parameters, sample.known
 
     def run(loop):
-        asked = [(2, 3, 4), (2,), (3,)] if trained else [(3, 4), (3,)]
+        argument_sets = [(2, 3, 4), (2,), (3,)] if trained else [(3, 4), (3,)]
         return [
             jax.jit(
-                jax.value_and_grad(loss, argnums=of, has_aux=True), static_argnums=(0, 1)
+                jax.value_and_grad(loss, argnums=argnums, has_aux=True), static_argnums=(0, 1)
             )(loop, checkpointed(gated), *arguments)
-            for of in asked
+            for argnums in argument_sets
         ]  # fmt: skip
 
     assert_close(run(run_layers), run(scanned))
@@ -116,35 +123,40 @@ def test_it_is_the_loop_of_scan(checkpointed, frozen):
 @pytest.mark.parametrize("summed", [("up",), ("down", "scale", "up")], ids=str)
 @pytest.mark.parametrize("leading", [(), (1,)], ids=["as they are", "of one device"])
 def test_gradients_are_added_to_sums(summed, leading):
-    given = inputs()
+    sample = inputs()
     totals = {
-        name: jax.random.normal(jax.random.key(7), (*leading, *given.parameters[name].shape))
+        name: jax.random.normal(jax.random.key(7), (*leading, *sample.parameters[name].shape))
         for name in summed
     }
 
     def with_sums(parameters, totals):
-        both = {name: Summed(parameters[name], total) for name, total in totals.items()}
-        found = gradients(run_layers, given, parameters | both)
-        return {name: leaf.total if name in totals else leaf for name, leaf in found.items()}
+        summed_parameters = {
+            name: Summed(parameters[name], total) for name, total in totals.items()
+        }
+        results = gradients(run_layers, sample, parameters | summed_parameters)
+        return {name: leaf.total if name in totals else leaf for name, leaf in results.items()}
 
-    expected = gradients(scanned, given)
+    expected = gradients(scanned, sample)
     for name, total in totals.items():
         expected[name] = total + expected[name].reshape(total.shape)
-    assert_close(jax.jit(with_sums)(given.parameters, totals), expected)
+    assert_close(jax.jit(with_sums)(sample.parameters, totals), expected)
 
 
 def test_sums_are_as_wide_as_they_were():
-    """Narrow gradients are added to wide sums, whose small parts they would lose."""
-    given = inputs(jnp.bfloat16)
+    """bfloat16 gradients are added to float32 sums, which would lose their small parts if they were
+    rounded."""
+    sample = inputs(jnp.bfloat16)
     totals = {
-        name: jnp.full(leaf.shape, 1e-6, jnp.float32) for name, leaf in given.parameters.items()
+        name: jnp.full(leaf.shape, 1e-6, jnp.float32) for name, leaf in sample.parameters.items()
     }
-    both = {name: Summed(leaf, totals[name]) for name, leaf in given.parameters.items()}
-    found = gradients(run_layers, given, both)
-    for name, alone in gradients(run_layers, given).items():
-        assert found[name].total.dtype == jnp.float32
+    summed_parameters = {
+        name: Summed(leaf, totals[name]) for name, leaf in sample.parameters.items()
+    }
+    results = gradients(run_layers, sample, summed_parameters)
+    for name, gradient in gradients(run_layers, sample).items():
+        assert results[name].total.dtype == jnp.float32
         np.testing.assert_array_equal(
-            found[name].total, totals[name] + alone.astype(jnp.float32), name
+            results[name].total, totals[name] + gradient.astype(jnp.float32), name
         )
 
 
@@ -164,14 +176,15 @@ def test_the_gradient_that_a_deferred_parameter_stands_for_is_added():
     def product(parameter):
         return run_layers(layer, parameter, jnp.ones(WIDTH), None, None)[0].sum()
 
-    found = jax.grad(product)(Summed(Deferred(weights, jnp.zeros_like(weights)), total))
+    gradient = jax.grad(product)(Summed(Deferred(weights, jnp.zeros_like(weights)), total))
     expected = jax.grad(lambda weights: weights.prod(0).sum())(weights)
-    np.testing.assert_allclose(found.total, total + expected[None], rtol=1e-6)
-    assert not found.parameter.shard.any()
+    np.testing.assert_allclose(gradient.total, total + expected[None], rtol=1e-6)
+    assert not gradient.parameter.shard.any()
 
 
 def test_sums_take_no_room_of_their_own():
-    """Beside its arguments and results the program has less than the gradients of all layers."""
+    """Beside arguments and results, the program needs less than a quarter of the gradients of all
+    layers; adding them afterwards needs them all at once."""
     width = 64
     layers = 32
     weights = jnp.zeros((layers, width, width))
@@ -193,6 +206,7 @@ def test_sums_take_no_room_of_their_own():
 
 
 def test_what_all_layers_read_is_not_kept_for_each():
+    """If each layer kept its copy of `read`, the program would need 16 of them."""
     slots = 1 << 16
     layers = 16
     read = jnp.ones(slots)
@@ -210,7 +224,8 @@ def test_what_all_layers_read_is_not_kept_for_each():
     [("cuda", 1, True), ("cuda", 2, False), ("cpu", 1, False)],
 )
 def test_what_lies_for_all_layers_keeps_its_order_on_gpus(platform, tensor, constrained):
-    """But where XLA splits layers, for it would gather what is constrained."""
+    """Except where XLA splits layers over devices, because it would gather whatever is
+    constrained."""
     mesh = make_mesh({"data": 1, "fsdp": 1, "context": 1, "tensor": tensor}, jax.devices()[:tensor])
 
     def objective(weights, x):

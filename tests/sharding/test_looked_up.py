@@ -1,4 +1,5 @@
-"""The gradient of a table that is looked up, as GPUs compute it: no two programs write to one place."""
+"""The gradient of a table that is looked up, as GPUs compute it: no two programs write to one
+place."""
 
 import re
 
@@ -17,22 +18,23 @@ from sharding.rules import Layout
 def test_sorted_sums_are_those_of_a_scatter(count, vocabulary):
     random = np.random.default_rng(count)
     rows = jnp.asarray(random.integers(0, vocabulary, (2, count)), jnp.int32)
-    # Whole numbers, whose sums no order rounds
-    found = jnp.asarray(random.integers(-9, 9, (2, count, 5)), jnp.float32)
-    nothing = jnp.zeros((vocabulary, 5))
+    # Sums of whole numbers are exact in any order.
+    entries = jnp.asarray(random.integers(-9, 9, (2, count, 5)), jnp.float32)
+    zeros = jnp.zeros((vocabulary, 5))
     np.testing.assert_array_equal(
-        jax.jit(sorted_sums)(nothing, rows, found), nothing.at[rows].add(found)
+        jax.jit(sorted_sums)(zeros, rows, entries), zeros.at[rows].add(entries)
     )
 
 
 def test_a_sum_of_many_entries_is_as_near_as_float32_allows():
+    """Two rows of about 2,000 entries each, against a sum in float64."""
     random = np.random.default_rng(0)
     rows = jnp.asarray(random.integers(0, 2, 4096), jnp.int32)
-    found = random.standard_normal((4096, 8)).astype(np.float32)
-    wanted = np.zeros((2, 8))
-    np.add.at(wanted, np.asarray(rows), found.astype(np.float64))
-    got = sorted_sums(jnp.zeros((2, 8)), rows, jnp.asarray(found))
-    np.testing.assert_allclose(got, wanted, atol=1e-4)
+    entries = random.standard_normal((4096, 8)).astype(np.float32)
+    expected = np.zeros((2, 8))
+    np.add.at(expected, np.asarray(rows), entries.astype(np.float64))
+    sums = sorted_sums(jnp.zeros((2, 8)), rows, jnp.asarray(entries))
+    np.testing.assert_allclose(sums, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "cpu"])
@@ -46,5 +48,5 @@ def test_on_gpus_every_place_is_written_once(platform):
 
     text = jax.jit(jax.grad(loss)).trace(table).lower(lowering_platforms=(platform,)).as_text()
     unique = re.findall(r'"stablehlo\.scatter".*?unique_indices = (true|false)', text, re.DOTALL)
-    # What is written once has unique indices
+    # Each place is written once if the indices of the scatter are unique.
     assert unique == (["true"] if platform == "cuda" else ["false"])

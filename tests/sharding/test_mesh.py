@@ -1,3 +1,6 @@
+"""Meshes from the sizes of their axes, concrete and abstract, and axes that are cut for rows of
+several ranks."""
+
 import jax
 import pytest
 from jax.sharding import AxisType
@@ -22,7 +25,7 @@ def test_one_size_may_be_the_rest(sizes, shape):
 
 
 def test_axes_are_left_to_the_compiler():
-    """`jax.make_mesh` would make them Explicit, under which shard_map refuses unsharded inputs."""
+    """`jax.make_mesh` would make axes Explicit, and shard_map then refuses unsharded inputs."""
     assert set(make_mesh({"data": -1}).axis_types) == {AxisType.Auto}
 
 
@@ -61,7 +64,8 @@ def test_an_abstract_mesh_is_the_same_mesh_without_devices():
 
 
 def test_axes_are_cut_by_the_prime_factors_of_spans():
-    """Innermost sub-axes hold the factors of the shortest spans; devices stay where they are."""
+    """Innermost sub-axes hold the factors of the shortest spans, and devices stay where they
+    are."""
     sizes = {"data": 4, "fsdp": 2, "tensor": 1}
     mesh = make_mesh(sizes, spans=(1, 2, 8))
     assert dict(mesh.shape) == {
@@ -71,8 +75,8 @@ def test_axes_are_cut_by_the_prime_factors_of_spans():
     assert set(mesh.axis_types) == {AxisType.Auto}
     assert abstract_mesh(sizes, 8, (1, 2, 8)).shape == mesh.shape
     assert axis_sizes(mesh) == sizes and axis_sizes(mesh)["data"] == 4
-    many = abstract_mesh({"data": 512}, 512, (1, 2, 4, 8))
-    assert tuple(many.shape.values()) == (64, 2, 2, 2)
+    large = abstract_mesh({"data": 512}, 512, (1, 2, 4, 8))
+    assert tuple(large.shape.values()) == (64, 2, 2, 2)
     assert tuple(abstract_mesh({"data": 24}, 24, (2, 6)).shape.values()) == (4, 3, 2)
     assert tuple(abstract_mesh({"data": 5}, 5, (2, 6)).shape.values()) == (5,)
 

@@ -1,4 +1,4 @@
-"""Rows and their ranks' pools, against plain loops over slots."""
+"""Rows and the pools of their ranks, against plain loops over slots."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ WIDTH = 3
 
 
 def rows_and_pool(seed=0, ranks=4, slots=9, capacity=12):
-    """Each row takes some slots of its own rank's pool, none twice; -1 elsewhere."""
+    """Each row takes seven slots of the pool of its rank, none twice, and has -1 elsewhere; the
+    second row takes nothing."""
     rng = np.random.default_rng(seed)
     index = np.full((ranks, capacity), -1, np.int32)
     for row in index:
@@ -33,6 +34,8 @@ def test_take_rows_is_a_lookup_in_the_ranks_own_pool():
 
 
 def test_put_rows_takes_the_place_of_what_take_rows_took():
+    """Put into zeros, rows are the gradient of taking them; into a pool, they replace what was
+    taken."""
     layout = make_layout(MESH)
     index, pool, d_rows = rows_and_pool(1)
     pulled = jax.vjp(lambda pool: take_rows(layout, pool, index), pool)[1](d_rows)[0]
@@ -59,13 +62,13 @@ MESHES = [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 4, "context
 
 
 def layouts(sizes):
-    whole = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | sizes
-    return make_layout(make_mesh(whole, spans=(1, 2, 4)))
+    all_sizes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | sizes
+    return make_layout(make_mesh(all_sizes, spans=(1, 2, 4)))
 
 
 @pytest.mark.parametrize("sizes", MESHES)
 def test_a_shared_row_reads_the_pools_of_its_ranks(sizes):
-    """A row of span g is g rows of one rank, end to end."""
+    """A row of span g is g rows of one rank each, end to end."""
     layout = layouts(sizes)
     index, pool, d_rows = rows_and_pool(3, ranks=layout.ranks)
     take, put = (jax.jit(function, static_argnums=0) for function in (take_rows, put_rows))

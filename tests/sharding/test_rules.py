@@ -1,3 +1,6 @@
+"""Layouts: which logical axes lie on which mesh axes, which layouts are refused, and how ranks form
+rows and nodes."""
+
 from dataclasses import dataclass
 
 import jax
@@ -23,11 +26,11 @@ def test_default_layout():
 
 
 def test_batch_takes_axes_from_the_computation():
-    """An encoder that counts `tensor` as data has more ranks and computes with whole heads."""
+    """An encoder that counts `tensor` as data has more ranks, and computes with whole heads."""
     layout = make_layout(MESH, {"batch": ["data", "fsdp", "tensor"]})
     assert layout.ranks == 8
     assert all(layout.mesh_axes(name) == () for name in ("heads", "kv_heads", "mlp", "vocab"))
-    # Parameters may stay split over a batch axis: they are gathered
+    # Parameters may stay split over a batch axis, because they are gathered.
     assert layout.mesh_axes("embed") == ("fsdp",)
 
 
@@ -125,19 +128,21 @@ def test_local_runs_on_each_devices_own_part():
 
 def test_layouts_are_values():
     """Layouts are static arguments of compiled functions: equal ones must not compile anew."""
-    one = make_layout(MESH)
-    two = make_layout(make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
-    assert isinstance(one, Layout) and one == two and hash(one) == hash(two)
-    assert one != make_layout(MESH, {"batch": ["data"]})
+    layout = make_layout(MESH)
+    equal_layout = make_layout(make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
+    assert (
+        isinstance(layout, Layout) and layout == equal_layout and hash(layout) == hash(equal_layout)
+    )
+    assert layout != make_layout(MESH, {"batch": ["data"]})
 
 
 def test_nodes_of_ranks():
-    """Eight devices in order; a rank's node is that of its first device."""
-    both = make_layout(MESH, {"batch": ["data", "fsdp"]})
-    assert rank_nodes(both, 4).tolist() == [0, 0, 1, 1]
-    assert rank_nodes(both, 2).tolist() == [0, 1, 2, 3]
+    """Eight devices in order. The node of a rank is that of its first device."""
+    four_ranks = make_layout(MESH, {"batch": ["data", "fsdp"]})
+    assert rank_nodes(four_ranks, 4).tolist() == [0, 0, 1, 1]
+    assert rank_nodes(four_ranks, 2).tolist() == [0, 1, 2, 3]
     assert rank_nodes(make_layout(MESH, {"batch": ["fsdp", "tensor"]}), 2).tolist() == [0, 0, 1, 1]
-    assert rank_nodes(both).tolist() == [0, 0, 0, 0]
+    assert rank_nodes(four_ranks).tolist() == [0, 0, 0, 0]
     planned = make_layout(abstract_mesh({"data": 16, "fsdp": 2}, 32))
     assert rank_nodes(planned, 8).tolist() == [rank // 8 for rank in range(32)]
     assert rank_nodes(planned).tolist() == [0] * 32
@@ -151,8 +156,8 @@ class Device:
 
 
 def test_nodes_of_devices_whose_ids_have_gaps():
-    """As those of several processes have on CPUs."""
-    devices = [Device(2048 * (number // 2) + number % 2, number // 2) for number in range(8)]
+    """Devices of several processes on CPUs have such ids."""
+    devices = [Device(2048 * (index // 2) + index % 2, index // 2) for index in range(8)]
     layout = make_layout(Mesh(np.array(devices).reshape(4, 2), ("data", "fsdp")))
     assert rank_nodes(layout).tolist() == rank_nodes(layout, 2).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert rank_nodes(layout, 4).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
@@ -180,7 +185,7 @@ def test_a_span_takes_the_innermost_ranks(mesh):
         assert (spanned.ranks, spanned.groups, spanned.span) == (4, 4 // span, span)
         assert spanned.parts == span * parts
         assert spanned.part_axes == (("context.1",) if parts == 2 else ())
-    # Rank k * g + j holds part j of row k
+    # Rank k * span + j holds part j of row k.
     rows = np.arange(2 * 8).reshape(2, 8)
     shared = jax.device_put(rows, layout.spanned(2).sharding(("batch", "sequence")))
     by_rank = jax.device_put(rows.reshape(4, 4), layout.sharding(("batch", "sequence")))
