@@ -1,4 +1,4 @@
-"""Masks of small rows, from the ids of their tokens."""
+"""Masks of small rows from the ids of their tokens, and the rule of masks in words."""
 
 import jax
 import numpy as np
@@ -32,8 +32,8 @@ def mask_of(ids, block, bound=None):
 def visible_pairs(queries, keys):
     """[.., C, T] bool: the rule in words, apart from the code under test.
 
-    Only tokens of one document see each other. There a token sees an earlier one within its window, itself, and its own
-    image or clip.
+    Only tokens of one document see each other. There a token sees itself, earlier tokens within its
+    window, and all tokens of its own image or clip.
     """
     q = [None if column is None else np.asarray(column)[..., :, None] for column in queries]
     k = [None if column is None else np.asarray(column)[..., None, :] for column in keys]

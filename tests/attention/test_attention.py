@@ -1,3 +1,6 @@
+"""Attention over tiles against the dense formula in float64: results and gradients of every kernel
+that runs on CPUs, for any mask."""
+
 from functools import partial
 
 import jax
@@ -23,7 +26,7 @@ WHOLE = [1] * SLOTS
 EMPTY = [0] * SLOTS
 
 
-KERNELS = ("jax", "cpu")  # that run as they are on the devices of tests
+KERNELS = ("jax", "cpu")  # these run on the devices of tests
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 
 tiled = jax.jit(attention, static_argnames=("scale", "kernel"))
@@ -31,7 +34,8 @@ tiled = jax.jit(attention, static_argnames=("scale", "kernel"))
 
 @jax.jit
 def dense_vjp(q, k, v, visible, d_out):
-    """Output and gradients of the plain formula; exp needs no maximum in float64 with logits of order one."""
+    """Output and gradients of the plain formula. In float64, with logits of order one, exp needs no
+    maximum subtracted."""
 
     def formula(q, k, v):
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
@@ -62,7 +66,7 @@ def packed(rows, causal, block=BLOCK):
 
 
 def random_inputs(rows, slots=SLOTS, heads=4, key_heads=2, size=8, seed=0, keys=None):
-    """q, k, v and the output's cotangent, which is not zero at padding."""
+    """q, k, v and the cotangent of the output, which is not zero at padding."""
     rng = np.random.default_rng(seed)
     q, d_out = rng.standard_normal((2, rows, slots, heads, size))
     k, v = rng.standard_normal((2, rows, keys or slots, key_heads, size))
@@ -70,13 +74,15 @@ def random_inputs(rows, slots=SLOTS, heads=4, key_heads=2, size=8, seed=0, keys=
 
 
 def reference(q, k, v, visible, d_out):
+    """`dense_vjp` in float64 of inputs of any dtype."""
     with jax.enable_x64(True):
         wide = (np.asarray(x, np.float64) for x in (q, k, v))
         return [np.asarray(x) for x in dense_vjp(*wide, visible, np.asarray(d_out, np.float64))]
 
 
 def check(mask, inputs, dtype=np.float32, tolerance=2e-6):
-    """All results of every kernel against the dense reference, relative to its largest entry."""
+    """All results of every kernel against the dense reference, relative to its largest entry;
+    queries that see nothing and keys that nobody sees have exact zeros."""
     q, k, v, d_out = (x.astype(dtype) for x in inputs)
     visible = visible_pairs(mask.queries, mask.keys)
     expected = reference(q, k, v, visible, d_out)
@@ -85,13 +91,13 @@ def check(mask, inputs, dtype=np.float32, tolerance=2e-6):
     for kernel in KERNELS if dtype == np.float32 else ("jax",):
         results = tiled_vjp(q, k, v, mask, d_out, kernel)
         for name, got, want in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
-            said = f"{name} of {kernel}"
-            assert got.dtype == dtype, said
+            label = f"{name} of {kernel}"
+            assert got.dtype == dtype, label
             got = np.asarray(got, np.float64)
             np.testing.assert_allclose(
-                got, want, rtol=0, atol=tolerance * max(1, abs(want).max()), err_msg=said
+                got, want, rtol=0, atol=tolerance * max(1, abs(want).max()), err_msg=label
             )
-            assert (got[blind if name in ("out", "dq") else unseen] == 0).all(), said
+            assert (got[blind if name in ("out", "dq") else unseen] == 0).all(), label
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -115,6 +121,7 @@ def test_float64_inputs_are_computed_in_float64(causal):
 
 
 def test_bfloat16_is_exact_to_its_rounding():
+    """2**-7 is the distance of neighbouring bfloat16 numbers relative to their size."""
     check(packed([RAGGED, HOLED], True), random_inputs(2), dtype=jnp.bfloat16, tolerance=2**-7)
 
 
@@ -131,17 +138,19 @@ def test_bfloat16_sums_are_kept_in_float32():
 
 @each_kernel
 def test_large_logits_do_not_overflow(kernel):
+    """Logits of a million make every softmax one-hot, so each query takes the value of its nearest
+    key."""
     q, k, v, d_out = random_inputs(1)
     mask = packed([RAGGED], True)
     narrow = [x.astype(np.float32) for x in (q * 1e3, k * 1e3, v, d_out)]
     results = tiled_vjp(*narrow[:3], mask, narrow[3], kernel)
     assert all(np.isfinite(x).all() for x in results)
     nearest = np.einsum("qhk,phk->hqp", q[0], np.repeat(k[0], 2, axis=1))
-    real = np.array(RAGGED) > 0
-    seen = visible_pairs(mask.queries, mask.keys)[0]
-    pick = np.where(seen, nearest, -np.inf).argmax(axis=-1)  # the softmax is one-hot
-    want = np.stack([v[0, pick[h], h // 2] for h in range(4)], axis=1)
-    np.testing.assert_allclose(results[0][0][real], want[real], rtol=1e-5)
+    is_token = np.array(RAGGED) > 0
+    visible = visible_pairs(mask.queries, mask.keys)[0]
+    chosen_key = np.where(visible, nearest, -np.inf).argmax(axis=-1)  # the softmax is one-hot
+    expected = np.stack([v[0, chosen_key[h], h // 2] for h in range(4)], axis=1)
+    np.testing.assert_allclose(results[0][0][is_token], expected[is_token], rtol=1e-5)
 
 
 # ---------------------------------------------------------------------------- any mask
@@ -149,25 +158,28 @@ def test_large_logits_do_not_overflow(kernel):
 
 @st.composite
 def packed_rows(draw):
-    """Documents of text, images and clips end to end, some split into windows, with padding anywhere."""
+    """Documents of text, images and clips end to end, some split into windows, with padding
+    anywhere between."""
     ids = np.zeros((2, SLOTS), np.int32)
-    at = 0
+    start = 0
     document = 0
-    while at < SLOTS:
+    while start < SLOTS:
         document += 1
         window = draw(st.sampled_from([0, 0, 3]))
-        for part in range(1, draw(st.integers(1, 4)) + 1):
-            end = min(at + draw(st.integers(1, 12)), SLOTS)
-            ids[0, at:end] = document if not window else document + np.arange(end - at) // window
-            ids[1, at:end] = part * draw(st.integers(0, 1)) if not window else part
+        for item in range(1, draw(st.integers(1, 4)) + 1):
+            end = min(start + draw(st.integers(1, 12)), SLOTS)
+            ids[0, start:end] = (
+                document if not window else document + np.arange(end - start) // window
+            )
+            ids[1, start:end] = item * draw(st.integers(0, 1)) if not window else item
             document = max(document, ids[0].max())
-            at = min(end + draw(st.sampled_from([0, 0, 0, 5])), SLOTS)
+            start = min(end + draw(st.sampled_from([0, 0, 0, 5])), SLOTS)
     return TokenIds(ids[0], ids[1] * (ids[0] > 0), np.arange(SLOTS, dtype=np.int32))
 
 
 @st.composite
 def scattered_rows(draw):
-    """No order at all: interleaved documents, groups in pieces, positions anywhere."""
+    """Rows without any order: interleaved documents, groups in pieces, positions anywhere."""
     numbers = lambda most: st.lists(st.integers(0, most), min_size=SLOTS, max_size=SLOTS)  # noqa: E731
     return TokenIds(*(np.array(draw(numbers(most)), np.int32) for most in (3, 3, 20)))
 
@@ -190,6 +202,7 @@ def test_any_mask_in_windows_equals_dense_attention(ids, window):
 @settings(max_examples=10)
 @given(any_rows, st.sampled_from([1, 3, 9]))
 def test_lists_that_are_too_short_change_nothing(ids, bound):
+    """Where a list has no room for its tiles, a range of tiles takes its place."""
     check(mask_of(ids, bound=bound), random_inputs(3))
 
 
@@ -200,34 +213,35 @@ def test_lists_that_are_too_short_change_nothing(ids, bound):
     st.sampled_from([1, 5]),
 )
 def test_a_part_of_the_row_gets_its_own_queries(ids, places, parts):
-    """Blocks dealt to parts: each has its queries and all keys, in the new order."""
+    """Blocks are dealt to parts: each part has its own queries and all keys, in the new order.
+    Gradients of keys and values add up over parts."""
     order = np.argsort(places)
     slots = (order[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
     moved = ids.at(slots)
     inputs = random_inputs(1)
-    own = SLOTS // parts
-    whole = tiled_vjp(
+    part_slots = SLOTS // parts
+    of_whole_row = tiled_vjp(
         *(x.astype(np.float32) for x in inputs[:3]), mask_of([ids]), inputs[3].astype(np.float32)
     )
-    sums = [np.zeros_like(whole[2]), np.zeros_like(whole[3])]
+    sums = [np.zeros_like(of_whole_row[2]), np.zeros_like(of_whole_row[3])]
     for part, lists in enumerate(
         dealt_tiles(visible_tiles(ids, BLOCK), np.array(places, np.int32), parts)
     ):
-        here = slice(part * own, (part + 1) * own)
-        queries = moved.at(here)
+        part_slice = slice(part * part_slots, (part + 1) * part_slots)
+        queries = moved.at(part_slice)
         mask = Mask(
             stacked([queries]), stacked([moved]), stacked([lists.queries]), stacked([lists.keys])
         )
-        q, d_out = (x[:, slots[here]] for x in (inputs[0], inputs[3]))
+        q, d_out = (x[:, slots[part_slice]] for x in (inputs[0], inputs[3]))
         check(mask, (q, inputs[1][:, slots], inputs[2][:, slots], d_out))
         q, k, v, d_out = (
             x.astype(np.float32) for x in (q, inputs[1][:, slots], inputs[2][:, slots], d_out)
         )
         out, dq, dk, dv = tiled_vjp(q, k, v, mask, d_out)
-        np.testing.assert_allclose(out, whole[0][:, slots[here]], atol=1e-5)
-        np.testing.assert_allclose(dq, whole[1][:, slots[here]], atol=1e-5)
+        np.testing.assert_allclose(out, of_whole_row[0][:, slots[part_slice]], atol=1e-5)
+        np.testing.assert_allclose(dq, of_whole_row[1][:, slots[part_slice]], atol=1e-5)
         sums = [total + np.asarray(x) for total, x in zip(sums, (dk, dv), strict=True)]
-    for total, want in zip(sums, whole[2:], strict=True):
+    for total, want in zip(sums, of_whole_row[2:], strict=True):
         np.testing.assert_allclose(total, want[:, slots], atol=2e-5)
 
 
@@ -238,29 +252,33 @@ def test_a_part_of_the_row_gets_its_own_queries(ids, places, parts):
 def test_gradients_are_the_same_in_every_run(kernel):
     mask = packed([RAGGED, HOLED], True)
     q, k, v, d_out = (x.astype(np.float32) for x in random_inputs(2))
-    first, second = (tiled_vjp(q, k, v, mask, d_out, kernel) for _ in range(2))
-    for a, b in zip(first, second, strict=True):
+    first_run, second_run = (tiled_vjp(q, k, v, mask, d_out, kernel) for _ in range(2))
+    for a, b in zip(first_run, second_run, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @each_kernel
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed_equals_alone(causal, kernel):
+    """Each document of a packed row has the results that it has at the start of a row of its
+    own."""
     inputs = [x.astype(np.float32) for x in random_inputs(1)]
-    together = tiled_vjp(*inputs[:3], packed([RAGGED], causal), inputs[3], kernel)
+    packed_results = tiled_vjp(*inputs[:3], packed([RAGGED], causal), inputs[3], kernel)
     for segment in range(1, max(RAGGED) + 1):
         slots = np.flatnonzero(np.array(RAGGED) == segment)
-        alone = [np.zeros_like(x) for x in inputs]
-        for row, x in zip(alone, inputs, strict=True):
+        unpacked = [np.zeros_like(x) for x in inputs]
+        for row, x in zip(unpacked, inputs, strict=True):
             row[:, : len(slots)] = x[:, slots]
-        own = packed([[1] * len(slots) + [0] * (SLOTS - len(slots))], causal)
-        results = tiled_vjp(*alone[:3], own, alone[3], kernel)
-        for a, b in zip(together, results, strict=True):
+        own_mask = packed([[1] * len(slots) + [0] * (SLOTS - len(slots))], causal)
+        results = tiled_vjp(*unpacked[:3], own_mask, unpacked[3], kernel)
+        for a, b in zip(packed_results, results, strict=True):
             np.testing.assert_allclose(a[:, slots], b[:, : len(slots)], rtol=0, atol=2e-6)
 
 
 @each_kernel
 def test_blocks_that_are_not_listed_are_not_read(kernel):
+    """NaN in the blocks of document 2 would spread to the others by any product with it, even if
+    its weight is zero."""
     q, k, v, d_out = (x.astype(np.float32) for x in random_inputs(1))
     row = [1] * 8 + [2] * 16 + [3] * 16
     for x in (q, k, v, d_out):
@@ -282,7 +300,8 @@ def test_one_compilation_serves_every_mask(kernel):
 
 
 def test_nothing_in_the_loops_is_split_over_threads():
-    """What XLA cuts into tasks for other threads waits for them in every tile."""
+    """If XLA cut work inside of the loops into tasks for other threads, every tile would wait for
+    them."""
     mask = packed([[1] * 300 + [2] * 200 + [0] * 12], True, block=64)
     q, k, v, d_out = (x.astype(np.float32) for x in random_inputs(1, slots=512))
     program = tiled_vjp.lower(q, k, v, mask, d_out).compile().as_text()
@@ -292,7 +311,7 @@ def test_nothing_in_the_loops_is_split_over_threads():
 
 
 def test_memory_is_linear_in_the_row():
-    """Temporary memory of the compiled gradients, and what the forward pass keeps for them."""
+    """Temporary memory of the compiled gradients, for rows of 8, 16 and 32 thousand slots."""
 
     def temporary(slots):
         q, k, v, d_out = (
@@ -302,13 +321,16 @@ def test_memory_is_linear_in_the_row():
         mask = packed([[1] * slots], True, block=128)
         return tiled_vjp.lower(q, k, v, mask, d_out).compile().memory_analysis().temp_size_in_bytes
 
-    small, middle, large = (temporary(slots) for slots in (8192, 16384, 32768))
-    # Equal steps for equal steps of the row; a square would cost four times as much, and 4 GiB for one head's logits.
-    assert large - middle <= 2.2 * (middle - small)
-    assert large < 200 * 32768 * 16
+    short_row, middle_row, long_row = (temporary(slots) for slots in (8192, 16384, 32768))
+    # The second step of the row is twice the first. If memory were quadratic it would take four times
+    # as much, and one head's logits alone 4 GiB.
+    assert long_row - middle_row <= 2.2 * (middle_row - short_row)
+    assert long_row < 200 * 32768 * 16
 
 
 def test_memory_for_the_backward_pass_is_linear_in_the_row():
+    """Numbers that the forward pass keeps for the backward pass."""
+
     def kept(slots):
         q, k, v, _ = (x.astype(np.float32) for x in random_inputs(1, slots=slots))
         mask = packed([[1] * slots], True)
@@ -333,7 +355,8 @@ def test_scale_replaces_the_default():
 
 @each_kernel
 def test_works_in_a_rematerialised_scan_inside_shard_map(kernel):
-    """As the model calls it: rows over `data`, heads over `tensor`, layers in a scan, each recomputed."""
+    """As the model calls it: rows over `data`, heads over `tensor`, and layers in a scan that
+    recomputes each of them."""
     mesh = jax.make_mesh(
         (2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
     )

@@ -1,5 +1,5 @@
-"""What is of the kernel for CPUs alone: threads, its exponential, and where it is chosen. Its results are compared with
-the dense form beside those of the jax kernel, in test_attention.py."""
+"""What only the kernel for CPUs has: threads, its exponential, and where it is chosen. Its results
+are compared with the dense form in test_attention.py, beside those of the jax kernel."""
 
 import hashlib
 import inspect
@@ -32,23 +32,26 @@ from tests.attention.test_attention import (
 
 
 def singles():
+    """Three rows in float32, and their mask."""
     q, k, v, d_out = (x.astype(np.float32) for x in random_inputs(3))
     return q, k, v, packed([RAGGED, HOLED, WHOLE], True), d_out
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(2, {2}), (3, {3}), (16, {16, 6}), (100, {30, 6})])
 def test_threads_change_no_bit(cores, workers, monkeypatch):
-    """Three rows of two key heads and five blocks of queries: no more threads than there are shares."""
+    """Three rows of two key heads and five blocks of queries: there are never more threads than
+    shares of the work."""
     inputs = singles()
-    alone = tiled_vjp(*inputs, "cpu")
+    single_thread = tiled_vjp(*inputs, "cpu")
     monkeypatch.setattr(kernel_cpu, "_workers_per_device", lambda: cores)
     lowered = jax.jit(lambda *arrays: tiled_vjp.__wrapped__(*arrays, "cpu")).lower(*inputs)
     assert {int(x) for x in re.findall(r"workers = (\d+)", lowered.as_text())} == workers
-    for a, b in zip(alone, lowered.compile()(*inputs), strict=True):
+    for a, b in zip(single_thread, lowered.compile()(*inputs), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_devices_of_a_process_share_its_cores(monkeypatch):
+    """Eight devices on 24 cores have three threads each; on few cores each has one."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(24), raising=False)
     assert jax.local_device_count() == 8
     assert kernel_cpu._workers_per_device() == 3
@@ -60,9 +63,9 @@ def test_devices_of_a_process_share_its_cores(monkeypatch):
 
 
 def test_nan_goes_where_the_jax_kernel_has_it():
-    """Or a run would not see that its numbers are none."""
+    """Otherwise a run would not notice that its loss is NaN."""
     q, k, v, mask, d_out = singles()
-    k[0, 7] = np.nan  # of document 2 of the first row, slots 5 to 16
+    k[0, 7] = np.nan  # in document 2 of the first row, which has slots 5 to 16
     results = tiled_vjp(q, k, v, mask, d_out, "cpu")
     assert np.isnan(results[0][0, 7:17]).all()
     for got, want in zip(results, tiled_vjp(q, k, v, mask, d_out, "jax"), strict=True):
@@ -72,7 +75,8 @@ def test_nan_goes_where_the_jax_kernel_has_it():
 @pytest.mark.parametrize("size", [40, 160, 300])
 @pytest.mark.parametrize("block", [64, 97, 100, 128])
 def test_products_are_cut_out_of_blocks_and_joined_of_several(block, size):
-    """Of documents whose tiles are whole, partial and none, of neighbouring blocks and of others."""
+    """Documents whose tiles are whole, partial and empty, among neighbouring blocks and distant
+    ones."""
     segments = np.zeros(6 * block, np.int32)
     segments[: 4 * block + 9] = 1
     segments[4 * block + 9 : 5 * block + 3] = 2
@@ -82,8 +86,8 @@ def test_products_are_cut_out_of_blocks_and_joined_of_several(block, size):
         random.standard_normal((1, len(segments), heads, size), dtype=np.float32)
         for heads in (2, 1, 1, 2)
     )
-    wanted = tiled_vjp(q, k, v, mask, d_out, "jax")
-    for got, want in zip(tiled_vjp(q, k, v, mask, d_out, "cpu"), wanted, strict=True):
+    expected = tiled_vjp(q, k, v, mask, d_out, "jax")
+    for got, want in zip(tiled_vjp(q, k, v, mask, d_out, "cpu"), expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
@@ -100,11 +104,14 @@ def test_products_are_cut_out_of_blocks_and_joined_of_several(block, size):
     ],
 )
 def test_products_are_small(block, size, sides):
+    """The sides of a product divide the block or join several, and its size stays below
+    `SMALL_PRODUCT`."""
     assert _product_sides(block, size) == sides
     assert block % sides[0] == 0 and math.prod(sides) * size <= kernel_cpu.SMALL_PRODUCT
 
 
 def test_exponential():
+    """Relative to float64; results below the smallest normal number of float32 may be zero."""
     x = np.concatenate([np.linspace(-90, 20, 40_001), [0, -1e-8, -87.99, -np.inf, -1e30]])
     x = x.astype(np.float32)
     got = np.array([_exp(value) for value in x])
@@ -118,6 +125,8 @@ tokens = st.builds(TokenIds, *[st.integers(0, 2)] * 2, *[st.integers(-3, 9)] * 2
 
 
 def test_a_new_rule_compiles_its_loops_anew():
+    """numba caches the compiled loops on disk and does not notice that the rule of masks changed,
+    so its digest is part of the code."""
     source = inspect.getsource(TokenIds) + inspect.getsource(visible)
     digest = hashlib.sha256(source.encode()).hexdigest()[:8]
     assert digest == kernel_cpu.RULE, (
@@ -167,8 +176,8 @@ def test_what_it_cannot_take_is_refused_by_name():
 
 def test_it_works_under_vmap():
     q, k, v, mask, _ = singles()
-    of_many = jax.vmap(lambda q: attention(q, k, v, mask, kernel="cpu"))(jnp.stack([q, 2 * q]))
-    for got, times in zip(of_many, (1, 2), strict=True):
+    batched = jax.vmap(lambda q: attention(q, k, v, mask, kernel="cpu"))(jnp.stack([q, 2 * q]))
+    for got, times in zip(batched, (1, 2), strict=True):
         want = attention(times * q, k, v, mask, kernel="cpu")
         np.testing.assert_array_equal(got, want)
 
@@ -182,6 +191,7 @@ print(sum(callback.cache_hits for callback in compiled._callbacks))
 
 
 def test_another_process_loads_what_this_one_compiled():
+    """Both loops, forward and backward, come from numba's cache."""
     kernel_cpu._register()
     run = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True, check=True)
     assert int(run.stdout) == 2

@@ -1,5 +1,6 @@
-"""What cuDNN would be told is checked here against the rule of masks, by the loops that stand for it elsewhere; the
-call is lowered for CUDA, and compiled where the compiler is installed, but not run."""
+"""The cuDNN kernel: what cuDNN would be told is checked against the rule of masks, by the loops
+that take its place where it is missing. The call is lowered for CUDA, and compiled where the
+compiler is installed, but not run."""
 
 import json
 import re
@@ -26,16 +27,18 @@ MOST = 6
 
 @st.composite
 def runs_of_slots(draw):
-    """Documents of a row, in runs with padding anywhere between and after them."""
+    """Documents of a row in runs, some of them empty, with padding anywhere between and after
+    them."""
     sizes = draw(st.lists(st.integers(0, 15), min_size=1, max_size=MOST))
     gaps = draw(st.lists(st.integers(0, 3), min_size=len(sizes), max_size=len(sizes)))
     row: list[int] = []
-    for number, (size, gap) in enumerate(zip(sizes, gaps, strict=True), 1):
-        row += [0] * gap + [number] * size
+    for document, (size, gap) in enumerate(zip(sizes, gaps, strict=True), 1):
+        row += [0] * gap + [document] * size
     return np.array((row + [0] * SLOTS)[:SLOTS], np.int32)
 
 
 def masked(rows, causal, window=None):
+    """The mask of rows whose documents are also given as runs of slots."""
     ids = [causal_ids(row) if causal else item_ids(row) for row in rows]
     ids = [row.within(window) for row in ids] if window else ids
     documents = Documents(jnp.asarray(document_runs(np.stack(rows), MOST)), causal, window)
@@ -59,47 +62,54 @@ def inputs_of(rows=2, size=16):
     st.sampled_from([(True, None), (True, 5), (False, None)]),
 )
 def test_runs_are_the_rule_of_the_ids(rows, rule):
+    """The loops read runs, the jax kernel reads ids; both in bfloat16, so they agree to two
+    percent."""
     mask = masked(rows, *rule)
     q, k, v, d_out = inputs_of()
-    of_runs = vjp(q, k, v, mask, d_out)
-    of_ids = vjp(q, k, v, mask, d_out, "jax")
-    for a, b in zip(of_runs, of_ids, strict=True):
+    by_runs = vjp(q, k, v, mask, d_out)
+    by_ids = vjp(q, k, v, mask, d_out, "jax")
+    for a, b in zip(by_runs, by_ids, strict=True):
         a, b = (np.asarray(x, np.float32) for x in (a, b))
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2)
 
 
 def cudnn(q, k, v, lengths, offsets, scale, causal, window):
-    """What cuDNN says of its packed layout, sequence by sequence: outputs, and sums [M, H, T] of each one's own."""
+    """What cuDNN computes on its packed layout, sequence by sequence: outputs, and logsumexps [M,
+    H, T] by sequence."""
     heads = q.shape[2]
     group = q.shape[2] // k.shape[2]
-    (of_queries, of_keys), strides = offsets, (q[0, 0].size, k[0, 0].size)
+    (query_offsets, key_offsets), strides = offsets, (q[0, 0].size, k[0, 0].size)
     flat_q, flat_k, flat_v = (
         np.asarray(x, np.float64).reshape(-1, *x.shape[2:]) for x in (q, k, v)
     )
-    out = np.full(flat_q.shape, np.nan)
+    outputs = np.full(flat_q.shape, np.nan)
     sums = np.full((lengths.size, heads, len(flat_q)), np.nan)
-    for number, length in enumerate(lengths):
-        assert of_queries[number] % strides[0] == 0 and of_keys[number] % strides[1] == 0
-        first = of_queries[number] // strides[0]
-        first_key = of_keys[number] // strides[1]
-        at = slice(first, first + length)
-        of_key = slice(first_key, first_key + length)
-        keys, values = (np.repeat(x[of_key], group, axis=1) for x in (flat_k, flat_v))
-        logits = scale * np.einsum("qhk,phk->hqp", flat_q[at], keys)
-        behind = np.arange(length)[:, None] - np.arange(length)
-        seen = (behind >= 0) & (behind < (window or SLOTS)) if causal else behind == behind
-        logits = np.where(seen, logits, -np.inf)
+    for index, length in enumerate(lengths):
+        assert query_offsets[index] % strides[0] == 0 and key_offsets[index] % strides[1] == 0
+        first_query = query_offsets[index] // strides[0]
+        first_key = key_offsets[index] // strides[1]
+        queries_slice = slice(first_query, first_query + length)
+        keys_slice = slice(first_key, first_key + length)
+        keys, values = (np.repeat(x[keys_slice], group, axis=1) for x in (flat_k, flat_v))
+        logits = scale * np.einsum("qhk,phk->hqp", flat_q[queries_slice], keys)
+        distance = np.arange(length)[:, None] - np.arange(length)
+        visible = (
+            (distance >= 0) & (distance < (window or SLOTS)) if causal else distance == distance
+        )
+        logits = np.where(visible, logits, -np.inf)
         if length:
-            top = logits.max(axis=-1, keepdims=True)
-            total = np.exp(logits - top).sum(axis=-1, keepdims=True)
-            sums[number, :, :length] = (top + np.log(total))[..., 0]
-            out[at] = np.einsum("hqp,phk->qhk", np.exp(logits - top) / total, values)
-    return out, sums
+            largest = logits.max(axis=-1, keepdims=True)
+            total = np.exp(logits - largest).sum(axis=-1, keepdims=True)
+            sums[index, :, :length] = (largest + np.log(total))[..., 0]
+            outputs[queries_slice] = np.einsum(
+                "hqp,phk->qhk", np.exp(logits - largest) / total, values
+            )
+    return outputs, sums
 
 
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 5), (False, None)])
 def test_the_call_is_given_the_sequences_and_read_back_by_slots(monkeypatch, causal, window):
-    """The forward pass around a cuDNN of numpy, which leaves NaN where it writes nothing."""
+    """The passes around a cuDNN of numpy, which leaves NaN wherever it writes nothing."""
     rows = [
         np.repeat(np.array([1, 0, 2, 3, 0], np.int32), [10, 3, 20, 7, 8]),
         np.repeat(np.array([0, 4, 9], np.int32), [5, 13, 30]),
@@ -112,7 +122,7 @@ def test_the_call_is_given_the_sequences_and_read_back_by_slots(monkeypatch, cau
     def call(name, given_scale, q_of_call, given_mask, packing, inputs, results):
         lengths, key_lengths, *offsets = (np.asarray(x)[0] for x in packing.operands)
         assert (lengths == key_lengths).all() and len(offsets[0]) == len(lengths) + 1
-        assert (np.diff((lengths == 0).astype(int)) >= 0).all()  # those that there are come first
+        assert (np.diff((lengths == 0).astype(int)) >= 0).all()  # empty sequences come last
         assert list(lengths[:5]) == [10, 20, 7, 13, 30]
         out, sums = cudnn(q, k, v, lengths, offsets, given_scale, causal, window)
         calls[name] = inputs, sums
@@ -128,15 +138,15 @@ def test_the_call_is_given_the_sequences_and_read_back_by_slots(monkeypatch, cau
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, want)), atol=2e-2)
     np.testing.assert_allclose(logsumexp, sums_wanted, rtol=2e-2, atol=2e-2)
 
-    # The sums go back as they came, and what no sequence holds has no gradient
+    # The backward pass returns the sums as they came, and slots of no sequence have zero gradients.
     gradients = kernel_cudnn.backward(scale, q, k, v, mask, out, logsumexp, d_out)
     inputs, sums = calls[kernel_cudnn.BACKWARD]
     written = np.isfinite(sums)
     np.testing.assert_allclose(np.asarray(inputs[3])[written], sums[written], rtol=1e-5)
     for gradient, x in zip(gradients, (q, k, v), strict=True):
         assert gradient.shape == x.shape and gradient.dtype == x.dtype
-        held = np.isnan(np.asarray(gradient, np.float32)).any(axis=(2, 3))
-        np.testing.assert_array_equal(held, np.stack(rows) > 0)
+        in_sequence = np.isnan(np.asarray(gradient, np.float32)).any(axis=(2, 3))
+        np.testing.assert_array_equal(in_sequence, np.stack(rows) > 0)
 
 
 def test_lowers_for_cuda_on_any_machine():
@@ -148,9 +158,9 @@ def test_lowers_for_cuda_on_any_machine():
     assert calls == [kernel_cudnn.FORWARD, kernel_cudnn.BACKWARD]
     texts = re.findall(r'backend_config = "(\{.*?\})"', text)
     configs = [json.loads(config.replace("\\22", '"')) for config in texts]
-    of_calls = [config["cudnn_fmha_backend_config"] for config in configs]
-    assert len(of_calls) == 2
-    for config in of_calls:
+    call_configs = [config["cudnn_fmha_backend_config"] for config in configs]
+    assert len(call_configs) == 2
+    for config in call_configs:
         assert config["mask_type"] == "PADDING_CAUSAL"
         assert config["sliding_window_length"] == 7
         assert config["max_seg_per_batch"] == 2 * MOST
@@ -172,7 +182,8 @@ def test_one_compilation_serves_all_rows():
 
 
 def test_the_memory_of_the_backward_pass_is_that_of_an_h100():
-    """What XLA asked for with jax 0.11.2, one row of 8,192 slots with room for 144 documents: 36.28 GiB."""
+    """36.28 GiB is what XLA asked for on an H100 with jax 0.11.2, for one row of 8,192 slots with
+    room for 144 documents."""
     needed = kernel_cudnn.backward_bytes(8192, heads=32, key_heads=8, size=128, documents=144)
     assert needed / 2**30 == pytest.approx(36.28, abs=0.005)
 

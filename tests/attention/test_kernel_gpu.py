@@ -1,4 +1,5 @@
-"""The kernels run interpreted here; for CUDA they are lowered, not run."""
+"""The Triton kernels, interpreted on CPUs against the dense formula; for CUDA they are lowered, not
+run."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -35,12 +36,13 @@ except ImportError:  # before JAX 0.11
     gpu_info = None
 
 BLOCK = 16
-PADDED = 48  # the rows of test_attention.py in whole blocks
+PADDED = 48  # slots of the rows of test_attention.py, rounded up to whole blocks
 
 
 @pytest.fixture(autouse=True)
 def a_gpu_to_lower_for(monkeypatch):
-    """Newer JAX asks which GPU a kernel is lowered for, and keeps a register of answers for other devices."""
+    """Newer JAX asks for which GPU a kernel is lowered, and has a register of answers for other
+    devices."""
     if gpu_info is not None:
         h100 = gpu_info.get_gpu_info_from_version(gpu_info.GpuVersion.H100)
         monkeypatch.setitem(gpu_info.registry, jax.devices()[0].device_kind, lambda: h100)
@@ -53,7 +55,8 @@ def vjp(q, k, v, mask, d_out, kernel="gpu"):
 
 
 def check(mask, inputs, dtype=np.float32, tolerance=2e-6):
-    """All results against the dense formula in float64, relative to its largest entry."""
+    """All results against the dense formula in float64, relative to its largest entry; what nothing
+    sees has exact zeros."""
     q, k, v, d_out = (jnp.asarray(x, dtype) for x in inputs)
     results = vjp(q, k, v, mask, d_out)
     visible = visible_pairs(mask.queries, mask.keys)
@@ -71,12 +74,12 @@ def check(mask, inputs, dtype=np.float32, tolerance=2e-6):
 
 
 def padded(ids):
-    """Rows of `SLOTS` with padding behind, up to a whole block."""
+    """Rows of `SLOTS` slots with padding after them, up to a whole block."""
     return ids.map(lambda column: np.pad(column, (0, PADDED - SLOTS)))
 
 
 def image_rows(slots):
-    """A causal row with an image within text, another of windows, and one of padding alone."""
+    """A causal row with an image within its text, a row of windows, and a row of padding alone."""
     third = slots // 3
     text = np.repeat(
         np.array([1, 2, 3, 0], np.int32), [third, third + 2, third - 5, slots - 3 * third + 3]
@@ -115,21 +118,24 @@ def test_any_mask_in_windows_equals_dense_attention(ids, window):
 
 
 def shortened(mask, ids, bound):
-    """The mask with lists of `bound` blocks, in arrays of the old length so that one program serves both."""
-    short = mask_of([padded(row) for row in ids], BLOCK, bound)
+    """The mask with lists of `bound` blocks, in arrays of the original length so that one program
+    serves both."""
+    with_short_lists = mask_of([padded(row) for row in ids], BLOCK, bound)
 
     def widen(lists):
         blocks = np.pad(lists.blocks, ((0, 0), (0, 9 - bound)), constant_values=-1)
         return lists._replace(blocks=blocks)
 
-    return short._replace(query_tiles=widen(short.query_tiles), key_tiles=widen(short.key_tiles))
+    return with_short_lists._replace(
+        query_tiles=widen(with_short_lists.query_tiles), key_tiles=widen(with_short_lists.key_tiles)
+    )
 
 
 @pytest.mark.parametrize(
     ("size", "heads", "key_heads", "block", "dtype"),
     [
         (64, 4, 2, 64, jnp.float32),
-        (72, 1, 1, 48, jnp.float32),  # the last piece is wider than what is left of the head
+        (72, 1, 1, 48, jnp.float32),  # the last piece is wider than the remainder of the head
         (80, 2, 2, 64, jnp.bfloat16),
         (96, 2, 1, 32, jnp.float16),
         (128, 4, 1, 128, jnp.bfloat16),
@@ -159,7 +165,8 @@ def test_a_part_of_a_row_attends_to_all_of_it():
 
 
 def test_large_logits_and_equal_values():
-    """A softmax of one-hot rows neither overflows nor loses a key; a mean over many equal values stays that value."""
+    """A softmax of one-hot rows neither overflows nor loses a key, and the mean of many equal
+    values is that value."""
     mask = mask_of([causal_ids(np.ones(PADDED, np.int32))] * 2, BLOCK)
     q, k, v, _ = random_inputs(2, PADDED, heads=2, key_heads=1, size=16)
     q, k, v = (jnp.asarray(x, jnp.float32) for x in (1e3 * q, 1e3 * k, v))
@@ -181,13 +188,14 @@ def test_gradients_are_the_same_in_every_run():
     inputs = [
         jnp.asarray(x, jnp.float32) for x in random_inputs(2, PADDED, heads=2, key_heads=1, size=16)
     ]
-    first, second = (vjp(*inputs[:3], mask, inputs[3]) for _ in range(2))
-    for a, b in zip(first, second, strict=True):
+    first_run, second_run = (vjp(*inputs[:3], mask, inputs[3]) for _ in range(2))
+    for a, b in zip(first_run, second_run, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_no_program_writes_what_another_one_writes():
-    """Why gradients are deterministic on a GPU, too: kernels without atomics, and nothing scattered around them."""
+    """This makes gradients deterministic on a GPU as well: kernels have no atomics, and nothing
+    around them scatters."""
     q, k, v, mask = model_inputs(jnp.float32)
     text = str(jax.make_jaxpr(vjp)(q, k, v, mask, q))
     assert text.count("attention_queries") and "atomic" not in text and "scatter" not in text
@@ -230,7 +238,7 @@ def test_auto_says_what_the_kernel_of_the_platform_would_need(dtype, head, block
 
 
 def layers(kernel, q, k, v, mask):
-    """As the model calls it: layers in a scan, each recomputed."""
+    """Attention as the model calls it: layers in a scan that recomputes each of them."""
 
     def layer(x, _):
         return x + attention(x, k, v, mask, kernel=kernel), None
@@ -239,6 +247,7 @@ def layers(kernel, q, k, v, mask):
 
 
 def sharded_gradients(kernel):
+    """A function for the gradients of `layers`, with rows over `data` and heads over `tensor`."""
     mesh = jax.make_mesh(
         (2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
     )
@@ -263,7 +272,7 @@ def model_inputs(dtype, block=BLOCK, size=16):
 
 
 def kernels_of(function, *inputs):
-    """The kernels in the program that this machine lowers for CUDA."""
+    """Names of the kernels in the program that this machine lowers for CUDA."""
     text = jax.jit(function).trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
     return {
         name
@@ -344,7 +353,7 @@ def test_a_jax_without_triton_is_told_from_others(monkeypatch):
     inputs = model_inputs(jnp.float32)
     with pytest.raises(ValueError, match="Triton"):
         attention(*inputs, kernel="gpu")
-    # Not one that was traced before
+    # A new function, because JAX would otherwise find the one that was traced before.
     assert not kernels_of(lambda *inputs: attention(*inputs), *inputs)
 
 
@@ -353,8 +362,8 @@ def test_a_jax_without_triton_is_told_from_others(monkeypatch):
     [("auto", 3, None), ("auto", 3, 20), ("gpu", 3, None), ("jax", 0, None)],
 )
 def test_a_component_names_its_kernel(kernel, calls, window):
-    """`components.language.attention`, with rows split over context and heads over tensor; layers full and in windows
-    share the kernels."""
+    """`components.language.attention` with rows split over context and heads over tensor. Full
+    layers and layers in windows share the kernels."""
     sizes = {
         "width": 64,
         "layers": 2,

@@ -1,4 +1,4 @@
-"""The rule who sees whom, and its form as intervals."""
+"""The rule of which token sees which, and its form as intervals of slots."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +11,12 @@ from tests.attention.test_tiles import all_rows, packed_rows, windowed
 
 
 def dense(ids):
-    """What `visible` says of all pairs."""
+    """`visible` of all pairs of a row."""
     return visible(ids.at(np.s_[:, None]), ids)
 
 
 def sees(ids, q, k):
-    """The rule in words, token by token."""
+    """The rule in words, for one query and one key."""
     if ids.document[q] == 0 or ids.document[q] != ids.document[k]:
         return False
     if ids.group[q] > 0 and ids.group[q] == ids.group[k]:
@@ -38,15 +38,17 @@ def test_the_rule_is_that_of_its_words(ids):
 @settings(max_examples=200, deadline=None)
 @given(all_rows)
 def test_spans_hold_what_is_visible(ids):
+    """Where a row has spans, they hold exactly the visible tokens, and both ends of a span are
+    visible."""
     spans = seen_spans(ids)
     if spans is not None:
         slots = np.arange(len(ids.document))
         within = (spans[0][:, None] <= slots) & (slots < spans[1][:, None]) & (ids.document > 0)
         np.testing.assert_array_equal(within, visible_pairs(ids, ids))
-        real = ids.document > 0
-        ends = [spans[0][real], spans[1][real] - 1]
-        assert all(visible_pairs(ids, ids)[np.flatnonzero(real), end].all() for end in ends)
-        assert not spans[0][~real].any() and not spans[1][~real].any()
+        is_token = ids.document > 0
+        ends = [spans[0][is_token], spans[1][is_token] - 1]
+        assert all(visible_pairs(ids, ids)[np.flatnonzero(is_token), end].all() for end in ends)
+        assert not spans[0][~is_token].any() and not spans[1][~is_token].any()
 
 
 @settings(max_examples=50, deadline=None)
@@ -71,7 +73,8 @@ def test_a_causal_row_and_a_row_of_items():
 
 
 def test_a_window_counts_tokens_of_its_document():
-    """Three tokens, the last itself; an image is seen whole by its tokens, and as far as the window goes by others."""
+    """A window of three tokens, the last of which is the token itself. An image is seen whole by
+    its own tokens, and by others as far as their window reaches."""
     groups = np.array([0, 1, 1, 1, 1, 0, 0, 0], np.int32)
     ids = causal_ids(np.array([1, 1, 1, 1, 1, 1, 2, 2], np.int32), groups).within(3)
     rows = [
@@ -84,7 +87,7 @@ def test_a_window_counts_tokens_of_its_document():
         "00000010",
         "00000011",
     ]
-    expected = np.array([[int(seen) for seen in row] for row in rows], bool)
+    expected = np.array([[int(digit) for digit in row] for row in rows], bool)
     np.testing.assert_array_equal(dense(ids), expected)
-    everything = dense(ids.within(None))
-    np.testing.assert_array_equal(everything, dense(ids._replace(first=None)))
+    unlimited = dense(ids.within(None))
+    np.testing.assert_array_equal(unlimited, dense(ids._replace(first=None)))

@@ -1,4 +1,5 @@
-"""Sharing out the blocks of a row: against dense masks, brute force, and the simple ways to do it."""
+"""Dealing the blocks of a row to parts: against dense masks, brute force, and the simple ways to do
+it."""
 
 from __future__ import annotations
 
@@ -24,18 +25,20 @@ from jaxmllm.balance.sizes.inputs import Alignment
 
 
 def dense_work(document, group, position, block, window=1 << 20):
-    """Half tiles of every query block, from the mask."""
-    place = np.arange(len(document))
-    before = position[:, None] - position
-    seen = (group[:, None] == group) & (group > 0) | (before >= 0) & (before < window)
-    seen &= (document[:, None] == document) & (document > 0)
+    """Work of every query block in half tiles, from the dense mask: a tile on the diagonal with
+    nothing above it counts half."""
+    slots = np.arange(len(document))
+    distance = position[:, None] - position
+    visible = (group[:, None] == group) & (group > 0) | (distance >= 0) & (distance < window)
+    visible &= (document[:, None] == document) & (document > 0)
     tiles = (len(document) // block, block)
-    met = seen.reshape(tiles + tiles).any(axis=(1, 3))
-    ahead = (seen & (place[:, None] < place)).reshape(tiles + tiles).any(axis=(1, 3))
-    return 2 * met.sum(axis=1) - (met & ~ahead).diagonal()
+    touched = visible.reshape(tiles + tiles).any(axis=(1, 3))
+    above_diagonal = (visible & (slots[:, None] < slots)).reshape(tiles + tiles).any(axis=(1, 3))
+    return 2 * touched.sum(axis=1) - (touched & ~above_diagonal).diagonal()
 
 
 def heaviest(work, owner):
+    """Work of the rank with most."""
     return max(
         sum(w for w, o in zip(work, owner, strict=True) if o == rank)
         for rank in set(owner.tolist())
@@ -43,17 +46,20 @@ def heaviest(work, owner):
 
 
 def least_possible(work, ranks):
-    """By trying every way to share out equally many blocks."""
-    each = len(work) // ranks
+    """Work of the busiest rank in the best of all ways to deal out equally many blocks."""
+    blocks_per_rank = len(work) // ranks
 
     def rest(blocks):
         if not blocks:
             return 0
-        first, *others = blocks
-        shares = (set(more) | {first} for more in combinations(others, each - 1))
+        first_block, *other_blocks = blocks
+        shares = (
+            set(companions) | {first_block}
+            for companions in combinations(other_blocks, blocks_per_rank - 1)
+        )
         return min(
-            max(sum(work[b] for b in own), rest([b for b in others if b not in own]))
-            for own in shares
+            max(sum(work[b] for b in share), rest([b for b in other_blocks if b not in share]))
+            for share in shares
         )
 
     return rest(list(range(len(work))))
@@ -61,7 +67,8 @@ def least_possible(work, ranks):
 
 @st.composite
 def packed_ids(draw):
-    """Documents one after the other, images in them, padding between them; the block size."""
+    """Ids of documents one after the other, with images in them and padding between, and the block
+    size."""
     block = draw(st.sampled_from([1, 2, 4, 7]))
     pieces = draw(
         st.lists(
@@ -71,10 +78,10 @@ def packed_ids(draw):
     document = []
     group = []
     current = 1
-    for number, (kind, image, length) in enumerate(pieces):
+    for index, (kind, image, length) in enumerate(pieces):
         current += kind == 0
         document += [0 if kind == 1 else current] * length
-        group += [number + 1 if image else 0] * length
+        group += [index + 1 if image else 0] * length
         current += kind == 1
     tokens = -(-len(document) // block) * block
     padding = [0] * (tokens - len(document))
@@ -83,7 +90,8 @@ def packed_ids(draw):
 
 @st.composite
 def any_ids(draw):
-    """Documents and groups in pieces, repeated positions, in any order; the block size."""
+    """Ids of documents and groups in pieces, with repeated positions in any order, and the block
+    size."""
     block = draw(st.sampled_from([1, 2, 4]))
     blocks = draw(st.integers(1, 8))
     seed = draw(st.integers(0, 2**32 - 1))
@@ -119,10 +127,10 @@ def test_work_in_windows_is_that_of_the_dense_mask(drawn, window):
 
 
 def test_an_encoder_row_is_seen_in_both_directions():
-    """Every item is a group, and positions are all alike."""
+    """Every item is one group, and positions are all alike."""
     segments = np.repeat([1, 2, 0], [10, 14, 8]).astype(np.int32)
     work = block_work(item_ids(segments), 8)
-    assert work.tolist() == [4, 6, 4, 0]  # blocks 0 and 2 meet two blocks, block 1 three
+    assert work.tolist() == [4, 6, 4, 0]  # blocks 0 and 2 see two blocks, block 1 sees three
 
 
 def test_work_of_a_causal_document():
@@ -132,8 +140,8 @@ def test_work_of_a_causal_document():
 
 
 def test_a_row_of_padding_is_no_work():
-    nothing = np.zeros(32, np.int32)
-    assert block_work(item_ids(nothing), 8).tolist() == [0] * 4
+    padding = np.zeros(32, np.int32)
+    assert block_work(item_ids(padding), 8).tolist() == [0] * 4
 
 
 works = st.one_of(
@@ -146,22 +154,23 @@ works = st.one_of(
 
 @given(works, st.integers(1, 9))
 def test_ranks_hold_equally_many_blocks_and_no_simple_way_is_better(work, ranks):
-    each = len(work) // ranks
-    assume(each)
-    work = work[: each * ranks]
+    blocks_per_rank = len(work) // ranks
+    assume(blocks_per_rank)
+    work = work[: blocks_per_rank * ranks]
     owner = assign_blocks(work, ranks)
     assert owner.dtype == np.int32
-    assert np.bincount(owner, minlength=ranks).tolist() == [each] * ranks
-    ours = heaviest(work, owner)
-    assert ours <= heaviest(work, contiguous(len(work), ranks))
-    assert ours <= heaviest(work, longest_first(np.array(work), ranks, each))
-    if each % 2 == 0:
-        assert ours <= heaviest(work, zigzag(len(work), ranks))
+    assert np.bincount(owner, minlength=ranks).tolist() == [blocks_per_rank] * ranks
+    largest_load = heaviest(work, owner)
+    assert largest_load <= heaviest(work, contiguous(len(work), ranks))
+    assert largest_load <= heaviest(work, longest_first(np.array(work), ranks, blocks_per_rank))
+    if blocks_per_rank % 2 == 0:
+        assert largest_load <= heaviest(work, zigzag(len(work), ranks))
     assert owner.tolist() == assign_blocks(np.array(work), ranks).tolist()
 
 
 @given(st.lists(st.integers(0, 20), min_size=8, max_size=8), st.sampled_from([2, 4]))
 def test_few_blocks_are_shared_out_nearly_as_well_as_can_be(work, ranks):
+    """Eight blocks can still be dealt by brute force; the search may be 10 % worse."""
     assert heaviest(work, assign_blocks(work, ranks)) <= least_possible(work, ranks) * 1.1 + 1e-9
 
 
@@ -174,16 +183,17 @@ def test_even_work_is_shared_out_evenly(work, ranks):
 
 
 def test_two_blocks_at_a_time_are_swapped_where_one_does_not_help():
+    """Without swaps of pairs the search ends at 20."""
     work = [5, 7, 1, 5, 4, 10, 1, 5]
     assert heaviest(work, assign_blocks(work, 2)) == least_possible(work, 2) == 19
     assert heaviest(work, assign_blocks(work, 2, Search(pairs=0))) == 20
 
 
 def test_the_least_load_knows_what_parity_and_the_largest_block_demand():
-    odd = [1, 1, 1, 3, 3, 3, 5, 5]  # sums of four odd numbers are even
-    assert heaviest(odd, assign_blocks(odd, 2)) == least_possible(odd, 2) == 12
-    large = [100, 1, 2, 3]
-    assert heaviest(large, assign_blocks(large, 2)) == 101
+    odd_work = [1, 1, 1, 3, 3, 3, 5, 5]  # sums of four odd numbers are even
+    assert heaviest(odd_work, assign_blocks(odd_work, 2)) == least_possible(odd_work, 2) == 12
+    with_large_block = [100, 1, 2, 3]
+    assert heaviest(with_large_block, assign_blocks(with_large_block, 2)) == 101
 
 
 def test_ties_go_to_the_lower_block_and_rank():
@@ -200,6 +210,7 @@ def test_the_simple_ways():
 
 
 def test_the_parts_of_a_packed_row_do_equal_work():
+    """Two documents with images, dealt to four parts within half a percent."""
     tokens = np.arange(4096, dtype=np.int32)
     ids = TokenIds(
         1 + tokens // 2500,
@@ -214,20 +225,21 @@ def test_the_parts_of_a_packed_row_do_equal_work():
 
 
 def test_one_clip_among_short_documents_is_shared_out_evenly():
-    """Its blocks are the heaviest by far, and 32 ranks would hold three or four of 128 slots each."""
+    """The blocks of the clip are the heaviest by far, and each of 32 ranks would hold only three or
+    four of 128 slots; blocks of 64 level the load."""
     tokens = 65_536
-    uneven = {}
-    smaller = Alignment(128, small=64).attention_block(RowClass(tokens // 32, 32))
-    for block in (128, smaller):
+    load_ratios = {}
+    small_block = Alignment(128, small=64).attention_block(RowClass(tokens // 32, 32))
+    for block in (128, small_block):
         random = np.random.default_rng(0)
         for clip in (13_500, 14_600, 15_700, 16_384):
             lengths = [clip, *random.integers(50, 1200, tokens // 300)]
             document = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)[:tokens]
             work = block_work(item_ids(document), block)
             load = np.bincount(assign_blocks(work, 32), work, 32)
-            uneven[block, clip] = load.max() / load.mean()
-    assert uneven[128, 13_500] > 1.05
-    assert max(ratio for (block, _), ratio in uneven.items() if block == 64) < 1.02
+            load_ratios[block, clip] = load.max() / load.mean()
+    assert load_ratios[128, 13_500] > 1.05
+    assert max(ratio for (block, _), ratio in load_ratios.items() if block == 64) < 1.02
 
 
 @pytest.mark.parametrize(

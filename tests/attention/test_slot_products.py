@@ -1,4 +1,5 @@
-"""Sums of products over the numbers of a slot, and their gradients, against sums written down."""
+"""Sums of products over the numbers of a slot, and their gradients, against the sums written
+out."""
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,11 @@ def test_dots_of_slots():
 def test_gradients_of_factors_are_dots():
     with jax.enable_x64(True):
         x, factors = (jnp.asarray(RNG.standard_normal(shape)) for shape in ((2, 5, 8), (2, 5)))
-        out, pull = jax.vjp(times_factors, x, factors)
-        want, pull_plain = jax.vjp(lambda x, factors: x * factors[..., None], x, factors)
-        np.testing.assert_array_equal(out, want)
-        d_out = jnp.asarray(RNG.standard_normal(out.shape))
-        for gradient, wanted in zip(pull(d_out), pull_plain(d_out), strict=True):
-            np.testing.assert_allclose(gradient, wanted, rtol=0, atol=1e-13)
+        products, pull = jax.vjp(times_factors, x, factors)
+        expected_products, pull_plain = jax.vjp(
+            lambda x, factors: x * factors[..., None], x, factors
+        )
+        np.testing.assert_array_equal(products, expected_products)
+        d_out = jnp.asarray(RNG.standard_normal(products.shape))
+        for gradient, expected in zip(pull(d_out), pull_plain(d_out), strict=True):
+            np.testing.assert_allclose(gradient, expected, rtol=0, atol=1e-13)

@@ -1,3 +1,6 @@
+"""Lists of tiles against the dense mask: which tiles have a visible pair, which are full, and what
+happens where a list is too short."""
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,36 +15,41 @@ SLOTS = 24
 
 
 def dense_tiles(ids, block):
-    """{(query block, key block): whether it is full} of the tiles with a visible pair."""
+    """{(query block, key block): whether it is full} for all tiles with a visible pair."""
     pairs = visible_pairs(ids, ids)
-    count = len(pairs) // block
-    cut = pairs.reshape(count, block, count, block).transpose(0, 2, 1, 3)
+    blocks = len(pairs) // block
+    tiles = pairs.reshape(blocks, block, blocks, block).transpose(0, 2, 1, 3)
     return {
-        (i, j): bool(cut[i, j].all()) for i in range(count) for j in range(count) if cut[i, j].any()
+        (i, j): bool(tiles[i, j].all())
+        for i in range(blocks)
+        for j in range(blocks)
+        if tiles[i, j].any()
     }
 
 
 def listed(lists, swap=False):
-    """The same from the lists, and the order within each block's list."""
+    """The same from the lists, after a check of the order within the list of each block."""
     tiles = {}
-    for i, (first, partial, full) in enumerate(lists.spans.tolist()):
-        assert first >= 0
-        own = lists.blocks[first : first + partial + full].tolist()
-        assert own[:partial] == sorted(own[:partial]) and own[partial:] == sorted(own[partial:])
-        tiles |= {((j, i) if swap else (i, j)): t >= partial for t, j in enumerate(own)}
+    for i, (start, partial, full) in enumerate(lists.spans.tolist()):
+        assert start >= 0
+        own_blocks = lists.blocks[start : start + partial + full].tolist()
+        assert own_blocks[:partial] == sorted(own_blocks[:partial]) and own_blocks[
+            partial:
+        ] == sorted(own_blocks[partial:])
+        tiles |= {((j, i) if swap else (i, j)): t >= partial for t, j in enumerate(own_blocks)}
     return tiles
 
 
 @st.composite
 def packed_rows(draw):
-    """Regular rows: documents of text and groups, with padding between and inside them."""
+    """Regular rows: documents of text and groups, with padding between and inside of them."""
     document = []
     group = []
-    for number in range(1, draw(st.integers(1, 4)) + 1):
-        for part in range(1, draw(st.integers(1, 4)) + 1):
+    for document_number in range(1, draw(st.integers(1, 4)) + 1):
+        for item in range(1, draw(st.integers(1, 4)) + 1):
             length = draw(st.integers(0, 9))
-            document += [number] * length
-            group += [part * draw(st.integers(0, 1))] * length
+            document += [document_number] * length
+            group += [item * draw(st.integers(0, 1))] * length
             padding = draw(st.sampled_from([0, 0, 1, 5]))
             document += [0] * padding
             group += [0] * padding
@@ -83,21 +91,22 @@ def test_lists_hold_exactly_the_visible_tiles(ids, block):
 @settings(max_examples=60, deadline=None)
 @given(st.one_of(packed_rows(), windowed(packed_rows())))
 def test_both_ways_of_finding_tiles_agree(ids):
-    """A row whose order is spoiled takes the other way; spoiling whole blocks only renames the tiles."""
+    """A row in regular order has spans and takes the fast way. Mirroring its blocks spoils the
+    order, so it takes the other way, but only renames the tiles."""
     order = np.arange(SLOTS).reshape(-1, BLOCK)[::-1].reshape(-1)
-    count = SLOTS // BLOCK
+    blocks = SLOTS // BLOCK
     mirrored = visible_tiles(ids.at(order), BLOCK)
     renamed = {
-        (count - 1 - i, count - 1 - j): full
+        (blocks - 1 - i, blocks - 1 - j): full
         for i, j, full in zip(
             mirrored.query.tolist(), mirrored.key.tolist(), mirrored.full.tolist(), strict=True
         )
     }
-    plain = visible_tiles(ids, BLOCK)
+    tiles = visible_tiles(ids, BLOCK)
     assert renamed == dict(
         zip(
-            zip(plain.query.tolist(), plain.key.tolist(), strict=True),
-            plain.full.tolist(),
+            zip(tiles.query.tolist(), tiles.key.tolist(), strict=True),
+            tiles.full.tolist(),
             strict=True,
         )
     )
@@ -106,18 +115,23 @@ def test_both_ways_of_finding_tiles_agree(ids):
 @settings(max_examples=60, deadline=None)
 @given(st.one_of(packed_rows(), windowed(packed_rows())), st.integers(1, 20))
 def test_lists_that_are_too_short_fall_back_to_ranges(ids, bound):
+    """A negative start, -1 - s, stands for the range of blocks from s on."""
     expected = dense_tiles(ids, BLOCK)
     for lists, side in (
         (tile_map(ids, BLOCK, bound).queries, 0),
         (tile_map(ids, BLOCK, bound).keys, 1),
     ):
         assert lists.blocks.shape == (bound,)
-        for i, (first, partial, full) in enumerate(lists.spans.tolist()):
-            own = {tile[1 - side] for tile in expected if tile[side] == i}
-            if first >= 0:
-                assert set(lists.blocks[first : first + partial + full].tolist()) == own
+        for i, (start, partial, full) in enumerate(lists.spans.tolist()):
+            other_blocks = {tile[1 - side] for tile in expected if tile[side] == i}
+            if start >= 0:
+                assert set(lists.blocks[start : start + partial + full].tolist()) == other_blocks
             else:
-                assert (min(own), max(own) + 1, full) == (-1 - first, -1 - first + partial, 0)
+                assert (min(other_blocks), max(other_blocks) + 1, full) == (
+                    -1 - start,
+                    -1 - start + partial,
+                    0,
+                )
 
 
 def test_segments_of_an_encoder_row_see_themselves_in_both_directions():
@@ -151,13 +165,14 @@ def test_an_image_in_a_causal_row_is_seen_whole_by_itself():
 
 
 def test_a_window_leaves_a_band():
-    """Blocks of 4: a window of 6 reaches two blocks back and fills no tile; one of 8 fills the one before."""
+    """With blocks of 4, a window of 6 reaches two blocks back and fills no tile; a window of 8
+    fills the tile before the diagonal."""
     ids = causal_ids(np.ones(64, np.int32)).within(6)
     tiles = listed(tile_map(ids, 4).queries)
     assert set(tiles) == {(i, j) for i in range(16) for j in range(max(0, i - 2), i + 1)}
     assert not any(tiles.values())
-    whole = listed(tile_map(ids.within(8), 4).queries)
-    assert {tile for tile, full in whole.items() if full} == {(i, i - 1) for i in range(1, 16)}
+    wider = listed(tile_map(ids.within(8), 4).queries)
+    assert {tile for tile, full in wider.items() if full} == {(i, i - 1) for i in range(1, 16)}
 
 
 def test_the_bound_holds_every_tile_until_the_largest_list():
