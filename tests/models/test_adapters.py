@@ -1,4 +1,4 @@
-"""Adapters of low rank against the matrices that they add up to."""
+"""Adapters of low rank against the sum of each matrix and the product of its factors."""
 
 import math
 
@@ -32,56 +32,65 @@ PHASES = ("vision", "audio", "language", "diffusion")
 
 
 def test_every_matrix_of_a_layer_can_have_an_adapter():
+    """Factors a and b have the shape of the matrix, with the rank between
+    its inputs and outputs."""
     adapters = AdaptersConfig(**dict.fromkeys(PHASES, AdapterConfig(rank=2, alpha=1.0)))
     gated = VISION.model_copy(update={"gated_mlp": True})
     towers = {"vision": gated, "audio": AUDIO, "diffusion": DIFFUSION}
     config = ModelConfig(language=LANGUAGE, adapters=adapters, **towers)
     model = build(config, **dict.fromkeys(PHASES, FROZEN))
     for name in PHASES:
-        own = dict(leaves_by_path(model.components[name].shapes))
+        parameters = dict(leaves_by_path(model.components[name].shapes))
         factors = dict(leaves_by_path(model.components[f"adapter.{name}"].shapes))
         matrices = getattr(config, name).matrices
-        in_layers = {path for path in own if path.startswith("layers.")}
-        others = ("bias", "scale", "modulation.weight")  # of norms, and of the time
-        assert {*matrices} == {path for path in in_layers if not path.endswith(others)}
+        in_layers = {path for path in parameters if path.startswith("layers.")}
+        # Parameters of norms, and of what depends on the time.
+        without_adapters = ("bias", "scale", "modulation.weight")
+        assert {*matrices} == {path for path in in_layers if not path.endswith(without_adapters)}
         for path, (inputs, outputs) in matrices.items():
             a = factors[f"{path}.a"].shape
             b = factors[f"{path}.b"].shape
             assert a[-1] == b[1] == 2
             assert (math.prod(a[1:-1]), math.prod(b[2:])) == (inputs, outputs)
-            assert (*a[:-1], *b[2:]) == own[path].shape
+            assert (*a[:-1], *b[2:]) == parameters[path].shape
 
 
 def hidden_states(model):
+    """A compiled function for the states of the decoder, and rows to call it with."""
     media = np.zeros((4, 64, LANGUAGE.width), np.float32)
     return jax.jit(lambda params, rows: model.hidden(params, rows, media)[0]), make_rows(0)
 
 
 def test_a_new_adapter_changes_nothing_and_begins_by_seed():
+    """One factor starts at zero, so that the product is zero; the other has the scale of its input
+    and depends on the seed."""
     adapted = build(TEXT, ONE, language=FROZEN)
     plain = build(ModelConfig(language=LANGUAGE), ONE)
     params = adapted.init(3, "float32")
-    other = adapted.init(4, "float32")["adapter.language"]
+    other_adapter = adapted.init(4, "float32")["adapter.language"]
     states, rows = hidden_states(adapted)
     expected, _ = hidden_states(plain)
-    base = plain.init(3, "float32")
-    np.testing.assert_array_equal(states(params, rows), expected(base, rows))
+    plain_params = plain.init(3, "float32")
+    np.testing.assert_array_equal(states(params, rows), expected(plain_params, rows))
     for path, leaf in leaves_by_path(params["adapter.language"]):
         if path.endswith(".b"):
             assert not np.any(leaf), path
         else:
             assert abs(float(jnp.std(leaf)) * math.prod(leaf.shape[1:-1]) ** 0.5 - 1) < 0.3, path
-            assert not np.any(np.asarray(leaf) == np.asarray(dict(leaves_by_path(other))[path]))
+            assert not np.any(
+                np.asarray(leaf) == np.asarray(dict(leaves_by_path(other_adapter))[path])
+            )
 
 
 def randomized(model, dtype):
+    """Parameters none of which is zero, in a dtype."""
     rng = np.random.default_rng(0)
     draw = lambda leaf: (0.3 * rng.standard_normal(leaf.shape)).astype(dtype)  # noqa: E731
     return jax.tree.map(draw, model.abstract("float32"))
 
 
 def merged_params(params):
-    """The decoder with its adapter added to its matrices."""
+    """Parameters of the decoder with its adapter added to its matrices."""
     factors = dict(leaves_by_path(params["adapter.language"]))
 
     def leaf(path, value):
@@ -97,7 +106,8 @@ def merged_params(params):
     "remat, mesh", [("full", ONE), pytest.param("none", MESH, marks=pytest.mark.slow)]
 )
 def test_states_and_gradients_are_those_of_the_sum(remat, mesh):
-    """In float64: W + alpha / rank * A B, and gradients by the chain rule."""
+    """In float64: W + alpha / rank * A B, and the gradients of A and B by the chain rule
+    from that of the sum."""
     settings = {"compute_dtype": "float64", "remat": remat}
     model = build(TEXT, mesh, language=ComponentConfig(freeze=True, **settings))
     plain = build(ModelConfig(language=LANGUAGE), ONE, language=ComponentConfig(**settings))
@@ -115,28 +125,33 @@ def test_states_and_gradients_are_those_of_the_sum(remat, mesh):
         value = jax.value_and_grad(lambda trained: loss(model, trained, frozen))
         got, gradients = jax.jit(value)(trained)
         value = jax.value_and_grad(lambda params: loss(plain, params, {}))
-        expected, of_sum = jax.jit(value)(merged_params(params))
+        expected, sum_gradients = jax.jit(value)(merged_params(params))
     assert gradients.keys() == {"adapter.language"}
     np.testing.assert_allclose(got, expected, rtol=1e-10)
-    of_matrix = dict(leaves_by_path(of_sum["language"]))
+    matrix_gradients = dict(leaves_by_path(sum_gradients["language"]))
     factors = dict(leaves_by_path(params["adapter.language"]))
-    found = dict(leaves_by_path(gradients["adapter.language"]))
-    assert len(found) == 2 * 7
+    factor_gradients = dict(leaves_by_path(gradients["adapter.language"]))
+    # Four matrices of attention and three of the MLP, with two factors each.
+    assert len(factor_gradients) == 2 * 7
     for path in LANGUAGE.matrices:
         a = factors[f"{path}.a"]
         b = factors[f"{path}.b"]
-        flat = np.asarray(of_matrix[path]).reshape(2, math.prod(a.shape[1:-1]), -1)
+        matrix_gradient = np.asarray(matrix_gradients[path]).reshape(
+            2, math.prod(a.shape[1:-1]), -1
+        )
         a_flat = a.reshape(2, -1, 3)
         b_flat = b.reshape(2, 3, -1)
-        wanted_a = ADAPTER.scale * np.einsum("lio,lro->lir", flat, b_flat)
-        wanted_b = ADAPTER.scale * np.einsum("lio,lir->lro", flat, a_flat)
-        for name, wanted in (("a", wanted_a), ("b", wanted_b)):
-            leaf = np.asarray(found[f"{path}.{name}"]).reshape(wanted.shape)
-            np.testing.assert_allclose(leaf, wanted, rtol=0, atol=1e-10 * abs(wanted).max())
+        expected_a = ADAPTER.scale * np.einsum("lio,lro->lir", matrix_gradient, b_flat)
+        expected_b = ADAPTER.scale * np.einsum("lio,lir->lro", matrix_gradient, a_flat)
+        for name, expected_factor in (("a", expected_a), ("b", expected_b)):
+            leaf = np.asarray(factor_gradients[f"{path}.{name}"]).reshape(expected_factor.shape)
+            np.testing.assert_allclose(
+                leaf, expected_factor, rtol=0, atol=1e-10 * abs(expected_factor).max()
+            )
 
 
 def products(jaxpr):
-    """Shapes of what all matrix products of a traced function yield."""
+    """Shapes of the results of all matrix products in a traced function, each sorted."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             yield tuple(sorted(equation.outvars[0].aval.shape))
@@ -146,9 +161,12 @@ def products(jaxpr):
 
 @pytest.mark.parametrize("remat", ["full", "none"])
 def test_no_gradient_of_an_adapted_matrix_is_computed(remat):
+    """No matrix product has the shape of an adapted matrix; without adapters, all
+    of these shapes occur."""
     matrices = {(16, 4, 8), (16, 2, 8), (16, 24)}  # queries and output, keys and values, MLP
 
     def traced(config, **settings):
+        """Shapes of all matrix products in the gradient of a decoder."""
         settings = ComponentConfig(remat=remat, **settings)
         model = build(config, mesh=ONE, language=settings)
         params = model.abstract("float32")
@@ -161,19 +179,21 @@ def test_no_gradient_of_an_adapted_matrix_is_computed(remat):
 
         return {*products(jax.make_jaxpr(jax.grad(loss))(trained, frozen).jaxpr)}
 
-    of_matrices = {tuple(sorted(shape)) for shape in matrices}
-    assert of_matrices <= traced(ModelConfig(language=LANGUAGE))
-    found = traced(TEXT, freeze=True)
-    assert found.isdisjoint(of_matrices)
-    assert (3, 16) in found, "gradients of the factors"
+    gradient_shapes = {tuple(sorted(shape)) for shape in matrices}
+    assert gradient_shapes <= traced(ModelConfig(language=LANGUAGE))
+    adapted_products = traced(TEXT, freeze=True)
+    assert adapted_products.isdisjoint(gradient_shapes)
+    assert (3, 16) in adapted_products, "gradients of the factors"
 
 
 def test_freezing_acts_on_one_component():
     adapters = AdapterComponents(language=TrainingConfig(freeze=True))
     assert build(TEXT, language=FROZEN).trainable.components == {"adapter.language"}
     assert not build(TEXT, language=FROZEN, adapter=adapters).trainable.components
-    some = AdapterComponents(language=TrainingConfig(train=("*.b",), learning_rate_scale=2.0))
-    model = build(TEXT, language=ComponentConfig(train=("norm.scale",)), adapter=some)
+    partly_trained = AdapterComponents(
+        language=TrainingConfig(train=("*.b",), learning_rate_scale=2.0)
+    )
+    model = build(TEXT, language=ComponentConfig(train=("norm.scale",)), adapter=partly_trained)
     assert model.trainable.components == {"adapter.language", "language"}
     assert len(model.trainable.paths) == 1 + 7
     assert model.components["adapter.language"].settings.learning_rate_scale == 2.0

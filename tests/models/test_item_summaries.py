@@ -1,4 +1,5 @@
-"""What every slot of a generator's rows reads of its whole item."""
+"""What every slot of a generator's rows knows of its whole item: distances to its edges, and the
+mean of its conditions."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ from sharding.mesh import make_mesh
 from sharding.rules import make_layout
 
 LAYOUT = make_layout(make_mesh({"data": 1}, jax.devices()[:1]))
-# A picture of 2 x 3 patches with two conditions, padding, a clip of two frames of one patch whose condition is hidden
+# A picture of 2 x 3 patches with two conditions; padding; and a clip of two frames of one patch,
+# whose condition is hidden.
 OWNERS = [1] * 8 + [0] + [2] * 3
 SEGMENTS = [1] * 8 + [0] + [0, 2, 2]
 CONDITIONS = [4, 5] + [-1] * 7 + [6, -1, -1]
@@ -19,7 +21,7 @@ PICTURE = [(0, row, column) for row in (-1, 0) for column in (-2, -1, 0)]
 POSITIONS = [(0, 9, 9), (0, 9, 9), *PICTURE, (0, 0, 0), (7, 7, 7), (3, 0, 0), (4, 0, 0)]
 
 
-# The same where conditions are read apart, and lie in slots of patches
+# The same items where conditions are read by cross-attention, and lie in slots of patches.
 APART = {
     "owners": [1] * 6 + [0] + [2] * 3,
     "segments": [1] * 6 + [0] + [2, 2, 0],
@@ -30,6 +32,7 @@ APART = {
 
 
 def rows(apart: bool = False) -> GeneratorRows:
+    """Rows with the arrays above; what no test reads is left out."""
     arrays = {
         "owners": OWNERS,
         "segments": SEGMENTS,
@@ -44,6 +47,8 @@ def rows(apart: bool = False) -> GeneratorRows:
 
 
 def test_patches_read_how_far_they_are_from_the_edges_of_their_item():
+    """Distances from the middle of a patch to the first and last edge along
+    time, height and width."""
     distances = np.asarray(edge_distances(LAYOUT, rows()))[0]
     picture = [
         (0.5, row + 1.5, column + 2.5, 0.5, 0.5 - row, 0.5 - column) for _, row, column in PICTURE
@@ -55,6 +60,7 @@ def test_patches_read_how_far_they_are_from_the_edges_of_their_item():
     assert apart[7:9].tolist() == distances[10:].tolist()
     features = np.asarray(edge_features(jnp.asarray(distances[None]), 16))
     assert features.shape == (1, 12, 6 * 16)
+    # Features are cosines and sines of wave lengths from 3 to 192 patches.
     shortest, longest = features[0, 2].reshape(6, 2, 8)[1, :, [0, -1]]
     for (cosine, sine), wave in ((shortest, 3.0), (longest, 192.0)):
         angle = 2 * np.pi * 0.5 / wave
@@ -62,6 +68,8 @@ def test_patches_read_how_far_they_are_from_the_edges_of_their_item():
 
 
 def test_the_mean_of_conditions_is_that_of_those_that_are_seen():
+    """The mean of slots 0 and 1 for the picture, zeros where the condition is hidden, and for
+    an owner without any."""
     conditions = jnp.arange(24.0).reshape(1, 12, 2)
     means = np.asarray(mean_conditions(LAYOUT, rows(), conditions))[0]
     assert means.tolist() == [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
@@ -70,19 +78,20 @@ def test_the_mean_of_conditions_is_that_of_those_that_are_seen():
 
 
 def test_vectors_are_those_of_the_owners_however_they_are_found(monkeypatch):
-    """By a product, as on CPUs, and looked up, as elsewhere: the same numbers, and gradients, and zeros for padding."""
+    """By a product, as on CPUs, or looked up, as elsewhere: the same numbers, the same gradients,
+    and zeros for padding."""
     random = np.random.default_rng(0)
     owners = jnp.asarray([OWNERS, OWNERS[::-1]], jnp.int32)
     vectors = jnp.asarray(random.normal(size=(2, 2, 3, 4)), jnp.float32)
     direction = jnp.asarray(random.normal(size=(3, 2, 12, 4)), jnp.float32)
 
     def of_slots(vectors):
-        found = jnp.stack(by_slot(LAYOUT, vectors, owners))
-        return (found * direction).sum(), found
+        values = jnp.stack(by_slot(LAYOUT, vectors, owners))
+        return (values * direction).sum(), values
 
     def computed():
-        (_, found), gradient = jax.jit(jax.value_and_grad(of_slots, has_aux=True))(vectors)
-        return np.asarray(found), np.asarray(gradient)
+        (_, values), gradient = jax.jit(jax.value_and_grad(of_slots, has_aux=True))(vectors)
+        return np.asarray(values), np.asarray(gradient)
 
     multiplied = computed()
     monkeypatch.setattr(diffusion, "_multiplied", diffusion._looked_up)
@@ -90,6 +99,6 @@ def test_vectors_are_those_of_the_owners_however_they_are_found(monkeypatch):
     looked_up = computed()
     padded = np.pad(vectors, ((0, 0), (1, 0), (0, 0), (0, 0)))
     expected = padded[np.arange(2)[:, None], owners]
-    for found, gradient in (multiplied, looked_up):
-        np.testing.assert_array_equal(np.moveaxis(found, 0, 2), expected)
+    for values, gradient in (multiplied, looked_up):
+        np.testing.assert_array_equal(np.moveaxis(values, 0, 2), expected)
         np.testing.assert_array_equal(gradient, multiplied[1])

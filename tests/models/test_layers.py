@@ -1,3 +1,6 @@
+"""The layers of which models consist: norms, positions, biases, MLPs, attention on a mesh, and
+stacks with recomputation."""
+
 from functools import partial
 
 import jax
@@ -40,7 +43,7 @@ KV_HEADS = 2
 HEAD_SIZE = 4
 LAYERS = 2
 MLP_WIDTH = 24
-EVERYTHING = ("attention", "projections", "mlp")  # that has a name
+EVERYTHING = ("attention", "projections", "mlp")  # everything that has a name
 MESH = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
 SEGMENTS = np.array(
     [[1] * 20 + [2] * 7 + [3] * 33 + [0] * 4, [1] * 64, [0] * 64, [1] * 1 + [2] * 40 + [0] * 23]
@@ -48,6 +51,7 @@ SEGMENTS = np.array(
 
 
 def context(layout):
+    """What a layer reads of four rows: ids, keys, tiles and rotary positions."""
     row = {"segments": SEGMENTS.astype(np.int32), "groups": np.zeros(SEGMENTS.shape, np.int32)}
     finish_language_row(row, AttentionSpec({"language": BLOCK}))
     ids = TokenIds(*(jnp.asarray(row[name]) for name in ("segments", "groups", "order")))
@@ -87,16 +91,16 @@ def test_rms_norm(offset):
 
 @pytest.mark.parametrize("make", [RMSNorm, LayerNorm, partial(LayerNorm, affine=False)])
 def test_gradients_of_norms(make):
-    """Over one axis or two, by differences."""
+    """Over one axis or two, against differences of the values in a random direction."""
     rng = np.random.default_rng(0)
     x, d_y, step = (rng.standard_normal((2, 3, 2, 4)) for _ in range(3))
     with jax.enable_x64(True):
         norms = [make(4, 1e-3)] + ([make(4, 1e-3, heads=2)] if make is RMSNorm else [])
         for norm in norms:
-            total = lambda x, norm=norm: (norm(x) * d_y).sum()  # noqa: E731
-            found = float((jax.grad(total)(jnp.asarray(x)) * step).sum())
-            ends = [float(total(jnp.asarray(x + sign * 1e-5 * step))) for sign in (1, -1)]
-            assert found == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-7)
+            weighted_sum = lambda x, norm=norm: (norm(x) * d_y).sum()  # noqa: E731
+            derivative = float((jax.grad(weighted_sum)(jnp.asarray(x)) * step).sum())
+            values = [float(weighted_sum(jnp.asarray(x + sign * 1e-5 * step))) for sign in (1, -1)]
+            assert derivative == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-7)
 
 
 def test_rms_norm_of_bfloat16_is_computed_in_float32():
@@ -108,10 +112,12 @@ def test_rms_norm_of_bfloat16_is_computed_in_float32():
 
 
 def test_text_gets_one_dimensional_rotary_positions_exactly():
+    """Where the three positions of a token are equal, its angles must not
+    depend on the sections."""
     positions = np.arange(50)[None, :, None] * 7
-    three = rotary_angles(jnp.asarray(positions.repeat(3, axis=2)), (2, 3, 3), 1e4)
-    one = rotary_angles(jnp.asarray(positions), (8,), 1e4)
-    np.testing.assert_array_equal(three, one)
+    three_axes = rotary_angles(jnp.asarray(positions.repeat(3, axis=2)), (2, 3, 3), 1e4)
+    one_axis = rotary_angles(jnp.asarray(positions), (8,), 1e4)
+    np.testing.assert_array_equal(three_axes, one_axis)
 
 
 def test_sections_turn_with_their_own_axis():
@@ -128,6 +134,8 @@ def test_sections_turn_with_their_own_axis():
 
 
 def test_interleaved_sections_take_turns():
+    """Sections of 4, 3 and 1 pairs: the axes take turns as long as they have pairs left, and
+    the first has the rest."""
     positions = np.random.default_rng(1).integers(0, 99, (1, 4, 3))
     with jax.enable_x64(True):
         angles = rotary_angles(jnp.asarray(positions), (4, 3, 1), 1e4, jnp.float64, None, True)
@@ -147,7 +155,7 @@ def test_both_axes_of_an_image_turn_over_all_frequencies():
 
 
 def test_angles_of_a_bfloat16_computation_are_float32():
-    """Position 1,001 is no bfloat16."""
+    """bfloat16 cannot represent position 1,001."""
     angles = rotary_angles(jnp.full((1, 1, 1), 1001), (2,), 1e4, jnp.bfloat16)
     assert angles.dtype == jnp.float32 and angles[0, 0, 0] == 1001
 
@@ -177,20 +185,22 @@ def bias_gradient(add, d_out):
 
 
 def test_the_gradient_of_a_bias_in_bfloat16_is_rounded_once():
+    """The error over 4,096 slots is that of rounding the exact sum, and no larger
+    than that of `jnp.add`."""
     d_out = jnp.asarray(np.random.default_rng(0).standard_normal((1, 4096, 64)) + 1, jnp.bfloat16)
     want = np.asarray(d_out, np.float64).sum((0, 1))
 
     def error(add):
         return np.linalg.norm(np.asarray(bias_gradient(add, d_out), np.float64) - want)
 
-    once = np.linalg.norm(np.asarray(jnp.asarray(want, jnp.bfloat16), np.float64) - want)
-    ours = error(lambda x, b: biased(x, nnx.Param(b, axes=(None,)), make_layout(ONE)))
-    assert ours <= 1.001 * once
-    assert ours <= error(jnp.add)
+    rounding_error = np.linalg.norm(np.asarray(jnp.asarray(want, jnp.bfloat16), np.float64) - want)
+    biased_error = error(lambda x, b: biased(x, nnx.Param(b, axes=(None,)), make_layout(ONE)))
+    assert biased_error <= 1.001 * rounding_error
+    assert biased_error <= error(jnp.add)
 
 
 def test_the_gradient_of_a_scale_is_one_sum_over_rows_and_slots():
-    """Not row by row, for which XLA's CPU backend has a slow loop."""
+    """It is not summed row by row, because XLA's CPU backend has a slow loop for that."""
 
     def summed(scale, x):
         norm = RMSNorm(WIDTH, 1e-6)
@@ -207,7 +217,7 @@ def test_the_gradient_of_a_scale_is_one_sum_over_rows_and_slots():
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-6), (np.float64, 1e-12)])
 def test_gradients_of_biases_and_scales_are_those_of_the_plain_form(dtype, tolerance):
-    """Of heads [R, C, H, K], where a bias has two dimensions and a scale one."""
+    """On heads [R, C, H, K], where a bias has two dimensions and a scale has one."""
     random = np.random.default_rng(0)
     layout = make_layout(ONE)
     with jax.enable_x64(True):
@@ -226,14 +236,20 @@ def test_gradients_of_biases_and_scales_are_those_of_the_plain_form(dtype, toler
                 x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * params["scale"]
             )
 
-        (found, found_vjp), (out, vjp) = (jax.vjp(f, params, jnp.asarray(x)) for f in (ours, plain))
-        np.testing.assert_array_equal(found, out)
-        for got, want in zip(*map(jax.tree.leaves, (found_vjp(d_out), vjp(d_out))), strict=True):
+        (actual, actual_vjp), (expected, expected_vjp) = (
+            jax.vjp(f, params, jnp.asarray(x)) for f in (ours, plain)
+        )
+        np.testing.assert_array_equal(actual, expected)
+        for got, want in zip(
+            *map(jax.tree.leaves, (actual_vjp(d_out), expected_vjp(d_out))), strict=True
+        ):
             assert got.dtype == dtype
             np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * abs(want).max())
 
 
 def test_sums_over_slots_are_left_to_the_weights_half_of_a_backward_pass():
+    """The half for input gradients is on the critical path of a pipeline, so it
+    must not sum over slots."""
     graph, mlp = filled(lambda rngs: MLP(rngs, WIDTH, 24))
     layout = make_layout(ONE)
     x = jnp.asarray(inputs())
@@ -254,15 +270,15 @@ def test_sums_over_slots_are_left_to_the_weights_half_of_a_backward_pass():
         strict=True,
     ):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * abs(want).max())
-    early, late = (
-        str(jax.make_jaxpr(half)(params, (), *rest)).count("reduce_sum")
-        for half, rest in (
+    sums_with_inputs, sums_with_weights = (
+        str(jax.make_jaxpr(half)(params, (), *arguments)).count("reduce_sum")
+        for half, arguments in (
             (split.input_gradient, (residuals, dy)),
             (split.weight_gradient, (pending,)),
         )
     )
-    # Of the gradients of two biases, each written in one sum, and for GPUs in two
-    assert (early, late) == (0, 2 * (1 + 2))
+    # Gradients of two biases, each of which is written as one sum and, for GPUs, as two.
+    assert (sums_with_inputs, sums_with_weights) == (0, 2 * (1 + 2))
 
 
 @pytest.mark.parametrize("slots", [(2, 256), (3, 100), (1, 7), (5,)])
@@ -290,16 +306,17 @@ def test_gradients_of_matrices_are_those_of_the_plain_form(inputs, outputs):
     shapes = (2, 50, *inputs), (*inputs, *outputs), (2, 50, *outputs)
     x, matrix, d_out = (jnp.asarray(random.standard_normal(s), jnp.float32) for s in shapes)
     axes = len(inputs)
-    out, vjp = jax.vjp(partial(jnp.tensordot, axes=axes), x, matrix)
-    found, found_vjp = jax.vjp(partial(times_matrix, axes), x, matrix)
-    np.testing.assert_array_equal(found, out)
-    for got, want in zip(jax.jit(found_vjp)(d_out), vjp(d_out), strict=True):
+    expected, expected_vjp = jax.vjp(partial(jnp.tensordot, axes=axes), x, matrix)
+    product, product_vjp = jax.vjp(partial(times_matrix, axes), x, matrix)
+    np.testing.assert_array_equal(product, expected)
+    for got, want in zip(jax.jit(product_vjp)(d_out), expected_vjp(d_out), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * abs(want).max())
 
 
 @pytest.mark.parametrize(("width", "out_width"), [(16, 48), (48, 16)])
 def test_no_gradient_of_a_matrix_is_a_product_of_two_transposed_factors(width, out_width):
-    """XLA's CPU backend takes twice as long for those, which it makes of what JAX derives."""
+    """XLA's CPU backend takes twice as long for such products, which it makes of the
+    gradient that JAX derives."""
 
     def gradient(times, x, matrix, d_out):
         return jax.vjp(partial(times, x * 2), matrix)[1](d_out * 2)[0]
@@ -316,8 +333,8 @@ def test_no_gradient_of_a_matrix_is_a_product_of_two_transposed_factors(width, o
 def test_a_frozen_matrix_keeps_no_input():
     x = jnp.ones((1, SLOTS, WIDTH))
     matrix = jnp.ones((WIDTH, 24))
-    kept = jax.tree.leaves(jax.vjp(lambda x: times_matrix(1, x, matrix), x)[1])
-    assert [leaf.shape for leaf in kept] == [matrix.shape]
+    residuals = jax.tree.leaves(jax.vjp(lambda x: times_matrix(1, x, matrix), x)[1])
+    assert [leaf.shape for leaf in residuals] == [matrix.shape]
 
 
 # ---------------------------------------------------------------------------- MLPs
@@ -328,7 +345,7 @@ def gelu(x):
 
 
 def filled(make, dtype=np.float32):
-    """A module's graph and parameters, every one random, biases and scales too."""
+    """A module's graph and random parameters, including its biases and scales."""
     rng = np.random.default_rng(0)
     graph, shapes = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     return graph, jax.tree.map(
@@ -337,17 +354,18 @@ def filled(make, dtype=np.float32):
 
 
 def test_mlps():
+    """A plain MLP, a gated one with silu, and a gated one with gelu, against numpy."""
     x = np.random.default_rng(1).standard_normal((4, 6, WIDTH))
     layout = make_layout(MESH)
     makers = (lambda rngs: MLP(rngs, WIDTH, 24, 10)), (lambda rngs: GatedMLP(rngs, WIDTH, 24))
     (plain_graph, plain), (gated_graph, gated) = (filled(make, np.float64) for make in makers)
-    other_graph, _ = filled(lambda rngs: GatedMLP(rngs, WIDTH, 24, "gelu_tanh"))
+    gelu_graph, _ = filled(lambda rngs: GatedMLP(rngs, WIDTH, 24, "gelu_tanh"))
     with jax.enable_x64(True):
-        got_plain, got_gated, got_other = jax.jit(
+        got_plain, got_gated, got_gelu = jax.jit(
             lambda plain, gated, x: (
                 nnx.merge(plain_graph, plain)(x, layout),
                 nnx.merge(gated_graph, gated)(x, layout),
-                nnx.merge(other_graph, gated)(x, layout),
+                nnx.merge(gelu_graph, gated)(x, layout),
             )
         )(plain, gated, x)
     p = nnx.to_pure_dict(plain)
@@ -359,10 +377,12 @@ def test_mlps():
     np.testing.assert_allclose(
         got_gated, (gate / (1 + np.exp(-gate)) * (x @ p["up"])) @ p["down"], atol=1e-12
     )
-    np.testing.assert_allclose(got_other, (gelu(gate) * (x @ p["up"])) @ p["down"], atol=1e-12)
+    np.testing.assert_allclose(got_gelu, (gelu(gate) * (x @ p["up"])) @ p["down"], atol=1e-12)
 
 
 def test_initial_weights_keep_the_scale_of_their_input():
+    """The standard deviation of a kernel is the inverse root of its number of inputs."""
+
     def make():
         rngs = nnx.Rngs(0)
         return nnx.state(MLP(rngs, 400, 100, 50)), nnx.state(SelfAttention(rngs, 100, 4, 2, 25))
@@ -383,6 +403,8 @@ def test_initial_weights_keep_the_scale_of_their_input():
 
 @pytest.fixture(scope="module")
 def attend():
+    """`attend(overrides)`: the output of attention on the mesh and the gradients of
+    a weighted sum of it."""
     sizes = WIDTH, HEADS, KV_HEADS, HEAD_SIZE
     graph, parameters = filled(
         lambda rngs: SelfAttention(rngs, *sizes, qkv_bias=True, qk_norm=True)
@@ -412,7 +434,8 @@ def whole_heads(attend):
     ids=["both_split", "heads_split", "kv_heads_split"],
 )
 def test_splitting_heads_changes_nothing(attend, whole_heads, overrides):
-    """With fewer key heads than tensor ranks only the queries can be split; each rank then needs their keys."""
+    """Where there are fewer key heads than tensor ranks only the queries can be split, and each
+    rank needs the keys that its queries read."""
     for got, want in zip(attend(overrides), whole_heads, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
@@ -470,10 +493,10 @@ def test_a_stack_is_its_layers_in_turn(stack):
     graph, parameters = stack
     rows = context(make_layout(MESH))
     x = jnp.asarray(inputs())
-    one = jax.jit(lambda p, x: nnx.merge(graph, p)(x, rows))
+    run_layer = jax.jit(lambda p, x: nnx.merge(graph, p)(x, rows))
     got = jax.jit(lambda p, x: run_stack(nnx.merge(graph, p), x, rows, "none"))(parameters, x)
     for i in range(LAYERS):
-        x = one(jax.tree.map(lambda leaf, i=i: np.asarray(leaf[i]), parameters), x)
+        x = run_layer(jax.tree.map(lambda leaf, i=i: np.asarray(leaf[i]), parameters), x)
     np.testing.assert_allclose(got, x, rtol=1e-4, atol=1e-5)
 
 
@@ -487,7 +510,7 @@ def test_rematerialisation_leaves_the_gradients_as_they_are(gradients, remat):
 
 @pytest.mark.parametrize("remat", ["dots", "full", EVERYTHING])
 def test_layers_of_a_loop_hide_nothing_from_the_compiler(stack, remat):
-    """A barrier around a layer makes copies of its weights and of what is kept."""
+    """A barrier around a layer would copy its weights and whatever is kept."""
     graph, parameters = stack
     loss = partial(loss_of, graph, remat)
     jaxpr = str(jax.make_jaxpr(jax.grad(loss))(parameters, inputs()))
@@ -495,7 +518,7 @@ def test_layers_of_a_loop_hide_nothing_from_the_compiler(stack, remat):
 
 
 def counted(stack):
-    """How many numbers the backward pass of a stack is given, by `remat`."""
+    """`count(remat)`: how many numbers the forward pass of a stack keeps for its backward pass."""
     graph, parameters = stack
 
     def pullback(remat, parameters, x):
@@ -526,11 +549,14 @@ def test_rematerialisation_keeps_less(kept):
     ],
 )
 def test_a_list_keeps_what_it_names_beside_the_input(kept, names, values):
+    """Per slot: outputs and logsumexps of attention; queries, keys, values and the output
+    projection; gate and up of the MLP."""
     slots = LAYERS * inputs().size // WIDTH
     assert kept(names) - kept("full") == slots * values
 
 
 def test_a_norm_after_an_mlp_has_what_it_reads_kept():
+    """Its input is the output of the MLP, one width per slot."""
     make = lambda: stacked(make_normed_block, LAYERS, nnx.Rngs(0))  # noqa: E731
     kept = counted(nnx.split(nnx.eval_shape(make)))
     slots = LAYERS * inputs().size // WIDTH
@@ -552,8 +578,8 @@ def test_a_layer_that_scales_what_it_adds_keeps_that(remat, widths):
 
 
 def products(jaxpr):
-    """How many matrix products a jaxpr writes down, but no dot products of slots; those in loops count once, and of
-    branches those of one."""
+    """Number of matrix products in a jaxpr, without dot products of slots. Products in a loop count
+    once, and of several branches the one with most counts."""
     return sum(
         (eqn.primitive.name == "dot_general" and not is_slot_dots(eqn))
         + (max if eqn.primitive.name == "cond" else sum)(
@@ -564,13 +590,13 @@ def products(jaxpr):
 
 
 def is_slot_dots(eqn):
-    """Whether nothing but batch dimensions is left of a product (attention/slot_products.py)."""
+    """Whether a product leaves only batch dimensions (attention/slot_products.py)."""
     _, (batch, _) = eqn.params["dimension_numbers"]
     return len(batch) == eqn.outvars[0].aval.ndim
 
 
-# Of a layer: four products of attention with weights and two in its loop; three or two of the MLP, for the last of
-# which no gradient asks unless a norm follows
+# A layer has four products of attention with weights, two in the loop of attention, and three or
+# two of the MLP, whose last product no gradient reads unless a norm follows.
 ATTENTION = 4
 LOOP = 2
 
@@ -603,5 +629,6 @@ def test_only_what_is_not_kept_is_computed_again(make, mlp, asked, remat, again)
     gradient = jax.grad(partial(loss_of, nnx.graphdef(stack), remat), argnums=(0, 1))
     jaxpr = jax.make_jaxpr(gradient)(nnx.state(stack), inputs()).jaxpr
     forward = ATTENTION + LOOP + mlp
+    # Two products per product with weights, and five in the loops of attention.
     backward = 2 * (ATTENTION + mlp) + 5
     assert products(jaxpr) == forward + backward + again(asked)

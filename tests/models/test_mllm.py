@@ -1,3 +1,6 @@
+"""Models composed of any components: parameters, freezing, layouts and their errors, first values,
+and the programs of the decoder."""
+
 import math
 
 import jax
@@ -40,6 +43,7 @@ def paths(tree):
 
 
 def count(tree):
+    """Number of parameters."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
@@ -65,6 +69,8 @@ def test_any_subset_of_encoders(towers, names):
 
 
 def test_parameter_counts():
+    """Every component, written out matrix by matrix. d, w: widths; biases and
+    norms are single widths."""
     params = build().abstract("float32")
     d = 16
     heads = 4
@@ -83,6 +89,8 @@ def test_parameter_counts():
 
 
 def test_options_of_the_decoder_add_their_parameters():
+    """Two layers: biases of queries, keys and values; norms of queries and keys; two more norms."""
+
     def language(**options):
         config = ModelConfig(language=LANGUAGE.model_copy(update=options))
         return build(config).abstract("float32")["language"]
@@ -109,27 +117,37 @@ def test_frozen_components_are_not_trainable():
     ],
 )
 def test_a_projector_computes_again_what_it_is_told_to(remat):
-    """The gradient is the same, of the values kept for it only the arguments stay."""
+    """The gradient is the same, but of the projector's values only its arguments are kept."""
 
     def gradient(remat):
+        """The traced gradient as text, and its value."""
         model = build(projector=ProjectorComponents(vision=ProjectorConfig(remat=remat)))
         params = model.init(0, "float32")
         features = jnp.ones((4, 16, 8))
-        places = jnp.tile(jnp.arange(4), (4, 1))
+        token_places = jnp.tile(jnp.arange(4), (4, 1))
 
         def loss(params):
-            return jnp.square(model.project(params, "vision", features, places)).sum()
+            return jnp.square(model.project(params, "vision", features, token_places)).sum()
 
         return str(jax.make_jaxpr(jax.grad(loss))(params)), jax.jit(jax.grad(loss))(params)[
             "projector.vision"
         ]
 
-    (plain, kept), (checkpointed, again) = gradient("none"), gradient(remat)
+    (plain, plain_gradient), (checkpointed, checkpointed_gradient) = (
+        gradient("none"),
+        gradient(remat),
+    )
     assert "remat" in checkpointed and "remat" not in plain
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), kept, again)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+        plain_gradient,
+        checkpointed_gradient,
+    )
 
 
 def test_a_projector_runs_on_the_ranks_of_its_tower():
+    """The projector of vision has eight ranks as its tower has, so `tensor`
+    does not split its MLP."""
     model = build(vision=ComponentConfig(layout={"batch": ["data", "fsdp", "tensor"]}))
     assert [model.layout(phase).ranks for phase in ("vision", "audio", "language")] == [8, 4, 4]
     assert model.components["projector.vision"].layout.ranks == 8
@@ -149,7 +167,7 @@ def test_a_projector_runs_on_the_ranks_of_its_tower():
             {"layout": {"embed": ["fsdp", "tensor"]}},
             r"language\['.*\['tensor'\]; change this component's layout",
         ),
-        # Two layers over two devices: possible
+        # Two layers over two devices can be split.
         ({"layout": {"layers": ["fsdp"], "embed": ["data"]}}, None),
     ],
 )
@@ -162,7 +180,7 @@ def test_layouts_that_cannot_be_are_refused_by_name(settings, message):
 
 
 def test_layers_that_lie_on_devices_of_other_rows_are_refused_where_a_step_runs():
-    """Each device would run its rows through its own part of the layers."""
+    """Otherwise each device would run its own rows through its own part of the layers alone."""
     model = build(language=ComponentConfig(layout={"layers": ["fsdp"], "embed": ["data"]}))
     with pytest.raises(
         MeshError, match=r"components\.language\.layout\.layers: mesh axes \['fsdp'\] split rows"
@@ -226,32 +244,36 @@ def test_first_parameters_lie_as_described(params):
 
 
 def test_a_component_starts_alike_in_any_company_and_on_any_mesh(params):
-    alone = build(
+    """First parameters depend on the seed and the component's name, not on other
+    components or the mesh."""
+    language_alone = build(
         ModelConfig(language=LANGUAGE), make_mesh({"data": 4, "fsdp": 1, "tensor": 2})
     ).init(3, "float32")
-    assert equal(alone["language"], params["language"])
-    deaf = build(
+    assert equal(language_alone["language"], params["language"])
+    without_audio = build(
         ModelConfig(language=LANGUAGE, vision=VISION),
         make_mesh({"data": 8, "fsdp": 1, "tensor": 1}),
         vision=ComponentConfig(layout={"embed": ["data"]}),
     ).init(3, "float32")
-    for name in deaf:
-        assert equal(deaf[name], params[name]), name
+    for name in without_audio:
+        assert equal(without_audio[name], params[name]), name
 
 
 def test_seeds_and_components_start_differently(params):
     vision, audio = (params[f"projector.{phase}"]["mlp"]["up"] for phase in ("vision", "audio"))
     assert vision.shape == audio.shape and not equal(vision, audio)
-    other = build(
+    other_seed = build(
         ModelConfig(language=LANGUAGE), make_mesh({"data": 4, "fsdp": 1, "tensor": 2})
     ).init(4, "float32")
-    assert not equal(other["language"]["embedding"], params["language"]["embedding"])
+    assert not equal(other_seed["language"]["embedding"], params["language"]["embedding"])
 
 
 # ---------------------------------------------------------------------------- programs
 
 
 def make_rows(seed):
+    """Four rows of four random examples each, with three slots of padding and media in
+    a fifth of the slots."""
     rng = np.random.default_rng(seed)
     lengths = rng.multinomial(SLOTS - 3, [0.25] * 4)
     segments = np.tile(np.append(np.repeat(np.arange(1, 5), lengths), [0] * 3), (4, 1)).astype(
@@ -293,13 +315,14 @@ def media(seed):
 
 
 def test_bfloat16_computes_nearly_the_same(hidden, params):
-    own = {"language": params["language"]}
-    grads, states = hidden("float32")(own, make_rows(0), media(0))
-    low_grads, low_states = hidden("bfloat16")(own, make_rows(0), media(0))
+    """States differ by at most 0.1, and each gradient by 5 % of its norm."""
+    language_params = {"language": params["language"]}
+    grads, states = hidden("float32")(language_params, make_rows(0), media(0))
+    low_grads, low_states = hidden("bfloat16")(language_params, make_rows(0), media(0))
     assert low_states.dtype == jnp.bfloat16
-    real = make_rows(0).segments > 0
+    is_token = make_rows(0).segments > 0
     np.testing.assert_allclose(
-        np.asarray(low_states, np.float32)[real], states[real], rtol=0, atol=0.1
+        np.asarray(low_states, np.float32)[is_token], states[is_token], rtol=0, atol=0.1
     )
     flat = jax.tree.leaves_with_path(low_grads)
     for (path, got), want in zip(flat, jax.tree.leaves(grads), strict=True):
@@ -309,7 +332,8 @@ def test_bfloat16_computes_nearly_the_same(hidden, params):
 
 
 def test_a_scaled_embedding_leaves_media_as_they_are():
-    """The factor is rounded like the numbers that it multiplies."""
+    """The factor, the root of the width, is rounded to bfloat16 like the
+    numbers that it multiplies."""
     config = LANGUAGE.model_copy(update={"width": 20, "scale_embedding": True})
     model = build(ModelConfig(language=config), language=ComponentConfig(compute_dtype="bfloat16"))
     random = np.random.default_rng(0)
@@ -323,7 +347,7 @@ def test_a_scaled_embedding_leaves_media_as_they_are():
 
 
 def test_gradients_of_a_frequent_token_do_not_stop_growing():
-    """A bfloat16 sum of ones ends at 256."""
+    """A bfloat16 sum of ones would stop growing at 256."""
     component = build(ModelConfig(language=LANGUAGE)).components["language"]
     tokens = np.full((4, 1000), 7)
 
@@ -347,8 +371,10 @@ def test_gradients_of_a_frequent_token_do_not_stop_growing():
 def test_new_values_do_not_compile_again(hidden, params):
     program = hidden("float32")
     for seed in range(3):
-        own = jax.tree.map(lambda leaf, seed=seed: leaf + seed, {"language": params["language"]})
-        program(own, make_rows(seed), media(seed))
-    before = program._cache_size()
+        language_params = jax.tree.map(
+            lambda leaf, seed=seed: leaf + seed, {"language": params["language"]}
+        )
+        program(language_params, make_rows(seed), media(seed))
+    cache_size = program._cache_size()
     program({"language": params["language"]}, make_rows(9), media(9))
-    assert program._cache_size() == before == 1
+    assert program._cache_size() == cache_size == 1

@@ -1,4 +1,5 @@
-"""Slots with weights of one stream or of the other, against both of them over all slots."""
+"""Slots that pass through the weights of one stream or of the other, against both
+streams over all slots."""
 
 from functools import partial
 
@@ -15,7 +16,8 @@ SLOTS = 64
 
 
 def test_each_slot_goes_through_the_weights_of_its_stream():
-    """Whatever share of the rows conditions take, values and gradients are those of a choice by slot."""
+    """Whatever share of the rows conditions take, values and gradients are
+    those of a choice by slot."""
     assert shares(LAYOUT, SLOTS) == [4, 8, 16, 32, 64]
     random = np.random.default_rng(0)
     x = jnp.asarray(random.normal(size=(2, SLOTS, 3)), jnp.float32)
@@ -23,32 +25,43 @@ def test_each_slot_goes_through_the_weights_of_its_stream():
     direction = jnp.asarray(random.normal(size=(2, SLOTS, 4)), jnp.float32)
 
     def streams(is_condition, x, weights):
-        where = ConditionSlots.of(LAYOUT, is_condition)
-        of = lambda weight, x: (jnp.tanh(x @ weight), 2 * x)  # noqa: E731
-        of_patches, of_conditions = weights
-        return where.share, in_streams(LAYOUT, where, partial(of, of_patches), of, of_conditions, x)
+        condition_slots = ConditionSlots.of(LAYOUT, is_condition)
+        apply = lambda weight, x: (jnp.tanh(x @ weight), 2 * x)  # noqa: E731
+        patch_weights, condition_weights = weights
+        return condition_slots.share, in_streams(
+            LAYOUT, condition_slots, partial(apply, patch_weights), apply, condition_weights, x
+        )
 
     def chosen(is_condition, x, weights):
-        kept = is_condition[..., None]
-        return None, (jnp.where(kept, *(jnp.tanh(x @ w) for w in weights[::-1])), 2 * x)
+        chosen_slots = is_condition[..., None]
+        return None, (jnp.where(chosen_slots, *(jnp.tanh(x @ w) for w in weights[::-1])), 2 * x)
 
     def sums(function):
         def total(x, weights, is_condition):
-            share, (made, twice) = function(is_condition, x, weights)
-            return (made * direction).sum() + (twice**2).sum(), (share, made)
+            share, (outputs, doubled) = function(is_condition, x, weights)
+            return (outputs * direction).sum() + (doubled**2).sum(), (share, outputs)
 
         return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
 
-    found = sums(streams)
-    expected = sums(chosen)
-    for counts, share in (((0, 0), 0), ((4, 3), 0), ((9, 1), 2), ((32, 0), 3), ((33, 64), 4)):
+    by_streams = sums(streams)
+    by_choice = sums(chosen)
+    # Conditions in each of the two rows, and the index of the smallest share that holds them.
+    for condition_counts, share in (
+        ((0, 0), 0),
+        ((4, 3), 0),
+        ((9, 1), 2),
+        ((32, 0), 3),
+        ((33, 64), 4),
+    ):
         is_condition = np.zeros((2, SLOTS), bool)
-        for row, count in zip(is_condition, counts, strict=True):
-            row[random.choice(SLOTS, count, replace=False)] = True
-        (loss, (taken, made)), gradients = found(x, weights, is_condition)
-        (loss_, (_, made_)), gradients_ = expected(x, weights, is_condition)
-        assert taken == share
-        np.testing.assert_allclose(made, made_, rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(loss, loss_, rtol=1e-5)
-        for gradient, gradient_ in zip(gradients, gradients_, strict=True):
-            np.testing.assert_allclose(gradient, gradient_, rtol=1e-5, atol=1e-5)
+        for row, condition_count in zip(is_condition, condition_counts, strict=True):
+            row[random.choice(SLOTS, condition_count, replace=False)] = True
+        (loss, (share_used, outputs)), gradients = by_streams(x, weights, is_condition)
+        (expected_loss, (_, expected_outputs)), expected_gradients = by_choice(
+            x, weights, is_condition
+        )
+        assert share_used == share
+        np.testing.assert_allclose(outputs, expected_outputs, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+        for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+            np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Every tower against a reference in plain numpy, float64, one unpacked item at a time."""
+"""Every tower against a reference in plain numpy, in float64, one unpacked item at a time."""
 
 import jax
 import jax.numpy as jnp
@@ -63,44 +63,53 @@ def rms_norm(x, scale):
 
 
 def turn(x, angles):
-    """x [n, H, K], angles [n, K/2]."""
-    half = x.shape[-1] // 2
-    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, None]
+    """Pairs (i, i + K / 2) of x [n, H, K] turned by angles [n, K / 2]."""
+    pairs = x.shape[-1] // 2
+    turned = (x[..., :pairs] + 1j * x[..., pairs:]) * np.exp(1j * angles)[:, None]
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
 def attend(q, k, v, visible):
-    out = np.zeros_like(q)
+    """Attention query by query and head by head; a query that sees nothing gets zeros."""
+    outputs = np.zeros_like(q)
     for i, head in np.ndindex(q.shape[:2]):
-        seen = np.flatnonzero(visible[i])
+        visible_keys = np.flatnonzero(visible[i])
         key_head = head // (q.shape[1] // k.shape[1])
-        if len(seen):
-            logits = k[seen, key_head] @ q[i, head] / np.sqrt(q.shape[-1])
+        if len(visible_keys):
+            logits = k[visible_keys, key_head] @ q[i, head] / np.sqrt(q.shape[-1])
             weights = np.exp(logits - logits.max())
-            out[i, head] = weights / weights.sum() @ v[seen, key_head]
-    return out
+            outputs[i, head] = weights / weights.sum() @ v[visible_keys, key_head]
+    return outputs
 
 
 def layer(x, p, angles, visible):
+    """One layer with whatever parameters it has: biases, and norms of queries and keys."""
     y = rms_norm(x, p["attention_norm"]["scale"])
-    own = p["attention"]
+    attention_params = p["attention"]
 
     def heads(name):
-        projected = np.einsum("nd,dhk->nhk", y, own[name]) + own.get(f"{name}_bias", 0)
+        projected = np.einsum("nd,dhk->nhk", y, attention_params[name]) + attention_params.get(
+            f"{name}_bias", 0
+        )
         return (
-            rms_norm(projected, own[f"{name}_norm"]["scale"])
-            if f"{name}_norm" in own
+            rms_norm(projected, attention_params[f"{name}_norm"]["scale"])
+            if f"{name}_norm" in attention_params
             else projected
         )
 
     mixed = attend(
         turn(heads("query"), angles), turn(heads("key"), angles), heads("value"), visible
     )
-    x = x + np.einsum("nhk,hkd->nd", mixed, own["out"]) + own.get("out_bias", 0)
+    x = (
+        x
+        + np.einsum("nhk,hkd->nd", mixed, attention_params["out"])
+        + attention_params.get("out_bias", 0)
+    )
     return x + mlp(rms_norm(x, p["mlp_norm"]["scale"]), p["mlp"])
 
 
 def mlp(x, p):
+    """A gated MLP with silu or a plain one with gelu, by its parameters."""
     if "gate" in p:
         gate = x @ p["gate"]
         return (gate / (1 + np.exp(-gate)) * (x @ p["up"])) @ p["down"]
@@ -108,10 +117,11 @@ def mlp(x, p):
 
 
 def transformer(x, p, angles, visible, pool=1):
-    """`visible` [n, n], or one for each layer; means of `pool` neighbours are normed."""
+    """All layers and the last norm. `visible` is [n, n], or one such mask per layer; with `pool`,
+    means of that many neighbours are normed."""
     layers = len(p["layers"]["mlp"]["up"])
-    for i, seen in enumerate(np.broadcast_to(visible, (layers, *visible.shape[-2:]))):
-        x = layer(x, jax.tree.map(lambda leaf, i=i: leaf[i], p["layers"]), angles, seen)
+    for i, layer_visible in enumerate(np.broadcast_to(visible, (layers, *visible.shape[-2:]))):
+        x = layer(x, jax.tree.map(lambda leaf, i=i: leaf[i], p["layers"]), angles, layer_visible)
     return rms_norm(x.reshape(-1, pool, x.shape[-1]).mean(axis=1), p["norm"]["scale"])
 
 
@@ -129,8 +139,8 @@ def decoder(p, config, embedded, positions):
 def vision_tower(p, config, pixels, positions):
     """One image: [n, F] and (row, column) [n, 2] -> [n, D]."""
     x = (pixels.astype(float) / 255 * 2 - 1) @ p["patch"] + p["patch_bias"]
-    half = config.head_size // 4
-    frequency = config.rope_theta ** (-np.arange(half) / half)
+    axis_pairs = config.head_size // 4
+    frequency = config.rope_theta ** (-np.arange(axis_pairs) / axis_pairs)
     angles = np.concatenate([positions[:, :1] * frequency, positions[:, 1:] * frequency], axis=1)
     visible = np.ones((config.layers, len(x), len(x)), bool)
     if config.window is not None:
@@ -141,45 +151,47 @@ def vision_tower(p, config, pixels, positions):
 
 
 def halving_convolution(p, chunk, frames):
-    """Inside chunks of so many frames."""
-    out = np.empty((len(frames) // 2, p["kernel"].shape[1]))
+    """A convolution of three taps and stride 2 that does not read over the edges of
+    chunks of `chunk` frames."""
+    outputs = np.empty((len(frames) // 2, p["kernel"].shape[1]))
     taps = np.split(p["kernel"], 3)
-    for t in range(len(out)):
-        out[t] = p["bias"]
+    for t in range(len(outputs)):
+        outputs[t] = p["bias"]
         for tap, matrix in enumerate(taps):
-            if (place := 2 * t - 1 + tap) >= 2 * t // chunk * chunk:
-                out[t] += frames[place] @ matrix
-    return gelu(out)
+            if (source := 2 * t - 1 + tap) >= 2 * t // chunk * chunk:
+                outputs[t] += frames[source] @ matrix
+    return gelu(outputs)
 
 
 def audio_tower(p, config, frames, real):
-    """One clip, `real` frames of it data -> [n / 4 / pool, D], of what has none zeros."""
-    first = halving_convolution(p["stem_mels"], config.chunk_frames, frames)
+    """One clip with `real` frames of data -> [n / 4 / pool, D], with zeros
+    for tokens without data."""
+    stem = halving_convolution(p["stem_mels"], config.chunk_frames, frames)
     if config.silence == "masked":
-        first[np.arange(len(first)) * 2 >= real] = 0
-    x = halving_convolution(p["stem_width"], config.chunk_frames // 2, first)
-    number = np.arange(len(x))
+        stem[np.arange(len(stem)) * 2 >= real] = 0
+    x = halving_convolution(p["stem_width"], config.chunk_frames // 2, stem)
+    token = np.arange(len(x))
     pairs = config.head_size // 2
-    angles = number[:, None] * config.rope_theta ** (-np.arange(pairs) / pairs)
+    angles = token[:, None] * config.rope_theta ** (-np.arange(pairs) / pairs)
     if config.positions == "sinusoidal":
         angles[:] = 0
-        for i, place in np.ndindex(len(x), half := config.width // 2):
-            turns = i % (config.chunk_frames // 4) / 10_000 ** (place / (half - 1))
-            x[i, [place, half + place]] += np.sin(turns), np.cos(turns)
-    heard = number * 4 < real
-    visible = heard[:, None] & heard
+        for i, channel in np.ndindex(len(x), half_width := config.width // 2):
+            turns = i % (config.chunk_frames // 4) / 10_000 ** (channel / (half_width - 1))
+            x[i, [channel, half_width + channel]] += np.sin(turns), np.cos(turns)
+    audible = token * 4 < real
+    visible = audible[:, None] & audible
     if config.attention == "chunk":
-        chunk = number * 4 // config.chunk_frames
+        chunk = token * 4 // config.chunk_frames
         visible &= chunk[:, None] == chunk
     features = transformer(x, p, angles, visible, config.pool)
-    return np.where(heard[:: config.pool, None], features, 0)
+    return np.where(audible[:: config.pool, None], features, 0)
 
 
 # ---------------------------------------------------------------------------- rows
 
 
 def packed(spans, slots=SLOTS):
-    """`spans` [(row, start, stop)]: segments numbered in each row."""
+    """Segments of `spans` [(row, start, stop)], numbered within each row."""
     segments = np.zeros((1 + max(row for row, _, _ in spans), slots), np.int32)
     for row, start, stop in spans:
         segments[row, start:stop] = segments[row].max() + 1
@@ -187,7 +199,7 @@ def packed(spans, slots=SLOTS):
 
 
 def randomized(model, seed=1):
-    """Parameters none of which stays at zero or one, where mistakes hide."""
+    """Random parameters, none of which stays at zero or one, where mistakes would be hidden."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda leaf: 0.3 * rng.standard_normal(leaf.shape), model.abstract("float64")
@@ -195,13 +207,17 @@ def randomized(model, seed=1):
 
 
 def build(**towers):
-    wide = ComponentConfig(compute_dtype="float64")
-    spread = ComponentConfig(compute_dtype="float64", layout={"batch": ["data", "fsdp", "tensor"]})
+    """A model of the given components that computes in float64; the audio tower has
+    the ranks of all axes."""
+    float64 = ComponentConfig(compute_dtype="float64")
+    over_all_axes = ComponentConfig(
+        compute_dtype="float64", layout={"batch": ["data", "fsdp", "tensor"]}
+    )
     projector = ProjectorConfig(compute_dtype="float64")
     settings = ComponentsConfig(
-        vision=wide,
-        audio=spread,
-        language=wide,
+        vision=float64,
+        audio=over_all_axes,
+        language=float64,
         projector=ProjectorComponents(vision=projector, audio=projector),
     )
     return build_model(ModelConfig(**towers), VOCABULARY, settings, MESH)
@@ -215,6 +231,7 @@ def encoders():
 
 
 def encode(encoders, phase, rows):
+    """Features of a tower and tokens of its projector for some rows."""
     model, params = encoders
     with jax.enable_x64(True):
 
@@ -229,6 +246,7 @@ def encode(encoders, phase, rows):
 def encoder_rows(
     features, positions, segments, slots_per_token, stride=1, block=BLOCK, windows=None, parts=1
 ):
+    """Rows of an encoder as the data pipeline finishes them."""
     ranks, slots = segments.shape
     row = {
         "features": features,
@@ -259,6 +277,8 @@ def close(got, want):
 
 @pytest.mark.parametrize("config", [FULL, TIED], ids=["full", "tied"])
 def test_decoder(config):
+    """Packed examples of several lengths, with tokens of media among the text,
+    against each example alone."""
     spans = [(0, 0, 20), (0, 20, 21), (0, 21, 60), (1, 0, 64), (3, 0, 30), (3, 30, 50)]
     rng = np.random.default_rng(0)
     segments = packed(spans)
@@ -283,17 +303,20 @@ def test_decoder(config):
         hidden = jax.jit(lambda *arguments: model.hidden(*arguments)[0])(
             params, rows, jnp.asarray(arrived)
         )
-    own = params["language"]
-    assert ("head" in own) == (config is FULL)
+    language_params = params["language"]
+    assert ("head" in language_params) == (config is FULL)
     head = model.head(params)
-    close(np.asarray(head.matrix), own["head"] if config is FULL else own["embedding"])
+    close(
+        np.asarray(head.matrix),
+        language_params["head"] if config is FULL else language_params["embedding"],
+    )
     assert head.axes == (("embed", "vocab") if config is FULL else ("vocab", "embed"))
     for row, start, stop in spans:
-        here = row, slice(start, stop)
+        span = row, slice(start, stop)
         embedded = np.where(
-            media[here][:, None] >= 0, arrived[here], own["embedding"][tokens[here]]
+            media[span][:, None] >= 0, arrived[span], language_params["embedding"][tokens[span]]
         )
-        close(np.asarray(hidden)[here], decoder(own, config, embedded, positions[here]))
+        close(np.asarray(hidden)[span], decoder(language_params, config, embedded, positions[span]))
 
 
 def test_default_sections_share_the_pairs():
@@ -321,8 +344,12 @@ def test_vision_tower_and_projector(encoders):
 
 @pytest.mark.parametrize(("window", "full_layers"), [(2, ()), (4, (1,)), (3, (1,))])
 def test_vision_tower_in_windows(window, full_layers):
-    """Images of several sizes, whose windows at the edges are cut, and cut merged cells where they are 3 wide: features
-    and tokens are those of dense attention, in the order of the image, and so is the derivative in some direction."""
+    """Features, tokens and a directional derivative are those of dense attention.
+
+    Images have several sizes. Their windows are cut at the edges of images, and where windows are 3
+    wide they cut merged cells. Rows are computed in another order, but results are in the order of
+    the image.
+    """
     config = VISION.model_copy(update={"window": window, "full_layers": full_layers})
     shapes = [(0, 0, 6, 4), (0, 24, 4, 8), (1, 0, 8, 8), (3, 4, 2, 2)]  # row, start, height, width
     rng = np.random.default_rng(4)
@@ -332,7 +359,7 @@ def test_vision_tower_in_windows(window, full_layers):
     pixels = rng.integers(0, 256, (4, SLOTS, 12)).astype(np.uint8)
     positions = np.zeros((4, SLOTS, 2), np.int32)
     for row, start, height, width in shapes:
-        # Merged cells, then patches in them
+        # Patches are in the order of merged cells, and within a cell by row and column.
         cells = np.indices((height // 2, width // 2, 2, 2)).reshape(4, -1)
         positions[row, start : start + height * width] = np.stack(
             [2 * cells[0] + cells[2], 2 * cells[1] + cells[3]], 1
@@ -340,7 +367,7 @@ def test_vision_tower_in_windows(window, full_layers):
     with jax.enable_x64(True):
         model = build(language=TIED, vision=config)
         params = randomized(model)
-        # Filled rows are moved in place
+        # Arrays are copied because finishing rows reorders them in place.
         rows = encoder_rows(
             pixels.copy(), positions.copy(), segments.copy(), 4, block=16, windows=config
         )
@@ -354,39 +381,50 @@ def test_vision_tower_in_windows(window, full_layers):
             return jnp.sum(jnp.where(real, weights * tokens, 0))
 
         gradients = jax.device_get(jax.jit(jax.grad(loss))(params))
-    assert any((np.diff(places) != 1).any() for places in rows.places)
+    assert any((np.diff(row_places) != 1).any() for row_places in rows.places)
     features = np.take_along_axis(
         features.reshape(4, -1, 4, config.width), rows.places[:, :, None, None], axis=1
     ).reshape(features.shape)
 
     def expected(params):
+        """Slots, tokens, and the reference of features and tokens, image by image."""
         for row, start, height, width in shapes:
-            here = row, slice(start, start + height * width)
-            of_tower = vision_tower(params["vision"], config, pixels[here], positions[here])
-            merged = of_tower.reshape(-1, 4 * config.width)
-            of_tokens = row, slice(start // 4, (start + height * width) // 4)
-            yield here, of_tokens, of_tower, mlp(merged, params["projector.vision"]["mlp"])
+            patch_span = row, slice(start, start + height * width)
+            tower_features = vision_tower(
+                params["vision"], config, pixels[patch_span], positions[patch_span]
+            )
+            merged = tower_features.reshape(-1, 4 * config.width)
+            token_span = row, slice(start // 4, (start + height * width) // 4)
+            yield (
+                patch_span,
+                token_span,
+                tower_features,
+                mlp(merged, params["projector.vision"]["mlp"]),
+            )
 
-    for here, of_tokens, of_tower, of_projector in expected(params):
-        close(features[here], of_tower)
-        close(tokens[of_tokens], of_projector)
+    for patch_span, token_span, tower_features, projected in expected(params):
+        close(features[patch_span], tower_features)
+        close(tokens[token_span], projected)
     direction = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape), params)
-    ahead, behind = (
+    loss_ahead, loss_behind = (
         sum(
-            (weights[at] * out).sum()
-            for _, at, _, out in expected(
+            (weights[span] * output).sum()
+            for _, span, _, output in expected(
                 jax.tree.map(lambda leaf, d, step=step: leaf + step * d, params, direction)
             )
         )
         for step in (1e-6, -1e-6)
     )
     products = jax.tree.map(lambda g, d: (g * d).sum(), gradients, direction)
-    used = [products[name] for name in ("vision", "projector.vision")]
-    assert sum(jax.tree.leaves(used)) == pytest.approx((ahead - behind) / 2e-6, rel=1e-6)
+    used_products = [products[name] for name in ("vision", "projector.vision")]
+    assert sum(jax.tree.leaves(used_products)) == pytest.approx(
+        (loss_ahead - loss_behind) / 2e-6, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(("places", "side"), [(5, 5), (7, 4), (16, 4), (3, 8), (1, 4), (5, 16)])
 def test_resampling_is_that_of_image_libraries(places, side):
+    """Against PIL's bilinear filter; padding, with no places at all, stays finite."""
     values = np.random.default_rng(0).standard_normal((1, side)).astype(np.float32)
     weights = np.asarray(
         resampling_weights(np.arange(places), np.full(places, places), side, np.float32)
@@ -399,22 +437,24 @@ def test_resampling_is_that_of_image_libraries(places, side):
 
 @pytest.mark.parametrize(("places", "side"), [(1, 5), (3, 5), (5, 5), (12, 5)])
 def test_aligned_resampling_is_linear_from_corner_to_corner(places, side):
+    """The first and last place fall on the first and last value."""
     values = np.random.default_rng(0).standard_normal(side)
     weights = aligned_weights(np.arange(places), np.full(places, places), side, np.float32)
-    at = np.linspace(0, side - 1, places)
-    expected = np.interp(at, np.arange(side), values)
+    coordinates = np.linspace(0, side - 1, places)
+    expected = np.interp(coordinates, np.arange(side), values)
     np.testing.assert_allclose(np.asarray(weights) @ values, expected, atol=2e-6)
 
 
 def audio_rows(clips, slots=128, chunk=None):
-    """Rows of `clips` [(row, start, stop, frames [real, F])], chunks of which see themselves alone if given."""
+    """Rows of `clips` [(row, start, stop, frames [real, F])]. With `chunk`, chunks of that many
+    frames see themselves alone."""
     features = np.zeros((8, slots, AUDIO.mel_bins))
     segments = np.zeros((8, slots), np.int32)
     positions = np.zeros((8, slots, 2), np.int32)
-    for number, (row, start, stop, frames) in enumerate(clips, 1):
+    for index, (row, start, stop, frames) in enumerate(clips, 1):
         features[row, start : start + len(frames)] = frames
-        apart = 0 if chunk is None else np.arange(len(frames)) // chunk * len(clips)
-        segments[row, start : start + len(frames)] = number + apart
+        chunk_offsets = 0 if chunk is None else np.arange(len(frames)) // chunk * len(clips)
+        segments[row, start : start + len(frames)] = index + chunk_offsets
         positions[row, start:stop, 0] = np.arange(stop - start) // 4
     return encoder_rows(features, positions, segments, 8, stride=4)
 
@@ -434,12 +474,12 @@ CHUNKED = AUDIO.model_copy(
 
 @pytest.mark.parametrize("config", [AUDIO, pytest.param(CHUNKED, marks=pytest.mark.slow)])
 def test_audio_tower_and_projector(encoders, config):
-    """Most clips end inside a chunk of 16 frames, where the next one begins."""
+    """Most clips end inside a chunk of 16 frames, and the next clip begins there."""
     if config != AUDIO:
         with jax.enable_x64(True):
             model = build(language=TIED, audio=config)
             encoders = model, randomized(model)
-    places = [
+    spans = [
         (0, 0, 32, 27),
         (0, 32, 40, 8),
         (0, 40, 48, 1),
@@ -449,8 +489,8 @@ def test_audio_tower_and_projector(encoders, config):
     ]
     rng = np.random.default_rng(2)
     clips = [
-        (*place, rng.standard_normal((real, AUDIO.mel_bins)))
-        for *place, real in [*places, (7, 0, 48, 41)]
+        (*span, rng.standard_normal((real, AUDIO.mel_bins)))
+        for *span, real in [*spans, (7, 0, 48, 41)]
     ]
     rows = audio_rows(clips, chunk=config.chunk_frames if config.attention == "chunk" else None)
     features, tokens = encode(encoders, "audio", rows)
@@ -470,7 +510,8 @@ def test_audio_tower_and_projector(encoders, config):
 
 @pytest.mark.slow
 def test_a_stem_of_stride_one_keeps_clips_apart():
-    """Each of three neighbours, which end inside a chunk, at its end and in the next, has the features of one alone."""
+    """Three neighbours, which end inside a chunk, at its end and in the next one, have the
+    features that each has alone."""
     config = AUDIO.model_copy(
         update={
             "rope_theta": 10_000.0,
@@ -482,24 +523,24 @@ def test_a_stem_of_stride_one_keeps_clips_apart():
         }
     )
     rng = np.random.default_rng(5)
-    places = [(0, 12, 10), (12, 28, 16), (28, 52, 21)]  # of frames: begin, end, real
-    clips = [rng.standard_normal((real, config.mel_bins)) for *_, real in places]
+    spans = [(0, 12, 10), (12, 28, 16), (28, 52, 21)]  # frames: begin, end, and how many are real
+    clips = [rng.standard_normal((real, config.mel_bins)) for *_, real in spans]
     features = np.zeros((8, 64, config.mel_bins))
     segments = np.zeros((8, 64), np.int32)
     positions = np.zeros((8, 64, 2), np.int32)
     for row in range(4):
-        for number, ((begin, end, real), clip) in enumerate(zip(places, clips, strict=True), 1):
-            if row in (0, number):  # all, or alone
+        for index, ((begin, end, real), clip) in enumerate(zip(spans, clips, strict=True), 1):
+            if row in (0, index):  # row 0 has all clips, the others one each
                 features[row, begin : begin + real] = clip
-                segments[row, begin : begin + real] = number
+                segments[row, begin : begin + real] = index
                 positions[row, begin:end, 0] = np.arange(end - begin) // 2
     rows = encoder_rows(features, positions, segments, 4, stride=2, block=32)
     with jax.enable_x64(True):
         model = build(language=TIED, audio=config)
-        found, _ = encode((model, randomized(model)), "audio", rows)
-    for number, (begin, _, real) in enumerate(places, 1):
-        here = slice(begin // 2, begin // 2 + -(-real // 2))
-        close(found[0, here], found[number, here])
+        encoded, _ = encode((model, randomized(model)), "audio", rows)
+    for index, (begin, _, real) in enumerate(spans, 1):
+        tokens = slice(begin // 2, begin // 2 + -(-real // 2))
+        close(encoded[0, tokens], encoded[index, tokens])
 
 
 LINE = {"rope_theta": 10_000.0, "positions": "sinusoidal"}
@@ -507,14 +548,15 @@ STEMS = {
     "strides-of-two": AUDIO,
     "stride-of-one": AUDIO.model_copy(update=LINE | {"stem_strides": (1, 2)}),
     "masked": AUDIO.model_copy(update=LINE | {"silence": "masked"}),
-    # Two tokens per chunk, with two empty slots after its frames
+    # Chunks of 14 frames take 16 slots, which are two tokens.
     "planes": AUDIO.model_copy(update=LINE | {"stem_channels": 4, "chunk_frames": 14, "merge": 1}),
 }
 
 
 @pytest.mark.parametrize("config", STEMS.values(), ids=list(STEMS))
 def test_a_stem_reads_over_the_edges_of_blocks(config):
-    """Clips begin, end and have chunks anywhere in blocks of four tokens of attention, which lie apart."""
+    """Clips begin and end, and have chunks, anywhere in blocks of four tokens; devices hold blocks
+    that are not neighbours."""
     stride = config.stem_stride
     chunk = config.chunk_slots
     slots = 32 * stride
@@ -525,12 +567,12 @@ def test_a_stem_reads_over_the_edges_of_blocks(config):
     positions = np.zeros((8, slots, 2), np.int32)
     for row in range(8):
         start = 0
-        for number in range(1, 6):
+        for clip in range(1, 6):
             tokens = int(rng.integers(1, 9))
             stop = start + tokens * stride
-            real = np.arange(tokens * stride) < tokens * stride - rng.integers(0, stride)
-            real &= np.arange(tokens * stride) % chunk < config.chunk_frames
-            segments[row, start:stop] = np.where(real, number, 0)[: slots - start]
+            is_frame = np.arange(tokens * stride) < tokens * stride - rng.integers(0, stride)
+            is_frame &= np.arange(tokens * stride) % chunk < config.chunk_frames
+            segments[row, start:stop] = np.where(is_frame, clip, 0)[: slots - start]
             positions[row, start:stop, 0] = (np.arange(tokens * stride) // stride)[: slots - start]
             start = min(stop, slots)
         features[row] *= segments[row, :, None] > 0
@@ -538,17 +580,19 @@ def test_a_stem_reads_over_the_edges_of_blocks(config):
         model = build(language=TIED, audio=config)
         params = randomized(model)
         stem = jax.jit(lambda params, rows: model.stem(params, "audio", rows))
-        given = features, positions, segments, stride, stride, block
-        whole, dealt = (
-            encoder_rows(*map(np.copy, given[:3]), *given[3:], parts=parts) for parts in (1, 4)
+        arguments = features, positions, segments, stride, stride, block
+        undealt, dealt = (
+            encoder_rows(*map(np.copy, arguments[:3]), *arguments[3:], parts=parts)
+            for parts in (1, 4)
         )
-        want, got = (np.asarray(stem(params, rows)) for rows in (whole, dealt))
-    assert (dealt.places != whole.places).any()
+        want, got = (np.asarray(stem(params, rows)) for rows in (undealt, dealt))
+    assert (dealt.places != undealt.places).any()
     close(np.take_along_axis(got, dealt.places[..., None], axis=1), want)
 
 
 def test_clips_have_the_gradients_that_they_have_alone(encoders):
-    """Packed behind one another, or each at the start of a row of its own: for frames and for all parameters."""
+    """Gradients of frames and of all parameters, with clips packed behind one another or each at
+    the start of its own row."""
     model, params = encoders
     rng = np.random.default_rng(5)
     sizes = [(32, 27), (8, 8), (8, 1), (56, 49), (24, 18)]  # slots, frames
@@ -561,6 +605,8 @@ def test_clips_have_the_gradients_that_they_have_alone(encoders):
     }
 
     def gradients(places):
+        """Gradients of parameters and of the frames of each clip, with the
+        clips at these places."""
         spans = [
             (row, start, start + slots)
             for (row, start), (slots, _) in zip(places, sizes, strict=True)
@@ -568,9 +614,9 @@ def test_clips_have_the_gradients_that_they_have_alone(encoders):
         rows = audio_rows([(*span, clip) for span, clip in zip(spans, frames, strict=True)])
 
         def loss(params, features):
-            read = rows._replace(features=features)
+            with_features = rows._replace(features=features)
             tokens = model.project(
-                params, "audio", model.features(params, "audio", read), rows.places
+                params, "audio", model.features(params, "audio", with_features), rows.places
             )
             of_clips = zip(spans, d_tokens, strict=True)
             return sum(
@@ -579,18 +625,21 @@ def test_clips_have_the_gradients_that_they_have_alone(encoders):
             )
 
         d_params, d_features = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, rows.features)
-        used = {name: d_params[name] for name in ("audio", "projector.audio")}
-        return used, [d_features[row, start:stop] for row, start, stop in spans]
+        audio_gradients = {name: d_params[name] for name in ("audio", "projector.audio")}
+        return audio_gradients, [d_features[row, start:stop] for row, start, stop in spans]
 
     with jax.enable_x64(True):
-        packed, alone = (jax.device_get(gradients(places[name])) for name in ("packed", "alone"))
-    assert all(np.any(leaf) for leaf in jax.tree.leaves(alone))
-    jax.tree.map(close, packed, alone)
+        packed, separate = (jax.device_get(gradients(places[name])) for name in ("packed", "alone"))
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(separate))
+    jax.tree.map(close, packed, separate)
 
 
 def test_what_lies_behind_a_clip_has_no_gradient():
-    """A clip of one frame ends in the middle of a language token. Biases are zero at first, and the other half of that
-    token is zero in all layers, where each norm would make its gradient a thousand times larger: beyond float32."""
+    """A clip of one frame ends in the middle of a language token.
+
+    Biases are zero at first, so the other half of that token is zero in all layers. Each norm would
+    make its gradient a thousand times larger, beyond what float32 holds.
+    """
     frames = np.random.default_rng(6).standard_normal((1, AUDIO.mel_bins))
     rows = audio_rows([(0, 0, 8, frames)])
     with jax.enable_x64(True):
@@ -606,25 +655,27 @@ def test_what_lies_behind_a_clip_has_no_gradient():
 
 
 def test_nothing_leaks_from_one_image_to_the_next(encoders):
-    """Other pixels and even other values at padding leave an image's features as they were, bit for bit."""
+    """Other pixels next to an image, and other values at padding, leave its features as
+    they were, bit for bit."""
     spans = [(row, start, start + 32) for row in range(4) for start in (0,)]
     rng = np.random.default_rng(3)
     segments = packed([*spans, (0, 32, 52)])
     pixels = rng.integers(0, 256, (4, SLOTS, 12)).astype(np.uint8)
     positions = rng.integers(0, 30, (4, SLOTS, 2)).astype(np.int32)
-    before, _ = encode(encoders, "vision", encoder_rows(pixels, positions, segments, 4))
+    features_before, _ = encode(encoders, "vision", encoder_rows(pixels, positions, segments, 4))
     pixels[:, 32:] = rng.integers(0, 256, pixels[:, 32:].shape)
-    after, _ = encode(encoders, "vision", encoder_rows(pixels, positions, segments, 4))
-    np.testing.assert_array_equal(before[:, :32], after[:, :32])
-    assert (before[0, 32:52] != after[0, 32:52]).any()
+    features_after, _ = encode(encoders, "vision", encoder_rows(pixels, positions, segments, 4))
+    np.testing.assert_array_equal(features_before[:, :32], features_after[:, :32])
+    assert (features_before[0, 32:52] != features_after[0, 32:52]).any()
 
 
 @pytest.mark.parametrize("mean", [(0.5, 0.5, 0.5), (0.48145466, 0.4578275, 0.40821073)])
 def test_pixels_are_rounded_to_the_compute_dtype_once(mean):
+    """All 256 values of a color against float64, within one rounding to bfloat16."""
     std = (0.26862954, 0.26130258, 0.27577711)
     config = VISION.model_copy(update={"pixel_mean": mean, "pixel_std": std})
     colors = np.arange(256, dtype=np.uint8)[None, :, None].repeat(12, axis=2)
     tower = VisionTower(config, nnx.Rngs(0))
-    found = np.asarray(tower._normalised(jnp.asarray(colors), jnp.bfloat16), np.float64)
+    normalised = np.asarray(tower._normalised(jnp.asarray(colors), jnp.bfloat16), np.float64)
     expected = (colors / 255 - np.tile(mean, 4)) / np.tile(std, 4)
-    np.testing.assert_allclose(found, expected, rtol=2**-8, atol=1e-6)
+    np.testing.assert_allclose(normalised, expected, rtol=2**-8, atol=1e-6)

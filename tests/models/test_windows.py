@@ -1,4 +1,5 @@
-"""A decoder whose layers differ in what they see: packed examples against each one alone, by dense attention."""
+"""A decoder whose layers differ in what they see: packed examples against each example
+alone, by dense attention."""
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +32,13 @@ DECODER = LanguageConfig(
 
 
 def rows(config):
+    """The packed rows of all examples, with their images, and random tokens and positions."""
     rng = np.random.default_rng(0)
     segments, groups = np.zeros((2, 2, SLOTS), np.int32)
-    for number, (row, start, stop) in enumerate(SPANS, 1):
-        segments[row, start:stop] = number
-    for number, (row, start, stop) in enumerate(IMAGES, 1):
-        groups[row, start:stop] = number
+    for index, (row, start, stop) in enumerate(SPANS, 1):
+        segments[row, start:stop] = index
+    for index, (row, start, stop) in enumerate(IMAGES, 1):
+        groups[row, start:stop] = index
     row = {
         "tokens": rng.integers(0, VOCABULARY, segments.shape).astype(np.int32),
         "targets": np.full_like(segments, -1),
@@ -51,7 +53,7 @@ def rows(config):
 
 
 def seen(groups, window):
-    """[n, n] what each token of one example sees, token by token."""
+    """[n, n]: which tokens each token of one example sees, decided token by token."""
     pairs = np.zeros((len(groups), len(groups)), bool)
     for query, key in np.ndindex(pairs.shape):
         in_window = query - window < key <= query
@@ -64,7 +66,7 @@ def norm(x, scale):
 
 
 def turned(x, positions):
-    """[n, heads, 8] with pairs (i, i + 4) turned by the positions of axes 0, 0, 1, 2."""
+    """[n, heads, 8] with pairs (i, i + 4) turned by the positions along axes 0, 0, 1, 2."""
     angles = positions[:, [0, 0, 1, 2]] * 10_000.0 ** (-np.arange(4) / 4)
     cos = jnp.cos(angles)[:, None]
     sin = jnp.sin(angles)[:, None]
@@ -74,6 +76,7 @@ def turned(x, positions):
 
 
 def layer(x, p, positions, pairs):
+    """One layer of the decoder on one example, with `pairs` of tokens that see each other."""
     y = norm(x, p["attention_norm"]["scale"])
     q, k, v = (
         jnp.einsum("nd,dhk->nhk", y, p["attention"][name]) for name in ("query", "key", "value")
@@ -88,6 +91,7 @@ def layer(x, p, positions, pairs):
 
 
 def dense(p, config, tokens, positions, groups):
+    """The decoder on one example, without packing or tiles."""
     x = p["embedding"][tokens]
     for number, windowed in enumerate(config.windowed):
         pairs = seen(groups, config.window if windowed else len(groups))
@@ -102,6 +106,7 @@ def dense(p, config, tokens, positions, groups):
     [pytest.param((), marks=EXHAUSTIVE), (1,), pytest.param((0, 2), marks=pytest.mark.slow)],
 )
 def test_values_and_gradients_are_those_of_each_example_alone(full_layers):
+    """All layers in windows, one full layer in the middle, or full layers at both ends."""
     config = DECODER.model_copy(update={"full_layers": full_layers})
     batch = rows(config)
     with jax.enable_x64(True):
@@ -120,24 +125,28 @@ def test_values_and_gradients_are_those_of_each_example_alone(full_layers):
 
         def alone(params):
             total = 0.0
-            parts = []
+            states = []
             for row, start, stop in SPANS:
-                here = (row, slice(start, stop))
-                one = (column[here] for column in (batch.tokens, batch.positions, batch.groups))
-                parts.append(dense(params["language"], config, *one))
-                total += jnp.sum(parts[-1] * weights[here])
-            return total, parts
+                span = (row, slice(start, stop))
+                columns = (column[span] for column in (batch.tokens, batch.positions, batch.groups))
+                states.append(dense(params["language"], config, *columns))
+                total += jnp.sum(states[-1] * weights[span])
+            return total, states
 
         (_, hidden), gradients = jax.jit(jax.value_and_grad(packed, has_aux=True))(params)
-        (_, parts), expected = jax.jit(jax.value_and_grad(alone, has_aux=True))(params)
-    for (row, start, stop), part in zip(SPANS, parts, strict=True):
+        (_, states), expected = jax.jit(jax.value_and_grad(alone, has_aux=True))(params)
+    for (row, start, stop), example_states in zip(SPANS, states, strict=True):
         np.testing.assert_allclose(
-            hidden[row, start:stop], part, rtol=0, atol=1e-10 * np.abs(part).max()
+            hidden[row, start:stop],
+            example_states,
+            rtol=0,
+            atol=1e-10 * np.abs(example_states).max(),
         )
     for (path, got), want in zip(
         jax.tree.leaves_with_path(gradients), jax.tree.leaves(expected), strict=True
     ):
         want = np.asarray(want)
+        # Some gradients are nearly zero, so the tolerance has a floor.
         tolerance = 1e-10 * max(np.abs(want).max(), 1e-3)
         np.testing.assert_allclose(
             got, want, rtol=0, atol=tolerance, err_msg=jax.tree_util.keystr(path)
