@@ -34,8 +34,8 @@ tiled = jax.jit(attention, static_argnames=("scale", "kernel"))
 
 @jax.jit
 def dense_vjp(q, k, v, visible, d_out):
-    """Output and gradients of the plain formula. In float64, with logits of order one, exp needs no
-    maximum subtracted."""
+    """Output and gradients of the plain formula. In float64, with logits of order one, exp needs
+    no maximum subtracted."""
 
     def formula(q, k, v):
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
@@ -138,8 +138,8 @@ def test_bfloat16_sums_are_kept_in_float32():
 
 @each_kernel
 def test_large_logits_do_not_overflow(kernel):
-    """Logits of a million make every softmax one-hot, so each query takes the value of its nearest
-    key."""
+    """Logits of a million make every softmax one-hot, so each query takes the
+    value of its nearest key."""
     q, k, v, d_out = random_inputs(1)
     mask = packed([RAGGED], True)
     narrow = [x.astype(np.float32) for x in (q * 1e3, k * 1e3, v, d_out)]
@@ -158,8 +158,8 @@ def test_large_logits_do_not_overflow(kernel):
 
 @st.composite
 def packed_rows(draw):
-    """Documents of text, images and clips end to end, some split into windows, with padding
-    anywhere between."""
+    """Documents of text, images and clips end to end, some split into windows, with
+    padding anywhere between."""
     ids = np.zeros((2, SLOTS), np.int32)
     start = 0
     document = 0
@@ -260,8 +260,8 @@ def test_gradients_are_the_same_in_every_run(kernel):
 @each_kernel
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed_equals_alone(causal, kernel):
-    """Each document of a packed row has the results that it has at the start of a row of its
-    own."""
+    """Each document of a packed row has the results that it has at the
+    start of a row of its own."""
     inputs = [x.astype(np.float32) for x in random_inputs(1)]
     packed_results = tiled_vjp(*inputs[:3], packed([RAGGED], causal), inputs[3], kernel)
     for segment in range(1, max(RAGGED) + 1):
@@ -277,8 +277,8 @@ def test_packed_equals_alone(causal, kernel):
 
 @each_kernel
 def test_blocks_that_are_not_listed_are_not_read(kernel):
-    """NaN in the blocks of document 2 would spread to the others by any product with it, even if
-    its weight is zero."""
+    """NaN in the blocks of document 2 would spread to the others by any product with it, even
+    if its weight is zero."""
     q, k, v, d_out = (x.astype(np.float32) for x in random_inputs(1))
     row = [1] * 8 + [2] * 16 + [3] * 16
     for x in (q, k, v, d_out):
@@ -300,8 +300,8 @@ def test_one_compilation_serves_every_mask(kernel):
 
 
 def test_nothing_in_the_loops_is_split_over_threads():
-    """If XLA cut work inside of the loops into tasks for other threads, every tile would wait for
-    them."""
+    """If XLA cut work inside of the loops into tasks for other threads, every
+    tile would wait for them."""
     mask = packed([[1] * 300 + [2] * 200 + [0] * 12], True, block=64)
     q, k, v, d_out = (x.astype(np.float32) for x in random_inputs(1, slots=512))
     program = tiled_vjp.lower(q, k, v, mask, d_out).compile().as_text()
@@ -322,8 +322,8 @@ def test_memory_is_linear_in_the_row():
         return tiled_vjp.lower(q, k, v, mask, d_out).compile().memory_analysis().temp_size_in_bytes
 
     short_row, middle_row, long_row = (temporary(slots) for slots in (8192, 16384, 32768))
-    # The second step of the row is twice the first. If memory were quadratic it would take four times
-    # as much, and one head's logits alone 4 GiB.
+    # The second step of the row is twice the first. If memory were quadratic it would take four
+    # times as much, and one head's logits alone 4 GiB.
     assert long_row - middle_row <= 2.2 * (middle_row - short_row)
     assert long_row < 200 * 32768 * 16
 

@@ -39,8 +39,8 @@ def singles():
 
 @pytest.mark.parametrize(("cores", "workers"), [(2, {2}), (3, {3}), (16, {16, 6}), (100, {30, 6})])
 def test_threads_change_no_bit(cores, workers, monkeypatch):
-    """Three rows of two key heads and five blocks of queries: there are never more threads than
-    shares of the work."""
+    """Three rows of two key heads and five blocks of queries: there are never more threads
+    than shares of the work."""
     inputs = singles()
     single_thread = tiled_vjp(*inputs, "cpu")
     monkeypatch.setattr(kernel_cpu, "_workers_per_device", lambda: cores)
@@ -75,8 +75,8 @@ def test_nan_goes_where_the_jax_kernel_has_it():
 @pytest.mark.parametrize("size", [40, 160, 300])
 @pytest.mark.parametrize("block", [64, 97, 100, 128])
 def test_products_are_cut_out_of_blocks_and_joined_of_several(block, size):
-    """Documents whose tiles are whole, partial and empty, among neighbouring blocks and distant
-    ones."""
+    """Documents whose tiles are whole, partial and empty, among neighbouring
+    blocks and distant ones."""
     segments = np.zeros(6 * block, np.int32)
     segments[: 4 * block + 9] = 1
     segments[4 * block + 9 : 5 * block + 3] = 2
@@ -104,8 +104,8 @@ def test_products_are_cut_out_of_blocks_and_joined_of_several(block, size):
     ],
 )
 def test_products_are_small(block, size, sides):
-    """The sides of a product divide the block or join several, and its size stays below
-    `SMALL_PRODUCT`."""
+    """The sides of a product divide the block or join several, and its size stays
+    below `SMALL_PRODUCT`."""
     assert _product_sides(block, size) == sides
     assert block % sides[0] == 0 and math.prod(sides) * size <= kernel_cpu.SMALL_PRODUCT
 
@@ -191,7 +191,7 @@ print(sum(callback.cache_hits for callback in compiled._callbacks))
 
 
 def test_another_process_loads_what_this_one_compiled():
-    """Both loops, forward and backward, come from numba's cache."""
+    """Both compiled callbacks come from numba's cache."""
     kernel_cpu._register()
     run = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True, check=True)
     assert int(run.stdout) == 2

@@ -27,8 +27,8 @@ MOST = 6
 
 @st.composite
 def runs_of_slots(draw):
-    """Documents of a row in runs, some of them empty, with padding anywhere between and after
-    them."""
+    """Documents of a row in runs, some of them empty, with padding anywhere
+    between and after them."""
     sizes = draw(st.lists(st.integers(0, 15), min_size=1, max_size=MOST))
     gaps = draw(st.lists(st.integers(0, 3), min_size=len(sizes), max_size=len(sizes)))
     row: list[int] = []
@@ -62,8 +62,8 @@ def inputs_of(rows=2, size=16):
     st.sampled_from([(True, None), (True, 5), (False, None)]),
 )
 def test_runs_are_the_rule_of_the_ids(rows, rule):
-    """The loops read runs, the jax kernel reads ids; both in bfloat16, so they agree to two
-    percent."""
+    """The loops read runs, the jax kernel reads ids; both in bfloat16, so they
+    agree to two percent."""
     mask = masked(rows, *rule)
     q, k, v, d_out = inputs_of()
     by_runs = vjp(q, k, v, mask, d_out)
@@ -74,8 +74,8 @@ def test_runs_are_the_rule_of_the_ids(rows, rule):
 
 
 def cudnn(q, k, v, lengths, offsets, scale, causal, window):
-    """What cuDNN computes on its packed layout, sequence by sequence: outputs, and logsumexps [M,
-    H, T] by sequence."""
+    """What cuDNN computes on its packed layout, sequence by sequence: outputs, and logsumexps
+    [M, H, T] by sequence."""
     heads = q.shape[2]
     group = q.shape[2] // k.shape[2]
     (query_offsets, key_offsets), strides = offsets, (q[0, 0].size, k[0, 0].size)
@@ -120,6 +120,7 @@ def test_the_call_is_given_the_sequences_and_read_back_by_slots(monkeypatch, cau
     calls = {}
 
     def call(name, given_scale, q_of_call, given_mask, packing, inputs, results):
+        """Takes the place of the call of cuDNN, and checks what it is given."""
         lengths, key_lengths, *offsets = (np.asarray(x)[0] for x in packing.operands)
         assert (lengths == key_lengths).all() and len(offsets[0]) == len(lengths) + 1
         assert (np.diff((lengths == 0).astype(int)) >= 0).all()  # empty sequences come last

@@ -1,5 +1,5 @@
-"""The Triton kernels, interpreted on CPUs against the dense formula; for CUDA they are lowered, not
-run."""
+"""The Triton kernels, interpreted on CPUs against the dense formula; for CUDA they
+are lowered, not run."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -41,8 +41,8 @@ PADDED = 48  # slots of the rows of test_attention.py, rounded up to whole block
 
 @pytest.fixture(autouse=True)
 def a_gpu_to_lower_for(monkeypatch):
-    """Newer JAX asks for which GPU a kernel is lowered, and has a register of answers for other
-    devices."""
+    """Newer JAX asks for which GPU a kernel is lowered, and has a register of
+    answers for other devices."""
     if gpu_info is not None:
         h100 = gpu_info.get_gpu_info_from_version(gpu_info.GpuVersion.H100)
         monkeypatch.setitem(gpu_info.registry, jax.devices()[0].device_kind, lambda: h100)
@@ -118,8 +118,8 @@ def test_any_mask_in_windows_equals_dense_attention(ids, window):
 
 
 def shortened(mask, ids, bound):
-    """The mask with lists of `bound` blocks, in arrays of the original length so that one program
-    serves both."""
+    """The mask with lists of `bound` blocks, in arrays of the original length so that
+    one program serves both."""
     with_short_lists = mask_of([padded(row) for row in ids], BLOCK, bound)
 
     def widen(lists):

@@ -38,8 +38,8 @@ def test_the_rule_is_that_of_its_words(ids):
 @settings(max_examples=200, deadline=None)
 @given(all_rows)
 def test_spans_hold_what_is_visible(ids):
-    """Where a row has spans, they hold exactly the visible tokens, and both ends of a span are
-    visible."""
+    """Where a row has spans, they hold exactly the visible tokens, and both ends
+    of a span are visible."""
     spans = seen_spans(ids)
     if spans is not None:
         slots = np.arange(len(ids.document))

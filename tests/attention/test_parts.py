@@ -1,5 +1,5 @@
-"""Dealing the blocks of a row to parts: against dense masks, brute force, and the simple ways to do
-it."""
+"""Dealing the blocks of a row to parts: against dense masks, brute force, and the
+simple ways to do it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def dense_work(document, group, position, block, window=1 << 20):
 
 
 def heaviest(work, owner):
-    """Work of the rank with most."""
+    """Work of the busiest rank."""
     return max(
         sum(w for w, o in zip(work, owner, strict=True) if o == rank)
         for rank in set(owner.tolist())
@@ -50,6 +50,8 @@ def least_possible(work, ranks):
     blocks_per_rank = len(work) // ranks
 
     def rest(blocks):
+        """The same for the blocks that are left, where the first block
+        decides which rank is next."""
         if not blocks:
             return 0
         first_block, *other_blocks = blocks
@@ -67,8 +69,8 @@ def least_possible(work, ranks):
 
 @st.composite
 def packed_ids(draw):
-    """Ids of documents one after the other, with images in them and padding between, and the block
-    size."""
+    """Ids of documents one after the other, with images in them and padding
+    between, and the block size."""
     block = draw(st.sampled_from([1, 2, 4, 7]))
     pieces = draw(
         st.lists(
@@ -90,8 +92,8 @@ def packed_ids(draw):
 
 @st.composite
 def any_ids(draw):
-    """Ids of documents and groups in pieces, with repeated positions in any order, and the block
-    size."""
+    """Ids of documents and groups in pieces, with repeated positions in any
+    order, and the block size."""
     block = draw(st.sampled_from([1, 2, 4]))
     blocks = draw(st.integers(1, 8))
     seed = draw(st.integers(0, 2**32 - 1))

@@ -24,8 +24,8 @@ def on_device(ids: TokenIds) -> TokenIds:
 
 
 def expected(q, k, v, own_key, own_value):
-    """The dense formula, with the weight of every slot that would hold the repeated key, which all
-    queries share."""
+    """The dense formula, with the weight of every slot that would hold the repeated key,
+    which all queries share."""
     visible = (QUERIES[:, None] == KEYS) & (QUERIES > 0)[:, None]
     logits = 0.3 * jnp.einsum("qhk,thk->qht", q, k)
     weights = jnp.where(visible[:, None], jnp.exp(logits), 0)

@@ -1,5 +1,5 @@
-"""Sums of products over the numbers of a slot, and their gradients, against the sums written
-out."""
+"""Sums of products over the numbers of a slot, and their gradients, against
+the sums written out."""
 
 import jax
 import jax.numpy as jnp

@@ -147,6 +147,7 @@ def test_segments_of_an_encoder_row_see_themselves_in_both_directions():
 
 
 def test_an_image_in_a_causal_row_is_seen_whole_by_itself():
+    """The image fills blocks 1 and 2, so that tile (1, 2) above the diagonal is full."""
     groups = np.array([0] * 4 + [7] * 8 + [0] * 4, np.int32)
     tiles = tile_map(causal_ids(np.ones(16, np.int32), groups), 4)
     assert listed(tiles.queries) == {

@@ -77,9 +77,9 @@ def spec_for(
     backend: str = "padded",
     node: int | None = None,
 ) -> PlanSpec:
-    """A spec whose largest rows just hold the largest items. Pools hold `pool` tokens more than the
-    least that is legal, and `node` ranks of each phase make one node (None: nodes are not
-    known)."""
+    """A spec whose largest rows just hold the largest items. Pools hold `pool` tokens
+    more than the least that is legal, and `node` ranks of each phase make one node (None:
+    nodes are not known)."""
     phases = {}
     routes = {}
     language_ranks = next(iter(grids.values()))[0] * next(iter(grids.values()))[2]

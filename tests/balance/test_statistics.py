@@ -15,6 +15,7 @@ from jaxmllm.balance.step_plan import plan_step
 
 
 def test_statistics_against_plain_loops(make):
+    """Every statistic of a phase with rows of one rank, from the loads [microbatches, ranks]."""
     batch = make.batch(11, 20)
     spec = make.spec(batch, {"vision": (4, 1, 1), "audio": (4, 1, 1)}, classes=2)
     plan = plan_step(batch, spec)
@@ -52,8 +53,8 @@ def test_statistics_against_plain_loops(make):
 
 
 def test_statistics_of_shared_rows_against_plain_loops(make):
-    """A shared row costs each of its ranks an equal part, and `over_ideal` counts padding as
-    well."""
+    """A shared row costs each of its ranks an equal part, and `over_ideal`
+    counts padding as well."""
     ranks = 8
     batch = make.batch(5, 24)
     spec = make.spec(batch, {"vision": (ranks, 1, 1), "audio": (ranks, 1, 1)}).phases["vision"]

@@ -1,5 +1,5 @@
-"""Whole plans: valid on random batches, the same on every host, and honest about what they
-waste."""
+"""Whole plans: valid on random batches, the same on every host, and honest
+about what they waste."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ MODES = get_args(Mode)
 def test_plans_are_valid(
     make, seed, examples, media, ranks, wide, classes, max_segments, mode, pool
 ):
+    """In every mode, and statistics that lie within their bounds."""
     batch = make.batch(seed, examples, media)
     grid = (ranks // 2, 2, 1) if wide and ranks > 1 else (ranks, 1, 1)
     grids = {"vision": grid, "audio": (grid[0], 1, 1)}
@@ -144,8 +145,8 @@ def test_example_ranks_of_every_mode(make):
 
 
 def test_tokens_count_what_is_drawn():
-    """Large and small pictures in turn, drawn from equal texts: each rank draws half of the large
-    ones."""
+    """Large and small pictures in turn, drawn from equal texts: each rank draws
+    half of the large ones."""
     slots = np.array([4096, 64] * 4)
     numbers = np.arange(8, dtype=np.int32)
     text = PhaseItems(np.full(8, 60), np.full(8, 60), numbers, 0 * numbers, 0 * numbers)
@@ -168,8 +169,8 @@ def test_tokens_count_what_is_drawn():
 
 
 def test_digests_tell_plans_apart(make):
-    """Hosts compare digests to be sure that they have the same plan, so each part of it must
-    count."""
+    """Hosts compare digests to be sure that they have the same plan, so each
+    part of it must count."""
     batch = make.batch(3, 24)
     spec = make.spec(batch, {"vision": (4, 1, 1), "audio": (4, 1, 1)}, 1, "phases", 64, 0)
     plan = plan_step(batch, spec)

@@ -21,6 +21,8 @@ def corrupted(plan: StepPlan, phase: str, **changes) -> StepPlan:
 
 
 def test_validation_finds_what_is_wrong(make):
+    """Rows first, then the rounds of a route, whose tables would deliver a token to a
+    wrong slot or not at all."""
     batch = make.batch(13, 24)
     spec = make.spec(batch, {"vision": (2, 1, 1), "audio": (2, 1, 1)}, pool=2048)
     plan = plan_step(batch, spec)
@@ -62,6 +64,8 @@ def test_validation_finds_what_is_wrong(make):
 
 
 def test_validation_finds_what_is_wrong_in_shared_rows(make):
+    """A scattered plan with rows of two to eight ranks, in which some items
+    lie on several ranks."""
     batch = make.batch(2, 24, longest=128, text=5)
     spec = make.spec(batch, {"vision": (8, 1, 1), "audio": (8, 1, 1)}, pool=2048)
     spec = make.with_spans(spec, (2, 4, 8))

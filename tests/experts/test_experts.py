@@ -1,5 +1,5 @@
-"""A mixture of experts equals a dense loop over all experts, on one device and on many, whatever is
-chosen."""
+"""A mixture of experts equals a dense loop over all experts, on one device and on
+many, whatever is chosen."""
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +53,8 @@ def layout_of(devices: int = 1, overrides=None, **mesh: int):
 
 
 def gradients(function, x, chosen, weights, matrices):
-    """Gradients by x, weights and matrices of a sum that is not linear in the result, and the
-    result."""
+    """Gradients by x, weights and matrices of a sum that is not linear in the
+    result, and the result."""
 
     def objective(x, weights, matrices):
         out = function(x, chosen, weights, matrices)

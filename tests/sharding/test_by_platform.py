@@ -1,5 +1,5 @@
-"""Functions by platform: all of them are traced where the platform is not known, one where it
-is."""
+"""Functions by platform: all of them are traced where the platform is not
+known, one where it is."""
 
 from types import SimpleNamespace
 
@@ -57,8 +57,8 @@ def test_a_gpu_that_may_be_either_kind_is_not_known():
 
 
 def test_what_was_traced_for_one_platform_is_not_found_for_another():
-    """The cache must not return the trace for CUDA where the platform is the CPU, or is not
-    known."""
+    """The cache must not return the trace for CUDA where the platform is the
+    CPU, or is not known."""
     with traced_for(mesh_of("gpu", _raw_platform="cuda")):
         jax.make_jaxpr(doubled_on_cpu)(jnp.ones(3))
     with traced_for(make_mesh({"data": 8})):

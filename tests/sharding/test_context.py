@@ -1,5 +1,5 @@
-"""Slots of rows in another order, against numpy, and attention over the parts of rows, against one
-device."""
+"""Slots of rows in another order, against numpy, and attention over the parts of
+rows, against one device."""
 
 import jax
 import jax.numpy as jnp
@@ -58,8 +58,8 @@ def test_packed_tokens_come_to_the_ranks_that_hold_them(sizes):
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_groups_of_heads_change_nothing(groups, monkeypatch):
-    """Four key heads whose keys and values are gathered at once or in groups, by how many bytes a
-    group may have."""
+    """Four key heads whose keys and values are gathered at once or in groups, by how many
+    bytes a group may have."""
     layout = make_layout(make_mesh({"data": 2, "fsdp": 1, "context": 4}))
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, 32, heads, 8)).astype(np.float32) for heads in (8, 4, 4))

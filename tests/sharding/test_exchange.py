@@ -1,5 +1,5 @@
-"""The exchange on devices against plain loops over tokens, on every geometry of encoder and
-language ranks."""
+"""The exchange on devices against plain loops over tokens, on every geometry of
+encoder and language ranks."""
 
 import functools
 from dataclasses import dataclass
@@ -59,6 +59,7 @@ class Case:
 
     @cached_property
     def forward(self):
+        """The compiled exchange from encoder pools to language pools."""
         return jax.jit(
             functools.partial(
                 self._run,
@@ -71,6 +72,7 @@ class Case:
 
     @cached_property
     def transposed(self):
+        """The compiled exchange of gradients, from language pools to encoder pools."""
         hop = self.exchange.hop_back
         deliver = self.exchange.deliver_back
         return jax.jit(

@@ -35,8 +35,8 @@ SHAPES = {"gate": (8, 16), "up": (8, 16), "down": (16, 8), "scale": (16,)}
 
 
 def arrays(frozen: tuple[str, ...] = ("scale",)):
-    """Parameters, an input, a row and a cotangent; `frozen` names the parameters without
-    gradients."""
+    """Parameters, an input, a row and a cotangent; `frozen` names the
+    parameters without gradients."""
     random = np.random.default_rng(0)
     draw = {
         name: jnp.asarray(random.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()
@@ -50,10 +50,13 @@ def arrays(frozen: tuple[str, ...] = ("scale",)):
 @pytest.mark.parametrize("frozen", [("scale",), tuple(SHAPES)], ids=["some frozen", "all frozen"])
 @pytest.mark.parametrize("layer", PLAIN.values(), ids=PLAIN)
 def test_every_way_gives_the_gradients_of_vjp(layer, frozen):
+    """The backward pass as one function and in two halves, of layers with and without jit,
+    recomputation and loops."""
     params, x, row, dy = arrays(frozen)
 
     @jax.jit
     def run(params, x, row, dy):
+        """(output, gradients) by jax.vjp, by the whole backward pass, and by its halves."""
         y, vjp = jax.vjp(
             lambda trained, x: layer(Params(trained, params.frozen), x, row), params.trained, x
         )
@@ -62,7 +65,6 @@ def test_every_way_gives_the_gradients_of_vjp(layer, frozen):
         split = gradient.split()
         dx, pending = split.input_gradient(params, row, residuals, dy)
         parted = split.weight_gradient(params, row, pending), dx
-        # The reference, the backward pass as a whole, and the one in two halves.
         return (
             (y, vjp(dy)),
             (result, gradient.backward(params, row, residuals, dy)),
@@ -133,6 +135,8 @@ def test_used_leaves():
 
 @pytest.mark.parametrize("layer", PLAIN.values(), ids=PLAIN)
 def test_a_backward_pass_goes_on_from_what_the_forward_pass_kept(layer):
+    """Forward and backward are two programs, between which only residuals pass. With zeros in their
+    place, gradients must be wrong."""
     params, *row, dy = arrays()
 
     def function(params, row):

@@ -48,6 +48,7 @@ class Inputs(NamedTuple):
 
 
 def inputs(dtype=jnp.float32):
+    """Random inputs of the loop."""
     random = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(random.normal(size=shape), dtype)  # noqa: E731
     parameters = {
@@ -123,6 +124,8 @@ def test_it_is_the_loop_of_scan(checkpointed, frozen):
 @pytest.mark.parametrize("summed", [("up",), ("down", "scale", "up")], ids=str)
 @pytest.mark.parametrize("leading", [(), (1,)], ids=["as they are", "of one device"])
 def test_gradients_are_added_to_sums(summed, leading):
+    """Parameters that come with a sum get it back with their gradient added; the others
+    get the gradient alone."""
     sample = inputs()
     totals = {
         name: jax.random.normal(jax.random.key(7), (*leading, *sample.parameters[name].shape))
@@ -143,8 +146,8 @@ def test_gradients_are_added_to_sums(summed, leading):
 
 
 def test_sums_are_as_wide_as_they_were():
-    """bfloat16 gradients are added to float32 sums, which would lose their small parts if they were
-    rounded."""
+    """bfloat16 gradients are added to float32 sums, which would lose their small parts
+    if they were rounded."""
     sample = inputs(jnp.bfloat16)
     totals = {
         name: jnp.full(leaf.shape, 1e-6, jnp.float32) for name, leaf in sample.parameters.items()
@@ -161,6 +164,7 @@ def test_sums_are_as_wide_as_they_were():
 
 
 def test_the_gradient_that_a_deferred_parameter_stands_for_is_added():
+    """The gradient of the whole parameter is added to the sum, and that of the shard stays zero."""
     weights = jnp.arange(1.0, 1 + LAYERS * WIDTH).reshape(LAYERS, WIDTH)
     total = jnp.ones((1, LAYERS, WIDTH))
 
@@ -224,8 +228,8 @@ def test_what_all_layers_read_is_not_kept_for_each():
     [("cuda", 1, True), ("cuda", 2, False), ("cpu", 1, False)],
 )
 def test_what_lies_for_all_layers_keeps_its_order_on_gpus(platform, tensor, constrained):
-    """Except where XLA splits layers over devices, because it would gather whatever is
-    constrained."""
+    """Except where XLA splits layers over devices, because it would gather
+    whatever is constrained."""
     mesh = make_mesh({"data": 1, "fsdp": 1, "context": 1, "tensor": tensor}, jax.devices()[:tensor])
 
     def objective(weights, x):

@@ -1,5 +1,5 @@
-"""The gradient of a table that is looked up, as GPUs compute it: no two programs write to one
-place."""
+"""The gradient of a table that is looked up, as GPUs compute it: no two
+programs write to one place."""
 
 import re
 

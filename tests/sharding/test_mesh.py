@@ -1,5 +1,5 @@
-"""Meshes from the sizes of their axes, concrete and abstract, and axes that are cut for rows of
-several ranks."""
+"""Meshes from the sizes of their axes, concrete and abstract, and axes that are cut for
+rows of several ranks."""
 
 import jax
 import pytest
@@ -64,8 +64,8 @@ def test_an_abstract_mesh_is_the_same_mesh_without_devices():
 
 
 def test_axes_are_cut_by_the_prime_factors_of_spans():
-    """Innermost sub-axes hold the factors of the shortest spans, and devices stay where they
-    are."""
+    """Innermost sub-axes hold the factors of the shortest spans, and
+    devices stay where they are."""
     sizes = {"data": 4, "fsdp": 2, "tensor": 1}
     mesh = make_mesh(sizes, spans=(1, 2, 8))
     assert dict(mesh.shape) == {

@@ -62,8 +62,8 @@ def step(layout, dtype, params, rows, target, totals):
 
 @pytest.mark.parametrize("sizes, span, replicas, rules", MESHES.values(), ids=MESHES)
 def test_gradients_add_up_by_replica(sizes, span, replicas, rules):
-    """Sums of gradients have a leading axis of replicas, whose sum is the gradient on one device;
-    they begin with one."""
+    """Sums of gradients have a leading axis of replicas, whose sum is the gradient on one
+    device; they begin with one."""
     unspanned = layout_of(sizes, span, rules)
     layout = unspanned.spanned(span)
     random = np.random.default_rng(0)
@@ -110,8 +110,8 @@ def test_experts_that_devices_keep_apart_are_not_gathered_whole():
 
 @pytest.mark.parametrize("sizes, span, replicas, rules", MESHES.values(), ids=MESHES)
 def test_deferred_gradients_are_those_of_whole_parameters(sizes, span, replicas, rules):
-    """Each device adds up the gradient of the whole table and matrix, and the sums are reduced to
-    shards at the end."""
+    """Each device adds up the gradient of the whole table and matrix, and the sums are reduced
+    to shards at the end."""
     unspanned = layout_of(sizes, span, rules)
     layout = unspanned.spanned(span)
     inside = layout.inside(*row_axes(layout))

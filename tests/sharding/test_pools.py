@@ -34,8 +34,8 @@ def test_take_rows_is_a_lookup_in_the_ranks_own_pool():
 
 
 def test_put_rows_takes_the_place_of_what_take_rows_took():
-    """Put into zeros, rows are the gradient of taking them; into a pool, they replace what was
-    taken."""
+    """Put into zeros, rows are the gradient of taking them; into a pool, they
+    replace what was taken."""
     layout = make_layout(MESH)
     index, pool, d_rows = rows_and_pool(1)
     pulled = jax.vjp(lambda pool: take_rows(layout, pool, index), pool)[1](d_rows)[0]

@@ -1,5 +1,5 @@
-"""Layouts: which logical axes lie on which mesh axes, which layouts are refused, and how ranks form
-rows and nodes."""
+"""Layouts: which logical axes lie on which mesh axes, which layouts are refused, and how
+ranks form rows and nodes."""
 
 from dataclasses import dataclass
 
@@ -177,6 +177,8 @@ def test_layouts_of_a_cut_mesh_have_sub_axes():
 
 @pytest.mark.parametrize("mesh", [{}, {"context": 2, "tensor": 1}])
 def test_a_span_takes_the_innermost_ranks(mesh):
+    """A row of span g lies on g neighbouring ranks, so that its parts are where rows
+    of one rank would lie."""
     cut = make_mesh({"data": 2, "fsdp": 2, "context": 1, "tensor": 2} | mesh, spans=(1, 2, 4))
     layout = make_layout(cut)
     parts = layout.parts

@@ -39,8 +39,8 @@ def product(rows: int, inner: int, columns: int) -> int:
 
 
 def language_forward(n: int) -> tuple[int, int]:
-    """(matrices, attention) of one sequence of `n` tokens, product by product; causal attention is
-    half of all pairs."""
+    """(matrices, attention) of one sequence of `n` tokens, product by product; causal attention
+    is half of all pairs."""
     layer = (
         product(n, 64, 8 * 16)
         + 2 * product(n, 64, 2 * 16)
@@ -83,8 +83,8 @@ def test_language_forward_and_backward(n):
     ],
 )
 def test_the_head_is_what_a_larger_vocabulary_adds_to(trained, passes):
-    """A second thousand of words costs as much as the first; 1 FLOP is for the rounding of
-    thirds."""
+    """A second thousand of words costs as much as the first; 1 FLOP is for
+    the rounding of thirds."""
     assert head_flops(MODEL, trained) == round(passes * product(1, 64, 1000))
     larger = MODEL.model_copy(update={"language": LANGUAGE.model_copy(update={"vocab_size": 2000})})
     added = (
@@ -138,8 +138,8 @@ def test_experts_cost_what_a_token_chooses_and_hold_all():
 
 
 def test_measured_times_keep_the_shares_of_the_layers():
-    """A measured time replaces the scale of the FLOPs; full and windowed layers keep their ratio of
-    30 to 10."""
+    """A measured time replaces the scale of the FLOPs; full and windowed layers keep
+    their ratio of 30 to 10."""
     flops = ItemCost(100, quadratic=30, windowed=10, window=16)
     time = flops.measured(Decimal("7.0"), Decimal("400"))
     assert time == ItemCost(7, 300, 100, 16)
@@ -172,8 +172,8 @@ def test_vision_by_freezing(n):
     ("positions", "summed"), [("table", 0), ("resampled", 1), ("rotary_and_resampled", 1)]
 )
 def test_learned_positions_are_looked_up_or_sums_of_a_table(positions, summed):
-    """Resampling a learned table of 6 x 6 positions is a product of every patch with the whole
-    table."""
+    """Resampling a learned table of 6 x 6 positions is a product of every patch
+    with the whole table."""
     vision = {"positions": positions, "position_grid": 6}
     model = MODEL.model_copy(update={"vision": VISION.model_copy(update=vision)})
     for trained, passes in ((NOTHING, 1), (ALL, 2)):
@@ -185,6 +185,8 @@ def test_learned_positions_are_looked_up_or_sums_of_a_table(positions, summed):
 
 
 def test_gated_towers_patches_of_frames_and_wider_projectors():
+    """A gate is a third matrix of the MLP. Patches of two frames have twice the weights, of which
+    still images use a sum. A projector may have its own hidden width."""
     choices = {"gated_mlp": True, "patch_frames": 2, "projector": ProjectorShapes(mlp_width=48)}
     chosen = MODEL.model_copy(update={"vision": VISION.model_copy(update=choices)})
     (patches, block, *_, projector), (plain_patches, plain_block, *_, plain_projector) = (
@@ -225,8 +227,8 @@ def test_projectors_of_means_read_one_feature():
 
 
 def test_deepstack_adds_projectors_side_by_side():
-    """Two tapped layers add two projectors; their gradients go on into the tower only where that is
-    trained."""
+    """Two tapped layers add two projectors; their gradients go on into the tower only
+    where that is trained."""
     tapped = VISION.model_copy(update={"deepstack_layers": (0, 1)})
     model = MODEL.model_copy(update={"vision": tapped})
     hidden = product(4, 4 * 32, 64)
@@ -253,8 +255,8 @@ def test_a_part_of_a_component_costs_its_share_of_weight_gradients():
 
 
 def test_adapters_add_two_thin_products_to_each_matrix():
-    """Of the language model the adapted matrices are 64 x 32 and 96 x 64, in three layers; of audio
-    48 x 48, in five."""
+    """Of the language model the adapted matrices are 64 x 32 and 96 x 64, in three layers; of
+    audio 48 x 48, in five."""
     adapters = {
         "language": AdapterConfig(rank=4, alpha=8, parameters=("*.key", "*.down")),
         "audio": AdapterConfig(rank=2, alpha=1, parameters=("*.out",)),
@@ -300,8 +302,8 @@ def test_layers_tell_what_of_them_is_trained():
 
 
 def test_a_windowed_layer_pays_for_its_window():
-    """Attention of two layers takes 8 * 32 FLOPs per pair; one layer is full, the other sees 4 x 4
-    patches."""
+    """Attention of two layers takes 8 * 32 FLOPs per pair; one layer is full, the
+    other sees 4 x 4 patches."""
     windowed = MODEL.model_copy(
         update={"vision": MODEL.vision.model_copy(update={"window": 4, "full_layers": (1,)})}
     )
@@ -316,8 +318,8 @@ def test_a_windowed_layer_pays_for_its_window():
 
 @pytest.mark.parametrize("n", [64, 320])
 def test_audio_attends_over_a_quarter_of_the_frames(n):
-    """Two convolutions of stride 2 leave a quarter of the frames, and the projector merges
-    pairs."""
+    """Two convolutions of stride 2 leave a quarter of the frames, and the
+    projector merges pairs."""
     mels = product(n // 2, 3 * 40, 48)
     halves = product(n // 4, 3 * 48, 48)
     blocks, attention = tower_forward(n // 4, 48, 4, 80, 5)

@@ -1,5 +1,5 @@
-"""The pairs of tokens that attend to each other beyond what lengths tell: against counting them in
-the mask."""
+"""The pairs of tokens that attend to each other beyond what lengths tell: against
+counting them in the mask."""
 
 import numpy as np
 import pytest
@@ -84,7 +84,7 @@ def test_an_attention_apart_costs_queries_and_sends_as_much_as_the_first():
     assert VisiblePairs.of_model(joint).crossed == ()
     assert VisiblePairs.of_model(cross).crossed == ("diffusion",)
     costs = [phase_flops(model, "diffusion", NOTHING) for model in (joint, cross)]
-    # 3 layers, 2 more matrices of 16 x 16, 2 FLOPs per parameter.
+    # 3 layers, 2 more matrices of 16 x 16 (queries and output), 2 FLOPs per parameter.
     assert costs[1].linear - costs[0].linear == 3 * 2 * 2 * 16**2
     assert costs[1].quadratic == costs[0].quadratic
     sent = [gathered_bytes(model, "diffusion") for model in (joint, cross)]
@@ -92,8 +92,8 @@ def test_an_attention_apart_costs_queries_and_sends_as_much_as_the_first():
 
 
 def test_of_two_streams_a_slot_runs_one():
-    """A second stream doubles the weights of attention and MLP, but a slot passes through one
-    stream."""
+    """A second stream doubles the weights of attention and MLP, but a slot
+    passes through one stream."""
     diffusion = {"width": 16, "layers": 3, "heads": 2, "mlp_width": 24}
     tree = MODEL.model_dump(by_alias=True)
     models = [

@@ -31,8 +31,8 @@ def layout_pairs():
 
 
 def plan_on(pair: LayoutPair, backend: str) -> tuple[StepPlan, BatchItems, PlanSpec]:
-    """A random batch and its plan for a pair of layouts, with sizes so small that it takes several
-    rounds."""
+    """A random batch and its plan for a pair of layouts, with sizes so small that it
+    takes several rounds."""
     batch = random_batch(5, 24)
     grid = ExchangeGrid(*pair.grid())
     shapes = dict.fromkeys(ENCODERS, grid.shape)

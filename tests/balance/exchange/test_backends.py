@@ -24,8 +24,8 @@ from tests.support import assemble, assert_same, tiny_config
 
 
 class Gathered(Backend):
-    """A backend in which every rank receives the whole pools of its peers and picks the tokens that
-    it needs."""
+    """A backend in which every rank receives the whole pools of its peers and picks the
+    tokens that it needs."""
 
     ragged = False
 
@@ -39,6 +39,8 @@ class Gathered(Backend):
         return Stretches(zeros, np.arange(len(tokens)), zeros, tokens, tokens > 0, ordinal, hops, 0)
 
     def tables(self, round_, route, local, ranks):
+        """Index tables of a round: whole pools are sent, and the gathers pick each token where its
+        pool lies in the buffer."""
         stretch, step = tokens_of(np.arange(len(round_.tokens)), round_.tokens)
         sender = round_.sender[stretch].astype(int)
         receiver = round_.receiver[stretch].astype(int)
@@ -188,8 +190,8 @@ def test_a_run_exchanges_by_the_backend_that_its_config_names(tmp_path, gathered
 
 
 def test_where_nothing_can_move_buffers_have_a_slot_for_each_hop(make):
-    """A grid with one peer moves nothing, so buffers must not grow with the pools of 9000
-    tokens."""
+    """A grid with one peer moves nothing, so buffers must not grow with the
+    pools of 9000 tokens."""
     zeros = np.zeros(0, np.int64)
     for shape in ((1, 1, 1), (1, 2, 2)):
         grid = make.grid(shape)

@@ -21,8 +21,8 @@ STRETCHES = st.lists(
 
 @given(STRETCHES)
 def test_parts_are_all_places_in_order_and_none_holds_a_multiple_inside(stretches):
-    """A stretch of consecutive places is cut at every multiple of its size; the owner of a place is
-    the quotient."""
+    """A stretch of consecutive places is cut at every multiple of its size; the owner of a
+    place is the quotient."""
     start, amount, size = np.array(stretches, np.int64).reshape(-1, 3).T
     stretch, skipped, piece_lengths = cut(start, amount, size)
     # A stretch of no places has one empty piece.
@@ -91,6 +91,8 @@ def test_tokens_are_counted_on_the_ranks_that_own_them(make, seed, spans, grid):
 
 
 def test_in_rows_of_one_rank_items_are_whole(make):
+    """Where no row is shared, each item is one piece and one run, at the rank and offset
+    that the plans give it."""
     batch = make.batch(5, 12)
     spec = make.spec(batch, {"vision": (4, 1, 1), "audio": (4, 1, 1)}, classes=2)
     plans = {

@@ -23,14 +23,14 @@ from jaxmllm.balance.validate_plan import validate
 
 
 def exact_up_to(ranks):
-    """Limits of the search that match rows and ranks exactly up to `ranks` ranks, and greedily
-    beyond."""
+    """Limits of the search that match rows and ranks exactly up to `ranks`
+    ranks, and greedily beyond."""
     return replace(PLACEMENT_SEARCH, exact_ranks=ranks)
 
 
 def far_tokens(plans, items, phase, node):
-    """Tokens that leave their node, counted item by item, with `node` consecutive ranks per
-    node."""
+    """Tokens that leave their node, counted item by item, with `node`
+    consecutive ranks per node."""
     language = plans["language"].rank
     pairs = zip(
         plans[phase].rank, items.phases[phase].example, items.phases[phase].tokens, strict=True
@@ -61,8 +61,8 @@ def contents(plan):
     exact=st.booleans(),
 )
 def test_rows_only_change_ranks(make, seed, grid, examples, node, exact):
-    """Every microbatch keeps its rows with the same items, and the same input gives the same
-    ranks."""
+    """Every microbatch keeps its rows with the same items, and the same input
+    gives the same ranks."""
     batch = make.batch(seed, examples)
     spec = make.spec(batch, {"vision": grid, "audio": grid}, classes=2, node=node)
     grids = {name: route.grid for name, route in spec.routes.items()}
@@ -107,8 +107,8 @@ def test_fewer_tokens_leave_their_node(make, exact, monkeypatch):
 def test_shared_rows_change_groups_and_swap_items_with_rows_of_their_span(
     make, seed, grid, spans, examples, node, exact
 ):
-    """No row overflows, and no rank is loaded beyond its former load or the margin over the
-    floor."""
+    """No row overflows, and no rank is loaded beyond its former load or the
+    margin over the floor."""
     batch = make.batch(seed, examples, longest=128)
     spec = make.spec(batch, {"vision": grid, "audio": grid}, node=node)
     spec = make.with_spans(spec, spans)
@@ -180,8 +180,8 @@ def test_shared_rows_run_near_the_ranks_that_read_them(make, span):
 
 @pytest.mark.parametrize("spans", [(8,), (4, 1), (1, 2, 4, 8)])
 def test_few_tokens_of_shared_rows_leave_their_node(make, spans):
-    """With three items per rank, rows that groups of ranks share swap items just as rows of single
-    ranks do."""
+    """With three items per rank, rows that groups of ranks share swap items just as
+    rows of single ranks do."""
     batch = make.batch(2, 96, longest=256)
     grids = {"vision": (32, 1, 1), "audio": (32, 1, 1)}
     spec = make.with_spans(make.spec(batch, grids, node=8, pool=4000), spans)

@@ -24,8 +24,8 @@ def random_traffic(seed: int, peers: int, groups: int, items: int, largest: int)
 
 
 def rounds_of(sender, receiver, tokens, stretches):
-    """The rounds as a plan would hold them: a token starts and arrives at its number among all
-    tokens."""
+    """The rounds as a plan would hold them: a token starts and arrives at its
+    number among all tokens."""
     first_token = np.cumsum(tokens) - tokens
     for index, (first_leg, second_leg) in enumerate(stretches.hops):
         in_round = stretches.round == index
@@ -107,14 +107,15 @@ def test_the_most_tokens_of_one_color_are_counted_exactly(seed, colors, items, l
 
 
 def test_paths_of_some_ranks_are_those_of_all():
-    """A host computes the paths of its own ranks alone and must agree with a host that computes
-    all."""
+    """A host computes the paths of its own ranks alone and must agree with a
+    host that computes all."""
     sender, receiver, tokens = random_traffic(3, 5, 2, 25, 40)
     sizes = {"peers": 5, "groups": 2, "pair_slots": 4}
     stretches = split_over_relays(sender, receiver, tokens, **sizes, max_hops=99)
     (round_,) = rounds_of(sender, receiver, tokens, stretches)
 
     def through(rank, local):
+        """The paths that pass `rank`, sorted, as a host with these local ranks computes them."""
         paths = token_paths(round_, **sizes, local=local)
         on_rank = (paths.relay == rank) | (paths.receiver == rank)
         # A direct token has no second leg, so its relay slot is meaningless.
@@ -145,8 +146,8 @@ def test_what_stays_on_its_rank_passes_no_other():
 
 
 def test_hops_are_what_the_busiest_ranks_need():
-    """With random receivers most pairs have no traffic, yet relays keep the slots of the busiest
-    ranks nearly full."""
+    """With random receivers most pairs have no traffic, yet relays keep the slots of the
+    busiest ranks nearly full."""
     sender, receiver, tokens = random_traffic(0, 32, 1, 200, 1)
     stretches = split_over_relays(
         sender, receiver, tokens * 64, peers=32, groups=1, pair_slots=1, max_hops=1000

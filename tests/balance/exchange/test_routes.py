@@ -1,5 +1,5 @@
-"""Routes, executed token by token in plain loops: every token arrives, and the transposed direction
-is the inverse."""
+"""Routes, executed token by token in plain loops: every token arrives, and the transposed
+direction is the inverse."""
 
 from __future__ import annotations
 
@@ -247,6 +247,7 @@ def run_all_rounds(plan, batch, spec):
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 def test_a_host_makes_the_tables_of_its_own_ranks(make, backend):
+    """Its tables are rows of the tables of all ranks, for every backend."""
     batch = make.batch(4, 24, text=5)
     grids = {"vision": (4, 2, 1), "audio": (4, 1, 1)}
     spec = make.spec(batch, grids, pool=4096, pair=5, hops=40, backend=backend)
@@ -269,6 +270,8 @@ def test_a_host_makes_the_tables_of_its_own_ranks(make, backend):
 
 @pytest.mark.parametrize("backend", OF_PLAIN_LOOPS)
 def test_statistics_of_an_exchange_against_plain_loops(make, backend):
+    """Tokens, those that change their rank and those that change their node,
+    counted item by item."""
     batch = make.batch(9, 40)
     grids = {"vision": (4, 1, 1), "audio": (4, 1, 1)}
     spec = make.spec(batch, grids, pool=1 << 14, pair=9, backend=backend, node=2)

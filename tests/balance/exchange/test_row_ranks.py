@@ -1,5 +1,5 @@
-"""Matching rows and ranks: the exact match is as good as the best permutation, the greedy one uses
-every rank once."""
+"""Matching rows and ranks: the exact match is as good as the best permutation, the greedy one
+uses every rank once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jaxmllm.balance.exchange.row_ranks import PLACEMENT_SEARCH, Places, best_ra
 
 
 def test_the_exact_match_is_the_best_of_all_permutations(make):
-    """A token gains once on the node of its reader, and once more in the reader's block of the
-    grid."""
+    """A token gains once on the node of its reader, and once more in the
+    reader's block of the grid."""
     random = np.random.default_rng(1)
     row = random.integers(0, 5, 30)
     target = random.integers(0, 5, 30)
@@ -33,8 +33,8 @@ def test_the_exact_match_is_the_best_of_all_permutations(make):
 
 
 def test_the_greedy_match_uses_every_rank_once_and_nodes_first(make, monkeypatch):
-    """Every row has one item, and as many items want a node as it has ranks, so all can have
-    theirs."""
+    """Every row has one item, and as many items want a node as it has ranks,
+    so all can have theirs."""
     monkeypatch.setattr(
         row_ranks, "PLACEMENT_SEARCH", dataclasses.replace(PLACEMENT_SEARCH, exact_ranks=1)
     )

@@ -1,5 +1,5 @@
-"""Swaps of items of similar length: balance and fill stay within their bounds, and tokens stay
-nearer."""
+"""Swaps of items of similar length: balance and fill stay within their bounds,
+and tokens stay nearer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from jaxmllm.phases import encoder_phase
 
 
 def destinations_of(tokens, wanted, ranks, node):
-    """Destinations where every rank is a block by itself, with `node` consecutive ranks per
-    node."""
+    """Destinations where every rank is a block by itself, with `node`
+    consecutive ranks per node."""
     nodes = np.arange(ranks) // node
     ranks = np.arange(ranks)
     return Destinations(nodes, ranks, nodes[wanted], wanted, tokens)
@@ -61,6 +61,8 @@ def slow_benefit(row, destinations):
     spare=st.integers(0, 8),
 )
 def test_swaps_keep_all_bounds_and_never_lose(seed, ranks, microbatches, items, kinds, spare):
+    """What a row gains in slots, cost and segments stays within what it had to spare, and the
+    benefit does not fall."""
     random = np.random.default_rng(seed)
     rows = ranks * microbatches
     row = random.integers(0, rows, items)
@@ -166,8 +168,8 @@ def test_rows_that_all_ranks_share_are_left_alone():
 
 
 def test_most_tokens_of_a_large_batch_stay_on_their_rank(make):
-    """The share of tokens that stay grows when rows change ranks, and by far more when items also
-    swap."""
+    """The share of tokens that stay grows when rows change ranks, and by far more
+    when items also swap."""
     rank_shares = {}
     batch = make.batch(3, 512)
     spec = make.spec(
@@ -196,8 +198,8 @@ def test_most_tokens_of_a_large_batch_stay_on_their_rank(make):
     examples=st.integers(1, 60),
 )
 def test_costliest_rows_and_ranks_stay_within_their_margin(make, seed, grid, examples):
-    """Swaps may raise the costliest row of a microbatch, or the busiest rank, only up to the margin
-    over the mean."""
+    """Swaps may raise the costliest row of a microbatch, or the busiest rank, only up to the
+    margin over the mean."""
     batch = make.batch(seed, examples)
     spec = make.spec(batch, {"vision": grid, "audio": grid}, classes=2, node=2)
     grids = {name: route.grid for name, route in spec.routes.items()}

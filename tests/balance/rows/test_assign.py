@@ -1,5 +1,5 @@
-"""Placement of one phase: against searched optima on small cases, and its properties on random
-ones."""
+"""Placement of one phase: against searched optima on small cases, and its
+properties on random ones."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ def items_of(lengths) -> PhaseItems:
 def spec_of(
     ranks: int, capacities: tuple[int, ...], max_segments: int = 1000, quadratic: int = 1
 ) -> PhaseSpec:
+    """A phase whose rows are of one rank each, with a small linear cost so
+    that attention decides."""
     return PhaseSpec(
         encoder_phase("vision"),
         ranks,
@@ -53,8 +55,8 @@ def with_classes(spec: PhaseSpec, classes: tuple[RowClass, ...]) -> PhaseSpec:
 
 
 def check_rows(plan: PhasePlan, lengths, spec: PhaseSpec) -> None:
-    """Check a plan row by row and slot by slot: no overlap, no overflow, classes and segments as
-    the spec allows."""
+    """Check a plan row by row and slot by slot: no overlap, no overflow, classes and
+    segments as the spec allows."""
     slots = plan.capacity * plan.span
     used: dict[tuple[int, int], list[int]] = {}
     segments: dict[tuple[int, int], list[int]] = {}
@@ -80,8 +82,8 @@ def waits(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> int:
 
 
 def fits(lengths: tuple[int, ...], rooms: tuple[int, ...]) -> bool:
-    """Whether items can be packed into bins at all: an exhaustive search, best given the longest
-    items first."""
+    """Whether items can be packed into bins at all: an exhaustive search, best given
+    the longest items first."""
     if not lengths:
         return True
     return any(
@@ -126,8 +128,8 @@ def test_one_item_takes_an_equal_part_of_every_rank_that_shares_its_row():
 
 
 def test_groups_take_the_heaviest_row_where_their_ranks_have_least():
-    """Of two rows of two ranks each, one is heavier; the ranks of the lighter one get the heavy
-    rows of span 1."""
+    """Of two rows of two ranks each, one is heavier; the ranks of the lighter one get the
+    heavy rows of span 1."""
     spec = with_classes(spec_of(4, (32,), 1, quadratic=0), (RowClass(16, 2), RowClass(8)))
     plan = assign(spec, items_of([32, 20, 8, 8, 2, 2]))
     assert plan.span.tolist() == [2, 1]
@@ -189,8 +191,8 @@ def test_classes_against_the_searched_optimum():
 
 
 def test_synchronised_cost_against_the_searched_optimum():
-    """One microbatch of roomy rows: the worst case keeps the bound of longest-first, 4/3, and the
-    mean is far better."""
+    """One microbatch of roomy rows: the worst case keeps the bound of longest-first, 4/3, and
+    the mean is far better."""
     random = np.random.default_rng(2)
     gaps = []
     ranks = 3
@@ -252,6 +254,7 @@ def test_too_long_an_item_is_refused_by_name():
 @settings(max_examples=150, deadline=None)
 @given(LENGTHS, CLASSES, st.sampled_from([1, 2, 4]), st.data())
 def test_in_place_keeps_ranks_and_order(lengths, capacities, ranks, data):
+    """Where the ranks of items are given, each rank fills its rows by itself, first-fit."""
     spec = spec_of(ranks, capacities, max_segments=5)
     rank = np.array(
         data.draw(
@@ -262,7 +265,8 @@ def test_in_place_keeps_ranks_and_order(lengths, capacities, ranks, data):
     plan = assign_in_place(spec, items_of(lengths), rank)
     check_rows(plan, lengths, spec)
     assert plan.rank.tolist() == rank.tolist()
-    if len(capacities) == 1:  # the number of microbatches is the maximum over ranks, each first-fit
+    # With one class, the slowest rank gives the number of microbatches.
+    if len(capacities) == 1:
         assert plan.microbatches == max(
             (
                 assign_in_place(

@@ -1,5 +1,5 @@
-"""Swapping items between rows: the running sums stay true, capacities hold, and no step takes
-longer."""
+"""Swapping items between rows: the running sums stay true, capacities hold, and
+no step takes longer."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def state_of(items, slack: int, max_segments: int = 60) -> tuple[RowState, np.nd
 
 
 def state_with(row_of, length, capacity, max_segments: int, cost=None, most_cost=0) -> RowState:
-    """A row state of given capacities, where the cost of an item is its length unless told
-    otherwise."""
+    """A row state of given capacities, where the cost of an item is its length
+    unless told otherwise."""
     row_of = np.array(row_of, np.int64)
     length = np.array(length, np.int64)
     cost = length if cost is None else cost
@@ -55,6 +55,8 @@ def check(state: RowState, capacity: np.ndarray, max_segments: int = 60) -> None
 @settings(max_examples=200, deadline=None)
 @given(ITEMS, st.integers(0, 20), st.sampled_from([1, 2, 3, 4, 6, 12]))
 def test_balancing_rows_never_makes_ranks_wait_longer(items, slack, ranks):
+    """Ranks wait for the costliest row of each microbatch, where a microbatch has `ranks`
+    rows of similar cost."""
     state, capacity = state_of(items, slack, max_segments := 60)
     classes = (
         [np.arange(12)] if ranks == 12 else [np.arange(0, 12 - ranks), np.arange(12 - ranks, 12)]
@@ -76,8 +78,8 @@ def test_balancing_rows_never_makes_ranks_wait_longer(items, slack, ranks):
 @settings(max_examples=200, deadline=None)
 @given(ITEMS, st.integers(0, 20))
 def test_balancing_attention_leaves_slots_and_the_costliest_row(items, slack):
-    """Attention is levelled within capacities, and the costliest row grows by at most 1/128 over
-    the mean."""
+    """Attention is levelled within capacities, and the costliest row grows by at
+    most 1/128 over the mean."""
     row_of, length = np.array(items, np.int64).T
     capacity = np.maximum(sums_by(row_of, length, 12) + slack, length.max())
     attention = length**2
@@ -134,8 +136,8 @@ def test_rows_of_several_spans_swap_within_their_class(items, slack, spans):
 @settings(max_examples=200, deadline=None)
 @given(ITEMS, st.integers(-20, 5), st.sampled_from([8, 60]), st.booleans())
 def test_fixing_overflow_tells_the_truth(items, slack, max_segments, search):
-    """The returned flag says whether every row fits now, and no row overflows by more than the
-    worst did before."""
+    """The returned flag says whether every row fits now, and no row overflows by more than
+    the worst did before."""
     if np.bincount([row for row, _ in items]).max() > max_segments:
         return
     state, capacity = state_of(items, slack, max_segments)
@@ -153,8 +155,8 @@ def test_an_overflow_that_one_swap_cures():
 
 
 def test_an_overflow_that_only_two_against_two_cure():
-    """Rows of 9 and 8 slots with room for 8 and 9: the only way is to exchange both items for
-    both."""
+    """Rows of 9 and 8 slots with room for 8 and 9: the only way is to
+    exchange both items for both."""
     state = state_with([0, 0, 1, 1], [1, 8, 5, 3], [8, 9], 2)
     assert fix_overflow(state)
     assert state.remaining[SLOTS].tolist() == [0, 0]
@@ -162,8 +164,8 @@ def test_an_overflow_that_only_two_against_two_cure():
 
 @pytest.mark.parametrize("search", [False, True])
 def test_no_row_passes_items_in_two_swaps_at_once(search):
-    """If a row took part in two swaps at once, its recorded remainder would differ from what its
-    items leave."""
+    """If a row took part in two swaps at once, its recorded remainder would differ from
+    what its items leave."""
     random = np.random.default_rng(0)
     for _ in range(400):
         rows = int(random.integers(3, 9))
@@ -195,6 +197,8 @@ def test_a_search_continues_where_a_sweep_finds_nothing():
     st.randoms(),
 )
 def test_balancing_ranks_keeps_slots_and_costs(items, slack, spare_cost, ranks, random):
+    """Rows exchange items so that the weights of ranks become more even, within the slots, segments
+    and costs of each row."""
     row_of, length = np.array(items, np.int64).T
     cost = length**2
     weight = np.array([random.randrange(50) for _ in items], np.int64)
@@ -217,8 +221,8 @@ def test_balancing_ranks_keeps_slots_and_costs(items, slack, spare_cost, ranks, 
 
 
 def test_full_rows_trade_cost_without_slots():
-    """No single swap fits. 8 against 5 and, to even out the slots, 5 against 2 does: both rows
-    become 8 5 5 2."""
+    """No single swap fits. 8 against 5 and, to even out the slots, 5 against 2 does:
+    both rows become 8 5 5 2."""
     length = np.array([8, 8, 2, 2, 5, 5, 5, 5])
     state = state_with(np.repeat([0, 1], 4), length, [20, 20], 10, length**2)
     balance_rows(state, RowsByClass([np.arange(2)], [1], 2))

@@ -1,5 +1,5 @@
-"""Items to ranks: against the optimum over all placements on small cases, and properties on random
-ones."""
+"""Items to ranks: against the optimum over all placements on small cases, and
+properties on random ones."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def run(kind: str, lengths, ranks: int) -> tuple[list[int], int]:
 @settings(max_examples=60, deadline=None)
 @given(lengths=SMALL, ranks=st.integers(1, 3))
 def test_against_the_optimum(kind, lengths, ranks):
-    """Padded placement is optimal; placement by sums keeps the bound of longest-first, 4/3 - 1/(3
-    ranks)."""
+    """Padded placement is optimal; placement by sums keeps the bound of longest-
+    first, 4/3 - 1/(3 ranks)."""
     cost = KINDS[kind][1]
     optimum = min(
         slowest(lengths, choice, cost)
@@ -89,8 +89,8 @@ def test_edge_cases(kind):
 @pytest.mark.parametrize("linear, quadratic", [(1, 0), (7, 2)])
 @pytest.mark.parametrize("ranks", [8, 64, 500])
 def test_many_items_reach_the_floor(ranks, linear, quadratic):
-    """32 log-normal items per rank: the busiest rank is within one percent of the mean, or of the
-    largest item."""
+    """32 log-normal items per rank: the busiest rank is within one percent of the mean,
+    or of the largest item."""
     lengths = np.random.default_rng(ranks).lognormal(6, 1, 32 * ranks).astype(np.int64)
     costs = linear * lengths + quadratic * lengths**2
     load = np.bincount(packed(costs, ranks), weights=costs, minlength=ranks)
@@ -98,8 +98,8 @@ def test_many_items_reach_the_floor(ranks, linear, quadratic):
 
 
 def test_swaps_improve_on_longest_first():
-    """3 3 2 2 2 on two ranks: longest-first gives one of them 7; a swap of 3 against 2 makes both
-    6."""
+    """3 3 2 2 2 on two ranks: longest-first gives one of them 7; a swap of 3
+    against 2 makes both 6."""
     assert np.bincount(packed(np.array([3, 3, 2, 2, 2]), 2), weights=[3, 3, 2, 2, 2]).tolist() == [
         6,
         6,

@@ -31,8 +31,8 @@ SHARED = st.sampled_from(
 @settings(max_examples=100, deadline=None)
 @given(CLASSES, st.data())
 def test_row_counts_are_complete_and_ordered(capacities, data):
-    """The first 40 sets against all products of counts: none that meets the needs with fewer slots
-    is missing."""
+    """The first 40 sets against all products of counts: none that meets the needs with
+    fewer slots is missing."""
     classes = len(capacities)
     numbers = st.lists(st.integers(0, 3), min_size=classes, max_size=classes)
     slots = np.cumsum(data.draw(numbers)) * 20
@@ -67,8 +67,8 @@ def test_row_counts_are_complete_and_ordered(capacities, data):
     LENGTHS, CLASSES.map(row_classes) | SHARED, st.sampled_from([4, 8]), st.sampled_from([2, 1000])
 )
 def test_needs_never_exceed_a_plan(lengths, classes, ranks, max_segments):
-    """The lower bounds hold for the rows of an actual plan, and that set of rows is among those
-    that are tried."""
+    """The lower bounds hold for the rows of an actual plan, and that set of rows is among
+    those that are tried."""
     spec = PhaseSpec(encoder_phase("vision"), ranks, classes, max_segments, 1, ItemCost(5, 1))
     items = items_of(lengths)
     plan = assign(spec, items)
@@ -84,8 +84,8 @@ def test_needs_never_exceed_a_plan(lengths, classes, ranks, max_segments):
 
 
 def test_rows_are_needed_for_items_of_which_few_fit_one():
-    """Only two items of 40 slots share a row of 100, although five would fill two rows by their
-    slots."""
+    """Only two items of 40 slots share a row of 100, although five would fill
+    two rows by their slots."""
     spec = PhaseSpec(encoder_phase("vision"), 4, row_classes((100, 50)), 9, 1, ItemCost(5, 1))
     needs = row_needs(spec, np.array([40] * 80), np.zeros(80, np.int64), 1)
     assert needs.slots.tolist() == [0, 800] and needs.rows.tolist() == [0, 40]
@@ -107,8 +107,8 @@ def test_given_capacities_with_every_span_are_planned(lengths):
 
 
 def test_items_of_one_length_take_the_rows_that_they_fill():
-    """Also where those rows are not of the largest class, and more of them are needed than keep the
-    totals fine."""
+    """Also where those rows are not of the largest class, and more of them are needed than
+    keep the totals fine."""
     classes = (RowClass(1000, 2), RowClass(750, 2), RowClass(1000), RowClass(750))
     spec = PhaseSpec(encoder_phase("vision"), 8, classes, 1000, 1, ItemCost(1000, 1))
     plan = assign(spec, items_of([1500] * 100))

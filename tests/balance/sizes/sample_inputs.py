@@ -14,8 +14,8 @@ PHASES = encoder_phase("vision"), encoder_phase("audio"), decoder_phase(("vision
 
 
 def inputs_of(ranks: int, **configs: PhaseConfig) -> list[SizingInputs]:
-    """Sizing inputs of every phase on `ranks` ranks, with configs by phase name where they differ
-    from the default."""
+    """Sizing inputs of every phase on `ranks` ranks, with configs by phase name where they
+    differ from the default."""
     return [
         SizingInputs(
             phase,

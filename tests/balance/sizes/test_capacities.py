@@ -1,5 +1,5 @@
-"""Row capacities: no worse than what a plain search finds, and with clear errors where the config
-is wrong."""
+"""Row capacities: no worse than what a plain search finds, and with clear errors
+where the config is wrong."""
 
 from __future__ import annotations
 
@@ -66,14 +66,16 @@ def test_measured_times_take_the_place_of_flops_and_weigh_rows(make):
 
 
 def test_one_class_is_as_good_as_a_search_over_all_multiples(make):
-    """Every legal capacity is tried; the chosen one may be at most 2 % worse by the objective of
-    the search."""
+    """Every legal capacity is tried; the chosen one may be at most 2 % worse by the
+    objective of the search."""
     samples = [make.batch(k, 24) for k in range(8)]
     config = PhaseConfig(row_classes=1, max_capacity=2048, max_segments=1000)
     inputs = inputs_of(2, vision=config)
     spec = choose_sizes(samples, inputs, grids_of(make, 2), BalanceConfig()).phases["vision"]
 
     def score(capacity: int) -> float:
+        """Slots of all rows, and the least overhead per row in units of a rank's
+        load, over all samples."""
         total = 0.0
         for batch in samples:
             items = batch.phases["vision"]
@@ -121,6 +123,8 @@ def statistics_of(plan, batch, spec):
 
 
 def test_rows_that_ranks_share_are_chosen_where_one_item_would_bound_the_step():
+    """On eight ranks with four examples each, the longest item is far more than a
+    rank's share of the step."""
     samples = [generate([0, n], 32) for n in range(12)]
     fresh = [generate([1, n], 32) for n in range(8)]
     over_ideal = {}
@@ -164,17 +168,14 @@ def test_a_handful_of_examples_gain_by_more_than_three_classes():
 @pytest.mark.parametrize(
     ("costs", "classes"),
     [
-        (
-            (100.0, 99.8, 98.5, 98.4),
-            5,
-        ),  # the fourth saves too little, but together with the fifth enough
+        ((100.0, 99.8, 98.5, 98.4), 5),  # the fourth saves too little, but enough with the fifth
         ((100.0, 99.8, 99.6, 97.0), 3),
         ((100.0, 99.0, 98.0, 97.0), 6),
     ],
 )
 def test_more_classes_have_to_save_enough_of_a_step(costs, classes):
-    """Each further class must save half a percent. `costs` are those of sets of three classes and
-    more."""
+    """Each further class must save half a percent. `costs` are those of sets of
+    three classes and more."""
     sets = [
         tuple(RowClass(64 * n, 1) for n in range(class_count, 0, -1))
         for class_count in (3, 4, 5, 6)
@@ -211,8 +212,8 @@ def test_a_set_with_one_class_moved_or_one_more_holds_all_items():
 
 
 def test_a_first_class_is_fitted_to_those_after_it():
-    """A fifth of the texts have ten times the tokens of the others, and the only rank takes eight
-    texts."""
+    """A fifth of the texts have ten times the tokens of the others, and the only
+    rank takes eight texts."""
 
     def batch(seed: int) -> BatchItems:
         random = np.random.default_rng(seed)
@@ -236,8 +237,8 @@ SHORT = {"vision": 64, "audio": 64}
 
 
 def test_rows_that_save_nothing_are_not_shared(make):
-    """Many short items balance well in rows of one rank, and gathering costs a little, so span 1
-    wins."""
+    """Many short items balance well in rows of one rank, and gathering costs a
+    little, so span 1 wins."""
     samples = [make.batch(k, 128, longest=64) for k in range(6)]
     inputs = [
         dataclasses.replace(
@@ -298,8 +299,8 @@ def texts(tokens: np.ndarray) -> BatchItems:
 
 
 def test_spans_leave_the_rows_that_are_best_without_them():
-    """Items of one length fill rows of one rank best, so allowing wider spans must not change the
-    classes."""
+    """Items of one length fill rows of one rank best, so allowing wider spans must
+    not change the classes."""
     samples = [texts(np.full(96, 2000))] * 8
     chosen = [
         choose_sizes(
@@ -321,8 +322,8 @@ def test_spans_leave_the_rows_that_are_best_without_them():
 
 
 def test_given_capacities_have_every_span():
-    """Each capacity of the config becomes one class per allowed span, since the config says nothing
-    of spans."""
+    """Each capacity of the config becomes one class per allowed span, since the config
+    says nothing of spans."""
     config = PhaseConfig(capacities=(128, 512))
     inputs = SizingInputs(
         *(decoder_phase(), 8, Alignment(128), 1, 4000, ItemCost(1000, 1), config, None, (1, 8))
@@ -337,8 +338,8 @@ def test_given_capacities_have_every_span():
 
 @pytest.mark.parametrize("spans", [(1,), (1, 8), (8,)])
 def test_classes_have_whole_blocks_of_their_span(spans):
-    """Texts of 1,000 tokens, of which each of 8 ranks has a few: blocks of 64 for shared rows, of
-    128 otherwise."""
+    """Texts of 1,000 tokens, of which each of 8 ranks has a few: blocks of 64 for shared
+    rows, of 128 otherwise."""
     samples = [texts(np.full(8, 1000))] * 4
     inputs = SizingInputs(
         *(decoder_phase(), 64, Alignment(128, small=64), 1, 1000, ItemCost(1000, 1)),
@@ -368,13 +369,8 @@ def test_no_class_is_over_the_largest_capacity():
     [
         (20_000, (1,), None, "auto", 80_000),  # four of the longest items, in whole blocks
         (20_100, (1,), None, "auto", 80_384),
-        (
-            20_000,
-            (1, 2, 8),
-            None,
-            "auto",
-            32_768,
-        ),  # four eighths of the longest are less than the usual minimum
+        # Four eighths of the longest item are less than the usual minimum.
+        (20_000, (1, 2, 8), None, "auto", 32_768),
         (100_000, (1, 2, 8), None, "auto", 49_920),
         (500, (1,), None, "auto", 32_768),
         (20_000, (1,), 1 << 15, "auto", 1 << 15),  # what memory holds, if that is less
@@ -405,8 +401,8 @@ def test_a_class_may_hold_most_loads_in_one_row():
 
 
 def test_a_class_lies_between_the_load_and_the_longest_item():
-    """One rare item has ten times the load of a rank; the steps without it keep rows about as small
-    as their load."""
+    """One rare item has ten times the load of a rank; the steps without it keep rows about
+    as small as their load."""
     samples = [generate([0, n], 64) for n in range(16)]
     samples[3] = with_longest(samples[3], "language", 60_000)
     inputs = SizingInputs(

@@ -72,8 +72,8 @@ def spec_grids(spec):
 
 
 def test_time(make):
-    """Choosing sizes happens at the start of every run, so a search that explodes would be noticed
-    here."""
+    """Choosing sizes happens at the start of every run, so a search that explodes
+    would be noticed here."""
     samples = [make.batch(k, 64) for k in range(16)]
     configs = dict.fromkeys(PER_TOKEN, PhaseConfig(row_classes=3))
     began = time.process_time()

@@ -1,5 +1,5 @@
-"""Rows consist of whole blocks of attention, and blocks are smaller where devices hold few of a
-row."""
+"""Rows consist of whole blocks of attention, and blocks are smaller where
+devices hold few of a row."""
 
 import pytest
 

@@ -18,8 +18,8 @@ def order_of(found: Deferral) -> list[int]:
 
 
 def test_the_published_example():
-    """Six microbatches with a mean load of 6: loads 3 4 8 6 6 9 all become 6 when they run in the
-    order 3 2 6 1 4 5."""
+    """Six microbatches with a mean load of 6: loads 3 4 8 6 6 9 all become 6 when they run in
+    the order 3 2 6 1 4 5."""
     members = [[3], [2, 2], [2, 6], [3, 3], [6], [3, 6]]
     group = np.repeat(np.arange(6), [len(member_work) for member_work in members])
     work = np.concatenate(members)
@@ -47,8 +47,8 @@ def test_the_published_example():
     st.sampled_from([None, 0, 3]),
 )
 def test_deferral_is_the_best_of_all_pairings_and_subsets(examples, capacity, limit):
-    """With five microbatches, every subset of a heavy microbatch may go to every light one within
-    the room there."""
+    """With five microbatches, every subset of a heavy microbatch may go to every light one
+    within the room there."""
     group, work, slots = np.array(examples, np.int64).T
     used_slots = np.bincount(group, slots, minlength=5)
     capacity = max(capacity, int(used_slots.max()))

@@ -13,8 +13,8 @@ from jaxmllm.balance.stages.microbatches import MicrobatchPlan, PhaseLoad, plan_
 
 
 def ragged(seed: int, examples: int = 512) -> dict[str, np.ndarray]:
-    """Work of vision log-uniform over 1:40, of text over 1:20; work of the language model is half
-    of their sum."""
+    """Work of vision log-uniform over 1:40, of text over 1:20; work of the language model
+    is half of their sum."""
     random = np.random.default_rng(seed)
     vision, text = np.exp(random.uniform(0, np.log([[40.0], [20.0]]), (2, examples)))
     return {
@@ -37,8 +37,8 @@ def loads_of(plan: MicrobatchPlan, work: np.ndarray, phase: str, replicas: int) 
 
 
 def check(plan, phases: dict[str, PhaseLoad], replicas: int) -> None:
-    """Every example runs once, is deferred to the next microbatch at most, and no row is too
-    full."""
+    """Every example runs once, is deferred to the next microbatch at most,
+    and no row is too full."""
     has_media = (
         sum(
             phase_load.work + phase_load.slots
@@ -123,6 +123,7 @@ PHASE = st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 30))
     st.sampled_from([None, 0, 10]),
 )
 def test_plans_keep_every_limit(examples, replicas, microbatches, capacity, limit):
+    """Capacities of rows, and the slots that one microbatch may defer to the next."""
     vision, audio, language = np.array(examples, np.int64).T
     phases = {
         "vision": load(vision, capacity),
@@ -147,6 +148,8 @@ def test_plans_keep_every_limit(examples, replicas, microbatches, capacity, limi
 
 
 def test_several_encoders_are_all_levelled():
+    """Two encoders whose work is unrelated, with many examples that lack one or both, and a
+    language model that depends on both."""
     random = np.random.default_rng(0)
     vision, audio, text = np.rint(np.exp(random.uniform(5, 8, (3, 256)))).astype(np.int64)
     vision[random.random(256) < 0.4] = 0
@@ -173,8 +176,8 @@ def test_text_alone_needs_no_encoder():
 
 
 def test_few_images_take_few_encoder_rows():
-    """Two images with short texts among long texts come into one microbatch, since no text needs
-    their room."""
+    """Two images with short texts among long texts come into one microbatch, since no
+    text needs their room."""
     vision = np.zeros(32, np.int64)
     language = np.full(32, 100)
     vision[[4, 9]] = 50, 60
@@ -197,8 +200,8 @@ def test_more_microbatches_where_rows_are_short():
 
 
 def test_rows_that_only_tight_packing_fills():
-    """Filling the lightest row first would put 5, 4 into one and 5, 3 into the other, and strand
-    the second 3."""
+    """Filling the lightest row first would put 5, 4 into one and 5, 3 into the other,
+    and strand the second 3."""
     phases = {"language": load([5, 5, 4, 3, 3], 10)}
     plan = plan_microbatches({}, phases["language"], 1, 2)
     check(plan, phases, 1)

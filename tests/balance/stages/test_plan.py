@@ -1,5 +1,5 @@
-"""Plans of pipelined steps: every token arrives where its microbatch looks for it, whatever the
-batch holds."""
+"""Plans of pipelined steps: every token arrives where its microbatch looks for it,
+whatever the batch holds."""
 
 import dataclasses
 
@@ -70,6 +70,7 @@ def batch(examples) -> BatchItems:
 
 
 def random_batch(seed: int, count: int = 24) -> BatchItems:
+    """A batch of short texts with up to three images each."""
     random = np.random.default_rng(seed)
     return batch(
         [
@@ -85,8 +86,8 @@ def random_batch(seed: int, count: int = 24) -> BatchItems:
 def sizing(
     replicas: int, model: ModelConfig = MODEL, trained=TRAINED, capacities=None, spans=None
 ) -> list[SizingInputs]:
-    """Everything that sizes are chosen from except samples: rows of one class, or of given
-    capacities."""
+    """Everything that sizes are chosen from except samples: rows of one class,
+    or of given capacities."""
     phase_capacities = capacities or {}
     phase_spans = spans or {}
     return [
@@ -267,8 +268,8 @@ def test_equal_batches_have_equal_plans_and_other_batches_others():
 
 
 def test_what_a_run_does_not_hold_goes_into_another():
-    """With room for one microbatch less per phase, the step takes a second run of the same
-    program."""
+    """With room for one microbatch less per phase, the step takes a second
+    run of the same program."""
     chosen = CASES["segments"]
     items = random_batch(3)
     single_run = plan_pipeline(items, chosen.spec, chosen.training)

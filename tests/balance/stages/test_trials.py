@@ -89,6 +89,7 @@ def test_where_the_longest_example_is_rare_rows_have_several_classes():
     config = PipelineConfig(stages=2, layout="chain")
 
     def chosen_with(row_classes: int):
+        """Sizes for data whose longest item is four times as long as that of any sample."""
         inputs = [
             replace(
                 phase_inputs,
@@ -152,8 +153,8 @@ def test_layout_and_chunks_are_no_worse_than_any_single_one():
 
 
 def test_a_bound_ends_a_trial_and_changes_no_figure():
-    """A trial stops when it exceeds the best cost so far; below that bound the prediction is the
-    full one."""
+    """A trial stops when it exceeds the best cost so far; below that bound the
+    prediction is the full one."""
     tried = trials()
     cut = Cut("segments")
     capacities = {name: (tried.least(name),) for name in tried.inputs}
@@ -164,8 +165,8 @@ def test_a_bound_ends_a_trial_and_changes_no_figure():
 
 
 def test_what_a_tick_takes_besides_makes_chunks_fewer():
-    """The fixed price of a tick is eight times the costliest operation, so more ticks of smaller
-    chunks do not pay."""
+    """The fixed price of a tick is eight times the costliest operation, so more ticks of
+    smaller chunks do not pay."""
     free = chosen(microbatches=8).training
     linear = max(int(costs.linear.max()) for costs in free.costs.values())
     costly = chosen(microbatches=8, flops_per_tick=8.0 * linear).training

@@ -1,5 +1,5 @@
-"""Small towers and a language model for the executor, their batches, and the same step without a
-pipeline."""
+"""Small towers and a language model for the executor, their batches, and the same
+step without a pipeline."""
 
 from __future__ import annotations
 
@@ -58,6 +58,8 @@ def language() -> Component:
     loss and the number of right predictions."""
 
     def first(outer: Params, row, media):
+        """Embeddings of a row's text, with tokens of encoders in their place where
+        the row asks for them."""
         x = jnp.take((outer.trained | outer.frozen)["embed"], row["ids"], axis=0)
         for encoder_index, tokens in enumerate(media):
             if not tokens.shape[0]:
@@ -107,8 +109,8 @@ HEAD = Trained(False, False, True)
 def parameters(
     ring: Ring, trained: tuple[Trained, ...], seed: int = 0
 ) -> tuple[tuple[Params, ...], tuple[Params, ...]]:
-    """Stacked layers [layers of the whole component, ...] and the parameters outside of them, each
-    by component."""
+    """Stacked layers [layers of the whole component, ...] and the parameters outside of
+    them, each by component."""
     keys = iter(jax.random.split(jax.random.key(seed), 100))
 
     def matrix(*shape: int):
@@ -173,7 +175,8 @@ def rows(
                 for reader, read in enumerate(workload.inputs)
                 if (encoder_, row_read) in read
             ]
-            # With deferral two microbatches read one encoder row, and each takes some of its tokens.
+            # With deferral two microbatches read one encoder row, and each takes some of its
+            # tokens.
             tokens = PATCHES[workload.chains[encoder_].rows[row_read][0]] // 2
             taken_tokens = (
                 range(tokens) if len(readers) == 1 else [readers.index(microbatch) % tokens]
@@ -203,11 +206,12 @@ def classes_of(work: ChainWork) -> int:
 
 
 def unpipelined(ring: Ring, workload: Workload, fan: tuple[int, ...], layers, outer, rows):
-    """(loss, sums) and the gradients of everything trained, microbatch by microbatch in plain
-    Python."""
+    """(loss, sums) and the gradients of everything trained, microbatch by
+    microbatch in plain Python."""
     model = components(ring)
 
     def run(trained):
+        """Loss and sums as a function of all trained parameters."""
         weights = [Params(t, p.frozen) for t, p in zip(trained[0], layers, strict=True)]
         outers = [Params(t, p.frozen) for t, p in zip(trained[1], outer, strict=True)]
 
@@ -258,6 +262,7 @@ def stacked(ring: Ring, c: int, tree):
     starts = np.cumsum([0, *chain.layers])
 
     def stack(leaf):
+        """One leaf [layers, ...] as [S, K, L, ...]."""
         out = np.zeros(
             (ring.stages, chain.chunks_per_rank, max(1, *chain.layers), *leaf.shape[1:]), leaf.dtype
         )
@@ -363,8 +368,8 @@ def workload_of(
 
 
 def padded_table_of(graph: Graph) -> Table:
-    """A greedy table with two slots for residuals of the language model, and three idle ticks at
-    its end."""
+    """A greedy table with two slots for residuals of the language model, and three
+    idle ticks at its end."""
     schedule = greedy(graph)
     slots = slots_needed([schedule]) | {(Pool.RESIDUAL, 1): 2}
     schedule = keep_residuals(schedule, slots)
@@ -380,8 +385,8 @@ def padded_table_of(graph: Graph) -> Table:
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled executor with what it needs to run a schedule and to compare it with the plain
-    step."""
+    """A compiled executor with what it needs to run a schedule and to compare
+    it with the plain step."""
 
     spec: TableSpec
     trained: tuple[Trained, ...]
@@ -392,8 +397,8 @@ class Program:
     put: Callable[[Inputs], Inputs] = lambda inputs: inputs
 
     def check(self, schedule: Schedule, seed: int = 0) -> None:
-        """Run a schedule on the rows of a seed: loss, sums and every gradient must equal those of
-        the plain step."""
+        """Run a schedule on the rows of a seed: loss, sums and every gradient must equal
+        those of the plain step."""
         workload = schedule.graph.workload
         ring = self.spec.ring
         table = make_table(schedule, self.spec)

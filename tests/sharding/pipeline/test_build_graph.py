@@ -1,5 +1,5 @@
-"""The graph of a batch: which operations there are, what they wait for, and which workloads are
-refused."""
+"""The graph of a batch: which operations there are, what they wait for, and which
+workloads are refused."""
 
 import dataclasses
 

@@ -16,8 +16,8 @@ from sharding.pipeline.ring import Chain, PipelineError
 
 
 def model(vision: bool, projector: bool, language: bool, **shape) -> dict[str, list[Layer]]:
-    """Three tower layers and a projector; an embedding, two blocks and a head. Every forward pass
-    costs 10."""
+    """Three tower layers and a projector; an embedding, two blocks and a head. Every
+    forward pass costs 10."""
 
     def run(component: str, count: int, trainable: bool) -> list[Layer]:
         return [Layer(component, 10, trainable=trainable, **shape) for _ in range(count)]
@@ -62,8 +62,8 @@ def test_backward_passes_by_what_is_frozen(trained, encoder, projector, language
 
 
 def test_a_chunk_that_keeps_inputs_alone_does_not_run_its_last_layer_again():
-    """Except for the chunk that ends with a projector or head, which reads what the last layer
-    yields."""
+    """Except for the chunk that ends with a projector or head, which reads what
+    the last layer yields."""
     ends = Layer("language", 1)
     recomputed = Layer("language", 10, attention=4, linear_again=1, attention_again=1)
     half_recomputed = replace(recomputed, linear_again=Fraction(1, 2), attention_again=0)
@@ -94,8 +94,8 @@ def test_a_model_that_learns_nothing_has_no_backward_pass():
 
 @pytest.mark.parametrize("trainable", [False, True])
 def test_attention_costs_two_and_a_half_forward_passes_on_the_way_back(trainable):
-    """4 units of attention cost 10 on the way back, whether or not the layer's weights are
-    trained."""
+    """4 units of attention cost 10 on the way back, whether or not the
+    layer's weights are trained."""
     trained_before = Layer("language", 1, trainable=True)
     layer = Layer("language", 10, attention=4, trainable=trainable)
     _, cost = layer_costs({"language": [trained_before, layer]})["language"]
@@ -144,8 +144,8 @@ def test_cuts_are_the_best_of_all(costs, data):
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
 def test_cuts_in_rounds_are_the_best_of_all(costs, data):
-    """Ranks run in lockstep, so the sum over rounds of the costliest chunk of each must be
-    least."""
+    """Ranks run in lockstep, so the sum over rounds of the costliest chunk
+    of each must be least."""
     stages = data.draw(st.integers(1, len(costs)))
     rounds = data.draw(st.integers(1, len(costs) // stages))
     chunks = stages * rounds
@@ -163,8 +163,8 @@ def test_cuts_in_rounds_are_the_best_of_all(costs, data):
 
 
 def test_what_does_not_divide_evenly_makes_one_round_larger():
-    """80 blocks and a head on 16 stages in three rounds: the longest chunks of the rounds have six
-    units together."""
+    """80 blocks and a head on 16 stages in three rounds: the longest chunks of the rounds
+    have six units together."""
     bounds = cut_in_rounds([10] * 80 + [14], 16, 3)
     sizes = [stop - start for start, stop in pairwise(bounds)]
     assert sum(max(sizes[first : first + 16]) for first in (0, 16, 32)) == 6 and sum(sizes) == 81
@@ -217,7 +217,8 @@ def test_stages_are_the_best_of_all_whatever_is_frozen(layers, layout, stages):
             for split in splits
             if all(count <= len(layers[name]) - 2 for name, count in zip(units, split, strict=True))
         )
-    # No layer here keeps its input alone, so no chunk is spared the recomputation of its last layer.
+    # No layer here keeps its input alone, so no chunk is spared the recomputation of its last
+    # layer.
     assert max(ranks) == best
 
 
@@ -323,6 +324,8 @@ def test_parallel_gives_each_chain_the_ranks_it_needs():
     st.integers(3, 8),
 )
 def test_no_split_of_ranks_beats_the_one_chosen(vision, audio, language, stages):
+    """Against all ways to give each of three chains some ranks and to cut
+    it into as many chunks."""
     costs = [vision, audio, language]
     if stages > sum(map(len, costs)):
         return
@@ -397,6 +400,7 @@ def test_work_of_a_chain_is_that_of_its_layers_in_every_microbatch():
 
 
 def test_more_stages_than_layers_are_refused_with_both_counts():
+    """Every layout has its own limit of stages."""
     layers = chains(vision=[1] * 3, language=[1] * 8)
     with pytest.raises(
         PipelineError, match=r"pipeline\.stages = 4, but 'vision' has 3 layers.*'segments'"

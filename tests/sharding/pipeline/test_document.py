@@ -41,8 +41,8 @@ def example():
 
 
 def drawing() -> list[str]:
-    """The lines of the drawing: the schedule of both ranks, then the columns of their table that
-    are used."""
+    """The lines of the drawing: the schedule of both ranks, then the columns of
+    their table that are used."""
     schedule, table = example()
     graph = schedule.graph
     lines = ["tick    " + "".join(f"{tick:<8}" for tick in range(table.count))]

@@ -1,5 +1,5 @@
-"""Tables as files: saved tables are read back unchanged, and files that hold no table are
-refused."""
+"""Tables as files: saved tables are read back unchanged, and files that hold
+no table are refused."""
 
 import json
 

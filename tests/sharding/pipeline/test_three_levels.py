@@ -17,8 +17,9 @@ from sharding.pipeline.table_spec import TableSpec, action_of
 from sharding.pipeline.validator import validate
 
 VISION, LANGUAGE, DIFFUSION = range(3)
-# Vision has rows 0 to 2, language 0 to 3, diffusion 0 to 2. Nothing reads row 2 of language, and only
-# that row reads row 2 of vision. READ is by language row, INPUTS by diffusion row: (chain, row) each.
+# Vision has rows 0 to 2, language 0 to 3, diffusion 0 to 2. Nothing reads row 2 of language, and
+# only that row reads row 2 of vision. READ is by language row, INPUTS by diffusion row: (chain,
+# row) each.
 READ = {LANGUAGE: (((0, 0),), ((0, 0), (0, 1)), ((0, 2),), ())}
 INPUTS = (((1, 0),), ((1, 0), (1, 1)), ((1, 3),))
 PLACES = {
@@ -29,6 +30,7 @@ PLACES = {
 
 
 def ring_of(layout: str, has_loss: bool) -> Ring:
+    """A ring of three chains in one of the layouts of `PLACES`, with one layer per chunk."""
     vision, language, diffusion = PLACES[layout]
     return Ring(
         4,
@@ -77,8 +79,8 @@ def test_every_schedule_is_proven(layout, schedule, split, has_loss):
     graph = build_graph(ring, workload_of(ring), split=split)
     table = table_of(graph, schedule)
     validate(table, graph)
-    # Each loss counts once: that of every generator row, and of every language row where the language
-    # model has a loss.
+    # Each loss counts once: that of every generator row, and of every language row where the
+    # language model has a loss.
     column = table.spec.columns
     counts = table.rows[table.rows[..., column["count_loss"]] == 1]
     chains = (counts[:, column["action"]] - 1) // len(Kind)
@@ -91,8 +93,8 @@ def backwards(graph: Graph, chain: int) -> set[int]:
 
 
 def test_what_no_gradient_reaches_has_no_backward():
-    """Without a loss of its own, language row 2 has no gradient, and neither has the vision row
-    that it alone reads."""
+    """Without a loss of its own, language row 2 has no gradient, and neither has the vision
+    row that it alone reads."""
     for has_loss, language, vision in ((True, {0, 1, 2, 3}, {0, 1, 2}), (False, {0, 1, 3}, {0, 1})):
         ring = ring_of("chain", has_loss)
         graph = build_graph(ring, workload_of(ring))

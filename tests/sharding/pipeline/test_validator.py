@@ -1,5 +1,5 @@
-"""The validator names whatever is wrong with a table: a valid table is changed in one cell at a
-time."""
+"""The validator names whatever is wrong with a table: a valid table is changed
+in one cell at a time."""
 
 import dataclasses
 
@@ -31,8 +31,8 @@ def changed(table: Table, tick: int, rank: int, column: str, value: int) -> Tabl
 
 
 def find(table: Table, wanted: dict[str, int | None]) -> tuple[int, int]:
-    """Tick and rank of the first row whose columns have the wanted values, where None stands for
-    any slot."""
+    """Tick and rank of the first row whose columns have the wanted values, where
+    None stands for any slot."""
     match = np.ones(table.rows.shape[:2], bool)
     match[table.count :] = False
     for column, value in wanted.items():
@@ -47,7 +47,8 @@ def test_a_good_table_is_good():
     assert (TABLE.rows[TABLE.count :, :, 0] == 0).all()
 
 
-# Each case: values that find a row, the column that is changed there, its new value, and the message.
+# Each case: values that find a row, the column that is changed there, its new value, and the
+# message.
 FORWARD, BACK, WEIGHT = (
     action_of(1, kind) for kind in (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 )
@@ -216,8 +217,8 @@ def test_a_table_of_another_batch():
 
 @given(st.integers(0, 10_000))
 def test_ticks_change_places_only_if_nothing_waits(seed):
-    """With two ticks exchanged, the table may be accepted only if no operation then runs before one
-    that it waits for."""
+    """With two ticks exchanged, the table may be accepted only if no operation then runs before
+    one that it waits for."""
     random = np.random.default_rng(seed)
     earlier, later = sorted(random.choice(TABLE.count, 2, replace=False).tolist())
     order = np.arange(TABLE.spec.ticks)

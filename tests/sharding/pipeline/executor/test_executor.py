@@ -1,5 +1,5 @@
-"""The executor against the same step without a pipeline: every schedule, layout, choice of frozen
-parts, and mesh."""
+"""The executor against the same step without a pipeline: every schedule, layout, choice of
+frozen parts, and mesh."""
 
 import dataclasses
 import functools
@@ -59,8 +59,8 @@ def three() -> Program:
 
 @functools.cache
 def parallel() -> Program:
-    """Vision on rank 0, audio on rank 1, language on ranks 2 and 3, so that tokens of vision take
-    two hops."""
+    """Vision on rank 0, audio on rank 1, language on ranks 2 and 3, so that tokens of
+    vision take two hops."""
     return program(ring_of("parallel", 4, ("vision", "audio")), (ALL,) * 3, (16, 16, 6))
 
 
@@ -113,8 +113,8 @@ POLICIES = {
     ],
 )
 def test_layers_computed_again_one_by_one(policy):
-    """Whole chunks and parts of them, residuals kept and not, and backward operations whole and in
-    two halves."""
+    """Whole chunks and parts of them, residuals kept and not, and backward operations
+    whole and in two halves."""
     ring = ring_of("chain", 3)
     pipeline = program(
         ring,
@@ -289,8 +289,8 @@ def test_freezing(trained, layout):
 
 
 def tensor_parallel(params: Params, x, row):
-    """models.layer with its hidden units spread over `tensor`, written as one device of that axis
-    computes it."""
+    """models.layer with its hidden units spread over `tensor`, written as one device of
+    that axis computes it."""
     weights = params.trained | params.frozen
 
     def local(up, down, scale, x, level):
@@ -310,6 +310,8 @@ def tensor_parallel(params: Params, x, row):
 
 @pytest.mark.parametrize("replicas", [(), ("data",)], ids=["data automatic", "data summed once"])
 def test_data_and_tensor_axes_inside_of_stages(replicas):
+    """Rows are spread over `data` and hidden units over `tensor` inside of each stage, with both
+    automatic or both manual."""
     ring = ring_of("segments", 2)
     trained = (ALL, ALL)
     plain = program(ring, trained, SIZES)
@@ -324,6 +326,7 @@ def test_data_and_tensor_axes_inside_of_stages(replicas):
         members = [dataclasses.replace(of, layer=tensor_parallel) for of in members]
 
     def put(found: Inputs) -> Inputs:
+        """Place parameters and rows on the mesh."""
         spec_by_name = {"up": P("stage", None, None, None, "tensor")}
         default_spec = P("stage", None, None, "tensor")
 
@@ -356,7 +359,8 @@ def test_memory_does_not_grow_with_microbatches_and_is_not_copied():
         compiled = pipeline.run.lower(TableArrays.of(table), arrays).compile()
         temporary_sizes.add(compiled.memory_analysis().temp_size_in_bytes)
     assert len(temporary_sizes) == 1
-    # Nor are gradients copied from tick to tick: XLA does that to whatever passes through a switch.
+    # Gradients are not copied from tick to tick either, as XLA copies whatever passes through a
+    # switch. These are the shapes of the sums of gradients.
     copied = re.findall(r"= f32\[([\d,]+)\]\S* copy\((?!.*wrapped_broadcast)", compiled.as_text())
     assert copied and not {"3,16,32", "3,32,16", "11,16", "16,11"} & set(copied)
 

@@ -1,5 +1,5 @@
-"""The table of schedules: every name makes a proven schedule, and a new entry takes part
-everywhere."""
+"""The table of schedules: every name makes a proven schedule, and a new entry
+takes part everywhere."""
 
 import pytest
 
@@ -31,8 +31,8 @@ def test_a_wrong_name_is_told_the_names():
 
 
 def test_another_schedule_is_an_entry(monkeypatch):
-    """A schedule of a different order is proven as the others are, and a search compares with
-    it."""
+    """A schedule of a different order is proven as the others are, and a
+    search compares with it."""
     monkeypatch.setitem(SCHEDULES, "toy", TOY)
     schedule = scheduler_of("toy").make(GRAPH, None, 0)
     prove(schedule)

@@ -1,5 +1,5 @@
-"""Fixed orders: legal in every layout, of costs that can be told by hand, and within their
-slots."""
+"""Fixed orders: legal in every layout, of costs that can be told by hand,
+and within their slots."""
 
 import numpy as np
 import pytest
@@ -20,8 +20,8 @@ from tests.sharding.pipeline.models import ring_of, workload_of
 
 
 def plain(stages: int, microbatches: int, chunks: int = 1, forward: int = 1, backward: int = 3):
-    """A language model alone, where all forward operations take equally long, and all backward
-    operations do."""
+    """A language model alone, where all forward operations take equally long, and all
+    backward operations do."""
     ones = np.ones((stages * chunks, microbatches), np.int64)
     works = ChainWork(ones * forward, ones * 0, ones * 0, ones * backward)
     ring = Ring(stages, (Chain("language", tuple(range(stages)) * chunks, (1,) * stages * chunks),))
@@ -78,8 +78,8 @@ def test_costs_that_can_be_told_by_hand(stages, microbatches):
 
 
 def test_interleaving_shortens_the_bubble():
-    """With v chunks per rank the bubble is 1 / v as long; here v = 2, and chunks take half the
-    time."""
+    """With v chunks per rank the bubble is 1 / v as long; here v = 2, and
+    chunks take half the time."""
     one_chunk = plain(4, 8, 1, 2, 2)
     two_chunks = plain(4, 8, 2, 1, 1)
     assert max(one_chunk.rank_work) == max(two_chunks.rank_work) == 32
@@ -124,6 +124,8 @@ def test_one_f_one_b_does_not_go_round_the_ring():
 
 
 def test_kept_residuals_save_the_recompute():
+    """Every forward operation that keeps its residuals spares its backward the recomputation, and
+    nothing else changes."""
     ring = ring_of("segments", 4)
     schedule = greedy(build_graph(ring, workload_of(ring, 6, seed=2)))
     with_residuals = keep_residuals(schedule, {(Pool.RESIDUAL, 0): 1, (Pool.RESIDUAL, 1): 3})

@@ -22,8 +22,8 @@ def test_a_tick_costs_its_longest_operation():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_asynchronous_makespan_by_recursion(seed):
-    """An operation ends its own duration after the last that it waits for: in the graph, or before
-    it on its rank."""
+    """An operation ends its own duration after the last that it waits for: in the graph, or
+    before it on its rank."""
     ring = ring_of("segments", 4)
     schedule = greedy(build_graph(ring, workload_of(ring, 6, seed=seed)))
     graph = schedule.graph
@@ -47,8 +47,8 @@ def test_asynchronous_makespan_by_recursion(seed):
 
 
 def test_what_is_not_work_has_a_cause():
-    """One microbatch on two ranks: the busier one waits for the other, and no tick holds two
-    operations."""
+    """One microbatch on two ranks: the busier one waits for the other, and no tick
+    holds two operations."""
     graph = plain(2, 1)
     schedule = gpipe(graph)
     idle = idle_by_cause(schedule)

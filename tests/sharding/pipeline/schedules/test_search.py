@@ -1,5 +1,5 @@
-"""Searched schedules against brute force, the lower bound, the schedules they start from, and their
-slots."""
+"""Searched schedules against brute force, the lower bound, the schedules they start
+from, and their slots."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def tiny_graph(seed: int, split: bool = False) -> Graph:
 
 
 def segments_graph(seed: int, microbatches: int = 6, split: bool = True) -> Graph:
-    """Two encoders and a language model on each of three ranks, with encoder rows that one or two
-    microbatches read."""
+    """Two encoders and a language model on each of three ranks, with encoder rows that one or
+    two microbatches read."""
     random = np.random.default_rng(seed)
     ring = Ring(
         3,
@@ -82,8 +82,8 @@ def prove(graph: Graph, schedule, slots) -> None:
 
 
 def least_lockstep(graph: Graph) -> int:
-    """The least cost by Dijkstra's algorithm over sets of completed operations, where every edge
-    takes one tick."""
+    """The least cost by Dijkstra's algorithm over sets of completed operations, where
+    every edge takes one tick."""
     predecessors: list[set[int]] = [set() for _ in range(graph.size)]
     for n in range(graph.size):
         assert all(ticks == 1 for _, ticks in graph.successors[n])

@@ -1,5 +1,5 @@
-"""The shortest of the greedy schedule and the fixed orders, within slots and a bound on its
-length."""
+"""The shortest of the greedy schedule and the fixed orders, within slots and
+a bound on its length."""
 
 import pytest
 

@@ -13,6 +13,7 @@ def one_at_a_time(graph: Graph) -> Schedule:
     operations, then the next microbatch."""
 
     def key(n: int) -> tuple[int, ...]:
+        """Order of an operation: forward along the chains, then backward against them."""
         backward = graph.kind[n] != Kind.FORWARD
         sign = -1 if backward else 1
         return (
