@@ -170,9 +170,7 @@ def run_all_rounds(plan, batch, spec):
         forward_slots, backward_slots = backend_of(route).buffer_slots(route)
         coordinates = [np.unravel_index(x, shape) for x in range(int(np.prod(shape)))]
         encoder_rank = [route.grid.encoder[a, e] for a, e, _ in coordinates]
-        language_rank = [
-            route.grid.language[a, language_microbatch] for a, _, language_microbatch in coordinates
-        ]
+        language_rank = [route.grid.language[a, n] for a, _, n in coordinates]
         phases = [phase for phase in spec.routes if owner_of[phase] == owner]
         pool_count = max(plan.phases[phase].pool.max(initial=-1) for phase in phases) + 1
         encoder_pools = np.zeros(
@@ -188,7 +186,7 @@ def run_all_rounds(plan, batch, spec):
             for item in range(len(items.length)):
                 microbatch = encoder.microbatch[item]
                 example = items.example[item]
-                language_microbatch = language.microbatch[example]
+                n = language.microbatch[example]
                 tokens_of_rank = encoder.capacity[microbatch] // PER_TOKEN[phase]
                 for token in range(items.tokens[item]):
                     label += 1
@@ -199,11 +197,8 @@ def run_all_rounds(plan, batch, spec):
                     encoder_pools[encoder.pool[microbatch], rank, pool_slot] = label
                     sequence_slot = language.offset[example] + items.slot[item] + token
                     target = (
-                        int(language.pool[language_microbatch]),
-                        int(
-                            language.rank[example]
-                            + sequence_slot // language.capacity[language_microbatch]
-                        ),
+                        int(language.pool[n]),
+                        int(language.rank[example] + sequence_slot // language.capacity[n]),
                     )
                     # The arrival is free to be any slot of the pool that the token's language
                     # microbatch reads, but no two tokens may share it.
