@@ -206,8 +206,8 @@ def test_ties_go_to_the_lower_block_and_rank():
 def test_the_simple_ways():
     assert contiguous(8, 2).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert zigzag(8, 2).tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
-    unequal = longest_first(np.array([9, 1, 1, 1]), 2)
-    assert unequal.tolist() == [0, 1, 1, 1]
+    unlimited = longest_first(np.array([9, 1, 1, 1]), 2)
+    assert unlimited.tolist() == [0, 1, 1, 1]
     assert longest_first(np.array([9, 1, 1, 1]), 2, limit=2).tolist() == [0, 1, 1, 0]
 
 

@@ -172,8 +172,10 @@ def test_a_window_leaves_a_band():
     tiles = listed(tile_map(ids, 4).queries)
     assert set(tiles) == {(i, j) for i in range(16) for j in range(max(0, i - 2), i + 1)}
     assert not any(tiles.values())
-    wider = listed(tile_map(ids.within(8), 4).queries)
-    assert {tile for tile, full in wider.items() if full} == {(i, i - 1) for i in range(1, 16)}
+    wider_window = listed(tile_map(ids.within(8), 4).queries)
+    assert {tile for tile, full in wider_window.items() if full} == {
+        (i, i - 1) for i in range(1, 16)
+    }
 
 
 def test_the_bound_holds_every_tile_until_the_largest_list():

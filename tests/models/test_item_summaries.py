@@ -55,9 +55,9 @@ def test_patches_read_how_far_they_are_from_the_edges_of_their_item():
     ]
     assert distances[2:8].tolist() == [list(patch) for patch in picture]
     assert distances[10:].tolist() == [[0.5] * 3 + [1.5, 0.5, 0.5], [1.5] + [0.5] * 5]
-    apart = np.asarray(edge_distances(LAYOUT, rows(apart=True)))[0]
-    assert apart[:6].tolist() == distances[2:8].tolist()
-    assert apart[7:9].tolist() == distances[10:].tolist()
+    apart_distances = np.asarray(edge_distances(LAYOUT, rows(apart=True)))[0]
+    assert apart_distances[:6].tolist() == distances[2:8].tolist()
+    assert apart_distances[7:9].tolist() == distances[10:].tolist()
     features = np.asarray(edge_features(jnp.asarray(distances[None]), 16))
     assert features.shape == (1, 12, 6 * 16)
     # Features are cosines and sines of wave lengths from 3 to 192 patches.
@@ -73,8 +73,8 @@ def test_the_mean_of_conditions_is_that_of_those_that_are_seen():
     conditions = jnp.arange(24.0).reshape(1, 12, 2)
     means = np.asarray(mean_conditions(LAYOUT, rows(), conditions))[0]
     assert means.tolist() == [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
-    apart = mean_conditions(LAYOUT, rows(apart=True), conditions[:, :10])
-    assert np.asarray(apart)[0].tolist() == means.tolist()
+    apart_means = mean_conditions(LAYOUT, rows(apart=True), conditions[:, :10])
+    assert np.asarray(apart_means)[0].tolist() == means.tolist()
 
 
 def test_vectors_are_those_of_the_owners_however_they_are_found(monkeypatch):

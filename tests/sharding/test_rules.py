@@ -179,8 +179,8 @@ def test_layouts_of_a_cut_mesh_have_sub_axes():
 def test_a_span_takes_the_innermost_ranks(mesh):
     """A row of span g lies on g neighbouring ranks, so that its parts are where rows
     of one rank would lie."""
-    cut = make_mesh({"data": 2, "fsdp": 2, "context": 1, "tensor": 2} | mesh, spans=(1, 2, 4))
-    layout = make_layout(cut)
+    cut_mesh = make_mesh({"data": 2, "fsdp": 2, "context": 1, "tensor": 2} | mesh, spans=(1, 2, 4))
+    layout = make_layout(cut_mesh)
     parts = layout.parts
     for span in (1, 2, 4):
         spanned = layout.spanned(span)
@@ -191,11 +191,11 @@ def test_a_span_takes_the_innermost_ranks(mesh):
     rows = np.arange(2 * 8).reshape(2, 8)
     shared = jax.device_put(rows, layout.spanned(2).sharding(("batch", "sequence")))
     by_rank = jax.device_put(rows.reshape(4, 4), layout.sharding(("batch", "sequence")))
-    held = [
+    slots_by_device = [
         {shard.device: shard.data.tolist() for shard in array.addressable_shards}
         for array in (shared, by_rank)
     ]
-    assert held[0] == held[1]
+    assert slots_by_device[0] == slots_by_device[1]
 
 
 def test_an_encoder_with_more_ranks_has_spans_of_its_own():

@@ -196,10 +196,10 @@ def test_gated_towers_patches_of_frames_and_wider_projectors():
     assert block.parameters - plain_block.parameters == 32 * 128
     assert patches.linear(7) == plain_patches.linear(7), "a still image meets a sum of weights"
     assert patches.parameters == 2 * plain_patches.parameters
-    moving = chosen.model_copy(
+    video_model = chosen.model_copy(
         update={"vision": VISION.model_copy(update=choices | {"videos": True})}
     )
-    assert phase_layers(moving, "vision")[0].linear(7) == 2 * plain_patches.linear(7)
+    assert phase_layers(video_model, "vision")[0].linear(7) == 2 * plain_patches.linear(7)
     assert projector.parameters == 4 * 32 * 48 + 48 * 64
     assert plain_projector.parameters == 4 * 32 * 64 + 64 * 64
     assert projector.linear(8) == product(2, 4 * 32, 48) + product(2, 48, 64)
@@ -229,8 +229,8 @@ def test_projectors_of_means_read_one_feature():
 def test_deepstack_adds_projectors_side_by_side():
     """Two tapped layers add two projectors; their gradients go on into the tower only
     where that is trained."""
-    tapped = VISION.model_copy(update={"deepstack_layers": (0, 1)})
-    model = MODEL.model_copy(update={"vision": tapped})
+    tapped_vision = VISION.model_copy(update={"deepstack_layers": (0, 1)})
+    model = MODEL.model_copy(update={"vision": tapped_vision})
     hidden = product(4, 4 * 32, 64)
     output = product(4, 64, 64)
     for trained, passes in ((NOTHING, (1, 1)), ({"projector.vision": 1}, (2, 3)), (ALL, (3, 3))):

@@ -137,8 +137,8 @@ def test_paths_of_some_ranks_are_those_of_all():
 
 def test_what_stays_on_its_rank_passes_no_other():
     """Four ranks each keep nine tokens; the paths of rank 2 are its own nine."""
-    stays = np.array([0, 1, 2, 3])
-    columns = (np.full(4, 9), stays * 9, stays * 9, stays, stays, 0 * stays, stays < 0)
+    ranks = np.array([0, 1, 2, 3])
+    columns = (np.full(4, 9), ranks * 9, ranks * 9, ranks, ranks, 0 * ranks, ranks < 0)
     round_ = RouteRound(0, 0, 1, 1, 0, *columns)
     local = np.array([-1, -1, 0, -1])
     paths = token_paths(round_, peers=4, groups=1, pair_slots=9, local=local)

@@ -314,13 +314,13 @@ def test_roomy_sizes_need_one_round_and_tiny_ones_many(make):
     """The rounds of both encoders are in the route of vision, which owns their shared exchange."""
     batch = make.batch(3, 40, text=5)
     grids = {"vision": (4, 1, 1), "audio": (4, 1, 1)}
-    roomy = plan_step(batch, make.spec(batch, grids, pool=1 << 14, pair=1 << 7))
-    assert [len(route.rounds) for route in roomy.routes.values()] == [1, 0]
-    assert not any(plan.pool.any() for plan in roomy.phases.values())
-    tiny = plan_step(batch, make.spec(batch, grids, pool=0, pair=7, hops=2))
-    assert len(tiny.routes["vision"].rounds) > 6
-    assert tiny.phases["audio"].pool.max() > tiny.phases["vision"].pool.max() > 0
-    assert tiny.phases["language"].pool.max() >= 1
+    roomy_plan = plan_step(batch, make.spec(batch, grids, pool=1 << 14, pair=1 << 7))
+    assert [len(route.rounds) for route in roomy_plan.routes.values()] == [1, 0]
+    assert not any(plan.pool.any() for plan in roomy_plan.phases.values())
+    tiny_plan = plan_step(batch, make.spec(batch, grids, pool=0, pair=7, hops=2))
+    assert len(tiny_plan.routes["vision"].rounds) > 6
+    assert tiny_plan.phases["audio"].pool.max() > tiny_plan.phases["vision"].pool.max() > 0
+    assert tiny_plan.phases["language"].pool.max() >= 1
 
 
 def test_no_media_no_rounds(make):
@@ -333,11 +333,11 @@ def test_no_media_no_rounds(make):
 def test_pool_below_one_row_is_an_error(make):
     batch = make.batch(1, 12)
     spec = make.spec(batch, {"vision": (2, 1, 1), "audio": (2, 1, 1)})
-    small = dataclasses.replace(spec.routes["vision"], encoder_pool=3)
+    small_route = dataclasses.replace(spec.routes["vision"], encoder_pool=3)
     with pytest.raises(
         ValueError, match=r"encoder pool of phase 'vision' holds 3 tokens.*balance\.pool_slots"
     ):
-        plan_step(batch, dataclasses.replace(spec, routes=spec.routes | {"vision": small}))
+        plan_step(batch, dataclasses.replace(spec, routes=spec.routes | {"vision": small_route}))
 
 
 def test_media_stay_at_home_without_balancing(make):

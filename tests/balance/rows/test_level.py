@@ -68,11 +68,11 @@ def test_balancing_rows_never_makes_ranks_wait_longer(items, slack, ranks):
             int(np.sort(load[rows])[::-1].reshape(-1, ranks)[:, 0].sum()) for rows in classes
         )
 
-    before = waits()
+    waits_before = waits()
     balance_rows(state, RowsByClass(classes, [1] * len(classes), ranks))
     check(state, capacity, max_segments)
     assert (state.remaining[SLOTS] >= 0).all()
-    assert waits() <= before
+    assert waits() <= waits_before
 
 
 @settings(max_examples=200, deadline=None)
@@ -124,13 +124,13 @@ def test_rows_of_several_spans_swap_within_their_class(items, slack, spans):
             for rows, span in zip(classes, spans, strict=True)
         ]
 
-    before = waits()
+    waits_before = waits()
     in_first_class = state.row_of < 4
     balance_rows(state, RowsByClass(classes, spans, 4))
     check(state, capacity)
     assert ((state.row_of < 4) == in_first_class).all()
     assert (state.remaining[SLOTS] >= 0).all()
-    assert sum(waits()) <= sum(before)
+    assert sum(waits()) <= sum(waits_before)
 
 
 @settings(max_examples=200, deadline=None)
@@ -141,10 +141,10 @@ def test_fixing_overflow_tells_the_truth(items, slack, max_segments, search):
     if np.bincount([row for row, _ in items]).max() > max_segments:
         return
     state, capacity = state_of(items, slack, max_segments)
-    before = -state.remaining[SLOTS].min()
+    worst_overflow = -state.remaining[SLOTS].min()
     assert fix_overflow(state, search) == bool((state.remaining[SLOTS] >= 0).all())
     check(state, capacity, max_segments)
-    assert -state.remaining[SLOTS].min() <= max(before, 0)
+    assert -state.remaining[SLOTS].min() <= max(worst_overflow, 0)
 
 
 def test_an_overflow_that_one_swap_cures():
@@ -210,14 +210,14 @@ def test_balancing_ranks_keeps_slots_and_costs(items, slack, spare_cost, ranks, 
     def unevenness() -> int:
         return int((sums_by(state.row_of % ranks, weight, ranks) ** 2).sum())
 
-    before = unevenness()
+    unevenness_before = unevenness()
     balance_ranks(state, ranks)
     for limit, amount, remaining in zip(
         (capacity, 60, allowed), amounts, state.remaining, strict=False
     ):
         assert remaining.tolist() == (limit - sums_by(state.row_of, amount, 12)).tolist()
         assert (remaining >= 0).all()
-    assert unevenness() <= before
+    assert unevenness() <= unevenness_before
 
 
 def test_full_rows_trade_cost_without_slots():

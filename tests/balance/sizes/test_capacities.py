@@ -87,8 +87,8 @@ def test_one_class_is_as_good_as_a_search_over_all_multiples(make):
             )
         return total
 
-    best = min(score(capacity) for capacity in range(512, 2049, ALIGNMENT))
-    assert score(spec.capacities[0]) <= 1.02 * best
+    lowest_score = min(score(capacity) for capacity in range(512, 2049, ALIGNMENT))
+    assert score(spec.capacities[0]) <= 1.02 * lowest_score
 
 
 def test_more_classes_waste_less(make):

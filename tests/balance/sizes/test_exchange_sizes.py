@@ -26,7 +26,7 @@ def test_batches_of_another_source_do_not_collapse():
     """Samples without pictures, then batches of pictures alone: with one batch of each source
     beside the samples, an exchange takes far fewer hops."""
     ranks = 8
-    usual = {"speech_recognition": 1.0}
+    usual_mix = {"speech_recognition": 1.0}
     sources = [{"captioning": 1.0}, {"multi_image": 1.0}]
 
     def batches(stream: int, mix: dict[str, float], count: int) -> list:
@@ -37,17 +37,17 @@ def test_batches_of_another_source_do_not_collapse():
         hops = [sum(round_.hops for round_ in rounds) for rounds in routes]
         return float(np.mean(hops)), max(map(len, routes))
 
-    samples = batches(1, usual, 8)
+    samples = batches(1, usual_mix, 8)
     source_batches = [
         batches(2 + stream_offset, mix, 1)[0] for stream_offset, mix in enumerate(sources)
     ]
-    blind = make_spec(ranks, samples)
+    blind_spec = make_spec(ranks, samples)
     spec = make_spec(ranks, samples, others=source_batches)
-    assert spec.phases["language"].classes == blind.phases["language"].classes
-    assert hops_and_rounds(spec, usual)[1] == 1
+    assert spec.phases["language"].classes == blind_spec.phases["language"].classes
+    assert hops_and_rounds(spec, usual_mix)[1] == 1
     for mix in sources:
         hops, rounds = hops_and_rounds(spec, mix)
-        blind_hops, blind_rounds = hops_and_rounds(blind, mix)
+        blind_hops, blind_rounds = hops_and_rounds(blind_spec, mix)
         assert rounds <= 2 < blind_rounds
         assert hops < 0.3 * blind_hops
 

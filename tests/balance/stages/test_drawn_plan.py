@@ -138,10 +138,10 @@ def test_rows_hold_no_more_items_than_segments(made):
     sees = "vision" in made.spec.phases
     items = drawn_batch(3, sees=sees)
     max_segments = 2
-    tight = dataclasses.replace(made.spec.phases["diffusion"], max_segments=max_segments)
-    spec = dataclasses.replace(made.spec, phases=made.spec.phases | {"diffusion": tight})
-    roomy = {name: tuple(4 * n for n in rows) for name, rows in made.training.rows.items()}
-    runs = plan_runs(items, spec, dataclasses.replace(made.training, rows=roomy))
+    limited_phase = dataclasses.replace(made.spec.phases["diffusion"], max_segments=max_segments)
+    spec = dataclasses.replace(made.spec, phases=made.spec.phases | {"diffusion": limited_phase})
+    more_rows = {name: tuple(4 * n for n in rows) for name, rows in made.training.rows.items()}
+    runs = plan_runs(items, spec, dataclasses.replace(made.training, rows=more_rows))
     assert max(int(run.rows.phases["diffusion"].segment.max()) for run in runs) == max_segments
 
 

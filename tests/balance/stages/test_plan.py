@@ -276,8 +276,8 @@ def test_what_a_run_does_not_hold_goes_into_another():
     row_limits = {
         name: (phase_plan.microbatches - 1,) for name, phase_plan in single_run.phases.items()
     }
-    tight = dataclasses.replace(chosen.training, rows=row_limits)
-    plan = plan_pipeline(items, chosen.spec, tight)
+    limited = dataclasses.replace(chosen.training, rows=row_limits)
+    plan = plan_pipeline(items, chosen.spec, limited)
     assert len(single_run.runs) == 1 and len(plan.runs) >= 2
     assert plan.statistics["pipeline/runs"] == len(plan.runs)
     assert plan.statistics["pipeline/ticks"] == sum(len(run.table) for run in plan.runs)
@@ -286,12 +286,12 @@ def test_what_a_run_does_not_hold_goes_into_another():
 def test_orders_that_do_not_fit_the_slots_give_way_to_the_greedy_one():
     chosen = CASES["parallel"]  # gpipe holds all microbatches at a time
     few_slots = {place_: min(slots, 4) for place_, slots in chosen.training.tables.slots.items()}
-    tight = dataclasses.replace(
+    limited = dataclasses.replace(
         chosen.training, tables=dataclasses.replace(chosen.training.tables, slots=few_slots)
     )
     items = random_batch(5)
     assert plan_pipeline(items, chosen.spec, chosen.training).statistics["pipeline/fallbacks"] == 0
-    assert plan_pipeline(items, chosen.spec, tight).statistics["pipeline/fallbacks"] >= 1
+    assert plan_pipeline(items, chosen.spec, limited).statistics["pipeline/fallbacks"] >= 1
 
 
 def test_samples_without_an_image_still_make_room_for_some():

@@ -10,7 +10,7 @@ def test_rows_hold_items_side_by_side():
     microbatch = np.array([0, 1, 0, 0, 1, 0])
     slots = np.array([5, 7, 4, 6, 3, 5])
     row, offset = pack_rows(microbatch, slots, 10)
-    assert {which: row[microbatch == which].max() + 1 for which in (0, 1)} == {0: 2, 1: 1}
+    assert {index: row[microbatch == index].max() + 1 for index in (0, 1)} == {0: 2, 1: 1}
     used_slots = {
         (m, r, s)
         for m, r, o, n in zip(microbatch, row, offset, slots, strict=True)

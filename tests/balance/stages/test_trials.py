@@ -167,11 +167,12 @@ def test_a_bound_ends_a_trial_and_changes_no_figure():
 def test_what_a_tick_takes_besides_makes_chunks_fewer():
     """The fixed price of a tick is eight times the costliest operation, so more ticks of
     smaller chunks do not pay."""
-    free = chosen(microbatches=8).training
-    linear = max(int(costs.linear.max()) for costs in free.costs.values())
-    costly = chosen(microbatches=8, flops_per_tick=8.0 * linear).training
+    without_price = chosen(microbatches=8).training
+    linear = max(int(costs.linear.max()) for costs in without_price.costs.values())
+    with_price = chosen(microbatches=8, flops_per_tick=8.0 * linear).training
     chunks = [
-        sum(chain.depth for chain in pipeline.tables.ring.chains) for pipeline in (free, costly)
+        sum(chain.depth for chain in pipeline.tables.ring.chains)
+        for pipeline in (without_price, with_price)
     ]
     assert chunks[1] < chunks[0]
 
@@ -209,20 +210,20 @@ def test_more_stages_than_any_layout_has_layers_for():
 def test_many_replicas_are_tried_on_some():
     """Trials of very large batches run on some replicas with the same load per rank."""
     tried = trials(examples=6144)
-    on_some = tried.with_some()
-    assert on_some.inputs["language"].ranks < tried.inputs["language"].ranks
-    ratio = on_some.load("language") / tried.load("language")
+    smaller = tried.with_some()
+    assert smaller.inputs["language"].ranks < tried.inputs["language"].ranks
+    ratio = smaller.load("language") / tried.load("language")
     assert 0.9 < ratio < 1.1
 
 
 def test_forwards_keep_what_memory_holds_and_no_more_than_wait():
     """With `auto`, forward operations keep as many residuals as memory holds. Steps become shorter,
     because backward operations do not run those chunks again."""
-    asked = set()
+    queries = set()
 
     def keeps(few: int) -> Keeps:
         def count(phase: str, capacity: int, layers: int) -> int:
-            asked.add((phase, capacity, layers))
+            queries.add((phase, capacity, layers))
             return few
 
         return count
@@ -236,7 +237,7 @@ def test_forwards_keep_what_memory_holds_and_no_more_than_wait():
     assert {
         (kept_chain.name, capacities[kept_chain.name], max(kept_chain.layers))
         for kept_chain in chains
-    } <= asked
+    } <= queries
     slots = [
         {
             chain: n

@@ -232,7 +232,7 @@ def unpipelined(ring: Ring, workload: Workload, fan: tuple[int, ...], layers, ou
         for m, inputs in enumerate(workload.inputs):
             media = []
             for c, read_count in enumerate(fan):
-                tokens_read = [padded(tokens[c][sub]) for e, sub in inputs if e == c]
+                tokens_read = [padded(tokens[c][row_read]) for e, row_read in inputs if e == c]
                 tokens_read += [jnp.zeros((REPLICAS, SLOTS, WIDTHS["language"]))] * (
                     read_count - len(tokens_read)
                 )
@@ -346,7 +346,7 @@ def workload_of(
                     inputs[m + 1].append((encoder_, row_number))
                 row_number += 1
         counts.append(row_number)
-    up = any(parts_trained != NONE for parts_trained in trained[:-1])
+    encoder_trained = any(parts_trained != NONE for parts_trained in trained[:-1])
     works = []
     for chain, parts_trained, row_count in zip(
         ring.chains, trained, (*counts, microbatches), strict=True
@@ -355,14 +355,22 @@ def workload_of(
         forward = random.integers(1, 4, (chain.depth, 1)) + np.zeros(shape, np.int64)
         # The language model has input gradients where an encoder is trained, even if it is frozen
         # itself.
-        above = up and chain == ring.reader
-        back = np.zeros(shape, np.int64) + int(parts_trained.layers or parts_trained.first or above)
-        weight = back * int(parts_trained.layers)
+        returns_gradients = encoder_trained and chain == ring.reader
+        input_gradient = np.zeros(shape, np.int64) + int(
+            parts_trained.layers or parts_trained.first or returns_gradients
+        )
+        weight_gradient = input_gradient * int(parts_trained.layers)
         if parts_trained.last:
-            weight[-1] = 1
+            weight_gradient[-1] = 1
         row_class = random.integers(0, len(TEXT), row_count) if classes else None
         works.append(
-            ChainWork(forward, forward * (back > 0), forward * back, weight * forward, row_class)
+            ChainWork(
+                forward,
+                forward * (input_gradient > 0),
+                forward * input_gradient,
+                weight_gradient * forward,
+                row_class,
+            )
         )
     return Workload(tuple(works), tuple(map(tuple, inputs)))
 

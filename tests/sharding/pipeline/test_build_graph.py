@@ -49,8 +49,8 @@ def test_what_waits_for_what():
             expected |= {
                 (f"forward {chunk}", f"backward {chunk}") for chunk in (first_chunk, second_chunk)
             }
-    for sub, m in ((0, 0), (1, 0), (1, 1)):
-        tower = f"of vision chunk 1, microbatch {sub}"
+    for encoder_row, m in ((0, 0), (1, 0), (1, 1)):
+        tower = f"of vision chunk 1, microbatch {encoder_row}"
         text = f"of language chunk 0, microbatch {m}"
         expected |= {
             (f"forward {tower}", f"forward {text}"),

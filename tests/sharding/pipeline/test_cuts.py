@@ -167,7 +167,10 @@ def test_what_does_not_divide_evenly_makes_one_round_larger():
     have six units together."""
     bounds = cut_in_rounds([10] * 80 + [14], 16, 3)
     sizes = [stop - start for start, stop in pairwise(bounds)]
-    assert sum(max(sizes[first : first + 16]) for first in (0, 16, 32)) == 6 and sum(sizes) == 81
+    assert (
+        sum(max(sizes[start_chunk : start_chunk + 16]) for start_chunk in (0, 16, 32)) == 6
+        and sum(sizes) == 81
+    )
     assert cut_in_rounds([10] * 21 + [32], 16, 1) == (*range(10), 11, 13, 15, 17, 19, 21, 22)
 
 
@@ -209,17 +212,17 @@ def test_stages_are_the_best_of_all_whatever_is_frozen(layers, layout, stages):
         return min(max(sum(loads[a:b]) for a, b in pairwise(bounds)) for bounds in candidates)
 
     if layout == "chain":
-        best = slowest(units["vision"] + units["language"], stages)
+        least_load = slowest(units["vision"] + units["language"], stages)
     else:
         splits = ((count, stages - count) for count in range(1, stages))
-        best = min(
+        least_load = min(
             max(slowest(units[name], count) for name, count in zip(units, split, strict=True))
             for split in splits
             if all(count <= len(layers[name]) - 2 for name, count in zip(units, split, strict=True))
         )
     # No layer here keeps its input alone, so no chunk is spared the recomputation of its last
     # layer.
-    assert max(ranks) == best
+    assert max(ranks) == least_load
 
 
 def test_cuts_of_costs_whose_squares_no_word_holds():
@@ -298,8 +301,10 @@ def test_rows_of_a_microbatch_count_in_cuts_but_not_in_chunks_a_rank():
     ] == [2, 2]
     assert [chain.depth for chain in partition(layers, 4, "parallel").chains] == [1, 3]
     assert partition(layers, 2, "chain", rows={"vision": 9}).chains[1].stages == (1,)
-    unaware = partition(layers, 2, "chain", rows={"vision": 9}, cut_by="parameters")
-    assert [chain.stages for chain in unaware.chains] == [(0,), (0, 1)], "ten blocks, five a rank"
+    by_parameters = partition(layers, 2, "chain", rows={"vision": 9}, cut_by="parameters")
+    assert [chain.stages for chain in by_parameters.chains] == [(0,), (0, 1)], (
+        "ten blocks, five a rank"
+    )
 
 
 def test_a_tiny_encoder_does_not_cut_the_others_to_pieces():
@@ -343,10 +348,10 @@ def test_no_split_of_ranks_beats_the_one_chosen(vision, audio, language, stages)
         for c in range(1, len(language) + 1)
         if a + b + c == stages
     ]
-    best = min(max(map(slowest, costs, split)) for split in splits)
+    least_load = min(max(map(slowest, costs, split)) for split in splits)
     layers = chains(vision=vision, audio=audio, language=language)
     ring = partition(layers, stages, "parallel")
-    assert max(loads(ring, layers)) == best
+    assert max(loads(ring, layers)) == least_load
 
 
 def test_stems_and_projectors_stay_with_a_block_and_heads_may_stand_alone():

@@ -132,12 +132,12 @@ def test_kept_residuals_save_the_recompute():
     prove(with_residuals)
     needed = slots_needed([with_residuals])
     assert 0 < needed[Pool.RESIDUAL, 0] <= 1 and 0 < needed[Pool.RESIDUAL, 1] <= 3
-    saved = sum(schedule.graph.duration) - sum(durations(with_residuals))
+    saved_work = sum(schedule.graph.duration) - sum(durations(with_residuals))
     works = schedule.graph.workload.chains
     graph = schedule.graph
     expected = sum(
         int(works[graph.chain[n]].recompute[graph.depth[n], graph.microbatch[n]])
         for n in with_residuals.keepers
     )
-    assert saved == expected > 0
+    assert saved_work == expected > 0
     assert lockstep(with_residuals) <= lockstep(schedule)

@@ -133,9 +133,9 @@ def even_graph(microbatches: int, times: int, split: bool) -> Graph:
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_even_batches_are_solved(microbatches, times, split):
     graph = even_graph(microbatches, times, split)
-    best = least_lockstep(graph)
-    assert lower_bound(graph) <= best
-    assert search(graph, fixed_orders(), rollouts=200).lockstep == best
+    least_cost = least_lockstep(graph)
+    assert lower_bound(graph) <= least_cost
+    assert search(graph, fixed_orders(), rollouts=200).lockstep == least_cost
 
 
 def test_tiny_uneven_batches_are_nearly_solved():
@@ -144,9 +144,9 @@ def test_tiny_uneven_batches_are_nearly_solved():
     gaps = []
     for seed, split in itertools.product(range(10), (False, True)):
         graph = tiny_graph(seed, split)
-        best = least_lockstep(graph)
-        assert lower_bound(graph) <= best
-        gaps.append(search(graph, fixed_orders(), rollouts=100).lockstep / best - 1)
+        least_cost = least_lockstep(graph)
+        assert lower_bound(graph) <= least_cost
+        gaps.append(search(graph, fixed_orders(), rollouts=100).lockstep / least_cost - 1)
     assert min(gaps) == 0 and sorted(gaps)[10] < 0.015 and max(gaps) < 0.06
 
 
