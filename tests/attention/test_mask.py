@@ -73,8 +73,8 @@ def test_a_causal_row_and_a_row_of_items():
 
 
 def test_a_window_counts_tokens_of_its_document():
-    """A window of three tokens, the last of which is the token itself. An image is seen whole by
-    its own tokens, and by others as far as their window reaches."""
+    """A window of three tokens includes the token itself. An image is seen whole by its own tokens,
+    and by others as far as their window reaches."""
     groups = np.array([0, 1, 1, 1, 1, 0, 0, 0], np.int32)
     ids = causal_ids(np.array([1, 1, 1, 1, 1, 1, 2, 2], np.int32), groups).within(3)
     rows = [

@@ -12,8 +12,8 @@ BLOCK = 4
 SLOTS = 16
 HEADS = 2
 SIZE = 4
-# Items by slot. Queries are of three items, the second of which has no keys; COUNTS says how often
-# each query sees the repeated key.
+# Items by slot. Queries have three items, and item 2 has no keys. COUNTS says how often each query
+# sees the repeated key.
 QUERIES = np.array([0, 0, 1, 1, 1, 2, 2, 0, 0, 0, 0, 3, 3, 3, 0, 0], np.int32)
 KEYS = np.array([1, 1, 0, 0, 0, 0, 0, 3, 3, 3, 3, 0, 0, 0, 0, 0], np.int32)
 COUNTS = np.where(QUERIES > 0, np.array([0, 3, 5, 0])[QUERIES], 0).astype(np.int32)

@@ -83,7 +83,7 @@ def test_a_new_adapter_changes_nothing_and_begins_by_seed():
 
 
 def randomized(model, dtype):
-    """Parameters none of which is zero, in a dtype."""
+    """Random parameters in a dtype, none of them zero."""
     rng = np.random.default_rng(0)
     draw = lambda leaf: (0.3 * rng.standard_normal(leaf.shape)).astype(dtype)  # noqa: E731
     return jax.tree.map(draw, model.abstract("float32"))
@@ -106,8 +106,8 @@ def merged_params(params):
     "remat, mesh", [("full", ONE), pytest.param("none", MESH, marks=pytest.mark.slow)]
 )
 def test_states_and_gradients_are_those_of_the_sum(remat, mesh):
-    """In float64: W + alpha / rank * A B, and the gradients of A and B by the chain rule
-    from that of the sum."""
+    """In float64, against W + alpha / rank * A B. The gradients of A and B follow from the gradient
+    of the sum by the chain rule."""
     settings = {"compute_dtype": "float64", "remat": remat}
     model = build(TEXT, mesh, language=ComponentConfig(freeze=True, **settings))
     plain = build(ModelConfig(language=LANGUAGE), ONE, language=ComponentConfig(**settings))

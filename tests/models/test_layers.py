@@ -1,4 +1,4 @@
-"""The layers of which models consist: norms, positions, biases, MLPs, attention on a mesh, and
+"""The layers of models: norms, positions, biases, MLPs, attention on a mesh, and
 stacks with recomputation."""
 
 from functools import partial
@@ -185,8 +185,8 @@ def bias_gradient(add, d_out):
 
 
 def test_the_gradient_of_a_bias_in_bfloat16_is_rounded_once():
-    """The error over 4,096 slots is that of rounding the exact sum, and no larger
-    than that of `jnp.add`."""
+    """The error over 4,096 slots is no larger than the rounding of the exact sum, nor than
+    the error of `jnp.add`."""
     d_out = jnp.asarray(np.random.default_rng(0).standard_normal((1, 4096, 64)) + 1, jnp.bfloat16)
     want = np.asarray(d_out, np.float64).sum((0, 1))
 
@@ -277,7 +277,7 @@ def test_sums_over_slots_are_left_to_the_weights_half_of_a_backward_pass():
             (split.weight_gradient, (pending,)),
         )
     )
-    # Gradients of two biases, each of which is written as one sum and, for GPUs, as two.
+    # Two biases, and the gradient of each is written as one sum and, for GPUs, as two.
     assert (sums_with_inputs, sums_with_weights) == (0, 2 * (1 + 2))
 
 

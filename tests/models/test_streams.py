@@ -16,8 +16,7 @@ SLOTS = 64
 
 
 def test_each_slot_goes_through_the_weights_of_its_stream():
-    """Whatever share of the rows conditions take, values and gradients are
-    those of a choice by slot."""
+    """Whatever share of the rows conditions take, values and gradients equal a choice by slot."""
     assert shares(LAYOUT, SLOTS) == [4, 8, 16, 32, 64]
     random = np.random.default_rng(0)
     x = jnp.asarray(random.normal(size=(2, SLOTS, 3)), jnp.float32)

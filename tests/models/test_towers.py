@@ -344,11 +344,10 @@ def test_vision_tower_and_projector(encoders):
 
 @pytest.mark.parametrize(("window", "full_layers"), [(2, ()), (4, (1,)), (3, (1,))])
 def test_vision_tower_in_windows(window, full_layers):
-    """Features, tokens and a directional derivative are those of dense attention.
+    """Features, tokens and a directional derivative equal those of dense attention.
 
-    Images have several sizes. Their windows are cut at the edges of images, and where windows are 3
-    wide they cut merged cells. Rows are computed in another order, but results are in the order of
-    the image.
+    Images have several sizes, and windows are cut at their edges. Windows of 3 also cut merged
+    cells. Rows are computed in another order, but results are in the order of the image.
     """
     config = VISION.model_copy(update={"window": window, "full_layers": full_layers})
     shapes = [(0, 0, 6, 4), (0, 24, 4, 8), (1, 0, 8, 8), (3, 4, 2, 2)]  # row, start, height, width

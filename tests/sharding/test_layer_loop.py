@@ -164,7 +164,7 @@ def test_sums_are_as_wide_as_they_were():
 
 
 def test_the_gradient_that_a_deferred_parameter_stands_for_is_added():
-    """The gradient of the whole parameter is added to the sum, and that of the shard stays zero."""
+    """The gradient of the whole parameter is added to the sum; the shard itself gets zeros."""
     weights = jnp.arange(1.0, 1 + LAYERS * WIDTH).reshape(LAYERS, WIDTH)
     total = jnp.ones((1, LAYERS, WIDTH))
 

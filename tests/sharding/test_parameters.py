@@ -1,5 +1,5 @@
-"""Parameters in shards: gathered weights, tables that are looked up, and their gradients equal
-those of whole parameters on one device."""
+"""Parameters in shards: gathered weights and looked-up tables, and their gradients, equal whole
+parameters on one device."""
 
 import jax
 import jax.numpy as jnp

@@ -50,6 +50,7 @@ def test_put_rows_takes_the_place_of_what_take_rows_took():
 
 
 def test_rows_of_another_dtype_are_put_in_the_pools():
+    """The pool keeps its dtype; 0.03 allows for rounding rows to bfloat16."""
     index, pool, d_rows = rows_and_pool(2)
     got = put_rows(make_layout(MESH), d_rows.astype(jnp.bfloat16), index, pool)
     assert got.dtype == pool.dtype

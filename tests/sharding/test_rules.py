@@ -137,7 +137,7 @@ def test_layouts_are_values():
 
 
 def test_nodes_of_ranks():
-    """Eight devices in order. The node of a rank is that of its first device."""
+    """Eight devices in order. A rank belongs to the node of its first device."""
     four_ranks = make_layout(MESH, {"batch": ["data", "fsdp"]})
     assert rank_nodes(four_ranks, 4).tolist() == [0, 0, 1, 1]
     assert rank_nodes(four_ranks, 2).tolist() == [0, 1, 2, 3]

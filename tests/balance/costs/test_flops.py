@@ -185,8 +185,8 @@ def test_learned_positions_are_looked_up_or_sums_of_a_table(positions, summed):
 
 
 def test_gated_towers_patches_of_frames_and_wider_projectors():
-    """A gate is a third matrix of the MLP. Patches of two frames have twice the weights, of which
-    still images use a sum. A projector may have its own hidden width."""
+    """A gate is a third matrix of the MLP. Patches of two frames have twice the weights, but a
+    still image only meets their sum. A projector may have its own hidden width."""
     choices = {"gated_mlp": True, "patch_frames": 2, "projector": ProjectorShapes(mlp_width=48)}
     chosen = MODEL.model_copy(update={"vision": VISION.model_copy(update=choices)})
     (patches, block, *_, projector), (plain_patches, plain_block, *_, plain_projector) = (

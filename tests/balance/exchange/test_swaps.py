@@ -136,8 +136,8 @@ def test_no_swap_beyond_the_room_of_a_row():
 
 
 def test_rows_that_all_ranks_share_are_left_alone():
-    """Item 0 fills such a row and stays in it. The other three are equally long and swap so that
-    item 1 comes to the rank that it wants."""
+    """Item 0 fills such a row and stays in it. The other three are equally long, and item 1 swaps
+    with one of them to reach the rank that it wants."""
     length = np.array([20, 5, 5, 5])
     target = np.array([1, 1, 0, 0])
     column = functools.partial(np.array, dtype=np.int32)

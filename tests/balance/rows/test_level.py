@@ -113,7 +113,7 @@ def test_rows_of_equal_cost_come_to_attend_equally():
 @settings(max_examples=100, deadline=None)
 @given(ITEMS, st.integers(0, 20), st.sampled_from([(4, 2), (2, 1), (4, 1)]))
 def test_rows_of_several_spans_swap_within_their_class(items, slack, spans):
-    """Four ranks: rows 0 to 3 on groups of the first span, the others on those of the second."""
+    """On four ranks, rows 0 to 3 have the first span and the other rows the second."""
     state, capacity = state_of(items, slack)
     classes = [np.arange(4), np.arange(4, 12)]
 

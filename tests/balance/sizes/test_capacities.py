@@ -174,8 +174,8 @@ def test_a_handful_of_examples_gain_by_more_than_three_classes():
     ],
 )
 def test_more_classes_have_to_save_enough_of_a_step(costs, classes):
-    """Each further class must save half a percent. `costs` are those of sets of
-    three classes and more."""
+    """Each further class must save half a percent. `costs` belong to sets of
+    three to six classes."""
     sets = [
         tuple(RowClass(64 * n, 1) for n in range(class_count, 0, -1))
         for class_count in (3, 4, 5, 6)
@@ -338,8 +338,8 @@ def test_given_capacities_have_every_span():
 
 @pytest.mark.parametrize("spans", [(1,), (1, 8), (8,)])
 def test_classes_have_whole_blocks_of_their_span(spans):
-    """Texts of 1,000 tokens, of which each of 8 ranks has a few: blocks of 64 for shared
-    rows, of 128 otherwise."""
+    """Texts of 1,000 tokens, shared by 8 ranks or not: shared rows have whole blocks
+    of 64, others of 128."""
     samples = [texts(np.full(8, 1000))] * 4
     inputs = SizingInputs(
         *(decoder_phase(), 64, Alignment(128, small=64), 1, 1000, ItemCost(1000, 1)),

@@ -23,8 +23,8 @@ def test_nearly_every_step_needs_one_pool_and_one_round(make):
 
 @pytest.mark.slow
 def test_batches_of_another_source_do_not_collapse():
-    """Samples without pictures, then batches of pictures alone: with one batch of each source
-    beside the samples, an exchange takes far fewer hops."""
+    """Samples without pictures, then batches of pictures alone: if sizing also sees one batch of
+    each source, the exchange takes far fewer hops."""
     ranks = 8
     usual_mix = {"speech_recognition": 1.0}
     sources = [{"captioning": 1.0}, {"multi_image": 1.0}]

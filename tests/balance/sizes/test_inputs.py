@@ -28,7 +28,7 @@ def test_rows_of_few_blocks_have_smaller_ones():
         (16_384, 16, {}, 64),  # eight blocks of 128 each for 16 ranks
         (32_768, 16, {}, 128),
         (65_536, 32, {}, 64),
-        (128 * 33, 2, {"few": 1}, 64),  # 16.5 blocks of 128 a rank
+        (128 * 33, 2, {"few": 1}, 64),  # 16.5 blocks of 128 per rank
         (4096, 2, {"parts": 2}, 128),
         (2048, 2, {"parts": 2}, 64),
         (1152 * 8, 8, {"token": 9}, 128),  # nine blocks, which hold 128 tokens

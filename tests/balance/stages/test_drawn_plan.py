@@ -23,8 +23,8 @@ LONGEST = {"vision": 64, LANGUAGE: 96, "diffusion": 128}
 
 
 def drawn_batch(seed: int, count: int = 24, drawn: int = 3, sees: bool = True) -> BatchItems:
-    """Examples of which some show pictures, and all draw fewer than `drawn` pictures, each
-    from the text before it."""
+    """Examples with up to two shown pictures, unless `sees` is false, and fewer than `drawn` drawn
+    ones, each from the text before it."""
     random = np.random.default_rng(seed)
     # Items as (example, tokens, slot in the sequence, slots in their own phase).
     shown_images = []

@@ -40,7 +40,7 @@ def chosen(examples: int = 96, keeps: Keeps = keeps_none, **config):
 
 
 def trials(examples: int = 96, **config) -> Trials:
-    """The trials that `chosen` runs, for their predictions."""
+    """The trials by which `chosen` decides."""
     return Trials(
         [random_batch(seed, examples) for seed in range(6)],
         sizing(2, DEEP),
@@ -89,7 +89,7 @@ def test_where_the_longest_example_is_rare_rows_have_several_classes():
     config = PipelineConfig(stages=2, layout="chain")
 
     def chosen_with(row_classes: int):
-        """Sizes for data whose longest item is four times as long as that of any sample."""
+        """Sizes for data whose longest item is four times as long as the longest sample."""
         inputs = [
             replace(
                 phase_inputs,

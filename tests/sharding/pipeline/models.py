@@ -405,8 +405,8 @@ class Program:
     put: Callable[[Inputs], Inputs] = lambda inputs: inputs
 
     def check(self, schedule: Schedule, seed: int = 0) -> None:
-        """Run a schedule on the rows of a seed: loss, sums and every gradient must equal
-        those of the plain step."""
+        """Run a schedule on the rows of a seed: loss, sums and every gradient must
+        equal the plain step's."""
         workload = schedule.graph.workload
         ring = self.spec.ring
         table = make_table(schedule, self.spec)

@@ -381,7 +381,7 @@ def test_a_model_without_encoders():
 
 
 def test_work_of_a_chain_is_that_of_its_layers_in_every_microbatch():
-    """Three microbatches, of which the second trains the projector and language model alone."""
+    """Three microbatches; the second trains the projector and the language model alone."""
     layers = [model(True, True, True), model(False, True, True), model(True, True, True)]
     layout = partition(layers[0], 2, "chain")
     costs = [layer_costs(per_microbatch)["vision"] for per_microbatch in layers]

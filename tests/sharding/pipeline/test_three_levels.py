@@ -1,5 +1,5 @@
-"""Chains of three levels, each of which names its reader: encoders feed a language model, which
-feeds a generator and may have a loss itself."""
+"""Chains that name their readers: encoders feed a language model, which feeds a generator and
+may have a loss itself."""
 
 import dataclasses
 
@@ -79,8 +79,8 @@ def test_every_schedule_is_proven(layout, schedule, split, has_loss):
     graph = build_graph(ring, workload_of(ring), split=split)
     table = table_of(graph, schedule)
     validate(table, graph)
-    # Each loss counts once: that of every generator row, and of every language row where the
-    # language model has a loss.
+    # Each row with a loss counts it once: all rows of the generator, and all rows of the language
+    # model where it has a loss.
     column = table.spec.columns
     counts = table.rows[table.rows[..., column["count_loss"]] == 1]
     chains = (counts[:, column["action"]] - 1) // len(Kind)

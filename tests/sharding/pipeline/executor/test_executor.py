@@ -347,7 +347,7 @@ def test_data_and_tensor_axes_inside_of_stages(replicas):
 
 
 def test_memory_does_not_grow_with_microbatches_and_is_not_copied():
-    """Temporary memory is that of the slots, whether a step has 8 microbatches or 64."""
+    """Slots alone take temporary memory, so it is the same for 8 microbatches and for 64."""
     ring = Ring(2, (Chain("vision", (0,), (2,)), Chain("language", (1,), (3,))))
     temporary_sizes = set()
     for microbatches in (8, 64):
@@ -366,7 +366,7 @@ def test_memory_does_not_grow_with_microbatches_and_is_not_copied():
 
 
 def test_pauses_change_no_result():
-    """Idle ticks between those of a schedule leave every output as it was, bit for bit."""
+    """Idle ticks inserted into a schedule leave every output as it was, bit for bit."""
     pipeline = segments()
     graph = build_graph(pipeline.spec.ring, workload_of(pipeline.spec.ring, 3, seed=1))
     table = make_table(greedy(graph, pipeline.spec.slots), pipeline.spec)

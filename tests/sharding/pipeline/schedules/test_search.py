@@ -238,6 +238,8 @@ def test_nothing_left_to_find_ends_a_search():
 
 
 def test_the_lower_bound_is_the_longest_path_or_the_busiest_rank():
+    """One microbatch runs one operation after the other. With thirty, the bound is the work of the
+    busiest rank and the little that must run before and after it."""
     graph = even_graph(1, 3, split=False)
     assert lower_bound(graph) == sum(graph.duration), (
         "one microbatch: one operation after the other"
