@@ -75,8 +75,8 @@ def test_a_clip_counts_the_pairs_in_its_chunks(frames, chunk):
 
 
 def test_an_attention_apart_costs_queries_and_sends_as_much_as_the_first():
-    """Cross-attention adds two products per layer with the weights of patches, and keys and values
-    of its own. Its pairs are already among those of the item's slots."""
+    """Cross-attention adds two products per layer with the weights of patches, and sends its keys
+    and values as well. Its pairs are already among those of the item's slots."""
     drawing = {"width": 16, "layers": 3, "heads": 2, "mlp_width": 24}
     tree = MODEL.model_dump(by_alias=True) | {"diffusion": drawing}
     joint = ModelConfig.model_validate(tree)

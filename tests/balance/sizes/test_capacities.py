@@ -388,8 +388,8 @@ def test_the_largest_capacity_follows_lengths_and_memory(longest, spans, fitting
 
 
 def test_a_class_may_hold_most_loads_in_one_row():
-    """Made-up loads of 32 batches of pictures on 8 ranks: one that most batches stay below is a
-    candidate, although it is no simple part of the largest."""
+    """Made-up loads of 32 batches of pictures on 8 ranks: a row that holds 80 % of them is a
+    candidate, although it is no simple part of the largest load."""
     inputs = SizingInputs(
         *(decoder_phase(), 8, Alignment(64), 1, 1020, ItemCost(1000, 1)), PhaseConfig()
     )
