@@ -209,7 +209,7 @@ def test_a_table_cut_short():
 
 def test_a_table_of_another_batch():
     other_graph = build_graph(RING, workload_of(RING, 6, seed=2), split=True)
-    with pytest.raises(PipelineError):
+    with pytest.raises(PipelineError, match=r"has row_class \d instead of \d"):
         validate(TABLE, other_graph)
     with pytest.raises(PipelineError, match="another ring"):
         validate(TABLE, build_graph(ring_of("chain", 4), workload_of(ring_of("chain", 4), 2)))
