@@ -54,7 +54,7 @@ def example_order(
             raise DataError(
                 f"source {name!r} of data.sources has no usable example; remove it, or see its refusals"
             )
-        # Twice as fast as a dataset made from a list: grain measures every access to one.
+        # Twice as fast as a dataset made from a list: grain measures every access to a list.
         numbers = grain.MapDataset.range(int(examples[0]), int(examples[-1]) + 1)
         source = numbers.shuffle(seed=_source_seed(seed, index)).repeat()
         sources.append(source[skipped[index] :] if skipped else source)
@@ -81,8 +81,7 @@ def taken_examples(weights: Sequence[float], positions: int) -> list[int]:
 
 
 def evaluation_order(members: Sequence[Member], limit: int | None = None) -> grain.MapDataset[int]:
-    """Every example once, source by source; with `limit`, at most that many, spread evenly over all
-    of them."""
+    """Every example once, source by source; with `limit`, at most that many, spread evenly."""
     examples = np.concatenate([np.zeros(0, np.int64), *(examples for _, _, examples in members)])
     if limit is not None and limit < len(examples):
         examples = examples[np.arange(limit) * len(examples) // limit]
@@ -199,8 +198,7 @@ def batch_examples(
 def sample_batches(
     order: grain.MapDataset[int], corpus: Lengths, batch_size: int, max_batches: int
 ) -> list[BatchItems]:
-    """Lengths of the first `max_batches` batches, or fewer if the order ends, for choosing
-    sizes."""
+    """Lengths of the first `max_batches` batches, or fewer if the order ends, to choose sizes."""
     available = ceil_divide(len(order), batch_size)
     return [
         corpus.gather(batch_examples(order, batch_size, step))

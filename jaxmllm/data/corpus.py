@@ -300,8 +300,7 @@ class Corpus:
 
     @cached_property
     def _columns(self) -> dict[str, Longs]:
-        """Example and item columns of all indexes, end to end; item_start counts the items of all
-        indexes."""
+        """Example and item columns of all indexes, end to end; item_start counts through all."""
         none = np.zeros(0, np.int64)
         columns = {
             name: np.concatenate([none, *(getattr(index, name) for index in self.indexes)]).astype(

@@ -1,5 +1,4 @@
-"""Text from files and data, made safe for a message: always one line, whatever a path or a library
-says."""
+"""Text from files and data, made safe for messages: one line, whatever a path or library says."""
 
 from __future__ import annotations
 

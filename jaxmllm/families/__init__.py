@@ -1,2 +1,1 @@
-"""Published model folders: their config.json and tensors in the project's words, one file per
-family."""
+"""Published model folders: config.json and tensors in the project's words, one file per family."""

@@ -89,8 +89,7 @@ def write_adapter(
         "lora_alpha": int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        # A pattern of whole names, because other parts of a model may have modules with the same
-        # endings
+        # Whole names, because other parts of a model may have modules with the same endings
         "target_modules": "|".join(modules).replace(layers, r"\d+"),
         "fan_in_fan_out": False,
         "inference_mode": True,

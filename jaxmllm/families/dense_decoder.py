@@ -1,5 +1,4 @@
-"""What the families of dense decoders have in common: the keys of config.json, the names of
-tensors."""
+"""What families of dense decoders have in common: keys of config.json and names of tensors."""
 
 from __future__ import annotations
 
@@ -63,8 +62,8 @@ def decoder_family(
     lines: Mapping[str, str] = LANGUAGE,
     variants: tuple[Variant, ...] = (),
 ) -> Family:
-    """The family of folders that hold a decoder alone. If it has no head (base model), keys lack
-    `model.`.
+    """The family of folders that hold a decoder alone. Folders of a base model, which has no head,
+    have keys without `model.`.
 
     Args:
       kind: `model_type` of config.json.
@@ -130,8 +129,7 @@ def head_variant(key: str) -> Variant:
 
 
 def windows_by_layer(config: FolderConfig) -> tuple[bool, ...]:
-    """Whether each layer attends in windows: `layer_types`, or `max_window_layers` in older
-    files."""
+    """Whether each layer attends in windows: `layer_types`, in older files `max_window_layers`."""
     layers = config.count("num_hidden_layers")
     in_use = config.flag("use_sliding_window") and config.values.get("sliding_window", 4096)
     if config.get("layer_types") is None:

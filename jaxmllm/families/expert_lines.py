@@ -29,8 +29,7 @@ OUTPUTS_FIRST = {  # as transformers 5 has all experts in memory
 
 
 def expert_variants() -> tuple[Variant, ...]:
-    """Variants for all forms in which a folder may have experts, whichever its family usually
-    has."""
+    """Variants for all forms in which a folder may have experts, whichever is its family's own."""
     fits = {"apart": APART, "inputs": INPUTS_FIRST, "outputs": OUTPUTS_FIRST}
     return tuple(Variant(lines, partial(_has, form)) for form, lines in fits.items())
 

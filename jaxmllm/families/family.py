@@ -33,8 +33,7 @@ class Variant:
     """Lines that replace others in some folders."""
 
     lines: Mapping[str, str]
-    # Whether a folder has these, given the section and the shapes of all tensors by key without
-    # prefix
+    # Whether a folder has these, given the section and the shapes of tensors by unprefixed key
     fits: Callable[[dict[str, Any], Shapes], bool]
     copies: Mapping[str, str] = field(default_factory=dict)  # replace some of `Family.copies`
 
@@ -63,8 +62,7 @@ class Family:
     letters: Callable[[dict[str, Any]], dict[str, int]] = field(default=lambda section: {})
     # The keys of `model` and `data` that say how media are read, from the processor's file
     processor: Callable[[FolderConfig, dict[str, Any]], Processor] | None = None
-    # The keys of `data.videos`, from config.json, the file of the processor of videos and the
-    # section
+    # The keys of `data.videos`, from config.json, the file of the video processor and the section
     videos: Callable[[FolderConfig, FolderConfig, dict[str, Any]], dict[str, Any]] | None = None
     # Id of the token that the tokens of a media item replace, where config.json says it
     placeholder: Callable[[FolderConfig], int] | None = None

@@ -36,8 +36,7 @@ class FolderConfig:
 
     @property
     def kind(self) -> Any:
-        """What the folder calls its model: `model_type`, or in folders of generators
-        `_class_name`."""
+        """What the folder calls its model: `model_type`, or `_class_name` if it has a generator."""
         return self.get("model_type", self.get("_class_name"))
 
     def part(self, key: str) -> FolderConfig:
@@ -52,8 +51,7 @@ class FolderConfig:
         return default if value is None else value
 
     def completed(self, defaults: Mapping[str, Any]) -> FolderConfig:
-        """These values, with defaults for keys that are absent, or null where null means the
-        default."""
+        """These values, with defaults for keys that are absent, or null and not in NULLED."""
         values = {
             key: value for key, value in self.values.items() if value is not None or key in NULLED
         }
@@ -73,8 +71,7 @@ class FolderConfig:
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """The count under a key. Raises `FolderError` if it is missing, or no whole number above
-        0."""
+        """The count under a key. Raises `FolderError` if it is missing, or no positive integer."""
         value = self.number(key, default)
         if not isinstance(value, int) or value < 1:
             self.refuse(f"has {key} {value!r}", "it must be a whole number above 0")

@@ -89,8 +89,8 @@ def _text(config: FolderConfig) -> dict[str, Any]:
 
 
 def _windowed(config: FolderConfig) -> tuple[bool, ...]:
-    """Whether each layer attends in windows: `layer_types`, or in older files all but every n-th
-    (`sliding_window_pattern`)."""
+    """Whether each layer attends in windows: `layer_types`, or in older files all layers except
+    every n-th (`sliding_window_pattern`)."""
     if config.get("layer_types") is not None:
         return windows_by_type(config)
     every = _positive(config, "sliding_window_pattern")
@@ -105,8 +105,7 @@ def _positive(config: FolderConfig, key: str) -> Any:
 
 
 def _rotary(config: FolderConfig) -> tuple[dict[str, Any], float]:
-    """(the record of layers that see everything, theta of those that attend in windows), in either
-    spelling."""
+    """(record of layers that see everything, theta of layers with windows), in either spelling."""
     records = config.get("rope_parameters", {})
     if not isinstance(records, dict) or not records.keys() <= {*LAYER_TYPES}:
         config.refuse(

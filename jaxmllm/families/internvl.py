@@ -1,6 +1,6 @@
 """InternVL3 and 3.5, as transformers writes them: the decoder of Qwen2.5 or Qwen3, InternViT, and a
-projector that norms four neighbouring features, concatenated. Pictures become tiles; videos are not
-read.
+projector that norms four neighbouring features, concatenated. Pictures become tiles. Videos are
+not read.
 
 The first learned position is that of the class token.
 """

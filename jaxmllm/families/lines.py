@@ -20,8 +20,7 @@ for the second of three. Where they are joined along another axis, the line give
 
     experts.gate_up_proj[0/2, axis 2]: e d f -> layer e d f
 
-A letter with a minus counts backward in the tensor: this tensor begins with what comes last in the
-parameter.
+A letter with a minus counts backward in the tensor: this one begins with the end of the parameter.
 
     norm_out.linear.bias: (-n d) -> n d
 """
@@ -55,8 +54,7 @@ def full_index(shape: tuple[int, ...]) -> Index:
 
 @dataclass(frozen=True)
 class Line:
-    """One line: a key, of one tensor or of one for each layer or expert, and the axes of tensor and
-    parameter."""
+    """One line: a key, of one tensor or one per layer or expert; axes of tensor and parameter."""
 
     key: str
     tensor: tuple[tuple[str, ...], ...]  # axes, each a group of letters
@@ -193,8 +191,8 @@ class Line:
         Args:
           shape: shape of the whole parameter.
           index: a slice of each axis after those that count tensors.
-          numbers: how many numbers of the tensor a band may stretch over. A band has one index of
-            the first axis at least, and a first axis that is joined in the parameter is not cut.
+          numbers: how many numbers of the tensor a band may stretch over. A band has at least one
+            index of the first axis. A first axis that is joined in the parameter is not cut.
         """
         letter = self.tensor[0][0]
         axes = self.parameter[len(self.stacked) :]

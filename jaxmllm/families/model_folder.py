@@ -134,7 +134,8 @@ class Fit:
     def fill(
         self, tensors: Mapping[str, StoredTensor], values: Callable[[str], NDArray[Any]]
     ) -> set[str]:
-        """Write the parameters into tensors like those of the folder; returns these tensors' keys.
+        """Write the parameters into `tensors`, which are like those of the folder; returns the keys
+        of the tensors that were written.
 
         Args:
           values: returns a whole parameter, by path; called for one after another.
@@ -211,8 +212,8 @@ def write_folder(
 
 
 def _copy_others(source: ModelFolder, folder: Path) -> tuple[str, ...]:
-    """Copy the files that hold no weights; returns the names of those left out, without the files
-    of `source`."""
+    """Copy the files that hold no weights; returns the names of the others, except `source.files`,
+    whose tensors are written anyway."""
     tensor_files = {file.path.name for file in source.files}
     paths = [path for path in sorted(source.path.iterdir()) if path.name not in tensor_files]
     unread = INDEX if SINGLE in tensor_files else None  # it names files that are left out
@@ -228,8 +229,7 @@ def _copy_others(source: ModelFolder, folder: Path) -> tuple[str, ...]:
 
 
 def _empty_tensors(source: ModelFolder, folder: Path) -> dict[str, StoredTensor]:
-    """Make files with the headers of a folder's files; returns their tensors, which are yet to be
-    written."""
+    """Make files with the headers of a folder's files; returns their tensors, not yet written."""
     for file in source.files:
         target = folder / file.path.name
         with target.open("w+b") as stream:
@@ -271,6 +271,7 @@ def _weight_files(folder: Path) -> Iterator[WeightFile]:
 
 
 def _indexed_files(index: Path) -> Iterator[WeightFile]:
+    """The files that an index names. Raises `FolderError` if they hold other keys than it says."""
     folder = index.parent
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

@@ -53,8 +53,7 @@ def write_projector(
 
     Args:
       parameters: by dotted path.
-      group: neighbouring features that become one token; of pictures, those of a square, row by
-        row.
+      group: neighbouring features that become one token; in pictures a square, row by row.
       shapes: what the projector does to the features.
     """
     tensors: dict[str, NDArray[Any]] = {}

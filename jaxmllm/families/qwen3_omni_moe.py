@@ -137,8 +137,7 @@ def _audio_projector(config: FolderConfig) -> dict[str, Any]:
 
 
 def _clip_processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
-    """How clips are read: up to `LONGEST` seconds, because the reference cuts no clip at
-    chunk_length."""
+    """How clips are read: up to `LONGEST` seconds; the reference cuts none at chunk_length."""
     processor = clip_processor(file, section)
     return Processor(processor.model, dict(processor.data) | {"max_seconds": LONGEST})
 

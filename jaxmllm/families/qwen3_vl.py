@@ -155,7 +155,7 @@ def mergers(config: FolderConfig, wide: int) -> dict[str, Any]:
 
 
 def _projector_of(language: Section) -> Section:
-    """A function for the keys of the projectors in the section of the tower, given one for
+    """A function for the projectors' keys in the tower's section, given one for
     `model.language`."""
 
     return lambda config: mergers(config, language(config)["width"])

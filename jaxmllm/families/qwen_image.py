@@ -1,5 +1,5 @@
-"""Qwen-Image: the transformer that draws pictures from text, in two streams of weights that meet in
-attention.
+"""Qwen-Image: the transformer that draws pictures from text, with two streams of weights, which
+meet in attention.
 
 The projector is a norm and one matrix, which make conditions of the text's states. Pictures are
 packed outside of the reference's transformer, 2 x 2 numbers of each channel in a patch, channels

@@ -75,6 +75,7 @@ def resolved(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_folders(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree, completed from its folders: those of towers and generator, then the decoder's."""
     data = tree.get("data")
     reads_text = isinstance(data, dict) and data.get("tokenizer") is None
     for component in TOWERS:
@@ -136,8 +137,7 @@ def _template_of(folder: Path) -> Path | None:
 
 
 def _with_named_tower(tree: dict[str, Any], component: str) -> dict[str, Any]:
-    """The tree with the tower from the folder in `model.vision.from` or the like, if there is
-    one."""
+    """The tree with the tower from the folder in `model.vision.from` or the like, if any."""
     config = _named_folder(tree, component)
     if config is None:
         return tree
@@ -206,8 +206,7 @@ def _with_own_tower(tree: dict[str, Any], component: str, config: FolderConfig) 
 def _with_tower(
     tree: dict[str, Any], component: str, config: FolderConfig, shapes: dict[str, Any]
 ) -> dict[str, Any]:
-    """The tree with a tower of these shapes, and with the section of `data` that reads its
-    media."""
+    """The tree with a tower of these shapes, and the section of `data` that reads its media."""
     section, media, part = TOWERS[component]
     model = tree["model"]
     data = tree.get("data") or {}
@@ -257,8 +256,7 @@ def _has_processor(folder: Path, part: str, own: str) -> bool:
 
 
 def _processor_file(folder: Path, part: str, own: str = PREPROCESSOR) -> FolderConfig:
-    """The values that say how media are read: a part of a file of all media, or a file of their
-    own."""
+    """Values that say how media are read: a part of a file of all media, or a file of their own."""
     if (folder / PROCESSOR).is_file():
         file = FolderConfig.read(folder, PROCESSOR)
         if part in file.values:

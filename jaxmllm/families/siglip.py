@@ -39,8 +39,7 @@ PARAMETERS = {
     "norm.scale": "post_layernorm.weight: d -> d",
     "norm.bias": "post_layernorm.bias: d -> d",
 }
-# Heads that pool an image to one vector, the text tower, and the numbers by which the two are
-# compared
+# Heads that pool an image to one vector, the text tower, and the numbers that compare the two
 CARRIED = ("vision_model.head.*", "head.*", "text_model.*", "logit_scale", "logit_bias")
 GELU = {"gelu_pytorch_tanh": "tanh", "gelu": "exact"}
 KERNELS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # by Pillow's number
@@ -52,8 +51,7 @@ def _vision(config: FolderConfig) -> FolderConfig:
 
 
 def _tower(config: FolderConfig) -> dict[str, Any]:
-    """The keys of `model.vision` that both kinds have in common, from the same keys of
-    config.json."""
+    """The keys of `model.vision` that both kinds read from the same keys of config.json."""
     vision = _vision(config)
     vision.expect("num_channels", 3)
     vision.expect("attention_dropout", 0.0)

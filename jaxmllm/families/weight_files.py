@@ -51,8 +51,7 @@ class StoredTensor:
         return np.memmap(self.file, DTYPES[self.dtype], mode, self.offset, self.shape or (1,))
 
     def copy_from(self, other: StoredTensor) -> None:
-        """Copy the bytes of a tensor of the same size and type into this one, even of a type not in
-        `DTYPES`."""
+        """Copy the bytes of a tensor of the same size and type, which need not be in `DTYPES`."""
         with other.file.open("rb") as source, self.file.open("r+b") as target:
             source.seek(other.offset)
             target.seek(self.offset)
@@ -124,6 +123,12 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
 
 
 def _stored(path: Path, key: str, entry: Any, begin: int, size: int) -> StoredTensor:
+    """The tensor of a header's entry. Raises `FolderError` if the entry does not fit the file.
+
+    Args:
+      begin: byte of the file at which tensors begin.
+      size: bytes of the file.
+    """
     try:
         dtype = str(entry["dtype"])
         shape = tuple(map(int, entry["shape"]))

@@ -29,8 +29,7 @@ from sharding.rules import Layout
 
 
 class StemConvolution(nnx.Module):
-    """Convolution of width 3 and stride 1 or 2 over stretches of T slots, written as one matrix
-    product."""
+    """Convolution of width 3 and stride 1 or 2 over stretches of T slots, as one matrix product."""
 
     def __init__(self, in_width: int, width: int, stride: int, gelu: Gelu, rngs: nnx.Rngs):
         inputs = AudioConfig.stem_kernel * in_width
@@ -115,8 +114,7 @@ class AudioTower(nnx.Module):
         return self.norm(x)
 
     def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C/s D"]:
-        """Input of the first layer: outputs of the stem, with positions added unless they are
-        rotary."""
+        """Input of the first layer: outputs of the stem, plus positions unless these are rotary."""
         ranks, slots, _ = rows.features.shape
         stride = self.config.stem_stride
         stretches = _stretches(rows, stride)
@@ -135,7 +133,7 @@ class AudioTower(nnx.Module):
         return layout.constrain(x, ("batch", "sequence", None))
 
     def _places(self, positions: Int[Array, "*rows C A"]) -> Int[Array, "*rows C/s"]:
-        """Number of each token of attention in its chunk."""
+        """Number of each attention token in its chunk."""
         tokens: Array = positions[..., :: self.config.stem_stride, 0]
         return tokens % self.config.chunk_tokens
 

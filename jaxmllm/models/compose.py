@@ -134,8 +134,7 @@ def laid_out(model: MLLM, settings: ComponentsConfig, mesh: Mesh | AbstractMesh)
 
 
 def with_settings(model: MLLM, settings: ComponentsConfig) -> MLLM:
-    """The same model in the same layouts, with other settings of its components, such as remat or
-    types."""
+    """The same model in the same layouts, with other settings of its components (remat, types)."""
     components = {
         name: replace(component, settings=settings.of(name))
         for name, component in model.components.items()
@@ -146,11 +145,9 @@ def with_settings(model: MLLM, settings: ComponentsConfig) -> MLLM:
 def _layouts(
     settings: Mapping[str, ComponentConfig], mesh: Mesh | AbstractMesh
 ) -> dict[str, Layout]:
-    """Layouts of components, by name. In `settings`, a tower must come before its projector and its
-    adapter.
+    """Layouts by component. In `settings`, a tower must come before its projector and its adapter.
 
-    Raises `MeshError` for an impossible layout, and for a projector that names other ranks than its
-    tower.
+    Raises `MeshError` for an impossible layout, or a projector on other ranks than its tower.
     """
     sizes = axis_sizes(mesh)
     layouts: dict[str, Layout] = {}

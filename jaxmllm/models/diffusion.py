@@ -6,15 +6,13 @@
 
 The drawing shows `conditioning: joint`. With `streams: 2`, conditions have weights of their own in
 all layers and meet patches only in attention (models/streams.py). With `conditioning: cross`, the
-sequence holds patches alone; conditions share their slots, and each layer reads them by a second
-attention:
+sequence holds patches alone; conditions share their slots, and layers read them by cross-attention:
 
     patches --embed--> attention, attention to conditions, MLP: layer by layer --> predictions of the patches
 
 Items are segments of packed rows, and each sees only itself. Scales, shifts and gates
 (arXiv 2212.09748) are computed from an item's time, and with `pooled_conditions` also from the mean
-of its conditions: once per segment, in at least float32. Every slot then takes those of its
-segment.
+of its conditions: once per segment, in at least float32. Every slot takes those of its segment.
 
 Letters: R ranks, C slots, P parts of a row, D width, F numbers of a patch, S segments of a row.
 """
@@ -175,8 +173,7 @@ class DiffusionTower(nnx.Module):
     def context(
         self, rows: GeneratorRows, layout: Layout, dtype: jnp.dtype, settings: ComponentConfig
     ) -> DrawnContext:
-        """What layers read of the rows. With `conditioning: cross`, only patches see one
-        another."""
+        """What layers read of rows. With `conditioning: cross`, only patches see one another."""
         config = self.config
         angles = rotary_angles_by_axis(rows.positions, config.sections, config.rope_theta, dtype)
         rotation = Rotation.of(angles)
@@ -253,8 +250,7 @@ class _Modulation(nnx.Module):
 class _Stream(nnx.Module):
     """A layer's weights for the slots of one stream, and what it computes around attention: x is
     modulated before attention and before the MLP, and the output of each is gated. With
-    `conditioning: cross`, attention to conditions comes between the two; the time does not modulate
-    it."""
+    `conditioning: cross`, attention to conditions comes between the two, without modulation."""
 
     def __init__(self, config: DiffusionConfig, rngs: nnx.Rngs):
         width = config.width
@@ -328,8 +324,7 @@ class _Stream(nnx.Module):
 
 
 class _DiffusionBlock(_Stream):
-    """One layer. With two streams it is itself the stream of patches, and `conditions` is the other
-    one."""
+    """One layer. With two streams it is itself the stream of patches; `conditions` is the other."""
 
     def __init__(self, config: DiffusionConfig, rngs: nnx.Rngs):
         super().__init__(config, rngs)
@@ -412,8 +407,8 @@ def _of_owners(
 ) -> Float[Array, "R C D"]:
     """The vector of each slot's segment.
 
-    Except on CPUs it is looked up, where the modulation of the slot needs it: a product would write
-    and read the vectors of all slots. The gradient is a product with zeros and ones, because a
+    Except on CPUs the vector is looked up in the place where it is used: a product would write and
+    read the vectors of all slots. The gradient is a product with zeros and ones, because a
     scatter-add would sum in any order.
     """
     slot_vectors: Array = by_platform(vectors, owners, cpu=_multiplied, default=_looked_up)

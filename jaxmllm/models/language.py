@@ -43,8 +43,7 @@ def rope_sections(config: LanguageConfig) -> tuple[int, int, int]:
 
 
 def decoder_block(config: LanguageConfig, rngs: nnx.Rngs) -> Block | MixtureBlock:
-    """A layer of the decoder: causal grouped-query attention, and a gated MLP or a mixture of
-    them."""
+    """A decoder layer: causal grouped-query attention, and a gated MLP or a mixture of them."""
     norm = NORMS[config.norm]
     attention = SelfAttention(
         rngs,
@@ -125,7 +124,7 @@ class Decoder(nnx.Module):
         there are experts.
 
         Args:
-          added: what is added after the first N layers.
+          added: what is added after each of the first N layers.
         """
         context = replace(self.context(rows, layout, x.dtype, settings), added=added)
         how = context, settings.remat, self.config.windowed
@@ -159,7 +158,7 @@ class Decoder(nnx.Module):
         if rows.window_tiles is not None:
             narrow = ids.within(config.window)
             windows = narrow, row_keys(layout, narrow), rows.window_tiles
-            ids = ids.within(None)  # so that both kinds of layers have the same arrays
+            ids = ids.within(None)  # for layers of both kinds, arrays must have the same shapes
             if config.window_rope_theta is not None:
                 angles = rotary_angles(
                     *positions, config.window_rope_theta, dtype, interleaved=interleaved

@@ -47,7 +47,7 @@ class RowContext:
     windows: tuple[TokenIds, TokenIds, RowTiles] | None = None
     # Rotation in these layers, where it differs from that of the others
     window_rotation: Rotation | None = None
-    added: Float[Array, "N R C D"] | None = None  # added after the first N layers
+    added: Float[Array, "N R C D"] | None = None  # added after each of the first N layers
     # Kernel of mixtures of experts
     experts: ExpertKernel = field(default="auto", metadata={"static": True})
     # How often each query also sees one key and value that all queries share
@@ -409,8 +409,7 @@ def run_stack(
     remat: Remat,
     windowed: Sequence[bool] | None = None,
 ) -> Float[Array, "R C D"]:
-    """Run the layers in a loop. The backward pass recomputes each of them as `remat` says (see
-    `checkpointed`).
+    """Run the layers in a loop; the backward pass recomputes them as `remat` says (`checkpointed`).
 
     Args:
       windowed: which layers attend in the windows of the rows; none: there are no windows.

@@ -38,7 +38,8 @@ class PlaneConvolution(nnx.Module):
         before = jnp.pad(x[:, :, 1:-1:2], ((0, 0), (0, 0), (1, 0), (0, 0), (0, 0)))
         before = jnp.where(first[..., None, None], 0, before)
         kernel = weight(self.kernel, layout, x.dtype).reshape(self.shape)
-        # The slot before may be another clip's and masked, so it has a convolution of its own.
+        # A slot before that is of another chunk must be zero for this output alone, so slots before
+        # have a convolution of their own.
         y = _convolved(before, kernel[:1]) + _convolved(x, kernel[1:])
         return jax.nn.gelu(biased(y, self.bias, layout), approximate=self.gelu == "tanh")
 
@@ -59,7 +60,7 @@ def _convolved(
 
 
 class PlaneStem(nnx.Module):
-    """Frames -> input of the tower's first layer, with each chunk convolved as if it were alone.
+    """Frames -> attention tokens, with each chunk convolved as if it were alone.
 
     The backward pass recomputes the convolutions, whatever `remat` says: their outputs are many
     times as large as what the layers keep.
@@ -78,7 +79,7 @@ class PlaneStem(nnx.Module):
     def __call__(
         self, frames: Float[Array, "R N T M"], places: Int[Array, "R N T/8"], layout: Layout
     ) -> Float[Array, "R N T/8 D"]:
-        """Tokens of attention, made of frames.
+        """Attention tokens, made of frames.
 
         Args:
           places: number of each token in its chunk.
@@ -101,6 +102,6 @@ class PlaneStem(nnx.Module):
 
 
 def _spread(places: Shaped[Array, "R N T"], outputs: int) -> Shaped[Array, "R N T*n"]:
-    """Numbers in their chunk of the outputs that each token covers, `outputs` for each."""
+    """Number of each output in its chunk, where each token covers `outputs` of them."""
     inside = jnp.arange(outputs, dtype=places.dtype)
     return (places[..., None] * outputs + inside).reshape(*places.shape[:2], -1)

@@ -1,5 +1,4 @@
-"""The MLP of a layer as a mixture of experts: the router, the experts, and sums over the router's
-choices.
+"""The MLP of a layer as a mixture of experts: router, experts, and sums over the router's choices.
 
     x --router--> probabilities --the most likely--> experts, weights --experts/experts.py--> their sum
                         |
@@ -46,8 +45,7 @@ class Router(nnx.Module):
     def __call__(
         self, x: Float[Array, "R C D"], rows: RowContext
     ) -> tuple[Int[Array, "R C k"], Float[Array, "R C k"], RouterSums]:
-        """(experts of each token, their weights, sums); padding gets expert E, which does not
-        exist."""
+        """(experts of each token, their weights, sums); padding gets E, which is no expert."""
         wide = jnp.promote_types(x.dtype, jnp.float32)
         matrix = weight(self.matrix, rows.layout, wide)
         # Rounded logits would choose other experts, so no platform may round the factors.
@@ -58,8 +56,8 @@ class Router(nnx.Module):
         if self.config.renormalise:
             weights /= weights.sum(axis=-1, keepdims=True)
         token = rows.ids.document > 0
-        # No device computes expert E, and the sums below leave padding out. So the weights of
-        # padding, which stay as they are, are not read.
+        # No device computes expert E, and the sums below leave padding out. So nothing reads the
+        # weights of padding, which stay as they are.
         chosen = jnp.where(token[..., None], chosen, self.config.count)
         sums = RouterSums(
             (chosen[..., None] == jnp.arange(self.config.count)).sum((1, 2), dtype=jnp.int32),
@@ -123,8 +121,7 @@ class MixtureBlock(nnx.Module):
 
 
 def sums_of_rows(layout: Layout, sums: RouterSums) -> RouterSums:
-    """Sums over whole rows, for code of one device, where each device has the sums of its parts of
-    rows."""
+    """Sums over whole rows, for code of one device, which has the sums of its parts of rows."""
     axes = tuple(axis for axis in layout.mesh_axes("sequence") if axis in layout.manual_axes)
     if not any(layout.mesh.shape[axis] > 1 for axis in axes):
         return sums

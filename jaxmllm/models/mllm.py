@@ -1,5 +1,5 @@
-"""The composed model: any subset of encoders, the decoder, and a generator that reads it, as named
-components, each with its own layout and settings.
+"""The composed model: any subset of encoders, the decoder, and perhaps a generator that reads it,
+as named components, each with its own layout and settings.
 
     rows --tower--> features --projector--> language tokens --(pool, exchange)--> decoder --> hidden states
 
@@ -57,8 +57,7 @@ class MLLM:
 
     @property
     def ema(self) -> dict[str, float]:
-        """Share of the average that an update keeps, by component whose trained parameters are
-        averaged."""
+        """Share of the average that an update keeps, by component with averaged parameters."""
         settings = {name: component.settings for name, component in self.components.items()}
         return {
             name: setting.ema
@@ -82,7 +81,8 @@ class MLLM:
         component = self.components[phase]
         tower = getattr(self.config, phase)
         heads = tower.heads
-        # Where these are split differently, `SelfAttention.mixed` repeats keys to all heads.
+        # If heads and kv_heads are split differently, `SelfAttention.mixed` repeats keys and values
+        # for all heads.
         if component.layout.mesh_axes("heads") == component.layout.mesh_axes("kv_heads"):
             heads = getattr(tower, "kv_heads", heads)
         size: int = 2 * tower.layers * heads * tower.head_size * component.dtype.itemsize
@@ -107,8 +107,7 @@ class MLLM:
         return model
 
     def by_device(self, phase: str) -> MLLM:
-        """The same model, for code that a phase runs as one device along the axes of rows (see
-        sharding/parameters.py).
+        """The same model, for code of one device along the axes of rows (sharding/parameters.py).
 
         Raises `MeshError` where devices with different rows would also hold different layers: each
         device runs its rows through all layers.
@@ -208,8 +207,7 @@ class MLLM:
         places: Int[Array, "R/g g*T"],
     ) -> Float[Array, "R T O"]:
         """Turn a tower's features into language tokens, each rank's in packed order. Where decoder
-        layers add tokens of another tower (deepstack), tokens of this one are filled up with
-        zeros."""
+        layers add tokens of another tower (deepstack), zeros fill up the tokens of this one."""
         name = f"{PROJECTOR}{phase}"
         tokens = self._projected(params, name, features)
         if missing := self.config.token_width - tokens.shape[-1]:
@@ -252,7 +250,7 @@ class MLLM:
         return hidden, decoder.output_head(), routed
 
     def _added(self, rows: LanguageRows, media: Float[Array, "R C W"]) -> Float[Array, "N R C D"]:
-        """The part of the routed tokens that is added to hidden states after the first N layers."""
+        """Parts of the routed tokens: for each of the first N layers, what is added after it."""
         _, *deepstack = jnp.split(media, 1 + self.config.deepstack_depth, axis=-1)
         added = jnp.stack(deepstack).astype(self.components[LANGUAGE].dtype)
         return jnp.where((rows.media >= 0)[..., None], added, 0)
@@ -275,8 +273,8 @@ class MLLM:
         return predictions
 
     def _conditions(self, params: Params, states: Float[Array, "R C D"]) -> Conditions:
-        """The decoder's states that generators read, projected; and the projection of zeros, which
-        stands for each condition that an item lacks."""
+        """The decoder's states that generators read, projected. With `conditioning: cross`, also
+        the projection of zeros, which stands for each condition that an item lacks."""
         name = f"{PROJECTOR}{LANGUAGE}"
         padded = None
         if any(self.config.crossed.values()):
@@ -300,8 +298,7 @@ class MLLM:
     def begin(
         self, params: Params, rows: LanguageRows, media: Float[Array, "R C W"]
     ) -> Float[Array, "R C W"]:
-        """Input of the decoder's first layer, followed by what is added after the first N
-        layers."""
+        """Input of the decoder's first layer, and then what is added after the first N layers."""
         x = self.embed(params, rows, media)
         if not self.config.deepstack_depth:
             return x
@@ -310,8 +307,7 @@ class MLLM:
     def embed(
         self, params: Params, rows: LanguageRows, media: Float[Array, "R C W"]
     ) -> Float[Array, "R C D"]:
-        """Input of the decoder's first layer: embedded text, and in their slots the routed
-        `media`."""
+        """Input of the decoder's first layer: embedded text, and routed `media` in their slots."""
         component = self.components[LANGUAGE]
         text = component.module(params).embed(rows.tokens, component.layout, component.dtype)
         tokens = media[..., : text.shape[-1]].astype(component.dtype)

@@ -68,8 +68,8 @@ class Component:
         return nnx.merge(self.graph, self.shapes | self.adapted(params)[self.name])
 
     def adapted(self, params: Params) -> Params:
-        """Parameters by component, in which matrices of this one are joined with the factors of its
-        adapter."""
+        """Parameters by component, with matrices of this one joined to the factors of its
+        adapter, if it has one."""
         factors = params.get(f"{ADAPTER}{self.name}")
         if self.adapter_scale is None or not factors:
             return params
@@ -80,15 +80,13 @@ class Component:
         """Whether a parameter's gradient stays whole on every device until a step's microbatches
         are done.
 
-        Only possible in code of one device along the axes of rows: elsewhere XLA places the
-        collectives.
+        Only in code of one device along the axes of rows: elsewhere XLA places the collectives.
         """
         asked = self.settings.reduce == "step" and not axes.looked_up
         return asked and is_split(self.layout, axes.names)
 
     def deferred(self, params: Params) -> Params:
-        """All or some parameters of this component, in which those that it defers are
-        `Deferred`."""
+        """All or some parameters of this component, `Deferred` where it defers them."""
 
         def leaf(value: Array, axes: ParameterAxes) -> Any:
             if not self.defers(axes):
@@ -134,6 +132,7 @@ def shardings(component: Component) -> Any:
 def make_component(
     name: str, make: Callable[[nnx.Rngs], nnx.Module], layout: Layout, settings: ComponentConfig
 ) -> Component:
+    """The component of the module that `make` makes. Raises `MeshError` as `check_shapes` does."""
     graph, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     shapes = nnx.to_pure_dict(state)
     axes = nnx.to_pure_dict(
@@ -168,6 +167,8 @@ def _part(tree: Any, params: Params) -> Any:
 
 
 def init_component(component: Component, seed: int, dtype: str, places: Any) -> Any:
+    """New parameters of a component, in shardings `places`; functions of (seed, its name) alone."""
+
     def create() -> Any:
         # crc32 is the same in every process, unlike Python's hash of a string.
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(component.name.encode()))

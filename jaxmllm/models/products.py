@@ -52,8 +52,7 @@ def weight(p: nnx.Param[Array], layout: Layout, dtype: Any) -> Array:
 @partial(jax.tree_util.register_dataclass, data_fields=("matrix", "a", "b"), meta_fields=("scale",))
 @dataclass(frozen=True)
 class Adapted:
-    """A frozen matrix with factors of low rank. It takes the place of the matrix's array, for
-    `product`."""
+    """A frozen matrix with factors of low rank, in place of the matrix's array, for `product`."""
 
     matrix: Array  # [*inputs, *outputs]
     a: Parameter  # [*inputs, rank]
@@ -72,8 +71,8 @@ def product(
     """x times a matrix [*I, *O] plus its adapter, where it has one (arXiv 2106.09685).
 
     The adapter's factors are not multiplied with each other. So they and their gradients cost only
-    products of low rank, and the frozen matrix, whose own gradient nobody needs, costs only the
-    gradient of x.
+    products of low rank. In the backward pass, the frozen matrix costs only its product for the
+    gradient of x, because nobody needs its own gradient.
 
     Args:
       inputs: number of axes in I.
@@ -92,8 +91,7 @@ def named(x: Array, name: Kept) -> Array:
     """The same value, with a name by which `remat` may keep it.
 
     Values that no gradient needs have no name, such as the last product of an MLP that no norm
-    follows. The name "attention" is given in attention's own gradient rule
-    (attention/attention.py).
+    follows. Attention's own gradient rule gives the name "attention" (attention/attention.py).
     """
     value: Array = checkpoint_name(x, name)
     return value

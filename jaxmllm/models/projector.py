@@ -20,8 +20,7 @@ USUAL = ProjectorShapes()
 
 class Projector(nnx.Module):
     """An MLP or one matrix over the concatenated features of a group or their mean, which may be
-    normed first. The features of a group are contiguous: rows hold images merge-group by
-    merge-group."""
+    normed first. The features of a group are contiguous: rows hold images group by group."""
 
     def __init__(
         self,
@@ -68,8 +67,7 @@ class NormedProjector(nnx.Module):
 
 class DeepstackProjector(Projector):
     """A projector for the output of a tower's last layer, and a `NormedProjector` for the output of
-    each of N `deepstack_layers`. Their N + 1 tokens are concatenated to one of N + 1 times the
-    width."""
+    each of N `deepstack_layers`. The N + 1 tokens are concatenated to one, N + 1 times as wide."""
 
     def __init__(self, config: VisionConfig, width: int, rngs: nnx.Rngs):
         super().__init__(config.width, config.merge**2, width, rngs, config.projector)

@@ -19,8 +19,7 @@ def rotary_angles(
     scaling: RotaryScaling | None = None,
     interleaved: bool = False,
 ) -> Float[Array, "R C K/2"]:
-    """Rotation angles of positions with A axes, for a computation in `dtype` but in at least
-    float32.
+    """Rotation angles of positions with A axes, in `dtype`, but in at least float32.
 
     The first sections[0] pairs rotate with axis 0, and so on. With `interleaved`, axes take turns:
     pair a + A * n rotates with axis a, for n < sections[a], and the remaining pairs with axis 0
@@ -42,8 +41,7 @@ def rotary_angles(
 def rotary_angles_2d(
     positions: Int[Array, "R C 2"], pairs: int, theta: float, dtype: Any = jnp.float32
 ) -> Float[Array, "R C K/2"]:
-    """Rotation angles of (row, column): half of the pairs each, both over the whole range of
-    frequencies."""
+    """Rotation angles of (row, column): half of the pairs each, over the whole frequency range."""
     return rotary_angles_by_axis(positions, (pairs // 2, pairs // 2), theta, dtype)
 
 

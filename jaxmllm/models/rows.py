@@ -1,11 +1,10 @@
-"""Rows of fixed shape as the device sees them: pytrees of arrays [R / g, ...], one row on g ranks.
+"""Rows of fixed shape as the device sees them: pytrees of arrays [R / g, ...], one row per g ranks.
 
 g is the span of the rows, and C the slots of one rank. Most arrays are in dealt order, the parts of
 a row one after the other; others are in packed order, that of the plan's offsets. With one part
 (span 1, no context parallelism) both orders are the same, except in towers that attend in windows,
 whose slots are in the order of the windows. The host fills dictionaries with the same names:
-encoder_rows.py, language_rows.py and generator_rows.py in jaxmllm/data/rows say what each array
-holds.
+encoder_rows.py, language_rows.py and generator_rows.py in jaxmllm/data/rows describe each array.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ class EncoderRows(NamedTuple):
     """One microbatch of an encoder phase; t slots become one language token."""
 
     features: Shaped[Array, "R/g g*C F"]
-    # Number in the row of the slot's item, or of the stretch of it that sees only itself; 0 for
-    # padding
+    # Number in the row of the slot's item, or of its part that sees only itself; 0: padding
     segments: Int[Array, "R/g g*C"]
     positions: Int[Array, "R/g g*C A"]
     # Whether each token comes from data that could be decoded, in packed order
@@ -77,7 +75,7 @@ class EncoderRows(NamedTuple):
     # Window number in the row, for towers that attend in windows
     windows: Int[Array, "R/g g*C"] | None = None
     window_tiles: RowTiles | None = None  # tiles of attention in these windows
-    # First slot and slot count of each item, in tokens of attention, for kernels that read them
+    # First slot and slot count of each item, in attention tokens, for kernels that read them
     runs: Int[Array, "R/g S 2"] | None = None
     margins: BlockMargins | None = None  # where rows are dealt to parts, for towers that read them
 
@@ -146,14 +144,13 @@ class GeneratorRows(NamedTuple):
     # else -1
     conditions: Int[Array, "R/g g*C"]
     noise: Shaped[Array, "R/g S 2"]  # key of each segment, uint32
-    times: Float[Array, "R/g S"]  # 0: the image, 1: noise
+    times: Float[Array, "R/g S"]  # 0: the image, 1: noise; for guided items the shift of times
     sources: Int[Array, "R/g S"]  # source number of each segment, else -1
     failed: Int[Array, " R/g"]  # items that could not be decoded
     order: Int[Array, "R/g g*C"]  # place of each slot in the packed row, before parts were dealt
     tiles: RowTiles
     arrived: Int[Array, "R/g g*C"] | None = None  # `conditions` in packed order, in shared rows
-    # Where rows hold each item with and without conditions: slot of the same patch in the other
-    # half
+    # Where rows hold items with and without conditions: slot of the same patch in the other half
     partners: Int[Array, "R/g g*C"] | None = None
     # With `conditioning: cross`: `segments` of the conditions, which share slots with patches;
     # tiles of the attention to conditions; and how many conditions of zeros each patch also sees
@@ -168,8 +165,7 @@ class GeneratorRows(NamedTuple):
 
     @property
     def seen_conditions(self) -> Int[Array, "R/g g*C"]:
-        """Segment of the condition of each slot, 0 where there is none or it is hidden from its
-        item."""
+        """Segment of each slot's condition; 0: there is none, or it is hidden from its item."""
         if self.readers is not None:
             return self.readers
         return jnp.where(self.conditions >= 0, self.segments, 0)

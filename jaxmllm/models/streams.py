@@ -75,8 +75,7 @@ def in_streams(
     """Outputs of all slots: of conditions by `of_conditions`, of all others by `of_patches`.
 
     Args:
-      of_conditions: function of `given` and then of slots. It must read nothing else that has a
-        gradient.
+      of_conditions: function of `given` and slots; nothing else that it reads may have a gradient.
     """
     sizes = tuple(shares(layout, where.places.shape[1]))
     return _with_conditions(of_conditions, sizes, where, of_patches(*slots), (given, *slots))

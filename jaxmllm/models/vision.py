@@ -67,8 +67,7 @@ class VisionTower(nnx.Module):
         return x if self.norm is None else self.norm(x)
 
     def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C D"]:
-        """Input of the first layer: embedded patches, with learned positions added if there are
-        any."""
+        """Input of the first layer: embedded patches, plus learned positions if there are any."""
         x = times_matrix(1, self._normalised(rows.features, dtype), self._patch(layout, dtype))
         if self.patch_bias is not None:
             x = biased(x, self.patch_bias, layout)
@@ -127,8 +126,7 @@ class VisionTower(nnx.Module):
         return grid_weights.astype(dtype) @ table.reshape(side**2, width)
 
     def _is_class(self, positions: Int[Array, "R C A"]) -> Bool[Array, "R C"]:
-        """Whether a slot holds the class token: its row number is that after the last row of
-        patches."""
+        """Whether a slot holds the class token, whose row is the one after that of all patches."""
         return jnp.equal(positions[..., 0], self.config.position_grid or 0)
 
     def _with_class(

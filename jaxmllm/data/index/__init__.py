@@ -1,2 +1,1 @@
-"""The length index of a source: the length of every example in every phase, built once and
-cached."""
+"""The length index of a source: every example's length in every phase, built once and cached."""

@@ -107,8 +107,7 @@ def uncached_index(
 
 @dataclass(frozen=True)
 class _Parsed:
-    """A record of a source with its conversation, or with the reason and message of why there is
-    none."""
+    """A record of a source with its conversation, or with (reason, message) if it has none."""
 
     record: RawRecord
     id: str
@@ -183,8 +182,7 @@ class _Builder:
         new = [key for key in dict.fromkeys(keys) if key not in self.media]
         for key, measured in zip(new, pool.map(self._measure_one, new), strict=True):
             # `len` is evaluated before the key is inserted, so it is the key's row in the table.
-            # Rows follow the order in which records first name the media, however long headers
-            # take.
+            # Rows follow the order in which records first name media, however long headers take.
             self.media[key] = len(self.media), measured
 
     def _measure_one(self, key: MediaKey) -> Measured:
@@ -206,6 +204,7 @@ class _Builder:
         ]
 
     def _add(self, line: _Parsed) -> None:
+        """Add a record to the columns, or to `rejected` if any of it cannot be used."""
         if line.conversation is None:
             self._reject(line, line.failure)
             return
@@ -216,7 +215,7 @@ class _Builder:
             if measured.shape is None:
                 self._reject(line, measured.failure)
                 return
-            # Each frame group of a video is an item of its own; all of them share the video's row.
+            # Each group of frames of a video is an item of its own; all share the video's row.
             rows += [row] * item_count(measured.shape)
             shapes.append(measured.shape)
         try:

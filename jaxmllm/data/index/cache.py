@@ -55,8 +55,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Stored:
-    """An index, the stamp of the records it was built from, and the formats that could be read
-    then."""
+    """An index, the stamp of its records, and the formats that could be read when it was built."""
 
     index: LengthIndex
     stamp: str
@@ -83,8 +82,7 @@ def known_formats(modalities: Mapping[str, Modality]) -> Formats:
 
 
 def still_known(stored: Stored, formats: Formats) -> dict[MediaKey, Measured]:
-    """Stored measurements of the media items that have not changed and would be measured the same
-    today."""
+    """Stored measurements of unchanged media items that would be measured the same today."""
     index = stored.index
     media = index.media
     trusted = {

@@ -34,7 +34,7 @@ class MediaKey(NamedTuple):
     image and a video."""
 
     phase: str
-    part: str  # the word that conversations use: "image"
+    part: str  # "image", "audio" or "video", as conversations call it
     address: str
 
 
@@ -55,8 +55,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Measured:
-    """Result of reading the header of a media item: a shape, or (reason, message) of the
-    failure."""
+    """Result of reading a media item's header: a shape, or (reason, message) of the failure."""
 
     stamp: tuple[int, int]  # see `Source.media_stamp`
     shape: Shape | None
@@ -68,7 +67,7 @@ class MediaTable:
     """The D distinct media items of a source and the results of reading their headers."""
 
     address: tuple[str, ...]  # [D] see `Source.media`
-    part: tuple[str, ...]  # [D] the words that conversations use: "image"
+    part: tuple[str, ...]  # [D] "image", "audio" or "video", as conversations call them
     phase: NDArray[np.int8]  # [D] index in `LengthIndex.phases`
     stamp: Longs  # [D, 2] see `Source.media_stamp`
     shape: Ints  # [D, 3]; -1 if the header gave none
@@ -167,8 +166,7 @@ class LengthIndex:
 
 
 def item_count(shape: Shape) -> int:
-    """Number of items that a media item of this shape becomes: a video is one item per group of
-    frames."""
+    """Items that a media item of this shape becomes: a video has one for each group of frames."""
     return shape[0] if isinstance(shape, ClipShape) else 1
 
 

@@ -91,6 +91,7 @@ class _Blocks:
             self._read(size)
 
     def _png(self) -> tuple[tuple[Fraction, ...], int]:
+        """(seconds of each frame, Pillow's number of the first frame) of a PNG file."""
         stated = 0
         first_frame = 0
         self.file.seek(len(_PNG))

@@ -1,5 +1,4 @@
-"""Checks of WAV, OGG and FLAC containers: that a clip is complete, and that its header states its
-length.
+"""Checks of WAV, OGG and FLAC files: that a clip is complete, and that its header has its length.
 
 libsndfile decodes what it finds and does not report the rest: it shortens a cut WAV or OGG, ends at
 the length that a header states, and leaves out a second clip that was joined to the first. So the
@@ -24,8 +23,7 @@ _BLOCK = 1 << 20  # bytes read at once
 
 
 def container(file: Stream) -> str:
-    """Container format by the first bytes after ID3 tags: WAV, FLAC, OGG or MP3; empty for anything
-    else."""
+    """Format by the first bytes after ID3 tags: WAV, FLAC, OGG or MP3; empty for any other."""
     head = read(file, after_id3(file), 12)
     if head[:4] in (b"RIFF", b"RIFX", b"RF64") and head[8:] == b"WAVE":
         return "WAV"
@@ -46,8 +44,7 @@ def check_wave(file: Stream, media: MediaReference) -> None:
     (STREAMED and more) is not compared: the rest of the file is then the clip, complete or not.
 
     Raises `MediaError`: truncated_audio (the chunk is longer than the file), wrong_audio_length
-    (the bytes after the chunk are no chunk, so they may be sound), joined_audio (another clip
-    follows).
+    (the bytes after it are no chunk, so they may be sound), joined_audio (another clip follows).
     """
     size = size_of(file)
     order: Literal["big", "little"] = "big" if read(file, 0, 4) == b"RIFX" else "little"
@@ -135,8 +132,7 @@ class _Page:
     @property
     def intact(self) -> bool:
         """Whether the checksum is right. It is a CRC-32 of the same polynomial as zlib's, but takes
-        the bits of each byte in the opposite order, starts from zero and has no final
-        complement."""
+        the bits of each byte in the opposite order, from zero, without the final complement."""
         bare = self.content[:22] + bytes(4) + self.content[26:]
         mirrored = zlib.crc32(bare.translate(_REVERSED), 0xFFFF_FFFF) ^ 0xFFFF_FFFF
         return int(f"{mirrored:032b}"[::-1], 2) == int.from_bytes(self.content[22:26], "little")
@@ -276,8 +272,7 @@ def check_flac(file: Stream, samples: int, media: MediaReference) -> None:
 
 
 def _flac_number(head: bytes) -> int | None:
-    """The number in a frame header; None if its fields or its checksum show that these bytes are no
-    header."""
+    """The number in a frame header; None if fields or checksum show that the bytes are none."""
     if len(head) < 6 or head[2] >> 4 == 0 or head[2] & 15 == 15 or head[3] >> 4 > 10 or head[3] & 1:
         return None
     size = next((size for size, limit in enumerate(_NUMBER_SIZES) if head[4] < limit), 7)

@@ -66,8 +66,8 @@ class Generated:
         """(time, row, column) of each patch in the grid: [length, 3].
 
         If `centred`, rows and columns are negative above and left of the middle of the picture,
-        where row and column 0 begin. Of an odd number, one more is negative than not (arXiv
-        2508.02324).
+        where row and column 0 begin. Of an odd number, one more is negative than not
+        (arXiv 2508.02324).
         """
         positions = np.indices(shape, np.int32).reshape(3, -1).T
         if self.centred:
@@ -94,8 +94,7 @@ class Generated:
         return 0 if self.crossed else conditions
 
     def patch_count(self, real: int, conditions: int) -> int:
-        """Number of patches of items with `real` real slots and `conditions` conditions in
-        total."""
+        """Patches of items that have `real` real slots and `conditions` conditions in total."""
         return real - self.first_patch(conditions)
 
     def first_time(self, conditions: int) -> int:

@@ -44,8 +44,8 @@ class ClassedTiles(Images):
 
     def canvas(self, height: int, width: int) -> tuple[int, int]:
         """(rows, columns) of tiles for an image: the canvas of the nearest aspect ratio. Of several
-        equally near ones, the one with most tiles that has less than twice the pixels of the image.
-        In floating-point numbers, as published."""
+        equally near ones, the one with most tiles that has less than twice the pixels of the image,
+        else the one with fewest tiles. In floating-point numbers, as published."""
         chosen = (1, 1)
         nearest = float("inf")
         for rows, columns in self.canvases:

@@ -282,8 +282,7 @@ class Images:
             raise MediaError(reason, f"{media} does not decode: {error}") from error
 
     def _drawn(self, image: Image.Image, shape: Shape) -> NDArray[np.uint8]:
-        """The pixels of the current frame of an image, resized to the grid. Raises any error of
-        Pillow."""
+        """The pixels of an image's current frame, resized to the grid. Raises Pillow's errors."""
         _, height, width = (size * self.patch_size for size in shape)
         full_size = (self.side, self.side) if self.resize == "square" else (height, width)
         # Rules other than `area` are published ones, which resize from all pixels
@@ -333,8 +332,7 @@ def _too_many_pixels(media: MediaReference) -> MediaError:
 
 
 def _check_tiff(image: Image.Image, media: MediaReference) -> None:
-    """Refuse faults that only TIFF files have: tiles larger than any image, and numbers without a
-    range."""
+    """Refuse faults that only TIFF files have: oversized tiles, and numbers without a range."""
     tags = getattr(image, "tag_v2", {})
     # A tile is decoded as a whole, so its size needs the same bound
     if tags.get(_TILE_WIDTH, 0) * tags.get(_TILE_LENGTH, 0) > MAX_SOURCE_PIXELS:

@@ -100,6 +100,7 @@ class GeneratedLatents(Generated):
             return patches_of((latents - mean) / std, self.patch_frames, self.patch_size)
 
     def _shape(self, stored: _Stored, media: MediaReference) -> Shape:
+        """Patch grid of a stored array. Raises `MediaError` if the model has no such latents."""
         sizes = stored.shape
         if len(sizes) not in (3, 4) or min(sizes) < 1:
             raise MediaError(

@@ -108,7 +108,8 @@ class Modality(Protocol):
         ...
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
-        """Positions (time, height, width) of the slots inside the item: [length, 3]."""
+        """Positions (time, height, width) of the slots inside the item: [length, 3], or [length, 5]
+        if height and width of an image's grid follow."""
         ...
 
     def real_slots(self, shape: Shape) -> NDArray[np.bool_]:

@@ -33,8 +33,7 @@ _PADDING = 1 << 20  # a file may end with fewer zero bytes than this
 
 @dataclass(frozen=True)
 class Frame:
-    """One frame header: its four bytes, the size of the frame in bytes, and its samples after
-    decoding."""
+    """One frame header: its four bytes, the size of the frame in bytes, and its decoded samples."""
 
     header: int
     size: int
@@ -178,8 +177,7 @@ def read(file: Stream, position: int, size: int) -> bytes:
 
 
 def only_zeros(file: Stream, position: int) -> bool:
-    """Whether all bytes from a position to the end of the file are zeros, and fewer than
-    _PADDING."""
+    """Whether all bytes from a position to the end of the file are zeros, less than _PADDING."""
     tail = read(file, position, _PADDING)
     return len(tail) < _PADDING and not tail.strip(b"\0")
 
@@ -210,15 +208,13 @@ def _frame(head: bytes) -> Frame | None:
 
 
 def _info_place(frame: Frame) -> int:
-    """Offset of the tag in an info frame without a checksum: after the header and the side
-    information."""
+    """Offset of the tag in an info frame without checksum: after header and side information."""
     side = {(1152, 2): 32, (1152, 1): 17, (576, 2): 17, (576, 1): 9}[frame.samples, frame.channels]
     return 4 + side
 
 
 def _info(head: bytes, frame: Frame) -> tuple[bool, int | None, int | None]:
-    """(whether a frame is an info frame, frames that it stores, bytes that it stores); None: not
-    stored."""
+    """(whether a frame is an info frame, frames and bytes that it stores); None: not stored."""
     if head[36:40] == b"VBRI" and len(head) >= 54:
         return True, int.from_bytes(head[50:54], "big") or None, int.from_bytes(head[46:50], "big")
     for position in (

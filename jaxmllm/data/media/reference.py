@@ -68,8 +68,7 @@ class MediaReference(Protocol):
 
 @dataclass(frozen=True)
 class File:
-    """A whole file, or a folder of files. The `address` is empty if no source has to find it
-    again."""
+    """A whole file, or a folder of files. `address` is empty if no source has to find it again."""
 
     path: Path
     address: str = ""
@@ -178,8 +177,7 @@ class _RangeStream(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         size = max(0, min(len(buffer), self._size - self._position))
-        # Reads at an absolute position, so that other readers of the descriptor do not move this
-        # stream.
+        # At an absolute position, so that other readers of the descriptor do not move this stream.
         data = os.pread(self._file.fileno(), size, self._start + self._position)
         buffer[: len(data)] = data
         self._position += len(data)

@@ -4,16 +4,16 @@
     file --decode--> mono --resample--> samples --STFT, mel, log--> [slots, mel_bins]
 
 The spectrogram is Whisper's (arXiv 2212.04356): Slaney mel filters on a Hann-windowed power
-spectrum, log10, at most 8 decades below the clip's maximum, then (x + 4) / 4. It is centred: frame
-i is centred on sample i * hop, so that clips shorter than one window have frames too, and the
-number of frames follows from the header alone.
+spectrum, log10, at most 8 decades below the clip's maximum, then (x + 4) / 4. Frame i is centred on
+sample i * hop, so that clips shorter than one window have frames too, and the number of frames
+follows from the header alone.
 
 No part of a clip is left out or made up: a file whose body does not have the measured length, or
 that continues after the point where decoders stop, is refused (containers.py, mpeg.py). ADPCM and
-GSM WAV files are the exception: their clips include the filling of the last block, up to a
-tenth of a second, because the `fact` chunk, which has the length without it, is wrong in files of
-some programs (libsndfile halves it for two channels). Samples are decoded, averaged and resampled
-in blocks, so that memory grows with the seconds of a file, not with its rate or channels.
+GSM WAV files are the exception: their clips include the filling of the last block, up to a tenth of
+a second, because the `fact` chunk, which has the length without it, is wrong in files of some
+programs (libsndfile halves it for two channels). Samples are decoded, averaged and resampled in
+blocks, so that memory grows with the seconds of a file, not with its rate or channels.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ REACH = 2
 
 @dataclass(frozen=True)
 class Sounds:
-    """The audio modality. A shape is (frames, 1, 1); a clip occupies the slots of whole language
-    tokens.
+    """The audio modality. A shape is (frames, 1, 1); a clip has the slots of whole language tokens.
 
     A slot holds one float32 [mel_bins] frame, mostly within [-1, 1]. Slots past the last frame hold
     zeros or silence and are not real, except with `silence: heard`, where they hold silence and are
@@ -232,8 +231,7 @@ class Sounds:
             return _Header(kind, sound.samplerate, sound.frames, stream if kind == "MP3" else None)
 
     def _scan(self, file: Stream, stream: mpeg.MpegStream, media: MediaReference) -> mpeg.Scan:
-        """Walk over the frames of an MP3 stream, and stop one frame after the most that could be
-        used."""
+        """Scan the frames of an MP3 stream, up to one more than the most that could be used."""
         longest = (
             int(min(self.max_seconds * stream.first.rate, 2**62) + mpeg.DECODER_DELAY)
             // stream.first.samples
@@ -261,6 +259,7 @@ class Sounds:
         return ceil_divide(header.frames * self.sample_rate, header.rate)
 
     def _shape(self, header: _Header, media: MediaReference) -> Shape:
+        """Shape of a clip. Raises `MediaError` if its rate or its length cannot be used."""
         if header.frames >= 2**62:  # libsndfile's value for streams that never stored their length
             raise MediaError(
                 "broken_audio_header", f"{media} does not say how long it is; encode it again"
@@ -356,8 +355,7 @@ class _Header:
 def _open_sound(file: Stream, media: MediaReference) -> soundfile.SoundFile:
     """Open a stream with libsndfile."""
     file.seek(0)  # libsndfile begins at the stream's position
-    # libsndfile reads a file by its descriptor, and anything else through calls to Python, which is
-    # slower.
+    # libsndfile reads a file by its descriptor, and anything else through slower calls to Python.
     source = file.fileno() if isinstance(file, FileIO) else file
     try:
         return soundfile.SoundFile(source, closefd=False)

@@ -91,8 +91,8 @@ class VideoFile:
 
     @contextmanager
     def _opened(self, reason: str) -> Iterator[tuple[Any, Any]]:
-        """The container and its only video stream. Turns errors of av into `MediaError` with this
-        reason."""
+        """The container and its only video stream. Errors of av become a `MediaError` of this
+        reason, and so do those of the code that uses them."""
         import av
 
         self.file.seek(0)
@@ -110,6 +110,7 @@ class VideoFile:
             raise MediaError(reason, f"{self.media} {what}: {error}") from error
 
     def _video(self, container: Any) -> Any:
+        """The only video stream of a container. Raises `MediaError` if it cannot be used."""
         if self.sound == "refuse" and container.streams.audio:
             raise MediaError(
                 "video_with_sound",
@@ -175,6 +176,7 @@ class VideoFile:
         return tuple((ticks or 1) * unit for ticks in (*between, last_ticks))
 
     def _decoded(self) -> Iterator[Image.Image]:
+        """Decode the frames one by one, upright. Raises `MediaError("undecodable_video")`."""
         with self._opened("undecodable_video") as (container, video):
             video.codec_context.options = {"err_detect": "explode"}
             decoded = 0

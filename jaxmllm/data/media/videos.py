@@ -181,8 +181,7 @@ class ImagesAndVideos(Images):
         if not isinstance(shape, ClipShape):
             return of_group, after
         positions = np.tile(of_group, (shape[0], 1)).astype(np.float64)
-        # In float32, as in the published rules, which matters where a product is near a whole
-        # number
+        # In float32, as in the published rules: it matters where a product is near a whole number
         seconds = np.float32(self.group_seconds(shape))
         per_second = np.float32(self.videos.positions_per_second)
         numbers = np.arange(shape[0], dtype=np.float32)
@@ -191,8 +190,8 @@ class ImagesAndVideos(Images):
         if self.videos.times != "fractions":
             times = np.floor(times)
         positions[:, 0] += np.repeat(times, len(of_group))
-        # With `times: positions`, text continues as in transformers 5; before, it continued at
-        # the maximum + 1 there, too
+        # With `times: positions`, text continues as in transformers 5; before, it continued at the
+        # maximum + 1 there, too
         return positions, float(positions.max()) + 1 if line else after
 
     def group_seconds(self, shape: ClipShape) -> float:
@@ -218,8 +217,7 @@ class ImagesAndVideos(Images):
         Args:
           frames: number of its frames.
           rate: frames per second.
-          media: for messages; not needed for a shape from an index, which was checked when it was
-            measured.
+          media: for messages; not needed for a shape from an index, which has been checked.
         """
         videos = self.videos
         patch = self.patch_frames

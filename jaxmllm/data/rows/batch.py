@@ -1,5 +1,4 @@
-"""The examples that rows of a batch are filled from, rendered on demand and checked against the
-plan."""
+"""The examples that rows are filled from, rendered on demand and checked against the plan."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ class MisalignmentError(ValueError):
 
 @dataclass(frozen=True)
 class Batch:
-    """The B examples of a batch. An example's `index` counts in the batch, its `number` in the
-    corpus."""
+    """The B examples of a batch. An `index` counts examples in the batch, a `number` those in the
+    corpus, and an item's number the items of its phase."""
 
     examples: Longs  # [B] numbers
     items: BatchItems
@@ -42,8 +41,7 @@ class Batch:
 
     @cached_property
     def _first_items(self) -> dict[str, Longs]:
-        """Number of the first item of each example, then the number of items: [B + 1], by media
-        phase."""
+        """Number of each example's first item, then the item count: [B + 1], by media phase."""
         # All starts at once, not a search for each example: the batch is that of all hosts.
         return {
             phase: np.append(0, np.cumsum(np.bincount(items.example, minlength=len(self.examples))))
@@ -89,8 +87,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class LocalRows:
-    """The rows of a phase that a host fills: the whole row of every group that has one of its
-    ranks."""
+    """The rows of a phase that a host fills: whole rows, of all groups with one of its ranks."""
 
     phase: str
     plan: PhasePlan

@@ -95,8 +95,7 @@ class StepDraws:
     id_of: Callable[[int], str]  # id of an example, by its number
 
     def of(self, index: int, item: int, patches: int) -> Draws:
-        """Random values of one item, as `DrawRule.of`, with its example given by `index` in the
-        batch."""
+        """As `DrawRule.of`, with the item's example given by its `index` in the batch."""
         id, before = self._ids[index]
         return self.rule.of(self.step, id, item, patches, before)
 

@@ -90,9 +90,8 @@ class Filling(ABC):
         """Mark an item as loaded."""
 
     def load_all(self, batch: Batch, threads: int) -> list[str]:
-        """Load the items of all rows. Return a message for each item that did not load, of the
-        groups whose first rank is local. Raises `CancelledError` once the batch is no longer
-        wanted."""
+        """Load the items of all rows. Return a message for each item that did not load, of groups
+        whose first rank is local. Raises as `encoder_rows`."""
         plan = self.local.plan
         items = self.local.items
         spans = {
@@ -192,7 +191,7 @@ class Filling(ABC):
 def _together(
     items: Sequence[int], spans: Mapping[int, MediaSpan], example: Ints
 ) -> list[list[int]]:
-    """Items in lists that one thread loads in order: the frame groups of one video together, so
+    """Items in lists that one thread loads in order: the groups of frames of one video together, so
     that it is decoded once, and every other item alone."""
     groups: list[list[int]] = []
     for item in items:
@@ -222,7 +221,7 @@ def _is_folder(media: MediaReference) -> bool:
 
 
 def _group_number(span: MediaSpan) -> int:
-    """Number of a span's frame group in its clip."""
+    """Number of a span's group of frames in its clip."""
     assert isinstance(span.reference, FrameGroup)
     return span.reference.number
 
@@ -235,8 +234,7 @@ class _Filling(Filling):
         segment = self.local.plan.segment
         segments = np.full(slots.stop - slots.start, segment[item])
         if (subsegment := modality.apart(span.shape)) is not None:  # parts that see only themselves
-            # The plan numbers segments 1 .. max, so steps of max give all parts of a row different
-            # numbers.
+            # The plan numbers segments 1 .. max, so steps of max keep the numbers distinct.
             segments += segment.max() * subsegment
         row["segments"][row_index, slots] = np.where(modality.real_slots(span.shape), segments, 0)
         row["positions"][row_index, slots] = modality.positions(span.shape)[:, modality.format.axes]
@@ -259,8 +257,7 @@ def _check_tokens(phase: str, plan: PhasePlan, row_format: RowFormat) -> None:
 
 
 def _named(error: Exception, media: MediaReference) -> Exception:
-    """An error that is not the fault of the media, with the item that was being loaded in its
-    message."""
+    """An error that is not the fault of the media, with the item that was loading in its text."""
     where = shown(media)
     if isinstance(error, MemoryError):
         return MemoryError(f"no memory is left to load {where}")

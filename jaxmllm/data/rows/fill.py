@@ -112,7 +112,7 @@ class StepFiller:
     attention: AttentionSpec
     pipeline: PipelineSpec | None = None
     threads: int = DECODE_THREADS  # threads that load the media of one step
-    draws: DrawRule | None = None  # draws noise and times; required where items are generated
+    draws: DrawRule | None = None  # random values of generated items, required if there are any
 
     def __call__(
         self, step: int, examples: Longs, cancelled: Callable[[], bool] = _never
@@ -163,8 +163,7 @@ class StepFiller:
             step=step,
             examples=np.asarray(examples, np.int64),
             targets=items.targets,
-            # The count is linear in slots and conditions, so it can be taken of the sums over all
-            # items.
+            # Linear in slots and conditions, so the count can be taken of sums over all items
             patches=sum(
                 cast(Generated, modality).patch_count(
                     int(items.phases[phase].real.sum()), int(items.phases[phase].tokens.sum())
@@ -193,8 +192,7 @@ class StepFiller:
     def _media_rows(
         self, step: int, batch: Batch, plan: StepPlan
     ) -> tuple[dict[str, list[Row]], list[str]]:
-        """Rows of every encoder and generator phase, and a message for each item that did not
-        load."""
+        """Rows of every encoder and generator phase, and messages of items that did not load."""
         rows: dict[str, list[Row]] = {}
         failures: list[str] = []
         for phase, modality in batch.modalities.items():

@@ -33,7 +33,7 @@ In guided items, the second half of the patches repeats the first, but does not 
 and partners int32 [q, C] is the slot of the same patch in the other half; elsewhere its own slot.
 With cross-attention, segments are set at patches alone, readers int32 [q, C] are the segments of
 conditions, cross_tiles are the tiles of the cross-attention, and padded int32 [q, C] is how many
-zero conditions each patch sees in addition (see masks.py).
+conditions of zeros each patch also sees (see masks.py).
 For span g, the rows are whole rows of the q groups that have a local rank: g * C slots. Where g is
 above 1, `arrived` int32 [q, g * C] is `conditions` in the order of the plan.
 """
@@ -70,8 +70,7 @@ def generator_rows(
     in `encoder_rows`.
 
     Args:
-      route: with stages, where the states that items read arrive; none: at the slots of their
-        conditions.
+      route: with stages, where states that items read arrive; none: at the slots of conditions.
     """
     modality = batch.modalities[phase]
     generated = cast(Generated, modality)

@@ -1,5 +1,4 @@
-"""Rows of the language phase: tokens of examples, and the pool slots where their media tokens
-arrive.
+"""Rows of the language phase: tokens of examples, and pool slots where their media tokens arrive.
 
 A row holds, with q local ranks, C slots and S segments:
     tokens int32 [q, C]
@@ -74,8 +73,7 @@ def language_rows(
                 read = slice(first_slot, first_slot + span.tokens)
                 row[column][row_index, read] = route.arrivals(media)
                 if name in attention.bidirectional:
-                    # The first slot is a number that no other item of the row has; 0 means no
-                    # group.
+                    # A number that no other item of the row has, and not 0, which means no group
                     row["groups"][row_index, read] = first_slot + 1
     for row, span in zip(rows, phase.span.tolist(), strict=True):
         if span > 1:
@@ -89,8 +87,7 @@ def language_rows(
 
 
 def _planned_example(batch: Batch, index: int, tokens: int) -> Rendered:
-    """One example of a batch. Raises `MisalignmentError` if it does not have the planned number of
-    tokens."""
+    """One example of a batch. Raises `MisalignmentError` if it has not the planned token count."""
     example = batch.example(index)
     if len(example.tokens) != tokens:
         raise MisalignmentError(

@@ -49,8 +49,7 @@ class AttentionSpec:
     crossed: Mapping[str, int] = field(default_factory=dict)
     # Phases whose attention kernel reads runs of documents -> most runs of a row
     runs: Mapping[str, int] = field(default_factory=dict)
-    # Attention tokens of a block, for the row classes of a phase that have smaller blocks than the
-    # rest
+    # Attention tokens of a block, by phase and row class, where blocks are smaller than `blocks`
     smaller_blocks: Mapping[tuple[str, RowClass], int] = field(default_factory=dict)
 
     def block(self, phase: str, row_class: RowClass) -> int:
@@ -69,11 +68,10 @@ def finish_encoder_row(
 ) -> None:
     """Finish an encoder row, whose items see themselves in both directions: add `tiles` and
     `places`, add `runs` where the kernel reads them, and deal the slots to the parts. For towers
-    with windowed attention, also put the slots in the order of windows and add `windows` and
-    `window_tiles`.
+    with windowed attention, also order the slots by windows, and add `windows` and `window_tiles`.
 
-    A part has whole language tokens. Where there are several and the tower reads slots beyond a
-    block, add `margins`.
+    A part has whole language tokens. If the row has several parts and the tower reads slots beyond
+    a block, add `margins`.
 
     Args:
       span: ranks that hold the row together.
@@ -121,8 +119,7 @@ def finish_encoder_row(
 
 def block_margins(row: Row, blocks: Ints, size: int, margin: int) -> Row:
     """The `margin` slots before and the `margin` slots after each block of a packed row, by the
-    field names of `BlockMargins`: [r, N * 2 * margin, ...]. Beyond the ends of the row they are
-    zeros.
+    field names of `BlockMargins`: [r, N * 2 * margin, ...]; zeros beyond the ends of the row.
 
     Args:
       blocks: [r, N] block at each place of the dealt row.
@@ -176,7 +173,7 @@ def finish_language_row(row: Row, attention: AttentionSpec, span: int = 1) -> No
 def finish_generator_row(row: Row, attention: AttentionSpec, phase: str, span: int = 1) -> None:
     """Finish a generator row, whose items see themselves and their conditions: add `tiles` and
     `order`, and deal the slots to the parts. Where patches see conditions by cross-attention, also
-    add `cross_tiles` and `padded`, the number of zero conditions that each patch sees.
+    add `cross_tiles` and `padded`, the number of conditions of zeros that each patch also sees.
 
     Args:
       span: ranks that hold the row together.
@@ -201,8 +198,7 @@ def finish_generator_row(row: Row, attention: AttentionSpec, phase: str, span: i
     if parts > 1:
         if "partners" in row:
             moved.append("partners")
-            # A partner is named by its slot, so dealing changes the numbers first and then moves
-            # them.
+            # A partner is named by its slot, so first the numbers change, then they are dealt.
             new_slots = np.argsort(row["order"], axis=1).astype(np.int32)
             row["partners"] = np.take_along_axis(new_slots, row["partners"], axis=1)
         _reorder(row, moved, row["order"])
@@ -231,16 +227,15 @@ def window_order(
     neighbours: [r, T]. Tokens move inside their item, and each item keeps its slots.
 
     A token belongs to the window of its first slot. Where windows are no multiple of the slots of a
-    token, its other slots may be in other windows; masks use the window number of each slot
-    (`window_numbers`).
+    token, its other slots may be in other windows; masks use each slot's own (`window_numbers`).
 
     Windows that fill whole blocks come first in an item. The slots of the item before its first
     block boundary take the item's last tokens, so that these windows begin at block boundaries.
 
     Args:
       segments: [r, C] item of each slot; the slots of an item are a run.
-      side: side of a window, in patches.
       positions: [r, C, 2] (row, column) inside the item.
+      side: side of a window, in patches.
       block: slots of a block of attention.
     """
     document = segments[:, ::slots_per_token]

@@ -1,2 +1,1 @@
-"""Sources of records and their media: the protocol, one file per format, and the table of
-formats."""
+"""Sources of records and media: the protocol, one file per format, and the table of formats."""

@@ -31,8 +31,8 @@ def resolved(path: str | Path, strict: bool = False) -> Path:
 
 @dataclass(frozen=True)
 class JsonLines:
-    """A JSONL file, whose media paths are relative to `root`. Both paths are absolute and without
-    symlinks."""
+    """A JSONL file, whose media paths are relative to `root`. `path` and `root` are absolute and
+    without symlinks."""
 
     path: Path
     root: Path
@@ -48,7 +48,7 @@ class JsonLines:
 
     def stamp(self) -> str:
         """Digest of the whole file."""
-        if not stat.S_ISREG(self.path.stat().st_mode):  # a pipe or a device could be read for ever
+        if not stat.S_ISREG(self.path.stat().st_mode):  # a pipe or a device could be read forever
             raise DataError(f"{shown(self.path)} is no regular file")
         with self.path.open("rb") as file:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
@@ -84,8 +84,8 @@ class JsonLines:
     def resolve(self, name: str) -> File:
         """The file of a path in a record. Its symlinks are followed again whenever it is opened.
 
-        Raises `ConversationError`: wrong_type, and path_escapes_root if the path leads out of the
-        root.
+        Raises `ConversationError`: wrong_type, and path_escapes_root for a path that is absolute or
+        leads out of the root.
         """
         if "\0" in name or not name:
             raise ConversationError("wrong_type", f"{name!r} is no file path")

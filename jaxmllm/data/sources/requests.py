@@ -124,7 +124,7 @@ def _named(entries: Iterable[Entry]) -> tuple[Entry, ...]:
 
 
 def _entry(raw: RawRecord, number: int, seed: int) -> Entry:
-    """The entry of a line; it is number `number`, counted from 1, of the entries."""
+    """The entry of a line; `number` counts the entries from 1."""
     refusal = raw.refusal
     name = f"{number:04}"
     record = b""

@@ -1,5 +1,4 @@
-"""The protocol of a source: adding a format means adding one implementation and a line in
-formats.py.
+"""The protocol of a source: a new format needs one implementation and a line in formats.py.
 
 records()  --each record once, in order--> length index        (which keeps line and offset of each)
 record(offset)  --> the same record again, by random access, in any process
@@ -19,8 +18,7 @@ MISSING = (-1, -1)  # stamp of a media item that does not exist
 
 
 class DataError(ValueError):
-    """Data that cannot be used for training; the message says where, and which setting or file to
-    change."""
+    """Data that cannot be trained on; the message says where, and the setting or file to change."""
 
 
 class RawRecord(NamedTuple):
@@ -36,8 +34,7 @@ class RawRecord(NamedTuple):
 
 class Source(Protocol):
     """Records and their media. Implementations are frozen dataclasses that can be sent to worker
-    processes. Their `repr` shows every setting, because it is part of the name of a cached length
-    index."""
+    processes. Their `repr` shows every setting, because names of cached indexes depend on it."""
 
     @property
     def path(self) -> Path:
@@ -49,8 +46,7 @@ class Source(Protocol):
         ...
 
     def stamp(self) -> str:
-        """A text that is equal as long as all records are the same. Raises `DataError` and
-        `OSError`."""
+        """A text that is equal as long as all records are. Raises `DataError` and `OSError`."""
         ...
 
     def records(self) -> Iterator[RawRecord]:

@@ -100,8 +100,7 @@ class ControlNames:
 
     @cached_property
     def turn_end(self) -> re.Pattern[str]:
-        """Pattern that matches the control token at the end of a turn, with white space before
-        it."""
+        """Pattern that matches the control token at the end of a turn, and white space before."""
         return re.compile(rf"\s*(?:{self.spelled.pattern})")
 
     @cached_property
@@ -130,8 +129,7 @@ def written_pieces(
 ) -> list[Piece]:
     """The pieces of a conversation as a template writes it, in reading order.
 
-    The template writes the conversation once without marks and then with marks; both texts must
-    agree.
+    The template writes the conversation without marks and then with marks; both texts must agree.
 
     Raises:
       ConversationError: answers_unclear or media_unclear, if answers or media cannot be found again
@@ -295,8 +293,7 @@ def _messages(
 
 
 def _calls(turn: Turn, hide: Callable[[str], str], mark: bool = False) -> list[Message]:
-    """The tool calls of a turn in the form that templates read; `mark`: with marks around their
-    names."""
+    """The tool calls of a turn in the form that templates read; `mark`: with marks around names."""
     calls = []
     for call in turn.calls:
         name = hide(call.name)
@@ -382,6 +379,7 @@ def _learned(
 
 
 def _split(marked: str, learned: NDArray[np.bool_], control: ControlNames) -> list[Piece]:
+    """The pieces of a marked text, cut at names, at marks, and where `learned` changes."""
     pieces: list[Piece] = []
 
     def add_text(start: int, end: int) -> None:

@@ -98,7 +98,8 @@ class ChatTemplate:
 
         Raises:
           ConversationError: template_refused or template_failed, for this conversation alone.
-          TemplateFileError: the template cannot be used, or has no end.
+          TemplateFileError: for any conversation: the template leaves its sandbox, exceeds its
+            limits, or asks for a date that is not given.
         """
         return self._run(messages, tools, marked=marked)
 
@@ -253,6 +254,8 @@ def _dates(today: date | None, names: frozenset[str]) -> dict[str, Any]:
 
 
 def _read_source(path: Path) -> str:
+    """The text of the template in a Jinja or JSON file. Raises `TemplateFileError`."""
+
     def fail(what: str) -> NoReturn:
         raise TemplateFileError(
             f"data.chat_template: {shown(path)} {shown(what)}; name a file with a Jinja template, a JSON file that "

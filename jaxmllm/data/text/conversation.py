@@ -1,7 +1,6 @@
 """One record -> one `Conversation`: who said what, with which images, audio clips and videos.
 
-Media are written in two forms. *Content parts* name each media item in its place; their text is
-literal:
+Media have two forms. *Content parts* name each media item in its place; their text is literal:
 
     {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"},
                                                {"type": "text", "text": "What?"}]},
@@ -21,9 +20,9 @@ with images:
                  {"type": "image", "image": "a.png"}]}
 
 An assistant message may have "reasoning_content", a text that some chat templates put before the
-answer; without a chat template it is ignored. It may have "tool_calls", and then needs no
-"content". A record may have "tools", the tools that can be called, and messages of the role tool
-hold their results:
+answer; without a template file (`data.chat_template`) it is ignored. It may have "tool_calls", and
+then needs no "content". A record may have "tools", the tools that can be called, and messages of
+the role tool hold their results:
 
     {"tools": [{"type": "function", "function": {"name": "weather", "parameters": {...}}}],
      "messages": [{"role": "user", "content": "Rain in Rome?"},
@@ -38,8 +37,7 @@ Tools, tool calls and arguments may also be strings that hold this JSON.
 The source says what is learned: `targets: assistant` (the default) learns the assistant's turns, so
 there must be at least one; `targets: all` learns the text of every turn and of documents. Optional
 keys: "id" (default `<source>:<line>`; need not be unique) and "source" (a label for metrics). Other
-keys and keys that are null are ignored, and so are "text" and "content" in a record with
-"messages".
+keys and null keys are ignored, and so are "text" and "content" in a record with "messages".
 """
 
 from __future__ import annotations
@@ -100,7 +98,7 @@ class MediaPart:
 class ToolCall:
     name: str
     arguments: dict[str, Any]  # JSON
-    id: str | None = None  # name of this call in turns of the role tool
+    id: str | None = None  # by which a turn of the role tool refers to this call
 
 
 @dataclass(frozen=True)

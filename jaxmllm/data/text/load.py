@@ -8,8 +8,7 @@ from jaxmllm.data.text.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
 
 
 def load_tokenizer(data: DataConfig) -> Tokenizer:
-    """The tokenizer of section `data`: a file, or bytes if none is named. Raises
-    `TokenizerError`."""
+    """The tokenizer of section `data`: a file, or else bytes. Raises `TokenizerError`."""
     if data.tokenizer is None:
         return ByteTokenizer()
     if data.chat_template == CHATML:

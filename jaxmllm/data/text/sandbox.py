@@ -33,8 +33,7 @@ from jaxmllm.data.text.template_limits import (
     limited,
 )
 
-# Private characters around text that the model generates; no record may hold them (see
-# answer_marks.py)
+# Private characters around text of the model; no record may hold them (see answer_marks.py)
 OPEN = "\U00100000"
 CLOSE = "\U00100001"
 _ENCLOSED = "enclosed"  # the method of `_Generation` that its tag calls
@@ -50,8 +49,7 @@ class RaisedError(TemplateRuntimeError):
 
 class Sandbox(ImmutableSandboxedEnvironment):
     """The environment that compiles chat templates, with the helpers that transformers gives them:
-    `raise_exception`, `tojson` without HTML escapes, `break` and `continue`, and the tag
-    `generation`.
+    `raise_exception`, `tojson` without HTML escapes, `break`, `continue`, and the tag `generation`.
 
     Args:
       values: further names that templates can use.

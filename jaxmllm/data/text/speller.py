@@ -55,6 +55,8 @@ def _name(nonce: str, token: int) -> str:
 
 
 def _respelled(file: dict[str, Any], control: frozenset[int], nonce: str) -> tokenizers.Tokenizer:
+    """The tokenizer of a file, with control tokens renamed, and without merges that yield them."""
+
     def renamed(name: str, token_id: int) -> str:
         return _name(nonce, token_id) if token_id in control else name
 
@@ -63,8 +65,7 @@ def _respelled(file: dict[str, Any], control: frozenset[int], nonce: str) -> tok
         # With `encode_special_tokens`, a token that is marked special would be read as text even by
         # its new name
         token["special"] = token["special"] and token["id"] not in control
-    # A control token that is only a word of the model is added, so that its name is found as a
-    # whole
+    # Control tokens that are only words of the model are added, so that names are found whole
     known = {token["id"] for token in file["added_tokens"]}
     file["added_tokens"] += [
         {"id": token_id, "content": _name(nonce, token_id), **_PLAIN}

@@ -1,7 +1,6 @@
 """Limits of rendering one conversation: passes of loops, characters, digits, time.
 
-Wherever a small template can ask for a large value, the size of the value is checked before it is
-made.
+Where a small template can ask for a large value, its size is checked before the value is made.
 """
 
 from __future__ import annotations

@@ -69,8 +69,7 @@ class TemplateTokenizer(FileTokenizer):
     def encode_pieces(self, pieces: Sequence[str | int]) -> Encoded:
         """The ids of literal texts and control tokens, joined and encoded as one text.
 
-        Raises `ConversationError("control_token")` if a text can only be written with a control
-        token.
+        Raises `ConversationError("control_token")` if a text needs a control token to be written.
         """
         texts = [self.speller.name(p) if isinstance(p, int) else p for p in pieces]
         starts = np.cumsum([0, *map(len, texts)])[:-1]
@@ -133,8 +132,7 @@ def _special_names(path: Path) -> dict[str, str]:
 
 
 def _tokens_of(values: Any) -> Iterator[tuple[str, str]]:
-    """(name, token) pairs of a JSON object, in which a token is a text or an object with its
-    `content`."""
+    """(name, token) pairs of a JSON object; a token is a text, or an object with its `content`."""
     for name in NAMES if isinstance(values, Mapping) else ():
         token = values.get(name)
         if isinstance(token, Mapping):
@@ -144,8 +142,7 @@ def _tokens_of(values: Any) -> Iterator[tuple[str, str]]:
 
 
 def _check_names(template: ChatTemplate, special: Mapping[str, str], find: Any, path: str) -> None:
-    """Raise `TokenizerError` for a token that the template writes and the tokenizer does not
-    have."""
+    """Raise `TokenizerError` for a token that the template writes and the tokenizer lacks."""
     written = {token for text in template.literals for token in _TOKEN.findall(text)}
     written |= {token for name, token in special.items() if name in template.variables}
     if absent := sorted(token for token in written if find(token) is None):

@@ -127,8 +127,7 @@ FURTHER = {
         ("<img>", "<IMG_CONTEXT>", "</img>"),
     )
 }
-# Begin token of a frame -> texts before and after it, if the model's processor or template writes
-# any
+# Begin token of a frame -> texts that the model's processor or template writes before and after it
 AROUND = {"<start_of_image>": ("\n\n", "\n\n"), "<img>": ("", "\n")}
 
 

@@ -39,8 +39,7 @@ def share(value: Any) -> int:
     try:
         os.ftruncate(descriptor, size)
         for view, offset in zip((memoryview(header).cast("B"), *views), (0, *offsets), strict=True):
-            # With `pwrite`, a lack of memory is an `OSError`; through a mapping it would be a
-            # SIGBUS.
+            # With `pwrite`, a lack of memory is an `OSError`; with a mapping, it is a SIGBUS.
             _write(descriptor, view, offset)
     except BaseException:
         os.close(descriptor)
@@ -74,8 +73,8 @@ def send(connection: socket.socket, descriptor: int) -> None:
 
 
 def receive(connection: socket.socket) -> int:
-    """Wait for a block's descriptor. Raises `EOFError` or `OSError` when the other end is
-    closed."""
+    """Wait for a block's descriptor. Raises `EOFError` or `OSError` if the other end is closed, and
+    `OSError` if no descriptor is left."""
     message, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
     if not message:
         raise EOFError("the other end of the socket is closed")

@@ -130,8 +130,7 @@ class Loader(Generic[T]):
         return task
 
     def result(self, task: _Task[T]) -> T:
-        """Wait for an element. Raises the error that loading it raised, `LoadError` and
-        `Interrupted`."""
+        """Wait for an element. Raises the error of loading it, `LoadError` and `Interrupted`."""
         began = time.monotonic()
         notice = FIRST_NOTICE_SECONDS
         while not wait_for([task.future], POLL_SECONDS).done:
@@ -217,8 +216,7 @@ class Loader(Generic[T]):
                 with self._lock:
                     self._workers.pop(thread).wait(CLOSE_SECONDS)
                 line = f"{task.what}: {death}"
-            # No pause before the first retry, then a longer one each time; it ends when the loader
-            # closes.
+            # No pause before the first retry, then longer ones, which end when the loader closes.
             if self._closed.wait(PAUSE_SECONDS * (attempt - 1)):
                 raise CancelledError
             if attempt < ATTEMPTS:
@@ -259,8 +257,7 @@ class Reader(Iterator[T]):
         `LoadError` and `Interrupted`."""
         if not self._ahead:
             raise StopIteration
-        # The task stays the first one until its result is there: an interrupted wait skips no
-        # element.
+        # The task stays first until its result is there: an interrupted wait skips no element.
         element = self._loader.result(self._ahead[0])
         self._ahead.popleft()
         self._load_ahead()

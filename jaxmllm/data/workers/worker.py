@@ -29,8 +29,7 @@ from jaxmllm.data.workers.memory import attach, receive, send, share
 # Terminals and schedulers send these to all processes at once, but they are meant for the run.
 # Workers ignore them, and end when the run does.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# There are many workers, and each decodes with threads of its own, so libraries get one thread
-# each.
+# There are many workers, which decode with threads of their own: libraries get one thread each.
 ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"
 )
@@ -66,8 +65,7 @@ class Worker:
             send(self._connection, functions)
 
     def call(self, function: int, *arguments: Any) -> Any:
-        """Return functions[function](*arguments). Raises any error of the function, and
-        `WorkerDied`."""
+        """Return functions[function](*arguments). Raises the function's errors and `WorkerDied`."""
         request = share((function, arguments))
         try:
             send(self._connection, request)
@@ -149,8 +147,8 @@ def _reply(
 
 
 def _portable(error: Exception) -> Exception:
-    """The error with a note of where it was raised; a `RuntimeError` with its text if it cannot be
-    pickled."""
+    """The error with a note of where it was raised; if it cannot be pickled, a `RuntimeError` with
+    its text."""
     error.add_note(f"in data worker (process {os.getpid()}):\n{traceback.format_exc()}")
     try:
         pickle.loads(pickle.dumps(error))
