@@ -101,7 +101,9 @@ BALANCED: Mode = "phases"
 SAMPLED = SampleSize(1 << 16, fewest=2, most=128)  # batches whose lengths decide the sizes
 # Measured batches of a setting: more where batches are small, because those differ more
 MEASURED = SampleSize(1 << 16, fewest=3, most=16)
-SAMPLE_STREAM, HELD_OUT_STREAM = 1, 2  # parts of the seeds, so that the two never share a batch
+# parts of the seeds, so that the two never share a batch
+SAMPLE_STREAM = 1
+HELD_OUT_STREAM = 2
 GENERATOR = (
     "jaxmllm.tools.workload.generate([seed, 2, i], ranks * per_rank), i < batches, default mix"
 )

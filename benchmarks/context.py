@@ -161,7 +161,8 @@ def _alternating(lengths: np.ndarray, tokens: int) -> Ints:
 
 def isolated_work(ids: TokenIds, block: int) -> Longs:
     """`block_work` if a token of an image sees only its image: [N]."""
-    document, group = ids.document, ids.group
+    document = ids.document
+    group = ids.group
     image_start, image_stop = _runs(document, group)
     start = np.where(group > 0, image_start, _runs(document)[0])
     stop = np.where(group > 0, image_stop, np.arange(1, len(document) + 1, dtype=np.int32))

@@ -94,8 +94,11 @@ PICTURE_SIDE = LogUniform(256, 1024)  # pixels
 PICTURE_RATIO = LogNormal(median=1, sigma=0.35, low=1 / 2.4, high=2.4)
 SECONDS = LogUniform(1, 16)
 FRAME_RATE = 16
-CLIP_SIDES, CLIP_SIDE_SHARES = (256, 480, 768), (0.6, 0.3, 0.1)
-CLIP_RATIOS, CLIP_RATIO_SHARES = (9 / 16, 16 / 9, 1.0), (0.7, 0.2, 0.1)  # height / width
+CLIP_SIDES = (256, 480, 768)
+CLIP_SIDE_SHARES = (0.6, 0.3, 0.1)
+# height / width
+CLIP_RATIOS = (9 / 16, 16 / 9, 1.0)
+CLIP_RATIO_SHARES = (0.7, 0.2, 0.1)
 MIXES = {"images": 0.0, "clips": 1.0, "mixed": 0.5}  # share of clips
 PLANNED: Mapping[str, tuple[Mode, int]] = {  # mode, and most ranks that hold a row together
     "balanced": ("phases", 1),
@@ -108,7 +111,9 @@ ALIGNMENT = Alignment(128, small=64, smallest=32)  # whole attention blocks
 ROW_CLASSES = 4  # items are as short as 272 slots and as long as 74,240
 FRAME_TOKENS = 2  # text tokens around the place of a drawn item
 SAMPLED = 16  # batches from which sizes are chosen; and those in an epoch of the baselines
-SAMPLE_STREAM, MEASURED_STREAM = 1, 2  # parts of the seeds, so that the two never share a batch
+# parts of the seeds, so that the two never share a batch
+SAMPLE_STREAM = 1
+MEASURED_STREAM = 2
 GENERATOR = "benchmarks.diffusion.draw([seed, 2, i], items, share of clips), i < seeds"
 
 

@@ -185,7 +185,8 @@ def batches_of_like_sizes(
     """Batches of items in the order of their slots, as large as the bounds allow; each is padded to
     its most latents and its longest text."""
     media = media.at(np.lexsort((media.text, media.slots)))
-    latents, text = media.latents, media.text
+    latents = media.latents
+    text = media.text
     real_cost = cost.of(media.slots.astype(float))
     batches: list[Batch] = []
 
@@ -208,7 +209,8 @@ def batches_of_like_sizes(
         ):
             close(first, item)
             first = item
-            most_latents, most_text = int(latents[item]), int(text[item])
+            most_latents = int(latents[item])
+            most_text = int(text[item])
     close(first, len(media))
     return batches
 

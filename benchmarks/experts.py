@@ -85,9 +85,11 @@ def measure(
         values = random.standard_normal(shape, dtype=np.float32) * shape[-2] ** -0.5
         return jnp.asarray(values)
 
-    x, rows = normal(1, tokens, width), normal(tokens * k, width)
+    x = normal(1, tokens, width)
+    rows = normal(tokens * k, width)
     weights = jnp.asarray(random.random((1, tokens, k), dtype=np.float32))
-    inner, outer = (count, width, mlp_width), (count, mlp_width, width)
+    inner = (count, width, mlp_width)
+    outer = (count, mlp_width, width)
     matrices = Matrices(normal(*inner), normal(*inner), normal(*outer))
     one = tuple(matrix[0] for matrix in matrices)
     layout = make_layout(make_mesh({"data": 1}, jax.devices()[:1]))

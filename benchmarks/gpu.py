@@ -366,7 +366,8 @@ def attention_rows_of(bench: Bench, slots: int) -> list[Row]:
 def span_rows(bench: Bench) -> list[Row]:
     """Times of one rank's part of a causal row that 1, 2, 4 and 8 ranks hold: its own queries, and
     the keys of all ranks."""
-    shape, slots = bench.sizes.shapes["decoder"], bench.sizes.span_slots
+    shape = bench.sizes.shapes["decoder"]
+    slots = bench.sizes.span_slots
     cases: list[Case] = []
     for span in SPANS:
         mask, tiles = part_of_row(slots, span, shape.block)
@@ -396,7 +397,8 @@ def part_of_row(slots: int, span: int, block: int) -> tuple[Mask, int]:
     whole = causal_ids(np.ones(span * slots, np.int32))
     tiles = visible_tiles(whole, block)
     # Block i goes to part i % span; `places[i]` is its position when parts follow one another
-    part, place = np.arange(blocks) % span, np.arange(blocks) // span
+    part = np.arange(blocks) % span
+    place = np.arange(blocks) // span
     places = (part * (blocks // span) + place).astype(np.int32)
     lists = dealt_tiles(tiles, places, span)[-1]
     order = np.argsort(places)
@@ -414,7 +416,8 @@ def program_rows(bench: Bench) -> list[Row]:
     """Times of every phase on a full row, forward and with the backward pass; then the memory of
     every program."""
     rows: list[Row] = []
-    programs, config = bench.programs, bench.run.config
+    programs = bench.programs
+    config = bench.run.config
     model = programs.functions.model
     shapes = resolved_shapes(config, model)
     for phase, spec in programs.spec.phases.items():
@@ -457,7 +460,8 @@ def program_rows(bench: Bench) -> list[Row]:
 
 def step_rows(bench: Bench) -> list[Row]:
     """Times of whole steps, then of each phase by itself."""
-    run, programs = bench.run, bench.programs
+    run = bench.run
+    programs = bench.programs
     bench.__dict__.pop("params", None)  # frees their memory: the state has parameters of its own
     state = programs.init(bench.seed)
     times = []
@@ -562,7 +566,8 @@ def exchange_rows(bench: Bench) -> list[Row]:
             filler = StepFiller(inputs.corpus, spec, programs.local_share, programs.attention)
             batch = programs.put(filler(0, np.arange(config.data.batch_size)))
             params = programs.init(bench.seed).params
-            times, results = [], []
+            times = []
+            results = []
             for _ in range(bench.sizes.repeats + 1):
                 began = time.perf_counter()
                 gradients, sums, _ = jax.block_until_ready(programs.gradients(params, batch))

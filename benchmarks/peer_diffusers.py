@@ -62,7 +62,8 @@ from jaxmllm.training.objectives.flow import patch_noise
 from jaxmllm.training.run import USER_ERRORS
 
 MODULE: Final = "benchmarks.peers.diffusers_wan"
-PEER, OWN = "by shape", "jaxmllm"
+PEER = "by shape"
+OWN = "jaxmllm"
 DIFFUSION = "diffusion"
 COMPONENTS: Final = (DIFFUSION, "projector.language")
 WARM_UP: Final = 2  # first steps, not counted

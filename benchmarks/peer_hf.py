@@ -224,7 +224,8 @@ def measure(options: Any, place: Path) -> dict[str, Any]:
     inputs, programs = compiled_programs(config)
     corpus = KeptCorpus(inputs.corpus)
     ours = OwnRun(folder, config, programs, corpus)
-    vision, optimizer = config.model.vision, config.optimizer
+    vision = config.model.vision
+    optimizer = config.optimizer
     assert vision is not None
     settings = {
         "threads": options.threads,
@@ -289,7 +290,8 @@ def rows_of(measured: Mapping[str, Any], examples: int) -> list[dict[str, Any]]:
     rows = []
     for name, results in measured["told"].items():
         seconds, host = (np.array([r[key] for r in results]) for key in ("seconds", "host"))
-        cpu, compute = np.array([r["cpu_seconds"] for r in results]), seconds - host
+        cpu = np.array([r["cpu_seconds"] for r in results])
+        compute = seconds - host
         rows.append(
             {
                 "system": name,

@@ -194,14 +194,18 @@ class Ours:
     def __call__(self, examples: np.ndarray[Any, Any]) -> dict[str, Any]:
         """Run a step; return its seconds, those of the host's part, the loss, and the filled
         rows."""
-        began, cpu = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        cpu = time.process_time()
         host = self.filler(self.step, examples)
-        filled, cpu_filled = time.perf_counter() - began, time.process_time() - cpu
+        filled = time.perf_counter() - began
+        cpu_filled = time.process_time() - cpu
         run_before(self.programs, self.state.params, host, self.programs_run)
-        began, cpu = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        cpu = time.process_time()
         self.state, metrics = self.programs.train(self.state, self.programs.put(host))
         jax.block_until_ready((self.state, metrics))
-        took, cpu = time.perf_counter() - began, time.process_time() - cpu
+        took = time.perf_counter() - began
+        cpu = time.process_time() - cpu
         self.step += 1
         return {
             "seconds": filled + took,
@@ -357,7 +361,8 @@ def check_losses(told: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
                     f"{name}: loss {result['loss']} of {result['targets']} targets, "
                     f"ours {ours['loss']} of {ours['targets']}"
                 )
-    packed, ours = told["packed"][0]["loss"], told["ours"][0]["loss"]
+    packed = told["packed"][0]["loss"]
+    ours = told["ours"][0]["loss"]
     if abs(packed / ours - 1) > SAME_LOSS:
         raise ValueError(
             f"packed: loss {packed}, ours {ours} from the same parameters and examples"

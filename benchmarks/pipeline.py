@@ -224,7 +224,8 @@ def best_chunks(
         except PipelineError:  # no schedule of these chunks is shorter than `least`
             continue
         if least is None or cost < least:
-            best, least = chunks, cost
+            best = chunks
+            least = cost
     return best
 
 
@@ -345,7 +346,8 @@ def measure(
         began = time.perf_counter()
         schedule = make_schedule(chains, variant, graph, live, rollouts)
         seconds = time.perf_counter() - began
-        ticks, time_ = len(schedule.ticks), lockstep(schedule)
+        ticks = len(schedule.ticks)
+        time_ = lockstep(schedule)
         shares = time_ * UNIT / 1e15, asynchronous(schedule) * UNIT / 1e15
         found.append(
             (
@@ -396,7 +398,8 @@ def measure_search(
         search(graph, fixed_orders(), slots, rollouts=0)
         ready = time.process_time()
         searched = search(graph, fixed_orders(), slots, rollouts=rollouts)
-        seconds, start = time.process_time() - ready, ready - began
+        seconds = time.process_time() - ready
+        start = ready - began
         best = min(
             searched.lockstep, search(graph, fixed_orders(), slots, rollouts=long, seed=1).lockstep
         )

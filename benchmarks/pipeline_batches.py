@@ -225,7 +225,8 @@ def media_and_text(
     )
 
 
-ALL, PROJECTORS = ("",), ("projector.",)
+ALL = ("",)
+PROJECTORS = ("projector.",)
 TOWER_5B = VisionConfig(width=3072, layers=44, heads=24, mlp_width=12_288, patch_size=14, merge=2)
 TOWER_6B = VisionConfig(width=3200, layers=45, heads=25, mlp_width=12_800, patch_size=14, merge=2)
 TOWER_300M = VisionConfig(width=1024, layers=24, heads=16, mlp_width=4096, patch_size=14, merge=2)

@@ -239,7 +239,8 @@ def _figures(
     for run in runs:
         graph = run.schedule.graph
         for chain in graph.ring.chains:
-            rows, items = run.rows.phases[chain.name], batch.phases[chain.name]
+            rows = run.rows.phases[chain.name]
+            items = batch.phases[chain.name]
             phase = spec.phases[chain.name]
             of_rows = np.array(phase.capacities)[rows.row_class]
             slots[chain.name] += int(of_rows.sum()) * phase.ranks

@@ -83,7 +83,8 @@ class Planned:
         programs, sizes = make_programs(config.model_copy(update={"pipeline": pipeline}), inputs)
         assert sizes is not None, "a pipeline has at least two stages"
         assert isinstance(programs, StagedPrograms)
-        attention, ranks = programs.attention, programs.local_share
+        attention = programs.attention
+        ranks = programs.local_share
         filler = StepFiller(inputs.corpus, programs.spec, ranks, attention, sizes.training)
         return Planned(programs, filler)
 

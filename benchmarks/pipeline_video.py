@@ -39,7 +39,9 @@ MOST_FRAMES = 16 * FRAME_RATE
 FRAME_SLOTS = (min(CLIP_SIDES) // SIDE) ** 2  # slots for each `FRAMES` frames
 ROW_TEXT = 1024  # tokens of a row of the decoder
 ROW_SLOTS = MOST_FRAMES // FRAMES * FRAME_SLOTS + ROW_TEXT  # slots of a row of the generator
-CAPTIONS, CLIPS = 10, 3  # items of an average row of the decoder, and of the generator
+# items of an average row of the decoder, and of the generator
+CAPTIONS = 10
+CLIPS = 3
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,22 @@ def generate(seed: int, microbatches: int) -> Clips:
     """Draw clips; each microbatch takes them in that order until the next clip has no room."""
     random = np.random.default_rng(seed)
     placed: list[tuple[int, int, int]] = []
-    number, clips, frames, slots = 0, 0, 0, 0
+    number = 0
+    clips = 0
+    frames = 0
+    slots = 0
     while True:
         drawn = round(SECONDS.draw(random, 1)[0] * FRAME_RATE)
         caption = round(CAPTION.draw(random, 1)[0])
         latents = -(-drawn // FRAMES) * FRAME_SLOTS
-        clips, frames, slots = clips + 1, frames + drawn, slots + latents + caption
+        clips = clips + 1
+        frames = frames + drawn
+        slots = slots + latents + caption
         if clips > MOST_CLIPS or frames > MOST_FRAMES or slots > ROW_SLOTS:
-            number, clips, frames, slots = number + 1, 1, drawn, latents + caption
+            number = number + 1
+            clips = 1
+            frames = drawn
+            slots = latents + caption
         if number == microbatches:
             return Clips(*np.array(placed, np.int64).T)
         placed.append((number, latents, caption))
@@ -116,13 +126,16 @@ def _rows(batch: Clips, order: Longs, microbatch: Longs, count: int, apart: bool
     """
     inputs: list[set[tuple[int, int]]] = [set() for _ in range(count)]
     feeding: list[int] = []
-    filled, last = ROW_TEXT, -1
+    filled = ROW_TEXT
+    last = -1
     for clip in order.tolist():
-        text, reader = int(batch.text[clip]), int(microbatch[clip])
+        text = int(batch.text[clip])
+        reader = int(microbatch[clip])
         if filled + text > ROW_TEXT or (apart and reader != last):
             feeding.append(0)
             filled = 0
-        filled, last = filled + text, reader
+        filled = filled + text
+        last = reader
         feeding[-1] += text**2
         inputs[reader].add((0, len(feeding) - 1))
     return Rows([feeding], sums_by(microbatch, batch.slots**2, count).tolist(), inputs)

@@ -80,7 +80,8 @@ from jaxmllm.tools.output import print_table, write_json
 RUNS: Final = Path(__file__).with_name("published_runs.jsonl")
 # Not fitted: its steps took up to three times what its links explain, the more so on more devices
 TREND: Final = ("zero3",)
-PUBLISHED, UNKNOWN_SYSTEM = "published", "unknown_system"
+PUBLISHED = "published"
+UNKNOWN_SYSTEM = "unknown_system"
 AXES: Final = ("data", "fsdp", "context", "tensor", "stages", "interleave")
 COLUMNS: Final = [
     "system",

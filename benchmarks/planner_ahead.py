@@ -44,9 +44,12 @@ from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.training.programs.base import ProgramName, Programs
 from jaxmllm.training.programs.phased import PhasedPrograms
 
-MEMORY, COLLECTIVES = "memory", "collectives"
+MEMORY = "memory"
+COLLECTIVES = "collectives"
 CHIP: Final = "h100"
-LOSS, VISION, AUDIO = "language_loss_and_grad", "encode_grad vision", "encode_grad audio"
+LOSS = "language_loss_and_grad"
+VISION = "encode_grad vision"
+AUDIO = "encode_grad audio"
 KEPT: Final = "encode_grad_kept vision"
 SMALL: Final = 1e6  # bytes; operations that send less, such as sums of scalars, have no row
 COLUMNS: Final = [
@@ -250,7 +253,8 @@ def rows_of(
         ).items()
     }
     for kind in sorted({*predicted, *facts["sent"]}):
-        by_hand, by_compiler = predicted.get(kind, 0.0), facts["sent"].get(kind, 0.0)
+        by_hand = predicted.get(kind, 0.0)
+        by_compiler = facts["sent"].get(kind, 0.0)
         if max(by_hand, by_compiler) > SMALL:
             operation, *axes = kind.split()
             row = {"predicted_bytes": by_hand, "compiled_bytes": by_compiler}

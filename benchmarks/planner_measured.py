@@ -148,7 +148,8 @@ class Setting:
     def step(self) -> tuple[float, float]:
         """Train on the batch; return wall seconds, and CPU seconds of this process on all cores."""
         jax.block_until_ready(self.state)
-        began, worked = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        worked = time.process_time()
         self.state, metrics = self.programs.train(self.state, self.batch)
         jax.block_until_ready((self.state, metrics))
         return time.perf_counter() - began, time.process_time() - worked
@@ -213,7 +214,8 @@ def rows_of(
     for setting in settings:
         taken = by_name[setting.name]
         low, _, high = statistics.quantiles(taken, n=4)
-        measured, predicted = medians[setting.name], setting.predicted(cluster)
+        measured = medians[setting.name]
+        predicted = setting.predicted(cluster)
         rows.append(
             {
                 "kind": MEASURED,

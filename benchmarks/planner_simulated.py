@@ -118,7 +118,8 @@ def chain_row(programs: Programs, lengths: GeneratedLengths, device: Device) -> 
     """
     replicas = DEVICES // (TENSOR * STAGES)
     chain = _Chain(lengths, device)
-    slowest, work = 0.0, 0.0
+    slowest = 0.0
+    work = 0.0
     for replica in range(replicas):
         makespan, mean = chain.seconds(replica, replicas)
         slowest = max(slowest, makespan)
@@ -204,7 +205,8 @@ class _Chain:
                 yield {
                     phase: self._part(phase, first + begin, first + end) for phase in self.phases
                 }
-                begin, total = end, 0
+                begin = end
+                total = 0
             total += int(tokens[end]) if end < count else 0
 
     def _part(self, phase: str, begin: int, end: int) -> _Part:

@@ -68,7 +68,9 @@ class Published:
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Published:
         """Read a run from a JSON object. Raises `TextRunError`, or KeyError for a missing key."""
-        system, chip, seconds = record["system"], record["chip"], record["seconds"]
+        system = record["system"]
+        chip = record["chip"]
+        seconds = record["seconds"]
         if not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
             raise TextRunError(f"seconds {seconds!r} is no number above 0")
         return cls(system, chip, record.get("model", ""), TextRun.of(dict(record)), seconds)
@@ -102,7 +104,8 @@ def fit(runs: Sequence[Published]) -> Fit:
     """Fit constants and efficiencies to runs."""
     owners = sorted({run.owner for run in runs})
     chips = sorted({chip for _, chip in owners})
-    constants, systems = len(PRIORS), len(owners)
+    constants = len(PRIORS)
+    systems = len(owners)
     values = np.log([_shifted(name, prior.value) for name, prior in PRIORS.items()])
     spreads = np.array([prior.spread for prior in PRIORS.values()])
 

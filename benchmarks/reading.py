@@ -92,7 +92,9 @@ def make_folder(folder: Path, gigabytes: float, seed: int) -> None:
     tensors = [*shapes_of(sizes).items()]
     random = np.random.default_rng(seed)
     weight_map: dict[str, str] = {}
-    total, done, number = sum(math.prod(shape) for _, shape in tensors), 0, 0
+    total = sum(math.prod(shape) for _, shape in tensors)
+    done = 0
+    number = 0
     pending: dict[str, Any] = {}
     for place, (key, shape) in enumerate(tensors):
         # Clearing the top bit of the exponent leaves numbers below 2, none infinite
@@ -103,13 +105,15 @@ def make_folder(folder: Path, gigabytes: float, seed: int) -> None:
             name = f"model-{number + 1:05}-of-{FILES:05}.safetensors"
             write_tensors(folder / name, pending)
             weight_map |= dict.fromkeys(pending, name)
-            pending, number = {}, number + 1
+            pending = {}
+            number = number + 1
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def shapes_of(sizes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of a folder, by key."""
-    width, mlp = sizes["hidden_size"], sizes["intermediate_size"]
+    width = sizes["hidden_size"]
+    mlp = sizes["intermediate_size"]
     narrow = width * sizes["num_key_value_heads"] // sizes["num_attention_heads"]
     shapes = {"model.embed_tokens.weight": (sizes["vocab_size"], width)}
     for layer in range(sizes["num_hidden_layers"]):
@@ -183,7 +187,8 @@ def device_bytes() -> int:
 def counted() -> Iterator[list[int]]:
     """A list that gets the bytes of every slice that is asked of a folder meanwhile, in the type of
     its tensor."""
-    read, asked = Line.read, []
+    read = Line.read
+    asked = []
 
     def counting(
         line: Line, tensor: NDArray[Any], shape: tuple[int, ...], index: Index
@@ -220,9 +225,11 @@ def measure(folder: Path, dtype: str) -> dict[str, Any]:
     model = build_model(ModelConfig(language=language), vocabulary, ComponentsConfig(), mesh)
     abstract = model.abstract(dtype)[LANGUAGE]
     with Memory().sampled() as memory, counted() as asked:
-        began, before = time.perf_counter(), _from_disk()
+        began = time.perf_counter()
+        before = _from_disk()
         parameters = jax.block_until_ready(read_folder(str(folder), abstract))
-        seconds, disk = time.perf_counter() - began, _from_disk() - before
+        seconds = time.perf_counter() - began
+        disk = _from_disk() - before
     del parameters
     return {
         "processes": jax.process_count(),

@@ -90,9 +90,11 @@ class Trainer:
     def __call__(self, items: list[Item], step: bool) -> dict[str, Any]:
         """Train on a batch; return the seconds and the loss. Without `step`, only compute the
         loss."""
-        began, cpu = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        cpu = time.process_time()
         numbers = sum(item["latents"].numel() for item in items)
-        loss, texts = 0.0, 0
+        loss = 0.0
+        texts = 0
         groups = by_shape(items)
         for group in groups:
             with torch.set_grad_enabled(step):

@@ -66,7 +66,8 @@ def collate(examples: Sequence[Example], settings: Mapping[str, Any]) -> dict[st
     """The inputs that the processor would make of a micro-batch, from decoded media."""
     longest = max(len(example["tokens"]) for example in examples)
     shape = (len(examples), longest)
-    ids, labels = np.zeros(shape, np.int64), np.full(shape, NO_TARGET, np.int64)
+    ids = np.zeros(shape, np.int64)
+    labels = np.full(shape, NO_TARGET, np.int64)
     mask = np.zeros(shape, np.int64)
     for row, example in enumerate(examples):
         length = len(example["tokens"])
@@ -78,7 +79,8 @@ def collate(examples: Sequence[Example], settings: Mapping[str, Any]) -> dict[st
     images = [image for example in examples for image in example["images"]]
     if images:
         mean, std = (np.float32(settings[key]) for key in ("pixel_mean", "pixel_std"))
-        size, frames = settings["patch_size"], settings["patch_frames"]
+        size = settings["patch_size"]
+        frames = settings["patch_frames"]
         colors = np.concatenate(images).reshape(-1, size, size, 3).astype(np.float32) / 255
         still = ((colors - mean) / std).transpose(0, 3, 1, 2)[:, :, None]
         made["pixel_values"] = np.repeat(still, frames, axis=2).reshape(len(still), -1)
@@ -117,11 +119,14 @@ class Trainer:
     def __call__(self, examples: list[Example], step: bool) -> dict[str, Any]:
         """Train on a batch; return the seconds, those of the processor's work, and the loss.
         Without `step`, only compute the loss."""
-        began, cpu, host = time.perf_counter(), time.process_time(), 0.0
+        began = time.perf_counter()
+        cpu = time.process_time()
+        host = 0.0
         if self.settings["grouped"]:
             examples = sorted(examples, key=lambda example: len(example["tokens"]))
         total = sum(int((example["targets"][:-1] >= 0).sum()) for example in examples)
-        loss, slots = 0.0, 0
+        loss = 0.0
+        slots = 0
         for at in range(0, len(examples), self.settings["micro_batch"]):
             before = time.perf_counter()
             inputs = collate(examples[at : at + self.settings["micro_batch"]], self.settings)

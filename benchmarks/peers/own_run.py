@@ -135,11 +135,14 @@ class OwnRun:
 
     def __call__(self, step: int, examples: Any) -> dict[str, Any]:
         """Train on a batch; return the seconds, those of the host's work, and the loss."""
-        began, cpu = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        cpu = time.process_time()
         host = self.filler(step, examples)
-        filled, cpu_filled = time.perf_counter() - began, time.process_time() - cpu
+        filled = time.perf_counter() - began
+        cpu_filled = time.process_time() - cpu
         run_before(self.programs, self.state.params, host, self.programs_run)
-        began, cpu = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        cpu = time.process_time()
         self.state, metrics = self.programs.train(self.state, self.programs.put(host))
         jax.block_until_ready((self.state, metrics))
         seconds = filled + time.perf_counter() - began

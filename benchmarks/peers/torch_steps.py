@@ -398,7 +398,8 @@ class Tower(nn.Module):
         self.norm = RMSNorm(tree["norm"]["scale"], epsilon)
 
     def forward(self, x: Tensor, segments: Segments, angles: Tensor) -> Tensor:
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        cos = angles.cos()[:, None]
+        sin = angles.sin()[:, None]
         for layer in self.layers:
             x = layer(x, segments, cos, sin)
         return self.norm(x)
@@ -531,7 +532,8 @@ class Unseen(Segments):
 def halved(project: nn.Linear, x: Tensor, first: Tensor) -> Tensor:
     """Convolution of width 3 and stride 2. Outputs marked in `first` see zeros before their two
     slots."""
-    even, odd = x[0::2], x[1::2]
+    even = x[0::2]
+    odd = x[1::2]
     before = torch.cat([torch.zeros_like(odd[:1]), odd[:-1]])
     before = torch.where(first[:, None], 0, before)
     return F.gelu(project(torch.cat([before, even, odd], dim=1)), approximate="tanh")
@@ -595,7 +597,8 @@ class Stepper:
         """Run one step; return its seconds, those of its parts, loss and number of targets. Without
         `updates` parameters stay as they are."""
         clock = Clock()
-        began, cpu = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        cpu = time.process_time()
         targets = sum(int((example.targets >= 0).sum()) for example in examples)
         total = 0.0
         for microbatch in self.microbatches(examples):
